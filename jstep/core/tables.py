@@ -4,7 +4,6 @@ import base64
 import html
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 WIDTH = 100
 """The maximum line length of printed tables."""
@@ -98,23 +97,24 @@ _LEFT = f"{_CELL}; text-align: left"
 _RULE = "border-bottom: 1px solid color-mix(in srgb, currentColor 35%, transparent)"
 
 
+def html_text(text: object) -> str:
+    """Escape text of others for a page, as `printable` does for a terminal."""
+    return html.escape(printable(text))
+
+
 def html_table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
     """Format an HTML table in the notebook's colors; all strings are escaped."""
-    parts = [f'<div style="margin: 0.4em 0"><div style="font-weight: 600">{_escaped(title)}</div>']
+    parts = [f'<div style="margin: 0.4em 0"><div style="font-weight: 600">{html_text(title)}</div>']
     parts.append('<table style="border-collapse: collapse; background: none; color: inherit; font-size: 0.92em">')
     if head:
-        cells = "".join(f'<th style="{_side(i)}; {_RULE}">{_escaped(name)}</th>' for i, name in enumerate(head))
+        cells = "".join(f'<th style="{_side(i)}; {_RULE}">{html_text(name)}</th>' for i, name in enumerate(head))
         parts.append(f"<tr>{cells}</tr>")
     for row in rows:
-        cells = "".join(f'<td style="{_side(i)}">{_escaped(cell.strip())}</td>' for i, cell in enumerate(row))
+        cells = "".join(f'<td style="{_side(i)}">{html_text(cell.strip())}</td>' for i, cell in enumerate(row))
         parts.append(f'<tr style="background: none">{cells}</tr>')
     parts.append("</table>")
-    parts += [f'<div style="font-size: 0.92em; margin-top: 0.3em">{_escaped(note)}</div>' for note in notes]
+    parts += [f'<div style="font-size: 0.92em; margin-top: 0.3em">{html_text(note)}</div>' for note in notes]
     return "".join([*parts, "</div>"])
-
-
-def _escaped(text: str) -> str:
-    return html.escape(printable(text))
 
 
 def html_picture(png: bytes, alt: str) -> str:
@@ -122,15 +122,6 @@ def html_picture(png: bytes, alt: str) -> str:
     # White background also in dark themes, because plots are drawn in black.
     style = "max-width: 44em; width: 100%; background: white; border-radius: 4px; padding: 4px"
     return f'<img alt="{html.escape(alt)}" style="{style}" src="data:image/png;base64,{source}">'
-
-
-def figure() -> Any:
-    """Create an empty matplotlib figure without pyplot, which has global state and may need a display."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install jstep[plot]") from error
-    return Figure(layout="constrained")
 
 
 def _side(column: int) -> str:

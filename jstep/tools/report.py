@@ -2,7 +2,6 @@
 
 import argparse
 import base64
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -13,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,13 +20,14 @@ import numpy as np
 from jstep.checkpoint.listing import entries
 from jstep.core.checks import describe_type, truncate
 from jstep.core.curves import STYLE, Curve, Mark, picture
-from jstep.hooks.card_differences import Start, card_difference, card_values, read_starts
-from jstep.stores.event_files import DataLossError, Series, event_files, read_series
-from jstep.stores.files import replace_file
-from jstep.stores.timeline import STALL, TIMELINE_FILE, TIMES, Times, fields_with, read_timeline
+from jstep.hooks.card_differences import Start, card_difference, card_values, is_whole, read_starts
+from jstep.stores.event_files import DataLossError, Series, read_series
+from jstep.stores.files import named_file, replace_file
+from jstep.stores.timeline import STALL, START, TIMELINE_FILE, TIMES, Times, fields_with, read_timeline
 from jstep.stores.urls import absolute, is_url, location, split_path
 from jstep.tools.cli import OK, Command, time_text, utc_text
 from jstep.tools.goodput import Goodput, by_start, sum_starts
+from jstep.tools.own_events import events_of_run
 from jstep.tools.runs import RunList, RunSummary, run_names, runs
 
 _MAX_RUNS = 64
@@ -53,8 +53,13 @@ class Report:
         return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{html.escape(self.html)}"></iframe>'
 
     def save(self, file: str | os.PathLike[str]) -> None:
-        """Write the page to a file or URL, atomically."""
-        replace_file(absolute(location(file, "file")), self.html.encode())
+        """Write the page to a file or URL, atomically; through what is not a regular file, such as a FIFO."""
+        path, page = absolute(location(file, "file")), self.html.encode()
+        if is_url(path):
+            replace_file(path, page)
+            return
+        with named_file(path) as opened:
+            opened.write(page)
 
 
 def report(
@@ -109,10 +114,12 @@ def report(
 
 # The files of a run.
 
+_DAMAGED = "a card in its timeline is damaged, or is of another version"
+
 
 @dataclasses.dataclass(frozen=True)
 class _Left:
-    """The files of a run. Unreadable ones are left out, and listed in `problems`.
+    """The files of a run. What cannot be read or shown is left out, and listed in `problems`.
 
     `ends` maps the names of starts to how they ended.
     """
@@ -123,37 +130,42 @@ class _Left:
     starts: Sequence[Start] = ()
     times: Sequence[Times] = ()
     series: Mapping[str, Series] = dataclasses.field(default_factory=dict)
-    problems: Sequence[str] = ()
+    problems: list[str] = dataclasses.field(default_factory=list)
     ends: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stalls: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
     def of(cls, run: RunSummary, name: str, color: int) -> "_Left":
-        problems: list[str] = [run.error] * (run.error is not None)  # type: ignore[list-item]
-
-        def known(function: Any, *args: Any, nothing: Any = ()) -> Any:
-            try:
-                return function(*args)
-            except (OSError, ValueError, ImportError) as error:  # a file may be missing or corrupted
-                problems.append(str(error))
-                return nothing
-
         if run.error is not None:
-            return cls(run, name, color, problems=problems)
-        starts = [item for item in known(read_starts, run.path) if item.prefix == run.prefix]
-        lines = [item for item in known(fields_with, run.path, "end", STALL) if item.get("prefix") == run.prefix]
+            return cls(run, name, color, problems=[run.error])
+        problems: list[str] = []
+        known = functools.partial(_known, problems)
+        starts = [item for item in known((), read_starts, run.path) if item.prefix == run.prefix]
+        for item in starts:
+            if item.card is not None and not (is_whole(item.card) and known(None, card_values, item.card) is not None):
+                item.card = None
+                problems.append(_DAMAGED)
+        words = "version", "end", STALL
+        lines = [item for item in known((), fields_with, run.path, *words) if item.get("prefix") == run.prefix]
         ends = {str(item.get("start")): item["end"] for item in lines if item.get("kind") == TIMES and "end" in item}
-        series: dict[str, Series] = {}
-        for place in _logdirs(run, starts):
-            of_place = known(read_series, place, lambda error: problems.append(_damaged(error)), nothing={})
-            series |= {
-                tag: item for tag, item in of_place.items() if tag not in series and (item.steps or item.rewound)
-            }
+        begun = [item for item in lines if item.get("kind") == START]
+        files, not_shown = known(([], []), events_of_run, run.path, starts, begun)
+        problems += not_shown
+        series = known({}, read_series, files, lambda error: problems.append(_damaged(error)))
         return cls(
-            run, name, color, starts, known(read_timeline, run.path, run.prefix), series, problems,
+            run, name, color, starts, known((), read_timeline, run.path, run.prefix), _most(series, problems), problems,
             {start: ": ".join(filter(None, map(str, end))) for start, end in ends.items() if isinstance(end, list)},
             [item for item in lines if item.get("kind") == STALL],
         )  # fmt: skip
+
+    def part(self, nothing: Any, function: Callable[..., Any], *args: Any) -> Any:
+        """Return a part of the page, or `nothing` if the run's files hold what cannot be shown."""
+        return _known(self.problems, nothing, function, *args)
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether a card is damaged, so that its values cannot be compared."""
+        return _DAMAGED in self.problems
 
     @property
     def card(self) -> dict[str, Any]:
@@ -184,26 +196,29 @@ class _Left:
         return [mark._replace(color=self.color) for mark in marks]
 
 
+def _known(problems: list[str], nothing: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of a function, or `nothing` after an error: a file may be missing, and may hold anything."""
+    try:
+        return function(*args)
+    except Exception as error:
+        is_plain = isinstance(error, OSError | ImportError) or type(error) is ValueError
+        problems.append(truncate(str(error) if is_plain else f"a part of it cannot be shown: {error!r}", 300))
+        return nothing
+
+
 def _damaged(error: DataLossError) -> str:
     return f"{error}; what follows is not shown"
 
 
-def _logdirs(run: RunSummary, starts: Sequence[Start]) -> list[str]:
-    """The directories with event files of a run; its logdir may have been moved with it."""
-    places = [run.path]
-    for start in starts:
-        arguments = (start.card or {}).get("arguments") or {}
-        logdir, directory = arguments.get("logdir"), arguments.get("checkpoint_dir")
-        if isinstance(logdir, str):
-            if isinstance(directory, str) and not is_url(logdir) and os.path.isabs(logdir) == os.path.isabs(directory):
-                places.append(os.path.normpath(os.path.join(run.path, os.path.relpath(logdir, directory))))
-            places.append(absolute(logdir))
-    folders: list[str] = []
-    for place in dict.fromkeys(places):
-        with contextlib.suppress(OSError):
-            if (is_url(place) or os.path.isdir(place)) and event_files(place):
-                folders.append(place)
-    return folders
+_MAX_TAGS = 1000
+
+
+def _most(series: Mapping[str, Series], problems: list[str]) -> dict[str, Series]:
+    """Return the series with points, as many as a page can have."""
+    some = {tag: item for tag, item in series.items() if item.steps or item.rewound}
+    if len(some) > _MAX_TAGS:
+        problems.append(f"it has {len(some)} scalars; the first {_MAX_TAGS} are shown")
+    return dict(itertools.islice(some.items(), _MAX_TAGS))
 
 
 # The page.
@@ -214,7 +229,7 @@ def _page(run_list: RunList, all_left: Sequence[_Left]) -> str:
     sections = {
         "What it was": _what(run_list, all_left),
         "How it went": _how(all_left),
-        "Where its time went": [part for left in all_left for part in _where(left, len(run_list))],
+        "Where its time went": [part for left in all_left for part in left.part([], _where, left, len(run_list))],
         "What is odd": [part for left in all_left for part in _odd(left, len(run_list))],
     }
     body = [f"<h2>{name}</h2>{''.join(parts)}" for name, parts in sections.items() if parts]
@@ -232,8 +247,8 @@ def _page(run_list: RunList, all_left: Sequence[_Left]) -> str:
     return _INVALID.sub("\N{REPLACEMENT CHARACTER}", page)
 
 
-_INVALID = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
-"""Characters that HTML must not have."""
+_INVALID = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
+"""Characters that HTML must not have, and marks that make text read in another order than it has."""
 
 
 def _asset(name: str) -> str:
@@ -257,18 +272,21 @@ def _heading(left: _Left, count: int) -> str:
 def _what(run_list: RunList, all_left: Sequence[_Left]) -> list[str]:
     """The facts of the runs; of several runs first a table, and their differences."""
     if len(run_list) == 1:
-        return [_facts(all_left, all_left[0]), _recorded(all_left[0], is_open=True)]
+        (left,) = all_left
+        return [left.part("", _facts, all_left, left), left.part("", _recorded, left, True)]
     parts = [f'<div class="wide">{run_list._repr_html_()}</div>']
+    sound = [left for left in all_left if not left.is_damaged]
     differences = {
-        name: [truncate(str(value), 60) for value in values] for name, values in run_list.differences().items()
+        name: [truncate(str(value), 60) for value in values]
+        for name, values in RunList(left.run for left in sound).differences().items()
     }
     if differences:
         parts.append("<h3>What differs</h3>")
         parts.append(
-            _table(([name, *values] for name, values in differences.items()), ["", *(left.name for left in all_left)])
+            _table(([name, *values] for name, values in differences.items()), ["", *(left.name for left in sound)])
         )
     for left in all_left:
-        inner = _facts(all_left, left) + _recorded(left)
+        inner = left.part("", _facts, all_left, left) + left.part("", _recorded, left)
         parts.append(f"<details><summary>{_escaped(left.name)}</summary>{inner}</details>")
     return parts
 
@@ -300,7 +318,7 @@ def _facts(all_left: Sequence[_Left], left: _Left) -> str:
     return f"<dl>{''.join(facts)}</dl>"
 
 
-def _recorded(left: _Left, *, is_open: bool = False) -> str:
+def _recorded(left: _Left, is_open: bool = False) -> str:
     """The program, its arguments, batches and versions, as recorded on the card."""
     settings = left.card.get("settings") or {}
     values = {name: value for name, value in card_values(left.card).items() if value is not None} if left.card else {}
@@ -322,7 +340,7 @@ def _how(all_left: Sequence[_Left]) -> list[str]:
         metric = tag.rpartition("/")[2]
         groups.setdefault(metric if metric in tags else tag, []).append(tag)
     order = sorted(groups, key=lambda name: (name != "loss", len(groups[name]) == 1))
-    axis = [mark for left in all_left for mark in left.marks()]
+    axis = [mark for left in all_left for mark in left.part((), left.marks)]
     figures = [_figure(name, sorted(groups[name], key=lambda tag: tag != name), all_left, axis) for name in order]
     if not figures:
         return []
@@ -396,13 +414,13 @@ def _where(left: _Left, count: int) -> list[str]:
 
 
 def _odd(left: _Left, count: int) -> list[str]:
-    lines = list(dict.fromkeys(_oddities(left)))
+    more = left.part([], lambda: list(_oddities(left)))
+    lines = list(dict.fromkeys([*left.problems, *more]))
     items = "".join(f"<li>{_escaped(line)}</li>" for line in lines)
     return [_heading(left, count), f"<ul>{items}</ul>"] if lines else []
 
 
 def _oddities(left: _Left) -> Iterator[str]:
-    yield from left.problems
     if left.run.status not in ("finished", "running", "unreadable"):
         yield f"it is {left.run.status}: {left.run.reason}".rstrip(": ")
     for line in left.stalls:

@@ -1,0 +1,125 @@
+"""The event files of a run: those of its own starts, at or beside its directory, whoever else writes there."""
+
+import contextlib
+import math
+import os
+import posixpath
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jstep.core.checks import format_list, truncate
+from jstep.hooks.card_differences import Start
+from jstep.stores.event_files import Writer, event_files, process_mark
+from jstep.stores.files import is_directory
+from jstep.stores.timeline import is_seconds
+from jstep.stores.urls import is_url, join_path, resolve_path, split_path
+
+
+def events_of_run(
+    where: str, starts: Sequence[Start], begun: Sequence[Mapping[str, Any]]
+) -> tuple[list[str], list[str]]:
+    """Return the event files of a run in the order of their names, and why others are not read.
+
+    Args:
+        where: The directory or URL of the run.
+        starts: Its starts, with their cards.
+        begun: The first lines of its starts in the timeline.
+    """
+    files: dict[str, str] = {}
+    problems: list[str] = []
+    for place, is_readers in _places(where, starts, begun, problems).items():
+        if not is_directory(place):
+            continue
+        paths = {split_path(path)[1]: path for path in event_files(place) if is_readers or _is_beside(path, where)}
+        own = set(_own(sorted(paths), begun))
+        files |= {name: path for name, path in paths.items() if name in own}
+        if others := sorted(paths.keys() - own):
+            problems.append(f"{place}: event files of others are not shown: {format_list(others, 5)}")
+    return [files[name] for name in sorted(files)], problems
+
+
+# Where they may be: nothing of another host or of a copy leads out of its directory and that above it.
+
+
+def _places(
+    where: str, starts: Sequence[Start], begun: Sequence[Mapping[str, Any]], problems: list[str]
+) -> dict[str, bool]:
+    """Return the directories to read, each with whether a run of the reader recorded it."""
+    lines = {str(line.get("start")): line for line in begun}
+    places = {resolve_path(where): any(_is_readers(where, line) for line in begun)}
+    for start in starts:
+        line, arguments = lines.get(start.id, {}), (start.card or {}).get("arguments", {})
+        logdir, directory = arguments.get("logdir"), arguments.get("checkpoint_dir") or line.get("directory")
+        if not isinstance(logdir, str) or not isinstance(directory, str):
+            continue
+        is_readers = _is_readers(where, line)
+        place = _moved(logdir, directory, where, is_readers=is_readers)
+        if place is None or not (is_readers or _is_beside(place, where)):
+            problems.append(
+                f"its logdir {truncate(logdir, 200)} is not read, as it is neither below the directory of the run nor "
+                "beside it, and the run was not made here; move the event files into that directory to see its curves"
+            )
+        else:
+            places[resolve_path(place)] = places.get(resolve_path(place), False) or is_readers
+    return places
+
+
+def _is_readers(where: str, line: Mapping[str, Any]) -> bool:
+    """Return whether a start was made on this host, in the directory in which it is found."""
+    process, directory = line.get("process"), line.get("directory")
+    if not isinstance(process, dict) or not isinstance(directory, str) or is_url(where):
+        return False
+    return process.get("host") == socket.gethostname() and resolve_path(directory) == resolve_path(where)
+
+
+def _moved(logdir: str, directory: str, where: str, *, is_readers: bool) -> str | None:
+    """Return where a recorded logdir is, seen from the directory of the run, which may have been moved with it."""
+    kinds = {(is_url(path), is_url(path) or os.path.isabs(path)) for path in (logdir, directory)}
+    if len(kinds) == 1 and is_url(logdir) == is_url(where):
+        with contextlib.suppress(ValueError):  # another drive of Windows
+            steps = posixpath.relpath(logdir, directory) if is_url(where) else os.path.relpath(logdir, directory)
+            parts = steps.replace(os.sep, "/").split("/")
+            if is_readers or parts.count("..") < 2:
+                for part in parts:
+                    where = where if part == "." else split_path(where)[0] if part == ".." else join_path(where, part)
+                return where
+    return logdir if is_readers and os.path.isabs(logdir) else None
+
+
+def _is_beside(path: str, where: str) -> bool:
+    """Return whether a path is below the directory of a run, or beside it; no link leads out."""
+    real, above = resolve_path(path), split_path(resolve_path(where))[0]
+    return real == above or real.startswith(join_path(above, ""))
+
+
+# Whose they are.
+
+
+def _own(names: Sequence[str], begun: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the names of event files of a run's starts, and of what the same processes wrote there."""
+    runs = {line.get("run") for line in begun if isinstance(line.get("run"), str)}
+    marks, older, until = dict[str, bool](), False, math.inf
+    for line in begun:
+        process, time = line.get("process"), line.get("time")
+        if isinstance(process, dict):
+            mark = process_mark(process.get("host"), process.get("pid"))
+            marks[mark] = marks.get(mark, False) or "run" not in line
+            until = min(until, time) if is_seconds(time) and time is not None else until
+        else:
+            older = True
+    found = {name: Writer.of(name) for name in names}
+    of_marks = {mark: [name for name in names if mark in name] for mark in marks}
+    for name, writer in found.items():
+        mine = [mark for mark, of_process in of_marks.items() if name in of_process]
+        if writer.run is not None:  # a version that did not record the name of the run recorded its process
+            is_own = writer.run in runs or any(marks[mark] for mark in mine)
+        elif not mine:  # a version that recorded neither
+            is_own = older and writer.began <= until
+        else:
+            # A program may train several runs. What it opens before one of them, or behind the last, is of that run.
+            named = [other for mark in mine for other in of_marks[mark] if found[other].run is not None]
+            owner = next((other for other in named if other > name), named[-1] if named else None)
+            is_own = owner is None or found[owner].run in runs or any(marks[mark] for mark in mine)
+        if is_own:
+            yield name

@@ -1,0 +1,171 @@
+"""Which event files are a run's: on its page are those of its own starts, and what their processes wrote there."""
+
+import contextlib
+import os
+import pathlib
+import re
+import shutil
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import jstep
+from jstep import summary
+
+optimizer = jstep.sgd(0.1)
+train_step = jstep.minimize(lambda p: jnp.sum(p["w"] ** 2), optimizer)
+
+
+def train(logdir: Any, checkpoints: Any, last: int = 20, stop: int | None = None, **options: Any) -> None:
+    """A run of a summary a step, which ends with an error at a step."""
+
+    def hook(step: int, state: Any, metrics: Any) -> None:
+        if step == stop:
+            raise KeyError("killed")
+
+    with contextlib.suppress(KeyError):
+        jstep.train(
+            train_step, jstep.TrainState.create({"w": jnp.ones(2)}, optimizer), lambda step: (), last,
+            checkpoint_dir=checkpoints, logdir=logdir, save_summaries_steps=1, log_steps=None,
+            hooks=[jstep.every(1, hook)], **options,
+        )  # fmt: skip
+
+
+def points(page: str, label: str = "loss", title: str = "loss") -> list[str]:
+    """The numbers of points of the rows with a label, below the picture of a metric."""
+    figure = re.search(rf"<figcaption>{title}</figcaption>.*?</table>", page, re.DOTALL)
+    return [] if figure is None else re.findall(rf"<td>{re.escape(label)}</td><td>(\d+)</td>", figure[0])
+
+
+def write(folder: Any, tag: str, *, pid: int | None = None) -> pathlib.Path:
+    """A user's writer, perhaps of another process."""
+    with summary.SummaryWriter(folder) as writer:
+        writer.add_summary(summary.scalar(tag, 1.0, collections=()), 3)
+    path = pathlib.Path(writer.path or "")
+    return path if pid is None else path.rename(str(path).replace(f".{os.getpid()}.", f".{pid}."))
+
+
+def test_two_runs_with_one_logdir(tmp_path: pathlib.Path) -> None:
+    """One after the other, in one process."""
+    write(tmp_path / "logs", "mine_of_a")
+    train(tmp_path / "logs", tmp_path / "a")
+    write(tmp_path / "logs", "mine_of_b")
+    train(tmp_path / "logs", tmp_path / "b", last=5)
+    write(tmp_path / "logs", "last_of_b")
+    a, b = jstep.report(tmp_path / "a").html, jstep.report(tmp_path / "b").html
+    assert (points(a), points(b)) == (["20"], ["5"])
+    assert "made again" not in a + b
+    assert re.findall("<figcaption>(mine_of_.|last_of_.)", a) == ["mine_of_a"]
+    assert re.findall("<figcaption>(mine_of_.|last_of_.)", b) == ["mine_of_b", "last_of_b"]
+    assert "event files of others are not shown: events.out" in a
+    both = jstep.report([tmp_path / "a", tmp_path / "b"]).html
+    assert (points(both, "a"), points(both, "b")) == (["20"], ["5"])
+
+
+def test_two_runs_at_once(tmp_path: pathlib.Path) -> None:
+    """A run that begins while another one trains, and ends first."""
+    at_7 = jstep.every(7, lambda *_: train(tmp_path / "logs", tmp_path / "b", last=5))
+    jstep.train(
+        train_step, jstep.TrainState.create({"w": jnp.ones(2)}, optimizer), lambda step: (), 10,
+        checkpoint_dir=tmp_path / "a", logdir=tmp_path / "logs", save_summaries_steps=1, log_steps=None, hooks=[at_7],
+    )  # fmt: skip
+    assert points(jstep.report(tmp_path / "a").html) == ["10"]
+    assert points(jstep.report(tmp_path / "b").html) == ["5"]
+
+
+def test_all_starts_of_a_run_are_its_own(tmp_path: pathlib.Path) -> None:
+    """Also those before its first checkpoint, which had other names, and below a directory that was moved."""
+    for stop in (3, 7):
+        train(tmp_path / "x/logs", tmp_path / "x/run", stop=stop)
+        shutil.rmtree(tmp_path / f"x/run/model-{stop}")
+    train(tmp_path / "x/logs", tmp_path / "x/run")
+    page = jstep.report(tmp_path / "x/run").html
+    assert points(page) == ["20"]
+    assert page.count('class="line s0 pale d0"') >= 2, "steps that were made again"
+    (tmp_path / "x").rename(tmp_path / "y")
+    assert points(jstep.report(tmp_path / "y/run").html) == ["20"]
+
+
+def test_another_process_that_writes_there_is_told(tmp_path: pathlib.Path) -> None:
+    train(tmp_path, tmp_path, 5)
+    write(tmp_path, "mine")
+    other = write(tmp_path, "theirs", pid=1)
+    page = jstep.report(tmp_path).html
+    assert "<figcaption>mine" in page
+    assert "<figcaption>theirs" not in page
+    assert other.name in page
+
+
+def test_a_run_of_earlier_versions(tmp_path: pathlib.Path) -> None:
+    """The first had no name of a run and no process, the next one a process."""
+    train(tmp_path, tmp_path, 10)
+    timeline = tmp_path / "timeline.jsonl"
+    without_name = re.sub(r'"run": "\w*", ', "", timeline.read_text())
+    timeline.write_text(without_name)
+    assert points(jstep.report(tmp_path).html) == ["10"]
+    timeline.write_text(re.sub(r'"process": \{.*?\}, ', "", without_name))
+    (path,) = (path for path in tmp_path.iterdir() if "tfevents" in path.name)
+    path.rename(re.sub(r"(\.[0-9a-f]{8}){2}$", "", str(path)).replace(f".{os.getpid()}.", ".1."))
+    assert points(jstep.report(tmp_path).html) == ["10"]
+    train(tmp_path, tmp_path, 15)
+    theirs = write(tmp_path, "theirs", pid=2)
+    theirs.rename(str(theirs).replace("tfevents.1", "tfevents.2"))  # later, and not in the same second
+    page = jstep.report(tmp_path).html
+    assert points(page) == ["15"]
+    assert "<figcaption>theirs" not in page
+
+
+# Where they are read.
+
+
+def recorded(run: pathlib.Path, pattern: str, instead: str) -> None:
+    path = run / "timeline.jsonl"
+    text, count = re.subn(pattern, lambda _: instead, path.read_text())
+    assert count
+    path.write_text(text)
+
+
+@pytest.mark.parametrize("logdir", ["elsewhere", "s3://bucket/logs", "gs://bucket/logs"])
+@pytest.mark.parametrize("how", ["moved", "of another host"])
+def test_a_logdir_elsewhere_is_not_read(
+    tmp_path: pathlib.Path, how: str, logdir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path / "a/logs", tmp_path / "a/run")
+    shutil.copytree(tmp_path / "a/logs", tmp_path / "elsewhere")
+    place = logdir if "://" in logdir else str(tmp_path / logdir)
+    recorded(tmp_path / "a/run", r'"logdir": "[^"]*"', f'"logdir": "{place}"')
+    if how == "moved":
+        (tmp_path / "a").rename(tmp_path / "b")
+    else:
+        recorded(tmp_path / "a/run", r'"host": "[^"]*"', '"host": "another"')
+    monkeypatch.setattr("jstep.stores.objects.Objects.__init__", lambda *_: pytest.fail("a bucket was asked"))
+    page = jstep.report(tmp_path / ("b" if how == "moved" else "a") / "run").html
+    assert "<figure" not in page
+    assert f"its logdir {place} is not read" in page
+
+
+def test_a_logdir_elsewhere_is_read_where_the_run_was_made(tmp_path: pathlib.Path) -> None:
+    train(tmp_path / "tensorboard/a/x", tmp_path / "checkpoints/a/x")
+    assert points(jstep.report(tmp_path / "checkpoints/a/x").html) == ["20"]
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "checkpoints").rename(tmp_path / "elsewhere/checkpoints")
+    page = jstep.report(tmp_path / "elsewhere/checkpoints/a/x").html
+    assert "<figure" not in page
+    assert "is not read" in page
+
+
+@pytest.mark.parametrize("linked", ["directory", "file"])
+def test_no_link_leads_out_of_a_run_of_others(tmp_path: pathlib.Path, linked: str) -> None:
+    train(tmp_path / "a/run/logs", tmp_path / "a/run")
+    logs, elsewhere = tmp_path / "a/run/logs", tmp_path / "elsewhere"
+    (file,) = (path.name for path in logs.iterdir())
+    logs.rename(elsewhere)
+    if linked == "directory":
+        logs.symlink_to(elsewhere)
+    else:
+        logs.mkdir()
+        (logs / file).symlink_to(elsewhere / file)
+    assert points(jstep.report(tmp_path / "a/run").html) == ["20"], "a link of the reader's own"
+    recorded(tmp_path / "a/run", r'"host": "[^"]*"', '"host": "another"')
+    assert "<figure" not in jstep.report(tmp_path / "a/run").html
