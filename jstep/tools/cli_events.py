@@ -10,13 +10,14 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 from jstep.core.checks import truncate
-from jstep.core.tables import figure, printable
+from jstep.core.tables import printable
 from jstep.hooks.stall_files import find_waited_for, in_ranges, read_stalls, silent
 from jstep.stores import event_files
 from jstep.stores.event_files import DataLossError, Point
 from jstep.stores.files import is_directory, open_for_reading
 from jstep.stores.urls import absolute, is_url, location
 from jstep.tools.cli import DIFFERENT, OK, Command, answer, as_strict_json, choose, complain, matching, table, time_text
+from jstep.tools.figures import figure, save_figure
 
 # `plot`: curves of scalars with matplotlib, without a display or a server.
 
@@ -110,7 +111,7 @@ def _draw(runs: dict[str, dict[str, list[Point]]], tags: Sequence[str], argument
         if len(runs) > 1 and axes.lines:
             for text in axes.legend(fontsize=8, frameon=False).get_texts():
                 text.set_parse_math(False)
-    fig.savefig(os.path.expanduser(arguments.output), dpi=150)
+    save_figure(fig, os.path.expanduser(arguments.output), dpi=150)
 
 
 def _smooth(values: Sequence[float], decay: float) -> list[float]:

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_int, describe_type, format_count, format_value, truncate, truncate_path
 from jstep.core.meshes import internal_transfers
-from jstep.core.tables import WIDTH, Tabular, columns, figure, html_picture, wrap_words
+from jstep.core.tables import WIDTH, Tabular, columns, html_picture, wrap_words
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, OptimizerLike, Schedule
 from jstep.data.batches import Batches
@@ -29,6 +29,7 @@ from jstep.hooks.run_hook import RunHook
 from jstep.loop.foresight import find_rates, find_scheduled_rates
 from jstep.loop.stages import as_stages, name_of_step
 from jstep.slots.optax_transformations import is_transformation, require_optimizer
+from jstep.tools.figures import figure, save_figure
 
 T = TypeVar("T")
 
@@ -123,7 +124,7 @@ class Plan(Tabular):
     def _repr_html_(self) -> str:
         picture, table = io.BytesIO(), super()._repr_html_()
         try:
-            self._draw(picture, format="png")
+            self._draw().savefig(picture, dpi=200, format="png")
         except ImportError:  # without matplotlib there is no picture
             return table
         return table + html_picture(picture.getvalue(), "the plan, drawn")
@@ -140,7 +141,7 @@ class Plan(Tabular):
         Raises:
             ImportError: matplotlib is not installed: `pip install 'jstep[plot]'`.
         """
-        self._draw(os.fspath(path))
+        save_figure(self._draw(), os.fspath(path), dpi=200)
 
     def _steps_text(self) -> str:
         return f"steps {format_count(self.steps[0])} to {format_count(self.last_step - 1)}"
@@ -185,7 +186,7 @@ class Plan(Tabular):
         }
         return [line for title, some in words.items() if some for line in wrap_words(title, some)]
 
-    def _draw(self, file: object, **options: object) -> None:
+    def _draw(self) -> Any:
         """Draw panels of changing values, bars for stages, marks for hooks, and a line of constants."""
         panels: list[Callable[[Any], None]] = [functools.partial(self._draw_values, name) for name in self._changing]
         panels += [self._draw_sizes] if len(self.batch_size) > 1 else []
@@ -208,7 +209,7 @@ class Plan(Tabular):
         if constant:
             words = f"constant:  {',  '.join(constant)}"
             fig.supxlabel(words, fontsize=7.5, x=0.02, ha="left", color="#424949", wrap=True)
-        fig.savefig(file, dpi=200, **options)
+        return fig
 
     def _axes(self, fig: Any, place: Any) -> Any:
         from matplotlib.ticker import EngFormatter, MaxNLocator

@@ -12,10 +12,11 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_function, as_int, check_choice, describe_type, format_value
-from jstep.core.tables import columns, figure
+from jstep.core.tables import columns
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Params
 from jstep.state.train_state import TrainState
+from jstep.tools.figures import figure, save_figure
 
 # Width ratios of the leaves of two models: fan-in and fan-out of the wide model over the small one.
 
@@ -387,7 +388,7 @@ class CoordCheck:
             axes.grid(alpha=0.3, linewidth=0.5)
             axes.spines[["top", "right"]].set_visible(False)
             axes.legend(fontsize=6.5, frameon=False)
-        fig.savefig(path, dpi=200)
+        save_figure(fig, path, dpi=200)
 
 
 @shortens_tracebacks

@@ -2,11 +2,14 @@
 
 import collections
 import contextlib
+import errno
+import itertools
 import json
 import os
 import re
 import secrets
 import shutil
+import stat
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +26,7 @@ from jstep.core import device_values, meshes, placement, trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_int, as_mapping, describe_type, format_value
 from jstep.distributed.processes import on_all_processes
-from jstep.stores.files import make_folders, new_file, sync_folder
+from jstep.stores.files import make_folders, named_file, new_file, sync_folder
 from jstep.weights.files import INDEX, local_path
 from jstep.weights.match import Names, Rule, Transform, call_transform, rules, transform_of_ones
 from jstep.weights.tensors import BITS, LARGEST, METADATA, Tensor, confirm, dtype_code, in_groups, package
@@ -81,9 +84,20 @@ class NewFiles:
             self.names = [f"{self._stem}-{i + 1:05d}-of-{shards:05d}{self._suffix}" for i in range(shards)]
         self.path = path + INDEX if shards > 1 else path
 
-    def writing(self, number: int) -> contextlib.AbstractContextManager[BinaryIO]:
+    def check(self) -> None:
+        """Refuse to replace what is not a regular file."""
+        for place in map(self._at, [*self.names, *([self._base + INDEX] if len(self.names) > 1 else [])]):
+            if os.path.lexists(place) and not stat.S_ISREG(os.lstat(place).st_mode):
+                raise OSError(errno.EINVAL, "is not a regular file, and would be replaced; move it away", place)
+
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[BinaryIO]:
+        """Open the temporary file of a name, which has the mode of the file that it will replace."""
         make_folders(self._folder)
-        return new_file(self._temporary(self.names[number]))
+        with new_file(self._temporary(name)) as file:
+            with contextlib.suppress(OSError):  # it is new, or the file system has no modes
+                os.chmod(file.name, stat.S_IMODE(os.stat(self._at(name)).st_mode))
+            yield file
 
     def publish(self, shard_of: Mapping[str, int], total_size: int) -> None:
         """Rename the files to their final names, and remove the files of an older save."""
@@ -141,7 +155,7 @@ class NewFiles:
         """Replace the index with one that refers to files of these names, which are flushed to disk first."""
         weight_map = {name: names[number] for name, number in sorted(shard_of.items())}
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-        with new_file(self._temporary(self._base + INDEX)) as file:
+        with self.writing(self._base + INDEX) as file:
             file.write(json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n")
         sync_folder(self._folder)
         os.replace(self._temporary(self._base + INDEX), self._at(self._base + INDEX))
@@ -202,7 +216,8 @@ def save_weights(
 
     Args:
         path: A file, such as `model.safetensors`. Its folder is created if necessary. Larger weights are written to
-            `model-00001-of-00003.safetensors` and so on, with `model.safetensors.index.json`.
+            `model-00001-of-00003.safetensors` and so on, with `model.safetensors.index.json`. A file that is replaced
+            keeps its mode, a link is followed, and a FIFO or a device is written through, as one file.
         params: A tree of arrays, on any devices, with any sharding.
         names: Leaves that have another name in the file: a mapping from paths of params (`"layers/0/wq"`), or a
             function of the path, to the name of a tensor, to None for a leaf to omit, or to a pair
@@ -239,37 +254,44 @@ def save_weights(
     limit = as_int(max_shard_bytes, "max_shard_bytes", 1)
     placement.refuse_shapes(params, "params")
     shards = _shards(_items(params, names), limit)
-    files = NewFiles(path, len(shards))
+    files = NewFiles(os.path.realpath(path) if len(shards) == 1 and os.path.islink(path) else path, len(shards))
+    is_regular = os.path.isfile(path) or not os.path.exists(path)
     # Gathering is a collective: all processes take part to the end, even if the first one fails.
     arrays = (_host(item.leaf) for shard in shards for item in shard)
 
     def write() -> None:
         try:
-            if jax.process_index() == 0:
+            if jax.process_index() == 0 and is_regular:
                 _write(files, shards, arrays, metadata)
+            elif jax.process_index() == 0:
+                with named_file(path) as file:
+                    _write_tensors(file, [*itertools.chain.from_iterable(shards)], arrays, metadata)
         finally:
             if jax.process_count() > 1:
                 collections.deque(arrays, maxlen=0)
 
     on_all_processes(write, f"path={path!r}: process 0 could not save the weights")
-    return files.path
+    return files.path if len(shards) > 1 and is_regular else path
 
 
 def _write(
     files: NewFiles, shards: Sequence[Sequence[_Item]], arrays: Iterator[Any], metadata: Mapping[str, str]
 ) -> None:
-    shard_of, total = {}, 0
+    files.check()
     try:
-        for number, shard in enumerate(shards):
-            with files.writing(number) as file:
-                file.write(_header(shard, metadata))
-                for item in shard:
-                    file.write(_stored(item, next(arrays)).reshape(-1).view(np.uint8).data)
-                    shard_of[item.tensor.name] = number
-                    total += item.tensor.nbytes
-        files.publish(shard_of, total)
+        for name, shard in zip(files.names, shards, strict=True):
+            with files.writing(name) as file:
+                _write_tensors(file, shard, arrays, metadata)
+        shard_of = {item.tensor.name: number for number, shard in enumerate(shards) for item in shard}
+        files.publish(shard_of, sum(item.tensor.nbytes for shard in shards for item in shard))
     finally:
         files.discard()
+
+
+def _write_tensors(file: BinaryIO, items: Sequence[_Item], arrays: Iterator[Any], metadata: Mapping[str, str]) -> None:
+    file.write(_header(items, metadata))
+    for item in items:
+        file.write(_stored(item, next(arrays)).reshape(-1).view(np.uint8).data)
 
 
 def _items(params: Tree, names: object) -> list[_Item]:
