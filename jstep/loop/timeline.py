@@ -21,7 +21,7 @@ from jstep.loop.setup import Setup
 from jstep.state.sharding import describe_devices
 from jstep.stores.timeline import AGAIN, START, TIMES, VERSION
 from jstep.stores.timeline_ends import open_timeline
-from jstep.stores.urls import absolute
+from jstep.stores.urls import absolute, location
 
 _EVERY_SECS = 1.0
 _MAX_VALUES = 64
@@ -71,6 +71,7 @@ class TimelineRecorder(Observer):
             START,
             version=VERSION,
             directory=absolute(where),
+            logdir=None if options.logdir is None else absolute(location(options.logdir, "logdir")),
             last_step=options.last_step,
             process=this_process(),
             claims=saver is not None,

@@ -53,6 +53,10 @@ def _places(
         logdir, directory = arguments.get("logdir"), arguments.get("checkpoint_dir") or line.get("directory")
         if not isinstance(logdir, str) or not isinstance(directory, str):
             continue
+        if _kind(logdir) != _kind(directory):  # a relative logdir, and a Saver
+            logdir, directory = (
+                str(line.get(key) or path) for key, path in (("logdir", logdir), ("directory", directory))
+            )
         is_readers = _is_readers(where, line)
         place = _moved(logdir, directory, where, is_readers=is_readers)
         if place is None or not (is_readers or _is_beside(place, where)):
@@ -75,8 +79,7 @@ def _is_readers(where: str, line: Mapping[str, Any]) -> bool:
 
 def _moved(logdir: str, directory: str, where: str, *, is_readers: bool) -> str | None:
     """Return where a recorded logdir is, seen from the directory of the run, which may have been moved with it."""
-    kinds = {(is_url(path), is_url(path) or os.path.isabs(path)) for path in (logdir, directory)}
-    if len(kinds) == 1 and is_url(logdir) == is_url(where):
+    if _kind(logdir) == _kind(directory) and is_url(logdir) == is_url(where):
         with contextlib.suppress(ValueError):  # another drive of Windows
             steps = posixpath.relpath(logdir, directory) if is_url(where) else os.path.relpath(logdir, directory)
             parts = steps.replace(os.sep, "/").split("/")
@@ -84,7 +87,11 @@ def _moved(logdir: str, directory: str, where: str, *, is_readers: bool) -> str 
                 for part in parts:
                     where = where if part == "." else split_path(where)[0] if part == ".." else join_path(where, part)
                 return where
-    return logdir if is_readers and os.path.isabs(logdir) else None
+    return os.path.abspath(logdir) if is_readers and not is_url(logdir) else None
+
+
+def _kind(path: str) -> str:
+    return "URL" if is_url(path) else "absolute" if os.path.isabs(path) else "relative"
 
 
 def _is_beside(path: str, where: str) -> bool:

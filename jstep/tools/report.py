@@ -160,7 +160,12 @@ class _Left:
 
     def part(self, nothing: Any, function: Callable[..., Any], *args: Any) -> Any:
         """Return a part of the page, or `nothing` if the run's files hold what cannot be shown."""
-        return _known(self.problems, nothing, function, *args)
+        try:
+            return function(*args)
+        except Exception as error:
+            problem = f"a part of it cannot be shown, since its files hold what jstep does not write: {error!r}"
+            self.problems.append(truncate(problem, 300))
+            return nothing
 
     @property
     def is_damaged(self) -> bool:
@@ -197,12 +202,12 @@ class _Left:
 
 
 def _known(problems: list[str], nothing: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Return the result of a function, or `nothing` after an error: a file may be missing, and may hold anything."""
+    """Return the result of a function that reads files, which may be missing and may hold anything, or `nothing`."""
     try:
         return function(*args)
     except Exception as error:
-        is_plain = isinstance(error, OSError | ImportError) or type(error) is ValueError
-        problems.append(truncate(str(error) if is_plain else f"a part of it cannot be shown: {error!r}", 300))
+        is_plain = isinstance(error, OSError | ImportError | ValueError)
+        problems.append(truncate(str(error) if is_plain else f"a file of it cannot be read: {error!r}", 300))
         return nothing
 
 

@@ -154,7 +154,9 @@ DAMAGES: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage", [pytest.param(name, marks=[pytest.mark.thorough] * (name == "many tags")) for name in DAMAGES]
+)
 def test_a_damaged_event_file(sound: pathlib.Path, tmp_path: pathlib.Path, damage: str) -> None:
     good, bad = copied(sound, tmp_path / "good"), copied(sound, tmp_path / "bad")
     newest = max(path for path in bad.iterdir() if "tfevents" in path.name)

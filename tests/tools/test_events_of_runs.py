@@ -155,6 +155,19 @@ def test_a_logdir_elsewhere_is_read_where_the_run_was_made(tmp_path: pathlib.Pat
     assert "is not read" in page
 
 
+@pytest.mark.parametrize("saver", [False, True])
+def test_paths_that_were_relative(tmp_path: pathlib.Path, saver: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside a Saver, whose directory is absolute."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    with jstep.Saver("run") as checkpoints:
+        train("logs", checkpoints if saver else "run")
+    monkeypatch.chdir(tmp_path)
+    assert points(jstep.report("work/run").html) == ["20"]
+    (tmp_path / "work").rename(tmp_path / "moved")
+    assert points(jstep.report("moved/run").html) == ["20"]
+
+
 @pytest.mark.parametrize("linked", ["directory", "file"])
 def test_no_link_leads_out_of_a_run_of_others(tmp_path: pathlib.Path, linked: str) -> None:
     train(tmp_path / "a/run/logs", tmp_path / "a/run")
