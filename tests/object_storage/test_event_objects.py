@@ -142,6 +142,28 @@ def test_a_resumed_run_shows_each_step_once_beside_a_users_writer(store):
     assert found["loss"] == found["mine"] == list(range(1, 13))
 
 
+def test_a_start_that_died_before_its_first_checkpoint(store, caplog):
+    """It has no checkpoint that tells its name; and a page of the run has all of its points."""
+    optimizer = jstep.sgd(0.1)
+    step = jstep.minimize(lambda p: p["w"] ** 2, optimizer)
+    for stop in (3, None):
+
+        def hook(n, state, metrics, stop=stop):
+            if n == stop:
+                raise KeyError("killed")
+
+        with contextlib.suppress(KeyError), SavedByCadence(f"{store.run}/a") as saver:
+            state = jstep.TrainState.create({"w": 1.0}, optimizer)
+            jstep.train(
+                step, state, lambda n: (), 8, checkpoint_dir=saver, hooks=[jstep.every(1, hook)], progress=False,
+                save_checkpoint_steps=8, save_summaries_steps=1, logdir=f"{store.run}/logs",
+            )  # fmt: skip
+    _, second = event_files(f"{store.run}/logs")
+    starts = [event.step for event in summary_iterator(second) if event.HasField("session_log")]
+    assert (starts, caplog.text.count("of others")) == ([0, 0], 0)
+    assert "<td>loss</td><td>8</td>" in jstep.report(f"{store.run}/a").html
+
+
 @pytest.mark.thorough
 def test_graphs_and_plots_of_objects(store, tmp_path, capsys):
     from jstep.summary import write_graph
