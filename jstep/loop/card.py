@@ -37,6 +37,7 @@ from jstep.loop import given
 from jstep.loop.arguments import Options
 from jstep.loop.branch import PARENT
 from jstep.loop.calls import Call
+from jstep.loop.code import GIT_TIMEOUT_SECS, code_version
 from jstep.loop.compiler import shapes_of, type_text
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.given import without_login
@@ -344,7 +345,7 @@ class Cards(Observer):
             setup.lines.write("card", **self._card)
 
         def find() -> dict[str, Any] | None:
-            code = given.code_version()
+            code = code_version()
             if code is not None:
                 setup.lines.write(CODE, **code)
             return code
@@ -402,7 +403,7 @@ class Cards(Observer):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         wait(self._latest)
         if self._code is not None and not self.setup.signals.received_twice:
-            wait([self._code], timeout=max(0.0, self._began + given.GIT_TIMEOUT_SECS - time.monotonic()))
+            wait([self._code], timeout=max(0.0, self._began + GIT_TIMEOUT_SECS - time.monotonic()))
         wait(self._reports)
 
     def _known_code(self) -> dict[str, Any] | None:
@@ -434,7 +435,7 @@ class Cards(Observer):
 
         def report() -> None:
             with _logging_errors():
-                wait([] if code is None else [code], timeout=given.GIT_TIMEOUT_SECS)
+                wait([] if code is None else [code], timeout=GIT_TIMEOUT_SECS)
                 self._report(kept, past, program, saver, step, is_idle=is_idle)
 
         self._reports = [in_background(report, name="jstep-changes")]
