@@ -311,6 +311,10 @@ _UNTRAINED = "none of this was trained, as the run takes no step: give another c
 # The observer that records the card and the programs, in background threads.
 
 
+_CODE_SECS = GIT_TIMEOUT_SECS + 0.5
+"""The maximum time to wait for the commit; git is ended before."""
+
+
 class Cards(Observer):
     """Writer of the card of a run, and of a line for each program once its first call was dispatched.
 
@@ -328,7 +332,7 @@ class Cards(Observer):
         self._kept: dict[str, Any] | None = None  # the past of the restored checkpoint, until it is compared
         self._latest: list[Future[None]] = []
         self._code: Future[dict[str, Any] | None] | None = None
-        self._began = time.monotonic()
+        self._code_by = math.inf
         self._reports: list[Future[None]] = []  # of changes; they wait for the commit
 
     def restored(self, saver: Saver | None, origin: Origin, dispatch: Dispatch, batches: Tree) -> None:
@@ -351,6 +355,7 @@ class Cards(Observer):
             return code
 
         self._begin(record)
+        self._code_by = time.monotonic() + _CODE_SECS
         self._code = in_background(find, name="jstep-code", daemon=True)
 
     def _is_active(self) -> bool:
@@ -403,7 +408,7 @@ class Cards(Observer):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         wait(self._latest)
         if self._code is not None and not self.setup.signals.received_twice:
-            wait([self._code], timeout=max(0.0, self._began + GIT_TIMEOUT_SECS - time.monotonic()))
+            wait([self._code], timeout=max(0.0, self._code_by - time.monotonic()))
         wait(self._reports)
 
     def _known_code(self) -> dict[str, Any] | None:
@@ -435,7 +440,7 @@ class Cards(Observer):
 
         def report() -> None:
             with _logging_errors():
-                wait([] if code is None else [code], timeout=GIT_TIMEOUT_SECS)
+                wait([] if code is None else [code], timeout=_CODE_SECS)
                 self._report(kept, past, program, saver, step, is_idle=is_idle)
 
         self._reports = [in_background(report, name="jstep-changes")]

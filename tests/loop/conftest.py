@@ -8,6 +8,7 @@ import time
 import jax
 import pytest
 from children import kill_all
+from repositories import fake_git, repository  # noqa: F401  (fixtures)
 
 
 def remaining_threads():

@@ -1,4 +1,4 @@
-"""What a run was given: names and values of a config, secrets, the command line, the commit, a restart's lines."""
+"""What a run was given: names and values of a config, secrets, the command line, a restart's lines."""
 
 import argparse
 import collections
