@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 from jstep.core.checks import format_list, format_value, truncate
+from jstep.stores.repository import UNKNOWN
 from jstep.stores.timeline import START, fields_with, is_seconds, is_step
 
 VERSION = 1
@@ -19,8 +20,8 @@ PLACES = ("checkpoint_dir", "logdir", "compile_cache", "start_from")
 
 CONFIG, CODE = "config", "code"
 """Sections that only some cards have: the program's config, and its commit. Also keys of a checkpoint's `extra`."""
-NOT_RECORDED, UNKNOWN = "(not recorded)", "unknown"
-"""Placeholders for a value that must not be recorded, and for edits that git took too long to find."""
+NOT_RECORDED = "(not recorded)"
+"""The placeholder for a value that must not be recorded."""
 
 # The cards of a timeline.
 

@@ -37,7 +37,6 @@ from jstep.loop import given
 from jstep.loop.arguments import Options
 from jstep.loop.branch import PARENT
 from jstep.loop.calls import Call
-from jstep.loop.code import GIT_TIMEOUT_SECS, code_version
 from jstep.loop.compiler import shapes_of, type_text
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.given import without_login
@@ -46,6 +45,7 @@ from jstep.loop.setup import Setup
 from jstep.loop.stages import TrainSteps, lanes_of, name_of_step
 from jstep.optimizers.rules import RULE
 from jstep.state.sharding import describe_devices
+from jstep.stores.repository import GIT_TIMEOUT_SECS, code_version
 from jstep.stores.timeline import START
 from jstep.training.metrics import LOSS, StepMetrics
 from jstep.training.step import step_function

@@ -18,7 +18,7 @@ from waiting import wait_until
 
 import jstep
 from jstep.hooks.card_differences import read_starts
-from jstep.loop import code
+from jstep.stores import repository as code
 
 optimizer = jstep.gradient_descent(0.1)
 train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
@@ -216,7 +216,7 @@ def test_a_program_that_ends_before_git(end, repository, fake_git, tmp_path):
 def test_a_program_that_does_not_wait_for_git(repository, fake_git, tmp_path):
     fake_git("status", "sleep 30 & echo $! >> $PIDS; wait")
     program = (
-        "import os, threading, time\nfrom jstep.loop import code\ncode.GIT_TIMEOUT_SECS = 20.0\n"
+        "import os, threading, time\nfrom jstep.stores import repository as code\ncode.GIT_TIMEOUT_SECS = 20.0\n"
         "threading.Thread(target=code.code_version, daemon=True).start()\n"
         f"while not os.path.exists({str(tmp_path / 'pids')!r}):\n    time.sleep(0.01)\n"
     )

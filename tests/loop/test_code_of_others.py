@@ -9,7 +9,7 @@ import time
 import pytest
 from repositories import at, git
 
-from jstep.loop import code
+from jstep.stores import repository as code
 
 
 @dataclasses.dataclass

@@ -20,8 +20,9 @@ import time
 from typing import Any
 
 from jstep.core.checks import truncate
-from jstep.hooks.card_differences import UNKNOWN
 
+UNKNOWN = "unknown"
+"""The edits of a repository of which git could not tell, or may not be asked."""
 GIT_TIMEOUT_SECS = 2.0
 """The time limit for git, in seconds."""
 _MAX_BYTES = 2**26
