@@ -413,7 +413,7 @@ def _cells(
         values = [f"{run.metrics[item]:.4g}" if item in run.metrics else "" for item in metrics]
         status = f"{run.status}: {run.reason or run.error or ''}".rstrip(": ")
         varied = ["" if (of := values_of[places[id(run)]]) is None else str(of) for values_of in differences.values()]
-        numbers = [f"{item}{two}" for item, two in zip(values, best, strict=True)]
+        numbers = [f"{item}{two}".strip() for item, two in zip(values, best, strict=True)]
         since = " ".join(times.get(id(run), ())[: 1 + bool(zones)])
         wall = "" if run.error else f"{run.wall_seconds / 3600:.2f} h"
         cells.append([drawn + name, status, "" if run.error else step, *numbers, *varied, since, wall, run.devices])
