@@ -1,8 +1,11 @@
 """Curves as SVG: round numbers on the axes, gaps and marks at nonfinite values, spikes preserved at any resolution."""
 
+import decimal
 import html
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from decimal import Decimal
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -60,36 +63,39 @@ _MARKS = {"start": f"M{{}},{_HEIGHT}v-14", "checkpoint": f"M{{}},{_HEIGHT}v-6", 
 def picture(title: str, curves: Sequence[Curve], marks: Sequence[Mark] = (), *, style: bool = True) -> str:
     """Draw curves over the step as a `<figure>`; a page with many figures includes the `style` once."""
     finite = [curve.values[np.isfinite(curve.values)] for curve in curves]
-    every, steps = np.concatenate([*finite, []]), np.concatenate([*(curve.steps for curve in curves), []])
+    every = np.concatenate([*finite, []])
     is_log = is_logarithmic(every)
-    ticks, places, low, high = _axis(every, is_log)
-    first, last = (float(steps.min()), float(steps.max())) if steps.size else (0.0, 1.0)
-    x_ticks = [tick for tick in _round_ticks(first, last, 5) if first <= tick <= last and tick == int(tick)]
+    axis = _axis(every, is_log)
+    steps = [curve.steps.astype(np.int64) for curve in curves if curve.steps.size]
+    first, last = min((int(at.min()) for at in steps), default=0), max((int(at.max()) for at in steps), default=1)
+    x_ticks = [tick for tick in _round_ticks(Decimal(first), Decimal(last), 5) if first <= tick <= last]
+    x_ticks = [tick for tick in x_ticks if tick == int(tick)]
 
     def x(at: Any) -> Any:
-        return (at - first) / ((last - first) or 1.0) * _WIDTH
+        ahead = (at - first).view(np.uint64) if isinstance(at, np.ndarray) else int(at) - first  # exact at any size
+        return ahead / float(last - first or 1) * _WIDTH
 
     def y(at: Any) -> Any:
         with np.errstate(divide="ignore", invalid="ignore"):
-            at = np.log10(at) if is_log else np.asarray(at, float)
+            at = np.log10(at) if is_log else np.ldexp(np.asarray(at, float), axis.shift)
         return height(np.where(np.isfinite(at), at, np.nan))
 
     def height(place: Any) -> Any:
-        return _HEIGHT - (place - low) / ((high - low) or 1.0) * _HEIGHT
+        return _HEIGHT - (place - axis.low) / ((axis.high - axis.low) or 1.0) * _HEIGHT
 
     drawn, texts, keys = list[str](), list[str](), list[str]()
-    for text, place in zip(ticks, map(height, places), strict=True):
+    for text, place in zip(axis.labels, map(height, axis.places), strict=True):
         drawn.append(f'<path class="axis" d="M0,{place:.1f}H{_WIDTH}"/>')
         texts.append(f'<text x="-6" y="{place + 4:.1f}" text-anchor="end">{text}</text>')
-    for tick in x_ticks:
+    for tick, text in zip(x_ticks, _labels(x_ticks), strict=True):
         drawn.append(f'<path class="axis" d="M{x(tick):.1f},{_HEIGHT}v4"/>')
         share = f"{x(tick) / _WIDTH:.2%}"
-        texts.append(f'<text x="{share}" y="{_HEIGHT + 16}" text-anchor="middle">{short(tick)}</text>')
+        texts.append(f'<text x="{share}" y="{_HEIGHT + 16}" text-anchor="middle">{text}</text>')
     texts.append(f'<text x="100%" y="{_HEIGHT + 32}" text-anchor="end">step</text>')
     has_legend = sum(not curve.pale for curve in curves) > 1
     for i, curve in enumerate(curves):
         kind = f"s{curve.color % _COLORS}{' pale' * curve.pale}"
-        path, dots, bad = _path(x(curve.steps.astype(float)), y(curve.values), max(1.0, len(curves) / 4))
+        path, dots, bad = _path(x(curve.steps.astype(np.int64)), y(curve.values), max(1.0, len(curves) / 4))
         drawn.append(f'<path class="line {kind} d{curve.dash % _DASHES}" data-i="{i}" d="{path}"/>')
         drawn += [f'<path class="dot {kind}" data-i="{i}" d="{dots}"/>'] * bool(dots)
         drawn += [f'<path class="bad" d="M{at:.1f},{_HEIGHT}v-6"/>' for at in bad]
@@ -101,8 +107,8 @@ def picture(title: str, curves: Sequence[Curve], marks: Sequence[Mark] = (), *, 
         d = _MARKS[mark.kind].format(at) if mark.value is None else f"M{at},{y(mark.value):.1f}h0"
         words = f"<title>{html.escape(mark.text)}</title>"
         drawn.append(f'<path class="{mark.kind} s{mark.color % _COLORS}" d="{d}">{words}</path>')
-    label = html.escape(f"{title}, steps {short(first)} to {short(last)}", quote=True)
-    ends = f'data-x="{first:g} {last:g}" data-y="{low:.9g} {high:.9g}" data-log="{int(is_log)}"'
+    label = html.escape(f"{title}, steps {first} to {last}", quote=True)
+    ends = f'data-x="{first} {last}" data-y="{axis.ends}" data-log="{int(is_log)}"'
     plot = f'<svg width="100%" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" {ends}>'
     return (
         f'{f"<style>{STYLE}</style>" if style else ""}<figure class="curves">'
@@ -118,38 +124,101 @@ def _key(text: str, kind: str, i: int) -> str:
 
 
 def is_logarithmic(values: Numbers) -> bool:
-    return bool(values.size and values.min() > 0 and values.max() / values.min() >= 10**_DECADES)
+    # By Python's floats, which overflow silently.
+    return bool(values.size and values.min() > 0 and float(values.min()) * 10**_DECADES <= float(values.max()))
 
 
-def short(number: float) -> str:
-    """Format `1.5k`, `20M`, `0.003`."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size and not (abs(number) < 1e4 and number == int(number)):
-            return f"{number / size:.4g}{unit}"
-    return f"{number:.4g}"
+class _Axis(NamedTuple):
+    """A vertical axis; `places` and limits are exponents of ten, or values times 2**shift, which are at most 1.
+
+    `ends` has the limits themselves, as text.
+    """
+
+    labels: list[str]
+    places: list[float]
+    low: float
+    high: float
+    ends: str
+    shift: int = 0
 
 
-def _axis(values: Numbers, is_log: bool) -> tuple[list[str], list[float], float, float]:
-    """Return labels and positions of ticks, and the limits."""
+def _axis(values: Numbers, is_log: bool) -> _Axis:
     if not values.size:
-        return ["0", "1"], [0.0, 1.0], 0.0, 1.0
-    if is_log:
-        low, high = math.floor(math.log10(values.min())), math.ceil(math.log10(values.max()))
-        places = list(range(low, high + 1, max(1, (high - low + 4) // 5)))
-        return [f"{10.0**place:.4g}" for place in places], [float(place) for place in places], low, high
+        return _Axis(["0", "1"], [0.0, 1.0], 0.0, 1.0, "0 1")
     least, most = float(values.min()), float(values.max())
+    if is_log:
+        low, high = math.floor(math.log10(least)), math.ceil(math.log10(most))
+        exponents = range(max(low, -323), min(high, 308) + 1, max(1, (high - low + 4) // 5))  # floats end there
+        labels = _labels([Decimal(1).scaleb(place) for place in exponents])
+        return _Axis(labels, [float(place) for place in exponents], low, high, f"{low} {high}")
+    bottom, top = Decimal(repr(least)), Decimal(repr(most))
     if least == most:
-        least, most = least - (abs(least) or 1) * 0.5, most + (abs(most) or 1) * 0.5
-    ticks = _round_ticks(least, most, 4)
-    return [short(tick) for tick in ticks], ticks, ticks[0], ticks[-1]
+        margin = (abs(bottom) or 1) / Decimal(2)
+        bottom, top = bottom - margin, top + margin
+    # Beyond the largest float there is no tick, nor between two neighbours.
+    ticks = [tick for tick in dict.fromkeys(map(float, _round_ticks(bottom, top, 4))) if math.isfinite(tick)]
+    low, high = min(ticks[0], least), max(ticks[-1], most)
+    # After this shift, differences neither overflow nor vanish.
+    shift = -math.frexp(max(abs(low), abs(high)))[1]
+    places = [math.ldexp(tick, shift) for tick in ticks]
+    labels = _labels([Decimal(repr(tick)) for tick in ticks])
+    return _Axis(labels, places, math.ldexp(low, shift), math.ldexp(high, shift), f"{low!r} {high!r}", shift)
 
 
-def _round_ticks(low: float, high: float, most: int) -> list[float]:
+_CONTEXT = decimal.Context(prec=40)
+"""Enough digits for the ratio of any float to its distance from the next one."""
+
+
+def _round_ticks(low: Decimal, high: Decimal, most: int) -> list[Decimal]:
     """Return multiples of 1, 2 or 5 times a power of ten that enclose a range."""
-    rough = (high - low or 1.0) / most
-    unit = 10 ** math.floor(math.log10(rough))
-    size = unit * next(factor for factor in (1, 2, 5, 10) if factor * unit >= rough * 0.999)
-    return [round(i * size, 12) for i in range(math.floor(low / size), math.ceil(high / size) + 1)]
+    with decimal.localcontext(_CONTEXT):
+        rough = (high - low or Decimal(1)) / most
+        unit = Decimal(1).scaleb(rough.adjusted())
+        size = unit * next(factor for factor in (1, 2, 5, 10) if factor * unit >= rough * Decimal("0.999"))
+        return [i * size for i in range(math.floor(low / size), math.ceil(high / size) + 1)]
+
+
+_UNITS = {9: "G", 6: "M", 3: "k"}
+_SHORT = 4
+"""The maximum number of digits of labels with units."""
+
+
+def _labels(ticks: Sequence[Decimal]) -> list[str]:
+    """Format ticks exactly: `1.5M`, `0.003`, `2e-14`; all digits, without units, if one of them needs more than four."""
+    with decimal.localcontext(_CONTEXT):
+        ticks = [tick.normalize() for tick in ticks]
+        is_short = all(len(tick.as_tuple().digits) <= _SHORT for tick in ticks)
+        return [_label(tick, is_short) for tick in ticks]
+
+
+def _label(tick: Decimal, is_short: bool) -> str:
+    if is_short and tick.adjusted() in range(_SHORT, 12):
+        power = next(power for power in _UNITS if power <= tick.adjusted())
+        return f"{tick.scaleb(-power):f}{_UNITS[power]}"
+    return f"{tick:f}" if -5 < tick.adjusted() < (15 if is_short else 20) else f"{tick:e}"
+
+
+def label_ticks(values: Iterable[float]) -> list[str]:
+    """Format the ticks of a plotting library, which have rounding errors, so that they differ from each other."""
+    with decimal.localcontext(_CONTEXT):
+        ticks = [Decimal(repr(float(value))) for value in values]
+        gaps = [b - a for a, b in itertools.pairwise(sorted(ticks)) if a < b] or [Decimal(1)]
+        unit = Decimal(1).scaleb(min(gaps).adjusted() - 3)
+        return _labels([(tick / unit).to_integral_value() * unit for tick in ticks])
+
+
+def label_axis(axis: Any) -> None:
+    """Label the ticks of an axis of matplotlib by `label_ticks`, without an offset or a common factor."""
+    from matplotlib.ticker import Formatter
+
+    class Labels(Formatter):
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return label_ticks([x])[0]
+
+        def format_ticks(self, values: Iterable[float]) -> list[str]:
+            return label_ticks(values)
+
+    axis.set_major_formatter(Labels())
 
 
 def _path(x: Numbers, y: Numbers, width: float) -> tuple[str, str, list[float]]:

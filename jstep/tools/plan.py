@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_int, describe_type, format_count, format_value, truncate, truncate_path
+from jstep.core.curves import label_axis
 from jstep.core.meshes import internal_transfers
 from jstep.core.tables import WIDTH, Tabular, columns, html_picture, wrap_words
 from jstep.core.tracebacks import shortens_tracebacks
@@ -212,14 +213,13 @@ class Plan(Tabular):
         return fig
 
     def _axes(self, fig: Any, place: Any) -> Any:
-        from matplotlib.ticker import EngFormatter, MaxNLocator
+        from matplotlib.ticker import MaxNLocator
 
         axes, first = fig.add_subplot(place), int(self.steps[0])
         margin = max(1, self.last_step - first) * 0.015
         axes.set_xlim(first - margin, self.last_step + margin)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 2.5, 5, 10]))
-        if self.last_step >= 10_000:
-            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        label_axis(axes.xaxis)
         axes.set_xlabel("global step", fontsize=8)
         axes.tick_params(labelsize=7.5)
         axes.spines[["top", "right"]].set_visible(False)
@@ -233,7 +233,7 @@ class Plan(Tabular):
             axes.set_ylim(0, high * 1.06)  # the height of a rate is meaningful only from zero
         _titled(axes, name)
         # No common factor above the axis: it would misalign the panel's title with its neighbours.
-        axes.yaxis.set_major_formatter(lambda value, _: _number(value))
+        label_axis(axes.yaxis)
 
     def _draw_sizes(self, axes: Any) -> None:
         firsts = [max(first, int(self.steps[0])) for first in self.batch_size]
@@ -243,15 +243,13 @@ class Plan(Tabular):
         _titled(axes, "batch size")
 
     def _draw_rows(self, axes: Any) -> None:
-        from matplotlib.ticker import EngFormatter
-
         for name, column in self._rows_at.items():
             axes.plot(self.steps, column, linewidth=1.4, label=name)
         axes.set_ylim(0, None)
         if len(self._rows_at) > 1:
             axes.legend(fontsize=6.5, frameon=False)
         _titled(axes, "rows so far")
-        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        label_axis(axes.yaxis)
 
     def _draw_stages(self, axes: Any) -> None:
         firsts = [max(first, int(self.steps[0])) for first in self.stages]
