@@ -147,10 +147,11 @@ def _axis(values: Numbers, is_log: bool) -> _Axis:
         return _Axis(["0", "1"], [0.0, 1.0], 0.0, 1.0, "0 1")
     least, most = float(values.min()), float(values.max())
     if is_log:
-        low, high = math.floor(math.log10(least)), math.ceil(math.log10(most))
-        exponents = range(max(low, -323), min(high, 308) + 1, max(1, (high - low + 4) // 5))  # floats end there
+        floor, ceiling = math.floor(math.log10(least)), math.ceil(math.log10(most))
+        # Floats end at these powers.
+        exponents = range(max(floor, -323), min(ceiling, 308) + 1, max(1, (ceiling - floor + 4) // 5))
         labels = _labels([Decimal(1).scaleb(place) for place in exponents])
-        return _Axis(labels, [float(place) for place in exponents], low, high, f"{low} {high}")
+        return _Axis(labels, [*map(float, exponents)], floor, ceiling, f"{floor} {ceiling}")
     bottom, top = Decimal(repr(least)), Decimal(repr(most))
     if least == most:
         margin = (abs(bottom) or 1) / Decimal(2)
@@ -184,7 +185,7 @@ _SHORT = 4
 
 
 def _labels(ticks: Sequence[Decimal]) -> list[str]:
-    """Format ticks exactly: `1.5M`, `0.003`, `2e-14`; all digits, without units, if one of them needs more than four."""
+    """Format ticks exactly: `1.5M`, `0.003`, `2e-14`; with all digits and no units if one needs more than four."""
     with decimal.localcontext(_CONTEXT):
         ticks = [tick.normalize() for tick in ticks]
         is_short = all(len(tick.as_tuple().digits) <= _SHORT for tick in ticks)

@@ -2,7 +2,7 @@
 
 import contextlib
 import fnmatch
-import json
+import logging
 import math
 import os
 import threading
@@ -12,25 +12,20 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jstep.checkpoint.claims import FileClaim
-from jstep.checkpoint.manifest import CheckpointError
-from jstep.core.checks import as_int, describe_type, format_value
-from jstep.core.curves import Curve, is_logarithmic, picture
+from jstep.core.checks import as_int
+from jstep.core.curves import Curve, is_logarithmic, label_axis, picture
 from jstep.core.tables import html_table
+from jstep.distributed import processes
 from jstep.hooks.cadence import make_cadence
+from jstep.hooks.history_file import HistoryFile, Row, Rows, check_path, describe_left_out, read_rows
 from jstep.hooks.hook import Metrics
 from jstep.hooks.metric_sums import merge_sums
 from jstep.hooks.numbers import PendingTransfer, as_numbers, begin_transfer, read_values, scalars, sort_metrics
 from jstep.hooks.report import ReportingHook
 from jstep.hooks.run_hook import RunInfo
 from jstep.state.train_state import TrainState
-from jstep.stores import files
-from jstep.stores.urls import is_url
 
-Row = dict[str, float]
-"""Name → value."""
-Rows = dict[int, Row]
-"""Step → its row, in the order of steps."""
+_logger = logging.getLogger("jstep")
 
 MAX_ROWS = 10_000
 """The number of training rows in a checkpoint at which every second one is dropped."""
@@ -52,17 +47,20 @@ class History(ReportingHook):
     Args:
         path: A file for the rows, one line of JSON each; each step occurs once over all restarts; infinite values and
             NaN are strings. A run that resumes from step N keeps the rows up to N, and drops later ones. The file is
-            flushed before each checkpoint exists. Without a path the rows are in the checkpoints; there, at 10,000 of
-            them, every second one is dropped, except for results of evaluations.
+            flushed before each checkpoint exists. A file with rows of another run is renamed to `PATH.1` (`PATH.2`, …),
+            with a warning. Without a path the rows are in the checkpoints; there, at 10,000 of them, every second one
+            is dropped, except for results of evaluations.
         every_n_steps: Interval in steps.
         mean: Whether rows have means over the steps since the last row, in place of the values of their step.
 
     Attributes:
-        names: The names of all metrics.
+        names: The names of all metrics. A metric named `step` is named `step_` in the rows.
         rows: A dict for each row, with its `step`.
 
     Raises:
-        ValueError: The path is a folder or a URL. Before the first step: another History, or another run, writes it.
+        ValueError: The path is a URL, or not a regular file. Before the first step: another History, or another run,
+            writes it, or it has something other than the rows of a History.
+        OSError: The file cannot be written. The rows are kept, and are in the checkpoints.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -83,10 +81,11 @@ class History(ReportingHook):
     ) -> None:
         super().__init__(mean=mean)
         self._every = None if every_n_steps is None else as_int(every_n_steps, "every_n_steps", 1, "a number of steps")
-        self._path = None if path is None else _checked_path(path)
+        self._path = None if path is None else check_path(path)
         self._lock = threading.RLock()
-        self._file: _File | None = None
+        self._file: HistoryFile | None = None
         self._rows: Rows = {}
+        self._since = math.inf  # the first step whose row is not in the file
         self._prefixes = {"eval"}
         self._sums: dict[str, tuple[float, float]] = {}  # of the unfinished row
         self._reached = self._last_row = 0  # the steps at which these sums, and the rows, end
@@ -96,13 +95,29 @@ class History(ReportingHook):
     def read(cls, path: str | os.PathLike[str]) -> Self:
         """Return a History with the rows of a file; a line torn by a crash is left out.
 
+        Other lines that are not rows are left out with a warning.
+
         Raises:
             FileNotFoundError: There is no such file.
+            OSError: It is not a regular file.
         """
         history = cls()
-        with open(path, "rb") as file:
-            history._rows = _rows_in(file.read(), math.inf)[0]
+        found = read_rows(os.fspath(path))
+        history._rows = found.rows
+        if bad := [number for number, line in found.bad.items() if number != found.torn]:
+            _logger.warning("%s: %s", path, describe_left_out(bad))
         return history
+
+    # Copies, which belong to no run.
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            state = {name: value for name, value in vars(self).items() if name not in ("_lock", "_file", "_run")}
+            rows = {step: dict(row) for step, row in self._rows.items()}
+            return state | {"_rows": rows, "_prefixes": set(self._prefixes), "_sums": dict(self._sums), "_pulled": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.RLock(), _file=None)
 
     # The hook.
 
@@ -116,39 +131,53 @@ class History(ReportingHook):
         super().begin(state)
         step, self._pulled = self.run.step, {}
         self._prefixes |= {hook.prefix for hook in self.run.evaluations}
+        self._rows = {at: row for at, row in self._rows.items() if at <= step} if step else {}
         if self._path is not None:
-            if jax.process_index() == 0:
-                self._file = _File(self._path, step)
-                self._rows = self._file.rows
-            else:
-                with contextlib.suppress(FileNotFoundError):
-                    self._rows = History.read(self._path)._rows
-        self._rows = {at: row for at, row in self._rows.items() if 0 < at <= step}
+            processes.on_all_processes(self._open, "the file of a History cannot be opened", ValueError)
+            if self._file is None:
+                with contextlib.suppress(OSError):
+                    self._rows = read_rows(self._path).rows
         self._last_row = min(self._last_row, step)
         if step != self._reached:
             self._sums = {}
         return None
 
+    def _open(self) -> None:
+        """Open the file, on process 0, and keep its rows that are of this run."""
+        if jax.process_index() != 0 or self._path is None:
+            return
+        self._file = HistoryFile(self._path, self.run)
+        kept = {} if self._file.is_of_another_run else self._rows  # some may not be in the file: the disk was full
+        self._rows = dict(sorted((kept | self._file.rows).items()))
+        self._since = min((step for step in self._rows if step not in self._file.rows), default=math.inf)
+
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         self._pull()
         self._last_row = step
         super().when_due(step, state, metrics)
+        self._write()
 
     def end(self, step: int, state: TrainState) -> None:
         if step != self._last_row and (self._mean or self.run.metrics is not None):
             self.when_due(step, state, self.run.metrics or {})
         super().end(step, state)
+        self._write()
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
+        """Keep a row; if it cannot be written, the next `when_due`, `end` or `flush` raises the error."""
         if values:
             self._put(step, values)
+            with contextlib.suppress(OSError):  # this may be a save, which it must not prevent
+                self._write()
 
     def get_state(self) -> dict[str, Any]:
-        """Return the sums of the unfinished row, and the rows; with a file, the last row alone."""
+        """Return the sums of the unfinished row, and the rows; with a file, the last one and those not in it."""
         self._carry()
         with self._lock:
-            last = next(reversed(self._rows), None)
-            rows = self._rows if self._path is None or last is None else {last: self._rows[last]}
+            with contextlib.suppress(OSError):
+                self._write()
+            since = 0 if self._path is None else min(self._since, next(reversed(self._rows), 0))
+            rows = {step: row for step, row in self._rows.items() if step >= since}
             return {
                 "at": self._reached,
                 "last_row": self._last_row,
@@ -164,14 +193,14 @@ class History(ReportingHook):
             self._prefixes |= set(value["prefixes"])
             rows = _from_columns(value["rows"])
             if self._path is None:
-                self._rows = rows
+                self._rows = {}
             for step, row in rows.items():
                 self._put(step, row)
 
     def flush(self) -> None:
         with self._lock:
+            self._write()
             if self._file is not None:
-                self._file.put(self._rows)
                 self._file.sync()
 
     def close(self) -> None:
@@ -179,11 +208,21 @@ class History(ReportingHook):
             with contextlib.suppress(Exception):  # a step that failed has no metrics
                 self._carry()
         with self._lock:
+            try:
+                self._write()
+            except OSError as error:  # the run ends with it, or with another error that this one must not replace
+                _logger.warning("%s; the rows from step %d on are only in memory", error, self._since)
             opened, self._file = self._file, None
             if opened is not None:
-                with contextlib.closing(opened):
-                    opened.put(self._rows)
+                opened.close()
         super().close()
+
+    def _write(self) -> None:
+        """Write the rows that are not in the file."""
+        with self._lock:
+            if self._file is not None and self._since < math.inf:
+                self._file.put(self._rows, self._since)
+            self._since = math.inf
 
     def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> PendingTransfer:
         left_out = {*leave_out, *self.run.constant_metrics()}
@@ -221,13 +260,12 @@ class History(ReportingHook):
         with self._lock:
             is_late = step < next(reversed(self._rows), 0) and step not in self._rows
             row = self._rows.setdefault(step, {})
-            row |= {name: float(value) for name, value in values.items()}
+            row |= {_column(name, values): float(value) for name, value in values.items()}
             if is_late:  # an evaluation older than the last row
                 self._rows = dict(sorted(self._rows.items()))
+            self._since = min(self._since, step)
             if self._path is None:
                 self._thin()
-            elif self._file is not None:
-                self._file.put(self._rows)
 
     def _thin(self) -> None:
         if len(self._rows) < MAX_ROWS:
@@ -284,7 +322,7 @@ class History(ReportingHook):
         """Draw metrics with matplotlib, training and evaluation of one metric in one picture.
 
         Args:
-            *globs: The metrics to draw, such as `"loss"` or `"*norm"`; none for all.
+            *globs: The metrics to draw, such as `"loss"` or `"*norm"`; none for all. A name comes before a glob.
 
         Returns:
             The `Axes`, or an array of them if there are several pictures.
@@ -307,6 +345,9 @@ class History(ReportingHook):
             every = np.concatenate([curve for _, curve in values])
             if is_logarithmic(every[np.isfinite(every)]):
                 axis.set_yscale("log")
+            else:
+                label_axis(axis.yaxis)
+            label_axis(axis.xaxis)
             axis.set(xlabel="step", title=title)
             if len(names) > 1:
                 axis.legend()
@@ -317,7 +358,7 @@ class History(ReportingHook):
         """Metric → the names of its curves, training first."""
         names, chosen = self.names, dict[str, None]()
         for glob in globs:
-            matching = fnmatch.filter(names, glob)
+            matching = [glob] if glob in names else fnmatch.filter(names, glob)
             if not matching:
                 raise KeyError(f"{glob!r} matches nothing; the history has {', '.join(map(repr, names)) or 'no rows'}")
             chosen |= dict.fromkeys(matching)
@@ -342,7 +383,15 @@ class History(ReportingHook):
         return html_table(title, cells[-_SHOWN:], ("step", *names)) + self.svg()
 
 
-# Sums.
+# Names and sums.
+
+
+def _column(name: str, names: Collection[str]) -> str:
+    """Return the name of a metric in a row, where `step` is taken."""
+    if name == "step":
+        while name in names:
+            name += "_"
+    return name
 
 
 def _plus(sums: Mapping[str, tuple[float, float]], interval: Any) -> dict[str, tuple[float, float]]:
@@ -376,82 +425,3 @@ def _from_columns(value: Any) -> Rows:
         for place, number in zip(column["rows"], column["values"], strict=True):
             rows[steps[int(place)]][name] = float(number)
     return rows
-
-
-# The file.
-
-
-def _checked_path(path: Any) -> str:
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path={format_value(path)}: must be the path of a file, got {describe_type(path)}")
-    name = os.fspath(path)
-    if is_url(name):
-        raise ValueError(f"path={name!r}: must be a local file, which grows by lines; objects of a store cannot")
-    if os.path.isdir(name) or not os.path.basename(name):
-        raise ValueError(f"path={name!r}: must be a file, got a folder; give a file in it, such as 'history.jsonl'")
-    return os.path.abspath(name)
-
-
-def _rows_in(data: bytes, last: float) -> tuple[Rows, int]:
-    """The rows up to a step, and the number of bytes of their lines."""
-    rows: Rows = {}
-    kept = 0
-    for line in data.splitlines(keepends=True):
-        try:
-            row = json.loads(line) if line.endswith(b"\n") else {}
-            if (step := row.pop("step")) > last:
-                break
-            rows[int(step)] = {name: float(value) for name, value in row.items()}
-        except (ValueError, KeyError, TypeError, AttributeError):  # torn by a crash
-            break
-        kept += len(line)
-    return rows, kept
-
-
-class _File:
-    """A file of rows, as lines of JSON; the last line is rewritten while its row changes."""
-
-    def __init__(self, path: str, last: int) -> None:
-        folder, name = os.path.split(path)
-        _checked_path(path)
-        files.make_folders(folder)
-        try:
-            self._claim = FileClaim(folder, name)
-        except CheckpointError:
-            raise ValueError(
-                f"path={path!r}: another History writes this file; give each one a file of its own"
-            ) from None
-        self._path = path
-        self._opened = open(path, "a+b")  # noqa: SIM115
-        self._opened.seek(0)
-        data = self._opened.read()
-        self.rows, kept = _rows_in(data, last)
-        self._opened.truncate(kept)
-        self._step = next(reversed(self.rows), -1)
-        self._start = data[: max(0, kept - 1)].rfind(b"\n") + 1 if self.rows else 0
-
-    def put(self, rows: Rows) -> None:
-        new = []
-        for step in reversed(rows):
-            if step < self._step:
-                break
-            new.append(json.dumps({"step": step} | {name: _jsonable(number) for name, number in rows[step].items()}))
-        if not new:
-            return
-        lines = [f"{line}\n".encode() for line in reversed(new)]
-        self._opened.truncate(self._start)
-        self._opened.write(b"".join(lines))
-        self._opened.flush()
-        self._start += sum(map(len, lines[:-1]))
-        self._step = next(reversed(rows))
-
-    def sync(self) -> None:
-        files.sync(self._opened.fileno(), self._path)
-
-    def close(self) -> None:
-        self._opened.close()
-        self._claim.release()
-
-
-def _jsonable(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)

@@ -155,9 +155,10 @@ def test_a_killed_run_has_each_step_once(at, tmp_path):
         with forked.start(PROGRAM, pathlib.Path(__file__).parent, kill, env={"WHERE": str(tmp_path)}) as program:
             assert program.wait(timeout=100) == (-signal.SIGKILL if kill else 0)
     assert (tmp_path / "h.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert not (tmp_path / "h.jsonl.1").exists()
 
 
-def test_a_fresh_run_begins_the_file_again_and_a_torn_line_is_left_out(tmp_path):
+def test_a_fresh_run_begins_another_file_and_a_torn_line_is_left_out(tmp_path):
     path = tmp_path / "history.jsonl"
     run(10, jstep.History(path, every_n_steps=5))
     with open(path, "ab") as file:

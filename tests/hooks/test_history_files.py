@@ -1,0 +1,345 @@
+"""The file of a `History`: what is not its own stays, and what is damaged takes nothing else with it."""
+
+import copy
+import errno
+import io
+import json
+import math
+import os
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+from test_history import StopError, batch, evaluation, run, stop_at, train_step
+
+import jstep
+from jstep.hooks import history_file as module
+
+ROW = b'{"step": 5, "loss": 0.5}\n'
+
+
+class NoSave(jstep.Hook):
+    def before_save(self, step):
+        return True
+
+    def after_step(self, step, state, metrics):
+        return None
+
+
+def steps(path):
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def saving(folder, every=4):
+    return {"checkpoint_dir": folder, "save_checkpoint_steps": every, "save_checkpoint_secs": None}
+
+
+FOREIGN = {
+    "prose": (b"My notes.\n" * 100, 1),
+    "csv": (b"step,loss\n1,0.5\n", 1),
+    "program": (b"#!/usr/bin/env python\nprint(1)\n", 1),
+    "logger": (b'{"step": 1, "loss": 0.5, "time": 1760000000}\n', 1),
+    "names": (ROW + b'{"step": 6, "loss": 0.5, "phase": "train"}\n', 2),
+    "nested": (b'{"step": 5, "optimizer": {"rate": 0.5}}\n', 1),
+    "order": (b'{"loss": 0.5, "step": 5}\n', 1),
+    "separators": (b'{"step":5,"loss":0.5}\n', 1),
+    "NaN": (b'{"step": 5, "loss": NaN}\n', 1),
+    "no step": (ROW + b'{"loss": 0.5}\n', 2),
+    "step of a metric": (b'{"step": 7.0, "loss": 0.5}\n', 1),
+    "negative": (b'{"step": -5, "loss": 0.5}\n', 1),
+    "bool": (b'{"step": true, "loss": 0.5}\n', 1),
+    "text": (b'{"step": "5", "loss": 0.5}\n', 1),
+    "huge": (b'{"step": 1%s, "loss": 0.5}\n' % (b"0" * 400), 1),
+    "huge value": (ROW + b'{"step": 6, "loss": 1%s}\n' % (b"0" * 400), 2),
+    "overflow": (ROW + b'{"step": 6, "loss": 1e400}\n', 2),
+    "list": (ROW + b"[1, 2]\n", 2),
+    "number": (ROW + b"\n5\n", 3),
+    "again": (ROW + ROW, 2),
+    "back": (ROW + b'{"step": 4, "loss": 0.5}\n', 2),
+    "deep": (ROW + b"[" * 100_000 + b"\n", 2),
+}
+
+
+@pytest.mark.thorough(except_for=["prose", "logger", "back"])
+@pytest.mark.parametrize(("data", "line"), FOREIGN.values(), ids=FOREIGN)
+def test_a_file_that_is_not_its_own_is_refused(data, line, tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(data)
+    seen = []
+    for _ in range(2):  # a refusal leaves no claim behind
+        with pytest.raises(ValueError, match=rf"log\.jsonl.* got line {line}, which is not a row"):
+            run(3, jstep.History(path), jstep.every(1, lambda *_: seen.append(1)))
+    assert path.read_bytes() == data
+    assert os.listdir(tmp_path) == ["log.jsonl"]
+    assert not seen
+
+
+def test_rows_of_an_earlier_start_are_moved_aside(tmp_path, caplog):
+    path, before = tmp_path / "history.jsonl", []
+    path.write_bytes(ROW)  # also written by any logger
+    for number in (1, 2):
+        before.append(path.read_bytes())
+        caplog.clear()
+        run(4, jstep.History(path, every_n_steps=number), **saving(tmp_path / f"run{number}"))
+        (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+        assert f"history.jsonl.{number}" in record.getMessage()
+    assert [(tmp_path / f"history.jsonl.{number}").read_bytes() for number in (1, 2)] == before
+    assert steps(path) == [2, 4]
+
+
+def test_a_branch_and_its_trunk_on_one_file(tmp_path, caplog):
+    path = tmp_path / "history.jsonl"
+    trunk, branch = saving(tmp_path / "trunk"), saving(tmp_path / "branch")
+    run(10, jstep.History(path, every_n_steps=1), **trunk)
+    rows_of_trunk = path.read_bytes()
+    run(12, jstep.History(path, every_n_steps=1), start_from=tmp_path / "trunk" / "model-8", **branch)
+    assert (tmp_path / "history.jsonl.1").read_bytes() == rows_of_trunk
+    rows_of_branch = path.read_bytes()
+    assert steps(path) == [8, 9, 10, 11, 12]
+    run(11, jstep.History(path, every_n_steps=1), **trunk)
+    assert (tmp_path / "history.jsonl.2").read_bytes() == rows_of_branch
+    assert steps(path) == [10, 11]
+    assert caplog.text.count("the file as it was is now") == 2
+
+
+def test_a_death_before_the_first_checkpoint_is_no_other_run(tmp_path, caplog):
+    path, options = tmp_path / "history.jsonl", saving(tmp_path / "run")
+    for _ in range(2):
+        with pytest.raises(StopError):
+            run(20, jstep.History(path, every_n_steps=1), NoSave(), stop_at(3), **options)
+        assert steps(path) == [1, 2, 3]
+    run(20, jstep.History(path, every_n_steps=1), **options)
+    assert steps(path) == [*range(1, 21)]
+    assert "is now" not in caplog.text
+    for name in os.listdir(tmp_path / "run"):
+        if name.startswith("model-"):
+            shutil.rmtree(tmp_path / "run" / name)
+    run(2, jstep.History(path, every_n_steps=1), **options)  # of a run with checkpoints: nothing is lost
+    assert steps(tmp_path / "history.jsonl.1") == [*range(1, 21)]
+
+
+def test_a_run_that_goes_back_drops_its_rows_also_in_a_renamed_folder(tmp_path, caplog):
+    options = saving(tmp_path / "a")
+    run(10, jstep.History(tmp_path / "a" / "history.jsonl", every_n_steps=1), **options)
+    shutil.rmtree(tmp_path / "a" / "model-10")
+    os.rename(tmp_path / "a", tmp_path / "b")
+    path = tmp_path / "b" / "history.jsonl"
+    whole = path.read_bytes()
+    with pytest.raises(StopError):
+        run(10, jstep.History(path, every_n_steps=1), NoSave(), stop_at(9), **saving(tmp_path / "b"))
+    assert steps(path) == [*range(1, 10)]
+    assert whole.startswith(path.read_bytes())
+    assert "is now" not in caplog.text
+
+
+DAMAGE = {
+    "NULs": (lambda lines: [*lines[:9], b"\0" * len(lines[9]), *lines[10:]], False),
+    "NULs and a newline": (lambda lines: [*lines[:9], b"\0" * 20 + b"\n", *lines[10:]], False),
+    "NULs of a newline": (lambda lines: [*lines[:8], lines[8][:-1], b"\0" * len(lines[9]), *lines[10:]], False),
+    "torn": (lambda lines: [*lines[:9], lines[9][:15] + b"\n", *lines[10:]], True),
+    "torn, without a newline": (lambda lines: [*lines[:9], lines[9][:15], *lines[10:]], True),
+    "half NULs": (lambda lines: [*lines[:9], lines[9][:15] + b"\0" * 9 + b"\n", *lines[10:]], True),
+    "invalid UTF-8": (lambda lines: [*lines[:9], b'{"step": 10, "l\xff": 1.0}\n', *lines[10:]], True),
+    "prose": (lambda lines: [*lines[:9], b"a note of mine\n", *lines[10:]], True),
+    "torn end": (lambda lines: [*lines, b'{"step": 21, "lo'], False),
+    "NULs at the end": (lambda lines: [*lines, b"\0" * 4000], False),
+    "CRLF": (lambda lines: [line[:-1] + b"\r\n" for line in lines], None),
+    "BOM": (lambda lines: [b"\xef\xbb\xbf", *lines], None),
+    "no newline": (lambda lines: [b"".join(lines)[:-1]], None),
+}
+
+
+@pytest.mark.thorough(except_for=["NULs", "prose", "CRLF"])
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_line_takes_no_other_with_it(name, tmp_path, caplog):
+    path, options = tmp_path / "history.jsonl", saving(tmp_path / "run")
+    run(20, jstep.History(path, every_n_steps=1), **options)
+    lines = path.read_bytes().splitlines(keepends=True)
+    damage, is_moved = DAMAGE[name]
+    data = b"".join(damage(lines))
+    path.write_bytes(data)
+    caplog.clear()
+    left = lines if is_moved is None or "end" in name else [*lines[:9], *lines[10:]]
+    assert [row["step"] for row in jstep.History.read(path).rows] == [json.loads(line)["step"] for line in left]
+    caplog.clear()
+    run(21, jstep.History(path, every_n_steps=1), **options)
+    assert path.read_bytes().splitlines(keepends=True)[:-1] == left
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (is_moved is not None), warnings
+    number = 21 if "end" in name else 9 if "of a newline" in name else 10
+    assert not warnings or f"is left out: line {number}" in warnings[0]
+    assert (tmp_path / "history.jsonl.1").exists() is bool(is_moved)
+    assert not is_moved or (tmp_path / "history.jsonl.1").read_bytes() == data
+
+
+HOSTILE = {
+    **{name: (data, {5} if data.startswith(ROW) else set()) for name, (data, _) in FOREIGN.items()},
+    "logger": (FOREIGN["logger"][0], {1}),
+    "order": (FOREIGN["order"][0], {5}),
+    "separators": (FOREIGN["separators"][0], {5}),
+    "NaN": (FOREIGN["NaN"][0], {5}),
+    "overflow": (FOREIGN["overflow"][0], {5, 6}),
+    "back": (FOREIGN["back"][0], {4, 5}),
+    "empty": (b"", set()),
+    "long": (ROW + b'{"step": 6, "loss": [' + b"1," * 10_000_000 + b"1]}\n", {5}),
+    "digits": (ROW + b'{"step": 6, "loss": ' + b"9" * 10_000 + b"}\n", {5}),
+    "surrogate": (b'{"step": 5, "\\ud800": 1.0}\n', {5}),
+    "bounds": (b'{"step": 9223372036854775807, "a": 1.7e+308}\n{"step": 9223372036854775808}\n', {2**63 - 1}),
+}
+
+
+@pytest.mark.thorough(except_for=["list", "deep", "long", "bounds"])
+@pytest.mark.parametrize(("data", "expected"), HOSTILE.values(), ids=HOSTILE)
+def test_any_file_is_read(data, expected, tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(data)
+    history = jstep.History.read(path)
+    assert {row["step"] for row in history.rows} == expected
+    assert history._repr_html_()
+
+
+def test_what_is_not_a_regular_file_is_never_opened(tmp_path):
+    path = tmp_path / "history.jsonl"
+    history = jstep.History(path)
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="must be a regular file, got a device, a pipe"):
+        jstep.History(path)
+    with pytest.raises(ValueError, match="must be a regular file"):
+        run(3, history)
+    with pytest.raises(OSError, match="is not a regular file"):
+        jstep.History.read(path)
+
+
+def test_links(tmp_path):
+    path, target = tmp_path / "history.jsonl", tmp_path / "disk" / "rows.jsonl"
+    target.parent.mkdir()
+    path.symlink_to(target)  # the user's name
+    with pytest.raises(ValueError, match="another History writes"):
+        run(3, jstep.History(path), jstep.History(target))
+    run(3, jstep.History(path))
+    assert path.is_symlink()
+    assert steps(target) == [1, 2, 3]
+    notes = tmp_path / "notes"
+    notes.write_text("mine")
+    own = target.parent / ".rows.jsonl.jstep-run"
+    own.unlink()
+    own.symlink_to(notes)  # a name of jstep's
+    with pytest.raises(ValueError, match=r"rows\.jsonl\.jstep-run: .* is a link"):
+        run(3, jstep.History(path))
+    assert [steps(target), notes.read_text()] == [[1, 2, 3], "mine"]
+
+
+class Disk(io.FileIO):
+    """A file on a disk that has room for some bytes."""
+
+    room = math.inf
+
+    def write(self, data):
+        count = int(min(Disk.room, len(data)))
+        Disk.room -= count
+        if data and not count:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(data[:count])
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    monkeypatch.setattr(module, "open", lambda path, mode, buffering: Disk(path, "a+"), raising=False)
+    monkeypatch.setattr(Disk, "room", math.inf)
+    return Disk
+
+
+def test_a_full_disk_loses_no_row(disk, tmp_path):
+    path, seen = tmp_path / "history.jsonl", {}
+    history = jstep.History(path, every_n_steps=1)
+
+    def fill(step, state, metrics):
+        if step == 6:
+            history.run.reports.transfers.deliver_all()
+            disk.room = 10
+            history.deliver(6, {"x": 1.0})  # may be called by a save, which it must not prevent
+            with pytest.raises(OSError, match="No space left on device") as found:
+                history.flush()
+            assert found.value.filename == str(path)
+            seen["state"], seen["lines"] = history.get_state(), steps(path)
+            disk.room = math.inf
+            history.flush()
+            seen["again"] = steps(path)
+
+    run(20, history, jstep.every(1, fill))
+    assert seen["lines"] == [1, 2, 3, 4, 5]
+    assert [int(step) for step in seen["state"]["rows"]["steps"]] == [6]
+    assert seen["again"] == [1, 2, 3, 4, 5, 6]
+    assert jstep.History.read(path).rows == history.rows
+    resumed = jstep.History(every_n_steps=1)
+    resumed.set_state(seen["state"])
+    assert resumed.rows == history.rows[5:6]
+
+
+def test_the_error_of_a_full_disk_names_the_file_and_a_later_run_writes_the_rows(disk, tmp_path, caplog):
+    path = tmp_path / "history.jsonl"
+    history, whole = jstep.History(path, every_n_steps=1), jstep.History(tmp_path / "whole.jsonl", every_n_steps=1)
+    run(20, whole)
+
+    def fill(step, state, metrics):
+        if step == 5:
+            disk.room = 30
+
+    with pytest.raises(OSError, match="rows of a History cannot be written") as found:
+        run(20, history, jstep.every(1, fill))
+    assert found.value.filename == str(path)
+    at = int(found.value.state.global_step)
+    assert [row["step"] for row in history.rows] == [*range(1, at + 1)]
+    written = steps(path)
+    assert written == [*range(1, len(written) + 1)]
+    assert f"the rows from step {len(written) + 1} on are only in memory" in caplog.text
+    disk.room = math.inf
+    jstep.train(train_step, found.value.state, batch, 20, hooks=[history])
+    assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_a_metric_called_step_has_another_name(tmp_path):
+    optimizer = jstep.gradient_descent(0.1)
+    aux = {"step": 7.0, "step_": 8.0}
+    step = jstep.minimize(lambda params, x: (params["w"] * x, aux), optimizer, has_aux=True)
+    path = tmp_path / "history.jsonl"
+    histories = [jstep.History(path, every_n_steps=1), jstep.History(every_n_steps=1)]
+    for last_step in (3, 5):
+        state = jstep.TrainState.create({"w": np.float32(1)}, optimizer)
+        jstep.train(step, state, lambda _: np.float32(1), last_step, hooks=histories, **saving(tmp_path / "run"))
+    assert histories[0].rows == histories[1].rows == jstep.History.read(path).rows
+    assert [(row["step"], row["step_"], row["step__"]) for row in histories[0].rows] == [
+        (at, 8.0, 7.0) for at in range(1, 6)
+    ]
+    pandas = pytest.importorskip("pandas")
+    assert isinstance(histories[0].to_pandas(), pandas.DataFrame)
+    assert histories[0].to_pandas().index.tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("made", [copy.copy, copy.deepcopy, lambda history: pickle.loads(pickle.dumps(history))])
+@pytest.mark.parametrize("has_path", [False, True])
+def test_copies_have_the_rows_and_belong_to_no_run(made, has_path, tmp_path):
+    history = jstep.History(tmp_path / "history.jsonl" if has_path else None, every_n_steps=2)
+    copies = []
+    run(6, history, evaluation(3), jstep.every(4, lambda *_: copies.append(made(history))))
+    copies.append(made(history))
+    assert copies[0].rows[:2] == history.rows[:2]  # those at 3 and 4 may not have arrived
+    assert copies[1].rows == history.rows
+    assert len(history) == 4
+    assert copies[1].names == history.names
+    assert [each._run for each in copies] == [None, None]
+    before = copies[1].rows
+    run(4, history)
+    assert copies[1].rows == before
+    run(4, copies[0])
+    assert copies[0].rows == history.rows
+
+
+def test_a_name_comes_before_a_pattern():
+    history = jstep.History()
+    history._rows = {1: {"val[top1]": 1.0, "valt": 2.0, "loss": 3.0}}
+    assert history._pictures(["val[top1]"]) == {"val[top1]": ["val[top1]"]}
+    assert history._pictures(["val*"]) == {"val[top1]": ["val[top1]"], "valt": ["valt"]}
+    with pytest.raises(KeyError, match=r"'val\[xy\]' matches nothing; the history has 'val\[top1\]', 'valt', 'loss'"):
+        history.plot("val[xy]")
