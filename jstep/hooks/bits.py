@@ -43,7 +43,7 @@ class DivergenceError(_OtherBitsError):
     """A repeated step produced different bits than before.
 
     Attributes:
-        step: The step.
+        step: The step N of the update N − 1 → N.
         leaves: The paths of the leaves that differ; None if not known.
     """
 
@@ -309,7 +309,7 @@ class AuditError(_OtherBitsError):
     """An update was computed twice with different results.
 
     Attributes:
-        step: The step N of an update N → N + 1, or the first step of the call, if a call takes several.
+        step: The step N of the update N − 1 → N, or of the first update of the call, if a call takes several.
         leaves: The paths of the state's leaves that differ.
     """
 
@@ -321,6 +321,7 @@ class Mismatch(NamedTuple):
     devices: tuple[str, ...]
 
     def error(self, step: int, steps: int) -> AuditError:
+        """Return the error for a call of some steps that began at a step."""
         where = ", ".join(self.devices[:_SHOWN]) + (", …" if len(self.devices) > _SHOWN else "")
         what = Difference(step, self.leaves).text() + (f" (on {where} alone)" if where else "")
         update = f"update {step} → {step + 1} was" if steps == 1 else f"updates {step} → {step + steps} were"
@@ -331,7 +332,7 @@ class Mismatch(NamedTuple):
             f"checkpoint_dir, {step}). Or the program is not deterministic: host callbacks or a plain Python step that "
             "keep state or draw their own random numbers, or sums without a fixed order on a GPU "
             "(XLA_FLAGS=--xla_gpu_deterministic_ops=true).",
-            step,
+            step + 1,
             self.leaves,
         )
 

@@ -29,12 +29,13 @@ class Hook(ShownAsTyped):
 
     Besides the methods below, `train` calls only `get_state` and `set_state`. A hook defines only those that it needs.
 
-    Steps are integers on the host, the number of training steps completed. A log line, metrics row, evaluation,
-    checkpoint or fingerprint labeled N belongs to the update N − 1 → N, which used batch N − 1, or to the state after
-    it. Audits, replays, `before_step`, the first step of a stage, and lines about stalls or compilations are labeled
-    with the step they start from, N → N + 1. Reading values of `state` or `metrics` waits for the device: do it only
-    when due. A state that a hook stores is donated to the next step, which deletes its arrays: copy what the hook needs
-    later.
+    Steps are integers on the host, the number of training steps completed. Step N is the update N − 1 → N, which used
+    batch N − 1, or the state after it: in log lines, metrics rows, evaluations, checkpoints and fingerprints, and in
+    the attribute `step` of exceptions (`AuditError`, `DivergenceError`, `NanLossDuringTrainingError`). What starts from
+    a step has the number of the state from which it starts, N → N + 1: `before_step`, `replay(step=N)`, the multiples
+    of `AuditHook`, the first step of a stage, step marks of a profile, and lines about stalls or compilations. Reading
+    values of `state` or `metrics` waits for the device: do it only when due. A state that a hook stores is donated to
+    the next step, which deletes its arrays: copy what the hook needs later.
 
     A hook keeps its state across restarts if it has both `get_state()` and `set_state(value)`. The value holds numbers,
     strings, bytes, None, lists, tuples, sets, dicts, NumPy arrays, JAX arrays and random generators. It is read once

@@ -68,7 +68,7 @@ class NonfiniteParametersHook(RunHook):
         error = NanLossDuringTrainingError(
             f"the parameters are not finite at step {step}, where a checkpoint is due, which is not saved: {where}. "
             f"The cause is one of the updates {self._checked} → {step}. A restart meets the same batch: "
-            "jstep.NanLossHook() among the hooks names its step N, and data.skip(N, N + 1) leaves it out of "
+            "jstep.NanLossHook() among the hooks names its batch N, and data.skip(N, N + 1) leaves it out of "
             "jstep.batches; or jstep.skip_nonfinite skips such updates. To save such parameters, as those of a "
             "population with a diverged member, give checkpoint_dir=jstep.Saver(directory, allow_nonfinite=True).",
             step,

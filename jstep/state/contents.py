@@ -102,7 +102,8 @@ class NanLossDuringTrainingError(Picklable, RuntimeError):
     """The loss, a parameter or a slot was not finite, or too many consecutive updates were skipped.
 
     Attributes:
-        step: The step of the update that has this loss or this gradient, or that reached the limit of skipped updates.
+        step: The step N of the update N − 1 → N that has this loss or this gradient, or that reached the limit of
+            skipped updates.
         prevents_saving: Whether the last state of the run must not be saved: True for a loss or a state that is not
             finite, False if the run ended because too many consecutive updates were skipped.
     """

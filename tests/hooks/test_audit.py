@@ -33,7 +33,7 @@ def test_one_flipped_bit_is_detected_before_the_save(tmp_path, kwargs):
     hooks = jstep.every(1, lambda step, state, metrics: seen.append(step)), jstep.AuditHook(every_n_steps=2)
     with pytest.raises(jstep.AuditError, match=r"update 4 → 5 was computed twice.* leaf differs: params/w[.]") as info:
         faults.train(faulty.train_step, 9, *hooks, checkpoint_dir=tmp_path, save_checkpoint_steps=1)
-    assert (info.value.step, info.value.leaves) == (4, ("params/w",))
+    assert (info.value.step, info.value.leaves) == (5, ("params/w",))  # as NanLossDuringTrainingError.step
     assert info.value.state is None or jstep.global_step(info.value.state) == 4
     assert seen == [1, 2, 3, 4]
     assert jstep.Saver(tmp_path).latest_step() == 4
@@ -45,7 +45,7 @@ def test_a_call_of_several_steps_is_repeated_entirely(step, first):
     faulty = faults.Faulty(step)
     with pytest.raises(jstep.AuditError, match=f"updates {first} → {first + 3} were") as info:
         faults.train(faulty.train_step, 9, jstep.AuditHook(every_n_steps=5), steps_per_call=3)
-    assert info.value.step == first
+    assert info.value.step == first + 1
 
 
 def test_on_mismatch_log_continues_with_the_first_result(caplog):

@@ -38,4 +38,4 @@ print("done", flush=True)
 def test_processes_raise_together(tmp_path):
     both = run(SCRIPT, 2, tmp_path)
     lines = [[line for line in ended if line.startswith(("clean", "found"))] for ended in both]
-    assert lines[0] == lines[1] == ["clean 6", "found 2 ('params/w',) True"]
+    assert lines[0] == lines[1] == ["clean 6", "found 3 ('params/w',) True"]
