@@ -27,7 +27,9 @@ Metrics = Mapping[str, Any]
 class Hook(ShownAsTyped):
     """Callbacks around the steps of `train`. Subclass it, or define any of its methods.
 
-    Besides the methods below, `train` calls only `get_state` and `set_state`. A hook defines only those that it needs.
+    A hook defines only those that it needs. Besides the methods below, `train` calls `get_state`, `set_state`, `flush`
+    and `close`: `flush()` on process 0 before each checkpoint of the run exists, in a background thread, for a log that
+    must not be older (what it raises is an error of the save), and `close()` after `closed`.
 
     Steps are integers on the host, the number of training steps completed. Step N is the update N − 1 → N, which used
     batch N − 1, or the state after it: in log lines, metrics rows, evaluations, checkpoints and fingerprints, and in
@@ -118,9 +120,9 @@ class Hook(ShownAsTyped):
 
 
 def defines(hook: object, name: str) -> bool:
-    """Whether a hook has a method that `Hook` only documents; other attributes do not count."""
+    """Whether a hook has a method that is not one of `Hook`, which do nothing; other attributes do not count."""
     method = getattr(hook, name, None)
-    return callable(method) and getattr(method, "__func__", method) is not getattr(Hook, name)
+    return callable(method) and getattr(method, "__func__", method) is not getattr(Hook, name, None)
 
 
 def hook_name(hook: object) -> str:
@@ -188,8 +190,8 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
         for method in _METHODS:
             if hasattr(hook, method) and not callable(getattr(hook, method)):
                 raise TypeError(f"hooks[{i}].{method}: must be a function, got {describe_type(getattr(hook, method))}")
-        is_notified = any(callable(getattr(hook, method, None)) for method in _NOTIFICATION_METHODS)
-        if not is_notified and not any(hasattr(hook, method) for method in _METHODS):
+        is_notified = any(defines(hook, method) for method in _NOTIFICATION_METHODS)
+        if not is_notified and not any(defines(hook, method) for method in _METHODS):
             way = ""
             if callable(hook):
                 name = getattr(hook, "__name__", "fn")
@@ -198,8 +200,8 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
                     f"a callback of evaluations belongs in {_OF_EVALUATIONS}"
                 )
             raise TypeError(
-                f"hooks[{i}]={format_value(hook)}: has none of {', '.join(_METHODS + _NOTIFICATION_METHODS)}; "
-                f"see jstep.Hook{way}"
+                f"hooks[{i}]={format_value(hook)}: {'overrides' if isinstance(hook, Hook) else 'has'} none of "
+                f"{', '.join(_METHODS + _NOTIFICATION_METHODS)}; see jstep.Hook{way}"
             )
         if callable(hook) and not is_notified and not any(hasattr(hook, name) for name in _OF_HOOKS):
             raise TypeError(

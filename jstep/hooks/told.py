@@ -64,8 +64,10 @@ class HookNotifier:
         calls: list[tuple[Any, str, tuple[Any, ...]]] = []
         if error is not None:
             calls = [(hook, "failed", (step, error)) for hook in self._hooks]
-        for hook, method, args in [*calls, *((hook, "closed", ()) for hook in reversed(self._hooks))]:
-            if defines(hook, method):
+        calls += [(hook, method, ()) for hook in reversed(self._hooks) for method in ("closed", "close")]
+        for hook, method, args in calls:
+            is_closed = method == "close" and hasattr(hook, "use_run")  # a built-in hook, before the logs that it uses
+            if defines(hook, method) and not is_closed:
                 try:
                     getattr(hook, method)(*args)
                 except Exception as problem:

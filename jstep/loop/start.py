@@ -22,6 +22,7 @@ from jstep.data.sequence import BatchSequence
 from jstep.distributed import processes
 from jstep.hooks.cadence import next_multiple
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
+from jstep.hooks.hook import defines
 from jstep.hooks.nan_loss import NanLossHook, NonfiniteParametersHook
 from jstep.hooks.report import LoggingHook, SummarySaverHook
 from jstep.hooks.run_hook import ReportingContext, RunHook
@@ -246,7 +247,7 @@ def _flushes(run: Run) -> list[Callable[[], None]]:
     """Return the flushes before each checkpoint: a run that resumes from it does not write earlier lines again."""
     summaries = [] if run.reports.writer is None else [run.reports.writer.settle]
     watched = [observer.flush for observer in run.observers if type(observer).flush is not Observer.flush]
-    own = [hook.flush for hook in run.hooks if isinstance(hook, RunHook) and type(hook).flush is not RunHook.flush]
+    own = [hook.flush for hook in run.hooks if defines(hook, "flush") and type(hook).flush is not RunHook.flush]
     return [*summaries, *watched, *own]
 
 

@@ -222,3 +222,43 @@ def test_a_hook_may_have_one_of_them_alone(tmp_path):
     assert hook.is_closed
     with pytest.raises(TypeError, match=r"has none of .*saved"):
         train(1, object())
+
+
+class Log(jstep.Hook):
+    def __init__(self, directory):
+        self.calls, self._directory = [], directory
+
+    def after_step(self, step, state, metrics):
+        self.calls.append(step)
+
+    def flush(self):
+        self.calls.append(("flush", sorted(name for name in os.listdir(self._directory) if name.startswith("model-"))))
+
+    def closed(self):
+        self.calls.append("closed")
+
+    def close(self):
+        self.calls.append("close")
+
+
+def test_flush_comes_before_each_checkpoint_and_close_at_the_end(tmp_path):
+    hook = Log(tmp_path / "run")
+    train(4, hook, **saving(tmp_path, 2))
+    flushes = [call for call in hook.calls if isinstance(call, tuple)]
+    assert [len([name for name in names if name in ("model-2", "model-4")]) for _, names in flushes] == [0, 1]
+    assert hook.calls[-2:] == ["closed", "close"]
+    hook = Log(tmp_path / "run")
+    with pytest.raises(RuntimeError, match="gone"):
+        train(8, hook, batches=lambda step: fail("gone"), **saving(tmp_path, 2))
+    assert hook.calls == ["closed", "close"]
+
+
+def test_an_error_of_a_users_flush_is_one_of_the_save(tmp_path):
+    hook = Log(tmp_path / "nowhere")
+    with pytest.raises(jstep.CheckpointError, match="model-2 was not saved.*nowhere"):
+        train(4, hook, **saving(tmp_path, 2))
+    assert hook.calls[-2:] == ["closed", "close"]
+
+
+def fail(text):
+    raise RuntimeError(text)
