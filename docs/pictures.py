@@ -27,7 +27,7 @@ PICTURES = pathlib.Path(__file__).parent / "pictures"
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 INK, RED, BLUE, GREY, PAPER = "#333344", "#c0392b", "#4527a0", "#9a9ab0", "#f4f2fa"
 PARTS_OF_TIME = {
-    "productive": BLUE, "rewound": "#b39ddb", "starting": "#e67e22", "waiting": "#f1c40f",
+    "productive": BLUE, "rewound": "#b39ddb", "before": "#8c6d46", "starting": "#e67e22", "waiting": "#f1c40f",
     "saving": "#16a085", "evaluating": "#2e86c1", "hooks": GREY, "down": RED,
 }  # fmt: skip
 mpl.rcParams.update(

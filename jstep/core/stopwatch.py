@@ -10,9 +10,9 @@ from typing import NamedTuple
 from jstep.core.exceptions import context_manager
 from jstep.core.interactive import is_interactive
 
-STARTING, STEPPING, WAITING = "starting", "stepping", "waiting"
+BEFORE, STARTING, STEPPING, WAITING = "before", "starting", "stepping", "waiting"
 SAVING, EVALUATING, HOOKS = "saving", "evaluating", "hooks"
-PARTS = (STARTING, STEPPING, WAITING, SAVING, EVALUATING, HOOKS)
+PARTS = (BEFORE, STARTING, STEPPING, WAITING, SAVING, EVALUATING, HOOKS)
 """The categories to which all time of a run is assigned."""
 FIRST_CALL = "first call"
 """The key under which the device's seconds per step of the first call of each stage are recorded."""
@@ -30,18 +30,21 @@ class Stopwatch:
     exception anywhere, such as from a signal, leaves the times consistent.
 
     Args:
-        before: Seconds that had elapsed before creation; they belong to the first category.
+        before: Seconds of the category `before`, which precede the others.
+        since: The time of the clock at which `starting` began; None for now.
 
     Attributes:
         waiting: The category for the time spent waiting for a batch; `starting` until the first step has returned.
         lasted: The seconds of the latest visits of each category, and of other things that `record` names.
     """
 
-    def __init__(self, before: float = 0.0, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock = clock
-        self._since = clock() - before
+    def __init__(
+        self, before: float = 0.0, clock: Callable[[], float] = time.perf_counter, since: float | None = None
+    ) -> None:
+        self.clock, self.before = clock, before
+        self._since = clock() if since is None else since
         self._folded = STARTING
-        self._totals = dict.fromkeys(PARTS, 0.0)
+        self._totals = dict.fromkeys(PARTS, 0.0) | {BEFORE: before}
         self._marks: deque[tuple[str, float]] = deque()
         self._mark = self._marks.append
         self._lock = threading.Lock()
@@ -141,6 +144,7 @@ CLOCKS = Clocks()
 """The clocks of every run; replaced in tests."""
 
 
-def new_watch() -> Stopwatch:
-    """Create the stopwatch of a run; for the first run of a process, it starts with the process."""
-    return Stopwatch(CLOCKS.before(), CLOCKS.seconds)
+def new_watch(called: float) -> Stopwatch:
+    """Create the stopwatch of a run that was called at this time; for the first run of a process, `before` is set."""
+    before = CLOCKS.before() - (CLOCKS.seconds() - called)
+    return Stopwatch(max(0.0, before), CLOCKS.seconds, called)

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jstep.core import stopwatch
 from jstep.core.annotations import Tree
 from jstep.core.exceptions import context_manager, forget_frames
 from jstep.core.meshes import dims_of
@@ -306,21 +307,21 @@ def _steps(call: Call) -> str:
 class StartTimes:
     """The duration of each part of a start, in seconds; parts overlap."""
 
-    began: float = dataclasses.field(default_factory=time.perf_counter)
+    began: float = dataclasses.field(default_factory=lambda: stopwatch.CLOCKS.seconds())
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
     is_cached: bool = False
 
     def left(self, seconds: float) -> float:
         """Return how many of these seconds are left since the start began."""
-        return max(0.0, self.began + seconds - time.perf_counter())
+        return max(0.0, self.began + seconds - stopwatch.CLOCKS.seconds())
 
     @context_manager
     def part(self, name: str) -> Iterator[None]:
-        then = time.perf_counter()
+        then = stopwatch.CLOCKS.seconds()
         try:
             yield
         finally:
-            self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - then
+            self.parts[name] = self.parts.get(name, 0.0) + stopwatch.CLOCKS.seconds() - then
 
     @context_manager
     def compiling(self) -> Iterator[None]:
@@ -332,7 +333,8 @@ class StartTimes:
         if here.programs > before:
             self.is_cached = here.programs - before <= here.hits - hits
 
-    def log(self) -> None:
+    def log(self, before: float) -> None:
+        """Log the parts, and the seconds of the process before the call."""
         names = ("devices", "restore", "compile", "first batch")
         words = [
             f"{name} {self.parts[name]:.1f}{' (cached)' if name == 'compile' and self.is_cached else ''}"
@@ -340,4 +342,5 @@ class StartTimes:
             if name in self.parts
         ]
         if words:
-            _logger.info("first step after %.1f s: %s", time.perf_counter() - self.began, ", ".join(words))
+            seconds, also = stopwatch.CLOCKS.seconds() - self.began, f"; before {before:.1f} s" if before >= 0.05 else ""
+            _logger.info("first step after %.1f s: %s%s", seconds, ", ".join(words), also)

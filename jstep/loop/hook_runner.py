@@ -86,7 +86,7 @@ class HookRunner:
                 if callable(schedule.cadence.secs):
                     schedule.reschedule(loop.step)
             if any(isinstance(hook, LoggingHook) and hook not in setup.options.hooks for hook in self._hooks):
-                setup.times.log()
+                setup.times.log(watch.before)
         self.is_checking = True
         began = watch.clock()
         check_step(loop.step, loop.state, first)

@@ -212,7 +212,7 @@ def train(
     # Hooks and evaluations run under the mesh of the state, even if another mesh is set.
     with overriding_mesh(mesh_of(state)), log, persistent_cache(cached_in), setting(WARNED, set()):
         warn_of_edits(stages.values)
-        return _train(new_setup(options, stages, state, times, new_watch()), batches)
+        return _train(new_setup(options, stages, state, times, new_watch(times.began)), batches)
 
 
 def _train(setup: Setup, batches: Tree) -> TrainState:

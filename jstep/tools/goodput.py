@@ -26,9 +26,10 @@ class Goodput(Tabular):
             waits for them.
         rewound: Time of lost steps, because a later start resumed from before them. This is step time only; repeated
             hooks, evaluations and saves are counted in their own parts.
-        starting: Time from the start of the process (for its first `train`; otherwise from the call) until the first
-            step returned: imports, devices, restore, compilation, first batch. Also later compilations that the loop
-            waited for, because of a new stage or batch size.
+        before: Time from the start of the process until its first call of `train`: imports, data, and whatever else
+            the program did, as well as its launcher if that became this process.
+        starting: Time from the call until the first step returned: devices, restore, compilation, first batch. Also
+            later compilations that the loop waited for, because of a new stage or batch size.
         waiting: Time that the loop waited for batches.
         saving: Time that the loop waited for checkpoints.
         evaluating: Time of `EvaluationHook`s, including their callbacks.
@@ -60,6 +61,7 @@ class Goodput(Tabular):
     starts: int = 0
     steps: int = 0
     stalled: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    before: float = 0.0
 
     @property
     def parts(self) -> dict[str, float]:
@@ -97,7 +99,7 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
     and one is replaced every second. If a start was killed, up to its last second (ten seconds below a URL) counts as
     `down`. The run may still be in progress.
 
-    Equation: total = productive + rewound + starting + waiting + saving + evaluating + hooks + down.
+    Equation: total = productive + rewound + before + starting + waiting + saving + evaluating + hooks + down.
 
     Args:
         path: The directory of the checkpoints or the logdir, or its URL.
@@ -142,7 +144,10 @@ def by_start(all_starts: Sequence[Times]) -> list[Goodput]:
         if ended is not None:
             down = max(0.0, began - ended)
             # If the process was already running before the previous start ended, that time is counted once.
-            own["starting"] = max(0.0, own["starting"] - max(0.0, ended - began))
+            left = max(0.0, ended - began)
+            for part in ("before", "starting"):
+                cut = min(own[part], left)
+                own[part], left = own[part] - cut, left - cut
         ended = last["time"] if ended is None else max(ended, last["time"])
         starts.append(Goodput(**{part: own[part] for part in _COPIED}, down=down, starts=1))
     limit = math.inf

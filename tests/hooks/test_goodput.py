@@ -38,6 +38,7 @@ def test_a_timeline_of_several_starts(tmp_path, capsys):
     assert found.parts == {
         "productive": 90.0 + 40.0 + 40.0,
         "rewound": 30.0,
+        "before": 0.0,
         "starting": 10.0 + 10.0 + 1.0 + 10.0,
         "waiting": 11.0,
         "saving": 9.0,
@@ -108,9 +109,10 @@ def test_idle_time_before_a_start_is_counted_once(tmp_path):
         tmp_path,
         ("a", 100.0, [0, 10], {"stepping": 50.0}),
         ("b", 150.0, [10, 20], {"starting": 80.0, "stepping": 10.0}),
+        ("c", 200.0, [20, 30], {"before": 60.0, "starting": 10.0, "stepping": 10.0}),
     )
     found = jstep.goodput(tmp_path)
-    assert (found.down, found.starting, found.total) == (0.0, 40.0, 100.0)
+    assert (found.down, found.before, found.starting, found.total) == (0.0, 30.0, 50.0, 150.0)
 
 
 def test_runs_that_share_a_directory(tmp_path):

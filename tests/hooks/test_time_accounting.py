@@ -1,5 +1,6 @@
 """Time accounting of `train`, with a fake clock that only steps, hooks, batches and callbacks advance."""
 
+import logging
 import os
 import time
 
@@ -54,7 +55,7 @@ def train(clock, last_step, hooks=(), **kwargs):
     state = jstep.TrainState.create({"w": 0.0}, OPTIMIZER)
     # Batches take too small a share of the time to be read in a thread, which would advance the clock during a step.
     step, batches = clock.advancing(1.0, STEP), clock.advancing(BATCH, lambda n: jnp.ones(()))
-    return jstep.train(step, state, batches, last_step, hooks=hooks, progress=False, **kwargs)
+    return jstep.train(step, state, batches, last_step, hooks=hooks, **({"progress": False} | kwargs))
 
 
 def test_seconds_of_each_part_and_their_sum(clock, tmp_path):
@@ -64,7 +65,8 @@ def test_seconds_of_each_part_and_their_sum(clock, tmp_path):
     assert found.parts == {
         "productive": 9.0,  # the first step counts as starting
         "rewound": 0.0,
-        "starting": 3.0 + BATCH + 1.0,
+        "before": 3.0,
+        "starting": BATCH + 1.0,
         "waiting": 9 * BATCH,
         "saving": 0.0,
         "evaluating": 20.0,
@@ -73,6 +75,17 @@ def test_seconds_of_each_part_and_their_sum(clock, tmp_path):
     }
     assert found.total == clock.now - 1000.0 + 3.0
     assert (found.starts, found.steps) == (1, 10)
+
+
+def test_the_line_of_the_start_has_the_seconds_before_the_call(clock, caplog):
+    caplog.set_level(logging.INFO)
+    for before, words in ((30.7, "; before 30.7 s"), (0.0, "")):
+        clock.before = before
+        train(clock, 2, progress=None)
+        (line,) = [record.getMessage() for record in caplog.records if "first step after" in record.getMessage()]
+        assert line.startswith("first step after 1.0 s: ")
+        assert line.partition(";")[2] == words.removeprefix(";")
+        caplog.clear()
 
 
 def test_what_hooks_wait_for_between_steps_is_their_time(clock, tmp_path):
