@@ -22,7 +22,7 @@ from jstep.core.meshes import dims_of
 from jstep.core.threads import MAKING, doing, in_background
 from jstep.core.trees import shape_of
 from jstep.loop.calls import Call
-from jstep.loop.signals import StopSignals, StopWaiting
+from jstep.loop.signals import StopSignals
 from jstep.loop.stages import Stage
 
 _logger = logging.getLogger("jstep")
@@ -102,11 +102,11 @@ class BackgroundCompiler:
                 _logger.info(text, job.name, job.first, time.perf_counter() - then)
 
     def close(self) -> None:
-        """Begin no further compilations; log a line if the process has to wait for one."""
+        """Begin no further compilations; those in progress go on."""
         self.jobs.clear()
         self.closed.set()
-        if not all(future.done() for _, future in self.begun):
-            _logger.info(_LEFT)
+        for _, future in self.begun:
+            _say_at_end(future)
 
 
 def wait_until_done(future: "Future[Any]", unless: Callable[[], bool]) -> bool:
@@ -128,13 +128,29 @@ def compile_apart(lowered: Any, signals: StopSignals, *, may_leave: bool) -> Non
     future = in_background(compiled, name="jstep-compile-due")
     try:
         signals.wait_for(future, may_leave=may_leave)
-    except StopWaiting:
-        _logger.info(_LEFT)
+    except BaseException:
+        _say_at_end(future)
         raise
     thread_record().add(future.result())
 
 
-_LEFT = "a compilation in the background cannot be stopped: the process ends when it has finished"
+_unsaid = threading.Lock()
+"""Held once this process has said that it waits."""
+
+
+def _say_at_end(future: "Future[Any]") -> None:
+    """Log one line if the process, at its end, has to wait for a compilation.
+
+    The end may be long after the run, or never come, as in a notebook.
+    """
+    program = threading.main_thread()
+
+    def watch() -> None:
+        if not wait_until_done(future, lambda: not program.is_alive()) and _unsaid.acquire(blocking=False):
+            _logger.warning("a compilation in the background cannot be stopped: the process ends when it has finished")
+
+    if not future.done():
+        threading.Thread(target=watch, name="jstep-compile-left", daemon=True).start()
 
 
 def shapes_of(tree: Tree) -> Any:

@@ -120,7 +120,7 @@ def _masked(value: Any) -> Any:
         return value
     kept = {name: one for name, one in value.items() if name not in ("start", "commit")}
     found = {name: "…" if one and name in MASKED else _masked(one) for name, one in kept.items()}
-    return found | ({"seconds": sorted(found["seconds"])} if "seconds" in found else {})
+    return found | ({"seconds": sorted(found["seconds"].keys() - {"before"})} if "seconds" in found else {})
 
 
 # Runs.

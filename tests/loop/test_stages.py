@@ -234,9 +234,11 @@ def test_a_run_that_stops_does_not_wait_for_the_compiler(slow):
 
 
 @pytest.mark.parametrize("is_finished", [False, True])
-def test_only_a_compilation_in_progress_is_reported_at_the_end(is_finished, caplog, slow):
+def test_only_a_compilation_in_progress_is_reported_at_the_end_of_the_process(is_finished, caplog, slow, monkeypatch):
     job, started, finish = slow
-    caplog.set_level("INFO", "jstep")
+    ended, unsaid = threading.Thread(target=int), threading.Lock()
+    monkeypatch.setattr("jstep.loop.compiler._unsaid", unsaid)
+    program = threading.main_thread()
     compiler = BackgroundCompiler(StopSignals())
     compiler.jobs.append(job)
     compiler.after((jnp.ones(3),))
@@ -245,8 +247,19 @@ def test_only_a_compilation_in_progress_is_reported_at_the_end(is_finished, capl
         finish.set()
         compiler.before(5, in_silence, may_leave=True)
     compiler.close()
+    assert "cannot be stopped" not in caplog.text  # the process goes on
+    monkeypatch.setattr(threading, "main_thread", lambda: ended)
+    for _ in range(2):  # the line comes once
+        compiler.close()
+    watchers = [thread for thread in threading.enumerate() if thread.name == "jstep-compile-left"]
+    assert len(watchers) == 3 * (not is_finished)
+    for thread in watchers[1:]:
+        thread.join(60)
     finish.set()
-    assert ("cannot be stopped" in caplog.text) != is_finished
+    for thread in watchers:
+        thread.join(60)
+    assert program.is_alive()
+    assert caplog.text.count("cannot be stopped") == (not is_finished)
 
 
 def test_jobs_that_did_not_start_are_left_to_the_step():

@@ -1,6 +1,7 @@
 """`train` and signals: the current step is completed, the state is saved, and the program exits."""
 
 import signal
+import textwrap
 
 import pytest
 from children import end, release, signalled, start
@@ -106,3 +107,22 @@ say(saver.all_steps())
     out, _ = end(start(script, tmp_path))
     assert "the run ended immediately, at step 3" in out
     assert out.endswith("[2]\n")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("progress", ["True", "False", "None"])
+def test_a_process_says_after_its_traceback_that_it_waits_for_a_compilation(progress, tmp_path):
+    script = f"""
+    compile_it = jax.stages.Lowered.compile
+    def slowly(self, *args, **kwargs):
+        say("compiling")
+        time.sleep(3.0)
+        return compile_it(self, *args, **kwargs)
+    jax.stages.Lowered.compile = slowly
+    train(10, progress={progress})
+    """
+    process = signalled(textwrap.dedent(script), tmp_path, "compiling", signal.SIGINT)
+    _, err = end(process, -signal.SIGINT if process.wait(60) < 0 else 1)
+    lines = [line for line in err.splitlines() if "cannot be stopped" in line]
+    assert len(lines) == 1
+    assert err.index("Traceback") < err.index("cannot be stopped")
