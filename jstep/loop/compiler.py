@@ -358,5 +358,8 @@ class StartTimes:
             if name in self.parts
         ]
         if words:
-            seconds, also = stopwatch.CLOCKS.seconds() - self.began, f"; before {before:.1f} s" if before >= 0.05 else ""
+            seconds, also = (
+                stopwatch.CLOCKS.seconds() - self.began,
+                f"; before {before:.1f} s" if before >= 0.05 else "",
+            )
             _logger.info("first step after %.1f s: %s%s", seconds, ", ".join(words), also)

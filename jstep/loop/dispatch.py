@@ -65,10 +65,11 @@ class Dispatch:
             with self._first_call() if self._latest is None else contextlib.nullcontext():
                 if is_new:
                     self._prepare(program, state, call)
-                if self._auto is None or self._auto.is_over or not program.is_looped:
-                    result = program.run(state, call, self.table.sums)
-                else:
-                    result = self._auto.timed(program.run, state, call, self.table.sums)
+                with _marked(call.first):
+                    if self._auto is None or self._auto.is_over or not program.is_looped:
+                        result = program.run(state, call, self.table.sums)
+                    else:
+                        result = self._auto.timed(program.run, state, call, self.table.sums)
         except Exception as error:
             explain_one_argument(error, call.args)
             refuse_a_loss(program.stage.step, state, call.step_args, error)
@@ -139,6 +140,16 @@ class Dispatch:
     @property
     def constants(self) -> Constants:
         return NO_CONSTANTS if self._latest is None else self._latest.constants
+
+
+_UNMARKED = contextlib.nullcontext()
+_is_traced = getattr(jax.profiler.StepTraceAnnotation, "is_enabled", lambda: True)
+"""Whether a trace of the profiler is on; costs 40 ns, an annotation without a trace 2.7 µs."""
+
+
+def _marked(step: int) -> contextlib.AbstractContextManager[object]:
+    """Mark a call in a trace of the profiler, if one is on, with the step from which it starts."""
+    return jax.profiler.StepTraceAnnotation("train", step_num=step) if _is_traced() else _UNMARKED
 
 
 # Checks and warnings.

@@ -2,6 +2,8 @@
 
 import collections
 import functools
+import gzip
+import json
 import math
 
 import jax
@@ -97,6 +99,28 @@ def test_profiler_stops_when_the_run_ends(traced):
         hook.close()
         assert traced == [("start", "logs"), "stop"]
         traced.clear()
+
+
+@pytest.mark.thorough(except_for=["1"])
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_each_call_is_marked_in_a_trace(steps_per_call, tmp_path):
+    optimizer = jstep.gradient_descent(0.1)
+    step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+    hooks = [jstep.ProfilerHook(tmp_path, start_step=2, stop_step=6)]
+    state = jstep.TrainState.create({"w": 0.0}, optimizer)
+    batches = lambda step: jnp.ones(())  # noqa: E731
+    jstep.train(step, state, batches, 8, hooks=hooks, log_steps=None, steps_per_call=steps_per_call)
+    (path,) = tmp_path.glob("**/*.trace.json.gz")
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    marks = [event["args"]["step_num"] for event in events if event.get("name") == "train"]
+    assert marks == [str(at) for at in range(2, 6, steps_per_call)]
+
+
+def test_nothing_is_marked_without_a_trace(monkeypatch):
+    monkeypatch.setattr(jax.profiler, "StepTraceAnnotation", lambda *_, **__: pytest.fail("marked"))
+    optimizer = jstep.gradient_descent(0.1)
+    step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+    jstep.train(step, jstep.TrainState.create({"w": 0.0}, optimizer), [jnp.ones(())] * 3, 3, log_steps=None)
 
 
 @pytest.fixture
