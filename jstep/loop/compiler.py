@@ -358,8 +358,6 @@ class StartTimes:
             if name in self.parts
         ]
         if words:
-            seconds, also = (
-                stopwatch.CLOCKS.seconds() - self.began,
-                f"; before {before:.1f} s" if before >= 0.05 else "",
-            )
+            also = f"; before {before:.1f} s" if before >= 0.05 else ""
+            seconds = stopwatch.CLOCKS.seconds() - self.began
             _logger.info("first step after %.1f s: %s%s", seconds, ", ".join(words), also)

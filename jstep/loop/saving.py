@@ -49,7 +49,9 @@ from jstep.optimizers.hyperparameters import held_values
 from jstep.state.contents import in_words
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
+from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.tagged_json import AttachedFiles, as_json
+from jstep.stores.timeline import TIMELINE_FILE
 from jstep.stores.urls import is_url
 from jstep.training.metrics import LOSS
 
@@ -91,12 +93,22 @@ def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, 
             extra = extra_at(reads, origin.latest)
             origin = dataclasses.replace(origin, first=origin.latest, extra=extra)
             origin = dataclasses.replace(origin, parent=origin.parent or parent_in(extra))
+    if saver is None:
+        processes.on_all_processes(lambda: _reach(options.where), "the logs cannot be opened")
     for observer in observers:
         observer.opened(saver, origin)
     if reads is None:
         first = _step_of_given(state, "and no checkpoint_dir to restore from")
         return None, dataclasses.replace(origin, first=first)
     return saver, origin
+
+
+def _reach(logdir: str | None) -> None:
+    """Ask a bucket without checkpoints for its keys: the timeline and the event files would each wait for it."""
+    if logdir is not None and is_url(logdir) and jax.process_index() == 0:
+        objects = Objects(logdir)
+        with objects.within(START_TIMEOUT_SECS):
+            objects.list(TIMELINE_FILE, f"{TIMELINE_FILE}~")
 
 
 def restore(setup: Setup, saver: Saver | None, origin: Origin) -> Origin:
