@@ -23,6 +23,7 @@ from jstep.checkpoint.retention import evict
 from jstep.checkpoint.store import Commit, Store
 from jstep.checkpoint.writes import IN_FLIGHT, Write
 from jstep.core.checks import format_bytes
+from jstep.core.warned import is_first
 from jstep.stores.files import make_folders, new_file, sync_folder
 from jstep.stores.objects import ABSENT, ReadResult
 
@@ -83,12 +84,12 @@ class DirectoryStore(Store):
             ):
                 continue
             if lacks == MANIFEST_FILE and not listing.OF_ORBAX & set(listing.list_names(path)):
-                _logger.warning(
-                    "%s is ignored: it has no %s, so its save to a bucket was interrupted, or its copy was; in the "
-                    "latter case, copy it again",
-                    path,
-                    MANIFEST_FILE,
+                text = (
+                    f"{path} is ignored: it has no {MANIFEST_FILE}, so its save to a bucket was interrupted, or its "
+                    "copy was; in the latter case, copy it again"
                 )
+                if is_first(text):
+                    _logger.warning("%s", text)
             else:
                 problems.append((path, f"{lacks} is missing"))
         return problems

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, decode
+from jstep.core.warned import is_first
 from jstep.stores.files import is_absent, may_be_file
 
 # In a directory each checkpoint is a folder. Below a URL they are objects with these keys:
@@ -84,8 +85,10 @@ def list_names(directory: str) -> list[str]:
 
 def find_complete(final: str) -> str | None:
     there, lacks = look(final)
-    if lacks not in (None, MANIFEST_FILE):
-        _logger.warning("%s is ignored: it is incomplete, %s is missing", final, lacks)
+    if lacks not in (None, MANIFEST_FILE) and is_first(
+        text := f"{final} is ignored: it is incomplete, {lacks} is missing"
+    ):
+        _logger.warning("%s", text)
     return there
 
 

@@ -17,7 +17,7 @@ from jstep.checkpoint.leaf_records import PARAMS, SLOTS
 from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Leaf, Manifest
 from jstep.checkpoint.names import as_prefix, check_directory
 from jstep.checkpoint.open_store import open_store
-from jstep.checkpoint.reading import CORRUPTED, CheckpointReader, short
+from jstep.checkpoint.reading import CORRUPTED, CheckpointReader, GoneError, short
 from jstep.checkpoint.store import Store
 from jstep.core import trees
 from jstep.core.annotations import Tree
@@ -31,6 +31,8 @@ CURVES: dict[str, Callable[[float], float]] = {
     "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
 }
 _MASTER = "master"
+_TRIES = 5
+"""The number of times that the checkpoints are listed; a living run may replace one while it is read."""
 _RISE = 1e-6
 """The fraction of its first value by which a schedule may rise: a flat one in float32 may by rounding."""
 _logger = logging.getLogger("jstep")
@@ -84,7 +86,8 @@ def merge_checkpoints(
 
     Args:
         directory: The directory of the checkpoints, or its URL; the run may train on meanwhile.
-        steps: Their steps, two or more, in any order; None for all checkpoints that are kept.
+        steps: Their steps, two or more, in any order; None for all checkpoints that are kept. With None, they are listed
+            again, a few times, if one is deleted or replaced while it is read.
         decay: The curve: `"linear"` 1 − x, `"1-sqrt"` 1 − √x, `"cosine"` (1 + cos πx)/2, or a schedule, a function of
             the step, in proportion to its value at the first checkpoint.
         prefix: The prefix of the checkpoint names.
@@ -115,6 +118,24 @@ def merge_checkpoints(
         raise TypeError("target: must be a tree of parameters, got a TrainState; pass state.params")
     prefix, averages = as_prefix(prefix), as_average_names(use_averages)
     store = open_store(check_directory(directory), prefix)
+    for left in reversed(range(_TRIES)):
+        try:
+            return _merge(store, prefix, steps, decay, averages, target)
+        except (FileNotFoundError, GoneError):
+            # The run may go on: without steps, those that are there now are taken.
+            if steps is not None or not left:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _merge(
+    store: Store,
+    prefix: str,
+    steps: Iterable[int] | None,
+    decay: str | Callable[[Any], Any],
+    averages: Sequence[str] | None,
+    target: Tree,
+) -> Any:
     reader = CheckpointReader(store, prefix, verify=True)
     chosen = steps_to_merge(store, prefix, steps)
     weights = decay_weights(chosen, decay)
@@ -127,6 +148,8 @@ def merge_checkpoints(
     for checkpoint in opened:
         if not store.contents(checkpoint.path, checkpoint.manifest).verifies:
             problems = store.find_corruption(checkpoint.path, checkpoint.manifest)
+            if store.is_gone(checkpoint.path, checkpoint.manifest):
+                raise _gone(checkpoint)
             if problems:
                 raise reader.unusable(checkpoint.path, problems, CORRUPTED)
     merged: dict[_Id, Any] = {}
@@ -287,23 +310,26 @@ def _merged(
     return np.asarray(first if total is None else total.astype(dtype))
 
 
+def _gone(checkpoint: _Opened) -> GoneError:
+    return GoneError(f"{checkpoint.path} was deleted or replaced while it was read; nothing was merged")
+
+
 def _read(
     store: Store, reader: CheckpointReader, checkpoint: _Opened, leaf: Leaf, half: Leaf | None
 ) -> np.ndarray[Any, Any]:
     names = [part.array for part in (leaf, half) if part is not None and part.array is not None]
-    gone = CheckpointError(f"{checkpoint.path} was deleted or replaced while it was read; nothing was merged")
     try:
         arrays = store.contents(checkpoint.path, checkpoint.manifest).restore(dict.fromkeys(names))
     except CorruptedError as error:
         if store.is_gone(checkpoint.path, checkpoint.manifest):
-            raise gone from error
+            raise _gone(checkpoint) from error
         raise reader.unusable(checkpoint.path, error.problems, CORRUPTED) from error
     except Exception as error:
         if store.is_gone(checkpoint.path, checkpoint.manifest):
-            raise gone from error
+            raise _gone(checkpoint) from error
         raise CheckpointError(f"{checkpoint.path} could not be read: {short(error)}; nothing was merged") from error
     if store.is_gone(checkpoint.path, checkpoint.manifest):
-        raise gone
+        raise _gone(checkpoint)
     return np.asarray(leaf_records.leaf_value(leaf, half, arrays))
 
 

@@ -34,7 +34,7 @@ _TRIES = 10  # a concurrent writer evicts one checkpoint per save, and a read ta
 _logger = logging.getLogger("jstep")
 
 
-class _GoneError(Exception):
+class GoneError(CheckpointError):
     """A checkpoint was deleted or replaced while it was read."""
 
 
@@ -90,7 +90,7 @@ class CheckpointReader:
         for _ in range(_TRIES):
             try:
                 return read(*self.find(step))
-            except _GoneError as gone:
+            except GoneError as gone:
                 path = gone.args[0]
         raise CheckpointError(f"{path} was deleted while it was read, and so were {_TRIES - 1} others before it")
 
@@ -100,7 +100,7 @@ class CheckpointReader:
         path = processes.on_all_processes(lambda: self._store.at(self._prefix, step), "the checkpoint was not found")
         if processes.any_process(path is None):
             if requested is None:
-                raise _GoneError(self._store.path(format_name(self._prefix, step)))
+                raise GoneError(self._store.path(format_name(self._prefix, step)))
             steps = sorted(step for step, _ in self._store.newest_first(self._prefix))
             raise FileNotFoundError(
                 f"step={step}: there is no complete checkpoint {self._prefix}-{step} in {self._store.directory}, "
@@ -111,7 +111,7 @@ class CheckpointReader:
             lambda: self._manifest(path), "the manifest cannot be read"
         )
         if processes.any_process(manifest is None and not problem):
-            raise _GoneError(path)
+            raise GoneError(path)
         if manifest is not None and manifest.step != step:
             problem, verdict = misnaming_text(self._prefix, step, manifest.step), UNREADABLE
         if processes.any_process(bool(problem)):
@@ -214,7 +214,7 @@ class CheckpointReader:
         arrays, problems, failure = read_and_verify(self._store, path, manifest, shardings, self._verify)
         if processes.any_process(bool(problems) or failure is not None):
             if processes.any_process(self._store.is_gone(path, manifest)):
-                raise _GoneError(path)
+                raise GoneError(path)
             if processes.any_process(bool(problems)):
                 problems = problems or ["another process names the file"]
                 left = ""

@@ -1,35 +1,45 @@
 """Branching with `start_from`: find and validate the checkpoint of another run to begin from."""
 
+import contextlib
 import functools
-import logging
 import os
 import re
 from typing import Any, NamedTuple
-
-import jax
 
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name, latest_checkpoint
 from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.saver import Saver
 from jstep.checkpoint.store import Store
+from jstep.core.annotations import Tree
+from jstep.core.meshes import internal_transfers
 from jstep.distributed import processes
 from jstep.loop.arguments import Options
+from jstep.stores import tagged_json
 from jstep.stores.files import is_directory
 from jstep.stores.urls import join_path, resolve_path, split_path
 
 PARENT = "parent"
 """The key, in a checkpoint's `extra`, in cards and in timelines, of the checkpoint that the run began from."""
 _NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
-_logger = logging.getLogger("jstep")
+_PROBLEM = "start_from cannot be read"
+
+
+_TRIES = 5
+"""The number of times that the newest checkpoint is taken; a living run may replace each while it is read."""
 
 
 class Trunk(NamedTuple):
-    """The checkpoint of another run; a different `extra` later means that it was replaced."""
+    """The checkpoint of another run; a different `extra` later means that it was replaced.
+
+    Attributes:
+        is_named: Whether `start_from` names the checkpoint itself, which is never exchanged for another one.
+    """
 
     saver: Saver
     step: int
     extra: Any
+    is_named: bool
 
     @property
     def parent(self) -> dict[str, Any]:
@@ -48,7 +58,7 @@ def open_trunk(options: Options, saver: Saver | None, latest: int | None) -> Tru
     """Find the checkpoint to begin from; None if there is none, or the run has its own.
 
     Raises:
-        CheckpointError: It is corrupted.
+        CheckpointError: It is corrupted, or one of the run's own checkpoints is.
         FileNotFoundError: It does not exist. The message names the newest one.
         ValueError: It belongs to this run, or is not before last_step.
     """
@@ -70,33 +80,104 @@ def open_trunk(options: Options, saver: Saver | None, latest: int | None) -> Tru
             )
     if latest is not None:
         return None
-    reads, step = processes.on_all_processes(lambda: _trunk_at(path, prefix), "start_from cannot be read")
+    if saver is not None:
+        with contextlib.suppress(FileNotFoundError):
+            saver.extra()  # raises if the run has checkpoints, and the newest one is incomplete or corrupted
+    reads, step, is_named = processes.on_all_processes(lambda: _trunk_at(path, prefix), _PROBLEM)
+    return _trunk(options, reads, step, is_named) or _newest_of(options, reads)
+
+
+def _trunk(options: Options, reads: Saver, step: int, is_named: bool) -> Trunk | None:
+    """Return a checkpoint; None if it is gone, and was not named."""
     (step,) = processes.broadcast_ints(step)
-    trunk = Trunk(reads, step, processes.on_all_processes(lambda: reads.extra(step), "start_from cannot be read"))
-    if trunk.step >= options.stop_step:
+    if step >= options.stop_step:
         raise ValueError(
-            f"start_from={path!r}, last_step={options.last_step}: last_step must be above the step of that checkpoint, "
-            f"{trunk.step}"
+            f"start_from={options.start_from!r}, last_step={options.last_step}: last_step must be above the step of "
+            f"that checkpoint, {step}"
         )
-    if jax.process_index() == 0:
-        _logger.info("this run begins from %s", trunk.parent["path"])
-    return trunk
+    try:
+        return Trunk(reads, step, reads.extra(step), is_named)
+    except FileNotFoundError:
+        if is_named:
+            raise
+        return None
 
 
-def _trunk_at(path: str, prefix: str) -> tuple[Saver, int]:
-    """Find a checkpoint, or the newest one of a directory; never fall back to an older one if it is corrupted."""
+def _newest_of(options: Options, reads: Saver, *, permanent: bool = False) -> Trunk:
+    """Return the newest checkpoint of a directory, or the newest permanent one."""
+    store = open_store(reads.directory)
+
+    def newest() -> int:
+        for step, path in store.newest_first(reads.prefix):
+            with contextlib.suppress(FileNotFoundError):
+                if not permanent or not store.manifest(path).temporary:
+                    return step
+        raise _gone(join_path(reads.directory, f"{reads.prefix}-*"))
+
+    for _ in range(_TRIES):
+        step = processes.on_all_processes(newest, _PROBLEM)
+        if (trunk := _trunk(options, reads, step, is_named=False)) is not None:
+            return trunk
+    raise _gone(join_path(reads.directory, f"{reads.prefix}-*"))
+
+
+def _gone(path: str) -> CheckpointError:
+    return CheckpointError(f"{path} was deleted or replaced while this run began from it; start the run again")
+
+
+def read_trunk(options: Options, trunk: Trunk, target: Tree) -> tuple[Trunk, Tree, dict[str, Any]]:
+    """Return a checkpoint, its state, and its `extra` with the files.
+
+    The run there may go on, and replace or delete each checkpoint while it is read. Unless it was named, the newest one
+    is taken again then, a few times, and at last the newest permanent one.
+    """
+    for left in reversed(range(_TRIES)):
+        if (read := _read_once(trunk, target)) is not None:
+            return trunk, *read
+        if trunk.is_named:
+            break
+        if left:
+            trunk = _newest_of(options, trunk.saver, permanent=left == 1)
+    raise _gone(trunk.parent["path"])
+
+
+def _read_once(trunk: Trunk, target: Tree) -> tuple[Tree, dict[str, Any]] | None:
+    """Return the state and the `extra` with the files in memory; None if the checkpoint is not as it was found."""
+    saver, step = trunk.saver, trunk.step
+
+    def load(name: str) -> tagged_json.LargeBytes:
+        try:
+            return tagged_json.LargeBytes(saver.read_file(name, step))
+        except FileNotFoundError:  # as seen below, on all processes
+            return tagged_json.LargeBytes()
+
+    try:
+        with internal_transfers():
+            state = saver.restore(target, step=step)
+        extra = tagged_json.with_files(trunk.extra, load) if isinstance(trunk.extra, dict) else {}
+        is_gone = saver.extra(step) != trunk.extra
+    except FileNotFoundError:
+        return None
+    return None if processes.any_process(is_gone) else (state, extra)
+
+
+def _trunk_at(path: str, prefix: str) -> tuple[Saver, int, bool]:
+    """Find a checkpoint, or the newest one of a directory; never fall back to an older one if it is corrupted.
+
+    The last item is whether the path names it.
+    """
     above, name = split_path(path)
     if match := _NAME.fullmatch(name):
         store, step = open_store(above), int(match[2])
         if store.at(match[1], step) is not None:
-            return Saver(above, prefix=match[1]), step
+            return Saver(above, prefix=match[1]), step, True
         _refuse_damaged(store, match[1], step - 1, only=step)
     if is_directory(path):
         store = open_store(path)
         newest = next((step for step, _ in store.newest_first(prefix)), -1)
         _refuse_damaged(store, prefix, newest)
         if newest >= 0:
-            return Saver(path, prefix=prefix), newest
+            return Saver(path, prefix=prefix), newest, False
     searches = [functools.partial(latest_checkpoint, path)]
     if match is not None:
         searches += [functools.partial(latest_checkpoint, above, match[1]), functools.partial(latest_checkpoint, above)]

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from jstep.checkpoint.leaf_records import left_out_indices
-from jstep.checkpoint.manifest import CheckpointError, Extra
+from jstep.checkpoint.manifest import Extra
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
@@ -41,7 +41,7 @@ from jstep.hooks.nan_loss import nonfinite_params
 from jstep.hooks.numbers import host, read_values
 from jstep.hooks.states import get_states, set_states
 from jstep.loop.arguments import MAX_SECS, Options
-from jstep.loop.branch import PARENT, Trunk, open_trunk, parent_in
+from jstep.loop.branch import PARENT, Trunk, open_trunk, parent_in, read_trunk
 from jstep.loop.calls import AUTO
 from jstep.loop.run import ENDED, RUN_KEY, STOPPED, Observers, Origin, Run
 from jstep.loop.setup import Setup
@@ -85,10 +85,18 @@ def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, 
             saver.claim(state)  # fails now, not at the first save
         else:
             left_out_indices(state, saver.leave_out)
-    if trunk is not None:
-        origin = dataclasses.replace(origin, latest=trunk.step, trunk=trunk, parent=trunk.parent)
     reads = saver if trunk is None else trunk.saver
-    if reads is not None and origin.latest is not None:
+    if trunk is not None:
+        if not trunk.is_named:  # before anything depends on which one it is
+            setup.loop.set_restoring(trunk.step, trunk.step)
+            with setup.times.part("restore"):
+                trunk, state, extra = read_trunk(options, trunk, state)
+            setup.loop.begin(trunk.step, state, restored=True)
+            origin = dataclasses.replace(origin, first=trunk.step, extra=extra)
+        origin = dataclasses.replace(origin, latest=trunk.step, trunk=trunk, parent=trunk.parent)
+        if jax.process_index() == 0:
+            _logger.info("this run begins from %s", trunk.parent["path"])
+    if reads is not None and origin.latest is not None and not origin.extra:
         with contextlib.suppress(Exception):  # `restore` reports the error
             extra = extra_at(reads, origin.latest)
             origin = dataclasses.replace(origin, first=origin.latest, extra=extra)
@@ -114,9 +122,9 @@ def _reach(logdir: str | None) -> None:
 def restore(setup: Setup, saver: Saver | None, origin: Origin) -> Origin:
     """Restore the newest checkpoint, or start from the given state."""
     loop = setup.loop
-    loop.set_restoring(origin.first, origin.latest)
     if origin.trunk is not None:
         return _begin_from(setup, origin, origin.trunk)
+    loop.set_restoring(origin.first, origin.latest)
     if saver is None:
         return _with_given(setup, origin, "and no checkpoint_dir to restore from")
     try:
@@ -148,21 +156,15 @@ def _restored(origin: Origin, step: int, extra: dict[str, Any], name: str) -> Or
 
 
 def _begin_from(setup: Setup, origin: Origin, trunk: Trunk) -> Origin:
-    """Restore a checkpoint of another run, which may replace or delete it meanwhile."""
-    path = trunk.parent["path"]
-    gone = f"{path} was deleted or replaced while this run began from it; start the run again"
-    try:
-        with internal_transfers():
-            state = trunk.saver.restore(setup.loop.state, step=trunk.step)
-        extra = extra_at(trunk.saver, trunk.step)
-    except FileNotFoundError as error:
-        raise CheckpointError(gone) from error
-    if trunk.saver.extra(trunk.step) != trunk.extra:  # the batches already started from its positions
-        raise CheckpointError(gone)
-    setup.loop.begin(trunk.step, state, restored=True)
+    """Restore a checkpoint of another run, unless that has been done."""
+    extra = origin.extra
+    if trunk.is_named:
+        setup.loop.set_restoring(trunk.step, trunk.step)
+        trunk, state, extra = read_trunk(setup.options, trunk, setup.loop.state)
+        setup.loop.begin(trunk.step, state, restored=True)
     # The branch is not stopped by the parent's hook, and has its own name.
     extra = {key: value for key, value in extra.items() if key not in (STOPPED, RUN_KEY)}
-    return _restored(origin, trunk.step, extra, path)
+    return _restored(origin, trunk.step, extra, trunk.parent["path"])
 
 
 def extra_at(saver: Saver, step: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from jstep.core.logs import log_to_stderr
 from jstep.core.meshes import mesh_of, overriding_mesh
 from jstep.core.stopwatch import SAVING, new_watch
 from jstep.core.tracebacks import shortens_tracebacks
+from jstep.core.warned import WARNED
 from jstep.data.loaders import check_batches
 from jstep.data.placement import over_axes
 from jstep.distributed import processes
@@ -45,7 +46,6 @@ from jstep.loop.stopping import (
 )
 from jstep.loop.timeline import TimelineRecorder
 from jstep.loop.utilization import Meters
-from jstep.state.copies import WARNED
 from jstep.state.train_state import TrainState
 from jstep.stores.compile_cache import persistent_cache
 from jstep.training.edited import warn_of_edits

@@ -1,6 +1,5 @@
 """Replacing parameters, together with the slots that start as copies of them, such as averages and masters."""
 
-import contextvars
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ from jstep.core import device_values, meshes, placement, trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import array_type
 from jstep.core.trees import Params, Slots
+from jstep.core.warned import WARNED
 from jstep.slots import compact_numbers
 from jstep.slots.matching import describe_difference
 from jstep.slots.roles import ORIGIN, SIGNED, WITH_A_START, Role, Roles, roles_in
@@ -119,16 +119,12 @@ def _placed(value: Any, old: Any) -> Any:
     return jax.device_put(array, sharding) if getattr(old, "committed", False) else array
 
 
-WARNED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("jstep_warned", default=None)
-"""The warnings of the current run; outside of a run, each `create` starts from scratch."""
-
-
 def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str) -> None:
     """Warn once per run if parameters are replaced, but slots that restore the old ones are not."""
     roles = roles_in(state)
     held = {*roles.of(*WITH_A_START), *roles.with_detail(SIGNED)}
     names = [name for name in roles if name in held and name in state.slots and name in slots]
-    of_run = WARNED.get()
+    of_run = WARNED.get()  # outside of a run, each `create` starts from scratch
     warned = roles.warned if of_run is None else of_run
     if not names or _UNDOES in warned or trees.structure(params) != trees.structure(state.params):
         return

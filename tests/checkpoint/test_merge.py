@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import jstep
+from jstep.checkpoint import merge
+from jstep.checkpoint.directory import DirectoryStore
 from jstep.checkpoint.merge import decay_weights
 from jstep.tools import cli
 
@@ -198,3 +200,29 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert cli.main(["merge", "nothing", "-o", "wrong.safetensors"]) == 2
     assert not (tmp_path / "wrong.safetensors").exists()
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("when", ["found", "read"])
+def test_checkpoints_that_are_replaced_meanwhile_are_listed_again(when, tmp_path, monkeypatch):
+    saved(tmp_path, [state_at(step) for step in (1, 2, 3)])
+    called = {"found": "find", "read": "contents"}[when]
+    kind = {"found": merge.CheckpointReader, "read": DirectoryStore}[when]
+    method, goes_on = getattr(kind, called), [True, True]
+
+    def late(self, *args, **kwargs):
+        result = method(self, *args, **kwargs) if when == "read" else None
+        if goes_on and goes_on.pop():  # the run evicts its oldest checkpoint, and saves another one
+            with jstep.Saver(tmp_path, max_to_keep=None) as saver:
+                steps = saver.all_steps()
+                saver.save(state_at(steps[-1] + 1))
+                saver.delete(steps[0])
+        return method(self, *args, **kwargs) if result is None else result
+
+    monkeypatch.setattr(kind, called, late)
+    merged = jstep.merge_checkpoints(tmp_path)
+    assert not goes_on
+    left = jstep.Saver(tmp_path).all_steps()
+    assert merged["w"] == np.mean(left, dtype=np.float32)
+    goes_on.append(True)
+    with pytest.raises((jstep.CheckpointError, FileNotFoundError)):
+        jstep.merge_checkpoints(tmp_path, left)  # steps that were named

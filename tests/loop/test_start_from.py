@@ -1,5 +1,6 @@
 """Runs that branch: `train(start_from=…)`."""
 
+import json
 import logging
 import os
 import pathlib
@@ -174,3 +175,75 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_an_error(tmp_path, mo
     monkeypatch.setattr(jstep.Saver, "restore", replaced)
     with pytest.raises(jstep.CheckpointError, match="was deleted or replaced"):
         train(20, tmp_path / "branch", start_from=tmp_path / "trunk" / "model-10")
+
+
+class Living:
+    """A run in another directory, which replaces its newest checkpoint each time that a start reads it."""
+
+    def __init__(self, where, monkeypatch, *, times, temporary=True):
+        self.where, self.times, self.reads = where, times, []
+        restore = jstep.Saver.restore
+
+        def restore_late(saver, target=None, step=None, *args, **kwargs):
+            if saver.directory == str(where) and step is not None:
+                self.reads.append(step)
+                if len(self.reads) <= self.times:
+                    self.go_on(temporary)
+            return restore(saver, target, step, *args, **kwargs)
+
+        monkeypatch.setattr(jstep.Saver, "restore", restore_late)
+
+    def go_on(self, temporary):
+        with jstep.Saver(self.where, max_to_keep=1) as saver:
+            step = saver.latest_step()
+            state = make_state().replace(global_step=step + 1)
+            with saver.knowing(True, 1e9 if temporary else None):
+                saver.save(state, extra=saver.extra(step))
+
+
+@pytest.mark.parametrize("temporary", [True, False])
+def test_the_newest_checkpoint_of_a_living_run_is_taken_again(temporary, tmp_path, monkeypatch):
+    train(10, tmp_path / "trunk")
+    living = Living(tmp_path / "trunk", monkeypatch, times=2, temporary=temporary)
+    Living.go_on(living, temporary)
+    train(20, tmp_path / "branch", start_from=tmp_path / "trunk", save_checkpoint_steps=100)
+    assert living.reads == [11, 12, 13]
+    with jstep.Saver(tmp_path / "branch") as saver:
+        assert saver.extra(13)["parent"]["step"] == saver.extra(20)["parent"]["step"] == 13
+    starts = (tmp_path / "branch" / "timeline.jsonl").read_text().splitlines()
+    assert [json.loads(line)["parent"]["step"] for line in starts if '"kind": "start"' in line] == [13]
+
+
+def test_the_newest_permanent_checkpoint_is_taken_at_last(tmp_path, monkeypatch):
+    train(10, tmp_path / "trunk")
+    living = Living(tmp_path / "trunk", monkeypatch, times=100)
+    Living.go_on(living, True)
+    train(20, tmp_path / "branch", start_from=tmp_path / "trunk")
+    assert living.reads == [11, 12, 13, 14, 10]
+
+
+def test_a_checkpoint_that_was_named_is_not_exchanged(tmp_path, monkeypatch):
+    train(10, tmp_path / "trunk")
+    living = Living(tmp_path / "trunk", monkeypatch, times=100)
+    Living.go_on(living, True)
+    with pytest.raises(jstep.CheckpointError, match="model-11 was deleted or replaced"):
+        train(20, tmp_path / "branch", start_from=tmp_path / "trunk" / "model-11")
+
+
+@pytest.mark.parametrize("lost", ["manifest.json", "all but the manifest"])
+def test_a_branch_with_damaged_checkpoints_is_the_error_of_any_run(lost, tmp_path, caplog):
+    train(10, tmp_path / "trunk")
+    train(20, tmp_path / "branch", start_from=tmp_path / "trunk")
+    for checkpoint in (tmp_path / "branch").glob("model-*"):
+        for path in [path for path in checkpoint.rglob("*") if path.is_file()]:
+            if lost in str(path.relative_to(checkpoint)) or (lost[0] == "a" and path.name != "manifest.json"):
+                path.unlink()
+    errors = []
+    for options in ({"start_from": tmp_path / "trunk"}, {}):
+        caplog.clear()
+        with pytest.raises(jstep.CheckpointError, match="model-20 is corrupted") as info:
+            train(30, tmp_path / "branch", **options)
+        errors.append(str(info.value))
+        lines = [line for line in caplog.messages if "is ignored" in line]
+        assert len(lines) == len(set(lines))
+    assert errors[0] == errors[1]
