@@ -154,7 +154,8 @@ class EarlyStopping(MetricCallback):
 
     An evaluation is an improvement if it is better than the best value so far by more than `min_delta`; NaN never is.
     The best value and the number of evaluations without improvement are saved in checkpoints, so a stopped run stays
-    stopped when it is started again. To continue it, pass `EarlyStopping(…, reset=True)` or a larger patience.
+    stopped when it is started again. To continue it, pass `EarlyStopping(…, reset=True)` or a larger patience. A branch
+    of a stopped run (`train(start_from=…)`) begins with its best value, and counts from 0.
 
     Args:
         metric: The name of a metric that evaluate returns.
@@ -201,7 +202,11 @@ class EarlyStopping(MetricCallback):
         self._min_delta = as_number(min_delta, "min_delta", low=0.0)
         self._reset = as_bool(reset, "reset")
         self._progress = _StoppingProgress()
+        self._is_new_branch = False
         super().__init__({"metric": metric, "mode": mode}, key)
+
+    def use_run(self, run: RunInfo) -> None:
+        self._is_new_branch = run.is_new_branch
 
     @property
     def why(self) -> str | None:
@@ -238,6 +243,8 @@ class EarlyStopping(MetricCallback):
             self._start_fresh("is forgotten because of reset=True")
             return False
         super().set_state(value)
+        if self._is_new_branch and self._progress.stopped_at is not None:  # not stopped by what stopped the trunk
+            self._progress = _StoppingProgress(self._progress.best)
         if self.why is None:  # with more patience than before
             self._progress = dataclasses.replace(self._progress, stopped_at=None)
         return self.why is not None

@@ -123,6 +123,27 @@ def test_what_stopped_the_trunk_is_not_inherited_and_its_memory_is(tmp_path):
     assert int(train(30, tmp_path / "next", Counter(), start_from=tmp_path / "hook").global_step) == 30
 
 
+def test_a_branch_of_a_stopped_run_has_a_fresh_count_and_the_best_of_its_trunk(tmp_path):
+    losses = {5: 3.0, 10: 1.0, 15: 2.0, 20: 2.0, 25: 2.0, 30: 2.0, 35: 0.5, 40: 2.0, 45: 2.0, 50: 2.0}
+
+    def early(patience):
+        stop = jstep.EarlyStopping("loss", patience=patience)
+        evaluate = lambda state: {"loss": losses[int(state.global_step)]}  # noqa: E731
+        return jstep.EvaluationHook(evaluate, every_n_steps=5, callbacks=[stop]), stop
+
+    hook, stop = early(2)
+    assert int(train(50, tmp_path / "trunk", hook).global_step) == 20
+    trunk = tmp_path / "trunk" / "model-20"
+    hook, stop = early(2)
+    assert int(train(50, tmp_path / "branch", hook, start_from=trunk).global_step) == 30  # 25 and 30 are no better
+    assert stop.best == 1.0
+    assert int(train(50, tmp_path / "branch", early(2)[0]).global_step) == 30  # it stays stopped
+    hook, stop = early(3)
+    assert int(train(50, tmp_path / "patient", hook, start_from=trunk).global_step) == 50  # as 35 is better
+    hook, stop = early(2)  # before the trunk stopped, one evaluation of two was no better
+    assert int(train(50, tmp_path / "early", hook, start_from=tmp_path / "trunk" / "model-15").global_step) == 20
+
+
 def test_a_branch_of_a_branch_and_its_lines(tmp_path, caplog):
     train(10, tmp_path / "a")
     train(20, tmp_path / "b", start_from=tmp_path / "a")
