@@ -25,7 +25,8 @@ import jax
 from jstep.core import threads, trees
 from jstep.core.checks import as_number
 from jstep.core.stopwatch import EVALUATING, FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
-from jstep.hooks.hook import Hook, hook_name
+from jstep.hooks.hook import hook_name
+from jstep.hooks.run_hook import RunHook
 from jstep.hooks.stall_files import CALL, WITH_OTHERS, StallFiles, silent
 from jstep.loop.run import Observer, Run
 from jstep.loop.setup import BEGINNING, CLOSING, Calling, LoopState, Setup
@@ -45,7 +46,7 @@ _LIBRARIES = (*(path + os.sep for name, path in sysconfig.get_paths().items() if
 _logger = logging.getLogger("jstep")
 
 
-class StallHook(Hook):
+class StallHook(RunHook):
     """A hook that reports what a stalled run waits for, and that can end the run.
 
     `train` has one with the default settings; one among `hooks` replaces it. About once a second, a thread checks what
