@@ -86,8 +86,8 @@ def merge_checkpoints(
 
     Args:
         directory: The directory of the checkpoints, or its URL; the run may train on meanwhile.
-        steps: Their steps, two or more, in any order; None for all checkpoints that are kept. These are listed again, a few
-            times, if one is deleted or replaced while it is read.
+        steps: Their steps, two or more, in any order; None for all checkpoints that are kept, which are listed again, a
+            few times, if one is deleted or replaced meanwhile.
         decay: The curve: `"linear"` 1 − x, `"1-sqrt"` 1 − √x, `"cosine"` (1 + cos πx)/2, or a schedule, a function of
             the step, in proportion to its value at the first checkpoint.
         prefix: The prefix of the checkpoint names.

@@ -83,6 +83,13 @@ def note(error: BaseException, text: str) -> None:
         error.add_note(text)
 
 
+def with_path(error: OSError, path: str) -> OSError:
+    """Return an error that names the file."""
+    if error.filename is not None:
+        return error
+    return OSError(f"{path}: {error}") if error.errno is None else OSError(error.errno, error.strerror, path)
+
+
 def forget_frames(error: BaseException) -> None:
     """Drop the traceback of an error that will be raised again."""
     BaseException.with_traceback(error, None)  # also of a class that rejects attributes

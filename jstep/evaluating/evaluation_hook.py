@@ -254,9 +254,14 @@ class EvaluationHook(RunHook):
         if jax.process_index() == 0:
             _logger.info("step %d  %s", step, format_number(named))
         if self._writer is not None:
-            with internal_transfers():
-                for name, value in named.items():
-                    self._writer.add_summary(summary.scalar(name, value, collections=()), step)
+            try:
+                with internal_transfers():
+                    for name, value in named.items():
+                        self._writer.add_summary(summary.scalar(name, value, collections=()), step)
+            except Exception as error:
+                if self._given_writer is not None:
+                    raise
+                self.run.log_failed(self, error)  # callbacks may save
         # A finished run that is restarted before its hooks had ended repeats an evaluation that callbacks have seen.
         if self._reported_step == step:
             return None

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import os
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, as_int, check_choice, format_list
-from jstep.core.exceptions import Picklable, note
+from jstep.core.exceptions import Picklable, note, with_path
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import is_array
 from jstep.distributed import processes
@@ -133,7 +134,16 @@ class FingerprintHook(RunHook):
         else:
             self._pending.deliver_ready()
         if self._file is not None:
-            self._file.sync(to_disk=False)
+            with self._logging():
+                self._file.sync(to_disk=False)
+
+    @contextlib.contextmanager
+    def _logging(self) -> Iterator[None]:
+        """Keep the error of a log that cannot be written until the checkpoint that is due is saved."""
+        try:
+            yield
+        except OSError as error:
+            self.run.log_failed(self, with_path(error, self._path))
 
     def before_save(self, step: int) -> None:
         self._finish_all()
@@ -142,7 +152,8 @@ class FingerprintHook(RunHook):
         self._finish_all()
         file, self._file = self._file, None
         if file is not None:
-            file.close()
+            with self._logging():
+                file.close()
 
     def close(self) -> None:
         """Write pending lines, also after an error, and close the log."""
@@ -165,11 +176,13 @@ class FingerprintHook(RunHook):
             self._pending.deliver_all()
         finally:
             if self._file is not None:
-                self._file.sync(to_disk=True)
+                with self._logging():
+                    self._file.sync(to_disk=True)
 
     def _finish(self, step: int, entry: Entry) -> None:
         if self._file is not None:
-            self._file.write(entry.line().encode())
+            with self._logging():
+                self._file.write(entry.line().encode())
         before = self._before.pop(step, None)
         difference = None if before is None else fingerprints.compare_logs(before, entry)
         if before is None or difference is None:

@@ -139,6 +139,12 @@ class RunInfo(Protocol):
 
     def stop(self, by: str) -> None: ...
 
+    def log_failed(self, log: Any, error: Exception) -> None:
+        """End the run with this error of a log, once the checkpoint that is due is saved; may be called in any thread.
+
+        A log that cannot be written never prevents a checkpoint.
+        """
+
     def to_stop(self) -> bool:
         """Whether a signal stops the run; must be called equally often on all processes."""
 
@@ -262,6 +268,9 @@ class CustomLoop:
 
     def stop(self, by: str) -> None:
         self._stopped = True
+
+    def log_failed(self, log: Any, error: Exception) -> None:
+        raise error
 
     def constant_metrics(self) -> Collection[str]:
         return ()

@@ -71,7 +71,7 @@ class HookRunner:
         for schedule in self._timed:
             if schedule.cadence.clock() >= schedule.deadline:
                 self._next_due = step
-        if step >= self._next_due or loop.pending:
+        if step >= self._next_due or loop.pending or loop.failures:
             self._call_due_hooks()
         if self._ends is not None:
             self._ends.extend()
@@ -129,6 +129,7 @@ class HookRunner:
                 self._record(calling, began)
         if watch.current != STEPPING:
             watch.switch(STEPPING)
+        errors.add_failures()
         errors.end()
         self._next_due = min((schedule.next for schedule in self._schedules), default=NEVER)
 
@@ -164,6 +165,13 @@ class HookRunner:
             with errors:
                 self._setup.transfers.deliver_all()
                 is_delivered = True
+        errors.add_failures()
+        errors.end(failed)
+
+    def settle(self, failed: Callable[[Exception], None] | None = None) -> None:
+        """Raise the errors of logs that could not be written before the last checkpoint, or pass them to `failed`."""
+        errors = Errors(self._setup)
+        errors.add_failures()
         errors.end(failed)
 
     def end(self) -> None:
@@ -280,6 +288,12 @@ class Errors:
             calling = Calling(owner, "after_step" if calling is None else calling.method)
         self._calling = self._calling or calling
         self.all.append(error)
+
+    def add_failures(self) -> None:
+        """Add the errors of logs, each once."""
+        while self._loop.failures:
+            calling, error = self._loop.failures.popleft()
+            self.add(error, calling)
 
     def end(self, failed: Callable[[Exception], None] | None = None) -> None:
         """Pass the errors to `failed`, or raise the first, with the others as notes."""

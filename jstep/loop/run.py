@@ -20,7 +20,7 @@ from jstep.loop.calls import Call
 from jstep.loop.dispatch import AfterCall, Dispatch
 from jstep.loop.feeder import BatchFeeder
 from jstep.loop.hook_runner import HookRunner
-from jstep.loop.setup import Setup
+from jstep.loop.setup import Calling, Setup
 from jstep.state.train_state import TrainState
 
 RUN_KEY, ENDED, STOPPED = "run", "ended", "stopped"
@@ -215,12 +215,23 @@ class Run(Setup):
         if not self.loop.is_over:
             self.loop.record_stop(by)
 
+    def log_failed(self, log: Any, error: Exception) -> None:
+        self.loop.failures.append((Calling(log, "flush"), error))
+
     def to_stop(self) -> bool:
         return self.signals.to_stop()
 
     def before_save(self, step: int) -> bool:
         """Deliver pending results; return whether a hook prevents the save."""
-        self.reports.transfers.deliver_all()
+        transfers, is_delivered = self.reports.transfers, False
+        while not is_delivered:  # a row that fails is dropped, the others are delivered
+            try:
+                transfers.deliver_all()
+                is_delivered = True
+            except Exception as error:
+                if not isinstance(error, OSError) and not isinstance(error.__cause__, OSError):
+                    raise
+                self.log_failed(transfers.take_failed_owner(), error)
         own = [
             custom
             for custom in self.options.hooks

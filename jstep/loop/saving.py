@@ -320,8 +320,11 @@ class RunSaverHook(CheckpointSaverHook):
     def _about_to_save(self, step: int) -> None:
         run = self._run
         # A run that resumes from a checkpoint does not write earlier summaries again.
-        if run.reports.writer is not None:
-            run.reports.writer.drain()
+        if (writer := run.reports.writer) is not None:
+            try:
+                writer.drain()
+            except Exception as error:
+                run.log_failed(writer, error)
         for observer in run.observers:
             observer.about_to_save()
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import secrets
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
@@ -68,6 +69,7 @@ class LoopState:
         calling: The call of a hook that is in progress, or that raised.
         stopped_by: The hook that ended the run.
         pending: The polls of hooks, called after each call.
+        failures: The errors of logs, raised after the next call or save; any thread may add one.
     """
 
     state: Any
@@ -82,6 +84,7 @@ class LoopState:
     calling: Calling | None = None
     stopped_by: str | None = None
     pending: list[tuple[Hook, Poll]] = dataclasses.field(default_factory=list)
+    failures: deque[tuple[Calling, Exception]] = dataclasses.field(default_factory=deque)
 
     @property
     def is_over(self) -> bool:

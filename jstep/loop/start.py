@@ -16,6 +16,7 @@ from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.saver import Saver
 from jstep.core import interactive
 from jstep.core.annotations import Tree
+from jstep.core.exceptions import note
 from jstep.data.loaders import Source, StateBatches, open_source
 from jstep.data.positions import RarePosition, restore_position
 from jstep.data.sequence import BatchSequence
@@ -105,7 +106,7 @@ def open_run(setup: Setup, observers: Observers, batches: Tree) -> Run:
     )
     for hook in hooks:
         if isinstance(hook, RunHook):
-            setup.closing.callback(hook.close)
+            setup.closing.push(functools.partial(_close, hook))
             hook.use_run(run)
     if saver is not None:
         for flush in _flushes(run):
@@ -247,8 +248,28 @@ def _flushes(run: Run) -> list[Callable[[], None]]:
     """Return the flushes before each checkpoint: a run that resumes from it does not write earlier lines again."""
     summaries = [] if run.reports.writer is None else [run.reports.writer.settle]
     watched = [observer.flush for observer in run.observers if type(observer).flush is not Observer.flush]
-    own = [hook.flush for hook in run.hooks if defines(hook, "flush") and type(hook).flush is not RunHook.flush]
-    return [*summaries, *watched, *own]
+    own = [hook for hook in run.hooks if defines(hook, "flush") and type(hook).flush is not RunHook.flush]
+    return [*summaries, *watched, *(functools.partial(_flush, run, hook) for hook in own)]
+
+
+def _flush(run: Run, hook: Any) -> None:
+    """Flush a hook; an error of a user's `flush` is one of the save, that of a built-in log is raised after it."""
+    try:
+        hook.flush()
+    except Exception as error:
+        if not type(hook).flush.__module__.startswith("jstep."):
+            raise
+        run.log_failed(hook, error)
+
+
+def _close(hook: RunHook, kind: object, error: BaseException | None, trace: object) -> None:
+    """Close a hook; what it raises must not replace the error that ended the run."""
+    try:
+        hook.close()
+    except Exception as failure:
+        if error is None:
+            raise
+        note(error, f"Additionally, {failure}")
 
 
 def _open_writer(setup: Setup, saver: Saver | None, origin: Origin) -> SummaryWriter | None:

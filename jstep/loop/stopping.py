@@ -104,6 +104,7 @@ def exit_on_signal(run: Run) -> NoReturn:
         with errors:
             are_saved.append(hook.save(run.step, run.state, wait=True))
     errors.end()
+    run.runner.settle()
     if len(savers) < len(run.savers):
         run.before_save(run.step)  # `NanLossHook` raises a more specific error
         raise run.finite.error or run.signals.stop_error(f"{when}, which is not saved: {why}")
@@ -132,6 +133,13 @@ def leave_after_closing(setup: Setup, state: TrainState | None) -> NoReturn:
 # An error, or a stall.
 
 
+def note_closing(setup: Setup, error: Exception, state: TrainState) -> None:
+    """Attach the last state to an error of a run that had ended, such as that of a log which it could not close."""
+    error.state = state  # type: ignore[attr-defined]
+    step = setup.loop.step
+    note(error, f"jstep: at step {step}, while the run closed; the state after step {step} is in its `state`.")
+
+
 def keep_state(setup: Setup, error: BaseException) -> bool:
     """Attach the last complete state to an exception; return whether it is lost."""
     lost = trees.is_donated(setup.loop.state)
@@ -143,9 +151,16 @@ def keep_state(setup: Setup, error: BaseException) -> bool:
 def rescue(run: Run, error: BaseException) -> None:
     """Attach the last complete state to the exception, save it if possible, and note where the run failed."""
     where, signals = f"jstep: {_doing(run)}", run.signals
+    said = {str(error)}
+
+    def failed(other: Exception) -> None:
+        if str(other) not in said:  # a log fails again at each checkpoint
+            said.add(str(other))
+            note(error, f"Additionally, {other}")
+
     is_saved = signals.received_twice or (signals.received is not None and not isinstance(error, Exception))
     if not signals.received_twice:
-        run.runner.last(failed=lambda other: None if other is error else note(error, f"Additionally, {other}"))
+        run.runner.last(failed)
     if keep_state(run, error):
         note(error, f"{where}. The state was donated to a step: it is lost.")
         return
@@ -153,6 +168,7 @@ def rescue(run: Run, error: BaseException) -> None:
     # Otherwise it is saved already, or must not be.
     if run.savers and not is_saved and run.step > run.loop.first:
         saved = _saved(run, error)
+        run.runner.settle(failed)
     is_kept = run.step > run.loop.first and interactive.keep(run.state)
     also = " and in jstep.interrupted_state()" if is_kept else ""
     note(error, f"{where}; the state after step {run.step} is in the exception's `state`{also}{saved}.")

@@ -41,6 +41,7 @@ from jstep.loop.stopping import (
     keep_state,
     leave_after_closing,
     leave_at_once,
+    note_closing,
     report_early_end,
     rescue,
 )
@@ -253,6 +254,8 @@ def _train(setup: Setup, batches: Tree) -> TrainState:
         signals.agree_at_end()
     except BaseException as error:
         ended_by = error
+        if isinstance(error, Exception) and not hasattr(error, "state") and state is not None:
+            note_closing(setup, error, state)
         raise
     finally:
         try:
@@ -322,4 +325,5 @@ def _finish(run: Run, *, is_stopped: bool) -> None:
         run.runner.end()
     if is_stopped or run.signals.to_stop():  # also during the hooks above
         exit_on_signal(run)
+    run.runner.settle()
     report_accumulated(run)

@@ -1,0 +1,212 @@
+"""A log that cannot be written never prevents a checkpoint: a History, event files, fingerprints, a timeline."""
+
+import contextlib
+import errno
+import os
+import signal
+
+import pytest
+from loop_runs import make_state, train
+
+import jstep
+from jstep.hooks import history
+from jstep.stores import growing_files
+from jstep.summary import new_event_files
+
+
+class Full:
+    """A disk for one kind of log that is full while `now` is true."""
+
+    def __init__(self, monkeypatch):
+        self._monkeypatch, self.now = monkeypatch, False
+
+    def fills(self, kind, method):
+        real = getattr(kind, method)
+
+        def write(log, *args, **kwargs):
+            if self.now:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), *self.named(log))
+            return real(log, *args, **kwargs)
+
+        self._monkeypatch.setattr(kind, method, write)
+
+    def named(self, log):
+        return [] if isinstance(log, growing_files.LocalLines) else [getattr(log, "path", None) or log._path]
+
+
+@pytest.fixture
+def full(monkeypatch):
+    return Full(monkeypatch)
+
+
+def of_history(full, where):
+    full.fills(history._File, "sync")
+    return {"hooks": [jstep.History(where / "history.jsonl", every_n_steps=1)]}, "history.jsonl", "History.flush"
+
+
+def of_event_files(full, where):
+    full.fills(new_event_files.LocalFile, "_append")
+    return {"logdir": where / "logs", "save_summaries_steps": 1}, "events.out.tfevents", "SummaryWriter.flush"
+
+
+def of_rare_event_files(full, where):
+    full.fills(new_event_files.LocalFile, "_append")
+    evaluate = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=5)
+    options = {"logdir": where / "logs", "save_summaries_steps": None, "hooks": [evaluate]}
+    return options, "events.out.tfevents", "SummaryWriter.flush"
+
+
+def of_fingerprints(full, where):
+    full.fills(growing_files.LocalLines, "write")
+    full.fills(growing_files.LocalLines, "sync")
+    hook = jstep.FingerprintHook(where / "fingerprints.jsonl", every_n_steps=1)
+    return {"hooks": [hook]}, "fingerprints.jsonl", "FingerprintHook.flush"
+
+
+KINDS = [of_history, of_event_files, of_rare_event_files, of_fingerprints]
+
+
+def steps_in(where, prefix="model"):
+    with jstep.Saver(where, prefix=prefix) as saver:
+        return saver.all_steps()
+
+
+def filling(full, at):
+    def fill(step, state, metrics):
+        full.now = full.now or step >= at
+
+    return jstep.every(1, fill)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_due_checkpoint_is_saved_and_the_error_has_all_that_others_have(kind, full, tmp_path):
+    """The disk is full from step 8 on, model-10 is due."""
+    options, file, method = kind(full, tmp_path)
+    hooks = [filling(full, 8), *options.pop("hooks", ())]
+    with pytest.raises(OSError, match="No space left") as info:
+        train(40, hooks=hooks, checkpoint_dir=tmp_path / "run", save_checkpoint_steps=5, **options)
+    error, notes = info.value, " ".join(info.value.__notes__)
+    steps = steps_in(tmp_path / "run")
+    assert steps[0] == 5
+    assert steps[-1] == 10 or kind is of_fingerprints or steps[-1] >= 8  # its first line that fails ends the run
+    assert file in str(error)
+    assert int(error.state.global_step) == steps[-1] < 40
+    assert f"jstep: at step {steps[-1]}, after the update with batch {steps[-1] - 1}, in " in notes
+    assert f"and is saved as model-{steps[-1]}" in notes
+    full.now = False
+    assert train(40, checkpoint_dir=tmp_path / "run", **options).global_step == 40
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_the_last_checkpoint_is_saved(kind, full, tmp_path):
+    options, file, _ = kind(full, tmp_path)
+    hooks = [filling(full, 7), *options.pop("hooks", ())]
+    mine = jstep.CheckpointSaverHook(jstep.Saver(tmp_path / "mine", prefix="mine"), save_steps=100)
+    with pytest.raises(OSError, match="No space left") as info:
+        train(7, hooks=[*hooks, mine], checkpoint_dir=tmp_path / "run", save_checkpoint_steps=100, **options)
+    assert file in str(info.value)
+    assert int(info.value.state.global_step) == 7
+    assert steps_in(tmp_path / "run") == [7]
+    assert steps_in(tmp_path / "mine", "mine") == [7]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_signal_saves(kind, full, tmp_path):
+    options, file, _ = kind(full, tmp_path)
+
+    def stop(step, state, metrics):
+        if step == 6:
+            full.now = True
+            signal.raise_signal(signal.SIGTERM)
+
+    hooks = [jstep.every(1, stop), *options.pop("hooks", ())]
+    with pytest.raises(OSError, match="No space left") as info:
+        train(40, hooks=hooks, checkpoint_dir=tmp_path / "run", save_checkpoint_steps=100, **options)
+    assert file in str(info.value)
+    assert steps_in(tmp_path / "run") == [6]
+    assert "is saved as model-6" in " ".join(info.value.__notes__)
+
+
+def test_a_temporary_checkpoint_is_saved(full, tmp_path, monkeypatch):
+    options, _, method = of_history(full, tmp_path)
+    monkeypatch.setattr("jstep.loop.saving.FIRST_SECS", 0.0)
+    hooks = [filling(full, 3), *options["hooks"]]
+    with pytest.raises(OSError, match="No space left") as info:
+        train(10_000, hooks=hooks, checkpoint_dir=tmp_path / "run", save_checkpoint_secs="auto")
+    assert steps_in(tmp_path / "run")[-1] == int(info.value.state.global_step) < 10_000
+    assert method in " ".join(info.value.__notes__)
+
+
+def test_another_error_stays_the_one_of_the_run(full, tmp_path):
+    options, file, _ = of_history(full, tmp_path)
+
+    def fail(step, state, metrics):
+        if step == 6:
+            full.now = True
+            raise KeyError("mine")
+
+    hooks = [jstep.every(1, fail), *options["hooks"]]
+    with pytest.raises(KeyError, match="mine") as info:
+        train(40, hooks=hooks, checkpoint_dir=tmp_path / "run", save_checkpoint_steps=100)
+    assert steps_in(tmp_path / "run") == [6]
+    assert [file in note for note in info.value.__notes__ if note.startswith("Additionally")] == [True]
+
+
+def test_what_fails_when_the_run_closes_has_the_state(tmp_path, monkeypatch):
+    def close(self):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
+
+    monkeypatch.setattr(history._File, "close", close)
+    hook = jstep.History(tmp_path / "history.jsonl")
+    with pytest.raises(OSError, match=r"No space left.*history.jsonl") as info:
+        train(4, hooks=[hook], checkpoint_dir=tmp_path / "run")
+    assert int(info.value.state.global_step) == 4
+    assert "at step 4, while the run closed" in " ".join(info.value.__notes__)
+    with pytest.raises(KeyError) as info:
+        train(8, hooks=[jstep.History(tmp_path / "other.jsonl"), jstep.every(6, lambda *_: {}["mine"])])
+    assert [note for note in info.value.__notes__ if "other.jsonl" in note]
+
+
+def test_a_run_without_a_step_left_raises_it_too(full, tmp_path):
+    train(4, checkpoint_dir=tmp_path / "run")
+    options, _, _ = of_fingerprints(full, tmp_path)
+    assert train(4, hooks=options["hooks"], checkpoint_dir=tmp_path / "run") == train(4, state=make_state())
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may mount a file system")
+@pytest.mark.parametrize("log", ["history", "logdir", "fingerprints", "timeline"])
+def test_a_disk_of_its_own_that_is_full(log, tmp_path):
+    import subprocess
+
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], capture_output=True, timeout=30, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        options = {
+            "history": {"hooks": [jstep.History(small / "history.jsonl", every_n_steps=1)]},
+            "logdir": {"logdir": small, "save_summaries_steps": 1},
+            "fingerprints": {"hooks": [jstep.FingerprintHook(small / "fingerprints.jsonl", every_n_steps=1)]},
+            "timeline": {},
+        }[log]
+
+        def fill(step, state, metrics):
+            if step == 8:
+                with contextlib.suppress(OSError), open(small / "filler", "wb", buffering=0) as file:
+                    while True:
+                        file.write(bytes(1024))
+
+        options["hooks"] = [jstep.every(1, fill), *options.get("hooks", ())]
+        where = tmp_path / "run"
+        if log == "timeline":
+            where.mkdir()
+            (where / "timeline.jsonl").symlink_to(small / "timeline.jsonl")
+        with contextlib.nullcontext() if log == "timeline" else pytest.raises(OSError, match=str(small)):
+            train(400, checkpoint_dir=where, save_checkpoint_steps=10, **options)
+        assert 10 in steps_in(where) or steps_in(where)[-1] > 10
+    finally:
+        subprocess.run(["umount", "-l", str(small)], timeout=30, check=False)
