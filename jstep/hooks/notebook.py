@@ -2,6 +2,8 @@
 
 import html
 import importlib
+import logging
+from collections import deque
 from typing import Any
 
 from jstep.core.tables import html_table
@@ -9,17 +11,33 @@ from jstep.hooks.history import History
 from jstep.hooks.hook import Clock
 from jstep.hooks.numbers import as_numbers, read_values
 
-_ROWS = 20
-"""The maximum number of rows of evaluations."""
+_ROWS, _LINES = 20, 20
+"""The maximum numbers of rows of evaluations, and of log lines."""
 _SECS, _SECS_OF_CURVES = 0.25, 2.0
 """The minimum seconds between updates (1.0 with curves), and between drawings of curves."""
 
 
-class Below:
-    """The output below the bar: the evaluations of a run, and the curves of each `History` among its hooks."""
+class Lines(logging.Handler):
+    """The latest lines of a run that a terminal shows above its bar, but those of metrics; warnings are shown anyway.
 
-    def __init__(self, run: Any, clock: Clock) -> None:
-        self._run, self._clock = run, clock
+    What says why the run ended, or takes no step, is among them, whatever its level.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.texts: deque[str] = deque(maxlen=_LINES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        is_of_metrics = str(record.msg).startswith("step %d  ")
+        if record.module == "stopping" or (record.levelno < logging.WARNING and not is_of_metrics):
+            self.texts.append(record.getMessage())
+
+
+class Below:
+    """The output below the bar: log lines, the evaluations of a run, and the curves of each `History` of its hooks."""
+
+    def __init__(self, run: Any, clock: Clock, lines: Lines) -> None:
+        self._run, self._clock, self._lines = run, clock, lines
         self._histories = [hook for hook in run.hooks if isinstance(hook, History)]
         self._curves, self._drawn = "", float("-inf")
 
@@ -42,7 +60,8 @@ class Below:
             [str(step), *(f"{rows[step][name]:.4g}" if name in rows[step] else "" for name in names)]
             for step in sorted(rows)[-_ROWS:]
         ]
-        return (html_table("", cells, ("step", *names)) if cells else "") + self._curves
+        lines = "".join(f"<div>{html.escape(text)}</div>" for text in tuple(self._lines.texts))
+        return lines + (html_table("", cells, ("step", *names)) if cells else "") + self._curves
 
 
 class NotebookBar:
@@ -104,7 +123,8 @@ class NotebookBar:
         self._shown = self._clock()
         seconds, steps = self._clock() - self._began, self.n - self._first
         rate = steps / seconds if seconds > 0 else 0.0
-        words = [f"step {self.n:,}" + ("" if self.total is None else f" of {self.total:,}")]
+        is_early = is_last and self.total is not None and self.n < self.total
+        words = [f"{'stopped at ' * is_early}step {self.n:,}" + ("" if self.total is None else f" of {self.total:,}")]
         words += [f"{rate:.4g} steps/s"] if steps else []
         if steps and rate and self.total is not None and not is_last:
             words.append(f"{_duration((self.total - self.n) / rate)} left")

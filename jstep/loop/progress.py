@@ -21,8 +21,8 @@ from jstep.core.interactive import is_notebook
 from jstep.core.logs import Ticker, slow
 from jstep.hooks.cadence import Cadence
 from jstep.hooks.hook import Clock, Metrics, state_step
-from jstep.hooks.notebook import Below, NotebookBar
-from jstep.hooks.numbers import as_numbers, format_number, is_ready, scalars, start_transfer
+from jstep.hooks.notebook import Below, Lines, NotebookBar
+from jstep.hooks.numbers import as_numbers, format_number, is_ready, scalars, sort_metrics, start_transfer
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.speed import format_utilization
 from jstep.loop.run import Observer
@@ -47,10 +47,23 @@ class Progress(Observer):
         self._is_shown = wanted is not False and jax.process_index() == 0
         # A program may have replaced `sys.stderr` by a stream with `write` and `flush` only.
         is_terminal = getattr(sys.stderr, "isatty", bool)() and importlib.util.find_spec("tqdm")
+        self._lines: Lines | None = None
         if self._is_shown and wanted is None and is_notebook():
-            self._hook = _NotebookHook(last_step=setup.options.last_step)
+            self._lines = Lines()
+            self._hook = _NotebookHook(self._lines, last_step=setup.options.last_step)
         elif self._is_shown and (wanted or is_terminal):
             self._hook = ProgressHook(last_step=setup.options.last_step)
+
+    def __enter__(self) -> "Progress":
+        if self._lines is not None:
+            _logger.addHandler(self._lines)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._lines is not None:
+            _logger.removeHandler(self._lines)
+        if isinstance(self._hook, _NotebookHook):
+            self._hook.show_last_lines()
 
     def compiling(self, name: str) -> contextlib.AbstractContextManager[None]:
         if self._hook is not None:
@@ -189,16 +202,19 @@ class ProgressHook(RunHook):
 
     def _show(self, numbers: dict[str, Any]) -> None:
         results = [as_numbers(hook.newest[1]) for hook in self.run.evaluations if hook.newest is not None]
-        words = format_number(functools.reduce(operator.or_, results, numbers))
+        words = self._words(functools.reduce(operator.or_, results, numbers))
         counter = self.run.reports.counter
         examples = getattr(counter, "examples_per_sec", None)
         rate = [f"{examples:.4g} examples/s"] if examples else []
         share = format_utilization(getattr(counter, "utilization", None))
         self._bar.set_postfix_str("  ".join([words, *rate, *share]), refresh=False)
 
+    def _words(self, numbers: dict[str, Any]) -> str:
+        return format_number(numbers)
+
     def close(self) -> None:
         if self._bar is not None:
-            self._stop_ticking(self._bar.postfix)
+            self._stop_ticking()
             self._bar.close()
             self._bar = None
         super().close()
@@ -209,11 +225,45 @@ class _NotebookHook(ProgressHook):
 
     replaces_log_lines = False
 
+    def __init__(self, lines: Lines, *, last_step: int | None) -> None:
+        self._lines = lines
+        self._closed: NotebookBar | None = None
+        self._said: tuple[str, ...] = ()
+        super().__init__(last_step=last_step)
+
     def _bars(self) -> Callable[..., Any]:
-        return lambda **options: NotebookBar(below=Below(self.run, self._clock), clock=self._clock, **options)
+        def bar(**options: Any) -> NotebookBar:
+            return NotebookBar(below=Below(self.run, self._clock, self._lines), clock=self._clock, **options)
+
+        return bar
+
+    def _numbers(self) -> dict[str, Any]:
+        """Return the numbers of a log line."""
+        numbers = scalars(self.run.metrics or {})
+        return {name: numbers[name] for name in sort_metrics(numbers, self.run.constant_metrics())}
+
+    def _words(self, numbers: dict[str, Any]) -> str:
+        """Return the numbers that fit beside the bar."""
+        words = ""
+        for name, value in numbers.items():
+            more = f"{words}  {format_number({name: value})}".lstrip()
+            words = more if len(more) <= _WIDTH else words
+        return words
+
+    def close(self) -> None:
+        self._closed, self._said = self._bar, tuple(self._lines.texts)
+        super().close()
+
+    def show_last_lines(self) -> None:
+        """Show the lines that were logged while the run closed."""
+        bar, self._closed = self._closed, None
+        if bar is not None and tuple(self._lines.texts) != self._said:
+            bar.close()
 
 
 _COMPILING = "compiling {:.0f} s"
+_WIDTH = 100
+"""The maximum number of characters of metrics beside the bar of a notebook."""
 _TICK_SECS = 1.0
 """The interval between two updates of the clock, in seconds."""
 

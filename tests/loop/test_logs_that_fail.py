@@ -81,7 +81,7 @@ def filling(full, at):
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_due_checkpoint_is_saved_and_the_error_has_all_that_others_have(kind, full, tmp_path):
     """The disk is full from step 8 on, model-10 is due."""
-    options, file, method = kind(full, tmp_path)
+    options, file, _ = kind(full, tmp_path)
     hooks = [filling(full, 8), *options.pop("hooks", ())]
     with pytest.raises(OSError, match="No space left") as info:
         train(40, hooks=hooks, checkpoint_dir=tmp_path / "run", save_checkpoint_steps=5, **options)
