@@ -158,11 +158,13 @@ class StopSignals:
             error = self._answer(number)
         elif self._raise is None and not self.received_twice:
             return  # the wait that it would have interrupted is over: `check` and `to_stop` report the signal
-        if error is not None and not _may_raise(frame):
+        if error is None:
+            return
+        if not _may_raise(frame):
             self._postpone(error)
-        elif error is not None:
-            self._raised = error
-            raise error.with_traceback(None)
+            return
+        self._raised = error
+        raise error.with_traceback(None)
 
     def _answer(self, number: int) -> BaseException | None:
         """Record a signal; return the exception to raise, if any."""
@@ -193,8 +195,9 @@ class StopSignals:
 
     def _note_dropped(self, dropped: Any) -> None:
         """The hook for exceptions that Python drops: postpone that of a signal."""
-        if dropped.exc_value is not None and dropped.exc_value is self._raised:
-            self._postpone(dropped.exc_value)
+        raised = self._raised
+        if raised is not None and dropped.exc_value is raised:
+            self._postpone(raised)
         else:
             self._hook_before(dropped)
 
