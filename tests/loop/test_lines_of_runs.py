@@ -89,7 +89,7 @@ def run(
 
 MASKED = {
     *("time", "time_again", "pid", "began", "versions", "environment", "devices", "settings", "hash", "sharding"),
-    *("argv", "begins", "shared", "directory", "process", "since", "wall", "now", "values"),
+    *("argv", "begins", "shared", "directory", "logdir", "process", "run", "since", "wall", "now", "values"),
     *("operations", "numbers"),  # of the traced program, which other versions of JAX trace otherwise
 }
 
