@@ -20,7 +20,7 @@ import numpy as np
 from jstep.checkpoint.listing import entries
 from jstep.core.checks import describe_type, truncate
 from jstep.core.curves import STYLE, Curve, Mark, picture
-from jstep.hooks.card_differences import Start, card_difference, card_values, is_whole, read_starts
+from jstep.hooks.card_differences import Start, card_difference, card_values, read_starts
 from jstep.stores.event_files import DataLossError, Series, read_series
 from jstep.stores.files import named_file, replace_file
 from jstep.stores.timeline import STALL, START, TIMELINE_FILE, TIMES, Times, fields_with, read_timeline
@@ -28,7 +28,7 @@ from jstep.stores.urls import absolute, is_url, location, split_path
 from jstep.tools.cli import OK, Command, time_text, utc_text
 from jstep.tools.goodput import Goodput, by_start, sum_starts
 from jstep.tools.own_events import events_of_run
-from jstep.tools.runs import RunList, RunSummary, run_names, runs
+from jstep.tools.runs import RunList, RunSummary, distinct, run_names, runs
 
 _MAX_RUNS = 64
 """The maximum number of runs on a page: more cannot be told apart."""
@@ -101,7 +101,7 @@ def report(
         some = runs(place)
         if not some:
             raise FileNotFoundError(f"{os.fspath(place)}: no run is there; a run has a {TIMELINE_FILE}")
-        listed += [run for run in some if run not in listed]
+        listed = distinct([*listed, *some])
     if not 0 < len(listed) <= _MAX_RUNS:
         raise ValueError(f"paths={paths!r}: must have 1 to {_MAX_RUNS} runs, found {len(listed)}")
     page = Report(
@@ -113,9 +113,6 @@ def report(
 
 
 # The files of a run.
-
-_DAMAGED = "a card in its timeline is damaged, or is of another version"
-
 
 @dataclasses.dataclass(frozen=True)
 class _Left:
@@ -141,10 +138,7 @@ class _Left:
         problems: list[str] = []
         known = functools.partial(_known, problems)
         starts = [item for item in known((), read_starts, run.path) if item.prefix == run.prefix]
-        for item in starts:
-            if item.card is not None and not (is_whole(item.card) and known(None, card_values, item.card) is not None):
-                item.card = None
-                problems.append(_DAMAGED)
+        problems += [item.problem for item in starts if item.problem]
         words = "version", "end", STALL
         lines = [item for item in known((), fields_with, run.path, *words) if item.get("prefix") == run.prefix]
         ends = {str(item.get("start")): item["end"] for item in lines if item.get("kind") == TIMES and "end" in item}
@@ -169,8 +163,8 @@ class _Left:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether a card is damaged, so that its values cannot be compared."""
-        return _DAMAGED in self.problems
+        """Whether a card is invalid, so that its values cannot be compared."""
+        return any(start.problem for start in self.starts)
 
     @property
     def card(self) -> dict[str, Any]:

@@ -152,11 +152,11 @@ def runs(directory: str | os.PathLike[str], *, prefix: str | None = None) -> Run
 
 
 def distinct(found: Iterable[RunSummary]) -> RunList:
-    """The runs of several lists, each once: parents before their branches."""
+    """The runs of several lists, each once."""
     once: dict[tuple[str, str], RunSummary] = {}
     for run in found:
         once.setdefault((_real(run.path), run.prefix), run)
-    return RunList(run for _, run in _tree(list(once.values())))
+    return RunList(once.values())
 
 
 def _real(path: str) -> str:
@@ -444,7 +444,7 @@ def _run(arguments: argparse.Namespace) -> int:
             missing.append(error)
     if missing:
         return complain("runs", *missing)
-    summaries = distinct(every)
+    summaries = RunList(run for _, run in _tree(distinct(every)))
     if not summaries:
         return complain("runs", f"{', '.join(arguments.paths)}: no run is there; a run has a {TIMELINE_FILE}")
     metrics = _metrics(summaries, arguments.metrics)
