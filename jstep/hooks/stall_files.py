@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
-from jstep.checkpoint.claims import is_alive, this_process
 from jstep.stores.files import is_directory, names_in, open_for_reading, remove_file, replace_file
 from jstep.stores.objects import Objects
+from jstep.stores.owners import is_alive, this_process
 from jstep.stores.urls import absolute, is_url, join_path
 
 _logger = logging.getLogger("jstep")

@@ -38,7 +38,7 @@ class Timeline:
         self._failing = False
         now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")  # names sort in the order of the starts
         name = f"{OBJECTS}{now}-{self.start}.jsonl" if is_url(where) else TIMELINE_FILE
-        self._lines = open_lines(join_path(where, name), resume=not is_url(where))
+        self._lines = open_lines(join_path(where, name), b'{"kind": "', is_line, resume=not is_url(where))
 
     def write(self, kind: str, **fields: object) -> None:
         """Write a line; one with the field `checkpoint` is not replaced."""
@@ -228,11 +228,17 @@ def check_version(version: object, place: str, number: int) -> None:
         )
 
 
+def is_line(raw: bytes) -> bool:
+    """Return whether a line, which may be corrupted, is one of a timeline."""
+    fields = _parsed(raw)
+    return isinstance(fields, dict) and all(isinstance(fields.get(key), str) for key in ("kind", "start", "prefix"))
+
+
 def parse_line(raw: bytes) -> dict[str, Any] | None:
     """Return the fields of a line; None if it is corrupted."""
-    fields = _parsed(raw)
-    if not isinstance(fields, dict) or not all(isinstance(fields.get(key), str) for key in ("kind", "start", "prefix")):
+    if not is_line(raw):
         return None
+    fields = _parsed(raw)
     newer = fields["kind"] == START and fields.get("version") != VERSION  # reported by check_version
     return fields if newer or fields["kind"] not in (START, TIMES) or _has_times(fields) else None
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jstep.stores.files import open_for_reading
+from jstep.stores.files import open_for_reading, open_regular
 from jstep.stores.timeline import START, TIMES, Timeline, check_version, parse_line, timeline_files
 from jstep.stores.urls import is_url
 
@@ -61,7 +61,7 @@ def ends(where: str) -> dict[str, End | ValueError]:
 
 def _at_end(path: str) -> End | None:
     """Return the end of a file from its last line and the start it points to; None if the whole file is needed."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         size = file.seek(0, 2)
         file.seek(begin := max(0, size - _TAIL))
         lines = file.read().split(b"\n")[begin > 0 : -1]
