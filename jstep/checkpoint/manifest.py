@@ -256,7 +256,7 @@ def _checked(loaded: Mapping[str, Any]) -> Manifest:
     """Check the type of every field: a checksum shows that nothing changed, not who wrote it."""
     retention, files = dict(loaded["retention"]), dict(loaded["files"])
     for path, record in files.items():
-        parts = path.split("/")
+        parts = _text(path).split("/")
         if path.startswith("/") or "\\" in path or "\0" in path or ".." in parts or "" in parts:
             _refuse(f"the file {path!r} is not below the checkpoint")
         _count(record["bytes"])
@@ -283,7 +283,8 @@ def _refuse(why: str) -> Any:
 
 
 def _text(value: object) -> str:
-    return value if isinstance(value, str) else _refuse(f"{value!r:.50} is not a string")
+    is_utf8 = isinstance(value, str) and value.encode(errors="replace").decode() == value  # no half of a surrogate pair
+    return value if isinstance(value, str) and is_utf8 else _refuse(f"{value!r:.50} is not a string")
 
 
 def _text_or_none(value: object) -> str | None:

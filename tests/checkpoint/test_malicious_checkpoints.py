@@ -41,6 +41,8 @@ INVALID = {
     "shape: elements that are not stored": lambda data: data["leaves"][0].update(shape=[2**40], array=None),
     "shape: larger than NumPy can index": lambda data: data["leaves"][0].update(shape=[0, 2**62], array=None),
     "a scalar that is not stored": lambda data: data["leaves"][0].update(shape=[], array=None),
+    "a path that no file can have": lambda data: data["leaves"][0].update(path="\ud800", array="\ud800"),
+    "a file that no file can be": lambda data: data["files"].update({"\ud800": {"bytes": 1, "crc32": ["0"]}}),
     "files: a list": lambda data: data.update(files=[1, 2]),
     "a file without a size": lambda data: data["files"]["_METADATA"].pop("bytes") and None,
     "an absolute path": lambda data: data["files"].update({"/etc/passwd": {"bytes": 1, "crc32": ["0"]}}),
