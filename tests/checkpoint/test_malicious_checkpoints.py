@@ -43,6 +43,7 @@ INVALID = {
     "a scalar that is not stored": lambda data: data["leaves"][0].update(shape=[], array=None),
     "a path that no file can have": lambda data: data["leaves"][0].update(path="\ud800", array="\ud800"),
     "a file that no file can be": lambda data: data["files"].update({"\ud800": {"bytes": 1, "crc32": ["0"]}}),
+    "a dtype that colors the terminal": lambda data: data["leaves"][0].update(dtype="\x1b[31m"),
     "files: a list": lambda data: data.update(files=[1, 2]),
     "a file without a size": lambda data: data["files"]["_METADATA"].pop("bytes") and None,
     "an absolute path": lambda data: data["files"].update({"/etc/passwd": {"bytes": 1, "crc32": ["0"]}}),
