@@ -13,7 +13,7 @@ PLACEHOLDER = "jstep.invalid"
 PRIVATE = "Private :: Do Not Upload"
 """An index refuses a package with this classifier."""
 URLS = ("Homepage", "Documentation", "Source", "Issues", "Changelog")
-WITH_URLS = ("pyproject.toml", "CITATION.cff", "CONTRIBUTING.md", "README.md", "mkdocs.yml")
+WITH_URLS = ("pyproject.toml", "CITATION.cff", "CONTRIBUTING.md", "README.md", "SECURITY.md", "mkdocs.yml")
 
 
 def problems(root: pathlib.Path = ROOT) -> list[str]:

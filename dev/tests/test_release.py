@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT / "dev"))
 
 from release import PLACEHOLDER, PRIVATE, URLS, problems
 
-FILES = ("pyproject.toml", "CITATION.cff", "CONTRIBUTING.md", "README.md", "mkdocs.yml", "CHANGELOG.md")
+FILES = ("pyproject.toml", "CITATION.cff", "CONTRIBUTING.md", "README.md", "SECURITY.md", "mkdocs.yml", "CHANGELOG.md")
 
 
 @pytest.fixture
@@ -27,7 +27,8 @@ def ready(tmp_path):
         (tmp_path / name).write_text(text)
 
     change("pyproject.toml", (PLACEHOLDER, "example.com"), (f' *"{PRIVATE}",\n', ""))
-    change("CITATION.cff", (PLACEHOLDER, "example.com"))
+    for name in ("CITATION.cff", "SECURITY.md"):
+        change(name, (PLACEHOLDER, "example.com"))
     change("mkdocs.yml", ("^site_name", "site_url: https://example.com\nrepo_url: https://example.com\nsite_name"))
     change("mkdocs.yml", ("^site_url", "\nsite_url"))
     change("CHANGELOG.md", (r"## \[Unreleased\].*?\n## \[", "## [Unreleased]\n\n## ["))
@@ -43,6 +44,7 @@ def test_a_checkout_that_is_ready_has_no_problems(ready) -> None:
     [
         ("pyproject.toml", ("https://example.com/docs", f"https://{PLACEHOLDER}/docs"), "pyproject.toml, line .*URL"),
         ("CITATION.cff", ("example.com/source", PLACEHOLDER), "CITATION.cff, line .*URL"),
+        ("SECURITY.md", ("example.com/source", PLACEHOLDER), "SECURITY.md, line .*URL"),
         ("pyproject.toml", ("Issues = [^\n]*", ""), "no URL 'Issues'"),
         ("pyproject.toml", ("classifiers = \\[", f'classifiers = ["{PRIVATE}",'), "Do Not Upload"),
         ("mkdocs.yml", ("\nsite_url[^\n]*", ""), "no site_url"),

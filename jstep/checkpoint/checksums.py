@@ -5,6 +5,7 @@ process on another mesh, or with other shards, can verify them.
 """
 
 import concurrent.futures
+import contextlib
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ from typing import Any
 
 from jstep.checkpoint.listing import UNUSED
 from jstep.checkpoint.manifest import MANIFEST_FILE, CorruptedError, Manifest
-from jstep.stores.files import may_be_file, sync_files
+from jstep.stores.files import may_be_file, new_file, open_regular, sync_files
 from jstep.stores.objects import PendingOperation, TruncatedError, pipelined
 
 _logger = logging.getLogger("jstep")
@@ -62,7 +63,7 @@ def _flushed_records(checkpoint: str, paths: Sequence[str]) -> dict[str, dict[st
 def _checksum(path: str, at: int) -> str:
     value, left = 0, BLOCK
     buffer = memoryview(bytearray(_PIECE))
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path, buffered=False) as file:
         file.seek(at)
         while left and (count := file.readinto(buffer[: min(left, _PIECE)])):
             value, left = zlib.crc32(buffer[:count], value), left - count
@@ -110,6 +111,25 @@ def find_problems(checkpoint: str, problems: Mapping[str, str], *, every: bool) 
 
 def is_below(root: str, path: str) -> bool:
     return os.path.realpath(os.path.join(root, path)).startswith(root + os.sep)
+
+
+def unreadable(checkpoint: str, *, linked: bool = False) -> list[str]:
+    """Return what must not be opened below a checkpoint, listed in its manifest or not, since it may wait or lead out.
+
+    A FIFO, a device, and a link out of the checkpoint, unless it is `linked`.
+    """
+    root, folders, found = os.path.realpath(checkpoint), [""], []
+    for folder in folders:
+        with contextlib.suppress(OSError), os.scandir(os.path.join(checkpoint, folder)) as entries:
+            for entry in entries:
+                path = folder + entry.name
+                if entry.is_symlink() and not linked and not is_below(root, path):
+                    found.append(f"{checkpoint}/{path}: a link out of the checkpoint")
+                elif entry.is_dir(follow_symlinks=False):
+                    folders.append(f"{path}/")
+                elif not entry.is_dir() and not may_be_file(entry.path) and os.path.exists(entry.path):
+                    found.append(f"{checkpoint}/{path}: is not a regular file")
+    return sorted(found)
 
 
 def describe_mismatch(expected: Mapping[str, Any], actual: Mapping[str, Any] | None) -> str:
@@ -170,7 +190,7 @@ def read_file(start_read: StartRead, manifest: Manifest, name: str) -> bytes:
 def write_files(checkpoint: str, files: Mapping[str, Any]) -> None:
     """Write `Extra.files` and release their memory. They are not flushed: `write_part` or `collect` does that."""
     for name, content in files.items():
-        with open(os.path.join(checkpoint, name), "xb") as file:
+        with new_file(os.path.join(checkpoint, name), flush=False) as file:
             file.write(content.read())
         content.written()
 
@@ -180,8 +200,8 @@ def write_part(checkpoint: str, process: int, files: Iterable[str]) -> None:
     # Orbax names its folders ocdbt.process_3, with a suffix for replicas.
     of_arrays = re.compile(rf"ocdbt\.process_{process}(?![0-9])")
     part = _flushed_records(checkpoint, [*files, *filter(of_arrays.match, files_below(checkpoint))])
-    with open(os.path.join(checkpoint, f"{_PART}{process}"), "w") as file:
-        json.dump(part, file)
+    with new_file(os.path.join(checkpoint, f"{_PART}{process}"), flush=False) as file:
+        file.write(json.dumps(part).encode())
 
 
 def collect(checkpoint: str, processes: int = 1) -> dict[str, dict[str, Any]]:
@@ -191,7 +211,7 @@ def collect(checkpoint: str, processes: int = 1) -> dict[str, dict[str, Any]]:
         if f"{_PART}{process}" not in paths:
             raise OSError(f"process {process} did not write its part; see its error")
     for path in [path for path in paths if path.startswith(_PART)]:
-        with open(os.path.join(checkpoint, path)) as file:
+        with open_regular(os.path.join(checkpoint, path)) as file:
             results |= json.load(file)
         os.remove(os.path.join(checkpoint, path))
     rest = [path for path in paths if path not in results and not path.startswith(_PART)]

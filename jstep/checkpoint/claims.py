@@ -1,13 +1,13 @@
 """Claims: the lock of the one writer of a prefix, in a directory and in an object store."""
 
 import contextlib
-import ctypes
 import errno
+import io
 import json
 import logging
 import math
 import os
-import socket
+import re
 import threading
 import time
 import uuid
@@ -16,7 +16,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jstep.checkpoint.manifest import CheckpointError
+from jstep.core.checks import truncate
+from jstep.stores.files import foreign_file, open_own, read_small
 from jstep.stores.objects import ABSENT, Directory
+from jstep.stores.owners import is_alive, owner_in, start_time, this_process
 
 try:
     import fcntl
@@ -28,76 +31,12 @@ except ImportError:  # all others
     msvcrt = None  # type: ignore[assignment]
 _windows: Any = msvcrt
 
-# The process that a claim names. Temporary files of weights and stall files name their process in the same way.
-
-
-def this_process() -> dict[str, Any]:
-    pid = os.getpid()
-    return {"host": socket.gethostname(), "space": _space(), "pid": pid, "started": start_time(pid)}
-
-
-def is_alive(owner: Mapping[str, Any]) -> bool | None:
-    """Return whether a process is alive; None on another host or in another container."""
-    if owner.get("host") != socket.gethostname() or owner.get("space", _space()) != _space():
-        return None
-    pid = owner.get("pid", -1)
-    return isinstance(pid, int) and pid > 0 and owner.get("started") == start_time(pid) is not None
-
-
-def start_time(pid: int) -> str | None:
-    """Return the start time in system ticks, which with the PID identifies a process of this host."""
-    if os.name == "nt":
-        return _started_on_windows(pid)
-    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else fields[19]  # killed, but not yet reaped by its parent
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except OSError:
-        pass
-    return "unknown"
-
-
-def _started_on_windows(pid: int) -> str | None:
-    """Avoid `os.kill`, which on Windows would end the process."""
-    kernel = getattr(getattr(ctypes, "windll", None), "kernel32", None)
-    if kernel is None:
-        return "unknown" if pid == os.getpid() else None
-    process = ctypes.c_void_p(kernel.OpenProcess(0x1000, False, pid))  # PROCESS_QUERY_LIMITED_INFORMATION
-    if not process:
-        return "unknown" if kernel.GetLastError() == 5 else None  # it exists, and belongs to another user
-    try:
-        times = (ctypes.c_ulonglong * 4)()  # of its creation, its exit, in the kernel, outside of it
-        there = [ctypes.byref(times, 8 * i) for i in range(4)]
-        return str(times[0]) if kernel.GetProcessTimes(process, *there) and not times[1] else None
-    finally:
-        kernel.CloseHandle(process)
-
-
-def _space() -> str:
-    """Return the PID namespace: the boot ID separates hosts of the same name, the namespace separates containers."""
-    parts = []
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        parts.append(file.read().strip())
-    with contextlib.suppress(OSError):
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(parts)
-
-
-def owner_in(data: bytes | None) -> dict[str, Any]:
-    try:
-        who = json.loads(data or b"{}")
-    except ValueError:
-        return {}
-    return who if isinstance(who, dict) else {}
-
 
 def refusal(directory: str, prefix: str, owner: Mapping[str, Any]) -> CheckpointError:
     host, pid = owner.get("host", "an unknown host"), owner.get("pid", "unknown")
-    mine = pid == os.getpid() and host == socket.gethostname() and owner.get("space", _space()) == _space()
-    who = f"process {pid} on {host}" + (", which is this one" if mine else "")
+    mine = pid == os.getpid() and is_alive({**owner, "started": start_time(pid)})
+    names = (repr(str(name))[1:-1] for name in (pid, host))  # of a file that anybody may have written
+    who = truncate("process {} on {}".format(*names), 200) + (", which is this one" if mine else "")
     way_out = (
         "close the other Saver first (`with Saver(…) as saver:` does)" if mine else "wait for that process or end it"
     )
@@ -122,20 +61,57 @@ _LOCKED_BYTE = 1 << 30
 _HELD: "weakref.WeakSet[FileClaim]" = weakref.WeakSet()
 
 
+LARGEST_CLAIM = 2**16
+"""The bytes of a claim at most."""
+_BEGINNING = b'{"host": "'
+_NAME = re.compile(r"\.(?P<prefix>.+)\.jstep-writer", re.DOTALL)
+
+
+def claim_path(directory: str, prefix: str) -> str:
+    return os.path.join(directory, f".{prefix}.jstep-writer")
+
+
+def read_claim(directory: str, prefix: str) -> dict[str, Any] | None:
+    """Return the process that a claim names, or {} if it names none; None without a claim.
+
+    Raises:
+        OSError: The claim is not a regular file, or cannot be read.
+        ValueError: It is too large.
+    """
+    try:
+        return owner_in(read_small(claim_path(directory, prefix), LARGEST_CLAIM))
+    except FileNotFoundError:
+        return None
+
+
+def remove_dead_claims(directory: str) -> None:
+    """Remove the claims of processes of this host that have ended, whatever their prefix."""
+    with contextlib.suppress(OSError):
+        for match in filter(None, map(_NAME.fullmatch, os.listdir(directory))):
+            with contextlib.suppress(OSError, ValueError, CheckpointError):  # it is alive, or is not a claim
+                if is_alive(read_claim(directory, match["prefix"]) or {}) is False:
+                    FileClaim(directory, match["prefix"]).release()
+
+
 class FileClaim:
-    """The exclusive right to write a prefix in a directory, until `release` or the end of the process."""
+    """The exclusive right to write a prefix in a directory, until `release` or the end of the process.
+
+    Raises:
+        CheckpointError: Another writer has it.
+        ForeignFileError: The file is not a claim.
+    """
 
     def __init__(self, directory: str, prefix: str) -> None:
-        self.path = os.path.join(directory, f".{prefix}.jstep-writer")
-        self.handle = _locked(self.path, directory, prefix)
-        self.finalizer = weakref.finalize(self, _unlock, self.path, self.handle, os.getpid())
+        self.path = claim_path(directory, prefix)
+        self.file = _locked(self.path, directory, prefix)
+        self.finalizer = weakref.finalize(self, _unlock, self.path, self.file, os.getpid())
         _HELD.add(self)
 
     def is_held(self) -> bool:
         """Return whether the claim holds: the directory may have been removed, or this may be a fork."""
         with contextlib.suppress(OSError):
-            if self.finalizer.alive and _same_file(self.handle, self.path):
-                os.utime(self.handle if os.utime in os.supports_fd else self.path)  # heartbeat
+            if self.finalizer.alive and _same_file(self.file.fileno(), self.path):
+                os.utime(self.file.fileno() if os.utime in os.supports_fd else self.path)  # heartbeat
                 return True
         return False
 
@@ -143,16 +119,18 @@ class FileClaim:
         self.finalizer()
 
 
-def _locked(path: str, directory: str, prefix: str) -> int:
+def _locked(path: str, directory: str, prefix: str) -> io.FileIO:
     while True:
         try:
-            handle, ours = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666), True
+            file, ours = open_own(path, _BEGINNING, append=False), True
         except PermissionError:  # a file that another user left is usually not writable
-            handle, ours = os.open(path, os.O_RDONLY), False
+            file, ours = open_own(path, _BEGINNING, append=False, writable=False), False
         with contextlib.ExitStack() as closing:
-            closing.callback(os.close, handle)
+            handle = closing.enter_context(file).fileno()
+            if not _is_claim(_content(handle)):
+                raise foreign_file(path, "has other content")
             if not _lock(handle):
-                raise refusal(directory, prefix, _read(handle))
+                raise refusal(directory, prefix, owner_in(_content(handle)))
             if not ours:
                 os.unlink(path)  # left behind by a killed writer of another user
             # The previous owner may have removed the file after we opened it and before we locked it.
@@ -162,7 +140,14 @@ def _locked(path: str, directory: str, prefix: str) -> int:
                     os.lseek(handle, 0, os.SEEK_SET)
                     os.write(handle, json.dumps(this_process()).encode())
                 closing.pop_all()
-                return handle
+                return file
+
+
+def _is_claim(data: bytes) -> bool:
+    """Return whether a file is a claim, perhaps torn, or is empty."""
+    whole = data.strip(b"\0")
+    is_torn = not whole.endswith(b"}") and b"\n" not in whole
+    return len(data) <= LARGEST_CLAIM and (is_torn or owner_in(whole).keys() >= {"host", "pid"})
 
 
 def _lock(handle: int) -> bool:
@@ -182,32 +167,32 @@ def _lock(handle: int) -> bool:
             return True
         except OSError:
             return False
-    who = _read(handle)
+    who = owner_in(_content(handle))
     alive = is_alive(who) if who else False
     return not (time.time() - os.fstat(handle).st_mtime < _SILENT if alive is None else alive)
 
 
 def _same_file(handle: int, path: str) -> bool:
     with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.stat(path), os.fstat(handle))
+        return os.path.samestat(os.lstat(path), os.fstat(handle))
     return False
 
 
-def _read(handle: int) -> dict[str, Any]:
+def _content(handle: int) -> bytes:
     with contextlib.suppress(OSError):
         os.lseek(handle, 0, os.SEEK_SET)
-        return owner_in(os.read(handle, 4096))
-    return {}
+        return os.read(handle, LARGEST_CLAIM + 1)
+    return b""
 
 
-def _unlock(path: str, handle: int, pid: int) -> None:
+def _unlock(path: str, file: io.FileIO, pid: int) -> None:
     is_ours = False  # a fork has a copy of the handle, but no claim
     with contextlib.suppress(OSError):
-        is_ours = pid == os.getpid() and _same_file(handle, path)
+        is_ours = pid == os.getpid() and _same_file(file.fileno(), path)
         if is_ours and os.name != "nt":
             os.unlink(path)
     with contextlib.suppress(OSError):
-        os.close(handle)
+        file.close()
     with contextlib.suppress(OSError):
         # Windows removes no open file: not before `close`, and not one that the next writer has open.
         if is_ours and os.name == "nt":

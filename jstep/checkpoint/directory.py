@@ -16,15 +16,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jstep.checkpoint import checksums, listing
-from jstep.checkpoint.claims import FileClaim
+from jstep.checkpoint.claims import FileClaim, remove_dead_claims
 from jstep.checkpoint.contents import Contents, OrbaxContents
-from jstep.checkpoint.manifest import MANIFEST_FILE, Manifest, encode
+from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, CorruptedError, Manifest, encode
 from jstep.checkpoint.retention import evict
 from jstep.checkpoint.store import Commit, Store
 from jstep.checkpoint.writes import IN_FLIGHT, Write
 from jstep.core.checks import format_bytes
 from jstep.core.warned import is_first
-from jstep.stores.files import make_folders, new_file, sync_folder
+from jstep.stores.files import foreign_file, make_folders, new_file, open_regular, sync_folder
 from jstep.stores.objects import ABSENT, ReadResult
 
 _LOOKS = 10  # a writer evicts one checkpoint per save
@@ -107,6 +107,8 @@ class DirectoryStore(Store):
         def read_arrays(manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
             from jstep.checkpoint import orbax_arrays  # not at the top: importing tensorstore is slow
 
+            if problems := checksums.unreadable(path):
+                raise CorruptedError(problems)
             return orbax_arrays.read_arrays(orbax_arrays.in_folder(path), manifest, shardings)
 
         differences = functools.partial(checksums.differences, path)
@@ -124,6 +126,12 @@ class DirectoryStore(Store):
         if not self._is_cleaned:
             self._remove_leftovers()
             self._is_cleaned = True
+
+    def clean(self) -> None:
+        if not self.holds_claim():
+            with contextlib.suppress(CheckpointError, OSError):  # another one writes, or nobody may
+                self.claim()
+                self.release_claim()
 
     def lock(self) -> FileClaim:
         self._is_cleaned = False
@@ -171,7 +179,7 @@ class DirectoryStore(Store):
         with new_file(os.path.join(temporary, MANIFEST_FILE)) as file:
             file.write(encode(manifest))
         # Orbax checks only the name of this file, which is flushed with the folder.
-        with open(os.path.join(temporary, listing.COMMITTED), "xb") as file:
+        with new_file(os.path.join(temporary, listing.COMMITTED), flush=False) as file:
             file.write(f"Checkpoint commit was successful to {final}".encode(errors="surrogateescape"))
         replaced = final + listing.REPLACED
         if os.path.lexists(final):
@@ -244,7 +252,10 @@ class DirectoryStore(Store):
                     _set_aside(final)
                 os.rename(path, final)
             elif suffix and path not in IN_FLIGHT:
+                if not os.path.islink(path) and not os.path.isdir(path):
+                    raise foreign_file(path, "is not a folder")
                 remove(path)
+        remove_dead_claims(self.directory)
 
     def close(self, wait: bool = True) -> None:
         super().close(wait)
@@ -267,7 +278,7 @@ def remove(path: str) -> None:
     if os.path.islink(path):
         with contextlib.suppress(OSError):
             os.unlink(path)
-    else:
+    elif os.path.isdir(path):  # `rmtree` opens what it is given, even a FIFO or a device
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -301,7 +312,7 @@ class LocalRead(NamedTuple):
         if not checksums.is_below(os.path.realpath(self.folder), self.key):
             raise ValueError(f"{self.url}: a link out of the checkpoint")
         try:
-            with open(self.url, "rb") as file:
+            with open_regular(self.url) as file:
                 file.seek(self.start)
                 return ReadResult(file.read(-1 if self.stop is None else self.stop - self.start), b"")
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):

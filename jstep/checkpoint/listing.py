@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, decode
 from jstep.core.warned import is_first
-from jstep.stores.files import is_absent, may_be_file
+from jstep.stores.files import is_absent, may_be_file, read_small
 
 # In a directory each checkpoint is a folder. Below a URL they are objects with these keys:
 #
@@ -20,8 +20,15 @@ from jstep.stores.files import is_absent, may_be_file
 
 def read_manifest(checkpoint: str) -> Manifest:
     path = os.path.join(checkpoint, MANIFEST_FILE)
-    with open(path, "rb") as file:
-        return decode_manifest(file.read(), path)
+    try:
+        data = read_small(path, LARGEST_MANIFEST)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    return decode_manifest(data, path)
+
+
+LARGEST_MANIFEST = 2**28
+"""The bytes of a manifest at most."""
 
 
 def decode_manifest(data: bytes, path: str) -> Manifest:

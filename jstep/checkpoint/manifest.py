@@ -106,7 +106,7 @@ class Recorded:
     def _fields(data: Mapping[str, Any]) -> tuple[str, tuple[str, ...], tuple[int, ...], str]:
         path = _text(data["path"])
         keys = tuple(map(_text, data.get("keys", path.split("/")))) or _refuse("a leaf without keys")
-        return path, keys, tuple(map(_count, data["shape"])), _text(data["dtype"])
+        return path, keys, tuple(map(_count, data["shape"])), _word(data["dtype"])
 
 
 _OPTIONAL = ("stored_as", "key_impl", "half")
@@ -243,8 +243,8 @@ def decode(data: bytes) -> Manifest:
         loaded = json.loads(body + b"\n}")
         if loaded["format"] != FORMAT:
             raise UnsupportedFormatError(
-                f"format {loaded['format']}, written by jstep {loaded['jstep']}, but this version reads format "
-                f"{FORMAT}: read it with that version of jstep"
+                f"format {format_value(loaded['format'], 50)}, written by jstep {_word(loaded['jstep'])}, but this "
+                f"version reads format {FORMAT}: read it with that version of jstep"
             )
         return _checked(loaded)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
@@ -256,7 +256,7 @@ def _checked(loaded: Mapping[str, Any]) -> Manifest:
     """Check the type of every field: a checksum shows that nothing changed, not who wrote it."""
     retention, files = dict(loaded["retention"]), dict(loaded["files"])
     for path, record in files.items():
-        parts = path.split("/")
+        parts = _text(path).split("/")
         if path.startswith("/") or "\\" in path or "\0" in path or ".." in parts or "" in parts:
             _refuse(f"the file {path!r} is not below the checkpoint")
         _count(record["bytes"])
@@ -270,7 +270,7 @@ def _checked(loaded: Mapping[str, Any]) -> Manifest:
         loaded["extra"],
         RetainedSteps(frozenset(map(_count, retention["kept"])), _number(retention["since"])),
         files,
-        _text(loaded["jstep"]),
+        _word(loaded["jstep"]),
         data,
         tuple(LeftOut.from_json(leaf) for leaf in loaded.get("left_out", ())),
         _truth(loaded.get("finite", True)),
@@ -283,7 +283,14 @@ def _refuse(why: str) -> Any:
 
 
 def _text(value: object) -> str:
-    return value if isinstance(value, str) else _refuse(f"{value!r:.50} is not a string")
+    is_utf8 = isinstance(value, str) and value.encode(errors="replace").decode() == value  # no half of a surrogate pair
+    return value if isinstance(value, str) and is_utf8 else _refuse(f"{value!r:.50} is not a string")
+
+
+def _word(value: object) -> str:
+    """Return a string that errors show as it is."""
+    text = _text(value)
+    return text if text.isprintable() and len(text) <= 100 else _refuse(f"{value!r:.50} is not a word")
 
 
 def _text_or_none(value: object) -> str | None:

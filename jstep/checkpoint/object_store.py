@@ -23,6 +23,7 @@ from jstep.checkpoint.store import Commit, Files, Store
 from jstep.checkpoint.writes import Write
 from jstep.distributed import processes
 from jstep.stores.objects import START_TIMEOUT_SECS, Directory, PendingOperation, pipelined, spec
+from jstep.stores.owners import owner_in
 from jstep.stores.urls import parts_of_url
 
 HURRIED = 5.0
@@ -328,7 +329,7 @@ class ObjectSave:
                 next_look = now + claims.BEAT
                 current = self.objects.read(key)
                 if current.stamp != stamp:
-                    renews = bool(stamp) or current.data is None or claims.owner_in(current.data).get("beat", 0) != 0
+                    renews = bool(stamp) or current.data is None or owner_in(current.data).get("beat", 0) != 0
                     stamp, changed = current.stamp, now
             return now > (min(latest, changed + _SILENT) if renews else began + patience)
 

@@ -136,6 +136,14 @@ class Store(abc.ABC):
             self._claim = self.lock()
         _HOLDERS[key] = self
 
+    def release_claim(self, wait: bool = True) -> None:
+        if self._claim is not None:
+            self._claim.release(wait)
+            self._claim = None
+
+    def clean(self) -> None:  # noqa: B027  a bucket leaves it to `claim`, which may wait there
+        """Remove what an interrupted writer left behind, if nobody writes."""
+
     @abc.abstractmethod
     def lock(self) -> FileClaim | ObjectClaim:
         """Take the claim; see `claim`."""
@@ -201,6 +209,4 @@ class Store(abc.ABC):
         """
         if self._write is not None and wait:
             self._write.join()
-        if self._claim is not None:
-            self._claim.release(wait)
-            self._claim = None
+        self.release_claim(wait)

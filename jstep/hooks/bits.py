@@ -121,7 +121,7 @@ class FingerprintHook(RunHook):
     def _open(self) -> None:
         if jax.process_index() == 0:
             self._before = _entries_of(self._path)
-            self._file = open_lines(self._path)
+            self._file = open_lines(self._path, b'{"step": ', fingerprints.is_line)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Start a fingerprint; write those that the device has finished."""

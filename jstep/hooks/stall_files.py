@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
-from jstep.checkpoint.claims import is_alive, this_process
 from jstep.core.checks import format_value
 from jstep.stores.files import is_directory, names_in, read_small, remove_file, replace_file
 from jstep.stores.growing_files import seconds_since_write
 from jstep.stores.objects import Objects
+from jstep.stores.owners import is_alive, this_process
 from jstep.stores.timeline import decode_json, is_seconds, is_step
 from jstep.stores.urls import absolute, is_url, join_path
 

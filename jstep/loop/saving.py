@@ -39,6 +39,7 @@ from jstep.hooks.hook import Metrics, state_step
 from jstep.hooks.metric_sums import is_bad
 from jstep.hooks.nan_loss import nonfinite_params
 from jstep.hooks.numbers import host, read_values
+from jstep.hooks.stall_files import FOLDER as STALLS
 from jstep.hooks.states import get_states, set_states
 from jstep.loop.arguments import MAX_SECS, Options
 from jstep.loop.branch import PARENT, Trunk, open_trunk, parent_in, read_trunk
@@ -50,6 +51,7 @@ from jstep.state.contents import in_words
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
+from jstep.stores.owners import remove_temporary
 from jstep.stores.tagged_json import AttachedFiles, as_json
 from jstep.stores.timeline import TIMELINE_FILE
 from jstep.stores.urls import is_url
@@ -85,6 +87,7 @@ def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, 
             saver.claim(state)  # fails now, not at the first save
         else:
             left_out_indices(state, saver.leave_out)
+            processes.on_all_processes(saver.clean, "the checkpoints cannot be claimed")
     reads = saver if trunk is None else trunk.saver
     if trunk is not None:
         if not trunk.is_named:  # before anything depends on which one it is
@@ -103,8 +106,7 @@ def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, 
             origin = dataclasses.replace(origin, parent=origin.parent or parent_in(extra))
     if saver is None:
         processes.on_all_processes(lambda: _reach(options.where), "the logs cannot be opened")
-    for observer in observers:
-        observer.opened(saver, origin)
+    processes.on_all_processes(lambda: _notify_opened(options, observers, saver, origin), "the logs cannot be opened")
     if reads is None:
         first = _step_of_given(state, "and no checkpoint_dir to restore from")
         return None, dataclasses.replace(origin, first=first)
@@ -117,6 +119,17 @@ def _reach(logdir: str | None) -> None:
         objects = Objects(logdir)
         with objects.within(START_TIMEOUT_SECS):
             objects.list(TIMELINE_FILE, f"{TIMELINE_FILE}~")
+
+
+def _notify_opened(options: Options, observers: Observers, saver: Saver | None, origin: Origin) -> None:
+    if jax.process_index() == 0:
+        places = {os.fspath(place) for place in (options.where, options.logdir) if place is not None}
+        for place in places:
+            if not is_url(place):
+                remove_temporary(place)
+                remove_temporary(os.path.join(place, STALLS))
+    for observer in observers:
+        observer.opened(saver, origin)
 
 
 def restore(setup: Setup, saver: Saver | None, origin: Origin) -> Origin:

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 
-from jstep.checkpoint.claims import is_alive, this_process
 from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.saver import Saver
 from jstep.core import interactive
@@ -51,6 +50,7 @@ from jstep.loop.saving import RunSaverHook, open_checkpoints, restore, restore_h
 from jstep.loop.setup import Setup
 from jstep.loop.stages import StageBoundaries
 from jstep.loop.stopping import report_done
+from jstep.stores.owners import is_alive, this_process
 from jstep.stores.timeline import START, fields_with, read_timeline
 from jstep.stores.urls import location
 from jstep.summary.new_event_files import STARTS, starts_here, suffix_of_run

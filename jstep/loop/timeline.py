@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from jstep.checkpoint.claims import this_process
 from jstep.checkpoint.saver import Saver
 from jstep.core import stopwatch
 from jstep.core.annotations import Tree
@@ -19,6 +18,7 @@ from jstep.loop.branch import PARENT
 from jstep.loop.run import Observer, Origin, Run, name_of_run
 from jstep.loop.setup import Setup
 from jstep.state.sharding import describe_devices
+from jstep.stores.owners import this_process
 from jstep.stores.timeline import AGAIN, START, TIMES, VERSION
 from jstep.stores.timeline_ends import open_timeline
 from jstep.stores.urls import absolute, location

@@ -142,8 +142,9 @@ def train(
             global array. The name of an axis of the state's mesh, or a tuple of names, splits the rows over it:
             `"data"` is `NamedSharding(mesh, P("data"))`.
         compile_cache: A local directory for JAX's persistent compilation cache, or True for `compile_cache` in
-            checkpoint_dir. A run that is started again finds its programs there. JAX's cache settings are global to the
-            process; they are restored when the run ends.
+            checkpoint_dir. A run that is started again finds its programs there; whoever can write to that directory
+            can thus run programs in this process. JAX's cache settings are global to the process; they are restored
+            when the run ends.
         stop_secs: Seconds, counted from this call, after which the run saves and leaves as after SIGTERM, on all
             processes at one step; choose it somewhat below a scheduler's limit. None for no limit.
         config: The program's own options: a mapping, a dataclass instance or an `argparse.Namespace`. They are saved

@@ -560,6 +560,11 @@ def _entry(raw: bytes) -> Entry | None:
     return Entry(step, state, leaves)
 
 
+def is_line(raw: bytes) -> bool:
+    """Return whether a line is one of a log."""
+    return _entry(raw) is not None
+
+
 def make_entry(step: int, fingerprints: ByDevice, per_leaf: bool) -> Entry:
     words = stacked_words(fingerprints.parts)
     leaves = dict(zip(fingerprints.paths, map(as_hexadecimal, words), strict=True)) if per_leaf else None

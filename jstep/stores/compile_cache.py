@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import logging
 import os
+import re
 import tempfile
 import threading
 import zlib
@@ -15,7 +16,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jstep.core.exceptions import context_manager
-from jstep.stores.files import make_folders, sync_files, sync_folder
+from jstep.stores.files import make_folders, open_regular, sync_files, sync_folder
 
 _logger = logging.getLogger("jstep")
 
@@ -86,14 +87,14 @@ def _set(settings: dict[str, Any]) -> None:
     compilation_cache.reset_cache()
 
 
-_ENTRY = "-cache"
-"""The end of the names of JAX's entries."""
+_ENTRY = re.compile(r".+-[0-9a-f]{64}-cache", re.DOTALL)
+"""The names of JAX's entries; the directory may have other files, too."""
 _ZSTD = b"\x28\xb5\x2f\xfd"
 
 
 def _entries(directory: str) -> set[str]:
     with contextlib.suppress(OSError):
-        return {os.path.join(directory, name) for name in os.listdir(directory) if name.endswith(_ENTRY)}
+        return {os.path.join(directory, name) for name in os.listdir(directory) if _ENTRY.fullmatch(name)}
     return set()
 
 
@@ -101,7 +102,7 @@ def _remove_incomplete(entries: set[str]) -> None:
     """Remove entries that cannot be decompressed: JAX would warn of each at every start, and keep it."""
     for path in entries:
         with contextlib.suppress(OSError):  # another process may remove it, too
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 data = file.read()
             if not _is_whole(data):
                 os.remove(path)

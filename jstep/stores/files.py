@@ -5,13 +5,14 @@ import contextlib
 import errno
 import io
 import os
-import secrets
+import shlex
 import stat
 import sys
-from collections.abc import Iterable, Iterator
-from typing import BinaryIO
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, BinaryIO, Literal, overload
 
 from jstep.stores.objects import Directory, Objects
+from jstep.stores.owners import new_token, remove_temporary, temporary_path
 from jstep.stores.urls import is_url, join_path, split_path
 
 
@@ -26,15 +27,32 @@ def open_for_reading(path: str) -> BinaryIO:
     return io.BytesIO(data)
 
 
-def open_regular(path: str) -> BinaryIO:
+@overload
+def open_regular(path: str) -> BinaryIO: ...
+@overload
+def open_regular(path: str, *, buffered: Literal[False]) -> io.FileIO: ...
+def open_regular(path: str, *, buffered: bool = True) -> Any:
     """Open a regular file for reading, through links; never a FIFO, which blocks, or a device."""
-    if not stat.S_ISREG(os.stat(path).st_mode):  # before it is opened, as opening a device may have effects
+    _check_regular(path, os.stat(path))  # before it is opened, as opening a device may have effects
+    file = open(path, "rb", -1 if buffered else 0, opener=_opener())  # noqa: SIM115
+    try:
+        _check_regular(path, os.fstat(file.fileno()))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _opener(more: int = 0) -> Callable[[str, int], int]:
+    no_wait = getattr(os, "O_NONBLOCK", 0)  # a FIFO that took the place of the file meanwhile
+    return lambda path, flags: os.open(path, flags | no_wait | more, 0o666)
+
+
+def _check_regular(path: str, found: os.stat_result) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "is not a regular file", path)
-    handle = os.open(path, os.O_RDONLY | _NO_WAIT)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.EINVAL, "is not a regular file", path)
-    return os.fdopen(handle, "rb")
 
 
 def read_small(path: str, limit: int) -> bytes:
@@ -44,8 +62,10 @@ def read_small(path: str, limit: int) -> bytes:
         ValueError: It has more than `limit` bytes.
     """
     with open_for_reading(path) as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        data = file.read(limit + 1) if size <= limit else b""
+    if max(size, len(data)) > limit:
         raise ValueError(f"{path}: has more than {limit} bytes")
     return data
 
@@ -54,7 +74,6 @@ def is_directory(path: str) -> bool:
     return bool(Directory(path).listing()) if is_url(path) else os.path.isdir(path)
 
 
-_NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 
@@ -93,32 +112,33 @@ class ForeignFileError(ValueError):
     """A file with a name that jstep writes, which is not one that jstep wrote."""
 
 
-def open_own(path: str, beginning: bytes, *, append: bool = True) -> io.FileIO:
+def open_own(path: str, beginning: bytes, *, append: bool = True, writable: bool = True) -> io.FileIO:
     """Open a file with a name of jstep's for reading and writing, and create it if it is missing.
 
     Args:
-        path: The file.
+        path: The file. Folders on the way may be links.
         beginning: The bytes with which it begins, unless it is empty, torn, or consists of null characters.
         append: Whether all bytes are written at its end.
+        writable: Whether it is opened for writing, and created.
 
     Raises:
         ForeignFileError: It is a link, has several links, is not a regular file, or has other content.
     """
-    _check_own(path, os.lstat(path) if os.path.lexists(path) else None)
-    flags = os.O_RDWR | os.O_CREAT | (os.O_APPEND if append else 0)
+    with contextlib.suppress(FileNotFoundError):
+        _check_own(path, os.lstat(path))  # before it is opened, as opening a device may have effects
+    more = getattr(os, "O_NOFOLLOW", 0) | (os.O_CREAT if writable else 0)
     try:
-        handle = os.open(path, flags | _NO_WAIT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0), 0o666)
+        file: io.FileIO = open(path, "ab+" if append else "r+b" if writable else "rb", 0, opener=_opener(more))  # noqa: SIM115
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise _foreign(path, "is a link") from None
+            raise foreign_file(path, "is a link") from None
         raise
-    file = os.fdopen(handle, "ab+" if append else "r+b", buffering=0)
     try:
-        _check_own(path, os.fstat(handle))
+        _check_own(path, os.fstat(file.fileno()))
         file.seek(0)
-        first = file.read(len(beginning)) or b""
-        if first != beginning[: len(first)] and first.strip(b"\0"):
-            raise _foreign(path, f"begins with {first!r}")
+        first = (file.read(_BLOCK) or b"").lstrip(b"\0")[: len(beginning)]
+        if not beginning.startswith(first):
+            raise foreign_file(path, f"begins with {first!r}")
         file.seek(0, os.SEEK_END)
     except BaseException:
         file.close()
@@ -126,19 +146,22 @@ def open_own(path: str, beginning: bytes, *, append: bool = True) -> io.FileIO:
     return file
 
 
-def _check_own(path: str, found: os.stat_result | None) -> None:
-    if found is None:
-        return
+_BLOCK = 2**20
+"""The bytes at the beginning of a file among which are others than null characters, if there are any."""
+
+
+def _check_own(path: str, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise _foreign(path, "is a link" if stat.S_ISLNK(found.st_mode) else "is not a regular file")
+        raise foreign_file(path, "is a link" if stat.S_ISLNK(found.st_mode) else "is not a regular file")
     if found.st_nlink > 1:
-        raise _foreign(path, "has a second name (a hard link, such as a backup by hard links makes)")
+        copy = shlex.join(["cp", "-p", path, f"{path}.copy"]), shlex.join(["mv", f"{path}.copy", path])
+        what = "has another name (a hard link, as a backup by `cp -al` makes)"
+        raise foreign_file(path, what, f"replace it by a copy of its own: `{' && '.join(copy)}`")
 
 
-def _foreign(path: str, what: str) -> ForeignFileError:
+def foreign_file(path: str, what: str, remedy: str = "move it away") -> ForeignFileError:
     return ForeignFileError(
-        f"{path}: jstep writes a file of this name, but it {what}, so that another file would be changed; move it "
-        "away, or replace it by a copy"
+        f"{path}: jstep writes a file of this name, but it {what}, and writing would change something else; {remedy}"
     )
 
 
@@ -165,12 +188,13 @@ def named_file(path: str) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def new_file(path: str) -> Iterator[BinaryIO]:
-    """Open a new file for writing, with the umask's mode, and flush it to disk at the end."""
+def new_file(path: str, *, flush: bool = True) -> Iterator[BinaryIO]:
+    """Open a new file for writing, with the umask's mode, and `flush` it to disk at the end."""
     with open(path, "xb") as file:
         yield file
-        file.flush()
-        sync(file.fileno(), path)
+        if flush:
+            file.flush()
+            sync(file.fileno(), path)
 
 
 def replace_file(path: str, data: bytes) -> None:
@@ -187,7 +211,7 @@ def replace_file(path: str, data: bytes) -> None:
 def _replacement(path: str) -> Iterator[BinaryIO]:
     folder, name = os.path.split(path)
     make_folders(folder)
-    partial = os.path.join(folder, f".{name}.{secrets.token_hex(16)}")
+    partial = temporary_path(path, new_token())
     try:
         with new_file(partial) as file:
             yield file
@@ -197,6 +221,7 @@ def _replacement(path: str) -> Iterator[BinaryIO]:
             os.unlink(partial)
         raise
     sync_folder(folder)
+    remove_temporary(folder, name.__eq__)
 
 
 def remove_file(path: str) -> None:

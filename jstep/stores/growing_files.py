@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from jstep.stores.files import make_folders, sync, sync_folder
+from jstep.stores.files import foreign_file, make_folders, open_own, sync, sync_folder
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects, StoreError
 from jstep.stores.urls import is_url, split_path
 
@@ -112,22 +112,29 @@ class ObjectAppender:
             raise
 
 
-def open_lines(path: str, *, resume: bool = True) -> "LocalLines | ObjectLines":
+def open_lines(
+    path: str, beginning: bytes = b"", is_line: Callable[[bytes], bool] = bool, *, resume: bool = True
+) -> "LocalLines | ObjectLines":
     """Open a file or object for appending; an incomplete last line is removed first.
 
-    If `resume`, an object may exist; it is read and written immediately, so that errors show early.
+    If `resume`, an object may exist; it is read and written immediately, so that errors show early. For `beginning` and
+    `is_line`, see `LocalLines`.
     """
-    return ObjectLines(path, resume) if is_url(path) else LocalLines(path)
+    return ObjectLines(path, resume) if is_url(path) else LocalLines(path, beginning, is_line)
 
 
 def repair_last_line(data: bytes) -> bytes:
     """Remove an incomplete last line; JSON that only lacks its newline gets it."""
     end = data.rfind(b"\n") + 1
+    return data + b"\n" if _is_json(data[end:]) else data[:end]
+
+
+def _is_json(data: bytes) -> bool:
     try:
-        json.loads(data[end:])
+        json.loads(data)
     except (ValueError, RecursionError):
-        return data[:end]
-    return data + b"\n"
+        return False
+    return True
 
 
 def seconds_since_write(path: str) -> float:
@@ -144,7 +151,10 @@ def seconds_since_write(path: str) -> float:
     return now - os.stat(path).st_mtime
 
 
-_BLOCK = 2**13
+MAX_LINE = 2**26
+"""The maximum number of bytes of a line: those of jstep have some thousands."""
+_HEAD, _BLOCK = 2**20, 2**13
+"""The bytes to read at the beginning of a file, and first at its end."""
 _WIDTH = 256
 """Replaceable lines are padded with spaces to a multiple of this."""
 
@@ -162,19 +172,41 @@ class LocalLines:
 
     A replaceable line is written as two copies, and so is the line that replaces it, at the same place: a torn write
     leaves one copy whole, and no other line changes or moves.
+
+    Args:
+        path: The file.
+        beginning: The bytes with which each line begins.
+        is_line: Whether the JSON of a line is of such a file.
+
+    Raises:
+        ForeignFileError: The file is not such a one, and is left as it is.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, beginning: bytes = b"", is_line: Callable[[bytes], bool] = bool) -> None:
         self.path = path
         make_folders(os.path.dirname(path))
         self._is_named = False
-        self._file = open(path, "ab+", buffering=0)  # noqa: SIM115  closed by `close`
+        self._file = open_own(path, beginning)
         self._places: io.FileIO | None = None
         """A second handle, since `_file` writes only at its end; None if lines cannot be replaced."""
         self._latest = (0, b"")
         """Offset and bytes of the line that the next one may replace."""
-        with contextlib.suppress(OSError):  # a file system that only appends
-            self._places = open(path, "r+b", buffering=0)  # noqa: SIM115  closed by `close`
+        try:
+            self._check_first_line(is_line)
+            self._repair()
+            with contextlib.suppress(OSError):  # a file system that only appends
+                self._places = open_own(path, beginning, append=False)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _check_first_line(self, is_line: Callable[[bytes], bool]) -> None:
+        self._file.seek(0)
+        first = self._file.read(_HEAD).lstrip(b"\0").partition(b"\n")[0]
+        if _is_json(first) and not is_line(first):  # what is not JSON is torn
+            raise foreign_file(self.path, f"begins with {first[:50]!r}")
+
+    def _repair(self) -> None:
         size = self._file.seek(0, os.SEEK_END)
         last = self._last_line(size)
         whole = repair_last_line(last)
@@ -187,6 +219,8 @@ class LocalLines:
         """Return the bytes after the last newline; only the end of a long file is read."""
         tail = b""
         while start and b"\n" not in tail:
+            if len(tail) > MAX_LINE:
+                raise foreign_file(self.path, f"has a line of more than {MAX_LINE} bytes")
             size = min(start, max(_BLOCK, len(tail)))
             start -= size
             self._file.seek(start)

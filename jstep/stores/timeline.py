@@ -17,7 +17,7 @@ from jstep.core.checks import as_string, format_list, format_value
 from jstep.core.stopwatch import PARTS
 from jstep.core.tables import printable
 from jstep.stores.files import is_directory, names_in, open_for_reading
-from jstep.stores.growing_files import open_lines
+from jstep.stores.growing_files import MAX_LINE, open_lines
 from jstep.stores.objects import Directory
 from jstep.stores.urls import absolute, is_url, join_path, location, split_path
 
@@ -39,7 +39,7 @@ class Timeline:
         self._lock = threading.Lock()
         self._failing = False
         name = f"{OBJECTS}{_stamp(earlier)}-{self.start}.jsonl" if is_url(where) else TIMELINE_FILE
-        self._lines = open_lines(join_path(where, name), resume=not is_url(where))
+        self._lines = open_lines(join_path(where, name), b'{"kind": "', is_line, resume=not is_url(where))
 
     def write(self, kind: str, **fields: object) -> None:
         """Write a line; one with the field `checkpoint` is not replaced."""
@@ -229,10 +229,6 @@ def in_order(read: Iterable[tuple[str, T]], time: Callable[[T], float]) -> list[
     return list(heapq.merge(in_file, in_objects, key=time))
 
 
-MAX_LINE = 2**26
-"""The maximum number of bytes of a line: those of jstep have some thousands."""
-
-
 def lines_of(place: str) -> Iterator[bytes]:
     with open_for_reading(place) as file:
         for number, raw in enumerate(iter(functools.partial(file.readline, MAX_LINE + 1), b""), 1):
@@ -284,6 +280,12 @@ def timeline_files(where: str) -> list[str]:
 
 ANY_PREFIX = ""
 """The prefix of a start of a newer version that has none."""
+
+
+def is_line(raw: bytes) -> bool:
+    """Return whether a line, which may be corrupted, is one of a timeline."""
+    fields = decode_json(raw)
+    return isinstance(fields, dict) and all(isinstance(fields.get(key), str) for key in ("kind", "start", "prefix"))
 
 
 def parse_line(raw: bytes) -> dict[str, Any] | None:

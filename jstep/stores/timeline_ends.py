@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jstep.stores.files import open_for_reading
+from jstep.stores.growing_files import MAX_LINE
 from jstep.stores.timeline import (
-    MAX_LINE,
     START,
     TIMES,
     Timeline,

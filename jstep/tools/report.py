@@ -114,6 +114,7 @@ def report(
 
 # The files of a run.
 
+
 @dataclasses.dataclass(frozen=True)
 class _Left:
     """The files of a run. What cannot be read or shown is left out, and listed in `problems`.

@@ -11,14 +11,15 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jstep.checkpoint.claims import is_alive, owner_in
+from jstep.checkpoint.claims import read_claim
 from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import as_string, truncate
 from jstep.core.tables import columns, html_table
 from jstep.hooks.card_differences import Start, card_values, read_starts
 from jstep.hooks.stall_files import find_exit, read_stalls
-from jstep.stores.files import is_absent, is_directory, read_small, walk
+from jstep.stores.files import is_absent, is_directory, walk
 from jstep.stores.growing_files import seconds_since_write
+from jstep.stores.owners import is_alive
 from jstep.stores.timeline import OBJECTS, TIMELINE_FILE, is_step
 from jstep.stores.timeline_ends import End, carry_over, ends
 from jstep.stores.urls import absolute, is_url, location, split_path
@@ -30,8 +31,6 @@ _ENDS = (FINISHED, "interrupted", "failed")
 """The ends that a timeline records."""
 _SILENT = 120.0
 """Seconds after which a run on another host, whose timeline does not change, counts as dead."""
-_MAX_CLAIM = 2**16
-"""The number of bytes up to which a claim is read."""
 _SHORT = 2**17
 """The number of bytes up to which a timeline is read as a whole."""
 _OWN = ("run", "status", "step", "since", "wall", "on")
@@ -303,7 +302,7 @@ def _status(where: str, prefix: str, end: End, *, is_done: bool, is_shared: bool
     if end.start.get("claims", True) and not is_url(where):
         claims = None
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            claims = owner_in(read_small(os.path.join(where, f".{prefix}.jstep-writer"), _MAX_CLAIM))
+            claims = read_claim(where, prefix)
         owner = claims if owner in (None, claims) else None
     alive = is_alive(owner) if owner else False
     if alive is None:  # on another host

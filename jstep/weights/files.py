@@ -6,9 +6,11 @@ import os
 import re
 from collections.abc import Sequence
 
-from jstep.checkpoint.listing import OF_ORBAX, TEMPORARY, has_data, list_names, missing
+from jstep.checkpoint.checksums import unreadable
+from jstep.checkpoint.listing import LARGEST_MANIFEST, OF_ORBAX, TEMPORARY, has_data, list_names, missing
 from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import format_value
+from jstep.stores.files import open_regular, read_small
 from jstep.stores.urls import is_url, location
 from jstep.weights.tensors import LARGEST, Tensor, Weights, parse_json, read_header
 
@@ -85,7 +87,7 @@ def read_headers(path: str) -> Weights:
 
 def _is_index(path: str) -> bool:
     """Return whether a file is JSON: as the size of a safetensors header, its first bytes would be far too large."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         first = file.read(8)
     if int.from_bytes(first, "little") <= LARGEST and len(first) == 8:
         return False
@@ -116,7 +118,7 @@ def _sharded(path: str) -> Weights:
 
 
 def _files_of(path: str) -> dict[str, str]:
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         text = file.read(LARGEST + 1)
     if len(text) > LARGEST:
         raise ValueError(f"{path}: the index is too large: {LARGEST} bytes are allowed")
@@ -188,11 +190,13 @@ def _several(folder: str, what: str, names: Sequence[str]) -> ValueError:
 
 def _with_arrays(folder: str) -> str:
     """Return the folder if the file that lists its arrays exists: without it, Orbax prints errors of its threads."""
-    with open(os.path.join(folder, _METADATA), "rb") as file:
-        try:
-            metadata = json.load(file)
-        except (ValueError, RecursionError):
-            return folder  # for Orbax to describe
+    if problems := unreadable(folder, linked=True):
+        raise ValueError(f"path={folder!r}: {problems[0]}")
+    data = read_small(os.path.join(folder, _METADATA), LARGEST_MANIFEST)
+    try:
+        metadata = json.loads(data)
+    except (ValueError, RecursionError):
+        return folder  # for Orbax to describe
     if isinstance(metadata, dict) and metadata.get("use_ocdbt") and _ARRAYS not in list_names(folder):
         raise ValueError(f"{folder}: a checkpoint of Orbax without {_ARRAYS}: its copy is incomplete; copy it again")
     return folder

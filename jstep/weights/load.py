@@ -26,6 +26,7 @@ from jstep.core.annotations import T
 from jstep.core.checks import as_bool, describe_type, format_items, format_value
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.distributed import processes
+from jstep.stores.files import open_regular
 from jstep.weights import match
 from jstep.weights.files import FILES, OF_JSTEP, local_path, read_headers, weights_kind
 from jstep.weights.match import Names, WantedTensor, WeightsMatch
@@ -214,7 +215,7 @@ def open_source(path: object, *, partial: bool = False) -> Iterator[TensorSource
         weights = read_headers(place)
         confirm(weights.files)
         with contextlib.ExitStack() as stack:
-            opened = functools.cache(lambda file: stack.enter_context(open(file, "rb", buffering=0)))
+            opened = functools.cache(lambda file: stack.enter_context(open_regular(file, buffered=False)))
 
             def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
                 tensors = [weights.tensors[name] for name in shardings]

@@ -7,11 +7,8 @@ import itertools
 import json
 import os
 import re
-import secrets
 import shutil
 import stat
-import time
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
@@ -19,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint.claims import is_alive, this_process
 from jstep.checkpoint.leaf_records import require_value
 from jstep.checkpoint.names import is_utf8
 from jstep.core import device_values, meshes, placement, trees
@@ -27,19 +23,12 @@ from jstep.core.annotations import Tree
 from jstep.core.checks import as_int, as_mapping, describe_type, format_value
 from jstep.distributed.processes import on_all_processes
 from jstep.stores.files import make_folders, named_file, new_file, sync_folder
+from jstep.stores.owners import new_token, remove_temporary, temporary_path
 from jstep.weights.files import INDEX, local_path
 from jstep.weights.match import Names, Rule, Transform, call_transform, rules, transform_of_ones
 from jstep.weights.tensors import BITS, LARGEST, METADATA, Tensor, confirm, dtype_code, in_groups, package
 
 # Atomic writing of safetensors files: to temporary names first, then all renamed together.
-
-_ABANDONED = 86400.0
-"""Age, in seconds, at which a temporary file of a process that cannot be looked up counts as abandoned."""
-_TEMPORARY = re.compile(
-    r"\.(?P<name>.+)\.(?P<place>[0-9a-f]{8})-(?P<pid>[0-9]{1,9})-(?P<started>[0-9a-z]+)-[0-9a-f]{8}\.tmp",
-    re.DOTALL,
-)
-"""Names of temporary files, with the process that writes them and the time at which it started."""
 
 
 class _Item(NamedTuple):
@@ -77,8 +66,7 @@ class NewFiles:
     def __init__(self, path: str, shards: int) -> None:
         self._folder, self._base = os.path.split(path)
         self._stem, self._suffix = os.path.splitext(self._base)
-        mine = this_process()
-        self._token = f"{_place(mine)}-{mine['pid']}-{mine['started']}-{secrets.token_hex(4)}"
+        self._token = new_token()
         self.names = [self._base]
         if shards > 1:
             self.names = [f"{self._stem}-{i + 1:05d}-of-{shards:05d}{self._suffix}" for i in range(shards)]
@@ -144,8 +132,9 @@ class NewFiles:
         if index in stale:
             self._remove(index)
             sync_folder(self._folder)
-        for name in [*sorted(stale - {index}), *self._orphans()]:
+        for name in sorted(stale - {index}):
             self._remove(name)
+        remove_temporary(self._folder, self._is_own)
 
     def _remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -170,32 +159,11 @@ class NewFiles:
         shard = rf"{re.escape(self._stem)}-\d{{5}}-of-\d{{5}}(\.[0-9a-f]{{8}})?{re.escape(self._suffix)}"
         return name in (self._base, self._base + INDEX) or re.fullmatch(shard, name) is not None
 
-    def _orphans(self) -> list[str]:
-        """Return the temporary files of processes that ended without removing them."""
-        matches = [(name, _TEMPORARY.fullmatch(name)) for name in os.listdir(self._folder or ".")]
-        return [name for name, match in matches if match and self._is_own(match["name"]) and self._is_orphan(match)]
-
-    def _is_orphan(self, match: re.Match[str]) -> bool:
-        mine = this_process()
-        if match["place"] == _place(mine):
-            return not is_alive({**mine, "pid": int(match["pid"]), "started": match["started"]})
-        try:  # on another host or in another container, or this host was restarted
-            return time.time() - os.stat(self._at(match[0])).st_mtime > _ABANDONED
-        except OSError:  # it was removed meanwhile
-            return False
-
     def _at(self, name: str) -> str:
         return os.path.join(self._folder, name)
 
     def _temporary(self, name: str) -> str:
-        # Readers that read all *.safetensors of a folder must not find it.
-        return os.path.join(self._folder, f".{name}.{self._token}.tmp")
-
-
-def _place(process: Mapping[str, Any]) -> str:
-    """Identify the boot of a process's host, and its container."""
-    text = f"{process['host']} {process['space']}"
-    return f"{zlib.crc32(text.encode()):08x}"
+        return temporary_path(self._at(name), self._token)
 
 
 # `save_weights`: saving as safetensors files.

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jstep.core.checks import format_value
+from jstep.stores.files import open_regular
 
 # The header of a safetensors file, which is untrusted input, and its dtypes.
 #
@@ -96,7 +97,7 @@ class Weights(NamedTuple):
 
 
 def read_header(path: str) -> Weights:
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         text = _text(file, path, size)
     entries = parse_json(text, path)

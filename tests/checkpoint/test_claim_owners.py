@@ -11,6 +11,7 @@ import pytest
 from jstep.checkpoint import claims
 from jstep.checkpoint.claims import ObjectClaim
 from jstep.checkpoint.manifest import CheckpointError
+from jstep.stores import owners
 from jstep.stores.objects import ABSENT, ReadResult
 
 OWNER = {"host": "here", "space": "boot", "pid": 7, "started": "100"}
@@ -31,17 +32,17 @@ KEY = "~claims/model"
 )
 def test_whether_an_owner_is_alive(change: Any, alive: bool | None, monkeypatch: Any) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
-    monkeypatch.setattr(claims, "_space", lambda: "boot")
-    monkeypatch.setattr(claims, "start_time", {7: "100", 0: "100", -7: "100"}.get)
-    assert claims.is_alive(OWNER | change) is alive
+    monkeypatch.setattr(owners, "space", lambda: "boot")
+    monkeypatch.setattr(owners, "start_time", {7: "100", 0: "100", -7: "100"}.get)
+    assert owners.is_alive(OWNER | change) is alive
     without_space = {key: value for key, value in OWNER.items() if key != "space"}
-    assert claims.is_alive(without_space) is True
-    assert claims.this_process() == {"host": "here", "space": "boot", "pid": os.getpid(), "started": None}
+    assert owners.is_alive(without_space) is True
+    assert owners.this_process() == {"host": "here", "space": "boot", "pid": os.getpid(), "started": None}
 
 
 def test_the_error_of_a_second_writer_names_the_first(monkeypatch: Any) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
-    monkeypatch.setattr(claims, "_space", lambda: "boot")
+    monkeypatch.setattr(owners, "space", lambda: "boot")
     once = (
         "one writer at a time, or one run would destroy the other's checkpoints. Give this run its own directory or "
         "prefix, or "
@@ -96,7 +97,7 @@ def test_a_claim_that_was_deleted_is_written_again(held: Any) -> None:
     claim.check()
     claim.check()
     assert objects.writes == 2
-    assert claims.owner_in(objects[KEY][0]) == claims.this_process() | {"id": claim.id, "beat": 0}
+    assert owners.owner_in(objects[KEY][0]) == owners.this_process() | {"id": claim.id, "beat": 0}
     claim.renew()
     assert json.loads(objects[KEY][0])["beat"] == 1
     objects.put(KEY, objects[KEY][0])  # a rule of the bucket has copied it

@@ -13,11 +13,11 @@ from doubles import raising
 
 import jstep
 from jstep.checkpoint import reading
-from jstep.checkpoint.claims import owner_in
 from jstep.checkpoint.directory import DirectoryStore, _lost
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.reading import COMPLETE, CORRUPTED, GONE, INTACT, UNUSABLE, CheckpointReader, condition
 from jstep.checkpoint.saver import Saver, is_worthwhile
+from jstep.stores.owners import owner_in
 
 
 @pytest.mark.parametrize(

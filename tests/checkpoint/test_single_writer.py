@@ -10,9 +10,9 @@ from checkpoint_scripts import run, start
 from checkpoint_states import listing, save_all, state_at
 from file_operations import before, failing
 
-from jstep.checkpoint import claims
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.saver import Saver
+from jstep.stores import owners
 
 
 def no_locks(directory):
@@ -196,7 +196,7 @@ class TestWithoutLocks:
 def test_a_claim_file_that_cannot_be_opened(tmp_path):
     path = claim_file_of(tmp_path)
     with open(path, "w") as file:
-        file.write("{}")
+        file.write('{"host": "elsewhere", "pid": 1}')
 
     def refuse(path):
         if os.path.exists(path):
@@ -213,10 +213,10 @@ def test_where_signals_end_processes_none_is_sent_to_see_whether_one_is_alive(mo
     sent = []
     monkeypatch.setattr(os, "kill", lambda *args: sent.append(args))
     unknown = 2**31 - 1  # no process has it, so that its start time is not read
-    assert claims.start_time(unknown) == "unknown"
+    assert owners.start_time(unknown) == "unknown"
     assert sent == [(unknown, 0)]
     monkeypatch.setattr(os, "name", "nt")
-    found = claims.start_time(unknown)
+    found = owners.start_time(unknown)
     monkeypatch.undo()
     assert found is None  # without Windows' kernel, which would be asked
     assert len(sent) == 1

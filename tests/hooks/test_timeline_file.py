@@ -15,6 +15,7 @@ import jstep
 from jstep.core import stopwatch
 from jstep.loop import timeline as recorder
 from jstep.stores import growing_files, timeline
+from jstep.stores.files import open_own
 from jstep.stores.growing_files import LocalLines
 from jstep.stores.timeline import AGAIN, START, TIMES, VERSION, Timeline
 
@@ -138,12 +139,12 @@ def test_a_place_that_another_process_changed_is_left_alone(started, tmp_path, c
 
 
 def test_a_file_system_that_only_appends_gets_a_line_a_second(started, tmp_path, monkeypatch):
-    def appending(path, mode, buffering):
-        if "a" not in mode:
+    def appending(path, beginning, append=True):
+        if not append:
             raise PermissionError(1, "Operation not permitted", path)
-        return open(path, mode, buffering)
+        return open_own(path, beginning)
 
-    monkeypatch.setattr(growing_files, "open", appending, raising=False)
+    monkeypatch.setattr(growing_files, "open_own", appending)
     writer = started(tmp_path)
     for second in range(2, 6):
         times(writer, second)

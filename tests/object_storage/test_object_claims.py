@@ -9,6 +9,7 @@ from object_states import state_at
 
 import jstep
 from jstep.checkpoint import claims
+from jstep.stores import owners
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
 
@@ -142,7 +143,7 @@ def test_a_claim_ends_with_its_process(gcs, s3):
                 saver.save(state_at(1))
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it is still a zombie, which counts as dead
-        assert claims.start_time(child.pid) is None
+        assert owners.start_time(child.pid) is None
         for saver in savers:
             with saver:
                 saver.save(state_at(1))

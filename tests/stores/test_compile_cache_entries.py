@@ -21,15 +21,16 @@ def test_incomplete_entries_of_either_compression_are_removed(tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "zstandard", types.SimpleNamespace(decompress=decompress))
     monkeypatch.setitem(sys.modules, "compression.zstd", None)
     whole, torn = zlib.compress(b"program"), zlib.compress(b"program")[:-1]
-    entries = {"a-cache": whole, "b-cache": torn, "c-cache": ZSTD + b"whole", "d-cache": ZSTD, "other": torn}
+    a, b, c, d = (f"jit_f-{digit * 64}-cache" for digit in "abcd")
+    entries = {a: whole, b: torn, c: ZSTD + b"whole", d: ZSTD, "other": torn, "my-cache": torn}
     for name, data in entries.items():
         (tmp_path / name).write_bytes(data)
     caplog.set_level(logging.INFO, "jstep")
     compile_cache._remove_incomplete(compile_cache._entries(str(tmp_path)) | {str(tmp_path / "gone-cache")})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-cache", "c-cache", "other"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [a, c, "my-cache", "other"]
     assert sorted(record.getMessage() for record in caplog.records) == [
         f"{tmp_path / name} is incomplete, as after a power cut, and was removed: its program is compiled"
-        for name in ("b-cache", "d-cache")
+        for name in (b, d)
     ]
     monkeypatch.setitem(sys.modules, "zstandard", None)  # nothing can tell
     assert compile_cache._is_whole(ZSTD)

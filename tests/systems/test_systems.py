@@ -11,8 +11,7 @@ import types
 
 import pytest
 
-from jstep.checkpoint import claims
-from jstep.stores import files
+from jstep.stores import files, owners
 
 PROGRAM = pathlib.Path(__file__).with_name("system_program.py")
 SYSTEMS = ["win32", "darwin"]
@@ -90,5 +89,5 @@ def test_windows_is_asked_whether_a_process_lives(handle, code, times, answer, m
         OpenProcess=lambda *_: handle, GetLastError=lambda: code, GetProcessTimes=get_times, CloseHandle=lambda _: None
     )
     monkeypatch.setattr(ctypes, "windll", types.SimpleNamespace(kernel32=kernel), raising=False)
-    monkeypatch.setattr(claims, "os", types.SimpleNamespace(name="nt", getpid=os.getpid))
-    assert claims.start_time(12345) == answer
+    monkeypatch.setattr(owners, "os", types.SimpleNamespace(name="nt", getpid=os.getpid))
+    assert owners.start_time(12345) == answer

@@ -3,7 +3,7 @@
 import json
 import os
 
-from jstep.checkpoint.claims import this_process
+from jstep.stores.owners import this_process
 from jstep.stores.timeline import AGAIN, START, TIMES, VERSION
 
 ELSEWHERE = {"host": "elsewhere", "space": "", "pid": 7, "started": "1"}

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file
 from safetensors_files import entry, write_arrays, write_index, write_raw
@@ -177,3 +179,31 @@ def test_error_without_safetensors_names_the_extra(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match=r"pip install 'jstep\[weights\]'"):
         jstep.save_weights(tmp_path / "new.safetensors", {"a": np.ones(2)})
     assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def test_what_is_no_file_of_weights(tmp_path):
+    """A FIFO would be waited for, wherever the weights or their description should be."""
+    fifo, weights = tmp_path / "fifo", tmp_path / "model.safetensors"
+    os.mkfifo(fifo)
+    weights.symlink_to(fifo)
+    for name in ("index", "other"):
+        (tmp_path / name).mkdir()
+    index = write_index(tmp_path / "index" / "model.safetensors.index.json", {"a": "b.safetensors"})
+    os.mkfifo(tmp_path / "index" / "b.safetensors")
+    os.mkfifo(tmp_path / "other" / "model.safetensors.index.json")
+    for location in (fifo, weights, tmp_path, index, tmp_path / "index", tmp_path / "other"):
+        with pytest.raises((OSError, ValueError)) as error:
+            jstep.load_weights(location, TARGET)
+        assert str(tmp_path) in str(error.value)
+
+
+def test_a_fifo_in_a_checkpoint_of_orbax(tmp_path):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "orbax", {"a": np.float32([1, 2])})
+    assert jstep.load_weights(tmp_path / "orbax", TARGET)["a"].tolist() == [1, 2]
+    for name in ("manifest.ocdbt", "_METADATA"):
+        shutil.copytree(tmp_path / "orbax", tmp_path / name)
+        (tmp_path / name / name).unlink()
+        os.mkfifo(tmp_path / name / name)
+        with pytest.raises((OSError, ValueError), match=name):
+            jstep.load_weights(tmp_path / name, TARGET)

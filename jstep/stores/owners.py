@@ -1,0 +1,124 @@
+"""The process that a claim, a stall file or a temporary file names, and removal of what dead processes left behind."""
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import secrets
+import socket
+import stat
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def this_process() -> dict[str, Any]:
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "space": space(), "pid": pid, "started": start_time(pid)}
+
+
+def is_alive(owner: Mapping[str, Any]) -> bool | None:
+    """Return whether a process is alive; None on another host or in another container."""
+    if owner.get("host") != socket.gethostname() or owner.get("space", space()) != space():
+        return None
+    pid = owner.get("pid", -1)
+    return type(pid) is int and 0 < pid < 2**31 and owner.get("started") == start_time(pid) is not None
+
+
+def start_time(pid: int) -> str | None:
+    """Return the start time in system ticks, which with the PID identifies a process of this host."""
+    if os.name == "nt":
+        return _started_on_windows(pid)
+    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else fields[19]  # killed, but not yet reaped by its parent
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except OSError:
+        pass
+    return "unknown"
+
+
+def _started_on_windows(pid: int) -> str | None:
+    """Avoid `os.kill`, which on Windows would end the process."""
+    kernel = getattr(getattr(ctypes, "windll", None), "kernel32", None)
+    if kernel is None:
+        return "unknown" if pid == os.getpid() else None
+    process = ctypes.c_void_p(kernel.OpenProcess(0x1000, False, pid))  # PROCESS_QUERY_LIMITED_INFORMATION
+    if not process:
+        return "unknown" if kernel.GetLastError() == 5 else None  # it exists, and belongs to another user
+    try:
+        times = (ctypes.c_ulonglong * 4)()  # of its creation, its exit, in the kernel, outside of it
+        there = [ctypes.byref(times, 8 * i) for i in range(4)]
+        return str(times[0]) if kernel.GetProcessTimes(process, *there) and not times[1] else None
+    finally:
+        kernel.CloseHandle(process)
+
+
+def space() -> str:
+    """Return the PID namespace: the boot ID separates hosts of the same name, the namespace separates containers."""
+    parts = []
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        parts.append(file.read().strip())
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
+
+
+def owner_in(data: bytes | None) -> dict[str, Any]:
+    try:
+        who = json.loads(data or b"{}")
+    except (ValueError, RecursionError):
+        return {}
+    return who if isinstance(who, dict) else {}
+
+
+# Temporary files, which become other files when they are complete. Their names tell the process that writes them.
+
+_TEMPORARY = re.compile(
+    r"\.(?P<name>.+)\.(?P<place>[0-9a-f]{8})-(?P<pid>[0-9]{1,9})-(?P<started>[0-9a-z]+)-[0-9a-f]{8}\.tmp",
+    re.DOTALL,
+)
+_ABANDONED = 86400.0
+"""Age, in seconds, at which a temporary file of a process that cannot be looked up counts as abandoned."""
+
+
+def new_token() -> str:
+    """Return the part of the names of temporary files that tells this process; it is another one at each call."""
+    mine = this_process()
+    return f"{_place(mine)}-{mine['pid']}-{mine['started']}-{secrets.token_hex(4)}"
+
+
+def temporary_path(path: str, token: str) -> str:
+    """Return where a file is written before it is complete; readers of all files of a suffix do not find it there."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f".{name}.{token}.tmp")
+
+
+def remove_temporary(folder: str, is_own: Callable[[str], bool] = lambda name: True) -> None:
+    """Remove the temporary files of dead processes, of those files whose names are `is_own`."""
+    with contextlib.suppress(OSError):
+        matches = [(name, match) for name in os.listdir(folder or ".") if (match := _TEMPORARY.fullmatch(name))]
+        for path in [os.path.join(folder, name) for name, match in matches if is_own(match["name"])]:
+            with contextlib.suppress(OSError):  # it was removed meanwhile
+                if _is_left(path, folder or "."):
+                    os.unlink(path)
+
+
+def _is_left(path: str, folder: str) -> bool:
+    found, match, mine = os.lstat(path), _TEMPORARY.fullmatch(os.path.basename(path)), this_process()
+    if match is None or not stat.S_ISREG(found.st_mode):
+        return False
+    if match["place"] == _place(mine):
+        return not is_alive({**mine, "pid": int(match["pid"]), "started": match["started"]})
+    # On another host or in another container, or this host was restarted. The clock is that of the file system.
+    return os.stat(folder).st_mtime - found.st_mtime > _ABANDONED
+
+
+def _place(process: Mapping[str, Any]) -> str:
+    """Identify the boot of a process's host, and its container."""
+    text = f"{process['host']} {process['space']}"
+    return f"{zlib.crc32(text.encode()):08x}"

@@ -1,0 +1,242 @@
+"""Checkpoints and claims that somebody else made, beside an intact one: each is an error that names it, or is read.
+
+One field of the manifest at a time is another value, or random bytes of it and of other files are; all checksums of the
+manifest itself are right. Nothing beside the checkpoint changes, and neither time nor memory depend on its numbers.
+"""
+
+import copy
+import json
+import os
+import pathlib
+import random
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from checkpoint_states import edit_manifest, files_of, save_all, state_at
+from foreign_files import contents
+
+import jstep
+from jstep.checkpoint.claims import claim_path, read_claim
+from jstep.checkpoint.manifest import CheckpointError
+from jstep.checkpoint.saver import Saver
+from jstep.tools.cli import main
+
+ODD: list[Any] = [
+    None,
+    True,
+    -1,
+    2**31,
+    2**63,
+    10**400,
+    0.5,
+    1e308,
+    float("nan"),
+    "",
+    "x",
+    "/etc/passwd",
+    "../model-1",
+    "a/../../model-1/manifest.json",
+    "\0",
+    "\x1b[31m",
+    "\ud800",
+    "x" * 100_000,
+    [],
+    [[]],
+    {},
+    {"x": 1},
+    [2**40, 2**40],
+]
+"""Values for any field."""
+EXPECTED = (CheckpointError, ValueError, OSError, TypeError)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the paths of all values in JSON."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+def replaced(data: Any, path: tuple[Any, ...], value: Any) -> Any:
+    inner = data = copy.deepcopy(data)
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return data
+
+
+def renamed(data: Any, path: tuple[Any, ...], name: str) -> Any:
+    inner = data = copy.deepcopy(data)
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[name] = inner.pop(path[-1])
+    return data
+
+
+def raised_by(call: Callable[[], Any]) -> Exception | None:
+    try:
+        call()
+    except EXPECTED as error:
+        return error
+    return None
+
+
+class Directory:
+    """A directory with an intact checkpoint 1 and a malicious checkpoint 2."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.run, self.path, self.whole = path / "run", path / "run" / "model-2", path / "whole"
+        with Saver(self.run) as saver:
+            save_all(saver, [1, 2])
+        shutil.copytree(self.path, self.whole)
+        with open(self.path / "manifest.json") as file:
+            self.manifest = json.load(file)
+        del self.manifest["crc32"]
+        self.beside = contents(self.run / "model-1")
+        self.begun, self.memory = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        self.cases = 0
+
+    def write(self, manifest: Any) -> None:
+        edit_manifest(str(self.path), lambda data: manifest)
+
+    def check(self) -> None:
+        """Read the malicious checkpoint in all ways, and the intact one; each way ends as expected."""
+        self.cases += 1
+        with Saver(self.run) as saver:
+            calls: list[Callable[[], Any]] = [
+                lambda: saver.restore(state_at(0)),
+                lambda: saver.restore(),
+                lambda: saver.restore_params({"w": jnp.zeros((3, 2))}),
+                lambda: saver.extra(2),
+                lambda: jstep.load_weights(self.path, {"w": jnp.zeros((3, 2))}),
+            ]
+            for call in calls:
+                error = raised_by(call)
+                assert not isinstance(error, UnicodeError | RecursionError), error
+                assert "\x1b" not in str(error)
+            assert int(saver.restore(state_at(0), step=1).global_step) == 1
+        assert main(["inspect", str(self.run)]) in (0, 1, 2)
+        assert contents(self.run / "model-1") == self.beside
+        assert sorted(os.listdir(self.run)) == ["model-1", "model-2"]
+
+    def restore_files(self) -> None:
+        shutil.rmtree(self.path)
+        shutil.copytree(self.whole, self.path)
+
+    def end(self, most_secs: float, most_bytes: int) -> None:
+        grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - self.memory)
+        seconds = time.monotonic() - self.begun
+        print(f"{self.cases} cases, {seconds:.0f} s, {grown / 1e6:.0f} MB")
+        assert seconds < most_secs
+        assert grown < most_bytes
+
+
+@pytest.fixture
+def directory(tmp_path: pathlib.Path) -> Directory:
+    return Directory(tmp_path)
+
+
+def test_a_checkpoint_whose_shape_is_huge(directory: Directory) -> None:
+    edit_manifest(str(directory.path), lambda data: data["leaves"][0].update(shape=[2**40, 2**40], bytes=2**60))
+    directory.check()
+    directory.end(60, 2**29)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("part", range(4))
+def test_one_field_at_a_time(directory: Directory, part: int) -> None:
+    paths = list(places(directory.manifest))
+    cases = [(path, odd) for path in paths for odd in ODD]
+    for path, odd in cases[part::16]:
+        directory.write(replaced(directory.manifest, path, odd))
+        directory.check()
+    directory.end(600, 2**29)
+
+
+@pytest.mark.thorough
+def test_renamed_fields_and_random_bytes(directory: Directory) -> None:
+    draw = random.Random(0)
+    named = [path for path in places(directory.manifest) if isinstance(path[-1], str)]
+    for _ in range(40):
+        directory.write(renamed(directory.manifest, draw.choice(named), draw.choice(["x", "", "/x"])))
+        directory.check()
+    directory.restore_files()
+    for _ in range(60):
+        file = draw.choice(files_of(directory.path))
+        data = bytearray(pathlib.Path(file).read_bytes())
+        for _ in range(draw.choice([1, 10])):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        pathlib.Path(file).write_bytes(data[: draw.choice([len(data), draw.randrange(len(data))])])
+        # With the checksums of its files, as if somebody had computed them.
+        records = jstep.checkpoint.checksums.records(str(directory.path), list(directory.manifest["files"]))
+        edit = directory.manifest | {"files": records}
+        if not file.endswith("manifest.json"):
+            directory.write(edit)
+        directory.check()
+        directory.restore_files()
+    directory.end(600, 2**29)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "out", "out of a folder"])
+def test_data_that_the_manifest_does_not_list(directory: Directory, kind: str, tmp_path: pathlib.Path) -> None:
+    """tensorstore would wait for a FIFO for ever, and reads through links."""
+    manifest = directory.manifest
+    largest = max((name for name in manifest["files"] if "/d/" in name), key=len)
+    file = directory.path / largest
+    edit_manifest(str(directory.path), lambda data: data["files"].pop(largest) and None)
+    if kind == "out of a folder":
+        file, largest = file.parent, os.path.dirname(largest)
+    os.rename(file, tmp_path / "elsewhere")
+    if kind == "fifo":
+        os.mkfifo(file)
+    else:
+        file.symlink_to(tmp_path / "elsewhere")
+    for verify in (True, False):
+        with Saver(directory.run, verify=verify) as saver, pytest.raises(CheckpointError, match=largest):
+            saver.restore(state_at(0))
+    directory.check()
+
+
+@pytest.mark.parametrize("name", ["fifo", "folder", "sparse"])
+def test_what_is_no_manifest(directory: Directory, name: str) -> None:
+    path = directory.path / "manifest.json"
+    path.unlink()
+    if name == "fifo":
+        os.mkfifo(path)
+    elif name == "folder":
+        path.mkdir()
+    else:
+        with open(path, "wb") as file:
+            file.truncate(2**40)
+    with Saver(directory.run) as saver, pytest.raises((OSError, CheckpointError), match=r"manifest\.json"):
+        saver.restore(state_at(0))
+    directory.check()
+    directory.end(30, 2**28)
+
+
+def test_any_claim_is_refused_or_taken(tmp_path: pathlib.Path) -> None:
+    draw, own = random.Random(0), json.dumps(jstep.checkpoint.claims.this_process()).encode()
+    path, begun = pathlib.Path(claim_path(str(tmp_path), "model")), time.monotonic()
+    odd = [json.dumps({"host": value, "pid": value, "space": value, "started": value}).encode() for value in ODD]
+    changed = []
+    for _ in range(200):
+        data = bytearray(own)
+        for _ in range(draw.choice([1, 5])):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        changed.append(bytes(data[: draw.choice([len(data), draw.randrange(len(data))])]))
+    for data in [*odd, *changed, b"[" * 60_000, b'{"host": "' + b"x" * 2**17]:
+        path.write_bytes(data)
+        with_claim = Saver(tmp_path)
+        read_claim(str(tmp_path), "model") if len(data) <= 2**16 else None
+        if (error := raised_by(with_claim.claim)) is not None:
+            assert isinstance(error, ValueError)
+            assert str(path) in str(error)
+            assert path.read_bytes() == data
+        with_claim.close()
+    assert time.monotonic() - begun < 30

@@ -1,0 +1,186 @@
+"""Runs in a directory that somebody else prepared: nothing beside it changes, and no step is taken on its files."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import jax.numpy as jnp
+import pytest
+from foreign_files import KINDS, NOT_FILES, contents, put
+
+import jstep
+from jstep.checkpoint.claims import claim_path, read_claim
+from jstep.stores import owners
+from jstep.stores.files import ForeignFileError
+
+FILES = (".model.jstep-writer", ".best.jstep-writer", "timeline.jsonl", "fingerprints.jsonl")
+"""What a run opens for writing: an error before its first step."""
+FOLDERS = ("model-2.orbax-checkpoint-tmp", "model-2.jstep-deleted", "model-2.jstep-replaced")
+"""What a run makes, or removes: a link is removed, and anything else that is no folder is an error."""
+OTHERS = ("model-2", "model-4", "best-2", "stalls", "stalls/model.0.json", "compile_cache", "manifest.json")
+"""What a run replaces, sets aside or reads."""
+
+
+class Steps(jstep.Hook):
+    """The steps that a run has taken."""
+
+    def __init__(self):
+        self.taken = []
+
+    def after_step(self, step, state, metrics):
+        self.taken.append(step)
+
+
+def train(directory, last_step=4, steps=None, **options):
+    optimizer = jstep.gradient_descent(0.1)
+    state = jstep.TrainState.create({"w": 1.0}, optimizer)
+    train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+    best = jstep.KeepBest(directory, "loss", "min")
+    hooks = [
+        jstep.FingerprintHook(f"{directory}/", every_n_steps=1),
+        jstep.EvaluationHook(lambda state: {"loss": float(state.params["w"])}, every_n_steps=2, callbacks=[best]),
+        *([] if steps is None else [steps]),
+    ]
+    return jstep.train(
+        train_step,
+        state,
+        lambda step: jnp.ones(()),
+        last_step,
+        hooks=hooks,
+        checkpoint_dir=directory,
+        save_checkpoint_steps=2,
+        progress=False,
+        **options,
+    )
+
+
+def attempt(tmp_path, name, kind):
+    """Run in a directory where something of a kind has a name; return the error, and check what has changed."""
+    run, path = tmp_path / "run", tmp_path / "run" / name
+    victims = put(kind, path, tmp_path / "victims")
+    before, steps, error = (contents(path), contents(victims)), Steps(), None
+    began = time.monotonic()
+    try:
+        train(run, steps=steps)
+    except (OSError, ValueError) as caught:
+        error = caught
+        assert not steps.taken
+        assert str(path) in str(error)
+        assert contents(path) == before[0]
+    if not (kind == "hard_linked" and error is None):  # its other name may go
+        assert contents(victims) == before[1]
+    assert (victims / "notes").read_bytes() == b"what somebody wrote\n"
+    assert os.listdir(victims) == ["notes"]
+    assert time.monotonic() - began < 60
+    return error
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kind", ["linked", "other_json"])
+def test_a_file_of_somebody_else_is_an_error_before_the_first_step(tmp_path, name, kind):
+    assert isinstance(attempt(tmp_path, name, kind), ForeignFileError)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"linked", "other_json"}))
+@pytest.mark.parametrize("name", FILES)
+def test_any_file_of_somebody_else_is_an_error(tmp_path, name, kind):
+    assert attempt(tmp_path, name, kind) is not None
+
+
+@pytest.mark.parametrize("kind", ["linked_to_a_folder", "fifo"])
+def test_a_temporary_folder_of_somebody_else(tmp_path, kind):
+    error = attempt(tmp_path, FOLDERS[0], kind)
+    assert (error is None) == (kind == "linked_to_a_folder")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", NOT_FILES)
+@pytest.mark.parametrize("name", FOLDERS)
+def test_any_temporary_folder_of_somebody_else(tmp_path, name, kind):
+    error = attempt(tmp_path, name, kind)
+    assert (error is None) == (("linked" in kind and kind != "hard_linked") or kind == "folder")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "linked_to_a_folder"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_replaced_or_left_alone(tmp_path, name, kind):
+    assert attempt(tmp_path, name, kind) is None
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["model-2", "model-4", "best-2"])
+def test_a_checkpoint_that_is_a_link_to_a_folder(tmp_path, name):
+    assert attempt(tmp_path, name, "linked_to_a_folder") is None
+
+
+def leave(directory):
+    """Leave in a directory what a process leaves that is killed: claims, temporary files, and a hidden checkpoint."""
+    code = """
+    import json, os, sys
+    from jstep.checkpoint.claims import FileClaim
+    from jstep.stores import owners
+    directory = sys.argv[1]
+    os.makedirs(f"{directory}/stalls")
+    os.makedirs(f"{directory}/model-55.jstep-deleted/d")
+    claims = [FileClaim(directory, prefix) for prefix in ("model", "best", "worse")]
+    for path in ("report.html", "stalls/model.0.json"):
+        open(owners.temporary_path(f"{directory}/{path}", owners.new_token()), "x").close()
+    os._exit(0)
+    """
+    lines = "\n".join(line[4:] for line in code.splitlines())
+    subprocess.run([sys.executable, "-c", lines, str(directory)], timeout=60, check=True)
+
+
+def test_leftovers_go_at_the_next_start_even_of_one_with_nothing_to_do(tmp_path):
+    run = tmp_path / "run"
+    train(run)
+    expected = sorted(os.listdir(run))
+    leave(tmp_path / "dead")
+    other = json.dumps({"host": "elsewhere", "space": "", "pid": 1, "started": "1"})
+    for last_step in (4, 5):
+        shutil.copytree(tmp_path / "dead", run, dirs_exist_ok=True)
+        (run / ".elsewhere.jstep-writer").write_text(other)
+        (run / ".mine.jstep-writer").write_text(json.dumps(owners.this_process()))
+        assert {".worse.jstep-writer", ".model.jstep-writer", "model-55.jstep-deleted"} <= set(os.listdir(run))
+        train(run, last_step)
+        kept = {".elsewhere.jstep-writer", ".mine.jstep-writer", "stalls", "model-5"}
+        assert set(os.listdir(run)) - kept == set(expected)
+        assert os.listdir(run / "stalls") == []
+
+
+def test_nothing_to_do_while_another_writer_is_alive(tmp_path):
+    """Its claim and temporary folders stay, and the run ends as it did."""
+    train(tmp_path)
+    with jstep.Saver(tmp_path) as writer:
+        writer.claim()
+        (tmp_path / "model-9.orbax-checkpoint-tmp").mkdir()
+        with contextlib.suppress(jstep.CheckpointError):
+            train(tmp_path)
+        assert (tmp_path / "model-9.orbax-checkpoint-tmp").exists()
+        assert read_claim(str(tmp_path), "model") == owners.this_process()
+
+
+def test_what_a_reader_of_claims_gets(tmp_path):
+    assert read_claim(str(tmp_path), "model") is None
+    path = claim_path(str(tmp_path), "model")
+    for data, expected in ((b"", {}), (b"[1]", {}), (b'{"host": "a", "pid": 3}', {"host": "a", "pid": 3})):
+        with open(path, "wb") as file:
+            file.write(data)
+        assert read_claim(str(tmp_path), "model") == expected
+    with open(path, "wb") as file:
+        file.truncate(2**16 + 1)
+    with pytest.raises(ValueError, match=re.escape(path)):
+        read_claim(str(tmp_path), "model")
+    with pytest.raises(ForeignFileError, match=re.escape(path)):
+        jstep.Saver(tmp_path).claim()
+    os.unlink(path)
+    os.mkfifo(path)
+    with pytest.raises(OSError, match=re.escape(path)):
+        read_claim(str(tmp_path), "model")

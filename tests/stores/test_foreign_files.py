@@ -1,0 +1,165 @@
+"""Files with a name of jstep's that somebody else made are never written, and what is no regular file is not read."""
+
+import errno
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from foreign_files import KINDS, TEXT, contents, put
+
+from jstep.stores import files, owners
+from jstep.stores.files import ForeignFileError, open_for_reading, open_own, open_regular, read_small, replace_file
+from jstep.stores.growing_files import LocalLines
+
+BEGINNING = b'{"kind": '
+LINE = b'{"kind": "start"}\n'
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("append", [True, False])
+def test_a_file_of_somebody_else_is_not_opened(tmp_path, kind, append):
+    path = tmp_path / "run" / "own"
+    victims = put(kind, path, tmp_path / "victims")
+    before = contents(path), contents(victims)
+    with pytest.raises(ForeignFileError, match=f"^{re.escape(str(path))}: jstep writes a file of this name, but it "):
+        open_own(str(path), BEGINNING, append=append)
+    assert (contents(path), contents(victims)) == before
+
+
+@pytest.mark.parametrize(
+    "data", [b"", bytes(9000), BEGINNING[:3], LINE, LINE[:-1] + bytes(100), bytes(300) + LINE, b'{"kind": \xff\n']
+)
+def test_own_files_are_opened(tmp_path, data):
+    """Empty, NULs as after a power cut, torn, whole, or whole after NULs; folders on the way may be links."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    path = tmp_path / "link" / "own"
+    path.write_bytes(data)
+    with open_own(str(path), BEGINNING) as file:
+        file.write(b"end")
+    assert path.read_bytes() == data + b"end"
+    with open_own(str(tmp_path / "new"), BEGINNING, append=False) as file:
+        file.write(b"new")
+    assert (tmp_path / "new").read_bytes() == b"new"
+
+
+def test_the_error_of_a_backup_by_hard_links_says_how_to_copy(tmp_path):
+    path = tmp_path / "a file"
+    path.write_bytes(LINE)
+    (tmp_path / "backup").hardlink_to(path)
+    with pytest.raises(ForeignFileError, match="hard link, as a backup by") as error:
+        open_own(str(path), BEGINNING)
+    command = re.search("`(cp -p .*)`$", str(error.value))[1]
+    subprocess.run(command, shell=True, check=True, timeout=30)
+    open_own(str(path), BEGINNING).close()
+    assert (tmp_path / "backup").read_bytes() == LINE
+
+
+def test_a_link_that_appears_before_the_file_is_opened(tmp_path, monkeypatch):
+    """The name is looked at, and then opened; both see a link, a FIFO, or a hard link."""
+    real, (victim, path) = os.open, (tmp_path / "victim", tmp_path / "own")
+    victim.write_bytes(LINE)
+    makers = (lambda: path.symlink_to(victim), lambda: path.hardlink_to(victim), lambda: os.mkfifo(path))
+    for make in makers:
+
+        def opening(*args, make=make):
+            if not os.path.lexists(path):
+                make()
+            return real(*args)
+
+        monkeypatch.setattr(os, "open", opening)
+        with pytest.raises(ForeignFileError, match=r"a link|another name|regular"):
+            open_own(str(path), BEGINNING)
+        path.unlink()
+    assert victim.read_bytes() == LINE
+
+
+def test_lines_of_another_program_are_left_alone(tmp_path):
+    """Also if they begin as those of jstep do."""
+    path = tmp_path / "lines"
+    put("other_json", path, tmp_path / "victims")
+    before = contents(path)
+    with pytest.raises(ForeignFileError, match="but it begins with b"):
+        LocalLines(str(path), b'{"step": ', lambda line: b"kind" in line)
+    assert contents(path) == before
+
+
+def test_a_line_without_end_is_not_read_into_memory(tmp_path):
+    path = tmp_path / "lines"
+    with open(path, "wb") as file:
+        file.write(LINE)
+        file.truncate(2**40)  # it takes no space
+    with pytest.raises(ForeignFileError, match="has a line of more than"):
+        LocalLines(str(path), BEGINNING)
+    assert path.stat().st_size == 2**40
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder"])
+def test_only_regular_files_are_read(tmp_path, kind):
+    path = tmp_path / "file"
+    put(kind, path, tmp_path / "victims")
+    (tmp_path / "link").symlink_to(path)
+    for name in (path, tmp_path / "link"):
+        for read in (open_regular, open_for_reading, lambda name: read_small(name, 100)):
+            with pytest.raises(OSError, match=re.escape(str(name))) as error:
+                read(str(name))
+            assert error.value.errno in (errno.EINVAL, errno.EISDIR)
+
+
+def test_links_to_regular_files_are_read_up_to_a_limit(tmp_path):
+    (tmp_path / "file").write_bytes(b"12345")
+    (tmp_path / "link").symlink_to("file")
+    assert read_small(str(tmp_path / "link"), 5) == b"12345"
+    with pytest.raises(ValueError, match="file: has more than 4 bytes"):
+        read_small(str(tmp_path / "file"), 4)
+
+
+def ended_process():
+    """Return the token of a process that has ended."""
+    code = "from jstep.stores.owners import new_token; print(new_token())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.strip()
+
+
+def test_temporary_files_of_dead_processes_go(tmp_path):
+    """At the next writing of the file; those of others, and what only looks like one, stay."""
+    dead, mine = ended_process(), owners.new_token()
+    place, pid, started, end = dead.split("-")
+    page = tmp_path / "report.html"
+    kept = [
+        owners.temporary_path(str(page), mine),
+        owners.temporary_path(str(page), f"00000000-{pid}-{started}-{end}"),  # another host or container
+        owners.temporary_path(str(tmp_path / "other.html"), dead),
+        str(tmp_path / f".report.html.{'0' * 32}"),  # of an earlier version
+        str(tmp_path / f".report.html.{dead}.tmp.bak"),
+        str(tmp_path / f".report.html.{place}-{pid}-{started}.tmp"),
+    ]
+    for path in (*kept, owners.temporary_path(str(page), dead)):
+        with open(path, "wb") as file:
+            file.write(TEXT)
+    (tmp_path / "victim").write_bytes(TEXT)
+    link = owners.temporary_path(str(page), dead[:-1] + ("0" if dead[-1] != "0" else "1"))
+    os.symlink(tmp_path / "victim", link)
+    folder = owners.temporary_path(str(page), dead[:-8] + "0" * 8)
+    os.mkdir(folder)
+    replace_file(str(page), b"new")
+    assert sorted(map(str, tmp_path.iterdir())) == sorted([*kept, link, folder, str(page), str(tmp_path / "victim")])
+    owners.remove_temporary(str(tmp_path))
+    assert not os.path.exists(owners.temporary_path(str(tmp_path / "other.html"), dead))
+    assert os.path.exists(kept[0])
+    with files.named_file(str(page)) as file:
+        assert owners._TEMPORARY.fullmatch(os.path.basename(file.name))["pid"] == str(os.getpid())
+    assert (tmp_path / "victim").read_bytes() == TEXT
+
+
+@pytest.mark.parametrize(
+    "change", [{"pid": 10**400}, {"pid": -1}, {"pid": True}, {"pid": [1]}, {"pid": None}, {"pid": 2**40}, {"space": 5}]
+)
+def test_a_process_that_cannot_be_is_not_alive(change):
+    assert not owners.is_alive({**owners.this_process(), **change})
+
+
+def test_nesting_is_no_owner():
+    assert owners.owner_in(b"[" * 100_000) == {}

@@ -1,0 +1,43 @@
+"""Which modules open files by themselves, without the functions of `stores/files.py`."""
+
+import ast
+import re
+
+from source_files import MODULES, nodes_of
+
+OPENS = {
+    "stores.files": "the functions that the others use",
+    "core.logs": "the two ends of a pipe",
+    "core.public_names": "a file of the package",
+    "core.stopwatch": "/proc",
+    "stores.repository": "files of the program",
+    "hooks.history_file": "a file that the user names",
+    "loop.utilization": "a file of the package",
+    "optimizers.muon": "a file of the package",
+    "stores.compile_cache": "a temporary file without a name",
+    "stores.growing_files": "a file without a name, for the clock of its file system",
+    "stores.owners": "/proc",
+    "summary.new_event_files": "a new file, and an error if there is one",
+    "tools.cli": "/dev/null",
+    "tools.replay": "a temporary folder of this process",
+    "tools.report": "a file of the package",
+    "tools.topologies": "files of the package and of CUDA",
+    "weights.save": "a copy to a temporary file of its own",
+}
+"""The modules that open files by themselves, and which."""
+_OPENING = re.compile(
+    r"open|io\.open|os\.(open|mkfifo|link|symlink|truncate)|tempfile\.\w+|shutil\.(copy\w*|move)"
+    r"|.*\.(read|write)_(text|bytes)"
+)
+
+
+def test_files_are_opened_by_the_functions_that_check_them() -> None:
+    """Somebody else may have made them: `open_own` writes no other file, and `open_regular` reads no FIFO or device."""
+    opening = {
+        module
+        for module, path in MODULES.items()
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call) and _OPENING.fullmatch(ast.unparse(node.func))
+    }
+    assert opening <= OPENS.keys(), "use a function of stores/files.py"
+    assert "stores.files" in opening
