@@ -13,8 +13,10 @@ import pytest
 import jstep
 import jstep.summary
 from jstep.checkpoint.manifest import CorruptedError, UnsupportedFormatError
+from jstep.checkpoint.reading import GoneError
 from jstep.core.exceptions import Picklable
 from jstep.slots.matching import NoGradientsError
+from jstep.stores.files import ForeignFileError
 from jstep.stores.objects import BusyError, StoreError, TruncatedError
 from jstep.stores.tagged_arrays import UnsupportedError
 
@@ -34,8 +36,10 @@ ERRORS = [
     BusyError("b"),
     TruncatedError("t"),
     UnsupportedError("u", "['epoch']"),
+    ForeignFileError("f"),
+    GoneError("g"),
 ]
-PASSED_ON = {"StopWaiting", "EvaluationAbandoned", "_GoneError"}
+PASSED_ON = {"StopWaiting", "EvaluationAbandoned"}
 """Those that never leave jstep."""
 
 
