@@ -17,7 +17,7 @@ _SECS, _SECS_OF_CURVES = 0.25, 2.0
 """The minimum seconds between updates (1.0 with curves), and between drawings of curves."""
 
 
-class Lines(logging.Handler):
+class ShownLines(logging.Handler):
     """The latest lines of a run that a terminal shows above its bar, but those of metrics; warnings are shown anyway.
 
     What says why the run ended, or takes no step, is among them, whatever its level.
@@ -36,7 +36,7 @@ class Lines(logging.Handler):
 class Below:
     """The output below the bar: log lines, the evaluations of a run, and the curves of each `History` of its hooks."""
 
-    def __init__(self, run: Any, clock: Clock, lines: Lines) -> None:
+    def __init__(self, run: Any, clock: Clock, lines: ShownLines) -> None:
         self._run, self._clock, self._lines = run, clock, lines
         self._histories = [hook for hook in run.hooks if isinstance(hook, History)]
         self._curves, self._drawn = "", float("-inf")

@@ -21,7 +21,7 @@ from jstep.core.interactive import is_notebook
 from jstep.core.logs import Ticker, slow
 from jstep.hooks.cadence import Cadence
 from jstep.hooks.hook import Clock, Metrics, state_step
-from jstep.hooks.notebook import Below, Lines, NotebookBar
+from jstep.hooks.notebook import Below, NotebookBar, ShownLines
 from jstep.hooks.numbers import as_numbers, format_number, is_ready, scalars, sort_metrics, start_transfer
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.speed import format_utilization
@@ -47,9 +47,9 @@ class Progress(Observer):
         self._is_shown = wanted is not False and jax.process_index() == 0
         # A program may have replaced `sys.stderr` by a stream with `write` and `flush` only.
         is_terminal = getattr(sys.stderr, "isatty", bool)() and importlib.util.find_spec("tqdm")
-        self._lines: Lines | None = None
+        self._lines: ShownLines | None = None
         if self._is_shown and wanted is None and is_notebook():
-            self._lines = Lines()
+            self._lines = ShownLines()
             self._hook = _NotebookHook(self._lines, last_step=setup.options.last_step)
         elif self._is_shown and (wanted or is_terminal):
             self._hook = ProgressHook(last_step=setup.options.last_step)
@@ -225,7 +225,7 @@ class _NotebookHook(ProgressHook):
 
     replaces_log_lines = False
 
-    def __init__(self, lines: Lines, *, last_step: int | None) -> None:
+    def __init__(self, lines: ShownLines, *, last_step: int | None) -> None:
         self._lines = lines
         self._closed: NotebookBar | None = None
         self._said: tuple[str, ...] = ()

@@ -133,7 +133,7 @@ def test_the_end_of_the_batches_and_a_signal_are_lines(kernel, tmp_path):
         train(50, jstep.every(7, lambda *_: signal.raise_signal(signal.SIGINT)), checkpoint_dir=tmp_path)
     assert "stopped at step 7 of 50" in kernel[1].shown[-1]
     assert "<div>SIGINT stopped the run after step 7, which is saved" in kernel[1].shown[-1]
-    assert not any(type(handler).__name__ == "Lines" for handler in logging.getLogger("jstep").handlers)
+    assert not any(type(handler).__name__ == "ShownLines" for handler in logging.getLogger("jstep").handlers)
 
 
 def test_the_metrics_of_a_log_line_that_fit_are_beside_the_bar(kernel):
