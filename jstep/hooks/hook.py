@@ -191,7 +191,7 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
             if hasattr(hook, method) and not callable(getattr(hook, method)):
                 raise TypeError(f"hooks[{i}].{method}: must be a function, got {describe_type(getattr(hook, method))}")
         is_notified = any(defines(hook, method) for method in _NOTIFICATION_METHODS)
-        if not is_notified and not any(defines(hook, method) for method in _METHODS):
+        if not is_notified and type(hook) is not Hook and not any(defines(hook, method) for method in _METHODS):
             way = ""
             if callable(hook):
                 name = getattr(hook, "__name__", "fn")
