@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO, Literal, overload
 
+from jstep.core.exceptions import Picklable
 from jstep.stores.objects import Directory, Objects
 from jstep.stores.owners import new_token, remove_temporary, temporary_path
 from jstep.stores.urls import is_url, join_path, split_path
@@ -108,7 +109,7 @@ def walk(path: str) -> list[tuple[str, list[str]]]:
     return sorted(folders.items())
 
 
-class ForeignFileError(ValueError):
+class ForeignFileError(Picklable, ValueError):
     """A file with a name that jstep writes, which is not one that jstep wrote."""
 
 
