@@ -104,8 +104,8 @@ class Recorded:
 
     @staticmethod
     def _fields(data: Mapping[str, Any]) -> tuple[str, tuple[str, ...], tuple[int, ...], str]:
-        path = _text(data["path"])
-        keys = tuple(map(_text, data.get("keys", path.split("/")))) or _refuse("a leaf without keys")
+        path = _string(data["path"])  # a key of the user's, which UTF-8 may be unable to encode
+        keys = tuple(map(_string, data.get("keys", path.split("/")))) or _refuse("a leaf without keys")
         return path, keys, tuple(map(_count, data["shape"])), _word(data["dtype"])
 
 
@@ -280,6 +280,10 @@ def _checked(loaded: Mapping[str, Any]) -> Manifest:
 
 def _refuse(why: str) -> Any:
     raise ValueError(why)
+
+
+def _string(value: object) -> str:
+    return value if isinstance(value, str) else _refuse(f"{value!r:.50} is not a string")
 
 
 def _text(value: object) -> str:

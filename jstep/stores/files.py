@@ -118,7 +118,7 @@ def open_own(path: str, beginning: bytes, *, append: bool = True, writable: bool
 
     Args:
         path: The file. Folders on the way may be links.
-        beginning: The bytes with which it begins, unless it is empty, torn, or consists of null characters.
+        beginning: The bytes with which it begins, unless it is empty, torn, or begins with null characters.
         append: Whether all bytes are written at its end.
         writable: Whether it is opened for writing, and created.
 
@@ -137,14 +137,20 @@ def open_own(path: str, beginning: bytes, *, append: bool = True, writable: bool
     try:
         _check_own(path, os.fstat(file.fileno()))
         file.seek(0)
-        first = (file.read(_BLOCK) or b"").lstrip(b"\0")[: len(beginning)]
-        if not beginning.startswith(first):
+        head = file.read(_BLOCK) or b""
+        first = head.lstrip(b"\0")[: len(beginning)]
+        if not beginning.startswith(first) and not _is_hole(head, beginning):
             raise foreign_file(path, f"begins with {first!r}")
         file.seek(0, os.SEEK_END)
     except BaseException:
         file.close()
         raise
     return file
+
+
+def _is_hole(head: bytes, beginning: bytes) -> bool:
+    """Return whether a file begins with a block that was lost in a power cut: the next whole line is as expected."""
+    return head.startswith(b"\0") and head.lstrip(b"\0").partition(b"\n")[2].startswith(beginning)
 
 
 _BLOCK = 2**20

@@ -9,7 +9,7 @@ import pytest
 from loop_runs import train
 
 import jstep
-from jstep.hooks import history
+from jstep.hooks import history_file
 from jstep.stores import growing_files
 from jstep.summary import new_event_files
 
@@ -40,7 +40,7 @@ def full(monkeypatch):
 
 
 def of_history(full, where):
-    full.fills(history._File, "sync")
+    full.fills(history_file.HistoryFile, "sync")
     return {"hooks": [jstep.History(where / "history.jsonl", every_n_steps=1)]}, "history.jsonl", "History.flush"
 
 
@@ -153,13 +153,13 @@ def test_another_error_stays_the_one_of_the_run(full, tmp_path):
 
 
 def test_what_fails_when_the_run_closes_has_the_state(tmp_path, monkeypatch):
-    close_it = history._File.close
+    close_it = history_file.HistoryFile.close
 
     def close(self):
         close_it(self)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
 
-    monkeypatch.setattr(history._File, "close", close)
+    monkeypatch.setattr(history_file.HistoryFile, "close", close)
     hook = jstep.History(tmp_path / "history.jsonl")
     with pytest.raises(OSError, match=r"No space left.*history.jsonl") as info:
         train(4, hooks=[hook], checkpoint_dir=tmp_path / "run")
