@@ -466,7 +466,7 @@ class KeepBest(ShownAsTyped):
             extra: dict[str, Any] = {}
             if self._reports is not None:
                 saver.set_listener(self._reports.notifier)
-                extra = {} if self._reports.config is None else {"config": self._reports.config}
+                extra = {} if self._reports.config is None else {"config": dict(self._reports.config)}
             saver.save(state, extra=extra | {self.metric: value})
             self.values[step] = value
             # The new checkpoint must be on disk before another is deleted.

@@ -1,140 +1,16 @@
-"""The cards of a timeline, their differences, and which of these change the bits of a resumed run."""
+"""The differences of cards, and which of these change the bits of a resumed run."""
 
-import dataclasses
 import enum
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-from jstep.core.checks import format_list, format_value, truncate
+from jstep.core.checks import format_list, truncate
+from jstep.core.secret_values import NOT_RECORDED
+from jstep.hooks.cards import CODE, CONFIG, NOT_READY, PLACES, SECTIONS, SETTINGS
 from jstep.stores.repository import UNKNOWN
-from jstep.stores.timeline import START, fields_with, is_seconds, is_step
-
-VERSION = 1
-"""The version of the cards."""
-
-PLACES = ("checkpoint_dir", "logdir", "compile_cache", "start_from")
-"""Arguments that name the directories of a run: recorded, never compared."""
-
-CONFIG, CODE = "config", "code"
-"""Sections that only some cards have: the program's config, and its commit. Also keys of a checkpoint's `extra`."""
-NOT_RECORDED = "(not recorded)"
-"""The placeholder for a value that must not be recorded."""
-
-# The cards of a timeline.
-
-
-@dataclasses.dataclass
-class Start:
-    """One start of a run.
-
-    Attributes:
-        card: The card with all of its programs; None if the start wrote none, or if its line is torn or invalid.
-        problem: Why its card is invalid, as a sentence, or "".
-    """
-
-    id: str
-    prefix: str
-    time: float | None = None
-    card: dict[str, Any] | None = None
-    problem: str = ""
-
-
-def read_starts(where: str, start: str = "") -> list[Start]:
-    """Return all starts below a directory or URL, in order. Corrupted and unknown lines are skipped.
-
-    If only `start` is needed, others may be left out.
-    """
-    starts: list[Start] = []
-    latest: dict[tuple[str, str], Start] = {}
-    codes: dict[int, dict[str, Any]] = {}
-    for line in fields_with(where, "card", "version", CODE, start=start):
-        kind, prefix, programs = line.get("kind"), line.get("prefix", "model"), line.get("programs")
-        if kind not in (START, "card", CODE) or not isinstance(prefix, str):
-            continue
-        key = prefix, str(line.get("start"))
-        entry = latest.get(key)
-        if entry is None or ("card" in line and entry.card is not None):
-            entry = latest[key] = Start(key[1], prefix)
-            starts.append(entry)
-        if kind == START:
-            entry.time = line["time"] if is_seconds(line.get("time")) else None
-        elif kind == CODE:
-            code = {name: line.get(name) for name in ("commit", "edits")}
-            codes[id(entry)] = {name: text if isinstance(text, str) else None for name, text in code.items()}
-        elif "card" in line:
-            entry.card = line
-        elif entry.card is not None and isinstance(programs, list) and isinstance(entry.card.get("programs"), list):
-            entry.card["programs"] += programs
-    for entry in starts:
-        if entry.card is not None and (invalid := _invalid(entry.card)):
-            is_newer = is_step(version := entry.card["card"]) and version > VERSION
-            why = f"of a newer version ({version})" if is_newer else f"invalid: {', '.join(invalid[:3])}"
-            entry.card, entry.problem = None, f"its card is {why}"
-        if entry.card is not None and id(entry) in codes:
-            entry.card[CODE] = codes[id(entry)]
-    return starts
-
-
-def _invalid(card: Mapping[str, Any]) -> list[str]:
-    """Return the values of a card that functions of this file could not take; they are checked nowhere else."""
-    found = _wrong(
-        "", card, {"card": is_step, "step": is_step, "lanes": _is_lanes, "programs": _is_list, "stages": _is_stages}
-    )
-    found += _wrong("", card, dict.fromkeys(_SECTIONS, _is_dict))
-    for program in card.get("programs") or () if not found else ():
-        found += (
-            _wrong("programs: ", program, _OF_PROGRAM) if _is_dict(program) else [f"programs={format_value(program)}"]
-        )
-    return found
-
-
-def _wrong(begins: str, values: Mapping[str, Any], checks: Mapping[str, Callable[[Any], bool]]) -> list[str]:
-    found = {
-        name: values[name]
-        for name, is_valid in checks.items()
-        if values.get(name) is not None and not is_valid(values[name])
-    }
-    return [f"{begins}{name}={format_value(value, 40)}" for name, value in found.items()]
-
-
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
-
-
-def _is_stages(value: Any) -> bool:
-    """Whether the keys are steps."""
-    return isinstance(value, dict) and all(len(key) < 20 and key.isdecimal() for key in value)
-
-
-def _is_lanes(value: Any) -> bool:
-    return _is_stages(value) if isinstance(value, dict) else is_step(value)
-
-
-_OF_PROGRAM: dict[str, Callable[[Any], bool]] = {
-    "stage": is_step,
-    "optimizer": lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
-    "elements": lambda value: isinstance(value, dict) and all(map(_is_dict, value.values())),
-    "hash": lambda value: isinstance(value, str),
-    **dict.fromkeys(("hyperparameters", "operations", "numbers", "gradients"), _is_dict),
-}
-
-
-def is_whole(card: object) -> TypeGuard[dict[str, Any]]:
-    """Whether a card is of this version and complete."""
-    return (
-        isinstance(card, dict)
-        and card.get("card") == VERSION
-        and all(isinstance(card.get(name), dict) for name in _SECTIONS if name != CONFIG)
-        and isinstance(card.get("programs"), list)
-    )
-
 
 # The effect of a difference on a resumed run: the only list of values that change its bits.
 
@@ -170,19 +46,6 @@ _HARMLESS_FLAG = re.compile("dump|log|profil|path|dir$|device_count")
 
 
 # The differences of two cards.
-
-_SECTIONS = {
-    "versions": "",
-    "settings": "",
-    "environment": "",
-    "devices": "devices: ",
-    "state": "state: ",
-    "batches": "batches: ",
-    "stages": "",
-    "arguments": "train: ",
-    CONFIG: "config: ",
-}
-"""The sections that are compared value by value, and the prefix of their lines."""
 
 _HASHES = {
     "state": {
@@ -231,12 +94,14 @@ def card_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any], runs: tuple[str, str]) -> Iterator[CardDifference]:
     """Compare all sections except the programs."""
-    for section, begins in _SECTIONS.items():
+    for section, begins in SECTIONS.items():
         first, second = _values(a, section), _values(b, section)
         if section == "environment":
             first, second = _without_places(first, second)
         if section == CONFIG:
             first, second = _of_configs(a, b)
+        if section == "settings":
+            first, second = _without_defaults(first, second)
         changed = [
             CardDifference(section, name, begins + line)
             for name in _names(first, second)
@@ -259,7 +124,7 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any], runs: tuple[str, st
 
 def card_values(card: Mapping[str, Any]) -> dict[str, Any]:
     named: dict[str, Any] = {}
-    for section, begins in _SECTIONS.items():
+    for section, begins in SECTIONS.items():
         values = _values(card, section)
         if section == "environment":
             values = next(_without_places(values))
@@ -297,6 +162,7 @@ def _of_configs(*cards: Mapping[str, Any]) -> list[dict[str, Any]]:
     first, second = (_section(card, CONFIG) for card in cards)
     of_first, of_second = (_section(card, "arguments") for card in cards)
     arguments = {json.dumps([of_first[name], of_second[name]]) for name in of_first if name in of_second}
+    unready = {name for of in (first, second) for name, value in of.items() if value == NOT_READY}
     left_out = set()
     for name in first | second:
         values = [of[name] for of in (first, second) if name in of]
@@ -304,7 +170,8 @@ def _of_configs(*cards: Mapping[str, Any]) -> list[dict[str, Any]]:
         are_places = all(
             _is_place(of[name], card) for of, card in zip((first, second), cards, strict=True) if name in of
         )
-        if is_argument or NOT_RECORDED in values or are_places:
+        is_ready = not any(name == late or name.startswith(f"{late}/") for late in unready)
+        if is_argument or not is_ready or NOT_RECORDED in values or are_places:
             left_out.add(name)
     return [{name: value for name, value in of.items() if name not in left_out} for of in (first, second)]
 
@@ -349,6 +216,17 @@ def _without_places(*runs: dict[str, Any]) -> Iterator[dict[str, Any]]:
     places = {name for of in runs for name in of if _NAME_OF_PLACE.search(name) or _PLACE.search(str(of[name]))}
     for of in runs:
         yield {name: of[name] for name in sorted(of) if name not in places}
+
+
+def _without_defaults(*runs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Settings, without those that are at their default, or do not exist, in both runs."""
+
+    def is_default(name: str, value: object) -> bool:
+        return value in (None, "None", SETTINGS.get(name))
+
+    left_out = {name for of in runs for name in of if all(is_default(name, one.get(name)) for one in runs)}
+    for of in runs:
+        yield {name: value for name, value in of.items() if name not in left_out}
 
 
 def _names(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
@@ -531,7 +409,7 @@ def _changes_of_programs(
     if not (same_shapes or _without_rows(one) == _without_rows(other)):
         return
     lanes = {_lanes_at(before, step - 1), _lanes_at(now, step - 1), _lanes_at(now, stage)}
-    influences = [one for one in changed if (one.section, one.name) in _TRACED or one.section in _TRACED_SECTIONS]
+    influences = [one for one in changed if (one.section, one.name) in _TRACED or one.section in _TRACEDSECTIONS]
     gradients = _section(one, "gradients"), _section(other, "gradients")
     if not influences and len(lanes) == 1:
         # The hyperparameters explain an update that is traced differently.
@@ -553,7 +431,7 @@ def _changes_of_programs(
 
 
 _TRACED_STEP = "step: the traced"
-_TRACED_SECTIONS = "settings", "devices", "state"
+_TRACEDSECTIONS = "settings", "devices", "state"
 _TRACED = {("versions", "jstep"), ("versions", "jax"), ("versions", "jaxlib"), ("arguments", "batch_sharding")}
 """Values that enter the trace of a step, so that the same step may be traced differently."""
 

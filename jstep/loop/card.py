@@ -3,13 +3,13 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import logging
 import math
 import os
 import platform
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,12 +26,15 @@ from jstep.core.annotations import Tree
 from jstep.core.jaxprs import ProgramHash, gradients_hash, hash_strings, part_for, program_hash, without_addresses
 from jstep.core.meshes import internal_transfers, sharding_text
 from jstep.core.recorded_calls import as_typed, named_optimizers
+from jstep.core.records import json_of
+from jstep.core.secret_values import NOT_RECORDED, hide_value, is_secret, without_login
 from jstep.core.tables import printable
 from jstep.core.threads import in_background
 from jstep.data.loaders import ReplayedBatches, StateBatches
 from jstep.data.sequence import BatchSequence
-from jstep.hooks import card_differences
-from jstep.hooks.card_differences import BEFORE_AND_NOW, CODE, CONFIG, NOT_RECORDED, Changes, differences
+from jstep.hooks import card_differences, cards
+from jstep.hooks.card_differences import BEFORE_AND_NOW, Changes, differences
+from jstep.hooks.cards import CODE, CONFIG, NOT_READY, SETTINGS
 from jstep.hooks.states import hook_key
 from jstep.loop import given
 from jstep.loop.arguments import Options
@@ -39,7 +42,6 @@ from jstep.loop.branch import PARENT
 from jstep.loop.calls import Call
 from jstep.loop.compiler import shapes_of, type_text
 from jstep.loop.dispatch import Dispatch
-from jstep.loop.given import without_login
 from jstep.loop.run import Observer, Origin
 from jstep.loop.setup import Setup
 from jstep.loop.stages import TrainSteps, lanes_of, name_of_step
@@ -55,25 +57,10 @@ from jstep.training.step import step_function
 _MAX_LENGTH = 1000
 """The maximum length of an entry, in characters of JSON; a longer one is replaced by its hash."""
 _MAX_NUMBERS = 200
-
-_SECRET = re.compile("TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
-_SETTINGS = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_default_prng_impl",
-    "jax_threefry_partitionable",
-    "jax_numpy_dtype_promotion",
-    "jax_explicit_x64_dtypes",
-    "jax_random_seed_offset",
-    "jax_high_dynamic_range_gumbel",
-    "jax_softmax_custom_jvp",
-    "jax_allow_f16_reductions",
-    "jax_disable_jit",
-    "jax_disable_most_optimizations",
-    "jax_optimization_level",
-    "jax_exec_time_optimization_effort",
-)
-"""Settings of JAX that change numerical results, wherever they were set."""
+_OF_ANY_LENGTH = "x" * 16
+"""In the place of a variable's value: JAX has none whose value matters and whose name is that of a key or token."""
+_CONFIG_SECS = 5.0
+"""The seconds for which the end of a run waits for the record of a config that takes long."""
 
 
 def card(
@@ -82,7 +69,7 @@ def card(
     """Return the card of a run as JSON, without its programs."""
     lanes = {str(stage.first): lanes_of(stage.value) for stage in stages.stages()}
     return {
-        "card": card_differences.VERSION,
+        "card": cards.VERSION,
         "step": step,
         "versions": _versions(),
         "environment": environment(),
@@ -93,7 +80,7 @@ def card(
         "stages": {str(stage.first): name_of_step(stage.value) for stage in stages.stages()},
         "lanes": lanes if len(set(lanes.values())) > 1 else next(iter(lanes.values())),
         "arguments": _arguments(options),
-        **({} if options.config is None else {CONFIG: options.config}),
+        **({} if options.config is None else {CONFIG: dict(options.config)}),
         "argv": given.command_line(),
     }
 
@@ -101,10 +88,10 @@ def card(
 def program_card(traced: Any, constants: Mapping[str, Any], args: Any, optimizer: object = None) -> dict[str, Any]:
     """Return the record of a program; `constants` are the hyperparameters that are plain numbers."""
     batch = [f"{path or 'batch'}: {type_text(leaf)}" for path, leaf in trees.leaves_with_paths(args)]
-    record: dict[str, Any] = {"batch": short(batch), "hyperparameters": {k: _json(v) for k, v in constants.items()}}
+    record: dict[str, Any] = {"batch": short(batch), "hyperparameters": {k: json_of(v) for k, v in constants.items()}}
     if optimizer is not None:
         elements = named_optimizers(optimizer)
-        record["elements"] = {name: {k: _argument(v) for k, v in of.items()} for name, of in elements.items()}
+        record["elements"] = {name: {k: _or_type(_argument, v) for k, v in of.items()} for name, of in elements.items()}
     if traced is None:
         return {"hash": None, **record}
     step = part_for(traced.jaxpr, _results_with_bits(*traced.out_info))
@@ -133,11 +120,11 @@ def _argument(value: object) -> Any:
     """Return an argument of an optimizer as a number or source text."""
     if isinstance(value, trees.Held):  # its value is in the state
         return f"held({value.name!r})"
-    if isinstance(value, jax.Array) and value.size == 1 and value.is_fully_addressable:
+    if isinstance(value, jax.Array) and (trees.is_key(value) or value.size == 1):
         with internal_transfers():
-            value = np.asarray(value)[()]
+            return json_of(value)
     if isinstance(value, bool | int | float | np.generic | None):
-        return _json(value)
+        return json_of(value)
     text = as_typed(value)
     is_named = callable(value) and text == getattr(value, "__name__", None)
     return {"function": text} if is_named else text
@@ -157,13 +144,15 @@ def _versions() -> dict[str, str | None]:
 
 
 def environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return `XLA_FLAGS` and `JAX_*`; values that look like passwords are omitted."""
+    """Return `XLA_FLAGS` and `JAX_*` without secrets."""
     names = [name for name in sorted(variables) if name == "XLA_FLAGS" or name.startswith("JAX_")]
-    return {name: NOT_RECORDED if _SECRET.search(name) else without_login(variables[name]) for name in names}
+    return {
+        name: NOT_RECORDED if is_secret(name, _OF_ANY_LENGTH) else hide_value(name, variables[name]) for name in names
+    }
 
 
 def _settings() -> dict[str, Any]:
-    settings = {name: getattr(jax.config, name, None) for name in _SETTINGS}
+    settings = {name: getattr(jax.config, name, None) for name in SETTINGS}
     return {name: value if isinstance(value, bool | None) else str(value) for name, value in settings.items()}
 
 
@@ -183,7 +172,7 @@ def _state(state: Tree, held: Mapping[str, float]) -> dict[str, Any]:
         "leaves": len(leaves),
         "dtypes": dict(sorted(dtypes.items())),
         "slots": sorted(state.slots or ()),
-        "held": {name: _json(value) for name, value in held.items()},
+        "held": {name: json_of(value) for name, value in held.items()},
     }
 
 
@@ -207,43 +196,36 @@ def _batches(batches: Tree) -> dict[str, Any]:
 
 
 def _arguments(options: Options) -> dict[str, Any]:
-    arguments: dict[str, Any] = {}
-    for field in dataclasses.fields(options):
-        if field.name == CONFIG:
-            continue
-        value: Any = getattr(options, field.name)
-        if field.name == "hooks":
-            arguments["hooks"] = [without_addresses(hook_key(hook)) for hook in value]
-        elif isinstance(value, Saver):
-            arguments[field.name] = without_login(value.directory)
-        elif field.name in card_differences.PLACES:
-            is_place = not isinstance(value, bool | None)  # compile_cache=True
-            arguments[field.name] = without_login(os.fspath(value)) if is_place else value
-        elif field.name == "batch_sharding":
+    def recorded(name: str, value: Any) -> Any:
+        if isinstance(value, Saver):
+            return without_login(value.directory)
+        if name == "hooks":
+            return [_or_type(lambda hook: without_addresses(hook_key(hook)), hook) for hook in value]
+        if name in cards.PLACES:
+            return value if isinstance(value, bool | None) else without_login(os.fspath(value))  # compile_cache=True
+        if name == "batch_sharding":
             leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
             texts = [sharding_text(leaf) if isinstance(leaf, jax.sharding.Sharding) else str(leaf) for leaf in leaves]
-            arguments[field.name] = short(texts) or None
-        else:
-            arguments[field.name] = _json(value)
-    return arguments
+            return short(texts) or None
+        return json_of(value)
+
+    arguments = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    return {
+        name: _or_type(functools.partial(recorded, name), value) for name, value in arguments.items() if name != CONFIG
+    }
+
+
+def _or_type(record: Callable[[Any], Any], value: Any) -> Any:
+    """Return the record of an argument; its type if it cannot be recorded, which must not cost the card."""
+    try:
+        return record(value)
+    except Exception:
+        return json_of(type(value))
 
 
 def short(value: object) -> Any:
     text = json.dumps(value, sort_keys=True)
     return value if len(text) <= _MAX_LENGTH else f"hash {hash_strings(text)}"
-
-
-def _json(value: object) -> Any:
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, np.floating):  # float32 0.1 is recorded as 0.1, not 0.10000000149011612
-        value = float(str(value))
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, list):
-        return [_json(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else repr(value)
-    return value if isinstance(value, bool | int) else without_addresses(str(value))
 
 
 # The past of a checkpoint, that is, its batches and optimizers, and the changes that a resumed run reports.
@@ -333,6 +315,7 @@ class Cards(Observer):
         self._latest: list[Future[None]] = []
         self._code: Future[dict[str, Any] | None] | None = None
         self._code_by = math.inf
+        self._is_config_late = False  # it was not ready, and has no line of its own yet
         self._reports: list[Future[None]] = []  # of changes; they wait for the commit
 
     def restored(self, saver: Saver | None, origin: Origin, dispatch: Dispatch, batches: Tree) -> None:
@@ -356,6 +339,7 @@ class Cards(Observer):
 
         self._begin(record)
         self._code_by = time.monotonic() + _CODE_SECS
+        self._is_config_late = NOT_READY in (setup.options.config or {}).values()
         self._code = in_background(find, name="jstep-code", daemon=True)
 
     def _is_active(self) -> bool:
@@ -399,8 +383,9 @@ class Cards(Observer):
             wait(self._latest)
             with _logging_errors():
                 kept[PAST] = self._past(step)
-            if self.setup.options.config is not None:
-                kept[CONFIG] = self.setup.options.config
+            if (config := self.setup.options.config) is not None:
+                self._write_config(_CONFIG_SECS if self.setup.loop.is_over else None)
+                kept[CONFIG] = dict(config)
             if (code := self._known_code()) is not None:
                 kept[CODE] = code
         return kept
@@ -409,7 +394,15 @@ class Cards(Observer):
         wait(self._latest)
         if self._code is not None and not self.setup.signals.received_twice:
             wait([self._code], timeout=max(0.0, self._code_by - time.monotonic()))
+        self._write_config(None if self.setup.signals.received_twice else _CONFIG_SECS)
         wait(self._reports)
+
+    def _write_config(self, seconds: float | None) -> None:
+        """Write the line of a config that was not ready, once it is; wait for it if there are `seconds`."""
+        config = self.setup.options.config
+        if self._is_config_late and (config.ready.done() if seconds is None else config.wait(seconds)):
+            self._is_config_late = False
+            self.setup.lines.write(CONFIG, config=dict(config))
 
     def _known_code(self) -> dict[str, Any] | None:
         code = self._code
@@ -436,10 +429,14 @@ class Cards(Observer):
         if kept is None or saver is None or step is None:
             return
         code, past, optimizers = self._code, self._past(step), dict(self._optimizers)
+        config = self.setup.options.config
         past["optimizers"] = optimizers
 
         def report() -> None:
             with _logging_errors():
+                if config is not None:
+                    wait([config.ready], timeout=_CONFIG_SECS)
+                    config.wait(_CONFIG_SECS)
                 wait([] if code is None else [code], timeout=_CODE_SECS)
                 self._report(kept, past, program, saver, step, is_idle=is_idle)
 
@@ -458,6 +455,8 @@ class Cards(Observer):
         name, changes = checkpoint_name(saver.prefix, step), None
         if self._card is not None:
             now = {**self._card, CODE: self._known_code(), "programs": [program]}
+            if (config := self.setup.options.config) is not None:
+                now[CONFIG] = dict(config)
             changes = self._changes_since(kept.get(START), name, now, step)
         of_past = past_changes(step, name, kept, past, optimizers=changes is None)
         bits, place = changes or Changes([], [])
@@ -466,14 +465,17 @@ class Cards(Observer):
     def _changes_since(self, start: object, name: str, now: Mapping[str, Any], step: int) -> Changes | None:
         """Return the changes; None if the timeline does not contain the start, or its card cannot be read."""
         timeline = self.setup.lines.timeline
-        if timeline is None or not isinstance(start, str):
+        if timeline is None:
             return None
         try:
-            of_start = [other for other in card_differences.read_starts(timeline.where, start) if other.id == start]
-            if not of_start:
+            if isinstance(start, str):
+                starts = [other for other in cards.read_starts(timeline.where, start) if other.id == start]
+            else:  # an older version of jstep made the checkpoint
+                starts = [other for other in cards.read_starts(timeline.where) if self._is_before(other, step)]
+            if not starts:
                 return None
-            before = of_start[-1].card
-            if card_differences.is_whole(before) and before["programs"]:
+            before = starts[-1].card
+            if cards.is_whole(before) and before["programs"]:
                 # The past covers the batches and lanes of the steps that were run; later ones do not matter.
                 return card_differences.changes(before, now, step, leave_out=("batches", "lanes"))
             why = "it is torn, or of another version of jstep"
@@ -488,6 +490,12 @@ class Cards(Observer):
             why,
         )
         return None
+
+    def _is_before(self, start: cards.Start, step: int) -> bool:
+        timeline, prefix = self.setup.lines.timeline, "model" if self._saver is None else self._saver.prefix
+        first = None if start.card is None else start.card.get("step")
+        is_own = timeline is not None and start.id == timeline.start
+        return not is_own and start.prefix == prefix and isinstance(first, int) and first < max(step, 1)
 
     def _past(self, step: int) -> dict[str, Any]:
         lanes = lanes_of(self.setup.train_steps.at(max(step - 1, 0)))

@@ -24,6 +24,7 @@ import jax
 
 from jstep.core import threads, trees
 from jstep.core.checks import as_number
+from jstep.core.secret_values import error_text
 from jstep.core.stopwatch import EVALUATING, FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
 from jstep.hooks.hook import hook_name
 from jstep.hooks.run_hook import RunHook
@@ -281,7 +282,7 @@ class StallWatch(Observer):
         self._device.clear()
         self._end_wait(self._main_wait)
         self._end_wait(self._device_wait)
-        failed = Wait("failed", f"leaving after {type(error).__name__}: {str(error)[:200]}", None)
+        failed = Wait("failed", f"leaving after {type(error).__name__}: {error_text(error)[:200]}", None)
         is_waited_for = isinstance(error, Exception) and self._process.count > 1
         self._files.finish((lambda: self._fields(failed, stall=False)) if is_waited_for else None)
 

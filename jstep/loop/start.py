@@ -21,6 +21,7 @@ from jstep.data.positions import RarePosition, restore_position
 from jstep.data.sequence import BatchSequence
 from jstep.distributed import processes
 from jstep.hooks.cadence import next_multiple
+from jstep.hooks.cards import NOT_READY
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.hook import defines
 from jstep.hooks.nan_loss import NanLossHook, NonfiniteParametersHook
@@ -291,7 +292,8 @@ def _open_writer(setup: Setup, saver: Saver | None, origin: Origin) -> SummaryWr
     if setup.options.config and jax.process_index() == 0:
         plain = {
             name: value if isinstance(value, bool | int | float | str) else json.dumps(value)
-            for name, value in setup.options.config.items()
+            for name, value in list(setup.options.config.items())
+            if value != NOT_READY
         }
         with contextlib.suppress(ImportError):  # TensorBoard is not installed
             writer.add_hparams(plain)

@@ -12,7 +12,9 @@ from jstep.checkpoint.saver import Saver
 from jstep.core import stopwatch
 from jstep.core.annotations import Tree
 from jstep.core.meshes import internal_transfers
-from jstep.hooks.card_differences import CODE
+from jstep.core.records import json_float
+from jstep.core.secret_values import error_text
+from jstep.hooks.cards import CODE
 from jstep.hooks.numbers import is_ready, read_values, scalars
 from jstep.loop.branch import PARENT
 from jstep.loop.run import Observer, Origin, Run, name_of_run
@@ -119,11 +121,11 @@ class TimelineRecorder(Observer):
                 self._pending = dict(list(numbers.items())[:_MAX_VALUES])
             if is_ready(self._pending.values()):
                 numbers, self._pending = self._pending, None
-                self._numbers["values"] |= {name: _json(value) for name, value in read_values(numbers).items()}
+                self._numbers["values"] |= {name: json_float(value) for name, value in read_values(numbers).items()}
             for hook in run.evaluations:
                 newest = {} if hook.newest is None else read_values(hook.newest[1])
-                self._numbers["values"] |= {name: _json(value) for name, value in newest.items()}
-                self._numbers["best"] |= {name: [_json(value), step] for name, (value, step) in hook.best.items()}
+                self._numbers["values"] |= {name: json_float(value) for name, value in newest.items()}
+                self._numbers["best"] |= {name: [json_float(value), step] for name, (value, step) in hook.best.items()}
             self._numbers["values"] = dict(list(self._numbers["values"].items())[: 2 * _MAX_VALUES])
 
     def _of_devices(self) -> dict[str, Any]:
@@ -152,10 +154,6 @@ class TimelineRecorder(Observer):
                 return
 
 
-def _json(value: float) -> float | str:
-    return value if math.isfinite(value) else str(float(value))
-
-
 def _about(setup: Setup) -> dict[str, Any]:
     state = setup.loop.state
     fields: dict[str, Any] = {}
@@ -177,7 +175,7 @@ def _outcome(setup: Setup, error: BaseException | None) -> tuple[str, str]:
     is_done = loop.is_known and loop.step >= setup.options.stop_step
     is_signal = error is not None and (signals.received is not None or isinstance(error, KeyboardInterrupt))
     if error is not None and (isinstance(error, Exception) or not is_signal):
-        first = str(error).strip().partition("\n")[0][:200]
+        first = error_text(error).strip().partition("\n")[0][:200]
         return "failed", f"{type(error).__name__}: {first}".rstrip(": ")
     if is_signal and not is_done:
         return "interrupted", "SIGINT" if signals.received is None else signals.reason

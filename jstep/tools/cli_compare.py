@@ -10,7 +10,8 @@ import numpy as np
 
 from jstep.checkpoint.manifest import LeftOut
 from jstep.core.tables import columns, printable
-from jstep.hooks.card_differences import VERSION, card_difference, changes, read_starts
+from jstep.hooks.card_differences import card_difference, changes
+from jstep.hooks.cards import VERSION, read_starts
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.urls import is_url, join_path, location, split_path
 from jstep.tools import cli

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jstep.core.checks import format_list, truncate
-from jstep.hooks.card_differences import Start
+from jstep.hooks.cards import Start
 from jstep.stores.event_files import Writer, event_files, process_mark
 from jstep.stores.files import is_directory
 from jstep.stores.timeline import is_seconds

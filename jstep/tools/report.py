@@ -20,7 +20,8 @@ import numpy as np
 from jstep.checkpoint.listing import entries
 from jstep.core.checks import describe_type, truncate
 from jstep.core.curves import STYLE, Curve, Mark, picture
-from jstep.hooks.card_differences import Start, card_difference, card_values, read_starts
+from jstep.hooks.card_differences import card_difference, card_values
+from jstep.hooks.cards import Start, read_starts
 from jstep.stores.event_files import DataLossError, Series, read_series
 from jstep.stores.files import named_file, replace_file
 from jstep.stores.timeline import STALL, START, TIMELINE_FILE, TIMES, Times, fields_with, read_timeline

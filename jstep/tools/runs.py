@@ -15,7 +15,8 @@ from jstep.checkpoint.claims import read_claim
 from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import as_string, truncate
 from jstep.core.tables import columns, html_table
-from jstep.hooks.card_differences import Start, card_values, read_starts
+from jstep.hooks.card_differences import card_values
+from jstep.hooks.cards import NOT_READY, Start, read_starts
 from jstep.hooks.stall_files import find_exit, read_stalls
 from jstep.stores.files import is_absent, is_directory, walk
 from jstep.stores.growing_files import seconds_since_write
@@ -262,7 +263,7 @@ def _summary(where: str, prefix: str, end: End, *, is_shared: bool) -> RunSummar
         peak_bytes=state["peak_bytes"],
         mfu=state["mfu"],
         goodput=_goodput(where, prefix),
-        config=start.get("config"),
+        config=_config(where, prefix, start.get("config")),
         commit=(line.get("commit") or "").strip() or None,
     )
 
@@ -274,6 +275,13 @@ def _goodput(where: str, prefix: str) -> float | None:
         if not is_url(where) and os.path.getsize(path) <= _SHORT:
             return goodput(where, prefix).fraction
     return None
+
+
+def _config(where: str, prefix: str, config: Any) -> Any:
+    """The config of a start; a part of it may not have been ready then, but later."""
+    if not isinstance(config, dict) or NOT_READY not in config.values():
+        return config
+    return (_last_start(RunSummary(where, prefix, "")).card or {}).get("config", config)
 
 
 def _last_start(run: RunSummary) -> Start:

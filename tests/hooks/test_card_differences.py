@@ -195,3 +195,11 @@ def test_an_option_beside_the_directories_of_the_run_is_compared() -> None:
     a, b = (of_config({"data": f"sets/{x}", "run": "run"}, checkpoint_dir=f"run{x}/model") for x in "ab")
     assert card_difference(a, b) == ["config: data: sets/a in A, sets/b in B"]
     assert card_values(a)["config: run"] == "run"
+
+
+def test_settings_at_their_default_are_no_change():
+    none, default, other = ({"settings": {"jax_random_seed_offset": value}} for value in (None, "0", "1"))
+    assert card_difference(none, default) == card_difference({"settings": {}}, default) == []
+    assert card_difference(none, other) == ["jax_random_seed_offset: null in A, 1 in B"]
+    assert changes(none, default, 0) == ([], [])
+    assert changes(default, other, 0) == (["jax_random_seed_offset: 0 before, 1 now"], [])

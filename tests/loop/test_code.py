@@ -17,7 +17,7 @@ from repositories import at, git
 from waiting import wait_until
 
 import jstep
-from jstep.hooks.card_differences import read_starts
+from jstep.hooks.cards import read_starts
 from jstep.stores import repository as code
 
 optimizer = jstep.gradient_descent(0.1)
@@ -218,7 +218,8 @@ def test_a_program_that_does_not_wait_for_git(repository, fake_git, tmp_path):
     program = (
         "import os, threading, time\nfrom jstep.stores import repository as code\ncode.GIT_TIMEOUT_SECS = 20.0\n"
         "threading.Thread(target=code.code_version, daemon=True).start()\n"
-        f"while not os.path.exists({str(tmp_path / 'pids')!r}):\n    time.sleep(0.01)\n"
+        f"pids = {str(tmp_path / 'pids')!r}\n"
+        "while not (os.path.exists(pids) and os.path.getsize(pids)):\n    time.sleep(0.01)\n"
     )
     python("-c", program, timeout=120)
     assert none_is_left(tmp_path)

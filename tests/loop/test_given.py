@@ -8,13 +8,14 @@ import json
 import logging
 import pathlib
 import sys
+import threading
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jstep
-from jstep.loop import given
+from jstep.loop import card, given
 
 optimizer = jstep.gradient_descent(0.1)
 train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
@@ -140,6 +141,95 @@ def test_other_objects_are_refused_before_anything_is_opened(config, tmp_path):
 def test_two_values_of_one_name_are_refused(config):
     with pytest.raises(ValueError, match="two of its values are called"):
         train(1, config=config)
+
+
+def test_flags_of_absl_are_refused_with_what_to_give():
+    from absl import flags
+
+    with pytest.raises(TypeError, match=r"FLAGS\.flag_values_dict\(\)"):
+        train(1, config=flags.FlagValues())
+
+
+def test_keys_that_lose_parts_are_numbered():
+    config = {"http://a:b@c": 1, "http://d:e@c": 2, object(): 3, object(): 4}
+    named = given.as_config(config)
+    assert list(named.values()) == [1, 2, 3, 4]
+    assert not [name for name in named if "@" in name]
+
+
+class Slow:
+    """Another table, whose shape is read from a disk."""
+
+    may_end = threading.Event()
+
+    @property
+    def shape(self):
+        assert self.may_end.wait(30)
+        return 100000, 3
+
+
+def test_what_takes_long_is_recorded_later_and_is_no_change(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(card, "_CONFIG_SECS", 0.5)
+    names = [f"name {i}" for i in range(10**4)]
+    config = {"slow": Slow(), "in": {"lr": 0.1, "names": names, "again": [Slow()]}, "small": {"lr": 1}}
+    Slow.may_end.clear()
+    early = given.as_config(config)
+    assert early["slow"] == given.NOT_READY
+    names.append("not of this config")
+    Slow.may_end.set()
+    assert early.wait(30)
+    del names[-1]
+    expected = {**given.as_config(config)}
+    assert (early, early["slow"], early["in/lr"]) == (expected, "Slow (100000, 3)", 0.1)
+
+    for last_step, ends in ((2, False), (4, True), (6, False)):  # the hook lets it end while the run takes steps
+        Slow.may_end.clear()
+        hook = jstep.every(2, lambda *_, ends=ends: Slow.may_end.set() if ends else None)
+        with caplog.at_level(logging.INFO, "jstep"):
+            train(last_step, checkpoint_dir=tmp_path, config=config | {"width": 10 * last_step}, hooks=[hook])
+        (run,) = jstep.runs(tmp_path)
+        assert run.config == jstep.Saver(tmp_path).extra()["config"]
+        assert (run.config == expected | {"width": 10 * last_step}) is ends
+        assert (run.config["small/lr"], run.config["width"]) == (1, 10 * last_step)
+    Slow.may_end.set()
+    lines = [line.strip() for line in caplog.text.splitlines() if "config:" in line]
+    assert lines == ["config: width: 20 before, 40 now", "config: width: 40 before, 60 now"]
+
+
+def test_secrets_of_an_exception_are_not_in_the_timeline(tmp_path):
+    def fail(step):
+        raise OSError(f"postgres://me:{SECRET}@host/db?password={SECRET} is down, token={SECRET}")
+
+    state = jstep.TrainState.create({"w": 0.0}, optimizer)
+    with pytest.raises(OSError, match="is down"):
+        jstep.train(train_step, state, fail, 2, checkpoint_dir=tmp_path)
+    assert SECRET not in (tmp_path / "timeline.jsonl").read_text()
+    (run,) = jstep.runs(tmp_path)
+    assert run.reason == "OSError: postgres://host/db is down, token=(not recorded)"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--tokens", SECRET, SECRET),
+        ("--password", "x1", "y2"),
+        ("--header", "Authorization: Bearer x1"),
+        ("-H", "Authorization: x1"),
+        ("password=x1 y2",),
+        ("+db.password=x1",),
+        ("--token", "dGhpc2lzc2VjcmV0dG9rZW4="),
+        ("--password", "-x1"),
+        ("--cfg", '{"password": "x1"}'),
+        ("--x", "headers/Authorization=x1"),
+        ("--header=Authorization: Basic x1",),
+        ("--url", "mysql://u:x1@h/d?p=y2#y2"),
+    ],
+    ids=" ".join,
+)
+def test_secrets_of_a_command_line(words, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["p.py", *words])
+    shown = " ".join(given.command_line())
+    assert not [secret for secret in (SECRET, "x1", "y2", "dGhpc2") if secret in shown]
 
 
 def test_the_command_line(monkeypatch):

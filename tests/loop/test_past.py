@@ -8,7 +8,7 @@ import pytest
 
 import jstep
 from jstep.hooks.card_differences import Changes, changes
-from jstep.loop.card import past_changes, record_past, report_changes
+from jstep.loop.card import Cards, past_changes, record_past, report_changes
 
 OPTIMIZER = jstep.gradient_descent(0.1)
 STEP = jstep.minimize(lambda params, x: params["w"] * jnp.mean(x), OPTIMIZER)
@@ -97,6 +97,17 @@ def test_checkpoints_without_a_past_are_resumed_silently(extra, tmp_path, caplog
         saver.save(jstep.TrainState.create({"w": 1.0}, OPTIMIZER).replace(global_step=jnp.int32(4)), extra=extra)
     run(tmp_path, batches(seed=2), 6)
     assert not warnings(caplog)
+
+
+def test_a_checkpoint_without_its_start_is_compared_with_the_newest_start_before_it(tmp_path, caplog, monkeypatch):
+    past = Cards._past
+    monkeypatch.setattr(Cards, "_past", lambda *args: {**past(*args), "start": None})
+    state = jstep.TrainState.create({"w": 1.0}, OPTIMIZER)
+    doubled = jstep.minimize(lambda params, x: 2 * params["w"] * jnp.mean(x), OPTIMIZER)
+    for step, last_step, lines in ((STEP, 2, 0), (doubled, 4, 1), (doubled, 6, 1)):
+        jstep.train(step, state, batches(), last_step, checkpoint_dir=tmp_path, progress=False)
+        assert len(warnings(caplog)) == lines
+    assert "step: the traced train_step" in warnings(caplog)[0]
 
 
 @pytest.mark.parametrize("size", [4, {0: 4, 1: 2}, {0: 2, 3: 4}, {0: 4, 2: 3, 4: 5}, {0: 3, 1: 4, 5: 1}])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.hooks.card_differences import read_starts
+from jstep.hooks.cards import read_starts
 from jstep.hooks.stall_files import StallFiles, read_stalls
 from jstep.state import fingerprints
 from jstep.stores import timeline as timelines

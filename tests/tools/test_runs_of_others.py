@@ -11,7 +11,7 @@ import pytest
 from written_runs import PROGRAM, card_line, start_line, times_line, write_lines, write_run
 
 import jstep
-from jstep.hooks.card_differences import read_starts
+from jstep.hooks.cards import read_starts
 from jstep.stores.owners import this_process
 from jstep.tools import cli
 from jstep.tools.goodput import goodput
