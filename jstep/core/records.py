@@ -17,7 +17,7 @@ import os
 import re
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -66,7 +66,7 @@ class Fields(NamedTuple):
     """The entries of a mapping, dataclass instance or the like, `of`, as they were."""
 
     of: Any
-    entries: list[tuple[Any, Any]]
+    entries: Collection[tuple[Any, Any]]
 
 
 def json_float(value: float) -> float | str:
@@ -94,7 +94,8 @@ def _names_of_fields(kind: type) -> list[str] | None:
     if issubclass(kind, type):
         return None
     for name in _FIELDS:
-        fields = inspect.getattr_static(kind, name, None)
+        # A descriptor of the metaclass has those of msgspec.
+        fields = None if inspect.getattr_static(kind, name, None) is None else getattr(kind, name)
         if name == "__dataclass_fields__" and fields is not None:
             return [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
         if isinstance(fields, tuple | dict) and (name != "_fields" or issubclass(kind, tuple)):
@@ -141,14 +142,10 @@ def references(value: Any, deadline: float, above: tuple[int, ...] = ()) -> Any:
         if kind in _SEQUENCES:
             return kind(copies(list(value)) if kind in (list, tuple) else value)
         if issubclass(kind, dict) and above and len(value) > _MAX_COPIED:
-            return dict.copy(value)
+            return Fields(value, dict.copy(value).items())
         if (fields := fields_of(value)) is not None:
-            return Fields(
-                value,
-                list(
-                    zip([key for key, _ in fields.entries], copies([item for _, item in fields.entries]), strict=True)
-                ),
-            )
+            items = copies([item for _, item in fields.entries])
+            return Fields(value, [(key, item) for (key, _), item in zip(fields.entries, items, strict=True)])
     return value
 
 
@@ -169,8 +166,13 @@ class Recorder:
     def entries(self, config: Any) -> list[tuple[Any, Any]]:
         """Return the entries of a whole config, which is never too large for that."""
         if type(config) is Fields:
-            return config.entries
+            return list(config.entries)
         return [(key, _item(config, key)) for key in itertools.islice(iter(config.keys()), MAX_OPTIONS)]
+
+    def entry(self, name: str, value: Any, of: Any) -> list[tuple[str, Any]]:
+        """Return the options of an entry of the config `of`, whatever was recorded before."""
+        self._left = _MAX_WORK
+        return list(self.options(name, value, (id(of),)))
 
     def options(self, name: str, value: Any, above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
         """Return the named values of an entry of a config, the names joined by `/`, and each value as JSON."""
@@ -198,12 +200,13 @@ class Recorder:
         for key, item in inside:
             if not self._spend():
                 return
-            if type(item) in SCALARS and type(key) in SCALARS and not are_shown:
-                yield key, item
+            is_list = type(item) in (list, tuple)
+            if not are_shown and type(key) in SCALARS and SCALARS.issuperset(map(type, item if is_list else [item])):
+                yield key, list(item) if is_list else item
             else:
                 yield from self.options(f"{name}/{self.key(key)}", item, above)
 
-    def _inside(self, value: Any) -> list[tuple[Any, Any]] | str | None:
+    def _inside(self, value: Any) -> Collection[tuple[Any, Any]] | str | None:
         """Return what has names of its own; the text of a mapping that is too large to be read; None for a value."""
         if (fields := value if type(value) is Fields else fields_of(value)) is not None:
             return fields.entries
@@ -291,7 +294,11 @@ class Recorder:
         if issubclass(kind, set | frozenset):
             if len(value) > _MAX_COPIED:
                 return summary(value, len(value), ((self.json(item, depth + 1), None) for item in value))
-            return sorted(self._list(list(value), depth), key=lambda item: (str(type(item)), str(item)))
+            items, is_shown = list[Any](), self._is_shown
+            for item in value:
+                self._is_shown = is_shown  # any of them may be the first one
+                items.append(self.json(item, depth + 1))
+            return sorted(items, key=lambda item: (str(type(item)), str(item)))
         if (shape := _shape_of(value)) is not None:
             return self._array(value, kind, shape, depth)
         if issubclass(kind, numbers.Integral):

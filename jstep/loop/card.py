@@ -59,7 +59,7 @@ _MAX_LENGTH = 1000
 _MAX_NUMBERS = 200
 _OF_ANY_LENGTH = "x" * 16
 """In the place of a variable's value: JAX has none whose value matters and whose name is that of a key or token."""
-_CONFIG_SECS = 5.0
+_CONFIG_SECS = 10.0
 """The seconds for which the end of a run waits for the record of a config that takes long."""
 
 

@@ -73,18 +73,19 @@ class Config(dict[str, Any]):
         self._parts = [
             [(name, recorder.record(name, item) if type(item) in SCALARS else NOT_READY)] for name, item in entries
         ]
-        count = len(entries)
         for i in sorted(range(len(entries)), key=lambda i: _weight(entries[i][1])):
             name, item = entries[i]
             if type(item) not in SCALARS:
-                options = [(name, kind_of(item))]
-                with contextlib.suppress(
-                    BaseException
-                ):  # user-defined code may raise even SystemExit, here in a thread
-                    options = list(recorder.options(name, item, (id(of),)))
-                count += len(options)
-                is_large = count > MAX_OPTIONS and len(options) > 1
-                self._parts[i] = [(name, summary(_of(item), len(options), options))] if is_large else options
+                try:
+                    self._parts[i] = recorder.entry(name, item, of)
+                except BaseException:  # a user's code may raise even SystemExit, which is nothing in a thread
+                    self._parts[i] = [(name, kind_of(_of(item)))]
+        count = 0
+        for i, (name, item) in enumerate(entries):
+            options = self._parts[i]
+            count += len(options)
+            if count > MAX_OPTIONS and len(options) > 1:
+                self._parts[i] = [(name, summary(_of(item), len(options), options))]
         if rest:
             others = ((name, recorder.record(name, _of(item))) for name, item in rest)
             self._parts.append([("…", summary(of, len(rest), others))])
@@ -131,15 +132,16 @@ def _of(value: Any) -> Any:
     return value.of if type(value) is Fields else value
 
 
-def _weight(value: Any) -> int:
+def _weight(value: Any, depth: int = 0) -> int:
     """Estimate how long the conversion of a value takes: small ones are ready first."""
     if type(value) in SCALARS:
         return 0
-    if type(value) is Fields:
-        value = [item for _, item in value.entries]
-    elif type(value) not in (list, tuple):
+    if type(value) not in (list, tuple, Fields):
         return _WEIGHT_OF_OTHERS
-    return len(value) + sum(map(_weight, value)) if len(value) < _MAX_WEIGHT else _MAX_WEIGHT
+    items = value.entries if type(value) is Fields else value
+    if len(items) > _MAX_WEIGHT or depth > 2:
+        return _MAX_WEIGHT
+    return len(items) + sum(_weight(item[1] if type(value) is Fields else item, depth + 1) for item in items)
 
 
 def command_line() -> list[str]:

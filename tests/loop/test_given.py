@@ -157,6 +157,16 @@ def test_keys_that_lose_parts_are_numbered():
     assert not [name for name in named if "@" in name]
 
 
+def test_lists_that_have_one_list_many_times_end():
+    bomb = []
+    for _ in range(40):
+        bomb = [bomb, bomb, {}]
+    found = given.as_config({"bomb": bomb, "lr": 0.1})
+    assert found["lr"] == 0.1
+    assert found["bomb"] in ("list (3 entries)", given.NOT_READY)
+    found.wait(60)
+
+
 class Slow:
     """Another table, whose shape is read from a disk."""
 
