@@ -137,7 +137,7 @@ def main(steps=1500, seed=0, directory=None):
     batches = jstep.batches(training, batch_size=64, seed=seed)
     print(state)
 
-    if newest := jstep.latest_checkpoint(directory):
+    if newest := jstep.latest_checkpoint(directory, "model"):
         print(f"found {newest}: resuming from it; to start from scratch, delete {directory} or pass another --dir")
     else:
         print(f"checkpoints and event files are written to {directory}; press Ctrl-C to stop, run again to resume")

@@ -210,7 +210,7 @@ class DirectoryStore(Store):
         try:
             yield
         except Exception as error:
-            if (code := _full(error)) is None:
+            if (code := _full(error, self.directory)) is None:
                 raise
             free = "free space unknown"
             with contextlib.suppress(OSError):
@@ -282,10 +282,16 @@ def remove(path: str) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _full(error: BaseException | None) -> int | None:
-    """Return the code of a full disk or quota, if an error or one of its causes reports it."""
+def _full(error: BaseException | None, directory: str) -> int | None:
+    """Return the code of a full disk or quota, if an error or one of its causes reports it.
+
+    The error of a file elsewhere, such as that of a hook whose `flush` failed, names its file itself.
+    """
     seen = 0
     while error is not None and seen < 20:
+        name = error.filename if isinstance(error, OSError) else None
+        if isinstance(name, str) and not os.path.abspath(name).startswith(os.path.join(directory, "")):
+            return None
         for code, (_, words) in _FULL.items():
             if (isinstance(error, OSError) and error.errno == code) or words.search(str(error)):
                 return code

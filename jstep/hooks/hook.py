@@ -190,7 +190,8 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
         for method in _METHODS:
             if hasattr(hook, method) and not callable(getattr(hook, method)):
                 raise TypeError(f"hooks[{i}].{method}: must be a function, got {describe_type(getattr(hook, method))}")
-        is_notified = any(defines(hook, method) for method in _NOTIFICATION_METHODS)
+        names = _NOTIFICATION_METHODS + (("flush", "close") if isinstance(hook, Hook) else ())  # files have these, too
+        is_notified = any(defines(hook, method) for method in names)
         if not is_notified and type(hook) is not Hook and not any(defines(hook, method) for method in _METHODS):
             way = ""
             if callable(hook):
@@ -201,7 +202,7 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
                 )
             raise TypeError(
                 f"hooks[{i}]={format_value(hook)}: {'overrides' if isinstance(hook, Hook) else 'has'} none of "
-                f"{', '.join(_METHODS + _NOTIFICATION_METHODS)}; see jstep.Hook{way}"
+                f"{', '.join(_METHODS + names)}; see jstep.Hook{way}"
             )
         if callable(hook) and not is_notified and not any(hasattr(hook, name) for name in _OF_HOOKS):
             raise TypeError(

@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from typing import Any
 
-from jstep.core.tables import html_table
+from jstep.core.tables import html_table, html_text
 from jstep.hooks.history import History
 from jstep.hooks.hook import Clock
 from jstep.hooks.numbers import as_numbers, read_values
@@ -20,7 +20,7 @@ _SECS, _SECS_OF_CURVES = 0.25, 2.0
 class ShownLines(logging.Handler):
     """The latest lines of a run that a terminal shows above its bar, but those of metrics; warnings are shown anyway.
 
-    What says why the run ended, or takes no step, is among them, whatever its level.
+    What says why the run ended, takes no step, or what has changed since its checkpoint, is among them at any level.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class ShownLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         is_of_metrics = str(record.msg).startswith("step %d  ")
-        if record.module == "stopping" or (record.levelno < logging.WARNING and not is_of_metrics):
+        if record.module in ("stopping", "card") or (record.levelno < logging.WARNING and not is_of_metrics):
             self.texts.append(record.getMessage())
 
 
@@ -60,8 +60,9 @@ class Below:
             [str(step), *(f"{rows[step][name]:.4g}" if name in rows[step] else "" for name in names)]
             for step in sorted(rows)[-_ROWS:]
         ]
-        lines = "".join(f"<div>{html.escape(text)}</div>" for text in tuple(self._lines.texts))
-        return lines + (html_table("", cells, ("step", *names)) if cells else "") + self._curves
+        lines = (line for text in tuple(self._lines.texts) for line in text.splitlines())
+        shown = "".join(f"<div>{html_text(line)}</div>" for line in lines)
+        return shown + (html_table("", cells, ("step", *names)) if cells else "") + self._curves
 
 
 class NotebookBar:

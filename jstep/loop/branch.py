@@ -6,6 +6,7 @@ import os
 import re
 from typing import Any, NamedTuple
 
+from jstep.checkpoint.listing import entries
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name, latest_checkpoint
 from jstep.checkpoint.open_store import open_store
@@ -17,7 +18,7 @@ from jstep.distributed import processes
 from jstep.loop.arguments import Options
 from jstep.stores import tagged_json
 from jstep.stores.files import is_directory
-from jstep.stores.urls import join_path, resolve_path, split_path
+from jstep.stores.urls import is_url, join_path, resolve_path, split_path
 
 PARENT = "parent"
 """The key, in a checkpoint's `extra`, in cards and in timelines, of the checkpoint that the run began from."""
@@ -83,8 +84,23 @@ def open_trunk(options: Options, saver: Saver | None, latest: int | None) -> Tru
     if saver is not None:
         with contextlib.suppress(FileNotFoundError):
             saver.extra()  # raises if the run has checkpoints, and the newest one is incomplete or corrupted
+        _refuse_remains(saver)
     reads, step, is_named = processes.on_all_processes(lambda: _trunk_at(path, prefix), _PROBLEM)
     return _trunk(options, reads, step, is_named) or _newest_of(options, reads)
+
+
+def _refuse_remains(saver: Saver) -> None:
+    """Refuse a run whose checkpoints have lost all of their files: it must not begin from another one again."""
+    remains = (
+        []
+        if is_url(saver.directory)
+        else [name for _, is_whole, name in entries(saver.directory, saver.prefix) if is_whole]
+    )
+    if remains:
+        raise CheckpointError(
+            f"{join_path(saver.directory, remains[0])} has no checkpoint, only its name, so this run began already; to "
+            "begin from start_from again, delete it"
+        )
 
 
 def _trunk(options: Options, reads: Saver, step: int, is_named: bool) -> Trunk | None:

@@ -52,14 +52,14 @@ from jstep.stores.compile_cache import persistent_cache
 from jstep.training.edited import warn_of_edits
 
 OBSERVERS: tuple[type[Observer], ...] = (
+    Progress,
     TimelineRecorder,
     Cards,
     StallWatch,
     Meters,
-    Progress,
 )
-"""The observers of a run, in the order in which they are called. If a line and its file are deleted, only the output of
-that observer is missing."""
+"""The observers of a run, in the order in which they are called; they exit in reverse order, so that `Progress` shows
+what the others log until then. If a line and its file are deleted, only the output of that observer is missing."""
 
 
 @shortens_tracebacks

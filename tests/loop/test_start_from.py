@@ -268,3 +268,12 @@ def test_a_branch_with_damaged_checkpoints_is_the_error_of_any_run(lost, tmp_pat
         lines = [line for line in caplog.messages if "is ignored" in line]
         assert len(lines) == len(set(lines))
     assert errors[0] == errors[1]
+
+
+def test_a_branch_whose_checkpoints_have_no_file_left_does_not_begin_again(tmp_path):
+    train(10, tmp_path / "trunk")
+    train(20, tmp_path / "branch", start_from=tmp_path / "trunk")
+    for path in [path for path in (tmp_path / "branch").glob("model-*/**/*") if path.is_file()]:
+        path.unlink()
+    with pytest.raises(jstep.CheckpointError, match="branch/model-20 has no checkpoint, only its name"):
+        train(30, tmp_path / "branch", start_from=tmp_path / "trunk")
