@@ -40,7 +40,7 @@ MAX_OPTIONS = 10_000
 """The options of a config; mappings that would be more are one value."""
 _MAX_DEPTH = 50
 _MAX_REPR = 1_000_000
-_MAX_WORK = 2_000_000
+_MAX_WORK, _WORK_OF_A_RECORD = 2_000_000, 10
 """The bound of a record, in values, which a list that has itself as an element many times would exceed."""
 _PAUSE_EVERY = 500
 SCALARS = frozenset((bool, int, float, str, type(None)))
@@ -141,7 +141,7 @@ def references(value: Any, deadline: float, above: tuple[int, ...] = ()) -> Any:
     with contextlib.suppress(Exception):
         if kind in _SEQUENCES:
             return kind(copies(list(value)) if kind in (list, tuple) else value)
-        if issubclass(kind, dict) and above and len(value) > _MAX_COPIED:
+        if issubclass(kind, dict) and len(value) > _MAX_COPIED:
             return Fields(value, dict.copy(value).items())
         if (fields := fields_of(value)) is not None:
             items = copies([item for _, item in fields.entries])
@@ -243,7 +243,7 @@ class Recorder:
     def record(self, name: str, value: Any) -> Any:
         """Return a value as JSON of at most some 1,000 characters, or NOT_RECORDED if it is or may be a secret."""
         kind = type(value)
-        self._is_shown = True
+        self._is_shown, self._left = True, self._left - _WORK_OF_A_RECORD
         try:
             found = self.json(value)
         except Exception:  # such as a list inside of itself

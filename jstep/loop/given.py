@@ -66,10 +66,13 @@ class Config(dict[str, Any]):
 
     def _convert(self, config: Any) -> None:
         recorder, of = Recorder(self._pause), _of(config)
-        entries: list[tuple[str, Any]] = []
+        entries, rest = list[tuple[str, Any]](), list[tuple[Any, Any]]()
         with contextlib.suppress(BaseException):  # its keys cannot be read
-            entries = [(recorder.key(key), item) for key, item in recorder.entries(config)]
-        entries, rest = entries[:MAX_OPTIONS], entries[MAX_OPTIONS:]
+            of_config = recorder.entries(config)
+            entries, rest = (
+                [(recorder.key(key), item) for key, item in of_config[:MAX_OPTIONS]],
+                of_config[MAX_OPTIONS:],
+            )
         self._parts = [
             [(name, recorder.record(name, item) if type(item) in SCALARS else NOT_READY)] for name, item in entries
         ]
@@ -87,7 +90,10 @@ class Config(dict[str, Any]):
             if count > MAX_OPTIONS and len(options) > 1:
                 self._parts[i] = [(name, summary(_of(item), len(options), options))]
         if rest:
-            others = ((name, recorder.record(name, _of(item))) for name, item in rest)
+            others = (
+                (recorder.key(key), item if type(item) in SCALARS else recorder.record("", _of(item)))
+                for key, item in rest
+            )
             self._parts.append([("…", summary(of, len(rest), others))])
         twice = self._publish()
         self._twice = None if recorder.has_edited_keys else twice
