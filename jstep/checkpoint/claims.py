@@ -147,7 +147,8 @@ def _is_claim(data: bytes) -> bool:
     """Return whether a file is a claim, perhaps torn, or is empty."""
     whole = data.strip(b"\0")
     is_torn = not whole.endswith(b"}") and b"\n" not in whole
-    return len(data) <= LARGEST_CLAIM and (is_torn or owner_in(whole).keys() >= {"host", "pid"})
+    names = owner_in(whole).keys()
+    return len(data) <= LARGEST_CLAIM and (is_torn or {"host", "pid"} <= names <= {"host", "space", "pid", "started"})
 
 
 def _lock(handle: int) -> bool:

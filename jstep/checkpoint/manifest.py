@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from jstep.core.checks import format_value
 from jstep.core.exceptions import Picklable
+from jstep.stores.timeline import decode_json
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
@@ -141,8 +142,9 @@ class Leaf(Recorded):
         array = _text_or_none(data.get("array", path))
         if array is None and (0 not in shape or math.prod(filter(None, shape)) >= _LARGEST):
             _refuse(f"{path!r:.50} of shape {shape!s:.50} has elements, and they are not stored")
-        others = (_text_or_none(data.get(name)) for name in _OPTIONAL)
-        return cls(path, keys, shape, dtype, _count(data["bytes"]), array, *others)
+        stored_as, key_impl = (None if data.get(name) is None else _word(data[name]) for name in _OPTIONAL[:2])
+        half = _text_or_none(data.get("half"))
+        return cls(path, keys, shape, dtype, _count(data["bytes"]), array, stored_as, key_impl, half)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +242,8 @@ def decode(data: bytes) -> Manifest:
     if not seal or tail != f'{zlib.crc32(body):08x}"\n}}\n'.encode():
         raise CheckpointError("its checksum differs: the file was truncated or changed")
     try:
-        loaded = json.loads(body + b"\n}")
+        if (loaded := decode_json(body + b"\n}")) is None:
+            raise ValueError("it is not JSON, or is nested too deeply")
         if loaded["format"] != FORMAT:
             raise UnsupportedFormatError(
                 f"format {format_value(loaded['format'], 50)}, written by jstep {_word(loaded['jstep'])}, but this "
@@ -257,6 +260,8 @@ def _checked(loaded: Mapping[str, Any]) -> Manifest:
     retention, files = dict(loaded["retention"]), dict(loaded["files"])
     for path, record in files.items():
         parts = _text(path).split("/")
+        if not path.isprintable():
+            _refuse(f"the file {path!r} has a name that jstep does not give")
         if path.startswith("/") or "\\" in path or "\0" in path or ".." in parts or "" in parts:
             _refuse(f"the file {path!r} is not below the checkpoint")
         _count(record["bytes"])

@@ -64,9 +64,12 @@ class _Found(NamedTuple):
     torn: int | None
 
 
+_MAX_BYTES = 2**31
+"""The maximum size of a file of rows, which is read as a whole."""
+
+
 def read_rows(path: str) -> _Found:
-    with files.open_regular(path) as file:
-        data = file.read()
+    data = files.read_small(path, _MAX_BYTES)
     rows: Rows = {}
     bad: dict[int, bytes] = {}
     foreign, before = None, -1
@@ -221,9 +224,13 @@ class HistoryFile:
             data = file.read(2**16) or b""
         try:
             found = json.loads(data)
-        except (ValueError, RecursionError):  # torn
-            return {}
-        return found if isinstance(found, dict) else {}
+        except (ValueError, RecursionError):
+            if b"}" not in data:
+                return {}  # torn
+            raise files.foreign_file(self._owner_path, f"is {data[:50]!r}") from None
+        if not isinstance(found, dict) or not found.keys() <= {"checkpoints", "saved"}:
+            raise files.foreign_file(self._owner_path, f"is {data[:50]!r}")
+        return found
 
     def _write_owner(self) -> None:
         with contextlib.suppress(OSError), self._open_owner() as file:  # a full disk: the rows are more important

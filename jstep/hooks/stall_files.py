@@ -3,6 +3,7 @@
 import functools
 import json
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +11,7 @@ from concurrent import futures
 from typing import Any
 
 from jstep.core.checks import format_value
-from jstep.stores.files import is_directory, names_in, read_small, remove_file, replace_file
+from jstep.stores.files import foreign_file, is_directory, names_in, read_small, remove_file, replace_file
 from jstep.stores.growing_files import seconds_since_write
 from jstep.stores.objects import Objects
 from jstep.stores.owners import is_alive, this_process
@@ -143,6 +144,9 @@ class StallFiles:
 
     `where` is None if nothing is to be written. `prefix` distinguishes runs that share a directory.
 
+    Raises:
+        ForeignFileError: The folder is a link, behind which are files of others.
+
     Attributes:
         reads: How often the others' files were read.
         shown: When the file was first written.
@@ -152,6 +156,8 @@ class StallFiles:
     def __init__(self, where: str | None, process: int, warn_secs: float, prefix: str = "model") -> None:
         self._where, self._process, self._prefix = absolute(where) if where else "", process, prefix
         self._folder = join_path(self._where, FOLDER)
+        if self._where and not is_url(self._where) and os.path.islink(self._folder):
+            raise foreign_file(self._folder, "is a link")
         self.period = 10.0 if is_url(where) else min(15.0, max(0.25, warn_secs / 4))
         self._job: Any = None
         self._begun, self._may_exist, self._has_warned = -self.period, True, False  # an earlier start may have left one

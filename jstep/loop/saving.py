@@ -127,7 +127,8 @@ def _notify_opened(options: Options, observers: Observers, saver: Saver | None, 
         for place in places:
             if not is_url(place):
                 remove_temporary(place)
-                remove_temporary(os.path.join(place, STALLS))
+                if not os.path.islink(stalls := os.path.join(place, STALLS)):
+                    remove_temporary(stalls)
     for observer in observers:
         observer.opened(saver, origin)
 

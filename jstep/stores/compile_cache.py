@@ -52,7 +52,7 @@ def persistent_cache(directory: str | None) -> Iterator[None]:
     The settings are global: while one run has a cache, all threads use it, and another run's directory is not used. The
     last of several overlapping runs restores the settings.
     """
-    if directory is None or not _is_writable(directory):
+    if directory is None or not _is_writable(directory) or _has_others(directory):
         yield
         return
     global _cache
@@ -96,6 +96,16 @@ def _entries(directory: str) -> set[str]:
     with contextlib.suppress(OSError):
         return {os.path.join(directory, name) for name in os.listdir(directory) if _ENTRY.fullmatch(name)}
     return set()
+
+
+def _has_others(directory: str) -> bool:
+    """Return whether an entry is not a regular file: JAX would wait for a FIFO."""
+    others = [path for path in _entries(directory) if os.path.exists(path) and not os.path.isfile(path)]
+    if others:
+        _logger.warning(
+            "compile_cache=%s: %s is not a regular file; the run compiles without a cache", directory, others[0]
+        )
+    return bool(others)
 
 
 def _remove_incomplete(entries: set[str]) -> None:

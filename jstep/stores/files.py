@@ -138,6 +138,8 @@ def open_own(path: str, beginning: bytes, *, append: bool = True, writable: bool
         _check_own(path, os.fstat(file.fileno()))
         file.seek(0)
         head = file.read(_BLOCK) or b""
+        while head and not head.strip(b"\0") and (more_nulls := file.read(_BLOCK)):
+            head = b"\0" + more_nulls
         first = head.lstrip(b"\0")[: len(beginning)]
         if not beginning.startswith(first) and not _is_hole(head, beginning):
             raise foreign_file(path, f"begins with {first!r}")
@@ -154,7 +156,7 @@ def _is_hole(head: bytes, beginning: bytes) -> bool:
 
 
 _BLOCK = 2**20
-"""The bytes at the beginning of a file among which are others than null characters, if there are any."""
+"""The bytes that are read at a time, until there are others than null characters."""
 
 
 def _check_own(path: str, found: os.stat_result) -> None:
