@@ -17,7 +17,7 @@ from _timing import Timer, report
 from bounds import BOUNDS
 
 import jstep
-from jstep.loop.in_flight import InFlight
+from jstep.hooks.in_flight import InFlight
 
 SIZE = 256
 

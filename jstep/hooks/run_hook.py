@@ -10,6 +10,7 @@ from jstep.core.stopwatch import HOOKS, Stopwatch
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.hooks.cadence import Cadence, HookSchedule
 from jstep.hooks.hook import Hook, Metrics
+from jstep.hooks.in_flight import InFlight
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.numbers import TransferQueue
 from jstep.hooks.told import HookNotifier
@@ -93,6 +94,10 @@ class RunInfo(Protocol):
 
     @property
     def watch(self) -> Stopwatch: ...
+
+    @property
+    def in_flight(self) -> InFlight:
+        """The calls that the device has not finished, and the step that it has; in a custom loop, of due steps."""
 
     @property
     def finite(self) -> FiniteCheck: ...
@@ -243,6 +248,7 @@ class CustomLoop:
     def __init__(self, hook: RunHook) -> None:
         self._hook, self._schedule = hook, HookSchedule(_CadenceOf(hook), 0)
         self.reports, self.watch, self.finite = ReportingContext(), Stopwatch(), FiniteCheck()
+        self.in_flight = InFlight()
         self.step = 0
         self.state: Any = None  # never set: the next step may donate it
         self.metrics: Any = None
@@ -252,12 +258,15 @@ class CustomLoop:
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
         if self.metrics is None or step <= self.step:  # the first step of this loop or of a new one
             self._schedule.reschedule_steps(step - 1)
+            self.in_flight.clear()
         self.step, self.metrics = step, metrics
         if self.reports.sums.is_wanted:
             self.reports.sums.add(step - 1, metrics)
         self._polled = [check for check in self._polled if check()]
         if not self._schedule.is_due(step):
             return True if self._stopped else None
+        self.in_flight.drop_finished()
+        self.in_flight.add(step - 1, step, state, metrics)
         try:
             return self._hook.when_due(step, state, metrics)
         finally:

@@ -2,13 +2,9 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from jstep import summary
-from jstep.core import trees
 from jstep.core.checks import as_number
 from jstep.core.stopwatch import STEPPING
 from jstep.hooks.cadence import UNSET, make_cadence
@@ -16,7 +12,6 @@ from jstep.hooks.hook import Clock, Metrics
 from jstep.hooks.run_hook import RunHook, check_writer
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import TrainState
-from jstep.training.metrics import LOSS
 
 TAG = "global_step/sec"
 _HISTORY = 1000
@@ -32,8 +27,6 @@ class _Count(NamedTuple):
     dispatched: Any
     """The meter's count."""
     examples: tuple[int, int]
-    markers: Sequence[Any] = ()
-    """Arrays that are ready when the device has finished it."""
 
 
 class _Figure(NamedTuple):
@@ -156,27 +149,29 @@ class StepCounterHook(RunHook):
         """Begin the first interval after the first call, which compiles."""
         self._since = self._count_at(self.run.step)
 
-    def _count_at(self, step: int, markers: Sequence[Any] = ()) -> _Count:
+    def _count_at(self, step: int) -> _Count:
         counted = None if self._meter is None else self._meter.steps()
-        return _Count(step, self._clock(), counted, self.run.reports.examples, markers)
+        return _Count(step, self._clock(), counted, self.run.reports.examples)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """End an interval; the measurement follows when the device has finished it."""
         if self._since is None:  # `begin` was not called
             self._begin_interval()
         is_pending = bool(self._unfinished)
-        self._unfinished.append(self._count_at(step, _markers(metrics)))
+        self._unfinished.append(self._count_at(step))
         if self.measure_finished() and not is_pending:
             self.run.poll(self, self.measure_finished)
 
     def measure_finished(self, *, wait: bool = False) -> bool:
         """Complete the measurements whose steps the device has finished; return whether others remain."""
+        flight = self.run.in_flight
         for count in tuple(self._unfinished) if wait else ():
             with self.run.watch.part(STEPPING):
-                jax.block_until_ready(count.markers)
+                flight.wait_for(count.step)
             self.measure_finished()
         before, finished = self._clock(), []
-        while self._unfinished and all(marker.is_ready() for marker in self._unfinished[0].markers):
+        flight.drop_finished()
+        while self._unfinished and self._unfinished[0].step <= flight.finished:
             finished.append(self._unfinished.popleft())
         if finished and self._since is not None:
             self._measure(finished, self._since, self._clock())
@@ -187,7 +182,7 @@ class StepCounterHook(RunHook):
     def _measure(self, finished: list[_Count], since: _Count, now: float) -> None:
         last = finished[-1]
         # Later steps finish after this time, so the next rate is not higher than the device's.
-        self._since = last._replace(since=max(last.since, self._unfinished_at), markers=())
+        self._since = last._replace(since=max(last.since, self._unfinished_at))
         if last.step <= since.step:
             return  # the first interval begins with it
         seconds = max(now - since.since, 1e-9)
@@ -204,15 +199,6 @@ class StepCounterHook(RunHook):
                 self._figures.append(_Figure(count.step, rate, examples, share))
                 for tag, value in values.items() if self._writer is not None else ():
                     self._writer.add_summary(summary.scalar(tag, value, collections=()), count.step)
-
-
-def _markers(metrics: Metrics) -> list[Any]:
-    """Arrays that are ready when a step is finished."""
-    loss = metrics.get(LOSS)
-    if isinstance(loss, jax.Array):
-        return [loss]
-    arrays = [value for value in jax.tree.leaves(dict(metrics)) if isinstance(value, jax.Array)]
-    return [trees.key_data(value) for value in arrays]  # a PRNG key itself has no is_ready
 
 
 def format_utilization(share: Any) -> list[str]:

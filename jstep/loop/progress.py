@@ -9,7 +9,6 @@ import os
 import sys
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +21,7 @@ from jstep.core.logs import Ticker, slow
 from jstep.hooks.cadence import Cadence
 from jstep.hooks.hook import Clock, Metrics, state_step
 from jstep.hooks.notebook import Below, NotebookBar, ShownLines
-from jstep.hooks.numbers import as_numbers, format_number, is_ready, scalars, sort_metrics, start_transfer
+from jstep.hooks.numbers import TransferQueue, as_numbers, begin_transfer, format_number, scalars, sort_metrics
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.speed import format_utilization
 from jstep.loop.run import Observer
@@ -113,7 +112,7 @@ class ProgressHook(RunHook):
 
     def begin(self, state: TrainState) -> None:
         super().begin(state)
-        self._pending: deque[tuple[int, dict[str, Any]]] = deque()
+        self._transfers = TransferQueue()
         self._names = frozenset({LOSS, *held_values(state.slots)})
         first = state_step(state)
         unknown = _is_of_no_size(self._file or sys.stderr)
@@ -163,25 +162,11 @@ class ProgressHook(RunHook):
             self.end(step, state)
             return
         numbers = self._numbers()
-        start_transfer(numbers.values())
-        self._pending.append((step, numbers))
-        finished = self._finished()
-        ready: dict[str, Any] = {}
-        while self._pending and self._pending[0][0] <= finished:
-            finished_numbers = self._pending.popleft()[1]
-            ready = finished_numbers if is_ready(finished_numbers.values()) else ready
-        if ready:
-            self._show(ready)
-        self._count(finished)
-
-    def _finished(self) -> int:
-        """Return the last step known to be finished, without waiting."""
-        flight = getattr(self.run, "in_flight", None)
-        if flight is not None:
-            flight.drop_finished()
-            return self._bar.n if flight.finished is None else int(flight.finished)
-        # In a custom loop: the last step whose numbers are ready.
-        return max((step for step, numbers in self._pending if is_ready(numbers.values())), default=self._bar.n)
+        transfer = begin_transfer(numbers.values(), lambda: numbers)
+        self._transfers.add(step, transfer, lambda _, ready: self._show(ready), self)
+        self._transfers.deliver_ready()
+        self.run.in_flight.drop_finished()
+        self._count(max(self.run.in_flight.finished, self._bar.n))
 
     def _count(self, step: int) -> None:
         self._stop_ticking()
@@ -192,7 +177,7 @@ class ProgressHook(RunHook):
 
     def end(self, step: int, state: TrainState) -> None:
         self._stop_ticking()
-        self._pending.clear()
+        self._transfers = TransferQueue()
         self._show(self._numbers())
         self._count(step)
         self._bar.refresh()

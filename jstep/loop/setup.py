@@ -13,6 +13,7 @@ from jstep.core.annotations import Tree
 from jstep.core.exceptions import context_manager
 from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING, Stopwatch
 from jstep.hooks.hook import Hook
+from jstep.hooks.in_flight import InFlight
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.numbers import TransferQueue
@@ -22,7 +23,6 @@ from jstep.loop.arguments import Options
 from jstep.loop.calls import Call
 from jstep.loop.compiler import StartTimes
 from jstep.loop.feeder import FetchCounter
-from jstep.loop.in_flight import InFlight
 from jstep.loop.signals import StopSignals
 from jstep.loop.stages import TrainSteps
 from jstep.state.train_state import TrainState

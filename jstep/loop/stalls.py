@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from jstep.core import threads, trees
+from jstep.core import threads
 from jstep.core.checks import as_number
 from jstep.core.secret_values import error_text
 from jstep.core.stopwatch import EVALUATING, FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
@@ -30,7 +30,7 @@ from jstep.hooks.hook import hook_name
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.stall_files import CALL, WITH_OTHERS, StallFiles, silent
 from jstep.loop.run import Observer, Run
-from jstep.loop.setup import BEGINNING, CLOSING, Calling, LoopState, Setup
+from jstep.loop.setup import BEGINNING, CLOSING, Calling, Setup
 from jstep.loop.stopping import save_while_it_hangs
 from jstep.stores.timeline import STALL
 
@@ -201,34 +201,6 @@ class _MainThread:
         return save_while_it_hangs(run)
 
 
-class _Device:
-    def __init__(self, loop: LoopState) -> None:
-        self._loop = loop
-        self._samples: list[tuple[int, Any]] = []  # steps, and one of their metrics
-        self._done, self._since = 0, 0.0  # the first step not known to be finished, and since when
-        self.per_step: list[float] = []
-
-    def current_wait(self) -> Wait | None:
-        """Return the calls up to the first sampled one that is not ready, or None."""
-        now, samples, done = time.monotonic(), self._samples, max(self._done, self._loop.first)
-        step, metrics = self._loop.step, self._loop.metrics
-        while samples and (samples[0][1].is_deleted() or samples[0][1].is_ready()):
-            self._done = samples.pop(0)[0] + 1
-        if self._done > done:
-            self.per_step = [*self.per_step[-63:], (now - self._since) / (self._done - done)]
-        if self._done > done or not samples:
-            self._done, self._since = max(self._done, done), now
-        wait = _call(self._done, samples[0][0]) if samples else None
-        leaves = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array) and not trees.is_key(leaf)]
-        if leaves and step > (samples[-1][0] + 1 if samples else self._done):
-            # The results of one program are ready together: the smallest one keeps no memory in use.
-            samples.append((step - 1, min(leaves, key=lambda leaf: leaf.size)))
-        return wait
-
-    def clear(self) -> None:
-        self._samples.clear()
-
-
 @dataclasses.dataclass(frozen=True)
 class _Process:
     index: int
@@ -250,7 +222,7 @@ class StallWatch(Observer):
         self._files = StallFiles(options.where, self._process.index, self._warn, options.checkpoint_prefix)
         self._over = threading.Event()
         self._thread = threads.Thread(target=self._watch, name="jstep-stalls", daemon=True)
-        self._main_thread, self._device = _MainThread(setup), _Device(setup.loop)
+        self._main_thread = _MainThread(setup)
         self._main_wait: Wait | None = None
         self._device_wait: Wait | None = None
         self._step, self._quiet = -1, 0.0  # how long the step has been unchanged
@@ -279,7 +251,6 @@ class StallWatch(Observer):
             return
         self._over.set()
         self._thread.join(timeout=10)
-        self._device.clear()
         self._end_wait(self._main_wait)
         self._end_wait(self._device_wait)
         failed = Wait("failed", f"leaving after {type(error).__name__}: {error_text(error)[:200]}", None)
@@ -301,7 +272,7 @@ class StallWatch(Observer):
     def _check(self, passed: float, idle: float) -> None:
         now, files, step = self._main_thread.current_wait(), self._files, self.setup.loop.step
         self._main_wait = self._update_wait(self._main_wait, now, passed, idle)
-        self._device_wait = self._update_wait(self._device_wait, self._device.current_wait(), passed, idle)
+        self._device_wait = self._update_wait(self._device_wait, self._wait_of_device(), passed, idle)
         self._quiet, self._step = self._quiet + passed if step == self._step else 0.0, step
         # A wait that may be for the device is a stall only if the device stalls.
         is_of_host = self._device_wait is None or now.kind in _OF_HOST
@@ -321,6 +292,10 @@ class StallWatch(Observer):
             _log_in_time(self._line(stall))
         if self._hook.exit_secs is not None and stall.age > self._hook.exit_secs:
             self._exit(stall)
+
+    def _wait_of_device(self) -> Wait | None:
+        unfinished = self.setup.in_flight.unfinished()
+        return None if unfinished is None else _call(unfinished[0], unfinished[1] - 1)
 
     def _update_wait(self, before: Wait | None, now: Wait | None, passed: float, idle: float) -> Wait | None:
         """Return the present wait: the previous one, now older, or a new one."""
@@ -367,7 +342,7 @@ class StallWatch(Observer):
         visits = watch.visits(WAITING) if wait.kind == _BATCH else watch.visits(STEPPING, after=WAITING)
         if wait is not self._device_wait:
             return statistics.median(visits) if visits else None
-        each = self._device.per_step
+        each = [*self.setup.in_flight.per_step]
         if not each and visits:
             each = [max(statistics.median(visits) / self._main_thread.steps_of_call(), *watch.lasted[FIRST_CALL])]
         return statistics.median(each) if each else None

@@ -291,7 +291,7 @@ def _take_steps(run: Run) -> bool:
                 signals.check()  # for a signal that arrived meanwhile
             runner.before()
             loop.take(run_call, call)
-            in_flight.add(loop.step, loop.state, loop.metrics)
+            in_flight.add(call.first, loop.step, loop.state, loop.metrics)
             is_over = runner.after(call.first)
             if signals.to_stop():
                 return True

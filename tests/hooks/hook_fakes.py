@@ -1,6 +1,7 @@
 """States, and fake clocks and writers, for tests of hooks."""
 
 import jax.numpy as jnp
+import numpy as np
 
 import jstep
 
@@ -15,6 +16,25 @@ class Clock:
 
     def __call__(self):
         return self.now
+
+
+class Marker:
+    """A result of a step, which is ready when the device has finished the step."""
+
+    def __init__(self, value=0.0):
+        self.value, self.ready, self.deleted = value, False, False
+        self.dtype, self.ndim = np.dtype("float32"), 0
+
+    def is_deleted(self):
+        return self.deleted
+
+    def is_ready(self):
+        assert not self.deleted, "a deleted array cannot be asked"
+        return self.ready
+
+    def block_until_ready(self):
+        self.ready = True
+        return self
 
 
 class Writer:

@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from hook_fakes import Marker
 
 import jstep
 from jstep.core import stopwatch
-from jstep.hooks import metric_sums, numbers, report, speed
+from jstep.hooks import in_flight, metric_sums, numbers, report
 
 OPTIMIZER = jstep.gradient_descent(0.1)
 HOOKS: dict[str, Callable[[], Any]] = {
@@ -20,13 +21,13 @@ HOOKS: dict[str, Callable[[], Any]] = {
 }
 
 
-class Marker:
-    """An array of a step that the device finishes when it is waited for."""
+class Result(Marker):
+    def __init__(self, device: "Device") -> None:
+        super().__init__()
+        self.device = device
 
-    is_finished = False
-
-    def is_ready(self) -> bool:
-        return self.is_finished
+    def block_until_ready(self) -> Any:
+        return self.device.waited(super().block_until_ready)
 
 
 class Device:
@@ -41,14 +42,13 @@ class Device:
         monkeypatch.setattr(metric_sums.Interval, "is_ready", lambda interval: False)
         monkeypatch.setattr(metric_sums.Interval, "totals", property(lambda interval: self.waited(totals, interval)))
         monkeypatch.setattr(report, "read_values", lambda values: self.waited(read, values))
-        monkeypatch.setattr(speed, "_markers", lambda metrics: [Marker()])
+        monkeypatch.setattr(in_flight, "_result", lambda state, metrics: Result(self))
+        monkeypatch.setattr(in_flight, "_MIN_CALLS", 99)  # the loop waits for none
         monkeypatch.setattr(jax, "block_until_ready", lambda tree: self.waited(wait_for, tree))
 
-    def waited(self, function: Any, given: Any) -> Any:
+    def waited(self, function: Any, *given: Any) -> Any:
         self.now, self.waits = self.now + 1.0, self.waits + 1
-        for one in given if isinstance(given, list) else ():
-            one.is_finished = True
-        return None if isinstance(given, list) else function(given)
+        return function(*given)
 
 
 @pytest.mark.thorough

@@ -5,14 +5,13 @@ import signal
 import threading
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from hook_fakes import Clock, state_at
+from hook_fakes import Clock, Marker, state_at
 from waiting import wait_until
 
 import jstep
 from jstep.core import logs
-from jstep.hooks import numbers
+from jstep.hooks import in_flight, numbers
 from jstep.loop import progress
 
 
@@ -22,17 +21,10 @@ class Terminal(io.StringIO):
         return self.getvalue()
 
 
-class Later:
-    """A metric that is on the device until it is marked ready; reading it before is a wait."""
-
-    def __init__(self, value):
-        self.value, self.ready, self.dtype, self.ndim = value, False, np.dtype("float32"), 0
-
-
 def test_progress_counts_finished_steps_and_waits_for_none(monkeypatch):
     pytest.importorskip("tqdm")
-    monkeypatch.setattr(progress, "is_ready", lambda values: all(value.ready for value in values))
-    monkeypatch.setattr(progress, "start_transfer", lambda values: None)
+    monkeypatch.setattr(numbers, "is_ready", lambda values: all(value.ready for value in values))
+    monkeypatch.setattr(in_flight, "_result", lambda state, metrics: metrics["loss"])
     read = []
     monkeypatch.setattr(
         numbers, "read_values", lambda values: read.append(values) or {k: v.value for k, v in values.items()}
@@ -40,7 +32,7 @@ def test_progress_counts_finished_steps_and_waits_for_none(monkeypatch):
     file = Terminal()
     hook = jstep.ProgressHook(last_step=100, every_n_secs=0, file=file, clock=Clock())
     hook.begin(state_at(10))
-    values = {step: Later(step) for step in range(11, 21)}
+    values = {step: Marker(step) for step in range(11, 21)}
     counts = []
     for step in range(11, 21):
         if step >= 14:

@@ -2,28 +2,13 @@
 
 import logging
 
-import jax
 import jax.numpy as jnp
 import pytest
-from hook_fakes import Clock, state_at
+from hook_fakes import Clock, Marker, state_at
 from hooked_runs import train
 
 import jstep
-from jstep.hooks import speed
-
-
-class Marker:
-    """A result of a step, which is ready when the device has finished the step."""
-
-    def __init__(self):
-        self.ready = False
-
-    def is_ready(self):
-        return self.ready
-
-    def block_until_ready(self):
-        self.ready = True
-        return self
+from jstep.hooks import in_flight
 
 
 class PointRecorder:
@@ -36,7 +21,7 @@ class PointRecorder:
 
 @pytest.fixture
 def hook_clock_and_writer(monkeypatch):
-    monkeypatch.setattr(speed, "_markers", lambda metrics: [metrics["loss"]] if "loss" in metrics else [])
+    monkeypatch.setattr(in_flight, "_result", lambda state, metrics: metrics["loss"] if metrics else state)
     clock, writer = Clock(), PointRecorder()
     hook = jstep.StepCounterHook(every_n_steps=10, summary_writer=writer, clock=clock)
     hook.begin(state_at())
@@ -101,6 +86,23 @@ def test_without_begin_the_first_interval_begins_when_its_first_step_is_finished
     assert [step for step, _ in writer.points] == [20]
 
 
+def test_a_donated_metric_tells_nothing(hook_clock_and_writer):
+    hook, clock, writer = hook_clock_and_writer
+    markers = {step: Marker() for step in (1, 10, 20)}
+    hook.run.rows = None
+    drive(hook, 1, {"loss": markers[1]})
+    drive(hook, 10, {"loss": markers[10]})
+    markers[10].deleted = True
+    clock.now += 5
+    drive(hook, 11, {})
+    assert hook.steps_per_sec is None
+    clock.now += 5
+    markers[20].ready = True
+    hook.after_step(20, markers[20], {})  # a copy of the state's step
+    assert hook.steps_per_sec == pytest.approx(1.9)
+    assert [step for step, _ in writer.points] == [10, 20]
+
+
 def test_a_custom_counter_replaces_the_stock_one(tmp_path, caplog):
     """It writes to the logdir of `train`, and log lines contain its rate."""
     pytest.importorskip("tensorboard")
@@ -133,12 +135,3 @@ def test_examples_per_sec_of_batches_of_many_shapes():
         assert examples == pytest.approx(6 * steps)
         assert rate((jnp.ones((6, 2)), jnp.ones(5)), steps_per_call=steps_per_call)[0] is None
         assert rate(jnp.float32(1), steps_per_call=steps_per_call)[0] is None
-
-
-def test_what_is_ready_when_a_step_is_finished():
-    loss, key = jnp.ones(2), jax.random.key(0)
-    (marker,) = speed._markers({"loss": loss, "other": key})
-    assert marker is loss
-    first, second = speed._markers({"loss": 1.0, "a": loss, "b": {"n": 3, "key": key}})
-    assert first is loss
-    assert second.tolist() == jax.random.key_data(key).tolist()

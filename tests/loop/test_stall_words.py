@@ -4,13 +4,12 @@ import dataclasses
 import types
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 import jstep
 from jstep.core.stopwatch import FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
 from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, TRACING
+from jstep.hooks.in_flight import InFlight
 from jstep.loop import stalls
 from jstep.loop.setup import BEGINNING, CLOSING, RUNNING
 from jstep.loop.stalls import StallWatch, Wait
@@ -31,7 +30,7 @@ def run_of(*, loop: Any = None, **more: Any) -> Any:
         "watch": types.SimpleNamespace(
             current=STEPPING, lasted={FIRST_CALL: [], SAVING: []}, visits=lambda *_, **__: []
         ),
-        "dispatch": dispatch_of(),
+        "dispatch": dispatch_of(), "in_flight": InFlight(),
     }  # fmt: skip
     run = types.SimpleNamespace(**fields | more)
     run.step = run.loop.step
@@ -46,14 +45,13 @@ def dispatch_of(*, begun: Any = (), unfinished: float = 0, locked: bool = False)
 
 def watch_of(run: Any, *, warn: float = 2.0, process: int = 0, count: int = 3, **more: Any) -> StallWatch:
     """A watch of a stand-in for a run, without a thread."""
-    watch, main, device = (object.__new__(one) for one in (StallWatch, stalls._MainThread, stalls._Device))
+    watch, main = (object.__new__(one) for one in (StallWatch, stalls._MainThread))
     files = types.SimpleNamespace(others=[], shown=None, period=1.0, finish=lambda fields: None)
     named = types.SimpleNamespace(index=process, count=count, name="process 0 of 3")
     vars(main).update({"_setup": run, "_run": run, "ident": 1, "caller": None})
-    vars(device).update({"_loop": run.loop, "_samples": [], "_done": 0, "_since": 0.0, "per_step": []})
     fields = {
         "setup": run, "_hook": jstep.StallHook(warn_secs=warn), "_process": named, "_survived": {},
-        "_device_wait": None, "_main_wait": None, "_files": files, "_main_thread": main, "_device": device,
+        "_device_wait": None, "_main_wait": None, "_files": files, "_main_thread": main,
         "_step": 5, "_quiet": 0.0,
     }  # fmt: skip
     vars(watch).update(fields | more)
@@ -174,54 +172,20 @@ def test_the_seconds_that_a_thing_usually_takes() -> None:
     assert watch._usual(device) == 2.0  # half of a call of two steps
     run.watch.lasted[FIRST_CALL] = [3.0]
     assert watch._usual(device) == 3.0
-    watch._device.per_step = [0.5, 0.7, 0.6]
+    run.in_flight.per_step.extend([0.5, 0.7, 0.6])
     assert watch._usual(device) == 0.6
-    watch._device.per_step, visits[STEPPING, WAITING] = [], []
+    run.in_flight.per_step.clear()
+    visits[STEPPING, WAITING] = []
     assert watch._usual(device) is None
 
 
-class Result:
-    """A result of a call, which the device has or has not."""
-
-    def __init__(self) -> None:
-        self.ready = self.deleted = False
-
-    def is_ready(self) -> bool:
-        assert not self.deleted, "a deleted array cannot be asked"
-        return self.ready
-
-    def is_deleted(self) -> bool:
-        return self.deleted
-
-
-def test_the_calls_that_the_device_has_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [10.0]
-    monkeypatch.setattr(stalls.time, "monotonic", lambda: now[0])
-    key, small, large = jax.random.key(0), jnp.ones(2), jnp.ones(3)
-    run = run_of(loop={"metrics": {"text": "a", "key": key, "large": large, "small": small}})
-    loop, device = run.loop, watch_of(run)._device
-    assert device.current_wait() is None
-    assert [(step, one is small) for step, one in device._samples] == [(4, True)]  # the smallest, and not the key
-    device.current_wait()
-    assert len(device._samples) == 0  # it was ready
-    first, second = Result(), Result()
-    device._samples, device._done, device.per_step, now[0] = [(4, first), (6, second)], 2, [], 12.0
-    device._since, loop.step = 10.0, 7
-    wait = device.current_wait()
+def test_the_call_that_the_device_has_not_finished() -> None:
+    watch = watch_of(run_of())
+    assert watch._wait_of_device() is None
+    watch.setup.in_flight.unfinished = lambda: (2, 5)  # type: ignore[method-assign]
+    wait = watch._wait_of_device()
+    assert wait is not None
     assert (wait.what, wait.steps) == ("in a call of steps 2 to 4", (2, 4))
-    assert len(device._samples) == 2  # the newest step is known already
-    first.ready, now[0] = True, 16.0
-    wait = device.current_wait()
-    assert (wait.what, wait.steps) == ("in a call of steps 5 to 6", (5, 6))
-    assert device.per_step == [2.0]  # three steps in six seconds
-    second.deleted, loop.step, now[0] = True, 8, 18.0
-    assert device.current_wait() is None
-    assert device.per_step == [2.0, 1.0]
-    assert [step for step, _ in device._samples] == [7]
-    loop.metrics = {}
-    device.clear()
-    assert device.current_wait() is None
-    assert not device._samples
 
 
 def looked(
@@ -241,7 +205,7 @@ def looked(
     files.exchange = lambda fields, read, at_once=False: exchanged.append((fields and fields(), read, at_once))
     stand_ins = {
         "_main_thread": types.SimpleNamespace(current_wait=lambda: Wait("batch", "waiting for batch 6", "key")),
-        "_device": types.SimpleNamespace(current_wait=lambda: None),
+        "_wait_of_device": lambda: None,
         "_line": lambda wait: f"line at {wait.age:g}",
         "_exit": lambda wait: says.append(f"exit at {wait.age:g}"),
         "_fields": lambda wait, stall=True: (wait.age, stall),

@@ -1,4 +1,4 @@
-"""Limits the calls in flight to about one second of work, and at least two."""
+"""The calls in flight: the step that the device has finished, and a limit of about one second of work."""
 
 import contextlib
 import math
@@ -19,45 +19,58 @@ _SECONDS, _MIN_CALLS = 1.0, 2
 """The seconds of work that may be unfinished, and the number of calls that always may be."""
 _SHARE = 0.3
 """The weight of the newest observation in the average duration of a call."""
+_LATEST = 64
+"""The number of latest durations that are kept."""
 
 
 class InFlight:
     """The calls that the device has not finished.
 
     At most max(2, calls that take one second) may be unfinished, so that a stop need not wait for more, and few batches
-    occupy the device. JAX itself dispatches dozens.
+    occupy the device. JAX itself dispatches dozens. One thread adds calls; any thread may ask for the `unfinished` one.
+
+    Attributes:
+        finished: The step after the last call known to have finished; 0 before.
+        per_step: The latest durations of calls, in seconds per step.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.finished: int | None = None  # the step after the last call known to have finished
-        self._calls: deque[tuple[Any, int]] = deque()  # an array that is ready with a call, and the step after it
+        self.finished = 0
+        self.per_step: deque[float] = deque(maxlen=_LATEST)
+        # An array that is ready with a call, and the steps before and after it.
+        self._calls: deque[tuple[Any, int, int]] = deque()
         self._clock = clock
+        self._seen = 0, 0.0  # the latest step that another thread saw finished, and when
         self._busy_since = 0.0  # when the device began its current call, as far as known
         self._each: float | None = None  # the duration of a call in seconds
         self.max_calls = _MIN_CALLS
         self._are_donated = False  # whether metrics are donated to later calls
 
-    def add(self, step: int, state: Tree, metrics: Any) -> None:
+    def add(self, first: int, step: int, state: Tree, metrics: Any) -> None:
+        """Add a call of the steps first → step."""
         if not self._calls:
             self._busy_since = self._clock()
-        self._calls.append((_result(state, None if self._are_donated else metrics), step))
+        self._calls.append((_result(state, None if self._are_donated else metrics), first, step))
 
     def drop_finished(self) -> None:
         """Drop the finished calls, without waiting."""
-        done = 0
+        done = steps = 0
         while self._calls:
-            result, step = self._calls[0]
+            result, first, step = self._calls[0]
             if result.is_deleted():  # for example a metric that is an array of the state: no information
                 self._are_donated = True
             elif result.is_ready():
-                self.finished, done = step, done + 1
+                self.finished, done, steps = step, done + 1, steps + step - first
             else:
                 break
             self._calls.popleft()
         if not done:
             return
-        now = self._clock()
-        new = (now - self._busy_since) / done
+        step, at = self._seen
+        now = self._clock() if step < self.finished else max(at, self._busy_since)
+        seconds = now - self._busy_since
+        new = seconds / done
+        self.per_step.append(seconds / steps)
         self._each = new if self._each is None else self._each + _SHARE * (new - self._each)
         self.max_calls = _MIN_CALLS if not self._each else max(_MIN_CALLS, math.ceil(_SECONDS / self._each))
         self._busy_since = now
@@ -66,17 +79,37 @@ class InFlight:
         """Wait until another call may be dispatched. Errors of calls are left to their results."""
         self.drop_finished()
         while len(self._calls) >= self.max_calls:
-            result, _ = self._calls[0]
-            with contextlib.suppress(Exception):
-                result.block_until_ready()
-            self.drop_finished()
+            self._wait_for_one()
+
+    def wait_for(self, step: int) -> None:
+        """Wait until the device has finished a step."""
+        self.drop_finished()
+        while self._calls and self.finished < step:
+            self._wait_for_one()
+
+    def _wait_for_one(self) -> None:
+        with contextlib.suppress(Exception):
+            self._calls[0][0].block_until_ready()
+        self.drop_finished()
+
+    def unfinished(self) -> tuple[int, int] | None:
+        """Return the steps before and after the first call that is not finished; may be called in any thread."""
+        for result, first, step in tuple(self._calls):  # the loop's thread changes them
+            if result.is_deleted():
+                continue
+            if not result.is_ready():
+                return first, step
+            if step > self._seen[0]:
+                self._seen = step, self._clock()
+        return None
 
     def clear(self) -> None:
         self._calls.clear()
+        self.finished, self._seen = 0, (0, 0.0)
 
 
 def _result(state: Tree, metrics: Any) -> Any:
-    """Return a small array that no later call donates: the loss, another metric, or a copy of the step."""
+    """Return a small array that no later call donates: the loss, another metric, or a copy of the state's step."""
     loss = metrics.get(LOSS) if isinstance(metrics, Mapping) else None
     if isinstance(loss, jax.Array):
         return loss
@@ -84,4 +117,4 @@ def _result(state: Tree, metrics: Any) -> Any:
     if arrays:
         return min(arrays, key=lambda leaf: leaf.size)
     with internal_transfers():
-        return jnp.copy(state.global_step)
+        return jnp.copy(getattr(state, "global_step", 0))

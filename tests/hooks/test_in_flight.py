@@ -1,18 +1,20 @@
-"""A call is handed to the device only while fewer than max(2, calls of one second) are unfinished."""
+"""The calls that the device has not finished, of which there are fewer than max(2, calls of one second)."""
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from loop_runs import OPTIMIZER, train
+from hook_fakes import Marker
+from hooked_runs import OPTIMIZER, train
 
 import jstep
-from jstep.loop import in_flight
-from jstep.loop.in_flight import InFlight
+from jstep.hooks import in_flight
+from jstep.hooks.in_flight import InFlight
 
 
 class Device:
@@ -50,7 +52,7 @@ def most_ahead(device: Device, host: float, calls: int, monkeypatch: pytest.Monk
     for step in range(calls):
         flight.make_room()
         ahead.append(len(flight._calls))
-        flight.add(step + 1, None, device.call())
+        flight.add(step, step + 1, None, device.call())
         device.now += host
     return ahead
 
@@ -81,9 +83,9 @@ def test_what_is_waited_for(kind: str) -> None:
         "nothing": {},
     }[kind]
     flight = InFlight()
-    flight.add(7, state, metrics)
+    flight.add(6, 7, state, metrics)
     jax.tree.map(lambda x: x.delete(), state)  # the next call donates it
-    ((result, _),) = flight._calls
+    ((result, *_),) = flight._calls
     assert result.size == {"loss": 1, "array": 2, "number": 1, "nothing": 1}[kind]
     jax.block_until_ready(result)
     flight.drop_finished()
@@ -94,18 +96,66 @@ def test_a_metric_that_the_next_call_donates() -> None:
     """It tells nothing; from then on, a copy of the step does."""
     state = jstep.TrainState.create({"w": jnp.zeros(2)}, OPTIMIZER)
     flight = InFlight()
-    flight.add(7, state, {"n": state.global_step})
+    flight.add(6, 7, state, {"n": state.global_step})
     next_state = jax.tree.map(jnp.copy, state)
     jax.tree.map(lambda x: x.delete(), state)
     flight.drop_finished()
-    assert flight.finished is None
+    assert flight.finished == 0
     assert flight._each is None
-    flight.add(8, next_state, {"n": next_state.global_step})
+    flight.add(7, 8, next_state, {"n": next_state.global_step})
     jax.tree.map(lambda x: x.delete(), next_state)
-    ((result, _),) = flight._calls
+    ((result, *_),) = flight._calls
     jax.block_until_ready(result)
     flight.drop_finished()
     assert flight.finished == 8
+
+
+def flight_of(monkeypatch: pytest.MonkeyPatch, *steps: int) -> tuple[InFlight, list[Marker], list[float]]:
+    """Calls that begin at step 2 and end at the given ones, their results, and the time."""
+    monkeypatch.setattr(in_flight, "_result", lambda state, metrics: metrics)
+    now, results = [10.0], [Marker() for _ in steps]
+    flight = InFlight(lambda: now[0])
+    for first, step, result in zip([2, *steps], steps, results, strict=False):
+        flight.add(first, step, None, result)
+    return flight, results, now
+
+
+def test_another_thread_sees_which_call_is_unfinished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And when others finished, of which the loop's thread learns later."""
+    flight, (first, second, third), now = flight_of(monkeypatch, 5, 7, 8)
+    found: list[Any] = []
+
+    def look() -> Any:
+        thread = threading.Thread(target=lambda: found.append(flight.unfinished()))
+        thread.start()
+        thread.join()
+        return found[-1]
+
+    assert look() == (2, 5)
+    first.ready, now[0] = True, 16.0
+    assert look() == (5, 7)
+    now[0] = 17.0
+    assert look() == (5, 7)
+    assert (flight.finished, [*flight.per_step]) == (0, [])
+    now[0] = 90.0  # the loop was in an evaluation
+    flight.drop_finished()
+    assert (flight.finished, [*flight.per_step]) == (5, [2.0])  # three steps in six seconds
+    second.deleted = True  # donated: nothing is known of it
+    assert look() == (7, 8)
+    third.ready, now[0] = True, 100.0
+    flight.drop_finished()
+    assert (flight.finished, flight.per_step[-1]) == (8, 84.0)  # of steps that are known to have finished
+    assert look() is None
+
+
+def test_a_wait_for_a_step_waits_for_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    flight, results, _ = flight_of(monkeypatch, 5, 7, 8)
+    flight.wait_for(6)
+    assert (flight.finished, [result.ready for result in results]) == (7, [True, True, False])
+    flight.wait_for(9)  # no call makes it
+    assert flight.finished == 8
+    flight.clear()
+    assert (flight.finished, flight.unfinished()) == (0, None)
 
 
 @pytest.mark.thorough
@@ -123,5 +173,5 @@ def test_a_signal_while_the_loop_waits_for_the_device(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(InFlight, "make_room", make_room)
     with pytest.raises(jstep.Preempted, match="after step 5, which is saved"):
-        train(50, checkpoint_dir=tmp_path)
+        train(50, [], checkpoint_dir=tmp_path)
     assert jstep.Saver(tmp_path).all_steps() == [5]
