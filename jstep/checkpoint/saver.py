@@ -442,12 +442,12 @@ class Saver:
             self._flushes.remove(flush)
 
     @contextlib.contextmanager
-    def knowing(self, finite: bool, temporary_secs: float | None = None) -> Iterator[None]:
+    def knowing(self, finite: bool | None, temporary_secs: float | None = None) -> Iterator[None]:
         """A context for saves of parameters that the caller has checked for values that are not finite.
 
         Args:
-            finite: Whether the checkpoint records them as finite. In a run, parameters that were not finite when it
-                began count as finite.
+            finite: Whether the checkpoint records them as finite; None to check them in the save. In a run, parameters
+                that were not finite when it began count as finite.
             temporary_secs: If saved within this many seconds of the last permanent checkpoint, the checkpoint is
                 temporary: the next save replaces it, and no limit counts it. None if it is permanent.
         """

@@ -1,6 +1,5 @@
 """The hook that saves checkpoints at intervals, and at the end."""
 
-import contextlib
 import os
 import time
 import weakref
@@ -102,16 +101,11 @@ class CheckpointSaverHook(RunHook):
             check_step(step, state)
             if self._directory is not None and self._is_closed:  # at the end of an earlier run
                 self.saver, self._is_closed = Saver(self._directory), False
-            nonfinite = self.run.finite.error
-            if nonfinite is not None and not self.saver.allow_nonfinite:
-                raise nonfinite
+            is_finite = self.run.require_finite(step, self.saver)
             self._about_to_save(step)
             extra = self._extra() if self._extra else None
             self.saver.set_listener(self.run.reports.notifier)
-            # In `train`, a hook checks the parameters; in a custom loop, none does.
-            has_looked = self.run.finite.at_start is not None
-            content = self.saver.knowing(nonfinite is None, self._temporary_secs)
-            with internal_transfers(), content if has_looked else contextlib.nullcontext():
+            with internal_transfers(), self.saver.knowing(is_finite, self._temporary_secs):
                 self.saver.save(state, extra=extra)
             self.mark_saved(step, state)
         if wait and not self._is_closed:

@@ -1,82 +1,21 @@
-"""Hooks that end a run at a non-finite loss, or before it saves non-finite parameters."""
+"""The hook that ends a run at a non-finite loss."""
 
 import contextlib
 import logging
 
 import jax
 
-from jstep.checkpoint.names import checkpoint_name
 from jstep.core.checks import as_bool, as_int
 from jstep.core.stopwatch import STEPPING
-from jstep.distributed import processes
 from jstep.hooks.cadence import make_cadence
 from jstep.hooks.hook import Metrics, hook_name, state_step
 from jstep.hooks.metric_sums import BadStep, HostSums, Interval
 from jstep.hooks.run_hook import RunHook, RunInfo
-from jstep.state.contents import NAN, NanLossDuringTrainingError, StateContents, briefly, in_words
+from jstep.state.contents import NAN, NanLossDuringTrainingError, StateContents, briefly
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import GRAD_NORM, LOSS
 
 _logger = logging.getLogger("jstep")
-
-# End runs before they save parameters that are not finite.
-
-
-def nonfinite_params(run: RunInfo) -> dict[str, int]:
-    """Wait for the contents of the parameters that became NaN or infinite since the run began."""
-    return StateContents(run.state, params_only=True).worse_since(run.finite.at_start)[0]
-
-
-class NonfiniteParametersHook(RunHook):
-    """Ends runs that save without a `NanLossHook` before they save parameters that are not finite.
-
-    A finite loss can have a non-finite gradient, which only a later loss would show, when every finite checkpoint may
-    be gone. Infinities that a run begins with, such as in a mask, do not count.
-    """
-
-    def begin(self, state: TrainState) -> None:
-        super().begin(state)
-        self.run.poll(self, self._check_start)
-        self.run.finite.set_start(StateContents(state, params_only=True))
-        self._checked = state_step(state)
-
-    def _check_start(self, *, wait: bool = False) -> None:
-        """Warn of restored parameters, now that the device is busy with the first step."""
-        start, saver = self.run.finite.at_start, self.run.saver
-        if start is None or saver is None or saver.allow_nonfinite or self.run.restored is None:
-            return
-        if bad := start.with_nan():
-            _logger.warning(
-                "The restored %s has parameters that are NaN: %s. Delete all checkpoints with NaN (python -m jstep "
-                "inspect shows them); the run then resumes from the newest of the others.",
-                checkpoint_name(saver.prefix, self.run.restored),
-                briefly(bad),
-            )
-
-    def before_save(self, step: int) -> None:
-        """Check the parameters to be saved; waits for the device, as the save does.
-
-        Each hook that saves then raises the error, or saves them, according to its Saver.
-        """
-        bad = nonfinite_params(self.run)
-        # All processes end here together: one that left alone would leave the others waiting in their save.
-        if not processes.any_process(bool(bad)):
-            self.run.finite.set_error(None)
-            self._checked = step
-            return
-        where = in_words(bad) or "those of another process"
-        error = NanLossDuringTrainingError(
-            f"the parameters are not finite at step {step}, where a checkpoint is due, which is not saved: {where}. "
-            f"The cause is one of the updates {self._checked} → {step}. A restart meets the same batch: "
-            "jstep.NanLossHook() among the hooks names its batch N, and data.skip(N, N + 1) leaves it out of "
-            "jstep.batches; or jstep.skip_nonfinite skips such updates. To save such parameters, as those of a "
-            "population with a diverged member, give checkpoint_dir=jstep.Saver(directory, allow_nonfinite=True).",
-            step,
-        )
-        self.run.finite.set_error(error)
-
-
-# Stop training on a NaN or infinite loss.
 
 
 class NanLossHook(RunHook):
@@ -112,15 +51,15 @@ class NanLossHook(RunHook):
         if max_skipped_steps is not None:
             max_skipped_steps = as_int(max_skipped_steps, "max_skipped_steps", 1, "a number of steps")
         self.max_skipped_steps = max_skipped_steps
-        self._reset(None)
+        self._reset()
 
-    def _reset(self, state: TrainState | None) -> None:
+    def _reset(self, at_start: StateContents | None = None) -> None:
         self._held: Interval | None = None
         self._bad = self._over = False
         self._gradient: int | None = None
         self._has_norm = self._has_warned_of_slots = False
         self._nan_at_start: list[str] | None = None
-        self._at_start = None if state is None else StateContents(state)
+        self._at_start = at_start
 
     def use_run(self, run: RunInfo) -> None:
         super().use_run(run)
@@ -128,14 +67,13 @@ class NanLossHook(RunHook):
 
     def begin(self, state: TrainState) -> None:
         super().begin(state)
-        self._reset(state)
-        self.run.finite.set_start(self._at_start)
+        self._reset(self.run.at_start or StateContents(state))
         self._began = self._checked = state_step(state)
         self.run.poll(self, self._require_loss)
 
     def close(self) -> None:
         super().close()
-        self._reset(None)
+        self._reset()
 
     def _require_loss(self, *, wait: bool = False) -> None:
         """Reject, after the first call, metrics without a loss."""
@@ -173,7 +111,7 @@ class NanLossHook(RunHook):
         if self._nan_at_start and (self._has_only_skipped(totals) if bad is None else bad.step <= self._began + 2):
             self._bad = True
             step, what = (self._began + 1, "every update was skipped") if bad is None else (bad.step, _loss(bad))
-            self._stop(f"{self._about_start()} Since then, {what}.", step)
+            self._stop(f"{about_start(self._nan_at_start, self._began)} Since then, {what}.", step)
         elif bad is not None and (over is None or bad.step <= over):
             # Set before raising, so that the state is not saved when the run fails.
             self._bad = True
@@ -230,14 +168,7 @@ class NanLossHook(RunHook):
             return
         self._nan_at_start = self._at_start.with_nan()
         if self._nan_at_start:
-            _logger.warning("NanLossHook: %s", self._about_start())
-
-    def _about_start(self) -> str:
-        return (
-            f"{briefly(self._nan_at_start or [])} contained NaN when this run began, at step {self._began}. If it "
-            "resumed from a checkpoint, delete all that contain NaN (python -m jstep inspect shows it for each leaf); "
-            "the run then resumes from the newest of the others."
-        )
+            _logger.warning("NanLossHook: %s", about_start(self._nan_at_start, self._began))
 
     def _stop(self, message: str, step: int) -> None:
         if self._fail:
@@ -249,6 +180,14 @@ class NanLossHook(RunHook):
 def _check_loss(metrics: Metrics) -> None:
     if LOSS not in metrics:
         raise ValueError(f"NanLossHook: the metrics hold no 'loss', only {sorted(metrics)}")
+
+
+def about_start(with_nan: list[str], step: int) -> str:
+    return (
+        f"{briefly(with_nan)} contained NaN when this run began, at step {step}. If it resumed from a checkpoint, "
+        "delete all that contain NaN (python -m jstep inspect shows it for each leaf); the run then resumes from the "
+        "newest of the others."
+    )
 
 
 def _loss(bad: BadStep) -> str:

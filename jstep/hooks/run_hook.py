@@ -66,23 +66,6 @@ class ReportingContext:
         self.examples = (counted, unknown + steps) if rows is None else (counted + steps * rows, unknown)
 
 
-@dataclasses.dataclass
-class FiniteCheck:
-    """The check of the parameters before each save.
-
-    `at_start` is None if no hook checks them. `error` is set if parameters have become NaN or infinite since.
-    """
-
-    at_start: StateContents | None = None
-    error: Exception | None = None
-
-    def set_start(self, contents: StateContents | None) -> None:
-        self.at_start = contents
-
-    def set_error(self, error: Exception | None) -> None:
-        self.error = error
-
-
 # The run.
 
 
@@ -100,7 +83,8 @@ class RunInfo(Protocol):
         """The calls that the device has not finished, and the step that it has; in a custom loop, of due steps."""
 
     @property
-    def finite(self) -> FiniteCheck: ...
+    def at_start(self) -> StateContents | None:
+        """The contents of the state when the run began; None if nothing checks it, as in a custom loop."""
 
     @property
     def saver(self) -> Saver | None: ...
@@ -155,6 +139,12 @@ class RunInfo(Protocol):
 
     def before_save(self, step: int) -> bool:
         """Called before each save; if it returns True, nothing must be saved."""
+
+    def require_finite(self, step: int, saver: Saver) -> bool | None:
+        """Return whether the parameters to be saved are finite; None if that is not known, as in a custom loop.
+
+        Raise an error if they became NaN or infinite since the run began, unless the `Saver` allows it.
+        """
 
     def before_off_cadence(self) -> None:
         """Called before work that is done only because the run ends here, such as an evaluation that is not due.
@@ -242,13 +232,12 @@ class RunHook(Hook):
 class CustomLoop:
     """The stand-in run of a hook in a custom loop, which calls it after every update."""
 
-    is_over, is_new_branch, restored, saver, last_step = False, False, None, None, None
+    is_over, is_new_branch, restored, saver, last_step, at_start = False, False, None, None, None, None
     evaluations: tuple[()] = ()
 
     def __init__(self, hook: RunHook) -> None:
         self._hook, self._schedule = hook, HookSchedule(_CadenceOf(hook), 0)
-        self.reports, self.watch, self.finite = ReportingContext(), Stopwatch(), FiniteCheck()
-        self.in_flight = InFlight()
+        self.reports, self.watch, self.in_flight = ReportingContext(), Stopwatch(), InFlight()
         self.step = 0
         self.state: Any = None  # never set: the next step may donate it
         self.metrics: Any = None
@@ -292,6 +281,9 @@ class CustomLoop:
 
     def before_save(self, step: int) -> bool:
         return False
+
+    def require_finite(self, step: int, saver: Saver) -> None:
+        """See `RunInfo.require_finite`."""
 
     def before_off_cadence(self) -> None:
         """See `RunInfo.before_off_cadence`."""

@@ -3,29 +3,40 @@
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
+
+import jax
+import numpy as np
 
 from jstep.checkpoint.saver import Saver
 from jstep.core.annotations import Tree
 from jstep.core.exceptions import context_manager
+from jstep.core.meshes import internal_transfers
 from jstep.data.loaders import Source
 from jstep.distributed import processes
 from jstep.evaluating.evaluation_hook import EvaluationHook
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.hook import defines
-from jstep.hooks.run_hook import FiniteCheck, Poll, ReportingContext, RunHook
+from jstep.hooks.metric_sums import is_bad
+from jstep.hooks.nan_loss import NanLossHook
+from jstep.hooks.numbers import host
+from jstep.hooks.run_hook import Poll, ReportingContext, RunHook
 from jstep.loop.branch import Trunk
 from jstep.loop.calls import Call
 from jstep.loop.dispatch import AfterCall, Dispatch
 from jstep.loop.feeder import BatchFeeder
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.setup import Calling, Setup
+from jstep.state.contents import NanLossDuringTrainingError, StateContents, in_words
 from jstep.state.train_state import TrainState
+from jstep.training.metrics import LOSS
 
 RUN_KEY, ENDED, STOPPED = "run", "ended", "stopped"
 """Keys of a checkpoint's `extra`: the name of the run, the step at which its hooks have ended, and the name of the hook
 that stopped it."""
+
+_ELSEWHERE = "those of another process"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +168,7 @@ class Run(Setup):
     feeder: BatchFeeder
     dispatch: Dispatch
     runner: HookRunner
-    finite: FiniteCheck = dataclasses.field(default_factory=FiniteCheck)
+    at_start: StateContents | None
 
     @property
     def name(self) -> str:
@@ -170,6 +181,10 @@ class Run(Setup):
     @property
     def savers(self) -> list[CheckpointSaverHook]:
         return [hook for hook in self.hooks if isinstance(hook, CheckpointSaverHook)]
+
+    @property
+    def has_nan_hook(self) -> bool:
+        return any(isinstance(hook, NanLossHook) for hook in self.hooks)
 
     # The interface of hooks, documented at `RunInfo`.
 
@@ -245,3 +260,73 @@ class Run(Setup):
         """Freeze the position of batches that are made with the state as it is now."""
         if self.feeder.has_begun:
             self.feeder.position.freeze()
+
+    # The decision whether the state may be saved: where a save is due, and after a signal, an error or a stall.
+
+    def nonfinite_params(self) -> dict[str, int]:
+        """Wait for the contents of the parameters that became NaN or infinite since the run began.
+
+        A finite loss can have a gradient that is not finite, which only a later loss would show, when every finite
+        checkpoint may be gone. Infinities that a run begins with, such as in a mask, do not count.
+        """
+        return StateContents(self.state, params_only=True).worse_since(self.at_start)[0]
+
+    def require_finite(self, step: int, saver: Saver) -> bool:
+        if self.has_nan_hook:  # its `before_save` has checked the parameters, and more
+            return True
+        bad = self.nonfinite_params()
+        # All processes end here together: one that left alone would leave the others waiting in their save.
+        if not processes.any_process(bool(bad)):
+            self.loop.record_finite(step)
+            return True
+        if saver.allow_nonfinite:
+            return False
+        raise NanLossDuringTrainingError(
+            f"the parameters are not finite at step {step}, where a checkpoint is due, which is not saved: "
+            f"{in_words(bad) or _ELSEWHERE}. The cause is one of the updates {self.loop.finite_at} → {step}. A restart "
+            "meets the same batch: jstep.NanLossHook() among the hooks names its batch N, and data.skip(N, N + 1) "
+            "leaves it out of jstep.batches; or jstep.skip_nonfinite skips such updates. To save such parameters, as "
+            "those of a population with a diverged member, give checkpoint_dir=jstep.Saver(directory, "
+            "allow_nonfinite=True).",
+            step,
+        )
+
+    def may_save(self, error: BaseException | None = None) -> tuple[list[CheckpointSaverHook], str]:
+        """Return the hooks that may save after a signal, this error or a stall, and why the others must not.
+
+        The last loss counts, too: `NanLossHook` may not have checked it yet.
+        """
+        if not self.savers:
+            return [], ""
+        allowing = [hook for hook in self.savers if hook.saver.allow_nonfinite]
+        if getattr(error, "prevents_saving", False):
+            # A Saver allows NaN and infinity, but not bits that differ from the run's.
+            return allowing if isinstance(error, NanLossDuringTrainingError) else [], ""
+        bad: dict[str, int] = {}
+        with contextlib.suppress(Exception):  # the device failed; the save reports it
+            bad = self.nonfinite_params()
+        if processes.any_process(bool(bad)):
+            return allowing, in_words(bad) or _ELSEWHERE
+        return (allowing, "its loss is not finite") if _is_loss_nonfinite(self) else (self.savers, "")
+
+
+def _is_loss_nonfinite(run: Run) -> bool:
+    """Return whether a loss of the last call was not finite, except in skipped updates."""
+    metrics = run.metrics if isinstance(run.metrics, Mapping) else {}
+    loss = metrics.get(LOSS)
+    is_on_all = isinstance(loss, jax.Array) and not loss.is_fully_addressable and loss.is_fully_replicated
+    if loss is None or not (is_on_all or processes.is_single_process()):
+        return False
+    try:
+        with internal_transfers():
+            latest, skip_metric = run.sums.latest(), run.dispatch.constants.skipped
+            before = run.step - run.feeder.steps
+            if latest is not None and latest.bad is not None and latest.bad.step > before:
+                return True
+            finite = np.isfinite(host(loss).astype(np.float64))
+            skipped = host(metrics.get(skip_metric, 0)) == 1 if skip_metric is not None else np.False_
+            return bool(np.any(is_bad(finite, skipped)))
+    except (TypeError, ValueError):
+        return False
+    except Exception:  # the device failed, so the loss cannot be read
+        return True

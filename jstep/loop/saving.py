@@ -17,7 +17,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -36,9 +36,8 @@ from jstep.distributed import processes
 from jstep.hooks.cadence import Cadence
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.hook import Metrics, state_step
-from jstep.hooks.metric_sums import is_bad
-from jstep.hooks.nan_loss import nonfinite_params
-from jstep.hooks.numbers import host, read_values
+from jstep.hooks.nan_loss import about_start
+from jstep.hooks.numbers import read_values
 from jstep.hooks.stall_files import FOLDER as STALLS
 from jstep.hooks.states import get_states, set_states
 from jstep.loop.arguments import MAX_SECS, Options
@@ -47,7 +46,6 @@ from jstep.loop.calls import AUTO
 from jstep.loop.run import ENDED, RUN_KEY, STOPPED, Observers, Origin, Run
 from jstep.loop.setup import Setup
 from jstep.optimizers.hyperparameters import held_values
-from jstep.state.contents import in_words
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
@@ -55,7 +53,6 @@ from jstep.stores.owners import remove_temporary
 from jstep.stores.tagged_json import AttachedFiles, as_json
 from jstep.stores.timeline import TIMELINE_FILE
 from jstep.stores.urls import is_url
-from jstep.training.metrics import LOSS
 
 _logger = logging.getLogger("jstep")
 
@@ -331,6 +328,16 @@ class RunSaverHook(CheckpointSaverHook):
         self._is_temporary = False
         self._saved_host_state = self._host_state = _HostState(Extra({}, {}), Extra({}, {}))
 
+    def begin(self, state: TrainState) -> None:
+        super().begin(state)
+        if self._run.restored is not None and not self._run.has_nan_hook and not self.saver.allow_nonfinite:
+            self._run.poll(self, self._check_start)
+
+    def _check_start(self, *, wait: bool = False) -> None:
+        """Warn of restored parameters, now that the device is busy with the first step."""
+        if bad := self._run.at_start.with_nan():
+            _logger.warning("%s", about_start(bad, self._run.loop.first))
+
     def _about_to_save(self, step: int) -> None:
         run = self._run
         # A run that resumes from a checkpoint does not write earlier summaries again.
@@ -378,7 +385,7 @@ class RunSaverHook(CheckpointSaverHook):
             self._about_to_save(step)
             hooks = self._saved_host_state.hooks  # as of the latest save
             extra = self._merge_extra(_HostState(self._position_extra(), hooks))
-            with internal_transfers(), self.saver.knowing(not nonfinite_params(self._run)):
+            with internal_transfers(), self.saver.knowing(not self._run.nonfinite_params()):
                 self.saver.save(state, extra=extra)
         self.saver.wait()
 
@@ -436,44 +443,6 @@ class RunSaverHook(CheckpointSaverHook):
             positions.values | observed | hooks.values | held | parent | {RUN_KEY: run.name},
             {**positions.files, **hooks.files},
         )
-
-
-# Further reasons against a save after a signal, an error or a stall; otherwise `before_save` of the hooks decides.
-
-
-def why_not_finite(run: Run) -> str:
-    """Describe why the state must not be saved: its loss or parameters are not finite; empty if they are.
-
-    Parameters that were not finite when the run began do not count. The result is the same on all processes.
-    """
-    if _is_loss_nonfinite(run):  # `NanLossHook` may not have checked it yet
-        return "its loss is not finite"
-    try:
-        return in_words(nonfinite_params(run))
-    except Exception:  # the device failed; the save reports it
-        return ""
-
-
-def _is_loss_nonfinite(run: Run) -> bool:
-    """Return whether a loss of the last call was not finite, except in skipped updates."""
-    metrics = run.metrics if isinstance(run.metrics, Mapping) else {}
-    loss = metrics.get(LOSS)
-    is_on_all = isinstance(loss, jax.Array) and not loss.is_fully_addressable and loss.is_fully_replicated
-    if loss is None or not (is_on_all or processes.is_single_process()):
-        return False
-    try:
-        with internal_transfers():
-            latest, skip_metric = run.sums.latest(), run.dispatch.constants.skipped
-            before = run.step - run.feeder.steps
-            if latest is not None and latest.bad is not None and latest.bad.step > before:
-                return True
-            finite = np.isfinite(host(loss).astype(np.float64))
-            skipped = host(metrics.get(skip_metric, 0)) == 1 if skip_metric is not None else np.False_
-            return bool(np.any(is_bad(finite, skipped)))
-    except (TypeError, ValueError):
-        return False
-    except Exception:  # the device failed, so the loss cannot be read
-        return True
 
 
 def why_position_lost(run: Run) -> str:

@@ -64,6 +64,7 @@ class LoopState:
         rows: The number of rows of the last batch; None if unknown.
         first: The step at which the loop begins; while a checkpoint is restored, an assumption.
         is_known: Whether `first` is set.
+        finite_at: The latest step with parameters that were found to be finite.
         restoring: The checkpoint being restored.
         is_restored: Whether the loop began from a checkpoint.
         calling: The call of a hook that is in progress, or that raised.
@@ -78,6 +79,7 @@ class LoopState:
     rows: int | None = None
     first: int = 0
     is_known: bool = False
+    finite_at: int = 0
     restoring: int | None = None
     is_restored: bool = False
     phase: str = BEGINNING
@@ -94,7 +96,8 @@ class LoopState:
         self.first, self.is_known, self.restoring = step or 0, True, checkpoint
 
     def begin(self, step: int, state: Tree, *, restored: bool = False) -> None:
-        self.first, self.step, self.is_restored = step, step, restored
+        self.first = self.step = self.finite_at = step
+        self.is_restored = restored
         self.state, self.is_known, self.restoring = state, True, None
 
     def set_phase(self, phase: str) -> None:
@@ -107,6 +110,9 @@ class LoopState:
 
     def set_state(self, state: Tree) -> None:
         self.state = state
+
+    def record_finite(self, step: int) -> None:
+        self.finite_at = step
 
     def record_stop(self, by: str | None) -> None:
         """End the run, and keep the name of the first hook that does so."""

@@ -24,7 +24,7 @@ from jstep.hooks.cadence import next_multiple
 from jstep.hooks.cards import NOT_READY
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.hook import defines
-from jstep.hooks.nan_loss import NanLossHook, NonfiniteParametersHook
+from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.report import LoggingHook, SummarySaverHook
 from jstep.hooks.run_hook import ReportingContext, RunHook
 from jstep.hooks.speed import StepCounterHook
@@ -51,6 +51,8 @@ from jstep.loop.saving import RunSaverHook, open_checkpoints, restore, restore_h
 from jstep.loop.setup import Setup
 from jstep.loop.stages import StageBoundaries
 from jstep.loop.stopping import report_done
+from jstep.state.contents import StateContents
+from jstep.state.train_state import TrainState
 from jstep.stores.owners import is_alive, this_process
 from jstep.stores.timeline import START, fields_with, read_timeline
 from jstep.stores.urls import location
@@ -104,6 +106,7 @@ def open_run(setup: Setup, observers: Observers, batches: Tree) -> Run:
         feeder=feeder,
         dispatch=dispatch,
         runner=runner,
+        at_start=_contents_at_start(setup.loop.state, hooks),
     )
     for hook in hooks:
         if isinstance(hook, RunHook):
@@ -139,6 +142,13 @@ def begin(run: Run) -> bool:
     warn_ahead(run)
     compile_ahead(run)
     return True
+
+
+def _contents_at_start(state: TrainState, hooks: list[Any]) -> StateContents | None:
+    has_hook = any(isinstance(hook, NanLossHook) for hook in hooks)
+    if has_hook or any(isinstance(hook, CheckpointSaverHook) for hook in hooks):
+        return StateContents(state, params_only=not has_hook)
+    return None
 
 
 def _dispatch_of(setup: Setup, observers: Observers) -> Dispatch:
@@ -236,8 +246,6 @@ def build_hooks(
     has_summary_hook = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in own)
     if writer is not None and options.save_summaries_steps is not None and not has_summary_hook:
         hooks.append(SummarySaverHook(save_steps=options.save_summaries_steps))
-    if (saver is not None or savers) and not any(isinstance(hook, NanLossHook) for hook in own):
-        hooks.append(NonfiniteParametersHook())
     if saver is not None:
         savers.insert(0, RunSaverHook(options, saver))
     hooks += savers  # last: the checkpoint of a step includes the other hooks' changes to the state

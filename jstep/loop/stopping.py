@@ -29,9 +29,8 @@ from jstep.distributed import processes
 from jstep.hooks.hook import hook_name
 from jstep.loop.hook_runner import Errors
 from jstep.loop.run import STOPPED, Run
-from jstep.loop.saving import RunSaverHook, why_not_finite, why_position_lost
+from jstep.loop.saving import RunSaverHook, why_position_lost
 from jstep.loop.setup import Calling, Setup
-from jstep.state.contents import NanLossDuringTrainingError
 from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")
@@ -96,8 +95,7 @@ def report_done(run: Run) -> None:
 
 def exit_on_signal(run: Run) -> NoReturn:
     when = f"after step {run.step}"
-    why = why_not_finite(run) if run.savers else ""
-    savers = [hook for hook in run.savers if not why or hook.saver.allow_nonfinite]
+    savers, why = run.may_save()
     are_saved, errors = list[bool](), Errors(run)
     for hook in savers:
         run.loop.set_calling(Calling(hook, "save"))
@@ -107,7 +105,9 @@ def exit_on_signal(run: Run) -> NoReturn:
     run.runner.settle()
     if len(savers) < len(run.savers):
         run.before_save(run.step)  # `NanLossHook` raises a more specific error
-        raise run.finite.error or run.signals.stop_error(f"{when}, which is not saved: {why}")
+        for hook in run.savers:  # and otherwise an error says more of the parameters
+            run.require_finite(run.step, hook.saver)
+        raise run.signals.stop_error(f"{when}, which is not saved: {why}")
     if savers:
         is_saved = "is saved; start the run again to resume" if all(are_saved) else "is not saved: a hook prevented it"
         when += f", which {is_saved}"
@@ -179,8 +179,8 @@ def save_while_it_hangs(run: Run) -> str:
     step, calling = run.step, run.loop.calling
     try:
         hook = next(hook for hook in run.savers if isinstance(hook, RunSaverHook))
-        why = "" if hook.saver.allow_nonfinite else why_not_finite(run)
-        if why := why or why_position_lost(run):
+        savers, why = run.may_save()
+        if why := (why if hook not in savers else "") or why_position_lost(run):
             return f"step {step} is not saved: {why}"
         hook.save_alone(step, run.state)
     except Exception as error:
@@ -196,13 +196,7 @@ def _saved(run: Run, error: BaseException) -> str:
     """Save the state and return the outcome, as the end of a sentence."""
     if not processes.is_single_process():
         return ", and is not saved: the other processes may be elsewhere"
-    is_prevented = getattr(error, "prevents_saving", False)
-    why = "" if is_prevented else why_not_finite(run)
-    # A Saver with allow_nonfinite=True allows NaN and infinity, but not bits that differ from the run's.
-    may_be_bad = not is_prevented or isinstance(error, NanLossDuringTrainingError)
-    savers = [
-        saver for saver in run.savers if not (is_prevented or why) or (may_be_bad and saver.saver.allow_nonfinite)
-    ]
+    savers, why = run.may_save(error)
     if not savers:
         return f", and is not saved{why and ': '}{why}"
     try:

@@ -152,7 +152,7 @@ def test_a_state_after_a_nan_is_not_saved(with_hook, tmp_path):
         train(12, batches, hooks=hooks, checkpoint_dir=tmp_path, save_checkpoint_steps=3)
     assert jstep.Saver(tmp_path).all_steps() == [3, 6]
     assert jstep.global_step(caught.value.state) == 7
-    assert "not saved" in note_of(caught.value)
+    assert ", and is not saved: params/w contains NaN." in note_of(caught.value)
 
 
 @pytest.mark.parametrize(("skipped", "steps"), [(0, []), (1, [4])])
