@@ -1,9 +1,10 @@
-"""Curves as SVG: round numbers on the axes, gaps and marks at nonfinite values, spikes preserved at any resolution."""
+"""Curves and dots as SVG: round numbers on the axes, gaps and marks at nonfinite values, spikes preserved."""
 
 import decimal
 import html
 import itertools
 import math
+import unicodedata
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple, TypeAlias
@@ -11,8 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 Numbers: TypeAlias = np.ndarray[Any, Any]
-_WIDTH, _HEIGHT = 560, 168
-"""The size of the plot area. It is stretched to the width of the page; its labels are not."""
+_WIDTH, _HEIGHT, _LOW = 560, 168, 110
+"""The size of the plot area, which is stretched to the width of the page, and the height of a small one."""
 _DECADES = 3
 """The minimum range of positive values, in decades, for a logarithmic axis."""
 
@@ -25,19 +26,30 @@ STYLE = """
 .curves .axis {stroke: currentColor; stroke-opacity: .25; fill: none} .curves .bad {stroke: #d62728; stroke-width: 1.5}
 .curves .line, .key path {fill: none; stroke-width: 1.5; stroke-linejoin: round} .curves .pale {opacity: .35}
 .curves .dot {stroke-width: 5; stroke-linecap: round} .curves .best {stroke-width: 9; stroke-linecap: round}
+.curves .best.dot {stroke-width: 13} .curves .band {stroke: none; fill-opacity: .16}
 .curves .start {stroke-width: 2} .curves .stage {stroke-width: 1; stroke-dasharray: 2 3}
 .curves .d1, .key .d1 {stroke-dasharray: 5 3} .curves .d2, .key .d2 {stroke-dasharray: 1.5 2.5}
 .curves .d3, .key .d3 {stroke-dasharray: 9 3 2 3} .key {display: inline-block; margin-right: 1.2em} .off {opacity: .4}
 .s0 {stroke: var(--s0, #2a78c2)} .s1 {stroke: var(--s1, #c25e00)} .s2 {stroke: var(--s2, #2e8b3d)}
 .s3 {stroke: var(--s3, #a046b4)} .s4 {stroke: var(--s4, #8c6d00)} .s5 {stroke: var(--s5, #00808a)}
-.s6 {stroke: var(--s6, #c2326e)} .s7 {stroke: var(--s7, #6b6b6b)}
+.s6 {stroke: var(--s6, #c2326e)} .s7 {stroke: var(--s7, #6b6b6b)} .s8 {stroke: var(--s8, #3d2fb5)}
+.s9 {stroke: var(--s9, #8a2f1b)} .s10 {stroke: var(--s10, #808080)}
+.band.s0 {fill: var(--s0, #2a78c2)} .band.s1 {fill: var(--s1, #c25e00)} .band.s2 {fill: var(--s2, #2e8b3d)}
+.band.s3 {fill: var(--s3, #a046b4)} .band.s4 {fill: var(--s4, #8c6d00)} .band.s5 {fill: var(--s5, #00808a)}
+.band.s6 {fill: var(--s6, #c2326e)} .band.s7 {fill: var(--s7, #6b6b6b)} .band.s8 {fill: var(--s8, #3d2fb5)}
+.band.s9 {fill: var(--s9, #8a2f1b)} .band.s10 {fill: var(--s10, #808080); fill-opacity: .08}
 """
 """The style of the figures: text and axes inherit the color of the page, so that light and dark themes work."""
-_COLORS, _DASHES = 8, 4
+COLORS, _DASHES = 10, 4
+NEUTRAL = COLORS
+"""The color of runs that stand back: thin, gray and coarse, without a legend entry."""
 
 
 class Curve(NamedTuple):
-    """A curve with gaps at nonfinite values; dash 0 is solid. A `pale` curve (repeated steps) has no legend entry."""
+    """A curve with gaps at nonfinite values; dash 0 is solid. A `pale` curve (repeated steps) has no legend entry.
+
+    `key` identifies what is drawn in all pictures of a page; None for its index in this one.
+    """
 
     name: str
     steps: Numbers
@@ -45,6 +57,29 @@ class Curve(NamedTuple):
     color: int = 0
     dash: int = 0
     pale: bool = False
+    key: int | None = None
+
+
+class Band(NamedTuple):
+    """The range of several curves."""
+
+    text: str
+    steps: Numbers
+    low: Numbers
+    high: Numbers
+    color: int
+    keys: Sequence[int]
+
+
+class Dot(NamedTuple):
+    """A point of a picture by `dots`, at a number or a category."""
+
+    place: float | str
+    value: float
+    text: str
+    color: int = 0
+    key: int = 0
+    is_best: bool = False
 
 
 class Mark(NamedTuple):
@@ -55,17 +90,28 @@ class Mark(NamedTuple):
     text: str
     color: int = 0
     value: float | None = None
+    key: int | None = None
 
 
 _MARKS = {"start": f"M{{}},{_HEIGHT}v-14", "checkpoint": f"M{{}},{_HEIGHT}v-6", "stage": f"M{{}},{_HEIGHT}V0"}
 
 
-def picture(title: str, curves: Sequence[Curve], marks: Sequence[Mark] = (), *, style: bool = True) -> str:
-    """Draw curves over the step as a `<figure>`; a page with many figures includes the `style` once."""
+def picture(
+    title: str,
+    curves: Sequence[Curve],
+    marks: Sequence[Mark] = (),
+    *,
+    bands: Sequence[Band] = (),
+    columns: tuple[int, int] | None = None,
+    legend: bool = True,
+    style: bool = True,
+) -> str:
+    """Draw curves over the step as a `<figure>`; a page with many figures includes the `style` once.
+
+    `columns` is how many columns a colored and a neutral curve may have, by default as many as there is room for.
+    """
     finite = [curve.values[np.isfinite(curve.values)] for curve in curves]
-    every = np.concatenate([*finite, []])
-    is_log = is_logarithmic(every)
-    axis = _axis(every, is_log)
+    up = _Vertical.of(np.concatenate([*finite, []]))
     steps = [curve.steps.astype(np.int64) for curve in curves if curve.steps.size]
     first, last = min((int(at.min()) for at in steps), default=0), max((int(at.max()) for at in steps), default=1)
     x_ticks = [tick for tick in _round_ticks(Decimal(first), Decimal(last), 5) if first <= tick <= last]
@@ -75,57 +121,146 @@ def picture(title: str, curves: Sequence[Curve], marks: Sequence[Mark] = (), *, 
         ahead = (at - first).view(np.uint64) if isinstance(at, np.ndarray) else int(at) - first  # exact at any size
         return ahead / float(last - first or 1) * _WIDTH
 
-    def y(at: Any) -> Any:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            at = np.log10(at) if is_log else np.ldexp(np.asarray(at, float), axis.shift)
-        return height(np.where(np.isfinite(at), at, np.nan))
-
-    def height(place: Any) -> Any:
-        return _HEIGHT - (place - axis.low) / ((axis.high - axis.low) or 1.0) * _HEIGHT
-
-    drawn, texts, keys = list[str](), list[str](), list[str]()
-    for text, place in zip(axis.labels, map(height, axis.places), strict=True):
-        drawn.append(f'<path class="axis" d="M0,{place:.1f}H{_WIDTH}"/>')
-        texts.append(f'<text x="-6" y="{place + 4:.1f}" text-anchor="end">{text}</text>')
+    drawn, keys = list[str](), list[str]()
+    texts = []
     for tick, text in zip(x_ticks, _labels(x_ticks), strict=True):
-        drawn.append(f'<path class="axis" d="M{x(tick):.1f},{_HEIGHT}v4"/>')
-        share = f"{x(tick) / _WIDTH:.2%}"
-        texts.append(f'<text x="{share}" y="{_HEIGHT + 16}" text-anchor="middle">{text}</text>')
-    texts.append(f'<text x="100%" y="{_HEIGHT + 32}" text-anchor="end">step</text>')
-    has_legend = sum(not curve.pale for curve in curves) > 1
-    for i, curve in enumerate(curves):
-        kind = f"s{curve.color % _COLORS}{' pale' * curve.pale}"
-        path, dots, bad = _path(x(curve.steps.astype(np.int64)), y(curve.values), max(1.0, len(curves) / 4))
-        drawn.append(f'<path class="line {kind} d{curve.dash % _DASHES}" data-i="{i}" d="{path}"/>')
-        drawn += [f'<path class="dot {kind}" data-i="{i}" d="{dots}"/>'] * bool(dots)
+        drawn.append(_tick(x(tick)))
+        texts.append(_below(x(tick), text, _HEIGHT))
+    texts.append(f'<text class="unit" x="100%" y="{_HEIGHT + 32}" text-anchor="end">step</text>')
+    has_legend = legend and sum(not curve.pale for curve in curves) > 1
+    for band in bands:
+        around = np.r_[band.steps, band.steps[::-1]].astype(np.int64), np.r_[band.low, band.high[::-1]]
+        d = " ".join(f"{a:.0f},{b:.0f}" for a, b in zip(x(around[0]), up.y(around[1]), strict=True) if b == b)
+        members, words = " ".join(map(str, band.keys)), html.escape(band.text)
+        drawn.append(f'<path class="band s{band.color}" data-g="{members}" d="M{d}z"><title>{words}</title></path>')
+    most = (_WIDTH / max(1.0, len(curves) / 4),) * 2 if columns is None else columns
+    for i, curve in sorted(enumerate(curves), key=lambda each: each[1].color != NEUTRAL):
+        kind, key = f"s{curve.color}{' pale' * curve.pale}", i if curve.key is None else curve.key
+        is_neutral = curve.color == NEUTRAL
+        path, dots, bad = _path(
+            x(curve.steps.astype(np.int64)), up.y(curve.values), _WIDTH / most[is_neutral], is_coarse=is_neutral
+        )
+        if is_neutral:  # isolated points are part of the path: there may be many thousands of curves
+            drawn.append(f'<path class="line pale s{NEUTRAL}" data-i="{key}" d="{path}{dots}"/>')
+            continue
+        drawn.append(f'<path class="line {kind} d{curve.dash % _DASHES}" data-i="{key}" d="{path}"/>')
+        drawn += [f'<path class="dot {kind}" data-i="{key}" d="{dots}"/>'] * bool(dots)
         drawn += [f'<path class="bad" d="M{at:.1f},{_HEIGHT}v-6"/>' for at in bad]
         if has_legend and not curve.pale:
-            keys.append(_key(curve.name, f"s{curve.color % _COLORS} d{curve.dash % _DASHES}", i))
-    seen = [each for each in marks if first <= each.step <= last and (each.value is None or np.isfinite(y(each.value)))]
+            keys.append(legend_key(curve.name, curve.color, curve.dash, key))
+    seen = [
+        each for each in marks if first <= each.step <= last and (each.value is None or np.isfinite(up.y(each.value)))
+    ]
     for mark in {(each.kind, round(x(each.step)), each.color): each for each in seen}.values():
         at = f"{x(mark.step):.1f}"
-        d = _MARKS[mark.kind].format(at) if mark.value is None else f"M{at},{y(mark.value):.1f}h0"
-        words = f"<title>{html.escape(mark.text)}</title>"
-        drawn.append(f'<path class="{mark.kind} s{mark.color % _COLORS}" d="{d}">{words}</path>')
-    label = html.escape(f"{title}, steps {first} to {last}", quote=True)
-    ends = f'data-x="{first} {last}" data-y="{axis.ends}" data-log="{int(is_log)}"'
-    plot = f'<svg width="100%" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" {ends}>'
+        d = _MARKS[mark.kind].format(at) if mark.value is None else f"M{at},{up.y(mark.value):.1f}h0"
+        kind = f"{mark.kind} s{mark.color}"
+        drawn.append(_marked(kind, d, mark.text, mark.key))
+    ends = f'data-x="{first} {last}" data-y="{up.axis.ends}" data-log="{int(up.is_log)}"'
+    return _framed(title, f"{title}, steps {first} to {last}", up, drawn, texts, "".join(keys), ends, style=style)
+
+
+def dots(title: str, points: Sequence[Dot], y_label: str) -> str:
+    """Draw points over numbers, on a logarithmic axis if they span two decades, or over categories."""
+    up = _Vertical.of(np.asarray([point.value for point in points], float))
+    drawn, texts = list[str](), list[str]()
+    if all(isinstance(point.place, float) for point in points):
+        numbers = np.asarray([point.place for point in points], float)
+        is_log = is_logarithmic(numbers, 2)
+        axis = _axis(numbers, is_log)
+        scaled = np.log10(numbers) if is_log else np.ldexp(numbers, axis.shift)
+        xs = list((scaled - axis.low) / ((axis.high - axis.low) or 1.0) * _WIDTH)
+        ticks = [(place - axis.low) / ((axis.high - axis.low) or 1.0) * _WIDTH for place in axis.places]
+        longest = max(sum(map(_letter_width, text)) for text in axis.labels) + 4
+        every = -(-len(ticks) * longest // (_LABELS_OF_A_LINE * _LABEL_WIDTH))
+        texts = [_below(at, text, _LOW + 3) for at, text in list(zip(ticks, axis.labels, strict=True))[:: int(every)]]
+    else:
+        names = list(dict.fromkeys(str(point.place) for point in points))
+        middles = {name: (i + 0.5) / len(names) * _WIDTH for i, name in enumerate(names)}
+        xs = [middles[str(point.place)] for point in points]
+        labeled = names[:: -(-len(names) // _MAX_LABELS)]
+        lines = -(-len(labeled) // _LABELS_OF_A_LINE)
+        ticks = [middles[name] for name in labeled]
+        texts = [_category(middles[name], name, i % lines) for i, name in enumerate(labeled)]
+    drawn += map(_tick, ticks)
+    for point, x in sorted(zip(points, xs, strict=True), key=lambda pair: (pair[0].is_best, pair[0].color != NEUTRAL)):
+        kind = f"{'best ' * point.is_best}dot s{point.color}"
+        drawn.append(_marked(kind, f"M{x:.1f},{up.y(point.value):.1f}h0", point.text, point.key))
+    return _framed(title, f"{y_label} against {title}", up, drawn, texts, height=_LOW, style=False)
+
+
+_MAX_LABELS, _LABELS_OF_A_LINE = 8, 4
+_LABEL_WIDTH = 58
+"""The width in pixels that the labels of four categories have on a phone."""
+
+
+def _category(x: float, text: str, line: int) -> str:
+    """The label of a category, cut to the room that it has, with all of it as a tooltip."""
+    cut = text
+    while sum(map(_letter_width, cut)) > _LABEL_WIDTH:
+        cut = cut[:-2] + "…"
+    return _below(x, cut, _LOW + 3 + 14 * line, f"<title>{html.escape(text)}</title>" if cut != text else "")
+
+
+def _below(x: float, text: str, height: int, more: str = "") -> str:
+    place = f'x="{x / _WIDTH:.2%}" y="{height + 16}"'
+    return f'<text class="x" {place} text-anchor="middle">{html.escape(text)}{more}</text>'
+
+
+def _letter_width(letter: str) -> float:
+    """The greatest width of a letter at a size of 12 pixels."""
+    if not letter.isascii():
+        return 13.0 if letter != "…" and unicodedata.category(letter) != "Mn" else 11.0
+    return 12.0 if letter in "mwMW@%" else 9.0 if letter.isupper() else 7.0
+
+
+def _tick(x: float) -> str:
+    return f'<path class="axis" d="M{x:.1f},{_HEIGHT}v4"/>'
+
+
+def _marked(kind: str, d: str, text: str, key: int | None) -> str:
+    of = "" if key is None else f' data-i="{key}"'
+    return f'<path class="{kind}"{of} d="{d}"><title>{html.escape(text)}</title></path>'
+
+
+def _framed(
+    title: str,
+    label: str,
+    up: "_Vertical",
+    drawn: Iterable[str],
+    texts: Iterable[str],
+    keys: str = "",
+    ends: str = "",
+    *,
+    height: int = _HEIGHT,
+    style: bool,
+) -> str:
+    """The figure around what is drawn, with the vertical axis."""
+    lines, labels, label = list[str](), list[str](), html.escape(label, quote=True)
+    for text, place in zip(up.axis.labels, map(up.height, up.axis.places), strict=True):
+        lines.append(f'<path class="axis" d="M0,{place:.1f}H{_WIDTH}"/>')
+        labels.append(f'<text x="-6" y="{place / _HEIGHT * height + 4:.1f}" text-anchor="end">{text}</text>')
+    plot = (
+        f'<svg width="100%" height="{height}" viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none"'
+        f"{f' {ends}' if ends else ''}>"
+    )
     return (
         f'{f"<style>{STYLE}</style>" if style else ""}<figure class="curves">'
-        f"<figcaption>{html.escape(title)}</figcaption><div>{''.join(keys)}</div>"
-        f'<svg class="plot" height="{_HEIGHT + 40}" role="img" aria-label="{label}"><title>{label}</title>'
-        f"{plot}{''.join(drawn)}</svg>{''.join(texts)}</svg></figure>"
+        f"<figcaption>{html.escape(title)}</figcaption><div>{keys}</div>"
+        f'<svg class="plot" height="{height + 40}" role="img" aria-label="{label}"><title>{label}</title>'
+        f"{plot}{''.join([*lines, *drawn])}</svg>{''.join([*labels, *texts])}</svg></figure>"
     )
 
 
-def _key(text: str, kind: str, i: int) -> str:
-    line = f'<svg width="18" height="8"><path class="{kind}" d="M0,4h18"/></svg>'
-    return f'<span class="key" data-i="{i}">{line} {html.escape(text)}</span>'
+def legend_key(text: str, color: int, dash: int, key: int | None = None) -> str:
+    line = f'<svg width="18" height="8"><path class="s{color} d{dash % _DASHES}" d="M0,4h18"/></svg>'
+    of = "" if key is None else f' data-i="{key}"'
+    return f'<span class="key"{of}>{line} {html.escape(text)}</span>'
 
 
-def is_logarithmic(values: Numbers) -> bool:
+def is_logarithmic(values: Numbers, decades: int = _DECADES) -> bool:
     # By Python's floats, which overflow silently.
-    return bool(values.size and values.min() > 0 and float(values.min()) * 10**_DECADES <= float(values.max()))
+    return bool(values.size and values.min() > 0 and float(values.min()) * 10**decades <= float(values.max()))
 
 
 class _Axis(NamedTuple):
@@ -140,6 +275,26 @@ class _Axis(NamedTuple):
     high: float
     ends: str
     shift: int = 0
+
+
+class _Vertical(NamedTuple):
+    """The vertical axis, and the heights of values in a picture."""
+
+    axis: _Axis
+    is_log: bool
+
+    @classmethod
+    def of(cls, finite: Numbers) -> "_Vertical":
+        is_log = is_logarithmic(finite)
+        return cls(_axis(finite, is_log), is_log)
+
+    def y(self, at: Any) -> Any:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            at = np.log10(at) if self.is_log else np.ldexp(np.asarray(at, float), self.axis.shift)
+        return self.height(np.where(np.isfinite(at), at, np.nan))
+
+    def height(self, place: Any) -> Any:
+        return _HEIGHT - (place - self.axis.low) / ((self.axis.high - self.axis.low) or 1.0) * _HEIGHT
 
 
 def _axis(values: Numbers, is_log: bool) -> _Axis:
@@ -222,7 +377,24 @@ def label_axis(axis: Any) -> None:
     axis.set_major_formatter(Labels())
 
 
-def _path(x: Numbers, y: Numbers, width: float) -> tuple[str, str, list[float]]:
+def thin(steps: Numbers, values: Numbers, columns: int) -> Numbers:
+    """Return the indices of the points that show in so many columns: their ends, extremes and first nonfinite one."""
+    if values.size <= 4 * columns:
+        return np.arange(values.size)
+    ahead = (steps - steps[0]).view(np.uint64) / float(int(steps[-1]) - int(steps[0]) or 1)
+    starts = np.flatnonzero(np.r_[True, np.diff(np.floor(ahead * (columns - 1e-6))) != 0])
+    column = np.repeat(np.arange(starts.size), np.diff(np.r_[starts, values.size]))
+    is_bad = ~np.isfinite(values)
+    kept = [starts, np.r_[starts[1:], values.size] - 1]
+    tops = np.maximum.reduceat(np.where(is_bad, -np.inf, values), starts)
+    lows = np.minimum.reduceat(np.where(is_bad, np.inf, values), starts)
+    for is_kept in (values == tops[column], values == lows[column], is_bad):
+        found = np.flatnonzero(is_kept)
+        kept.append(found[np.unique(column[found], return_index=True)[1]])
+    return np.unique(np.concatenate(kept))
+
+
+def _path(x: Numbers, y: Numbers, width: float, *, is_coarse: bool = False) -> tuple[str, str, list[float]]:
     """Return lines, isolated points and gaps."""
     is_bad = np.isnan(y)
     bad = [float(at) for at in sorted({round(float(at)) for at in x[is_bad]})]
@@ -234,12 +406,20 @@ def _path(x: Numbers, y: Numbers, width: float) -> tuple[str, str, list[float]]:
     starts = np.flatnonzero(np.r_[True, (np.diff(column) != 0) | (np.diff(segment) != 0)])
     ends = np.r_[starts[1:], x.size] - 1
     top, bottom = np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)
+    columns = zip(
+        *(part.tolist() for part in (segment[starts], x[starts], y[starts], top, bottom, y[ends])), strict=True
+    )
     lines: list[list[str]] = []
     before = None
-    for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        if segment[start] != before:
+    for piece, at, first, high, low, last in columns:
+        if piece != before:
             lines.append([])
-        before = segment[start]
-        lines[-1] += dict.fromkeys(f"{x[start]:.1f},{at:.1f}" for at in (y[start], top[i], bottom[i], y[end]))
+        before = piece
+        if is_coarse:  # whole pixels, and of a column the extremes alone
+            heights = (high, low) if first - high < low - first else (low, high)
+            points = dict.fromkeys(f"{at:.0f},{height:.0f}" for height in heights)
+        else:
+            points = dict.fromkeys(f"{at:.1f},{height:.1f}" for height in (first, high, low, last))
+        lines[-1] += points
     path = "".join(f"M{' '.join(points)}" for points in lines if len(points) > 1)
     return path, "".join(f"M{points[0]}h0" for points in lines if len(points) == 1), bad

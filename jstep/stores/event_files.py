@@ -273,7 +273,8 @@ class Series:
 
     def append(self, step: int, time: float, value: float) -> None:
         """Add a point, which replaces those from its step on."""
-        self.drop_from(step)
+        if self.steps and self.steps[-1] >= step:
+            self.drop_from(step)
         self.steps.append(step)
         self.times.append(time)
         self.values.append(value)
@@ -315,19 +316,20 @@ def _add(series: dict[str, Series], event: Any) -> None:
     if event.session_log.status == proto("SessionLog").START:
         for points in series.values():
             points.drop_from(event.step)
+    step, time = event.step, event.wall_time
     for value in event.summary.value:
-        number = _number(value)
-        if number is not None:
-            if value.tag not in series:
-                series[value.tag] = Series()
-            series[value.tag].append(event.step, event.wall_time, number)
+        if (number := _number(value)) is not None:
+            if (points := series.get(tag := value.tag)) is None:
+                points = series[tag] = Series()
+            points.append(step, time, number)
 
 
 def _number(value: Any) -> float | None:
     """Return the scalar in a value, or None; TensorFlow 2 writes scalars as tensors."""
     kind = value.WhichOneof("value")
     if kind == "simple_value":
-        return float(value.simple_value)
+        number: float = value.simple_value
+        return number
     if kind == "tensor" and value.metadata.plugin_data.plugin_name == "scalars":
         tensor, types = value.tensor, proto("DataType")
         kinds = {types.DT_FLOAT: ("<f4", tensor.float_val), types.DT_DOUBLE: ("<f8", tensor.double_val)}

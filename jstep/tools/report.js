@@ -1,25 +1,33 @@
 // The values under the pointer, and curves that are switched off by their names; the page is whole without.
+const duration = (seconds) =>
+  seconds < 60 ? `${+seconds.toPrecision(2)} s` : seconds < 3600 ? `${+(seconds / 60).toPrecision(2)} min` : `${+(seconds / 3600).toPrecision(2)} h`;
+const names = new Map([...document.querySelectorAll("#runs [data-r]")].map((row) => [row.dataset.r, row.cells[0].textContent]));
 for (const figure of document.querySelectorAll("figure.curves")) {
   const plot = figure.querySelector("svg[data-x]"), output = document.createElement("output");
-  const [first, last] = plot.dataset.x.split(" ").map(Number), [low, high] = plot.dataset.y.split(" ").map(Number);
+  if (!plot) continue;
+  const [low, high] = plot.dataset.y.split(" ").map(Number);
   const ratio = Math.max(Math.abs(low), Math.abs(high)) / (high - low);
   const digits = 4 + Math.min(12, Math.max(0, Math.ceil(Math.log10(ratio)) || 0));
   const {width, height} = plot.viewBox.baseVal;
-  const curves = [...plot.querySelectorAll("path.line:not(.pale)")].map((path) => ({
-    path,
-    points: [...path.getAttribute("d").matchAll(/(-?[\d.]+),(-?[\d.]+)/g)].map((match) => [+match[1], +match[2]]),
-  }));
+  const paths = [...plot.querySelectorAll(names.size ? "path.line" : "path.line:not(.pale)")];
   figure.querySelector("figcaption").append(" ", output);
   output.style.fontWeight = "normal";
   figure.addEventListener("pointermove", (event) => {
     const box = plot.getBoundingClientRect(), x = ((event.clientX - box.left) / box.width) * width;
+    const under = ((event.clientY - box.top) / box.height) * height;
     const value = (y) => low * (y / height) + high * (1 - y / height); // high - low may be infinite
-    const shown = curves.filter(({path, points}) => points.length && path.style.display !== "none").map(({points}) => {
+    let shown = paths.filter((path) => path.style.display !== "none").flatMap((path) => {
+      const points = [...path.getAttribute("d").matchAll(/(-?[\d.]+),(-?[\d.]+)/g)].map((match) => [+match[1], +match[2]]);
+      if (!points.length) return [];
       const y = points.reduce((a, b) => (Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a))[1];
-      return +(plot.dataset.log === "1" ? 10 ** value(y) : value(y)).toPrecision(digits);
+      const number = +(plot.dataset.log === "1" ? 10 ** value(y) : value(y)).toPrecision(digits);
+      return [{off: Math.abs(y - under), text: names.size ? `${names.get(path.dataset.i)} ${number}` : number}];
     });
-    const step = Math.round(first + (Math.min(width, Math.max(0, x)) / width) * (last - first));
-    output.textContent = shown.length ? `${shown.join(", ")} at step ${step}` : "";
+    if (names.size) shown = shown.sort((a, b) => a.off - b.off).slice(0, 1); // of many runs, the nearest
+    const [first, last] = plot.dataset.x.split(" ").map(Number);
+    const at = first + (Math.min(width, Math.max(0, x)) / width) * (last - first);
+    const where = plot.dataset.unit === "time" ? duration(at) : `step ${Math.round(at)}`;
+    output.textContent = shown.length ? `${shown.map(({text}) => text).join(", ")} at ${where}` : "";
   });
   figure.addEventListener("pointerleave", () => (output.textContent = ""));
   for (const key of figure.querySelectorAll(".key[data-i]")) {

@@ -3,36 +3,33 @@
 import argparse
 import base64
 import dataclasses
-import functools
 import hashlib
 import html
 import importlib.resources
-import itertools
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jstep.checkpoint.listing import entries
-from jstep.core.checks import describe_type, truncate
+from jstep.core.checks import as_string, check_choice, describe_type, truncate
 from jstep.core.curves import STYLE, Curve, Mark, picture
-from jstep.hooks.card_differences import card_difference, card_values
-from jstep.hooks.cards import Start, read_starts
-from jstep.stores.event_files import DataLossError, Series, read_series
+from jstep.hooks.card_differences import card_values
 from jstep.stores.files import named_file, replace_file
-from jstep.stores.timeline import STALL, START, TIMELINE_FILE, TIMES, Times, fields_with, read_timeline
+from jstep.stores.timeline import TIMELINE_FILE
 from jstep.stores.urls import absolute, is_url, location, split_path
-from jstep.tools.cli import OK, Command, time_text, utc_text
-from jstep.tools.goodput import Goodput, by_start, sum_starts
-from jstep.tools.own_events import events_of_run
-from jstep.tools.runs import RunList, RunSummary, distinct, run_names, runs
+from jstep.tools import report_many
+from jstep.tools.cli import OK, Command, utc_text
+from jstep.tools.goodput import sum_starts
+from jstep.tools.run_files import RunFiles
+from jstep.tools.runs import RunList, distinct, run_names, runs
+from jstep.tools.sweep import Metric, Row, Sweep
 
-_MAX_RUNS = 64
-"""The maximum number of runs on a page: more cannot be told apart."""
+_FEW = 5
+"""The maximum number of runs that are shown one by one."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -64,24 +61,34 @@ class Report:
 
 
 def report(
-    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], file: str | os.PathLike[str] | None = None
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    file: str | os.PathLike[str] | None = None,
+    *,
+    metric: str | None = None,
+    mode: str | None = None,
 ) -> Report:
     """Show runs on one page of HTML, from the files that they have written; a run may still be in progress.
 
     The page needs no network, server or script, and fits phones and paper. It shows the setup of the runs (of several
     runs, first their differences), their course (the scalars of their event files; repeated steps are pale), their use
-    of time, and oddities: stalls, restarts, values that are not finite, and corrupted files.
+    of time, and oddities: stalls, restarts, values that are not finite, and corrupted files. From six runs on, oddities
+    come first, then a table with one row for each run, the options that vary against the best value of a metric, and
+    the curves, those of the ten best runs in color.
 
     Args:
         paths: A directory or URL with a run, or with runs below it; or several.
         file: A file to write the page to as well; None for no file.
+        metric: From six runs on, the metric that ranks the runs; None for that of a `KeepBest`, or else the first
+            metric of an evaluation, or else `"loss"`.
+        mode: `"max"` if the greatest value is the best, `"min"` if the least is. None means as a `KeepBest` of the
+            metric has it, or else `"min"`; a `KeepBest` whose direction is known takes precedence.
 
     Returns:
         The page.
 
     Raises:
         FileNotFoundError: A directory does not exist, or has no run.
-        ValueError: There are more than 64 runs.
+        ValueError: `paths` is empty, no run has the metric, or `mode` is neither.
 
     Example:
         >>> import jax.numpy as jnp, jstep, tempfile
@@ -94,6 +101,8 @@ def report(
         (True, True)
     """
     output = None if file is None else location(file, "file")
+    metric = None if metric is None else as_string(metric, "metric")
+    mode = None if mode is None else check_choice(mode, "mode", ("min", "max"))
     places = [paths] if isinstance(paths, str | os.PathLike) else paths
     if not isinstance(places, Iterable):
         raise TypeError(f"paths={paths!r}: must be a path or several, got {describe_type(paths)}")
@@ -103,129 +112,22 @@ def report(
         if not some:
             raise FileNotFoundError(f"{os.fspath(place)}: no run is there; a run has a {TIMELINE_FILE}")
         listed = distinct([*listed, *some])
-    if not 0 < len(listed) <= _MAX_RUNS:
-        raise ValueError(f"paths={paths!r}: must have 1 to {_MAX_RUNS} runs, found {len(listed)}")
-    page = Report(
-        _page(listed, [_Left.of(*fields) for fields in zip(listed, run_names(listed), range(len(listed)), strict=True)])
-    )
+    if not listed:
+        raise ValueError(f"paths={paths!r}: must be a path or several, got none")
+    page = Report(_few(listed, metric, mode) if len(listed) <= _FEW else _many(listed, metric, mode))
     if output is not None:
         page.save(output)
     return page
 
 
-# The files of a run.
-
-
-@dataclasses.dataclass(frozen=True)
-class _Left:
-    """The files of a run. What cannot be read or shown is left out, and listed in `problems`.
-
-    `ends` maps the names of starts to how they ended.
-    """
-
-    run: RunSummary
-    name: str
-    color: int
-    starts: Sequence[Start] = ()
-    times: Sequence[Times] = ()
-    series: Mapping[str, Series] = dataclasses.field(default_factory=dict)
-    problems: list[str] = dataclasses.field(default_factory=list)
-    ends: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    stalls: Sequence[Mapping[str, Any]] = ()
-
-    @classmethod
-    def of(cls, run: RunSummary, name: str, color: int) -> "_Left":
-        if run.error is not None:
-            return cls(run, name, color, problems=[run.error])
-        problems: list[str] = []
-        known = functools.partial(_known, problems)
-        starts = [item for item in known((), read_starts, run.path) if item.prefix == run.prefix]
-        problems += [item.problem for item in starts if item.problem]
-        words = "version", "end", STALL
-        lines = [item for item in known((), fields_with, run.path, *words) if item.get("prefix") == run.prefix]
-        ends = {str(item.get("start")): item["end"] for item in lines if item.get("kind") == TIMES and "end" in item}
-        begun = [item for item in lines if item.get("kind") == START]
-        files, not_shown = known(([], []), events_of_run, run.path, starts, begun)
-        problems += not_shown
-        series = known({}, read_series, files, lambda error: problems.append(_damaged(error)))
-        return cls(
-            run, name, color, starts, known((), read_timeline, run.path, run.prefix), _most(series, problems), problems,
-            {start: ": ".join(filter(None, map(str, end))) for start, end in ends.items() if isinstance(end, list)},
-            [item for item in lines if item.get("kind") == STALL],
-        )  # fmt: skip
-
-    def part(self, nothing: Any, function: Callable[..., Any], *args: Any) -> Any:
-        """Return a part of the page, or `nothing` if the run's files hold what cannot be shown."""
-        try:
-            return function(*args)
-        except Exception as error:
-            problem = f"a part of it cannot be shown, since its files hold what jstep does not write: {error!r}"
-            self.problems.append(truncate(problem, 300))
-            return nothing
-
-    @property
-    def is_damaged(self) -> bool:
-        """Whether a card is invalid, so that its values cannot be compared."""
-        return any(start.problem for start in self.starts)
-
-    @property
-    def card(self) -> dict[str, Any]:
-        """The card of the last start that has one."""
-        return next((start.card for start in reversed(self.starts) if start.card is not None), {})
-
-    @functools.cached_property
-    def goodput(self) -> list[Goodput]:
-        return by_start(self.times)
-
-    def spans(self) -> list[tuple[int, int] | None]:
-        """The first and the last step of each start."""
-        newest = [lines.newest() for lines in self.times]
-        return [None if line is None else (line["step"][0], line["step"][1]) for line in newest]
-
-    def marks(self) -> list[Mark]:
-        """The run's starts, stages and checkpoints on the axis."""
-        marks = [Mark("start", at[0], f"{self.name}: start from step {at[0]}") for at in self.spans() if at and at[0]]
-        stages = self.card.get("stages") or {}
-        marks += [
-            Mark("stage", int(at), f"{self.name}: stage {name}")
-            for at, name in stages.items()
-            if at.isdecimal() and int(at) > 0
-        ]
-        if not is_url(self.run.path):
-            steps = [step for step, is_whole, _ in entries(self.run.path, self.run.prefix) if is_whole]
-            marks += [Mark("checkpoint", step, f"{self.name}: checkpoint {step}") for step in steps]
-        return [mark._replace(color=self.color) for mark in marks]
-
-
-def _known(problems: list[str], nothing: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Return the result of a function that reads files, which may be missing and may hold anything, or `nothing`."""
-    try:
-        return function(*args)
-    except Exception as error:
-        is_plain = isinstance(error, OSError | ImportError | ValueError)
-        problems.append(truncate(str(error) if is_plain else f"a file of it cannot be read: {error!r}", 300))
-        return nothing
-
-
-def _damaged(error: DataLossError) -> str:
-    return f"{error}; what follows is not shown"
-
-
-_MAX_TAGS = 1000
-
-
-def _most(series: Mapping[str, Series], problems: list[str]) -> dict[str, Series]:
-    """Return the series with points, as many as a page can have."""
-    some = {tag: item for tag, item in series.items() if item.steps or item.rewound}
-    if len(some) > _MAX_TAGS:
-        problems.append(f"it has {len(some)} scalars; the first {_MAX_TAGS} are shown")
-    return dict(itertools.islice(some.items(), _MAX_TAGS))
-
-
 # The page.
 
 
-def _page(run_list: RunList, all_left: Sequence[_Left]) -> str:
+def _few(run_list: RunList, metric: str | None, mode: str | None) -> str:
+    names = zip(run_list, run_names(run_list), range(len(run_list)), strict=True)
+    all_left = [RunFiles.of(*fields) for fields in names]
+    if metric is not None:  # which is checked, though nothing is ranked
+        Metric.of([Row.of(left.run, left.name) for left in all_left], metric, mode)
     title = f"Run {all_left[0].name}" if len(run_list) == 1 else f"{len(run_list)} runs"
     sections = {
         "What it was": _what(run_list, all_left),
@@ -233,8 +135,18 @@ def _page(run_list: RunList, all_left: Sequence[_Left]) -> str:
         "Where its time went": [part for left in all_left for part in left.part([], _where, left, len(run_list))],
         "What is odd": [part for left in all_left for part in _odd(left, len(run_list))],
     }
-    body = [f"<h2>{name}</h2>{''.join(parts)}" for name, parts in sections.items() if parts]
-    script, style = _asset("report.js"), STYLE + _asset("report.css")
+    return _page(title, sections, _asset("report.js"))
+
+
+def _many(run_list: RunList, metric: str | None, mode: str | None) -> str:
+    rows = [Row.of(*fields) for fields in zip(run_list, run_names(run_list), strict=True)]
+    scripts = _asset("report.js") + _asset("report_many.js")
+    return _page(f"{len(rows)} runs", report_many.sections(Sweep.of(rows, metric, mode)), scripts)
+
+
+def _page(title: str, sections: Mapping[str, Sequence[str]], script: str) -> str:
+    body = [f"<h2>{_escaped(name)}</h2>{''.join(parts)}" for name, parts in sections.items() if parts]
+    style = STYLE + _asset("report.css")
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
     page = (
@@ -266,11 +178,11 @@ def _table(rows: Iterable[Sequence[object]], head: Sequence[object] = (), kind: 
     return f'<div class="wide"><table class="{kind}">{heads}<tbody>{cells}</tbody></table></div>'
 
 
-def _heading(left: _Left, count: int) -> str:
+def _heading(left: RunFiles, count: int) -> str:
     return f"<h3>{_escaped(left.name)}</h3>" if count > 1 else ""
 
 
-def _what(run_list: RunList, all_left: Sequence[_Left]) -> list[str]:
+def _what(run_list: RunList, all_left: Sequence[RunFiles]) -> list[str]:
     """The facts of the runs; of several runs first a table, and their differences."""
     if len(run_list) == 1:
         (left,) = all_left
@@ -292,7 +204,7 @@ def _what(run_list: RunList, all_left: Sequence[_Left]) -> list[str]:
     return parts
 
 
-def _facts(all_left: Sequence[_Left], left: _Left) -> str:
+def _facts(all_left: Sequence[RunFiles], left: RunFiles) -> str:
     run = left.run
     times = {"started": run.started, "ended": run.ended}
     rows = {
@@ -319,7 +231,7 @@ def _facts(all_left: Sequence[_Left], left: _Left) -> str:
     return f"<dl>{''.join(facts)}</dl>"
 
 
-def _recorded(left: _Left, is_open: bool = False) -> str:
+def _recorded(left: RunFiles, is_open: bool = False) -> str:
     """The program, its arguments, batches and versions, as recorded on the card."""
     settings = left.card.get("settings") or {}
     values = {name: value for name, value in card_values(left.card).items() if value is not None} if left.card else {}
@@ -333,7 +245,7 @@ def _recorded(left: _Left, is_open: bool = False) -> str:
     return f"<details{opened}><summary>{words}</summary>{_table(rows, kind='facts')}</details>" if rows else ""
 
 
-def _how(all_left: Sequence[_Left]) -> list[str]:
+def _how(all_left: Sequence[RunFiles]) -> list[str]:
     """The plots, one for each metric, with its evaluations and all runs."""
     tags = dict.fromkeys(tag for left in all_left for tag in left.series)
     groups: dict[str, list[str]] = {}
@@ -355,7 +267,7 @@ def _how(all_left: Sequence[_Left]) -> list[str]:
     return [marks, f'<div class="pictures">{"".join(figures)}</div>']
 
 
-def _figure(name: str, tags: Sequence[str], all_left: Sequence[_Left], axis: Sequence[Mark]) -> str:
+def _figure(name: str, tags: Sequence[str], all_left: Sequence[RunFiles], axis: Sequence[Mark]) -> str:
     curves: list[Curve] = []
     rows: list[list[object]] = []
     marks = list(axis)
@@ -387,7 +299,7 @@ def _row(steps: Any, values: Any) -> list[str]:
     return [f"{values.size}", *ends, *extremes, f"{values.size - finite.size}"]
 
 
-def _where(left: _Left, count: int) -> list[str]:
+def _where(left: RunFiles, count: int) -> list[str]:
     """The time of a run, in total and for each start."""
     if not left.times:
         return []
@@ -414,32 +326,10 @@ def _where(left: _Left, count: int) -> list[str]:
     return [_heading(left, count), title, f'<div class="bar">{bar}</div><p>{keys}</p>', _table(rows, head)]
 
 
-def _odd(left: _Left, count: int) -> list[str]:
-    more = left.part([], lambda: list(_oddities(left)))
-    lines = list(dict.fromkeys([*left.problems, *more]))
+def _odd(left: RunFiles, count: int) -> list[str]:
+    lines = left.odd()
     items = "".join(f"<li>{_escaped(line)}</li>" for line in lines)
     return [_heading(left, count), f"<ul>{items}</ul>"] if lines else []
-
-
-def _oddities(left: _Left) -> Iterator[str]:
-    if left.run.status not in ("finished", "running", "unreadable"):
-        yield f"it is {left.run.status}: {left.run.reason}".rstrip(": ")
-    for line in left.stalls:
-        seconds, what = line.get("stalled"), truncate(str(line.get("what")), 200)
-        yield f"process {line.get('process')} stalled for {seconds} s at step {line.get('step')}: {what}"
-    spans = [span for span in left.spans() if span is not None]
-    for before, now in itertools.pairwise(spans):
-        if now[0] < before[1]:
-            yield f"steps {now[0]} to {before[1]} were made again by a later start"
-    cards = [start for start in left.starts if start.card is not None]
-    for start, later in itertools.pairwise(cards):
-        for change in card_difference(start.card or {}, later.card or {}):
-            yield f"changed before the start of {time_text(later.time or 0.0, ' ', 'seconds')}: {truncate(change, 300)}"
-    for tag, series in left.series.items():
-        bad = np.flatnonzero(~np.isfinite(series.values))
-        if bad.size:
-            first = series.steps[bad[0]]
-            yield f"{tag} is not finite at {bad.size} of {len(series.steps)} points, first at step {first}"
 
 
 # `report` of the command line.
@@ -447,11 +337,13 @@ def _oddities(left: _Left) -> Iterator[str]:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", metavar="RUN", nargs="+", help="a directory or URL with a run, or with runs below it")
+    parser.add_argument("--metric", metavar="NAME", help="the metric that ranks six runs or more")
+    parser.add_argument("--mode", choices=("max", "min"), help="whether its greatest or least value is the best")
     parser.add_argument("-o", "--output", default="report.html", help="the page (default: report.html); - for stdout")
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    page = report(arguments.paths)
+    page = report(arguments.paths, metric=arguments.metric, mode=arguments.mode)
     if arguments.output == "-":
         sys.stdout.write(page.html)
     else:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import os
+import shutil
 import stat
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 from jstep.checkpoint.claims import read_claim
 from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import as_string, truncate
-from jstep.core.tables import columns, html_table
+from jstep.core.tables import breadth, columns, html_table, printable
 from jstep.hooks.card_differences import card_values
 from jstep.hooks.cards import NOT_READY, Start, read_starts
 from jstep.hooks.stall_files import find_exit, read_stalls
@@ -91,10 +92,10 @@ class RunList(list[RunSummary]):
     """A list of runs, parents before their branches; `str()` is a table, and a notebook shows one."""
 
     def __str__(self) -> str:
-        return "\n".join(columns(_cells(self, _metrics(self, None), {}, _tree(self)), 2))
+        return "\n".join(_lines(_cells(self, main_metrics(self, None), {}, tree(self))))
 
     def _repr_html_(self) -> str:
-        head, *rows = _cells(self, _metrics(self, None), {}, _tree(self))
+        head, *rows = _cells(self, main_metrics(self, None), {}, tree(self))
         return html_table(f"{len(self)} run{'s' * (len(self) != 1)}", rows, head)
 
     def differences(self) -> dict[str, list[Any]]:
@@ -104,10 +105,10 @@ class RunList(list[RunSummary]):
             Name → the value of each run, in the order of the list; None if a run has none, or its card is invalid.
             Paths are not compared.
         """
-        return _differences([_last_start(run).card for run in self])
+        return differences_of([_last_start(run).card for run in self])
 
 
-def _differences(cards: Sequence[Mapping[str, Any] | None]) -> dict[str, list[Any]]:
+def differences_of(cards: Sequence[Mapping[str, Any] | None]) -> dict[str, list[Any]]:
     values = [card_values(card) if card is not None else {} for card in cards]
     present = [named for named, card in zip(values, cards, strict=True) if card is not None]
     names = dict.fromkeys(name for named in present for name in named)
@@ -148,7 +149,7 @@ def runs(directory: str | os.PathLike[str], *, prefix: str | None = None) -> Run
     found = itertools.chain.from_iterable(
         _runs_at(where) if error is None else [_unreadable(where, "", error)] for where, error in _places(above)
     )
-    return RunList(run for _, run in _tree([run for run in found if wanted in (None, run.prefix) or run.error]))
+    return RunList(run for _, run, _ in tree([run for run in found if wanted in (None, run.prefix) or run.error]))
 
 
 def distinct(found: Iterable[RunSummary]) -> RunList:
@@ -335,8 +336,8 @@ def _status(where: str, prefix: str, end: End, *, is_done: bool, is_shared: bool
 # The table.
 
 
-def _tree(summaries: Sequence[RunSummary]) -> list[tuple[str, RunSummary]]:
-    """Each run after its parent, with the branch to draw. Parents may form a circle, and chains of any length."""
+def tree(summaries: Sequence[RunSummary]) -> list[tuple[str, RunSummary, int]]:
+    """Each run after its parent, with the branch to draw and its depth. Parents may form a circle or a long chain."""
     of: dict[tuple[str, str | None], RunSummary] = {}
     for run in summaries:
         of.setdefault((_real(run.path), run.prefix), run)
@@ -350,7 +351,7 @@ def _tree(summaries: Sequence[RunSummary]) -> list[tuple[str, RunSummary]]:
             folder = _real(folder)
             above = of.get((folder, name.rpartition("-")[0])) or of.get((folder, None))
         (roots if above is None or above is run else children.setdefault(id(above), [])).append(run)
-    rows: list[tuple[str, RunSummary]] = []
+    rows: list[tuple[str, RunSummary, int]] = []
     seen: set[int] = set()
     for root in [*roots, *summaries]:  # runs whose parents form a circle have no first one
         waiting = [(root, "", "", 0)]
@@ -359,7 +360,7 @@ def _tree(summaries: Sequence[RunSummary]) -> list[tuple[str, RunSummary]]:
             if id(run) in seen:
                 continue
             seen.add(id(run))
-            rows.append((drawn, run))
+            rows.append((drawn, run, depth))
             lines = ("├─ ", "│  ")
             for child in reversed(children.get(id(run), [])):
                 own, further = ("└─ ", "   ") if child is children[id(run)][-1] else lines
@@ -374,7 +375,7 @@ _MOST_METRICS = 4
 """The number of losses, and of other metrics of which the best is kept, that are shown by default."""
 
 
-def _metrics(summaries: Iterable[RunSummary], globs: str | None) -> list[str]:
+def main_metrics(summaries: Iterable[RunSummary], globs: str | None) -> list[str]:
     """The columns of metrics that the globs name, by default the losses, and those of which the best is kept."""
     names = dict.fromkeys(name for run in summaries for name in (*run.metrics, *run.best))
     if globs:
@@ -403,7 +404,7 @@ def _cells(
     summaries: Sequence[RunSummary],
     metrics: Sequence[str],
     differences: Mapping[str, Sequence[Any]],
-    rows: Sequence[tuple[str, RunSummary]],
+    rows: Sequence[tuple[str, RunSummary, int]],
 ) -> list[list[str]]:
     names = run_names(summaries)
     times = {id(run): local_text(run.started, "minutes") for run in summaries if run.started is not None}
@@ -411,7 +412,7 @@ def _cells(
     since = f"since ({zones.pop()})" if len(zones) == 1 else "since"
     cells = [["run", "status", "step", *metrics, *differences, since, "wall", "on"]]
     places = {id(run): i for i, run in enumerate(summaries)}
-    for drawn, run in rows:
+    for drawn, run, _ in rows:
         name = names[places[id(run)]] + (f" @{run.parent[1]}" if run.parent is not None else "")
         step = f"{run.step}" if run.last_step is None else f"{run.step}/{run.last_step}"
         best = [
@@ -422,11 +423,27 @@ def _cells(
         varied = ["" if (of := values_of[places[id(run)]]) is None else str(of) for values_of in differences.values()]
         numbers = [f"{item}{two}".strip() for item, two in zip(values, best, strict=True)]
         since = " ".join(times.get(id(run), ())[: 1 + bool(zones)])
-        wall = "" if run.error else f"{run.wall_seconds / 3600:.2f} h"
+        wall = "" if run.error else duration_text(run.wall_seconds)
         cells.append([drawn + name, status, "" if run.error else step, *numbers, *varied, since, wall, run.devices])
     return [[truncate(item, _MAX_CELL) for item in row] for row in cells]
 
 
+def duration_text(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 60 else f"{seconds / 3600:.2f} h"
+
+
+def _lines(cells: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table that fits the terminal, if any: reasons are cut first, then names, then rows fold."""
+    width = shutil.get_terminal_size((0, 0)).columns
+    whole = rows = [list(map(printable, row)) for row in cells]
+    for column in (1, 0) if width else ():
+        room = max(_LEAST_CUT, max(len(row[column]) for row in rows) - max(0, breadth(rows) - width))
+        rows = [[truncate(cell, room) if i == column else cell for i, cell in enumerate(row)] for row in rows]
+    return columns(rows if breadth(rows) <= width else whole, 2, width or None)
+
+
+_LEAST_CUT = 16
+"""The least number of characters to which a reason and a name are cut."""
 _MAX_CELL = 400
 """The maximum number of characters of a cell: all rows are as wide."""
 
@@ -451,25 +468,25 @@ def _run(arguments: argparse.Namespace) -> int:
             missing.append(error)
     if missing:
         return complain("runs", *missing)
-    summaries = RunList(run for _, run in _tree(distinct(every)))
+    summaries = RunList(run for _, run, _ in tree(distinct(every)))
     if not summaries:
         return complain("runs", f"{', '.join(arguments.paths)}: no run is there; a run has a {TIMELINE_FILE}")
-    metrics = _metrics(summaries, arguments.metrics)
-    rows = _tree(summaries)
+    metrics = main_metrics(summaries, arguments.metrics)
+    rows = tree(summaries)
     if arguments.sort is not None:
         names = {name for run in summaries for name in (*run.metrics, *run.best)}
         if arguments.sort not in (*_OWN, *names):
             there = ", ".join([*_OWN, *sorted(names)])
             return complain("runs", f"--sort {arguments.sort}: must be a column or a metric; there are {there}")
-        rows = [("", run) for run in sorted(summaries, key=lambda run: _key(run, arguments.sort))]
+        rows = [("", run, 0) for run in sorted(summaries, key=lambda run: _key(run, arguments.sort))]
     starts = [_last_start(run) for run in summaries] if arguments.differences else []
     problems = [f"{run.path}: {start.problem}" for run, start in zip(summaries, starts, strict=False) if start.problem]
     complain("runs", *problems)
     if arguments.json:
-        print(as_strict_json([dataclasses.asdict(run) for _, run in rows]))
+        print(as_strict_json([dataclasses.asdict(run) for _, run, _ in rows]))
     else:
-        differences = _differences([start.card for start in starts])
-        print("\n".join(columns(_cells(summaries, metrics, differences, rows), 2)))
+        differences = differences_of([start.card for start in starts])
+        print("\n".join(_lines(_cells(summaries, metrics, differences, rows))))
     return 1 if problems or any(run.error for run in summaries) else OK
 
 
