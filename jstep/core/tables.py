@@ -93,7 +93,7 @@ def fold(line: str, max_width: int, indent: int = 0) -> list[str]:
 
 _CELL = "padding: 0.15em 0.9em 0.15em 0; border: none; background: none; color: inherit"
 _RIGHT = f"{_CELL}; text-align: right; font-variant-numeric: tabular-nums"
-_LEFT = f"{_CELL}; text-align: left"
+_LEFT = f"{_CELL}; text-align: left; white-space: pre-wrap"  # blanks are the branches of a tree
 _RULE = "border-bottom: 1px solid color-mix(in srgb, currentColor 35%, transparent)"
 
 
@@ -110,7 +110,10 @@ def html_table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = 
         cells = "".join(f'<th style="{_side(i)}; {_RULE}">{html_text(name)}</th>' for i, name in enumerate(head))
         parts.append(f"<tr>{cells}</tr>")
     for row in rows:
-        cells = "".join(f'<td style="{_side(i)}">{html_text(cell.strip())}</td>' for i, cell in enumerate(row))
+        cells = "".join(
+            f'<td style="{_side(i)}">{html_text(cell.strip() if i else cell.rstrip())}</td>'
+            for i, cell in enumerate(row)
+        )
         parts.append(f'<tr style="background: none">{cells}</tr>')
     parts.append("</table>")
     parts += [f'<div style="font-size: 0.92em; margin-top: 0.3em">{html_text(note)}</div>' for note in notes]

@@ -319,9 +319,9 @@ def _add(series: dict[str, Series], event: Any) -> None:
     step, time = event.step, event.wall_time
     for value in event.summary.value:
         if (number := _number(value)) is not None:
-            if (points := series.get(tag := value.tag)) is None:
-                points = series[tag] = Series()
-            points.append(step, time, number)
+            if (tag := value.tag) not in series:
+                series[tag] = Series()
+            series[tag].append(step, time, number)
 
 
 def _number(value: Any) -> float | None:

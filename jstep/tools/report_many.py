@@ -48,9 +48,14 @@ def _cell(text: str, most: int = _MAX_CELL, *, number: float | None = None, afte
     """A cell; a long text is cut, and the whole is its tooltip. `number` is what it is sorted by."""
     cut = truncate(text, most)
     title = f' title="{html_text(text)}"' if cut != text else ""
-    of = "" if number is None else ' class="n"' if cut == f"{number:g}" else f' class="n" data-v="{number:.9g}"'
+    of = "" if number is None else ' class="n"' if cut == f"{number:g}" else f' class="n" data-v="{_sorted_by(number)}"'
     style = f' style="padding-left:{padding}"' if padding else ""
     return f"<td{of}{title}{style}>{html_text(cut)}{after}</td>"
+
+
+def _sorted_by(number: float) -> str:
+    """A number as the script reads it; NaN is behind all others, as empty cells are."""
+    return "" if math.isnan(number) else f"{number:.9g}".replace("inf", "Infinity")
 
 
 def _boxed(heads: Iterable[str], rows: Sequence[str], name: str = "") -> str:
@@ -68,17 +73,22 @@ def _head(text: str) -> str:
     return f"<th{title}>{html_text(cut)}</th>"
 
 
-def _numbers(values: Sequence[float | None]) -> list[str]:
-    """Format a column of numbers, all with as many decimals, so that their points align."""
+def _numbers(values: Sequence[float | None], precise: int = 4, most: int = 7) -> list[str]:
+    """Format a column of numbers, all with as many decimals, so that their points align.
+
+    Args:
+        values: Numbers, and None for empty cells.
+        precise: The number of digits that the shortest form has at most.
+        most: The number of decimals from which on powers of ten are shown instead.
+    """
     known = [value for value in values if value is not None]
-    shortest = [decimal.Decimal(f"{value:.4g}") for value in known if math.isfinite(value)]
+    shortest = [decimal.Decimal(f"{value:.{precise}g}") for value in known if math.isfinite(value)]
     digits = max((-int(value.as_tuple().exponent) for value in shortest if value), default=0)
-    if any(abs(value) >= 1e7 for value in known) or digits > _MAX_DIGITS:
-        return ["" if value is None else f"{value:.3e}" for value in values]
+    if all(value == int(value) for value in known if math.isfinite(value)) and all(abs(x) < 1e15 for x in known):
+        digits = 0
+    elif any(abs(value) >= 1e7 for value in known) or digits > most:
+        return ["" if value is None else f"{value:.{precise - 1}e}" for value in values]
     return ["" if value is None else f"{value:.{max(0, digits)}f}" for value in values]
-
-
-_MAX_DIGITS = 7
 
 
 # The sections.
@@ -202,7 +212,7 @@ def _option_cells(option: Option, lines: Sequence[Line]) -> list[str]:
     each = [_distinct(option.values[i] for i in line.members) for line in lines]
     if not option.is_number:
         return [_cell(", ".join(map(value_text, values))) for values in each]
-    texts = _numbers([values[0] if len(values) == 1 else None for values in each])
+    texts = _numbers([values[0] if len(values) == 1 else None for values in each], 6, 10)
     return [
         _cell(text or ", ".join(map(value_text, values)), number=_mean(values)) if values else "<td></td>"
         for text, values in zip(texts, each, strict=True)
