@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from chromium import browser as browser
 
 from jstep.tools.cli import main
 
