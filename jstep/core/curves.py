@@ -157,7 +157,8 @@ def picture(
         kind = f"{mark.kind} s{mark.color}"
         drawn.append(_marked(kind, d, mark.text, mark.key))
     ends = f'data-x="{first} {last}" data-y="{up.axis.ends}" data-log="{int(up.is_log)}"'
-    return _framed(title, f"{title}, steps {first} to {last}", up, drawn, texts, "".join(keys), ends, style=style)
+    figure = _framed(title, f"{title}, steps {first} to {last}", up, drawn, texts, "".join(keys), ends)
+    return f"<style>{STYLE}</style>{figure}" if style else figure
 
 
 def dots(title: str, points: Sequence[Dot], y_label: str) -> str:
@@ -186,7 +187,7 @@ def dots(title: str, points: Sequence[Dot], y_label: str) -> str:
     for point, x in sorted(zip(points, xs, strict=True), key=lambda pair: (pair[0].is_best, pair[0].color != NEUTRAL)):
         kind = f"{'best ' * point.is_best}dot s{point.color}"
         drawn.append(_marked(kind, f"M{x:.1f},{up.y(point.value):.1f}h0", point.text, point.key))
-    return _framed(title, f"{y_label} against {title}", up, drawn, texts, height=_LOW, style=False)
+    return _framed(title, f"{y_label} against {title}", up, drawn, texts, height=_LOW)
 
 
 _MAX_LABELS, _LABELS_OF_A_LINE = 8, 4
@@ -231,9 +232,7 @@ def _framed(
     texts: Iterable[str],
     keys: str = "",
     ends: str = "",
-    *,
     height: int = _HEIGHT,
-    style: bool,
 ) -> str:
     """The figure around what is drawn, with the vertical axis."""
     lines, labels, label = list[str](), list[str](), html.escape(label, quote=True)
@@ -245,7 +244,7 @@ def _framed(
         f"{f' {ends}' if ends else ''}>"
     )
     return (
-        f'{f"<style>{STYLE}</style>" if style else ""}<figure class="curves">'
+        f'<figure class="curves">'
         f"<figcaption>{html.escape(title)}</figcaption><div>{keys}</div>"
         f'<svg class="plot" height="{height + 40}" role="img" aria-label="{label}"><title>{label}</title>'
         f"{plot}{''.join([*lines, *drawn])}</svg>{''.join([*labels, *texts])}</svg></figure>"

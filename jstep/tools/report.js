@@ -1,7 +1,10 @@
 // The values under the pointer, and curves that are switched off by their names; the page is whole without.
-const duration = (seconds) =>
-  seconds < 60 ? `${+seconds.toPrecision(2)} s` : seconds < 3600 ? `${+(seconds / 60).toPrecision(2)} min` : `${+(seconds / 3600).toPrecision(2)} h`;
-const names = new Map([...document.querySelectorAll("#runs [data-r]")].map((row) => [row.dataset.r, row.cells[0].textContent]));
+const duration = (seconds) => {
+  const [size, unit] = seconds < 60 ? [1, "s"] : seconds < 3600 ? [60, "min"] : [3600, "h"];
+  return `${+(seconds / size).toPrecision(2)} ${unit}`;
+};
+const rowsOfRuns = [...document.querySelectorAll("#runs [data-r]")];
+const names = new Map(rowsOfRuns.map((row) => [row.dataset.r, row.cells[0].textContent.trim()]));
 for (const figure of document.querySelectorAll("figure.curves")) {
   const plot = figure.querySelector("svg[data-x]"), output = document.createElement("output");
   if (!plot) continue;
@@ -17,7 +20,7 @@ for (const figure of document.querySelectorAll("figure.curves")) {
     const under = ((event.clientY - box.top) / box.height) * height;
     const value = (y) => low * (y / height) + high * (1 - y / height); // high - low may be infinite
     let shown = paths.filter((path) => path.style.display !== "none").flatMap((path) => {
-      const points = [...path.getAttribute("d").matchAll(/(-?[\d.]+),(-?[\d.]+)/g)].map((match) => [+match[1], +match[2]]);
+      const points = [...path.getAttribute("d").matchAll(/(-?[\d.]+),(-?[\d.]+)/g)].map(([, a, b]) => [+a, +b]);
       if (!points.length) return [];
       const y = points.reduce((a, b) => (Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a))[1];
       const number = +(plot.dataset.log === "1" ? 10 ** value(y) : value(y)).toPrecision(digits);

@@ -2,7 +2,7 @@
 {
   const table = document.getElementById("runs"), body = table.tBodies[0], rows = [...body.rows];
   const runs = rows.filter((row) => row.dataset.r), hidden = new Set();
-  const figures = [...document.querySelectorAll("figure.curves")], drawn = new Map();
+  const members = ({dataset}) => (dataset.g ?? dataset.r ?? dataset.i).split(" "), drawn = new Map();
   for (const path of document.querySelectorAll("figure [data-i]")) {
     if (!drawn.has(path.dataset.i)) drawn.set(path.dataset.i, []);
     drawn.get(path.dataset.i).push(path);
@@ -16,13 +16,12 @@
 
   // Hiding: a tick in each row, in those of groups, and one in the head for all rows that the filter shows.
   const ticks = new Map(), keys = [...document.querySelectorAll("#legend .key[data-i]")];
-  const members = (row) => (row.dataset.g ?? row.dataset.r).split(" ");
   const show = (some, isOn) => {
     for (const run of some) {
       isOn ? hidden.delete(run) : hidden.add(run);
       for (const path of drawn.get(run) ?? []) path.style.display = isOn ? "" : "none";
     }
-    for (const band of bands) band.style.display = band.dataset.g.split(" ").every((run) => hidden.has(run)) ? "none" : "";
+    for (const band of bands) band.style.display = members(band).every((run) => hidden.has(run)) ? "none" : "";
     for (const [row, tick] of ticks) {
       const off = members(row).filter((run) => hidden.has(run)).length;
       [tick.checked, tick.indeterminate] = [!off, off > 0 && off < members(row).length];
@@ -94,7 +93,7 @@
     made.addEventListener("click", () => show(runs.filter((row) => !row.hidden).map((row) => row.dataset.r), isOn));
     return made;
   };
-  document.getElementById("controls").append(filter, count, " ", button("show these", true), " ", button("hide these", false));
+  document.getElementById("controls").append(filter, count, button("show these", true), button("hide these", false));
 
   // Smoothing, and the axis: paths are drawn anew from what the page had.
   const drawing = document.getElementById("drawing");
@@ -113,16 +112,17 @@
       const [before, after] = [points[i - 1], points[i]];
       return Math.max(0, before[1] + ((step - before[0]) / (after[0] - before[0])) * (after[1] - before[1]));
     };
-    const each = /(-?[\d.]+),(-?[\d.]+)/g, plots = figures.map((figure) => figure.querySelector("svg[data-x]")).filter(Boolean);
-    const lines = plots.map((plot) => [...plot.querySelectorAll("[data-i], [data-g]")].map((path) => [path, path.getAttribute("d")]));
+    const each = /(-?[\d.]+),(-?[\d.]+)/g, plots = [...document.querySelectorAll("svg[data-x]")];
+    const all = (plot, selector, of) => [...plot.querySelectorAll(selector)].map((one) => [one, of(one)]);
+    const lines = plots.map((plot) => all(plot, "[data-i], [data-g]", (path) => path.getAttribute("d")));
     const steps = plots.map((plot) => [plot.dataset.x, ...plot.dataset.x.split(" ").map(Number)]);
-    const labels = plots.map((plot) => [...plot.parentNode.querySelectorAll("text.x")].map((text) => [text, text.textContent]));
+    const labels = plots.map((plot) => all(plot.parentNode, "text.x", (text) => text.textContent));
     const draw = () => {
       const isTime = axis.selectedIndex === 1, share = +smooth.value;
       plots.forEach((plot, n) => {
         const width = plot.viewBox.baseVal.width, [text, first, last] = steps[n];
         const at = (run, x) => seconds(run, first + (x / width) * (last - first));
-        const runOf = (path) => path.dataset.i ?? path.dataset.g.split(" ")[0];
+        const runOf = (path) => members(path)[0];
         let most = 0;
         if (isTime) {
           for (const [path, d] of lines[n]) {
@@ -145,7 +145,9 @@
         }
         plot.dataset.x = isTime ? `0 ${most}` : text;
         plot.dataset.unit = isTime ? "time" : "step";
-        for (const [label, words] of labels[n]) label.textContent = isTime ? duration((parseFloat(label.getAttribute("x")) / 100) * most) : words;
+        for (const [label, words] of labels[n]) {
+          label.textContent = isTime ? duration((parseFloat(label.getAttribute("x")) / 100) * most) : words;
+        }
         plot.parentNode.querySelector("text.unit").textContent = isTime ? "time" : "step";
       });
     };

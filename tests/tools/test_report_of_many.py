@@ -4,6 +4,7 @@ import html
 import itertools
 import math
 import re
+import time
 
 import html5lib
 import numpy as np
@@ -250,3 +251,14 @@ def test_reasons_are_cut_before_rows_fold(tmp_path, monkeypatch):
     lines = str(jstep.runs(tmp_path)).splitlines()
     assert len(lines) == 7
     assert re.search(r"failed: ValueError: why .*… +300/300 +1 +2023-\S+ \S+ +10 s +1×cpu$", lines[1])
+
+
+@pytest.mark.thorough
+def test_a_thousand_runs_of_forty_scalars(tmp_path):
+    write_sweep(tmp_path, 1000, length=100, norms=38)
+    begin = time.process_time()
+    page = jstep.report(tmp_path).html
+    assert time.process_time() - begin < 60.0, "30 s where nobody else is on the machine"
+    assert len(page.encode()) < 8e6
+    assert len(re.findall('<tr[^>]* data-r="', page)) == 1000
+    assert page.count("<figcaption>") > 40

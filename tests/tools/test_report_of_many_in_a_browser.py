@@ -99,7 +99,8 @@ def names(browser):
 def cells(browser, head, kind="tr[data-r]"):
     return browser.execute_script(
         "const at = [...document.querySelectorAll('#runs th')].findIndex(one => one.textContent == arguments[0]);"
-        "return [...document.querySelectorAll(`#runs tbody ${arguments[1]}`)].map(row => row.cells[at].textContent.trim())",
+        "const rows = [...document.querySelectorAll(`#runs tbody ${arguments[1]}`)];"
+        "return rows.map(row => row.cells[at].textContent.trim())",
         head,
         kind,
     )
