@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from jstep.core.checks import truncate
+
 Numbers: TypeAlias = np.ndarray[Any, Any]
 _WIDTH, _HEIGHT, _LOW = 560, 168, 110
 """The size of the plot area, which is stretched to the width of the page, and the height of a small one."""
@@ -191,15 +193,17 @@ def dots(title: str, points: Sequence[Dot], y_label: str) -> str:
 
 
 _MAX_LABELS, _LABELS_OF_A_LINE = 8, 4
+_MAX_TOOLTIP = 300
 _LABEL_WIDTH = 58
 """The width in pixels that the labels of four categories have on a phone."""
 
 
 def _category(x: float, text: str, line: int) -> str:
     """The label of a category, cut to the room that it has, with all of it as a tooltip."""
-    cut = text
+    cut = truncate(text, 16)
     while sum(map(_letter_width, cut)) > _LABEL_WIDTH:
         cut = cut[:-2] + "…"
+    text = truncate(text, _MAX_TOOLTIP)
     return _below(x, cut, _LOW + 3 + 14 * line, f"<title>{html.escape(text)}</title>" if cut != text else "")
 
 
@@ -396,14 +400,14 @@ def thin(steps: Numbers, values: Numbers, columns: int) -> Numbers:
 def _path(x: Numbers, y: Numbers, width: float, *, is_coarse: bool = False) -> tuple[str, str, list[float]]:
     """Return lines, isolated points and gaps."""
     is_bad = np.isnan(y)
-    bad = [float(at) for at in sorted({round(float(at)) for at in x[is_bad]})]
+    bad = [float(at) for at in sorted({round(at) for at in x[is_bad].tolist()})]
     segment, x, y = np.cumsum(is_bad)[~is_bad], x[~is_bad], y[~is_bad]
     if not x.size:
         return "", "", bad
     # The extremes of each column are kept, so that spikes survive.
     column = np.floor(x / width) if x.size > 2 * _WIDTH / width else np.arange(x.size)
-    starts = np.flatnonzero(np.r_[True, (np.diff(column) != 0) | (np.diff(segment) != 0)])
-    ends = np.r_[starts[1:], x.size] - 1
+    changes = np.flatnonzero((column[1:] != column[:-1]) | (segment[1:] != segment[:-1]))
+    starts, ends = np.append(0, changes + 1), np.append(changes, x.size - 1)
     top, bottom = np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)
     columns = zip(
         *(part.tolist() for part in (segment[starts], x[starts], y[starts], top, bottom, y[ends])), strict=True

@@ -26,7 +26,7 @@ from jstep.tools.cli import OK, Command, utc_text
 from jstep.tools.goodput import sum_starts
 from jstep.tools.run_files import RunFiles
 from jstep.tools.runs import RunList, distinct, run_names, runs
-from jstep.tools.sweep import Metric, Row, Sweep
+from jstep.tools.sweep import Ranking, Row, Sweep
 
 _FEW = 5
 """The maximum number of runs that are shown one by one."""
@@ -127,7 +127,7 @@ def _few(run_list: RunList, metric: str | None, mode: str | None) -> str:
     names = zip(run_list, run_names(run_list), range(len(run_list)), strict=True)
     all_left = [RunFiles.of(*fields) for fields in names]
     if metric is not None:  # which is checked, though nothing is ranked
-        Metric.of([Row.of(left.run, left.name) for left in all_left], metric, mode)
+        Ranking.of([Row.of(left.run, left.name) for left in all_left], metric, mode)
     title = f"Run {all_left[0].name}" if len(run_list) == 1 else f"{len(run_list)} runs"
     sections = {
         "What it was": _what(run_list, all_left),

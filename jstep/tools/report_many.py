@@ -15,8 +15,8 @@ from jstep.tools.goodput import Goodput
 from jstep.tools.runs import duration_text, main_metrics
 from jstep.tools.sweep import Line, Option, Sweep, value_text
 
-_MAX_CELL, _MAX_NAME = 24, 40
-"""The maximum number of characters of a cell, and of a name; the whole text is its tooltip."""
+_MAX_CELL, _MAX_NAME, _MAX_TITLE = 24, 40, 2000
+"""The maximum number of characters of a cell, of a name, and of the tooltip that has the whole text."""
 _BOX_ROWS = 20
 """The maximum number of rows of a table that does not scroll in a box of its own."""
 _SHOWN_OPTIONS, _MAX_OPTIONS = 8, 24
@@ -47,7 +47,7 @@ def sections(sweep: Sweep) -> dict[str, list[str]]:
 def _cell(text: str, most: int = _MAX_CELL, *, number: float | None = None, after: str = "", padding: str = "") -> str:
     """A cell; a long text is cut, and the whole is its tooltip. `number` is what it is sorted by."""
     cut = truncate(text, most)
-    title = f' title="{html_text(text)}"' if cut != text else ""
+    title = f' title="{html_text(truncate(text, _MAX_TITLE))}"' if cut != text else ""
     of = "" if number is None else ' class="n"' if cut == f"{number:g}" else f' class="n" data-v="{_sorted_by(number)}"'
     style = f' style="padding-left:{padding}"' if padding else ""
     return f"<td{of}{title}{style}>{html_text(cut)}{after}</td>"

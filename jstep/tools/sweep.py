@@ -78,7 +78,7 @@ def _clock(series: Series | None) -> list[tuple[int, float]]:
 # The metric.
 
 
-class Metric(NamedTuple):
+class Ranking(NamedTuple):
     """What runs are ranked by."""
 
     name: str
@@ -88,7 +88,7 @@ class Metric(NamedTuple):
         return f"{'greatest' if self.is_max else 'least'} {self.name}"
 
     @classmethod
-    def of(cls, rows: Sequence[Row], name: str | None, mode: str | None) -> "Metric":
+    def of(cls, rows: Sequence[Row], name: str | None, mode: str | None) -> "Ranking":
         """The named metric, else that of a `KeepBest`, else the first one of an evaluation, else the loss."""
         there = dict.fromkeys(one for row in rows for one in (*row.run.metrics, *row.run.best, *row.series))
         if name is not None and name not in there:
@@ -169,14 +169,14 @@ _TAKEN = ("name", "status", "step", "at step", "range", "wall time", "goodput")
 
 
 def options(differ: Mapping[str, Sequence[Any]]) -> list[Option]:
-    """The options that vary, those of `config` first; without hashes, and without what repeats an earlier one."""
+    """The options that vary, those of `config` first; of the others not hashes, nor what repeats an earlier one."""
     found: dict[str, list[str | None]] = {}
     for name in sorted(differ, key=lambda name: not name.startswith("config: ")):
         texts = [None if value is None else value_text(value) for value in differ[name]]
         is_known = any(
             all(text in (None, other) for text, other in zip(texts, others, strict=True)) for others in found.values()
         )
-        if not name.endswith("hash") and not is_known:
+        if name.startswith("config: ") or not (name.endswith("hash") or is_known):
             found[name] = texts
     names = list(found)
     tails = {name: [part for part in re.split(r": |[\[\].]", name) if part] or [name] for name in names}
@@ -232,7 +232,7 @@ class Sweep:
     """
 
     rows: Sequence[Row]
-    metric: Metric
+    metric: Ranking
     best: Sequence[tuple[float, int] | None]
     colors: Sequence[int]
     differ: Mapping[str, Sequence[Any]]
@@ -241,7 +241,7 @@ class Sweep:
 
     @classmethod
     def of(cls, rows: Sequence[Row], name: str | None, mode: str | None) -> "Sweep":
-        metric = Metric.of(rows, name, mode)
+        metric = Ranking.of(rows, name, mode)
         best = [metric.best(row) for row in rows]
         sign = -1.0 if metric.is_max else 1.0
         ranked = sorted(range(len(rows)), key=lambda i: math.inf if (of := best[i]) is None else sign * of[0])

@@ -185,6 +185,15 @@ def test_options_are_points_on_numbers_or_categories(tmp_path):
     assert kinds.count("<title>r") == 5, "one has none"
 
 
+def test_what_repeats_an_option_of_config_is_no_column(tmp_path):
+    for i, rate in enumerate((0.1, 0.2, 0.3, 0.4, 0.5, 0.6)):
+        config = {"a": {"lr": rate, "step": i}, "b": {"lr": rate}} | ({"only": rate} if i == 3 else {})
+        write_run_of_sweep(tmp_path / f"r{i}", config, {"loss": losses(i)}, rate=rate)
+    heads, _ = table(jstep.report(tmp_path).html)
+    assert heads[5:-2] == ["a[lr]", "a[step]", "b[lr]", "only"]
+    assert "step: learning_rate" in jstep.report(tmp_path).html.partition("What differs</h2>")[2]
+
+
 def test_text_of_others_is_escaped_and_cut(tmp_path):
     words = "<script>alert(1)</script>" + "x" * 300
     for i in range(6):

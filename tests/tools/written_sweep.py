@@ -9,16 +9,17 @@ from jstep.stores.event_files import frame, proto
 from jstep.stores.owners import this_process
 
 
-def write_run_of_sweep(folder, config, scalars, *, start="a", parent=None, end=("finished", ""), **times):
+def write_run_of_sweep(folder, config, scalars, *, start="a", parent=None, end=("finished", ""), rate=0.1, **times):
     """Write a run whose event file has `scalars`: tag → values, at steps 0, 10, …"""
     folder.mkdir(parents=True, exist_ok=True)
     length = max(map(len, scalars.values()), default=1)
     fields = {"start": start, "parent": parent, "config": config, "last_step": 10 * length, "logdir": str(folder)}
     arguments = {"last_step": 10 * length, "logdir": str(folder), "checkpoint_dir": str(folder)}
     arguments["hooks"] = ["EvaluationHook(validation)"]
+    program = PROGRAM | {"hyperparameters": {"learning_rate": rate}}
     lines = [
         start_line(folder, **fields, before=BEFORE | {"parent": parent}),
-        card_line(start, config=config, arguments=arguments, programs=[PROGRAM]),
+        card_line(start, config=config, arguments=arguments, programs=[program]),
         times_line(start, **{"best": {}, "values": {}, "step": [0, 10 * length], "end": list(end)} | times),
     ]
     write_lines(folder, *lines)
