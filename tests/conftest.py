@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The processes of pytest-xdist have 80 columns, to which tables would be folded.
+os.environ.pop("COLUMNS", None)
 # XLA's thread pool has one thread per core. Collectives of 8 devices block its threads, so that on few cores they
 # deadlock until XLA aborts after 40 s.
 os.environ.setdefault("NPROC", "64")
