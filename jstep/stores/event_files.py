@@ -273,9 +273,10 @@ class Series:
 
     def append(self, step: int, time: float, value: float) -> None:
         """Add a point, which replaces those from its step on."""
-        if self.steps and self.steps[-1] >= step:
+        steps = self.steps
+        if steps and steps[-1] >= step:
             self.drop_from(step)
-        self.steps.append(step)
+        steps.append(step)
         self.times.append(time)
         self.values.append(value)
 
