@@ -28,7 +28,8 @@ STYLE = """
 .curves .axis {stroke: currentColor; stroke-opacity: .25; fill: none} .curves .bad {stroke: #d62728; stroke-width: 1.5}
 .curves .line, .key path {fill: none; stroke-width: 1.5; stroke-linejoin: round} .curves .pale {opacity: .35}
 .curves .dot {stroke-width: 5; stroke-linecap: round} .curves .best {stroke-width: 9; stroke-linecap: round}
-.curves .best.dot {stroke-width: 13} .curves .pale.s10 {stroke-width: 1; opacity: .25} .curves .band {stroke: none; fill-opacity: .16}
+.curves .best.dot {stroke-width: 13} .curves .pale.s10 {stroke-width: 1; opacity: .25}
+.curves .band {stroke: none; fill-opacity: .16}
 .curves .start {stroke-width: 2} .curves .stage {stroke-width: 1; stroke-dasharray: 2 3}
 .curves .d1, .key .d1 {stroke-dasharray: 5 3} .curves .d2, .key .d2 {stroke-dasharray: 1.5 2.5}
 .curves .d3, .key .d3 {stroke-dasharray: 9 3 2 3} .key {display: inline-block; margin-right: 1.2em} .off {opacity: .4}
