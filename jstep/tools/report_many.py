@@ -134,12 +134,27 @@ def _runs(sweep: Sweep) -> list[str]:
         f"<tr{_row_data(sweep, line)}>{''.join(cells)}</tr>"
         for line, *cells in zip(lines, *(cells for _, cells in columns), strict=True)
     ]
-    words = f"The best is the {sweep.metric}"
+    words = f"{_best_words(sweep)}The best is the {sweep.metric}"
     words += "; runs that differ in nothing but a seed are below their mean and range." if sweep.groups else "."
     return [
         f'<p>{html_text(words)}</p><div id="controls"></div>',
         _boxed([_head(name) for name, _ in columns], drawn, "runs"),
     ]
+
+
+def _best_words(sweep: Sweep) -> str:
+    """A sentence that names the best run, its value and the options that vary."""
+    i = next(iter(sweep.ranked()), None)
+    if i is None or (best := sweep.best[i]) is None:
+        return ""
+    varied = [(option.short, option.values[i]) for option in sweep.options if option.values[i] is not None]
+    options = ", ".join(f"{name} {truncate(value_text(value), _MAX_NAME)}" for name, value in varied[:_MAX_WORDS])
+    name = truncate(sweep.rows[i].name, _MAX_NAME)
+    return f"Best: {name}, {best[0]:.6g} at step {best[1]}{' with ' * bool(options)}{options}. "
+
+
+_MAX_WORDS = 8
+"""The maximum number of options in a sentence."""
 
 
 def _row_data(sweep: Sweep, line: Line) -> str:

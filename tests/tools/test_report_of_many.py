@@ -268,3 +268,9 @@ def test_a_thousand_runs_of_forty_scalars(tmp_path):
     assert len(page.encode()) < 8e6
     assert len(re.findall('<tr[^>]* data-r="', page)) == 1000
     assert page.count("<figcaption>") > 40
+
+
+def test_the_best_run_is_named_with_its_options(tmp_path):
+    write_six(tmp_path, RATES, least=lambda i: abs(i - 2.0) + 1.0)
+    words = re.search(r"<p>(Best: .*?)</p>", jstep.report(tmp_path).html)[1]
+    assert re.match(r"Best: \S+, \S+ at step \d+ with lr 0\.001\. The best is the least ", words)
