@@ -5,7 +5,6 @@ import io
 import itertools
 import json
 import logging
-import math
 import os
 import re
 import stat
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 from jstep.checkpoint.claims import FileClaim
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.core.checks import describe_type, format_list, format_value
+from jstep.core.records import json_float
 from jstep.hooks.run_hook import RunInfo
 from jstep.stores import files
 from jstep.stores.growing_files import sync_growing
@@ -138,8 +138,7 @@ _NONFINITE = ("nan", "inf", "-inf")
 
 
 def _line(step: int, row: Row) -> bytes:
-    values = {name: value if math.isfinite(value) else str(value) for name, value in row.items()}
-    return json.dumps({"step": step} | values).encode() + b"\n"
+    return json.dumps({"step": step} | {name: json_float(value) for name, value in row.items()}).encode() + b"\n"
 
 
 def describe_left_out(numbers: Iterable[int]) -> str:

@@ -91,11 +91,9 @@ def open_trunk(options: Options, saver: Saver | None, latest: int | None) -> Tru
 
 def _refuse_remains(saver: Saver) -> None:
     """Refuse a run whose checkpoints have lost all of their files: it must not begin from another one again."""
-    remains = (
-        []
-        if is_url(saver.directory)
-        else [name for _, is_whole, name in entries(saver.directory, saver.prefix) if is_whole]
-    )
+    if is_url(saver.directory):
+        return
+    remains = [name for _, is_whole, name in entries(saver.directory, saver.prefix) if is_whole]
     if remains:
         raise CheckpointError(
             f"{join_path(saver.directory, remains[0])} has no checkpoint, only its name, so this run began already; to "
