@@ -42,7 +42,8 @@ _MAX_DEPTH = 50
 _MAX_REPR = 1_000_000
 _MAX_WORK, _WORK_OF_A_RECORD = 2_000_000, 10
 """The bound of a record, in values, which a list that has itself as an element many times would exceed."""
-_PAUSE_EVERY = 500
+_PAUSE_EVERY, _PAUSE_SECS = 500, 1e-4
+"""After how many values a thread that records lets others run."""
 SCALARS = frozenset((bool, int, float, str, type(None)))
 _SEQUENCES = list, tuple, set, frozenset
 _FIELDS = (
@@ -150,14 +151,10 @@ def references(value: Any, deadline: float, above: tuple[int, ...] = ()) -> Any:
 
 
 class Recorder:
-    """The conversion of values to JSON, in bounded time. Nothing that a value does raises, or ends it.
+    """The conversion of values to JSON, in bounded time. Nothing that a value does raises, or ends it."""
 
-    Args:
-        pause: Called regularly, so that a thread that records leaves time to others.
-    """
-
-    def __init__(self, pause: Callable[[], object] = lambda: None) -> None:
-        self._left, self._pause = _MAX_WORK, pause
+    def __init__(self) -> None:
+        self._left = _MAX_WORK
         self.has_edited_keys = False
         self._is_shown = True  # otherwise so far behind in a list that only its hash is recorded
 
@@ -309,15 +306,9 @@ class Recorder:
         if depth > _MAX_DEPTH:
             raise RecursionError
         found: list[Any] = []
-        for i in range(0, len(items), _PAUSE_EVERY):
-            part = items[i : i + _PAUSE_EVERY]
+        for i, item in enumerate(items):
             self._is_shown = self._is_shown and i <= _MAX_ENTRIES
-            if _is_plain(part, self._is_shown):
-                found += part
-                self._left -= len(part)
-                self._pause()
-            else:
-                found += [self.json(item, depth + 1) for item in part]
+            found.append(self.json(item, depth + 1))
             if self._left <= 0:
                 break
         return found
@@ -378,7 +369,7 @@ class Recorder:
     def _spend(self) -> bool:
         self._left -= 1
         if self._left % _PAUSE_EVERY == 0:
-            self._pause()
+            time.sleep(_PAUSE_SECS)
         return self._left > 0
 
 
@@ -390,16 +381,6 @@ def record_value(name: str, value: object) -> Any:
 def json_of(value: object) -> Any:
     """Return any value as JSON without secrets."""
     return record_value("", value)
-
-
-def _is_plain(items: list[Any], are_shown: bool) -> bool:
-    """Whether all items are JSON as they are, which is quickly found for strings or numbers of one kind."""
-    kinds = set(map(type, items))
-    if kinds == {str}:
-        return max(map(len, items)) <= MAX_SEARCHED and not (are_shown and may_hold_secrets("\n".join(items)))
-    if kinds == {int}:
-        return min(items) > -_LARGE_INT and max(items) < _LARGE_INT
-    return kinds == {float} and all(map(math.isfinite, items))
 
 
 def _dumps(value: Any) -> str:

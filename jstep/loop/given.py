@@ -5,7 +5,6 @@ import functools
 import itertools
 import re
 import sys
-import threading
 import time
 from concurrent.futures import wait
 from typing import Any
@@ -30,8 +29,6 @@ from jstep.hooks.cards import NOT_READY
 
 _COPY_SECS, _START_SECS = 0.04, 0.08
 """The seconds for which the caller copies a config, and for which it waits for its record, in all."""
-_WORK_SECS, _PAUSES = 0.001, 8
-"""The time after which the thread pauses, and how many times as long."""
 _MAX_WEIGHT, _WEIGHT_OF_OTHERS, _MAX_ARGUMENTS = 1000, 10**9, 100
 _ARGUMENT = re.compile(r"([-+~]*[\w./-]+)(\s*[=:]\s*)(?!//)(.*)", re.DOTALL)
 
@@ -43,29 +40,26 @@ class Config(dict[str, Any]):
     """
 
     def __init__(self, config: Any, deadline: float) -> None:
-        self._hurry = threading.Event()  # somebody waits; otherwise the thread leaves time to others
         self._parts: list[list[tuple[str, Any]]] = []  # the options of each entry
         self._twice: str | None = None
-        self._resumed, self._is_late = 0.0, False
+        self._is_late = False
         self.ready = in_background(functools.partial(self._convert, config), name="jstep-config", daemon=True)
         if self.wait(deadline - time.monotonic()):
             self.ready.result()
         else:
             self._publish()
             self._is_late = False
-            self._hurry.clear()
         if self._twice is not None:
             raise ValueError(f"config: two of its values are called {self._twice!r}; give one of them another name")
 
     def wait(self, seconds: float) -> bool:
         """Wait until all is ready, but not again once it took longer; return whether it is."""
-        self._hurry.set()
         wait([self.ready], timeout=0 if self._is_late else max(0.0, seconds))
         self._is_late = not self.ready.done()
         return not self._is_late
 
     def _convert(self, config: Any) -> None:
-        recorder, of = Recorder(self._pause), _of(config)
+        recorder, of = Recorder(), _of(config)
         entries, rest = list[tuple[str, Any]](), list[tuple[Any, Any]]()
         with contextlib.suppress(BaseException):  # its keys cannot be read
             of_config = recorder.entries(config)
@@ -97,12 +91,6 @@ class Config(dict[str, Any]):
             self._parts.append([("…", summary(of, len(rest), others))])
         twice = self._publish()
         self._twice = None if recorder.has_edited_keys else twice
-
-    def _pause(self) -> None:
-        worked = time.thread_time() - self._resumed
-        if worked > _WORK_SECS:
-            self._hurry.wait(_PAUSES * worked)
-            self._resumed = time.thread_time()
 
     def _publish(self) -> str | None:
         """Put what is ready into the record; return a name that two values have."""
