@@ -14,16 +14,16 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from typing import TypeVar
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
 import jax
 
 from jstep.core.exceptions import context_manager
 from jstep.core.meshes import SETTINGS, current_mesh, read_setting
 
-_JOIN_SECS = 0.005
-"""The polling interval of `join_thread`."""
+_JOIN_SECS, _POLL_SECS = 0.005, 0.1
+"""The polling intervals of `join_thread` and `wait_until_done`."""
 _R = TypeVar("_R")
 
 
@@ -57,6 +57,15 @@ def join_thread(thread: threading.Thread, timeout: float = math.inf) -> None:
             return
         time.sleep(min(left, _JOIN_SECS))
     thread.join()  # only the interpreter's cleanup is left; raises RuntimeError in the thread itself
+
+
+def wait_until_done(future: "Future[Any]", unless: Callable[[], object] | None = None) -> bool:
+    """Wait until a background task is done, or `unless()` is true or raises; return whether it is done."""
+    # A signal that arrives just before a wait without a timeout would be handled only after the wait.
+    while not wait([future], timeout=_POLL_SECS).done:
+        if unless is not None and unless():
+            return False
+    return True
 
 
 def _captured() -> Callable[[Callable[[], None]], None]:

@@ -9,11 +9,11 @@ import jax
 from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.exceptions import note
-from jstep.core.threads import in_background
+from jstep.core.threads import in_background, wait_until_done
 from jstep.data.loaders import Source
 from jstep.data.placement import as_shardings, copy_batch, make_placer
 from jstep.data.sequence import BatchSequence
-from jstep.loop.compiler import CompileJob, shapes_of, wait_until_done
+from jstep.loop.compiler import CompileJob, shapes_of
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import FirstBatch
 from jstep.loop.run import Run

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jstep.core import stopwatch
 from jstep.core.annotations import Tree
 from jstep.core.exceptions import context_manager, forget_frames
 from jstep.core.meshes import dims_of
-from jstep.core.threads import MAKING, doing, in_background
+from jstep.core.threads import MAKING, doing, in_background, wait_until_done
 from jstep.core.trees import shape_of
 from jstep.loop.calls import Call
 from jstep.loop.signals import StopSignals
@@ -30,7 +30,6 @@ _logger = logging.getLogger("jstep")
 # Background compilation: programs of later stages, ahead of time; and the one needed now, so that the wait can be
 # interrupted.
 
-_POLL_SECS = 0.1
 _MAX_AHEAD = 2
 """The maximum number of programs compiled ahead; each takes device memory."""
 
@@ -107,15 +106,6 @@ class BackgroundCompiler:
         self.closed.set()
         for _, future in self.begun:
             _say_at_end(future)
-
-
-def wait_until_done(future: "Future[Any]", unless: Callable[[], bool]) -> bool:
-    """Wait until a background task is done, or `unless()` is true; return whether it is done."""
-    # A signal that arrives just before a wait without a timeout would be handled only after the wait.
-    while not wait([future], timeout=_POLL_SECS).done:
-        if unless():
-            return False
-    return True
 
 
 def compile_apart(lowered: Any, signals: StopSignals, *, may_leave: bool) -> None:

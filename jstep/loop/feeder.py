@@ -8,13 +8,13 @@ from concurrent.futures import Future
 from typing import Any
 
 from jstep.core.stopwatch import Stopwatch
-from jstep.core.threads import MAKING, doing, in_background
+from jstep.core.threads import MAKING, doing, in_background, wait_until_done
 from jstep.data.loaders import Source
 from jstep.data.placement import copy_batch
 from jstep.data.positions import LivePosition, StoredPosition
 from jstep.data.prefetch import ReaderThread
 from jstep.loop.calls import AHEAD, Call, CopiedBatches
-from jstep.loop.compiler import StartTimes, wait_until_done
+from jstep.loop.compiler import StartTimes
 from jstep.loop.signals import StopSignals
 from jstep.queues.queues import until_end
 
@@ -157,7 +157,7 @@ class FirstBatch:
         """Wait for the thread; return its future, once, or None."""
         future = self._first
         if future is not None:
-            wait_until_done(future, lambda: False)
+            wait_until_done(future)
         self._first = None
         return future
 

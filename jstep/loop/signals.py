@@ -24,18 +24,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent import futures
+from concurrent.futures import Future
 from types import FrameType
 from typing import Any
 
 import numpy as np
 
 from jstep.core.exceptions import Picklable
+from jstep.core.threads import wait_until_done
 from jstep.distributed import processes
 
 _logger = logging.getLogger("jstep")
 
-_POLL_SECS = 0.1
 _LATER_SECS = 0.01
 """The seconds after which an exception that could not be raised is raised, or postponed again."""
 _OTHERS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGHUP") if hasattr(signal, name))
@@ -215,12 +215,9 @@ class StopSignals:
         if self._alone and self.received is not None:
             raise StopWaiting
 
-    def wait_for(self, future: "futures.Future[Any]", *, may_leave: bool = True) -> None:
+    def wait_for(self, future: "Future[Any]", *, may_leave: bool = True) -> None:
         """Wait for a background task; meanwhile check for signals, if the wait may be left."""
-        # A signal that arrives just before a wait without a timeout would be handled only after the wait.
-        while not futures.wait([future], timeout=_POLL_SECS).done:
-            if may_leave:
-                self.check()
+        wait_until_done(future, self.check if may_leave else None)
 
     def to_stop(self) -> bool:
         """Return whether the run stops; called after each call and between evaluation batches."""
