@@ -434,17 +434,25 @@ def _from_host(wanted: WantedLeaf, record: Leaf, value: np.ndarray[Any, Any], sh
 def nest_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: Sequence[str] | None) -> dict[str, Any]:
     """Return nested dicts of NumPy arrays, with `averages`, if given, in place of params."""
     records, of_arrays = leaf_records.leaves_by_id(leaves), {leaf.array: leaf for leaf in leaves}
-    nested: dict[str, Any] = {}
+    values: dict[Keys, Any] = {}
     for key, record in records.items():
         average = find_average(key, records, averages)
-        at = nested
-        for part in record.keys[:-1]:
-            at = at.setdefault(part, {})
         value = leaf_records.leaf_value(record, None, arrays)
         if average is not None:
             source = records[average]
             value = leaf_records.leaf_value(source, of_arrays.get(source.half or ""), arrays).astype(value.dtype)
-        at[record.keys[-1]] = value
+        values[record.keys] = value
+    return nest(values)
+
+
+def nest(values: Mapping[Keys, Any]) -> dict[str, Any]:
+    """Return nested dicts by keys."""
+    nested: dict[str, Any] = {}
+    for keys, value in values.items():
+        at = nested
+        for part in keys[:-1]:
+            at = at.setdefault(part, {})
+        at[keys[-1]] = value
     return nested
 
 

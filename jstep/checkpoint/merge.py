@@ -14,10 +14,10 @@ import numpy as np
 
 from jstep.checkpoint import leaf_records, match
 from jstep.checkpoint.leaf_records import PARAMS, SLOTS
-from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Leaf, Manifest
+from jstep.checkpoint.manifest import CheckpointError, Leaf, Manifest
 from jstep.checkpoint.names import as_prefix, check_directory
 from jstep.checkpoint.open_store import open_store
-from jstep.checkpoint.reading import CORRUPTED, CheckpointReader, GoneError, short
+from jstep.checkpoint.reading import CORRUPTED, CheckpointReader, GoneError, read_and_verify, short
 from jstep.checkpoint.store import Store
 from jstep.core import trees
 from jstep.core.annotations import Tree
@@ -166,7 +166,8 @@ def _merge(
             chosen[-1],
         )
     if wanted is None:
-        return _nested({newest.sources[key].param.keys[1:]: value for key, value in merged.items()})
+        nested = match.nest({newest.sources[key].param.keys: value for key, value in merged.items()})
+        return nested[PARAMS]
     values = [
         match.keep_target_leaf(want, chosen[-1]) if want.left_out is not None else match.place_leaf(want, merged[key])
         for key, want in wanted.items()
@@ -317,30 +318,13 @@ def _gone(checkpoint: _Opened) -> GoneError:
 def _read(
     store: Store, reader: CheckpointReader, checkpoint: _Opened, leaf: Leaf, half: Leaf | None
 ) -> np.ndarray[Any, Any]:
+    path, manifest = checkpoint.path, checkpoint.manifest
     names = [part.array for part in (leaf, half) if part is not None and part.array is not None]
-    try:
-        arrays = store.contents(checkpoint.path, checkpoint.manifest).restore(dict.fromkeys(names))
-    except CorruptedError as error:
-        if store.is_gone(checkpoint.path, checkpoint.manifest):
-            raise _gone(checkpoint) from error
-        raise reader.unusable(checkpoint.path, error.problems, CORRUPTED) from error
-    except Exception as error:
-        if store.is_gone(checkpoint.path, checkpoint.manifest):
-            raise _gone(checkpoint) from error
-        raise CheckpointError(f"{checkpoint.path} could not be read: {short(error)}; nothing was merged") from error
-    if store.is_gone(checkpoint.path, checkpoint.manifest):
-        raise _gone(checkpoint)
+    arrays, problems, failure = read_and_verify(store, path, manifest, dict.fromkeys(names), verify=False)
+    if store.is_gone(path, manifest):
+        raise _gone(checkpoint) from failure
+    if problems:
+        raise reader.unusable(path, problems, CORRUPTED)
+    if failure is not None:
+        raise CheckpointError(f"{path} could not be read: {short(failure)}; nothing was merged") from failure
     return np.asarray(leaf_records.leaf_value(leaf, half, arrays))
-
-
-def _nested(values: Mapping[tuple[str, ...], Any]) -> Any:
-    """Return nested dicts by keys; a single leaf without keys is itself."""
-    if list(values) == [()]:
-        return values[()]
-    nested: dict[str, Any] = {}
-    for keys, value in values.items():
-        at = nested
-        for part in keys[:-1]:
-            at = at.setdefault(part, {})
-        at[keys[-1]] = value
-    return nested
