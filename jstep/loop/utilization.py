@@ -97,45 +97,6 @@ class StepWork:
     recomputes: bool = False
 
 
-class DispatchedSteps:
-    """Counts of the steps of each program; their operations are counted once, from the trace of the first call."""
-
-    def __init__(self) -> None:
-        self.is_traced = False
-        self.work: dict[Hashable, StepWork] = {}
-        self._steps: dict[Hashable, int] = {}
-
-    def trace(self) -> None:
-        """Count operations from now on."""
-        self.is_traced = True
-
-    def add(self, call: Call, state: Tree) -> None:
-        program = call.program
-        try:
-            self._steps[program] += call.steps
-        except KeyError:
-            self.work[program], self._steps[program] = self._of(call, state), call.steps
-
-    def steps(self) -> Steps:
-        return dict(self._steps)
-
-    def _of(self, call: Call, state: Tree) -> StepWork:
-        tree = state, call.step_args
-        uncounted = StepWork(device_count(tree), device_of(tree).device_kind)
-        if not self.is_traced:
-            return uncounted
-        try:
-            traced = call.trace(state)
-            if traced is None:
-                return uncounted
-            body = body_of(traced.jaxpr)
-        except Exception as error:  # a failure to count must not stop the run
-            _logger.warning("the operations of a step could not be counted: %s: %s", type(error).__name__, error)
-            return uncounted
-        work = work_of(body)
-        return dataclasses.replace(uncounted, flops=work.all, products=work.products, recomputes=has_remat(body))
-
-
 class Utilization(NamedTuple):
     """A FLOP/s utilization: `hfu` if it includes operations that are recomputed to save memory, else `mfu`."""
 
@@ -152,7 +113,7 @@ class UtilizationMeter:
         flops_per_step: Operations on all devices; None to count them in the trace.
     """
 
-    def __init__(self, dispatched: DispatchedSteps, peak_flops: float | None, flops_per_step: float | None) -> None:
+    def __init__(self, dispatched: "Meters", peak_flops: float | None, flops_per_step: float | None) -> None:
         self._work, self._peak, self._flops = dispatched.work, peak_flops, flops_per_step
         self.steps = dispatched.steps
         self._log_once = functools.cache(_log_unknown)
@@ -184,10 +145,13 @@ def _log_unknown(why: str) -> None:
 
 
 class Meters(Observer):
+    """Counts of the steps of each program; their operations are counted once, from the trace of the first call."""
+
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self._dispatched = DispatchedSteps()
-        self._is_metered = False
+        self._is_metered = self._is_traced = False
+        self.work: dict[Hashable, StepWork] = {}
+        self._steps: dict[Hashable, int] = {}
 
     def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
         """Make a meter; None if the device's peak is unknown."""
@@ -197,10 +161,29 @@ class Meters(Observer):
                 _log_unknown(f"the peak of the device {device.device_kind!r} is not known")
             return None
         self._is_metered = True
-        if peak_flops is None or flops_per_step is None:
-            self._dispatched.trace()
-        return UtilizationMeter(self._dispatched, peak_flops, flops_per_step)
+        self._is_traced = self._is_traced or peak_flops is None or flops_per_step is None
+        return UtilizationMeter(self, peak_flops, flops_per_step)
+
+    def steps(self) -> Steps:
+        return dict(self._steps)
 
     def after_each(self, call: Call, state: Tree) -> None:
+        program = call.program
         if self._is_metered:
-            self._dispatched.add(call, state)
+            if program not in self.work:
+                self.work[program] = self._of(call, state)
+            self._steps[program] = self._steps.get(program, 0) + call.steps
+
+    def _of(self, call: Call, state: Tree) -> StepWork:
+        tree = state, call.step_args
+        uncounted = StepWork(device_count(tree), device_of(tree).device_kind)
+        try:
+            traced = call.trace(state) if self._is_traced else None
+            if traced is None:
+                return uncounted
+            body = body_of(traced.jaxpr)
+        except Exception as error:  # a failure to count must not stop the run
+            _logger.warning("the operations of a step could not be counted: %s: %s", type(error).__name__, error)
+            return uncounted
+        work = work_of(body)
+        return dataclasses.replace(uncounted, flops=work.all, products=work.products, recomputes=has_remat(body))
