@@ -114,7 +114,7 @@ def picture(
     `columns` is how many columns a colored and a neutral curve may have, by default as many as there is room for.
     """
     finite = [curve.values[np.isfinite(curve.values)] for curve in curves]
-    up = _Vertical.of(np.concatenate([*finite, []]))
+    up = _axis(np.concatenate([*finite, []]))
     steps = [curve.steps.astype(np.int64) for curve in curves if curve.steps.size]
     first, last = min((int(at.min()) for at in steps), default=0), max((int(at.max()) for at in steps), default=1)
     x_ticks = [tick for tick in _round_ticks(Decimal(first), Decimal(last), 5) if first <= tick <= last]
@@ -159,22 +159,20 @@ def picture(
         d = _MARKS[mark.kind].format(at) if mark.value is None else f"M{at},{up.y(mark.value):.1f}h0"
         kind = f"{mark.kind} s{mark.color}"
         drawn.append(_marked(kind, d, mark.text, mark.key))
-    ends = f'data-x="{first} {last}" data-y="{up.axis.ends}" data-log="{int(up.is_log)}"'
+    ends = f'data-x="{first} {last}" data-y="{up.ends}" data-log="{int(up.is_log)}"'
     figure = _framed(title, f"{title}, steps {first} to {last}", up, drawn, texts, "".join(keys), ends)
     return f"<style>{STYLE}</style>{figure}" if style else figure
 
 
 def dots(title: str, points: Sequence[Dot], y_label: str) -> str:
     """Draw points over numbers, on a logarithmic axis if they span two decades, or over categories."""
-    up = _Vertical.of(np.asarray([point.value for point in points], float))
+    up = _axis(np.asarray([point.value for point in points], float))
     drawn, texts = list[str](), list[str]()
     if all(isinstance(point.place, float) for point in points):
         numbers = np.asarray([point.place for point in points], float)
-        is_log = is_logarithmic(numbers, 2)
-        axis = _axis(numbers, is_log)
-        scaled = np.log10(numbers) if is_log else np.ldexp(numbers, axis.shift)
-        xs = list((scaled - axis.low) / ((axis.high - axis.low) or 1.0) * _WIDTH)
-        ticks = [(place - axis.low) / ((axis.high - axis.low) or 1.0) * _WIDTH for place in axis.places]
+        axis = _axis(numbers, 2)
+        xs = list(axis.share(np.log10(numbers) if axis.is_log else np.ldexp(numbers, axis.shift)) * _WIDTH)
+        ticks = [axis.share(place) * _WIDTH for place in axis.places]
         longest = max(sum(map(_letter_width, text)) for text in axis.labels) + 4
         every = -(-len(ticks) * longest // (_LABELS_OF_A_LINE * _LABEL_WIDTH))
         texts = [_below(at, text, _LOW + 3) for at, text in list(zip(ticks, axis.labels, strict=True))[:: int(every)]]
@@ -232,7 +230,7 @@ def _marked(kind: str, d: str, text: str, key: int | None) -> str:
 def _framed(
     title: str,
     label: str,
-    up: "_Vertical",
+    up: "_Axis",
     drawn: Iterable[str],
     texts: Iterable[str],
     keys: str = "",
@@ -241,7 +239,7 @@ def _framed(
 ) -> str:
     """The figure around what is drawn, with the vertical axis."""
     lines, labels, label = list[str](), list[str](), html.escape(label, quote=True)
-    for text, place in zip(up.axis.labels, map(up.height, up.axis.places), strict=True):
+    for text, place in zip(up.labels, (_HEIGHT - up.share(place) * _HEIGHT for place in up.places), strict=True):
         lines.append(f'<path class="axis" d="M0,{place:.1f}H{_WIDTH}"/>')
         labels.append(f'<text x="-6" y="{place / _HEIGHT * height + 4:.1f}" text-anchor="end">{text}</text>')
     plot = (
@@ -268,7 +266,7 @@ def is_logarithmic(values: Numbers, decades: int = _DECADES) -> bool:
 
 
 class _Axis(NamedTuple):
-    """A vertical axis; `places` and limits are exponents of ten, or values times 2**shift, which are at most 1.
+    """An axis; `places` and limits are exponents of ten, or values times 2**shift, which are at most 1.
 
     `ends` has the limits themselves, as text.
     """
@@ -279,38 +277,30 @@ class _Axis(NamedTuple):
     high: float
     ends: str
     shift: int = 0
+    is_log: bool = False
 
-
-class _Vertical(NamedTuple):
-    """The vertical axis, and the heights of values in a picture."""
-
-    axis: _Axis
-    is_log: bool
-
-    @classmethod
-    def of(cls, finite: Numbers) -> "_Vertical":
-        is_log = is_logarithmic(finite)
-        return cls(_axis(finite, is_log), is_log)
+    def share(self, place: Any) -> Any:
+        """How far along the axis a place is, from 0 to 1."""
+        return (place - self.low) / ((self.high - self.low) or 1.0)
 
     def y(self, at: Any) -> Any:
+        """The heights of values in a picture whose vertical axis this is."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            at = np.log10(at) if self.is_log else np.ldexp(np.asarray(at, float), self.axis.shift)
-        return self.height(np.where(np.isfinite(at), at, np.nan))
-
-    def height(self, place: Any) -> Any:
-        return _HEIGHT - (place - self.axis.low) / ((self.axis.high - self.axis.low) or 1.0) * _HEIGHT
+            at = np.log10(at) if self.is_log else np.ldexp(np.asarray(at, float), self.shift)
+        return _HEIGHT - self.share(np.where(np.isfinite(at), at, np.nan)) * _HEIGHT
 
 
-def _axis(values: Numbers, is_log: bool) -> _Axis:
+def _axis(values: Numbers, decades: int = _DECADES) -> _Axis:
+    """The axis of finite numbers, which is logarithmic if they span so many decades."""
     if not values.size:
         return _Axis(["0", "1"], [0.0, 1.0], 0.0, 1.0, "0 1")
     least, most = float(values.min()), float(values.max())
-    if is_log:
+    if is_logarithmic(values, decades):
         floor, ceiling = math.floor(math.log10(least)), math.ceil(math.log10(most))
         # Floats end at these powers.
         exponents = range(max(floor, -323), min(ceiling, 308) + 1, max(1, (ceiling - floor + 4) // 5))
         labels = _labels([Decimal(1).scaleb(place) for place in exponents])
-        return _Axis(labels, [*map(float, exponents)], floor, ceiling, f"{floor} {ceiling}")
+        return _Axis(labels, [*map(float, exponents)], floor, ceiling, f"{floor} {ceiling}", is_log=True)
     bottom, top = Decimal(repr(least)), Decimal(repr(most))
     if least == most:
         margin = (abs(bottom) or 1) / Decimal(2)
