@@ -207,8 +207,7 @@ class HistoryFile:
             _logger.warning("%s: %s", path, "; ".join(problems))
         whole = b"".join(lines.values())
         if is_moved or not found.data.startswith(whole):
-            with files.named_file(self._path) as file:
-                file.write(whole)
+            files.write_named(self._path, whole)
         elif len(whole) < len(found.data):
             os.truncate(self._path, len(whole))
 

@@ -196,6 +196,15 @@ def named_file(path: str) -> Iterator[BinaryIO]:
         yield file
 
 
+def write_named(path: str, data: bytes) -> None:
+    """Write a file that the user named, as `named_file` does, or an object."""
+    if is_url(path):
+        replace_file(path, data)
+        return
+    with named_file(path) as file:
+        file.write(data)
+
+
 @contextlib.contextmanager
 def new_file(path: str, *, flush: bool = True) -> Iterator[BinaryIO]:
     """Open a new file for writing, with the umask's mode, and `flush` it to disk at the end."""

@@ -14,8 +14,8 @@ import numpy as np
 from jstep.core import checks, trees
 from jstep.core.jaxprs import Operation, Subprogram, argument_names, body_of, describe_parameters, evaluate, name_stack
 from jstep.stores.event_files import is_message, parse_message, proto
-from jstep.stores.files import named_file, replace_file
-from jstep.stores.urls import is_url, join_path, location
+from jstep.stores.files import write_named
+from jstep.stores.urls import join_path, location
 
 # A GraphDef under construction: unique names, scopes, shapes and dtypes.
 
@@ -414,11 +414,7 @@ def write_graph(graph: object, logdir: str | os.PathLike[str], name: str, as_tex
         staged = _staged(graph, (), {})
         data = (staged if isinstance(staged, jax.stages.Lowered) else staged.lower()).as_text().encode()
     path = join_path(logdir, name)
-    if is_url(path):
-        replace_file(path, data)
-        return path
-    with named_file(path) as file:
-        file.write(data)
+    write_named(path, data)
     return path
 
 

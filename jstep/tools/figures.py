@@ -4,7 +4,7 @@ import io
 import os
 from typing import Any
 
-from jstep.stores.files import named_file
+from jstep.stores.files import write_named
 
 
 def figure() -> Any:
@@ -26,5 +26,4 @@ def save_figure(drawn: Any, file: str | os.PathLike[str], dpi: int) -> None:
     picture = io.BytesIO()
     drawn.savefig(picture, format=kind, dpi=dpi)
     os.stat(os.path.dirname(path) or ".")  # no folder is created for it
-    with named_file(path) as opened:
-        opened.write(picture.getvalue())
+    write_named(path, picture.getvalue())

@@ -18,9 +18,9 @@ import numpy as np
 from jstep.core.checks import as_string, check_choice, describe_type, truncate
 from jstep.core.curves import STYLE, Curve, Mark, picture
 from jstep.hooks.card_differences import card_values
-from jstep.stores.files import named_file, replace_file
+from jstep.stores.files import write_named
 from jstep.stores.timeline import TIMELINE_FILE
-from jstep.stores.urls import absolute, is_url, location, split_path
+from jstep.stores.urls import absolute, location, split_path
 from jstep.tools import report_many
 from jstep.tools.cli import OK, Command, utc_text
 from jstep.tools.goodput import sum_starts
@@ -52,12 +52,7 @@ class Report:
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write the page to a file or URL, atomically; through what is not a regular file, such as a FIFO."""
-        path, page = absolute(location(file, "file")), self.html.encode()
-        if is_url(path):
-            replace_file(path, page)
-            return
-        with named_file(path) as opened:
-            opened.write(page)
+        write_named(absolute(location(file, "file")), self.html.encode())
 
 
 def report(
