@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import as_function, describe_type, format_value
+from jstep.core.checks import as_function, as_int, describe_type, format_value
 from jstep.core.exceptions import setting
 from jstep.core.logs import log_warning
 from jstep.core.selection import VarList, check_form, flags, is_named, leaf_names
@@ -129,23 +129,34 @@ def matrix_axes(axes: Axes | None, purpose: str, label: str, optimizer: str) -> 
                 "'adamw')"
             )
         pair = (-2, -1) if axes is None else axes(path, leaf)
-        if not (isinstance(pair, tuple | list) and len(pair) == 2):
-            raise ValueError(f"axes: must return (in, out) for {path!r} of shape {shape}, got {format_value(pair)}")
-        try:
-            parts = [
-                tuple(range(len(shape))[axis] for axis in (part if isinstance(part, tuple | list) else (part,)))
-                for part in pair
-            ]
-        except (IndexError, TypeError) as error:
-            raise ValueError(f"axes: {format_value(pair)} for {path!r}: must be axes of shape {shape}") from error
-        flat = [axis for part in parts for axis in part]
-        if not all(parts) or len(set(flat)) != len(flat):
-            raise ValueError(
-                f"axes: {format_value(pair)} for {path!r} of shape {shape}: must be two parts of different axes"
-            )
-        return parts[0], parts[1]
+        rows, columns = pair_of_axes(pair, path, len(shape))
+        if not (rows and columns):
+            raise ValueError(f"axes: must return two parts at {trees.quote_path(path)}, got {format_value(pair)}")
+        return rows, columns
 
     return of_leaf
+
+
+def pair_of_axes(pair: object, path: str, ndim: int) -> MatrixAxes:
+    """The input and output axes of a leaf, as nonnegative indices; each is given as an axis, several or None."""
+    if not (isinstance(pair, tuple | list) and len(pair) == 2):
+        raise TypeError(
+            f"axes: must return (in, out) at {trees.quote_path(path)}, each an axis, several or None, got "
+            f"{format_value(pair)}"
+        )
+    ins, outs = (_counted(side, ndim, path) for side in pair)
+    if len({*ins, *outs}) < len(ins) + len(outs):
+        raise ValueError(f"axes: must name each axis at {trees.quote_path(path)} once, got {format_value(pair)}")
+    return ins, outs
+
+
+def _counted(axes: object, ndim: int, path: str) -> tuple[int, ...]:
+    some = () if axes is None else axes if isinstance(axes, tuple | list) else (axes,)
+    numbers = [as_int(axis, f"axes at {trees.quote_path(path)}") for axis in some]
+    for axis in numbers:
+        if not -ndim <= axis < ndim:
+            raise ValueError(f"axes: the leaf at {trees.quote_path(path)} has {ndim} axes and no axis {axis}")
+    return tuple(axis % ndim for axis in numbers)
 
 
 UnitAxes: TypeAlias = tuple[int, ...] | int | Callable[[str, Any], Any] | None

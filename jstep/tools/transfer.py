@@ -15,6 +15,7 @@ from jstep.core.checks import as_function, as_int, check_choice, describe_type, 
 from jstep.core.tables import columns
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Params
+from jstep.optimizers.leaf_values import pair_of_axes
 from jstep.state.train_state import TrainState
 from jstep.tools.figures import figure, save_figure
 
@@ -135,26 +136,7 @@ def _pair_of_axes(path: str, leaf: object, axes: WidthAxes | None) -> tuple[tupl
     ndim = len(getattr(leaf, "shape", ()))
     if axes is None:
         return (() if ndim < 2 else (ndim - 2,)), (() if ndim < 1 else (ndim - 1,))
-    pair = axes(path, leaf)
-    if not (isinstance(pair, tuple | list) and len(pair) == 2):
-        raise TypeError(
-            f"axes: must return (in, out) at {trees.quote_path(path)}, each an axis, several or None, got "
-            f"{format_value(pair)}"
-        )
-    ins, outs = (_counted(side, ndim, path) for side in pair)
-    if len({*ins, *outs}) < len(ins) + len(outs):
-        raise ValueError(f"axes: must name each axis at {trees.quote_path(path)} once, got {format_value(pair)}")
-    return ins, outs
-
-
-def _counted(axes: object, ndim: int, path: str) -> tuple[int, ...]:
-    some = () if axes is None else tuple(axes) if isinstance(axes, tuple | list) else (axes,)
-    for axis in some:
-        if isinstance(axis, bool) or not isinstance(axis, int):
-            raise TypeError(f"axes: must return integers at {trees.quote_path(path)}, got {format_value(axis)}")
-        if not -ndim <= axis < ndim:
-            raise ValueError(f"axes: the leaf at {trees.quote_path(path)} has {ndim} axes and no axis {axis}")
-    return tuple(axis % ndim for axis in some)
+    return pair_of_axes(axes(path, leaf), path, ndim)
 
 
 # Maximal update parametrization (μP): hyperparameter transfer from a small model to a wide one.
