@@ -17,6 +17,7 @@ import numpy as np
 
 from jstep.core.checks import as_string, check_choice, describe_type, truncate
 from jstep.core.curves import STYLE, Curve, Mark, picture
+from jstep.core.tables import html_text
 from jstep.hooks.card_differences import card_values
 from jstep.stores.files import write_named
 from jstep.stores.timeline import TIMELINE_FILE
@@ -140,7 +141,7 @@ def _many(run_list: RunList, metric: str | None, mode: str | None) -> str:
 
 
 def _page(title: str, sections: Mapping[str, Sequence[str]], script: str) -> str:
-    body = [f"<h2>{_escaped(name)}</h2>{''.join(parts)}" for name, parts in sections.items() if parts]
+    body = [f"<h2>{html_text(name)}</h2>{''.join(parts)}" for name, parts in sections.items() if parts]
     style = STYLE + _asset("report.css")
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
@@ -148,7 +149,7 @@ def _page(title: str, sections: Mapping[str, Sequence[str]], script: str) -> str
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_escaped(title)}</title><style>{style}</style></head>\n<body><main><h1>{_escaped(title)}</h1>"
+        f"<title>{html_text(title)}</title><style>{style}</style></head>\n<body><main><h1>{html_text(title)}</h1>"
         f"<p>As of {utc_text(time.time(), 'minutes')} UTC, by jstep {sys.modules['jstep'].__version__}.</p>\n"
         f"{chr(10).join(body)}\n</main><script>{script}</script></body></html>\n"
     )
@@ -163,18 +164,14 @@ def _asset(name: str) -> str:
     return importlib.resources.files("jstep.tools").joinpath(name).read_text(encoding="utf-8")
 
 
-def _escaped(text: object) -> str:
-    return html.escape(str(text))
-
-
 def _table(rows: Iterable[Sequence[object]], head: Sequence[object] = (), kind: str = "") -> str:
-    heads = f"<thead><tr>{''.join(f'<th>{_escaped(value)}</th>' for value in head)}</tr></thead>" if head else ""
-    cells = "".join(f"<tr>{''.join(f'<td>{_escaped(value)}</td>' for value in row)}</tr>" for row in rows)
+    heads = f"<thead><tr>{''.join(f'<th>{html_text(value)}</th>' for value in head)}</tr></thead>" if head else ""
+    cells = "".join(f"<tr>{''.join(f'<td>{html_text(value)}</td>' for value in row)}</tr>" for row in rows)
     return f'<div class="wide"><table class="{kind}">{heads}<tbody>{cells}</tbody></table></div>'
 
 
 def _heading(left: RunFiles, count: int) -> str:
-    return f"<h3>{_escaped(left.name)}</h3>" if count > 1 else ""
+    return f"<h3>{html_text(left.name)}</h3>" if count > 1 else ""
 
 
 def _what(run_list: RunList, all_left: Sequence[RunFiles]) -> list[str]:
@@ -195,7 +192,7 @@ def _what(run_list: RunList, all_left: Sequence[RunFiles]) -> list[str]:
         )
     for left in all_left:
         inner = left.part("", _facts, all_left, left) + left.part("", _recorded, left)
-        parts.append(f"<details><summary>{_escaped(left.name)}</summary>{inner}</details>")
+        parts.append(f"<details><summary>{html_text(left.name)}</summary>{inner}</details>")
     return parts
 
 
@@ -222,7 +219,9 @@ def _facts(all_left: Sequence[RunFiles], left: RunFiles) -> str:
         **{f"last {name}": f"{value:.6g}" for name, value in run.metrics.items()},
         "directory": run.path,
     }  # fmt: skip
-    facts = (f"<div><dt>{_escaped(name)}</dt><dd>{_escaped(value)}</dd></div>" for name, value in rows.items() if value)
+    facts = (
+        f"<div><dt>{html_text(name)}</dt><dd>{html_text(value)}</dd></div>" for name, value in rows.items() if value
+    )
     return f"<dl>{''.join(facts)}</dl>"
 
 
@@ -317,13 +316,13 @@ def _where(left: RunFiles, count: int) -> list[str]:
         where = "" if span is None else f"{span[0]} to {span[1]}"
         seconds = [f"{item.parts[name]:.{digits}f}" for name in shares]
         rows.append([f"start {i}", where, *seconds, left.ends.get(start, "")])
-    title = f"<p>{_escaped(total._title())}</p>"
+    title = f"<p>{html_text(total._title())}</p>"
     return [_heading(left, count), title, f'<div class="bar">{bar}</div><p>{keys}</p>', _table(rows, head)]
 
 
 def _odd(left: RunFiles, count: int) -> list[str]:
     lines = left.odd()
-    items = "".join(f"<li>{_escaped(line)}</li>" for line in lines)
+    items = "".join(f"<li>{html_text(line)}</li>" for line in lines)
     return [_heading(left, count), f"<ul>{items}</ul>"] if lines else []
 
 
