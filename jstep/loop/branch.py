@@ -6,16 +6,21 @@ import os
 import re
 from typing import Any, NamedTuple
 
+import jax
+
 from jstep.checkpoint.listing import entries
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name, latest_checkpoint
 from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.saver import Saver
 from jstep.checkpoint.store import Store
+from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.meshes import internal_transfers
 from jstep.distributed import processes
+from jstep.hooks.hook import state_step
 from jstep.loop.arguments import Options
+from jstep.state.train_state import TrainState
 from jstep.stores import tagged_json
 from jstep.stores.files import is_directory
 from jstep.stores.urls import is_url, join_path, resolve_path, split_path
@@ -35,12 +40,14 @@ class Trunk(NamedTuple):
 
     Attributes:
         is_named: Whether `start_from` names the checkpoint itself, which is never exchanged for another one.
+        edited: The step of the state passed, if the run begins with that state in place of the checkpoint's, else 0.
     """
 
     saver: Saver
     step: int
     extra: Any
     is_named: bool
+    edited: int
 
     @property
     def parent(self) -> dict[str, Any]:
@@ -55,13 +62,22 @@ def parent_in(extra: dict[str, Any]) -> dict[str, Any] | None:
     return parent if is_one else None
 
 
-def open_trunk(options: Options, saver: Saver | None, latest: int | None) -> Trunk | None:
+def step_of_values(state: TrainState) -> int | None:
+    """Return the step of a state; None if it may be only a template: it is abstract, or was donated."""
+    if trees.is_donated(state) or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
+        return None
+    return state_step(state) if trees.is_array(state.global_step) else None
+
+
+def open_trunk(options: Options, saver: Saver | None, latest: int | None, given: int | None) -> Trunk | None:
     """Find the checkpoint to begin from; None if there is none, or the run has its own.
+
+    A state passed at another step than 0 (`given`) was made from that checkpoint, and replaces the checkpoint's state.
 
     Raises:
         CheckpointError: It is corrupted, or one of the run's own checkpoints is.
         FileNotFoundError: It does not exist. The message names the newest one.
-        ValueError: It belongs to this run, or is not before last_step.
+        ValueError: It belongs to this run, is not before last_step, or is at another step than the state passed.
     """
     path = options.start_from
     if path is None:
@@ -86,7 +102,8 @@ def open_trunk(options: Options, saver: Saver | None, latest: int | None) -> Tru
             saver.extra()  # raises if the run has checkpoints, and the newest one is incomplete or corrupted
         _refuse_remains(saver)
     reads, step, is_named = processes.on_all_processes(lambda: _trunk_at(path, prefix), _PROBLEM)
-    return _trunk(options, reads, step, is_named) or _newest_of(options, reads)
+    edited = given or 0
+    return _trunk(options, reads, step, edited, is_named=is_named) or _newest_of(options, reads, edited)
 
 
 def _refuse_remains(saver: Saver) -> None:
@@ -101,7 +118,7 @@ def _refuse_remains(saver: Saver) -> None:
         )
 
 
-def _trunk(options: Options, reads: Saver, step: int, is_named: bool) -> Trunk | None:
+def _trunk(options: Options, reads: Saver, step: int, edited: int, *, is_named: bool) -> Trunk | None:
     """Return a checkpoint; None if it is gone, and was not named."""
     (step,) = processes.broadcast_ints(step)
     if step >= options.stop_step:
@@ -109,15 +126,20 @@ def _trunk(options: Options, reads: Saver, step: int, is_named: bool) -> Trunk |
             f"start_from={options.start_from!r}, last_step={options.last_step}: last_step must be above the step of "
             f"that checkpoint, {step}"
         )
+    if edited not in (0, step):
+        raise ValueError(
+            f"start_from={options.start_from!r}: must be a checkpoint at the step of the state passed, {edited}, got "
+            f"one at step {step}; to begin with the checkpoint's own state, pass a state at step 0 or an abstract one"
+        )
     try:
-        return Trunk(reads, step, reads.extra(step), is_named)
+        return Trunk(reads, step, reads.extra(step), is_named, edited)
     except FileNotFoundError:
         if is_named:
             raise
         return None
 
 
-def _newest_of(options: Options, reads: Saver, *, permanent: bool = False) -> Trunk:
+def _newest_of(options: Options, reads: Saver, edited: int, *, permanent: bool = False) -> Trunk:
     """Return the newest checkpoint of a directory, or the newest permanent one."""
     store = open_store(reads.directory)
 
@@ -130,7 +152,7 @@ def _newest_of(options: Options, reads: Saver, *, permanent: bool = False) -> Tr
 
     for _ in range(_TRIES):
         step = processes.on_all_processes(newest, _PROBLEM)
-        if (trunk := _trunk(options, reads, step, is_named=False)) is not None:
+        if (trunk := _trunk(options, reads, step, edited, is_named=False)) is not None:
             return trunk
     raise _gone(join_path(reads.directory, f"{reads.prefix}-*"))
 
@@ -140,7 +162,7 @@ def _gone(path: str) -> CheckpointError:
 
 
 def read_trunk(options: Options, trunk: Trunk, target: Tree) -> tuple[Trunk, Tree, dict[str, Any]]:
-    """Return a checkpoint, its state, and its `extra` with the files.
+    """Return a checkpoint, its state or the edited one, and its `extra` with the files.
 
     The run there may go on, and replace or delete each checkpoint while it is read. Unless it was named, the newest one
     is taken again then, a few times, and at last the newest permanent one.
@@ -151,7 +173,7 @@ def read_trunk(options: Options, trunk: Trunk, target: Tree) -> tuple[Trunk, Tre
         if trunk.is_named:
             break
         if left:
-            trunk = _newest_of(options, trunk.saver, permanent=left == 1)
+            trunk = _newest_of(options, trunk.saver, trunk.edited, permanent=left == 1)
     raise _gone(trunk.parent["path"])
 
 
@@ -167,7 +189,7 @@ def _read_once(trunk: Trunk, target: Tree) -> tuple[Tree, dict[str, Any]] | None
 
     try:
         with internal_transfers():
-            state = saver.restore(target, step=step)
+            state = target if trunk.edited else saver.restore(target, step=step)
         extra = tagged_json.with_files(trunk.extra, load) if isinstance(trunk.extra, dict) else {}
         is_gone = saver.extra(step) != trunk.extra
     except FileNotFoundError:

@@ -41,7 +41,7 @@ from jstep.hooks.numbers import read_values
 from jstep.hooks.stall_files import FOLDER as STALLS
 from jstep.hooks.states import get_states, set_states
 from jstep.loop.arguments import MAX_SECS, Options
-from jstep.loop.branch import PARENT, Trunk, open_trunk, parent_in, read_trunk
+from jstep.loop.branch import PARENT, Trunk, open_trunk, parent_in, read_trunk, step_of_values
 from jstep.loop.calls import AUTO
 from jstep.loop.run import ENDED, RUN_KEY, STOPPED, Observers, Origin, Run
 from jstep.loop.setup import Setup
@@ -65,7 +65,7 @@ HOOK_STATES, HELD_VALUES = "hooks", "held"
 def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, Origin]:
     """Open the checkpoints, notify the observers, and read the small parts of the newest checkpoint."""
     options, state = setup.options, setup.loop.state
-    directory, saver, origin = options.checkpoint_dir, None, Origin()
+    directory, saver, origin, given = options.checkpoint_dir, None, Origin(), step_of_values(state)
     if directory is not None:
 
         def opened() -> tuple[Saver, int | None]:
@@ -74,11 +74,9 @@ def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, 
 
         saver, latest = processes.on_all_processes(opened, "the checkpoints cannot be read")
         setup.closing.push(functools.partial(_leave, setup, saver))
-        has_values = trees.is_array(state.global_step) and not trees.is_donated(state)  # else it may be only a template
-        given_step = state_step(state) if has_values else None
-        first = given_step if latest is None else None
-        origin = Origin(latest=latest, given=given_step, held={} if given_step is None else _held(state), first=first)
-    trunk = open_trunk(options, saver, origin.latest)
+        first = given if latest is None else None
+        origin = Origin(latest=latest, given=given, held={} if given is None else _held(state), first=first)
+    trunk = open_trunk(options, saver, origin.latest, given)
     if saver is not None:
         if origin.latest is None or origin.latest < options.stop_step:
             saver.claim(state)  # fails now, not at the first save
@@ -95,7 +93,8 @@ def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, 
             origin = dataclasses.replace(origin, first=trunk.step, extra=extra)
         origin = dataclasses.replace(origin, latest=trunk.step, trunk=trunk, parent=trunk.parent)
         if jax.process_index() == 0:
-            _logger.info("this run begins from %s", trunk.parent["path"])
+            edited = ", with the state passed" if trunk.edited else ""
+            _logger.info("this run begins from %s%s", trunk.parent["path"], edited)
     if reads is not None and origin.latest is not None and not origin.extra:
         with contextlib.suppress(Exception):  # `restore` reports the error
             extra = extra_at(reads, origin.latest)
@@ -161,7 +160,7 @@ def restore(setup: Setup, saver: Saver | None, origin: Origin) -> Origin:
 def _restored(origin: Origin, step: int, extra: dict[str, Any], name: str) -> Origin:
     """Return the origin of a run whose state was restored; warn if the given state differs."""
     before = extra.get(HELD_VALUES)
-    _warn_if_different(origin.given, origin.held, step, before, name)
+    _warn_if_different(origin, step, before, name)
     held = origin.held if origin.given == 0 else (before or {})  # shapes, or a trained state, hold no initial values
     return dataclasses.replace(origin, restored=step, extra=extra, held=held, first=step)
 
@@ -207,8 +206,9 @@ def _held(state: TrainState) -> dict[str, float]:
     return {name: float(value) for name, value in read_values(values).items()}
 
 
-def _warn_if_different(step: int | None, held: dict[str, float], restored: int, before: object, name: str) -> None:
-    if step and step != restored:
+def _warn_if_different(origin: Origin, restored: int, before: object, name: str) -> None:
+    step, parent = origin.given, origin.parent or {}
+    if step and step not in (restored, parent.get("step")):  # the run may have begun with that state
         _logger.warning(
             "state: the state passed (step %d) is ignored in favor of %s, the newest checkpoint of checkpoint_dir. To "
             "continue from the state passed, give another checkpoint_dir.",
@@ -217,7 +217,7 @@ def _warn_if_different(step: int | None, held: dict[str, float], restored: int, 
         )
     if step or not isinstance(before, dict):
         return
-    for hyperparameter, value in held.items():
+    for hyperparameter, value in origin.held.items():
         if before.get(hyperparameter, value) != value:
             _logger.warning(
                 "state: the held hyperparameter %r is created as %g, but was %g when this run started. The value in %s "

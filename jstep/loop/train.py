@@ -152,7 +152,8 @@ def train(
         start_from: A checkpoint of another run, or its directory (the newest one), from which this run begins if its
             checkpoint_dir has none yet: with the state, positions of loaders and states of hooks with which that run
             would have continued. Its own checkpoint of that step is saved first; from then on start_from is not read.
-            Nothing is written to the other run's directory.
+            Nothing is written to the other run's directory. A state passed at the step of that checkpoint, if not 0,
+            replaces the checkpoint's state, with other values or shapes, such as one that `carry` made from it.
 
     Returns:
         The state after the last step.
@@ -167,9 +168,9 @@ def train(
             infinite since the run began. Nothing is saved.
         RuntimeError: The state has no global step, or was donated to an earlier step.
         TypeError: train_step does not return a state and metrics, or a hook returns a value that `Hook` does not allow.
-        ValueError: The checkpoint does not fit the state, train_step does not advance the step by one, there is no
-            batch for the first step, the shapes of a batch differ between processes, or a hook returns a state that
-            does not fit.
+        ValueError: The checkpoint does not fit the state, start_from is neither at the step of the state passed nor is
+            that 0, train_step does not advance the step by one, there is no batch for the first step, the shapes of a
+            batch differ between processes, or a hook returns a state that does not fit.
 
     Example:
         >>> import jax.numpy as jnp, jstep

@@ -14,8 +14,9 @@ class Told(jstep.Hook):
     def before_save(self, step):
         return None
 
-def train(last_step, name, **options):
-    state = jstep.TrainState.create(init(), optimizer, mesh=mesh)
+def train(last_step, name, state=None, **options):
+    if state is None:
+        state = jstep.TrainState.create(init(), optimizer, mesh=mesh)
     history, told = jstep.History(f"{folder}/{name}.jsonl", every_n_steps=3), Told()
     told.steps = []
     options |= {"save_checkpoint_steps": 5, "save_checkpoint_secs": None, "batch_sharding": rows, "log_steps": None}
@@ -29,6 +30,20 @@ print("told", told.steps)
 branch, history, _ = train(15, "branch", start_from=f"{folder}/trunk")
 print("same", weights(branch) == weights(whole))
 print("rows", [row["step"] for row in history.rows], history.rows[-1:] == rows_of_whole.rows[-1:])
+
+def edited(step):
+    with jstep.Saver(f"{folder}/whole") as saver:
+        state = saver.restore(jstep.TrainState.create(init(), optimizer, mesh=mesh), step)
+    bias = jnp.concatenate([state.params["b"][:4], jnp.ones(4)]) if step == 10 else state.params["b"]
+    return state.with_params({"w": state.params["w"], "b": bias})
+
+one = train(15, "edited", edited(10), start_from=f"{folder}/trunk")[0]
+other = jstep.train(step, edited(10), batches, 15, batch_sharding=rows, log_steps=None)
+print("edited", weights(one) == weights(other), weights(one) != weights(whole))
+try:
+    train(15, "refused", edited(5), start_from=f"{folder}/trunk")
+except ValueError as error:
+    print("refused", "at the step of the state passed, 5, got one at step 10" in str(error))
 merged = jstep.merge_checkpoints(f"{folder}/whole")
 print("merged", merged["w"].tobytes().hex()[:64])
 """
@@ -43,6 +58,8 @@ def test_a_branch_on_two_processes(tmp_path):
     assert printed(first, "told") == "[5, 10, 10]"  # the last one again, when the hooks have ended
     assert printed(second, "told") == "[]"
     assert [printed(one, "same") for one in (first, second, alone)] == ["True"] * 3
+    assert [printed(one, "edited") for one in (first, second, alone)] == ["True True"] * 3
+    assert [printed(one, "refused") for one in (first, second, alone)] == ["True"] * 3
     rows = [printed(one, "rows") for one in (first, second, alone)]
     assert rows[0] == rows[1]
     assert rows[0].endswith("True")

@@ -10,8 +10,8 @@ optimizer = jstep.adam(0.1)
 train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
 
 
-def train(last_step, where, *hooks, **options):
-    state = jstep.TrainState.create({"w": 0.0}, optimizer)
+def train(last_step, where, *hooks, state=None, **options):
+    state = jstep.TrainState.create({"w": 0.0}, optimizer) if state is None else state
     options = {"log_steps": None, "save_checkpoint_steps": 5, "save_checkpoint_secs": None} | options
     return jstep.train(
         train_step, state, lambda step: jnp.float32(step), last_step, checkpoint_dir=where, hooks=hooks, **options
@@ -48,3 +48,20 @@ def test_a_branch_of_a_run_in_a_bucket(store, tmp_path):
     with jstep.Saver(trunk) as saver:
         both = [saver.restore(None, step)["params"]["w"] for step in (5, 10)]
     assert merged == pytest.approx(sum(both) / 2)
+
+
+def test_a_branch_that_begins_with_a_state_made_from_a_checkpoint(store, tmp_path):
+    trunk = store.run
+    train(10, trunk)
+
+    def edited(step=10):
+        with jstep.Saver(trunk) as saver:
+            return saver.restore(jstep.TrainState.create({"w": 0.0}, optimizer), step).with_params({"w": 3.0})
+
+    expected = train(15, None, state=edited())
+    for where in (f"{trunk}-branch", tmp_path / "branch"):
+        assert train(15, where, state=edited(), start_from=trunk) == expected
+        with jstep.Saver(where) as saver:
+            assert saver.extra(15)["parent"] == {"path": f"{trunk}/model-10", "step": 10}
+    with pytest.raises(ValueError, match="the state passed, 5, got one at step 10"):
+        train(15, f"{trunk}-other", state=edited(5), start_from=f"{trunk}/model-10")
