@@ -1,0 +1,61 @@
+"""One machine: start a command again for as long as its exit code says that this helps, and it makes progress.
+
+    python keep.py runs/launched -- python train.py --checkpoint-dir runs/launched
+
+Signals to keep.py, such as Ctrl-C, are passed on to the command, which saves and is not started again. The command is
+the program itself; a shell script around it should end with `exec python …`.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+
+AGAIN = (143, 138, 129, 75)  # a signal or `stop_secs`: the state is saved; 75: it hung
+KILLED = 137  # such as out of memory: started again, once
+received = []
+
+
+def start(command):
+    """Run the command, pass signals on to it, and return its exit code as a shell shows it."""
+    # In a session of its own: Ctrl-C in a terminal would reach it twice, which stops it without a checkpoint.
+    child, passed_on = subprocess.Popen(command, start_new_session=True), 0
+    while True:
+        try:
+            code = child.wait(0.1)
+            return code if code >= 0 else 128 - code
+        except subprocess.TimeoutExpired:
+            for number in received[passed_on:]:
+                child.send_signal(number)
+                passed_on += 1
+
+
+def progress(run):
+    """Return the step that the run has reached, and how its latest start ended."""
+    command = [sys.executable, "-m", "jstep", "runs", run, "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
+    found = json.loads(done.stdout or "[]")  # none if the command ended before `train`
+    ends = [(one.get("starts") or [one])[-1] for one in found]
+    return sum(one["step"] or 0 for one in found), "; ".join(f"{end['status']} {end['reason'] or ''}" for end in ends)
+
+
+def keep(run, command):
+    reached, idle, code = progress(run)[0], 0, 0
+    while True:
+        before, code = code, start(command)
+        step, end = progress(run)
+        reached, idle = max(reached, step), 0 if step > reached else idle + 1
+        print(f"keep.py: exit code {code}, step {step}: {end or 'there is no run'}", file=sys.stderr)
+        if received or (code not in AGAIN and (code != KILLED or before == KILLED)):
+            return code
+        if idle == 2:
+            return f"keep.py: two starts without a step: {' '.join(command)} is not started again"
+
+
+if __name__ == "__main__":
+    if sys.argv[2:3] != ["--"] or not sys.argv[3:]:
+        sys.exit("usage: keep.py RUN -- COMMAND…")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, frame: received.append(number))
+    sys.exit(keep(sys.argv[1], sys.argv[3:]))

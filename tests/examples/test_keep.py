@@ -1,0 +1,172 @@
+"""examples/launchers/keep.py: which ends of a command are followed by another start."""
+
+import contextlib
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from programs import ROOT
+
+KEEP = ROOT / "examples" / "launchers" / "keep.py"
+PROGRAM = """
+import os, pathlib, signal, sys, threading, time
+import jax.numpy as jnp, numpy as np
+import jstep
+
+how, directory = sys.argv[1:]
+first = not os.path.exists("started")
+pathlib.Path("started").touch()
+print("pid", os.getpid(), flush=True)
+if how == "no train":
+    os.kill(os.getpid(), signal.SIGTERM)
+optimizer = jstep.gradient_descent(0.1)
+step = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), optimizer)
+
+def batch(n):
+    if how == "no progress":
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    if how == "stall" and first and n == 8:
+        threading.Event().wait()
+    time.sleep(0.01)
+    return np.full(3, np.nan if how == "nan" and n == 8 else 1.0, np.float32)
+
+def tell(step, state, metrics):
+    print("step", step, flush=True)
+
+state = jstep.TrainState.create({"w": jnp.zeros(4 if how == "refused" else 3)}, optimizer)
+stall = jstep.StallHook(warn_secs=0.2, exit_secs=0.6) if how == "stall" else jstep.StallHook()
+hooks = [jstep.NanLossHook(), stall, jstep.every(1, tell)]
+last = 10**6 if how == "ctrl-c" else 100
+jstep.train(step, state, batch, last, checkpoint_dir=directory, save_checkpoint_steps=5, hooks=hooks)
+"""
+
+
+@pytest.mark.parametrize(
+    ("codes", "steps", "result", "starts"),
+    [
+        ([143, 138, 129, 75, 0], [1, 2, 3, 4, 5], 0, 5),
+        ([137, 143, 137, 0], [1, 2, 3, 4], 0, 4),
+        ([137, 137], [1, 2], 137, 2),
+        ([1], [0], 1, 1),
+        ([130], [1], 130, 1),
+        ([134], [1], 134, 1),
+        ([143, 75, 143, 143], [1, 1, 2, 2, 2], "two starts without a step", 5),
+        ([143, 143], [0, 0], "two starts without a step", 2),
+    ],
+)
+def test_which_codes_are_followed_by_another_start(codes, steps, result, starts, monkeypatch):
+    spec = importlib.util.spec_from_file_location("keep", KEEP)
+    keep = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(keep)
+    log, ends = [], iter([*codes, 143])
+    monkeypatch.setattr(keep, "start", lambda command: log.append(command) or next(ends))
+    monkeypatch.setattr(keep, "progress", lambda run: (steps[len(log) - 1] if log else 0, "killed"))
+    assert str(result) in str(keep.keep("runs/a", ["train"]))
+    assert log == [["train"]] * starts
+
+
+IN_A_TERMINAL = """
+import fcntl, os, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+@contextlib.contextmanager
+def kept(how, tmp_path, *before, **options):
+    """Start keep.py with the program; its output is that of both."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [*before, sys.executable, KEEP, "run", "--", sys.executable, "program.py", how, "run"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": not before} | options
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **options) as process:
+        limit = threading.Timer(180, process.terminate)
+        limit.start()
+        try:
+            yield process
+        finally:
+            limit.cancel()
+            process.terminate()  # it ends the program, too
+
+
+def read_until(process, start):
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith(start):
+            return "".join(lines)
+    raise AssertionError("".join(lines))
+
+
+def pid_in(text):
+    return int(re.findall(r"^pid (\d+)$", text, re.MULTILINE)[-1])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_program_that_was_ended_is_started_again(number, tmp_path):
+    with kept("", tmp_path) as process:
+        os.kill(pid_in(read_until(process, "step 20")), number)
+        out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    assert re.search(r"keep\.py: exit code (137|143), step \d+: (killed|interrupted)", out)
+    assert re.search(r"restored model-\d+", out)
+    assert "keep.py: exit code 0, step 100: finished" in out
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("how", "code", "starts", "said"),
+    [
+        ("stall", 0, 2, r"exit code 75, step 8: killed process 0 hung at step 8"),
+        ("nan", 1, 1, r"exit code 1, step \d+: failed NanLossDuringTrainingError"),
+        ("no progress", 1, 2, r"exit code 143, step 0: .*\n.*two starts without a step: \S+ program.py .* again"),
+        ("no train", 1, 2, r"exit code 143, step 0: there is no run"),
+    ],
+)
+def test_how_a_program_ends(how, code, starts, said, tmp_path):
+    with kept(how, tmp_path) as process:
+        out, _ = process.communicate(timeout=180)
+    assert process.returncode == code, out
+    assert out.count("pid ") == starts
+    assert re.search(said, out), out
+
+
+@pytest.mark.thorough
+def test_a_refused_model_is_not_started_again(tmp_path):
+    with kept("", tmp_path) as process:
+        process.communicate(timeout=120)
+    assert process.returncode == 0
+    with kept("refused", tmp_path) as process:
+        out, _ = process.communicate(timeout=120)
+    assert (process.returncode, out.count("pid ")) == (1, 1), out
+    assert "ValueError" in out
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, "terminal"])
+def test_a_signal_to_it_ends_both(by, tmp_path):
+    """The program gets it once, also from a terminal, and saves."""
+    controller, terminal = os.openpty()
+    before = [sys.executable, "-c", IN_A_TERMINAL] if by == "terminal" else []
+    with kept("ctrl-c", tmp_path, *before, stdin=terminal) as process:
+        pid = pid_in(read_until(process, "step 20"))
+        if by == "terminal":
+            os.write(controller, b"\x03")
+        else:
+            process.send_signal(by)
+        out, _ = process.communicate(timeout=60)
+    os.close(controller)
+    os.close(terminal)
+    assert process.returncode == (143 if by == signal.SIGTERM else 130), out
+    assert re.search(r"stopped the run after step \d+, which is saved", out), out
+    assert "pid " not in out
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
