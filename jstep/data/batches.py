@@ -1,18 +1,19 @@
 """Shuffled batches and weighted mixtures of sources as pure functions of the step, with no position to save."""
 
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any, overload
 
 import numpy as np
 
 from jstep.core.annotations import T
-from jstep.core.checks import as_bool, as_int, as_mapping, as_string, check_choice, format_value
+from jstep.core.checks import as_bool, as_int, as_mapping, as_string, check_choice, format_value, truncate
 from jstep.core.trees import leaves_with_paths, quote_path, structure
 from jstep.data.plan import ROWS, RowPlan, Share, Sizes, StepRange, check_process, derive_seed
-from jstep.data.proportions import as_weights, count_stages
+from jstep.data.proportions import Weights, as_weights, count_stages
 from jstep.data.sequence import BatchSequence, as_row_numbers
 from jstep.data.sources import Rows, open_rows
-from jstep.data.steps import NO_END, Staircase, Steps, as_staircase
+from jstep.data.steps import NO_END, Staircase, Steps, as_staircase, staircase
 
 # Shuffled batches as a pure function of the step, so that no data position is checkpointed.
 
@@ -307,10 +308,13 @@ def mixture(
     seed, shuffle = as_int(seed, "seed", 0), as_bool(shuffle, "shuffle")
     share = Share(stairs, check_process(process_index, process_count))
     streams = tuple((len(rows[name]), derive_seed(seed, ROWS, name)) for name in names)
-    by_rows = [(sizes.before(stage.first), stage.value) for stage in stages.stages()]
-    counts = count_stages(by_rows) if len(names) > 1 else None
-    plan = RowPlan(streams, sizes, share, seed, shuffle, stages, counts)
+    plan = _weighted(RowPlan(streams, sizes, share, seed, shuffle), stages)
     return Mixture(plan, rows, Steps([range(NO_END)]))
+
+
+def _weighted(plan: RowPlan, weights: Staircase[Weights]) -> RowPlan:
+    by_rows = [(plan.sizes.before(stage.first), stage.value) for stage in weights.stages()]
+    return plan._replace(weights=weights, counts=count_stages(by_rows) if len(plan.streams) > 1 else None)
 
 
 def _open(sources: Any) -> dict[str, Rows]:
@@ -393,3 +397,46 @@ class Mixture(BatchSequence[T]):
             stop: The step after the last one to search; None for the end of the batches, if they end.
         """
         return self._steps_with(check_choice(source, "source", list(self._rows)), row, start, stop)
+
+
+# Batches without their data.
+
+
+def from_recipe(recipe: Mapping[str, Any]) -> "Batches[Any] | Mixture[Any]":
+    """Return the batches that `BatchSequence.recipe` describes, whose sources are the row numbers.
+
+    Raises:
+        ValueError: It is not such a description.
+    """
+    try:
+        return _from_recipe(recipe)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError) as error:
+        why = truncate(repr(error), 200)
+        raise ValueError(f"it is not a definition of batches that jstep writes ({why})") from None
+
+
+def _from_recipe(recipe: Mapping[str, Any]) -> "Batches[Any] | Mixture[Any]":
+    sizes, rows = {int(step): size for step, size in recipe["batch_size"].items()}, recipe["rows"]
+    options = {"seed": recipe["seed"], "shuffle": recipe["shuffle"], "process_index": 0, "process_count": 1}
+    data: Batches[Any] | Mixture[Any]
+    if recipe["kind"] == Batches.__name__:
+        ends = {name: recipe[name] for name in ("num_epochs", "drop_remainder")}
+        data = batches(range(as_int(rows, "rows")), sizes, **options, **ends)
+        plan, steps = data._plan, data._steps
+    else:
+        names = sorted(rows)
+
+        def check(of: Any, name: str) -> Weights:
+            weights = tuple(Fraction(*map(int, of[source])) for source in names)
+            if min(weights) < 0 or sum(weights) != 1:
+                raise ValueError(f"{name}: must not be negative, and must sum to 1")
+            return weights
+
+        weights = {int(step): of for step, of in recipe["weights"].items()}
+        sources = {name: range(as_int(rows[name], "rows")) for name in names}
+        data = mixture(sources, sizes, dict.fromkeys(names, 1), **options)
+        plan, steps = _weighted(data._plan, staircase(weights, "weights", check)), data._steps
+    parts = [range(start, NO_END if stop is None else stop, stride) for start, stop, stride in recipe["steps"]]
+    if not all(0 <= end < steps.count for part in parts if part for end in (part[0], part[-1])):
+        raise ValueError("steps: must be steps of the batches")
+    return type(data)(plan, data._rows, Steps(parts))

@@ -1,0 +1,240 @@
+"""`rows` of the command line: which rows of the data were in a step of a run, and which steps had a row."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jstep.core.checks import check_choice, format_list, truncate
+from jstep.data.batches import Mixture, from_recipe
+from jstep.data.sequence import BatchSequence
+from jstep.hooks.cards import RECIPE, Start, read_starts
+from jstep.stores.timeline import TIMELINE_FILE, read_timeline, timeline_files
+from jstep.stores.urls import resolve_path, split_path
+from jstep.tools.cli import Command, answer, complain
+from jstep.tools.runs import RunSummary, run_names, runs
+
+# The definitions of the batches of a run, by its steps.
+
+
+class Stretch(NamedTuple):
+    """Consecutive steps with one definition of the batches; `problem` says why that is not known."""
+
+    steps: range
+    card: Mapping[str, Any]
+    problem: str = ""
+
+    def within(self, first: int, stop: int) -> "Stretch":
+        return self._replace(steps=range(max(self.steps.start, first), min(self.steps.stop, stop)))
+
+    def batches(self) -> BatchSequence[Any]:
+        """Return the batches of these steps, without their data.
+
+        Raises:
+            ValueError: Their definition is not known.
+        """
+        try:
+            return from_recipe(self._recipe())
+        except (ValueError, TypeError, LookupError) as error:  # a card may hold anything
+            raise ValueError(f"{_span(self.steps)}: the rows are not known: {error}") from None
+
+    def _recipe(self) -> Mapping[str, Any]:
+        if self.problem:
+            raise ValueError(self.problem)
+        if recipe := self.card.get(RECIPE):
+            return dict(recipe)
+        recipe = self.card.get("batches") or {}
+        kind, version = recipe.get("kind"), (self.card.get("versions") or {}).get("jstep")
+        if kind not in ("Batches", "Mixture"):
+            raise ValueError(
+                f"the batches were {truncate(str(kind), 100)}, whose rows only the program knows. `train` would need "
+                "`jstep.batches` or `jstep.mixture` themselves, not an iterator, a function or a wrapper of them"
+            )
+        lacks = [name for name, value in recipe.items() if isinstance(value, str) and value.startswith("hash ")]
+        lacks += ["exact weights"] * (kind == "Mixture")
+        if len(recipe.get("batch_size", ())) != 1 and [part[::2] for part in recipe["steps"]] != [[0, 1]]:
+            lacks += ["batch_size of the steps that were skipped"]
+        if lacks:
+            raise ValueError(
+                f"the card of jstep {truncate(str(version), 20)} lacks {', '.join(lacks)}; newer versions record it, "
+                "up to thousands of sources, weights or skips"
+            )
+        return recipe
+
+
+def stretches(run: RunSummary, before: float | None = None, seen: Sequence[str] = ()) -> list[Stretch]:
+    """Return the steps of a run in order, with the definitions of the last starts that took them.
+
+    The steps before a branch are those of its parent, at the time when the branch began.
+
+    Args:
+        before: The time before which the starts to look at began; None for all.
+        seen: The runs whose parent this one is.
+    """
+    starts = [start for start in read_starts(run.path) if start.prefix == run.prefix]
+    times = [start.time for start in starts if start.time is not None]
+    found = _of_parent(run, min(times, default=None), seen)
+    by_time: dict[Any, Start] = {start.time: start for start in starts}
+    for lines in read_timeline(run.path, run.prefix):
+        newest, began = lines.newest(), lines[0]["time"]
+        first, stop = (0, 0) if newest is None else newest["step"]
+        if first == stop or not (before is None or began < before):
+            continue
+        start = by_time.get(began, Start("", run.prefix))
+        problem = "" if start.card else start.problem or "the start that took these steps has no card"
+        found = [part for one in found for part in (one.within(0, first), one.within(stop, one.steps.stop))]
+        found = [*filter(lambda part: part.steps, found), Stretch(range(first, stop), start.card or {}, problem)]
+    return sorted(found, key=lambda part: part.steps.start)
+
+
+def _of_parent(run: RunSummary, began: float | None, seen: Sequence[str]) -> list[Stretch]:
+    if run.parent is None:
+        return []
+    (place, name), at = split_path(run.parent[0]), run.parent[1]
+    problem = f"they are those of {run.parent[0]}, and its run is not there"
+    own = [*seen, _id(run)]
+    try:
+        timeline_files(place)  # an error if there is no run; other directories are not searched
+        there = _at(place, runs(place))
+        prefix = name.rpartition("-")[0]
+        # The best checkpoints of a run have a prefix of their own.
+        parents = [one for one in there if one.prefix == prefix] or (there if len(there) == 1 else [])
+        if parents and parents[0].error is None and _id(parents[0]) not in own:
+            return [part for one in stretches(parents[0], began, own) if (part := one.within(0, at)).steps]
+    except (OSError, ValueError) as error:
+        problem = f"they are those of {run.parent[0]}: {error}"
+    return [Stretch(range(at), {}, problem)] if at else []
+
+
+def _id(run: RunSummary) -> str:
+    return f"{resolve_path(run.path)}:{run.prefix}"
+
+
+def one_run(path: str, prefix: str | None) -> RunSummary:
+    """Return the run in a directory.
+
+    Raises:
+        ValueError: There is no run, or there are several; or it cannot be read.
+    """
+    below = runs(path)
+    there = _at(path, below)
+    chosen = [run for run in there if prefix in (None, run.prefix) or run.error]
+    if not there:
+        raise ValueError(not_a_run(path, below))
+    if len(chosen) != 1:
+        names = format_list(sorted(run.prefix for run in there), 20)
+        raise ValueError(f"{path}: --prefix must be that of one run there, {names}; got {prefix or 'none'}")
+    if chosen[0].error is not None:
+        raise ValueError(f"{path}: {chosen[0].error}")
+    return chosen[0]
+
+
+def _at(path: str, below: Sequence[RunSummary]) -> list[RunSummary]:
+    return [run for run in below if resolve_path(run.path) == resolve_path(path)]
+
+
+def not_a_run(path: str, below: Sequence[RunSummary]) -> str:
+    """Return why a directory is not that of one run, from the runs below it."""
+    if not below:
+        return f"{path}: no run is there; a run has a {TIMELINE_FILE} in its checkpoint_dir, or else in its logdir"
+    names = format_list(run_names(below), 5)
+    return f"{path} is a directory of runs ({names}): `python -m jstep runs {path}` lists them; give the path of one"
+
+
+def _span(steps: range) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+
+
+# The command.
+
+_MAX_ROWS, _MAX_PASSES = 2**26, 10**6
+"""The number of rows in a batch, and of passes over the data, up to which they are listed."""
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="RUN", help="the checkpoint_dir of a run, or its logdir if it has none")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--step", type=int, metavar="N", help="show the rows of the batch of step N (from 0)")
+    what.add_argument("--row", metavar="ROW", help="show the steps whose batches had this row; SOURCE:ROW of a mixture")
+    parser.add_argument("--from", type=int, dest="first", metavar="A", help="with --row: the first step to search")
+    parser.add_argument("--to", type=int, dest="last", metavar="B", help="with --row: the last step to search")
+    parser.add_argument("--prefix", help="the prefix of the run's checkpoints, if several runs are there")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    run, step, last = one_run(arguments.path, arguments.prefix), arguments.step, arguments.last
+    taken = stretches(run)
+    first, stop = arguments.first or 0, (taken[-1].steps.stop if taken else 0) if last is None else last + 1
+    if step is not None:
+        if not (arguments.first is last is None):
+            raise ValueError("--from and --to: are options of --row; --step is one step")
+        first, stop = step, step + 1
+    parts = [part for one in taken if (part := one.within(first, stop)).steps]
+    if not parts:
+        there = ", ".join(_span(part.steps) for part in _joined(taken)) or "no step"
+        between = f"--from {first}{'' if last is None else f' --to {last}'}"
+        raise ValueError(f"{between if step is None else f'--step {step}'}: must be in the run, which took {there}")
+    if step is not None:
+        rows = _rows_of(parts[0].batches(), step)
+        head = f"batch of step {step}, whose metrics are logged at step {step + 1}: {len(rows)} rows"
+        lines = [head, f"  {' '.join(map(str, rows))}"]
+        return answer(arguments, {"step": step, "rows": rows}, lines)
+    row: Any = arguments.row if ":" in arguments.row else _as_row(arguments.row)
+    steps, problems, outside = list[int](), list[str](), list[str]()
+    for part in parts:
+        try:
+            steps += _steps_of(part.batches(), arguments.row, part.steps)
+        except IndexError as error:  # the data had fewer rows
+            outside.append(str(error).partition(": ")[2])
+        except ValueError as error:
+            problems.append(str(error))
+    if len(outside) == len(parts):
+        raise ValueError(f"--row {row}: {outside[0]}")
+    if len(problems) == len(parts):
+        return complain("rows", *problems)
+    spans = ", ".join(_span(part.steps) for part in _joined(parts))
+    lines = [f"row {row}: in {len(steps)} of the {spans}", *([f"  {' '.join(map(str, steps))}"] if steps else [])]
+    return max(answer(arguments, {"row": row, "steps": steps}, lines), complain("rows", *problems))
+
+
+def _joined(parts: Sequence[Stretch]) -> list[Stretch]:
+    """Return stretches of steps without gaps, whatever their definitions."""
+    joined: list[Stretch] = []
+    for part in parts:
+        if joined and joined[-1].steps.stop == part.steps.start:
+            part = part._replace(steps=range(joined.pop().steps.start, part.steps.stop))
+        joined.append(part)
+    return joined
+
+
+def _as_row(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"--row {text}: must be the number of a row, or SOURCE:ROW of a mixture") from None
+
+
+def _rows_of(data: Any, step: int) -> list[Any]:
+    try:
+        if (size := data.batch_size_at(step)) > _MAX_ROWS:
+            raise ValueError(f"step {step}: a batch of {size} rows is too large to be listed")
+        rows = data.rows_of(step)
+    except IndexError as error:  # of a card of others
+        raise ValueError(str(error)) from None
+    return [f"{source}:{row}" for source, row in rows] if isinstance(data, Mixture) else list(map(int, rows))
+
+
+def _steps_of(data: Any, text: str, steps: range) -> list[int]:
+    source, colon, number = text.rpartition(":")
+    if bool(colon) != isinstance(data, Mixture):
+        sources = "" if colon else f"SOURCE:ROW, with the sources {format_list(list(data.num_rows), 20)}"
+        raise ValueError(f"--row {text}: must be {sources or 'the number of a row'}, in {_span(steps)}")
+    row = [*([check_choice(source, "--row", list(data.num_rows))] if colon else []), _as_row(number)]
+    low, high, of_all = data.rows_before(steps.start), data.rows_before(steps.stop), data.num_rows
+    passes = (high[source] - low[source]) / of_all[source] if colon else (high - low) / of_all
+    if passes > _MAX_PASSES:
+        raise ValueError(f"--row {text}: {_span(steps)} pass over the data {passes:.3g} times; give --from and --to")
+    found: list[int] = data.steps_of(*row, steps.start, steps.stop)
+    return found
+
+
+ROWS = Command(_add_arguments, _run)
