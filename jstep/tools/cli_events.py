@@ -13,11 +13,25 @@ from jstep.core.checks import truncate
 from jstep.core.tables import printable
 from jstep.hooks.stall_files import find_waited_for, in_ranges, read_stalls, silent
 from jstep.stores import event_files
-from jstep.stores.event_files import DataLossError, Point
+from jstep.stores.event_files import DataLossError, Point, Series
 from jstep.stores.files import is_directory, open_for_reading
 from jstep.stores.urls import absolute, is_url, location
-from jstep.tools.cli import DIFFERENT, OK, Command, answer, as_strict_json, choose, complain, matching, table, time_text
+from jstep.tools.cli import (
+    DIFFERENT,
+    OK,
+    Command,
+    answer,
+    as_strict_json,
+    choose,
+    complain,
+    matching,
+    show,
+    table,
+    time_text,
+)
 from jstep.tools.figures import figure, save_figure
+from jstep.tools.own_events import files_of_run
+from jstep.tools.runs import RunSummary, distinct, run_names, runs
 
 # `plot`: curves of scalars with matplotlib, without a display or a server.
 
@@ -128,14 +142,78 @@ def _smooth(values: Sequence[float], decay: float) -> list[float]:
 PLOT = Command(_add_plot_arguments, _run_plot, has_json=False)
 
 
-# `events`: the events of a file as text or JSON, one per line.
+# `events`: the events of a file as text or JSON, one per line, or the scalars of runs.
 
 
 def _add_events_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", help="an event file, or a directory of event files")
+    what = "an event file or a directory of them, whose events are printed; or a run, or a directory with runs below"
+    parser.add_argument("paths", metavar="PATH", nargs="+", help=what)
     parser.add_argument("-f", "--format", choices=("text", "json"), default="text")
     parser.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
     parser.add_argument("-t", "--tags", action="append", metavar="GLOB", help="tags to print (repeatable)")
+    names = "scalars to print, of runs: each step once, of starts that repeat it the last (repeatable)"
+    parser.add_argument("--name", action="append", dest="names", metavar="GLOB", help=names)
+    parser.add_argument("--from", type=int, dest="first", metavar="A", help="the first step to print, of scalars")
+    parser.add_argument("--to", type=int, dest="last", metavar="B", help="the last step to print, of scalars")
+
+
+def _run_events(arguments: argparse.Namespace) -> int:
+    paths = [location(path, "PATH") for path in arguments.paths]
+    have_no_files = [is_directory(path) and not event_files.event_files(path) for path in paths]
+    if any(have_no_files) or not (arguments.names is arguments.first is arguments.last is None):
+        return _print_scalars(paths, arguments)
+    return _print_events(paths, arguments)
+
+
+def _print_scalars(paths: Sequence[str], arguments: argparse.Namespace) -> int:
+    """Print the scalars of runs, and of event files that are no run's."""
+    problems, of_runs = list[object](), dict[str, dict[str, Series]]()
+    for name, files in _named_files(paths, problems):
+        of_runs[name] = event_files.read_series(files, problems.append)
+    there = dict.fromkeys(name for series in of_runs.values() for name, points in series.items() if points.steps)
+    code = complain("events", *problems)
+    if not there:
+        raise ValueError(
+            f"{', '.join(paths)}: no event files (events.out.tfevents.*) with scalars, as train(logdir=…) writes"
+        )
+    chosen = choose(there, arguments.names or arguments.tags or ["*"], "--name", "a scalar")
+    first, last = arguments.first or 0, math.inf if arguments.last is None else arguments.last
+    rows: list[dict[str, Any]] = [
+        {"run": run, "name": name, "step": point.step, "value": point.value}
+        for run, series in of_runs.items()
+        for name in chosen
+        if name in series
+        for point in series[name].points()
+        if first <= point.step <= last
+    ]
+    if arguments.format == "json":
+        print(as_strict_json([row | {"value": x if math.isfinite(x := row["value"]) else None} for row in rows]))
+    else:
+        names = ("run", "name", "step", "value")
+        show(table(dict(zip(names, names, strict=True)), rows, left=2) if rows else ["no values at these steps"])
+    return code
+
+
+def _named_files(paths: Sequence[str], problems: list[object]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the name and the event files of each run, and of each directory with event files that is not below one."""
+    found, others = list[RunSummary](), list[str]()
+    for path in paths:
+        below = runs(path) if is_directory(path) else []
+        found += below
+        others += [] if below else event_files.find_runs(path) if is_directory(path) else [path]
+    found = distinct(found)
+    for run, name in zip(found, run_names(found), strict=True):
+        try:
+            if run.error is not None:
+                raise ValueError(run.error)
+            files, not_shown = files_of_run(run.path, run.prefix)
+            complain("events", *not_shown)
+            yield name, files
+        except (OSError, ValueError) as error:
+            problems.append(f"{name}: {error}")
+    if others:
+        others = list(dict.fromkeys(map(absolute, others)))
+        yield from zip(_names(others), map(event_files.event_files, others), strict=True)
 
 
 def _tags(files: Sequence[str]) -> Iterator[str]:
@@ -145,12 +223,10 @@ def _tags(files: Sequence[str]) -> Iterator[str]:
                 yield from (value.tag for value in event.summary.value)
 
 
-def _run_events(arguments: argparse.Namespace) -> int:
-    """Print the events of a file, or of all event files in a directory in order, one per line."""
-    path, code, tags = location(arguments.file, "file"), OK, None
-    files = event_files.event_files(path)
-    if not files:
-        raise FileNotFoundError(f"no event files (events.out.tfevents.*) in {path}")
+def _print_events(paths: Sequence[str], arguments: argparse.Namespace) -> int:
+    """Print the events of files, or of all event files in directories in order, one per line."""
+    code, tags = OK, None
+    files = [file for path in paths for file in event_files.event_files(path)]
     if arguments.tags and arguments.tags != ["*"]:
         tags = set(choose(dict.fromkeys(_tags(files)), arguments.tags, "--tags", "a tag"))
     for file in files:
@@ -166,7 +242,7 @@ def _run_events(arguments: argparse.Namespace) -> int:
             code = complain("events", f"{error}{why}")
         else:
             # Files in a directory are known to be event files by name, and a killed run may leave an empty one.
-            is_event_file = has_events or file != path
+            is_event_file = has_events or file not in paths
             if not is_event_file and event_files.is_event_file(file):
                 with open_for_reading(file) as data:
                     is_event_file = not data.read(1)

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jstep.core.checks import format_list, truncate
-from jstep.hooks.cards import Start
+from jstep.hooks.cards import Start, read_starts
 from jstep.stores.event_files import Writer, event_files, process_mark
 from jstep.stores.files import is_directory
-from jstep.stores.timeline import is_seconds
+from jstep.stores.timeline import START, fields_with, is_seconds
 from jstep.stores.urls import is_url, join_path, resolve_path, split_path
 
 
@@ -37,6 +37,15 @@ def events_of_run(
         if others := sorted(paths.keys() - own):
             problems.append(f"{place}: event files of others are not shown: {format_list(others, 5)}")
     return [files[name] for name in sorted(files)], problems
+
+
+def files_of_run(where: str, prefix: str) -> tuple[list[str], list[str]]:
+    """Like `events_of_run`, of the run with a prefix."""
+    starts = [start for start in read_starts(where) if start.prefix == prefix]
+    begun = [
+        line for line in fields_with(where, "version") if (line.get("kind"), line.get("prefix")) == (START, prefix)
+    ]
+    return events_of_run(where, starts, begun)
 
 
 # Where they may be: nothing of another host or of a copy leads out of its directory and that above it.

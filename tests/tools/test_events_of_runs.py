@@ -1,6 +1,8 @@
 """Which event files are a run's: on its page are those of its own starts, and what their processes wrote there."""
 
 import contextlib
+import json
+import math
 import os
 import pathlib
 import re
@@ -9,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
+from written_runs import write_lines
 
 import jstep
 from jstep import summary
@@ -182,3 +185,52 @@ def test_no_link_leads_out_of_a_run_of_others(tmp_path: pathlib.Path, linked: st
     assert points(jstep.report(tmp_path / "a/run").html) == ["20"], "a link of the reader's own"
     recorded(tmp_path / "a/run", r'"host": "[^"]*"', '"host": "another"')
     assert "<figure" not in jstep.report(tmp_path / "a/run").html
+
+
+# `events` of the command line.
+
+
+def scalars(cli: Any, *arguments: Any, code: int = 0) -> list[tuple[Any, ...]]:
+    found = json.loads(cli("events", *arguments, "--json", code=code).out, parse_constant=pytest.fail)
+    assert all(list(row) == ["run", "name", "step", "value"] for row in found)
+    return [tuple(row.values()) for row in found]
+
+
+def test_the_scalars_of_a_directory_without_runs(tmp_path: pathlib.Path, cli: Any) -> None:
+    """A later start replaces what it repeats, and a value that is not finite is null."""
+    for start, values in {1: [1.0, 2.0, 3.0, 4.0], 3: [math.nan, 6.0]}.items():
+        with summary.SummaryWriter(tmp_path / "logs") as writer:
+            writer.add_session_log("START", start)
+            for step, value in enumerate(values, start):
+                writer.add_summary(summary.scalar(["val/loss", "val/x"], [value, 0.0], collections=()), step)
+    logs = tmp_path / "logs"
+    expected = [("logs", "val/loss", step, value) for step, value in {1: 1.0, 2: 2.0, 3: None, 4: 6.0}.items()]
+    assert scalars(cli, logs, "--name", "*loss") == expected
+    assert scalars(cli, tmp_path, "--name", "val/loss", "--from", 2, "--to", 3) == expected[1:3]
+    assert len(scalars(cli, tmp_path)) == 8, "without event files in it"
+    assert scalars(cli, logs, "--from", 9) == []
+    assert "no values at these steps" in cli("events", logs, "--from", 9).out
+    assert "logs  val/loss     3    nan" in cli("events", logs, "--name", "val/loss").out
+    assert "--name los: must be a scalar, or a pattern that" in cli("events", logs, "--name", "los", code=2).err
+    (tmp_path / "empty").mkdir()
+    assert "no event files (events.out.tfevents.*)" in cli("events", tmp_path / "empty", "--name", "x", code=2).err
+
+
+@pytest.mark.thorough
+def test_the_scalars_of_runs(tmp_path: pathlib.Path, cli: Any) -> None:
+    """Each has its own, wherever its logdir is, and each step once."""
+    train(tmp_path / "tensorboard", tmp_path / "runs/a", stop=7)
+    shutil.rmtree(tmp_path / "runs/a/model-7")
+    train(tmp_path / "tensorboard", tmp_path / "runs/a", last=5)
+    train(tmp_path / "tensorboard", tmp_path / "runs/b", last=3)
+    train(None, tmp_path / "runs/c", last=2)
+    write_lines(tmp_path / "runs/bad", {"kind": "start"})
+    found = scalars(cli, tmp_path / "runs", "--name", "loss", code=2)
+    assert [row[:3] for row in found] == [
+        *(("a", "loss", step) for step in range(1, 6)),
+        *(("b", "loss", step) for step in range(1, 4)),
+    ]
+    assert "bad: " in cli("events", tmp_path / "runs", "--name", "loss", code=2).err
+    others = cli("events", tmp_path / "runs/b", "--name", "loss")
+    assert "event files of others are not shown" in others.err
+    assert "no event files (" in cli("events", tmp_path / "runs/c", code=2).err
