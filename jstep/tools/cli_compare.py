@@ -276,7 +276,7 @@ def _side(path: str) -> _Side:
         checkpoints, problems = below(path)
         if checkpoints or problems:
             by_step = {(checkpoint.step, checkpoint.prefix): checkpoint for checkpoint in checkpoints}
-            return _Side(path, "a directory of checkpoints", by_step, problems)
+            return _Side(path, "a directory of checkpoints", by_step, list(problems.values()))
     elif not is_url(path) and not os.path.lexists(path):
         raise FileNotFoundError(f"no such checkpoint, directory or log: {path}")
     elif not is_url(path) and not os.path.isfile(path):

@@ -7,11 +7,12 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from jstep.checkpoint.checksums import size_differences
 from jstep.checkpoint.listing import has_data, misnaming_text, missing
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Leaf, LeftOut, Manifest
 from jstep.checkpoint.open_store import open_store
@@ -77,6 +78,11 @@ class Checkpoint:
         """Describe the corruption of its files; with `every`, also of files that nothing reads."""
         return self.store.find_corruption(self.path, self.manifest, every=every)
 
+    def size_problems(self) -> list[str]:
+        """Describe the files on a disk whose sizes differ from those in the manifest."""
+        found = {} if is_url(self.path) else size_differences(self.path, self.manifest.files)
+        return [f"{self.path}/{path}: {why}" for path, why in found.items() if why]
+
 
 def at(path: str) -> Checkpoint | None:
     """Return the checkpoint at a path, or None; raise `CheckpointError` if it is corrupted."""
@@ -113,24 +119,24 @@ def _renamed(path: str) -> Checkpoint | None:
     return Checkpoint(path, last, manifest.step, manifest, store)
 
 
-def below(directory: str) -> tuple[list[Checkpoint], list[str]]:
-    """Return the checkpoints in a directory, by prefix and step, and the problems of others."""
+def below(directory: str) -> tuple[list[Checkpoint], dict[str, str]]:
+    """Return the checkpoints in a directory, by prefix and step, and the problems of others by their paths."""
     directory = absolute(directory)
     store = open_store(directory)
     paths: list[str] = []
-    problems: list[str] = []
+    problems: dict[str, str] = {}
     names = [split_path(path)[1] for _, path in store.newest_first(None)]
     if not is_url(directory) and is_directory(directory):
         names += names_in(directory)
     for prefix in sorted({match[1] for name in names if (match := _NAME.fullmatch(name))}):
         paths += [path for _, path in store.newest_first(prefix)]
-        problems += [f"{path}: {problem}" for path, problem in store.broken(prefix, -1)]
+        problems |= {path: f"{path}: {problem}" for path, problem in store.broken(prefix, -1)}
     checkpoints = []
     for path in paths:
         try:
             checkpoints.append(at(path))
         except (CheckpointError, OSError) as error:
-            problems.append(str(error))
+            problems[path] = str(error)
     return sorted(filter(None, checkpoints), key=lambda checkpoint: (checkpoint.prefix, checkpoint.step)), problems
 
 
@@ -141,13 +147,33 @@ OWN_EXTRA = frozenset({"batches", "batches_of_processes", "ended", "held", "hook
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", help="a checkpoint (run/model-1000), a directory of checkpoints, or safetensors")
-    parser.add_argument("--verify", action="store_true", help="compare every byte with the checksums")
+    what = "a checkpoint (run/model-1000), a directory of checkpoints, or safetensors"
+    parser.add_argument("paths", metavar="PATH", nargs="+", help=what)
+    parser.add_argument("--verify", action="store_true", help="compare every byte with the checksums, not only sizes")
     parser.add_argument("--all", action="store_true", help="also show what jstep itself keeps in `extra`")
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    path = location(arguments.path, "path")
+    codes: list[int] = []
+    for path in arguments.paths:
+        if codes and not arguments.json:
+            print()
+        try:
+            codes.append(_inspect(location(path, "path"), arguments))
+        except CheckpointError as error:
+            codes.append(_corrupted({"path": path}, [str(error)], arguments))
+        except (OSError, ValueError, ImportError) as error:
+            codes.append(cli.complain("inspect", error))
+    return max(codes)
+
+
+def _corrupted(about: Mapping[str, Any], problems: Sequence[str], arguments: argparse.Namespace) -> int:
+    """Complain about a corrupted checkpoint, with `--json` also in the output."""
+    fields = {**about, "problems": problems} | ({"sound": False} if arguments.verify else {})
+    return max(cli.answer(arguments, fields, []), cli.complain("inspect", *problems))
+
+
+def _inspect(path: str, arguments: argparse.Namespace) -> int:
     if _are_weights(path):
         return _safetensors(path, arguments)
     folder, problem = None, None
@@ -249,18 +275,17 @@ def _path_line(path: str) -> str:
 
 
 def _checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> int:
-    problems = checkpoint.problems(every=True) if arguments.verify else []
-    if problems:
-        return cli.complain("inspect", *(f"{checkpoint.path} is corrupted: {problem}" for problem in problems))
+    about = _about(checkpoint)
+    if problems := _problems(checkpoint, arguments):
+        return _corrupted(about, problems, arguments)
     rows = [
         {"path": name, "dtype": leaf.dtype, "shape": list(leaf.shape), "bytes": leaf.nbytes, **_numbers(leaf, array)}
         for name, leaf, array in checkpoint.leaves()
     ]
-    about = _about(checkpoint)
     absent = [leaf.to_json() for leaf in checkpoint.manifest.left_out]
-    verified = {"verified": True} if arguments.verify else {}
+    sound = {"sound": True} if arguments.verify else {}
     left_out = {"left_out": absent} if absent else {}
-    fields = {**about, "extra": checkpoint.manifest.extra, "leaves": rows, **left_out, **verified}
+    fields = {**about, "extra": checkpoint.manifest.extra, "leaves": rows, **left_out, **sound}
     kinds = {"leaf": "path", "dtype": "dtype", "shape": "shape"}
     figures = {"bytes": "bytes", "min": "min", "max": "max", "mean": "mean", "non-finite": "nonfinite"}
     lines = [
@@ -299,41 +324,53 @@ def _numbers(leaf: Any, array: np.ndarray[Any, Any]) -> dict[str, Any]:
     return {"min": low, "max": high, "mean": mean, "nonfinite": nonfinite}
 
 
+def _problems(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[str]:
+    try:
+        found = checkpoint.problems(every=True) if arguments.verify else checkpoint.size_problems()
+    except (CheckpointError, OSError) as error:
+        found = [str(error)]
+    return [f"{checkpoint.path} is corrupted: {problem}" for problem in found]
+
+
 def _directory(path: str, arguments: argparse.Namespace, not_one: ValueError | None) -> int:
-    checkpoints, problems = below(path)
-    if not checkpoints and not problems:
+    checkpoints, broken = below(path)
+    if not checkpoints and not broken:
+        from jstep.tools.cli_rows import directory_of_runs
+        from jstep.tools.runs import runs
+
+        if sentence := directory_of_runs(path, runs(path)):
+            raise ValueError(sentence)
         if not_one is not None:
             raise not_one
         raise FileNotFoundError(
             f"no checkpoints in {path}: they are folders such as model-1000, in the checkpoint_dir of train"
         )
-    rows = []
+    rows, problems = [], list(broken.values())
     for checkpoint in checkpoints:
-        wrong = []
-        if arguments.verify:
-            try:
-                wrong = checkpoint.problems(every=True)
-            except (CheckpointError, OSError) as error:
-                wrong = [str(error)]
-        problems += [f"{checkpoint.path} is corrupted: {problem}" for problem in wrong]
-        verified = {"verified": not wrong} if arguments.verify else {}
+        wrong = _problems(checkpoint, arguments)
+        problems += wrong
+        sound = {"sound": not wrong} if arguments.verify else {}
         name = f"{checkpoint.prefix}-{checkpoint.step}"
-        rows.append({"name": name, **_about(checkpoint), "leaves": len(checkpoint.manifest.leaves), **verified})
+        rows.append({"name": name, **_about(checkpoint), "leaves": len(checkpoint.manifest.leaves), **sound})
     keys = {"checkpoint": "name", "saved": "time", "step": "step", "leaves": "leaves", "size": "bytes"}
-    keys |= {"every byte": "verified"} if arguments.verify else {}
+    keys |= {"every byte": "sound"} if arguments.verify else {}
     keys |= {} if all(row["finite"] for row in rows) else {"parameters": "finite"}
     keys |= {"kept": "passing"} if any(row["passing"] for row in rows) else {}
     shown = [
         {
             **row,
             "bytes": format_bytes(row["bytes"]),
-            "verified": "as written" if row.get("verified") else "CORRUPTED",
+            "sound": "as written" if row.get("sound") else "CORRUPTED",
             "finite": "finite" if row["finite"] else "NOT FINITE",
             "passing": "until the next" if row["passing"] else "",
         }
         for row in rows
     ]
     lines = cli.table(keys, shown, left=2) if rows else []
+    if len(arguments.paths) > 1:
+        lines = [_path_line(path), *lines]
+    if arguments.verify:
+        rows += [{"name": split_path(place)[1], "path": place, "sound": False} for place in broken]
     cli.answer(arguments, {"path": path, "checkpoints": rows, "problems": problems}, lines)
     return cli.complain("inspect", *problems)
 

@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jstep.core.checks import check_choice, format_list, truncate
-from jstep.data.batches import Mixture, from_recipe
-from jstep.data.sequence import BatchSequence
 from jstep.hooks.cards import RECIPE, Start, read_starts
 from jstep.stores.timeline import TIMELINE_FILE, read_timeline, timeline_files
 from jstep.stores.urls import resolve_path, split_path
@@ -26,12 +24,14 @@ class Stretch(NamedTuple):
     def within(self, first: int, stop: int) -> "Stretch":
         return self._replace(steps=range(max(self.steps.start, first), min(self.steps.stop, stop)))
 
-    def batches(self) -> BatchSequence[Any]:
-        """Return the batches of these steps, without their data.
+    def batches(self) -> Any:
+        """Return the batches of these steps, `Batches` or a `Mixture`, without their data.
 
         Raises:
             ValueError: Their definition is not known.
         """
+        from jstep.data.batches import from_recipe  # it imports JAX, which `--help` does not need
+
         try:
             return from_recipe(self._recipe())
         except (ValueError, TypeError, LookupError) as error:  # a card may hold anything
@@ -119,7 +119,8 @@ def one_run(path: str, prefix: str | None) -> RunSummary:
     there = _at(path, below)
     chosen = [run for run in there if prefix in (None, run.prefix) or run.error]
     if not there:
-        raise ValueError(not_a_run(path, below))
+        none = f"{path}: no run is there; a run has a {TIMELINE_FILE} in its checkpoint_dir, or else in its logdir"
+        raise ValueError(directory_of_runs(path, below) or none)
     if len(chosen) != 1:
         names = format_list(sorted(run.prefix for run in there), 20)
         raise ValueError(f"{path}: --prefix must be that of one run there, {names}; got {prefix or 'none'}")
@@ -132,10 +133,10 @@ def _at(path: str, below: Sequence[RunSummary]) -> list[RunSummary]:
     return [run for run in below if resolve_path(run.path) == resolve_path(path)]
 
 
-def not_a_run(path: str, below: Sequence[RunSummary]) -> str:
-    """Return why a directory is not that of one run, from the runs below it."""
-    if not below:
-        return f"{path}: no run is there; a run has a {TIMELINE_FILE} in its checkpoint_dir, or else in its logdir"
+def directory_of_runs(path: str, below: Sequence[RunSummary]) -> str:
+    """Return a sentence that says so if there are runs below a directory, and none in it; otherwise ""."""
+    if not below or _at(path, below):
+        return ""
     names = format_list(run_names(below), 5)
     return f"{path} is a directory of runs ({names}): `python -m jstep runs {path}` lists them; give the path of one"
 
@@ -220,12 +221,12 @@ def _rows_of(data: Any, step: int) -> list[Any]:
         rows = data.rows_of(step)
     except IndexError as error:  # of a card of others
         raise ValueError(str(error)) from None
-    return [f"{source}:{row}" for source, row in rows] if isinstance(data, Mixture) else list(map(int, rows))
+    return [f"{source}:{row}" for source, row in rows] if isinstance(data.num_rows, dict) else rows.tolist()
 
 
 def _steps_of(data: Any, text: str, steps: range) -> list[int]:
     source, colon, number = text.rpartition(":")
-    if bool(colon) != isinstance(data, Mixture):
+    if bool(colon) != isinstance(data.num_rows, dict):
         sources = "" if colon else f"SOURCE:ROW, with the sources {format_list(list(data.num_rows), 20)}"
         raise ValueError(f"--row {text}: must be {sources or 'the number of a row'}, in {_span(steps)}")
     row = [*([check_choice(source, "--row", list(data.num_rows))] if colon else []), _as_row(number)]

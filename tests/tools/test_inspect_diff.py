@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from written_runs import write_run
 
 import jstep
 from jstep.tools.cli_compare import array_difference
@@ -54,7 +55,7 @@ def test_inspect_a_checkpoint(save, cli):
     (line,) = [line for line in out.splitlines() if line.startswith("params/bad")]
     assert line.split() == ["params/bad", "float32", "[3]", "12", "1", "1", "1", "2"]
     result = strict(cli("inspect", path, "--json", "--verify").out)
-    assert (result["step"], result["extra"]["epoch"], result["verified"]) == (7, 3, True)
+    assert (result["step"], result["extra"]["epoch"], result["sound"]) == (7, 3, True)
     leaves = {leaf["path"]: leaf for leaf in result["leaves"]}
     assert leaves["params/w"] == {
         "path": "params/w", "dtype": "float32", "shape": [2, 3], "bytes": 24, "min": 0.0, "max": 5.0, "mean": 2.5,
@@ -82,14 +83,49 @@ def test_corruption_is_an_error(save, cli):
     directory, path = save("run", state(1), state(2, w=jnp.arange(5000.0)))
     flip(path, 1000)
     assert "model-2 is corrupted" in cli("inspect", path, "--verify", code=2).err
+    assert "model-2" in cli("inspect", directory).out, "without --verify only sizes are compared"
     output = cli("inspect", directory, "--verify", code=2)
     assert "CORRUPTED" in output.out
     assert "model-2 is corrupted" in output.err
+    found = strict(cli("inspect", path, "--verify", "--json", code=2).out)
+    assert (found["path"], found["step"], found["sound"], len(found["problems"])) == (path, 2, False, 1)
     cli("diff", path, path, code=2)
     with open(os.path.join(path, "manifest.json"), "r+b") as file:
         file.truncate(50)
     cli("inspect", path, code=2)
     assert "model-1" in cli("inspect", directory, code=2).out
+    found = strict(cli("inspect", directory, "--verify", "--json", code=2).out)["checkpoints"]
+    assert [(one["name"], one["sound"]) for one in found] == [("model-1", True), ("model-2", False)]
+
+
+def test_sizes_are_always_compared(save, cli):
+    directory, path = save("run", state(1), state(2))
+    os.truncate(os.path.join(path, "manifest.ocdbt"), 3)
+    said = "model-2 is corrupted: "
+    for where in (path, directory):
+        output = cli("inspect", where, code=2)
+        assert (said in output.err, "manifest.ocdbt: 3 bytes instead of" in output.err) == (True, True)
+    assert [one["name"] for one in strict(cli("inspect", directory, "--json", code=2).out)["checkpoints"]] == [
+        "model-1", "model-2",
+    ]  # fmt: skip
+
+
+def test_several_paths(save, tmp_path, cli):
+    directory, path = save("run", state(1), state(2))
+    out = cli("inspect", directory, path).out
+    assert out.startswith(f"{directory}\ncheckpoint")
+    assert f"\n\n{path}\nstep 2" in out
+    output = cli("inspect", path, tmp_path / "nowhere", f"{directory}/model-1", "--json", code=2)
+    assert [strict(line)["step"] for line in output.out.splitlines()] == [2, 1]
+    assert "no checkpoint, directory of checkpoints" in output.err
+
+
+def test_a_directory_of_runs_is_called_so(tmp_path, cli):
+    for name in ("a", "b"):
+        write_run(tmp_path / "runs" / name)
+    message = cli("inspect", tmp_path / "runs", code=2).err
+    assert "is a directory of runs (a, b): `python -m jstep runs " in message
+    assert "no checkpoints in" in cli("inspect", tmp_path / "runs" / "a", code=2).err
 
 
 @pytest.mark.parametrize("command", [["inspect", "{}"], ["diff", "{}", "{}"]])
@@ -118,7 +154,7 @@ def test_a_checkpoint_of_another_name_is_read(save, tmp_path, cli):
     os.rename(shutil.copytree(run, tmp_path / "copy") / "model-7", renamed)
     assert "identical (6 leaves, bitwise)" in cli("diff", renamed, path).out
     found = strict(cli("inspect", renamed + "/", "--verify", "--json").out)
-    assert (found["path"], found["step"], found["extra"], found["verified"]) == (renamed, 7, {"epoch": 3}, True)
+    assert (found["path"], found["step"], found["extra"], found["sound"]) == (renamed, 7, {"epoch": 3}, True)
     os.truncate(os.path.join(renamed, "_METADATA"), 0)
     cli("diff", renamed, path)  # nothing reads this file
     assert "_METADATA: 0 bytes instead of" in cli("inspect", renamed, "--verify", code=2).err
