@@ -11,11 +11,12 @@ from typing import Any
 
 from jstep.core.checks import truncate
 from jstep.core.tables import printable
-from jstep.hooks.stall_files import find_waited_for, in_ranges, read_stalls, silent
+from jstep.hooks.stall_files import FOLDER, find_waited_for, in_ranges, read_stalls, silent
 from jstep.stores import event_files
 from jstep.stores.event_files import DataLossError, Point, Series
 from jstep.stores.files import is_directory, open_for_reading
-from jstep.stores.urls import absolute, is_url, location
+from jstep.stores.timeline import TIMELINE_FILE
+from jstep.stores.urls import absolute, is_url, join_path, location, split_path
 from jstep.tools.cli import (
     DIFFERENT,
     OK,
@@ -332,28 +333,39 @@ def _short(x: object) -> str:
     return truncate(" ".join(text.split()), 80)
 
 
-# `stalls`: the stalled processes of a run, and what each is waiting for.
+# `stalls`: the stalled processes of runs, and what each is waiting for.
 
 
 def _add_stalls_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="RUN", help="the checkpoint_dir of a run, or its logdir if it has none")
+    what = "the checkpoint_dir of a run, or its logdir if it has none; or a directory with runs below it"
+    parser.add_argument("path", metavar="RUN", help=what)
 
 
 def _run_stalls(arguments: argparse.Namespace) -> int:
     where, now = absolute(location(arguments.path, "path")), time.time()
-    if not is_directory(where):
-        raise FileNotFoundError(f"{where}: no such directory")
-    stalls, problems = read_stalls(where)
+    found = runs(where)
+    places = [(name, run.path, run.prefix or None) for name, run in zip(run_names(found), found, strict=True)]
+    if not places and is_directory(join_path(where, FOLDER)):
+        places = [(split_path(where)[1], where, None)]
+    if not places:
+        return complain("stalls", f"{where}: no run is there; a run has a {TIMELINE_FILE}")
+    groups, rows, problems = list[dict[str, Any]](), list[dict[str, Any]](), dict[str, None]()
+    for name, place, prefix in places:
+        stalls, unread = read_stalls(place, prefix)
+        problems |= dict.fromkeys(unread)
+        if not any(stall["stall"] for stall in stalls):
+            continue
+        missing = silent(stalls, max(stall["processes"] for stall in stalls))
+        odd = find_waited_for(stalls) if len(stalls) + len(missing) > 1 else []
+        groups.append({"run": name, "stalls": stalls, "silent": missing})
+        told = [{**stall, "for": f"{now - stall['since']:.0f} s", "": "*" if stall in odd else ""} for stall in stalls]
+        told += [{"process": some, "what": "no sign of life", "": "*"} for some in in_ranges(missing)]
+        rows += [{"run": name, **row} for row in told]
     complain("stalls", *problems)
-    hangs = any(stall["stall"] for stall in stalls)
-    stalls = stalls if hangs else []
-    missing = silent(stalls, max((stall["processes"] for stall in stalls), default=0))
-    odd = find_waited_for(stalls) if len(stalls) + len(missing) > 1 else []
-    names = ["", "process", "host", "pid", "for", "what", "line"]
-    shown = [{**stall, "for": f"{now - stall['since']:.0f} s", "": "*" if stall in odd else ""} for stall in stalls]
-    shown += [{"process": some, "what": "no sign of life", "": "*"} for some in in_ranges(missing)]
-    lines = table(dict(zip(names, names, strict=True)), shown, left=7) if hangs else ["no process hangs"]
-    return answer(arguments, {"stalls": stalls, "silent": missing}, lines, DIFFERENT if hangs else OK)
+    names = ["", *["run"] * (len(places) > 1), "process", "host", "pid", "for", "what", "line"]
+    lines = table(dict(zip(names, names, strict=True)), rows, left=len(names)) if rows else ["no process hangs"]
+    of_all = {key: [one for group in groups for one in group[key]] for key in ("stalls", "silent")}
+    return answer(arguments, {**of_all, "runs": groups}, lines, DIFFERENT if groups else OK)
 
 
 STALLS = Command(_add_stalls_arguments, _run_stalls)

@@ -157,7 +157,36 @@ def test_a_process_that_others_wait_for_need_not_hang(tmp_path, capsys):
 def test_a_missing_run_is_an_error(tmp_path, capsys):
     assert main(["stalls", str(tmp_path / "nowhere")]) == 2
     assert "no such directory" in capsys.readouterr().err
+    assert main(["stalls", str(tmp_path)]) == 2
+    assert "no run is there; a run has a timeline.jsonl" in capsys.readouterr().err
+
+
+def test_all_runs_below_a_directory(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    for run in "abc":
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "timeline.jsonl").write_text("torn")
     assert main(["stalls", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "no process hangs\n"
+    write(tmp_path / "a", process=3)
+    write(tmp_path / "b", process=0, stall=False)
+    write(tmp_path / "c", process=1, kind="call", what="in a call of step 7")
+    assert main(["stalls", str(tmp_path)]) == 1
+    heads, *rows = capsys.readouterr().out.splitlines()
+    assert heads.split()[:2] == ["run", "process"]
+    assert [row.strip("* ").split()[:2] for row in rows] == [
+        ["a", "3"],
+        ["a", "0–2"],
+        ["c", "1"],
+        *[["c", "0"], ["c", "2–3"]],
+    ]
+    assert main(["stalls", str(tmp_path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["run"], one["silent"], len(one["stalls"])) for one in found["runs"]] == [
+        ("a", [0, 1, 2], 1),
+        ("c", [0, 2, 3], 1),
+    ]
+    assert [one["process"] for one in found["stalls"]] == [3, 1]
 
 
 def test_the_odd_one_out():

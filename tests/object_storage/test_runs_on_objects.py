@@ -107,7 +107,7 @@ def test_an_object_is_written_read_and_removed(store, capsys):
     assert "waiting for batch 7" in capsys.readouterr().out
     files.finish(None)
     assert not store.keys("run/stalls")
-    assert main(["stalls", store.run]) == 0
+    assert main(["stalls", store.run]) == 2, "no run is there"
 
 
 def write_start(where, number, clock, monkeypatch):
