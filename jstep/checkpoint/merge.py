@@ -1,5 +1,6 @@
 """`merge_checkpoints`: the weighted mean of checkpoints, in place of a decay of the rate that was not run."""
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -22,8 +23,10 @@ from jstep.checkpoint.store import Store
 from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_int, describe_type, format_list, format_value
+from jstep.core.tables import printable
 from jstep.optimizers.averages import as_average_names
 from jstep.state.train_state import MODEL_STATE, TrainState
+from jstep.stores.timeline import fields_with, is_step
 
 CURVES: dict[str, Callable[[float], float]] = {
     "linear": lambda x: 1 - x,
@@ -31,6 +34,7 @@ CURVES: dict[str, Callable[[float], float]] = {
     "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
 }
 _MASTER = "master"
+_RATE = "learning_rate"
 _TRIES = 5
 """The number of times that the checkpoints are listed; a living run may replace one while it is read."""
 _RISE = 1e-6
@@ -158,6 +162,12 @@ def _merge(
         merged[key] = _merged(store, reader, opened, key, weights, source.param.dtype if like is None else like.dtype)
     listing = ", ".join(f"{step}: {weight:.6g}" for step, weight in zip(chosen, weights, strict=True))
     _logger.info("merged %d checkpoints of %s, with the weights %s", len(chosen), store.directory, listing)
+    if changes := _changes(store.directory, prefix, [checkpoint.manifest for checkpoint in opened]):
+        _logger.warning(
+            "%s: the merge is an estimate for a constant rate, and %s; give the steps of a stretch without changes",
+            store.directory,
+            "; ".join(changes),
+        )
     if any(leaf.keys[:2] == (SLOTS, MODEL_STATE) for leaf in newest.manifest.leaves):
         _logger.warning(
             "%s: model_state is not merged. Statistics such as BatchNorm's belong to the parameters of their step: "
@@ -173,6 +183,34 @@ def _merge(
         for key, want in wanted.items()
     ]
     return jax.tree.unflatten(trees.structure(target), values)
+
+
+def _changes(directory: str, prefix: str, manifests: Sequence[Manifest]) -> list[str]:
+    """Describe where the rate fell between checkpoints, by the run's timeline, and where its options changed."""
+    rates: dict[str, dict[int, float]] = {}
+    with contextlib.suppress(OSError, ValueError):  # there may be no timeline
+        for line in fields_with(directory, "checkpoint"):
+            step, values = line.get("checkpoint"), line.get("values")
+            if line.get("prefix") == prefix and is_step(step) and isinstance(values, dict):
+                for name, rate in values.items():
+                    if _RATE in name and isinstance(rate, float) and math.isfinite(rate):
+                        rates.setdefault(name, {})[step] = rate
+    changes: list[str] = []
+    for name, by_step in rates.items():
+        known = [(of.step, by_step[of.step]) for of in manifests if of.step in by_step]
+        falls = [(a, b) for a, b in itertools.pairwise(known) if b[1] < a[1] * (1 - _RISE)]
+        if falls:
+            (first, before), (last, after) = falls[0][0], falls[-1][1]
+            changes.append(f"{printable(name)} fell from {before:.4g} at step {first} to {after:.4g} at step {last}")
+    for older, newer in itertools.pairwise(manifests):
+        a, b = (of.extra.get("config") if isinstance(of.extra, dict) else None for of in (older, newer))
+        if isinstance(a, dict) and isinstance(b, dict):
+            pairs = {name: (a.get(name), b.get(name)) for name in {**a, **b}}
+            # A value may be "(not recorded)" or "(not ready)".
+            differ = [name for name, pair in pairs.items() if pair[0] != pair[1] and "(not " not in f"{pair}"]
+            names = printable(format_list(differ, 5))
+            changes += [f"options changed between the steps {older.step} and {newer.step}: {names}"] * bool(differ)
+    return changes
 
 
 def steps_to_merge(store: Store, prefix: str, steps: Any) -> list[int]:

@@ -226,3 +226,38 @@ def test_checkpoints_that_are_replaced_meanwhile_are_listed_again(when, tmp_path
     goes_on.append(True)
     with pytest.raises((jstep.CheckpointError, FileNotFoundError)):
         jstep.merge_checkpoints(tmp_path, left)  # steps that were named
+
+
+def written(where, rates, configs=None):
+    """Checkpoints of a run whose timeline has a rate for each."""
+    with jstep.Saver(where, max_to_keep=None) as saver:
+        for step in rates:
+            saver.save(state_at(step), extra=None if configs is None else {"config": configs[step]})
+    lines = [
+        {"kind": "parts", "prefix": "model", "checkpoint": step, "values": {"loss": 1.0, "learning_rate": rate}}
+        for step, rate in rates.items()
+    ]
+    (where / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return where
+
+
+@pytest.mark.parametrize("rates", [{1: 0.1, 2: 0.1, 3: 0.1}, {1: 0.05, 2: 0.1}, {1: "nan", 2: None, 3: [], 4: {}}])
+def test_a_constant_rate_is_no_warning(rates, tmp_path, caplog):
+    written(tmp_path, rates, {step: {"lr": 0.1, "late": "(not ready)" if step == 1 else 7} for step in rates})
+    jstep.merge_checkpoints(tmp_path)
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+def test_a_rate_that_fell_and_options_that_changed_are_one_warning(tmp_path, caplog, capsys):
+    configs = {1: {"lr": 0.1, "seed": 0}, 2: {"lr": 0.1, "seed": 0}, 3: {"lr": 0.05, "steps": 9, "seed": 0}, 4: {}}
+    written(tmp_path, {1: 0.1, 2: 0.1, 3: 0.08, 4: 0.05}, configs)
+    assert cli.main(["merge", str(tmp_path), "-o", str(tmp_path / "x.safetensors"), "--steps", "1:3"]) == 0
+    (one,) = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert "an estimate for a constant rate, and learning_rate fell from 0.1 at step 2 to 0.08 at step 3; " in one
+    assert "options changed between the steps 2 and 3: lr, steps; give the steps of a stretch" in one
+    caplog.clear()
+    jstep.merge_checkpoints(tmp_path, [1, 2])
+    assert not caplog.records[1:]
+    (tmp_path / "timeline.jsonl").unlink()
+    jstep.merge_checkpoints(tmp_path, [2, 4])
+    assert "2 and 4: lr, seed" in caplog.text
