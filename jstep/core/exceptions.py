@@ -83,6 +83,12 @@ def note(error: BaseException, text: str) -> None:
         error.add_note(text)
 
 
+def note_other(error: BaseException, other: BaseException) -> None:
+    """Note another error on the one that is raised."""
+    if other is not error:
+        note(error, f"Additionally, {type(other).__name__}: {other}")
+
+
 def with_path(error: OSError, path: str) -> OSError:
     """Return an error that names the file."""
     if error.filename is not None:

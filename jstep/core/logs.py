@@ -26,6 +26,16 @@ def log_warning(text: str, *args: Any) -> None:
         _logger.warning(text, *args)
 
 
+# The output of a notebook's cell: a bar, and below it the log lines except warnings, which standard error shows.
+
+BELOW_BAR, IN_BAR = {"is_below_bar": True}, {"is_below_bar": False}
+"""The `extra` of a warning that is also shown below the bar, and of a line whose numbers the bar or its table shows."""
+
+
+def is_below_bar(record: logging.LogRecord) -> bool:
+    return bool(getattr(record, "is_below_bar", record.levelno < logging.WARNING))
+
+
 # Rate-limited logging.
 
 _counts: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)

@@ -465,7 +465,7 @@ class KeepBest(ShownAsTyped):
         with internal_transfers(), saver.knowing(not worse):
             extra: dict[str, Any] = {}
             if self._reports is not None:
-                saver.set_listener(self._reports.notifier)
+                saver.set_listener(self._reports.listener)
                 extra = {} if self._reports.config is None else {"config": dict(self._reports.config)}
             saver.save(state, extra=extra | {self.metric: value})
             self.values[step] = value

@@ -13,15 +13,15 @@ from jstep import summary
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, as_functions, as_string, describe_type, format_value
 from jstep.core.exceptions import setting
+from jstep.core.logs import IN_BAR
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import EVALUATING, STEPPING
-from jstep.core.tracebacks import shortens_tracebacks
 from jstep.distributed import processes
 from jstep.evaluating.evaluator import STOP_REQUESTED, EvaluationAbandoned, Evaluator
 from jstep.hooks.cadence import make_cadence
 from jstep.hooks.hook import Clock, Metrics, StopWith, check_hook_result, hook_name
 from jstep.hooks.numbers import as_numbers, format_number, read_values
-from jstep.hooks.run_hook import CustomLoop, RunHook, RunInfo, check_writer
+from jstep.hooks.run_hook import RunHook, RunInfo, check_writer
 from jstep.hooks.states import check_owners, get_states, hook_key, set_states
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
@@ -91,6 +91,7 @@ class EvaluationHook(RunHook):
     key: str | None = None
 
     part = EVALUATING
+    instead = "call the evaluator itself, evaluate(state), and the callbacks with its results"
 
     def __init__(
         self,
@@ -145,16 +146,14 @@ class EvaluationHook(RunHook):
                 "written under the same names; give each its own prefix"
             )
         super().use_run(run)
-        if not isinstance(run, CustomLoop):
-            self._call_each("use_run", run)
+        self._call_each("use_run", run)
 
-    @shortens_tracebacks
     def begin(self, state: TrainState) -> bool:
         """Reset the clock and begin the callbacks; if one of them returns True, no step is run."""
+        super().begin(state)
         require_alive(state)
         self.results, self.newest, self._reported_step = {}, None, None
         self._interrupted_step = self._interrupted_last_step = None
-        super().begin(state)
         if isinstance(self._evaluate, Evaluator):
             self._evaluate.check(state)
         check_owners(self._callbacks, _WHERE)
@@ -190,7 +189,6 @@ class EvaluationHook(RunHook):
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> Any:
         return self._evaluate_at(step, state, on_cadence=True)
 
-    @shortens_tracebacks
     def end(self, step: int, state: TrainState) -> "TrainState | None":
         """Evaluate the last state, unless it was evaluated already."""
         if step in self.results:
@@ -252,7 +250,7 @@ class EvaluationHook(RunHook):
         named = {f"{self.prefix}/{name}": value for name, value in values.items()}
         self.newest = (step, as_numbers(named))
         if jax.process_index() == 0:
-            _logger.info("step %d  %s", step, format_number(named))
+            _logger.info("step %d  %s", step, format_number(named), extra=IN_BAR)
         if self._writer is not None:
             try:
                 with internal_transfers():

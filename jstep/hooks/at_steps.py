@@ -82,7 +82,11 @@ class StopAtStepHook(Hook):
         return step >= (self._last_step or 0)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> bool:
-        return self._last_step is not None and step >= self._last_step
+        is_over = self._last_step is not None and step >= self._last_step
+        if is_over and jax.process_index() == 0:
+            steps = "last_step" if self._num_steps is None else "num_steps"
+            _logger.info("step %d: StopAtStepHook(%s=%d); stopping", step, steps, self._num_steps or self._last_step)
+        return is_over
 
     def next_due(self, step: int) -> int:
         """The step to stop at, or the next step if the run has already reached it."""
@@ -108,6 +112,8 @@ class ProfilerHook(RunHook):
     Source: `tf.train.ProfilerHook`.
     """
 
+    instead = "call jax.profiler.start_trace and jax.profiler.stop_trace"
+
     def __init__(self, logdir: str | os.PathLike[str], *, start_step: int, stop_step: int) -> None:
         start_step, stop_step = as_int(start_step, "start_step"), as_int(stop_step, "stop_step")
         if not 0 <= start_step < stop_step:
@@ -122,6 +128,7 @@ class ProfilerHook(RunHook):
 
     def begin(self, state: TrainState) -> None:
         """Start the trace immediately if the run begins within the steps."""
+        super().begin(state)
         self._running = self._is_refused = False
         self.after_step(state_step(state), state, {})
 

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, as_int, check_choice, format_list
-from jstep.core.exceptions import Picklable, note, with_path
+from jstep.core.exceptions import Picklable, note
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import is_array
 from jstep.distributed import processes
@@ -86,6 +85,8 @@ class FingerprintHook(RunHook):
         [2, 4]
     """
 
+    instead = "call jstep.fingerprint(state)"
+
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -134,16 +135,8 @@ class FingerprintHook(RunHook):
         else:
             self._pending.deliver_ready()
         if self._file is not None:
-            with self._logging():
+            with self.deferring_errors(self._path):
                 self._file.sync(to_disk=False)
-
-    @contextlib.contextmanager
-    def _logging(self) -> Iterator[None]:
-        """Keep the error of a log that cannot be written until the checkpoint that is due is saved."""
-        try:
-            yield
-        except OSError as error:
-            self.run.log_failed(self, with_path(error, self._path))
 
     def before_save(self, step: int) -> None:
         self._finish_all()
@@ -152,7 +145,7 @@ class FingerprintHook(RunHook):
         self._finish_all()
         file, self._file = self._file, None
         if file is not None:
-            with self._logging():
+            with self.deferring_errors(self._path):
                 file.close()
 
     def close(self) -> None:
@@ -176,12 +169,12 @@ class FingerprintHook(RunHook):
             self._pending.deliver_all()
         finally:
             if self._file is not None:
-                with self._logging():
+                with self.deferring_errors(self._path):
                     self._file.sync(to_disk=True)
 
     def _finish(self, step: int, entry: Entry) -> None:
         if self._file is not None:
-            with self._logging():
+            with self.deferring_errors(self._path):
                 self._file.write(entry.line().encode())
         before = self._before.pop(step, None)
         difference = None if before is None else fingerprints.compare_logs(before, entry)
@@ -249,12 +242,15 @@ class AuditHook(RunHook):
     Source: Hochschild et al., "Cores that don't count" (HotOS 2021).
     """
 
+    instead = "compare jstep.fingerprint(state) of two calls of the step"
+
     def __init__(self, *, every_n_steps: int = 1000, on_mismatch: str = "raise") -> None:
         self._n = as_int(every_n_steps, "every_n_steps", 1, "a number of steps")
         self._raises = check_choice(on_mismatch, "on_mismatch", ("log", "raise")) == "raise"
 
     def begin(self, state: TrainState) -> None:
         """Reject a state whose leaves cannot be named or compared."""
+        super().begin(state)
         leaves_with_hash_keys(state)
 
     def around_calls(self, run_call: RunCall, repeated: Repeated) -> RunCall:

@@ -150,17 +150,12 @@ class HookSchedule:
         self.called = step
         if self._agreed is not None:
             self._agreed.done(self.cadence.interval())
-        elif self.cadence.secs is not None:
+            self.next = 0  # ask after every call
+            return
+        if self.cadence.secs is not None:
             secs = self.cadence.interval()
             self.deadline = self.cadence.clock() + secs
-        self.reschedule_steps(step)
+        self.next, _ = next_call(self.hook, step)
 
     def mark_called(self, step: int) -> None:
         self.called = step
-
-    def reschedule_steps(self, step: int) -> None:
-        """Count steps, but not seconds, from here."""
-        if self._agreed is not None:
-            self.next = 0  # ask after every call
-        else:
-            self.next, _ = next_call(self.hook, step)

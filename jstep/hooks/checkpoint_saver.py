@@ -38,6 +38,7 @@ class CheckpointSaverHook(RunHook):
     """
 
     part = SAVING
+    instead = "call save(state) of a jstep.Saver"
     _temporary_secs: float | None = None
 
     def __init__(
@@ -80,9 +81,6 @@ class CheckpointSaverHook(RunHook):
         """Record that a checkpoint of this step holds this state, such as the restored one."""
         self._saved = step, _weakly(state)
 
-    def _about_to_save(self, step: int) -> None:
-        """Called before a save, after all checks."""
-
     def has_saved(self, step: int, state: TrainState) -> bool:
         """Whether a checkpoint of this step holds this state, unchanged by hooks since."""
         return self._saved is not None and self._saved[0] == step and self._saved[1]() is state
@@ -102,9 +100,8 @@ class CheckpointSaverHook(RunHook):
             if self._directory is not None and self._is_closed:  # at the end of an earlier run
                 self.saver, self._is_closed = Saver(self._directory), False
             is_finite = self.run.require_finite(step, self.saver)
-            self._about_to_save(step)
             extra = self._extra() if self._extra else None
-            self.saver.set_listener(self.run.reports.notifier)
+            self.saver.set_listener(self.run.reports.listener)
             with internal_transfers(), self.saver.knowing(is_finite, self._temporary_secs):
                 self.saver.save(state, extra=extra)
             self.mark_saved(step, state)

@@ -198,7 +198,7 @@ class History(ReportingHook):
                 self._put(step, row)
 
     def flush(self) -> None:
-        with self._lock:
+        with self._lock, self.deferring_errors():
             self._write()
             if self._file is not None:
                 self._file.sync()

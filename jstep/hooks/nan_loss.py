@@ -42,6 +42,8 @@ class NanLossHook(RunHook):
     Source: `tf.train.NanTensorHook`.
     """
 
+    instead = "check jnp.isfinite(metrics['loss'])"
+
     def __init__(
         self, *, every_n_steps: int = 10, fail_on_nan_loss: bool = True, max_skipped_steps: int | None = None
     ) -> None:
@@ -53,13 +55,12 @@ class NanLossHook(RunHook):
         self.max_skipped_steps = max_skipped_steps
         self._reset()
 
-    def _reset(self, at_start: StateContents | None = None) -> None:
+    def _reset(self) -> None:
         self._held: Interval | None = None
         self._bad = self._over = False
         self._gradient: int | None = None
         self._has_norm = self._has_warned_of_slots = False
         self._nan_at_start: list[str] | None = None
-        self._at_start = at_start
 
     def use_run(self, run: RunInfo) -> None:
         super().use_run(run)
@@ -67,7 +68,7 @@ class NanLossHook(RunHook):
 
     def begin(self, state: TrainState) -> None:
         super().begin(state)
-        self._reset(self.run.at_start or StateContents(state))
+        self._reset()
         self._began = self._checked = state_step(state)
         self.run.poll(self, self._require_loss)
 
@@ -131,15 +132,15 @@ class NanLossHook(RunHook):
     def _has_only_skipped(self, totals: HostSums) -> bool:
         return totals.skips >= totals.last - self._began
 
-    def _check_all(self, step: int, state: TrainState | None) -> None:
+    def _check_all(self, step: int, state: TrainState) -> None:
         before, self._held = self._held, None
         self._check_interval(before)
         self._check_interval(self.run.reports.sums.take(self._number))
-        if state is None or self._at_start is None or self._bad or self._over or step == self._began:
+        if self._bad or self._over or step == self._began:
             return
         with self.run.watch.part(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
             jax.block_until_ready(state)
-        nonfinite, infinite_slots = StateContents(state).worse_since(self._at_start)
+        nonfinite, infinite_slots = StateContents(state).worse_since(self.run.at_start)
         if infinite_slots and not self._has_warned_of_slots:
             self._has_warned_of_slots = True
             _logger.warning(
@@ -164,9 +165,9 @@ class NanLossHook(RunHook):
         self._stop(message + _advice(origin), origin)
 
     def _check_start(self) -> None:
-        if self._at_start is None or self._nan_at_start is not None:
+        if self._nan_at_start is not None:
             return
-        self._nan_at_start = self._at_start.with_nan()
+        self._nan_at_start = self.run.at_start.with_nan()
         if self._nan_at_start:
             _logger.warning("NanLossHook: %s", about_start(self._nan_at_start, self._began))
 

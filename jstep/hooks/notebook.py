@@ -4,12 +4,15 @@ import html
 import importlib
 import logging
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
+from jstep.core.logs import is_below_bar
 from jstep.core.tables import html_table, html_text
 from jstep.hooks.history import History
 from jstep.hooks.hook import Clock
 from jstep.hooks.numbers import as_numbers, read_values
+from jstep.hooks.run_hook import RunInfo
 
 _ROWS, _LINES = 20, 20
 """The maximum numbers of rows of evaluations, and of log lines."""
@@ -18,27 +21,22 @@ _SECS, _SECS_OF_CURVES = 0.25, 2.0
 
 
 class ShownLines(logging.Handler):
-    """The latest lines of a run that a terminal shows above its bar, but those of metrics; warnings are shown anyway.
-
-    What says why the run ended, takes no step, or what has changed since its checkpoint, is among them at any level.
-    """
+    """The latest lines of a run that belong below its bar."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.texts: deque[str] = deque(maxlen=_LINES)
 
     def emit(self, record: logging.LogRecord) -> None:
-        is_of_metrics = str(record.msg).startswith("step %d  ")
-        if record.module in ("stopping", "card") or (record.levelno < logging.WARNING and not is_of_metrics):
+        if is_below_bar(record):
             self.texts.append(record.getMessage())
 
 
 class Below:
-    """The output below the bar: log lines, the evaluations of a run, and the curves of each `History` of its hooks."""
+    """The output below the bar: log lines, the evaluations of a run, and the curves of each `History`."""
 
-    def __init__(self, run: Any, clock: Clock, lines: ShownLines) -> None:
-        self._run, self._clock, self._lines = run, clock, lines
-        self._histories = [hook for hook in run.hooks if isinstance(hook, History)]
+    def __init__(self, run: RunInfo, histories: Sequence[History], clock: Clock, lines: ShownLines) -> None:
+        self._run, self._histories, self._clock, self._lines = run, histories, clock, lines
         self._curves, self._drawn = "", float("-inf")
 
     @property

@@ -12,7 +12,7 @@ from jstep import summary
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, describe_type, format_value
 from jstep.core.exceptions import note
-from jstep.core.logs import as_level
+from jstep.core.logs import IN_BAR, as_level
 from jstep.hooks.cadence import UNSET, make_cadence
 from jstep.hooks.hook import Clock, Metrics
 from jstep.hooks.numbers import (
@@ -66,6 +66,8 @@ class ReportingHook(RunHook):
         >>> hook.rows
         [(2, 1.0), (3, 1.0)]
     """
+
+    instead = "pass float(metrics['loss']) to your logger"
 
     def __init__(
         self,
@@ -145,22 +147,19 @@ class LoggingHook(ReportingHook):
         super().__init__(
             every_n_steps=every_n_steps, every_n_secs=every_n_secs, mean=mean, leave_out=leave_out, clock=clock
         )
-        if counter is not None and not hasattr(counter, "steps_per_sec"):
+        if counter is not None and not isinstance(counter, StepCounterHook):
             raise TypeError(f"counter={counter!r}: must be a StepCounterHook, got {describe_type(counter)}")
         self._given_counter = counter
         self._level = as_level(level)
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
         if jax.process_index() == 0:
-            _logger.log(self._level, "step %d  %s%s", step, format_number(values), self._speed(step))
+            _logger.log(self._level, "step %d  %s%s", step, format_number(values), self._speed(step), extra=IN_BAR)
 
     def _speed(self, step: int) -> str:
-        counter, share = self._given_counter or self.run.reports.counter, None
-        if isinstance(counter, StepCounterHook):
-            counter.measure_finished()
-            _, steps, examples, share = counter.figure_at(step)
-        else:
-            steps, examples = getattr(counter, "steps_per_sec", None), getattr(counter, "examples_per_sec", None)
+        counter = self._given_counter or self.run.reports.counter
+        counter.measure_finished()
+        _, steps, examples, share = counter.figure_at(step)
         if steps is None:
             return ""
         figures = [] if examples is None else [f"{examples:.4g} examples/s"]
@@ -273,6 +272,8 @@ class SummarySaverHook(ReportingHook):
     Source: `tf.train.SummarySaverHook`.
     """
 
+    instead = "call add_summary(jstep.summary.scalar(name, value), step) of a jstep.summary.SummaryWriter"
+
     def __init__(
         self,
         summary_writer: object = None,
@@ -294,15 +295,11 @@ class SummarySaverHook(ReportingHook):
 
     def begin(self, state: TrainState) -> None:
         super().begin(state)
-        self._check_writer()
-
-    def _check_writer(self) -> None:
         if self._writer is None:
             raise ValueError("SummarySaverHook has nowhere to write: pass it a summary_writer, or pass logdir to train")
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Pass the values to the writer, which waits for them."""
-        self._check_writer()  # the caller may not have called `begin`
         leave_out = {*self._leave_out(), *(self.run.constant_metrics() if self.takes_writer else ())}
         if self._mean:
             self.run.reports.transfers.add(step, self._numbers(metrics, leave_out), self.deliver, self)

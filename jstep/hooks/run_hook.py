@@ -1,19 +1,20 @@
-"""The base class of built-in hooks, the part of a run that they see, and the stand-in run of a custom loop."""
+"""The base class of built-in hooks, and the part of a run that they see."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
+from jstep.checkpoint.retention import Listener
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import format_value
+from jstep.core.exceptions import with_path
 from jstep.core.stopwatch import HOOKS, Stopwatch
-from jstep.core.tracebacks import shortens_tracebacks
-from jstep.hooks.cadence import Cadence, HookSchedule
+from jstep.hooks.cadence import Cadence
 from jstep.hooks.hook import Hook, Metrics
 from jstep.hooks.in_flight import InFlight
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.numbers import TransferQueue
-from jstep.hooks.told import HookNotifier
 from jstep.state.contents import StateContents
 from jstep.state.train_state import TrainState
 from jstep.summary.writer import SummaryWriter
@@ -44,6 +45,12 @@ class Rates(Protocol):
 
     steps_per_sec: float | None
     examples_per_sec: float | None
+    utilization: Any
+
+    def measure_finished(self) -> bool: ...
+
+    def figure_at(self, step: int) -> Any:
+        """The rates at a step."""
 
 
 @dataclasses.dataclass
@@ -53,13 +60,13 @@ class ReportingContext:
     `examples` counts the examples, and the steps whose batch size is not known.
     """
 
-    sums: MetricSums = dataclasses.field(default_factory=MetricSums)
-    transfers: TransferQueue = dataclasses.field(default_factory=TransferQueue)
-    counter: Rates | None = None
-    writer: SummaryWriter | None = None
+    sums: MetricSums
+    transfers: TransferQueue
+    counter: Rates
+    writer: SummaryWriter | None
+    listener: Listener | None
+    config: dict[str, Any] | None
     examples: tuple[int, int] = (0, 0)
-    notifier: HookNotifier | None = None
-    config: dict[str, Any] | None = None
 
     def count_examples(self, steps: int, rows: int | None) -> None:
         counted, unknown = self.examples
@@ -80,11 +87,11 @@ class RunInfo(Protocol):
 
     @property
     def in_flight(self) -> InFlight:
-        """The calls that the device has not finished, and the step that it has; in a custom loop, of due steps."""
+        """The calls that the device has not finished, and the step that it has."""
 
     @property
-    def at_start(self) -> StateContents | None:
-        """The contents of the state when the run began; None if nothing checks it, as in a custom loop."""
+    def at_start(self) -> StateContents:
+        """The contents of the state when the run began; empty if no hook checks or saves it."""
 
     @property
     def saver(self) -> Saver | None: ...
@@ -140,8 +147,8 @@ class RunInfo(Protocol):
     def before_save(self, step: int) -> bool:
         """Called before each save; if it returns True, nothing must be saved."""
 
-    def require_finite(self, step: int, saver: Saver) -> bool | None:
-        """Return whether the parameters to be saved are finite; None if that is not known, as in a custom loop.
+    def require_finite(self, step: int, saver: Saver) -> bool:
+        """Return whether the parameters to be saved are finite.
 
         Raise an error if they became NaN or infinite since the run began, unless the `Saver` allows it.
         """
@@ -153,27 +160,31 @@ class RunInfo(Protocol):
         """
 
 
-# Built-in hooks, and the stand-in run of a hook that is called from a custom loop.
+# Built-in hooks.
 
 
 class RunHook(Hook):
-    """Base class of built-in hooks; `train` also calls the methods below.
+    """Base class of built-in hooks, which are called by a run of `train` only; it also calls the methods below.
 
-    A hook with a `cadence` defines `when_due`, called by the loop, or by a `CustomLoop` if user code calls `after_step`
-    after every update. `part` is the category that its calls are timed as.
+    A hook with a `cadence` defines `when_due`. `part` is the category that its calls are timed as, and `instead` says
+    what to call in a custom loop.
     """
 
     cadence: Cadence | None = None
     part: str = HOOKS
+    instead: str = "call a plain function every few steps"
     _run: RunInfo | None = None
     _given_writer: Any = None
 
     @property
     def run(self) -> RunInfo:
-        """The run of `train`, or the stand-in in a custom loop."""
+        """The run of `train`; an error outside of one."""
         if self._run is None:
-            self.use_run(CustomLoop(self))
-        assert self._run is not None
+            name = type(self).__name__
+            raise RuntimeError(
+                f"{name} is called outside of a run of train: give it to train, hooks=[{name}(…)]. In a custom loop, "
+                f"{self.instead}"
+            )
         return self._run
 
     @property
@@ -185,16 +196,12 @@ class RunHook(Hook):
         self._run = run
 
     def begin(self, state: TrainState) -> bool | None:
-        """Begin a run; a subclass with a cadence must call it first."""
-        if self._run is None or isinstance(self._run, CustomLoop):
-            self.use_run(CustomLoop(self))
+        """Begin; a subclass must call it first."""
+        _ = self.run  # an error outside of a run
         return None
 
-    @shortens_tracebacks
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
         run, when = self.run, self.cadence
-        if isinstance(run, CustomLoop):
-            return run.after_step(step, state, metrics)
         # The loop knows that the hook is due, but a subclass may also be called at other steps.
         if when is not None and when.secs is None and when.ends_calls and not (run.is_over or when.has_multiple(step)):
             return None
@@ -204,22 +211,20 @@ class RunHook(Hook):
         """Called when due, with the arguments and results of `after_step`."""
 
     def next_due(self, step: int) -> int | None:
-        """Return the next multiple of the cadence's steps; None if it depends on the clock.
+        """Return the next multiple of the cadence's steps; None if it depends on the clock."""
+        return None if self.cadence is None or self.cadence.secs is not None else self.cadence.next_multiple(step)
 
-        Also None if a custom loop must call the hook after every step, to sum metrics.
-        """
-        if self.cadence is None or self.cadence.secs is not None:
-            return None
-        if isinstance(self._run, CustomLoop) and self._run.reports.sums.is_wanted:
-            return None
-        return self.cadence.next_multiple(step)
+    @contextlib.contextmanager
+    def deferring_errors(self, path: str = "") -> Iterator[None]:
+        """Keep the error of a log that cannot be written until the checkpoint that is due is saved."""
+        try:
+            yield
+        except OSError as error:
+            self.run.log_failed(self, with_path(error, path) if path else error)
 
     def around_calls(self, run_call: RunCall, repeated: Repeated) -> RunCall:
         """Return `run_call`, or a wrapper."""
         return run_call
-
-    def before_save(self, step: int) -> bool | None:
-        """See `Hook.before_save`."""
 
     def flush(self) -> None:
         """Called before a checkpoint is published, in the background: flush files that must not be older."""
@@ -227,79 +232,6 @@ class RunHook(Hook):
     def close(self) -> None:
         """Called at the very end, also after an error."""
         self._run = None
-
-
-class CustomLoop:
-    """The stand-in run of a hook in a custom loop, which calls it after every update."""
-
-    is_over, is_new_branch, restored, saver, last_step, at_start = False, False, None, None, None, None
-    evaluations: tuple[()] = ()
-
-    def __init__(self, hook: RunHook) -> None:
-        self._hook, self._schedule = hook, HookSchedule(_CadenceOf(hook), 0)
-        self.reports, self.watch, self.in_flight = ReportingContext(), Stopwatch(), InFlight()
-        self.step = 0
-        self.state: Any = None  # never set: the next step may donate it
-        self.metrics: Any = None
-        self._polled: list[Poll] = []
-        self._stopped = False
-
-    def after_step(self, step: int, state: TrainState, metrics: Metrics) -> Any:
-        if self.metrics is None or step <= self.step:  # the first step of this loop or of a new one
-            self._schedule.reschedule_steps(step - 1)
-            self.in_flight.clear()
-        self.step, self.metrics = step, metrics
-        if self.reports.sums.is_wanted:
-            self.reports.sums.add(step - 1, metrics)
-        self._polled = [check for check in self._polled if check()]
-        if not self._schedule.is_due(step):
-            return True if self._stopped else None
-        self.in_flight.drop_finished()
-        self.in_flight.add(step - 1, step, state, metrics)
-        try:
-            return self._hook.when_due(step, state, metrics)
-        finally:
-            self._schedule.reschedule(step)
-
-    def poll(self, hook: RunHook, check: Poll) -> None:
-        self._polled.append(check)
-
-    def stop(self, by: str) -> None:
-        self._stopped = True
-
-    def log_failed(self, log: Any, error: Exception) -> None:
-        raise error
-
-    def constant_metrics(self) -> Collection[str]:
-        return ()
-
-    def meter(self, *_: object) -> None:
-        """See `RunInfo.meter`."""
-
-    def to_stop(self) -> bool:
-        return False
-
-    def before_save(self, step: int) -> bool:
-        return False
-
-    def require_finite(self, step: int, saver: Saver) -> None:
-        """See `RunInfo.require_finite`."""
-
-    def before_off_cadence(self) -> None:
-        """See `RunInfo.before_off_cadence`."""
-
-
-class _CadenceOf(Hook):
-    """The cadence of a hook, without the hook's own `next_due`."""
-
-    cadence: Cadence | None = None
-
-    def __init__(self, hook: RunHook) -> None:
-        self.cadence = Cadence() if hook.cadence is None else hook.cadence
-
-    def next_due(self, step: int) -> int | None:
-        assert self.cadence is not None
-        return None if self.cadence.secs is not None else self.cadence.next_multiple(step)
 
 
 def check_writer(summary_writer: object) -> Any:

@@ -92,6 +92,8 @@ class StepCounterHook(RunHook):
     appendix B. If passed to `train` in hooks, it replaces the built-in one.
     """
 
+    instead = "divide steps by the seconds of a clock, read after jax.block_until_ready(state)"
+
     def __init__(
         self,
         *,
@@ -155,8 +157,6 @@ class StepCounterHook(RunHook):
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """End an interval; the measurement follows when the device has finished it."""
-        if self._since is None:  # `begin` was not called
-            self._begin_interval()
         is_pending = bool(self._unfinished)
         self._unfinished.append(self._count_at(step))
         if self.measure_finished() and not is_pending:

@@ -24,6 +24,7 @@ from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.jaxprs import ProgramHash, gradients_hash, hash_strings, part_for, program_hash, without_addresses
+from jstep.core.logs import BELOW_BAR
 from jstep.core.meshes import internal_transfers, sharding_text
 from jstep.core.recorded_calls import as_typed, named_optimizers
 from jstep.core.records import json_of
@@ -291,7 +292,7 @@ def report_changes(name: str, changes: Changes, *, is_idle: bool = False) -> Non
     bits, place = (list(map(printable, lines)) for lines in changes)
     if bits:
         lines = "".join(f"\n  {line}" for line in (*bits, *place, *[_UNTRAINED] * is_idle))
-        _logger.warning("%s: this run has changed since the start that made it:%s", name, lines)
+        _logger.warning("%s: this run has changed since the start that made it:%s", name, lines, extra=BELOW_BAR)
     elif place:
         _logger.info("%s: since the start that made it, %s", name, "; ".join(place))
 
@@ -518,4 +519,6 @@ def _logging_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        _logger.warning("the card of this run could not be recorded: %s: %s", type(error).__name__, error)
+        _logger.warning(
+            "the card of this run could not be recorded: %s: %s", type(error).__name__, error, extra=BELOW_BAR
+        )

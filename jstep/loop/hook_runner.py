@@ -1,19 +1,21 @@
-"""The hooks of a run: called when they are due, and at its end."""
+"""The calls of a run's hooks in the loop's thread: when they are due, before a save, and at the end."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 from jstep.core import trees
-from jstep.core.exceptions import note
+from jstep.core.exceptions import note, note_other
 from jstep.core.stopwatch import FIRST_CALL, HOOKS, STEPPING
+from jstep.distributed import processes
 from jstep.evaluating.evaluation_hook import EvaluationHook
 from jstep.hooks.cadence import Cadence, HookSchedule, next_call
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.hook import NEVER, Hook, check_hook_result, check_step, hook_name
+from jstep.hooks.hook import NEVER, check_hook_result, check_step, defines, hook_name
 from jstep.hooks.report import LoggingHook
-from jstep.hooks.run_hook import ReportingContext, RunHook
+from jstep.hooks.run_hook import Repeated, ReportingContext, RunCall, RunHook, RunInfo
 from jstep.hooks.states import is_public
 from jstep.loop.setup import LEAVING, Calling, Setup
 from jstep.loop.stages import EndsAhead, StageBoundaries
@@ -24,7 +26,7 @@ class HookRunner:
 
     def __init__(self, setup: Setup, hooks: list[Any], reports: ReportingContext, ended_at: int | None = None) -> None:
         self._setup, self._hooks, self._reports = setup, hooks, reports
-        self._before = [hook for hook in hooks if _overrides(hook, "before_step")]
+        self._before = [hook for hook in hooks if defines(hook, "before_step")]
         self._schedules: list[HookSchedule] = []
         self._timed: list[HookSchedule] = []
         self._ends: EndsAhead | None = None
@@ -36,6 +38,29 @@ class HookRunner:
     @property
     def _evaluations(self) -> list[EvaluationHook]:
         return [hook for hook in self._hooks if isinstance(hook, EvaluationHook)]
+
+    def use_run(self, run: RunInfo) -> None:
+        """Pass the run to the built-in hooks, and close them with it."""
+        for hook in self._hooks:
+            if isinstance(hook, RunHook):
+                self._setup.closing.push(functools.partial(self._close, hook))
+                hook.use_run(run)
+
+    def _close(self, hook: RunHook, kind: object, error: BaseException | None, trace: object) -> None:
+        """Close a hook; what it raises must not replace the error that ended the run."""
+        try:
+            hook.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            note_other(error, failure)
+
+    def around_calls(self, run_call: RunCall, repeated: Repeated) -> RunCall:
+        """Return `run_call`, wrapped by the hooks."""
+        for hook in self._hooks:
+            if isinstance(hook, RunHook):
+                run_call = hook.around_calls(run_call, repeated)
+        return run_call
 
     def begin(self) -> bool:
         loop, is_done = self._setup.loop, False
@@ -144,6 +169,23 @@ class HookRunner:
         loop.set_state(state)
         return stop
 
+    def before_save(self, step: int) -> bool:
+        """Deliver pending results; return whether a hook prevents the save, on any process."""
+        transfers, is_delivered = self._setup.transfers, False
+        while not is_delivered:  # a row that fails is dropped, the others are delivered
+            try:
+                transfers.deliver_all()
+                is_delivered = True
+            except Exception as error:
+                if not isinstance(error, OSError) and not isinstance(error.__cause__, OSError):
+                    raise
+                self._setup.loop.record_failure(transfers.take_failed_owner(), error)
+        built_in = [hook for hook in self._hooks if isinstance(hook, RunHook)]
+        own = [hook for hook in self._hooks if not isinstance(hook, RunHook) and defines(hook, "before_save")]
+        hooks = [*own, *built_in]
+        is_prevented = True in [bool(hook.before_save(step)) for hook in hooks]  # a list: each hook must be called
+        return processes.any_process(is_prevented) if own else is_prevented
+
     def last(self, failed: Callable[[Exception], None] | None = None) -> None:
         """Run hooks after the last call, once; `failed` receives their exceptions if another error is handled."""
         loop, errors = self._setup.loop, Errors(self._setup)
@@ -216,7 +258,7 @@ class HookRunner:
         is_last = loop.step >= options.stop_step or loop.stopped_by is not None
         is_evaluated = all(loop.step in hook.results for hook in self._evaluations)
         # User-defined hooks may act at the end; what jstep's do there shows in the checkpoint.
-        has_ends = any(_overrides(hook, "end") and not is_public(type(hook)) for hook in options.hooks)
+        has_ends = any(defines(hook, "end") and not is_public(type(hook)) for hook in options.hooks)
         return is_last and is_evaluated and not has_ends and loop.phase != LEAVING
 
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
@@ -304,7 +346,7 @@ class Errors:
         elif self.all:
             error, *others = self.all
             for other in others:
-                note(error, f"Additionally, {other}")
+                note_other(error, other)
             self.all.clear()
             try:
                 raise error
@@ -312,14 +354,28 @@ class Errors:
                 del error  # breaks the reference cycle with this frame, which its traceback holds
 
 
+def close_hooks(setup: Setup, error: BaseException | None) -> None:
+    """Call `failed`, `closed` and `close` of the user's hooks after a run that ended with this error, if any.
+
+    What any hook raised, also in the background, is noted on that error, or else the first one is raised.
+    """
+    hooks, errors = setup.options.hooks, Errors(setup)
+    for problem in setup.background.end():
+        errors.add(problem, None)
+    calls: list[tuple[Any, str, tuple[Any, ...]]] = [
+        (hook, "failed", (setup.loop.step, error)) for hook in hooks if error is not None
+    ]
+    calls += [(hook, method, ()) for hook in reversed(hooks) for method in ("closed", "close")]
+    for hook, method, args in calls:
+        is_closed = method == "close" and isinstance(hook, RunHook)  # before the logs that it uses
+        if defines(hook, method) and not is_closed:
+            with errors:
+                getattr(hook, method)(*args)
+    errors.end(None if error is None else functools.partial(note_other, error))
+
+
 def _acts(hook: Any) -> bool:
     """Return whether a hook may act after a step."""
-    if isinstance(hook, RunHook) and hook.cadence is not None:
-        return True
-    return _overrides(hook, "after_step") or (hasattr(hook, "after_step") and _overrides(hook, "next_due"))
-
-
-def _overrides(hook: Any, method: str) -> bool:
-    own = getattr(getattr(hook, method, None), "__func__", getattr(hook, method, None))
-    does_nothing = getattr(RunHook if isinstance(hook, RunHook) else Hook, method)
-    return own is not None and own is not does_nothing
+    if isinstance(hook, RunHook):
+        return hook.cadence is not None or type(hook).after_step is not RunHook.after_step
+    return defines(hook, "after_step") or (hasattr(hook, "after_step") and defines(hook, "next_due"))

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jstep.core.exceptions import context_manager
 from jstep.core.interactive import is_notebook
 from jstep.core.logs import Ticker, slow
 from jstep.hooks.cadence import Cadence
+from jstep.hooks.history import History
 from jstep.hooks.hook import Clock, Metrics, state_step
 from jstep.hooks.notebook import Below, NotebookBar, ShownLines
 from jstep.hooks.numbers import TransferQueue, as_numbers, begin_transfer, format_number, scalars, sort_metrics
@@ -49,7 +50,8 @@ class Progress(Observer):
         self._lines: ShownLines | None = None
         if self._is_shown and wanted is None and is_notebook():
             self._lines = ShownLines()
-            self._hook = _NotebookHook(self._lines, last_step=setup.options.last_step)
+            histories = [hook for hook in setup.options.hooks if isinstance(hook, History)]
+            self._hook = _NotebookHook(self._lines, histories, last_step=setup.options.last_step)
         elif self._is_shown and (wanted or is_terminal):
             self._hook = ProgressHook(last_step=setup.options.last_step)
 
@@ -91,6 +93,7 @@ class ProgressHook(RunHook):
     """
 
     replaces_log_lines = True
+    instead = "use tqdm"
 
     def __init__(
         self, *, last_step: int | None, every_n_secs: float = 0.25, file: object = None, clock: Clock = time.monotonic
@@ -189,9 +192,8 @@ class ProgressHook(RunHook):
         results = [as_numbers(hook.newest[1]) for hook in self.run.evaluations if hook.newest is not None]
         words = self._words(functools.reduce(operator.or_, results, numbers))
         counter = self.run.reports.counter
-        examples = getattr(counter, "examples_per_sec", None)
-        rate = [f"{examples:.4g} examples/s"] if examples else []
-        share = format_utilization(getattr(counter, "utilization", None))
+        rate = [f"{counter.examples_per_sec:.4g} examples/s"] if counter.examples_per_sec else []
+        share = format_utilization(counter.utilization)
         self._bar.set_postfix_str("  ".join([words, *rate, *share]), refresh=False)
 
     def _words(self, numbers: dict[str, Any]) -> str:
@@ -210,15 +212,16 @@ class _NotebookHook(ProgressHook):
 
     replaces_log_lines = False
 
-    def __init__(self, lines: ShownLines, *, last_step: int | None) -> None:
-        self._lines = lines
+    def __init__(self, lines: ShownLines, histories: Sequence[History], *, last_step: int | None) -> None:
+        self._lines, self._histories = lines, histories
         self._closed: NotebookBar | None = None
         self._said: tuple[str, ...] = ()
         super().__init__(last_step=last_step)
 
     def _bars(self) -> Callable[..., Any]:
         def bar(**options: Any) -> NotebookBar:
-            return NotebookBar(below=Below(self.run, self._clock, self._lines), clock=self._clock, **options)
+            below = Below(self.run, self._histories, self._clock, self._lines)
+            return NotebookBar(below=below, clock=self._clock, **options)
 
         return bar
 

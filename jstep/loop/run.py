@@ -17,7 +17,6 @@ from jstep.data.loaders import Source
 from jstep.distributed import processes
 from jstep.evaluating.evaluation_hook import EvaluationHook
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.hook import defines
 from jstep.hooks.metric_sums import is_bad
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.numbers import host
@@ -27,7 +26,7 @@ from jstep.loop.calls import Call
 from jstep.loop.dispatch import AfterCall, Dispatch
 from jstep.loop.feeder import BatchFeeder
 from jstep.loop.hook_runner import HookRunner
-from jstep.loop.setup import Calling, Setup
+from jstep.loop.setup import Setup
 from jstep.state.contents import NanLossDuringTrainingError, StateContents, in_words
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import LOSS
@@ -168,7 +167,7 @@ class Run(Setup):
     feeder: BatchFeeder
     dispatch: Dispatch
     runner: HookRunner
-    at_start: StateContents | None
+    at_start: StateContents
 
     @property
     def name(self) -> str:
@@ -231,30 +230,13 @@ class Run(Setup):
             self.loop.record_stop(by)
 
     def log_failed(self, log: Any, error: Exception) -> None:
-        self.loop.failures.append((Calling(log, "flush"), error))
+        self.loop.record_failure(log, error)
 
     def to_stop(self) -> bool:
         return self.signals.to_stop()
 
     def before_save(self, step: int) -> bool:
-        """Deliver pending results; return whether a hook prevents the save."""
-        transfers, is_delivered = self.reports.transfers, False
-        while not is_delivered:  # a row that fails is dropped, the others are delivered
-            try:
-                transfers.deliver_all()
-                is_delivered = True
-            except Exception as error:
-                if not isinstance(error, OSError) and not isinstance(error.__cause__, OSError):
-                    raise
-                self.log_failed(transfers.take_failed_owner(), error)
-        own = [
-            custom
-            for custom in self.options.hooks
-            if not isinstance(custom, RunHook) and defines(custom, "before_save")
-        ]
-        hooks = [*own, *(hook for hook in self.hooks if isinstance(hook, RunHook))]
-        is_prevented = True in [bool(hook.before_save(step)) for hook in hooks]  # a list: each hook must be called
-        return processes.any_process(is_prevented) if own else is_prevented
+        return self.runner.before_save(step)
 
     def before_off_cadence(self) -> None:
         """Freeze the position of batches that are made with the state as it is now."""

@@ -28,7 +28,7 @@ from jstep.checkpoint.manifest import Extra
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
-from jstep.core.exceptions import context_manager, note
+from jstep.core.exceptions import context_manager, note_other
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING, STEPPING
 from jstep.data.positions import gather_positions, positions_elsewhere, with_files
@@ -240,18 +240,28 @@ def _leave(setup: Setup, saver: Saver, kind: object, error: BaseException | None
     except Exception as failure:
         if error is None:
             raise
-        note(error, f"Additionally, {failure}")
+        note_other(error, failure)
 
 
 def restore_hooks(run: Run) -> bool:
     """Restore the states of the hooks; return whether one of them ends the run."""
     is_stopped = set_states(run.hooks, run.origin.extra.get(HOOK_STATES))
     for hook in run.savers:
-        if isinstance(hook, RunSaverHook) and run.origin.trunk is None:
+        if not isinstance(hook, RunSaverHook):
+            continue
+        if run.origin.trunk is None:
             hook.restored(run.loop.first, run.state)
-        elif isinstance(hook, RunSaverHook):  # from now on the other run is not read
+        else:  # from now on the other run is not read
             hook.save(run.loop.first, run.state, wait=True)
+        if not run.has_nan_hook and not hook.saver.allow_nonfinite:
+            run.poll(hook, functools.partial(_warn_of_nan, run))
     return is_stopped and not run.origin.is_at_branch_point
+
+
+def _warn_of_nan(run: Run, *, wait: bool = False) -> None:
+    """Warn of restored parameters, now that the device is busy with the first step."""
+    if bad := run.at_start.with_nan():
+        _logger.warning("%s", about_start(bad, run.loop.first))
 
 
 # The interval between automatic saves.
@@ -299,7 +309,7 @@ class SaveInterval:
             self.blocked_secs = self._saved_at - began
 
 
-# The hook that saves.
+# The contents of a checkpoint, beside the state.
 
 
 class _HostState(NamedTuple):
@@ -309,13 +319,78 @@ class _HostState(NamedTuple):
     hooks: Extra
 
 
+class RunContents:
+    """What the checkpoints of a run contain beside the state: `extra` at a step, and the positions of the batches."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def host_state(self) -> _HostState:
+        return _HostState(self.positions(), self._hooks())
+
+    def has_same(self, saved: _HostState) -> bool:
+        # Only positions of batches made with the state can change after their step; all processes must compare them.
+        is_same = True
+        if self._run.source.is_of_state and self._run.feeder.has_begun:
+            is_same = not processes.any_process(not self.positions().is_same(saved.positions))
+        return self._hooks().is_same(saved.hooks) and is_same
+
+    def is_last(self) -> bool:
+        """Return whether the run ends at this step."""
+        return self._run.step >= self._run.options.stop_step or self._run.loop.stopped_by is not None
+
+    def _hooks(self) -> Extra:
+        run = self._run
+        # A run that takes no step keeps the name of the hook that stopped the earlier one.
+        by = run.loop.stopped_by or (None if run.feeder.has_begun else run.origin.extra.get(STOPPED))
+        states = get_states(run.hooks)
+        entries = {HOOK_STATES: states or None, STOPPED: by, ENDED: run.step if run.runner.has_ended() else None}
+        values = {key: value for key, value in entries.items() if value is not None}
+        files = AttachedFiles("hooks.")
+        return Extra(as_json(values, files), files if jax.process_index() == 0 else {})
+
+    def positions(self) -> Extra:
+        """Return the positions of the batches; must be called on all processes."""
+        run = self._run
+        files = AttachedFiles()
+        if not run.feeder.has_begun:  # the positions have not changed
+            return Extra(positions_elsewhere(run.origin.extra, files), files)
+        # A batch that was fetched but not trained on is fetched again after a restart.
+        return Extra(gather_positions(run.feeder.position_after(run.step - run.loop.first), files), files)
+
+    def extra(self, host_state: Callable[[], _HostState]) -> Extra:
+        """Notify the observers of a save that nothing prevents any more, and return its `extra`."""
+        run = self._run
+        # A run that resumes from a checkpoint does not write earlier summaries again.
+        if (writer := run.reports.writer) is not None:
+            try:
+                writer.drain()
+            except Exception as error:
+                run.log_failed(writer, error)
+        for observer in run.observers:
+            observer.about_to_save()
+        positions, hooks = host_state()
+        observed = {
+            key: value for observer in run.observers for key, value in observer.checkpoint_extra(run.step).items()
+        }
+        held = {HELD_VALUES: run.origin.held} if run.origin.held else {}
+        parent = {} if run.origin.parent is None else {PARENT: run.origin.parent}
+        return Extra(
+            positions.values | observed | hooks.values | held | parent | {RUN_KEY: run.name},
+            {**positions.files, **hooks.files},
+        )
+
+
+# The hook that saves.
+
+
 class RunSaverHook(CheckpointSaverHook):
     """Hook that saves the state, the position of the batches, the states of hooks, and which hook stopped the run.
 
     A step is saved again if hooks changed any of these after the save.
     """
 
-    _run: Any = None  # a `Run`
+    _contents: RunContents
 
     def __init__(self, options: Options, saver: Saver) -> None:
         is_auto = options.save_checkpoint_secs == AUTO
@@ -328,26 +403,9 @@ class RunSaverHook(CheckpointSaverHook):
         self._is_temporary = False
         self._saved_host_state = self._host_state = _HostState(Extra({}, {}), Extra({}, {}))
 
-    def begin(self, state: TrainState) -> None:
-        super().begin(state)
-        if self._run.restored is not None and not self._run.has_nan_hook and not self.saver.allow_nonfinite:
-            self._run.poll(self, self._check_start)
-
-    def _check_start(self, *, wait: bool = False) -> None:
-        """Warn of restored parameters, now that the device is busy with the first step."""
-        if bad := self._run.at_start.with_nan():
-            _logger.warning("%s", about_start(bad, self._run.loop.first))
-
-    def _about_to_save(self, step: int) -> None:
-        run = self._run
-        # A run that resumes from a checkpoint does not write earlier summaries again.
-        if (writer := run.reports.writer) is not None:
-            try:
-                writer.drain()
-            except Exception as error:
-                run.log_failed(writer, error)
-        for observer in run.observers:
-            observer.about_to_save()
+    def use_contents(self, contents: RunContents) -> None:
+        """Called with `use_run`."""
+        self._contents = contents
 
     def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
         """Save, without counting the wait for steps in flight."""
@@ -358,16 +416,15 @@ class RunSaverHook(CheckpointSaverHook):
             import jstep.checkpoint.orbax_arrays  # noqa: F401  # the first import is slow and not part of a save
 
             timed = self._interval.saving()
-        with self._run.watch.part(SAVING), timed:
+        with self.run.watch.part(SAVING), timed:
             return super().save(step, state, wait=wait)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Save; an automatic checkpoint may be temporary, except at the last step."""
-        run, interval = self._run, self._interval
+        interval = self._interval
         if interval is not None and processes.broadcast_ints(interval.is_too_early())[0]:
             return
-        is_last = step >= run.options.stop_step or run.loop.stopped_by is not None
-        self._temporary_secs = None if interval is None or is_last else MAX_SECS
+        self._temporary_secs = None if interval is None or self._contents.is_last() else MAX_SECS
         try:
             self.save(step, state)
             self._is_temporary = self._temporary_secs is not None
@@ -379,18 +436,17 @@ class RunSaverHook(CheckpointSaverHook):
             self._saved = None
         super().end(step, state)
 
-    def save_alone(self, step: int, state: TrainState) -> None:
+    def save_alone(self, step: int, state: TrainState, *, is_finite: bool) -> None:
         """Save from another thread while the loader or a hook stalls, without calling any hook."""
         if not super().has_saved(step, state):
-            self._about_to_save(step)
             hooks = self._saved_host_state.hooks  # as of the latest save
-            extra = self._merge_extra(_HostState(self._position_extra(), hooks))
-            with internal_transfers(), self.saver.knowing(not self._run.nonfinite_params()):
+            extra = self._contents.extra(lambda: _HostState(self._contents.positions(), hooks))
+            with internal_transfers(), self.saver.knowing(is_finite):
                 self.saver.save(state, extra=extra)
         self.saver.wait()
 
     def restored(self, step: int, state: TrainState) -> None:
-        self._host_state = _HostState(self._position_extra(), self._hook_extra())
+        self._host_state = self._contents.host_state()
         self.mark_saved(step, state)
 
     def mark_saved(self, step: int, state: TrainState) -> None:
@@ -401,48 +457,14 @@ class RunSaverHook(CheckpointSaverHook):
             file.read_with(functools.partial(self.saver.read_file, name, step))
 
     def has_saved(self, step: int, state: TrainState) -> bool:
-        if not super().has_saved(step, state):
-            return False
-        # Only positions of batches made with the state can change after their step; all processes must compare them.
-        is_same = True
-        if self._run.source.is_of_state and self._run.feeder.has_begun:
-            is_same = not processes.any_process(not self._position_extra().is_same(self._saved_host_state.positions))
-        return self._hook_extra().is_same(self._saved_host_state.hooks) and is_same
-
-    def _hook_extra(self) -> Extra:
-        run = self._run
-        # A run that takes no step keeps the name of the hook that stopped the earlier one.
-        by = run.loop.stopped_by or (None if run.feeder.has_begun else run.origin.extra.get(STOPPED))
-        states = get_states(run.hooks)
-        entries = {HOOK_STATES: states or None, STOPPED: by, ENDED: run.step if run.runner.has_ended() else None}
-        values = {key: value for key, value in entries.items() if value is not None}
-        files = AttachedFiles("hooks.")
-        return Extra(as_json(values, files), files if jax.process_index() == 0 else {})
-
-    def _position_extra(self) -> Extra:
-        """Return the positions of the batches; must be called on all processes."""
-        run = self._run
-        files = AttachedFiles()
-        if not run.feeder.has_begun:  # the positions have not changed
-            return Extra(positions_elsewhere(run.origin.extra, files), files)
-        # A batch that was fetched but not trained on is fetched again after a restart.
-        return Extra(gather_positions(run.feeder.position_after(run.step - run.loop.first), files), files)
+        return super().has_saved(step, state) and self._contents.has_same(self._saved_host_state)
 
     def _make_extra(self) -> Extra:
-        self._host_state = _HostState(self._position_extra(), self._hook_extra())
-        return self._merge_extra(self._host_state)
+        def host_state() -> _HostState:
+            self._host_state = self._contents.host_state()
+            return self._host_state
 
-    def _merge_extra(self, host_state: _HostState) -> Extra:
-        run, (positions, hooks) = self._run, host_state
-        observed = {
-            key: value for observer in run.observers for key, value in observer.checkpoint_extra(run.step).items()
-        }
-        held = {HELD_VALUES: run.origin.held} if run.origin.held else {}
-        parent = {} if run.origin.parent is None else {PARENT: run.origin.parent}
-        return Extra(
-            positions.values | observed | hooks.values | held | parent | {RUN_KEY: run.name},
-            {**positions.files, **hooks.files},
-        )
+        return self._contents.extra(host_state)
 
 
 def why_position_lost(run: Run) -> str:

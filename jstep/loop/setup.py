@@ -12,13 +12,13 @@ from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.exceptions import context_manager
 from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING, Stopwatch
+from jstep.hooks.background import BackgroundHooks
 from jstep.hooks.hook import Hook
 from jstep.hooks.in_flight import InFlight
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.numbers import TransferQueue
 from jstep.hooks.run_hook import Poll, RunCall, RunHook
-from jstep.hooks.told import HookNotifier
 from jstep.loop.arguments import Options
 from jstep.loop.calls import Call
 from jstep.loop.compiler import StartTimes
@@ -122,6 +122,9 @@ class LoopState:
         """Call `check` after each call while it returns True, and `check(wait=True)` after the last step."""
         self.pending.append((hook, check))
 
+    def record_failure(self, log: Any, error: Exception) -> None:
+        self.failures.append((Calling(log, "flush"), error))
+
     def set_calling(self, calling: Calling | None) -> None:
         self.calling = calling
 
@@ -175,7 +178,7 @@ class Setup:
     Attributes:
         transfers: The numbers in transfer from the device, in the order of their delivery.
         closing: Closes everything that the run opens.
-        notifier: Notifies custom hooks of checkpoints, of an error, and of the end.
+        background: Calls hooks in the background; a `HookRunner` calls them in the loop's thread.
         new_name: Its name, unless an earlier start gave it one.
     """
 
@@ -187,7 +190,7 @@ class Setup:
     times: StartTimes
     sums: MetricSums
     transfers: TransferQueue
-    notifier: HookNotifier
+    background: BackgroundHooks
     lines: Lines = dataclasses.field(default_factory=Lines)
     fetched: FetchCounter = dataclasses.field(default_factory=FetchCounter)
     in_flight: InFlight = dataclasses.field(default_factory=InFlight)
@@ -208,5 +211,5 @@ def new_setup(
         times=times,
         sums=MetricSums(limit for limit in limits if limit is not None),
         transfers=TransferQueue(functools.partial(watch.part, STEPPING)),
-        notifier=HookNotifier(options.hooks),
+        background=BackgroundHooks(options.hooks),
     )

@@ -86,6 +86,8 @@ class StallHook(RunHook):
         >>> state = jstep.train(train_step, state, lambda step: jnp.ones(()), last_step=3, hooks=hooks)
     """
 
+    instead = "call faulthandler.dump_traceback_later"
+
     def __init__(self, *, warn_secs: float | None = 60.0, exit_secs: float | None = None, factor: float = 30.0) -> None:
         self.warn_secs = None if warn_secs is None else as_number(warn_secs, "warn_secs", low=0, above=True)
         self.exit_secs = None if exit_secs is None else as_number(exit_secs, "exit_secs", low=0, above=True)

@@ -6,7 +6,6 @@ import functools
 import json
 import logging
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +14,6 @@ from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.saver import Saver
 from jstep.core import interactive
 from jstep.core.annotations import Tree
-from jstep.core.exceptions import note
 from jstep.data.loaders import Source, StateBatches, open_source
 from jstep.data.positions import RarePosition, restore_position
 from jstep.data.sequence import BatchSequence
@@ -23,10 +21,9 @@ from jstep.distributed import processes
 from jstep.hooks.cadence import next_multiple
 from jstep.hooks.cards import NOT_READY
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.hook import defines
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.report import LoggingHook, SummarySaverHook
-from jstep.hooks.run_hook import ReportingContext, RunHook
+from jstep.hooks.run_hook import ReportingContext
 from jstep.hooks.speed import StepCounterHook
 from jstep.hooks.states import check_owners, get_states
 from jstep.loop.arguments import Options
@@ -39,7 +36,6 @@ from jstep.loop.programs import ProgramTable
 from jstep.loop.run import (
     ENDED,
     STOPPED,
-    Observer,
     Observers,
     Origin,
     Run,
@@ -47,7 +43,7 @@ from jstep.loop.run import (
     compiling_for,
     name_of_run,
 )
-from jstep.loop.saving import RunSaverHook, open_checkpoints, restore, restore_hooks
+from jstep.loop.saving import RunContents, RunSaverHook, open_checkpoints, restore, restore_hooks
 from jstep.loop.setup import Setup
 from jstep.loop.stages import StageBoundaries
 from jstep.loop.stopping import report_done
@@ -108,12 +104,13 @@ def open_run(setup: Setup, observers: Observers, batches: Tree) -> Run:
         runner=runner,
         at_start=_contents_at_start(setup.loop.state, hooks),
     )
-    for hook in hooks:
-        if isinstance(hook, RunHook):
-            setup.closing.push(functools.partial(_close, hook))
-            hook.use_run(run)
-    if saver is not None:
-        for flush in _flushes(run):
+    runner.use_run(run)
+    for hook in run.savers:
+        if isinstance(hook, RunSaverHook):
+            hook.use_contents(RunContents(run))
+    if saver is not None:  # a run that resumes from a checkpoint does not write earlier lines again
+        summaries = [] if reports.writer is None else [reports.writer.settle]
+        for flush in (*summaries, *(observer.flush for observer in observers), setup.background.flush):
             setup.closing.enter_context(saver.flushing(flush))
     return run
 
@@ -144,11 +141,10 @@ def begin(run: Run) -> bool:
     return True
 
 
-def _contents_at_start(state: TrainState, hooks: list[Any]) -> StateContents | None:
+def _contents_at_start(state: TrainState, hooks: list[Any]) -> StateContents:
     has_hook = any(isinstance(hook, NanLossHook) for hook in hooks)
-    if has_hook or any(isinstance(hook, CheckpointSaverHook) for hook in hooks):
-        return StateContents(state, params_only=not has_hook)
-    return None
+    is_checked = has_hook or any(isinstance(hook, CheckpointSaverHook) for hook in hooks)
+    return StateContents(state if is_checked else {}, params_only=not has_hook)
 
 
 def _dispatch_of(setup: Setup, observers: Observers) -> Dispatch:
@@ -249,36 +245,7 @@ def build_hooks(
     if saver is not None:
         savers.insert(0, RunSaverHook(options, saver))
     hooks += savers  # last: the checkpoint of a step includes the other hooks' changes to the state
-    notifier, config = setup.notifier, options.config
-    return hooks, ReportingContext(setup.sums, setup.transfers, counter, writer, notifier=notifier, config=config)
-
-
-def _flushes(run: Run) -> list[Callable[[], None]]:
-    """Return the flushes before each checkpoint: a run that resumes from it does not write earlier lines again."""
-    summaries = [] if run.reports.writer is None else [run.reports.writer.settle]
-    watched = [observer.flush for observer in run.observers if type(observer).flush is not Observer.flush]
-    own = [hook for hook in run.hooks if defines(hook, "flush") and type(hook).flush is not RunHook.flush]
-    return [*summaries, *watched, *(functools.partial(_flush, run, hook) for hook in own)]
-
-
-def _flush(run: Run, hook: Any) -> None:
-    """Flush a hook; an error of a user's `flush` is one of the save, that of a built-in log is raised after it."""
-    try:
-        hook.flush()
-    except Exception as error:
-        if not type(hook).flush.__module__.startswith("jstep."):
-            raise
-        run.log_failed(hook, error)
-
-
-def _close(hook: RunHook, kind: object, error: BaseException | None, trace: object) -> None:
-    """Close a hook; what it raises must not replace the error that ended the run."""
-    try:
-        hook.close()
-    except Exception as failure:
-        if error is None:
-            raise
-        note(error, f"Additionally, {failure}")
+    return hooks, ReportingContext(setup.sums, setup.transfers, counter, writer, setup.background, options.config)
 
 
 def _open_writer(setup: Setup, saver: Saver | None, origin: Origin) -> SummaryWriter | None:

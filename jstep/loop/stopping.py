@@ -24,7 +24,8 @@ from typing import NoReturn
 
 from jstep.checkpoint.names import checkpoint_name
 from jstep.core import interactive, trees
-from jstep.core.exceptions import note
+from jstep.core.exceptions import note, note_other
+from jstep.core.logs import BELOW_BAR
 from jstep.distributed import processes
 from jstep.hooks.hook import hook_name
 from jstep.loop.hook_runner import Errors
@@ -59,6 +60,7 @@ def report_early_end(run: Run) -> None:
         "give jstep.batches(…, num_epochs=None), or an iterable that does not end.",
         run.step,
         last_step,
+        extra=BELOW_BAR,
     )
 
 
@@ -76,6 +78,7 @@ def report_done(run: Run) -> None:
             first,
             of,
             other,
+            extra=BELOW_BAR,
         )
         return
     why = ""
@@ -156,7 +159,7 @@ def rescue(run: Run, error: BaseException) -> None:
     def failed(other: Exception) -> None:
         if str(other) not in said:  # a log fails again at each checkpoint
             said.add(str(other))
-            note(error, f"Additionally, {other}")
+            note_other(error, other)
 
     is_saved = signals.received_twice or (signals.received is not None and not isinstance(error, Exception))
     if not signals.received_twice:
@@ -182,7 +185,7 @@ def save_while_it_hangs(run: Run) -> str:
         savers, why = run.may_save()
         if why := (why if hook not in savers else "") or why_position_lost(run):
             return f"step {step} is not saved: {why}"
-        hook.save_alone(step, run.state)
+        hook.save_alone(step, run.state, is_finite=not run.nonfinite_params())
     except Exception as error:
         return f"step {step} could not be saved: {_text(error)}"
     missed = [] if calling is None else [f"{hook_name(calling.hook)} did not return"]

@@ -23,12 +23,12 @@ from jstep.data.loaders import check_batches
 from jstep.data.placement import over_axes
 from jstep.distributed import processes
 from jstep.hooks.hook import check_step
-from jstep.hooks.run_hook import RunCall, RunHook
 from jstep.loop.arguments import Options, as_steps_per_call, cache_directory, check
 from jstep.loop.calls import Call
 from jstep.loop.card import Cards
 from jstep.loop.compiler import StartTimes
 from jstep.loop.foresight import report_accumulated
+from jstep.loop.hook_runner import close_hooks
 from jstep.loop.progress import Progress
 from jstep.loop.run import Observer, Observers, Run
 from jstep.loop.setup import ENDING, LEAVING, RUNNING, Setup, new_setup
@@ -219,14 +219,29 @@ def train(
 
 
 def _train(setup: Setup, batches: Tree) -> TrainState:
-    state, is_handled, signals, ended_by = None, False, setup.signals, None
+    try:
+        state = _run(setup, batches)
+    except BaseException as error:
+        close_hooks(setup, error)
+        raise
+    try:
+        close_hooks(setup, None)
+    except Exception as error:
+        error.state = state  # type: ignore[attr-defined]
+        raise
+    interactive.forget()
+    return state
+
+
+def _run(setup: Setup, batches: Tree) -> TrainState:
+    state, is_handled, signals = None, False, setup.signals
     try:
         with contextlib.ExitStack() as stack:
             observers: Observers = ()
             for make_observer in OBSERVERS:
                 observers = (*observers, stack.enter_context(make_observer(setup)))
             stack.callback(signals.end)
-            stack.callback(lambda: None if signals.received_twice else setup.notifier.wait())
+            stack.callback(lambda: None if signals.received_twice else setup.background.wait())
             stack.enter_context(setup.closing)
             run = None
             try:
@@ -254,24 +269,13 @@ def _train(setup: Setup, batches: Tree) -> TrainState:
                 setup.loop.release()
                 setup.in_flight.clear()
         signals.agree_at_end()
-    except BaseException as error:
-        ended_by = error
-        if isinstance(error, Exception) and not hasattr(error, "state") and state is not None:
+    except Exception as error:
+        if not hasattr(error, "state") and state is not None:
             note_closing(setup, error, state)
         raise
     finally:
-        try:
-            if signals.received is not None and not is_handled:
-                leave_after_closing(setup, state)
-        except BaseException as error:
-            ended_by = error
-            raise
-        finally:
-            try:
-                setup.notifier.end(setup.loop.step, ended_by, state)
-            finally:
-                ended_by = None  # or the frame in its traceback would keep the exception alive
-    interactive.forget()
+        if signals.received is not None and not is_handled:
+            leave_after_closing(setup, state)
     return state
 
 
@@ -281,10 +285,7 @@ def _take_steps(run: Run) -> bool:
     last_step = run.options.stop_step
     signals.stop_raising()
     loop.set_phase(RUNNING)
-    run_call: RunCall = run.dispatch
-    for hook in run.hooks:
-        if isinstance(hook, RunHook):
-            run_call = hook.around_calls(run_call, run.dispatch.repeated)
+    run_call = runner.around_calls(run.dispatch, run.dispatch.repeated)
     try:
         for call in fetch_by_all(run.feeder):
             in_flight.make_room()

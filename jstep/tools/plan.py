@@ -444,9 +444,10 @@ def call_steps(hook: Any, start: int, last_step: int) -> Any:
         return None
     if cadence is not None and cadence.steps is None:
         return None
-    # Not the method of a built-in hook, which may be in use in a custom loop.
-    is_stock = cadence is not None and type(hook).next_due is RunHook.next_due
-    next_due = cadence.next_multiple if cadence and is_stock else lambda step: next_call(hook, step)[0]
+
+    def next_due(step: int) -> int:
+        return next_call(hook, step)[0]
+
     steps: list[int] = []
     due = next_due(start)
     while due <= last_step and len(steps) < _MAX_LISTED:

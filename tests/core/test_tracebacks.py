@@ -98,12 +98,6 @@ def coordinated():
     coordinator.join(runner.create_threads(coordinator, start=True))
 
 
-def evaluated_by_hand():
-    evaluation = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=1, callbacks=[boom])
-    evaluation.begin(state())
-    evaluation.after_step(1, state(), {})
-
-
 RULE = jstep.leafwise(boom, hyper={"learning_rate": 0.1})
 CHAIN = jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.cautious(RULE))
 RATE = jstep.times(jstep.linear_warmup(jstep.join([boom, 0.1], [5]), 3), 0.5)
@@ -153,7 +147,6 @@ CALLS = {
     "a callback": lambda: run_with(
         jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, callbacks=[boom])
     ),
-    "a callback, by hand": evaluated_by_hand,
     "specs": lambda: jstep.shard_state(state(), jax.make_mesh((1,), ("data",)), boom),
 }
 WITH_ANOTHER_FRAME = {

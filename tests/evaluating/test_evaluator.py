@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from evaluated_runs import in_batches
+from fake_runs import FakeRun
 from fellows import Fellows
 from jax.sharding import NamedSharding, PartitionSpec
 from positioned import Positioned
@@ -150,7 +151,7 @@ def test_callbacks_of_all_processes_see_the_numbers_of_process_0(monkeypatch):
         hook = jstep.EvaluationHook(
             lambda state: {"loss": 0.5 + index}, every_n_steps=1, callbacks=[lambda *given: heard.append(given[2])]
         )
-        hook.when_due(1, make_state(), {})
+        FakeRun(hook, make_state()).after_step(1, make_state(), {})
         return hook.results, heard
 
     assert three.each(seen) == 3 * [({1: {"loss": 0.5}}, [{"loss": 0.5}])]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparisons import aligned
+from fake_runs import FakeRun
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jstep
@@ -141,8 +142,8 @@ def test_a_list_is_evaluated_as_it_is_then():
     batches = [np.ones((2, 4), np.float32), np.ones((2, 4), np.float32)]
     evaluate = jstep.evaluator(lambda params, x: {"mean": jnp.mean(x, 1)}, batches)
     hook = jstep.EvaluationHook(evaluate, every_n_steps=2)
-    hook.begin(make_state())
+    run = FakeRun(hook, make_state())
     batches[0] = np.full((2, 4), 3, np.float32)
     batches[1][:] = 5
-    hook.after_step(2, make_state(), {})
+    run.after_step(2, make_state(), {})
     assert hook.results[2]["mean"] == 4

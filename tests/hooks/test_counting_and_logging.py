@@ -4,6 +4,7 @@ import logging
 
 import jax.numpy as jnp
 import pytest
+from fake_runs import FakeRun
 from hook_fakes import Clock, Writer, lines, state_at
 
 import jstep
@@ -14,21 +15,21 @@ import jstep
 def test_the_rate_excludes_the_first_step():
     clock, writer = Clock(), Writer()
     hook = jstep.StepCounterHook(every_n_steps=10, summary_writer=writer, clock=clock)
-    hook.begin(state_at())
+    run = FakeRun(hook, state_at())
     clock.now += 60  # compilation
-    hook.after_step(1, state_at(1), {})
+    run.after_step(1, state_at(1), {})
     clock.now += 9
-    hook.after_step(10, state_at(10), {})
+    run.after_step(10, state_at(10), {})
     assert hook.steps_per_sec == pytest.approx(1.0)
     clock.now += 5
-    hook.after_step(20, state_at(20), {})
+    run.after_step(20, state_at(20), {})
     assert hook.steps_per_sec == pytest.approx(2.0)
     assert writer.points == [(10, ("global_step/sec",)), (20, ("global_step/sec",))]
 
 
 def test_a_state_without_a_global_step():
     with pytest.raises(RuntimeError) as caught:
-        jstep.StepCounterHook().begin(state_at().replace(global_step=None))
+        FakeRun(jstep.StepCounterHook(), state_at().replace(global_step=None))
     assert str(caught.value) == "Global step should be created to use StepCounterHook."
 
 
@@ -60,15 +61,15 @@ def pending_value(monkeypatch):
 def test_a_line_is_logged_when_its_values_are_ready(pending_value, caplog):
     caplog.set_level(logging.INFO)
     hook, values = jstep.LoggingHook(every_n_steps=10), [pending_value(i) for i in range(4)]
-    hook.begin(state_at())
-    hook.after_step(10, state_at(), {"loss": values[0]})
-    hook.after_step(20, state_at(), {"loss": values[1]})
+    run = FakeRun(hook, state_at())
+    run.after_step(10, state_at(), {"loss": values[0]})
+    run.after_step(20, state_at(), {"loss": values[1]})
     assert lines(caplog) == []  # two intervals behind, and it does not wait
     values[0].ready = values[2].ready = True
-    hook.after_step(30, state_at(), {"loss": values[2]})
+    run.after_step(30, state_at(), {"loss": values[2]})
     assert lines(caplog) == ["step 10  loss 0"]  # in order
     values[1].ready = values[3].ready = True
-    hook.after_step(35, state_at(), {"loss": values[3]})
+    run.after_step(35, state_at(), {"loss": values[3]})
     assert lines(caplog) == ["step 10  loss 0"]  # not due
     hook.end(40, state_at())
     assert lines(caplog) == ["step 10  loss 0", "step 20  loss 1", "step 30  loss 2"]
@@ -80,7 +81,8 @@ def test_the_contents_of_a_line(caplog):
     hook = jstep.LoggingHook(
         every_n_steps=10, counter=counter, leave_out=lambda: {"beta1", "learning_rate"}, level=logging.DEBUG
     )
-    hook.begin(state_at())
+    run = FakeRun(hook, state_at())
+    counter.use_run(run)
     counter.steps_per_sec = 812.34
     metrics = {
         "accuracy": jnp.float32(0.5),
@@ -92,7 +94,7 @@ def test_the_contents_of_a_line(caplog):
         "nothing": None,
         "host": 2,
     }
-    hook.after_step(10, state_at(), metrics)
+    run.after_step(10, state_at(), metrics)
     hook.end(10, state_at())
     (record,) = caplog.records
     assert record.levelno == logging.DEBUG
@@ -120,10 +122,10 @@ def test_progress_shows_step_loss_rate_and_time_left():
     pytest.importorskip("tqdm")
     clock, file = Clock(), Terminal()
     hook = jstep.ProgressHook(last_step=40, every_n_secs=1, file=file, clock=clock)
-    hook.begin(state_at(10))
+    run = FakeRun(hook, state_at(10))
     for step in range(11, 31):
         clock.now += 0.1
-        hook.after_step(step, state_at(step), {"loss": jnp.float32(1 / step), "learning_rate": 1.0})
+        run.after_step(step, state_at(step), {"loss": jnp.float32(1 / step), "learning_rate": 1.0})
     hook.end(30, state_at(30))
     hook.close()
     hook.close()

@@ -5,6 +5,7 @@ import logging
 
 import jax.numpy as jnp
 import pytest
+from fake_runs import FakeRun
 from fellows import Fellows
 
 import jstep
@@ -174,7 +175,7 @@ def test_fingerprints_that_cannot_be_written_at_the_end_do_not_hide_another_erro
 
     closed = []
     hook = jstep.FingerprintHook(tmp_path / "bits", every_n_steps=1)
-    hook.begin(state())
+    FakeRun(hook, state())
     hook._file.close()
     hook._file = Full()
     hook._pending.add(1, bits.begin_transfer([], lambda: "entry"), lambda step, entry: hook._file.write(entry), hook)

@@ -105,7 +105,8 @@ def test_the_last_step_is_always_logged(caplog):
     train(20, [jstep.LoggingHook(every_n_steps=5), jstep.StopAtStepHook(last_step=6)])
     train(3, [jstep.LoggingHook(every_n_steps=5)])
     lines = [record.getMessage().split("  ")[0] for record in caplog.records]
-    assert lines == ["step 5", "step 7", "step 5", "step 6", "step 3"]
+    stopped = "step 6: StopAtStepHook(last_step=6); stopping"
+    assert lines == ["step 5", "step 7", "step 5", stopped, "step 6", "step 3"]
 
 
 def test_values_that_are_not_real_numbers_are_not_metrics():

@@ -98,7 +98,7 @@ def test_a_hook_in_several_runs_keeps_no_state():
             train(20, [hook], batches=nan_at(6))
         assert caught.value.step == 6
     train(20, [hook])
-    assert hook.run.metrics is None  # it holds nothing of the run
+    assert hook._run is hook._held is None  # it holds nothing of the run
 
 
 def test_a_hook_that_inherits_after_step_is_not_called(monkeypatch):

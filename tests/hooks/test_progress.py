@@ -6,6 +6,7 @@ import threading
 
 import jax.numpy as jnp
 import pytest
+from fake_runs import FakeRun
 from hook_fakes import Clock, Marker, state_at
 from waiting import wait_until
 
@@ -31,13 +32,13 @@ def test_progress_counts_finished_steps_and_waits_for_none(monkeypatch):
     )
     file = Terminal()
     hook = jstep.ProgressHook(last_step=100, every_n_secs=0, file=file, clock=Clock())
-    hook.begin(state_at(10))
+    run = FakeRun(hook, state_at(10))
     values = {step: Marker(step) for step in range(11, 21)}
     counts = []
     for step in range(11, 21):
         if step >= 14:
             values[step - 3].ready = True  # the device is three steps behind
-        hook.after_step(step, state_at(step), {"loss": values[step]})
+        run.after_step(step, state_at(step), {"loss": values[step]})
         counts.append(hook._bar.n)
     assert counts == [10, 10, 10, *range(11, 18)]
     assert all(value.ready for one in read for value in one.values())
@@ -51,16 +52,16 @@ def test_progress_shows_compiling_with_a_running_clock_before_the_first_step(mon
     monkeypatch.setattr(logs, "EVERY_SECS", 0.001)
     clock, file = Clock(), Terminal()
     hook = jstep.ProgressHook(last_step=40, every_n_secs=0, file=file, clock=clock)
-    hook.begin(state_at(10))
+    run = FakeRun(hook, state_at(10))
     assert "compiling 0 s" in file.text
     began = clock.now
     for seconds in (3, 62):
         clock.now = began + seconds
         wait_until(lambda seconds=seconds: f"compiling {seconds} s" in file.text)
     assert "10/40" in file.text.split("\r")[-1]
-    hook.after_step(11, state_at(11), {"loss": 0.5})
+    run.after_step(11, state_at(11), {"loss": 0.5})
     before = len(file.text)
-    hook.after_step(12, state_at(12), {"loss": 0.25})
+    run.after_step(12, state_at(12), {"loss": 0.25})
     hook.close()
     assert "compiling" not in file.text[before:]
     assert not [thread for thread in threading.enumerate() if thread.name == "jstep-clock"]
@@ -96,7 +97,7 @@ def test_progress_of_a_finished_run_compiles_nothing():
     pytest.importorskip("tqdm")
     file = Terminal()
     hook = jstep.ProgressHook(last_step=10, file=file, clock=Clock())
-    hook.begin(state_at(10))
+    FakeRun(hook, state_at(10))
     hook.close()
     assert "compiling" not in file.text
 

@@ -5,6 +5,7 @@ import logging
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_runs import FakeRun
 from hook_fakes import SaverAndHook, Writer, lines, state_at
 from hooked_runs import train
 
@@ -15,15 +16,15 @@ import jstep
 
 def test_it_saves_the_last_step_once(tmp_path):
     saves = SaverAndHook(tmp_path, save_steps=5)
-    saves.hook.begin(state_at())
+    run = FakeRun(saves.hook, state_at())
     states = {step: state_at(step) for step in range(1, 6)}
     for step, state in states.items():
-        saves.hook.after_step(step, state, {})
+        run.after_step(step, state, {})
     before = (tmp_path / "model-5").stat().st_mtime_ns
     saves.hook.end(5, states[5])
     assert saves.steps() == [5]
     assert (tmp_path / "model-5").stat().st_mtime_ns == before
-    saves.hook.begin(state_at(7))
+    run = FakeRun(saves.hook, state_at(7))
     saves.hook.end(7, state_at(7))
     assert saves.steps() == [5, 7]
 
@@ -31,7 +32,7 @@ def test_it_saves_the_last_step_once(tmp_path):
 def test_a_restored_state_is_not_saved_again(tmp_path):
     saves = SaverAndHook(tmp_path)
     state = state_at(3)
-    saves.hook.begin(state)
+    FakeRun(saves.hook, state)
     saves.hook.mark_saved(3, state)
     saves.hook.end(3, state)
     assert saves.steps() == []
@@ -63,9 +64,9 @@ def test_extra_and_before_save(tmp_path):
         extra=lambda: {"position": 7},
         before_save=(lambda step: step == 2, lambda step: checked.append(step)),
     )
-    saves.hook.begin(state_at())
+    run = FakeRun(saves.hook, state_at())
     for step in (1, 2, 3):
-        saves.hook.after_step(step, state_at(step), {})
+        run.after_step(step, state_at(step), {})
     assert saves.steps() == [1, 3]
     assert checked == [1, 2, 3]
     assert saves.saver.extra(3) == {"position": 7}
@@ -73,19 +74,19 @@ def test_extra_and_before_save(tmp_path):
 
 def test_a_state_at_a_wrong_step_is_not_saved(tmp_path):
     saves = SaverAndHook(tmp_path, save_steps=1)
-    saves.hook.begin(state_at())
+    run = FakeRun(saves.hook, state_at())
     with pytest.raises(
         ValueError, match=r"global_step is 1 after the update that makes step 2: .* must advance it by one"
     ):
-        saves.hook.after_step(2, state_at(1), {})
+        run.after_step(2, state_at(1), {})
     assert saves.steps() == []
 
 
 def test_a_hook_with_a_directory_can_be_used_in_several_runs(tmp_path):
     hook = jstep.CheckpointSaverHook(tmp_path / "new", save_steps=2)
     for start in (0, 2):
-        hook.begin(state_at(start))
-        hook.after_step(start + 2, state_at(start + 2), {})
+        run = FakeRun(hook, state_at(start))
+        run.after_step(start + 2, state_at(start + 2), {})
         hook.end(start + 2, state_at(start + 2))
         hook.close()
         hook.close()
@@ -100,25 +101,25 @@ def test_summaries_of_metrics_and_of_the_state():
     hook = jstep.SummarySaverHook(
         writer, save_steps=2, histograms=["params/*", "slots/momentum/*"], leave_out=lambda: {"beta"}
     )
-    hook.begin(state_at())
+    run = FakeRun(hook, state_at())
     summary = jstep.summary.scalar("made/in/the/step", 1.0, collections=())
     metrics = {"loss": jnp.float32(1), "beta": jnp.float32(0.9), "summary": summary, "vector": jnp.ones(2)}
     for step in range(1, 5):
-        hook.after_step(step, state_at(), metrics)
+        run.after_step(step, state_at(), metrics)
     tags = ("loss", "made/in/the/step"), ("params/w", "slots/momentum/w")
     assert writer.points == [(2, tags[0]), (2, tags[1]), (4, tags[0]), (4, tags[1])]
 
 
 def test_histograms_that_match_nothing_are_an_error():
     hook = jstep.SummarySaverHook(Writer(), save_steps=1, histograms="params/v")
-    hook.begin(state_at())
+    run = FakeRun(hook, state_at())
     with pytest.raises(ValueError, match=r"histograms: 'params/v' matches nothing.*params/w"):
-        hook.after_step(1, state_at(), {})
+        run.after_step(1, state_at(), {})
 
 
 def test_without_metrics_there_is_no_summary():
     writer = Writer()
-    jstep.SummarySaverHook(writer, save_steps=1).after_step(1, state_at(), {})
+    FakeRun(jstep.SummarySaverHook(writer, save_steps=1), state_at()).after_step(1, state_at(), {})
     assert writer.points == []
 
 
@@ -131,9 +132,9 @@ def test_evaluation_hook_evaluates_when_due_and_at_the_end(caplog):
     hook = jstep.EvaluationHook(
         lambda state: {"w": state.params["w"].sum()}, every_n_steps=10, summary_writer=writer, prefix="validation"
     )
-    hook.begin(state_at())
+    run = FakeRun(hook, state_at())
     for step in (5, 10, 15):
-        hook.after_step(step, state_at(step, step), {})
+        run.after_step(step, state_at(step, step), {})
     assert list(hook.results) == [10]
     hook.end(10, state_at(10, 10.0))
     assert list(hook.results) == [10]
@@ -145,9 +146,9 @@ def test_evaluation_hook_evaluates_when_due_and_at_the_end(caplog):
 
 def test_evaluate_must_return_a_mapping():
     hook = jstep.EvaluationHook(lambda state: 0.5, every_n_steps=1)
-    hook.begin(state_at())
+    run = FakeRun(hook, state_at())
     with pytest.raises(TypeError, match="evaluate returned float; it must return a mapping"):
-        hook.after_step(1, state_at(), {})
+        run.after_step(1, state_at(), {})
 
 
 @pytest.mark.parametrize("value", ["resnet", b"resnet", np.str_("resnet"), np.array("resnet"), np.array([["a"]])])
@@ -155,8 +156,8 @@ def test_text_among_the_results_is_named(value):
     seen = []
     callbacks = [lambda step, state, results: seen.append(results)]
     hook = jstep.EvaluationHook(lambda state: {"loss": 1.0, "model": value}, every_n_steps=1, callbacks=callbacks)
-    hook.begin(state_at())
+    run = FakeRun(hook, state_at())
     with pytest.raises(TypeError, match=r"evaluate: results\['model'\]=.*: must be a number, got a") as caught:
-        hook.after_step(1, state_at(), {})
+        run.after_step(1, state_at(), {})
     assert "loss" not in str(caught.value)
     assert seen == []

@@ -4,6 +4,7 @@ import logging
 
 import jax.numpy as jnp
 import pytest
+from fake_runs import FakeRun
 from hook_fakes import Clock, Marker, state_at
 from hooked_runs import train
 
@@ -20,44 +21,41 @@ class PointRecorder:
 
 
 @pytest.fixture
-def hook_clock_and_writer(monkeypatch):
+def hook_run_clock_and_writer(monkeypatch):
     monkeypatch.setattr(in_flight, "_result", lambda state, metrics: metrics["loss"] if metrics else state)
     clock, writer = Clock(), PointRecorder()
     hook = jstep.StepCounterHook(every_n_steps=10, summary_writer=writer, clock=clock)
-    hook.begin(state_at())
-    return hook, clock, writer
+    return hook, FakeRun(hook, state_at()), clock, writer
 
 
-def drive(hook, step, metrics):
+def drive(run, step, metrics, rows=None):
     """What the loop does after a call of some steps."""
-    run = hook.run
-    run.reports.count_examples(step - run.step, run.rows)
-    hook.after_step(step, None, metrics)
+    run.reports.count_examples(step - run.step, rows)
+    run.after_step(step, None, metrics)
 
 
-def test_the_rate_is_correct_when_the_loop_is_far_ahead(hook_clock_and_writer):
+def test_the_rate_is_correct_when_the_loop_is_far_ahead(hook_run_clock_and_writer):
     """Steps are dispatched at once and finished at 1 step/s: the rate is 1, not 1e4 and then 0."""
-    hook, clock, writer = hook_clock_and_writer
+    hook, run, clock, writer = hook_run_clock_and_writer
     markers = {step: Marker() for step in range(10, 60, 10)}
     markers[1] = Marker()
     markers[1].ready = True
-    hook.run.rows = 4
-    drive(hook, 1, {"loss": markers[1]})
+    drive(run, 1, {"loss": markers[1]}, rows=4)
     for step in (10, 20):  # the loop runs ahead
         clock.now += 0.001
-        drive(hook, step, {"loss": markers[step]})
+        drive(run, step, {"loss": markers[step]}, rows=4)
     assert hook.steps_per_sec is None
     clock.now += 9 - 0.002
-    drive(hook, 29, {})
+    drive(run, 29, {}, rows=4)
     markers[10].ready = True
-    drive(hook, 30, {"loss": markers[30]})
+    drive(run, 30, {"loss": markers[30]}, rows=4)
     assert hook.steps_per_sec == pytest.approx(1.0)
     assert hook.examples_per_sec == pytest.approx(4.0)
     clock.now += 10
-    drive(hook, 31, {})
+    drive(run, 31, {}, rows=4)
     clock.now += 10
     markers[20].ready = markers[30].ready = True
-    drive(hook, 40, {"loss": markers[40]})
+    drive(run, 40, {"loss": markers[40]}, rows=4)
     assert hook.steps_per_sec == pytest.approx(1.0)
     clock.now += 10
     assert not hook.measure_finished(wait=True)
@@ -68,37 +66,18 @@ def test_the_rate_is_correct_when_the_loop_is_far_ahead(hook_clock_and_writer):
     assert [hook.figure_at(step).steps_per_sec for step in (15, 40)] == pytest.approx([1.0, 0.5])
 
 
-def test_without_begin_the_first_interval_begins_when_its_first_step_is_finished(hook_clock_and_writer):
-    """As another loop may call it, which is ten steps ahead of the device."""
-    _hook, clock, writer = hook_clock_and_writer
-    hook = jstep.StepCounterHook(every_n_steps=10, summary_writer=writer, clock=clock)
-    markers = {10: Marker(), 20: Marker()}
-    hook.after_step(1, None, {})
-    hook.after_step(10, None, {"loss": markers[10]})
-    clock.now += 10
-    hook.after_step(19, None, {})
-    markers[10].ready = True
-    hook.after_step(20, None, {"loss": markers[20]})
-    clock.now += 10
-    markers[20].ready = True
-    hook.after_step(21, None, {})
-    assert hook.steps_per_sec == pytest.approx(1.0)
-    assert [step for step, _ in writer.points] == [20]
-
-
-def test_a_donated_metric_tells_nothing(hook_clock_and_writer):
-    hook, clock, writer = hook_clock_and_writer
+def test_a_donated_metric_tells_nothing(hook_run_clock_and_writer):
+    hook, run, clock, writer = hook_run_clock_and_writer
     markers = {step: Marker() for step in (1, 10, 20)}
-    hook.run.rows = None
-    drive(hook, 1, {"loss": markers[1]})
-    drive(hook, 10, {"loss": markers[10]})
+    drive(run, 1, {"loss": markers[1]})
+    drive(run, 10, {"loss": markers[10]})
     markers[10].deleted = True
     clock.now += 5
-    drive(hook, 11, {})
+    drive(run, 11, {})
     assert hook.steps_per_sec is None
     clock.now += 5
     markers[20].ready = True
-    hook.after_step(20, markers[20], {})  # a copy of the state's step
+    run.after_step(20, markers[20], {})  # a copy of the state's step
     assert hook.steps_per_sec == pytest.approx(1.9)
     assert [step for step, _ in writer.points] == [10, 20]
 

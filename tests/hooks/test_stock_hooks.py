@@ -9,6 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from fake_runs import FakeRun
 from hook_fakes import state_at
 
 import jstep
@@ -28,12 +29,19 @@ def test_stop_at_step():
         assert hook.next_due(start) == start + 5
 
 
+@pytest.mark.parametrize("step", ["last_step", "num_steps"])
+def test_stop_at_step_says_once_why_the_run_ends(step, caplog):
+    caplog.set_level("INFO", "jstep")
+    train([jstep.StopAtStepHook(**{step: 3})])
+    assert [line for line in caplog.messages if "stopping" in line] == [f"step 3: StopAtStepHook({step}=3); stopping"]
+
+
 # NanLossHook
 
 
-def losses(hook, values, start=0):
+def losses(run, values, start=0):
     for step, value in enumerate(values, start + 1):
-        if hook.after_step(step, None, {"loss": jnp.float32(value)}):
+        if run.after_step(step, run.state, {"loss": jnp.float32(value)}):
             return step
     return None
 
@@ -42,26 +50,26 @@ def losses(hook, values, start=0):
 @pytest.mark.parametrize(("at", "detected"), [(1, 10), (4, 10), (5, 10), (6, 15), (10, 15)])
 def test_nan_is_detected_an_interval_later_with_its_step(bad, at, detected):
     hook = jstep.NanLossHook(every_n_steps=5)
-    hook.begin(state_at())
+    run = FakeRun(hook, state_at())
     values = [1.0] * 20
     values[at - 1] = bad
-    assert losses(hook, values[: detected - 1]) is None
+    assert losses(run, values[: detected - 1]) is None
     with pytest.raises(jstep.NanLossDuringTrainingError, match=f"at step {at} .the update {at - 1} → {at}.") as caught:
-        losses(hook, values[detected - 1 :], start=detected - 1)
+        losses(run, values[detected - 1 :], start=detected - 1)
     assert caught.value.step == at
 
 
 def test_fail_on_nan_loss_false_stops_without_saving(caplog):
     hook = jstep.NanLossHook(every_n_steps=5, fail_on_nan_loss=False)
-    hook.begin(state_at())
-    assert losses(hook, [1, math.nan, 1]) is None
+    run = FakeRun(hook, state_at())
+    assert losses(run, [1, math.nan, 1]) is None
     assert hook.before_save(3)
     assert "nan at step 2" in caplog.text
-    assert losses(hook, [1], start=3) == 4  # immediately, although the hook is not due
+    assert losses(run, [1], start=3) == 4  # immediately, although the hook is not due
     assert hook.before_save(4)
-    hook.end(4, None)
+    hook.end(4, run.state)
     assert len(caplog.records) == 1
-    hook.begin(state_at())
+    FakeRun(hook, state_at())
     assert not hook.before_save(0)
 
 
@@ -79,13 +87,13 @@ def traced(monkeypatch):
 @pytest.mark.parametrize(("start", "expected"), [(0, [5, 8]), (5, ["begin", 8]), (6, ["begin", 8]), (8, []), (20, [])])
 def test_profiler_traces_the_given_steps(traced, start, expected):
     hook, seen = jstep.ProfilerHook("logs", start_step=5, stop_step=8), []
-    hook.begin(state_at(start))
+    run = FakeRun(hook, state_at(start), start)
     if traced:
         seen.append("begin")
     step = start
     while (step := hook.next_due(step)) < NEVER:
         before = len(traced)
-        hook.after_step(step, state_at(step), {})
+        run.after_step(step, state_at(step), {})
         seen += [step] * (len(traced) - before)
     assert seen == expected
     assert traced == ([("start", "logs"), "stop"] if expected else [])
@@ -94,7 +102,7 @@ def test_profiler_traces_the_given_steps(traced, start, expected):
 def test_profiler_stops_when_the_run_ends(traced):
     for finish in (lambda hook: hook.end(6, state_at(6)), lambda hook: hook.close()):
         hook = jstep.ProfilerHook("logs", start_step=5, stop_step=8)
-        hook.begin(state_at(5))
+        FakeRun(hook, state_at(5), 5)
         finish(hook)
         hook.close()
         assert traced == [("start", "logs"), "stop"]

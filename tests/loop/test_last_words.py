@@ -127,4 +127,4 @@ def test_another_error_of_a_hook_that_the_last_step_calls_is_a_note(is_same: boo
         train(5, batches, hooks=[AtLast()])
     assert called == [3]
     notes = [line for line in caught.value.__notes__ if line.startswith("Additionally")]
-    assert notes == ([] if is_same else ["Additionally, another"])
+    assert notes == ([] if is_same else ["Additionally, ValueError: another"])

@@ -145,6 +145,18 @@ def test_the_end_of_the_batches_and_a_signal_are_lines(kernel, tmp_path):
     assert not any(type(handler).__name__ == "ShownLines" for handler in logging.getLogger("jstep").handlers)
 
 
+def test_the_caller_says_what_is_below_the_bar(kernel):
+    """Not the beginning of a line, nor the module that logs it."""
+
+    def log(step, state, metrics):
+        logging.getLogger("jstep").info("step %d  is mine", step)
+
+    train(10, jstep.every(7, log), jstep.LoggingHook(every_n_steps=7, level="WARNING"))
+    last = kernel[0].shown[-1]
+    assert "<div>step 7  is mine</div>" in last
+    assert "<div>step 7  loss" not in last
+
+
 def test_the_metrics_of_a_log_line_that_fit_are_beside_the_bar(kernel):
     def loss(params, x):
         loss = (params["w"] - x) ** 2

@@ -55,7 +55,7 @@ def test_when_due(tmp_path: Path) -> None:
     hooks = savers(tmp_path, "first second", save_steps=7)
     with pytest.raises(OSError, match="the disk of first is full") as caught:
         train(50, hooks=hooks, checkpoint_dir=tmp_path / "own", save_checkpoint_steps=7)
-    assert "Additionally, the disk of second is full" in caught.value.__notes__
+    assert "Additionally, OSError: the disk of second is full" in caught.value.__notes__
     assert steps_in(tmp_path) == [[7], [], []]
 
 

@@ -65,7 +65,7 @@ def test_an_error_is_not_replaced_by_one_of_close(tmp_path, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="failed at") as caught:  # noqa: PT012
         patched.setattr(jstep.Saver, "close", raising(CheckpointError("the disk is full")))
         train(3, hooks=[calls], checkpoint_dir=tmp_path)
-    assert "Additionally, the disk is full" in caught.value.__notes__
+    assert "Additionally, CheckpointError: the disk is full" in caught.value.__notes__
 
 
 def test_a_failed_save_at_the_end_is_an_error(tmp_path):

@@ -77,13 +77,6 @@ def test_steps_at_which_hooks_are_due(tmp_path):
         due["Nobody"]
 
 
-def test_a_hook_in_use_outside_of_train_is_due_as_in_train():
-    """Its own sums of the metrics need every step; those of `train` do not."""
-    hook = jstep.LoggingHook(every_n_steps=100, mean=True)
-    hook.begin(jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1)))
-    assert jstep.plan(RATE, 1000, hooks=[hook]).due[hook] == range(100, 1001, 100)
-
-
 def test_a_rate_that_is_0_up_to_the_end():
     schedule = jstep.warmup_cosine_decay(1e-2, 5, 50)
     parts = {"a": jstep.adam(schedule), "b": jstep.adam(jstep.linear(0.1, 0.0, steps=60))}

@@ -1,0 +1,62 @@
+"""Calls of the user's hooks in the background: a checkpoint is about to exist, or was saved."""
+
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+
+from jstep.core.threads import in_background
+from jstep.hooks.hook import defines, hook_name
+
+_logger = logging.getLogger("jstep")
+
+
+class BackgroundHooks:
+    """Calls `flush` and `saved` of hooks in threads other than the loop's, `saved` for one checkpoint at a time."""
+
+    def __init__(self, hooks: Sequence[Any]) -> None:
+        self._flushed = [hook for hook in hooks if defines(hook, "flush")]
+        self._told = [hook for hook in hooks if defines(hook, "saved")]
+        self._lock = threading.Lock()
+        self._calls: dict[str, Future[None]] = {}  # by path, in the order of the checkpoints
+        self._last: Future[None] | None = None
+        self._errors: dict[int, Any] = {}
+
+    def flush(self) -> None:
+        """Flush everything that must not be older than a checkpoint, before it exists; errors are of the save."""
+        for hook in self._flushed:
+            hook.flush()
+
+    def saved(self, step: int, path: str) -> None:
+        """Report a checkpoint that is acknowledged and kept; from any thread, without waiting."""
+        with self._lock:
+            if self._told and jax.process_index() == 0:
+                before = self._last
+                self._last = self._calls[path] = in_background(
+                    lambda: self._report(step, path, before), name="jstep-saved", daemon=True
+                )
+
+    def _report(self, step: int, path: str, before: "Future[None] | None") -> None:
+        if before is not None:
+            before.result()
+        for hook in tuple(self._told):
+            self._errors.pop(id(hook), None)
+            try:
+                hook.saved(step, path)
+            except BaseException as error:  # reported only in the log and at the end of the run
+                self._errors[id(hook)] = error
+                _logger.warning("%s.saved(%d, %r): %s: %s", hook_name(hook), step, path, type(error).__name__, error)
+
+    def wait(self, path: str | None = None) -> None:
+        """Wait until the hooks have been notified of this checkpoint, or of all."""
+        call = self._last if path is None else self._calls.pop(path, None)
+        if call is not None:
+            call.result()
+
+    def end(self) -> list[Any]:
+        """Report no more checkpoints; return the errors of hooks whose last call failed."""
+        self._told = []
+        return list(self._errors.values())
