@@ -76,25 +76,31 @@ class ReportingContext:
 # The run.
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunInfo(Protocol):
-    """The part of a run that built-in hooks may use."""
+    """The part of a run that built-in hooks may use.
 
-    @property
-    def reports(self) -> ReportingContext: ...
+    Attributes:
+        reports: What the reporting hooks share.
+        watch: The times of the run.
+        in_flight: The calls that the device has not finished, and the step that it has.
+        at_start: The contents of the state when the run began; empty if no hook checks or saves it.
+        saver: Its checkpoints, or None.
+        last_step: None if the batches, a hook or a signal end the run.
+        is_new_branch: Whether this start continues from a checkpoint of another run.
+        restored: The step that the run resumes from, or None.
+        evaluations: The `EvaluationHook`s.
+    """
 
-    @property
-    def watch(self) -> Stopwatch: ...
-
-    @property
-    def in_flight(self) -> InFlight:
-        """The calls that the device has not finished, and the step that it has."""
-
-    @property
-    def at_start(self) -> StateContents:
-        """The contents of the state when the run began; empty if no hook checks or saves it."""
-
-    @property
-    def saver(self) -> Saver | None: ...
+    reports: ReportingContext
+    watch: Stopwatch
+    in_flight: InFlight
+    at_start: StateContents
+    saver: Saver | None
+    last_step: int | None
+    is_new_branch: bool
+    restored: int | None
+    evaluations: Sequence[Any]
 
     @property
     def step(self) -> int: ...
@@ -107,22 +113,7 @@ class RunInfo(Protocol):
         """None before the first step."""
 
     @property
-    def last_step(self) -> int | None:
-        """None if the batches, a hook or a signal end the run."""
-
-    @property
-    def is_new_branch(self) -> bool:
-        """Whether this start continues from a checkpoint of another run."""
-
-    @property
-    def restored(self) -> int | None:
-        """The step that the run resumes from."""
-
-    @property
     def is_over(self) -> bool: ...
-
-    @property
-    def evaluations(self) -> Sequence[Any]: ...
 
     def constant_metrics(self) -> Collection[str]:
         """The names of metrics that never change; known after the first step."""
@@ -220,6 +211,8 @@ class RunHook(Hook):
         try:
             yield
         except OSError as error:
+            if self._run is None:  # it closes after its run
+                raise
             self.run.log_failed(self, with_path(error, path) if path else error)
 
     def around_calls(self, run_call: RunCall, repeated: Repeated) -> RunCall:

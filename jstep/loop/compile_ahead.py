@@ -28,8 +28,8 @@ _HINT = "; if it is the smaller last batch of an epoch, drop_remainder=True leav
 def compile_ahead(run: Run) -> None:
     """Trace all stages whose first batch can be indexed, and compile later ones in the background."""
     source, table, shapes = run.source, run.dispatch.table, shapes_of(run.state)
-    boundaries = StageBoundaries(run.train_steps, source.next_change)
-    first, *later = boundaries.segments(run.loop.first, run.options.stop_step)
+    boundaries = StageBoundaries(run.setup.train_steps, source.next_change)
+    first, *later = boundaries.segments(run.setup.loop.first, run.setup.options.stop_step)
     if not later:
         return
     seen: set[Any] = set()
@@ -39,7 +39,7 @@ def compile_ahead(run: Run) -> None:
             continue
         is_indexed = hasattr(source.by_step, "__getitem__") and segment.is_edge and segment is not first
         if isinstance(source.by_step, BatchSequence) or is_indexed:
-            args = shapes_of_batch(source, segment.first, run.options.batch_sharding)
+            args = shapes_of_batch(source, segment.first, run.setup.options.batch_sharding)
             if args is None:  # the batches end earlier
                 break
             key = (segment.stage, trees.structure(args), tuple(jax.tree.leaves(args)))

@@ -40,7 +40,7 @@ def warn_ahead(run: Run) -> None:
     if jax.process_index() != 0:
         return
     if zeros is not None:
-        end = run.options.last_step
+        end = run.setup.options.last_step
         _logger.warning(
             "The learning rate is 0 from step %d %s, so that these steps do not train: its schedule ends before the "
             "run does. Give it more steps, or end the run earlier (last_step).",
@@ -144,12 +144,12 @@ def _rates_in(step: PureStep, optimizer: Optimizer) -> ScheduledRates | None:
 
 def _zero_rate_from(run: Run) -> int | None:
     """Return the step from which all learning rates are 0 until the end, for at least two steps; else None."""
-    end = run.options.last_step
-    begin = run.options.stop_step
-    for stage in reversed(list(run.train_steps.stages())):
-        first = max(stage.first, run.loop.first)
+    end = run.setup.options.last_step
+    begin = run.setup.options.stop_step
+    for stage in reversed(list(run.setup.train_steps.stages())):
+        first = max(stage.first, run.setup.loop.first)
         step = step_function(stage.value)
-        if first >= begin or (stage.stop is not None and stage.stop <= run.loop.first):
+        if first >= begin or (stage.stop is not None and stage.stop <= run.setup.loop.first):
             continue
         if step is None or step.optimizer is None:
             break
@@ -166,7 +166,7 @@ def _zero_rate_from(run: Run) -> int | None:
         if begin > first:
             break
     if end is None:  # only the first step and some later ones were checked
-        return begin if begin == run.loop.first else None
+        return begin if begin == run.setup.loop.first else None
     return begin if end - begin >= 2 else None
 
 
@@ -176,15 +176,15 @@ def _zero_rate_from(run: Run) -> int | None:
 def _warn_of_averages_left_behind(run: Run) -> None:
     """Warn of each stage that no longer trains leaves whose averages move only in their updates."""
     params, trained = run.state.params, [False] * len(jax.tree.leaves(run.state.params))
-    for stage in run.train_steps.stages():
+    for stage in run.setup.train_steps.stages():
         step = step_function(stage.value)
-        if stage.first >= run.options.stop_step or step is None or step.trains is None or step.optimizer is None:
+        if stage.first >= run.setup.options.stop_step or step is None or step.trains is None or step.optimizer is None:
             continue  # it is not reached, or its trained leaves are unknown
         try:
             trains = step.trains(params)
         except Exception:  # the step raises it too, with a better message
             return
-        if stage.stop is None or stage.stop > run.loop.first:
+        if stage.stop is None or stage.stop > run.setup.loop.first:
             slots = roles_of(step.optimizer, params).with_detail(FOLLOWS_UPDATES)
             averaged = _leaves_in(run.state, slots)
             left = [
@@ -200,7 +200,7 @@ def _warn_of_averages_left_behind(run: Run) -> None:
                     stage.first,
                     _named(left),
                     _named(slots),
-                    max(stage.first, run.loop.first),
+                    max(stage.first, run.setup.loop.first),
                 )
         trained = trains
 

@@ -26,6 +26,7 @@ class HookRunner:
 
     def __init__(self, setup: Setup, hooks: list[Any], reports: ReportingContext, ended_at: int | None = None) -> None:
         self._setup, self._hooks, self._reports = setup, hooks, reports
+        self.evaluations = [hook for hook in hooks if isinstance(hook, EvaluationHook)]
         self._before = [hook for hook in hooks if defines(hook, "before_step")]
         self._schedules: list[HookSchedule] = []
         self._timed: list[HookSchedule] = []
@@ -34,10 +35,6 @@ class HookRunner:
         self._next_check = setup.loop.first
         self.ended_at = ended_at  # the step at which `end` of the hooks was called last, also by an earlier start
         self._next_due = NEVER
-
-    @property
-    def _evaluations(self) -> list[EvaluationHook]:
-        return [hook for hook in self._hooks if isinstance(hook, EvaluationHook)]
 
     def use_run(self, run: RunInfo) -> None:
         """Pass the run to the built-in hooks, and close them with it."""
@@ -80,7 +77,7 @@ class HookRunner:
     def evaluate(self, method: str) -> bool:
         """Call `evaluate_first`, or `evaluate_owed` after a restart; return whether that ends the run."""
         loop, is_done = self._setup.loop, False
-        for hook in self._evaluations:
+        for hook in self.evaluations:
             if self._take(hook, method, self._call(hook, method, loop.step, loop.state)):
                 is_done = True
                 loop.record_stop(hook.stopped_by)
@@ -223,7 +220,7 @@ class HookRunner:
         the restored checkpoint had not ended.
         """
         loop, errors = self._setup.loop, Errors(self._setup)
-        hooks, evaluations = self._hooks, self._evaluations
+        hooks, evaluations = self._hooks, self.evaluations
         if loop.step == loop.first and (not loop.is_restored or self.ended_at == loop.step):
             left = [hook for hook in evaluations if hook.owes_end(loop.step)]
             for hook in evaluations:
@@ -256,7 +253,7 @@ class HookRunner:
         if self.ended_at == loop.step:
             return True
         is_last = loop.step >= options.stop_step or loop.stopped_by is not None
-        is_evaluated = all(loop.step in hook.results for hook in self._evaluations)
+        is_evaluated = all(loop.step in hook.results for hook in self.evaluations)
         # User-defined hooks may act at the end; what jstep's do there shows in the checkpoint.
         has_ends = any(defines(hook, "end") and not is_public(type(hook)) for hook in options.hooks)
         return is_last and is_evaluated and not has_ends and loop.phase != LEAVING

@@ -15,12 +15,11 @@ from jstep.core.exceptions import context_manager
 from jstep.core.meshes import internal_transfers
 from jstep.data.loaders import Source
 from jstep.distributed import processes
-from jstep.evaluating.evaluation_hook import EvaluationHook
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.metric_sums import is_bad
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.numbers import host
-from jstep.hooks.run_hook import Poll, ReportingContext, RunHook
+from jstep.hooks.run_hook import Poll, RunHook, RunInfo
 from jstep.loop.branch import Trunk
 from jstep.loop.calls import Call
 from jstep.loop.dispatch import AfterCall, Dispatch
@@ -155,27 +154,21 @@ def name_of_run(setup: Setup, origin: Origin) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run(Setup):
-    """One run of `train`, once its state is restored; its hooks have not begun. It implements `RunInfo`."""
+class Run(RunInfo):
+    """One run of `train`, once its state is restored; its hooks have not begun."""
 
+    setup: Setup
     origin: Origin
-    saver: Saver | None
-    reports: ReportingContext
     hooks: list[Any]
     observers: Observers
     source: Source
     feeder: BatchFeeder
     dispatch: Dispatch
     runner: HookRunner
-    at_start: StateContents
 
     @property
     def name(self) -> str:
-        return name_of_run(self, self.origin)
-
-    @property
-    def evaluations(self) -> list[EvaluationHook]:
-        return [hook for hook in self.hooks if isinstance(hook, EvaluationHook)]
+        return name_of_run(self.setup, self.origin)
 
     @property
     def savers(self) -> list[CheckpointSaverHook]:
@@ -189,31 +182,19 @@ class Run(Setup):
 
     @property
     def step(self) -> int:
-        return self.loop.step
+        return self.setup.loop.step
 
     @property
     def state(self) -> Any:
-        return self.loop.state
+        return self.setup.loop.state
 
     @property
     def metrics(self) -> Any:
-        return self.loop.metrics
-
-    @property
-    def is_new_branch(self) -> bool:
-        return self.origin.trunk is not None
-
-    @property
-    def last_step(self) -> int | None:
-        return self.options.last_step
-
-    @property
-    def restored(self) -> int | None:
-        return self.origin.restored
+        return self.setup.loop.metrics
 
     @property
     def is_over(self) -> bool:
-        return self.loop.is_over
+        return self.setup.loop.is_over
 
     def constant_metrics(self) -> Collection[str]:
         return self.dispatch.constants.values.keys()
@@ -223,17 +204,17 @@ class Run(Setup):
         return next((meter for meter in meters if meter is not None), None)
 
     def poll(self, hook: RunHook, check: Poll) -> None:
-        self.loop.poll(hook, check)
+        self.setup.loop.poll(hook, check)
 
     def stop(self, by: str) -> None:
-        if not self.loop.is_over:
-            self.loop.record_stop(by)
+        if not self.setup.loop.is_over:
+            self.setup.loop.record_stop(by)
 
     def log_failed(self, log: Any, error: Exception) -> None:
-        self.loop.record_failure(log, error)
+        self.setup.loop.record_failure(log, error)
 
     def to_stop(self) -> bool:
-        return self.signals.to_stop()
+        return self.setup.signals.to_stop()
 
     def before_save(self, step: int) -> bool:
         return self.runner.before_save(step)
@@ -259,16 +240,16 @@ class Run(Setup):
         bad = self.nonfinite_params()
         # All processes end here together: one that left alone would leave the others waiting in their save.
         if not processes.any_process(bool(bad)):
-            self.loop.record_finite(step)
+            self.setup.loop.record_finite(step)
             return True
         if saver.allow_nonfinite:
             return False
         raise NanLossDuringTrainingError(
             f"the parameters are not finite at step {step}, where a checkpoint is due, which is not saved: "
-            f"{in_words(bad) or _ELSEWHERE}. The cause is one of the updates {self.loop.finite_at} → {step}. A restart "
-            "meets the same batch: jstep.NanLossHook() among the hooks names its batch N, and data.skip(N, N + 1) "
-            "leaves it out of jstep.batches; or jstep.skip_nonfinite skips such updates. To save such parameters, as "
-            "those of a population with a diverged member, give checkpoint_dir=jstep.Saver(directory, "
+            f"{in_words(bad) or _ELSEWHERE}. The cause is one of the updates {self.setup.loop.finite_at} → {step}. A "
+            "restart meets the same batch: jstep.NanLossHook() among the hooks names its batch N, and data.skip(N, "
+            "N + 1) leaves it out of jstep.batches; or jstep.skip_nonfinite skips such updates. To save such "
+            "parameters, as those of a population with a diverged member, give checkpoint_dir=jstep.Saver(directory, "
             "allow_nonfinite=True).",
             step,
         )
@@ -301,7 +282,7 @@ def _is_loss_nonfinite(run: Run) -> bool:
         return False
     try:
         with internal_transfers():
-            latest, skip_metric = run.sums.latest(), run.dispatch.constants.skipped
+            latest, skip_metric = run.setup.sums.latest(), run.dispatch.constants.skipped
             before = run.step - run.feeder.steps
             if latest is not None and latest.bad is not None and latest.bad.step > before:
                 return True

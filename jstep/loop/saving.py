@@ -250,9 +250,9 @@ def restore_hooks(run: Run) -> bool:
         if not isinstance(hook, RunSaverHook):
             continue
         if run.origin.trunk is None:
-            hook.restored(run.loop.first, run.state)
+            hook.restored(run.setup.loop.first, run.state)
         else:  # from now on the other run is not read
-            hook.save(run.loop.first, run.state, wait=True)
+            hook.save(run.setup.loop.first, run.state, wait=True)
         if not run.has_nan_hook and not hook.saver.allow_nonfinite:
             run.poll(hook, functools.partial(_warn_of_nan, run))
     return is_stopped and not run.origin.is_at_branch_point
@@ -261,7 +261,7 @@ def restore_hooks(run: Run) -> bool:
 def _warn_of_nan(run: Run, *, wait: bool = False) -> None:
     """Warn of restored parameters, now that the device is busy with the first step."""
     if bad := run.at_start.with_nan():
-        _logger.warning("%s", about_start(bad, run.loop.first))
+        _logger.warning("%s", about_start(bad, run.setup.loop.first))
 
 
 # The interval between automatic saves.
@@ -337,12 +337,12 @@ class RunContents:
 
     def is_last(self) -> bool:
         """Return whether the run ends at this step."""
-        return self._run.step >= self._run.options.stop_step or self._run.loop.stopped_by is not None
+        return self._run.step >= self._run.setup.options.stop_step or self._run.setup.loop.stopped_by is not None
 
     def _hooks(self) -> Extra:
         run = self._run
         # A run that takes no step keeps the name of the hook that stopped the earlier one.
-        by = run.loop.stopped_by or (None if run.feeder.has_begun else run.origin.extra.get(STOPPED))
+        by = run.setup.loop.stopped_by or (None if run.feeder.has_begun else run.origin.extra.get(STOPPED))
         states = get_states(run.hooks)
         entries = {HOOK_STATES: states or None, STOPPED: by, ENDED: run.step if run.runner.has_ended() else None}
         values = {key: value for key, value in entries.items() if value is not None}
@@ -356,7 +356,7 @@ class RunContents:
         if not run.feeder.has_begun:  # the positions have not changed
             return Extra(positions_elsewhere(run.origin.extra, files), files)
         # A batch that was fetched but not trained on is fetched again after a restart.
-        return Extra(gather_positions(run.feeder.position_after(run.step - run.loop.first), files), files)
+        return Extra(gather_positions(run.feeder.position_after(run.step - run.setup.loop.first), files), files)
 
     def extra(self, host_state: Callable[[], _HostState]) -> Extra:
         """Notify the observers of a save that nothing prevents any more, and return its `extra`."""
@@ -469,7 +469,7 @@ class RunSaverHook(CheckpointSaverHook):
 
 def why_position_lost(run: Run) -> str:
     """Describe why the state must not be saved: the batches have advanced past it; "" if not."""
-    if run.saver is None or not run.feeder.is_position_lost(run.step - run.loop.first):
+    if run.saver is None or not run.feeder.is_position_lost(run.step - run.setup.loop.first):
         return ""
     newest = run.saver.latest_step()
     name = "" if newest is None else checkpoint_name(run.saver.prefix, newest)

@@ -187,7 +187,7 @@ class _MainThread:
         if table.tracing.locked() or (compiles and not feeder.waiting):
             return Wait(_COMPILE, f"compiling step {step}'s program", (_COMPILE, step), _COMPILE)
         if feeder.waiting:
-            number = loop.first + run.fetched.count
+            number = loop.first + self._setup.fetched.count
             return Wait(_BATCH, f"waiting for batch {number}", (_BATCH, number))
         first = step - feeder.steps if is_checking else step
         return _call(first, first + feeder.steps - 1)
@@ -198,7 +198,7 @@ class _MainThread:
     def save(self) -> str | None:
         """Save the last complete state and return the outcome; None if there is nothing to save."""
         run = self._run
-        if run is None or run.saver is None or run.step <= run.loop.first:
+        if run is None or run.saver is None or run.step <= self._setup.loop.first:
             return None
         return save_while_it_hangs(run)
 

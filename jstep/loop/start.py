@@ -92,8 +92,14 @@ def open_run(setup: Setup, observers: Observers, batches: Tree) -> Run:
     if ends is not None:
         setup.closing.callback(ends.close)  # before the feeder, whose thread may wait for one
     run = Run(
-        **vars(setup),
+        setup=setup,
         origin=origin,
+        watch=setup.watch,
+        in_flight=setup.in_flight,
+        last_step=setup.options.last_step,
+        is_new_branch=origin.trunk is not None,
+        restored=origin.restored,
+        evaluations=runner.evaluations,
         saver=saver,
         reports=reports,
         hooks=hooks,
@@ -120,7 +126,7 @@ def begin(run: Run) -> bool:
     check_owners(run.hooks)
     for observer in run.observers:
         observer.before_begin(run)
-    runner, first, last_step = run.runner, run.loop.first, run.options.stop_step
+    runner, first, last_step = run.runner, run.setup.loop.first, run.setup.options.stop_step
     is_over = runner.begin()
     if run.restored is not None:
         is_over = restore_hooks(run) or is_over
@@ -132,7 +138,7 @@ def begin(run: Run) -> bool:
     if is_over or first >= last_step:
         report_done(run)
         for observer in run.observers:
-            observer.idle(lambda step: shapes_of_batch(run.source, step, run.options.batch_sharding))
+            observer.idle(lambda step: shapes_of_batch(run.source, step, run.setup.options.batch_sharding))
         return False
     if run.origin.extra.get(STOPPED) is not None:
         _logger.info("%s stopped this run at step %d; it resumes", run.origin.extra[STOPPED], first)

@@ -41,7 +41,7 @@ _logger = logging.getLogger("jstep")
 
 def report_early_end(run: Run) -> None:
     """Log that the batches ended before the run did; raise a ValueError if there were none."""
-    start, last_step = run.loop.first, run.options.last_step
+    start, last_step = run.setup.loop.first, run.setup.options.last_step
     if run.step == start and run.restored is not None:
         _logger.info("the batches are used up at step %d, at which the run was restored: it is finished", start)
         return
@@ -66,7 +66,7 @@ def report_early_end(run: Run) -> None:
 
 def report_done(run: Run) -> None:
     """Log why no step is run; a last_step before the state is probably a mistake."""
-    first, last_step, by = run.loop.first, run.options.stop_step, run.origin.extra.get(STOPPED)
+    first, last_step, by = run.setup.loop.first, run.setup.options.stop_step, run.origin.extra.get(STOPPED)
     if first > last_step:
         of, other = "the given state", "state"
         if run.saver is not None and run.restored is not None:
@@ -88,7 +88,7 @@ def report_done(run: Run) -> None:
             "state: EarlyStopping(reset=True)"
         )
     elif first < last_step:
-        reasons = [getattr(hook, "why", None) for hook in run.options.hooks]
+        reasons = [getattr(hook, "why", None) for hook in run.setup.options.hooks]
         why = next((f". {reason}" for reason in reasons if isinstance(reason, str)), "")
     _logger.info("the run is already at step %d; there is nothing left to run%s", first, why)
 
@@ -99,9 +99,9 @@ def report_done(run: Run) -> None:
 def exit_on_signal(run: Run) -> NoReturn:
     when = f"after step {run.step}"
     savers, why = run.may_save()
-    are_saved, errors = list[bool](), Errors(run)
+    are_saved, errors = list[bool](), Errors(run.setup)
     for hook in savers:
-        run.loop.set_calling(Calling(hook, "save"))
+        run.setup.loop.set_calling(Calling(hook, "save"))
         with errors:
             are_saved.append(hook.save(run.step, run.state, wait=True))
     errors.end()
@@ -110,11 +110,11 @@ def exit_on_signal(run: Run) -> NoReturn:
         run.before_save(run.step)  # `NanLossHook` raises a more specific error
         for hook in run.savers:  # and otherwise an error says more of the parameters
             run.require_finite(run.step, hook.saver)
-        raise run.signals.stop_error(f"{when}, which is not saved: {why}")
+        raise run.setup.signals.stop_error(f"{when}, which is not saved: {why}")
     if savers:
         is_saved = "is saved; start the run again to resume" if all(are_saved) else "is not saved: a hook prevented it"
         when += f", which {is_saved}"
-    raise run.signals.stop_error(when)
+    raise run.setup.signals.stop_error(when)
 
 
 def leave_at_once(step: int, error: KeyboardInterrupt) -> NoReturn:
@@ -153,7 +153,7 @@ def keep_state(setup: Setup, error: BaseException) -> bool:
 
 def rescue(run: Run, error: BaseException) -> None:
     """Attach the last complete state to the exception, save it if possible, and note where the run failed."""
-    where, signals = f"jstep: {_doing(run)}", run.signals
+    where, signals = f"jstep: {_doing(run)}", run.setup.signals
     said = {str(error)}
 
     def failed(other: Exception) -> None:
@@ -164,22 +164,22 @@ def rescue(run: Run, error: BaseException) -> None:
     is_saved = signals.received_twice or (signals.received is not None and not isinstance(error, Exception))
     if not signals.received_twice:
         run.runner.last(failed)
-    if keep_state(run, error):
+    if keep_state(run.setup, error):
         note(error, f"{where}. The state was donated to a step: it is lost.")
         return
     saved = ""
     # Otherwise it is saved already, or must not be.
-    if run.savers and not is_saved and run.step > run.loop.first:
+    if run.savers and not is_saved and run.step > run.setup.loop.first:
         saved = _saved(run, error)
         run.runner.settle(failed)
-    is_kept = run.step > run.loop.first and interactive.keep(run.state)
+    is_kept = run.step > run.setup.loop.first and interactive.keep(run.state)
     also = " and in jstep.interrupted_state()" if is_kept else ""
     note(error, f"{where}; the state after step {run.step} is in the exception's `state`{also}{saved}.")
 
 
 def save_while_it_hangs(run: Run) -> str:
     """Save the last complete state from another thread; return the outcome."""
-    step, calling = run.step, run.loop.calling
+    step, calling = run.step, run.setup.loop.calling
     try:
         hook = next(hook for hook in run.savers if isinstance(hook, RunSaverHook))
         savers, why = run.may_save()
@@ -210,7 +210,7 @@ def _saved(run: Run, error: BaseException) -> str:
     for hook in savers:
         if lost and isinstance(hook, RunSaverHook):
             continue
-        run.loop.set_calling(Calling(hook, "save"))
+        run.setup.loop.set_calling(Calling(hook, "save"))
         try:
             if hook.save(run.step, run.state, wait=True):
                 name = checkpoint_name(hook.saver.prefix, run.step)
@@ -223,7 +223,7 @@ def _saved(run: Run, error: BaseException) -> str:
             if saved and not is_same:
                 note(error, f"Additionally, {hook_name(hook)} could not save step {run.step}: {_text(failure)}")
         saved = saved or outcome
-    run.loop.set_calling(None)
+    run.setup.loop.set_calling(None)
     return saved
 
 
@@ -232,18 +232,18 @@ def _text(error: Exception) -> str:
 
 
 def _doing(run: Run) -> str:
-    loop, feeder = run.loop, run.feeder
+    setup, loop, feeder = run.setup, run.setup.loop, run.feeder
     at_step = f"at step {loop.step}"
     if loop.step > loop.first:
         at_step += f", after the update with batch {loop.step - 1}"
     if loop.calling is not None:
-        hook = run.transfers.failed_owner or loop.calling.hook  # a hook may deliver the metrics of another
+        hook = setup.transfers.failed_owner or loop.calling.hook  # a hook may deliver the metrics of another
         return f"{at_step}, in {hook_name(hook)}.{loop.calling.method}"
     if feeder.waiting:
         # A call of several steps may have fetched some of its batches already.
-        return f"{at_step}, while batch {loop.first + run.fetched.count} was fetched"
-    is_last = run.signals.received is not None or loop.step >= run.options.stop_step or loop.stopped_by is not None
-    if not feeder.has_begun or is_last or run.runner.is_checking:
+        return f"{at_step}, while batch {loop.first + setup.fetched.count} was fetched"
+    is_last = loop.step >= setup.options.stop_step or loop.stopped_by is not None
+    if setup.signals.received is not None or not feeder.has_begun or is_last or run.runner.is_checking:
         return at_step
     first, steps = loop.step, feeder.steps
     batches = f"batch {first}" if steps == 1 else f"batches {first} to {first + steps - 1}"

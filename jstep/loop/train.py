@@ -281,8 +281,8 @@ def _run(setup: Setup, batches: Tree) -> TrainState:
 
 def _take_steps(run: Run) -> bool:
     """Run the calls and hooks until the run ends; return whether a signal ended it."""
-    loop, signals, runner, in_flight = run.loop, run.signals, run.runner, run.in_flight
-    last_step = run.options.stop_step
+    loop, signals, runner, in_flight = run.setup.loop, run.setup.signals, run.runner, run.setup.in_flight
+    last_step = run.setup.options.stop_step
     signals.stop_raising()
     loop.set_phase(RUNNING)
     run_call = runner.around_calls(run.dispatch, run.dispatch.repeated)
@@ -320,13 +320,13 @@ def fetch_by_all(calls: Iterable[Call]) -> Iterable[Call]:
 
 def _finish(run: Run, *, is_stopped: bool) -> None:
     """End the hooks, which save the last state, or leave if a signal was received."""
-    run.signals.stop_raising()
-    run.loop.set_phase(LEAVING if is_stopped else ENDING)
+    run.setup.signals.stop_raising()
+    run.setup.loop.set_phase(LEAVING if is_stopped else ENDING)
     run.runner.last()
     check_step(run.step, run.state)
     if not is_stopped:
         run.runner.end()
-    if is_stopped or run.signals.to_stop():  # also during the hooks above
+    if is_stopped or run.setup.signals.to_stop():  # also during the hooks above
         exit_on_signal(run)
     run.runner.settle()
     report_accumulated(run)

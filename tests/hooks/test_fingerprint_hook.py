@@ -2,6 +2,7 @@
 
 import json
 import logging
+import types
 
 import jax.numpy as jnp
 import pytest
@@ -178,7 +179,7 @@ def test_fingerprints_that_cannot_be_written_at_the_end_do_not_hide_another_erro
     FakeRun(hook, state())
     hook._file.close()
     hook._file = Full()
-    hook._pending.add(1, bits.begin_transfer([], lambda: "entry"), lambda step, entry: hook._file.write(entry), hook)
+    hook._pending.add(1, bits.begin_transfer([], lambda: types.SimpleNamespace(line=str)), hook._finish, hook)
     hook.close()
     assert closed == [1]
     assert hook._file is None

@@ -260,7 +260,7 @@ def test_a_full_disk_loses_no_row(disk, tmp_path):
             disk.room = 10
             history.deliver(6, {"x": 1.0})  # may be called by a save, which it must not prevent
             history.flush()
-            _, error = history.run.loop.failures.pop()  # or the run would end with it, after the save
+            _, error = history.run.setup.loop.failures.pop()  # or the run would end with it, after the save
             assert "No space left on device" in str(error)
             assert error.filename == str(path)
             seen["state"], seen["lines"] = history.get_state(), steps(path)

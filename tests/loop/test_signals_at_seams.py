@@ -60,8 +60,8 @@ class AtLine:
             return None
         owner = frame.f_locals.get("self")
         places = [*frame.f_locals.values(), *(getattr(owner, name, None) for name in ("_setup", "_run"))]
-        run = next((x for x in places if isinstance(x, Setup)), None)
-        if event == "line" and run is not None and run.loop.phase in (ENDING, LEAVING):
+        setup = next((x for x in (getattr(x, "setup", x) for x in places) if isinstance(x, Setup)), None)
+        if event == "line" and setup is not None and setup.loop.phase in (ENDING, LEAVING):
             self.seen += 1
             if self.seen == self.n:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
