@@ -25,7 +25,7 @@ from jstep.checkpoint.manifest import RetainedSteps
 from jstep.checkpoint.retention import evictions
 from jstep.data.batches import Mixture
 from jstep.stores.timeline import TIMELINE_FILE as TIMELINE
-from jstep.stores.timeline import TIMES, Timeline
+from jstep.stores.timeline_writer import Timeline
 from jstep.tools.cli import main as command
 
 QUICK = bool(os.environ.get("JSTEP_QUICK_BENCHMARKS"))
@@ -37,13 +37,13 @@ def params_of(count: int) -> dict[str, jax.Array]:
 
 
 def timeline(count: int) -> float:
-    """Return the bytes a second of a timeline whose times are written once in each of so many seconds."""
+    """Return the bytes a second of a timeline whose times are updated once in each of so many seconds."""
     with tempfile.TemporaryDirectory() as folder:
         lines = Timeline(folder, "model")
         lines.write("start", version=1, time=1.0, step=None, seconds={})
         for n in range(count):
             seconds = {"stepping": 0.9 * n, "saving": 0.1 * n}
-            lines.write(TIMES, process_count=1, step=[0, n], time=1.0 + n, seconds=seconds)
+            lines.update(step=[0, n], time=1.0 + n, seconds=seconds)
         lines.close()
         return pathlib.Path(folder, TIMELINE).stat().st_size / count
 

@@ -130,7 +130,8 @@ Debugging and planning
     tools.cost: cost Cost
     tools.collectives: Collective
     tools.goodput: goodput Goodput
-    tools.runs: runs RunList RunSummary
+    tools.run_summary: RunSummary
+    tools.runs: runs RunList
     tools.report: report Report
 Hyperparameter transfer to wider models
     tools.transfer: mup MupFactors coord_check CoordCheck

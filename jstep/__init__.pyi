@@ -197,8 +197,8 @@ from jstep.tools.replay import replay as replay
 from jstep.tools.replay import verify_resume as verify_resume
 from jstep.tools.report import Report as Report
 from jstep.tools.report import report as report
+from jstep.tools.run_summary import RunSummary as RunSummary
 from jstep.tools.runs import RunList as RunList
-from jstep.tools.runs import RunSummary as RunSummary
 from jstep.tools.runs import runs as runs
 from jstep.tools.topologies import topology as topology
 from jstep.tools.transfer import CoordCheck as CoordCheck

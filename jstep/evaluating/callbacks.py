@@ -5,12 +5,13 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name
+from jstep.checkpoint.retention import Listener
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_bool, as_int, as_number, as_string, check_choice, describe_type, format_value
 from jstep.core.meshes import internal_transfers
@@ -23,7 +24,7 @@ from jstep.hooks.states import hook_key
 from jstep.optimizers.hyperparameters import get_hyperparameter, set_hyperparameter
 from jstep.state.contents import StateContents, briefly
 from jstep.state.train_state import TrainState
-from jstep.stores.urls import location, resolve_path
+from jstep.stores.urls import join_path, location, resolve_path
 
 _logger = logging.getLogger("jstep")
 
@@ -353,6 +354,31 @@ class ReduceOnPlateau(MetricCallback):
             return set_hyperparameter(state, self._name, new)
 
 
+class Best(NamedTuple):
+    """The best checkpoint that a `KeepBest` keeps."""
+
+    value: float
+    step: int
+    path: str
+
+
+class _Complete:
+    """Step → path of complete checkpoints; a listener of a `Saver`, which also notifies the run's hooks."""
+
+    def __init__(self) -> None:
+        self.paths: dict[int, str] = {}
+        self.notifier: Listener | None = None
+
+    def saved(self, step: int, path: str) -> None:
+        self.paths[step] = path
+        if self.notifier is not None:
+            self.notifier.saved(step, path)
+
+    def wait(self, path: str | None = None) -> None:
+        if self.notifier is not None:
+            self.notifier.wait(path)
+
+
 class KeepBest(ShownAsTyped):
     """Keep the checkpoints of the best evaluations, such as `best-1200`; a callback of `EvaluationHook`.
 
@@ -417,10 +443,12 @@ class KeepBest(ShownAsTyped):
         self._is_fresh = False
         self._at_start: StateContents | None = None
         self.values: dict[int, float] = {}
+        self._complete = _Complete()
 
     def use_run(self, run: RunInfo) -> None:
         """Reject the directory and prefix of the run's own checkpoints."""
         saver, self._is_fresh, self._reports = run.saver, run.restored is None or run.is_new_branch, run.reports
+        self._complete.notifier = None if self._reports is None else self._reports.listener
         self._leave_out = saver.leave_out if self._given is None and saver is not None else self._given
         if saver is None or saver.prefix != self._prefix:
             return
@@ -465,7 +493,6 @@ class KeepBest(ShownAsTyped):
         with internal_transfers(), saver.knowing(not worse):
             extra: dict[str, Any] = {}
             if self._reports is not None:
-                saver.set_listener(self._reports.listener)
                 extra = {} if self._reports.config is None else {"config": dict(self._reports.config)}
             saver.save(state, extra=extra | {self.metric: value})
             self.values[step] = value
@@ -475,15 +502,17 @@ class KeepBest(ShownAsTyped):
                 worst = self._worst()
                 saver.delete(worst)
                 del self.values[worst]
+                self._complete.paths.pop(worst, None)
 
     @property
-    def best_kept(self) -> tuple[float, int] | None:
-        """The best value and its step; any thread may read it."""
+    def best_kept(self) -> Best | None:
+        """The best checkpoint that is complete; any thread may read it."""
         values = dict(self.values)
-        if not values:
+        complete = [(step, path) for step, path in dict(self._complete.paths).items() if step in values]
+        if not complete:
             return None
-        value = (min if self._mode == "min" else max)(values.values())
-        return value, min(step for step, other in values.items() if other == value)
+        step, path = max(complete, key=lambda item: self._worse_first(item[0], values))
+        return Best(values[step], step, path)
 
     def close(self) -> None:
         if self._saver is not None:
@@ -501,16 +530,18 @@ class KeepBest(ShownAsTyped):
     def _worst(self) -> int:
         return min(self.values, key=self._worse_first)
 
-    def _worse_first(self, step: int) -> tuple[float, int]:
+    def _worse_first(self, step: int, values: Mapping[int, float] | None = None) -> tuple[float, int]:
         """Sort key, worst first; of equal values, the later one is worse."""
-        value = self.values[step]
+        value = (self.values if values is None else values)[step]
         return (-value if self._mode == "min" else value), -step
 
     def _open(self) -> Saver:
         self.close()
         saver = Saver(self._directory, prefix=self._prefix, max_to_keep=None, leave_out=self._leave_out)
         self._saver = saver
+        saver.set_listener(self._complete)
         self.values = {}
+        self._complete.paths.clear()
         for step in saver.all_steps():
             try:
                 kept = saver.extra(step)
@@ -518,6 +549,7 @@ class KeepBest(ShownAsTyped):
                 if not isinstance(value, int | float):
                     raise ValueError(f"its extra {kept!r} has no {self.metric!r}")
                 self.values[step] = float(value)
+                self._complete.paths[step] = join_path(saver.directory, checkpoint_name(self._prefix, step))
             except (CheckpointError, ValueError) as error:
                 if jax.process_index() == 0:
                     _logger.warning(

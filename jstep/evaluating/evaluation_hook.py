@@ -17,6 +17,7 @@ from jstep.core.logs import IN_BAR
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import EVALUATING, STEPPING
 from jstep.distributed import processes
+from jstep.evaluating.callbacks import Best
 from jstep.evaluating.evaluator import STOP_REQUESTED, EvaluationAbandoned, Evaluator
 from jstep.hooks.cadence import make_cadence
 from jstep.hooks.hook import Clock, Metrics, StopWith, check_hook_result, hook_name
@@ -131,8 +132,8 @@ class EvaluationHook(RunHook):
         )
 
     @property
-    def best(self) -> dict[str, tuple[float, int]]:
-        """The best values that callbacks keep, and their steps, by logged name."""
+    def best(self) -> dict[str, Best]:
+        """The best checkpoints that callbacks keep, by the logged name of their metric."""
         kept = (
             (getattr(callback, "metric", None), getattr(callback, "best_kept", None)) for callback in self._callbacks
         )

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from jstep.core.checks import format_list, truncate
 from jstep.core.secret_values import NOT_RECORDED
-from jstep.hooks.cards import CODE, CONFIG, NOT_READY, PLACES, SECTIONS, SETTINGS
+from jstep.hooks.cards import NOT_READY, PLACES, SECTIONS, SETTINGS
 from jstep.stores.repository import UNKNOWN
+from jstep.stores.timeline import CODE, CONFIG
 
 # The effect of a difference on a resumed run: the only list of values that change its bits.
 

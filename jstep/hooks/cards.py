@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 from jstep.core.checks import format_value
-from jstep.stores.timeline import START, fields_with, is_seconds, is_step
+from jstep.stores.timeline import CODE, CONFIG, START, fields_with, is_seconds, is_step
 
 VERSION = 1
 """The version of the cards."""
@@ -13,8 +13,6 @@ VERSION = 1
 PLACES = ("checkpoint_dir", "logdir", "compile_cache", "start_from")
 """Arguments that name the directories of a run: recorded, never compared."""
 
-CONFIG, CODE = "config", "code"
-"""Sections that only some cards have: the program's config, and its commit. Also keys of a checkpoint's `extra`."""
 RECIPE = "recipe"
 """The section with `BatchSequence.recipe`, which is not compared: `batches` is."""
 NOT_READY = "(not ready)"

@@ -48,6 +48,15 @@ def find_exit(where: str, prefix: str, since: float) -> Fields | None:
     return max(ended, key=lambda stall: bool(stall["stall"]), default=None)
 
 
+def exit_reason(where: str, prefix: str, since: float) -> str:
+    """Return why such a start was ended, as text; "" if it was not."""
+    try:
+        stall = find_exit(where, prefix, since)
+    except OSError:
+        return ""
+    return "" if stall is None else f"process {stall['process']} hung at step {stall.get('step')}: {stall['what']}"
+
+
 def _is_current(path: str, stall: Fields) -> bool:
     alive = is_alive(stall)
     if alive is not None:

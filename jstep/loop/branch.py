@@ -23,10 +23,14 @@ from jstep.loop.arguments import Options
 from jstep.state.train_state import TrainState
 from jstep.stores import tagged_json
 from jstep.stores.files import is_directory
+from jstep.stores.run_record import original_of, read_records
+from jstep.stores.timeline import COPY
 from jstep.stores.urls import is_url, join_path, resolve_path, split_path
 
 PARENT = "parent"
 """The key, in a checkpoint's `extra`, in cards and in timelines, of the checkpoint that the run began from."""
+RUN_KEY, PARENT_RUN = "run", "parent_run"
+"""The keys of the name of the run, also in `extra`, and in timelines of that of its parent."""
 _NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
 _PROBLEM = "start_from cannot be read"
 
@@ -67,6 +71,24 @@ def step_of_values(state: TrainState) -> int | None:
     if trees.is_donated(state) or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
         return None
     return state_step(state) if trees.is_array(state.global_step) else None
+
+
+def as_copy(directory: str, prefix: str, step: int, extra: dict[str, Any], new_name: str) -> dict[str, Any] | None:
+    """Return the `extra` of a run in a copy of another run's directory, which is a run of its own; None if it is none.
+
+    Its parent is the checkpoint of the original.
+    """
+    with contextlib.suppress(OSError, ValueError):  # there is no timeline, or it is damaged
+        record, own = read_records(directory).get(prefix), extra.get(RUN_KEY)
+        if record is None or not isinstance(own, str):
+            return None
+        if (source := original_of(directory, record)) is not None:
+            parent = {"path": join_path(source, checkpoint_name(prefix, step)), "step": step}
+            return {**extra, RUN_KEY: new_name, PARENT: parent, PARENT_RUN: own}
+        first = record.starts[0]
+        if first.get(COPY) and first.get(PARENT_RUN) == own:  # an earlier start of this copy has saved nothing
+            return {**extra, RUN_KEY: first.get(RUN_KEY), PARENT: first.get(PARENT), PARENT_RUN: own}
+    return None
 
 
 def open_trunk(options: Options, saver: Saver | None, latest: int | None, given: int | None) -> Trunk | None:

@@ -35,7 +35,7 @@ from jstep.data.loaders import ReplayedBatches, StateBatches
 from jstep.data.sequence import BatchSequence
 from jstep.hooks import card_differences, cards
 from jstep.hooks.card_differences import BEFORE_AND_NOW, Changes, differences
-from jstep.hooks.cards import CODE, CONFIG, NOT_READY, SETTINGS
+from jstep.hooks.cards import NOT_READY, SETTINGS
 from jstep.hooks.states import hook_key
 from jstep.loop import given
 from jstep.loop.arguments import Options
@@ -49,7 +49,7 @@ from jstep.loop.stages import TrainSteps, lanes_of, name_of_step
 from jstep.optimizers.rules import RULE
 from jstep.state.sharding import describe_devices
 from jstep.stores.repository import GIT_TIMEOUT_SECS, code_version
-from jstep.stores.timeline import START
+from jstep.stores.timeline import CODE, CONFIG, START
 from jstep.training.metrics import LOSS, StepMetrics
 from jstep.training.step import step_function
 
@@ -488,14 +488,16 @@ class Cards(Observer):
             if cards.is_whole(before) and before["programs"]:
                 # The past covers the batches and lanes of the steps that were run; later ones do not matter.
                 return card_differences.changes(before, now, step, leave_out=("batches", "lanes"))
-            why = "it is torn, or of another version of jstep"
+            is_begun = cards.is_whole(before)  # a branch saves its first checkpoint before its first step
+            why = (
+                "ended before its first step" if is_begun else "has a card that is torn, or of another version of jstep"
+            )
         except FileNotFoundError:  # the timeline was deleted
             return None
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
+            why = f"has a card that cannot be read ({type(error).__name__}: {error})"
         _logger.info(
-            "%s: the card of the start that made it cannot be read (%s), so only optimizer, lanes and batches are "
-            "compared",
+            "%s: the start that made it %s, so only optimizer, lanes and batches are compared",
             name,
             why,
         )

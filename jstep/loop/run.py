@@ -20,7 +20,7 @@ from jstep.hooks.metric_sums import is_bad
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.numbers import host
 from jstep.hooks.run_hook import Poll, RunHook, RunInfo
-from jstep.loop.branch import Trunk
+from jstep.loop.branch import RUN_KEY, Trunk
 from jstep.loop.calls import Call
 from jstep.loop.dispatch import AfterCall, Dispatch
 from jstep.loop.feeder import BatchFeeder
@@ -30,9 +30,8 @@ from jstep.state.contents import NanLossDuringTrainingError, StateContents, in_w
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import LOSS
 
-RUN_KEY, ENDED, STOPPED = "run", "ended", "stopped"
-"""Keys of a checkpoint's `extra`: the name of the run, the step at which its hooks have ended, and the name of the hook
-that stopped it."""
+ENDED, STOPPED = "ended", "stopped"
+"""Keys of a checkpoint's `extra`: the step at which its hooks have ended, and the name of the hook that stopped it."""
 
 _ELSEWHERE = "those of another process"
 
@@ -50,6 +49,8 @@ class Origin:
         first: The first step, if known before the state is restored.
         trunk: The checkpoint of another run to begin from; None if this run has its own.
         parent: The path and step of the checkpoint that this run branched from.
+        parent_run: The name of the run that saved it, if this is the first start.
+        is_copy: Whether this is the first start in a copy of another run's directory.
     """
 
     latest: int | None = None
@@ -60,6 +61,8 @@ class Origin:
     first: int | None = None
     trunk: Trunk | None = None
     parent: dict[str, Any] | None = None
+    parent_run: str | None = None
+    is_copy: bool = False
 
     @property
     def is_at_branch_point(self) -> bool:

@@ -41,9 +41,19 @@ from jstep.hooks.numbers import read_values
 from jstep.hooks.stall_files import FOLDER as STALLS
 from jstep.hooks.states import get_states, set_states
 from jstep.loop.arguments import MAX_SECS, Options
-from jstep.loop.branch import PARENT, Trunk, open_trunk, parent_in, read_trunk, step_of_values
+from jstep.loop.branch import (
+    PARENT,
+    PARENT_RUN,
+    RUN_KEY,
+    Trunk,
+    as_copy,
+    open_trunk,
+    parent_in,
+    read_trunk,
+    step_of_values,
+)
 from jstep.loop.calls import AUTO
-from jstep.loop.run import ENDED, RUN_KEY, STOPPED, Observers, Origin, Run
+from jstep.loop.run import ENDED, STOPPED, Observers, Origin, Run
 from jstep.loop.setup import Setup
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.global_step import require_alive
@@ -91,7 +101,9 @@ def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, 
                 trunk, state, extra = read_trunk(options, trunk, state)
             setup.loop.begin(trunk.step, state, restored=True)
             origin = dataclasses.replace(origin, first=trunk.step, extra=extra)
-        origin = dataclasses.replace(origin, latest=trunk.step, trunk=trunk, parent=trunk.parent)
+        run = trunk.extra.get(RUN_KEY) if isinstance(trunk.extra, dict) else None
+        parent_run = run if isinstance(run, str) else None
+        origin = dataclasses.replace(origin, latest=trunk.step, trunk=trunk, parent=trunk.parent, parent_run=parent_run)
         if jax.process_index() == 0:
             edited = ", with the state passed" if trunk.edited else ""
             _logger.info("this run begins from %s%s", trunk.parent["path"], edited)
@@ -100,6 +112,8 @@ def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, 
             extra = extra_at(reads, origin.latest)
             origin = dataclasses.replace(origin, first=origin.latest, extra=extra)
             origin = dataclasses.replace(origin, parent=origin.parent or parent_in(extra))
+            if trunk is None:
+                origin = _of_copy(setup, reads, origin)
     if saver is None:
         processes.on_all_processes(lambda: _reach(options.where), "the logs cannot be opened")
     processes.on_all_processes(lambda: _notify_opened(options, observers, saver, origin), "the logs cannot be opened")
@@ -107,6 +121,17 @@ def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, 
         first = _step_of_given(state, "and no checkpoint_dir to restore from")
         return None, dataclasses.replace(origin, first=first)
     return saver, origin
+
+
+def _of_copy(setup: Setup, saver: Saver, origin: Origin) -> Origin:
+    """Return the origin of a run that begins in a copy of another run's directory, which is a run of its own."""
+    extra = as_copy(saver.directory, saver.prefix, origin.latest or 0, origin.extra, setup.new_name)
+    if extra is None:
+        return origin
+    is_new, parent = extra[RUN_KEY] == setup.new_name, extra[PARENT]
+    if is_new and jax.process_index() == 0:
+        _logger.info("%s is a copy: this run is a branch of %s from here on", saver.directory, parent["path"])
+    return dataclasses.replace(origin, extra=extra, parent=parent, parent_run=extra[PARENT_RUN], is_copy=is_new)
 
 
 def _reach(logdir: str | None) -> None:

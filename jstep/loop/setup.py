@@ -26,7 +26,7 @@ from jstep.loop.feeder import FetchCounter
 from jstep.loop.signals import StopSignals
 from jstep.loop.stages import TrainSteps
 from jstep.state.train_state import TrainState
-from jstep.stores.timeline import Timeline
+from jstep.stores.timeline_writer import Timeline
 
 # The state of a loop over calls: only the loop writes it, all others read it.
 
@@ -150,11 +150,10 @@ class LoopState:
 
 
 class Lines:
-    """The lines of a run's timeline, written from any thread; `latest` has the newest fields by kind."""
+    """The lines of a run's timeline, written from any thread, once it is open."""
 
     def __init__(self) -> None:
         self.timeline: Timeline | None = None
-        self.latest: dict[str, dict[str, Any]] = {}
 
     def open(self, timeline: Timeline) -> None:
         self.timeline = timeline
@@ -162,7 +161,6 @@ class Lines:
     def write(self, kind: str, **fields: object) -> None:
         timeline = self.timeline
         if timeline is not None:
-            self.latest[kind] = fields
             timeline.write(kind, **fields)
 
     def close(self) -> None:

@@ -50,7 +50,6 @@ from jstep.loop.stopping import report_done
 from jstep.state.contents import StateContents
 from jstep.state.train_state import TrainState
 from jstep.stores.owners import is_alive, this_process
-from jstep.stores.timeline import START, fields_with, read_timeline
 from jstep.stores.urls import location
 from jstep.summary.new_event_files import STARTS, starts_here, suffix_of_run
 from jstep.summary.writer import SummaryWriter
@@ -265,8 +264,8 @@ def _open_writer(setup: Setup, saver: Saver | None, origin: Origin) -> SummaryWr
         # The point of a restored step is kept. A run that begins again may evaluate before its first step again.
         first = setup.loop.first + (origin.restored is not None)
         own = origin.restored if origin.trunk is None else None
-        before = None if own is None else functools.partial(_last_of_older_versions, where, prefix, own)
-        same_place = own is not None or not _is_another_run(setup, prefix)
+        before = None if own is None else functools.partial(_last_of_older_versions, setup, where, prefix, own)
+        same_place = own is not None or not _is_another_run(setup)
         if starts_here(writer.path, first, same_place=same_place, before=before):
             for _ in range(STARTS):
                 writer.add_session_log("START", first)
@@ -281,24 +280,23 @@ def _open_writer(setup: Setup, saver: Saver | None, origin: Origin) -> SummaryWr
     return writer
 
 
-def _is_another_run(setup: Setup, prefix: str) -> bool:
+def _is_another_run(setup: Setup) -> bool:
     """Return whether a start without a checkpoint begins another run: the previous one there finished, or is alive."""
-    timeline, process, ended = setup.lines.timeline, None, None
-    with contextlib.suppress(Exception):  # it is missing or damaged
-        for line in fields_with(setup.options.where or "", "version", "end"):
-            if line.get("prefix") == prefix and timeline is not None and line.get("start") != timeline.start:
-                process, ended = (line.get("process"), None) if line.get("kind") == START else (process, line["end"])
-        if ended is None:
-            return isinstance(process, dict) and process != this_process() and bool(is_alive(process))
-    return isinstance(ended, list) and ended[:1] == ["finished"]
+    timeline = setup.lines.timeline
+    earlier = [] if timeline is None else timeline.record.starts[:-1]
+    if not earlier:
+        return False
+    process, (status, *_) = earlier[-1].get("process"), earlier[-1].get("end") or (None,)
+    if status is None:
+        return process is not None and process != this_process() and bool(is_alive(process))
+    return status == "finished"
 
 
-def _last_of_older_versions(where: str, prefix: str, step: int) -> float:
+def _last_of_older_versions(setup: Setup, where: str, prefix: str, step: int) -> float:
     """Return the latest time at which an earlier start is known to have lived."""
-    times = [0.0]
+    timeline = setup.lines.timeline
+    times = [0.0, *(start["time"] for start in (timeline.record.starts[:-1] if timeline is not None else ()))]
     with contextlib.suppress(Exception):  # the checkpoint was deleted meanwhile
         store = open_store(where)
         times.append(store.manifest(store.at(prefix, step) or "").saved_at)
-    with contextlib.suppress(Exception):  # there is no timeline
-        times += [lines[-1]["time"] for lines in read_timeline(where, prefix)[:-1]]
     return max(times)

@@ -1,6 +1,7 @@
 """The observer that records the times and the progress of a run, in a file next to its checkpoints."""
 
 import contextlib
+import itertools
 import logging
 import math
 import threading
@@ -11,28 +12,34 @@ import jax
 from jstep.checkpoint.saver import Saver
 from jstep.core import stopwatch
 from jstep.core.annotations import Tree
+from jstep.core.checks import cut_text, format_list, truncate
 from jstep.core.meshes import internal_transfers
 from jstep.core.records import json_float
 from jstep.core.secret_values import error_text
-from jstep.hooks.cards import CODE
+from jstep.core.tables import printable
 from jstep.hooks.numbers import is_ready, read_values, scalars
-from jstep.loop.branch import PARENT
+from jstep.hooks.stall_files import exit_reason
+from jstep.loop.branch import PARENT, PARENT_RUN
+from jstep.loop.given import command_line
 from jstep.loop.run import Observer, Origin, Run, name_of_run
 from jstep.loop.setup import Setup
 from jstep.state.sharding import describe_devices
-from jstep.stores.owners import this_process
-from jstep.stores.timeline import AGAIN, START, TIMES, VERSION
-from jstep.stores.timeline_ends import open_timeline
+from jstep.stores.owners import is_alive, this_process
+from jstep.stores.run_record import Record, has_trained, newest_times
+from jstep.stores.timeline import COPY, KILLED, START, TIMES, VERSION
+from jstep.stores.timeline_writer import Timeline
 from jstep.stores.urls import absolute, location
 
-_EVERY_SECS = 1.0
 _MAX_VALUES = 64
-"""The maximum number of metrics in a line; a line is written every second."""
+"""The maximum number of metrics that are recorded; they are written every second."""
+_MAX_REASON = 1000
+_IDLE_STARTS = 2
+"""The number of starts without a step, one after the other, after which the next one warns."""
 _logger = logging.getLogger("jstep")
 
 
 class TimelineRecorder(Observer):
-    """The thread that writes, once a second, a run's times and latest numbers, and finally how it ended.
+    """The thread that records, once a second, a run's times and latest numbers, and finally how it ended.
 
     Only process 0 writes, and only if the run has a checkpoint_dir or a logdir.
     """
@@ -52,7 +59,8 @@ class TimelineRecorder(Observer):
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(timeout=10)  # it may be blocked on an object store
-        self.times(end=list(_outcome(self.setup, error)))
+        status, reason, exception = _outcome(self.setup, error)
+        self.times(end=[status, reason], exception=exception)
         self.setup.lines.close()
         self.setup.watch.stop()
 
@@ -62,11 +70,13 @@ class TimelineRecorder(Observer):
             self.setup.watch.stop()
             return
         try:
-            timeline, before = open_timeline(where, options.checkpoint_prefix if saver is None else saver.prefix)
+            timeline = Timeline(where, options.checkpoint_prefix if saver is None else saver.prefix)
         except OSError as error:
             _logger.warning("%s: the times of this run cannot be kept: %s", where, error)
             self.setup.watch.stop()
             return
+        _end_previous(timeline, claimed=saver is not None)
+        _warn_of_no_progress(timeline.record, options.last_step)
         self.setup.lines.open(timeline)
         self._devices = _local_devices(self.setup.loop.state)
         self.times(
@@ -77,9 +87,9 @@ class TimelineRecorder(Observer):
             last_step=options.last_step,
             process=this_process(),
             claims=saver is not None,
-            before=before,
             run=name_of_run(self.setup, origin),
-            **{PARENT: origin.parent, "config": options.config},
+            argv=command_line(),
+            **{PARENT: origin.parent, PARENT_RUN: origin.parent_run, COPY: origin.is_copy, "config": options.config},
             **_about(self.setup),
         )
         self._thread.start()
@@ -93,22 +103,21 @@ class TimelineRecorder(Observer):
 
     def times(self, kind: str = TIMES, **fields: object) -> None:
         """Write a line with the times so far, if the file is open."""
-        loop, seconds = self.setup.loop, self.setup.watch.seconds()
-        time = round(self._wall + sum(seconds.values()), 6)
-        if kind == TIMES:
-            self._read_numbers()
-            fields |= {**{name: dict(of) for name, of in self._numbers.items()}, "now": stopwatch.CLOCKS.wall()}
-            code = self.setup.lines.latest.get(CODE, {})
-            fields |= {name: value for name, value in self._of_devices().items() if value}
-            fields["commit"] = f"{code.get('commit', ''):40}"  # of constant length: lines that grow are appended
-        self.setup.lines.write(
-            kind,
-            **fields,
-            time=time,
-            step=[loop.first, max(loop.first, loop.step)] if loop.is_known else None,
-            seconds={part: round(max(0.0, value), 6) for part, value in seconds.items() if value},
-            **{AGAIN: time},
-        )
+        self.setup.lines.write(kind, **self._newest(), **fields)
+
+    def _newest(self) -> dict[str, Any]:
+        loop, seconds, run = self.setup.loop, self.setup.watch.seconds(), self._run
+        self._read_numbers()
+        counted, unknown = (0, 0) if run is None else run.reports.examples
+        return {
+            "time": round(self._wall + sum(seconds.values()), 6),
+            "step": [loop.first, max(loop.first, loop.step)] if loop.is_known else None,
+            "seconds": {part: round(max(0.0, value), 6) for part, value in seconds.items() if value},
+            "now": stopwatch.CLOCKS.wall(),
+            "examples": None if unknown else counted,
+            **{name: dict(of) for name, of in self._numbers.items()},
+            **{name: value for name, value in self._of_devices().items() if value},
+        }
 
     def _read_numbers(self) -> None:
         """Read the numbers of the latest step once they are ready, without waiting for the device."""
@@ -125,7 +134,9 @@ class TimelineRecorder(Observer):
             for hook in run.evaluations:
                 newest = {} if hook.newest is None else read_values(hook.newest[1])
                 self._numbers["values"] |= {name: json_float(value) for name, value in newest.items()}
-                self._numbers["best"] |= {name: [json_float(value), step] for name, (value, step) in hook.best.items()}
+                self._numbers["best"] |= {
+                    name: [json_float(best.value), best.step, absolute(best.path)] for name, best in hook.best.items()
+                }
             self._numbers["values"] = dict(list(self._numbers["values"].items())[: 2 * _MAX_VALUES])
 
     def _of_devices(self) -> dict[str, Any]:
@@ -145,13 +156,42 @@ class TimelineRecorder(Observer):
         self.times(checkpoint=self.setup.loop.step)
 
     def _tick(self) -> None:
-        while not self._over.wait(_EVERY_SECS):
+        timeline = self.setup.lines.timeline
+        while timeline is not None:
             try:
-                self.times()
+                timeline.update(**self._newest())
+                timeline.publish()
             except Exception as error:  # an error here must not end the run
                 _logger.warning("the times of this run cannot be kept: %s", error)
                 self.setup.watch.stop()
                 return
+            if self._over.wait(timeline.period):
+                return
+
+
+def _end_previous(timeline: Timeline, *, claimed: bool) -> None:
+    """Append what the previous start recorded last, if it was killed before it could."""
+    start = timeline.record.newest
+    if start is None or "end" in start:
+        return
+    process = start.get("process") or {}
+    is_dead = claimed or is_alive(process) is False
+    end = [KILLED, exit_reason(timeline.where, timeline.prefix, start["opened"])] if is_dead else None
+    timeline.write(TIMES, **newest_times(start), **({} if end is None else {"end": end}), start=start["start"])
+
+
+def _warn_of_no_progress(record: Record, last_step: int | None) -> None:
+    idle = list(itertools.takewhile(lambda start: not has_trained(start), reversed(record.starts)))
+    if len(idle) < _IDLE_STARTS or (last_step is not None and (record.totals()["step"] or 0) >= last_step):
+        return
+    ends = [": ".join(filter(None, start.get("end") or (KILLED, ""))) for start in idle]
+    _logger.warning(
+        "the last %d starts of this run took no step: %s. A start that is killed while it restores and compiles makes "
+        "no progress: give it more time (stop_secs of train, or the limit of the job), and keep compiled programs with "
+        "compile_cache=True",
+        len(idle),
+        format_list([truncate(printable(end), 200) for end in dict.fromkeys(ends)], 3, "; "),
+    )
 
 
 def _about(setup: Setup) -> dict[str, Any]:
@@ -169,16 +209,17 @@ def _local_devices(state: Tree) -> list[Any]:
     return list(next((leaf.sharding.addressable_devices for leaf in leaves), ()))
 
 
-def _outcome(setup: Setup, error: BaseException | None) -> tuple[str, str]:
-    """Return how the run ended, and why."""
+def _outcome(setup: Setup, error: BaseException | None) -> tuple[str, str, str | None]:
+    """Return how the run ended, why, and the class of its exception."""
     loop, signals = setup.loop, setup.signals
     is_done = loop.is_known and loop.step >= setup.options.stop_step
     is_signal = error is not None and (signals.received is not None or isinstance(error, KeyboardInterrupt))
+    kind = None if error is None else type(error).__name__
     if error is not None and (isinstance(error, Exception) or not is_signal):
-        first = error_text(error).strip().partition("\n")[0][:200]
-        return "failed", f"{type(error).__name__}: {first}".rstrip(": ")
+        first = error_text(error).strip().partition("\n")[0]
+        return "failed", cut_text(f"{kind}: {first}".rstrip(": "), _MAX_REASON), kind
     if is_signal and not is_done:
-        return "interrupted", "SIGINT" if signals.received is None else signals.reason
+        return "interrupted", "SIGINT" if signals.received is None else signals.reason, kind
     if loop.stopped_by is not None:
-        return "finished", f"stopped by {loop.stopped_by}"
-    return "finished", "" if is_done else "the batches ended"
+        return "finished", f"stopped by {loop.stopped_by}", None
+    return "finished", "" if is_done else "the batches ended", None

@@ -215,31 +215,32 @@ def new_file(path: str, *, flush: bool = True) -> Iterator[BinaryIO]:
             sync(file.fileno(), path)
 
 
-def replace_file(path: str, data: bytes) -> None:
-    """Write a file or object atomically, and create its folder."""
+def replace_file(path: str, data: bytes, *, flush: bool = True) -> None:
+    """Write a file or object atomically, and create its folder; without `flush`, a power cut may empty it."""
     folder, name = split_path(path)
     if is_url(path):
         Objects(folder).write(name, data)
         return
-    with _replacement(path) as file:
+    with _replacement(path, flush=flush) as file:
         file.write(data)
 
 
 @contextlib.contextmanager
-def _replacement(path: str) -> Iterator[BinaryIO]:
+def _replacement(path: str, *, flush: bool = True) -> Iterator[BinaryIO]:
     folder, name = os.path.split(path)
     make_folders(folder)
     partial = temporary_path(path, new_token())
     try:
-        with new_file(partial) as file:
+        with new_file(partial, flush=flush) as file:
             yield file
         os.replace(partial, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(partial)
         raise
-    sync_folder(folder)
-    remove_temporary(folder, name.__eq__)
+    if flush:
+        sync_folder(folder)
+        remove_temporary(folder, name.__eq__)
 
 
 def remove_file(path: str) -> None:

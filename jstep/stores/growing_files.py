@@ -1,7 +1,6 @@
 """Growing files: objects that are uploaded periodically, since stores cannot append, and logs of JSON lines."""
 
 import contextlib
-import io
 import json
 import logging
 import math
@@ -58,11 +57,9 @@ class ObjectAppender:
         """The URL of the first object."""
         self._put()
 
-    def write(self, data: bytes, instead_of: int = 0) -> None:
-        """Append bytes, which stay in one object, in place of the last `instead_of` bytes; does not upload."""
+    def write(self, data: bytes) -> None:
+        """Append bytes, which stay in one object; does not upload."""
         with self._lock:
-            if instead_of:
-                del self._data[-instead_of:]
             if len(self._data) + sum(len(full) for _, full in self._full) + len(data) > MAX_BUFFERED_BYTES:
                 raise StoreError(f"{self.path}: {MAX_BUFFERED_BYTES} bytes are buffered in memory, since uploads fail")
             self._data += data
@@ -155,8 +152,6 @@ MAX_LINE = 2**26
 """The maximum number of bytes of a line: those of jstep have some thousands."""
 _HEAD, _BLOCK = 2**20, 2**13
 """The bytes to read at the beginning of a file, and first at its end."""
-_WIDTH = 256
-"""Replaceable lines are padded with spaces to a multiple of this."""
 
 
 def sync_growing(handle: int, path: str, *, is_named: bool) -> None:
@@ -169,9 +164,6 @@ def sync_growing(handle: int, path: str, *, is_named: bool) -> None:
 
 class LocalLines:
     """A file, to which other processes may append lines at the same time: each line is one appending write.
-
-    A replaceable line is written as two copies, and so is the line that replaces it, at the same place: a torn write
-    leaves one copy whole, and no other line changes or moves.
 
     Args:
         path: The file.
@@ -187,15 +179,9 @@ class LocalLines:
         make_folders(os.path.dirname(path))
         self._is_named = False
         self._file = open_own(path, beginning)
-        self._places: io.FileIO | None = None
-        """A second handle, since `_file` writes only at its end; None if lines cannot be replaced."""
-        self._latest = (0, b"")
-        """Offset and bytes of the line that the next one may replace."""
         try:
             self._check_first_line(is_line)
             self._repair()
-            with contextlib.suppress(OSError):  # a file system that only appends
-                self._places = open_own(path, beginning, append=False)
         except BaseException:
             self._file.close()
             raise
@@ -227,36 +213,7 @@ class LocalLines:
             tail = self._file.read(size) + tail
         return tail[tail.rfind(b"\n") + 1 :]
 
-    def size(self) -> int:
-        return os.fstat(self._file.fileno()).st_size
-
-    def write(self, line: bytes, *, replaceable: bool = False) -> None:
-        """Append a line, or write it over the previous one if both are `replaceable` and it is not longer."""
-        (at, before), self._latest = self._latest, (0, b"")
-        if not replaceable or self._places is None:
-            self._append(line)
-            return
-        width = max(len(before) // 2, -(-len(line) // _WIDTH) * _WIDTH)
-        line = 2 * (line[:-1].ljust(width - 1) + b"\n")
-        if len(line) != len(before) or not self._replace(self._places, at, before, line):
-            self._append(line)
-            at = self._file.tell() - len(line)
-        self._latest = at, line
-
-    def _replace(self, file: io.FileIO, at: int, before: bytes, line: bytes) -> bool:
-        """Write over a line, if the file still has it; return whether that succeeded."""
-        with contextlib.suppress(OSError):
-            file.seek(at)
-            if file.read(len(before)) != before:
-                return False
-            file.seek(at)
-            if file.write(line) == len(line):
-                return True
-        file.close()
-        self._places = None
-        return False
-
-    def _append(self, line: bytes) -> None:
+    def write(self, line: bytes) -> None:
         wrote = self._file.write(line)
         if wrote is not None and wrote < len(line):  # the disk is full
             self._file.write(b"\n")
@@ -271,7 +228,7 @@ class LocalLines:
 
     def close(self) -> None:
         if not self._file.closed:
-            with self._file, self._places or contextlib.nullcontext():
+            with self._file:
                 self.sync(to_disk=True)
 
 
@@ -283,19 +240,12 @@ class ObjectLines:
         objects = Objects(above)
         self.path = path
         self._thread: threading.Thread | None = None
-        self._replaceable = 0
         with objects.within(START_TIMEOUT_SECS):
             header = repair_last_line(objects.read(name).data or b"") if resume else b""
             self._appender = ObjectAppender(objects, lambda: name, header, segmented=False, at_once=resume)
 
-    def size(self) -> int:
-        return 0  # no other process appends to an object
-
-    def write(self, line: bytes, *, replaceable: bool = False) -> None:
-        """Append a line, or replace the previous one if that is `replaceable`."""
-        replaced, self._replaceable = self._replaceable, 0
-        self._appender.write(line, replaced)
-        self._replaceable = len(line) if replaceable else 0
+    def write(self, line: bytes) -> None:
+        self._appender.write(line)
 
     def sync(self, *, to_disk: bool) -> None:
         """Upload the lines if `to_disk`; otherwise start an upload in the background when one is due."""

@@ -1,100 +1,18 @@
-"""The timeline of a run, the file or objects that keep its times: writing and reading of its lines."""
+"""The timeline of a run, the file or objects to which it appends a line at each event: reading of its lines."""
 
-import contextlib
 import functools
 import heapq
 import json
 import logging
-import secrets
-import threading
-from array import array
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeGuard, TypeVar
 
-from jstep.core.checks import as_string, format_list, format_value
+from jstep.core.checks import format_value
 from jstep.core.stopwatch import PARTS
-from jstep.core.tables import printable
 from jstep.stores.files import is_directory, names_in, open_for_reading
-from jstep.stores.growing_files import MAX_LINE, open_lines
+from jstep.stores.growing_files import MAX_LINE
 from jstep.stores.objects import Directory
-from jstep.stores.urls import absolute, is_url, join_path, location, split_path
-
-# Writing the timeline of a run, one line per write.
-
-
-class Timeline:
-    """Writer for the timeline of a run. It is thread-safe, and a failed write never ends the run.
-
-    In a directory, every start appends to one file; a torn last line of a killed process is removed. Below a URL, each
-    start has an object, uploaded every ten seconds and before each checkpoint. In both, the newest times replace the
-    previous ones, except for the times of a checkpoint. `earlier` has the URLs of the objects that exist.
-    """
-
-    def __init__(self, where: str, prefix: str, *, is_shared: bool = False, earlier: Iterable[str] = ()) -> None:
-        self._begins: int | None = None
-        self._is_shared, self._size = is_shared, -1
-        self.where, self.start, self._prefix = where, secrets.token_hex(4), prefix
-        self._lock = threading.Lock()
-        self._failing = False
-        name = f"{OBJECTS}{_stamp(earlier)}-{self.start}.jsonl" if is_url(where) else TIMELINE_FILE
-        self._lines = open_lines(join_path(where, name), b'{"kind": "', is_line, resume=not is_url(where))
-
-    def write(self, kind: str, **fields: object) -> None:
-        """Write a line; one with the field `checkpoint` is not replaced."""
-        with self._kept():
-            size = self._lines.size()
-            self._is_shared = self._is_shared or -1 < self._size != size  # another run has appended a line
-            line: dict[str, Any] = {"kind": kind, "start": self.start, "prefix": self._prefix}
-            if kind in (START, TIMES):  # for readers of only the end
-                # These have one length in all starts: a line that becomes longer is appended, out of order.
-                line |= {
-                    "begins": f"{-1 if self._begins is None else self._begins:014}",
-                    "shared": int(self._is_shared),
-                }
-            text = (json.dumps(line | fields, allow_nan=False) + "\n").encode()
-            self._begins = size if kind == START else self._begins
-            self._lines.write(text, replaceable=kind == TIMES and "checkpoint" not in fields)
-            self._size = self._lines.size()
-            self._lines.sync(to_disk=False)
-            self._failing = False
-
-    def flush(self) -> None:
-        with self._kept():
-            self._lines.sync(to_disk=True)
-
-    @contextlib.contextmanager
-    def _kept(self) -> Iterator[None]:
-        """Let in one thread at a time, and log the first of several errors."""
-        with self._lock:
-            try:
-                yield
-            except OSError as error:
-                if not self._failing:
-                    _logger.warning("%s: the times of this run cannot be kept: %s", self._lines.path, error)
-                self._failing = True
-
-    def close(self) -> None:
-        with self._lock:
-            try:
-                self._lines.close()
-            except OSError as error:
-                _logger.warning("%s: the last times of this run are lost: %s", self._lines.path, error)
-
-
-_STAMP = "%Y%m%dT%H%M%S.%f"
-
-
-def _stamp(earlier: Iterable[str]) -> str:
-    """Return the time, as the part of a name that sorts after those of earlier starts, whatever the hosts' clocks."""
-    now = datetime.now(UTC)
-    for place in earlier:
-        with contextlib.suppress(ValueError, OverflowError):  # not a name of ours
-            text = split_path(place)[1].removeprefix(OBJECTS).partition("-")[0]
-            now = max(now, datetime.strptime(text, _STAMP).replace(tzinfo=UTC) + timedelta(microseconds=1))
-    return now.strftime(_STAMP)
-
+from jstep.stores.urls import is_url, join_path
 
 # Reading the lines of a timeline, from a file or from the objects of all starts.
 
@@ -104,91 +22,18 @@ OBJECTS = "timeline."
 VERSION = 1
 START, TIMES = "start", "parts"
 """The kinds of lines that contain times."""
-AGAIN = "time_again"
-"""The last field of a line with times, equal to its `time` unless the line was only partly written."""
+CODE, CONFIG = "code", "config"
+"""The kinds of lines with the commit of the code, and with a config that took long; also fields of other lines."""
+_AGAIN = "time_again"
+"""In lines of older versions, which were written over the previous ones: equal to `time` unless a write was torn."""
+COPY = "copied"
+"""The field of a start in a copy of another run's directory, which is a run of its own: true there."""
+KILLED = "killed"
+"""The end of a start that could not write it, as a later one wrote it."""
 STALL = "stall"
 """The kind of a line about a stall: its `part`, and the seconds that it lasted, `stalled`."""
 
-_logger = logging.getLogger("jstep")
-
-
-class Times(Sequence[dict[str, Any]]):
-    """The lines with times of one start, in arrays: a dictionary per line would take ten times the file."""
-
-    def __init__(self) -> None:
-        self._seconds = {part: array("d") for part in PARTS}
-        self._time = array("d")
-        self._first, self._now, self._checkpoint = array("q"), array("q"), array("q")  # -1 for none
-
-    def append(self, line: Mapping[str, Any]) -> None:
-        first, now = line["step"] or (-1, -1)
-        checkpoint = line.get("checkpoint")
-        self._time.append(line["time"])
-        self._first.append(first)
-        self._now.append(now)
-        self._checkpoint.append(-1 if checkpoint is None else checkpoint)
-        for part, seconds in self._seconds.items():
-            seconds.append(line["seconds"].get(part, 0.0))
-
-    def __len__(self) -> int:
-        return len(self._time)
-
-    def __getitem__(self, n: Any) -> Any:
-        first, checkpoint = self._first[n], self._checkpoint[n]
-        return {
-            "time": self._time[n],
-            "step": None if first < 0 else [first, self._now[n]],
-            "seconds": {part: seconds[n] for part, seconds in self._seconds.items()},
-            "checkpoint": None if checkpoint < 0 else checkpoint,
-        }
-
-    def newest(self) -> dict[str, Any] | None:
-        """Return the newest line with steps, or None."""
-        return next((line for line in reversed(self) if line["step"] is not None), None)
-
-
-def read_timeline(path: object, prefix: str = "model") -> list[Times]:
-    """Return the lines with times of each start of a run.
-
-    A torn last line is skipped silently; other corrupted lines are skipped with a warning. The path is a directory of
-    checkpoints, a logdir, a timeline in it, or a URL of one of these.
-
-    Raises:
-        ValueError: The first line of a start has an invalid value, or there is no run with this prefix.
-    """
-    where, prefix = absolute(location(path, "path")), as_string(prefix, "prefix")
-    starts: defaultdict[str, Times] = defaultdict(Times)
-    others: dict[str, None] = {}
-    own: dict[str, str] = {}
-    for place in timeline_files(where):
-        skipped: list[str] = []
-        for number, raw in enumerate(lines_of(place), 1):
-            line = parse_line(raw)
-            if line is not None and line["prefix"] not in (prefix, ANY_PREFIX):
-                others.setdefault(line["prefix"])
-                continue
-            problem = "" if line is None else problem_of(line)
-            if line is not None and line["kind"] == START:
-                if problem:
-                    raise ValueError(f"{place}: line {number} {problem}")
-                own[line["start"]] = place
-            if line is None or problem:
-                if raw.strip() and raw.endswith(b"\n"):
-                    text = format_value(raw[:200].decode(errors="replace").strip(), 60)
-                    skipped.append(f"line {number} ({text})")
-            elif line["kind"] in (START, TIMES):
-                starts[line["start"]].append(line)
-        if skipped:
-            text = format_list(skipped, 5)
-            _logger.warning("%s: skipped what is not a line of a timeline: %s", printable(place), text)
-    if not own:
-        raise ValueError(
-            f"prefix={prefix!r}: must be the prefix of a run in {where}, which has "
-            f"{', '.join(map(repr, others)) or 'none'}; give the checkpoint_prefix of the run"
-        )
-    return in_order(
-        ((own[start], lines) for start, lines in starts.items() if start in own), lambda run: run[0]["time"]
-    )
+logger = logging.getLogger("jstep")
 
 
 def fields_with(where: str, *words: str, start: str = "") -> list[dict[str, Any]]:
@@ -258,17 +103,22 @@ def decode_json(raw: bytes) -> Any:
     return value
 
 
-def timeline_files(where: str) -> list[str]:
-    if where.endswith(".jsonl"):
-        return [where]
+def timeline_names(where: str) -> list[str]:
+    """Return the names of the files or objects in a directory that may be of a timeline, sorted."""
     if is_url(where):
         names = sorted(Directory(where).listing(OBJECTS))
     elif is_directory(where):
         names = names_in(where)
     else:
         raise FileNotFoundError(f"{where}: no such directory")
-    # A run that was copied between a disk and a bucket, and resumed there, has both the file and objects.
-    files = [name for name in names if name.startswith(OBJECTS) and name.endswith(".jsonl") and "/" not in name]
+    return [name for name in names if name.startswith(OBJECTS) and "/" not in name]
+
+
+def timeline_files(where: str, names: Iterable[str] | None = None) -> list[str]:
+    """Return the timeline of a directory; a run that was copied between a disk and a bucket has a file and objects."""
+    if where.endswith(".jsonl"):
+        return [where]
+    files = [name for name in (timeline_names(where) if names is None else names) if name.endswith(".jsonl")]
     if not files:
         raise FileNotFoundError(
             f"{where}: there is no timeline; give the checkpoint_dir of a run, or its logdir if it has none"
@@ -299,18 +149,19 @@ def parse_line(raw: bytes) -> dict[str, Any] | None:
     if not all(isinstance(fields.get(key), str) for key in ("kind", "start", "prefix")):
         return None
     # Otherwise it was partly written over the previous line.
-    return fields if fields.get(AGAIN) == fields.get("time") or AGAIN not in fields else None
+    return fields if fields.get(_AGAIN) == fields.get("time") or _AGAIN not in fields else None
 
 
 def problem_of(line: Mapping[str, Any]) -> str:
-    """Return why a line with times is invalid, as the end of a sentence; empty if it is valid."""
-    if line["kind"] not in (START, TIMES):
+    """Return why a line is invalid, as the end of a sentence; empty if it is valid, or of another kind."""
+    if line["kind"] not in (START, TIMES, CODE, CONFIG):
         return ""
     if line["kind"] == START and line.get("version") != VERSION:
         version = line.get("version")
         newer = f"is of a newer version ({version}): update jstep to read it"
         return newer if is_step(version) and version > VERSION else f"has version={format_value(version)}"
-    if missing := [name for name in ("time", "step", "seconds") if name not in line]:
+    needed = ("time", "step", "seconds") if line["kind"] in (START, TIMES) else ()
+    if missing := [name for name in needed if name not in line]:
         return f"has no {missing[0]!r}"
     for name, value in line.items():
         is_valid = _CHECKS.get(name)
@@ -320,10 +171,10 @@ def problem_of(line: Mapping[str, Any]) -> str:
 
 
 def is_seconds(value: Any) -> bool:
-    return _is_time(value) and value >= 0
+    return is_time(value) and value >= 0
 
 
-def _is_time(value: Any) -> bool:
+def is_time(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e15
 
 
@@ -347,6 +198,10 @@ def _is_text(value: Any) -> bool:
 
 def _is_flag(value: Any) -> bool:
     return type(value) in (bool, int) and value in (0, 1)
+
+
+def _is_texts(value: Any) -> bool:
+    return type(value) is list and all(map(_is_text, value))
 
 
 def _is_mapping(of: Callable[[Any], bool], at_most: int = 1000) -> Callable[[Any], bool]:
@@ -373,23 +228,31 @@ def _is_process(value: Any) -> bool:
     return type(value) is dict and type(value.get("pid")) is int and 0 < value["pid"] < 2**31
 
 
-def _is_before(value: Any) -> bool:
-    if value == {}:
-        return True
-    return type(value) is dict and all(
-        name in value and (is_valid(value[name]) or (value[name] is None and name not in ("wall", "values", "best")))
-        for name, is_valid in _BEFORE.items()
+def _is_best(value: Any) -> bool:
+    is_one = type(value) is list and 2 <= len(value) <= 3 and _is_number(value[0]) and is_step(value[1])
+    return is_one and all(map(is_path, value[2:]))
+
+
+def is_totals(value: Any) -> bool:
+    """Whether a value is what `run_record.totals` returns, or None."""
+    return value is None or (
+        type(value) is dict
+        and all(
+            name in value
+            and (is_valid(value[name]) or (value[name] is None and name not in ("wall", "values", "best")))
+            for name, is_valid in _TOTALS.items()
+        )
     )
 
 
 _NUMBERS: dict[str, Callable[[Any], bool]] = {
     "values": _is_mapping(_is_number),
-    "best": _is_mapping(_is_pair(_is_number, is_step)),
+    "best": _is_mapping(_is_best),
     "peak_bytes": is_step,
     "mfu": is_seconds,
     "parent": _is_parent,
 }
-_BEFORE = _NUMBERS | {"since": _is_time, "step": is_step, "wall": is_seconds}
+_TOTALS = _NUMBERS | {"since": is_time, "step": is_step, "wall": is_seconds, "parent_run": _is_text}
 _CHECKS = _NUMBERS | {
     "time": is_seconds,
     "now": is_seconds,
@@ -401,12 +264,23 @@ _CHECKS = _NUMBERS | {
     "directory": is_path,
     "devices": _is_text,
     "commit": _is_text,
+    "edits": _is_text,
+    "argv": _is_texts,
+    "run": _is_text,
     "process": _is_process,
     "claims": _is_flag,
-    "before": _is_before,
-    "config": _is_mapping(lambda value: True, 2**31),
+    COPY: _is_flag,
+    CONFIG: _is_mapping(lambda value: True, 2**31),
     "end": _is_pair(_is_text, _is_text),
-    "begins": lambda value: type(value) is str and len(value) < 20,
-    "shared": _is_flag,
+    "exception": _is_text,
+    "examples": is_step,
+    "saved": lambda value: (
+        type(value) is list
+        and len(value) == 3
+        and is_step(value[0])
+        and is_seconds(value[1])
+        and (value[2] is None or is_step(value[2]))
+    ),
+    "parent_run": _is_text,
 }
-"""The fields that readers use, of both kinds of lines with times; each may be None, or be missing in older versions."""
+"""The fields that readers use; each may be None, or be missing in older versions."""

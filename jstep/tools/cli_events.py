@@ -32,7 +32,8 @@ from jstep.tools.cli import (
 )
 from jstep.tools.figures import figure, save_figure
 from jstep.tools.own_events import files_of_run
-from jstep.tools.runs import RunSummary, distinct, run_names, runs
+from jstep.tools.run_summary import RunSummary
+from jstep.tools.runs import distinct, run_names, runs
 
 # `plot`: curves of scalars with matplotlib, without a display or a server.
 

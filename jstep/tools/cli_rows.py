@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 
 from jstep.core.checks import check_choice, format_list, truncate
 from jstep.hooks.cards import RECIPE, Start, read_starts
-from jstep.stores.timeline import TIMELINE_FILE, read_timeline, timeline_files
+from jstep.stores.run_record import newest_with_step, read_timeline
+from jstep.stores.timeline import TIMELINE_FILE, timeline_files
 from jstep.stores.urls import resolve_path, split_path
 from jstep.tools.cli import Command, answer, complain
-from jstep.tools.runs import RunSummary, run_names, runs
+from jstep.tools.run_summary import RunSummary
+from jstep.tools.runs import run_names, runs
 
 # The definitions of the batches of a run, by its steps.
 
@@ -75,7 +77,7 @@ def stretches(run: RunSummary, before: float | None = None, seen: Sequence[str] 
     found = _of_parent(run, min(times, default=None), seen)
     by_time: dict[Any, Start] = {start.time: start for start in starts}
     for lines in read_timeline(run.path, run.prefix):
-        newest, began = lines.newest(), lines[0]["time"]
+        newest, began = newest_with_step(lines), lines[0]["time"]
         first, stop = (0, 0) if newest is None else newest["step"]
         if first == stop or not (before is None or began < before):
             continue

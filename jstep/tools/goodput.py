@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from jstep.core.stopwatch import PARTS, STEPPING
 from jstep.core.tables import Tabular
-from jstep.stores.timeline import STALL, Times, fields_with, is_seconds, read_timeline
+from jstep.stores.run_record import Times, newest_with_step, read_timeline
+from jstep.stores.timeline import STALL, fields_with, is_seconds
 from jstep.stores.urls import absolute, location
 from jstep.tools.cli import Command, answer
 
@@ -96,8 +97,8 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
 
     `train` writes the times to `timeline.jsonl` next to the checkpoints, or in the logdir if there is no
     checkpoint_dir; below a URL each start has an object `timeline.….jsonl`. A line is written before each checkpoint,
-    and one is replaced every second. If a start was killed, up to its last second (ten seconds below a URL) counts as
-    `down`. The run may still be in progress.
+    and a small file beside it is replaced every second. If a start was killed, up to its last second (ten seconds below
+    a URL) counts as `down`. The run may still be in progress.
 
     Equation: total = productive + rewound + before + starting + waiting + saving + evaluating + hooks + down.
 
@@ -139,7 +140,7 @@ def by_start(all_starts: Sequence[Times]) -> list[Goodput]:
     ended: float | None = None
     for lines in all_starts:
         last = lines[-1]
-        own = last["seconds"]
+        own = last["seconds"].copy()
         began, down = last["time"] - sum(own.values()), 0.0
         if ended is not None:
             down = max(0.0, began - ended)
@@ -167,7 +168,7 @@ def sum_starts(starts: Sequence[Goodput]) -> Goodput:
 
 def _kept(lines: Times, limit: float) -> tuple[float, int]:
     """The step time and the number of steps of a start, up to the step that a later start resumed from."""
-    newest = lines.newest()
+    newest = newest_with_step(lines)
     if newest is None:
         return 0.0, 0
     first, last = newest["step"]

@@ -26,6 +26,7 @@ from jstep.tools import report_many
 from jstep.tools.cli import OK, Command, utc_text
 from jstep.tools.goodput import sum_starts
 from jstep.tools.run_files import RunFiles
+from jstep.tools.run_summary import RunSummary
 from jstep.tools.runs import RunList, distinct, run_names, runs
 from jstep.tools.sweep import Ranking, Row, Sweep
 
@@ -209,12 +210,9 @@ def _facts(all_left: Sequence[RunFiles], left: RunFiles) -> str:
         "peak memory of a device": run.peak_bytes and f"{run.peak_bytes / 2**30:.2f} GiB",
         "mfu": run.mfu and f"{run.mfu:.3g}",
         "goodput": left.times and f"{sum_starts(left.goodput).fraction:.1%}",
-        "commit": run.commit,
+        "commit": run.commit and run.commit + f", with edits ({run.edits})" * bool(run.edits),
         "branch of": run.parent and f"{run.parent[0]} (step {run.parent[1]})",
-        "branches": ", ".join(
-            other.name for other in all_left
-            if other.run.parent is not None and split_path(other.run.parent[0])[0] == run.path
-        ),
+        "branches": ", ".join(other.name for other in all_left if _is_branch(other.run, run)),
         **{f"best {name}": f"{value:.6g} at step {at}" for name, (value, at) in run.best.items()},
         **{f"last {name}": f"{value:.6g}" for name, value in run.metrics.items()},
         "directory": run.path,
@@ -223,6 +221,11 @@ def _facts(all_left: Sequence[RunFiles], left: RunFiles) -> str:
         f"<div><dt>{html_text(name)}</dt><dd>{html_text(value)}</dd></div>" for name, value in rows.items() if value
     )
     return f"<dl>{''.join(facts)}</dl>"
+
+
+def _is_branch(run: RunSummary, of: RunSummary) -> bool:
+    is_below = run.parent is not None and split_path(run.parent[0])[0] == of.path
+    return is_below or (run.parent_run is not None and run.parent_run == of.run)
 
 
 def _recorded(left: RunFiles, is_open: bool = False) -> str:
@@ -234,6 +237,11 @@ def _recorded(left: RunFiles, is_open: bool = False) -> str:
         if name not in settings:
             group, _, rest = name.rpartition(": ")
             groups.setdefault(group or "program", []).append(f"{rest} = {truncate(str(value), 300)}")
+    options = {
+        name: [f"{key} = {truncate(str(value), 300)}" for key, value in config.items()]
+        for name, config in left.options().items()
+    }
+    groups = {name: entries for name, entries in groups.items() if name != "config"} | options
     opened, words = " open" * is_open, "program, arguments, batches, versions"
     rows = [(group, ", ".join(entries)) for group, entries in groups.items()]
     return f"<details{opened}><summary>{words}</summary>{_table(rows, kind='facts')}</details>" if rows else ""
@@ -311,11 +319,10 @@ def _where(left: RunFiles, count: int) -> list[str]:
     head = ["", "steps", *(f"{name} (s)" for name in shares), "ended"]
     digits = 1 if total.total > 60 else 3
     rows = [["all", f"{total.steps}", *(f"{secs:.{digits}f}" for secs in shares.values()), ""]]
-    ids = [item.id for item in left.starts] if len(left.starts) == len(left.times) else [""] * len(left.times)
-    for i, (start, item, span) in enumerate(zip(ids, left.goodput, left.spans(), strict=True), 1):
+    for i, (end, item, span) in enumerate(zip(left.ends(), left.goodput, left.spans(), strict=True), 1):
         where = "" if span is None else f"{span[0]} to {span[1]}"
         seconds = [f"{item.parts[name]:.{digits}f}" for name in shares]
-        rows.append([f"start {i}", where, *seconds, left.ends.get(start, "")])
+        rows.append([f"start {i}", where, *seconds, end])
     title = f"<p>{html_text(total._title())}</p>"
     return [_heading(left, count), title, f'<div class="bar">{bar}</div><p>{keys}</p>', _table(rows, head)]
 

@@ -14,20 +14,18 @@ from jstep.core.curves import Mark
 from jstep.hooks.card_differences import card_difference
 from jstep.hooks.cards import Start, read_starts
 from jstep.stores.event_files import DataLossError, Series, read_series
-from jstep.stores.timeline import STALL, START, TIMES, Times, fields_with, read_timeline
+from jstep.stores.run_record import Times, newest_with_step, read_timeline
+from jstep.stores.timeline import STALL, START, fields_with
 from jstep.stores.urls import is_url
 from jstep.tools.cli import time_text
 from jstep.tools.goodput import Goodput, by_start, sum_starts
 from jstep.tools.own_events import events_of_run
-from jstep.tools.runs import RunSummary
+from jstep.tools.run_summary import RunSummary, trained_start
 
 
 @dataclasses.dataclass(frozen=True)
 class RunFiles:
-    """The files of a run. What cannot be read or shown is left out, and listed in `problems`.
-
-    `ends` maps the names of starts to how they ended.
-    """
+    """The files of a run. What cannot be read or shown is left out, and listed in `problems`."""
 
     run: RunSummary
     name: str
@@ -36,7 +34,6 @@ class RunFiles:
     times: Sequence[Times] = ()
     series: Mapping[str, Series] = dataclasses.field(default_factory=dict)
     problems: list[str] = dataclasses.field(default_factory=list)
-    ends: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stalls: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
@@ -47,16 +44,14 @@ class RunFiles:
         known = functools.partial(_known, problems)
         starts = [item for item in known((), read_starts, run.path) if item.prefix == run.prefix]
         problems += [item.problem for item in starts if item.problem]
-        words = "version", "end", STALL
+        words = "version", STALL
         lines = [item for item in known((), fields_with, run.path, *words) if item.get("prefix") == run.prefix]
-        ends = {str(item.get("start")): item["end"] for item in lines if item.get("kind") == TIMES and "end" in item}
         begun = [item for item in lines if item.get("kind") == START]
         files, not_shown = known(([], []), events_of_run, run.path, starts, begun)
         problems += not_shown
         series = known({}, read_series, files, lambda error: problems.append(_damaged(error)))
         return cls(
             run, name, color, starts, known((), read_timeline, run.path, run.prefix), _most(series, problems), problems,
-            {start: ": ".join(filter(None, map(str, end))) for start, end in ends.items() if isinstance(end, list)},
             [item for item in lines if item.get("kind") == STALL],
         )  # fmt: skip
 
@@ -76,8 +71,8 @@ class RunFiles:
 
     @property
     def card(self) -> dict[str, Any]:
-        """The card of the last start that has one."""
-        return next((start.card for start in reversed(self.starts) if start.card is not None), {})
+        """The card of the start that the run is."""
+        return trained_start(self.run, self.starts).card or {}
 
     @functools.cached_property
     def goodput(self) -> list[Goodput]:
@@ -88,8 +83,24 @@ class RunFiles:
 
     def spans(self) -> list[tuple[int, int] | None]:
         """The first and the last step of each start."""
-        newest = [lines.newest() for lines in self.times]
+        newest = [newest_with_step(lines) for lines in self.times]
         return [None if line is None else (line["step"][0], line["step"][1]) for line in newest]
+
+    def ends(self) -> list[str]:
+        """How each start of `times` ended; "" where that is not known any more."""
+        known = [f"{start['status']}: {start['reason']}".rstrip(": ") for start in self.run.starts]
+        return ([""] * len(self.times) + known)[len(known) :]
+
+    def options(self) -> dict[str, Mapping[str, Any]]:
+        """The config of the run; where starts that took steps differ, each with its steps."""
+        found: list[tuple[int, int, Mapping[str, Any]]] = []
+        for start in self.run.starts:
+            if start["first"] is not None and start["config"] is not None:
+                first = found.pop()[0] if found and found[-1][2] == start["config"] else start["first"]
+                found.append((first, start["last"], start["config"]))
+        if len(found) < 2:
+            return {"config": self.run.config} if self.run.config else {}
+        return {f"config, steps {first} to {last}": config for first, last, config in found}
 
     def marks(self) -> list[Mark]:
         """The run's starts, stages and checkpoints on the axis."""
@@ -113,6 +124,9 @@ class RunFiles:
     def _oddities(self) -> Iterator[str]:
         if self.run.status not in ("finished", "running", "unreadable"):
             yield f"it is {self.run.status}: {self.run.reason}".rstrip(": ")
+        if (refused := self.run.refused) is not None:
+            what = f"{refused['status']}: {refused['reason']}".rstrip(": ")
+            yield f"the start that ended {time_text(refused['time'], ' ', 'seconds')} took no step: {what}"
         for line in self.stalls:
             seconds, what = line.get("stalled"), truncate(str(line.get("what")), 200)
             yield f"process {line.get('process')} stalled for {seconds} s at step {line.get('step')}: {what}"

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import dataclasses
 import itertools
 import math
 import os
@@ -12,80 +11,20 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jstep.checkpoint.claims import read_claim
 from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import as_string, truncate
 from jstep.core.tables import breadth, columns, html_table, printable
 from jstep.hooks.card_differences import card_values
-from jstep.hooks.cards import NOT_READY, Start, read_starts
-from jstep.hooks.stall_files import find_exit, read_stalls
+from jstep.hooks.cards import SECTIONS
 from jstep.stores.files import is_absent, is_directory, walk
-from jstep.stores.growing_files import seconds_since_write
-from jstep.stores.owners import is_alive
-from jstep.stores.timeline import OBJECTS, TIMELINE_FILE, is_step
-from jstep.stores.timeline_ends import End, carry_over, ends
+from jstep.stores.run_record import read_records
+from jstep.stores.timeline import CONFIG, OBJECTS, TIMELINE_FILE
 from jstep.stores.urls import absolute, is_url, location, split_path
 from jstep.tools.cli import OK, Command, as_strict_json, choose, complain, local_text
-from jstep.tools.goodput import goodput
+from jstep.tools.run_summary import RunSummary, summarize, summary_fields, trained_start, unreadable_run
 
-RUNNING, HANGS, FINISHED, KILLED, UNREADABLE = "running", "hangs", "finished", "killed", "unreadable"
-_ENDS = (FINISHED, "interrupted", "failed")
-"""The ends that a timeline records."""
-_SILENT = 120.0
-"""Seconds after which a run on another host, whose timeline does not change, counts as dead."""
-_SHORT = 2**17
-"""The number of bytes up to which a timeline is read as a whole."""
 _OWN = ("run", "status", "step", "since", "wall", "on")
 """The columns that are not metrics."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RunSummary:
-    """Summary of one run: a directory and a checkpoint prefix with a timeline.
-
-    Attributes:
-        path: The directory or URL.
-        prefix: The prefix of its checkpoints.
-        status: `"running"`, `"hangs"`, `"finished"`, `"interrupted"`, `"failed"`, `"killed"`, or `"unreadable"`.
-        reason: Why it finished, which signal or exception ended it, or what it is waiting for; may be empty.
-        step: The last step that is known; 0 before the first one.
-        last_step: The step at which it ends; None if the batches, a hook or a signal end it, or if it is not known.
-        metrics: Name → last value, of scalar metrics and of evaluations.
-        best: Name → best value and its step, if a `KeepBest` keeps the best.
-        started: When its first start began, in seconds since 1970; None if it cannot be read.
-        ended: The time of its last sign of life; None while it runs.
-        wall_seconds: The seconds of all starts.
-        devices: The devices of the last start, such as `"2×NVIDIA H100"`.
-        parent: The checkpoint that it branched from, and its step, or None.
-        error: Why it cannot be read, or None.
-        parameters: The number of parameters. This and the following fields are None if unknown.
-        peak_bytes: The peak memory of a device, the largest.
-        mfu: The utilization of the devices.
-        goodput: The share of its time in which it trained.
-        config: The `config` that `train` was given.
-        commit: The commit of its code.
-    """
-
-    path: str
-    prefix: str
-    status: str
-    reason: str = ""
-    step: int = 0
-    last_step: int | None = None
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    best: Mapping[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
-    started: float | None = None
-    ended: float | None = None
-    wall_seconds: float = 0.0
-    devices: str = ""
-    parent: tuple[str, int] | None = None
-    error: str | None = None
-    parameters: int | None = None
-    peak_bytes: int | None = None
-    mfu: float | None = None
-    goodput: float | None = None
-    config: Mapping[str, Any] | None = None
-    commit: str | None = None
 
 
 class RunList(list[RunSummary]):
@@ -105,7 +44,7 @@ class RunList(list[RunSummary]):
             Name → the value of each run, in the order of the list; None if a run has none, or its card is invalid.
             Paths are not compared.
         """
-        return differences_of([_last_start(run).card for run in self])
+        return differences_of([trained_start(run).card for run in self])
 
 
 def differences_of(cards: Sequence[Mapping[str, Any] | None]) -> dict[str, list[Any]]:
@@ -113,6 +52,7 @@ def differences_of(cards: Sequence[Mapping[str, Any] | None]) -> dict[str, list[
     present = [named for named, card in zip(values, cards, strict=True) if card is not None]
     names = dict.fromkeys(name for named in present for name in named)
     differ = [name for name in names if any(named.get(name) != present[0].get(name) for named in present)]
+    differ.sort(key=lambda name: not name.startswith(SECTIONS[CONFIG]))  # options first
     # A hash is shown only if no other value of its section differs.
     sections = {name.partition(": ")[0] for name in differ if not name.endswith("hash")}
     kept = [name for name in differ if not name.endswith("hash") or name.partition(": ")[0] not in sections]
@@ -147,7 +87,7 @@ def runs(directory: str | os.PathLike[str], *, prefix: str | None = None) -> Run
     if not is_directory(above):
         raise FileNotFoundError(f"{above}: no such directory")
     found = itertools.chain.from_iterable(
-        _runs_at(where) if error is None else [_unreadable(where, "", error)] for where, error in _places(above)
+        _runs_at(where) if error is None else [unreadable_run(where, "", error)] for where, error in _places(above)
     )
     return RunList(run for _, run, _ in tree([run for run in found if wanted in (None, run.prefix) or run.error]))
 
@@ -214,123 +154,12 @@ def _identity(about: os.stat_result) -> tuple[int, int]:
 
 def _runs_at(where: str) -> list[RunSummary]:
     try:
-        latest = ends(where) or {"": ValueError("its timeline has no whole line of a start")}
+        records = read_records(where)
+        if not records:
+            raise ValueError("its timeline has no whole line of a start")
     except Exception as error:  # a file may hold anything
-        return [_unreadable(where, "", error)]
-    return [_run_at(where, prefix, end, is_shared=len(latest) > 1) for prefix, end in latest.items()]
-
-
-def _run_at(where: str, prefix: str, end: End | ValueError, *, is_shared: bool) -> RunSummary:
-    try:
-        if isinstance(end, ValueError):
-            raise end
-        return _summary(where, prefix, end, is_shared=is_shared)
-    except Exception as error:  # whatever a run holds, the others are shown
-        return _unreadable(where, prefix, error)
-
-
-def _unreadable(where: str, prefix: str, error: Exception) -> RunSummary:
-    why = str(error) if isinstance(error, OSError | ValueError) else f"its timeline is damaged: {error!r}"
-    return RunSummary(where, prefix, UNREADABLE, error=why)
-
-
-def _summary(where: str, prefix: str, end: End, *, is_shared: bool) -> RunSummary:
-    state, start, line = carry_over(end), end.start, end.line
-    last_step, devices = start.get("last_step"), str(start.get("devices", ""))
-    if "process" not in start:  # written by an older version, whose card has both
-        card = _last_start(RunSummary(where, prefix, "")).card or {}
-        arguments, of = card.get("arguments") or {}, card.get("devices") or {}
-        last_step, devices = arguments.get("last_step"), f"{of.get('of_state', '?')}×{of.get('kind', '?')}"
-        last_step = last_step if is_step(last_step) else None
-    step = state["step"] or 0
-    is_done = last_step is not None and step >= last_step
-    status, reason = _status(where, prefix, end, is_done=is_done, is_shared=is_shared)
-    parent = state["parent"]
-    return RunSummary(
-        where,
-        prefix,
-        status,
-        reason,
-        step,
-        last_step,
-        {name: float(value) for name, value in state["values"].items()},
-        {name: (float(value), at) for name, (value, at) in state["best"].items()},
-        state["since"],
-        None if status in (RUNNING, HANGS) else line.get("now", line["time"]),
-        state["wall"],
-        devices,
-        None if parent is None else (_moved(parent["path"], start.get("directory"), where), parent["step"]),
-        parameters=start.get("parameters"),
-        peak_bytes=state["peak_bytes"],
-        mfu=state["mfu"],
-        goodput=_goodput(where, prefix),
-        config=_config(where, prefix, start.get("config")),
-        commit=(line.get("commit") or "").strip() or None,
-    )
-
-
-def _goodput(where: str, prefix: str) -> float | None:
-    """The share of time in which a run trained, if its timeline is short."""
-    path = os.path.join(where, TIMELINE_FILE)
-    with contextlib.suppress(Exception):
-        if not is_url(where) and os.path.getsize(path) <= _SHORT:
-            return goodput(where, prefix).fraction
-    return None
-
-
-def _config(where: str, prefix: str, config: Any) -> Any:
-    """The config of a start; a part of it may not have been ready then, but later."""
-    if not isinstance(config, dict) or NOT_READY not in config.values():
-        return config
-    return (_last_start(RunSummary(where, prefix, "")).card or {}).get("config", config)
-
-
-def _last_start(run: RunSummary) -> Start:
-    """The last start of a run that has a card; without a card if that is invalid, or none can be read."""
-    starts: list[Start] = []
-    if run.error is None:
-        with contextlib.suppress(OSError, ValueError):
-            starts = [start for start in read_starts(run.path) if start.prefix == run.prefix]
-    return next((start for start in reversed(starts) if start.card or start.problem), Start("", run.prefix))
-
-
-def _moved(path: str, before: str | None, where: str) -> str:
-    """The path of a parent, which may have been moved together with its branch."""
-    if before in (None, where) or is_url(where) or is_url(path) or os.path.isdir(os.path.dirname(path)):
-        return path
-    moved = os.path.normpath(os.path.join(where, os.path.relpath(path, before)))
-    return moved if os.path.isdir(os.path.dirname(moved)) else path
-
-
-def _status(where: str, prefix: str, end: End, *, is_done: bool, is_shared: bool) -> tuple[str, str]:
-    """The status of a run, from its timeline, or else from its claim and process."""
-    line, (status, reason) = end.line, end.line.get("end") or ("", "")
-    if status in _ENDS:
-        return status, reason
-    owner = end.start.get("process")  # older versions do not record it
-    if end.start.get("claims", True) and not is_url(where):
-        claims = None
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            claims = read_claim(where, prefix)
-        owner = claims if owner in (None, claims) else None
-    alive = is_alive(owner) if owner else False
-    if alive is None:  # on another host
-        if is_url(where) or is_shared:  # the time of the file is not known, or may be that of another run's line
-            alive = time.time() - (line.get("now") or line["time"]) < _SILENT
-        else:
-            alive = abs(seconds_since_write(os.path.join(where, TIMELINE_FILE))) < _SILENT
-    if not alive:
-        if is_done and "process" not in end.start:
-            return FINISHED, ""
-        with contextlib.suppress(OSError):
-            if (stall := find_exit(where, prefix, end.start["time"])) is not None:
-                return KILLED, f"process {stall['process']} hung at step {stall.get('step')}: {stall['what']}"
-        return KILLED, ""
-    with contextlib.suppress(OSError):
-        for waiting in read_stalls(where, prefix)[0]:
-            if waiting["stall"] and (waiting["process"] or waiting["pid"] == (owner or {}).get("pid")):
-                return HANGS, f"process {waiting['process']} at step {waiting.get('step')}: {waiting['what']}"
-    return RUNNING, ""
+        return [unreadable_run(where, "", error)]
+    return [summarize(where, record) for record in records.values()]
 
 
 # The table.
@@ -339,9 +168,11 @@ def _status(where: str, prefix: str, end: End, *, is_done: bool, is_shared: bool
 def tree(summaries: Sequence[RunSummary]) -> list[tuple[str, RunSummary, int]]:
     """Each run after its parent, with the branch to draw and its depth. Parents may form a circle or a long chain."""
     of: dict[tuple[str, str | None], RunSummary] = {}
+    named: dict[str | None, RunSummary] = {}
     for run in summaries:
         of.setdefault((_real(run.path), run.prefix), run)
         of.setdefault((_real(run.path), None), run)  # for checkpoints of another prefix, such as the best ones
+        named.setdefault(run.run, run)
     children: dict[int, list[RunSummary]] = {}
     roots: list[RunSummary] = []
     for run in summaries:
@@ -350,6 +181,8 @@ def tree(summaries: Sequence[RunSummary]) -> list[tuple[str, RunSummary, int]]:
             folder, name = split_path(run.parent[0])
             folder = _real(folder)
             above = of.get((folder, name.rpartition("-")[0])) or of.get((folder, None))
+            if run.parent_run is not None and (above is None or above.run not in (None, run.parent_run)):
+                above = named.get(run.parent_run)  # it was moved
         (roots if above is None or above is run else children.setdefault(id(above), [])).append(run)
     rows: list[tuple[str, RunSummary, int]] = []
     seen: set[int] = set()
@@ -420,6 +253,9 @@ def _cells(
         ]
         values = [f"{run.metrics[item]:.4g}" if item in run.metrics else "" for item in metrics]
         status = f"{run.status}: {run.reason or run.error or ''}".rstrip(": ")
+        if run.refused is not None:
+            what = f"{run.refused['status']}: {run.refused['reason']}".removeprefix("failed: ").rstrip(": ")
+            status += f"; refused {ago(run.refused['time'])}: {what}"
         varied = ["" if (of := values_of[places[id(run)]]) is None else str(of) for values_of in differences.values()]
         numbers = [f"{item}{two}".strip() for item, two in zip(values, best, strict=True)]
         since = " ".join(times.get(id(run), ())[: 1 + bool(zones)])
@@ -430,6 +266,12 @@ def _cells(
 
 def duration_text(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 60 else f"{seconds / 3600:.2f} h"
+
+
+def ago(seconds: float) -> str:
+    passed = max(0.0, time.time() - seconds)
+    unit, size = next((one for one in (("s", 1), ("min", 60), ("h", 3600)) if passed < 120 * one[1]), ("days", 86400))
+    return f"{passed / size:.0f} {unit} ago"
 
 
 def _lines(cells: Sequence[Sequence[str]]) -> list[str]:
@@ -479,13 +321,17 @@ def _run(arguments: argparse.Namespace) -> int:
             there = ", ".join([*_OWN, *sorted(names)])
             return complain("runs", f"--sort {arguments.sort}: must be a column or a metric; there are {there}")
         rows = [("", run, 0) for run in sorted(summaries, key=lambda run: _key(run, arguments.sort))]
-    starts = [_last_start(run) for run in summaries] if arguments.differences else []
+    summaries = RunList(run for _, run, _ in rows)
+    starts = [trained_start(run) for run in summaries] if arguments.differences else []
     problems = [f"{run.path}: {start.problem}" for run, start in zip(summaries, starts, strict=False) if start.problem]
     complain("runs", *problems)
+    differences = differences_of([start.card for start in starts])
     if arguments.json:
-        print(as_strict_json([dataclasses.asdict(run) for _, run, _ in rows]))
+        fields = [summary_fields(run) for run in summaries]
+        for i, of_run in enumerate(fields if arguments.differences else ()):
+            of_run["differences"] = {name: values[i] for name, values in differences.items()}
+        print(as_strict_json(fields))
     else:
-        differences = differences_of([start.card for start in starts])
         print("\n".join(_lines(_cells(summaries, metrics, differences, rows))))
     return 1 if problems or any(run.error for run in summaries) else OK
 

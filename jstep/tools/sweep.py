@@ -14,7 +14,8 @@ from jstep.core.checks import format_list
 from jstep.core.curves import COLORS, NEUTRAL, Numbers, thin
 from jstep.stores.event_files import Series
 from jstep.tools.run_files import RunFiles
-from jstep.tools.runs import RunSummary, differences_of, tree
+from jstep.tools.run_summary import RunSummary
+from jstep.tools.runs import differences_of, tree
 
 _COLUMNS, _KNOTS = 100, 9
 """How many columns of a run's curves are kept, and how many points of its clock."""

@@ -18,7 +18,7 @@ from processes import python
 import jstep
 from jstep.hooks.card_differences import card_difference
 from jstep.loop import card
-from jstep.stores.timeline import Timeline
+from jstep.stores.timeline_writer import Timeline
 from jstep.training.metrics import StepMetrics
 
 

@@ -234,7 +234,8 @@ def test_a_run_of_a_living_process_is_another_one(tmp_path: pathlib.Path, caplog
     path = tmp_path / "timeline.jsonl"
     lines = [line for line in path.read_text().splitlines(keepends=True) if '"end"' not in line]
     path.write_text("".join(lines).replace(f'"pid": {os.getpid()},', '"pid": 7,'))
-    monkeypatch.setattr("jstep.loop.start.is_alive", lambda process: process["pid"] == 7)
+    for module in ("start", "timeline"):
+        monkeypatch.setattr(f"jstep.loop.{module}.is_alive", lambda process: process["pid"] == 7)
     run(tmp_path, None, 5)
     assert len(warnings_of(caplog)) == 1
     assert shown(tmp_path)["loss"] == [1, 2, 3, *range(1, 6)]

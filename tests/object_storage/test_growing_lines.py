@@ -76,17 +76,6 @@ def test_a_directory_that_cannot_be_created_is_an_error_at_once(tmp_path):
         open_lines(str(tmp_path / "file" / "log"))
 
 
-def test_a_line_in_place_of_the_last_one(log):
-    """A bucket keeps one open line of a timeline; on a disk each is written twice, so that a torn write leaves one."""
-    lines = open_lines(log)
-    for number in range(4):
-        lines.write(b'{"n": %d}\n' % number, replaceable=number > 0)
-    lines.close()
-    copies = 1 if log.startswith("gs://") else 2
-    lines_read = [line.rstrip() for line in read(log).splitlines()]  # on a disk they are padded
-    assert lines_read == [b'{"n": 0}', *copies * [b'{"n": 3}']]
-
-
 @pytest.mark.thorough
 def test_after_ctrl_c_the_next_upload_waits_for_the_one_before(gcs, fast_retries, monkeypatch):
     write, released, uploads = Objects.write, threading.Event(), []

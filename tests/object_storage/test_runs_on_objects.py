@@ -12,9 +12,10 @@ import jstep
 from jstep.hooks.cards import read_starts
 from jstep.hooks.stall_files import StallFiles, read_stalls
 from jstep.state import fingerprints
-from jstep.stores import timeline as timelines
-from jstep.stores.timeline import AGAIN, START, TIMES, VERSION, Timeline, read_timeline
-from jstep.stores.timeline_ends import carry_over, ends, open_timeline
+from jstep.stores import timeline_writer as timelines
+from jstep.stores.run_record import read_records, read_timeline
+from jstep.stores.timeline import START, TIMES, VERSION
+from jstep.stores.timeline_writer import Timeline
 from jstep.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
@@ -119,9 +120,9 @@ def write_start(where, number, clock, monkeypatch):
             return cls.fromtimestamp(clock, tz)
 
     monkeypatch.setattr(timelines, "datetime", Clock)
-    timeline, before = open_timeline(where, "model")
-    times = {"seconds": {"starting": 1.0}, "time": clock, AGAIN: clock}
-    timeline.write(START, version=VERSION, before=before, step=[10 * number] * 2, **times)
+    timeline = Timeline(where, "model")
+    times = {"seconds": {"starting": 1.0}, "time": clock}
+    timeline.write(START, version=VERSION, step=[10 * number] * 2, **times)
     timeline.write("card", card=1, programs=[], number=number)
     timeline.write(TIMES, step=[10 * number, 10 * number + 10], **times)
     timeline.close()
@@ -135,7 +136,7 @@ def test_starts_are_in_the_order_in_which_they_were_written(clocks, in_bucket, g
         write_start(where, number, clock, monkeypatch)
     assert [start[-1]["step"] for start in read_timeline(where)] == [[0, 10], [10, 20], [20, 30], [30, 40]]
     assert [start.card["number"] for start in read_starts(where)] == [0, 1, 2, 3]
-    state = carry_over(ends(where)["model"])
+    state = read_records(where)["model"].totals()
     assert (state["step"], state["wall"]) == (40, 4.0)
     assert jstep.goodput(where).steps == 40
 
@@ -162,4 +163,4 @@ def test_a_file_beside_objects_is_merged(tmp_path):
         with open(tmp_path / name, "a") as file:
             file.write(json.dumps(line | {"step": [number, number + 1]}) + "\n")
     assert [start[-1]["step"][0] for start in read_timeline(tmp_path)] == [0, 1, 2, 3]
-    assert ends(str(tmp_path))["model"].line["step"] == [3, 4]
+    assert read_records(str(tmp_path))["model"].starts[-1]["step"] == [3, 4]

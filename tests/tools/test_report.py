@@ -16,7 +16,7 @@ import pytest
 import jstep
 from jstep import summary
 from jstep.core.curves import Curve, Mark, picture
-from jstep.stores.timeline import read_timeline
+from jstep.stores.run_record import read_timeline
 from jstep.tools.cli import main
 from jstep.tools.goodput import by_start
 

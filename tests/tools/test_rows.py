@@ -10,7 +10,6 @@ import pytest
 from written_runs import TIME, card_line, start_line, times_line, write_lines, write_run
 
 import jstep
-from jstep.stores.timeline import AGAIN
 from jstep.tools.cli import main
 
 DATA, SOURCES = np.arange(23), {"web": np.arange(11), "a:b": np.arange(7)}
@@ -73,8 +72,12 @@ def of_start(start: str, first: int, stop: int, batches: Any, at: float = 0.0, *
     """Return the lines of a start that took some steps."""
     time = TIME + at
     about = {"batches": {"hash": "1", **batches.definition()}, "recipe": batches.recipe(), **card}
-    steps = {"step": [first, stop], "time": time + 1, AGAIN: time + 1}
-    return [start_line("/x", start, time=time, **{AGAIN: time}), card_line(start, **about), times_line(start, **steps)]
+    steps = {"step": [first, stop], "time": time + 1, "time_again": time + 1}
+    return [
+        start_line("/x", start, time=time, **{"time_again": time}),
+        card_line(start, **about),
+        times_line(start, **steps),
+    ]
 
 
 def test_the_last_start_that_repeats_a_step_counts(tmp_path: Any, cli: Any) -> None:

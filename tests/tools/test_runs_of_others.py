@@ -72,7 +72,6 @@ def replaced(line):
     ("fields", "name"),
     [
         ({"start": {"parameters": "many"}}, "parameters='many'"),
-        ({"start": {"before": {"values": 5}}}, "before="),
         ({"start": {"parent": {"path": "", "step": 5}}}, "parent="),
         ({"start": {"process": [1]}}, "process="),
         ({"times": {"values": {"loss": "low"}}}, "values="),

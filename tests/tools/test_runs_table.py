@@ -184,10 +184,9 @@ def test_a_table_that_spans_summer_and_winter_names_each_zone(zone, tmp_path):
     assert "2023-06-18 00:13 CEST, UTC+02:00" in b
 
 
-@pytest.mark.parametrize("at", [1e14, -1e14, 0.0, -1.0])
+@pytest.mark.parametrize("at", [1e14, 0.0, -1.0])
 def test_times_out_of_range_are_no_error(at, tmp_path):
-    write_run(tmp_path, start={"before": {"since": at, "step": 3, "parent": None, "peak_bytes": None, "mfu": None,
-                                          "wall": 1.0, "values": {}, "best": {}}})  # fmt: skip
+    write_run(tmp_path, start={"time": at + 1.0, "time_again": at + 1.0, "seconds": {"starting": 1.0}})
     (run,) = jstep.runs(tmp_path)
     assert run.started == at
     assert run.status in str(jstep.runs(tmp_path))

@@ -4,7 +4,7 @@ import json
 import os
 
 from jstep.stores.owners import this_process
-from jstep.stores.timeline import AGAIN, START, TIMES, VERSION
+from jstep.stores.timeline import START, TIMES, VERSION
 
 ELSEWHERE = {"host": "elsewhere", "space": "", "pid": 7, "started": "1"}
 NOTHING = {"since": None, "step": None, "parent": None, "peak_bytes": None, "mfu": None}
@@ -16,7 +16,7 @@ def start_line(folder, start="a", prefix="model", **fields):
     line = {"kind": START, "start": start, "prefix": prefix, "begins": f"{-1:014}", "shared": 0, "version": VERSION}
     line |= {"directory": str(folder), "last_step": 100, "process": this_process() | {"pid": 2**30}, "claims": True}
     line |= {"before": BEFORE, "parent": None, "config": {"lr": 0.1}, "devices": "1×cpu", "parameters": 3}
-    return line | {"time": TIME, "step": [0, 0], "seconds": {"starting": 1.0}, AGAIN: TIME} | fields
+    return line | {"time": TIME, "step": [0, 0], "seconds": {"starting": 1.0}, "time_again": TIME} | fields
 
 
 def times_line(start="a", prefix="model", **fields):
@@ -24,7 +24,7 @@ def times_line(start="a", prefix="model", **fields):
     line |= {"values": {"loss": 0.5}, "best": {"norm": [2.0, 8]}, "now": TIME + 9, "peak_bytes": 9, "mfu": 0.5}
     line |= {"commit": f"{'abc':40}", "end": ["finished", ""]}
     seconds = {"starting": 1.0, "stepping": 9.0}
-    return line | {"time": TIME + 9, "step": [0, 10], "seconds": seconds, AGAIN: TIME + 9} | fields
+    return line | {"time": TIME + 9, "step": [0, 10], "seconds": seconds, "time_again": TIME + 9} | fields
 
 
 PROGRAM = {"stage": 0, "steps": 1, "batch": ["x: float32[2]"], "hyperparameters": {"learning_rate": 0.1}}

@@ -1,0 +1,408 @@
+"""What `runs` says of runs that were started several times: what was trained, what was refused, copies, lineage."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import time
+
+import forked
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from waiting import wait_until
+
+import jstep
+from jstep.tools import cli
+
+optimizer = jstep.gradient_descent(0.25)
+train_step = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), optimizer)
+
+
+def train(where, last_step, *hooks, batches=None, width=1, **options):
+    state = jstep.TrainState.create({"w": jnp.zeros(width)}, optimizer)
+    options = {"log_steps": None, "checkpoint_dir": where, "save_checkpoint_steps": 5} | options
+    given = batches or (lambda step: jnp.ones(4))
+    return jstep.train(train_step, state, given, last_step, hooks=hooks, **options)
+
+
+def only(where):
+    (found,) = jstep.runs(where)
+    return found
+
+
+def shown(capsys, *arguments):
+    code = cli.main(["runs", *map(str, arguments)])
+    return code, capsys.readouterr().out
+
+
+def as_json(capsys, *arguments):
+    code = cli.main(["runs", *map(str, arguments), "--json"])
+    assert code == 0
+    return json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+
+
+def raising(step):
+    raise OSError(f"no batch {step}: " + "word " * 300)
+
+
+def test_a_start_that_is_refused_changes_nothing_but_refused(tmp_path, capsys):
+    train(tmp_path, 10, config={"lr": 0.1})
+    before = only(tmp_path)
+    assert (before.refused, before.starts_count, before.starts[0]["first"], before.starts[0]["last"]) == (
+        None,
+        1,
+        0,
+        10,
+    )
+    began = time.time()
+    with pytest.raises(OSError, match="no batch"):
+        train(tmp_path, 20, config={"lr": 0.2}, batches=raising)
+    after = only(tmp_path)
+    for name in (
+        "status",
+        "reason",
+        "exception",
+        "step",
+        "last_step",
+        "config",
+        "devices",
+        "parameters",
+        "metrics",
+        "run",
+    ):
+        assert getattr(after, name) == getattr(before, name), name
+    refused = after.refused
+    assert refused.keys() == {"time", "status", "reason", "exception", "config"}
+    assert (refused["status"], refused["exception"], refused["config"]) == ("failed", "OSError", {"lr": 0.2})
+    assert refused["reason"].startswith("OSError: no batch 10: word word")
+    assert refused["reason"].endswith("word…")
+    assert 900 < len(refused["reason"]) <= 1000
+    assert began < refused["time"] <= time.time()
+    code, out = shown(capsys, tmp_path)
+    assert code == 0
+    assert "finished; refused 0 s ago: OSError: no batch 10" in out
+    assert after.wall_seconds > before.wall_seconds
+    page = jstep.report(tmp_path).html
+    assert "took no step: failed: OSError: no batch 10" in page
+    assert "lr = 0.1" in page
+    assert "lr = 0.2" not in page.partition("What is odd")[0]
+
+
+@pytest.mark.parametrize("kind", ["another width", "nothing is left", "a signal"])
+def test_what_else_is_refused(kind, tmp_path):
+    train(tmp_path, 10)
+    if kind == "another width":
+        with pytest.raises(ValueError, match="w"):
+            train(tmp_path, 20, width=3)
+        expected = "failed", "ValueError"
+    elif kind == "nothing is left":
+        train(tmp_path, 5)
+        expected = "finished", None
+    else:
+
+        def interrupted(step):
+            os.kill(os.getpid(), signal.SIGINT)
+            return jnp.ones(4)
+
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path, 20, batches=interrupted)
+        expected = "interrupted", "KeyboardInterrupt"
+    run = only(tmp_path)
+    assert (run.status, run.step, run.last_step, run.exception) == ("finished", 10, 10, None)
+    assert (run.refused["status"], run.refused["exception"]) == expected
+    train(tmp_path, 20)
+    assert only(tmp_path).refused is None
+    assert [(start["first"], start["last"]) for start in only(tmp_path).starts] == [(0, 10), (None, None), (10, 20)]
+
+
+def test_a_run_of_which_no_start_took_a_step(tmp_path):
+    for message in ("first", "second"):
+
+        def broken(step, message=message):
+            raise ValueError(message)
+
+        with pytest.raises(ValueError, match=message):
+            train(tmp_path, 10, batches=broken, config={"of": message})
+    run = only(tmp_path)
+    assert (run.status, run.reason, run.exception) == ("failed", "ValueError: second", "ValueError")
+    assert (run.refused, run.step, run.config) == (None, 0, {"of": "second"})
+
+
+def test_two_starts_without_a_step_are_one_warning(tmp_path, caplog):
+    for left in (2, 1, 0):
+        caplog.clear()
+        with pytest.raises(OSError, match="no batch"):
+            train(tmp_path, 10, batches=raising)
+        warned = [record.getMessage() for record in caplog.records if "took no step" in record.getMessage()]
+        assert len(warned) == (left == 0)
+    assert "the last 2 starts of this run took no step: failed: OSError: no batch 0" in warned[0]
+    assert "stop_secs" in warned[0]
+    assert "compile_cache" in warned[0]
+
+
+def test_nothing_left_is_no_lack_of_progress(tmp_path, caplog):
+    for _ in range(4):
+        train(tmp_path, 5)
+    assert "took no step" not in caplog.text
+
+
+def test_options_of_starts_that_took_steps(tmp_path):
+    for last_step, lr in ((5, 0.1), (10, 0.1), (15, 0.2)):
+        train(tmp_path, last_step, config={"lr": lr})
+    page = jstep.report(tmp_path).html
+    assert "config, steps 0 to 10" in page
+    assert "config, steps 10 to 15" in page
+    assert only(tmp_path).config == {"lr": 0.2}
+
+
+def test_a_rewound_run(tmp_path):
+    """Its first start took more steps than its second one begins with."""
+    train(tmp_path, 12)
+    shutil.rmtree(tmp_path / "model-12")
+    train(tmp_path, 15, batches=jstep.batches(np.ones(64, np.float32), 4, seed=0))
+    run = only(tmp_path)
+    assert [(start["first"], start["last"]) for start in run.starts] == [(0, 12), (10, 15)]
+    assert run.step == 15
+
+
+def test_examples(tmp_path):
+    data = np.ones(64, np.float32)
+    train(tmp_path / "a", 12, batches=jstep.batches(data, 4, seed=0))
+    assert only(tmp_path / "a").examples == 48
+    shutil.rmtree(tmp_path / "a" / "model-12")
+    train(tmp_path / "a", 15, batches=jstep.batches(data, 8, seed=0))
+    assert only(tmp_path / "a").examples == 40 + 40
+    train(tmp_path / "b", 5, batches=lambda step: jnp.ones(()))
+    assert only(tmp_path / "b").examples is None
+
+
+def evaluation(where, values):
+    best = jstep.KeepBest(where, "score", mode="max")
+
+    def evaluate(state):
+        return {"score": values[int(state.global_step)]}
+
+    return jstep.EvaluationHook(evaluate, every_n_steps=5, callbacks=[best])
+
+
+def test_the_best_is_what_is_on_the_disk(tmp_path):
+    train(tmp_path / "run", 15, evaluation(tmp_path / "run" / "best", {5: 1.0, 10: 3.0, 15: 2.0}))
+    run = only(tmp_path / "run")
+    assert run.best == {"eval/score": (3.0, 10)}
+    assert run.best_checkpoints == {"eval/score": str(tmp_path / "run/best/best-10")}
+    branch = train(tmp_path / "branch", 12, start_from=run.best_checkpoints["eval/score"])
+    assert int(branch.global_step) == 12
+    shutil.move(tmp_path / "run", tmp_path / "moved")
+    assert only(tmp_path / "moved").best_checkpoints == {"eval/score": str(tmp_path / "moved/best/best-10")}
+    shutil.rmtree(tmp_path / "moved/best/best-10")
+    run = only(tmp_path / "moved")
+    assert run.best == run.best_checkpoints == {}
+
+
+def test_a_save_of_the_best_that_fails_is_not_the_best(tmp_path, monkeypatch):
+    hook = evaluation(tmp_path / "best", {5: 1.0, 10: 3.0})
+    save = jstep.Saver.save
+
+    def failing(saver, state, *args, **kwargs):
+        if saver.prefix == "best" and int(state.global_step) == 10:
+            raise OSError("full")
+        return save(saver, state, *args, **kwargs)
+
+    monkeypatch.setattr(jstep.Saver, "save", failing)
+    with pytest.raises(OSError, match="full"):
+        train(tmp_path / "run", 10, hook)
+    run = only(tmp_path / "run")
+    assert run.best == {"eval/score": (1.0, 5)}
+
+
+def test_metrics_that_are_not_finite(tmp_path, capsys):
+    bad = {"nan": math.nan, "inf": -math.inf, "good": 1.0}
+    train(tmp_path, 5, jstep.EvaluationHook(lambda state: bad, every_n_steps=5))
+    (run,) = as_json(capsys, tmp_path)
+    assert [run["metrics"][f"eval/{name}"] for name in bad] == [None, None, 1.0]
+    assert run["nonfinite"] == only(tmp_path).nonfinite == ["eval/nan", "eval/inf"]
+
+
+def test_differences_as_json(tmp_path, capsys):
+    for name, lr in (("a", 0.1), ("b", 0.2)):
+        train(tmp_path / name, 5, config={"lr": lr, "dir": str(tmp_path / name), "seed": 1})
+    first, second = as_json(capsys, tmp_path, "--differences")
+    assert first["differences"] == {"config: lr": 0.1}
+    assert second["differences"] == {"config: lr": 0.2}
+    assert "differences" not in as_json(capsys, tmp_path)[0]
+    with pytest.raises(OSError, match="no batch"):
+        train(tmp_path / "a", 10, config={"lr": 0.9, "dir": "x", "seed": 1}, batches=raising)
+    assert as_json(capsys, tmp_path, "--differences")[0]["differences"] == {"config: lr": 0.1}, "what was trained"
+
+
+# Copies and moves.
+
+
+def test_a_copy_that_is_continued_is_a_run_of_its_own(tmp_path):
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    train(original, 10)
+    shutil.copytree(original, copy)
+    found = {os.path.basename(run.path): run for run in jstep.runs(tmp_path)}
+    assert [(run.status, run.step) for run in found.values()] == [("finished", 10)] * 2
+    began = time.time()
+    train(copy, 15)
+    train(copy, 20)
+    found = {os.path.basename(run.path): run for run in jstep.runs(tmp_path)}
+    assert found["copy"].parent == (str(original / "model-10"), 10)
+    assert found["copy"].parent_run == found["original"].run != found["copy"].run
+    assert [(start["first"], start["last"]) for start in found["copy"].starts] == [(10, 15), (15, 20)]
+    assert found["copy"].starts_count == 2
+    assert (found["original"].step, found["original"].starts_count) == (10, 1)
+    assert found["copy"].goodput == pytest.approx(jstep.goodput(copy).fraction)
+    assert jstep.goodput(copy).starts == 2
+    own = sum(start["ended"] - start["began"] for start in found["copy"].starts)
+    assert found["copy"].wall_seconds == pytest.approx(own, abs=0.1)
+    assert found["copy"].starts[-1]["ended"] > began
+    assert str(jstep.runs(tmp_path)).count("└─ copy @10") == 1
+
+
+def test_a_copy_whose_first_start_saved_nothing(tmp_path):
+    train(tmp_path / "original", 10)
+    shutil.copytree(tmp_path / "original", tmp_path / "copy")
+    with pytest.raises(OSError, match="no batch"):
+        train(tmp_path / "copy", 20, batches=raising)
+    (first,) = jstep.runs(tmp_path / "copy")
+    train(tmp_path / "copy", 20)
+    (second,) = jstep.runs(tmp_path / "copy")
+    assert first.run == second.run
+    assert second.parent == (str(tmp_path / "original/model-10"), 10)
+    assert [(start["first"], start["last"]) for start in second.starts] == [(None, None), (10, 20)]
+
+
+def test_a_copy_of_a_branch(tmp_path):
+    train(tmp_path / "trunk", 10)
+    train(tmp_path / "branch", 20, start_from=tmp_path / "trunk")
+    shutil.copytree(tmp_path / "branch", tmp_path / "copy")
+    train(tmp_path / "copy", 30)
+    assert [run.parent for run in jstep.runs(tmp_path)] == [
+        None,
+        (str(tmp_path / "trunk/model-10"), 10),
+        (str(tmp_path / "branch/model-20"), 20),
+    ]
+
+
+def test_a_run_that_was_moved_is_the_same_run(tmp_path):
+    train(tmp_path / "a", 10)
+    before = only(tmp_path / "a")
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    train(tmp_path / "b", 15)
+    run = only(tmp_path / "b")
+    assert (run.run, run.parent, run.starts_count) == (before.run, None, 2)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_parents_are_found_by_the_name_of_the_run(together, tmp_path):
+    above = tmp_path / "above"
+    train(above / "trunk", 10)
+    train(above / "deep" / "branch", 15, start_from=above / "trunk")
+    if together:
+        shutil.move(above, tmp_path / "elsewhere")
+    else:
+        shutil.move(above / "trunk", above / "renamed")
+    found = jstep.runs(tmp_path)
+    assert [line.partition(" ")[0] for line in str(found).splitlines()[1:]][1] == "└─"
+    assert found[1].parent_run == found[0].run
+
+
+def test_a_new_run_in_the_place_of_the_parent_is_no_parent(tmp_path):
+    train(tmp_path / "trunk", 10)
+    train(tmp_path / "branch", 15, start_from=tmp_path / "trunk")
+    shutil.move(tmp_path / "trunk", tmp_path / "z")
+    train(tmp_path / "trunk", 5)
+    table = str(jstep.runs(tmp_path)).splitlines()
+    assert [line.split(" @")[0].rstrip() for line in (row.partition("finished")[0] for row in table[1:])] == [
+        "trunk",
+        "z",
+        "└─ branch",
+    ]
+
+
+# Real processes.
+
+PROGRAM = """
+import os, signal, sys, time
+import jax.numpy as jnp, jstep
+optimizer = jstep.gradient_descent(0.25)
+step = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), optimizer)
+def batches(n):
+    if n == int(sys.argv[2]):
+        print("there", flush=True)
+        time.sleep(600)
+    return jnp.ones(4)
+state = jstep.TrainState.create({"w": jnp.zeros(1)}, optimizer)
+jstep.train(step, state, batches, 100, checkpoint_dir=sys.argv[1], save_checkpoint_steps=5, config={"at": sys.argv[2]})
+"""
+
+
+@pytest.fixture
+def waiting(request):
+    """A function that starts a program, which waits for a batch when it returns."""
+    programs = []
+
+    def start(where, at):
+        program = forked.start(PROGRAM, where, at)
+        programs.append(program)
+        assert program.stdout.readline() == "there\n"
+        return program
+
+    yield start
+    for program in programs:
+        program.kill()
+        program.communicate(60)
+
+
+def test_a_living_start_and_its_copy(waiting, tmp_path):
+    """Also where it takes no step yet, after a start that did; it is never refused."""
+    original = tmp_path / "original"
+    train(original, 10, config={"at": "before"})
+    program = waiting(original, 10)
+    run = only(original)
+    assert (run.status, run.pid, run.ended, run.config) == ("running", program.pid, None, {"at": "before"})
+    assert run.starts[-1]["config"] == {"at": "10"}
+    assert (run.starts[-1]["ended"], run.starts[-1]["first"], run.starts[-1]["status"]) == (None, None, "running")
+    assert run.refused is None
+    shutil.copytree(original, tmp_path / "copy")
+    copy = only(tmp_path / "copy")
+    assert (copy.status, copy.step) == ("finished", 10)
+    assert copy.refused["reason"] == f"a copy of {original}"
+    os.rename(original, tmp_path / "moved")
+    assert only(tmp_path / "moved").status == "running"
+    program.kill()
+    program.communicate(60)
+    run = only(tmp_path / "moved")
+    assert (run.status, run.refused["status"]) == ("finished", "killed")
+
+
+@pytest.mark.thorough
+def test_a_copy_of_a_living_run_that_has_taken_steps(waiting, tmp_path):
+    waiting(tmp_path / "original", 7)
+    wait_until(lambda: only(tmp_path / "original").starts[-1]["last"] == 7)
+    shutil.copytree(tmp_path / "original", tmp_path / "copy")
+    found = {os.path.basename(run.path): run for run in jstep.runs(tmp_path)}
+    assert (found["original"].status, found["copy"].status) == ("running", "killed")
+    assert found["copy"].reason == f"a copy of {tmp_path / 'original'}"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("left", ["the small file", "lines alone"])
+def test_starts_that_were_killed(left, waiting, tmp_path):
+    for at, last in ((7, 7), (12, 12)):
+        program = waiting(tmp_path, at)
+        wait_until(lambda last=last: only(tmp_path).starts[-1]["last"] == last)
+        program.kill()
+        program.communicate(60)
+    train(tmp_path, 20)
+    if left == "lines alone":
+        (tmp_path / "timeline.model.json").unlink()
+    run = only(tmp_path)
+    assert [(start["status"], start["first"], start["last"]) for start in run.starts] == [
+        ("killed", 0, 7), ("killed", 5, 12), ("finished", 10, 20),
+    ]  # fmt: skip
+    assert run.goodput == pytest.approx(jstep.goodput(tmp_path).fraction)
