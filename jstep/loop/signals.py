@@ -267,11 +267,11 @@ def _may_raise(frame: FrameType | None) -> bool:
     """Return whether an exception would leave the interrupted function.
 
     Python drops it in finalizers and in callbacks of the garbage collector. A weak reference can have any function as
-    its callback, which shows only when the exception is dropped (`_note_dropped`).
+    its callback, which shows only when the exception is dropped (`_note_dropped`); it is dropped there, too.
     """
-    collecting = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    dropping = {getattr(callback, "__code__", None) for callback in gc.callbacks} | {StopSignals._note_dropped.__code__}
     while frame is not None:
-        if frame.f_code.co_name == "__del__" or frame.f_code in collecting:
+        if frame.f_code.co_name == "__del__" or frame.f_code in dropping:
             return False
         if frame.f_globals.get("__name__") in _FINALIZING:
             return False

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import signal
 import sys
+import threading
 import time
 import weakref
 
@@ -105,6 +106,20 @@ def test_it_ends_the_start_of_a_run(way, number, dropped):
     with pytest.raises(error, match="stopped the run before its first step"):
         train(5, hooks=[Once("begin", begin)])
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_the_second_attempt_comes_while_the_first_is_dropped(way, dropped, monkeypatch):
+    """On a loaded machine, the timer may be faster than the thread that it interrupts."""
+
+    class Hasty(threading.Timer):
+        def start(self):
+            super().start()
+            time.sleep(0.05)
+
+    monkeypatch.setattr("jstep.loop.signals._LATER_SECS", 0.0)
+    monkeypatch.setattr("jstep.loop.signals.threading.Timer", Hasty)
+    test_it_ends_the_start_of_a_run(way, signal.SIGTERM, dropped)
 
 
 def test_the_finalizer_comes_to_its_end(dropped):
