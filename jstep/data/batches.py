@@ -7,7 +7,7 @@ from typing import Any, overload
 import numpy as np
 
 from jstep.core.annotations import T
-from jstep.core.checks import as_bool, as_int, as_mapping, as_string, check_choice, format_value, truncate
+from jstep.core.checks import as_bool, as_int, as_mapping, as_string, check_choice, format_value
 from jstep.core.trees import leaves_with_paths, quote_path, structure
 from jstep.data.plan import ROWS, RowPlan, Share, Sizes, StepRange, check_process, derive_seed
 from jstep.data.proportions import Weights, as_weights, count_stages
@@ -403,19 +403,7 @@ class Mixture(BatchSequence[T]):
 
 
 def from_recipe(recipe: Mapping[str, Any]) -> "Batches[Any] | Mixture[Any]":
-    """Return the batches that `BatchSequence.recipe` describes, whose sources are the row numbers.
-
-    Raises:
-        ValueError: It is not such a description.
-    """
-    try:
-        return _from_recipe(recipe)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError) as error:
-        why = truncate(repr(error), 200)
-        raise ValueError(f"it is not a definition of batches that jstep writes ({why})") from None
-
-
-def _from_recipe(recipe: Mapping[str, Any]) -> "Batches[Any] | Mixture[Any]":
+    """Return the batches that `BatchSequence.recipe` describes, of row numbers. Any other value is some exception."""
     sizes, rows = {int(step): size for step, size in recipe["batch_size"].items()}, recipe["rows"]
     options = {"seed": recipe["seed"], "shuffle": recipe["shuffle"], "process_index": 0, "process_count": 1}
     data: Batches[Any] | Mixture[Any]

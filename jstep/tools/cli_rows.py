@@ -1,13 +1,14 @@
 """`rows` of the command line: which rows of the data were in a step of a run, and which steps had a row."""
 
 import argparse
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jstep.core.checks import check_choice, format_list, truncate
 from jstep.hooks.cards import RECIPE, Start, read_starts
 from jstep.stores.run_record import newest_with_step, read_timeline
-from jstep.stores.timeline import TIMELINE_FILE, timeline_files
+from jstep.stores.timeline import TIMELINE_FILE
 from jstep.stores.urls import resolve_path, split_path
 from jstep.tools.cli import Command, answer, complain
 from jstep.tools.run_summary import RunSummary
@@ -36,8 +37,9 @@ class Stretch(NamedTuple):
 
         try:
             return from_recipe(self._recipe())
-        except (ValueError, TypeError, LookupError) as error:  # a card may hold anything
-            raise ValueError(f"{_span(self.steps)}: the rows are not known: {error}") from None
+        except Exception as error:  # a card may hold anything
+            why = error if isinstance(error, ValueError) else f"its card holds what jstep does not write: {error!r}"
+            raise ValueError(f"{_span(self.steps)}: the rows are not known: {truncate(str(why), 500)}") from None
 
     def _recipe(self) -> Mapping[str, Any]:
         if self.problem:
@@ -92,19 +94,19 @@ def _of_parent(run: RunSummary, began: float | None, seen: Sequence[str]) -> lis
     if run.parent is None:
         return []
     (place, name), at = split_path(run.parent[0]), run.parent[1]
-    problem = f"they are those of {run.parent[0]}, and its run is not there"
-    own = [*seen, _id(run)]
+    problem, own, there = "its run is not there", [*seen, _id(run)], list[RunSummary]()
     try:
-        timeline_files(place)  # an error if there is no run; other directories are not searched
-        there = _at(place, runs(place))
-        prefix = name.rpartition("-")[0]
-        # The best checkpoints of a run have a prefix of their own.
-        parents = [one for one in there if one.prefix == prefix] or (there if len(there) == 1 else [])
+        for folder in (place, split_path(place)[0]):  # the best checkpoints of a run may be below it
+            with contextlib.suppress(OSError):
+                read_starts(folder)  # an error if there is no timeline; other directories are not searched
+                there = there or _at(folder, runs(folder))
+        # The best checkpoints have a prefix of their own.
+        parents = [one for one in there if one.prefix == name.rpartition("-")[0]] or (there if len(there) == 1 else [])
         if parents and parents[0].error is None and _id(parents[0]) not in own:
             return [part for one in stretches(parents[0], began, own) if (part := one.within(0, at)).steps]
     except (OSError, ValueError) as error:
-        problem = f"they are those of {run.parent[0]}: {error}"
-    return [Stretch(range(at), {}, problem)] if at else []
+        problem = str(error)
+    return [Stretch(range(at), {}, f"they are those of {run.parent[0]}: {problem}")] if at else []
 
 
 def _id(run: RunSummary) -> str:
@@ -173,7 +175,7 @@ def _run(arguments: argparse.Namespace) -> int:
         first, stop = step, step + 1
     parts = [part for one in taken if (part := one.within(first, stop)).steps]
     if not parts:
-        there = ", ".join(_span(part.steps) for part in _joined(taken)) or "no step"
+        there = format_list([_span(part.steps) for part in taken], 5) or "no step"
         between = f"--from {first}{'' if last is None else f' --to {last}'}"
         raise ValueError(f"{between if step is None else f'--step {step}'}: must be in the run, which took {there}")
     if step is not None:
@@ -194,19 +196,9 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--row {row}: {outside[0]}")
     if len(problems) == len(parts):
         return complain("rows", *problems)
-    spans = ", ".join(_span(part.steps) for part in _joined(parts))
-    lines = [f"row {row}: in {len(steps)} of the {spans}", *([f"  {' '.join(map(str, steps))}"] if steps else [])]
+    searched = _span(range(parts[0].steps.start, parts[-1].steps.stop))
+    lines = [f"row {row}: in {len(steps)} of the {searched}", *([f"  {' '.join(map(str, steps))}"] if steps else [])]
     return max(answer(arguments, {"row": row, "steps": steps}, lines), complain("rows", *problems))
-
-
-def _joined(parts: Sequence[Stretch]) -> list[Stretch]:
-    """Return stretches of steps without gaps, whatever their definitions."""
-    joined: list[Stretch] = []
-    for part in parts:
-        if joined and joined[-1].steps.stop == part.steps.start:
-            part = part._replace(steps=range(joined.pop().steps.start, part.steps.stop))
-        joined.append(part)
-    return joined
 
 
 def _as_row(text: str) -> int:

@@ -13,7 +13,7 @@ import pytest
 
 from jstep.tools import cli
 
-RUNS, LAST, ROUNDS = 30, 20, 6
+RUNS, LAST, ROUNDS = 30, 20, 4
 PROGRAM = """
 import os, signal, sys, time
 import jax.numpy as jnp, numpy as np, jstep
@@ -62,7 +62,7 @@ class Driver:
             assert program.stdout.readline() == "there\n", program.communicate(120)[1]
             deadline = time.monotonic() + 60
             while listed(self.above)[run]["starts"][-1]["last"] != (last if first is not None else None):
-                assert time.monotonic() < deadline
+                assert time.monotonic() < deadline, (self.ledger[run], listed(self.above)[run])
                 time.sleep(0.05)
             living = listed(self.above)[run]
             assert (living["status"], living["pid"], living["ended"]) == ("running", program.pid, None)

@@ -87,10 +87,16 @@ def test_the_last_start_that_repeats_a_step_counts(tmp_path: Any, cli: Any) -> N
     write_lines(tmp_path / "run", *(line for lines in starts for line in lines))
     of = [0, 0, 0, 3, 3, 0, 1, 1, 0]
     check(cli, tmp_path / "run", 0, 9, lambda step: seeds[of[step]], (0, 7, 22))
-    parent = {"path": str(tmp_path / "run" / "model-8"), "step": 8}
     # A branch that began after the second start: what the trunk took later is not its own.
     lines = of_start("b", 8, 9, seeds[2], 15.0)
-    write_lines(tmp_path / "branch", lines[0] | {"parent": parent}, lines[1], lines[2] | {"parent": parent})
+    for path in ("run/model-8", "run/best/best-8"):
+        parent = {"path": str(tmp_path / path), "step": 8}
+        write_lines(tmp_path / "branch", lines[0] | {"parent": parent}, lines[1], lines[2] | {"parent": parent})
+        assert ask(cli, tmp_path / "branch", "--step", 7)["rows"] == seeds[1].rows_of(7).tolist()
+    for path in ("run/a/b/best-8", "circle/model-8"):
+        parent = {"path": str(tmp_path / path), "step": 8}
+        write_lines(tmp_path / "circle", lines[0] | {"parent": parent}, lines[1], lines[2] | {"parent": parent})
+        assert f"{path}: its run is not there" in cli("rows", tmp_path / "circle", "--step", 7, code=2).err
     check(cli, tmp_path / "branch", 0, 9, lambda step: seeds[[0, 0, 0, 0, 0, 0, 1, 1, 2][step]], (0, 7, 22))
 
 

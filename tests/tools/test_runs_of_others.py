@@ -44,6 +44,7 @@ def show(where, bad, capsys):
         *(["runs", where], ["runs", where, "--json"], ["runs", where, "--differences"]),
         *(["runs", where, "--sort", name] for name in ("run", "status", "step", "since", "wall", "on", "loss")),
         *(["goodput", bad], ["diff", bad], ["stalls", bad], ["diff", bad, bad]),
+        *(["rows", bad, "--step", "3"], ["events", bad, "--name", "x"]),
     ):
         begin = time.process_time()
         code = cli.main([os.fspath(word) for word in command])
