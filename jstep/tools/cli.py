@@ -155,7 +155,7 @@ COMMANDS = {
     "diff": ("find where two runs diverge: checkpoints, directories, logs", "cli_compare:DIFF"),
     "merge": ("merge checkpoints into the weights of a decay that was not run", "cli_merge:MERGE"),
     "plot": ("plot the scalars of one or several runs to a file", "cli_events:PLOT"),
-    "events": ("print the events of a file, one per line", "cli_events:EVENTS"),
+    "events": ("print the events of files, or the scalars of runs by step", "cli_events:EVENTS"),
     "cost": ("estimate the cost of a step: operations, memory, transfers", "cli_cost:COST"),
     "goodput": ("account for the wall time of a run, over all its starts", "goodput:GOODPUT"),
     "runs": ("show all runs below directories: status, metrics, parents", "runs:RUNS"),
