@@ -90,6 +90,7 @@ def test_a_target_has_its_structure_and_dtypes(tmp_path):
         jstep.merge_checkpoints(tmp_path, target=state_at(1))
 
 
+@pytest.mark.thorough(except_for=["compact"])
 @pytest.mark.parametrize("wrapper", [jstep.master_weights, jstep.compact])
 def test_the_full_precision_of_parameters_is_merged(wrapper, tmp_path):
     optimizer = wrapper(jstep.adam(1e-3))

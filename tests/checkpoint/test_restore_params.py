@@ -33,6 +33,7 @@ def saver(request, tmp_path):
         yield saver
 
 
+@pytest.mark.thorough(except_for=["averaged", "label"])
 def test_containers_and_array_types_are_those_of_the_target(saver, caplog):
     target = params_of(0)
     for given in (target, jax.eval_shape(lambda: target)):
@@ -69,7 +70,7 @@ def test_error_suggests_a_target_without_missing_entries(tmp_path):
             assert "nothing of" not in str(error.value)
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["adam-short path", "averaged-short function", "label-full path"])
 @pytest.mark.parametrize(
     "names",
     [

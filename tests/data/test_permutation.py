@@ -92,12 +92,14 @@ class TestRandomness:
     def permutations(n):
         return [permutation(n, seed) for seed in range(max(4, 200_000 // n))]
 
+    @pytest.mark.thorough(except_for=["10007"])
     def test_values_are_independent_of_positions(self, n):
         permutations = self.permutations(n)
         side = 16 if n >= 1000 else 5
         counts = sum(np.histogram2d(np.arange(n), p, bins=side, range=[[0, n], [0, n]])[0] for p in permutations)
         assert chi2_per_degree(counts, len(permutations) * n / side**2) < chi2_bound((side - 1) ** 2)
 
+    @pytest.mark.thorough(except_for=["10007"])
     def test_neighbors_are_independent(self, n):
         permutations = self.permutations(n)
         for order in (1, 2) if n >= 1000 else (1,):

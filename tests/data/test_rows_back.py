@@ -56,6 +56,7 @@ MIXTURES = {
 }
 
 
+@pytest.mark.thorough(except_for=["skipped", "in order"])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_rows_and_steps_of_mixtures(name):
     data = MIXTURES[name]

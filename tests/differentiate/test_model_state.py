@@ -159,7 +159,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thorough(except_for=["lanes-plus", "microbatches-scatter", "lanes-number_of_rows", "max_rows-loop"])
+@pytest.mark.thorough(except_for=["lanes-plus", "microbatches-scatter"])
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_integers_that_depend_on_rows_move_by_the_sum_of_changes(options: str, name: str) -> None:
@@ -167,7 +167,7 @@ def test_integers_that_depend_on_rows_move_by_the_sum_of_changes(options: str, n
     np.testing.assert_array_equal(run(change, old, **OPTIONS[options]), run(change, old))
 
 
-@pytest.mark.thorough(except_for=["lanes-steps", "lanes-raw_key", "max_rows-steps"])
+@pytest.mark.thorough(except_for=["lanes-steps", "max_rows-steps"])
 @pytest.mark.parametrize("name", ALIKE)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_other_integers_are_those_of_one_lane(options: str, name: str) -> None:

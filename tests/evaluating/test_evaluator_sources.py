@@ -46,7 +46,7 @@ def slow(params, x):
     return {"loss": x[:, 0] + 0.0 * jnp.sum(y), "all": jstep.metrics.auc(x[:, 0], x[:, 1] > 20)}
 
 
-@pytest.mark.thorough(except_for=["2-False-<lambda>0", "2-False-Foreign"])
+@pytest.mark.thorough(except_for=["2-False-Foreign"])
 @pytest.mark.parametrize("wrap", [lambda b: b, lambda b: (b,), Foreign])
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("size", [2, 5])

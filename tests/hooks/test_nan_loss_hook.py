@@ -24,6 +24,7 @@ def skipping_step_and_state(optimizer=None):
     return step, jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
 
 
+@pytest.mark.thorough(except_for=["4"])
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_nan_loss_hook_accepts_skipped_updates(steps_per_call, tmp_path):
     step, state = skipping_step_and_state()
@@ -116,7 +117,7 @@ def test_a_hook_that_inherits_after_step_is_not_called(monkeypatch):
     assert called == [1, 2, 3]
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["7-3", "11-1"])
 @pytest.mark.parametrize("steps_per_call", [1, 3, 100])
 @pytest.mark.parametrize("bad", [3, 7, 8, 11])
 def test_the_bad_step_is_named_across_single_and_looped_calls(bad, steps_per_call):

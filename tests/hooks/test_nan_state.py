@@ -32,7 +32,7 @@ def run(last_step=20, *, hooks=None, optimizer=None, metrics=(), loss_fn=root_lo
     return step, state, jstep.train(step, state, batches, last_step, hooks=hooks, progress=False, **options)
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["2-metrics0-1", "4-metrics0-1"])
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 @pytest.mark.parametrize("metrics", [(), ("grad_norm",)])
 @pytest.mark.parametrize("save_steps", [2, 3, 4])
@@ -119,6 +119,7 @@ def test_clipped_infinite_gradients_do_not_stop_the_run(tmp_path):
     assert jstep.Saver(tmp_path).all_steps() == [1, 2, 3, 4]
 
 
+@pytest.mark.thorough(except_for=["params-True", "m-False"])
 @pytest.mark.parametrize("guarded", [False, True])
 @pytest.mark.parametrize("where", ["params", "m"])
 def test_nan_in_a_checkpoint_is_reported(where, guarded, tmp_path, caplog):

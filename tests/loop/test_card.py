@@ -89,6 +89,7 @@ def test_secrets_and_other_variables_are_not_recorded():
     }
 
 
+@pytest.mark.thorough(except_for=["several steps"])
 @pytest.mark.parametrize("kind", ["several steps", "split batches"])
 def test_a_card_does_not_trace_the_step_again(kind):
     options, traced = {"steps_per_call": 3}, []

@@ -69,6 +69,7 @@ def test_a_start_that_takes_no_step_saves_nothing(tmp_path: Path) -> None:
     assert [jstep.Saver(tmp_path / name).all_steps() for name in ("own", "other", "best")] == [[5], [], []]
 
 
+@pytest.mark.thorough(except_for=["5"])
 @pytest.mark.parametrize("saves", [None, 5])
 def test_a_hook_that_raises_in_end_undoes_those_before(saves: int | None, tmp_path: Path) -> None:
     """What is saved is the state before all of them, as the next start calls all of them again."""

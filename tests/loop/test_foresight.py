@@ -70,7 +70,7 @@ def UNKNOWN(updates: Any, slots: Any, params: Any, step: Any) -> Any:  # noqa: N
     return jax.tree.map(lambda g: -0.1 * g, updates), {}
 
 
-@pytest.mark.thorough(except_for=["alone", "labels"])
+@pytest.mark.thorough(except_for=["labels"])
 @pytest.mark.parametrize("name", ALL_ZERO)
 def test_a_rate_that_is_0_up_to_the_end(name: str, caplog: Any) -> None:
     step, optimizer = rates(ALL_ZERO[name]())
@@ -153,6 +153,7 @@ def test_a_schedule_that_cannot_be_traced() -> None:
     assert plan.rate_zero_from is None
 
 
+@pytest.mark.thorough(except_for=["below a label"])
 @pytest.mark.parametrize("around", ["alone", "below a label"])
 def test_gradients_that_no_update_has_used(around: str, caplog: Any) -> None:
     caplog.set_level(logging.INFO, "jstep")
@@ -185,6 +186,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.thorough(except_for=["below a label"])
 @pytest.mark.parametrize("name", WRAPPED)
 def test_a_stage_that_stops_training_averaged_leaves(name: str, caplog: Any) -> None:
     slot, wrap = WRAPPED[name]
@@ -240,7 +242,7 @@ def two_players(ema: EMA) -> tuple[Any, Any]:
     return step, optimizer
 
 
-@pytest.mark.thorough(except_for=["1-plain", "2-jit"])
+@pytest.mark.thorough(except_for=["1-plain"])
 @pytest.mark.parametrize("kind", ["plain", "jit", "compiled"])
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_averages_that_no_update_of_a_step_moves(steps_per_call: int, kind: str, caplog: Any) -> None:

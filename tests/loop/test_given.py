@@ -285,16 +285,21 @@ def lines_of(before, now, tmp_path, caplog, **options):
 @pytest.mark.parametrize(
     ("before", "now", "expected"),
     [
-        ({"a": 1}, {"a": 2}, ["config: a: 1 before, 2 now"]),
-        ({"a": True}, {"b": 2}, ["config: a: true before, absent now", "config: b: absent before, 2 now"]),
-        ({"a": "org/data"}, {"a": "org/other"}, ["config: a: org/data before, org/other now"]),
-        ({"a": "/x"}, {"a": "/y"}, []),
-        ({"password": "x"}, {"password": "y"}, []),
-        ({"steps": 2}, {"steps": 4}, []),
+        (
+            {"a": 1, "b": True, "d": "org/data"},
+            {"a": 2, "c": 2, "d": "org/other"},
+            [
+                "config: a: 1 before, 2 now",
+                "config: b: true before, absent now",
+                "config: c: absent before, 2 now",
+                "config: d: org/data before, org/other now",
+            ],
+        ),
+        ({"a": "/x", "password": "x", "steps": 2}, {"a": "/y", "password": "y", "steps": 4}, []),
         (None, {"a": 1}, []),
         ({"a": 1}, None, []),
     ],
-    ids=str,
+    ids=["changed", "a path, a secret, and steps", "none before", "none now"],
 )
 def test_lines_of_a_restart(before, now, expected, tmp_path, caplog):
     assert lines_of(before, now, tmp_path, caplog) == expected

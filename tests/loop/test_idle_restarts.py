@@ -54,6 +54,7 @@ BATCHES: dict[str, Callable[[], Any]] = {
 RATE, STEP = "learning_rate: 0.1 before, 0.2 now", "step: the traced loss (stage from step 0) differs: numbers "
 
 
+@pytest.mark.thorough(except_for=["function", "data that has ended"])
 @pytest.mark.parametrize("name", BATCHES)
 def test_what_changed_and_was_not_trained(name: str, tmp_path: pathlib.Path, caplog: Any) -> None:
     batches = BATCHES[name]
@@ -97,6 +98,7 @@ def test_a_batch_that_cannot_be_made_is_no_error(tmp_path: pathlib.Path, caplog:
     assert reported(caplog) == [RATE, UNTRAINED]
 
 
+@pytest.mark.thorough(except_for=["True"])
 @pytest.mark.parametrize("jit", [True, False])
 def test_a_custom_step_is_compared(jit: bool, tmp_path: pathlib.Path, caplog: Any) -> None:
     def start(scale: float, last_step: int) -> None:

@@ -226,6 +226,17 @@ def stored() -> dict[str, str]:
     return {name: body.rstrip("\n") for name, body in zip(parts[::2], parts[1::2], strict=True)}
 
 
+@pytest.mark.thorough(
+    except_for=[
+        "fresh_resumed_and_finished",
+        "with_stages_and_evaluations",
+        "stopped_by_a_signal",
+        "a_loss_that_is_nan",
+        "a_hook_that_raises",
+        "batches_that_fail",
+        "other_parameters_than_were_saved",
+    ]
+)
 @pytest.mark.parametrize("name", REPORTS)
 def test_each_line_of_a_run(name: str) -> None:
     assert text_of(name).splitlines() == stored()[name].splitlines()

@@ -96,6 +96,7 @@ class Late(jstep.Saver):
         return super().restore(*args, **kwargs)
 
 
+@pytest.mark.thorough(except_for=["loader"])
 @pytest.mark.parametrize("kind", ["data", "function", "loader"])
 def test_batches_begin_at_the_step_that_is_restored(tmp_path, kind):
     data = batches_of("data")

@@ -158,6 +158,7 @@ def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.thorough(except_for=["fail", "interrupt"])
 @pytest.mark.parametrize("how", [fail, end, interrupt])
 def test_a_batch_that_could_not_be_made(tmp_path: Path, how: Any) -> None:
     """A restart makes it again, from the position after the hooks of the step before."""

@@ -47,6 +47,7 @@ def starts(read: Any, step: Any, calls: int = 3000, most: int = 1, batches: Any 
         feeder.close()
 
 
+@pytest.mark.thorough(except_for=["0.0004-0.01-False", "0.0007-0.01-True", "9e-05-1e-05-False", "0.00011-0.001-True"])
 @pytest.mark.parametrize(
     ("read", "step", "is_ahead"),
     [

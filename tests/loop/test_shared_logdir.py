@@ -82,6 +82,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 ALL = list(range(1, 21))
 
 
+@pytest.mark.thorough(except_for=["13"])
 @pytest.mark.parametrize("stop", [10, 13])
 def test_a_users_writer_beside_a_run_that_is_resumed(tmp_path: pathlib.Path, stop: int, caplog: Any) -> None:
     for stopped in (stop, None):
@@ -146,19 +147,9 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("places", "timeline"),
-    [
-        *((places, "whole") for places in PLACES),
-        ("the same", "missing"),
-        ("beside it", "torn"),
-        *(
-            pytest.param(places, timeline, marks=pytest.mark.thorough)
-            for places in PLACES
-            for timeline in ("missing", "torn")
-        ),
-    ],
-)
+@pytest.mark.thorough(except_for=["beside it-whole", "the same-missing"])
+@pytest.mark.parametrize("timeline", ["whole", "missing", "torn"])
+@pytest.mark.parametrize("places", PLACES)
 def test_a_start_that_died_before_its_first_checkpoint(
     tmp_path: pathlib.Path, places: str, timeline: str, caplog: Any
 ) -> None:
@@ -248,6 +239,7 @@ def test_a_run_without_checkpoints_that_finished_is_another_one(tmp_path: pathli
     assert len(warnings_of(caplog)) == 1
 
 
+@pytest.mark.thorough(except_for=["stops0"])
 @pytest.mark.parametrize("stops", [(13,), (13, 14)])
 def test_a_run_of_an_earlier_version_is_resumed(tmp_path: pathlib.Path, stops: Any, caplog: Any) -> None:
     """Its event files had no name of a run, and its timeline no process; also where a start saved no checkpoint."""

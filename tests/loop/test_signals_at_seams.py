@@ -109,7 +109,7 @@ def check_line(n: int, directory: Path) -> int:
     return at.seen
 
 
-@pytest.mark.thorough(except_for=["some"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", ["some", *map(str, range(6))])
 def test_at_each_line_of_the_last_phase(part: str, tmp_path: Path) -> None:
     lines = check_line(10**9, tmp_path / "all")
@@ -118,6 +118,7 @@ def test_at_each_line_of_the_last_phase(part: str, tmp_path: Path) -> None:
         check_line(n, tmp_path / str(n))
 
 
+@pytest.mark.thorough(except_for=["1"])
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_while_a_program_is_compiled_for_new_shapes(
     steps_per_call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -145,6 +145,7 @@ def test_a_second_ctrl_c_leaves_at_once(way, dropped):
         train(5, hooks=[Once("after_step", after_step)])
 
 
+@pytest.mark.thorough(except_for=["in_finalizer", "in_collection"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_signal_while_the_run_takes_steps_stops_it_after_the_step(way, dropped, tmp_path):
     def after_step(step, state, metrics):

@@ -53,6 +53,7 @@ def positions(directory: Path) -> dict[int, Any]:
         return {step: saver.extra(step)["batches"] for step in saver.all_steps()}
 
 
+@pytest.mark.thorough(except_for=["1"])
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_a_run_that_stops_between_reads_resumes_bit_for_bit(tmp_path: Path, steps_per_call: int) -> None:
     whole = train(Rows(), 40, tmp_path / "whole", steps_per_call=steps_per_call)

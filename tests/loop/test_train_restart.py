@@ -48,6 +48,7 @@ class StaysConverged(Converged):
         return over
 
 
+@pytest.mark.thorough(except_for=["<lambda>-steps0", "StaysConverged-steps2"])
 @pytest.mark.parametrize(
     ("make", "steps"),
     [(lambda: jstep.every(1, Converged().after_step), [5, 6, 7]), (Converged, [5, 6, 7]), (StaysConverged, [5, 5, 5])],
@@ -183,6 +184,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.thorough(except_for=["optimizer-False", "model-True", "shapes-True"])
 @pytest.mark.parametrize("is_abstract", [False, True])
 @pytest.mark.parametrize("kind", OTHERS)
 def test_another_model_or_optimizer_in_an_old_directory_is_named_before_anything_is_compiled(

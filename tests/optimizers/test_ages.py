@@ -63,7 +63,7 @@ def ages(state: jstep.TrainState) -> dict[str, int]:
 BY_UPDATES = [name for name, entry in TABLE.items() if not entry.by_step and "every" not in name]
 
 
-@pytest.mark.thorough(except_for=["partition", "schedule_free_sgd"])
+@pytest.mark.thorough(except_for=["partition"])
 @pytest.mark.parametrize("name", BY_UPDATES)
 def test_updates_do_not_depend_on_what_moves_the_clock(name: str) -> None:
     optimizer = TABLE[name].make(0.01)

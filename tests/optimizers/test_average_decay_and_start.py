@@ -29,6 +29,7 @@ AVERAGES = "ExponentialMovingAverage"
 DECAYS = [0.0, 0.25, 0.75]
 
 
+@pytest.mark.thorough(except_for=["False"])
 @pytest.mark.parametrize("zero_debias", [False, True])
 def test_a_schedule_is_read_at_the_step_of_the_update(zero_debias):
     schedule = jstep.piecewise_constant([0, 1], DECAYS)

@@ -110,13 +110,7 @@ def run(optimizer: jstep.Optimizer, jit: bool = True, first: int = 0) -> list[An
     return states
 
 
-@pytest.mark.thorough(
-    except_for=[
-        "swa from a step-guards of all parts-step",
-        "zero_debias-compact inside-updates",
-        "every-guard outside-updates",
-    ]
-)
+@pytest.mark.thorough(except_for=["every-guard outside-updates"])
 @pytest.mark.parametrize("follows", ["step", "updates"])
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("name", AVERAGES)

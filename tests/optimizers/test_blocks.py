@@ -37,7 +37,7 @@ CASES: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.thorough(except_for=["adamw", "lion", "sgd-nesterov"])
+@pytest.mark.thorough(except_for=["lion"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_chain_of_blocks_equals_the_optimizer(name: str) -> None:
     make, blocks = CASES[name]

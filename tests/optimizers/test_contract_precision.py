@@ -30,7 +30,7 @@ def test_x64_keeps_float64_and_float32_apart(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@for_each(TABLE, ["adam", "muon", "stochastic_rounding"])
+@for_each(TABLE, ["adam", "stochastic_rounding"])
 def test_low_precision_params_are_updated_in_float32(name: str, dtype: Any) -> None:
     """One update of a low-precision leaf is the float32 update, rounded once."""
     optimizer = make_optimizer(name)

@@ -92,14 +92,14 @@ def warnings_in_two_steps(caplog: pytest.LogCaptureFixture, optimizer: jstep.Opt
     return [record.getMessage() for record in caplog.records]
 
 
-@pytest.mark.thorough(except_for=["tree", "wrapped"])
+@pytest.mark.thorough(except_for=["tree"])
 @pytest.mark.parametrize("name", NOTHING)
 def test_a_mask_that_selects_nothing_is_one_warning(caplog: pytest.LogCaptureFixture, name: str) -> None:
     (text,) = warnings_in_two_steps(caplog, NOTHING[name]())
     assert re.search(r"mask=.*: selects none of the parameters \['bias', 'kernel'\], so that nothing decays", text)
 
 
-@pytest.mark.thorough(except_for=["<lambda>-tree", "cautious-predicate"])
+@pytest.mark.thorough(except_for=["cautious-predicate"])
 @pytest.mark.parametrize("name", NOTHING)
 @pytest.mark.parametrize("around", [lambda one: one, jstep.cautious])
 def test_a_mask_below_a_label_may_select_nothing(

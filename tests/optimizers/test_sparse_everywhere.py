@@ -143,7 +143,7 @@ def run_dense(make: Any, ids: list[list[int]], *, by_rows: bool) -> list[dict[st
     return found
 
 
-@pytest.mark.thorough(except_for=["True-wrapper accumulating", "True-rmsprop", "False-adagrad"])
+@pytest.mark.thorough(except_for=["True-wrapper accumulating", "True-rmsprop"])
 @pytest.mark.parametrize("name", BY_ROWS)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_only_named_rows_change(name: str, compiled: bool) -> None:

@@ -178,7 +178,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.thorough(except_for=["scale-True", "chain-False"])
+@pytest.mark.thorough(except_for=["chain-False"])
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_wrappers_do_not_change_updates(wrapper, accumulate):

@@ -202,6 +202,7 @@ def drain_closed(queue):
     return drain(queue)
 
 
+@pytest.mark.thorough(except_for=["shuffle"])
 @pytest.mark.parametrize("make", [fifo, shuffle, lambda capacity: shuffle(capacity, capacity - 2)])
 def test_stress_of_all_calls_together(make):
     """Producers of single elements and of batches, consumers of each kind: nothing is lost or doubled."""

@@ -51,7 +51,7 @@ NAMES = {
 }
 
 
-@pytest.mark.thorough(except_for=["several names-AxisType.Explicit", "in a tree-AxisType.Auto"])
+@pytest.mark.thorough(except_for=["in a tree-AxisType.Auto"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("names", NAMES)
 def test_names_are_the_sharding_over_the_mesh_of_the_state(names, kind):

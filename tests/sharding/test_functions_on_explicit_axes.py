@@ -50,7 +50,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.thorough(except_for=["clip_by_norm", "clip_by_global_norm", "apply_updates", "apply", "apply_by_names"])
+@pytest.mark.thorough(except_for=["clip_by_global_norm", "apply_by_names"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_results_are_sharded_like_the_tree(name: str, params: Any) -> None:
     assert specs(FUNCTIONS[name](params)) == SPECS

@@ -164,6 +164,7 @@ def test_numbers_do_not_depend_on_the_devices(types):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), other, runs[0])
 
 
+@pytest.mark.thorough(except_for=["AxisType.Explicit"])
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
 def test_microbatches_smaller_than_the_mesh_warn(types, caplog):
     _, (x,) = shard("one axis", types, np.ones((32, 16), np.float32))

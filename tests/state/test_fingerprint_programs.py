@@ -105,7 +105,7 @@ def on_mesh(kind):
     return mesh, tree | {"anywhere": jnp.arange(4.0), "host": np.arange(5)}
 
 
-@pytest.mark.thorough(except_for=["AxisType.Explicit"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_on_a_mesh_the_bits_are_those_of_one_device(kind):
     _, tree = on_mesh(kind)

@@ -129,6 +129,7 @@ def recorded(run: pathlib.Path, pattern: str, instead: str) -> None:
     path.write_text(text)
 
 
+@pytest.mark.thorough(except_for=["moved-elsewhere", "of another host-s3://bucket/logs"])
 @pytest.mark.parametrize("logdir", ["elsewhere", "s3://bucket/logs", "gs://bucket/logs"])
 @pytest.mark.parametrize("how", ["moved", "of another host"])
 def test_a_logdir_elsewhere_is_not_read(

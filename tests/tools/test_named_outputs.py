@@ -52,6 +52,7 @@ WRITERS: dict[str, tuple[str, bytes, Callable[[pathlib.Path, pathlib.Path], Any]
     "Plan.plot": ("x.png", b"\x89PNG", lambda run, path: jstep.plan(optimizer, 10).plot(path)),
     "CoordCheck.plot": ("x.pdf", b"%PDF", draw_check),
 }
+QUICK = [name for name in WRITERS if name not in ("report(file)", "Plan.plot", "CoordCheck.plot")]
 
 
 @pytest.fixture(params=WRITERS)
@@ -66,6 +67,7 @@ def writer(request: Any, run: pathlib.Path, tmp_path: pathlib.Path) -> Any:
     return tmp_path / name, lambda: write(run, tmp_path / name), check
 
 
+@pytest.mark.thorough(except_for={"writer": QUICK})
 def test_a_fifo_is_written_through(writer: Any) -> None:
     path, write, check = writer
     os.mkfifo(path)
@@ -79,6 +81,7 @@ def test_a_fifo_is_written_through(writer: Any) -> None:
     assert [one.name for one in path.parent.iterdir()] == [path.name]
 
 
+@pytest.mark.thorough(except_for={"writer": QUICK})
 def test_a_link_is_followed_and_a_mode_stays(writer: Any, tmp_path: pathlib.Path) -> None:
     path, write, check = writer
     (tmp_path / "disk").mkdir()

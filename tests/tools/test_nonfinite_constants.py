@@ -77,6 +77,7 @@ def test_nan_constant_is_found_where_it_is_read(name: str) -> None:
     assert "test_nonfinite_constants.py" in found.source
 
 
+@pytest.mark.thorough
 def test_constant_read_inside_a_shard_map() -> None:
     mesh, spec = jax.make_mesh((2,), ("data",)), jax.sharding.PartitionSpec("data")
 

@@ -30,6 +30,7 @@ def page(tmp_path_factory):
     return file
 
 
+@pytest.mark.thorough(except_for=["light-360"])
 @pytest.mark.parametrize("width", [360, 800, 1600])
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_it_is_legible(width, theme, browser, page, tmp_path):
@@ -44,6 +45,7 @@ def test_it_is_legible(width, theme, browser, page, tmp_path):
     assert lines >= 3.0
 
 
+@pytest.mark.thorough
 def test_the_pointer_shows_values_and_names_switch_curves_off(browser, page):
     from selenium.webdriver import ActionChains, Keys
     from selenium.webdriver.common.by import By

@@ -106,6 +106,7 @@ def cells(browser, head, kind="tr[data-r]"):
     )
 
 
+@pytest.mark.thorough
 def test_a_click_on_a_head_sorts(opened):
     first = names(opened)
     heads = {head.text: head for head in find(opened, "#runs th")}
@@ -127,6 +128,7 @@ def test_a_click_on_a_head_sorts(opened):
         assert row.endswith(f"seeds of {after.split()[0]}")
 
 
+@pytest.mark.thorough
 def test_the_filter_hides_rows(opened):
     (box,) = find(opened, "#controls input")
     box.send_keys("FAILED")
@@ -138,6 +140,7 @@ def test_the_filter_hides_rows(opened):
     assert len(names(opened)) <= 2
 
 
+@pytest.mark.thorough
 def test_a_tick_hides_a_run_in_all_pictures(opened):
     run = find(opened, "#legend .key")[0].get_attribute("data-i")
     (tick,) = find(opened, f'#runs tr[data-r="{run}"] input')
@@ -162,6 +165,7 @@ def test_a_tick_hides_a_run_in_all_pictures(opened):
 FRAME = "requestAnimationFrame(() => requestAnimationFrame(arguments[0]))"
 
 
+@pytest.mark.thorough
 def test_smoothing_and_relative_time(opened):
     last, first = ".pictures figure:last-child path.line", ".pictures figure:first-child"
     drawn = f"return [...document.querySelectorAll('{last}')].map(one => one.getAttribute('d'))"
@@ -188,6 +192,7 @@ def test_smoothing_and_relative_time(opened):
     assert opened.execute_script(drawn) == before
 
 
+@pytest.mark.thorough
 def test_the_pointer_names_the_nearest_run(opened):
     from selenium.webdriver import ActionChains
 

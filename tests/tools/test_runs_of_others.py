@@ -197,6 +197,7 @@ def test_silent_processes_are_shown_in_ranges(tmp_path, capsys):
     assert [line.strip("* ").split()[0] for line in lines[1:]] == ["5", "0–4", "6–99999"]
 
 
+@pytest.mark.thorough(except_for=[r"\u202eevil\u2066"])
 @pytest.mark.parametrize("text", ["\x1b[31mred", "a\x07\x7f\x9b", "\u202eevil\u2066", "line\rbreak\n"])
 def test_control_characters_reach_no_terminal(text, tmp_path, capsys):
     metrics = {"values": {f"{text}/loss": 1.0}, "best": {f"{text}best": [1.0, 1]}, "end": ["failed", f"E: {text}"]}
@@ -292,6 +293,7 @@ def test_long_lines(tmp_path):
         assert "has more than" in bad.error
 
 
+@pytest.mark.thorough(except_for=["brackets0-190-finished", "brackets1-100000-unreadable"])
 @pytest.mark.parametrize(("depth", "status"), [(190, "finished"), (300, "unreadable"), (100_000, "unreadable")])
 @pytest.mark.parametrize("brackets", [("[", "]"), ('{"": ', "}")])
 def test_a_config_may_be_deep(depth, status, brackets, tmp_path, capsys):

@@ -50,6 +50,7 @@ def test_loss_receives_the_averages(name):
     np.testing.assert_allclose(jstep.averaged_params(state)["w"], teacher, rtol=1e-5)
 
 
+@pytest.mark.thorough(except_for=["kwargs1", "kwargs3"])
 @pytest.mark.parametrize(
     "kwargs", [{"num_microbatches": 2}, {"jit": False}, {"sharpness": 0.0}, {"metrics": "grad_norm"}]
 )

@@ -146,6 +146,7 @@ def test_arrays_are_replaced_slice_by_slice():
     np.testing.assert_array_equal(whole[1], scales)
 
 
+@pytest.mark.thorough(except_for=["default"])
 @pytest.mark.parametrize("platform", ["tpu", "cuda", "default"])
 def test_conditions_of_an_update_reach_the_wrappers_around_it(platform, monkeypatch):
     """A projection leaves a parameter alone whose update is not due, whatever the platform."""

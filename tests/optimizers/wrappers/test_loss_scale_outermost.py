@@ -47,7 +47,7 @@ def test_loss_scales_inside_are_rejected(case: str) -> None:
         jstep.apply_gradients(state, PARAMS, optimizer)
 
 
-@pytest.mark.thorough(except_for=["alone", "masters", "all"])
+@pytest.mark.thorough(except_for=["all"])
 @pytest.mark.parametrize("case", ACCEPTED)
 def test_some_wrappers_may_be_around_a_loss_scale(case: str) -> None:
     optimizer = ACCEPTED[case]()

@@ -119,6 +119,7 @@ LOSS_SCALES = {
 }
 
 
+@pytest.mark.thorough(except_for=["guard outside"])
 @pytest.mark.parametrize("case", LOSS_SCALES)
 def test_loss_scale_changes_like_torch_grad_scaler(case: str) -> None:
     optimizer = LOSS_SCALES[case]()

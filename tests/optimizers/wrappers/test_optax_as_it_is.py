@@ -73,7 +73,7 @@ def require_same(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
     assert jax.tree.map(float, one[1]) == jax.tree.map(float, other[1])
 
 
-@pytest.mark.thorough(except_for=["partition-adam", "minimize-with the loss", "update_every-scheduled"])
+@pytest.mark.thorough(except_for=["minimize-with the loss", "update_every-scheduled"])
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 @pytest.mark.parametrize("taker", TAKERS)
 def test_a_transformation_is_taken_as_it_is(taker: str, name: str) -> None:
