@@ -62,7 +62,8 @@ def nightly(directory: Path, failing: str = "", steps: str = "") -> subprocess.C
             f"#!/bin/sh\necho flags=$XLA_FLAGS. python=$PYTHON.; echo '7 passed in 1.00s'\n{command}\n"
         )
         (directory / path).chmod(0o755)
-    environment = os.environ | {"PYTHON": str(directory / "python"), "XLA_FLAGS": "--some"}
+    environment = {name: value for name, value in os.environ.items() if name not in ("STEPS", "NIGHTLY_LOGS")}
+    environment |= {"PYTHON": str(directory / "python"), "XLA_FLAGS": "--some"}
     environment["PATH"] = f"{directory}:{environment['PATH']}"
     if steps:
         environment["STEPS"] = steps
