@@ -48,7 +48,9 @@ class EvaluationAbandoned(BaseException):
     """
 
 
-def _remember(evaluate: Callable[..., Any], call: RecordedCall) -> Any:
+def _remember(
+    evaluate: Callable[[TrainState], dict[str, float]], call: RecordedCall
+) -> Callable[[TrainState], dict[str, float]]:
     if isinstance(evaluate, Evaluator):
         evaluate.made_by = call
     return evaluate
