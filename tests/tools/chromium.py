@@ -1,6 +1,6 @@
 """Headless Chromium for tests of pages: a browser, a look at a page, and what is measured there.
 
-The screenshots are saved in the directory JSTEP_SCREENSHOTS, by default in a temporary one.
+Screenshots are saved in the directory JSTEP_SCREENSHOTS, if it is set.
 """
 
 import base64
@@ -27,13 +27,14 @@ def browser(tmp_path_factory):
         options.add_argument(flag)
     options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('profile')}")
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(CHROMEDRIVER))
+    driver.get("about:blank")  # the page of a new tab loads scripts for a while
     try:
         yield driver
     finally:
         driver.quit()
 
 
-def look(browser, page, width, theme, folder, height=900):
+def look(browser, page, width, theme, height=900):
     """Open a page at a width in a theme; it may write no message and send no request."""
     screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
@@ -41,9 +42,9 @@ def look(browser, page, width, theme, folder, height=900):
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     browser.get_log("browser"), browser.get_log("performance")
     browser.get(page.as_uri())
-    picture = browser.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})
-    folder = pathlib.Path(os.environ.get("JSTEP_SCREENSHOTS", folder))
-    (folder / f"{page.stem}-{width}-{theme}.png").write_bytes(base64.b64decode(picture["data"]))
+    if folder := os.environ.get("JSTEP_SCREENSHOTS"):
+        picture = browser.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})
+        pathlib.Path(folder, f"{page.stem}-{width}-{theme}.png").write_bytes(base64.b64decode(picture["data"]))
     assert browser.get_log("browser") == [], "no message in the console"
     requests = [
         one["message"] for one in browser.get_log("performance") if 'Network.requestWillBeSent"' in one["message"]

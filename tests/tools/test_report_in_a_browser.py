@@ -33,8 +33,8 @@ def page(tmp_path_factory):
 @pytest.mark.thorough(except_for=["light-360"])
 @pytest.mark.parametrize("width", [360, 800, 1600])
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_it_is_legible(width, theme, browser, page, tmp_path):
-    look(browser, page, width, theme, tmp_path)
+def test_it_is_legible(width, theme, browser, page):
+    look(browser, page, width, theme)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width, "nothing is cut off"
     for texts in browser.execute_script(TEXTS):
         assert all(size >= 11 for *_, size in texts)
