@@ -74,7 +74,7 @@ def of_start(start: str, first: int, stop: int, batches: Any, at: float = 0.0, *
     about = {"batches": {"hash": "1", **batches.definition()}, "recipe": batches.recipe(), **card}
     steps = {"step": [first, stop], "time": time + 1, "time_again": time + 1}
     return [
-        start_line("/x", start, time=time, **{"time_again": time}),
+        start_line("/x", start, time=time, time_again=time),
         card_line(start, **about),
         times_line(start, **steps),
     ]
