@@ -45,6 +45,10 @@ class Rates(Protocol):
 
     steps_per_sec: float | None
     examples_per_sec: float | None
+
+    @property
+    def mfu(self) -> float | None: ...
+
     utilization: Any
 
     def measure_finished(self) -> bool: ...

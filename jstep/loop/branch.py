@@ -74,10 +74,12 @@ def step_of_values(state: TrainState) -> int | None:
 
 
 def as_copy(directory: str, prefix: str, step: int, extra: dict[str, Any], new_name: str) -> dict[str, Any] | None:
-    """Return the `extra` of a run in a copy of another run's directory, which is a run of its own; None if it is none.
+    """Return the `extra` of a run in a copy of another run's directory, a run of its own; None if it is no copy.
 
     Its parent is the checkpoint of the original.
     """
+    if is_url(directory):
+        return None
     with contextlib.suppress(OSError, ValueError):  # there is no timeline, or it is damaged
         record, own = read_records(directory).get(prefix), extra.get(RUN_KEY)
         if record is None or not isinstance(own, str):

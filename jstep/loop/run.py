@@ -50,6 +50,7 @@ class Origin:
         trunk: The checkpoint of another run to begin from; None if this run has its own.
         parent: The path and step of the checkpoint that this run branched from.
         parent_run: The name of the run that saved it, if this is the first start.
+        is_claimed: Whether the run holds the claim of its checkpoints, which it needs only if there is a step left.
         is_copy: Whether this is the first start in a copy of another run's directory.
     """
 
@@ -62,6 +63,7 @@ class Origin:
     trunk: Trunk | None = None
     parent: dict[str, Any] | None = None
     parent_run: str | None = None
+    is_claimed: bool = False
     is_copy: bool = False
 
     @property

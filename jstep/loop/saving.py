@@ -90,6 +90,7 @@ def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, 
     if saver is not None:
         if origin.latest is None or origin.latest < options.stop_step:
             saver.claim(state)  # fails now, not at the first save
+            origin = dataclasses.replace(origin, is_claimed=True)
         else:
             left_out_indices(state, saver.leave_out)
             processes.on_all_processes(saver.clean, "the checkpoints cannot be claimed")

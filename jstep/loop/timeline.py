@@ -5,6 +5,7 @@ import itertools
 import logging
 import math
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jstep.hooks.numbers import is_ready, read_values, scalars
 from jstep.hooks.stall_files import exit_reason
 from jstep.loop.branch import PARENT, PARENT_RUN
 from jstep.loop.given import command_line
-from jstep.loop.run import Observer, Origin, Run, name_of_run
+from jstep.loop.run import STOPPED, Observer, Origin, Run, name_of_run
 from jstep.loop.setup import Setup
 from jstep.state.sharding import describe_devices
 from jstep.stores.owners import is_alive, this_process
@@ -53,14 +54,15 @@ class TimelineRecorder(Observer):
         self._lock = threading.Lock()
         self._pending: dict[str, Any] | None = None  # the latest metrics, until they are ready
         self._numbers: dict[str, dict[str, Any]] = {"values": {}, "best": {}}
+        self._stopped_by: object = None  # the hook that stopped an earlier start
         self._devices: list[Any] = []  # of this process, which hold the state
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(timeout=10)  # it may be blocked on an object store
-        status, reason, exception = _outcome(self.setup, error)
-        self.times(end=[status, reason], exception=exception)
+        status, reason, exception = _outcome(self.setup, error, self._stopped_by)
+        self.write_times(end=[status, reason], exception=exception)
         self.setup.lines.close()
         self.setup.watch.stop()
 
@@ -75,18 +77,19 @@ class TimelineRecorder(Observer):
             _logger.warning("%s: the times of this run cannot be kept: %s", where, error)
             self.setup.watch.stop()
             return
-        _end_previous(timeline, claimed=saver is not None)
+        _end_previous(timeline, claimed=origin.is_claimed)
         _warn_of_no_progress(timeline.record, options.last_step)
+        self._stopped_by = origin.extra.get(STOPPED)
         self.setup.lines.open(timeline)
         self._devices = _local_devices(self.setup.loop.state)
-        self.times(
+        self.write_times(
             START,
             version=VERSION,
             directory=absolute(where),
             logdir=None if options.logdir is None else absolute(location(options.logdir, "logdir")),
             last_step=options.last_step,
             process=this_process(),
-            claims=saver is not None,
+            claims=origin.is_claimed,
             run=name_of_run(self.setup, origin),
             argv=command_line(),
             **{PARENT: origin.parent, PARENT_RUN: origin.parent_run, COPY: origin.is_copy, "config": options.config},
@@ -101,7 +104,7 @@ class TimelineRecorder(Observer):
         for _ in range(2):  # the previous numbers may not have been ready
             self._read_numbers()
 
-    def times(self, kind: str = TIMES, **fields: object) -> None:
+    def write_times(self, kind: str = TIMES, **fields: object) -> None:
         """Write a line with the times so far, if the file is open."""
         self.setup.lines.write(kind, **self._newest(), **fields)
 
@@ -145,7 +148,7 @@ class TimelineRecorder(Observer):
             peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in self._devices]
             fields["peak_bytes"] = max(peaks, default=0)
         counter = None if self._run is None else self._run.reports.counter
-        return fields | {"mfu": getattr(counter, "mfu", None)}
+        return fields | {"mfu": None if counter is None else counter.mfu}
 
     def flush(self) -> None:
         timeline = self.setup.lines.timeline
@@ -153,7 +156,7 @@ class TimelineRecorder(Observer):
             timeline.flush()
 
     def about_to_save(self) -> None:
-        self.times(checkpoint=self.setup.loop.step)
+        self.write_times(checkpoint=self.setup.loop.step)
 
     def _tick(self) -> None:
         timeline = self.setup.lines.timeline
@@ -163,6 +166,7 @@ class TimelineRecorder(Observer):
                 timeline.publish()
             except Exception as error:  # an error here must not end the run
                 _logger.warning("the times of this run cannot be kept: %s", error)
+                self.setup.lines.close()
                 self.setup.watch.stop()
                 return
             if self._over.wait(timeline.period):
@@ -180,8 +184,13 @@ def _end_previous(timeline: Timeline, *, claimed: bool) -> None:
     timeline.write(TIMES, **newest_times(start), **({} if end is None else {"end": end}), start=start["start"])
 
 
+def _is_idle(start: Mapping[str, Any]) -> bool:
+    """Whether a start took no step, though there were some left."""
+    return not has_trained(start) and (start.get("end") or [KILLED])[0] != "finished"
+
+
 def _warn_of_no_progress(record: Record, last_step: int | None) -> None:
-    idle = list(itertools.takewhile(lambda start: not has_trained(start), reversed(record.starts)))
+    idle = list(itertools.takewhile(_is_idle, reversed(record.starts)))
     if len(idle) < _IDLE_STARTS or (last_step is not None and (record.totals()["step"] or 0) >= last_step):
         return
     ends = [": ".join(filter(None, start.get("end") or (KILLED, ""))) for start in idle]
@@ -209,7 +218,7 @@ def _local_devices(state: Tree) -> list[Any]:
     return list(next((leaf.sharding.addressable_devices for leaf in leaves), ()))
 
 
-def _outcome(setup: Setup, error: BaseException | None) -> tuple[str, str, str | None]:
+def _outcome(setup: Setup, error: BaseException | None, stopped_by: object) -> tuple[str, str, str | None]:
     """Return how the run ended, why, and the class of its exception."""
     loop, signals = setup.loop, setup.signals
     is_done = loop.is_known and loop.step >= setup.options.stop_step
@@ -220,6 +229,7 @@ def _outcome(setup: Setup, error: BaseException | None) -> tuple[str, str, str |
         return "failed", cut_text(f"{kind}: {first}".rstrip(": "), _MAX_REASON), kind
     if is_signal and not is_done:
         return "interrupted", "SIGINT" if signals.received is None else signals.reason, kind
-    if loop.stopped_by is not None:
-        return "finished", f"stopped by {loop.stopped_by}", None
+    by = loop.stopped_by or (stopped_by if loop.step <= loop.first else None)  # an earlier start of this run, or now
+    if isinstance(by, str):
+        return "finished", f"stopped by {by}", None
     return "finished", "" if is_done else "the batches ended", None

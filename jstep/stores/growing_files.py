@@ -1,6 +1,7 @@
 """Growing files: objects that are uploaded periodically, since stores cannot append, and logs of JSON lines."""
 
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -178,6 +179,7 @@ class LocalLines:
         self.path = path
         make_folders(os.path.dirname(path))
         self._is_named = False
+        self._is_torn = False  # the last line was only partly written, on a full disk
         self._file = open_own(path, beginning)
         try:
             self._check_first_line(is_line)
@@ -214,10 +216,12 @@ class LocalLines:
         return tail[tail.rfind(b"\n") + 1 :]
 
     def write(self, line: bytes) -> None:
-        wrote = self._file.write(line)
-        if wrote is not None and wrote < len(line):  # the disk is full
-            self._file.write(b"\n")
-            raise OSError(f"{wrote} of {len(line)} bytes were written")
+        data = b"\n" + line if self._is_torn else line
+        wrote = self._file.write(data)
+        if wrote is not None:
+            self._is_torn = wrote < len(data)
+        if self._is_torn:
+            raise OSError(errno.ENOSPC, f"{wrote} of {len(data)} bytes were written", self.path)
 
     def sync(self, *, to_disk: bool) -> None:
         """Flush the lines, and a new file's name, if `to_disk`; the operating system has them already."""

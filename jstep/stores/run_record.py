@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import json
+import logging
 import os
 import re
 from collections import defaultdict
@@ -31,7 +32,6 @@ from jstep.stores.timeline import (
     is_time,
     is_totals,
     lines_of,
-    logger,
     parse_line,
     problem_of,
     timeline_files,
@@ -46,13 +46,14 @@ _SUFFIX = ".json"
 _REPEATED = ("config", "argv", "edits", "directory", "logdir", "process", "devices", "parent")
 """Fields that the small file has only where they differ from those of the start before."""
 _KIND = re.compile(rb'\{"kind": "(\w+)"')
+_logger = logging.getLogger("jstep")
 
 
 def record_path(where: str, prefix: str) -> str:
     return join_path(where, f"{OBJECTS}{prefix}{_SUFFIX}")
 
 
-def totals(before: Mapping[str, Any] | None, start: Mapping[str, Any]) -> dict[str, Any]:
+def with_start(before: Mapping[str, Any] | None, start: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a run adds up to after a start, from what it was before."""
     if before is None:
         before = {
@@ -100,7 +101,7 @@ class Record:
         return self.starts[-1] if self.starts else None
 
     def totals(self) -> dict[str, Any]:
-        return functools.reduce(totals, self.starts, self.before) or {}
+        return functools.reduce(with_start, self.starts, self.before) or {}
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Add a line of this run."""
@@ -127,7 +128,7 @@ class Record:
         while len(self.starts) > KEPT:
             # What was trained last is what the run is.
             trained = last_trained(self.starts)
-            self.before = totals(self.before, self.starts.pop(1 if trained is self.starts[0] else 0))
+            self.before = with_start(self.before, self.starts.pop(1 if trained is self.starts[0] else 0))
 
     def take_newer(self, other: "Record | None") -> None:
         """Take the times of starts that are newer in another record of the run."""
@@ -217,8 +218,8 @@ def original_of(where: str, record: Record) -> str | None:
 def read_records(where: str) -> dict[str, Record]:
     """Return the record of each run of a directory by its prefix.
 
-    That is its small file, if the timeline is as that left it. Otherwise the lines are read, of a bucket those of its
-    newest start, and of the small file only the times count that are newer, if it is not torn.
+    That is its small file, if the timeline is as that left it. Otherwise the lines are read, in a bucket those of its
+    newest start, and only those times of the small file count that are newer.
     """
     names = timeline_names(where)
     places = timeline_files(where, names)
@@ -231,18 +232,21 @@ def read_records(where: str) -> dict[str, Record]:
     small = {prefix: record for prefix, record in newest.items() if record is not None}
     lines = [split_path(place)[1] for place in places]
     is_all = bool(small) and all(record.prefixes <= small.keys() for record in small.values())
-    if is_all and lines == [TIMELINE_FILE] and {record.read for record in small.values()} == {stamp_of(places[0])}:
+    is_local, first = not is_url(where), dict[str, str]()
+    is_alone = is_all and is_local and lines == [TIMELINE_FILE]
+    if is_alone and {record.read for record in small.values()} == {stamp_of(places[0])}:
         return small
     records: dict[str, Record] = {}
-    if is_all and is_url(where):
-        records, first = copy.deepcopy(small), min(record.read[0] for record in small.values())
-        places = [place for place, name in zip(places, lines, strict=True) if name >= first]
-    for place in places:
-        for raw in lines_of(place):
+    if is_all and not is_local:
+        records = copy.deepcopy(small)
+        first = {prefix: record.read[0] for prefix, record in small.items()}
+    for place, name in zip(places, lines, strict=True):
+        for raw in lines_of(place) if not first or name >= min(first.values()) else ():
             match = _KIND.match(raw)
-            if match and match[1].decode() not in (START, TIMES, CODE, CONFIG) and b'"version"' not in raw:
+            if match and match[1].decode() not in (START, TIMES, CODE, CONFIG):
                 continue  # most bytes are those of cards
-            if raw.endswith(b"\n") and (line := parse_line(raw)) is not None:
+            line = parse_line(raw)
+            if line is not None and name >= first.get(line["prefix"], ""):
                 records.setdefault(line["prefix"], Record(line["prefix"])).add(line)
     is_mixed = TIMELINE_FILE in lines and len(lines) > 1  # the run was copied between a disk and a bucket
     for prefix, record in records.items():
@@ -269,19 +273,19 @@ def newest_with_step(lines: Times) -> dict[str, Any] | None:
     return next((line for line in reversed(lines) if line["step"] is not None), None)
 
 
-def read_timeline(path: object, prefix: str = "model") -> list[Times]:
-    """Return the lines with times of each start of a run, the newest one of each perhaps from the small file.
+def read_timeline(path: object, prefix: str = "model") -> dict[str, Times]:
+    """Return the lines with times of each start of a run, by its name; the newest one may be from the small file.
 
-    A torn last line is skipped silently; other corrupted lines are skipped with a warning. The path is a directory of
-    checkpoints, a logdir, a timeline in it, or a URL of one of these.
+    Corrupted lines are skipped with a warning. The path is a directory of checkpoints, a logdir, a timeline in it, or a
+    URL of one of these.
 
     Raises:
         ValueError: The first line of a start has an invalid value, or there is no run with this prefix.
     """
     where, prefix = absolute(location(path, "path")), as_string(prefix, "prefix")
-    starts: defaultdict[str, Times] = defaultdict(Times)
+    starts: dict[str, Times] = {}
     others: dict[str, None] = {}
-    own: dict[str, str] = {}
+    places: dict[str, str] = {}
     for place in timeline_files(where):
         skipped: list[str] = []
         for number, raw in enumerate(lines_of(place), 1):
@@ -294,28 +298,29 @@ def read_timeline(path: object, prefix: str = "model") -> list[Times]:
                 if problem:
                     raise ValueError(f"{place}: line {number} {problem}")
                 if line.get(COPY):
-                    own.clear()
-                own[line["start"]] = place
+                    starts.clear()
+                starts.setdefault(line["start"], [])
+                places[line["start"]] = place
             if line is None or problem:
-                if raw.strip() and raw.endswith(b"\n"):
+                if raw.strip():
                     text = format_value(raw[:200].decode(errors="replace").strip(), 60)
                     skipped.append(f"line {number} ({text})")
-            elif line["kind"] in (START, TIMES):
+            elif line["kind"] in (START, TIMES) and line["start"] in starts:
                 starts[line["start"]].append(times_of(line))
         if skipped:
             text = format_list(skipped, 5)
-            logger.warning("%s: skipped what is not a line of a timeline: %s", printable(place), text)
-    if not own:
+            _logger.warning("%s: skipped what is not a line of a timeline: %s", printable(place), text)
+    if not starts:
         raise ValueError(
             f"prefix={prefix!r}: must be the prefix of a run in {where}, which has "
             f"{', '.join(map(repr, others)) or 'none'}; give the checkpoint_prefix of the run"
         )
     with contextlib.suppress(OSError, ValueError):
         for start in getattr(Record.from_json(read_small(record_path(where, prefix), MAX_LINE), prefix), "starts", ()):
-            if start["start"] in own and start["time"] > starts[start["start"]][-1]["time"]:
+            if start["time"] > starts.get(start["start"], [start])[-1]["time"]:
                 starts[start["start"]].append(times_of(start))
-    return in_order(
-        ((own[start], lines) for start, lines in starts.items() if start in own), lambda run: run[0]["time"]
+    return dict(
+        in_order(((places[start], (start, lines)) for start, lines in starts.items()), lambda run: run[1][0]["time"])
     )
 
 

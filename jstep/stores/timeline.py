@@ -1,9 +1,8 @@
-"""The timeline of a run, the file or objects to which it appends a line at each event: reading of its lines."""
+"""Reading the timeline of a run: the file or objects to which it appends a line at each event."""
 
 import functools
 import heapq
 import json
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeGuard, TypeVar
 
@@ -18,7 +17,7 @@ from jstep.stores.urls import is_url, join_path
 
 TIMELINE_FILE = "timeline.jsonl"
 OBJECTS = "timeline."
-"""The beginning of object names; they end like `TIMELINE_FILE`."""
+"""The beginning of the names of objects, which end like `TIMELINE_FILE`, and of the small files."""
 VERSION = 1
 START, TIMES = "start", "parts"
 """The kinds of lines that contain times."""
@@ -32,8 +31,6 @@ KILLED = "killed"
 """The end of a start that could not write it, as a later one wrote it."""
 STALL = "stall"
 """The kind of a line about a stall: its `part`, and the seconds that it lasted, `stalled`."""
-
-logger = logging.getLogger("jstep")
 
 
 def fields_with(where: str, *words: str, start: str = "") -> list[dict[str, Any]]:
@@ -75,11 +72,13 @@ def in_order(read: Iterable[tuple[str, T]], time: Callable[[T], float]) -> list[
 
 
 def lines_of(place: str) -> Iterator[bytes]:
+    """Yield the lines of a place, without one that is being written, or was torn, at its end."""
     with open_for_reading(place) as file:
         for number, raw in enumerate(iter(functools.partial(file.readline, MAX_LINE + 1), b""), 1):
             if len(raw) > MAX_LINE:
                 raise ValueError(f"{place}: line {number} has more than {MAX_LINE} bytes")
-            yield raw
+            if raw.endswith(b"\n"):
+                yield raw
 
 
 _MAX_DEPTH = 200
@@ -87,7 +86,7 @@ _MAX_DEPTH = 200
 
 
 def decode_json(raw: bytes) -> Any:
-    """Return the value of JSON; None if it is corrupted, or too deep for functions that call themselves."""
+    """Return the value of JSON; None if it is corrupted, or nested too deeply for recursive functions."""
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError):
@@ -134,8 +133,7 @@ ANY_PREFIX = ""
 
 def is_line(raw: bytes) -> bool:
     """Return whether a line, which may be corrupted, is one of a timeline."""
-    fields = decode_json(raw)
-    return isinstance(fields, dict) and all(isinstance(fields.get(key), str) for key in ("kind", "start", "prefix"))
+    return parse_line(raw) is not None
 
 
 def parse_line(raw: bytes) -> dict[str, Any] | None:
@@ -283,4 +281,4 @@ _CHECKS = _NUMBERS | {
     ),
     "parent_run": _is_text,
 }
-"""The fields that readers use; each may be None, or be missing in older versions."""
+"""The fields that readers use; but for `time`, `step` and `seconds`, each may be missing, or None."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import threading
@@ -11,11 +12,11 @@ from datetime import UTC, datetime, timedelta
 from jstep.stores.files import open_own, replace_file
 from jstep.stores.growing_files import PERIOD, open_lines
 from jstep.stores.objects import Objects
-from jstep.stores.owners import remove_temporary
 from jstep.stores.run_record import BEGINNING, Record, read_records, record_path, stamp_of
-from jstep.stores.timeline import OBJECTS, TIMELINE_FILE, TIMES, is_line, logger, timeline_files
+from jstep.stores.timeline import OBJECTS, TIMELINE_FILE, TIMES, is_line, timeline_files
 from jstep.stores.urls import is_url, join_path, split_path
 
+_logger = logging.getLogger("jstep")
 _BYTES_PER_SECOND = 2**16
 """The rate at which the small file is written at most: the records of many starts are replaced less often."""
 
@@ -34,25 +35,28 @@ class Timeline:
         self.where, self.prefix, self.start = where, prefix, secrets.token_hex(4)
         self._lock = threading.Lock()
         self._failing = False
-        self.record, earlier, size = Record(prefix), list[str](), 0
-        with contextlib.suppress(Exception):  # it is missing or corrupted, which must not end a run
-            earlier = timeline_files(where)
-            size = 0 if is_url(where) else os.path.getsize(join_path(where, TIMELINE_FILE))
-            records = read_records(where)
-            self.record = records.get(prefix, self.record)
-            self.record.prefixes |= records.keys()
-        self._size: int | None = size
+        self.record, earlier = Record(prefix), list[str]()
+        self._size: int | None = None
         """The size of the file, if no other process has appended to it since it was read."""
+        try:
+            earlier = timeline_files(where)
+            size = None if is_url(where) else os.path.getsize(join_path(where, TIMELINE_FILE))
+            records = read_records(where)
+            self.record, self._size = records.get(prefix, self.record), size
+            self.record.prefixes |= records.keys()
+        except FileNotFoundError:
+            self._size = 0
+        except Exception as error:  # it cannot be read, which must not end a run
+            _logger.info("%s: the starts so far cannot be read: %s", where, error)
         self._name = f"{OBJECTS}{_stamp(earlier)}-{self.start}.jsonl" if is_url(where) else TIMELINE_FILE
         self._newest = record_path(where, prefix)
-        self._lines = open_lines(join_path(where, self._name), b'{"kind": "', is_line, resume=not is_url(where))
+        self._lines = open_lines(join_path(where, self._name), b'{"kind": "', is_line, resume=False)
         if not is_url(where):
             try:
                 open_own(self._newest, BEGINNING, append=False).close()
             except BaseException:
                 self._lines.close()
                 raise
-            remove_temporary(where, split_path(self._newest)[1].__eq__)
         self.period = PERIOD if is_url(where) else 1.0
         """The seconds between two calls of `publish`."""
 
@@ -105,7 +109,7 @@ class Timeline:
             yield
         except OSError as error:
             if not self._failing:
-                logger.warning("%s: the times of this run cannot be kept: %s", self._lines.path, error)
+                _logger.warning("%s: the times of this run cannot be kept: %s", self._lines.path, error)
             self._failing = True
 
     def close(self) -> None:
@@ -113,7 +117,7 @@ class Timeline:
             try:
                 self._lines.close()
             except OSError as error:
-                logger.warning("%s: the last times of this run are lost: %s", self._lines.path, error)
+                _logger.warning("%s: the last times of this run are lost: %s", self._lines.path, error)
                 self._failing = True
         self.publish()
 

@@ -75,15 +75,15 @@ def stretches(run: RunSummary, before: float | None = None, seen: Sequence[str] 
         seen: The runs whose parent this one is.
     """
     starts = [start for start in read_starts(run.path) if start.prefix == run.prefix]
-    times = [start.time for start in starts if start.time is not None]
-    found = _of_parent(run, min(times, default=None), seen)
-    by_time: dict[Any, Start] = {start.time: start for start in starts}
-    for lines in read_timeline(run.path, run.prefix):
+    timeline = read_timeline(run.path, run.prefix)
+    found = _of_parent(run, min((lines[0]["time"] for lines in timeline.values()), default=None), seen)
+    named = {start.id: start for start in starts}
+    for name, lines in timeline.items():
         newest, began = newest_with_step(lines), lines[0]["time"]
         first, stop = (0, 0) if newest is None else newest["step"]
         if first == stop or not (before is None or began < before):
             continue
-        start = by_time.get(began, Start("", run.prefix))
+        start = named.get(name, Start(name, run.prefix))
         problem = "" if start.card else start.problem or "the start that took these steps has no card"
         found = [part for one in found for part in (one.within(0, first), one.within(stop, one.steps.stop))]
         found = [*filter(lambda part: part.steps, found), Stretch(range(first, stop), start.card or {}, problem)]

@@ -124,11 +124,12 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
         >>> found.steps, found.starts, found.productive > 0, abs(sum(found.parts.values()) - found.total) < 1e-9
         (9, 1, True, True)
     """
-    result = sum_starts(by_start(read_timeline(path, prefix)))
+    starts = read_timeline(path, prefix)
+    result = sum_starts(by_start(list(starts.values())))
     stalled: dict[str, float] = {}
     for line in fields_with(absolute(location(path, "path")), STALL):
         seconds, part = line.get("stalled", 0.0), line.get("part")
-        if line.get("kind") == STALL and line.get("prefix") == prefix and part in PARTS and is_seconds(seconds):
+        if line.get("kind") == STALL and line.get("start") in starts and part in PARTS and is_seconds(seconds):
             name = "productive" if part == STEPPING else str(part)
             stalled[name] = stalled.get(name, 0.0) + seconds
     return dataclasses.replace(result, stalled=stalled)

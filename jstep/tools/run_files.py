@@ -49,10 +49,11 @@ class RunFiles:
         begun = [item for item in lines if item.get("kind") == START]
         files, not_shown = known(([], []), events_of_run, run.path, starts, begun)
         problems += not_shown
+        times = known({}, read_timeline, run.path, run.prefix)
         series = known({}, read_series, files, lambda error: problems.append(_damaged(error)))
         return cls(
-            run, name, color, starts, known((), read_timeline, run.path, run.prefix), _most(series, problems), problems,
-            [item for item in lines if item.get("kind") == STALL],
+            run, name, color, starts, list(times.values()), _most(series, problems), problems,
+            [item for item in lines if item.get("kind") == STALL and item.get("start") in times],
         )  # fmt: skip
 
     def part(self, nothing: Any, function: Callable[..., Any], *args: Any) -> Any:

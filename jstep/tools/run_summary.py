@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import time
@@ -157,19 +158,19 @@ def _summary(where: str, record: Record) -> RunSummary:
     best = {name: item for name, item in totals["best"].items() if _is_there(where, newest.get("directory"), item)}
     moved = {name: _moved(item[2], newest.get("directory"), where) for name, item in best.items() if len(item) == 3}
     return RunSummary(
-        where,
-        record.prefix,
-        shown["status"],
-        shown["reason"],
-        totals["step"] or 0 if trained is None else trained["step"][1],
-        start.get("last_step"),
-        {name: float(value) for name, value in totals["values"].items()},
-        {name: (float(value), at) for name, (value, at, *_) in best.items()},
-        totals["since"],
-        None if life is not None else facts[-1]["ended"],
-        totals["wall"],
-        fact["devices"],
-        None if parent is None else (_moved(parent["path"], newest.get("directory"), where), parent["step"]),
+        path=where,
+        prefix=record.prefix,
+        status=shown["status"],
+        reason=shown["reason"],
+        step=totals["step"] or 0 if trained is None else trained["step"][1],
+        last_step=start.get("last_step"),
+        metrics={name: float(value) for name, value in totals["values"].items()},
+        best={name: (float(value), at) for name, (value, at, *_) in best.items()},
+        started=totals["since"],
+        ended=None if life is not None else facts[-1]["ended"],
+        wall_seconds=totals["wall"],
+        devices=fact["devices"],
+        parent=parent and (_moved(parent["path"], newest.get("directory"), where), parent["step"]),
         parameters=start.get("parameters"),
         peak_bytes=totals["peak_bytes"],
         mfu=totals["mfu"],
@@ -186,7 +187,7 @@ def _summary(where: str, record: Record) -> RunSummary:
         pid=process.get("pid"),
         examples=_examples(record),
         best_checkpoints=moved,
-        refused=_refused(record.starts, facts, is_living=life is not None),
+        refused=_refused(facts if life is None else facts[:-1]),
         starts=facts,
         starts_count=record.count,
     )
@@ -194,17 +195,21 @@ def _summary(where: str, record: Record) -> RunSummary:
 
 def trained_start(run: RunSummary, starts: Sequence[Start] | None = None) -> Start:
     """Return the start that a run is, of all of its directory; without a card if that is invalid, or there is none."""
-    trained = next((i for i, fact in enumerate(reversed(run.starts)) if fact["first"] is not None), 0)
+    later = next((i for i, fact in enumerate(reversed(run.starts)) if fact["first"] is not None), 0)
+    return _start_with_card(run.path, run.prefix, later, starts)
+
+
+def _start_with_card(where: str, prefix: str, later: int = 0, starts: Sequence[Start] | None = None) -> Start:
+    """Return the newest start with a card, without so many later ones."""
     with contextlib.suppress(OSError, ValueError, StopIteration):  # none can be read, or has a card
-        known = read_starts(run.path) if starts is None else starts
-        own = [start for start in known if start.prefix == run.prefix]
-        return next(start for start in reversed(own[: len(own) - trained]) if start.card or start.problem)
-    return Start("", run.prefix)
+        own = [start for start in (read_starts(where) if starts is None else starts) if start.prefix == prefix]
+        return next(start for start in reversed(own[: len(own) - later]) if start.card or start.problem)
+    return Start("", prefix)
 
 
 def _with_card(where: str, prefix: str, start: dict[str, Any]) -> dict[str, Any]:
     """Return a start that an older version wrote, with what only its card has; such a start has no end."""
-    card = trained_start(RunSummary(where, prefix, "")).card or {}
+    card = _start_with_card(where, prefix).card or {}
     last_step, of = (card.get("arguments") or {}).get("last_step"), card.get("devices") or {}
     is_done = is_step(last_step) and start["step"] is not None and start["step"][1] >= last_step
     known = {"last_step": last_step if is_step(last_step) else None, _DONE: (FINISHED, "") if is_done else None}
@@ -234,15 +239,11 @@ def _facts(where: str, prefix: str, start: Mapping[str, Any], life: tuple[str, s
     }
 
 
-def _refused(
-    starts: Sequence[Mapping[str, Any]], facts: Sequence[Mapping[str, Any]], *, is_living: bool
-) -> dict[str, Any] | None:
-    ended = facts[: len(facts) - is_living]
-    later = next((fact for fact in reversed(ended) if fact["first"] is None), None)
-    trained = next((fact for fact in reversed(facts) if fact["first"] is not None), None)
-    if later is None or trained is None or facts.index(later) < facts.index(trained):
+def _refused(ended: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    later = list(itertools.takewhile(lambda fact: fact["first"] is None, reversed(ended)))
+    if not later or len(later) == len(ended):  # nothing was tried later, or nothing trained
         return None
-    return {"time": later["ended"], **{name: later[name] for name in ("status", "reason", "exception", CONFIG)}}
+    return {"time": later[0]["ended"], **{name: later[0][name] for name in ("status", "reason", "exception", CONFIG)}}
 
 
 def _times(start: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jstep.checkpoint.manifest import MANIFEST_FILE
@@ -23,8 +23,15 @@ from jstep.stores.urls import absolute, is_url, location, split_path
 from jstep.tools.cli import OK, Command, as_strict_json, choose, complain, local_text
 from jstep.tools.run_summary import RunSummary, summarize, summary_fields, trained_start, unreadable_run
 
-_OWN = ("run", "status", "step", "since", "wall", "on")
-"""The columns that are not metrics."""
+_OWN: Mapping[str, Callable[[RunSummary], Any]] = {
+    "run": lambda run: run.path,
+    "status": lambda run: run.status,
+    "step": lambda run: run.step,
+    "since": lambda run: run.started,
+    "wall": lambda run: run.wall_seconds,
+    "on": lambda run: run.devices,
+}
+"""The columns that are not metrics, and what they are sorted by."""
 
 
 class RunList(list[RunSummary]):
@@ -89,7 +96,7 @@ def runs(directory: str | os.PathLike[str], *, prefix: str | None = None) -> Run
     found = itertools.chain.from_iterable(
         _runs_at(where) if error is None else [unreadable_run(where, "", error)] for where, error in _places(above)
     )
-    return RunList(run for _, run, _ in tree([run for run in found if wanted in (None, run.prefix) or run.error]))
+    return RunList(run for _, run, _ in tree([run for run in found if wanted in (None, run.prefix) or not run.prefix]))
 
 
 def distinct(found: Iterable[RunSummary]) -> RunList:
@@ -241,9 +248,9 @@ def _cells(
 ) -> list[list[str]]:
     names = run_names(summaries)
     times = {id(run): local_text(run.started, "minutes") for run in summaries if run.started is not None}
-    zones = {zone for _, zone in times.values() if zone}
-    since = f"since ({zones.pop()})" if len(zones) == 1 else "since"
-    cells = [["run", "status", "step", *metrics, *differences, since, "wall", "on"]]
+    zones = list({zone for _, zone in times.values() if zone})
+    head = f"since ({zones[0]})" if len(zones) == 1 else "since"
+    cells = [["run", "status", "step", *metrics, *differences, head, "wall", "on"]]
     places = {id(run): i for i, run in enumerate(summaries)}
     for drawn, run, _ in rows:
         name = names[places[id(run)]] + (f" @{run.parent[1]}" if run.parent is not None else "")
@@ -258,7 +265,7 @@ def _cells(
             status += f"; refused {ago(run.refused['time'])}: {what}"
         varied = ["" if (of := values_of[places[id(run)]]) is None else str(of) for values_of in differences.values()]
         numbers = [f"{item}{two}".strip() for item, two in zip(values, best, strict=True)]
-        since = " ".join(times.get(id(run), ())[: 1 + bool(zones)])
+        since = " ".join(times.get(id(run), ())[: 1 + (len(zones) > 1)])
         wall = "" if run.error else duration_text(run.wall_seconds)
         cells.append([drawn + name, status, "" if run.error else step, *numbers, *varied, since, wall, run.devices])
     return [[truncate(item, _MAX_CELL) for item in row] for row in cells]
@@ -268,8 +275,9 @@ def duration_text(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 60 else f"{seconds / 3600:.2f} h"
 
 
-def ago(seconds: float) -> str:
-    passed = max(0.0, time.time() - seconds)
+def ago(at: float) -> str:
+    """Return how long ago a time in seconds since 1970 was."""
+    passed = max(0.0, time.time() - at)
     unit, size = next((one for one in (("s", 1), ("min", 60), ("h", 3600)) if passed < 120 * one[1]), ("days", 86400))
     return f"{passed / size:.0f} {unit} ago"
 
@@ -337,15 +345,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _key(run: RunSummary, name: str) -> tuple[bool, Any]:
-    own = {
-        "run": run.path,
-        "status": run.status,
-        "step": run.step,
-        "since": run.started,
-        "wall": run.wall_seconds,
-        "on": run.devices,
-    }
-    value = own.get(name) if name in own else run.metrics.get(name, run.best.get(name, (None,))[0])
+    value = _OWN[name](run) if name in _OWN else run.metrics.get(name, run.best.get(name, (None,))[0])
     is_none = value is None or (isinstance(value, float) and math.isnan(value))
     return is_none, 0 if is_none else value
 

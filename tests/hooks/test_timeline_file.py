@@ -116,7 +116,7 @@ def test_what_a_killed_start_knew_is_in_the_lines_of_the_next_one(started, tmp_p
     assert [(start["time"], start["step"]) for start in record.starts] == [(1009.0, [0, 27]), (1001.0, [0, 3])]
     assert record.starts[0]["saved"] == [15, 4.0, None]
     assert record.totals()["values"] == {"loss": 0.5}
-    assert [len(lines) for lines in read_timeline(tmp_path)] == [3, 1]
+    assert [len(lines) for lines in read_timeline(tmp_path).values()] == [3, 1]
 
 
 def test_a_small_file_that_is_behind_the_lines(started, tmp_path):
@@ -169,8 +169,9 @@ def test_starts_and_runs_share_a_file(started, tmp_path):
         writer.write(TIMES, **fields(50, end=["finished", ""]))
     for writer in reversed(writers):
         writer.close()
-    assert [lines[-1]["step"] for lines in read_timeline(tmp_path)] == [[0, 150]] * 2
-    assert [line["checkpoint"] for line in read_timeline(tmp_path, "other")[0] if line["checkpoint"]] == [33]
+    assert [lines[-1]["step"] for lines in read_timeline(tmp_path).values()] == [[0, 150]] * 2
+    (other,) = read_timeline(tmp_path, "other").values()
+    assert [line["checkpoint"] for line in other if line["checkpoint"]] == [33]
     records = read_records(str(tmp_path))
     assert {prefix: [start.get("end") for start in record.starts] for prefix, record in records.items()} == {
         "model": [["finished", ""]] * 2,

@@ -147,7 +147,7 @@ def test_starts_are_in_the_order_in_which_they_were_written(clocks, in_bucket, g
     where = "gs://bkt/run" if in_bucket else str(tmp_path)
     for number, clock in enumerate(clocks):
         write_start(where, number, clock, monkeypatch)
-    assert [start[-1]["step"] for start in read_timeline(where)] == [[0, 10], [10, 20], [20, 30], [30, 40]]
+    assert [start[-1]["step"] for start in read_timeline(where).values()] == [[0, 10], [10, 20], [20, 30], [30, 40]]
     assert [start.card["number"] for start in read_starts(where)] == [0, 1, 2, 3]
     state = read_records(where)["model"].totals()
     assert (state["step"], state["wall"]) == (40, 4.0)
@@ -159,7 +159,7 @@ def test_names_of_objects_that_are_not_ours_do_not_matter(gcs, monkeypatch):
         gcs.put("bkt", f"run/{name}", b"")
     for number, clock in enumerate((1e9, 1e9 - 600)):
         write_start("gs://bkt/run", number, clock, monkeypatch)
-    assert [start[-1]["step"][1] for start in read_timeline("gs://bkt/run")] == [10, 20]
+    assert [start[-1]["step"][1] for start in read_timeline("gs://bkt/run").values()] == [10, 20]
 
 
 def test_a_file_beside_objects_is_merged(tmp_path):
@@ -175,5 +175,5 @@ def test_a_file_beside_objects_is_merged(tmp_path):
         line = {"kind": START, "start": f"{number}", "prefix": "model", "version": 1, "time": time, "seconds": {}}
         with open(tmp_path / name, "a") as file:
             file.write(json.dumps(line | {"step": [number, number + 1]}) + "\n")
-    assert [start[-1]["step"][0] for start in read_timeline(tmp_path)] == [0, 1, 2, 3]
+    assert [start[-1]["step"][0] for start in read_timeline(tmp_path).values()] == [0, 1, 2, 3]
     assert read_records(str(tmp_path))["model"].starts[-1]["step"] == [3, 4]

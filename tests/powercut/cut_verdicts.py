@@ -23,8 +23,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import jstep
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.state import fingerprints
-from jstep.stores import timeline as timeline_lines
 from jstep.stores.event_files import read_scalars
+from jstep.stores.run_record import read_timeline
 
 ACCEPTABLE = "acceptable"
 REFUSED = "refused"
@@ -242,10 +242,10 @@ def _has_records(folder: str, restored: int) -> bool:
     try:
         series = read_scalars(logs, on_corrupted=lambda error: None)  # what comes before it is kept
         logged = fingerprints.read_log(os.path.join(logs, fingerprints.FINGERPRINTS_FILE)).entries
-        times = timeline_lines.read_timeline(cut_runs.checkpoints(folder))
+        times = read_timeline(cut_runs.checkpoints(folder))
     except (OSError, ValueError):
         return False
-    timed = max((line["step"][1] for lines in times for line in lines if line["step"] is not None), default=0)
+    timed = max((line["step"][1] for lines in times.values() for line in lines if line["step"] is not None), default=0)
     return steps <= {point.step for point in series.get("loss", ())} and steps <= set(logged) and timed >= restored
 
 
