@@ -488,19 +488,14 @@ class Cards(Observer):
             if cards.is_whole(before) and before["programs"]:
                 # The past covers the batches and lanes of the steps that were run; later ones do not matter.
                 return card_differences.changes(before, now, step, leave_out=("batches", "lanes"))
-            is_begun = cards.is_whole(before)  # a branch saves its first checkpoint before its first step
-            why = (
-                "ended before its first step" if is_begun else "has a card that is torn, or of another version of jstep"
-            )
+            why = "the card of the start that made it cannot be read (it is torn, or of another version of jstep)"
+            if cards.is_whole(before):  # a branch saves its first checkpoint before its first step
+                why = "the start that made it ended before its first step"
         except FileNotFoundError:  # the timeline was deleted
             return None
         except Exception as error:
-            why = f"has a card that cannot be read ({type(error).__name__}: {error})"
-        _logger.info(
-            "%s: the start that made it %s, so only optimizer, lanes and batches are compared",
-            name,
-            why,
-        )
+            why = f"the card of the start that made it cannot be read ({type(error).__name__}: {error})"
+        _logger.info("%s: %s, so only optimizer, lanes and batches are compared", name, why)
         return None
 
     def _is_before(self, start: cards.Start, step: int) -> bool:

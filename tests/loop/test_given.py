@@ -191,7 +191,9 @@ def test_what_takes_long_is_recorded_later_and_is_no_change(tmp_path, caplog, mo
     Slow.may_end.set()
     assert early.wait(30)
     del names[-1]
-    expected = {**given.as_config(config)}
+    again = given.as_config(config)
+    assert again.wait(30)
+    expected = {**again}
     assert (early, early["slow"], early["in/lr"]) == (expected, "Slow (100000, 3)", 0.1)
 
     for last_step, ends in ((2, False), (4, True), (6, False)):  # the hook lets it end while the run takes steps

@@ -88,8 +88,8 @@ def run(
 
 
 MASKED = {
-    *("time", "time_again", "pid", "began", "versions", "environment", "devices", "settings", "hash", "sharding"),
-    *("argv", "begins", "shared", "directory", "logdir", "process", "run", "since", "wall", "now", "values"),
+    *("time", "pid", "began", "versions", "environment", "devices", "settings", "hash", "sharding"),
+    *("argv", "directory", "logdir", "process", "run", "since", "wall", "now", "values"),
     *("operations", "numbers"),  # of the traced program, which other versions of JAX trace otherwise
 }
 
@@ -98,15 +98,10 @@ _KINDS = ("start", "card", "parts")
 
 
 def timeline(where: str) -> list[str]:
-    """Return the lines of the timeline, without those of parts of the time that later ones replace."""
+    """Return the lines of the timeline."""
     path = pathlib.Path(where, "timeline.jsonl")
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    lines = [line for line in lines if line["kind"] != "code"]  # the commit of the repository, when git has told it
-    kept = []
-    for i, line in enumerate(lines):
-        later = itertools.takewhile(lambda one: one["kind"] != "start", lines[i + 1 :])
-        if line["kind"] != "parts" or "checkpoint" in line or all(one["kind"] != "parts" for one in later):
-            kept.append(line)
+    kept = [line for line in lines if line["kind"] != "code"]  # the commit of the repository, when git has told it
     # A program is described when it is compiled, in the background.
     starts = list(itertools.accumulate(line["kind"] == "start" for line in kept))
     kept = [kept[i] for i in sorted(range(len(kept)), key=lambda i: (starts[i], _KINDS.index(kept[i]["kind"])))]

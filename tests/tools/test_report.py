@@ -83,10 +83,11 @@ def test_the_numbers_are_those_of_the_other_tools(restarted):
     total = jstep.goodput(where)
     assert f"goodput {100 * total.fraction:.1f} %: 9 steps in {total.total:.6g} s, 2 starts" in page
     shares = {name: secs for name, secs in total.parts.items() if secs}
-    assert ["all", "9", *(f"{secs:.3f}" for secs in shares.values()), ""] in rows
+    digits = 1 if total.total > 60 else 3  # on a loaded machine
+    assert ["all", "9", *(f"{secs:.{digits}f}" for secs in shares.values()), ""] in rows
     first, second = by_start(list(read_timeline(where).values()))
-    assert ["start 1", "0 to 7", *(f"{first.parts[name]:.3f}" for name in shares)] in [row[:-1] for row in rows]
-    assert ["start 2", "4 to 9", *(f"{second.parts[name]:.3f}" for name in shares), "finished"] in rows
+    assert ["start 1", "0 to 7", *(f"{first.parts[name]:.{digits}f}" for name in shares)] in [row[:-1] for row in rows]
+    assert ["start 2", "4 to 9", *(f"{second.parts[name]:.{digits}f}" for name in shares), "finished"] in rows
     (run,) = jstep.runs(where)
     for name, value in run.metrics.items():
         assert f"<dt>last {name}</dt><dd>{value:.6g}</dd>" in page
