@@ -24,7 +24,6 @@ from jstep.state.train_state import TrainState
 from jstep.stores import tagged_json
 from jstep.stores.files import is_directory
 from jstep.stores.run_record import original_of, read_records
-from jstep.stores.timeline import COPY
 from jstep.stores.urls import is_url, join_path, resolve_path, split_path
 
 PARENT = "parent"
@@ -73,23 +72,22 @@ def step_of_values(state: TrainState) -> int | None:
     return state_step(state) if trees.is_array(state.global_step) else None
 
 
-def as_copy(directory: str, prefix: str, step: int, extra: dict[str, Any], new_name: str) -> dict[str, Any] | None:
+def as_copy(where: str, prefix: str, step: int | None, extra: dict[str, Any], new_name: str) -> dict[str, Any] | None:
     """Return the `extra` of a run in a copy of another run's directory, a run of its own; None if it is no copy.
 
-    Its parent is the checkpoint of the original.
+    Its parent is the checkpoint of the original; without a `step`, there is none.
     """
-    if is_url(directory):
+    if is_url(where):
         return None
-    with contextlib.suppress(OSError, ValueError):  # there is no timeline, or it is damaged
-        record, own = read_records(directory).get(prefix), extra.get(RUN_KEY)
-        if record is None or not isinstance(own, str):
-            return None
-        if (source := original_of(directory, record)) is not None:
-            parent = {"path": join_path(source, checkpoint_name(prefix, step)), "step": step}
+    with contextlib.suppress(OSError, ValueError, LookupError):  # there is no timeline, or it is damaged
+        record = read_records(where)[prefix]
+        own, known = extra.get(RUN_KEY), record.totals()
+        if (source := original_of(where, record)) is not None:
+            parent = None if step is None else {"path": join_path(source, checkpoint_name(prefix, step)), "step": step}
             return {**extra, RUN_KEY: new_name, PARENT: parent, PARENT_RUN: own}
-        first = record.starts[0]
-        if first.get(COPY) and first.get(PARENT_RUN) == own:  # an earlier start of this copy has saved nothing
-            return {**extra, RUN_KEY: first.get(RUN_KEY), PARENT: first.get(PARENT), PARENT_RUN: own}
+        name = record.starts[-1].get(RUN_KEY)
+        if own is not None and own == known[PARENT_RUN] != name:  # no earlier start of this copy has saved anything
+            return {**extra, RUN_KEY: name, PARENT: known[PARENT], PARENT_RUN: own}
     return None
 
 

@@ -113,8 +113,8 @@ def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, 
             extra = extra_at(reads, origin.latest)
             origin = dataclasses.replace(origin, first=origin.latest, extra=extra)
             origin = dataclasses.replace(origin, parent=origin.parent or parent_in(extra))
-            if trunk is None:
-                origin = _of_copy(setup, reads, origin)
+    if trunk is None and options.where is not None:
+        origin = _of_copy(setup, options.where, saver, origin)
     if saver is None:
         processes.on_all_processes(lambda: _reach(options.where), "the logs cannot be opened")
     processes.on_all_processes(lambda: _notify_opened(options, observers, saver, origin), "the logs cannot be opened")
@@ -124,14 +124,15 @@ def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, 
     return saver, origin
 
 
-def _of_copy(setup: Setup, saver: Saver, origin: Origin) -> Origin:
+def _of_copy(setup: Setup, where: str, saver: Saver | None, origin: Origin) -> Origin:
     """Return the origin of a run that begins in a copy of another run's directory, which is a run of its own."""
-    extra = as_copy(saver.directory, saver.prefix, origin.latest or 0, origin.extra, setup.new_name)
+    prefix = setup.options.checkpoint_prefix if saver is None else saver.prefix
+    extra = as_copy(where, prefix, origin.latest, origin.extra, setup.new_name)
     if extra is None:
         return origin
     is_new, parent = extra[RUN_KEY] == setup.new_name, extra[PARENT]
-    if is_new and jax.process_index() == 0:
-        _logger.info("%s is a copy: this run is a branch of %s from here on", saver.directory, parent["path"])
+    if is_new and parent is not None and jax.process_index() == 0:
+        _logger.info("%s is a copy: this run is a branch of %s from here on", where, parent["path"])
     return dataclasses.replace(origin, extra=extra, parent=parent, parent_run=extra[PARENT_RUN], is_copy=is_new)
 
 

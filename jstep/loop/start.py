@@ -250,7 +250,8 @@ def build_hooks(
     if saver is not None:
         savers.insert(0, RunSaverHook(options, saver))
     hooks += savers  # last: the checkpoint of a step includes the other hooks' changes to the state
-    return hooks, ReportingContext(setup.sums, setup.transfers, counter, writer, setup.background, options.config)
+    name = name_of_run(setup, origin)
+    return hooks, ReportingContext(setup.sums, setup.transfers, counter, writer, setup.background, options.config, name)
 
 
 def _open_writer(setup: Setup, saver: Saver | None, origin: Origin) -> SummaryWriter | None:

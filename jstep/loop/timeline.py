@@ -1,11 +1,13 @@
 """The observer that records the times and the progress of a run, in a file next to its checkpoints."""
 
 import contextlib
+import functools
 import itertools
 import logging
 import math
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.records import json_float
 from jstep.core.secret_values import error_text
 from jstep.core.tables import printable
+from jstep.core.threads import in_background, wait_until_done
 from jstep.hooks.numbers import is_ready, read_values, scalars
 from jstep.hooks.stall_files import exit_reason
 from jstep.loop.branch import PARENT, PARENT_RUN
@@ -26,7 +29,7 @@ from jstep.loop.run import STOPPED, Observer, Origin, Run, name_of_run
 from jstep.loop.setup import Setup
 from jstep.state.sharding import describe_devices
 from jstep.stores.owners import is_alive, this_process
-from jstep.stores.run_record import Record, has_trained, newest_times
+from jstep.stores.run_record import KEPT, Record, has_trained, newest_times
 from jstep.stores.timeline import COPY, KILLED, START, TIMES, VERSION
 from jstep.stores.timeline_writer import Timeline
 from jstep.stores.urls import absolute, location
@@ -54,11 +57,14 @@ class TimelineRecorder(Observer):
         self._lock = threading.Lock()
         self._pending: dict[str, Any] | None = None  # the latest metrics, until they are ready
         self._numbers: dict[str, dict[str, Any]] = {"values": {}, "best": {}}
+        self._opening: Future[None] | None = None
         self._stopped_by: object = None  # the hook that stopped an earlier start
         self._devices: list[Any] = []  # of this process, which hold the state
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._over.set()
+        if self._opening is not None:
+            wait([self._opening])
         if self._thread.is_alive():
             self._thread.join(timeout=10)  # it may be blocked on an object store
         status, reason, exception = _outcome(self.setup, error, self._stopped_by)
@@ -67,10 +73,19 @@ class TimelineRecorder(Observer):
         self.setup.watch.stop()
 
     def opened(self, saver: Saver | None, origin: Origin) -> None:
-        options, where = self.setup.options, self.setup.options.where
+        where = self.setup.options.where
         if where is None or jax.process_index() != 0:
             self.setup.watch.stop()
             return
+        # In a thread: a signal ends this wait, but leaves no start without its first line.
+        self._opening = in_background(functools.partial(self._open, where, saver, origin), name="jstep-timeline-open")
+        wait_until_done(self._opening)
+        self._opening.result()
+        if self.setup.lines.timeline is not None:
+            self._thread.start()
+
+    def _open(self, where: str, saver: Saver | None, origin: Origin) -> None:
+        options = self.setup.options
         try:
             timeline = Timeline(where, options.checkpoint_prefix if saver is None else saver.prefix)
         except OSError as error:
@@ -78,7 +93,8 @@ class TimelineRecorder(Observer):
             self.setup.watch.stop()
             return
         _end_previous(timeline, claimed=origin.is_claimed)
-        _warn_of_no_progress(timeline.record, options.last_step)
+        if not origin.is_copy:
+            _warn_of_no_progress(timeline.record, origin.latest or origin.given or 0, options.last_step)
         self._stopped_by = origin.extra.get(STOPPED)
         self.setup.lines.open(timeline)
         self._devices = _local_devices(self.setup.loop.state)
@@ -95,7 +111,6 @@ class TimelineRecorder(Observer):
             **{PARENT: origin.parent, PARENT_RUN: origin.parent_run, COPY: origin.is_copy, "config": options.config},
             **_about(self.setup),
         )
-        self._thread.start()
 
     def before_begin(self, run: Run) -> None:
         self._run = run
@@ -189,16 +204,17 @@ def _is_idle(start: Mapping[str, Any]) -> bool:
     return not has_trained(start) and (start.get("end") or [KILLED])[0] != "finished"
 
 
-def _warn_of_no_progress(record: Record, last_step: int | None) -> None:
+def _warn_of_no_progress(record: Record, step: int, last_step: int | None) -> None:
     idle = list(itertools.takewhile(_is_idle, reversed(record.starts)))
-    if len(idle) < _IDLE_STARTS or (last_step is not None and (record.totals()["step"] or 0) >= last_step):
+    if len(idle) < _IDLE_STARTS or (last_step is not None and step >= last_step):
         return
+    count = len(idle) + (record.count - len(record.starts)) * (len(idle) >= KEPT - 1)
     ends = [": ".join(filter(None, start.get("end") or (KILLED, ""))) for start in idle]
     _logger.warning(
         "the last %d starts of this run took no step: %s. A start that is killed while it restores and compiles makes "
         "no progress: give it more time (stop_secs of train, or the limit of the job), and keep compiled programs with "
         "compile_cache=True",
-        len(idle),
+        count,
         format_list([truncate(printable(end), 200) for end in dict.fromkeys(ends)], 3, "; "),
     )
 

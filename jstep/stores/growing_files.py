@@ -50,6 +50,8 @@ class ObjectAppender:
         self._full: list[tuple[str, bytes]] = []
         self._key, self._data = next_key(), bytearray(header)
         self._changed, self._failing = at_once, False
+        self._uploaded = 0
+        """The bytes of `_data` that the store has."""
         self._hurried = not at_once
         """Whether uploads must not delay callers for long: none has succeeded yet, or the last one failed."""
         self._lock = threading.Lock()
@@ -61,13 +63,15 @@ class ObjectAppender:
     def write(self, data: bytes) -> None:
         """Append bytes, which stay in one object; does not upload."""
         with self._lock:
-            if len(self._data) + sum(len(full) for _, full in self._full) + len(data) > MAX_BUFFERED_BYTES:
+            pending = len(self._data) - self._uploaded + sum(len(full) for _, full in self._full)
+            if pending + len(data) > MAX_BUFFERED_BYTES:
                 raise StoreError(f"{self.path}: {MAX_BUFFERED_BYTES} bytes are buffered in memory, since uploads fail")
             self._data += data
             self._changed = True
             if self._segment is not None and len(self._data) >= self._segment:
                 self._full.append((self._key, bytes(self._data)))
                 self._key, self._data, self._changed = self._next_key(), bytearray(self._header), False
+                self._uploaded = 0
 
     def due(self) -> float:
         """Return the monotonic time of the next upload; infinity without new data."""
@@ -108,6 +112,9 @@ class ObjectAppender:
         except BaseException:
             self._changed = True
             raise
+        with self._lock:
+            if key == self._key:
+                self._uploaded = len(data)
 
 
 def open_lines(
@@ -118,7 +125,7 @@ def open_lines(
     If `resume`, an object may exist; it is read and written immediately, so that errors show early. For `beginning` and
     `is_line`, see `LocalLines`.
     """
-    return ObjectLines(path, resume) if is_url(path) else LocalLines(path, beginning, is_line)
+    return ObjectLines(path, resume, beginning, is_line) if is_url(path) else LocalLines(path, beginning, is_line)
 
 
 def repair_last_line(data: bytes) -> bytes:
@@ -239,13 +246,16 @@ class LocalLines:
 class ObjectLines:
     """An object, which is kept in memory and periodically uploaded in the background."""
 
-    def __init__(self, path: str, resume: bool) -> None:
+    def __init__(self, path: str, resume: bool, beginning: bytes, is_line: Callable[[bytes], bool]) -> None:
         above, name = split_path(path)
         objects = Objects(above)
         self.path = path
         self._thread: threading.Thread | None = None
         with objects.within(START_TIMEOUT_SECS):
             header = repair_last_line(objects.read(name).data or b"") if resume else b""
+            first = header.partition(b"\n")[0]
+            if header and not (first.startswith(beginning) and is_line(first)):
+                raise foreign_file(path, f"begins with {first[:50]!r}")
             self._appender = ObjectAppender(objects, lambda: name, header, segmented=False, at_once=resume)
 
     def write(self, line: bytes) -> None:

@@ -13,6 +13,7 @@ from jstep.core.tables import columns, printable
 from jstep.hooks.card_differences import card_difference, changes
 from jstep.hooks.cards import VERSION, read_starts
 from jstep.stores.files import is_directory, names_in
+from jstep.stores.run_record import last_trained, read_records
 from jstep.stores.urls import is_url, join_path, location, split_path
 from jstep.tools import cli
 from jstep.tools.cli_inspect import Checkpoint, at, below
@@ -104,19 +105,22 @@ def _order(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def differences(places: Iterable[tuple[str, str | None]], problems: list[str]) -> list[str] | None:
-    """Describe the differences between the cards of two runs' last starts; None if a card is missing.
+    """Describe the differences between the cards of two runs, as they were trained; None if a card is missing.
 
     Why a card cannot be compared is appended to `problems`.
     """
     both = []
     for where, prefix in places:
         last: dict[str, Any] = {}
-        with contextlib.suppress(OSError):  # a directory that cannot be read is reported by the comparison itself
-            for start in read_starts(where):
-                if start.card is not None:
-                    last[start.prefix] = start.card
-                elif start.problem:
-                    problems.append(f"{where}: {start.problem}")
+        with contextlib.suppress(OSError, ValueError):  # what cannot be read is reported by the comparison itself
+            starts, records = read_starts(where), read_records(where)
+            problems += [f"{where}: {start.problem}" for start in starts if start.problem]
+            for name, record in records.items():
+                of_run = (last_trained(record.starts) or record.newest or {}).get("start")
+                own = [start for start in starts if start.prefix == name]
+                until = next((i for i, start in enumerate(own) if start.id == of_run), len(own) - 1)
+                if (card := next((start.card for start in reversed(own[: until + 1]) if start.card), None)) is not None:
+                    last[name] = card
         # Only the card of the prefix; all cards if the run has none for it, such as for the best checkpoints.
         both.append({prefix: last[prefix]} if prefix in last else last)
     of_a, of_b = both

@@ -11,7 +11,7 @@ import numpy as np
 from jstep.checkpoint.listing import entries
 from jstep.core.checks import truncate
 from jstep.core.curves import Mark
-from jstep.hooks.card_differences import card_difference
+from jstep.hooks.card_differences import changes
 from jstep.hooks.cards import Start, read_starts
 from jstep.stores.event_files import DataLossError, Series, read_series
 from jstep.stores.run_record import Times, newest_with_step, read_timeline
@@ -137,7 +137,8 @@ class RunFiles:
                 yield f"steps {now[0]} to {before[1]} were made again by a later start"
         cards = [start for start in self.starts if start.card is not None]
         for start, later in itertools.pairwise(cards):
-            for change in card_difference(start.card or {}, later.card or {}):
+            card = later.card or {}
+            for change in itertools.chain(*changes(start.card or {}, card, card.get("step") or 0)):
                 at = time_text(later.time or 0.0, " ", "seconds")
                 yield f"changed before the start of {at}: {truncate(change, 300)}"
         for tag, series in self.series.items():

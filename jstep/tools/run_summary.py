@@ -69,6 +69,7 @@ class RunSummary:
         best_checkpoints: Name → path of the checkpoint with the best value, which `start_from` takes.
         refused: The newest later start that took no step and has ended, such as one whose model does not fit: `time`,
             `status`, `reason`, `exception` and `config`.
+        start: The name, in its timeline, of the start that the run is.
         starts: The starts, oldest first, at most the last 100, each with `began`, `ended`, `first` and `last` (the
             steps before its first and after its last update), `status`, `reason`, `exception`, `config`, `argv`,
             `commit`, `edits`, `host`, `pid` and `devices`.
@@ -104,6 +105,7 @@ class RunSummary:
     examples: int | None = None
     best_checkpoints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     refused: Mapping[str, Any] | None = None
+    start: str | None = None
     starts: Sequence[Mapping[str, Any]] = ()
     starts_count: int = 0
 
@@ -149,7 +151,8 @@ def _summary(where: str, record: Record) -> RunSummary:
     trained = last_trained(record.starts)
     start, source = trained or newest, original_of(where, record)
     life = None if source is not None else _life(where, record.prefix, newest, is_shared=len(record.prefixes) > 1)
-    facts = [_facts(where, record.prefix, one, life if one is newest else None) for one in record.starts]
+    lives = {id(newest): life, **{id(one): (RUNNING, "") for one in record.starts[:-1] if _lives_unclaimed(one)}}
+    facts = [_facts(where, record.prefix, one, lives.get(id(one))) for one in record.starts]
     if life is None and source is not None and not newest.get("end"):
         facts[-1]["reason"] = facts[-1]["reason"] or f"a copy of {source}"
     fact = facts[record.starts.index(start)]
@@ -187,6 +190,7 @@ def _summary(where: str, record: Record) -> RunSummary:
         pid=process.get("pid"),
         examples=_examples(record),
         best_checkpoints=moved,
+        start=start["start"],
         refused=_refused(facts if life is None else facts[:-1]),
         starts=facts,
         starts_count=record.count,
@@ -194,22 +198,24 @@ def _summary(where: str, record: Record) -> RunSummary:
 
 
 def trained_start(run: RunSummary, starts: Sequence[Start] | None = None) -> Start:
-    """Return the start that a run is, of all of its directory; without a card if that is invalid, or there is none."""
-    later = next((i for i, fact in enumerate(reversed(run.starts)) if fact["first"] is not None), 0)
-    return _start_with_card(run.path, run.prefix, later, starts)
+    """Return the start that a run is, of all of its directory, or the newest one before it that has a card.
+
+    It has no card if that is invalid, or none can be read.
+    """
+    return _start_with_card(run.path, run.prefix, run.start, starts)
 
 
-def _start_with_card(where: str, prefix: str, later: int = 0, starts: Sequence[Start] | None = None) -> Start:
-    """Return the newest start with a card, without so many later ones."""
-    with contextlib.suppress(OSError, ValueError, StopIteration):  # none can be read, or has a card
+def _start_with_card(where: str, prefix: str, until: str | None, starts: Sequence[Start] | None = None) -> Start:
+    own: list[Start] = []
+    with contextlib.suppress(OSError, ValueError):
         own = [start for start in (read_starts(where) if starts is None else starts) if start.prefix == prefix]
-        return next(start for start in reversed(own[: len(own) - later]) if start.card or start.problem)
-    return Start("", prefix)
+    last = next((i for i, start in enumerate(own) if start.id == until), len(own) - 1)
+    return next((one for one in reversed(own[: last + 1]) if one.card or one.problem), Start("", prefix))
 
 
 def _with_card(where: str, prefix: str, start: dict[str, Any]) -> dict[str, Any]:
     """Return a start that an older version wrote, with what only its card has; such a start has no end."""
-    card = _start_with_card(where, prefix).card or {}
+    card = _start_with_card(where, prefix, start["start"]).card or {}
     last_step, of = (card.get("arguments") or {}).get("last_step"), card.get("devices") or {}
     is_done = is_step(last_step) and start["step"] is not None and start["step"][1] >= last_step
     known = {"last_step": last_step if is_step(last_step) else None, _DONE: (FINISHED, "") if is_done else None}
@@ -268,8 +274,7 @@ def _examples(record: Record) -> int | None:
                 share = round(examples * (int(limit) - first) / (last - first))
                 examples = saved[2] if saved[0] == limit and saved[2] is not None else share
             count += examples
-        if start["step"] is not None:
-            limit = min(limit, first)
+            limit = first
     return count if record.before is None else None
 
 
@@ -286,10 +291,21 @@ def _is_there(where: str, before: str | None, best: Sequence[Any]) -> bool:
 
 def _moved(path: str, before: str | None, where: str) -> str:
     """The path of a checkpoint, which may have been moved together with the run."""
-    if before in (None, where) or is_url(where) or is_url(path) or os.path.isdir(os.path.dirname(path)):
+    if before is None or before == where or is_url(where) or is_url(path):
         return path
-    moved = os.path.normpath(os.path.join(where, os.path.relpath(path, before)))
-    return moved if os.path.isdir(os.path.dirname(moved)) else path
+    own = os.path.relpath(path, before)
+    moved = os.path.normpath(os.path.join(where, own))
+    if not own.startswith(
+        os.pardir
+    ):  # in the directory itself, of which there may be a copy, or another run at `before`
+        return moved
+    return moved if not os.path.isdir(os.path.dirname(path)) and os.path.isdir(os.path.dirname(moved)) else path
+
+
+def _lives_unclaimed(start: Mapping[str, Any]) -> bool:
+    """Whether a start lives that is not the newest one: several may, if there are no checkpoints."""
+    process = start.get("process")
+    return not start.get("end") and not start.get("claims", True) and bool(process and is_alive(process))
 
 
 def _life(where: str, prefix: str, start: Mapping[str, Any], *, is_shared: bool) -> tuple[str, str] | None:

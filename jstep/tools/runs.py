@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import itertools
+import json
 import math
 import os
 import shutil
@@ -58,7 +59,10 @@ def differences_of(cards: Sequence[Mapping[str, Any] | None]) -> dict[str, list[
     values = [card_values(card) if card is not None else {} for card in cards]
     present = [named for named, card in zip(values, cards, strict=True) if card is not None]
     names = dict.fromkeys(name for named in present for name in named)
-    differ = [name for name in names if any(named.get(name) != present[0].get(name) for named in present)]
+    texts = [
+        {name: json.dumps(value, sort_keys=True) for name, value in named.items()} for named in present
+    ]  # 1 or true
+    differ = [name for name in names if any(named.get(name) != texts[0].get(name) for named in texts)]
     differ.sort(key=lambda name: not name.startswith(SECTIONS[CONFIG]))  # options first
     # A hash is shown only if no other value of its section differs.
     sections = {name.partition(": ")[0] for name in differ if not name.endswith("hash")}
