@@ -8,6 +8,7 @@ Not propagated, because JAX has no public way to read them: `with mesh:` (use `j
 `jax.make_user_context`, and `jax.thread_guard`, which by design belongs to one thread.
 """
 
+import atexit
 import contextlib
 import contextvars
 import math
@@ -87,10 +88,11 @@ def _captured() -> Callable[[Callable[[], None]], None]:
     return lambda fn: variables.run(run, fn)
 
 
-def in_background(fn: Callable[[], _R], *, name: str, daemon: bool = False) -> "Future[_R]":
+def in_background(fn: Callable[[], _R], *, name: str, daemon: bool = False, exit_secs: float = 0.0) -> "Future[_R]":
     """Call a function in a thread, in a copy of the caller's contexts.
 
-    A compiler must not be a `daemon`: abandoned at exit, it aborts the process.
+    A compiler must not be a `daemon`: abandoned at exit, it aborts the process. For one that may compile and may hang,
+    the process waits at its exit, for `exit_secs`.
     """
     future: Future[_R] = Future()
 
@@ -99,9 +101,18 @@ def in_background(fn: Callable[[], _R], *, name: str, daemon: bool = False) -> "
             future.set_result(fn())
         except BaseException as error:
             future.set_exception(error)
+        finally:
+            atexit.unregister(thread.join)
 
-    Thread(target=run, name=name, daemon=daemon).start()
+    thread = Thread(target=run, name=name, daemon=daemon)
+    if exit_secs:
+        atexit.register(thread.join, exit_secs)
+    thread.start()
     return future
+
+
+READER_EXIT_SECS = 5.0
+"""The seconds for which a process waits at its exit for a thread that runs a user's reader."""
 
 
 # Long activities of threads: a thread reports what it is doing, and the stall watch reads it.

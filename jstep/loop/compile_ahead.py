@@ -9,7 +9,7 @@ import jax
 from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.exceptions import note
-from jstep.core.threads import in_background, wait_until_done
+from jstep.core.threads import READER_EXIT_SECS, in_background, wait_until_done
 from jstep.data.loaders import Source
 from jstep.data.placement import as_shardings, copy_batch, make_placer
 from jstep.data.sequence import BatchSequence
@@ -66,8 +66,8 @@ def compile_first_program(
 
     def make(_: tuple[Any, ...]) -> None:
         if shapes is not None and batch_sharding is None:
-            # A daemon, because the user's reader may hang.
-            future = in_background(shapes, name="jstep-shapes", daemon=True)
+            # A daemon, because the user's reader may hang; it may also compile.
+            future = in_background(shapes, name="jstep-shapes", daemon=True, exit_secs=READER_EXIT_SECS)
             batch = future.result() if wait_until_done(future, compiler.closed.is_set) else None
         else:
             batch = first.peek(compiler.closed.is_set)

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from jstep.core.stopwatch import Stopwatch
-from jstep.core.threads import MAKING, doing, in_background, wait_until_done
+from jstep.core.threads import MAKING, READER_EXIT_SECS, doing, in_background, wait_until_done
 from jstep.data.loaders import Source
 from jstep.data.placement import copy_batch
 from jstep.data.positions import LivePosition, StoredPosition
@@ -146,8 +146,9 @@ class FirstBatch:
     def start(self, again: Callable[[], CopiedBatches] | None) -> None:
         """Start the thread. If it fails, because the hooks have not begun, `again` makes the batches again."""
         self._again = again
-        # A daemon, because the user's reader may hang.
-        self._first = in_background(self.make, name="jstep-first-batch", daemon=True)
+        # A daemon, because the user's reader may hang; it may also compile.
+        name = "jstep-first-batch"
+        self._first = in_background(self.make, name=name, daemon=True, exit_secs=READER_EXIT_SECS)
 
     def make(self) -> Any:
         with self._times.part("first batch"), doing(MAKING):

@@ -40,6 +40,22 @@ say(digest(train(30, Counted(), checkpoint_dir=directory)) == digest(train(30, C
     assert end(start(script, tmp_path))[0] == "True\n"
 
 
+def test_a_signal_while_the_first_batch_is_computed(tmp_path):
+    """A thread that is abandoned inside of XLA aborts the process, whose exit code then is 134."""
+    script = """
+def batch(step):
+    if step == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+        x = jnp.ones((800, 800)) + jnp.eye(800)
+        for _ in range(4):
+            x = jnp.eye(800) * jnp.linalg.svd(x)[1][None]
+    return {"x": jnp.ones((8, 8))}
+train(int(sys.argv[2]), batch, checkpoint_dir=directory)
+"""
+    end(start(script, tmp_path, 2))
+    end(start(script, tmp_path, 4), 143)
+
+
 @pytest.mark.thorough
 def test_a_signal_that_does_not_interrupt_the_wait_is_handled(tmp_path):
     # Like a signal that arrives just before the wait; here, another thread receives it.
