@@ -493,8 +493,7 @@ class KeepBest(ShownAsTyped):
         with internal_transfers(), saver.knowing(not worse):
             extra: dict[str, Any] = {}
             if self._reports is not None:
-                config, name = self._reports.config, self._reports.name
-                extra = {"run": name} | ({} if config is None else {"config": dict(config)})
+                extra = {} if self._reports.config is None else {"config": dict(self._reports.config)}
             saver.save(state, extra=extra | {self.metric: value})
             self.values[step] = value
             # The new checkpoint must be on disk before another is deleted.

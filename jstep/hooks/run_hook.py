@@ -61,7 +61,7 @@ class Rates(Protocol):
 class ReportingContext:
     """Objects that the reporting hooks of a run share.
 
-    `name` is that of the run; `examples` counts the examples, and the steps whose batch size is not known.
+    `examples` counts the examples, and the steps whose batch size is not known.
     """
 
     sums: MetricSums
@@ -70,7 +70,6 @@ class ReportingContext:
     writer: SummaryWriter | None
     listener: Listener | None
     config: dict[str, Any] | None
-    name: str | None = None
     examples: tuple[int, int] = (0, 0)
 
     def count_examples(self, steps: int, rows: int | None) -> None:

@@ -250,8 +250,7 @@ def build_hooks(
     if saver is not None:
         savers.insert(0, RunSaverHook(options, saver))
     hooks += savers  # last: the checkpoint of a step includes the other hooks' changes to the state
-    name = name_of_run(setup, origin)
-    return hooks, ReportingContext(setup.sums, setup.transfers, counter, writer, setup.background, options.config, name)
+    return hooks, ReportingContext(setup.sums, setup.transfers, counter, writer, setup.background, options.config)
 
 
 def _open_writer(setup: Setup, saver: Saver | None, origin: Origin) -> SummaryWriter | None:

@@ -111,18 +111,22 @@ def differences(places: Iterable[tuple[str, str | None]], problems: list[str]) -
     """
     both = []
     for where, prefix in places:
-        last: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):  # what cannot be read is reported by the comparison itself
-            starts, records = read_starts(where), read_records(where)
-            problems += [f"{where}: {start.problem}" for start in starts if start.problem]
-            for name, record in records.items():
-                of_run = (last_trained(record.starts) or record.newest or {}).get("start")
-                own = [start for start in starts if start.prefix == name]
-                until = next((i for i, start in enumerate(own) if start.id == of_run), len(own) - 1)
-                if (card := next((start.card for start in reversed(own[: until + 1]) if start.card), None)) is not None:
-                    last[name] = card
+        last: dict[str, tuple[str, dict[str, Any]]] = {}
+        trained: dict[str, Any] = {}
+        with contextlib.suppress(Exception):  # a timeline may hold anything
+            records = read_records(where).items()
+            trained = {name: (last_trained(record.starts) or {}).get("start") for name, record in records}
+        with contextlib.suppress(OSError):  # a directory that cannot be read is reported by the comparison itself
+            for start in read_starts(where):
+                if start.prefix in last and last[start.prefix][0] == trained.get(start.prefix):
+                    continue  # a later start took no step
+                if start.card is not None:
+                    last[start.prefix] = start.id, start.card
+                elif start.problem:
+                    problems.append(f"{where}: {start.problem}")
+        cards = {name: card for name, (_, card) in last.items()}
         # Only the card of the prefix; all cards if the run has none for it, such as for the best checkpoints.
-        both.append({prefix: last[prefix]} if prefix in last else last)
+        both.append({prefix: cards[prefix]} if prefix in cards else cards)
     of_a, of_b = both
     pairs = [(prefix, prefix) for prefix in sorted(of_a.keys() & of_b.keys())]
     if not pairs and len(of_a) == len(of_b) == 1:
