@@ -32,8 +32,6 @@ RUN_KEY, PARENT_RUN = "run", "parent_run"
 """The keys of the name of the run, also in `extra`, and in timelines of that of its parent."""
 _NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
 _PROBLEM = "start_from cannot be read"
-
-
 _TRIES = 5
 """The number of times that the newest checkpoint is taken; a living run may replace each while it is read."""
 
@@ -105,18 +103,16 @@ def open_trunk(options: Options, saver: Saver | None, latest: int | None, given:
     if path is None:
         return None
     prefix = options.checkpoint_prefix if saver is None else saver.prefix
-    above, name = split_path(path)
-    places = {resolve_path(path), resolve_path(above)} if _NAME.fullmatch(name) else {resolve_path(path)}
-    own = {
-        "checkpoint_dir": None if saver is None else saver.directory,
-        "logdir": None if options.logdir is None else os.fspath(options.logdir),
-    }
-    for argument, place in own.items():
-        if place is not None and resolve_path(place) in places:
-            raise ValueError(
-                f"start_from={path!r}: must be a checkpoint of another run, got the {argument} of this one. A run "
-                f"resumes from its own by itself: leave start_from out, or give the branch a {argument} of its own"
-            )
+    places = {"checkpoint_dir": None if saver is None else saver.directory, "logdir": options.logdir}
+
+    def find_own() -> list[str]:
+        return [key for key, place in places.items() if place is not None and _is_in(os.fspath(place), path, prefix)]
+
+    if own := processes.on_all_processes(find_own, _PROBLEM):
+        raise ValueError(
+            f"start_from={path!r}: must be a checkpoint of another run, got the {own[0]} of this one. A run "
+            f"resumes from its own by itself: leave start_from out, or give the branch a {own[0]} of its own"
+        )
     if latest is not None:
         return None
     if saver is not None:
@@ -126,6 +122,15 @@ def open_trunk(options: Options, saver: Saver | None, latest: int | None, given:
     reads, step, is_named = processes.on_all_processes(lambda: _trunk_at(path, prefix), _PROBLEM)
     edited = given or 0
     return _trunk(options, reads, step, edited, is_named=is_named) or _newest_of(options, reads, edited)
+
+
+def _is_in(directory: str, path: str, prefix: str) -> bool:
+    """Return whether a path is this directory or a checkpoint in it, not another directory with a name like exp-1."""
+    above, name = split_path(path)
+    match, place = _NAME.fullmatch(name), resolve_path(directory)
+    if match is None or resolve_path(above) != place:
+        return resolve_path(path) == place
+    return match[1] == prefix or open_store(above).at(match[1], int(match[2])) is not None
 
 
 def _refuse_remains(saver: Saver) -> None:

@@ -176,6 +176,20 @@ def test_bad_input(start, options, error, said, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("branch/model-*"))
 
 
+def test_a_directory_with_a_name_like_a_checkpoint_is_not_one_of_the_directory_above(tmp_path):
+    train(10, tmp_path / "exp-1")
+    train(12, tmp_path / "exp-2", start_from=tmp_path / "exp-1", logdir=tmp_path)
+    assert jstep.Saver(tmp_path / "exp-2").extra(12)["parent"]["step"] == 10
+
+
+@pytest.mark.thorough
+def test_a_checkpoint_with_another_prefix_is_of_this_directory(tmp_path):
+    train(10, tmp_path, checkpoint_prefix="best")
+    for start in ("best-10", "model-10"):
+        with pytest.raises(ValueError, match="the logdir of this one"):
+            train(12, tmp_path / "exp-2", start_from=tmp_path / start, logdir=tmp_path)
+
+
 def test_a_damaged_checkpoint_is_never_passed_over(tmp_path):
     train(10, tmp_path / "trunk")
     (tmp_path / "trunk" / "model-10" / "manifest.json").unlink()
