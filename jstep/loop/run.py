@@ -33,7 +33,7 @@ from jstep.training.metrics import LOSS
 ENDED, STOPPED = "ended", "stopped"
 """Keys of a checkpoint's `extra`: the step at which its hooks have ended, and the name of the hook that stopped it."""
 
-_ELSEWHERE = "those of another process"
+_ELSEWHERE, _NOT_FINITE = "those of another process", "its loss is not finite"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,30 +271,31 @@ class Run(RunInfo):
             # A Saver allows NaN and infinity, but not bits that differ from the run's.
             return allowing if isinstance(error, NanLossDuringTrainingError) else [], ""
         bad: dict[str, int] = {}
-        with contextlib.suppress(Exception):  # the device failed; the save reports it
+        with contextlib.suppress(Exception):  # the device failed, so the loss cannot be read either
             bad = self.nonfinite_params()
         if processes.any_process(bool(bad)):
             return allowing, in_words(bad) or _ELSEWHERE
-        return (allowing, "its loss is not finite") if _is_loss_nonfinite(self) else (self.savers, "")
+        why = _loss_problem(self)
+        return (allowing if why else self.savers), why
 
 
-def _is_loss_nonfinite(run: Run) -> bool:
-    """Return whether a loss of the last call was not finite, except in skipped updates."""
+def _loss_problem(run: Run) -> str:
+    """Describe a loss of the last call that is not finite, except in skipped updates, or cannot be read; "" if none."""
     metrics = run.metrics if isinstance(run.metrics, Mapping) else {}
     loss = metrics.get(LOSS)
     is_on_all = isinstance(loss, jax.Array) and not loss.is_fully_addressable and loss.is_fully_replicated
     if loss is None or not (is_on_all or processes.is_single_process()):
-        return False
+        return ""
     try:
         with internal_transfers():
             latest, skip_metric = run.setup.sums.latest(), run.dispatch.constants.skipped
             before = run.step - run.feeder.steps
             if latest is not None and latest.bad is not None and latest.bad.step > before:
-                return True
+                return _NOT_FINITE
             finite = np.isfinite(host(loss).astype(np.float64))
             skipped = host(metrics.get(skip_metric, 0)) == 1 if skip_metric is not None else np.False_
-            return bool(np.any(is_bad(finite, skipped)))
+            return _NOT_FINITE if np.any(is_bad(finite, skipped)) else ""
     except (TypeError, ValueError):
-        return False
-    except Exception:  # the device failed, so the loss cannot be read
-        return True
+        return ""
+    except Exception as error:  # the device failed
+        return f"its loss cannot be read: {type(error).__name__}: {error}"

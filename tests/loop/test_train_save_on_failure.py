@@ -173,6 +173,16 @@ def test_a_state_after_a_nan_is_not_saved_by_a_signal(skipped, steps, tmp_path):
     assert jstep.global_step(caught.value.state) == 4
 
 
+def test_a_loss_that_cannot_be_read_is_the_reason_why_nothing_is_saved(tmp_path, monkeypatch):
+    def host(values):
+        raise RuntimeError("the device failed")
+
+    monkeypatch.setattr("jstep.loop.run.host", host)
+    with pytest.raises(KeyError) as caught:
+        train(12, hooks=hook_failing(KeyError("no")), checkpoint_dir=tmp_path)
+    assert ", and is not saved: its loss cannot be read: RuntimeError: the device failed." in note_of(caught.value)
+
+
 def test_the_note_names_the_hook_that_failed_first_not_one_whose_numbers_were_delivered_later():
     def fail(step, state, metrics):
         jax.block_until_ready(metrics)  # the numbers are there when they are queued
