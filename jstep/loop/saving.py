@@ -427,7 +427,6 @@ class RunSaverHook(CheckpointSaverHook):
         if self._interval is not None:
             self.cadence = Cadence(secs=self._interval, together=True)
         self.part = STEPPING  # it measures its own time when it saves
-        self._is_temporary = False
         self._saved_host_state = self._host_state = _HostState(Extra({}, {}), Extra({}, {}))
 
     def use_contents(self, contents: RunContents) -> None:
@@ -447,21 +446,18 @@ class RunSaverHook(CheckpointSaverHook):
             return super().save(step, state, wait=wait)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Save; an automatic checkpoint may be temporary, except at the last step."""
+        """Save; an automatic checkpoint may be temporary, except at the last step.
+
+        If that was not known to be the last one, it is saved again, as the hooks have ended since.
+        """
         interval = self._interval
         if interval is not None and processes.broadcast_ints(interval.is_too_early())[0]:
             return
         self._temporary_secs = None if interval is None or self._contents.is_last() else MAX_SECS
         try:
             self.save(step, state)
-            self._is_temporary = self._temporary_secs is not None
         finally:
             self._temporary_secs = None
-
-    def end(self, step: int, state: TrainState) -> None:
-        if self._is_temporary:
-            self._saved = None
-        super().end(step, state)
 
     def save_alone(self, step: int, state: TrainState, *, is_finite: bool) -> None:
         """Save from another thread while the loader or a hook stalls, without calling any hook."""
