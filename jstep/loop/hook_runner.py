@@ -252,11 +252,10 @@ class HookRunner:
         loop, options = self._setup.loop, self._setup.options
         if self.ended_at == loop.step:
             return True
-        is_last = loop.step >= options.stop_step or loop.stopped_by is not None
         is_evaluated = all(loop.step in hook.results for hook in self.evaluations)
         # User-defined hooks may act at the end; what jstep's do there shows in the checkpoint.
         has_ends = any(defines(hook, "end") and not is_public(type(hook)) for hook in options.hooks)
-        return is_last and is_evaluated and not has_ends and loop.phase != LEAVING
+        return self._setup.is_at_last and is_evaluated and not has_ends and loop.phase != LEAVING
 
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
         watch, calling = self._setup.watch, Calling(hook, method)

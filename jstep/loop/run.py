@@ -143,14 +143,9 @@ def compiling_for(observers: Observers, name: str) -> Iterator[None]:
         yield
 
 
-def collect_after_calls(observers: Observers) -> tuple[list[AfterCall], list[AfterCall]]:
-    """Return the observers' `after_first` and `after_each` methods that do something."""
-    kinds = (Observer.after_first, "after_first"), (Observer.after_each, "after_each")
-    first, each = (
-        [getattr(observer, name) for observer in observers if getattr(type(observer), name) is not nothing]
-        for nothing, name in kinds
-    )
-    return first, each
+def overriding(observers: Observers, method: str) -> list[AfterCall]:
+    """Return this method of those observers that override it."""
+    return [getattr(one, method) for one in observers if getattr(type(one), method) is not getattr(Observer, method)]
 
 
 def name_of_run(setup: Setup, origin: Origin) -> str:

@@ -258,12 +258,12 @@ def _warn_if_different(origin: Origin, restored: int, before: object, name: str)
 
 def _leave(setup: Setup, saver: Saver, kind: object, error: BaseException | None, trace: object) -> None:
     """Wait for pending writes, except after a second Ctrl-C; close the `Saver` unless the user passed it."""
-    leave = saver.wait if saver is setup.options.checkpoint_dir else saver.close
+    is_given, waits = saver is setup.options.checkpoint_dir, not setup.signals.received_twice
     try:
-        if not setup.signals.received_twice:
-            leave()
-        elif leave == saver.close:
-            saver.close(wait=False)
+        if not is_given:
+            saver.close(wait=waits)
+        elif waits:
+            saver.wait()
     except Exception as failure:
         if error is None:
             raise
@@ -362,9 +362,8 @@ class RunContents:
             is_same = not processes.any_process(not self.positions().is_same(saved.positions))
         return self._hooks().is_same(saved.hooks) and is_same
 
-    def is_last(self) -> bool:
-        """Return whether the run ends at this step."""
-        return self._run.step >= self._run.setup.options.stop_step or self._run.setup.loop.stopped_by is not None
+    def is_at_last(self) -> bool:
+        return self._run.setup.is_at_last
 
     def _hooks(self) -> Extra:
         run = self._run
@@ -453,7 +452,7 @@ class RunSaverHook(CheckpointSaverHook):
         interval = self._interval
         if interval is not None and processes.broadcast_ints(interval.is_too_early())[0]:
             return
-        self._temporary_secs = None if interval is None or self._contents.is_last() else MAX_SECS
+        self._temporary_secs = None if interval is None or self._contents.is_at_last() else MAX_SECS
         try:
             self.save(step, state)
         finally:

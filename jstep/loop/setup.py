@@ -195,6 +195,11 @@ class Setup:
     closing: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     new_name: str = dataclasses.field(default_factory=functools.partial(secrets.token_hex, 4))
 
+    @property
+    def is_at_last(self) -> bool:
+        """Whether the run ends at this step, as far as is known: the batches may end earlier."""
+        return self.loop.step >= self.options.stop_step or self.loop.stopped_by is not None
+
 
 def new_setup(
     options: Options, train_steps: TrainSteps, state: TrainState, times: StartTimes, watch: Stopwatch

@@ -33,16 +33,7 @@ from jstep.loop.feeder import BatchFeeder, FirstBatch, copy_batches
 from jstep.loop.foresight import warn_ahead, warn_of_averages_at_rest
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.programs import ProgramTable
-from jstep.loop.run import (
-    ENDED,
-    STOPPED,
-    Observers,
-    Origin,
-    Run,
-    collect_after_calls,
-    compiling_for,
-    name_of_run,
-)
+from jstep.loop.run import ENDED, STOPPED, Observers, Origin, Run, compiling_for, name_of_run, overriding
 from jstep.loop.saving import RunContents, RunSaverHook, open_checkpoints, restore, restore_hooks
 from jstep.loop.setup import Setup
 from jstep.loop.stages import StageBoundaries
@@ -157,14 +148,14 @@ def _dispatch_of(setup: Setup, observers: Observers) -> Dispatch:
     table = ProgramTable(
         setup.train_steps, options.steps_per_call, state=setup.loop.state, sums=setup.sums, compiling=compiling
     )
-    first, each = collect_after_calls(observers)
+    first = overriding(observers, "after_first")
     return Dispatch(
         table,
         signals=setup.signals,
         first_call=setup.times.compiling,
         watch=setup.watch,
         after_first=[warn_of_averages_at_rest, lambda call, state: interactive.forget(), *first],
-        after_each=each,
+        after_each=overriding(observers, "after_each"),
     )
 
 

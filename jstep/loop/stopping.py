@@ -242,8 +242,7 @@ def _doing(run: Run) -> str:
     if feeder.waiting:
         # A call of several steps may have fetched some of its batches already.
         return f"{at_step}, while batch {loop.first + setup.fetched.count} was fetched"
-    is_last = loop.step >= setup.options.stop_step or loop.stopped_by is not None
-    if setup.signals.received is not None or not feeder.has_begun or is_last or run.runner.is_checking:
+    if setup.signals.received is not None or not feeder.has_begun or setup.is_at_last or run.runner.is_checking:
         return at_step
     first, steps = loop.step, feeder.steps
     batches = f"batch {first}" if steps == 1 else f"batches {first} to {first + steps - 1}"
