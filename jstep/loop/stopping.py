@@ -27,6 +27,7 @@ from jstep.core import interactive, trees
 from jstep.core.exceptions import note, note_other
 from jstep.core.logs import BELOW_BAR
 from jstep.distributed import processes
+from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.hook import hook_name
 from jstep.loop.hook_runner import Errors
 from jstep.loop.run import STOPPED, Run
@@ -99,11 +100,10 @@ def report_done(run: Run) -> None:
 def exit_on_signal(run: Run) -> NoReturn:
     when = f"after step {run.step}"
     savers, why = run.may_save()
-    are_saved, errors = list[bool](), Errors(run.setup)
+    outcomes, errors = list[str](), Errors(run.setup)
     for hook in savers:
-        run.setup.loop.set_calling(Calling(hook, "save"))
         with errors:
-            are_saved.append(hook.save(run.step, run.state, wait=True))
+            outcomes.append(_save(run, hook))
     errors.end()
     run.runner.settle()
     if len(savers) < len(run.savers):
@@ -111,10 +111,7 @@ def exit_on_signal(run: Run) -> NoReturn:
         for hook in run.savers:  # and otherwise an error says more of the parameters
             run.require_finite(run.step, hook.saver)
         raise run.setup.signals.stop_error(f"{when}, which is not saved: {why}")
-    if savers:
-        is_saved = "is saved; start the run again to resume" if all(are_saved) else "is not saved: a hook prevented it"
-        when += f", which {is_saved}"
-    raise run.setup.signals.stop_error(when)
+    raise run.setup.signals.stop_error(f"{when}, which {outcomes[0]}" if outcomes else when)
 
 
 def leave_at_once(step: int, error: KeyboardInterrupt) -> NoReturn:
@@ -206,25 +203,28 @@ def _saved(run: Run, error: BaseException) -> str:
         lost = why_position_lost(run)
     except Exception as failure:  # an earlier save failed
         return f", and could not be saved: {_text(failure)}"
-    saved = f", and is not saved: {lost}" if lost else ""
+    outcomes = [f"is not saved: {lost}"] if lost else []
     for hook in savers:
         if lost and isinstance(hook, RunSaverHook):
             continue
-        run.setup.loop.set_calling(Calling(hook, "save"))
         try:
-            if hook.save(run.step, run.state, wait=True):
-                name = checkpoint_name(hook.saver.prefix, run.step)
-                outcome = f", and is saved as {name}; start the run again to resume"
-            else:
-                outcome = ", and is not saved: a hook prevented it"
+            outcome = _save(run, hook)
         except Exception as failure:
             is_same = str(failure) == str(error)
-            outcome = ", and is not saved" if is_same else f", and could not be saved: {_text(failure)}"
-            if saved and not is_same:
+            outcome = "is not saved" if is_same else f"could not be saved: {_text(failure)}"
+            if outcomes and not is_same:
                 note(error, f"Additionally, {hook_name(hook)} could not save step {run.step}: {_text(failure)}")
-        saved = saved or outcome
+        outcomes.append(outcome)
     run.setup.loop.set_calling(None)
-    return saved
+    return f", and {outcomes[0]}"
+
+
+def _save(run: Run, hook: CheckpointSaverHook) -> str:
+    """Let a hook save the state; return the outcome. That of the first hook, the run's own if any, is reported."""
+    run.setup.loop.set_calling(Calling(hook, "save"))
+    if hook.save(run.step, run.state, wait=True):
+        return f"is saved as {checkpoint_name(hook.saver.prefix, run.step)}; start the run again to resume"
+    return "is not saved: a hook prevented it"
 
 
 def _text(error: Exception) -> str:
