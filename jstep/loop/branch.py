@@ -70,6 +70,19 @@ def step_of_values(state: TrainState) -> int | None:
     return state_step(state) if trees.is_array(state.global_step) else None
 
 
+def run_of(trunk: Trunk) -> str | None:
+    """Return the name of the run that saved a checkpoint; of a best one, that of the run in its directory or above."""
+    if isinstance(trunk.extra, dict) and isinstance(name := trunk.extra.get(RUN_KEY), str):
+        return name
+    path, folder = trunk.parent["path"], trunk.saver.directory
+    for where in () if is_url(folder) else (folder, os.path.dirname(os.path.abspath(folder))):
+        with contextlib.suppress(OSError, ValueError):
+            for record in read_records(where).values():
+                if any(resolve_path(best[-1]) == path for best in record.totals()["best"].values() if len(best) == 3):
+                    return record.starts[-1].get(RUN_KEY)
+    return None
+
+
 def as_copy(where: str, prefix: str, step: int | None, extra: dict[str, Any], new_name: str) -> dict[str, Any] | None:
     """Return the `extra` of a run in a copy of another run's directory, a run of its own; None if it is no copy.
 

@@ -50,6 +50,7 @@ from jstep.loop.branch import (
     open_trunk,
     parent_in,
     read_trunk,
+    run_of,
     step_of_values,
 )
 from jstep.loop.calls import AUTO
@@ -102,9 +103,8 @@ def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, 
                 trunk, state, extra = read_trunk(options, trunk, state)
             setup.loop.begin(trunk.step, state, restored=True)
             origin = dataclasses.replace(origin, first=trunk.step, extra=extra)
-        run = trunk.extra.get(RUN_KEY) if isinstance(trunk.extra, dict) else None
-        parent_run = run if isinstance(run, str) else None
-        origin = dataclasses.replace(origin, latest=trunk.step, trunk=trunk, parent=trunk.parent, parent_run=parent_run)
+        name = run_of(trunk)
+        origin = dataclasses.replace(origin, latest=trunk.step, trunk=trunk, parent=trunk.parent, parent_run=name)
         if jax.process_index() == 0:
             edited = ", with the state passed" if trunk.edited else ""
             _logger.info("this run begins from %s%s", trunk.parent["path"], edited)

@@ -1,5 +1,6 @@
 """What `runs` says of runs that were started several times: what was trained, what was refused, copies, lineage."""
 
+import contextlib
 import json
 import math
 import os
@@ -14,6 +15,8 @@ import pytest
 from waiting import wait_until
 
 import jstep
+from jstep.stores.timeline import START, TIMES, VERSION
+from jstep.stores.timeline_writer import Timeline
 from jstep.tools import cli
 
 optimizer = jstep.gradient_descent(0.25)
@@ -145,6 +148,7 @@ def test_two_starts_without_a_step_are_one_warning(tmp_path, caplog):
 def test_nothing_left_is_no_lack_of_progress(tmp_path, caplog):
     for _ in range(4):
         train(tmp_path, 5)
+    train(tmp_path, 10)
     assert "took no step" not in caplog.text
 
 
@@ -194,7 +198,11 @@ def test_the_best_is_what_is_on_the_disk(tmp_path):
     assert run.best_checkpoints == {"eval/score": str(tmp_path / "run/best/best-10")}
     branch = train(tmp_path / "branch", 12, start_from=run.best_checkpoints["eval/score"])
     assert int(branch.global_step) == 12
+    assert only(tmp_path / "branch").parent_run == run.run
     shutil.move(tmp_path / "run", tmp_path / "moved")
+    assert only(tmp_path / "moved").best_checkpoints == {"eval/score": str(tmp_path / "moved/best/best-10")}
+    train(tmp_path / "run", 10, evaluation(tmp_path / "run" / "best", {5: 1.0, 10: 9.0}))  # another one in its place
+    assert only(tmp_path / "moved").best == {"eval/score": (3.0, 10)}
     assert only(tmp_path / "moved").best_checkpoints == {"eval/score": str(tmp_path / "moved/best/best-10")}
     shutil.rmtree(tmp_path / "moved/best/best-10")
     run = only(tmp_path / "moved")
@@ -237,6 +245,30 @@ def test_differences_as_json(tmp_path, capsys):
     assert as_json(capsys, tmp_path, "--differences")[0]["differences"] == {"config: lr": 0.1}, "what was trained"
 
 
+def test_after_a_hundred_starts(tmp_path):
+    train(tmp_path / "a", 5, config={"width": 3})
+    train(tmp_path / "b", 5, config={"width": 3})
+    for width in range(110):
+        with contextlib.closing(Timeline(str(tmp_path / "a"), "model")) as refused:
+            times = {"time": time.time(), "step": None, "seconds": {}}
+            refused.write(START, version=VERSION, config={"width": width}, **times)
+            refused.write("card", card=1, programs=[], config={"width": width})
+            refused.write(TIMES, end=["failed", ""], **times)
+    first, _second = jstep.runs(tmp_path)
+    assert (first.config, first.step, first.starts_count, len(first.starts)) == ({"width": 3}, 5, 111, 100)
+    assert jstep.runs(tmp_path).differences() == {}
+
+
+def test_a_start_that_is_stopped_while_it_opens_is_recorded(tmp_path):
+    """Whenever the signal comes: the timeline has no line without its start."""
+    for n in range(12):
+        with contextlib.suppress(jstep.Preempted):
+            train(tmp_path / f"{n}", 5, stop_secs=0.004 * n + 0.001)
+    for run in jstep.runs(tmp_path):
+        assert run.error is None
+        assert run.status in ("interrupted", "finished")
+
+
 # Copies and moves.
 
 
@@ -274,6 +306,16 @@ def test_a_copy_whose_first_start_saved_nothing(tmp_path):
     assert first.run == second.run
     assert second.parent == (str(tmp_path / "original/model-10"), 10)
     assert [(start["first"], start["last"]) for start in second.starts] == [(None, None), (10, 20)]
+
+
+def test_a_copy_without_checkpoints(tmp_path):
+    options = {"checkpoint_dir": None, "save_checkpoint_steps": None}
+    train(None, 5, logdir=tmp_path / "a", **options)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    train(None, 7, logdir=tmp_path / "b", **options)
+    first, second = jstep.runs(tmp_path)
+    assert (first.starts_count, second.starts_count) == (1, 1)
+    assert second.run != first.run
 
 
 def test_a_copy_of_a_branch(tmp_path):
