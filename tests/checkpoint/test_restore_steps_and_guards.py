@@ -119,6 +119,7 @@ def _averaged(optimizer: Any, **kwargs: Any) -> Any:
     return jstep.with_moving_average(optimizer, ema)
 
 
+@pytest.mark.thorough(except_for=["kwargs2"])
 @pytest.mark.parametrize("kwargs", [{}, {"every": 2}, {"start_step": 1}])
 def test_fresh_averages_that_meet_an_old_age_are_named(tmp_path: Any, caplog: Any, kwargs: Any) -> None:
     """Whatever age they have; a target created at the step of the checkpoint gives them a fresh one."""

@@ -176,7 +176,7 @@ def test_batches_of_several_processes(monkeypatch):
     assert (loader.given, traced) == (0, [])
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["True-AxisType.Explicit"])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("use_averages", [False, True])
 def test_meshes(axis_type, use_averages):

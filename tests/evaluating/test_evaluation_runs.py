@@ -15,6 +15,7 @@ from jstep.hooks.numbers import TransferQueue
 from jstep.loop.run import Run
 
 
+@pytest.mark.thorough(except_for=["3"])
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 def test_a_run_stops_early_and_stays_stopped(steps_per_call, tmp_path):
     values = [5, 4, 3, 3, 3, 3, 3, 3]

@@ -82,7 +82,7 @@ def first_bad(sums, number):
     return None if totals is None else totals.bad
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["2-2-True", "1-5-False"])
 @pytest.mark.parametrize("change", [False, True])
 @pytest.mark.parametrize("every", [1, 2, 5, 100])
 @pytest.mark.parametrize("steps_per_call", [1, 2])

@@ -81,6 +81,7 @@ def test_skipped_updates_and_runs_without_checkpoints_do_not_count(tmp_path):
     assert (jstep.global_step(state), bool(jnp.isnan(state.params["net"]["w"]).all())) == (60, True)
 
 
+@pytest.mark.thorough(except_for=["nan"])
 @pytest.mark.parametrize("value", [-math.inf, math.nan])
 def test_what_was_not_finite_when_the_run_began_does_not_count(tmp_path, value):
     params = {"a": jnp.array([value, 1.0]), "net": {"w": jnp.zeros((3, 1))}}
@@ -163,6 +164,7 @@ def test_an_error_elsewhere_saves_only_what_is_allowed(tmp_path, allow):
     saver.close()
 
 
+@pytest.mark.thorough(except_for=["True"])
 @pytest.mark.parametrize("allow", [False, True])
 def test_a_population_with_a_diverged_member(tmp_path, allow):
     optimizer = jstep.gradient_descent(jstep.held("learning_rate", 0.1))

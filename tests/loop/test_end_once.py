@@ -28,6 +28,7 @@ def w(state: Any) -> list[float]:
     return found
 
 
+@pytest.mark.thorough(except_for=["5"])
 @pytest.mark.parametrize("saves", [None, 5])
 def test_a_run_that_is_started_again_has_ended(saves: int | None, tmp_path: Path) -> None:
     """Also if the last step was due, and saved before the hooks ended."""
@@ -47,6 +48,7 @@ def test_a_run_that_is_continued_ends_again(tmp_path: Path) -> None:
     assert ends[2][1] == ends[3][1] == ends[4][1]
 
 
+@pytest.mark.thorough(except_for=["5"])
 @pytest.mark.parametrize("last", [5, None])
 def test_a_run_whose_batches_end(last: int | None, tmp_path: Path) -> None:
     hook, batches = Doubles(), [DATA[n] for n in range(5)]

@@ -55,6 +55,7 @@ def test_a_batch_is_made_with_the_state_of_its_step_and_never_ahead() -> None:
     assert environment.seen == [(n, n, "MainThread") for n in range(40)]
 
 
+@pytest.mark.thorough(except_for=["7"])
 @pytest.mark.parametrize("cut", [1, 7])
 def test_a_restart_continues_with_the_position_of_the_environment(tmp_path: Path, cut: int) -> None:
     for last in (cut, 20):

@@ -40,6 +40,7 @@ def by_hand(steps):
     return state
 
 
+@pytest.mark.thorough(except_for=["3"])
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 def test_train_passes_one_argument(steps_per_call, tmp_path):
     options = {"steps_per_call": steps_per_call, "progress": False, "checkpoint_dir": tmp_path}

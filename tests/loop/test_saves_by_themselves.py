@@ -178,6 +178,7 @@ def test_the_last_step_is_kept_although_it_was_due(tmp_path: Path, quick: None, 
     assert [*found, passing_in(tmp_path)] == [{1: False, 5: True}, {1: False, 5: False}]
 
 
+@pytest.mark.thorough(except_for=["kwargs1"])
 @pytest.mark.parametrize(
     "kwargs", [{"save_checkpoint_secs": 600}, {"save_checkpoint_secs": None}, {"save_checkpoint_steps": 1000}]
 )

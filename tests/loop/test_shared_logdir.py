@@ -94,6 +94,7 @@ def test_a_users_writer_beside_a_run_that_is_resumed(tmp_path: pathlib.Path, sto
     assert not warnings_of(caplog), "this process wrote all of them"
 
 
+@pytest.mark.thorough(except_for=["stops1"])
 @pytest.mark.parametrize("stops", [(13,), (7, 13, 14, 11)])
 def test_each_step_is_shown_once_however_often_a_run_is_killed(tmp_path: pathlib.Path, stops: Any, caplog: Any) -> None:
     """Also after a start that saved nothing: its checkpoint is older than its last events."""

@@ -236,6 +236,7 @@ class Living:
                 saver.save(state, extra=saver.extra(step))
 
 
+@pytest.mark.thorough(except_for=["True"])
 @pytest.mark.parametrize("temporary", [True, False])
 def test_the_newest_checkpoint_of_a_living_run_is_taken_again(temporary, tmp_path, monkeypatch):
     train(10, tmp_path / "trunk")

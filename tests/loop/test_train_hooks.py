@@ -37,6 +37,7 @@ def scaled(state, factor):
     return state.replace(params=jax.tree.map(lambda p: p * factor, state.params))
 
 
+@pytest.mark.thorough(except_for=["2"])
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_the_run_continues_with_a_state_that_a_hook_returns(steps_per_call, tmp_path):
     reference = []

@@ -76,6 +76,7 @@ def test_leaving_out_less_is_a_warning_before_the_first_step(tmp_path, caplog):
     assert leaves(tmp_path / "model-8")[1] == set()
 
 
+@pytest.mark.thorough(except_for=["lora/*"])
 @pytest.mark.parametrize("leave_out", [None, "lora/*"])
 def test_keep_best_uses_leave_out_of_the_run(tmp_path, leave_out):
     best = jstep.KeepBest(tmp_path / "best", "loss", leave_out=leave_out)

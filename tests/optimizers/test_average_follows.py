@@ -129,6 +129,7 @@ def test_every_leaf_moves_once_in_each_update_that_counts(name: str, around: str
             np.testing.assert_allclose(got[first:], want[first:], rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.thorough(except_for=["zero_debias"])
 @pytest.mark.parametrize("name", ["plain", "zero_debias"])
 def test_below_a_label_it_moves_in_the_updates_of_its_part(name: str) -> None:
     ema = dataclasses.replace(AVERAGES[name], follows="step")

@@ -77,6 +77,7 @@ def test_context_is_of_this_step_inside_wrappers(wrapper: str, kwargs: dict[str,
     assert step._cache_size() == 1
 
 
+@pytest.mark.thorough(except_for=["True"])
 @pytest.mark.parametrize("masters", [False, True])
 def test_value_and_grad_in_a_partition_moves_only_its_leaves(masters: bool) -> None:
     first: dict[str, Any] = {}

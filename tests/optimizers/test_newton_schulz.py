@@ -53,7 +53,7 @@ def spectrum(least: float) -> np.ndarray:
     return np.append(values, np.sqrt(1 - np.sum(values**2)))
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["dion-shape1-schatten"])
 @pytest.mark.parametrize("normalization", ["frobenius", "schatten"])
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12), (12, 12)])
 @pytest.mark.parametrize("name", LISTS)

@@ -73,7 +73,7 @@ def _slotted(g: Any, p: Any, slots: Any, h: Any) -> Any:
     return (0 * g, {}) if slots["m"] is None else (-g, {"m": slots["m"] + 1})
 
 
-@pytest.mark.thorough(except_for=["labels-in-labels-masters", "decay-scoped", "slots-labels"])
+@pytest.mark.thorough(except_for=["slots-labels"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("case", CASES)
 def test_predicates_see_the_dtypes_of_the_state(case: str, wrapper: str) -> None:

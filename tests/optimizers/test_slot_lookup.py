@@ -60,6 +60,7 @@ def test_slots_are_found_in_scopes_and_partitions(part: str, wrapper: str) -> No
             np.testing.assert_array_equal(params["b"], state.params["b"])
 
 
+@pytest.mark.thorough(except_for=["schedule-free"])
 @pytest.mark.parametrize("part", PARTS)
 def test_several_candidates_raise_and_are_listed(part: str) -> None:
     make, extract, slot = PARTS[part]
@@ -73,6 +74,7 @@ def test_several_candidates_raise_and_are_listed(part: str) -> None:
     np.testing.assert_array_equal(extract(state, f"x/{slot}")["b"], state.params["b"])
 
 
+@pytest.mark.thorough(except_for=["averages"])
 @pytest.mark.parametrize("part", PARTS)
 def test_scalar_slots_of_the_same_name_are_ignored(part: str) -> None:
     make, extract, slot = PARTS[part]

@@ -64,6 +64,7 @@ def test_schedules_are_read_at_the_global_step():
     assert optimizer.hyperparameters(jnp.int32(3))["learning_rate"] == 3.0
 
 
+@pytest.mark.thorough(except_for=["adam"])
 @pytest.mark.parametrize("inner", [jstep.adam, lambda rate: jstep.skip_nonfinite(jstep.adam(rate))])
 def test_nan_gradients_of_other_steps_are_ignored(inner):
     optimizer = jstep.update_every(2, inner(0.1))
@@ -101,6 +102,7 @@ def test_a_leaf_without_a_gradient_keeps_its_sum():
     assert states[2].slots["gradient_sum"]["b"] == 4.0
 
 
+@pytest.mark.thorough(except_for=["True"])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_label_without_gradients_skips_the_step(accumulate):
     optimizer = jstep.partition(

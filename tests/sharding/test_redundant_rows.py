@@ -39,6 +39,7 @@ def test_replicated_parameters_and_batches_give_one_warning(caplog, mesh, steps_
     assert "batch_sharding='examples'" in message
 
 
+@pytest.mark.thorough(except_for=["explicit"])
 def test_the_remedy_of_the_warning_works(caplog, mesh):
     assert not warnings(caplog, mesh, batch_sharding=NamedSharding(mesh, P("examples")))
 

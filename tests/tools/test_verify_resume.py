@@ -27,7 +27,7 @@ def verify(batches=DATA, step=STEP, make_state=make_state, at=3, steps=7):
     return jstep.verify_resume(make_state, step, batches, at, steps)
 
 
-@pytest.mark.thorough(except_for=["list", "position"])
+@pytest.mark.thorough(except_for=["position"])
 @pytest.mark.parametrize(
     "batches",
     [DATA, DATA.__getitem__, [DATA[n] for n in range(7)], Positioned(DATA.__getitem__, bytes)],

@@ -158,6 +158,7 @@ OUTER_WRAPPERS = {
 }
 
 
+@pytest.mark.thorough(except_for=["update_every, accumulating"])
 @pytest.mark.parametrize("name", OUTER_WRAPPERS)
 def test_outer_update_every_leaves_out_steps(name: str) -> None:
     step, state = make(OUTER_WRAPPERS[name](jstep.adam(1e-3)))

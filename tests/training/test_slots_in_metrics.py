@@ -20,6 +20,7 @@ def fresh(optimizer: jstep.Optimizer) -> jstep.TrainState:
     return jstep.TrainState.create({"w": jnp.float32(2.0)}, optimizer)
 
 
+@pytest.mark.thorough(except_for=["2"])
 @pytest.mark.parametrize("n", [1, 2])
 def test_loss_is_scaled_but_reported_unscaled(n: int) -> None:
     plain = jstep.gradient_descent(0.5)

@@ -84,6 +84,7 @@ def test_every_writer_round_trips_bitwise(tmp_path, writer):
         assert all(isinstance(leaf, np.ndarray) is (target is PARAMS) for leaf in jax.tree.leaves(loaded))
 
 
+@pytest.mark.thorough(except_for=["CheckpointManager"])
 @pytest.mark.parametrize("writer", ["StandardCheckpointer", "CheckpointManager", "jstep, renamed"])
 def test_relative_paths(tmp_path, monkeypatch, capsys, writer):
     WRITERS[writer](tmp_path / "a checkpoint")

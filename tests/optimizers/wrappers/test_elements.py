@@ -170,6 +170,7 @@ def test_the_trust_ratio_is_that_of_a_leaf_and_its_update(grad: Any) -> None:
         optimizer.update({"n": None, "t": jnp.ones(3), "z": None}, {}, params, 0)
 
 
+@pytest.mark.thorough(except_for=["lars"])
 @pytest.mark.parametrize(
     "optimizer",
     [with_descent(jstep.scale_by_trust_ratio()), jstep.lars(1.0), jstep.lamb(1.0, 0.0, 0.0)],
