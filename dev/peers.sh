@@ -15,10 +15,10 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 "$venv/bin/pip" install -q torch --index-url https://download.pytorch.org/whl/cpu || "$venv/bin/pip" install -q torch
 "$venv/bin/pip" install -q -e '.[test]' schedulefree pytorch_optimizer torchdata transformers accelerate datasets keras \
-    wandb mlflow
+    wandb mlflow nbclient ipykernel
 
 mapfile -t files < <(grep -rlE 'importorskip|find_spec|pytest\.skip\(' tests --include='test_*.py' |
-    grep -vE '^tests/(compilers|powercut)/|^tests/examples/test_launchers\.py$|^tests/docs/test_site\.py$' | sort)
+    grep -vE '^tests/(compilers|powercut|typed)/|^tests/examples/test_launchers\.py$|^tests/docs/test_site\.py$' | sort)
 "$venv/bin/python" -m pytest -n 2 -m "" -rs "${files[@]}" "$@" | tee "$venv/log"
 
 if grep '^SKIPPED' "$venv/log" | grep -viE 'compiler|libtpu|jaxlib|JAX before'; then
