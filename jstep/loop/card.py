@@ -328,8 +328,22 @@ class Cards(Observer):
         self._is_config_late = False  # it was not ready, and has no line of its own yet
         self._reports: list[Future[None]] = []  # of changes; they wait for the commit
 
+    def opened(self, saver: Saver | None, origin: Origin) -> None:
+        """Begin to ask git, also for a start that will be refused."""
+        self._saver, lines = saver, self.setup.lines
+
+        def find() -> dict[str, Any] | None:
+            code = code_version()
+            if code is not None:
+                lines.write(CODE, **code)
+            return code
+
+        if self._is_active():
+            self._code_by = time.monotonic() + _CODE_SECS
+            self._code = in_background(find, name="jstep-code", daemon=True)
+
     def restored(self, saver: Saver | None, origin: Origin, dispatch: Dispatch, batches: Tree) -> None:
-        self._batches, self._saver, self._origin, self._stage_of = batches, saver, origin, dispatch.table.stage_of
+        self._batches, self._origin, self._stage_of = batches, origin, dispatch.table.stage_of
         if not self._is_active():
             return
         if origin.restored is not None and isinstance(kept := origin.extra.get(PAST), dict):
@@ -341,16 +355,8 @@ class Cards(Observer):
             self._card = {**card(*made_of), PARENT: origin.parent, "programs": []}
             setup.lines.write("card", **self._card)
 
-        def find() -> dict[str, Any] | None:
-            code = code_version()
-            if code is not None:
-                setup.lines.write(CODE, **code)
-            return code
-
         self._begin(record)
-        self._code_by = time.monotonic() + _CODE_SECS
         self._is_config_late = NOT_READY in (setup.options.config or {}).values()
-        self._code = in_background(find, name="jstep-code", daemon=True)
 
     def _is_active(self) -> bool:
         """Whether this process records the run: only process 0, and only if the run saves anything."""

@@ -211,9 +211,9 @@ def _warn_of_no_progress(record: Record, step: int, last_step: int | None) -> No
     count = len(idle) + (record.count - len(record.starts)) * (len(idle) >= KEPT - 1)
     ends = [": ".join(filter(None, start.get("end") or (KILLED, ""))) for start in idle]
     _logger.warning(
-        "the last %d starts of this run took no step: %s. A start that is killed while it restores and compiles makes "
-        "no progress: give it more time (stop_secs of train, or the limit of the job), and keep compiled programs with "
-        "compile_cache=True",
+        "the last %d starts of this run took no step: %s. One that is stopped or killed while it restores and compiles "
+        "needs more time (stop_secs of train, or the limit of the job), or compiled programs that are kept "
+        "(compile_cache=True); one that fails or hangs will do so again",
         count,
         format_list([truncate(printable(end), 200) for end in dict.fromkeys(ends)], 3, "; "),
     )

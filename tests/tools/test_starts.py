@@ -113,6 +113,7 @@ def test_what_else_is_refused(kind, tmp_path):
             train(tmp_path, 20, batches=interrupted)
         expected = "interrupted", "KeyboardInterrupt"
     run = only(tmp_path)
+    assert len({start["commit"] for start in run.starts}) == 1
     assert (run.status, run.step, run.last_step, run.exception) == ("finished", 10, 10, None)
     assert (run.refused["status"], run.refused["exception"]) == expected
     train(tmp_path, 20)
