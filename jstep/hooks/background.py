@@ -26,7 +26,7 @@ class BackgroundHooks:
         self._errors: dict[int, Any] = {}
 
     def flush(self) -> None:
-        """Flush everything that must not be older than a checkpoint, before it exists; errors are of the save."""
+        """Flush everything that must not be older than a checkpoint, before it exists; an error fails the save."""
         for hook in self._flushed:
             hook.flush()
 

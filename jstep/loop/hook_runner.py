@@ -363,7 +363,8 @@ def close_hooks(setup: Setup, error: BaseException | None) -> None:
     ]
     calls += [(hook, method, ()) for hook in reversed(hooks) for method in ("closed", "close")]
     for hook, method, args in calls:
-        is_closed = method == "close" and isinstance(hook, RunHook)  # before the logs that it uses
+        # `HookRunner` has closed it, before the logs that it uses.
+        is_closed = method == "close" and isinstance(hook, RunHook)
         if defines(hook, method) and not is_closed:
             with errors:
                 getattr(hook, method)(*args)

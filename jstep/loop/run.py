@@ -75,7 +75,7 @@ class Origin:
 
 
 class Observer(contextlib.AbstractContextManager["Observer"]):
-    """An observer of a run: a context manager, held until the run has closed.
+    """An observer of a run: a context manager that exits once the run has closed.
 
     Methods are roughly in the order of a run; `after_each`, `flush`, `about_to_save` and `checkpoint_extra` are called
     many times.

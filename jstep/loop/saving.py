@@ -1,13 +1,16 @@
 """The checkpoint of a run: the state, and everything else that a restart needs.
 
+Entries are saved by these methods of `RunContents`:
+
 | key of its `extra` | content | saved by | restored by |
 |---|---|---|---|
-| `batches`, `batches_of_processes` | positions of the batches | `_position_extra` | `restore_position`, by `start.py` |
-| `hooks` | the states of the hooks | `_hook_extra` | `restore_hooks` |
-| `stopped` | the name of the hook that stopped the run | `_hook_extra` | a log line; it is kept if no step is run |
-| `ended` | the step at which the hooks have ended | `_hook_extra` | `HookRunner`, which ends them once |
-| `held` | the initial values of held hyperparameters | `_merge_extra` | `restore`, which warns if the new ones differ |
-| `run` | the name of the run and of its event files | `_merge_extra` | `Run.name` |
+| `batches`, `batches_of_processes` | positions of the batches | `positions` | `restore_position`, by `start.py` |
+| `hooks` | the states of the hooks | `_hooks` | `restore_hooks` |
+| `stopped` | the name of the hook that stopped the run | `_hooks` | a log line; it is kept if no step is run |
+| `ended` | the step at which the hooks have ended | `_hooks` | `HookRunner`, which ends them once |
+| `held` | the initial values of held hyperparameters | `extra` | `restore`, which warns if the new ones differ |
+| `run` | the name of the run and of its event files | `extra` | `Run.name` |
+| `parent` | path and step of the checkpoint that the run began from | `extra` | `parent_in`, for `Origin` |
 | others | data of an observer, such as the past of a card | `Observer.checkpoint_extra` | the observer |
 """
 
