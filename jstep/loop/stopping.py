@@ -208,7 +208,7 @@ def _saved(run: Run, error: BaseException) -> str:
         if lost and isinstance(hook, RunSaverHook):
             continue
         try:
-            outcome = _save(run, hook)
+            outcome = _save(run, hook, f" as {checkpoint_name(hook.saver.prefix, run.step)}")
         except Exception as failure:
             is_same = str(failure) == str(error)
             outcome = "is not saved" if is_same else f"could not be saved: {_text(failure)}"
@@ -219,11 +219,11 @@ def _saved(run: Run, error: BaseException) -> str:
     return f", and {outcomes[0]}"
 
 
-def _save(run: Run, hook: CheckpointSaverHook) -> str:
+def _save(run: Run, hook: CheckpointSaverHook, where: str = "") -> str:
     """Let a hook save the state; return the outcome. That of the first hook, the run's own if any, is reported."""
     run.setup.loop.set_calling(Calling(hook, "save"))
     if hook.save(run.step, run.state, wait=True):
-        return f"is saved as {checkpoint_name(hook.saver.prefix, run.step)}; start the run again to resume"
+        return f"is saved{where}; start the run again to resume"
     return "is not saved: a hook prevented it"
 
 

@@ -40,10 +40,7 @@ def saved(directory: Path) -> list[int]:
 def test_a_signal_or_a_limit(phase: str, what: str, tmp_path: Path) -> None:
     error: Any = KeyboardInterrupt if what == "SIGINT" else jstep.Preempted
     steps = SAVED[phase][0]
-    where = (
-        WHERE.get(phase)
-        or f"after step {steps[-1]}, which is saved as model-{steps[-1]}; start the run again to resume"
-    )
+    where = WHERE.get(phase) or f"after step {steps[-1]}, which is saved; start the run again to resume"
     with pytest.raises(error, match=f"(?m)^{what} stopped the run {re.escape(where)}$") as caught:
         ends.run(phase, what, tmp_path)
     assert getattr(caught.value, "code", None) == CODES[what]

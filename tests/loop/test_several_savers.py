@@ -54,7 +54,7 @@ def test_at_a_signal(tmp_path: Path) -> None:
 def test_what_the_run_says_at_a_signal_is_the_outcome_of_its_own_saver(tmp_path: Path) -> None:
     prevented = jstep.CheckpointSaverHook(tmp_path / "first", before_save=(lambda step: True,))
     hooks = [prevented, breaks(5, signal.SIGTERM)]
-    with pytest.raises(jstep.Preempted, match="after step 5, which is saved as model-5; start the run again"):
+    with pytest.raises(jstep.Preempted, match="after step 5, which is saved; start the run again"):
         train(50, hooks=hooks, checkpoint_dir=tmp_path / "own")
 
 

@@ -33,9 +33,7 @@ except BaseException as error:
     assert "end" not in out
     name, code = ("Preempted", "143") if number == signal.SIGTERM else ("KeyboardInterrupt", "None")
     assert f"left {name} {code} 5" in out
-    assert (
-        f"{number.name} stopped the run after step 5, which is saved as model-5; start the run again to resume" in err
-    )
+    assert f"{number.name} stopped the run after step 5, which is saved; start the run again to resume" in err
     script = """
 say(digest(train(30, Counted(), checkpoint_dir=directory)) == digest(train(30, Counted())))
 """
