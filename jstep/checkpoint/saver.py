@@ -533,10 +533,13 @@ class Saver:
         path, self._saving = self._saving, None
         if path is not None and jax.process_index() == 0:
             self._store.abandon(path)
-        raise CheckpointError(
+        failure = CheckpointError(
             f"{path or 'the last checkpoint'} was not saved: {short(error)}. Earlier checkpoints are unchanged; "
             + newest_in_words(self._store, self.prefix)
-        ) from error
+        )
+        for text in getattr(error, "__notes__", ()):  # such as the hook whose `flush` raised it
+            exceptions.note(failure, text)
+        raise failure from error
 
     @contextlib.contextmanager
     def _between_saves(self) -> Iterator[None]:

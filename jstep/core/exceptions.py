@@ -84,9 +84,10 @@ def note(error: BaseException, text: str) -> None:
 
 
 def note_other(error: BaseException, other: BaseException) -> None:
-    """Note another error on the one that is raised."""
+    """Note another error, with its notes, on the one that is raised."""
     if other is not error:
-        note(error, f"Additionally, {type(other).__name__}: {other}")
+        notes = getattr(other, "__notes__", ())
+        note(error, "\n".join([f"Additionally, {type(other).__name__}: {other}", *notes]))
 
 
 def with_path(error: OSError, path: str) -> OSError:

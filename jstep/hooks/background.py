@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jstep.core.threads import in_background
-from jstep.hooks.hook import defines, hook_name
+from jstep.hooks.hook import call_named, defines, hook_name
 
 _logger = logging.getLogger("jstep")
 
@@ -28,7 +28,7 @@ class BackgroundHooks:
     def flush(self) -> None:
         """Flush everything that must not be older than a checkpoint, before it exists; an error fails the save."""
         for hook in self._flushed:
-            hook.flush()
+            call_named(hook, "flush")
 
     def saved(self, step: int, path: str) -> None:
         """Report a checkpoint that is acknowledged and kept; from any thread, without waiting."""
@@ -45,7 +45,7 @@ class BackgroundHooks:
         for hook in tuple(self._told):
             self._errors.pop(id(hook), None)
             try:
-                hook.saved(step, path)
+                call_named(hook, "saved", step, path)
             except BaseException as error:  # reported only in the log and at the end of the run
                 self._errors[id(hook)] = error
                 _logger.warning("%s.saved(%d, %r): %s: %s", hook_name(hook), step, path, type(error).__name__, error)

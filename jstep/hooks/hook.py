@@ -9,6 +9,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import describe_type, format_value
+from jstep.core.exceptions import note
 from jstep.core.meshes import internal_transfers
 from jstep.core.recorded_calls import ShownAsTyped
 from jstep.slots.matching import describe_difference
@@ -128,6 +129,15 @@ def defines(hook: object, name: str) -> bool:
 def hook_name(hook: object) -> str:
     name = getattr(hook, "name", None)
     return name if isinstance(name, str) else str(getattr(hook, "__qualname__", type(hook).__qualname__))
+
+
+def call_named(hook: object, method: str, *args: Any) -> Any:
+    """Call a method of a hook; a note on what it raises names both."""
+    try:
+        return getattr(hook, method)(*args)
+    except BaseException as error:
+        note(error, f"jstep: in {hook_name(hook)}.{method}")
+        raise
 
 
 def state_step(state: TrainState) -> int:

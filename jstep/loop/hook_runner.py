@@ -13,7 +13,7 @@ from jstep.distributed import processes
 from jstep.evaluating.evaluation_hook import EvaluationHook
 from jstep.hooks.cadence import Cadence, HookSchedule, next_call
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.hook import NEVER, check_hook_result, check_step, defines, hook_name
+from jstep.hooks.hook import NEVER, call_named, check_hook_result, check_step, defines, hook_name
 from jstep.hooks.report import LoggingHook
 from jstep.hooks.run_hook import Repeated, ReportingContext, RunCall, RunHook, RunInfo
 from jstep.hooks.states import is_public
@@ -46,7 +46,7 @@ class HookRunner:
     def _close(self, hook: RunHook, kind: object, error: BaseException | None, trace: object) -> None:
         """Close a hook; what it raises must not replace the error that ended the run."""
         try:
-            hook.close()
+            call_named(hook, "close")
         except Exception as failure:
             if error is None:
                 raise
@@ -180,7 +180,9 @@ class HookRunner:
         built_in = [hook for hook in self._hooks if isinstance(hook, RunHook)]
         own = [hook for hook in self._hooks if not isinstance(hook, RunHook) and defines(hook, "before_save")]
         hooks = [*own, *built_in]
-        is_prevented = True in [bool(hook.before_save(step)) for hook in hooks]  # a list: each hook must be called
+        is_prevented = True in [
+            bool(call_named(hook, "before_save", step)) for hook in hooks
+        ]  # a list: each hook must be called
         return processes.any_process(is_prevented) if own else is_prevented
 
     def last(self, failed: Callable[[Exception], None] | None = None) -> None:
@@ -367,7 +369,7 @@ def close_hooks(setup: Setup, error: BaseException | None) -> None:
         is_closed = method == "close" and isinstance(hook, RunHook)
         if defines(hook, method) and not is_closed:
             with errors:
-                getattr(hook, method)(*args)
+                call_named(hook, method, *args)
     errors.end(None if error is None else functools.partial(note_other, error))
 
 

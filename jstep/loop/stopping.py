@@ -228,7 +228,7 @@ def _save(run: Run, hook: CheckpointSaverHook, where: str = "") -> str:
 
 
 def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}".removesuffix(".")  # a sentence ends with it
 
 
 def _doing(run: Run) -> str:

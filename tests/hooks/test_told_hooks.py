@@ -195,7 +195,7 @@ def test_where_a_run_fails_its_error_stays(tmp_path):
     with pytest.raises(ValueError, match="stop") as found:
         train(10, Told(*map(fail, ["saved", "failed", "closed"])), jstep.every(6, stop), **saving(tmp_path))
     notes = [note for note in found.value.__notes__ if note.startswith("Additionally")]
-    assert notes == [f"Additionally, OSError: {what}" for what in ("saved", "failed", "closed")]
+    assert notes == [f"Additionally, OSError: {what}\njstep: in Told.{what}" for what in ("saved", "failed", "closed")]
 
 
 def test_after_success_the_first_error_of_closed_is_raised():
@@ -208,7 +208,7 @@ def test_after_success_the_first_error_of_closed_is_raised():
     hooks = [Told(closed=fail(name)) for name in "ab"]
     with pytest.raises(ValueError, match="b") as found:
         train(3, *hooks)
-    assert found.value.__notes__ == ["Additionally, ValueError: a"]
+    assert found.value.__notes__ == ["jstep: in Told.closed", "Additionally, ValueError: a\njstep: in Told.closed"]
     assert int(found.value.state.global_step) == 3
     assert [hook.calls for hook in hooks] == [[("closed",)]] * 2
 
@@ -275,3 +275,23 @@ def test_a_full_disk_of_another_file_is_not_that_of_the_checkpoints(tmp_path):
     with pytest.raises(jstep.CheckpointError, match=r"No space left on device.*mine\.txt") as info:
         train(4, Log(), checkpoint_dir=tmp_path)
     assert "the disk is full" not in str(info.value)
+
+
+@pytest.mark.thorough(except_for=["flush", "closed"])
+@pytest.mark.parametrize("method", ["flush", "before_save", "saved", "closed", "close"])
+def test_an_error_of_a_hook_names_it(method, tmp_path):
+    """Also where it is noted on another error; and what is noted of it ends with one period."""
+
+    def fail(self, *args):
+        raise ValueError("disk full")
+
+    hook = type("Mine", (jstep.Hook,), {method: fail})()
+    with pytest.raises((ValueError, jstep.CheckpointError), match="disk full") as found:
+        train(4, hook, **saving(tmp_path, 2))
+    notes = found.value.__notes__
+    assert f"jstep: in Mine.{method}" in notes
+    assert not any(".." in line for line in notes)
+    with pytest.raises(KeyError) as found:
+        train(4, hook, jstep.every(1, lambda *_: {}["x"]), **saving(tmp_path / "other", 1))
+    if method in ("closed", "close"):
+        assert f"Additionally, ValueError: disk full\njstep: in Mine.{method}" in found.value.__notes__
