@@ -58,7 +58,7 @@ class _Every(Hook):
         return self.name
 
 
-class StopAtStepHook(Hook):
+class StopAtStepHook(RunHook):
     """A hook that stops the run at a step, given relative to the start of the run or as a global step.
 
     Args:
@@ -68,6 +68,8 @@ class StopAtStepHook(Hook):
     Source: `tf.train.StopAtStepHook`.
     """
 
+    instead = "end the loop at that step"
+
     def __init__(self, *, num_steps: int | None = None, last_step: int | None = None) -> None:
         if (num_steps is None) == (last_step is None):
             raise ValueError(f"num_steps={num_steps}, last_step={last_step}: give exactly one of them")
@@ -76,6 +78,7 @@ class StopAtStepHook(Hook):
 
     def begin(self, state: TrainState) -> bool:
         """Count `num_steps` from here; return True if the state is already at `last_step`."""
+        super().begin(state)
         step = state_step(state)
         if self._num_steps is not None:
             self._last_step = step + self._num_steps
@@ -147,11 +150,14 @@ class ProfilerHook(RunHook):
     def end(self, step: int, state: TrainState) -> None:
         if self._running:
             jax.block_until_ready(state)  # the device may be behind, and its work belongs in the trace
-            self.close()
+            self._end_trace()
 
     def close(self) -> None:
         """End a trace that is still running after an error."""
         super().close()
+        self._end_trace()
+
+    def _end_trace(self) -> None:
         if self._running:
             self._running = False
             try:

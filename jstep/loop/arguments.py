@@ -17,7 +17,6 @@ from jstep.data.placement import make_placer
 from jstep.hooks.at_steps import refuse_overlapping_traces
 from jstep.hooks.cadence import make_cadence
 from jstep.hooks.hook import list_of_hooks
-from jstep.hooks.speed import StepCounterHook
 from jstep.loop.calls import AUTO
 from jstep.loop.given import as_config
 from jstep.state.global_step import get_global_step
@@ -153,9 +152,7 @@ def check(state: Tree, last_step: int) -> None:
         )
     step = get_global_step(state)
     if step is None:
-        # Raises the error of StepCounterHook, which every run has.
-        StepCounterHook().begin(state)
-        return
+        raise RuntimeError("Global step should be created to use StepCounterHook.")  # which every run has
     last = np.iinfo(step.dtype).max
     if last_step > last:
         raise ValueError(

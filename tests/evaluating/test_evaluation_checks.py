@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_runs import FakeRun
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -205,6 +206,7 @@ def test_meshes(axis_type, use_averages):
 
 def test_the_state_of_a_hook_in_a_checkpoint(caplog):
     hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2)
+    FakeRun(hook, jstep.TrainState.create({"w": 0.0}, jstep.sgd(0.1)))
     fresh = hook.get_state()
     assert (fresh["step"], fresh["owed"], "left" in fresh) == (None, None, False)
     assert not hook.set_state(fresh | {"step": 2, "owed": 4, "left": 5})

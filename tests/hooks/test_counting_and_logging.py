@@ -27,12 +27,6 @@ def test_the_rate_excludes_the_first_step():
     assert writer.points == [(10, ("global_step/sec",)), (20, ("global_step/sec",))]
 
 
-def test_a_state_without_a_global_step():
-    with pytest.raises(RuntimeError) as caught:
-        FakeRun(jstep.StepCounterHook(), state_at().replace(global_step=None))
-    assert str(caught.value) == "Global step should be created to use StepCounterHook."
-
-
 # LoggingHook
 
 

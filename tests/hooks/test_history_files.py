@@ -11,6 +11,7 @@ import shutil
 
 import numpy as np
 import pytest
+from fake_runs import FakeRun
 from test_history import StopError, batch, evaluation, run, stop_at, train_step
 
 import jstep
@@ -274,6 +275,7 @@ def test_a_full_disk_loses_no_row(disk, tmp_path):
     assert seen["again"] == [1, 2, 3, 4, 5, 6]
     assert jstep.History.read(path).rows == history.rows
     resumed = jstep.History(every_n_steps=1)
+    FakeRun(resumed, jstep.TrainState.create({"w": 0.0}, jstep.sgd(0.1)))
     resumed.set_state(seen["state"])
     assert resumed.rows == history.rows[5:6]
 

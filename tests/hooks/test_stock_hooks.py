@@ -19,11 +19,11 @@ from jstep.hooks.hook import NEVER, list_of_hooks
 
 
 def test_stop_at_step():
-    hook = jstep.StopAtStepHook(last_step=5)
+    hook = FakeRun(jstep.StopAtStepHook(last_step=5), state_at(2)).hook
     assert not hook.begin(state_at(2))
     assert hook.next_due(2) == 5
     assert [hook.after_step(step, state_at(), {}) for step in (4, 5, 6)] == [False, True, True]
-    hook = jstep.StopAtStepHook(num_steps=5)
+    hook = FakeRun(jstep.StopAtStepHook(num_steps=5), state_at(0)).hook
     for start in (0, 7):
         assert not hook.begin(state_at(start))
         assert hook.next_due(start) == start + 5
