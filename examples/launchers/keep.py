@@ -19,7 +19,11 @@ received = []
 def start(command):
     """Run the command, pass signals on to it, and return its exit code as a shell shows it."""
     # In a session of its own: Ctrl-C in a terminal would reach it twice, which stops it without a checkpoint.
-    child, passed_on = subprocess.Popen(command, start_new_session=True), 0
+    try:
+        child, passed_on = subprocess.Popen(command, start_new_session=True), 0
+    except OSError as error:
+        print(f"keep.py: {command[0]} cannot be started: {error.strerror}", file=sys.stderr)
+        sys.exit(127 if isinstance(error, FileNotFoundError) else 126)  # as a shell
     while True:
         try:
             code = child.wait(0.1)

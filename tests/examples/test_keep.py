@@ -47,6 +47,13 @@ jstep.train(step, state, batch, last, checkpoint_dir=directory, save_checkpoint_
 """
 
 
+def load():
+    spec = importlib.util.spec_from_file_location("keep", KEEP)
+    keep = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(keep)
+    return keep
+
+
 @pytest.mark.parametrize(
     ("codes", "steps", "result", "starts"),
     [
@@ -61,14 +68,24 @@ jstep.train(step, state, batch, last, checkpoint_dir=directory, save_checkpoint_
     ],
 )
 def test_which_codes_are_followed_by_another_start(codes, steps, result, starts, monkeypatch):
-    spec = importlib.util.spec_from_file_location("keep", KEEP)
-    keep = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(keep)
+    keep = load()
     log, ends = [], iter([*codes, 143])
     monkeypatch.setattr(keep, "start", lambda command: log.append(command) or next(ends))
     monkeypatch.setattr(keep, "progress", lambda run: (steps[len(log) - 1] if log else 0, "killed"))
     assert str(result) in str(keep.keep("runs/a", ["train"]))
     assert log == [["train"]] * starts
+
+
+@pytest.mark.parametrize(("name", "code"), [("nosuchcommand", 127), ("program.py", 126)])
+def test_a_command_that_cannot_be_started(name, code, tmp_path, monkeypatch, capsys):
+    (tmp_path / "program.py").touch()
+    keep = load()
+    monkeypatch.setattr(keep, "progress", lambda run: (0, ""))
+    with pytest.raises(SystemExit) as found:
+        keep.keep("runs/a", [str(tmp_path / name), "x"])
+    err = capsys.readouterr().err
+    assert (found.value.code, err.count("\n")) == (code, 1)
+    assert f"keep.py: {tmp_path / name} cannot be started: " in err
 
 
 IN_A_TERMINAL = """
