@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jstep.core.checks import check_choice, format_list, truncate
+from jstep.core.checks import format_list, truncate
 from jstep.hooks.cards import RECIPE, Start, read_starts
 from jstep.stores.run_record import newest_with_step, read_timeline
 from jstep.stores.timeline import TIMELINE_FILE
@@ -188,12 +188,12 @@ def _run(arguments: argparse.Namespace) -> int:
     for part in parts:
         try:
             steps += _steps_of(part.batches(), arguments.row, part.steps)
-        except IndexError as error:  # the data had fewer rows
+        except IndexError as error:  # the data had fewer rows, or sources
             outside.append(str(error).partition(": ")[2])
         except ValueError as error:
             problems.append(str(error))
     if len(outside) == len(parts):
-        raise ValueError(f"--row {row}: {outside[0]}")
+        raise ValueError(f"--row {row}: {outside[-1]}")
     if len(problems) == len(parts):
         return complain("rows", *problems)
     searched = _span(range(parts[0].steps.start, parts[-1].steps.stop))
@@ -223,7 +223,9 @@ def _steps_of(data: Any, text: str, steps: range) -> list[int]:
     if bool(colon) != isinstance(data.num_rows, dict):
         sources = "" if colon else f"SOURCE:ROW, with the sources {format_list(list(data.num_rows), 20)}"
         raise ValueError(f"--row {text}: must be {sources or 'the number of a row'}, in {_span(steps)}")
-    row = [*([check_choice(source, "--row", list(data.num_rows))] if colon else []), _as_row(number)]
+    if colon and source not in data.num_rows:
+        raise IndexError(f"row: must be SOURCE:ROW, with the sources {format_list(list(data.num_rows), 20)}")
+    row = [*([source] if colon else []), _as_row(number)]
     low, high, of_all = data.rows_before(steps.start), data.rows_before(steps.stop), data.num_rows
     passes = (high[source] - low[source]) / of_all[source] if colon else (high - low) / of_all
     if passes > _MAX_PASSES:

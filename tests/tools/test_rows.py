@@ -68,6 +68,18 @@ def test_each_start_has_its_own_definition(tmp_path: Any, cli: Any) -> None:
 # Timelines without training.
 
 
+def test_rows_and_sources_that_came_at_a_restart(tmp_path: Any, cli: Any) -> None:
+    grown = [{"web": np.arange(5)}, {"web": np.arange(5), "new": np.arange(9)}]
+    mixes = [jstep.mixture(sources, 4, dict.fromkeys(sources, 1.0)) for sources in grown]
+    starts = [of_start(f"{i}", 10 * i, 10 * i + 10, mix, 10.0 * i) for i, mix in enumerate(mixes)]
+    write_lines(tmp_path / "run", *(line for lines in starts for line in lines))
+    steps = mixes[1].steps_of("new", 7, 10, 20)
+    assert ask(cli, tmp_path / "run", "--row", "new:7") == {"row": "new:7", "steps": steps}
+    message = "--row other:7: must be SOURCE:ROW, with the sources new, web"
+    assert message in cli("rows", tmp_path / "run", "--row", "other:7", code=2).err
+    assert "--row new:9: must be in range(9)" in cli("rows", tmp_path / "run", "--row", "new:9", code=2).err
+
+
 def of_start(start: str, first: int, stop: int, batches: Any, at: float = 0.0, **card: Any) -> list[dict[str, Any]]:
     """Return the lines of a start that took some steps."""
     time = TIME + at
