@@ -23,10 +23,15 @@ def _run(arguments: argparse.Namespace) -> int:
     from jstep.checkpoint.merge import decay_weights, merge_checkpoints, steps_to_merge
     from jstep.checkpoint.names import as_prefix, check_directory
     from jstep.checkpoint.open_store import open_store
+    from jstep.tools.cli_rows import directory_of_runs
+    from jstep.tools.runs import runs
     from jstep.weights.save import save_weights
 
     directory, prefix = arguments.directory, as_prefix(arguments.prefix)
     store = open_store(check_directory(directory), prefix)
+    none = next(store.newest_first(prefix), None) is None
+    if none and (sentence := directory_of_runs(store.directory, runs(store.directory))):
+        raise ValueError(sentence)
     steps = steps_to_merge(store, prefix, _steps(arguments.steps, lambda: steps_to_merge(store, prefix, None)))
     weights = decay_weights(steps, arguments.decay)
     options = {"decay": arguments.decay, "prefix": prefix, "use_averages": arguments.use_averages}

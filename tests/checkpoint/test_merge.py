@@ -198,7 +198,11 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["steps"] == [10, 20, 30, 35]
     for wrong in (["--steps", "10:40:10"], ["--steps", "x"], ["--steps", "30:10"], ["--decay", "none"]):
         assert cli.main(["merge", "run", *wrong, "-o", "wrong.safetensors"]) == 2
-    assert cli.main(["merge", "nothing", "-o", "wrong.safetensors"]) == 2
+    (tmp_path / "run" / "timeline.jsonl").touch()
+    for path, said in {"nothing": "nothing: no such directory", ".": " is a directory of runs (run)"}.items():
+        capsys.readouterr()
+        assert cli.main(["merge", path, "-o", "wrong.safetensors"]) == 2
+        assert said in capsys.readouterr().err
     assert not (tmp_path / "wrong.safetensors").exists()
     assert "Traceback" not in capsys.readouterr().err
 
