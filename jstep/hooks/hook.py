@@ -110,7 +110,7 @@ class Hook(ShownAsTyped):
         """Called with the exception that ends the run, after everything that can be saved is saved."""
 
     def closed(self) -> None:
-        """Called at the very end, after success and failure, last hook first."""
+        """Called at the end, after success and failure, last hook first, each before its `close`."""
 
     def next_due(self, step: int) -> int | None:
         """Return the first step after `step` at which to call `after_step`; None to call it after every call.

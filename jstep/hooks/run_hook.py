@@ -250,7 +250,7 @@ class RunHook(Hook):
         """Called before a checkpoint is published, in the background: flush files that must not be older."""
 
     def close(self) -> None:
-        """Called at the very end, also after an error."""
+        """Called at the end, also after an error, before `closed` of any hook."""
         self._run = None
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
+from jstep.hooks.run_hook import RunHook
 
 optimizer = jstep.gradient_descent(0.1)
 train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
@@ -295,3 +296,17 @@ def test_an_error_of_a_hook_names_it(method, tmp_path):
         train(4, hook, jstep.every(1, lambda *_: {}["x"]), **saving(tmp_path / "other", 1))
     if method in ("closed", "close"):
         assert f"Additionally, ValueError: disk full\njstep: in Mine.{method}" in found.value.__notes__
+
+
+def test_the_order_of_what_is_called_last():
+    """As docs/recipes/logging.md and complete-checkpoints.md have it."""
+    calls = []
+
+    def method(name):
+        return lambda self: calls.append(f"{type(self).__name__} {name}")
+
+    methods = {name: method(name) for name in ("closed", "close")}
+    train(
+        2, *(type(name, (base,), methods)() for name, base in {"A": jstep.Hook, "B": RunHook, "C": jstep.Hook}.items())
+    )
+    assert calls == ["B close", "C closed", "C close", "B closed", "A closed", "A close"]
