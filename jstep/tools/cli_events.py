@@ -160,7 +160,13 @@ def _add_events_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_events(arguments: argparse.Namespace) -> int:
-    paths = [location(path, "PATH") for path in arguments.paths]
+    given = [location(path, "PATH") for path in arguments.paths]
+    paths = [path for path in given if is_url(path) or os.path.exists(path)]
+    missing = [f"{path}: no such file or directory" for path in given if path not in paths]
+    return max(_print(paths, arguments) if paths else OK, complain("events", *missing))
+
+
+def _print(paths: Sequence[str], arguments: argparse.Namespace) -> int:
     have_no_files = [is_directory(path) and not event_files.event_files(path) for path in paths]
     if any(have_no_files) or not (arguments.names is arguments.first is arguments.last is None):
         return _print_scalars(paths, arguments)

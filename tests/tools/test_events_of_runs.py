@@ -213,6 +213,12 @@ def test_the_scalars_of_a_directory_without_runs(tmp_path: pathlib.Path, cli: An
     assert "no values at these steps" in cli("events", logs, "--from", 9).out
     assert "logs  val/loss     3    nan" in cli("events", logs, "--name", "val/loss").out
     assert "--name los: must be a scalar, or a pattern that" in cli("events", logs, "--name", "los", code=2).err
+    for options in ([], ["--name", "val/loss"]):  # what could be read is printed
+        found = cli("events", logs, tmp_path / "missing", *options, code=2)
+        assert ("val/loss" in found.out, found.err) == (
+            True,
+            f"jstep events: {tmp_path}/missing: no such file or directory\n",
+        )
     (tmp_path / "empty").mkdir()
     assert "no event files (events.out.tfevents.*)" in cli("events", tmp_path / "empty", "--name", "x", code=2).err
 

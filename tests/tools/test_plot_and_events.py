@@ -92,7 +92,7 @@ def test_plot_skips_values_that_are_not_finite(tmp_path):
         ),
         (["plot", "{}/logs", "-o", "x.nothing"], "Format 'nothing' is not supported"),
         (["plot", "{}/logs", "-o", "{}/no/where.png"], "No such file or directory"),
-        (["events", "{}/missing"], "No such file or directory"),
+        (["events", "{}/missing"], "missing: no such file or directory"),
         (["events", "{}/empty"], "no event files"),
         (["events", "{}/corrupted"], "corrupted record at offset 0"),
     ],
