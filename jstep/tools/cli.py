@@ -50,6 +50,12 @@ def complain(command: str, *problems: object) -> int:
     return TROUBLE if problems else OK
 
 
+def check_span(first: int | None, last: int | None) -> None:
+    """Reject `--from A --to B` with A after B."""
+    if first is not None and last is not None and first > last:
+        raise ValueError(f"--from {first} --to {last}: A must not be after B")
+
+
 def cell(value: object, digits: int = 6) -> str:
     if value is None:
         return "–"

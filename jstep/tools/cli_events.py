@@ -23,6 +23,7 @@ from jstep.tools.cli import (
     Command,
     answer,
     as_strict_json,
+    check_span,
     choose,
     complain,
     matching,
@@ -175,6 +176,7 @@ def _print(paths: Sequence[str], arguments: argparse.Namespace) -> int:
 
 def _print_scalars(paths: Sequence[str], arguments: argparse.Namespace) -> int:
     """Print the scalars of runs, and of event files that are no run's."""
+    check_span(arguments.first, arguments.last)
     problems, of_runs = list[object](), dict[str, dict[str, Series]]()
     for name, files in _named_files(paths, problems):
         of_runs[name] = event_files.read_series(files, problems.append)

@@ -10,7 +10,7 @@ from jstep.hooks.cards import RECIPE, Start, read_starts
 from jstep.stores.run_record import newest_with_step, read_timeline
 from jstep.stores.timeline import TIMELINE_FILE
 from jstep.stores.urls import resolve_path, split_path
-from jstep.tools.cli import Command, answer, complain
+from jstep.tools.cli import Command, answer, check_span, complain
 from jstep.tools.run_summary import RunSummary
 from jstep.tools.runs import run_names, runs
 
@@ -166,6 +166,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    check_span(arguments.first, arguments.last)
     run, step, last = one_run(arguments.path, arguments.prefix), arguments.step, arguments.last
     taken = stretches(run)
     first, stop = arguments.first or 0, (taken[-1].steps.stop if taken else 0) if last is None else last + 1
@@ -183,27 +184,31 @@ def _run(arguments: argparse.Namespace) -> int:
         head = f"batch of step {step}, whose metrics are logged at step {step + 1}: {len(rows)} rows"
         lines = [head, f"  {' '.join(map(str, rows))}"]
         return answer(arguments, {"step": step, "rows": rows}, lines)
-    row: Any = arguments.row if ":" in arguments.row else _as_row(arguments.row)
-    steps, problems, outside = list[int](), list[str](), list[str]()
+    number = _as_row(arguments.row)
+    row: Any = arguments.row if ":" in arguments.row else number
+    steps, problems, outside, searched = list[int](), list[str](), list[str](), list[range]()
     for part in parts:
         try:
-            steps += _steps_of(part.batches(), arguments.row, part.steps)
+            steps += _steps_of(part.batches(), arguments.row, number, part.steps)
         except IndexError as error:  # the data had fewer rows, or sources
             outside.append(str(error).partition(": ")[2])
         except ValueError as error:
             problems.append(str(error))
+            continue
+        before = searched.pop().start if searched and searched[-1].stop == part.steps.start else part.steps.start
+        searched.append(range(before, part.steps.stop))
     if len(outside) == len(parts):
         raise ValueError(f"--row {row}: {outside[-1]}")
     if len(problems) == len(parts):
         return complain("rows", *problems)
-    searched = _span(range(parts[0].steps.start, parts[-1].steps.stop))
-    lines = [f"row {row}: in {len(steps)} of the {searched}", *([f"  {' '.join(map(str, steps))}"] if steps else [])]
+    of = format_list(list(map(_span, searched)), 5)
+    lines = [f"row {row}: in {len(steps)} of the {of}", *([f"  {' '.join(map(str, steps))}"] if steps else [])]
     return max(answer(arguments, {"row": row, "steps": steps}, lines), complain("rows", *problems))
 
 
 def _as_row(text: str) -> int:
     try:
-        return int(text)
+        return int(text.rpartition(":")[2])
     except ValueError:
         raise ValueError(f"--row {text}: must be the number of a row, or SOURCE:ROW of a mixture") from None
 
@@ -218,14 +223,14 @@ def _rows_of(data: Any, step: int) -> list[Any]:
     return [f"{source}:{row}" for source, row in rows] if isinstance(data.num_rows, dict) else rows.tolist()
 
 
-def _steps_of(data: Any, text: str, steps: range) -> list[int]:
-    source, colon, number = text.rpartition(":")
+def _steps_of(data: Any, text: str, number: int, steps: range) -> list[int]:
+    source, colon, _ = text.rpartition(":")
     if bool(colon) != isinstance(data.num_rows, dict):
         sources = "" if colon else f"SOURCE:ROW, with the sources {format_list(list(data.num_rows), 20)}"
         raise ValueError(f"--row {text}: must be {sources or 'the number of a row'}, in {_span(steps)}")
     if colon and source not in data.num_rows:
         raise IndexError(f"row: must be SOURCE:ROW, with the sources {format_list(list(data.num_rows), 20)}")
-    row = [*([source] if colon else []), _as_row(number)]
+    row = [*([source] if colon else []), number]
     low, high, of_all = data.rows_before(steps.start), data.rows_before(steps.stop), data.num_rows
     passes = (high[source] - low[source]) / of_all[source] if colon else (high - low) / of_all
     if passes > _MAX_PASSES:

@@ -75,6 +75,7 @@ def test_rows_and_sources_that_came_at_a_restart(tmp_path: Any, cli: Any) -> Non
     write_lines(tmp_path / "run", *(line for lines in starts for line in lines))
     steps = mixes[1].steps_of("new", 7, 10, 20)
     assert ask(cli, tmp_path / "run", "--row", "new:7") == {"row": "new:7", "steps": steps}
+    assert "--row :3: must be SOURCE:ROW, with the" in cli("rows", tmp_path / "run", "--row", ":3", code=2).err
     message = "--row other:7: must be SOURCE:ROW, with the sources new, web"
     assert message in cli("rows", tmp_path / "run", "--row", "other:7", code=2).err
     assert "--row new:9: must be in range(9)" in cli("rows", tmp_path / "run", "--row", "new:9", code=2).err
@@ -121,7 +122,8 @@ WRONG = {
     ("--row", "x"): "--row x: must be the number of a row, or SOURCE:ROW",
     ("--row", "web:3"): "--row web:3: must be the number of a row, in steps 3 to 9",
     ("--row", "3", "--from", "10"): "--from 10: must be in the run, which took steps 3 to 9",
-    ("--row", "3", "--from", "6", "--to", "4"): "--from 6 --to 4: must be in the run",
+    ("--row", "3", "--from", "6", "--to", "4"): "--from 6 --to 4: A must not be after B",
+    ("--row", "web:x:"): "--row web:x:: must be the number of a row, or SOURCE:ROW",
     ("--step", "4", "--prefix", "best"): "--prefix must be that of one run there, model; got best",
 }
 
@@ -195,6 +197,15 @@ def test_recipes_of_others(tmp_path: Any, capsys: Any) -> None:
         assert code in (0, 2)
         assert bool(found.err) == (code == 2)
         assert "Traceback" not in found.err, (recipe, found.err)
+
+
+def test_unknown_steps_in_between_are_not_searched(tmp_path: Any, cli: Any) -> None:
+    data = jstep.batches(DATA, 4)
+    starts = [of_start(f"{i}", 5 * i, 5 * i + 5, data, 10.0 * i) for i in range(5)]
+    starts[1][1] = card_line("1", batches={"kind": "my.Loader"})
+    write_lines(tmp_path / "run", *(line for lines in starts for line in lines))
+    found = cli("rows", tmp_path / "run", "--row", 3, code=2).out
+    assert "of the steps 0 to 4, steps 10 to 24" in found
 
 
 def test_more_passes_than_can_be_listed(tmp_path: Any, cli: Any) -> None:
