@@ -78,10 +78,9 @@ class Driver:
 
     def next_start(self, run, known):
         """Choose what to do, from the record alone; return the arguments of `begin` and of `end`."""
-        step = 0 if known is None else (known["starts"][-1]["last"] or known["step"])
-        # An error saves the state of before it, but not one that is not finite.
-        lost = known is not None and (known["status"] == "killed" or known["exception"] == "NanLossDuringTrainingError")
-        saved = step - step % 5 if lost else step
+        if known is not None and known["status"] == "finished" and known["step"] == LAST:
+            return ("none", 0, LAST), ("finished", None, None, None, "")
+        saved = newest_step(self.above / run)  # of a killed start, a save may not have ended
         what = self.random.choice(["wait", "raise", "terminate", "nan", "stop", "none", "data", "width"])
         at = saved + self.random.choice([0, 1, 7])
         trained = (saved, at) if at > saved else (None, None)
