@@ -129,7 +129,8 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
     stalled: dict[str, float] = {}
     for line in fields_with(absolute(location(path, "path")), STALL):
         seconds, part = line.get("stalled", 0.0), line.get("part")
-        if line.get("kind") == STALL and line.get("start") in starts and part in PARTS and is_seconds(seconds):
+        is_own = line.get("kind") == STALL and line.get("prefix") == prefix and line.get("start") in starts
+        if is_own and part in PARTS and is_seconds(seconds):
             name = "productive" if part == STEPPING else str(part)
             stalled[name] = stalled.get(name, 0.0) + seconds
     return dataclasses.replace(result, stalled=stalled)
