@@ -100,6 +100,8 @@ def _of_parent(run: RunSummary, began: float | None, seen: Sequence[str]) -> lis
             with contextlib.suppress(OSError):
                 read_starts(folder)  # an error if there is no timeline; other directories are not searched
                 there = there or _at(folder, runs(folder))
+        if not there and run.parent_run is not None:  # it was moved, perhaps to a neighbor
+            there = [one for one in runs(split_path(run.path)[0]) if one.run == run.parent_run]
         # The best checkpoints have a prefix of their own.
         parents = [one for one in there if one.prefix == name.rpartition("-")[0]] or (there if len(there) == 1 else [])
         if parents and parents[0].error is None and _id(parents[0]) not in own:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from typing import Any
 
 import jax.numpy as jnp
@@ -60,7 +61,9 @@ def test_each_start_has_its_own_definition(tmp_path: Any, cli: Any) -> None:
     found = cli("rows", tmp_path / "branch", "--row", "a:b:3", "--json", code=2)  # what is known is told
     assert json.loads(found.out)["steps"] == steps
     assert "must be the number of a row, in steps 0 to 5" in found.err
-    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    (tmp_path / "run").rename(tmp_path / "renamed")
+    assert ask(cli, tmp_path / "branch", "--step", 3)["rows"] == one.rows_of(3).tolist()
+    shutil.rmtree(tmp_path / "renamed")
     missing = cli("rows", tmp_path / "branch", "--step", 3, code=2).err
     assert "step 3: the rows are not known: they are those of" in missing
 
@@ -197,6 +200,15 @@ def test_recipes_of_others(tmp_path: Any, capsys: Any) -> None:
         assert code in (0, 2)
         assert bool(found.err) == (code == 2)
         assert "Traceback" not in found.err, (recipe, found.err)
+
+
+def test_a_parent_that_was_renamed_beside_its_branch(tmp_path: Any, cli: Any) -> None:
+    data, above = jstep.batches(DATA, 4, seed=3), {"path": str(tmp_path / "run" / "model-8"), "step": 8}
+    write_lines(tmp_path / "renamed", *(line | {"run": "0123abcd"} for line in of_start("a", 0, 9, data)))
+    lines = of_start("b", 8, 9, data, 15.0)
+    of = {"parent": above, "parent_run": "0123abcd"}
+    write_lines(tmp_path / "branch", lines[0] | of, lines[1], lines[2] | of)
+    assert ask(cli, tmp_path / "branch", "--step", 7)["rows"] == data.rows_of(7).tolist()
 
 
 def test_unknown_steps_in_between_are_not_searched(tmp_path: Any, cli: Any) -> None:
