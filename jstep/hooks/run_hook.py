@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
-import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -159,17 +157,6 @@ class RunInfo(Protocol):
 
 # Built-in hooks.
 
-_OF_RUN = ("begin", "after_step", "end", "get_state", "set_state")
-
-
-def _of_run(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def called(self: "RunHook", *args: Any, **kwargs: Any) -> Any:
-        _ = self.run  # an error outside of a run
-        return method(self, *args, **kwargs)
-
-    return called
-
 
 class RunHook(Hook):
     """Base class of built-in hooks, which are called by a run of `train` only; it also calls the methods below.
@@ -183,12 +170,6 @@ class RunHook(Hook):
     instead: str = "call a plain function every few steps"
     _run: RunInfo | None = None
     _given_writer: Any = None
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for name in _OF_RUN if cls.__module__.partition(".")[0] == "jstep" else ():
-            if inspect.isfunction(method := vars(cls).get(name)):
-                setattr(cls, name, _of_run(method))
 
     @property
     def run(self) -> RunInfo:
@@ -220,10 +201,6 @@ class RunHook(Hook):
         if when is not None and when.secs is None and when.ends_calls and not (run.is_over or when.has_multiple(step)):
             return None
         return self.when_due(step, state, metrics)
-
-    def end(self, step: int, state: TrainState) -> "TrainState | None":
-        _ = self.run
-        return None
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> Any:
         """Called when due, with the arguments and results of `after_step`."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -158,8 +159,11 @@ def _summary(where: str, record: Record) -> RunSummary:
     fact = facts[record.starts.index(start)]
     shown = fact if life is None else facts[-1]
     parent, process = totals["parent"], newest.get("process") or {}
-    best = {name: item for name, item in totals["best"].items() if _is_there(where, newest.get("directory"), item)}
-    moved = {name: _moved(item[2], newest.get("directory"), where) for name, item in best.items() if len(item) == 3}
+    of = functools.partial(_moved, before=newest.get("directory"), where=where, is_copy=source is not None)
+    moved = {name: of(item[2]) for name, item in totals["best"].items() if len(item) == 3}
+    moved = {name: path for name, path in moved.items() if _is_there(path)}
+    # Of older versions it is not known which checkpoint that is.
+    best = {name: item for name, item in totals["best"].items() if name in moved or len(item) < 3}
     return RunSummary(
         path=where,
         prefix=record.prefix,
@@ -278,28 +282,24 @@ def _examples(record: Record) -> int | None:
     return count if record.before is None else None
 
 
-def _is_there(where: str, before: str | None, best: Sequence[Any]) -> bool:
-    """Whether the checkpoint of a best value exists; of older versions it is not known which one that is."""
-    if len(best) < 3:
-        return True
-    above, name = split_path(_moved(best[2], before, where))
+def _is_there(path: str) -> bool:
+    above, name = split_path(path)
     with contextlib.suppress(Exception):
         prefix, _, step = name.rpartition("-")
         return open_store(above).at(prefix, int(step)) is not None
     return False
 
 
-def _moved(path: str, before: str | None, where: str) -> str:
+def _moved(path: str, before: str | None, where: str, *, is_copy: bool = False) -> str:
     """The path of a checkpoint, which may have been moved together with the run."""
     if before is None or before == where or is_url(where) or is_url(path):
         return path
     own = os.path.relpath(path, before)
     moved = os.path.normpath(os.path.join(where, own))
-    if not own.startswith(
-        os.pardir
-    ):  # in the directory itself, of which there may be a copy, or another run at `before`
-        return moved
-    return moved if not os.path.isdir(os.path.dirname(path)) and os.path.isdir(os.path.dirname(moved)) else path
+    if own.startswith(os.pardir):
+        return moved if not os.path.isdir(os.path.dirname(path)) and os.path.isdir(os.path.dirname(moved)) else path
+    # At `before` there may be another run by now; but a copy may lack what the original has.
+    return path if is_copy and not os.path.isdir(moved) else moved
 
 
 def _lives_unclaimed(start: Mapping[str, Any]) -> bool:
