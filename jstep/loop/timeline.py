@@ -7,7 +7,6 @@ import logging
 import math
 import threading
 from collections.abc import Mapping
-from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
@@ -57,14 +56,14 @@ class TimelineRecorder(Observer):
         self._lock = threading.Lock()
         self._pending: dict[str, Any] | None = None  # the latest metrics, until they are ready
         self._numbers: dict[str, dict[str, Any]] = {"values": {}, "best": {}}
-        self._opening: Future[None] | None = None
+        self._is_opening, self._has_begun, self._is_open = False, threading.Event(), threading.Event()
         self._stopped_by: object = None  # the hook that stopped an earlier start
         self._devices: list[Any] = []  # of this process, which hold the state
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._over.set()
-        if self._opening is not None:
-            wait([self._opening])
+        if self._is_opening and self._has_begun.wait(1.0):  # the signal may have prevented the thread
+            self._is_open.wait()
         if self._thread.is_alive():
             self._thread.join(timeout=10)  # it may be blocked on an object store
         status, reason, exception = _outcome(self.setup, error, self._stopped_by)
@@ -78,13 +77,21 @@ class TimelineRecorder(Observer):
             self.setup.watch.stop()
             return
         # In a thread: a signal ends this wait, but leaves no start without its first line.
-        self._opening = in_background(functools.partial(self._open, where, saver, origin), name="jstep-timeline-open")
-        wait_until_done(self._opening)
-        self._opening.result()
+        self._is_opening = True
+        opening = in_background(functools.partial(self._open, where, saver, origin), name="jstep-timeline-open")
+        wait_until_done(opening)
+        opening.result()
         if self.setup.lines.timeline is not None:
             self._thread.start()
 
     def _open(self, where: str, saver: Saver | None, origin: Origin) -> None:
+        self._has_begun.set()
+        try:
+            self._begin(where, saver, origin)
+        finally:
+            self._is_open.set()
+
+    def _begin(self, where: str, saver: Saver | None, origin: Origin) -> None:
         options = self.setup.options
         try:
             timeline = Timeline(where, options.checkpoint_prefix if saver is None else saver.prefix)

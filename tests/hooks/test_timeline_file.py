@@ -70,9 +70,11 @@ def test_files_after_ten_minutes(tmp_path, monkeypatch):
             return self.seconds > 600
 
     monkeypatch.setattr(stopwatch, "CLOCKS", stopwatch.Clocks(lambda: now[0], lambda: now[0], lambda: 0.0))
-    monkeypatch.setattr(
-        recorder, "threading", types.SimpleNamespace(Event=Minutes, Thread=threading.Thread, Lock=threading.Lock)
+    first = [Minutes()]  # ends the pauses; the others are of the opening
+    events = types.SimpleNamespace(
+        Event=lambda: first.pop() if first else threading.Event(), Thread=threading.Thread, Lock=threading.Lock
     )
+    monkeypatch.setattr(recorder, "threading", events)
     optimizer = jstep.gradient_descent(0.25)
     step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
     state = jstep.TrainState.create({"w": 0.0}, optimizer)

@@ -93,6 +93,7 @@ def test_a_start_that_is_refused_changes_nothing_but_refused(tmp_path, capsys):
     assert "lr = 0.2" not in page.partition("What is odd")[0]
 
 
+@pytest.mark.thorough(except_for=["another width"])
 @pytest.mark.parametrize("kind", ["another width", "nothing is left", "a signal"])
 def test_what_else_is_refused(kind, tmp_path):
     train(tmp_path, 10)
@@ -121,6 +122,7 @@ def test_what_else_is_refused(kind, tmp_path):
     assert [(start["first"], start["last"]) for start in only(tmp_path).starts] == [(0, 10), (None, None), (10, 20)]
 
 
+@pytest.mark.thorough
 def test_a_run_of_which_no_start_took_a_step(tmp_path):
     for message in ("first", "second"):
 
@@ -146,6 +148,7 @@ def test_two_starts_without_a_step_are_one_warning(tmp_path, caplog):
     assert "compile_cache" in warned[0]
 
 
+@pytest.mark.thorough
 def test_nothing_left_is_no_lack_of_progress(tmp_path, caplog):
     for _ in range(4):
         train(tmp_path, 5)
@@ -153,6 +156,7 @@ def test_nothing_left_is_no_lack_of_progress(tmp_path, caplog):
     assert "took no step" not in caplog.text
 
 
+@pytest.mark.thorough
 def test_options_of_starts_that_took_steps(tmp_path):
     for last_step, lr in ((5, 0.1), (10, 0.1), (15, 0.2)):
         train(tmp_path, last_step, config={"lr": lr})
@@ -162,6 +166,7 @@ def test_options_of_starts_that_took_steps(tmp_path):
     assert only(tmp_path).config == {"lr": 0.2}
 
 
+@pytest.mark.thorough
 def test_a_rewound_run(tmp_path):
     """Its first start took more steps than its second one begins with."""
     train(tmp_path, 12)
@@ -210,6 +215,7 @@ def test_the_best_is_what_is_on_the_disk(tmp_path):
     assert run.best == run.best_checkpoints == {}
 
 
+@pytest.mark.thorough
 def test_a_save_of_the_best_that_fails_is_not_the_best(tmp_path, monkeypatch):
     hook = evaluation(tmp_path / "best", {5: 1.0, 10: 3.0})
     save = jstep.Saver.save
@@ -296,6 +302,7 @@ def test_a_copy_that_is_continued_is_a_run_of_its_own(tmp_path):
     assert str(jstep.runs(tmp_path)).count("└─ copy @10") == 1
 
 
+@pytest.mark.thorough
 def test_a_copy_whose_first_start_saved_nothing(tmp_path):
     train(tmp_path / "original", 10)
     shutil.copytree(tmp_path / "original", tmp_path / "copy")
@@ -319,6 +326,7 @@ def test_a_copy_without_checkpoints(tmp_path):
     assert second.run != first.run
 
 
+@pytest.mark.thorough
 def test_a_copy_of_a_branch(tmp_path):
     train(tmp_path / "trunk", 10)
     train(tmp_path / "branch", 20, start_from=tmp_path / "trunk")
@@ -331,6 +339,7 @@ def test_a_copy_of_a_branch(tmp_path):
     ]
 
 
+@pytest.mark.thorough
 def test_a_run_that_was_moved_is_the_same_run(tmp_path):
     train(tmp_path / "a", 10)
     before = only(tmp_path / "a")
@@ -340,6 +349,7 @@ def test_a_run_that_was_moved_is_the_same_run(tmp_path):
     assert (run.run, run.parent, run.starts_count) == (before.run, None, 2)
 
 
+@pytest.mark.thorough(except_for=["False"])
 @pytest.mark.parametrize("together", [True, False])
 def test_parents_are_found_by_the_name_of_the_run(together, tmp_path):
     above = tmp_path / "above"
@@ -354,6 +364,7 @@ def test_parents_are_found_by_the_name_of_the_run(together, tmp_path):
     assert found[1].parent_run == found[0].run
 
 
+@pytest.mark.thorough
 def test_a_new_run_in_the_place_of_the_parent_is_no_parent(tmp_path):
     train(tmp_path / "trunk", 10)
     train(tmp_path / "branch", 15, start_from=tmp_path / "trunk")
