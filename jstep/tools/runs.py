@@ -322,18 +322,18 @@ def _run(arguments: argparse.Namespace) -> int:
             missing.append(error)
     if missing:
         return complain("runs", *missing)
-    summaries = RunList(run for _, run, _ in tree(distinct(every)))
+    rows = tree(distinct(every))
+    summaries = RunList(run for _, run, _ in rows)
     if not summaries:
         return complain("runs", f"{', '.join(arguments.paths)}: no run is there; a run has a {TIMELINE_FILE}")
     metrics = main_metrics(summaries, arguments.metrics)
-    rows = tree(summaries)
     if arguments.sort is not None:
         names = {name for run in summaries for name in (*run.metrics, *run.best)}
         if arguments.sort not in (*_OWN, *names):
             there = ", ".join([*_OWN, *sorted(names)])
             return complain("runs", f"--sort {arguments.sort}: must be a column or a metric; there are {there}")
-        rows = [("", run, 0) for run in sorted(summaries, key=lambda run: _key(run, arguments.sort))]
-    summaries = RunList(run for _, run, _ in rows)
+        summaries = RunList(sorted(summaries, key=lambda run: _key(run, arguments.sort)))
+        rows = [("", run, 0) for run in summaries]
     starts = [trained_start(run) for run in summaries] if arguments.differences else []
     problems = [f"{run.path}: {start.problem}" for run, start in zip(summaries, starts, strict=False) if start.problem]
     complain("runs", *problems)
