@@ -153,7 +153,9 @@ def _summary(where: str, record: Record) -> RunSummary:
     start, source = trained or newest, original_of(where, record)
     life = None if source is not None else _life(where, record.prefix, newest, is_shared=len(record.prefixes) > 1)
     lives = {id(newest): life, **{id(one): (RUNNING, "") for one in record.starts[:-1] if _lives_unclaimed(one)}}
-    facts = [_facts(where, record.prefix, one, lives.get(id(one))) for one in record.starts]
+    facts = [_facts(one, lives.get(id(one))) for one in record.starts]
+    if life is None and not (newest.get("end") or newest.get(_DONE)):  # an earlier one has its reason from a later one
+        facts[-1]["reason"] = exit_reason(where, record.prefix, newest["opened"])
     if life is None and source is not None and not newest.get("end"):
         facts[-1]["reason"] = facts[-1]["reason"] or f"a copy of {source}"
     fact = facts[record.starts.index(start)]
@@ -226,11 +228,9 @@ def _with_card(where: str, prefix: str, start: dict[str, Any]) -> dict[str, Any]
     return {**start, **known, "devices": f"{of.get('of_state', '?')}×{of.get('kind', '?')}"}
 
 
-def _facts(where: str, prefix: str, start: Mapping[str, Any], life: tuple[str, str] | None) -> dict[str, Any]:
+def _facts(start: Mapping[str, Any], life: tuple[str, str] | None) -> dict[str, Any]:
     """Return the facts about a start, `life` being what it does, if it lives."""
-    status, reason = (
-        life or start.get("end") or start.get(_DONE) or (KILLED, exit_reason(where, prefix, start["opened"]))
-    )
+    status, reason = life or start.get("end") or start.get(_DONE) or (KILLED, "")
     process = start.get("process") or {}
     first, last = start["step"] if has_trained(start) else (None, None)
     return {
