@@ -5,6 +5,7 @@ here.
 """
 
 import contextvars
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias, Unpack
 
@@ -79,7 +80,18 @@ def arguments_from_host(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (batch,) if len(args) == 1 else batch
 
 
+def is_plain(leaf: object) -> bool:
+    """Whether a leaf is an array that needs no conversion for a device: of most, this is known quickly."""
+    if type(leaf) is not np.ndarray:
+        return isinstance(leaf, jax.Array)
+    dtype = leaf.dtype
+    kind = dtype.kind
+    return dtype.isnative and kind in "biufc" and (dtype.itemsize < 8 or kind not in "iu" or first_wide(leaf) is None)
+
+
 def _is_as_on_device(leaf: object) -> bool:
+    if is_plain(leaf):
+        return True
     if isinstance(leaf, np.ndarray) and not (leaf.dtype.isnative and trees.is_array(leaf)):
         return False
     return not isinstance(leaf, _OF_HOST) or first_wide(leaf) is None
@@ -101,10 +113,18 @@ def first_wide(leaf: Any) -> tuple[int, np.dtype[Any]] | None:
         return None
     # Not from the dtype itself, whose byte order may differ.
     narrow = np.dtype(jax.dtypes.canonicalize_dtype(np.uint64 if dtype.kind == "u" else np.int64))
-    values, limits = np.asarray(leaf), np.iinfo(narrow)
-    if narrow.itemsize == 8 or not values.size or limits.min <= values.min() <= values.max() <= limits.max:
+    if narrow.itemsize == 8:
         return None
-    return int(values[(values < limits.min) | (values > limits.max)][0]), narrow
+    values, (low, high) = np.asarray(leaf), _limits(narrow)
+    if not values.size or low <= values.min() <= values.max() <= high:
+        return None
+    return int(values[(values < low) | (values > high)][0]), narrow
+
+
+@functools.cache
+def _limits(dtype: np.dtype[Any]) -> tuple[int, int]:
+    limits = np.iinfo(dtype)  # which takes longer than the comparison of a batch's labels
+    return int(limits.min), int(limits.max)
 
 
 _OF_HOST = (np.ndarray, np.generic, int)

@@ -229,12 +229,14 @@ def _explain(item: object, sharding: object, error: ValueError) -> None:
 
 def copy_batch(item: object, *, fresh: bool = False) -> Any:
     """Copy a batch into arrays that the loader, which may reuse its buffers, cannot overwrite."""
-    if not all(map(trees.is_array_or_number, jax.tree.leaves(item))):
-        item = jax.tree_util.tree_map_with_path(_as_known, item)
-    item = device_values.from_host(item, "batch")
+    leaves, treedef = trees.flatten(item)
+    if not all(map(device_values.is_plain, leaves)):
+        if not all(map(trees.is_array_or_number, leaves)):
+            item = jax.tree_util.tree_map_with_path(_as_known, item)
+        item = device_values.from_host(item, "batch")
+        leaves, treedef = trees.flatten(item)
     if fresh:
         return item
-    leaves, treedef = trees.flatten(item)
     return treedef.unflatten([_copy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves])
 
 
