@@ -376,18 +376,27 @@ def _norm_of(axes: object, arrays: list[Array], limit: Array) -> Array:
     down, least, up = (-100, -32, 90) if unscaled.dtype.itemsize == 4 else (-600, -400, 600)
     floor = jnp.where(limit < 2.0**least, 2.0**least, 0.0).astype(unscaled.dtype)
 
-    # A loop of one or two rounds: in a branch, the squares would be compiled a second time.
-    def is_unfinished(carry: tuple[int, Array, Array]) -> Array:
+    # One or two rounds.
+    def is_unfinished(carry: tuple[Any, ...]) -> Array:
         rounds, factor, _ = carry
         return (rounds == 0) | ((rounds == 1) & jnp.any(factor != 1))
 
-    def squared(carry: tuple[int, Array, Array]) -> tuple[int, Array, Array]:
+    def squared(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         rounds, factor, _ = carry
         norm = jnp.sqrt(_squares(arrays, axes, factor)) / factor
         huge, tiny = jnp.isinf(norm), norm < floor
         return rounds + 1, jnp.where(huge, unscaled * 2.0**down, jnp.where(tiny, unscaled * 2.0**up, unscaled)), norm
 
-    return jax.lax.while_loop(is_unfinished, squared, (0, unscaled, unscaled))[-1]
+    # LLVM would compile the squares of a branch a second time. A loop on a GPU would store arrays that are only
+    # converted, such as bfloat16 gradients to float32, while XLA moves conversions into a branch.
+    def in_branch(*start: Array) -> Array:
+        carry = squared(start)
+        return jax.lax.cond(is_unfinished(carry), lambda: squared(carry)[-1], lambda: carry[-1])
+
+    def in_loop(*start: Array) -> Array:
+        return jax.lax.while_loop(is_unfinished, squared, start)[-1]
+
+    return jax.lax.platform_dependent(0, unscaled, unscaled, cpu=in_loop, default=in_branch)
 
 
 @_norm_of.defjvp

@@ -33,6 +33,7 @@ def test_values_and_norms_have_the_recorded_bits(names, exponents):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("shape", [(64, 64), (4096,), (512, 300)])
 def test_norms_of_bfloat16_have_the_bits_of_the_plain_sum(shape):
     """XLA adds converted numbers in another order behind a product."""
     for seed in range(3):
@@ -46,6 +47,31 @@ def test_each_leaf_is_squared_and_summed_once():
     params = {f"{name}{i}": jnp.ones(shape) for name, shape in (("w", (8, 8)), ("b", (8,))) for i in range(10)}
     state = jstep.TrainState.create(params, OPTIMIZER)
     assert jax.jit(update).lower(state, params).as_text().count("stablehlo.reduce(") <= len(params) + 2
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_no_loop_keeps_converted_gradients_on_accelerators(platform):
+    """XLA moves conversions into a branch, but stores what a loop reads: 4 bytes for each bfloat16 gradient."""
+
+    def clipped(grads):
+        return jstep.clip_by_global_norm({"w": grads.astype(jnp.float32)}, 1.0)
+
+    traced = jax.jit(clipped).trace(jax.ShapeDtypeStruct((8, 8), jnp.bfloat16))
+    assert "stablehlo.while" not in traced.lower(lowering_platforms=(platform,)).as_text()
+    assert "stablehlo.while" in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+def test_the_branch_of_accelerators_has_the_recorded_bits(monkeypatch, request):
+    traced = []
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **_: traced.append(1) or default(*args))
+    request.addfinalizer(jax.clear_caches)
+    jax.clear_caches()
+    known = json.loads(golden_clips.PATH.read_text())
+    found = golden_clips.recorded(["global 1", "global 1e-36"], [-120, -70, 0, 64])
+    found = {case: bits for case, bits in found.items() if not case.endswith(" mixed global 1e-36")}
+    assert traced
+    assert len(found) > 24
+    assert found == {case: known[case] for case in found}
 
 
 @pytest.mark.thorough
