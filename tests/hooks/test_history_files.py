@@ -120,6 +120,15 @@ def test_a_death_before_the_first_checkpoint_is_no_other_run(tmp_path, caplog):
     assert steps(tmp_path / "history.jsonl.1") == [*range(1, 21)]
 
 
+def test_rows_stay_if_the_name_of_their_run_was_torn(tmp_path, caplog):
+    path = tmp_path / "run" / "history.jsonl"
+    run(4, jstep.History(path, every_n_steps=1), **saving(tmp_path / "run"))
+    (tmp_path / "run" / ".history.jsonl.jstep-run").write_bytes(b'{"checkpoints": "')
+    run(8, jstep.History(path, every_n_steps=1), **saving(tmp_path / "run"))
+    assert steps(path) == [*range(1, 9)]
+    assert "is now" not in caplog.text
+
+
 def test_a_run_that_goes_back_drops_its_rows_also_in_a_renamed_folder(tmp_path, caplog):
     options = saving(tmp_path / "a")
     run(10, jstep.History(tmp_path / "a" / "history.jsonl", every_n_steps=1), **options)
@@ -151,7 +160,7 @@ DAMAGE = {
 }
 
 
-@pytest.mark.thorough(except_for=["prose", "CRLF"])
+@pytest.mark.thorough(except_for=["prose", "CRLF", "torn end"])
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_line_takes_no_other_with_it(name, tmp_path, caplog):
     path, options = tmp_path / "history.jsonl", saving(tmp_path / "run")
