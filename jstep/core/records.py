@@ -306,9 +306,14 @@ class Recorder:
         if depth > _MAX_DEPTH:
             raise RecursionError
         found: list[Any] = []
+        option = ""  # of a command line, to which the words until the next dash belong
         for i, item in enumerate(items):
             self._is_shown = self._is_shown and i <= _MAX_ENTRIES
-            found.append(self.json(item, depth + 1))
+            shown = self.json(item, depth + 1)
+            if self._is_shown and type(item) is str:
+                option = item.partition("=")[0] if item.startswith("-") else option
+                shown = NOT_RECORDED if option and item[:1] != "-" and is_secret(option, item) else shown
+            found.append(shown)
             if self._left <= 0:
                 break
         return found

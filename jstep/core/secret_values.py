@@ -31,14 +31,17 @@ _IN_TEXT = re.compile(
     rf"-----BEGIN[\s\S]*?(?:-----END[^-]*-----|\Z)|{_KNOWN}"
     r"|(?i:\bbearer\s+)(?:\S{16,}|(?=\S*[\d._=-])\S+)|(?i:\bbasic\s+)(?=\S*[\d=+/])[A-Za-z0-9+/=]{6,}"
 )
-_MAYBE = re.compile(r"[:=@]|-----BEGIN|(?i:bearer|basic)\s|sk-|hf_|gh[po]_|github_pat_|AKIA|xoxb-|glpat-")
+_MAYBE = re.compile(r"[:=@]|--\w|-----BEGIN|(?i:bearer|basic)\s|sk-|hf_|gh[po]_|github_pat_|AKIA|xoxb-|glpat-")
 _MAYBE_NAME = re.compile(r"(?i:key|token|auth|secret|pass|pwd|credential)")
 """What every text with a secret contains, and every name of one; most do not, which is quickly found."""
 
 _LOGIN, _QUERY = re.compile(r"(\w://)[^\s?#]*@"), re.compile(r"(\w://)([^\s?#]*)([?#]\S*)")
 _LOGIN_ALONE = re.compile(r"(?<![\w@/.:%+-])[\w.+-]++:[^\s@'\"/\\:=,][^\s'\"]*@(?!sha256:)(?=[\w\[])")
-_PAIR = re.compile(r"(?<![\w.-])([\w.-]++)((\\*['\"]?)\s*+(?:[=:]{1,2}>?)\s*+)")
-"""The name of a pair and what is between it and its value."""
+_PAIR = re.compile(
+    r"(?<![\w.-])((--)?+[\w.-]++)"
+    r"((\\*['\"]?)\s*+(?:[=:]{1,2}>?)\s*+|(?(2)(?:\\*['\"],?)?\s++(?=(\\*+['\"]?+)[^\s-])|(?!)))"
+)
+"""The name of a pair and what is between it and its value: `--name value` and `'--name', 'value'` are pairs, too."""
 _QUOTED = re.compile(r"[bBrRuUfF]{0,2}(\\*['\"])[\s\S]*?(?<!\\)\1")
 _BRACKET = re.compile(r"(\\*['\"])(?:[\s\S]*?)(?<!\\)\1|[\[({]|[\])}]")
 _BARE, _BARE_LINE = re.compile(r"(?:(?i:bearer|basic|token|digest)\s+)?\S*"), re.compile(r"[^\n,;'\"\[\](){}]*|\S*")
@@ -92,7 +95,7 @@ def hide(text: str) -> str:
     text = _LOGIN_ALONE.sub("", text) if "@" in text else text
     shown, at = list[str](), 0
     for pair in _PAIR.finditer(text):
-        name, between, quote = pair.groups()
+        name, _, between, *quotes = pair.groups("")
         if not _MAYBE_NAME.search(name):
             continue
         words = _words(name)
@@ -104,6 +107,7 @@ def hide(text: str) -> str:
         if _PLAIN.fullmatch(value) or (_NUMBER.fullmatch(value) and not is_always):
             continue
         if is_secret(name, value, in_text=True):
+            quote = "".join(quotes)
             shown += [text[at : pair.end()], quote, NOT_RECORDED, quote]
             at = end
     return _IN_TEXT.sub(NOT_RECORDED, "".join([*shown, text[at:]]))

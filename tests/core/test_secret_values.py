@@ -142,6 +142,10 @@ TEXTS = [
     f"-----BEGIN PRIVATE KEY-----\n{SHORT}\n-----END PRIVATE KEY----- lr",
     f"hf_{SHORT}abcdefghijklmnop lr",
     f"Bearer {SHORT}.{SHORT} lr",
+    f"mysql --password {SHORT} lr",
+    f"run --hf-token '{LONG}' lr",
+    f"['run', '--api-key', '{LONG}', 'lr']",
+    json.dumps(["--db.password", f"{SHORT} {SHORT}", "lr"]),
 ]
 
 
@@ -154,9 +158,24 @@ def test_secrets_inside_of_texts_are_hidden(text):
         assert hide(hide(form)) == hide(form)
 
 
+def test_dashes_do_not_make_pairs_of_other_words():
+    words = "--tokens 7 8", "--image-key image"
+    for text in ("--password --lr 0.1", "['--password', '--lr']", "a -- password b", *words):
+        assert hide(text) == text
+
+
+def test_words_of_a_command_line_belong_to_its_options():
+    words = ["run", "--tokens", LONG, "7", "--lr", LONG, "--password=x", "y", "-n", "3"]
+    hidden = NOT_RECORDED
+    shown = ["run", "--tokens", hidden, "7", "--lr", LONG, f"--password={hidden}", hidden, "-n", "3"]
+    assert record_value("command", words) == shown
+    assert record_value("commands", [tuple(words), ["y"]]) == [shown, ["y"]]
+
+
 def test_pairs_of_json_stay_json():
     text = json.dumps({"a": {"password": "x", "b": 1}, "auth": {"user": LONG}, "lr": 0.1})
     assert json.loads(hide(text)) == {"a": {"password": NOT_RECORDED, "b": 1}, "auth": NOT_RECORDED, "lr": 0.1}
+    assert json.loads(hide(json.dumps(["--password", "x y", "--lr"]))) == ["--password", NOT_RECORDED, "--lr"]
 
 
 def test_texts_of_exceptions_lose_secrets_or_raise_nothing():
