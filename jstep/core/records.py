@@ -231,7 +231,7 @@ class Recorder:
     def key(self, key: Any) -> str:
         """Return a key as a part of a name."""
         text = key if type(key) is str else self._text(key, str)
-        shown = _cut(hide(text[:MAX_SEARCHED]), text, _MAX_NAME)
+        shown = _cut(hide(_encodable(text[:MAX_SEARCHED])), text, _MAX_NAME)
         self.has_edited_keys |= type(key) not in SCALARS or shown != str(key)
         return shown
 
@@ -323,8 +323,9 @@ class Recorder:
         if not self._is_shown:
             return text
         if len(text) <= MAX_SEARCHED:
+            text = _encodable(text)
             return hide_value("", text) if may_hold_secrets(text) else text
-        shown = hide_value("", text[:MAX_SEARCHED])
+        shown = hide_value("", _encodable(text[:MAX_SEARCHED]))
         return shown if shown == NOT_RECORDED else _cut(shown, text, _MAX_LENGTH)
 
     def _array(self, value: Any, kind: type, shape: tuple[Any, ...], depth: int) -> Any:
@@ -394,6 +395,11 @@ def _dumps(value: Any) -> str:
         return json.dumps(value)
     parts = (value[i : i + _MAX_ENTRIES] for i in range(0, len(value), _MAX_ENTRIES))
     return f"[{', '.join(json.dumps(part)[1:-1] for part in parts)}]"
+
+
+def _encodable(text: str) -> str:
+    """Escape halves of surrogate pairs, which the names of files have in place of what is not UTF-8."""
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 def _cut(shown: str, whole: str, length: int) -> str:

@@ -22,6 +22,7 @@ from processes import python
 
 from jstep.core import records
 from jstep.core.records import Fields, Recorder, json_float, record_value, references, sort_sets
+from jstep.loop.given import as_config
 
 LONG = "hunter2-hunter2-hunter2"
 
@@ -135,6 +136,16 @@ class Struct(metaclass=StructMeta):
 class Data:
     a: int
     password: str = "x"
+
+
+def test_names_of_files_that_are_not_utf8_are_escaped():
+    name = os.fsdecode(b"data-\xff.bin")
+    config = {"path": pathlib.Path(name), "files": [name], name: 1, "long": name * 3000}
+    recorded = as_config(config)
+    assert recorded["path"] == recorded["files"][0] == r"data-\udcff.bin"
+    assert recorded[r"data-\udcff.bin"] == 1
+    for text in (*recorded, recorded["long"]):
+        assert text.encode()
 
 
 def test_names_of_fields():

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import json
 import logging
+import os
 import pathlib
 import sys
 import threading
@@ -274,6 +275,15 @@ def test_no_secret_is_below_the_run(tmp_path, monkeypatch, caplog):
     assert not [path for path in paths if SECRET.encode() in path.read_bytes()]
     expected = {"a/password": "(not recorded)", "hf_token": "(not recorded)", "width": 1}
     assert jstep.Saver(tmp_path / "run" / "best", prefix="best").extra(2) == {"config": expected, "loss": 1.0}
+
+
+def test_a_name_of_a_file_that_is_not_utf8_ends_no_run(tmp_path, monkeypatch):
+    name = os.fsdecode(b"data-\xff.bin")
+    monkeypatch.setattr(sys, "argv", ["p.py", name])
+    train(2, checkpoint_dir=tmp_path, logdir=tmp_path, config={"data": name, name: 1})
+    (run,) = jstep.runs(tmp_path)
+    assert run.config == {"data": r"data-\udcff.bin", r"data-\udcff.bin": 1}
+    assert run.starts[-1]["argv"] == ["p.py", r"data-\udcff.bin"]
 
 
 def lines_of(before, now, tmp_path, caplog, **options):
