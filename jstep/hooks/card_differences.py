@@ -256,7 +256,19 @@ def differences(name: str, a: object, b: object, runs: tuple[str, str] = IN_A_AN
         else:
             yield f"{name}: another order, {_shown(a)} {runs[0]}, {_shown(b)} {runs[1]}"
     else:
-        yield f"{name}: {_shown(a)} {runs[0]}, {_shown(b)} {runs[1]}"
+        first, second = _both_shown(a, b)
+        yield f"{name}: {first} {runs[0]}, {second} {runs[1]}"
+
+
+def _both_shown(*values: object) -> list[str]:
+    """Two texts that differ: as JSON if need be (0.1 and "0.1"), and then from shortly before the difference on."""
+    shown = list(map(_shown, values))
+    if shown[0] != shown[1]:
+        return shown
+    whole = [_shown(value) if value is _ABSENT else json.dumps(value) for value in values]
+    pairs = enumerate(zip(*whole, strict=False))
+    start = next((i for i, (x, y) in pairs if x != y), min(map(len, whole))) - _MAX_VALUE_LENGTH // 4
+    return [truncate(f"…{text[start:]}" if start > 0 else text, _MAX_VALUE_LENGTH) for text in whole]
 
 
 def _shown(value: object, longest: int = _MAX_VALUE_LENGTH) -> str:

@@ -171,6 +171,11 @@ def test_values_that_are_long_are_cut() -> None:
     (line,) = differences("x", "a" * 81, ["b"], BEFORE_AND_NOW)
     assert line.endswith('… before, ["b"] now')
     assert list(differences("x", "a" * 80, "", BEFORE_AND_NOW)) == [f'x: {"a" * 80} before, "" now']
+    assert list(differences("x", 0.1, "0.1")) == ['x: 0.1 in A, "0.1" in B']
+    assert list(differences("", {"x": "absent"}, {})) == ['x: "absent" in A, absent in B']
+    ends = [[*range(500), end] for end in (7, 8)]
+    assert list(differences("x", *ends)) == ["x: …496, 497, 498, 499, 7] in A, …496, 497, 498, 499, 8] in B"]
+    assert list(differences("x", "a" * 90, "a" * 91)) == [f'x: …{"a" * 20}" in A, …{"a" * 20}a" in B']
     assert list(differences("x", 1, True)) == ["x: 1 in A, true in B"]  # equal in Python
     assert list(differences("x", {"0": 1}, {"0": {"1": 2}})) == ['x: 1 in A, {"1": 2} in B']
     assert list(differences("x", {"0": 1}, {"0": 2}, BEFORE_AND_NOW)) == ["x: 1 before, 2 now"]
