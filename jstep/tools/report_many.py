@@ -254,12 +254,12 @@ def _options(sweep: Sweep) -> list[str]:
 def _option(sweep: Sweep, option: Option) -> str:
     points = []
     first = min((color for color, best in zip(sweep.colors, sweep.best, strict=True) if best), default=0)
+    varies = len(_distinct(option.values)) > 1  # otherwise some runs have its only value, and others have none
     for i, (value, best) in enumerate(zip(option.values, sweep.best, strict=True)):
-        if value is not None and best is not None:
-            place = float(value) if option.is_number else value_text(value)
-            text = (
-                f"{truncate(sweep.rows[i].name, _MAX_NAME)}: {best[0]:.6g} at {truncate(value_text(value), _MAX_CELL)}"
-            )
+        if best is not None and not (varies and value is None):
+            name = "none" if value is None else value_text(value)
+            place = float(value) if varies and option.is_number else name
+            text = f"{truncate(sweep.rows[i].name, _MAX_NAME)}: {best[0]:.6g} at {truncate(name, _MAX_CELL)}"
             points.append(Dot(place, best[0], text, sweep.colors[i], i, sweep.colors[i] == first))
     points.sort(key=lambda point: str(point.place))
     return f"<div>{dots(truncate(option.short, _MAX_NAME), points, sweep.metric.name)}</div>" if points else ""

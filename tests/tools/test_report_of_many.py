@@ -184,6 +184,15 @@ def test_options_are_points_on_numbers_or_categories(tmp_path):
     assert kinds.count("<title>r") == 5, "one has none"
 
 
+@pytest.mark.parametrize("value", [0.1, "cosine", True])
+def test_an_option_that_some_runs_have_is_drawn_beside_none(value, tmp_path):
+    write_six(tmp_path, [{"decay": value}] * 3 + [{"decay": None}] * 2 + [{}])
+    drawn = figure(jstep.report(tmp_path).html, "decay")
+    labels = re.findall('<text class="x"[^>]*>(.*?)</text>', drawn)
+    assert sorted(labels) == sorted(["none", "true" if value is True else str(value)])
+    assert drawn.count("<title>r") == 6
+
+
 def test_what_repeats_an_option_of_config_is_no_column(tmp_path):
     for i, rate in enumerate((0.1, 0.2, 0.3, 0.4, 0.5, 0.6)):
         config = {"a": {"lr": rate, "step": i}, "b": {"lr": rate}} | ({"only": rate} if i == 3 else {})
