@@ -1,7 +1,6 @@
 """Curves and dots as SVG: round numbers on the axes, gaps and marks at nonfinite values, spikes preserved."""
 
 import decimal
-import html
 import itertools
 import math
 import unicodedata
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from jstep.core.checks import truncate
+from jstep.core.tables import html_text
 
 Numbers: TypeAlias = np.ndarray[Any, Any]
 _WIDTH, _HEIGHT, _LOW = 560, 168, 110
@@ -134,7 +134,7 @@ def picture(
     for band in bands:
         around = np.r_[band.steps, band.steps[::-1]].astype(np.int64), np.r_[band.low, band.high[::-1]]
         d = " ".join(f"{a:.0f},{b:.0f}" for a, b in zip(x(around[0]), up.y(around[1]), strict=True) if b == b)
-        members, words = " ".join(map(str, band.keys)), html.escape(band.text)
+        members, words = " ".join(map(str, band.keys)), html_text(band.text)
         drawn.append(f'<path class="band s{band.color}" data-g="{members}" d="M{d}z"><title>{words}</title></path>')
     most = (_WIDTH / max(1.0, len(curves) / 4),) * 2 if columns is None else columns
     for i, curve in sorted(enumerate(curves), key=lambda each: each[1].color != NEUTRAL):
@@ -203,12 +203,12 @@ def _category(x: float, text: str, line: int) -> str:
     while sum(map(_letter_width, cut)) > _LABEL_WIDTH:
         cut = cut[:-2] + "…"
     text = truncate(text, _MAX_TOOLTIP)
-    return _below(x, cut, _LOW + 3 + 14 * line, f"<title>{html.escape(text)}</title>" if cut != text else "")
+    return _below(x, cut, _LOW + 3 + 14 * line, f"<title>{html_text(text)}</title>" if cut != text else "")
 
 
 def _below(x: float, text: str, height: int, more: str = "") -> str:
     place = f'x="{x / _WIDTH:.2%}" y="{height + 16}"'
-    return f'<text class="x" {place} text-anchor="middle">{html.escape(text)}{more}</text>'
+    return f'<text class="x" {place} text-anchor="middle">{html_text(text)}{more}</text>'
 
 
 def _letter_width(letter: str) -> float:
@@ -224,7 +224,7 @@ def _tick(x: float) -> str:
 
 def _marked(kind: str, d: str, text: str, key: int | None) -> str:
     of = "" if key is None else f' data-i="{key}"'
-    return f'<path class="{kind}"{of} d="{d}"><title>{html.escape(text)}</title></path>'
+    return f'<path class="{kind}"{of} d="{d}"><title>{html_text(text)}</title></path>'
 
 
 def _framed(
@@ -238,7 +238,7 @@ def _framed(
     height: int = _HEIGHT,
 ) -> str:
     """The figure around what is drawn, with the vertical axis."""
-    lines, labels, label = list[str](), list[str](), html.escape(label, quote=True)
+    lines, labels, label = list[str](), list[str](), html_text(label)
     for text, place in zip(up.labels, (_HEIGHT - up.share(place) * _HEIGHT for place in up.places), strict=True):
         lines.append(f'<path class="axis" d="M0,{place:.1f}H{_WIDTH}"/>')
         labels.append(f'<text x="-6" y="{place / _HEIGHT * height + 4:.1f}" text-anchor="end">{text}</text>')
@@ -248,7 +248,7 @@ def _framed(
     )
     return (
         f'<figure class="curves">'
-        f"<figcaption>{html.escape(title)}</figcaption><div>{keys}</div>"
+        f"<figcaption>{html_text(title)}</figcaption><div>{keys}</div>"
         f'<svg class="plot" height="{height + 40}" role="img" aria-label="{label}"><title>{label}</title>'
         f"{plot}{''.join([*lines, *drawn])}</svg>{''.join([*labels, *texts])}</svg></figure>"
     )
@@ -257,7 +257,7 @@ def _framed(
 def legend_key(text: str, color: int, dash: int, key: int | None = None) -> str:
     line = f'<svg width="18" height="8"><path class="s{color} d{dash % _DASHES}" d="M0,4h18"/></svg>'
     of = "" if key is None else f' data-i="{key}"'
-    return f'<span class="key"{of}>{line} {html.escape(text)}</span>'
+    return f'<span class="key"{of}>{line} {html_text(text)}</span>'
 
 
 def is_logarithmic(values: Numbers, decades: int = _DECADES) -> bool:

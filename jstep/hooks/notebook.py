@@ -1,6 +1,5 @@
 """The progress bar of a run in a notebook: one output that updates in place, with evaluations and curves below it."""
 
-import html
 import importlib
 import logging
 from collections import deque
@@ -132,7 +131,7 @@ class NotebookBar:
         value = f'value="{self.n}" max="{self.total}" style="width: 12em"'
         bar = "" if self.total is None else f"<progress {value}></progress> "
         below = self._below.html(is_last=is_last)
-        self._html = f'<div style="{style}">{bar}{html.escape(self._text)}</div>{below}'
+        self._html = f'<div style="{style}">{bar}{html_text(self._text)}</div>{below}'
 
 
 def _duration(seconds: float) -> str:

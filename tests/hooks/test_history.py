@@ -263,6 +263,15 @@ def test_pictures(tmp_path):
     pyplot.close("all")
 
 
+def test_no_name_turns_the_text_of_a_notebook_around(tmp_path):
+    file = tmp_path / "history.jsonl"
+    file.write_text('{"step": 1, "\\u202e<b>loss": 1.0}\n{"step": 2, "\\u202e<b>loss": 2.0}\n')
+    html = jstep.History.read(file)._repr_html_()
+    assert "\u202e" not in html
+    assert "<b>" not in html
+    assert r"\u202e&lt;b&gt;loss" in html
+
+
 def test_pandas_has_the_rows():
     pandas = pytest.importorskip("pandas")
     history = jstep.History(every_n_steps=2)
