@@ -24,6 +24,7 @@ from jstep.hooks.numbers import PendingTransfer, as_numbers, begin_transfer, rea
 from jstep.hooks.report import ReportingHook
 from jstep.hooks.run_hook import RunInfo
 from jstep.state.train_state import TrainState
+from jstep.stores.urls import location
 
 _logger = logging.getLogger("jstep")
 
@@ -102,7 +103,7 @@ class History(ReportingHook):
             OSError: It is not a regular file.
         """
         history = cls()
-        found = read_rows(os.fspath(path))
+        found = read_rows(location(path, "path"))
         history._rows = found.rows
         if bad := [number for number, line in found.bad.items() if number != found.torn]:
             _logger.warning("%s: %s", path, describe_left_out(bad))

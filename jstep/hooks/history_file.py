@@ -18,7 +18,7 @@ from jstep.core.records import json_float
 from jstep.hooks.run_hook import RunInfo
 from jstep.stores import files
 from jstep.stores.growing_files import sync_growing
-from jstep.stores.urls import is_url
+from jstep.stores.urls import is_url, location
 
 _logger = logging.getLogger("jstep")
 
@@ -34,6 +34,7 @@ def check_path(path: Any) -> str:
     name = os.fspath(path)
     if is_url(name):
         raise ValueError(f"path={name!r}: must be a local file, which grows by lines; objects of a store cannot")
+    name = location(name, "path") if name else name  # as a directory of a run: with `~`, and without `file://`
     if os.path.isdir(name) or not os.path.basename(name):
         raise ValueError(f"path={name!r}: must be a file, got a folder; give a file in it, such as 'history.jsonl'")
     if os.path.exists(name) and not stat.S_ISREG(os.stat(name).st_mode):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pathlib
 import signal
 import threading
@@ -216,6 +217,18 @@ def test_one_path_has_one_writer(tmp_path):
     run(3, jstep.History(path), jstep.every(2, other))
     assert len(seen) == 1
     run(3, jstep.History(path), jstep.History(tmp_path / "other.jsonl"))  # nobody writes them any more
+
+
+def test_a_path_is_written_as_that_of_a_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for path in ("~/history.jsonl", f"file://{tmp_path}/history.jsonl"):
+        history = jstep.History(path, every_n_steps=1)
+        run(3, history)
+        assert jstep.History.read(path).rows == history.rows
+        names = {name for name in os.listdir(tmp_path) if not name.startswith(".")}
+        assert names <= {"history.jsonl", "history.jsonl.1"}
 
 
 @pytest.mark.parametrize(("path", "said"), [("", "a folder"), ("s3://a/b", "a local file"), (3, "got an int")])
