@@ -1,7 +1,7 @@
 """The cards of a timeline: what each start of a run ran on, and with."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from jstep.core.checks import format_value
@@ -104,6 +104,21 @@ def read_starts(where: str, start: str = "") -> list[Start]:
                 why = f"of a newer version ({version})" if is_newer else f"invalid: {', '.join(invalid[:3])}"
                 entry.card, entry.problem = None, f"its card is {why}"
     return starts
+
+
+def start_with_card(starts: Sequence[Start], prefix: str, trained: str | None) -> Start | None:
+    """Return the start whose card is that of a run: the newest one, up to the one that was trained, that has a card.
+
+    Its card may be invalid: then `problem` says why, and an older card does not replace it.
+
+    Args:
+        starts: The starts of all runs of a directory, in order.
+        prefix: The prefix of the run.
+        trained: The name of the start that was trained; if it is not among the starts, the newest one counts as that.
+    """
+    own = [start for start in starts if start.prefix == prefix]
+    last = next((i for i, start in enumerate(own) if start.id == trained), len(own) - 1)
+    return next((start for start in reversed(own[: last + 1]) if start.card or start.problem), None)
 
 
 def _invalid(card: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ import numpy as np
 from jstep.checkpoint.manifest import LeftOut
 from jstep.core.tables import columns, printable
 from jstep.hooks.card_differences import card_difference, changes
-from jstep.hooks.cards import VERSION, read_starts
+from jstep.hooks.cards import VERSION, Start, read_starts, start_with_card
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.run_record import last_trained, read_records
 from jstep.stores.urls import is_url, join_path, location, split_path
@@ -109,34 +109,32 @@ def differences(places: Iterable[tuple[str, str | None]], problems: list[str]) -
 
     Why a card cannot be compared is appended to `problems`.
     """
-    both = []
+    both: list[dict[str, Start]] = []
     for where, prefix in places:
-        last: dict[str, tuple[str, dict[str, Any]]] = {}
+        starts: list[Start] = []
         trained: dict[str, Any] = {}
         with contextlib.suppress(Exception):  # a timeline may hold anything
             records = read_records(where).items()
             trained = {name: (last_trained(record.starts) or {}).get("start") for name, record in records}
         with contextlib.suppress(OSError):  # a directory that cannot be read is reported by the comparison itself
-            for start in read_starts(where):
-                if start.prefix in last and last[start.prefix][0] == trained.get(start.prefix):
-                    continue  # a later start took no step
-                if start.card is not None:
-                    last[start.prefix] = start.id, start.card
-                elif start.problem:
-                    problems.append(f"{where}: {start.problem}")
-        cards = {name: card for name, (_, card) in last.items()}
+            starts = read_starts(where)
+        chosen = [start_with_card(starts, name, trained.get(name)) for name in {start.prefix for start in starts}]
+        found = {start.prefix: start for start in chosen if start is not None}
         # Only the card of the prefix; all cards if the run has none for it, such as for the best checkpoints.
-        both.append({prefix: cards[prefix]} if prefix in cards else cards)
+        both.append({prefix: found[prefix]} if prefix in found else found)
+        problems += [f"{where}: {start.problem}" for start in both[-1].values() if start.problem]
     of_a, of_b = both
-    pairs = [(prefix, prefix) for prefix in sorted(of_a.keys() & of_b.keys())]
-    if not pairs and len(of_a) == len(of_b) == 1:
-        pairs = list(zip(of_a, of_b, strict=True))
-    if not pairs:
+    names = [(prefix, prefix) for prefix in sorted(of_a.keys() & of_b.keys())]
+    if not names and len(of_a) == len(of_b) == 1:
+        names = list(zip(of_a, of_b, strict=True))
+    pairs = [(one, of_a[one].card, of_b[other].card) for one, other in names]
+    cards = [(name, one, other) for name, one, other in pairs if one is not None and other is not None]
+    if not cards:
         return None
     return [
-        f"{one}: {line}" if len(pairs) > 1 else line
-        for one, other in pairs
-        for line in card_difference(of_a[one], of_b[other])
+        f"{name}: {line}" if len(pairs) > 1 else line
+        for name, one, other in cards
+        for line in card_difference(one, other)
     ]
 
 

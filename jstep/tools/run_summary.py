@@ -13,7 +13,7 @@ from typing import Any
 from jstep.checkpoint.claims import read_claim
 from jstep.checkpoint.open_store import open_store
 from jstep.core.stopwatch import STEPPING
-from jstep.hooks.cards import Start, read_starts
+from jstep.hooks.cards import Start, read_starts, start_with_card
 from jstep.hooks.stall_files import exit_reason, read_stalls
 from jstep.stores.growing_files import seconds_since_write
 from jstep.stores.owners import is_alive
@@ -204,19 +204,17 @@ def _summary(where: str, record: Record) -> RunSummary:
 
 
 def trained_start(run: RunSummary, starts: Sequence[Start] | None = None) -> Start:
-    """Return the start that a run is, of all of its directory, or the newest one before it that has a card.
+    """Return the start whose card is that of a run, of all starts of its directory.
 
     It has no card if that is invalid, or none can be read.
     """
     return _start_with_card(run.path, run.prefix, run.start, starts)
 
 
-def _start_with_card(where: str, prefix: str, until: str | None, starts: Sequence[Start] | None = None) -> Start:
-    own: list[Start] = []
+def _start_with_card(where: str, prefix: str, trained: str | None, starts: Sequence[Start] | None = None) -> Start:
     with contextlib.suppress(OSError, ValueError):
-        own = [start for start in (read_starts(where) if starts is None else starts) if start.prefix == prefix]
-    last = next((i for i, start in enumerate(own) if start.id == until), len(own) - 1)
-    return next((one for one in reversed(own[: last + 1]) if one.card or one.problem), Start("", prefix))
+        starts = read_starts(where) if starts is None else starts
+    return start_with_card(starts or (), prefix, trained) or Start("", prefix)
 
 
 def _with_card(where: str, prefix: str, start: dict[str, Any]) -> dict[str, Any]:

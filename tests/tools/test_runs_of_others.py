@@ -14,6 +14,7 @@ import jstep
 from jstep.hooks.cards import read_starts
 from jstep.stores.owners import this_process
 from jstep.tools import cli
+from jstep.tools.cli_compare import differences
 from jstep.tools.goodput import goodput
 
 DEEP = "[" * 3000 + "]" * 3000
@@ -304,3 +305,26 @@ def test_a_config_may_be_deep(depth, status, brackets, tmp_path, capsys):
     write_lines(tmp_path / "other", *texts, times_line())
     assert [run.status for run in jstep.runs(tmp_path)] == ["finished", status]
     show(tmp_path, tmp_path / "other", capsys)
+
+
+@pytest.mark.parametrize("kind", ["an invalid card", "no card", "a newer card that took no step"])
+def test_which_card_is_that_of_a_run(kind, tmp_path):
+    """A card that is invalid is never replaced by an older one."""
+    write_run(tmp_path / "good", card={"config": {"lr": 1}})
+    trained = {"an invalid card": [card_line(start="b", programs=7)]}.get(kind, [])
+    later = [start_line(tmp_path, start="c"), card_line(start="c", config={"lr": 3})]
+    later = [*later, times_line(start="c", step=None)] if kind == "a newer card that took no step" else []
+    write_lines(
+        tmp_path / "run",
+        *(start_line(tmp_path, start="a"), card_line(start="a", config={"lr": 2}), times_line(start="a")),
+        *(start_line(tmp_path, start="b"), *trained, times_line(start="b"), *later),
+    )
+    problems = []
+    compared = differences([(str(tmp_path / "good"), "model"), (str(tmp_path / "run"), "model")], problems)
+    of_runs = jstep.runs(tmp_path).differences()
+    if kind == "an invalid card":
+        assert (compared, of_runs) == (None, {})
+        assert problems == [f"{tmp_path / 'run'}: its card is invalid: programs=7"]
+    else:
+        assert (compared, of_runs) == (["config: lr: 1 in A, 2 in B"], {"config: lr": [1, 2]})
+        assert problems == []
