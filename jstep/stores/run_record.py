@@ -146,7 +146,7 @@ class Record:
         fields: dict[str, Any] = {"kind": "run", "version": VERSION, "prefix": self.prefix}
         fields |= {"prefixes": sorted(self.prefixes), "read": self.read, "count": self.count, "before": self.before}
         fields["starts"] = starts
-        return (json.dumps(fields, allow_nan=False) + "\n").encode()
+        return (json.dumps(fields) + "\n").encode()
 
     @classmethod
     def from_json(cls, data: bytes, prefix: str) -> "Record | None":

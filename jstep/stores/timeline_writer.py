@@ -63,7 +63,7 @@ class Timeline:
     def write(self, kind: str, **fields: object) -> None:
         """Append a line, of this start unless `start` is among the fields."""
         line = {"kind": kind, "start": self.start, "prefix": self.prefix, **fields}
-        raw = (json.dumps(line, allow_nan=False) + "\n").encode()
+        raw = (json.dumps(line) + "\n").encode()
         with self._lock, self._logging_errors():
             self.record.add(json.loads(raw))
             self._lines.write(raw)

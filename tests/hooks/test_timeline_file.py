@@ -220,6 +220,20 @@ def test_many_starts(started, tmp_path):
         assert record.totals()["values"] == {"m0": 1.0, "m1": 1.0, "m2": 1.0}
 
 
+def test_numbers_that_are_not_finite_in_lines_of_others(started, tmp_path):
+    """They may be in any field; a later start is recorded all the same."""
+    writer = started(tmp_path)
+    with open(tmp_path / "timeline.jsonl", "a") as file:
+        line = {"kind": TIMES, "start": writer.start, "prefix": "model", **fields(5), "values": {"loss": 0.5}}
+        file.write(json.dumps(line).replace("0.5", "NaN").replace("}}", '}, "unknown": -1e999}') + "\n")
+    next_one = started(tmp_path)
+    next_one.write(TIMES, start=writer.start, **run_record.newest_times(next_one.record.starts[0]))
+    next_one.write(TIMES, **fields(9, end=["finished", ""]))
+    next_one.publish()
+    record = read_records(str(tmp_path))["model"]
+    assert [start.get("end") for start in record.starts] == [None, ["finished", ""]]
+
+
 def test_a_foreign_small_file(tmp_path):
     (tmp_path / SMALL).write_text('{"mine": 1}')
     with pytest.raises(ForeignFileError, match=r"timeline\.model\.json: jstep writes a file of this name"):
