@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import itertools
 import json
 import logging
 import os
@@ -123,7 +124,10 @@ class Record:
         if line.get(COPY):  # of another run, whose starts are not its own
             self.starts, self.before, self.count = [], None, 0
         opened = line["time"]
-        self.starts.append({**line, "opened": opened, "began": opened - sum(line["seconds"].values())})
+        self._append({**line, "opened": opened, "began": opened - sum(line["seconds"].values())})
+
+    def _append(self, start: dict[str, Any]) -> None:
+        self.starts.append(start)
         self.count += 1
         while len(self.starts) > KEPT:
             # What was trained last is what the run is.
@@ -136,6 +140,13 @@ class Record:
         for start in self.starts:
             if (found := newer.get(start["start"])) is not None and found["time"] > start["time"]:
                 start |= newest_times(found)
+
+    def take_later(self, other: "Record") -> None:
+        """Take the starts that another record of the run has after those of this one."""
+        known = {start["start"] for start in self.starts}
+        later = list(itertools.takewhile(lambda start: start["start"] not in known, reversed(other.starts)))
+        for start in reversed(later if len(later) < len(other.starts) else []):
+            self._append(start)
 
     def to_json(self) -> bytes:
         starts, last = [], dict[str, Any]()

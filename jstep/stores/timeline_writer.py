@@ -9,8 +9,8 @@ import threading
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 
-from jstep.stores.files import open_own, replace_file
-from jstep.stores.growing_files import PERIOD, open_lines
+from jstep.stores.files import open_own, read_small, replace_file
+from jstep.stores.growing_files import MAX_LINE, PERIOD, open_lines
 from jstep.stores.objects import Objects
 from jstep.stores.run_record import BEGINNING, Record, read_records, record_path, stamp_of
 from jstep.stores.timeline import OBJECTS, TIMELINE_FILE, TIMES, is_line, timeline_files
@@ -87,6 +87,7 @@ class Timeline:
     def publish(self) -> None:
         """Replace the small file."""
         with self._lock:
+            self._take_others()
             data = self.record.to_json()
         self.period = max(self.period, len(data) / _BYTES_PER_SECOND)
         with self._logging_errors():
@@ -97,6 +98,17 @@ class Timeline:
             objects = Objects(above)
             with objects.within(5):
                 objects.write(name, data)
+
+    def _take_others(self) -> None:
+        """Take what is newer in the small file: without a claim, other starts of the run may replace it, too."""
+        own = next((start for start in self.record.starts if start["start"] == self.start), {})
+        if own.get("claims", True) or is_url(self.where):
+            return
+        with contextlib.suppress(OSError, ValueError):
+            other = Record.from_json(read_small(self._newest, MAX_LINE), self.prefix)
+            if other is not None:
+                self.record.take_newer(other)
+                self.record.take_later(other)
 
     def flush(self) -> None:
         with self._lock, self._logging_errors():

@@ -181,6 +181,21 @@ def test_starts_and_runs_share_a_file(started, tmp_path):
     }
 
 
+@pytest.mark.parametrize("replaced_last", ["by the first", "by the second"])
+def test_two_starts_of_a_run_that_live_at_once(started, tmp_path, replaced_last):
+    """Both replace the small file, whichever is last, and no start loses its times when both are killed."""
+    writers = [started(tmp_path, claims=False) for _ in range(2)]
+    for second in range(2, 9):
+        for writer in writers if replaced_last == "by the second" else reversed(writers):
+            writer.update(**fields(second + (writer is writers[1])))
+            writer.publish()
+    record = read_records(str(tmp_path))["model"]
+    assert [(start["step"], record.count) for start in record.starts] == [([0, 24], 2), ([0, 27], 2)]
+    third = Timeline(str(tmp_path), "model")
+    assert [start["step"] for start in third.record.starts] == [[0, 24], [0, 27]]
+    third.close()
+
+
 def test_prefixes_that_begin_alike(started, tmp_path):
     for prefix in ("model", "model.json", "model-1"):
         writer = started(tmp_path, prefix)
