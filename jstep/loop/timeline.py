@@ -198,10 +198,9 @@ class TimelineRecorder(Observer):
 def _end_previous(timeline: Timeline, *, claimed: bool) -> None:
     """Append what the previous start recorded last, if it was killed before it could."""
     start = timeline.record.newest
-    if start is None or "end" in start:
+    if start is None or "end" in start or not start.get("process"):  # older versions recorded neither
         return
-    process = start.get("process") or {}
-    is_dead = claimed or is_alive(process) is False
+    is_dead = claimed or is_alive(start["process"]) is False
     end = [KILLED, exit_reason(timeline.where, timeline.prefix, start["opened"])] if is_dead else None
     timeline.write(TIMES, **newest_times(start), **({} if end is None else {"end": end}), start=start["start"])
 

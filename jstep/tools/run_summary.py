@@ -146,8 +146,8 @@ def summarize(where: str, record: Record) -> RunSummary:
 
 
 def _summary(where: str, record: Record) -> RunSummary:
-    if "process" not in record.starts[-1]:
-        record.starts[-1] = _with_card(where, record.prefix, record.starts[-1])
+    if not all(start.get("process") for start in record.starts):
+        record.starts = _with_cards(where, record.prefix, record.starts)
     newest, totals = record.starts[-1], record.totals()
     trained = last_trained(record.starts)
     start, source = trained or newest, original_of(where, record)
@@ -208,18 +208,26 @@ def trained_start(run: RunSummary, starts: Sequence[Start] | None = None) -> Sta
 
     It has no card if that is invalid, or none can be read.
     """
-    return _start_with_card(run.path, run.prefix, run.start, starts)
+    starts = _read_starts(run.path) if starts is None else starts
+    return start_with_card(starts, run.prefix, run.start) or Start("", run.prefix)
 
 
-def _start_with_card(where: str, prefix: str, trained: str | None, starts: Sequence[Start] | None = None) -> Start:
+def _read_starts(where: str) -> Sequence[Start]:
     with contextlib.suppress(OSError, ValueError):
-        starts = read_starts(where) if starts is None else starts
-    return start_with_card(starts or (), prefix, trained) or Start("", prefix)
+        return read_starts(where)
+    return ()
 
 
-def _with_card(where: str, prefix: str, start: dict[str, Any]) -> dict[str, Any]:
-    """Return a start that an older version wrote, with what only its card has; such a start has no end."""
-    card = _start_with_card(where, prefix, start["start"]).card or {}
+def _with_cards(where: str, prefix: str, starts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return starts, those that an older version wrote with what only their cards have."""
+    every = _read_starts(where)
+    cards = {start["start"]: start_with_card(every, prefix, start["start"]) for start in starts}
+    return [start if start.get("process") else _with_card(start, cards[start["start"]]) for start in starts]
+
+
+def _with_card(start: dict[str, Any], of_start: Start | None) -> dict[str, Any]:
+    """Return a start that an older version wrote, which did not record how it ended."""
+    card = {} if of_start is None else of_start.card or {}
     last_step, of = (card.get("arguments") or {}).get("last_step"), card.get("devices") or {}
     is_done = is_step(last_step) and start["step"] is not None and start["step"][1] >= last_step
     known = {"last_step": last_step if is_step(last_step) else None, _DONE: (FINISHED, "") if is_done else None}

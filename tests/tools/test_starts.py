@@ -276,6 +276,17 @@ def test_a_start_that_is_stopped_while_it_opens_is_recorded(tmp_path):
         assert run.status in ("interrupted", "finished")
 
 
+def test_starts_of_an_older_version_that_a_new_one_follows(tmp_path):
+    """Older versions recorded neither the process nor how it ended: the last step of the card tells whether it did."""
+    train(tmp_path, 5)
+    lines = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_bytes().splitlines()]
+    lines = [{name: line[name] for name in line if name not in ("process", "claims", "end")} for line in lines]
+    (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "timeline.model.json").unlink()
+    train(tmp_path, 10)
+    assert [(start["status"], start["last"]) for start in only(tmp_path).starts] == [("finished", 5), ("finished", 10)]
+
+
 # Copies and moves.
 
 
