@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from jstep.core.annotations import Tree
@@ -356,7 +357,7 @@ def is_function(x: object) -> bool:
 
 
 def is_traced(x: object) -> bool:
-    return isinstance(x, jax.core.Tracer)
+    return isinstance(x, Tracer)
 
 
 def has_tracers(tree: Tree) -> bool:
@@ -366,7 +367,7 @@ def has_tracers(tree: Tree) -> bool:
 def find_donated(tree: Tree) -> str | None:
     """Return the path of the first donated leaf, or None."""
     for i, leaf in enumerate(jax.tree.leaves(tree)):  # paths are slower: a step on a mesh calls this every time
-        if hasattr(leaf, "is_deleted") and not is_traced(leaf) and leaf.is_deleted():
+        if hasattr(leaf, "is_deleted") and not isinstance(leaf, Tracer) and leaf.is_deleted():
             return leaf_paths(tree)[i]
     return None
 
@@ -474,7 +475,8 @@ def suggest_names(name: str, names: Iterable[str]) -> str:
 def shape_of(leaf: Any, sharding: Any = None, *, weak: bool = False) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of a leaf on a device; `weak` preserves `weak_type`, for JAX's program cache."""
     weak_type = weak and getattr(leaf, "weak_type", False)
-    return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf), sharding=sharding, weak_type=weak_type)
+    dtype = leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
+    return jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=sharding, weak_type=weak_type)
 
 
 def is_like(params: Tree, tree: Tree) -> bool:
