@@ -82,9 +82,11 @@ def test_slices_make_the_same_values(name, dtype, in_slices):
     assert jax.tree.structure(sliced) == jax.tree.structure(whole)
     for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(sliced), jax.tree.leaves(whole), strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        # Kernels may differ in the last bit of a value, and so in a code that is at the border of two.
-        differing = np.mean(np.asarray(one != other)) if one.ndim else 0
-        assert differing < (0.2 if one.dtype == jnp.float32 else most), jax.tree_util.keystr(path)
+        # Kernels may differ in the last bits of a value, and so in a code that is at the border of two.
+        is_float = one.dtype == jnp.float32
+        close = np.isclose(one, other, rtol=1e-6, atol=0) if is_float else np.asarray(one == other)
+        if one.ndim:
+            assert np.mean(~close) < (0.01 if is_float else most), jax.tree_util.keystr(path)
     for one, other in zip(jax.tree.leaves(values(sliced)), jax.tree.leaves(values(whole)), strict=True):
         np.testing.assert_allclose(one, other, atol=0.02 * np.max(np.abs(other)), rtol=1e-2)
 
