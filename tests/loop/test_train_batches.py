@@ -1,12 +1,16 @@
 """`train`: sources of batches."""
 
+import functools
+import os
+import sys
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from doubles import raising
-from loop_runs import DATA, Calls, Counted, by_hand, same, train
+from loop_runs import DATA, OPTIMIZER, Calls, Counted, by_hand, same, train
 
 import jstep
 
@@ -138,3 +142,39 @@ def test_a_plain_step_gets_jax_arrays_with_and_without_prefetching(slow):
 
     train(8, batches, step=step)
     assert kinds == {("ArrayImpl", "float32")}
+
+
+class PythonCalls(jstep.Hook):
+    """Counts the calls of functions of jstep in the loop's thread, from step 20 to 40."""
+
+    begin_at, end_at = 20, 40
+
+    def __init__(self):
+        self.count = 0
+
+    def after_step(self, step, state, metrics):
+        if step == self.begin_at:
+            sys.setprofile(self.called)
+        elif step == self.end_at:
+            sys.setprofile(self.before)
+
+    def begin(self, state):
+        self.before = sys.getprofile()
+
+    def called(self, frame, event, arg):
+        self.count += event == "call" and frame.f_code.co_filename.startswith(os.path.dirname(jstep.__file__))
+
+    def next_due(self, step):
+        return next((at for at in (self.begin_at, self.end_at) if at > step), 2**62)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_step_makes_no_more_calls_than_it_did(on_device, request):
+    """Each costs some tenths of a microsecond, which no bound on a ratio of noisy times has noticed."""
+    request.addfinalizer(functools.partial(sys.setprofile, sys.getprofile()))
+    batch = np.ones((8, 4), np.float32), np.arange(8)
+    batch = jax.device_put(batch) if on_device else batch
+    step = jstep.minimize(lambda params, x, y: jnp.sum(params["w"] ** 2) * x.mean() - y.mean(), OPTIMIZER)
+    calls = PythonCalls()
+    train(50, lambda step: batch, [calls], step=step, log_steps=None)
+    assert 0 < calls.count / 20 <= 64
