@@ -72,7 +72,7 @@ def soak(steps, directory):
             jstep.EvaluationHook(
                 evaluate,
                 every_n_steps=max(part // 4, 1),
-                then=[
+                callbacks=[
                     jstep.KeepBest(os.path.join(directory, "best"), "loss"),
                     jstep.ReduceOnPlateau("loss", "learning_rate", patience=50),
                     jstep.EarlyStopping("loss", patience=10**6),

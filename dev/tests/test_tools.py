@@ -13,6 +13,7 @@ import changed
 import costs
 import mutants
 import pytest
+import soak
 import thorough
 from hypothesis import register_random
 
@@ -241,3 +242,10 @@ def test_who_notices_a_change(tmp_path: Path) -> None:
     assert "-    return x + 1\n" in done.stdout
     assert done.stdout.splitlines()[-1] == "noticed by day: 1, noticed by night: 1, noticed by nobody: 2"
     assert {name: (tmp_path / name).read_text(encoding="utf-8") for name in PROJECT} == PROJECT
+
+
+def test_the_soak_test_runs(tmp_path):
+    state, found = soak.soak(40, str(tmp_path))
+    assert state.global_step == 40
+    assert len(found) == soak.PARTS
+    assert set(soak.growth(found)) <= set(found[0])
