@@ -36,7 +36,6 @@ _OPAQUE = {"pallas_call", "custom_linear_solve"}
 _OPTIONS = {"scan": ("length", "reverse", "unroll"), "shard_map": ("mesh", "in_specs", "out_specs", "check_vma")}
 """Kind of an operation → the parameters from which it can be rebuilt."""
 
-_HIDDEN = {"name", "donated_invars", "keep_unused", "ctx_mesh", "compiler_options_kvs", "inline", "debug"}
 """Parameters that do not affect the result of an operation."""
 
 _REMAT = {"remat", "remat2", "checkpoint"}
@@ -157,20 +156,6 @@ def source_frames(eqn: Any) -> Sequence[Any]:
     """Return Python frames, innermost first."""
     traceback = eqn.source_info.traceback
     return [] if traceback is None else traceback.frames
-
-
-def argument_names(closed: Any) -> Sequence[Any]:
-    return getattr(getattr(closed.jaxpr, "debug_info", None), "arg_names", None) or ()
-
-
-def describe_parameters(eqn: Any) -> dict[str, str]:
-    """Return the parameters that affect the result, as strings."""
-    hidden = (type(None), core.Jaxpr, core.ClosedJaxpr)
-    return {
-        name: str(value)
-        for name, value in eqn.params.items()
-        if name not in _HIDDEN and not callable(value) and not isinstance(value, hidden)
-    }
 
 
 def is_differentiated(eqn: object) -> bool:

@@ -1,7 +1,5 @@
-"""The graph of a program for TensorBoard, from a trace or a lowered program."""
+"""The graph of a lowered program for TensorBoard."""
 
-import dataclasses
-import functools
 import itertools
 import os
 import re
@@ -9,10 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import numpy as np
 
-from jstep.core import checks, trees
-from jstep.core.jaxprs import Operation, Subprogram, argument_names, body_of, describe_parameters, evaluate, name_stack
+from jstep.core import checks
 from jstep.stores.event_files import is_message, parse_message, proto
 from jstep.stores.files import write_named
 from jstep.stores.urls import join_path, location
@@ -118,7 +114,7 @@ def _split(path: str) -> list[str]:
     return [part for part in parts if part]
 
 
-# Conversion of StableHLO to a GraphDef, for lowered functions, which have no jaxpr.
+# Conversion of StableHLO to a GraphDef.
 
 Env: TypeAlias = dict[Any, Ref]
 
@@ -226,137 +222,6 @@ def _text(attribute: object) -> str:
     return str(attribute).strip('"')
 
 
-# Conversion of a jaxpr to a GraphDef: equations become nodes, inner functions become scopes.
-
-
-def from_traced(traced: Any) -> Any:
-    """Return the GraphDef of a `jax.stages.Traced`, with arguments and results named by their paths."""
-    body, walker = body_of(traced.jaxpr), _TracedWalker()
-    invars = body.jaxpr.invars
-    names = _argument_names(traced, len(invars))
-    inputs = [walker.node("", name, "Parameter", [], var) for var, name in zip(invars, names, strict=True)]
-    constants = [
-        walker.constant(value, var, "constants", f"const_{i}")
-        for i, (var, value) in enumerate(zip(body.jaxpr.constvars, body.consts, strict=True))
-    ]
-    results = walker.operations(body, constants, inputs, "")
-    names = [trees.path_str(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(traced.out_info)]
-    for value, var, path in zip(results, body.jaxpr.outvars, names, strict=True):
-        walker.node("result", path or "value", "Result", [walker.ref(value, var, "result")], var)
-    return walker.graph
-
-
-def _argument_names(traced: Any, count: int) -> list[str]:
-    """Return names such as `state/params/dense/kernel`."""
-    leaves = jax.tree_util.tree_leaves_with_path(traced.args_info)
-    written = argument_names(traced.jaxpr)
-    names = []
-    for i, (keys, _) in enumerate(leaves):
-        if keys[0].idx == 1:  # keyword arguments
-            names.append(trees.path_str(keys[1:]))
-            continue
-        root = re.match(r"\w+", (written[i] if i < len(written) else None) or "")
-        names.append("/".join(filter(None, [root.group() if root else f"arg{keys[1].idx}", trees.path_str(keys[2:])])))
-    return names if len(names) == count else [f"arg{i}" for i in range(count)]
-
-
-def _traced_tensor(var: Any) -> GraphTensor:
-    aval = var.aval
-    shape = getattr(aval, "shape", None)
-    sizes = None if shape is None else tuple(n if isinstance(n, int) else -1 for n in shape)
-    return GraphTensor(sizes, str(getattr(aval, "dtype", "")))
-
-
-class _TracedWalker(GraphBuilder):
-    """A builder of the graph of a jaxpr. Values are references, or constants that are operands."""
-
-    def node(
-        self, scope: str, name: str, op: str, inputs: Sequence[Ref], var: object, attrs: dict[str, str] | None = None
-    ) -> Ref:
-        """Add a node with one output."""
-        return self.add(scope, name, op, inputs, [_traced_tensor(var)], attrs)[0]
-
-    def constant(self, value: Any, var: object, scope: str, name: str = "const") -> Ref:
-        attrs = {"value": str(value)} if np.size(value) == 1 and not isinstance(value, jax.core.Tracer) else {}
-        return self.node(scope, name, "Const", [], var, attrs)
-
-    def ref(self, value: object, atom: object, scope: str) -> Ref:
-        return value if isinstance(value, str) else self.constant(value, atom, scope)
-
-    def operations(self, body: Subprogram, constants: Sequence[Ref], inputs: Sequence[Ref], scope: str) -> list[Any]:
-        return evaluate(
-            dataclasses.replace(body, consts=tuple(constants)), inputs, functools.partial(self._operation, scope)
-        )
-
-    def _program(self, body: Subprogram, inputs: Sequence[Ref], scope: str) -> list[Ref]:
-        """Add an inner program under a scope."""
-        constants = [
-            self.constant(value, var, scope) for value, var in zip(body.consts, body.jaxpr.constvars, strict=True)
-        ]
-        return self._refs(self.operations(body, constants, inputs, scope), body.jaxpr.outvars, scope)
-
-    def _refs(self, values: Sequence[Any], atoms: Sequence[Any], scope: str) -> list[Ref]:
-        return [self.ref(value, atom, scope) for value, atom in zip(values, atoms, strict=True)]
-
-    def _operation(self, outer: str, operation: Operation, values: list[Any]) -> list[Ref]:
-        eqn, name = operation.eqn, operation.name
-        scope = "/".join(filter(None, [outer, *name_scopes(name_stack(eqn))]))
-        if operation.kind == "operation":
-            attrs = {f"input_{i}": str(value) for i, value in enumerate(values) if not isinstance(value, str)}
-            attrs |= describe_parameters(eqn)
-            inputs = [value for value in values if isinstance(value, str)]
-            return self.add(scope, name, name, inputs, [*map(_traced_tensor, eqn.outvars)], attrs)
-        if _is_call(operation):
-            label, inner = operation.called or name, operation.bodies[0].operations
-            # A custom_jvp_call that holds only jit[relu] becomes one scope, relu, not two.
-            opened = scope if len(inner) == 1 and _is_call(inner[0]) else self.scope(scope, label)
-            return self._program(operation.bodies[0], self._refs(values, eqn.invars, opened), opened)
-        opened = self.scope(scope, operation.kind)
-        build = {"scan": self._scan, "while": self._while, "cond": self._cond}[operation.kind]
-        return build(operation, self._refs(values, eqn.invars, opened), opened)
-
-    def _scan(self, operation: Operation, inputs: list[Ref], scope: str) -> list[Ref]:
-        (body,), (consts, carried) = operation.bodies, operation.counts
-        attrs = {name: str(operation.options[name]) for name in ("length", "reverse")}
-        for i in range(consts, len(inputs)):
-            kind = "carry" if i < consts + carried else "slice"
-            inputs[i] = self.node(scope, kind, f"Scan{kind.title()}", [inputs[i]], body.jaxpr.invars[i], attrs)
-        results = enumerate(zip(self._program(body, inputs, scope), operation.eqn.outvars, strict=True))
-        return [
-            result if i < carried else self.node(scope, "stack", "ScanStack", [result], var, attrs)
-            for i, (result, var) in results
-        ]
-
-    def _while(self, operation: Operation, inputs: list[Ref], scope: str) -> list[Ref]:
-        (condition, body), eqn = operation.bodies, operation.eqn
-        first, start = itertools.accumulate(operation.counts)
-        carries = [
-            self.node(scope, "carry", "WhileCarry", [ref], var)
-            for ref, var in zip(inputs[start:], eqn.outvars, strict=True)
-        ]
-        (predicate,) = self._program(condition, inputs[:first] + carries, self.scope(scope, "cond"))
-        results = self._program(body, inputs[first:start] + carries, self.scope(scope, "body"))
-        control = f"^{predicate.partition(':')[0]}"
-        return [
-            self.node(scope, "exit", "WhileExit", [ref, control], var)
-            for ref, var in zip(results, eqn.outvars, strict=True)
-        ]
-
-    def _cond(self, operation: Operation, inputs: list[Ref], scope: str) -> list[Ref]:
-        branches = [
-            self._program(branch, inputs[1:], self.scope(scope, f"branch_{i}"))
-            for i, branch in enumerate(operation.bodies)
-        ]
-        return [
-            self.node(scope, "merge", "Merge", [inputs[0], *refs], var)
-            for var, *refs in zip(operation.eqn.outvars, *branches, strict=True)
-        ]
-
-
-def _is_call(operation: Operation) -> bool:
-    return operation.kind in ("call", "shard_map")
-
-
 # Writing functions as StableHLO or as GraphDefs, which TensorBoard draws.
 
 
@@ -366,8 +231,7 @@ def graph_def(graph: Any, *args: Any, **kwargs: Any) -> Any:
         _no_arguments(graph, args, kwargs)
         data = bytes(graph) if isinstance(graph, bytes | bytearray) else graph.SerializeToString()
         return parse_message(data, "GraphDef", "graph")
-    staged = _staged(graph, args, kwargs)
-    return from_lowered(staged) if isinstance(staged, jax.stages.Lowered) else from_traced(staged)
+    return from_lowered(_lowered(graph, args, kwargs))
 
 
 def write_graph(graph: object, logdir: str | os.PathLike[str], name: str, as_text: bool = True) -> str:
@@ -411,11 +275,15 @@ def write_graph(graph: object, logdir: str | os.PathLike[str], name: str, as_tex
     elif is_graph_def or name.endswith(".pbtxt"):
         data = str(graph_def(graph)).encode()
     else:
-        staged = _staged(graph, (), {})
-        data = (staged if isinstance(staged, jax.stages.Lowered) else staged.lower()).as_text().encode()
+        data = _lowered(graph, (), {}).as_text().encode()
     path = join_path(logdir, name)
     write_named(path, data)
     return path
+
+
+def _lowered(graph: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    staged = _staged(graph, args, kwargs)
+    return staged if isinstance(staged, jax.stages.Lowered) else staged.lower()
 
 
 def _staged(graph: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
