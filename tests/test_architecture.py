@@ -401,7 +401,7 @@ def test_files_hold_what_a_reader_wants_to_understand_at_once() -> None:
     assert not {room: count for room, count in rooms.items() if count > MOST_FILES}
 
 
-CALLED_BY_NAME = {"_repr_html_", "_shard_map"}
+CALLED_BY_NAME = {"_repr_html_", "_cond", "_shard_map"}
 """Methods that notebooks call, or that are looked up by the name of an operation."""
 
 

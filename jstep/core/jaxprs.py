@@ -259,21 +259,6 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return [atom for atom in atoms if not isinstance(atom, core.Literal)]
 
 
-def depend_on_calls(body: Subprogram, name: str, dependent: Sequence[bool]) -> list[bool]:
-    """Return which results depend on a call of the jitted function `name`, or on a dependent argument."""
-
-    def by(operation: Operation, dependent: list[bool]) -> list[bool]:
-        if operation.kind in ("call", "shard_map") and operation.called != name:
-            return depend_on_calls(operation.bodies[0], name, dependent)
-        if operation.kind == "cond":
-            branches = [depend_on_calls(branch, name, dependent[1:]) for branch in operation.bodies]
-            return [any((dependent[0], *results)) for results in zip(*branches, strict=True)]
-        is_inside = any(nested.called == name for nested in (operation, *inside(operation)))
-        return [is_inside or any(dependent)] * len(operation.eqn.outvars)
-
-    return evaluate(body, dependent, by, lambda constant: False)
-
-
 def apply(operation: Operation, values: Sequence[Any]) -> list[Any]:
     # Evaluated as a program with one operation, because the API to bind primitives changes between versions of JAX.
     pairs = zip(operation.eqn.invars, values, strict=True)

@@ -30,7 +30,6 @@ from jstep.loop.arguments import Options
 from jstep.loop.compile_ahead import compile_ahead, compile_first_program, shapes_of_batch
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchFeeder, FirstBatch, copy_batches
-from jstep.loop.foresight import warn_ahead, warn_of_averages_at_rest
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.programs import ProgramTable
 from jstep.loop.run import ENDED, STOPPED, Observers, Origin, Run, compiling_for, name_of_run, overriding
@@ -132,7 +131,6 @@ def begin(run: Run) -> bool:
         return False
     if run.origin.extra.get(STOPPED) is not None:
         _logger.info("%s stopped this run at step %d; it resumes", run.origin.extra[STOPPED], first)
-    warn_ahead(run)
     compile_ahead(run)
     return True
 
@@ -154,7 +152,7 @@ def _dispatch_of(setup: Setup, observers: Observers) -> Dispatch:
         signals=setup.signals,
         first_call=setup.times.compiling,
         watch=setup.watch,
-        after_first=[warn_of_averages_at_rest, lambda call, state: interactive.forget(), *first],
+        after_first=[lambda call, state: interactive.forget(), *first],
         after_each=overriding(observers, "after_each"),
     )
 

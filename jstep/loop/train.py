@@ -27,7 +27,6 @@ from jstep.loop.arguments import Options, as_steps_per_call, cache_directory, ch
 from jstep.loop.calls import Call
 from jstep.loop.card import Cards
 from jstep.loop.compiler import StartTimes
-from jstep.loop.foresight import report_accumulated
 from jstep.loop.hook_runner import close_hooks
 from jstep.loop.progress import Progress
 from jstep.loop.run import Observer, Observers, Run
@@ -329,4 +328,3 @@ def _finish(run: Run, *, is_stopped: bool) -> None:
     if is_stopped or run.setup.signals.to_stop():  # also during the hooks above
         exit_on_signal(run)
     run.runner.settle()
-    report_accumulated(run)

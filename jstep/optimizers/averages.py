@@ -28,7 +28,7 @@ from jstep.optimizers.rules import Slot, fresh_slot, new_start_step, slot_age
 from jstep.optimizers.updates import add, apply_updates, is_update
 from jstep.slots.indexed_slices import is_slices
 from jstep.slots.optax_transformations import require_optimizer
-from jstep.slots.roles import FOLLOWS_STEP, FOLLOWS_UPDATES, Role, Roles
+from jstep.slots.roles import Role, Roles
 from jstep.state.slots import params_from_slot
 from jstep.state.train_state import START_STEP, TrainState
 
@@ -236,10 +236,6 @@ def move_average(average: Array, p: Array, rate: Array) -> Array:
     return jnp.where(rate >= 1, p, jnp.where(rate > 0, moved, average))
 
 
-MOVED = "move_average"
-"""The name of the function above in the compiled step, which marks where averages move."""
-
-
 def _followed(own: Slots, p: Array, u: object, rate: Array) -> tuple[None, Slots]:
     return None, {AVERAGE_SLOT: move_average(own[AVERAGE_SLOT], p if u is None else add(p, u), rate)}
 
@@ -268,12 +264,10 @@ def with_moving_average(
         An `Optimizer` with one more slot, named `ema.name`. The average of a leaf moves in the updates that have a
         gradient of the leaf, so in a step of several updates, such as one for each player of a GAN, once for each of
         the leaf's updates; with `follows="step"` all averages move together, in each update that advances the step, and
-        have a separate age with zero_debias. `train` logs a warning before the first step if a later stage stops
-        training leaves whose averages follow their updates, and after it if averages that follow the step move in no
-        update of the step. Leaves that a `partition` freezes have no average. With zero_debias, the age of averages
-        comes from the optimizer's `start_step`, which is added if missing; around a `partition` each label has a
-        separate one, `with_moving_average/label/start_step`, which counts the updates that have a gradient of its
-        leaves. Averages with start_step or every, which not every update moves, have a separate age,
+        have a separate age with zero_debias. Leaves that a `partition` freezes have no average. With zero_debias, the
+        age of averages comes from the optimizer's `start_step`, which is added if missing; around a `partition` each
+        label has a separate one, `with_moving_average/label/start_step`, which counts the updates that have a gradient
+        of its leaves. Averages with start_step or every, which not every update moves, have a separate age,
         `with_moving_average/name/start_step`, or one for each label. Inside `skip_nonfinite`, a skipped update leaves
         the averages unchanged; inside `master_weights`, the master weights are averaged.
 
@@ -370,7 +364,6 @@ def _own(
         aged=ema.zero_debias and not follows_step,
         counted=(lambda step: ema.is_due(jnp.asarray(step) + 1)) if waits else None,
         age_scope=_age_scope(ema) if waits else None,
-        details={ema.name: FOLLOWS_STEP if follows_step else FOLLOWS_UPDATES},
     )
 
 

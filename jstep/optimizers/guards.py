@@ -22,7 +22,7 @@ from jstep.optimizers.updates import Projected, map_updates, wide_updates
 from jstep.slots.indexed_slices import IndexedSlices, combine_rows, rows_in_order
 from jstep.slots.matching import match_gradients
 from jstep.slots.optax_transformations import require_optimizer
-from jstep.slots.roles import ACCUMULATED, AGES, Role, Roles, roles_of
+from jstep.slots.roles import AGES, Role, Roles, roles_of
 
 # Skipped updates for nonfinite gradients, and other conditional updates.
 
@@ -408,7 +408,7 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
         return roles.with_own_age().ordered().hiding(Role.LOSS_SCALE)
 
     added = {name: functools.partial(fresh_slot, name, spec) for name, spec in sums.items()}
-    own = WrapperSlots(added, details={GRADIENT_COUNT: ACCUMULATED} if accumulate else {})
+    own = WrapperSlots(added)
     is_guarded = False if accumulate else None  # a nonfinite gradient would reach the sum
     return wrap_optimizer(optimizer, "update_every", update, own, guarded=is_guarded, inner_roles=inner_roles)
 

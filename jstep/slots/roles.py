@@ -57,8 +57,6 @@ HALVES = (Role.SCALES, Role.REMAINDER)
 """Slots that are only half of another slot, or of the parameters."""
 OUTERMOST = (Role.LOSS_SCALE, Role.NOISE, Role.NOISE_SQUARE, Role.NOISE_WEIGHT)
 """Slots of wrappers that must see all gradients."""
-ACCUMULATED, FOLLOWS_UPDATES, FOLLOWS_STEP = "gradients in a sum", "follows updates", "follows the step"
-"""Details of slots: the number of gradients that wait for an update, and when averages move."""
 ORIGIN, SIGNED = "an origin", "a sum whose sign tells that parameters were put"
 """Details of slots from which a rule computes the parameters: one that moves with them, and a sum ≥ 0. If the sum is
 negative, the rule computes its other slots from the parameter: only a rule knows its hyperparameters.

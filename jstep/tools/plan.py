@@ -20,14 +20,13 @@ from jstep.core.curves import label_axis
 from jstep.core.meshes import internal_transfers
 from jstep.core.tables import WIDTH, Tabular, columns, html_picture, wrap_words
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import Optimizer, OptimizerLike, Schedule
+from jstep.core.trees import OptimizerLike, Schedule
 from jstep.data.batches import Batches
 from jstep.data.loaders import check_batches
 from jstep.data.sequence import BatchSequence
 from jstep.hooks.cadence import hook_cadence, next_call
 from jstep.hooks.hook import Hook, hook_name, list_of_hooks
 from jstep.hooks.run_hook import RunHook
-from jstep.loop.foresight import find_rates, find_scheduled_rates
 from jstep.loop.stages import as_stages, name_of_step
 from jstep.slots.optax_transformations import is_transformation, require_optimizer
 from jstep.tools.figures import figure, save_figure
@@ -72,8 +71,6 @@ class Plan(Tabular):
         batch_size: First step of each batch size → rows of a batch; empty if unknown.
         rows: Source → rows read from it by the last step, `"rows"` for plain batches; empty if unknown.
         passes: Source → number of passes over it by the last step.
-        rate_zero_from: The step from which all learning rates are 0 up to the end, for two steps at least, although
-            one of them is a schedule; None if there is none.
     """
 
     steps: np.ndarray[Any, Any]
@@ -84,7 +81,6 @@ class Plan(Tabular):
     batch_size: Mapping[int, int] = dataclasses.field(default_factory=dict)
     rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
     passes: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    rate_zero_from: int | None = None
     _rows_at: Mapping[str, np.ndarray[Any, Any]] = dataclasses.field(default_factory=dict)
     _weights: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
@@ -101,7 +97,6 @@ class Plan(Tabular):
             lines += ["", *columns([heads, *self._rows_of(names)], left=0)]
         constant, due = self._constants(longest=36), self._due_texts()
         lines += ["", *wrap_words("constant", constant)] if constant else []
-        lines += ["", *warned] if (warned := self._warnings()) else []
         if due:
             hooks = columns([(truncate_path(name, 40), when) for name, when in due], left=2)
             lines += ["", *(truncate(line, WIDTH) for line in hooks)]
@@ -120,7 +115,7 @@ class Plan(Tabular):
     def _notes(self) -> list[str]:
         constant, due = self._constants(), [f"{name}: {when}" for name, when in self._due_texts()]
         constants = [f"constant: {', '.join(constant)}"] if constant else []
-        return [*self._warnings(), *constants, *self._schedule(), *due]
+        return [*constants, *self._schedule(), *due]
 
     def _repr_html_(self) -> str:
         picture, table = io.BytesIO(), super()._repr_html_()
@@ -161,12 +156,6 @@ class Plan(Tabular):
                 value = _number(column[0]) if column.ndim == 1 else f"of shape {list(column.shape[1:])}"
                 texts.append(f"{truncate_path(name, longest) if longest else name} {value}")
         return texts
-
-    def _warnings(self) -> list[str]:
-        if self.rate_zero_from is None:
-            return []
-        first, end = format_count(self.rate_zero_from), format_count(self.last_step)
-        return [f"WARNING: the learning rate is 0 from step {first} to the end of the run at step {end}"]
 
     def _due_texts(self) -> list[tuple[str, str]]:
         return [(hook_name(hook), _due_text(steps)) for hook, steps in self.due.items()]
@@ -343,14 +332,7 @@ def plan(
         last_step,
         {} if train_step is None else _stages(train_step, start, last_step),
         **_data(batches, start, last_step, steps),
-        rate_zero_from=_zero_rate_from(optimizer, functions, start, last_step),
     )
-
-
-def _zero_rate_from(optimizer: Any, functions: Any, start: int, last_step: int) -> int | None:
-    rates = find_rates(optimizer) if isinstance(optimizer, Optimizer) else find_scheduled_rates(functions)
-    first = None if rates is None else rates.zero_from(start, last_step)
-    return first if first is not None and last_step - first >= 2 else None
 
 
 def _functions(optimizer: Any) -> Any:

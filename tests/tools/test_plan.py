@@ -77,22 +77,6 @@ def test_steps_at_which_hooks_are_due(tmp_path):
         due["Nobody"]
 
 
-def test_a_rate_that_is_0_up_to_the_end():
-    schedule = jstep.warmup_cosine_decay(1e-2, 5, 50)
-    parts = {"a": jstep.adam(schedule), "b": jstep.adam(jstep.linear(0.1, 0.0, steps=60))}
-    optimizer = jstep.partition(parts, lambda path, leaf: path)
-    line = "WARNING: the learning rate is 0 from step {} to the end of the run at step 1 500"
-    for given, step in ((jstep.adam(schedule), 50), (optimizer, 60), ({"learning_rate": schedule}, 50)):
-        plan = jstep.plan(given, 1500, points=4)
-        assert plan.rate_zero_from == step
-        assert line.format(step) in str(plan).splitlines()
-        assert line.format(step) in plan._repr_html_()
-    for given, last in ((jstep.adam(schedule), 51), (jstep.adam(0.0), 1500), ({"weight_decay": schedule}, 1500)):
-        plan = jstep.plan(given, last, points=4)
-        assert plan.rate_zero_from is None
-        assert "WARNING" not in str(plan) + plan._repr_html_()
-
-
 BLUE, RED = "#1b4f72", "#7b241c"
 """The colors of values, and of what is due."""
 
