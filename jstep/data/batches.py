@@ -1,7 +1,6 @@
 """Shuffled batches and weighted mixtures of sources as pure functions of the step, with no position to save."""
 
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import Any, overload
 
 import numpy as np
@@ -13,7 +12,7 @@ from jstep.data.plan import ROWS, RowPlan, Share, Sizes, StepRange, check_proces
 from jstep.data.proportions import Weights, as_weights, count_stages
 from jstep.data.sequence import BatchSequence, as_row_numbers
 from jstep.data.sources import Rows, open_rows
-from jstep.data.steps import NO_END, Staircase, Steps, as_staircase, staircase
+from jstep.data.steps import NO_END, Staircase, Steps, as_staircase
 
 # Shuffled batches as a pure function of the step, so that no data position is checkpointed.
 
@@ -397,34 +396,3 @@ class Mixture(BatchSequence[T]):
             stop: The step after the last one to search; None for the end of the batches, if they end.
         """
         return self._steps_with(check_choice(source, "source", list(self._rows)), row, start, stop)
-
-
-# Batches without their data.
-
-
-def from_recipe(recipe: Mapping[str, Any]) -> "Batches[Any] | Mixture[Any]":
-    """Return the batches that `BatchSequence.recipe` describes, of row numbers. Any other value is some exception."""
-    sizes, rows = {int(step): size for step, size in recipe["batch_size"].items()}, recipe["rows"]
-    options = {"seed": recipe["seed"], "shuffle": recipe["shuffle"], "process_index": 0, "process_count": 1}
-    data: Batches[Any] | Mixture[Any]
-    if recipe["kind"] == Batches.__name__:
-        ends = {name: recipe[name] for name in ("num_epochs", "drop_remainder")}
-        data = batches(range(as_int(rows, "rows")), sizes, **options, **ends)
-        plan, steps = data._plan, data._steps
-    else:
-        names = sorted(rows)
-
-        def check(of: Any, name: str) -> Weights:
-            weights = tuple(Fraction(*map(int, of[source])) for source in names)
-            if min(weights) < 0 or sum(weights) != 1:
-                raise ValueError(f"{name}: must not be negative, and must sum to 1")
-            return weights
-
-        weights = {int(step): of for step, of in recipe["weights"].items()}
-        sources = {name: range(as_int(rows[name], "rows")) for name in names}
-        data = mixture(sources, sizes, dict.fromkeys(names, 1), **options)
-        plan, steps = _weighted(data._plan, staircase(weights, "weights", check)), data._steps
-    parts = [range(start, NO_END if stop is None else stop, stride) for start, stop, stride in recipe["steps"]]
-    if not all(0 <= end < steps.count for part in parts if part for end in (part[0], part[-1])):
-        raise ValueError("steps: must be steps of the batches")
-    return type(data)(plan, data._rows, Steps(parts))

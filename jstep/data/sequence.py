@@ -125,20 +125,6 @@ class BatchSequence(abc.ABC, Generic[T]):
             ],
         }
 
-    def recipe(self) -> dict[str, Any]:
-        """Return what `from_recipe` needs to make these batches again without their data, as JSON.
-
-        Unlike `definition`, it has exact weights, and the sizes and weights of steps that were skipped.
-        """
-        sizes = self._plan.share.sizes.stages()
-        recipe = self.definition() | {"batch_size": {str(first): size for first, _, size in sizes}}
-        if "weights" in recipe:
-            recipe["weights"] = {
-                str(first): {name: w.as_integer_ratio() for name, w in zip(sorted(self._rows), weights, strict=True)}
-                for first, _, weights in self._plan.weights.stages()
-            }
-        return recipe
-
     def rows_hash(self) -> str:
         """Hash the rows that the batches of a finite sequence use, independent of the number of processes.
 

@@ -13,8 +13,6 @@ VERSION = 1
 PLACES = ("checkpoint_dir", "logdir", "compile_cache", "start_from")
 """Arguments that name the directories of a run: recorded, never compared."""
 
-RECIPE = "recipe"
-"""The section with `BatchSequence.recipe`, which is not compared: `batches` is."""
 NOT_READY = "(not ready)"
 """The placeholder for an option that a thread still converts."""
 SETTINGS: Mapping[str, object] = {
@@ -126,7 +124,7 @@ def _invalid(card: Mapping[str, Any]) -> list[str]:
     found = _wrong(
         "", card, {"card": is_step, "step": is_step, "lanes": _is_lanes, "programs": _is_list, "stages": _is_stages}
     )
-    found += _wrong("", card, dict.fromkeys((*SECTIONS, RECIPE), _is_dict))
+    found += _wrong("", card, dict.fromkeys(SECTIONS, _is_dict))
     for program in card.get("programs") or () if not found else ():
         found += (
             _wrong("programs: ", program, _OF_PROGRAM) if _is_dict(program) else [f"programs={format_value(program)}"]

@@ -57,8 +57,6 @@ from jstep.training.step import step_function
 
 _MAX_LENGTH = 1000
 """The maximum length of an entry, in characters of JSON; a longer one is replaced by its hash."""
-_MAX_RECIPE = 2**17
-"""The maximum length of the recipe of batches, in characters of JSON."""
 _MAX_NUMBERS = 200
 _OF_ANY_LENGTH = "x" * 16
 """In the place of a variable's value: JAX has none whose value matters and whose name is that of a key or token."""
@@ -80,7 +78,6 @@ def card(
         "devices": describe_devices(state),
         "state": _state(state, held),
         "batches": _batches(batches),
-        cards.RECIPE: _recipe(batches),
         "stages": {str(stage.first): name_of_step(stage.value) for stage in stages.stages()},
         "lanes": lanes if len(set(lanes.values())) > 1 else next(iter(lanes.values())),
         "arguments": _arguments(options),
@@ -197,12 +194,6 @@ def _batches(batches: Tree) -> dict[str, Any]:
         "hash": hash_strings(json.dumps(definition, sort_keys=True)),
         **{key: short(part) for key, part in definition.items()},
     }
-
-
-def _recipe(batches: Tree) -> dict[str, Any] | None:
-    """What `from_recipe` needs for batches by step, if it is not too long."""
-    recipe = batches.recipe() if isinstance(batches, BatchSequence) else None
-    return recipe if len(json.dumps(recipe)) <= _MAX_RECIPE else None
 
 
 def _arguments(options: Options) -> dict[str, Any]:

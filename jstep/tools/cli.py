@@ -165,7 +165,6 @@ COMMANDS = {
     "cost": ("estimate the cost of a step: operations, memory, transfers", "cli_cost:COST"),
     "goodput": ("account for the wall time of a run, over all its starts", "goodput:GOODPUT"),
     "runs": ("show all runs below directories: status, metrics, parents", "runs:RUNS"),
-    "rows": ("show which rows were in a step of a run, or a row's steps", "cli_rows:ROWS"),
     "report": ("show runs on one page of HTML: what, how, time, oddities", "report:REPORT"),
     "stalls": ("show the processes that hang (exit code 1) and their waits", "cli_events:STALLS"),
 }

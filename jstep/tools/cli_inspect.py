@@ -335,8 +335,7 @@ def _problems(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[str
 def _directory(path: str, arguments: argparse.Namespace, not_one: ValueError | None) -> int:
     checkpoints, broken = below(path)
     if not checkpoints and not broken:
-        from jstep.tools.cli_rows import directory_of_runs
-        from jstep.tools.runs import runs
+        from jstep.tools.runs import directory_of_runs, runs
 
         if sentence := directory_of_runs(path, runs(path)):
             raise ValueError(sentence)

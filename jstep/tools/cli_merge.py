@@ -23,8 +23,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from jstep.checkpoint.merge import decay_weights, merge_checkpoints, steps_to_merge
     from jstep.checkpoint.names import as_prefix, check_directory
     from jstep.checkpoint.open_store import open_store
-    from jstep.tools.cli_rows import directory_of_runs
-    from jstep.tools.runs import runs
+    from jstep.tools.runs import directory_of_runs, runs
     from jstep.weights.save import save_weights
 
     directory, prefix = arguments.directory, as_prefix(arguments.prefix)

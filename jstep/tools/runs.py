@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jstep.checkpoint.manifest import MANIFEST_FILE
-from jstep.core.checks import as_string, truncate
+from jstep.core.checks import as_string, format_list, truncate
 from jstep.core.tables import breadth, columns, html_table, printable
 from jstep.hooks.card_differences import card_values
 from jstep.hooks.cards import SECTIONS
 from jstep.stores.files import is_absent, is_directory, walk
 from jstep.stores.run_record import read_records
 from jstep.stores.timeline import CONFIG, OBJECTS, TIMELINE_FILE
-from jstep.stores.urls import absolute, is_url, location, split_path
+from jstep.stores.urls import absolute, is_url, location, resolve_path, split_path
 from jstep.tools.cli import OK, Command, as_strict_json, choose, complain, local_text
 from jstep.tools.run_summary import RunSummary, summarize, summary_fields, trained_start, unreadable_run
 
@@ -352,6 +352,18 @@ def _key(run: RunSummary, name: str) -> tuple[bool, Any]:
     value = _OWN[name](run) if name in _OWN else run.metrics.get(name, run.best.get(name, (None,))[0])
     is_none = value is None or (isinstance(value, float) and math.isnan(value))
     return is_none, 0 if is_none else value
+
+
+def _at(path: str, below: Sequence[RunSummary]) -> list[RunSummary]:
+    return [run for run in below if resolve_path(run.path) == resolve_path(path)]
+
+
+def directory_of_runs(path: str, below: Sequence[RunSummary]) -> str:
+    """Return a sentence that says so if there are runs below a directory, and none in it; otherwise ""."""
+    if not below or _at(path, below):
+        return ""
+    names = format_list(run_names(below), 5)
+    return f"{path} is a directory of runs ({names}): `python -m jstep runs {path}` lists them; give the path of one"
 
 
 RUNS = Command(_add_arguments, _run)

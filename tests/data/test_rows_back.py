@@ -1,13 +1,10 @@
 """Rows back: which rows were in a step, and which steps hold a row, against a search through all steps."""
 
-import json
-
 import numpy as np
 import pytest
 
 import jstep
 from jstep.data import permutation
-from jstep.data.batches import from_recipe
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 10, 1000, 1025, 70_000])
@@ -85,19 +82,3 @@ def test_bad_input():
         MIXTURES["plain"].steps_of("c", 3)
     with pytest.raises(TypeError):
         of().steps_of("x")
-
-
-@pytest.mark.parametrize("name", [*BATCHES, *MIXTURES])
-def test_batches_again_without_their_data(name):
-    """Exactly: also with weights that no float is, and sizes that change in steps that were skipped."""
-    data = (BATCHES | MIXTURES)[name]
-    again = from_recipe(json.loads(json.dumps(data.recipe())))
-    assert again.recipe() == data.recipe()
-    for step in range(0, len(data), 3):
-        assert list(again.rows_of(step)) == list(data.rows_of(step))
-
-
-def test_endless_batches_again():
-    data = jstep.mixture(SOURCES, {0: 8, 5: 4}, {0: {"a": 1, "b": 1, "ab": 1}, 6: {"a": 0.1, "b": 0.2, "ab": 0.3}})
-    again = from_recipe(data.skip(3, 90).recipe())
-    assert again.rows_of(10**12) == data.rows_of(10**12 + 87)

@@ -115,15 +115,6 @@ def test_each_program_is_recorded_when_it_runs():
     assert card_difference(found, resumed) == []
 
 
-def test_the_recipe_of_batches_is_recorded_and_not_compared(base):
-    recipe = base["recipe"]
-    assert (recipe["kind"], recipe["batch_size"], recipe["steps"]) == ("Batches", {"0": 8}, [[0, None, 1]])
-    assert card_difference({**base, "recipe": None}, base) == []
-    sizes = {step: 1 + step % 2 for step in range(20_000)}
-    assert card._recipe(jstep.batches(np.arange(9), sizes)) is None, "too long"
-    assert card._recipe(lambda step: step) is None
-
-
 def test_a_plain_function_is_not_traced(base):
     calls = []
 
