@@ -3,8 +3,6 @@
 import contextlib
 import itertools
 import logging
-import os
-import re
 import sys
 import threading
 import time
@@ -150,7 +148,7 @@ class Ticker:
 @context_manager
 def slow(doing: str, log: Callable[[str], object] | None = None) -> Iterator[None]:
     """Report progress after five seconds: a running clock on a terminal, elsewhere one line, to `log` if given."""
-    is_terminal = getattr(_standard_error(), "isatty", bool)()
+    is_terminal = getattr(sys.stderr, "isatty", bool)()
     is_shown = False
 
     def show(seconds: float) -> None:
@@ -172,84 +170,7 @@ def slow(doing: str, log: Callable[[str], object] | None = None) -> Iterator[Non
 
 
 def _write(text: str) -> None:
-    stream: Any = _standard_error()
+    stream: Any = sys.stderr
     with contextlib.suppress(AttributeError, OSError, ValueError):  # missing or closed
         stream.write(text)
         stream.flush()
-
-
-# Output of compilers to standard error: XLA reports INVALID_ARGUMENT for attempts from which it recovers; a compilation
-# that fails is an exception.
-
-_NOISE = re.compile(rb"INVALID_ARGUMENT")
-_OF_PYTHON = re.compile(rb"[\w.]+(?:Error|Exception): ")
-"""The last line of a traceback, which may legitimately contain the same word."""
-
-_lock = threading.Lock()
-_users = 0
-_filter = contextlib.ExitStack()
-"""The filter of standard error, while it has users."""
-_real: Any = None
-"""A stream to the actual standard error while its file descriptor is replaced; otherwise None."""
-
-
-def _standard_error() -> Any:
-    """Return standard error, bypassing the filter."""
-    try:
-        is_replaced = _real is not None and sys.stderr.fileno() == 2
-    except (AttributeError, OSError, ValueError):  # not a file: None, or captured, as in a notebook
-        is_replaced = False
-    return _real if is_replaced else sys.stderr
-
-
-@context_manager
-def without_noise() -> Iterator[None]:
-    """Drop XLA's INVALID_ARGUMENT lines from standard error."""
-    global _users
-    with _lock:
-        _users += 1
-        if _users == 1:
-            _filter.enter_context(_filtered_standard_error())
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if not _users:
-                _filter.close()
-
-
-@contextlib.contextmanager
-def _filtered_standard_error() -> Iterator[None]:
-    """Replace file descriptor 2 by a pipe to a thread, which forwards other lines."""
-    global _real
-    try:
-        saved = os.dup(2)
-    except OSError:  # standard error is closed
-        yield
-        return
-    reading, writing = os.pipe()
-    with contextlib.suppress(Exception):
-        sys.stderr.flush()
-    os.dup2(writing, 2)
-    os.close(writing)
-    _real = os.fdopen(os.dup(saved), "w")
-
-    def forward() -> None:
-        with open(reading, "rb") as lines, contextlib.suppress(OSError):
-            for line in lines:
-                if not _NOISE.search(line) or _OF_PYTHON.match(line):
-                    os.write(saved, line)
-
-    # A daemon: a subprocess of the compiler may keep the pipe open.
-    thread = threading.Thread(target=forward, name="jstep-stderr", daemon=True)
-    thread.start()
-    yield
-    with contextlib.suppress(Exception):
-        sys.stderr.flush()
-    os.dup2(saved, 2)
-    thread.join(1.0)
-    real, _real = _real, None
-    real.close()
-    if not thread.is_alive():
-        os.close(saved)

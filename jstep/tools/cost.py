@@ -18,7 +18,7 @@ from jstep.core.annotations import Tree
 from jstep.core.checks import as_function, format_bytes, format_list, format_scaled
 from jstep.core.device_values import arguments_from_host
 from jstep.core.jaxprs import body_of, is_annotated
-from jstep.core.logs import slow, without_noise
+from jstep.core.logs import slow
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh
 from jstep.core.placement import device_count, device_of, is_of_host, sharding_of
 from jstep.core.tables import Tabular
@@ -250,7 +250,7 @@ def _compiled(lowered: Any, topology: object) -> Any:
     """Compile a step; `topology` is None for devices that the machine has."""
     if topology is None:
         return lowered.compile()
-    with without_noise(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         # A compile-only client cannot read its own entries of the compilation cache, and recompiles.
         warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
         return lowered.compile()

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.checks import as_int, as_mapping, as_string, format_value, truncate
-from jstep.core.logs import slow, without_noise
+from jstep.core.logs import slow
 from jstep.core.meshes import mesh_of, using_mesh
 from jstep.core.placement import compiles_only, is_compile_only, is_shape
 from jstep.state.train_state import TrainState, shard_state
@@ -324,7 +324,7 @@ def compile_only_devices(name: Name) -> Sequence[Any]:
             require_compiler(name)
             prepare()
             try:
-                with without_noise(), slow(f"topology: loading the compiler of {name}"):
+                with slow(f"topology: loading the compiler of {name}"):
                     devices = _gpus(name) if name.kind in GPUS else _tpus(name)
             except Exception as error:  # of Python, of the loader, or of the compiler
                 raise _unusable(name, _compiler_of(name), error) from error
@@ -344,8 +344,7 @@ def require_working(name: Name, device: object) -> None:
     with using_mesh(mesh):
         lowered = jax.jit(lambda x: jnp.exp(x) * jnp.sin(x) ** x).lower(x)
     try:
-        with without_noise():
-            lowered.compile()
+        lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         what = "NVIDIA's compiler (ptxas and libdevice)" if name.kind in GPUS else _compiler_of(name)
         raise _unusable(name, what, error) from error
