@@ -2,13 +2,11 @@
 
 import contextlib
 import dataclasses
-import importlib
 import logging
 import os
 import re
 import tempfile
 import threading
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +14,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jstep.core.exceptions import context_manager
-from jstep.stores.files import make_folders, open_regular, sync_files, sync_folder
+from jstep.stores.files import make_folders, sync_files, sync_folder
 
 _logger = logging.getLogger("jstep")
 
@@ -58,7 +56,6 @@ def persistent_cache(directory: str | None) -> Iterator[None]:
     global _cache
     with _lock:
         if _cache is None:
-            _remove_incomplete(_entries(directory))
             settings = {**_SETTINGS, "jax_compilation_cache_dir": directory}
             _cache = _Cache(directory, {name: getattr(jax.config, name) for name in settings})
             _set(settings)
@@ -89,7 +86,6 @@ def _set(settings: dict[str, Any]) -> None:
 
 _ENTRY = re.compile(r".+-[0-9a-f]{64}-cache", re.DOTALL)
 """The names of JAX's entries; the directory may have other files, too."""
-_ZSTD = b"\x28\xb5\x2f\xfd"
 
 
 def _entries(directory: str) -> set[str]:
@@ -106,36 +102,6 @@ def _has_others(directory: str) -> bool:
             "compile_cache=%s: %s is not a regular file; the run compiles without a cache", directory, others[0]
         )
     return bool(others)
-
-
-def _remove_incomplete(entries: set[str]) -> None:
-    """Remove entries that cannot be decompressed: JAX would warn of each at every start, and keep it."""
-    for path in entries:
-        with contextlib.suppress(OSError):  # another process may remove it, too
-            with open_regular(path) as file:
-                data = file.read()
-            if not _is_whole(data):
-                os.remove(path)
-                _logger.info("%s is incomplete, as after a power cut, and was removed: its program is compiled", path)
-
-
-def _is_whole(data: bytes) -> bool:
-    """Return whether an entry can be decompressed, by zstandard if Python has it, or else by zlib, as in JAX."""
-    try:
-        if not data.startswith(_ZSTD):
-            zlib.decompress(data)
-        elif (decompress := _zstandard()) is not None:
-            decompress(data)
-    except Exception:  # each library has its own
-        return False
-    return True
-
-
-def _zstandard() -> Any:
-    for module in ("compression.zstd", "zstandard"):
-        with contextlib.suppress(ImportError):
-            return importlib.import_module(module).decompress
-    return None
 
 
 def _sync(directory: str, entries: set[str]) -> None:

@@ -158,32 +158,3 @@ def test_the_cache_is_in_the_directory_of_a_saver(tmp_path):
         train(1, checkpoint_dir=saver, compile_cache=True)
     assert stat.S_ISDIR(os.stat(tmp_path / "compile_cache").st_mode)
     assert jstep.Saver(tmp_path).all_steps() == [1]
-
-
-@pytest.mark.thorough
-def test_incomplete_entries_are_removed_and_written_again(tmp_path, monkeypatch):
-    """JAX never replaces an entry: a torn one would stay, with a warning at each start."""
-    flushed = []
-    real = os.fsync
-    monkeypatch.setattr(
-        os, "fsync", lambda handle: (flushed.append(os.readlink(f"/proc/self/fd/{handle}")), real(handle))
-    )
-    cache = tmp_path / "cache"
-    jax.clear_caches()
-    train(2, compile_cache=cache)
-    entries = {path.name: path.read_bytes() for path in cache.iterdir() if path.name.endswith("-cache")}
-    assert entries
-    assert {str(cache / name) for name in entries} | {str(tmp_path), str(cache)} <= set(flushed)
-    (cache / "notes.txt").write_bytes(b"")
-    for name, data in entries.items():
-        middle = len(data) // 2
-        (cache / name).write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
-    jax.clear_caches()
-    train(2, compile_cache=cache)
-    again = {path.name: path.stat().st_size for path in cache.iterdir() if path.name.endswith("-cache")}
-    assert again.keys() == entries.keys()
-    assert all(again.values())
-    assert (cache / "notes.txt").exists(), "other files stay"
-    flushed.clear()
-    train(2, compile_cache=cache)
-    assert not [path for path in flushed if path.endswith("-cache")], "entries that were there are not flushed again"
