@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
@@ -161,15 +160,8 @@ class RememberedFunction:
         return repr(self.call)
 
 
-_DOCUMENTED = frozenset(
-    "begin before_step after_step end next_due get_state set_state deliver flush close key "  # noqa: SIM905
-    "read plot to_pandas".split()
-)
-"""Methods of jstep's classes that users call or define; `dir` shows them and the documented attributes."""
-
-
 class ShownAsTyped:
-    """Base class: `repr` is the call that one would type, and `dir` lists only the names that users need."""
+    """Base class: `repr` is the call that one would type."""
 
     _made: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
 
@@ -185,18 +177,6 @@ class ShownAsTyped:
         with contextlib.suppress(TypeError, ValueError):  # a copy, or a user-defined class
             return repr(RecordedCall(type(self), len(args), args, kwargs))
         return f"{type(self).__name__}(…)"
-
-    def __dir__(self) -> list[str]:
-        names, documented = set(object.__dir__(self)), set(_DOCUMENTED)
-        for cls in type(self).__mro__:
-            if cls.__module__.partition(".")[0] == "jstep":
-                _, _, attributes = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")
-                documented |= set(re.findall(r"^    (\w+):", attributes.partition("\n\n")[0], re.MULTILINE))
-            else:
-                documented |= set(vars(cls))
-        if type(self).__module__.partition(".")[0] != "jstep":
-            documented |= set(vars(self))
-        return sorted(name for name in names if name in documented or name.startswith("__"))
 
 
 def as_typed(value: Any) -> str:
