@@ -58,7 +58,6 @@ Wrappers of optimizers
     optimizers.averages: lookahead slow_params with_moving_average ExponentialMovingAverage averaged_params
     optimizers.constraints: cautious with_projection
     optimizers.compact: compact repack
-    optimizers.carry: carry
 Elements of a chain
     optimizers.gradient_transformations: scale scale_by_learning_rate scale_updates add_weight_decay decay_weights
     optimizers.gradient_transformations: add_noise centralize_gradients normalize_gradients clip_gradients

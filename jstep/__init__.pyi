@@ -78,7 +78,6 @@ from jstep.optimizers.averages import averaged_params as averaged_params
 from jstep.optimizers.averages import lookahead as lookahead
 from jstep.optimizers.averages import slow_params as slow_params
 from jstep.optimizers.averages import with_moving_average as with_moving_average
-from jstep.optimizers.carry import carry as carry
 from jstep.optimizers.classic import adadelta as adadelta
 from jstep.optimizers.classic import adagrad as adagrad
 from jstep.optimizers.classic import ftrl as ftrl

@@ -62,7 +62,7 @@ def grown(where, step, rows=5, before=3):
     """Return the state of a checkpoint with more rows."""
     state = restored(where, step, before)
     table = jnp.concatenate([state.params["table"], jnp.full((rows - before, 1), 2.0)])
-    return jstep.carry(state, {"table": table}, optimizer)
+    return jstep.TrainState.create({"table": table}, optimizer, global_step=state.global_step)
 
 
 def continued(state, last_step):

@@ -98,20 +98,6 @@ def test_an_update_of_rate_0_keeps_it() -> None:
     np.testing.assert_allclose(trained(optimizer, state, 4).params["w"], 9.0, rtol=1e-2)
 
 
-@pytest.mark.thorough(except_for=["ftrl"])
-@pytest.mark.parametrize("rule", ["ftrl", "madgrad"])
-def test_carry_follows_the_parameters(rule: str) -> None:
-    optimizer = RULES[rule]()
-    state = trained(optimizer, jstep.TrainState.create(params_of(1.0), optimizer), 5)
-    assert jstep.carry(state, state.params, optimizer) == state
-    changed = state.params | {"w": jnp.full((70, 2), 50.0).at[:9].set(state.params["w"][:9])}
-    carried = jstep.carry(state, changed, optimizer)
-    name = "accum" if rule == "ftrl" else "initial"
-    np.testing.assert_array_equal(carried.slots[name]["w"][:9], state.slots[name]["w"][:9])
-    np.testing.assert_array_equal(carried.slots[name]["b"], state.slots[name]["b"])
-    np.testing.assert_allclose(trained(optimizer, carried, 1).params["w"][9:64], 50.0, rtol=1e-2)
-
-
 @pytest.mark.thorough(except_for=["ftrl-AxisType.Explicit"])
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("rule", ["ftrl", "madgrad"])

@@ -46,7 +46,7 @@ TAKERS: dict[str, Callable[[Any], Any]] = {
     "with_noise_scale": jstep.with_noise_scale,
     "update_every": lambda one: jstep.update_every(2, one, accumulate=True),
 }
-OTHERS = {"apply_gradients", "repack", "carry", "plan", "TrainState.create"}
+OTHERS = {"apply_gradients", "repack", "plan", "TrainState.create"}
 """What takes an optimizer and makes none."""
 
 
@@ -100,7 +100,6 @@ def test_tools_take_it() -> None:
     state = jstep.TrainState.create({"w": jnp.ones(8, jnp.bfloat16)}, adam)
     masters = jstep.repack(state, adam, jstep.master_weights(adam))
     assert jstep.repack(masters, jstep.master_weights(adam), adam) == state
-    assert jstep.carry(state, state.params, adam) == state
     assert str(jstep.plan(adam, 10)) == str(jstep.plan(jstep.from_optax(adam), 10))
     assert repr(jstep.skip_nonfinite(adam)).startswith("skip_nonfinite(optax.")
 
