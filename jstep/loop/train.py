@@ -48,7 +48,6 @@ from jstep.loop.timeline import TimelineRecorder
 from jstep.loop.utilization import Meters
 from jstep.state.train_state import TrainState
 from jstep.stores.compile_cache import persistent_cache
-from jstep.training.edited import warn_of_edits
 
 OBSERVERS: tuple[type[Observer], ...] = (
     Progress,
@@ -213,7 +212,6 @@ def train(
     log = log_to_stderr(least) if progress is not False and jax.process_index() == 0 else contextlib.nullcontext()
     # Hooks and evaluations run under the mesh of the state, even if another mesh is set.
     with overriding_mesh(mesh_of(state)), log, persistent_cache(cached_in), setting(WARNED, set()):
-        warn_of_edits(stages.values)
         return _train(new_setup(options, stages, state, times, new_watch(times.began)), batches)
 
 

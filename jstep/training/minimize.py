@@ -34,7 +34,6 @@ from jstep.slots.roles import roles_of
 from jstep.state.global_step import step_array
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 from jstep.training.apply_gradients import apply_update, parameter_layouts, skip_metrics, unless_skipped
-from jstep.training.edited import UserCode
 from jstep.training.metrics import (
     LOSS,
     SKIPPED,
@@ -266,7 +265,6 @@ def minimize(
         differentiate = several_losses(loss_fn, make_differentiation, **excluded)
     else:
         differentiate = make_differentiation(loss_fn, var_list)
-    losses = [loss for loss, _ in loss_fn.values()] if isinstance(loss_fn, Mapping) else [loss_fn]
     minimizing = Minimizing(
         optimizer,
         differentiate,
@@ -277,7 +275,6 @@ def minimize(
         averages=as_average_names(use_averages),
         schedule=sharpness if callable(sharpness) else None,
         increments=increment_global_step,
-        user_code=UserCode(losses),
     )
     pure_step = PureStep(
         minimizing if lanes is None else _in_lanes(lanes, minimizing),
@@ -286,7 +283,6 @@ def minimize(
         lanes=lanes,
         optimizer=optimizer,
         trains=minimizing.trains,
-        user_code=minimizing.user_code,
     )
     return TrainStep(pure_step, donate=donate) if jit else pure_step
 
@@ -319,12 +315,10 @@ class Minimizing:
     averages: tuple[str, ...] | None
     schedule: Callable[[Any], Any] | None
     increments: bool
-    user_code: UserCode
 
     def __call__(
         self, state: TrainState, args: tuple[Any, ...], batch_specs: Tree, lanes: Lanes | None = None
     ) -> tuple[TrainState, StepMetrics]:
-        self.user_code.note()
         step = step_array(require_state(state))
         if self.has_model_state and MODEL_STATE not in state.slots:
             raise ValueError(

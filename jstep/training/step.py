@@ -23,7 +23,6 @@ from jstep.core.trees import Optimizer, Params
 from jstep.distributed.processes import AgreedShapes, is_single_process
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState, keep_roles
-from jstep.training.edited import UserCode
 from jstep.training.explain import explain, is_spent, refuse_what_crashes
 from jstep.training.metrics import SKIPPED, StepMetrics, split_metrics
 
@@ -41,7 +40,6 @@ class PureStep:
         leading_axes: The number of batch axes before the rows, one per `scan_steps`.
         optimizer: The optimizer, for a step of `minimize`.
         trains: `trains(params)`: for each leaf, whether the step trains it.
-        user_code: The user's functions, as the step traced them.
         kept: A cache for other modules, under names of their own.
     """
 
@@ -54,7 +52,6 @@ class PureStep:
     lanes: int | None = None
     optimizer: Optimizer | None = None
     trains: Callable[[Params], list[bool]] | None = None
-    user_code: UserCode | None = None
     kept: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -84,11 +81,10 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
     if isinstance(step, TrainStep):
         return step._pure
     name = getattr(step, "__name__", "train_step")
-    attempts, user_code = Attempts(name), UserCode([step])
+    attempts = Attempts(name)
 
     def body(state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, StepMetrics]:
         def one(state: Tree, args: tuple[Any, ...]) -> Any:
-            user_code.note()
             result = step(state, *args)
             is_pair = isinstance(result, tuple | list) and len(result) == 2
             if not is_pair or (isinstance(state, TrainState) and not isinstance(result[0], TrainState)):
@@ -101,7 +97,7 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
         is_guarded = isinstance(metrics, dict) and SKIPPED in metrics
         return new, split_metrics(metrics, SKIPPED if is_guarded else None)
 
-    return PureStep(body, name=name, user_code=user_code)
+    return PureStep(body, name=name)
 
 
 def step_function(step: object) -> PureStep | None:
@@ -238,10 +234,6 @@ class TrainStep:
             continued = (NamedSharding(layout.mesh, PartitionSpec()),) if self._returns_sums else ()
             where = {"out_shardings": (shardings, None, *continued)}
         return jax.jit(traced, donate_argnums=(0,) if donates else (), **where)
-
-    @property
-    def user_code(self) -> UserCode | None:
-        return self._pure.user_code
 
     @shortens_tracebacks
     def lower(self, state: TrainState, *args: Any) -> Any:
