@@ -8,18 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jstep.checkpoint import leaf_records, match
-from jstep.checkpoint.leaf_records import GLOBAL_STEP, SLOTS, Keys
+from jstep.checkpoint.leaf_records import SLOTS
 from jstep.checkpoint.listing import format_name, misnaming_text
 from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Manifest, UnsupportedFormatError
 from jstep.checkpoint.store import Store
 from jstep.core import meshes, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import format_items, format_list
+from jstep.core.checks import format_items
 from jstep.distributed import processes
-from jstep.slots.roles import AGES, COPIES, Role, Roles, roles_in
 from jstep.stores.urls import is_url
 
 INTACT, COMPLETE, UNUSABLE, GONE = "intact", "complete", "unusable", "gone"
@@ -30,6 +28,10 @@ SHOWN = 3
 """Problems in a message."""
 VERIFIED = 2**28
 """Bytes of other checkpoints that an error message verifies. More would delay it, at 1 TB by an hour."""
+_AGES = (
+    ". Slots that were not restored count as old as the others, and a bias correction then makes their first updates "
+    "too large, unless jstep.partition gives them an age of their own"
+)
 _TRIES = 10  # a concurrent writer evicts one checkpoint per save, and a read takes no longer than a few saves
 _logger = logging.getLogger("jstep")
 
@@ -77,7 +79,7 @@ class CheckpointReader:
                 matched = match.match(target, manifest, averages, names, path)
                 match.check(matched, manifest, partial, path)
             values = self._read_leaves(path, manifest, matched)
-            self._log_differences(path, manifest.step, target, matched, values)
+            self._log_differences(path, manifest.step, matched)
             return jax.tree.unflatten(trees.structure(target), values)
 
         return self._retry(step, read)
@@ -182,9 +184,7 @@ class CheckpointReader:
             )
         return values
 
-    def _log_differences(
-        self, path: str, step: int, target: Tree, matched: match.CheckpointMatch, values: Sequence[Any]
-    ) -> None:
+    def _log_differences(self, path: str, step: int, matched: match.CheckpointMatch) -> None:
         """Log what a partial restore leaves out: only this log shows a misspelt path."""
         if guards := [repr(want.path) for want in matched.wanted if want.is_guard]:
             _logger.info(
@@ -199,15 +199,15 @@ class CheckpointReader:
         without = [i for i, want in enumerate(matched.wanted) if want.source is None and want.left_out is None]
         copies = [i for i in without if matched.wanted[i].copy is not None]
         left = [i for i in without if not matched.wanted[i].is_guard and i not in copies]
+        has_fresh_slots = any(matched.wanted[i].keys[0] == SLOTS for i in left)
         _logger.warning(
-            "%s was restored in part%s%s%s",
+            "%s was restored in part%s%s%s%s",
             path,
             format_items("started as copies of what was restored", [repr(matched.wanted[i].path) for i in copies]),
             format_items("left unchanged in target", [repr(matched.wanted[i].path) for i in left]),
             format_items("not used from the checkpoint", [repr(name) for name in matched.unused]),
+            _AGES if has_fresh_slots else "",
         )
-        if stale := _stale_warning(target, values, [*left, *copies]):
-            _logger.warning(stale)
 
     def _read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """Read stored arrays by name; corrupted arrays are never returned."""
@@ -328,71 +328,3 @@ def short(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror + (f": {error.filename}" if error.filename else "")
     return text if len(text) <= 500 else text[:500] + "…"
-
-
-# Fresh slots that meet an old age.
-
-
-def _stale_warning(target: Tree, values: Sequence[Any], left: Sequence[int]) -> str:
-    """Return a warning about slots that stayed fresh while their state was restored to an old age.
-
-    An optimizer corrects its slots by their age, global_step + 1 − start_step: fresh zeros that count as 10 000 steps
-    old make its first updates several times too large.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(target)
-    keys = [leaf_records.path_keys(path) for path, _ in leaves]
-    before = dict(zip(keys, (leaf for _, leaf in leaves), strict=True))
-    after = dict(zip(keys, values, strict=True))
-    roles = roles_in(target)
-    starts = [key[1] for key in keys if len(key) == 2 and key[0] == SLOTS and roles.get(key[1]) in AGES]
-    stale: dict[str, list[str]] = {}
-    for index in left:
-        key = keys[index]
-        if len(key) < 2 or key[0] != SLOTS or key[1] in starts or _is_ageless(key, leaves[index][1], roles):
-            continue
-        of_scope = max((s for s in starts if key[1].startswith(_scope(s))), key=len, default=None)
-        averaging = f"{_scope(key[1])}with_moving_average/"
-        own = f"{averaging}{key[1].rpartition('/')[2]}/"
-        role = roles.get(key[1])
-        first = [s for s in starts if s.startswith(own) or (role is Role.AVERAGE and s.startswith(averaging))]
-        # A copy has a bias correction only if it has its own age.
-        start = min(
-            first, default=None if role in (*COPIES, Role.REMAINDER) else of_scope, key=lambda s: not s.startswith(own)
-        )
-        if start is not None and (_age(after, start) or 0) > 0 and _age(before, start) != _age(after, start):
-            stale.setdefault(start, []).append("/".join(key))
-    return " ".join(_stale_text(start, paths, after) for start, paths in stale.items())
-
-
-def _is_ageless(keys: Keys, leaf: object, roles: Roles) -> bool:
-    """Return whether a slot has no bias correction: a count, a guard's scalar or a held value."""
-    if keys[1] in roles:
-        return roles.has_one_value(keys[1]) and roles[keys[1]] is not Role.SHARED
-    return str(getattr(leaf, "dtype", "")) in leaf_records.WIDTHS and not getattr(leaf, "shape", (0,))
-
-
-def _age(values: dict[tuple[str, ...], Any], start: str) -> int | None:
-    step, born = _number(values.get((GLOBAL_STEP,))), _number(values.get((SLOTS, start)))
-    return None if step is None or born is None else step - born
-
-
-def _number(leaf: object) -> int | None:
-    if isinstance(leaf, jax.Array) and not trees.is_traced(leaf) and not leaf.is_deleted() and not leaf.ndim:
-        return int(np.asarray(leaf.addressable_data(0)))
-    return int(leaf) if isinstance(leaf, np.ndarray | np.generic | int) and not np.ndim(leaf) else None
-
-
-def _scope(slot: str) -> str:
-    return slot[: slot.rfind("/") + 1]
-
-
-def _stale_text(start: str, paths: Sequence[str], values: dict[tuple[str, ...], Any]) -> str:
-    age, step = _age(values, start), _number(values[GLOBAL_STEP,])
-    shown = format_list(list(map(repr, paths)), 5)
-    return (
-        f"Fresh slots meet an old age: {shown} were left as they were, and slots/{start} makes them {age} steps old, "
-        "so that the bias correction does not treat them as fresh and their first updates are too large. Give them "
-        'their own age: use the optimizer partition({"old": …, "new": …}, labels), which keeps a start_step for '
-        f"each label, and a target from TrainState.create(params, optimizer, global_step={step}); names= maps "
-        "leaves that were saved under other slots."
-    )

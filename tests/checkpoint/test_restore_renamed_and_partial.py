@@ -61,10 +61,7 @@ class TestPartial:
             saver.save(self.adam(body).replace(global_step=jnp.int32(10_000)))
             back = saver.restore(self.adam(body | head), partial=True)
         assert int(back.global_step) == 10_000
-        assert "Fresh slots meet an old age: 'slots/m/head', 'slots/v/head' were left" in caplog.text
-        assert "slots/start_step makes them 10000 steps old" in caplog.text
-        assert "partition(" in caplog.text
-        assert "global_step=10000" in caplog.text
+        assert "Slots that were not restored count as old as the others" in caplog.text
 
     def test_the_suggested_remedy_works(self, tmp_path, caplog):
         """`partition`, a target created at that step, and `names` give the head a start_step of its own."""
@@ -79,7 +76,6 @@ class TestPartial:
         assert int(back.slots["old/start_step"]) == 0
         assert int(back.slots["new/start_step"]) == 10_000
         assert "restored in part" in caplog.text
-        assert "old age" not in caplog.text
 
 
 class TestOtherStates:

@@ -114,25 +114,6 @@ def test_other_slots_with_the_names_of_guards_are_missing(tmp_path: Any) -> None
         saver.restore(guarded.replace(slots={**guarded.slots, "ema": jnp.float32(0)}))
 
 
-def _averaged(optimizer: Any, **kwargs: Any) -> Any:
-    ema = jstep.ExponentialMovingAverage(0.9, zero_debias=True, **kwargs)
-    return jstep.with_moving_average(optimizer, ema)
-
-
-@pytest.mark.thorough(except_for=["kwargs2"])
-@pytest.mark.parametrize("kwargs", [{}, {"every": 2}, {"start_step": 1}])
-def test_fresh_averages_that_meet_an_old_age_are_named(tmp_path: Any, caplog: Any, kwargs: Any) -> None:
-    """Whatever age they have; a target created at the step of the checkpoint gives them a fresh one."""
-    for name, inner in (("sgd", jstep.gradient_descent(0.1)), ("adam", ADAM)):
-        saver = _save(tmp_path / name, _state(inner, 50).replace(slots=_state(inner).slots))
-        for step in (0, 50):
-            caplog.clear()
-            saver.restore(_state(_averaged(inner, **kwargs), step), partial=True)
-            # The age that averages share with adam is restored.
-            is_stale = step == 0 or (name == "adam" and not kwargs)
-            assert ("Fresh slots meet an old age: 'slots/ExponentialMovingAverage/a'" in caplog.text) == is_stale
-
-
 EMA = jstep.ExponentialMovingAverage(0.5, zero_debias=True)
 
 
