@@ -110,26 +110,25 @@ def zeros(shapes):
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
-CLIPPED = "norm: gradients read twice; the conditional for an overflowing norm seldom runs but counts as a third read"
+CLIPPED = "norm: gradients read twice"
 FINITE = "gradients are read before the update to check that they are finite; one more read is not explained"
 NEWTON_SCHULZ = "five Newton–Schulz iterations of three products"
 BY_LEAF = "norms per leaf: their input is read twice"
-RATIOS = f"{BY_LEAF}; the conditional for an overflowing norm seldom runs but counts as one more read"
 WHY = {
     "chain": CLIPPED,
     "skip_nonfinite": FINITE,
     "dynamic_loss_scale": FINITE,
     "everything": f"{CLIPPED}; and the check that they are finite",
     "normalize_gradients": CLIPPED,
-    "adaptive_clipping": "unit-wise norms of gradients and parameters, and a conditional for each norm that overflows",
+    "adaptive_clipping": "unit-wise norms of gradients and parameters",
     "adafactor": "row and column sums, and the clipping of the update, are computed first",
     "adafactor_momentum": "row and column sums, and the clipping of the update, are computed first",
     "muon": NEWTON_SCHULZ,
     "normuon": NEWTON_SCHULZ,
     "normuonh": f"{NEWTON_SCHULZ}; {BY_LEAF}",
     "adamh": BY_LEAF,
-    "lamb": RATIOS,
-    "lars": RATIOS,
+    "lamb": BY_LEAF,
+    "lars": BY_LEAF,
     "novograd": BY_LEAF,
     "prodigy": "the sums for d: gradients, parameters and starting points are read before the update",
     "cautious": "the fraction of agreeing elements is computed before the update",

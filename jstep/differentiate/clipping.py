@@ -1,4 +1,4 @@
-"""Clipping of gradients, and norms without intermediate overflow or underflow."""
+"""Clipping of gradients, and norms."""
 
 import dataclasses
 import functools
@@ -120,7 +120,7 @@ def clip_by_norm(t: object, clip_norm: Number, axes: int | tuple[int, ...] | Non
                 )
         if over is not None and len({axis % rank for axis in over}) < len(over):
             raise ValueError(f"axes={axes}: names an axis twice for the leaf at {trees.quote_path(path)}")
-        return scale_to_norm(x, compute_norm([x], over, clip_norm), clip_norm)
+        return scale_to_norm(x, compute_norm([x], over), clip_norm)
 
     return map_arrays(clip, t, "clip_by_norm")
 
@@ -151,7 +151,7 @@ def clip_by_average_norm(t: object, clip_norm: Number) -> Any:
 
     def clip(x: Array, shape: tuple[int, ...], path: str) -> Array:
         size = max(1, int(np.prod(shape)))
-        return scale_to_norm(x, compute_norm([x], limit=clip_norm * size) / size, clip_norm)
+        return scale_to_norm(x, compute_norm([x]) / size, clip_norm)
 
     return map_arrays(clip, t, "clip_by_average_norm")
 
@@ -163,8 +163,8 @@ def global_norm(tree: Tree) -> Array:
         tree: An array or a tree of arrays. Repeated rows of an `IndexedSlices` are summed first.
 
     Returns:
-        A float32 scalar (float64 if a leaf is float64); 0 for a tree without leaves. Intermediate values do not
-        overflow if the result is finite. Complex leaves enter with their absolute values.
+        A float32 scalar (float64 if a leaf is float64); 0 for a tree without leaves. It is infinite if the sum of
+        squares is, above norms of 1.8e19. Complex leaves enter with their absolute values.
 
     Raises:
         TypeError: A leaf is not an array of numbers, for example a PRNG key (names its path).
@@ -207,8 +207,7 @@ def layer_norms(tree: Tree, depth: int = 1) -> dict[str, Array]:
 
     Returns:
         Float32 scalars by path, such as `"decoder"` or, with `depth=2`, `"decoder/0"`, in the order of the leaves.
-        Intermediate values do not overflow if the norm fits float32. Complex leaves enter with their absolute values,
-        integers as numbers.
+        Complex leaves enter with their absolute values, integers as numbers.
 
     Raises:
         TypeError: A leaf is not an array of numbers, for example a PRNG key (names its path), or `depth` is not an
@@ -281,8 +280,7 @@ def clip_by_global_norm(tree: Tree, clip_norm: Number, use_norm: Array | None = 
 
 @on_any_mesh("tree")
 def _with_norm(tree: Tree, norm: Array, clip_norm: Number) -> Any:
-    by = factors(norm, clip_norm)  # once for all leaves
-    return map_arrays(lambda x, *_: multiply_twice(x, norm, *by), tree, "clip_by_global_norm")
+    return map_arrays(lambda x, *_: scale_to_norm(x, norm, clip_norm), tree, "clip_by_global_norm")
 
 
 def _known_norm(norm: Any) -> Array:
@@ -353,100 +351,24 @@ def refuse_numbers_in_a_row(tree: Tree, name: str) -> None:
             )
 
 
-# Norms without intermediate overflow or underflow, and the scale factors for clipping.
+# Norms, and scaling for clipping.
 
 
-def compute_norm(arrays: Sequence[Array], axes: object = None, limit: object = 0.0) -> Array:
+def compute_norm(arrays: Sequence[Array], axes: Any = None) -> Array:
     """Compute √(Σ |x|²) over the arrays (over `axes` of a single array, kept), in float32 or wider.
 
-    Finite if the result fits the dtype. The derivative is x / norm, and zero at zero. Norms below `limit` may underflow
-    unless it is tiny, so that a leaf or row of zeros costs no second pass.
+    The derivative is x / norm, and zero at zero.
     """
-    return _norm_of(axes, list(arrays), jnp.asarray(limit))
+    squares = functools.reduce(_added, [_squares(x, axes) for x in arrays], jnp.zeros((), np.float32))
+    is_zero = squares == 0
+    root = jnp.sqrt(jnp.where(is_zero, jnp.ones_like(squares), squares))
+    return jnp.where(is_zero, jnp.zeros_like(squares), root)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-@functools.partial(jax.jit, static_argnums=0)  # outside of a compiled step JAX would recompile the loop at each call
-def _norm_of(axes: object, arrays: list[Array], limit: Array) -> Array:
-    unscaled = jnp.ones_like(jax.eval_shape(lambda arrays: _squares(arrays, axes, np.float32(1)), arrays))
-    # If squares overflow or underflow, everything is scaled by a power of two and squared again.
-    # A sum of squares overflows only if some numbers, all within ±2¹²⁸, exceed 2⁵⁰. Scaled by 2⁻¹⁰⁰ the largest is
-    # below 2²⁸, and numbers that underflow are negligible. Squares that underflow are below 2⁻¹²⁶ each, negligible
-    # beside a norm of 2⁻³². Below it, numbers scaled by 2⁹⁰ have squares that neither underflow nor overflow.
-    down, least, up = (-100, -32, 90) if unscaled.dtype.itemsize == 4 else (-600, -400, 600)
-    floor = jnp.where(limit < 2.0**least, 2.0**least, 0.0).astype(unscaled.dtype)
-
-    # One or two rounds.
-    def is_unfinished(carry: tuple[Any, ...]) -> Array:
-        rounds, factor, _ = carry
-        return (rounds == 0) | ((rounds == 1) & jnp.any(factor != 1))
-
-    def squared(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        rounds, factor, _ = carry
-        norm = jnp.sqrt(_squares(arrays, axes, factor)) / factor
-        huge, tiny = jnp.isinf(norm), norm < floor
-        return rounds + 1, jnp.where(huge, unscaled * 2.0**down, jnp.where(tiny, unscaled * 2.0**up, unscaled)), norm
-
-    # LLVM would compile the squares of a branch a second time. A loop on a GPU would store arrays that are only
-    # converted, such as bfloat16 gradients to float32, while XLA moves conversions into a branch.
-    def in_branch(*start: Array) -> Array:
-        carry = squared(start)
-        return jax.lax.cond(is_unfinished(carry), lambda: squared(carry)[-1], lambda: carry[-1])
-
-    def in_loop(*start: Array) -> Array:
-        return jax.lax.while_loop(is_unfinished, squared, start)[-1]
-
-    return jax.lax.platform_dependent(0, unscaled, unscaled, cpu=in_loop, default=in_branch)
-
-
-@_norm_of.defjvp
-def _norm_jvp(axes: Any, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    # As x / norm: differentiating the root and the squares would overflow.
-    ((arrays, limit), (moved, _)) = primals, tangents
-    norm = _norm_of(axes, arrays, limit)
-    total = jnp.zeros_like(norm)
-    for x, dx in zip(arrays, moved, strict=True):
-        unit, dx = _unit(x, norm), dx.astype(trees.compute_dtype(dx.dtype))
-        along = jnp.real(unit) * jnp.real(dx)
-        if jnp.iscomplexobj(x):
-            along += jnp.imag(unit) * jnp.imag(dx)
-        total += jnp.sum(along, axis=axes, keepdims=axes is not None).astype(norm.dtype)
-    return norm, total
-
-
-def _unit(x: Array, norm: Array) -> Array:
-    dtype = trees.compute_dtype(x.dtype)
-    huge = _shrinks(norm)
-    divisor = jnp.where(norm > 0, norm * huge, jnp.ones_like(norm))
-    return jnp.where(norm > 0, x.astype(dtype) * huge.astype(dtype) / divisor.astype(dtype), jnp.zeros((), dtype))
-
-
-def _shrinks(norm: Array) -> Array:
-    """A power of two, 1 unless the norm is huge."""
-    # XLA multiplies by the reciprocal, which is flushed to 0 above 8.5e37.
-    half = 64 if norm.dtype.itemsize == 4 else 512
-    huge = norm > jnp.asarray(2.0**half, norm.dtype)
-    return jnp.where(huge, jnp.full_like(norm, 2.0**-half), jnp.ones_like(norm))
-
-
-def _squares(arrays: Sequence[Array], axes: object, factor: object) -> Array:
-    parts: list[Array] = []
-    for x in arrays:
-        parts += [jnp.real(x), jnp.imag(x)] if jnp.issubdtype(x.dtype, jnp.complexfloating) else [x]
-
-    def squared(parts: list[Array], factor: object) -> list[Array]:
-        # One factor per array: XLA would store a factor shared by arrays of the same shape in that shape.
-        factors = jax.lax.optimization_barrier([factor] * len(parts))
-        return [_square(part, axes, own) for part, own in zip(parts, factors, strict=True)]
-
-    low = [part for part in parts if part.dtype.itemsize < 4]
-    # XLA adds converted numbers in another order if they are multiplied first, even by 1.
-    of_low = iter(
-        jax.lax.cond(jnp.all(factor == 1), lambda low, _: [_square(part, axes) for part in low], squared, low, factor)
-    )
-    of_wide = iter(squared([part for part in parts if part.dtype.itemsize >= 4], factor))
-    squares = [next(of_low if part.dtype.itemsize < 4 else of_wide) for part in parts]
-    return functools.reduce(_added, squares) if squares else jnp.zeros((), np.float32)
+def _squares(x: Array, axes: Any) -> Array:
+    x = x.astype(trees.compute_dtype(x.dtype))
+    squares = jnp.square(jnp.real(x)) + jnp.square(jnp.imag(x)) if jnp.iscomplexobj(x) else jnp.square(x)
+    return jnp.sum(squares, axis=axes, keepdims=axes is not None)
 
 
 def _added(first: Array, second: Array) -> Array:
@@ -454,48 +376,12 @@ def _added(first: Array, second: Array) -> Array:
     return first.astype(dtype) + second.astype(dtype)
 
 
-def _square(x: Array, axes: Any, factor: Any = None) -> Array:
-    x = x.astype(trees.compute_dtype(x.dtype))
-    x = x if factor is None else x * factor.astype(x.dtype)
-    return jnp.sum(jnp.square(x), axis=axes, keepdims=axes is not None)
-
-
 def scale_to_norm(x: Array, norm: Array, clip_norm: object) -> Array:
     """Return x · clip_norm / norm where norm > clip_norm, exactly x elsewhere; NaN if the norm is not finite."""
-    return multiply_twice(x, norm, *factors(norm, clip_norm))
-
-
-@jax.custom_jvp
-def multiply_twice(x: Array, norm: Array, limit: Array, first: Array, second: Array) -> Array:
-    """Return (x · first) · second, computed in float32 or wider."""
-    dtype = trees.compute_dtype(x.dtype)
-    return (x.astype(dtype) * first.astype(dtype) * second.astype(dtype)).astype(x.dtype)
-
-
-@multiply_twice.defjvp
-def _clipped_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    # With u = x / norm and c the limit: c / norm · (dx − u · dnorm) + u · dc if norm > c, else dx, in an order without
-    # intermediate overflow or underflow.
-    x, norm, limit, first, second = primals
-    dx, dnorm, dlimit, _, _ = tangents
-    dtype = trees.compute_dtype(x.dtype)
-    over = norm > limit
-    unit = jnp.where(over, _unit(x, norm), jnp.zeros((), dtype))
-    across = multiply_twice(dx.astype(dtype) - unit * dnorm.astype(dtype), norm, limit, first, second)
-    return multiply_twice(*primals), (across + unit * dlimit.astype(dtype)).astype(x.dtype)
-
-
-def factors(norm: Array, clip_norm: object) -> tuple[Array, Array, Array]:
-    """Return the limit and two factors whose product is limit / norm if norm > limit, else 1.
-
-    NaN if the norm is not finite. The first factor is a power of two, 1 unless the norm is huge.
-    """
     limit = jnp.asarray(clip_norm).astype(norm.dtype)
-    ones = jnp.ones_like(norm)
-    first = _shrinks(norm)
     over = norm > limit
-    second = jnp.where(over, limit / jnp.where(over, norm * first, ones), ones)
+    factor = jnp.where(over, limit / jnp.where(over, norm, jnp.ones_like(norm)), jnp.ones_like(norm))
     # Zero if finite, else NaN: a constant NaN would trigger `jax.debug_nans` without an error.
-    second = second + jax.lax.stop_gradient(norm - norm)
-    # The barrier keeps XLA from multiplying the two factors first if both are constants.
-    return limit, jnp.where(over, first, ones), jax.lax.optimization_barrier(second)
+    factor = factor + jax.lax.stop_gradient(norm - norm)
+    dtype = trees.compute_dtype(x.dtype)
+    return (x.astype(dtype) * factor.astype(dtype)).astype(x.dtype)

