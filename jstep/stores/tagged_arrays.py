@@ -1,10 +1,8 @@
-"""Arrays in tagged JSON: NumPy arrays with their views, torch tensors, JAX arrays and keys."""
+"""Arrays in tagged JSON: NumPy arrays, torch tensors, JAX arrays and keys."""
 
 import contextlib
 import importlib
-import itertools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,12 +15,6 @@ from jstep.core.meshes import internal_transfers
 
 LARGE = 2**16
 """The bytes above which an array is a file of the checkpoint, and a position is not copied with each batch."""
-
-
-_MAX_PAIRED = 64
-"""Maximum number of arrays to compare in pairs; more count as sharing memory."""
-_MAX_WORK: Any = 10_000  # NumPy's stubs know only 0 and -1
-"""Maximum work of one comparison; a pair that takes more counts as sharing memory."""
 
 
 class UnsupportedError(Picklable, TypeError):
@@ -66,6 +58,7 @@ def decode_array(parts: Any) -> np.ndarray[Any, Any]:
 
 
 def decode_view(parts: Any) -> np.ndarray[Any, Any]:
+    """Decode an array that overlaps others, as earlier versions wrote them."""
     dtype, memory = npy.descr_to_dtype(parts["dtype"]), parts["of"]
     if type(memory) is not np.ndarray or memory.dtype != np.uint8 or memory.ndim != 1:
         raise ValueError("it is not a view of an array of bytes")
@@ -79,23 +72,6 @@ def _shape(value: Any) -> tuple[int, ...]:
     if not all(type(size) is int and size >= 0 for size in value):
         raise ValueError(f"{value!r:.50} is not a shape")
     return tuple(value)
-
-
-class MemoryRange:
-    """A range of memory, which NumPy reads as an array of bytes."""
-
-    def __init__(self, start: int, stop: int) -> None:
-        self.__array_interface__ = {"data": (start, True), "shape": (stop - start,), "typestr": "|u1", "version": 3}
-
-
-def share_memory(arrays: Sequence[np.ndarray[Any, Any]]) -> bool:
-    """Return whether any arrays share memory, and not only address ranges, as columns of one array do."""
-    if len(arrays) > _MAX_PAIRED:
-        return True
-    try:
-        return any(np.shares_memory(*pair, max_work=_MAX_WORK) for pair in itertools.combinations(arrays, 2))
-    except np.exceptions.TooHardError:
-        return True
 
 
 # Tensors of torch

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from numpy.lib.array_utils import byte_bounds
 
 from jstep.core.annotations import Tree
 from jstep.stores import tagged_arrays
@@ -137,149 +136,64 @@ def encoded_size(copy: Any) -> int:
 def copy_encodable(value: object) -> Any:
     """Encode a value for `as_json`: like JSON, but bytes stay bytes, which takes a fraction of the time.
 
-    The result shares nothing mutable with the value. When decoded, an object in several places is one object again;
-    arrays that overlap in memory become views of one array.
+    The result shares nothing mutable with the value. An object in several places is encoded in each of them, and a
+    random generator must be in one.
     """
-    encoder = _Encoder(value)
-    encoded = encoder.encode(value, 0)
-    return {_ALIASED: [encoder.table, encoded]} if encoder.table else encoded
+    return _encoded(value, 0, set())
 
-
-# Objects in several places, and arrays that overlap in memory.
 
 _PLAIN = frozenset({str, bool, type(None)})
-_ATOMS = _PLAIN | {int, float, complex, bytes}
-_ALONE, _UNSEEN = -2, -1
-"""In place of an object's number: it is in one place only, or is not encoded yet."""
 _ALIASED, _SAME = "$aliased", "$same"
-"""The keys of a value with objects in several places, `[[object, …], value]`, and of such an object, by its number."""
+"""The keys of a value with objects in several places, `[[object, …], value]`, and of such an object, by its number:
+earlier versions wrote them."""
 
 
-class _Encoder:
-    """The encoding of one value: a first pass finds shared objects and overlapping arrays."""
+def _encoded(value: Any, depth: int, seen: set[int]) -> Any:
+    """Encode a value; `seen` are the identities of the random generators so far."""
+    of = type(value)
+    is_number = (of is int and value.bit_length() <= _MAX_BITS) or (of is float and math.isfinite(value))
+    if of in _PLAIN or is_number:
+        return value
+    if depth > _DEEPEST:
+        raise UnsupportedError("is nested too deeply, or contains itself")
+    if of is list:
+        return list(value) if _are_plain(value) else _each(enumerate(value), depth + 1, seen)
+    if of is tuple:
+        return {"$tuple": list(value) if _are_plain(value) else _each(enumerate(value), depth + 2, seen)}
+    if of is set or of is frozenset:
+        items = _each((("element", item) for item in value), depth + 2, seen)
+        items.sort(key=lambda item: json.dumps(as_json(item)))  # equal sets become equal JSON
+        return {f"${of.__name__}": items}
+    if of is dict and all(type(key) is str for key in value) and not _is_tagged(value):
+        return dict(zip(value, _each(value.items(), depth + 1, seen), strict=True))
+    if of is dict or of is collections.OrderedDict:
+        keys = _each((("key", key) for key in value), depth + 3, seen)
+        pairs = zip(keys, _each(value.items(), depth + 3, seen), strict=True)
+        return {"$dict" if of is dict else "$ordered_dict": [list(pair) for pair in pairs]}
+    if of is bytes:
+        return {"$bytes": value}
+    if isinstance(value, jax.Array):
+        return tagged_arrays.jax_parts(value)
+    tag = _tag_of(value)
+    if of in _RANDOM:
+        own = getattr(value, "_bit_generator", value) if of is np.random.RandomState else value
+        if id(own) in seen:
+            raise UnsupportedError(f"is a {of.__name__} that is in several places, which would draw the same numbers")
+        seen.add(id(own))
+    return {tag.key: _encoded(tag.parts(value), depth + 1, seen)}
 
-    def __init__(self, value: object) -> None:
-        self._seen: set[int] = set()
-        self._plain: set[int] = set()
-        """Identities of plain lists: for many numbers, the test takes as long as everything else."""
-        self._arrays: list[np.ndarray[Any, Any]] = []
-        self._numbers: dict[int, int | None] = {}
-        """Identity of an object in several places → its number; `_UNSEEN` before it is encoded, None meanwhile."""
-        self.table: list[Any] = []
-        """The encoded objects in several places, by their numbers."""
-        self._blocks: dict[int, tuple[np.ndarray[Any, Any], int]] = {}
-        """Identity of an array that overlaps others → the memory of all of them, and its start."""
-        self._look(value, 0)
-        if len(self._arrays) > 1:
-            self._find_views()
 
-    def _look(self, value: Any, depth: int) -> None:
-        """Find objects in several places, among all that can change."""
-        of = type(value)
-        if of in _ATOMS or depth > _DEEPEST:
-            return
-        if of is not tuple and of is not frozenset:
-            if id(value) in self._seen:
-                self._numbers[id(value)] = _UNSEEN
-                return
-            self._seen.add(id(value))
-        if of is dict or of is collections.OrderedDict:
-            for pair in value.items():  # keys, too
-                for part in pair:
-                    self._look(part, depth + 1)
-        elif of is list and _are_plain(value):
-            self._plain.add(id(value))
-        elif of in (list, tuple, set, frozenset):
-            for item in value:
-                self._look(item, depth + 1)
-        elif of is np.ndarray:
-            if value.size and value.itemsize:
-                self._arrays.append(value)
-        elif of is np.random.Generator:
-            self._look(value.bit_generator, depth + 1)
-        elif of is np.random.RandomState:
-            self._look(_bits_of(value), depth + 1)
-        elif of in _BITS:
-            self._look(value.seed_seq, depth + 1)
-
-    def _find_views(self) -> None:
-        """Find overlapping arrays: ranges of addresses overlap only in one allocation."""
-        bounds = sorted(((*byte_bounds(array), i) for i, array in enumerate(self._arrays)))
-        groups: list[list[tuple[int, int, int]]] = []
-        stop = -1
-        for bound in bounds:
-            if bound[0] >= stop:
-                groups.append([])
-            groups[-1].append(bound)
-            stop = max(stop, bound[1])
-        for group in groups:
-            if len(group) > 1 and tagged_arrays.share_memory([self._arrays[i] for _, _, i in group]):
-                start = group[0][0]
-                block = np.asarray(tagged_arrays.MemoryRange(start, max(bound[1] for bound in group)))
-                self._numbers[id(block)] = _UNSEEN
-                self._blocks |= {id(self._arrays[i]): (block, start) for _, _, i in group}
-
-    def encode(self, value: Any, depth: int) -> Any:
-        of = type(value)
-        is_number = (of is int and value.bit_length() <= _MAX_BITS) or (of is float and math.isfinite(value))
-        if of in _PLAIN or is_number:
-            return value
-        number = self._numbers.get(id(value), _ALONE)
-        if depth > _DEEPEST or number is None:
-            raise UnsupportedError("is nested too deeply, or contains itself")
-        if number == _ALONE:
-            return self._parts(value, depth)
-        if number == _UNSEEN:
-            self._numbers[id(value)] = None
-            parts = self._parts(value, depth)
-            self._numbers[id(value)] = number = len(self.table)
-            self.table.append(parts)
-        return {_SAME: number}
-
-    def _parts(self, value: Any, depth: int) -> Any:
-        of = type(value)
-        if of is list:
-            is_plain = id(value) in self._plain or _are_plain(value)
-            return list(value) if is_plain else self._each(enumerate(value), depth + 1)
-        if of is tuple:
-            return {"$tuple": list(value) if _are_plain(value) else self._each(enumerate(value), depth + 2)}
-        if of is set or of is frozenset:
-            items = self._each((("element", item) for item in value), depth + 2)
-            items.sort(key=lambda item: json.dumps(as_json(item)))  # equal sets become equal JSON
-            return {f"${of.__name__}": items}
-        if of is dict and all(type(key) is str for key in value) and not _is_tagged(value):
-            return dict(zip(value, self._each(value.items(), depth + 1), strict=True))
-        if of is dict or of is collections.OrderedDict:
-            keys = self._each((("key", key) for key in value), depth + 3)
-            pairs = zip(keys, self._each(value.items(), depth + 3), strict=True)
-            return {"$dict" if of is dict else "$ordered_dict": [list(pair) for pair in pairs]}
-        if of is bytes:
-            return {"$bytes": value}
-        if isinstance(value, jax.Array):
-            return tagged_arrays.jax_parts(value)
-        if of is np.ndarray and id(value) in self._blocks:
-            block, start = self._blocks[id(value)]
-            offset = value.__array_interface__["data"][0] - start
-            parts = {"of": block, "offset": offset, "dtype": tagged_arrays.dtype_parts(value.dtype)}
-            where = {"shape": list(value.shape), "strides": list(value.strides)}
-            return {"$view": self.encode(parts | where, depth + 1)}
-        tag = _tag_of(value)
-        parts = tag.parts(value)
-        if of is np.random.RandomState and id(bits := _bits_of(value)) in self._numbers:
-            parts = {**parts, _SHARED_BITS: bits}
-        return {tag.key: self.encode(parts, depth + 1)}
-
-    def _each(self, items: Iterable[tuple[Any, Any]], depth: int) -> list[Any]:
-        """Encode the second items of pairs; the first ones are for the paths of errors."""
-        encoded: list[Any] = []
-        for label, item in items:
-            try:
-                encoded.append(self.encode(item, depth))
-            except UnsupportedError as error:
-                path = f"[{label!r:.50}]{error.path}"
-                # The path of a value that contains itself is as long as the nesting is deep.
-                raise UnsupportedError(error.what, path if len(path) <= 200 else f"{path[:200]}…") from None
-        return encoded
+def _each(items: Iterable[tuple[Any, Any]], depth: int, seen: set[int]) -> list[Any]:
+    """Encode the second items of pairs; the first ones are for the paths of errors."""
+    encoded: list[Any] = []
+    for label, item in items:
+        try:
+            encoded.append(_encoded(item, depth, seen))
+        except UnsupportedError as error:
+            path = f"[{label!r:.50}]{error.path}"
+            # The path of a value that contains itself is as long as the nesting is deep.
+            raise UnsupportedError(error.what, path if len(path) <= 200 else f"{path[:200]}…") from None
+    return encoded
 
 
 def _are_plain(values: list[Any] | tuple[Any, ...]) -> bool:
@@ -330,7 +244,7 @@ def _aliased(parts: object) -> Any:
     for item in parts[0]:
         decoded = _decoded(item, table)
         # Hashing tuples of tuples of one tuple would take forever.
-        if type(decoded) in _ATOMS or type(decoded) in (tuple, frozenset):
+        if type(decoded) in (str, bool, type(None), int, float, complex, bytes, tuple, frozenset):
             raise ValueError(f"{_ALIASED}: a {type(decoded).__name__} is not in several places")
         table.append(decoded)
     return _decoded(parts[1], table)
@@ -348,12 +262,7 @@ def _bytes(data: Any) -> bytes:
 
 
 _SHARED_BITS = "bits"
-"""The key of a bit generator that a `RandomState` shares."""
-
-
-def _bits_of(generator: np.random.RandomState) -> Any:
-    """Return the bit generator of a `RandomState`, which others may share."""
-    return getattr(generator, "_bit_generator", None)
+"""The key of a bit generator that a `RandomState` shares, in positions of earlier versions."""
 
 
 def _bits_parts(bits: np.random.BitGenerator) -> dict[str, Any]:
@@ -421,7 +330,7 @@ _BIT_GENERATORS: dict[str, type[np.random.BitGenerator]] = {
     of.__name__: of
     for of in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
 }
-_BITS = frozenset(_BIT_GENERATORS.values())
+_RANDOM = frozenset({np.random.Generator, np.random.RandomState, random.Random, *_BIT_GENERATORS.values()})
 _SCALAR = _Tag(
     "$scalar", lambda x: tagged_arrays.array_parts(np.asarray(x)), lambda x: tagged_arrays.decode_array(x)[()]
 )
