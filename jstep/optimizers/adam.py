@@ -16,7 +16,6 @@ from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules
 from jstep.optimizers.hyperparameters import check_hyperparameter
 from jstep.optimizers.rules import BETA, MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Masked, Result, Slot, Values
-from jstep.slots.roles import Order
 
 # Adam and its classic variants: AdamW, Adamax, NAdam, RAdam.
 
@@ -707,7 +706,7 @@ def adafactor(
         "v": Slot(shape=whole, holds="square"),
     } | ({} if momentum is None else {"m": MEAN})
     optimizer = rules.from_update("adafactor", adafactor_update, slots, hyper, prepare=prepare)
-    return rules.with_init(optimizer, finished=True, order=Order())  # also without a learning_rate
+    return rules.with_init(optimizer, finished=True, raw=False)  # also without a learning_rate
 
 
 def factored_axes(shape: tuple[int, ...], least: int) -> tuple[int, int] | None:

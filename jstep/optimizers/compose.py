@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from jstep.optimizers.updates import is_update, wide_updates
 from jstep.slots.indexed_slices import is_slices
 from jstep.slots.matching import NoGradientsError, require_slots
 from jstep.slots.optax_transformations import require_optimizer
-from jstep.slots.roles import AGES, Init, Labels, Order, Roles, init_labels, init_order, roles_of
+from jstep.slots.roles import AGES, Init, Labels, Roles, init_labels, is_raw, roles_of
 
 
 @makes_optimizer()
@@ -102,41 +102,11 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
         finished=bool(finished),
         guarded=nested.is_guarded(elements[0]),
         labels=labels,
-        order=_order_of_chain(parts),
+        raw=all(map(is_raw, elements)),
         rated=any(map(nested.is_rated, elements)),
     )
     return Optimizer(
         init, update, nested.merge_hyperparameters(parts), any(optimizer.takes_context for optimizer in elements)
-    )
-
-
-def _order_of_chain(parts: Mapping[str, Optimizer]) -> Order:
-    """The place of a chain in another chain, from the names and elements of the chain."""
-    together = order_of_parts(parts.values())  # the attributes that do not depend on the sequence
-    orders = list(map(init_order, parts.values()))
-    finished = list(map(nested.makes_finished_updates, parts.values()))
-    # Without a learning rate the last factor stands for it; earlier factors only scale the gradients.
-    factors = [i for i, order in enumerate(orders) if order.is_known and not order.raw]
-    first = finished.index(True) if any(finished) else factors[-1] if factors else len(orders)
-    names, late = list(parts), together.late_clip
-    for i in range(first + 1, len(orders)):
-        if together.is_known and orders[i].clips and not late:
-            late = f"{names[i]} clips the finished updates of {names[first]}, not the gradients"
-    partly_raw = any(
-        order.partly_raw and all(other.raw for j, other in enumerate(orders) if i != j)
-        for i, order in enumerate(orders)
-    )
-    return dataclasses.replace(together, partly_raw=partly_raw, late_clip=late)
-
-
-def order_of_parts(parts: Collection[Optimizer]) -> Order:
-    orders = list(map(init_order, parts))
-    return Order(
-        all(order.is_known or nested.makes_finished_updates(part) for order, part in zip(orders, parts, strict=True)),
-        raw=all(order.raw for order in orders),
-        partly_raw=any(order.partly_raw for order in orders),
-        clips=any(order.clips for order in orders),
-        late_clip=next((order.late_clip for order in orders if order.late_clip), ""),
     )
 
 
@@ -146,12 +116,8 @@ _USUAL_ORDER = (
 )
 
 
-def warn_of_order(optimizer: Optimizer) -> None:
-    """Log a warning if a clip comes after the learning rate, or if there is no learning rate."""
-    order = init_order(optimizer)
-    if order.late_clip:
-        log_warning("chain: %s. %s", order.late_clip, _USUAL_ORDER)
-    if order.partly_raw:
+def warn_of_raw_updates(optimizer: Optimizer) -> None:
+    if is_raw(optimizer):
         log_warning(
             "optimizer: nothing multiplies its updates by −learning_rate (scale_by_learning_rate, scale, "
             "on_hyperball), so that they are added as they are, uphill. %s",
@@ -225,10 +191,12 @@ def stateless(fn: Callable[[Updates, Params, Step], Updates]) -> Optimizer:
     Source: `optax.stateless`.
     """
     as_function(fn, "fn", "(updates, params, step) -> updates")
-    return element(lambda updates, params, step, h: fn(updates, params, step), {}, Order())
+    return element(lambda updates, params, step, h: fn(updates, params, step), {}, raw=False)
 
 
-def element(fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mapping[str, Any], order: Order) -> Optimizer:
+def element(
+    fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mapping[str, Any], *, raw: bool = True
+) -> Optimizer:
     """A chain element from `fn(updates, params, step, h) -> updates`.
 
     `fn` must handle None leaves and `IndexedSlices`; arrays are float32 at least.
@@ -240,7 +208,7 @@ def element(fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mappin
         kept = require_slots(held, slots)
         return fn(wide_updates(updates), on_devices(params), step, values_at(hyper, step, slots)), kept
 
-    init = Init(lambda params, step: held_slots(hyper), lambda params: held, order=order, rated=LEARNING_RATE in hyper)
+    init = Init(lambda params, step: held_slots(hyper), lambda params: held, raw=raw, rated=LEARNING_RATE in hyper)
     return Optimizer(init, update, hyperparameters.report(hyper))
 
 
@@ -298,7 +266,7 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
         finished=any(map(nested.makes_finished_updates, parts.values())),
         guarded=all(map(nested.is_guarded, parts.values())),
         labels=divided.inner_labels,
-        order=order_of_parts(parts.values()),
+        raw=any(map(is_raw, parts.values())),
         rated=all(map(nested.is_rated, parts.values())),
     )
     takes_context = any(part.takes_context for part in parts.values())

@@ -24,7 +24,6 @@ from jstep.optimizers.leaf_values import Flag, UnitAxes
 from jstep.optimizers.rules import Result, Values, from_direction, from_update, is_zero, with_init
 from jstep.optimizers.updates import map_updates
 from jstep.slots.indexed_slices import IndexedSlices, combine_rows, is_slices, on_table, trim_slices
-from jstep.slots.roles import BLOCK, CLIP, SCALE
 
 # Gradients: noise, centralization, normalization, clips.
 
@@ -79,7 +78,7 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
         "noise_eta": check_hyperparameter("eta", eta, low=0),
         "noise_gamma": check_hyperparameter("gamma", gamma, low=0),
     }
-    return element(noisy, hyper, BLOCK)
+    return element(noisy, hyper)
 
 
 @makes_optimizer()
@@ -122,7 +121,7 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
 
         return map_updates(of_leaf, params, updates, leaf_values.own_leaves(params))
 
-    return element(centralize, {}, BLOCK)
+    return element(centralize, {})
 
 
 @makes_optimizer()
@@ -152,7 +151,7 @@ def normalize_gradients(scale: ScalarOrSchedule = 1.0, per_leaf: bool = False) -
         norm = None if each else clipping.global_norm(updates)
         return jax.tree.map(lambda g: _normalized(g, norm, h["gradient_norm"]), updates, is_leaf=is_slices)
 
-    return element(normalize, {"gradient_norm": check_hyperparameter("scale", scale, low=0, above=True)}, BLOCK)
+    return element(normalize, {"gradient_norm": check_hyperparameter("scale", scale, low=0, above=True)})
 
 
 def _normalized(g: Array | IndexedSlices, norm: Array | None, scale: Array) -> Array | IndexedSlices:
@@ -240,7 +239,7 @@ def clip_gradients(
 
         return map_updates(by_unit, params, updates, jax.tree.leaves(params), leaf_values.own_leaves(params))
 
-    optimizer = element(clip, hyper, CLIP)
+    optimizer = element(clip, hyper)
     if how != "by_value" or "clip_by_value_min" in hyper:
         return optimizer
 
@@ -313,7 +312,7 @@ def scale(factor: ScalarOrSchedule) -> Optimizer:
     Source: `optax.scale`, and `optax.scale_by_schedule`.
     """
     optimizer = from_update("scale", lambda g, p, s, h: (h.factor * g, {}), {}, {"factor": factor}, by_rows=True)
-    return with_init(optimizer, order=SCALE)
+    return with_init(optimizer, raw=False)
 
 
 @makes_optimizer()

@@ -22,7 +22,6 @@ from jstep.optimizers.rules import MEAN, Masked, Result, Slot, Values
 from jstep.optimizers.updates import map_updates
 from jstep.slots.indexed_slices import on_table
 from jstep.slots.matching import match_gradients
-from jstep.slots.roles import BLOCK
 
 
 @makes_optimizer()
@@ -214,7 +213,7 @@ def scale_by_trust_ratio() -> Optimizer:
         match_gradients(updates, params)
         return map_updates(scaled, params, updates, jax.tree.leaves(params))
 
-    return element(update, {}, BLOCK)
+    return element(update, {})
 
 
 def scale_by_ratio(p: Array, u: Array, rate: Any = 1.0, coefficient: Any = 1.0, epsilon: Any = 0.0) -> Array:

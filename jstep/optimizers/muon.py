@@ -30,7 +30,6 @@ from jstep.optimizers.leaf_values import Axes, MatrixAxes, by_path, matrix_axes,
 from jstep.optimizers.rules import SLOW, Masked, Result, Slot, Values, average, from_direction, from_update, positive
 from jstep.slots.indexed_slices import IndexedSlices
 from jstep.slots.matching import match_gradients
-from jstep.slots.roles import BLOCK
 
 # Distributing matrices of one shape over the devices of a mesh, so that no device repeats another's work.
 
@@ -645,4 +644,4 @@ def orthogonalize(
             new[i] = factor(*matrix.shape[-2:]) * ways[i](matrix)
         return treedef.unflatten(new)
 
-    return rules.checking(element(orthogonal, hyper, BLOCK), axes_of)
+    return rules.checking(element(orthogonal, hyper), axes_of)

@@ -21,7 +21,7 @@ from jstep.optimizers.rules import new_start_step
 from jstep.optimizers.updates import moves, wide_updates
 from jstep.slots.indexed_slices import is_slices
 from jstep.slots.matching import require_slots
-from jstep.slots.roles import Init, Labels, Role, Roles, init_labels, init_order, roles_of
+from jstep.slots.roles import Init, Labels, Role, Roles, init_labels, is_raw, roles_of
 from jstep.state.train_state import START_STEP
 
 
@@ -258,7 +258,7 @@ def wrap_init(
     is_safe = is_guarded(optimizer) if guarded is None else guarded
     labels = labels or functools.partial(init_labels, optimizer)
     finished = makes_finished_updates(optimizer)
-    return Init(make, roles, finished, is_safe, labels, init_order(optimizer), is_rated(optimizer))
+    return Init(make, roles, finished, is_safe, labels, is_raw(optimizer), is_rated(optimizer))
 
 
 Parts = Mapping[str, Optimizer]

@@ -85,7 +85,7 @@ from jstep.optimizers.leaf_values import Flag, decay_mask, own_leaves
 from jstep.slots.compact_numbers import KINDS
 from jstep.slots.indexed_slices import IndexedSlices, RowsInOrder, combine_rows, trim_slices
 from jstep.slots.matching import match_gradients, require_slots
-from jstep.slots.roles import BLOCK, Init, Role, Roles
+from jstep.slots.roles import Init, Role, Roles
 from jstep.state.train_state import START_STEP
 
 # The vocabulary of rules.
@@ -306,7 +306,7 @@ def from_update(
         aged=prepare is not None,
         sparse=by_rows,
     )
-    return optimizer if "learning_rate" in hyper else with_init(optimizer, order=BLOCK)
+    return optimizer if "learning_rate" in hyper else with_init(optimizer, raw=True)
 
 
 def with_init(optimizer: Optimizer, **changes: Any) -> Optimizer:

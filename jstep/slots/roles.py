@@ -188,33 +188,6 @@ Labels = list[str | None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
-    """The place of an optimizer in a chain; by default nothing is known, as for a custom optimizer.
-
-    An update is *raw* if it is known to lack −learning_rate and any factor that may stand for it.
-
-    Attributes:
-        is_known: Whether all elements are known, except for finished updates.
-        raw: Whether raw gradients give raw updates.
-        partly_raw: Whether they do for the leaves of at least one label.
-        late_clip: The description of a clip inside that clips a finished update, or "".
-    """
-
-    is_known: bool = False
-    raw: bool = False
-    partly_raw: bool = False
-    clips: bool = False
-    late_clip: str = ""
-
-
-BLOCK = Order(is_known=True, raw=True, partly_raw=True)
-"""The order of an element that belongs before the learning rate."""
-CLIP = dataclasses.replace(BLOCK, clips=True)
-SCALE = Order(is_known=True)
-"""The order of a factor that may stand for −learning_rate."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Init:
     """An `Optimizer.init` that also describes its slots without creating them.
 
@@ -224,6 +197,7 @@ class Init:
         guarded: Whether nonfinite gradients reach neither parameters nor slots.
         call: The call that made the optimizer, for its `repr`.
         labels: `labels(params)`: the label of each leaf, in order, None if it is never updated; or None without labels.
+        raw: Whether the updates of some leaves are known to lack −learning_rate, and any factor that may stand for it.
         rated: Whether a `learning_rate`, held or reported, multiplies all updates; some finished ones have none.
     """
 
@@ -233,7 +207,7 @@ class Init:
     guarded: bool = False
     call: Made | None = dataclasses.field(default=None, compare=False, repr=False, kw_only=True)
     labels: Callable[[Params], Labels | None] = lambda params: None
-    order: Order = Order()
+    raw: bool = False
     rated: bool = False
 
     @shortens_tracebacks
@@ -274,9 +248,9 @@ def init_labels(optimizer: Optimizer, params: Params) -> Labels | None:
     return init.labels(params) if isinstance(init, Init) else None
 
 
-def init_order(optimizer: Optimizer) -> Order:
+def is_raw(optimizer: Optimizer) -> bool:
     init = _unwrapped(optimizer)
-    return init.order if isinstance(init, Init) else Order()
+    return isinstance(init, Init) and init.raw
 
 
 def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role]:

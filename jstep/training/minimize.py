@@ -27,7 +27,7 @@ from jstep.differentiate.microbatches import AggregationMethod, LossResult, esti
 from jstep.differentiate.same_bits import alike
 from jstep.optimizers import guards
 from jstep.optimizers.averages import as_average_names, averaged_params
-from jstep.optimizers.compose import frozen_leaves, warn_of_order
+from jstep.optimizers.compose import frozen_leaves, warn_of_raw_updates
 from jstep.optimizers.hyperparameters import value_at
 from jstep.slots.optax_transformations import require_optimizer
 from jstep.slots.roles import roles_of
@@ -235,7 +235,7 @@ def minimize(
     Source: `tf.train.Optimizer.minimize`.
     """
     optimizer = require_optimizer("optimizer", optimizer)
-    warn_of_order(optimizer)
+    warn_of_raw_updates(optimizer)
     lanes = as_lanes(lanes)
     compared = ("num_microbatches", num_microbatches) if lanes is None else ("lanes", lanes)
     wanted = check_requested(metrics, *compared)

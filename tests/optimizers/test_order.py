@@ -1,4 +1,4 @@
-"""Warnings of chains in an odd order: a clip of finished updates, and blocks that nothing finishes."""
+"""Warnings of blocks that nothing finishes."""
 
 import logging
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from optimizer_table import TABLE
 import jstep
 
 KEY = jax.random.key(2)
-LATE, UNFINISHED = "clips the finished updates", "nothing multiplies its updates"
+UNFINISHED = "nothing multiplies its updates"
 Make = Callable[[], jstep.Optimizer]
 
 sgd, rate = jstep.sgd, jstep.scale_by_learning_rate
@@ -35,15 +35,6 @@ def labelled(*optimizers: jstep.Optimizer) -> jstep.Optimizer:
 CASES: dict[str, tuple[Make, list[str]]] = {
     "usual": (lambda: chain(clip(), sgd(0.1)), []),
     "usual_blocks": (lambda: chain(clip(), adam(), jstep.add_weight_decay(0.1), rate(0.1)), []),
-    "late_clip": (lambda: chain(sgd(0.1), clip()), [LATE]),
-    "late_clip_behind_a_guard": (lambda: chain(skip(sgd(0.1)), clip()), [LATE]),
-    "late_clip_in_a_chain": (lambda: chain(sgd(0.1), chain(clip(), jstep.decay_weights(0.1))), [LATE]),
-    "late_clip_below_a_label": (lambda: chain(sgd(0.1), labelled(clip())), [LATE]),
-    "guard_of_a_late_clip": (lambda: skip(jstep.master_weights(chain(sgd(0.1), clip()))), [LATE]),
-    "late_clip_of_from_optax": (
-        lambda: chain(jstep.from_optax(optax.sgd(0.1), {"learning_rate": 0.1}), clip()),
-        [LATE],
-    ),
     "scaled_gradients": (lambda: chain(jstep.scale(1 / 128), clip(), sgd(0.1)), []),
     "scaled_twice": (lambda: chain(jstep.scope("s", jstep.scale(-1.0)), clip(), adam(), jstep.scale(-0.1)), []),
     "unknown_then_clip": (lambda: chain(jstep.from_optax(optax.sgd(0.1)), clip()), []),
@@ -51,7 +42,7 @@ CASES: dict[str, tuple[Make, list[str]]] = {
     "block": (adam, [UNFINISHED]),
     "label_with_blocks": (lambda: labelled(sgd(0.1), chain(clip(), adam())), [UNFINISHED]),
     "clip_around_a_label_with_a_block": (lambda: chain(clip(), labelled(sgd(0.1), adam())), [UNFINISHED]),
-    "late_clip_and_a_block": (lambda: labelled(chain(sgd(0.1), clip()), adam()), [LATE, UNFINISHED]),
+    "late_clip_and_a_block": (lambda: labelled(chain(sgd(0.1), clip()), adam()), [UNFINISHED]),
     "finished_by_the_outer_chain": (lambda: chain(chain(clip(), adam()), rate(0.1)), []),
     "finished_by_a_hyperball": (lambda: chain(adam(), jstep.on_hyperball(0.1)), []),
     "guard_finished_outside": (lambda: chain(skip(adam()), rate(0.1)), []),
@@ -80,10 +71,10 @@ def warnings_of(caplog: pytest.LogCaptureFixture, make: Make) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_minimize_warns_once_of_each_odd_order(caplog: pytest.LogCaptureFixture, name: str) -> None:
+def test_minimize_warns_once(caplog: pytest.LogCaptureFixture, name: str) -> None:
     make, expected = CASES[name]
     found = warnings_of(caplog, make)
-    assert [known for text in found for known in (LATE, UNFINISHED) if known in text] == expected
+    assert [UNFINISHED for text in found if UNFINISHED in text] == expected
     assert len(found) == len(expected)
     assert all("jstep.chain(jstep.clip_gradients(…), jstep.adamw(rate))" in text for text in found)
 
@@ -98,8 +89,3 @@ def test_each_block_needs_a_learning_rate(caplog: pytest.LogCaptureFixture, name
 @pytest.mark.parametrize("name", TABLE)
 def test_the_optimizers_of_the_table_are_in_order(caplog: pytest.LogCaptureFixture, name: str) -> None:
     assert warnings_of(caplog, lambda: TABLE[name].make(0.1)) == []
-
-
-def test_a_late_clip_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    (text,) = warnings_of(caplog, lambda: chain(jstep.centralize_gradients(), sgd(0.1), clip()))
-    assert text.startswith("chain: optimizers[2] clips the finished updates of optimizers[1], not the gradients. ")
