@@ -22,12 +22,12 @@ ROWS = 20_000  # of 8 bytes
 
 
 class Buffer:
-    """A replay buffer on the host, which is changed in place, with a view of its last rows and a shared generator."""
+    """A replay buffer on the host, which is changed in place, with a view of its last rows and two generators."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.rows, self.size, self.reads, self.loads = np.zeros((ROWS, 2), np.float32), 0, 0, 0
         self.newest, self.rng = self.rows[-9:], np.random.default_rng(0)
-        self.environment = {"rng": self.rng, "log": b"x" * (LARGE + 1)}
+        self.environment = {"rng": np.random.default_rng(1), "log": b"x" * (LARGE + 1)}
         self.fails_at = fails_at
 
     def __call__(self, step: int, state: jstep.TrainState) -> Any:
@@ -45,11 +45,12 @@ class Buffer:
     def state_dict(self) -> Any:
         self.reads += 1
         kept = vars(self).copy()
-        return {name: kept[name] for name in ("rows", "size", "newest", "rng", "environment")}
+        return {name: kept[name] for name in ("rows", "size", "rng", "environment")}
 
     def load_state_dict(self, position: Any) -> None:
         self.loads += 1
         vars(self).update(position)
+        self.newest = self.rows[-9:]
 
 
 def train(buffer: Any, last: int, directory: Any, hooks: Any = (), **kwargs: Any) -> Any:
