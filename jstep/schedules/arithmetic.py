@@ -200,103 +200,40 @@ SHAPES: Mapping[str, Callable[[Array, Array], tuple[Array, Array]]] = {
 
 
 class Periods(NamedTuple):
-    """A step in units of a period: Σ multiplier · count + fraction, `remaining = 1 - fraction`."""
+    """A step in units of a period: `whole + fraction`, `remaining = 1 - fraction`, all as floats."""
 
-    # The whole part is a sum of terms, because it may overflow the step's dtype.
-    counts: tuple[tuple[int, Array], ...]
+    whole: Array
     fraction: Array
     remaining: Array
 
-    @property
-    def whole(self) -> Array:
-        real = self.fraction.dtype
-        pieces = [count.astype(real) * multiplier for multiplier, count in self.counts]
-        return pieces[0] if len(pieces) == 1 else pieces[0] + pieces[1]
+    def passed(self, *, staircase: bool) -> Array:
+        return self.whole if staircase else self.whole + self.fraction
 
 
 def divide_steps(step: Array, length: Fraction) -> Periods:
-    """Divide an integer step by a period: step / length = whole + fraction, exactly.
+    """Divide an integer step by a period, in integers: step / length = whole + fraction.
 
-    A length that does not fit 64-bit products is replaced by the nearest one that does; the result differs only if a
-    step misses a whole period by less than 2^-31.
+    A length with more digits than fit the products of integers is replaced by the nearest one that does.
     """
-    # With length = n/d and step = u·n + v: step / length = u·d + v·d/n, and every product fits the dtype of the step if
-    # n·d does. Otherwise products are computed in 64 bits.
     largest, real = int(np.iinfo(step.dtype).max), trees.default_float()
     if length > largest:
         fraction = step.astype(real) / jnp.asarray(float(length), real)
-        return Periods(((1, jnp.zeros_like(step)),), fraction, 1 - fraction)
+        return Periods(jnp.zeros_like(fraction), fraction, 1 - fraction)
     if length.numerator * length.denominator > largest:
-        if step.dtype == jnp.int32 and length >= 1:
-            length = length.limit_denominator(max(1, int((largest - 1) / length)))
-            whole, rest = _divmod_scaled(step, length.denominator, length.numerator)
-            size = jnp.asarray(length.numerator, real)
-            remaining = (jnp.full_like(rest, length.numerator) - rest).astype(real) / size
-            return Periods(((1, whole),), rest.astype(real) / size, remaining)
         length = length.limit_denominator(max(1, min(largest, math.isqrt(int(largest / length)))))
         length = max(length, Fraction(1, largest))
+    # With length = n/d and step = u·n + v: step / length = u·d + v·d/n, and every product fits the dtype of the step.
     n, d = length.numerator, length.denominator
     # lax.div rounds towards zero: for steps ≥ 0 the result of //, in fewer operations.
-    size = jnp.full_like(step, n)
+    size, in_real = jnp.full_like(step, n), jnp.asarray(n, real)
     u, v = jax.lax.div(step, size), jax.lax.rem(step, size)
-    counts: tuple[tuple[int, Array], ...] = ((1, u),)
-    if d > 1:
-        counts = ((d, u), (1, jax.lax.div(v * d, size)))
-        v = jax.lax.rem(v * d, size)
-    length_in_real = jnp.asarray(n, real)
-    return Periods(counts, v.astype(real) / length_in_real, (n - v).astype(real) / length_in_real)
+    more, v = jax.lax.div(v * d, size), jax.lax.rem(v * d, size)
+    return Periods(u.astype(real) * d + more.astype(real), v.astype(real) / in_real, (n - v).astype(real) / in_real)
 
 
-def power(base: Any, log_base: float | None, periods: Periods, *, staircase: bool) -> Array:
-    """base^whole · base^fraction, whole powers in double precision; `log_base` may be more precise."""
-    if not isinstance(base, float):
-        value = jnp.power(base, periods.whole)
-        return value if staircase else value * jnp.power(base, periods.fraction)
-    log = (math.log(base) if base > 0 else -math.inf) if log_base is None else log_base
-    value = jnp.ones_like(periods.fraction)
-    for multiplier, count in periods.counts:
-        value = value * _whole_power(base if multiplier == 1 else exp(multiplier * log), count, value.dtype)
-    if staircase or base == 1.0:
-        return value
-    if base == 0.0:
-        return jnp.where(periods.fraction > 0, jnp.zeros_like(value), value)
-    return value * jnp.exp(periods.fraction * jnp.asarray(log, value.dtype))
-
-
-def exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf
-
-
-def _whole_power(base: float, exponent: Array, real: Any) -> Array:
-    """base^exponent by binary exponentiation: exact for powers of two, up to rounding for others."""
-    value = jnp.ones(exponent.shape, real)
-    smallest, largest = float(np.finfo(real).smallest_subnormal), float(np.finfo(real).max)
-    factor = base
-    for bit in range(np.iinfo(exponent.dtype).bits - 1):
-        if factor == 1.0:
-            break
-        if not smallest <= factor <= largest:  # and all later factors
-            limit = jnp.asarray(0.0 if factor < 1 else np.inf, real)
-            return jnp.where(exponent >> bit > 0, limit, value)
-        value = value * jnp.where((exponent >> bit) & 1 == 1, jnp.asarray(factor, real), jnp.ones((), real))
-        factor = factor * factor
-    return value
-
-
-def _divmod_scaled(step: Array, d: int, n: int) -> tuple[Array, Array]:
-    """Exact quotient (int32), remainder (uint32) of step · d by n, for int32 steps ≥ 0, 0 < d ≤ n < 2^31."""
-    step = step.astype(jnp.uint32)
-    size = jnp.full_like(step, n)
-    # The factor is at most 1 below 2^32 · d / n, and the step less than 2^31: the quotient is exact, or 1 too small.
-    quotient = _high(step, jnp.full_like(step, min((d << 32) // n, 2**32 - 1)))
-    rest = step * jnp.full_like(step, d) - quotient * size  # modulo 2^32, and less than 2n
-    one_more = (rest >= size).astype(jnp.uint32)
-    return (quotient + one_more).astype(jnp.int32), rest - one_more * size
-
-
-def _high(a: Array, b: Array) -> Array:
-    """The upper 32 of the 64 bits of a product, without x64."""
-    a0, a1, b0, b1 = a & 0xFFFF, a >> 16, b & 0xFFFF, b >> 16
-    middle = a1 * b0 + (a0 * b0 >> 16)
-    other = a0 * b1 + (middle & 0xFFFF)
-    return a1 * b1 + (middle >> 16) + (other >> 16)
+def power(base: Any, periods: Periods, *, staircase: bool) -> Array:
+    """base^passed; the logarithm of a number is computed in double precision."""
+    exponent = periods.passed(staircase=staircase)
+    if isinstance(base, float) and 0 < base < math.inf:
+        return jnp.exp(exponent * jnp.asarray(math.log(base), exponent.dtype))
+    return jnp.power(base, exponent)

@@ -51,9 +51,7 @@ def exponential_decay(
     start, length, rate, staircase = _checked(learning_rate, decay_steps, decay_rate, staircase, low=0, finite=True)
 
     def schedule(step: Step, /) -> Any:
-        return start * arithmetic.power(
-            rate, None, arithmetic.divide_steps(as_steps(step), length), staircase=staircase
-        )
+        return start * arithmetic.power(rate, arithmetic.divide_steps(as_steps(step), length), staircase=staircase)
 
     return schedule
 
@@ -88,8 +86,8 @@ def natural_exp_decay(
     start, length, rate, staircase = _checked(learning_rate, decay_steps, decay_rate, staircase)
 
     def schedule(step: Step, /) -> Any:
-        base, log = (arithmetic.exp(-rate), -rate) if isinstance(rate, float) else (jnp.exp(-rate), None)
-        return start * arithmetic.power(base, log, arithmetic.divide_steps(as_steps(step), length), staircase=staircase)
+        periods = arithmetic.divide_steps(as_steps(step), length)
+        return start * jnp.exp(-rate * periods.passed(staircase=staircase))
 
     return schedule
 
@@ -125,7 +123,7 @@ def inverse_time_decay(
 
     def schedule(step: Step, /) -> Any:
         periods = arithmetic.divide_steps(as_steps(step), length)
-        return start / (1 + rate * (periods.whole if staircase else periods.whole + periods.fraction))
+        return start / (1 + rate * periods.passed(staircase=staircase))
 
     return schedule
 
@@ -341,7 +339,7 @@ def cosine_decay_restarts(
 
     def periodic(step: Step, /) -> Any:
         periods = arithmetic.divide_steps(as_steps(step), length)
-        peak = 1.0 if height == 1.0 else arithmetic.power(height, None, periods, staircase=True)
+        peak = 1.0 if height == 1.0 else arithmetic.power(height, periods, staircase=True)
         return start * ((1 - floor) * peak * arithmetic.half_cosine(periods.remaining) + floor)
 
     def growing(step: Step, /) -> Any:

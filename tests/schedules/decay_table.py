@@ -44,10 +44,10 @@ def _pair(function: str, *more: Any) -> tuple[Callable[[float], jstep.Schedule],
 DECAYS = {name: _pair(*case) for name, case in CASES.items()}
 
 
-def close(found: Any, expected: Any, scale: float = 0.1) -> None:
+def close(found: Any, expected: Any, scale: float = 0.1, rtol: float = 3e-6) -> None:
     """Compare up to float32 rounding: relative error for powers, absolute error for differences."""
     np.testing.assert_allclose(
-        np.asarray(found, np.float64), np.clip(expected, None, np.inf), rtol=3e-6, atol=5e-7 * scale
+        np.asarray(found, np.float64), np.clip(expected, None, np.inf), rtol=rtol, atol=5e-7 * scale
     )
 
 
