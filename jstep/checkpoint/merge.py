@@ -1,6 +1,5 @@
 """`merge_checkpoints`: the weighted mean of checkpoints, in place of a decay of the rate that was not run."""
 
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -26,7 +25,6 @@ from jstep.core.checks import as_int, describe_type, format_list, format_value
 from jstep.core.tables import printable
 from jstep.optimizers.averages import as_average_names
 from jstep.state.train_state import MODEL_STATE, TrainState
-from jstep.stores.timeline import fields_with, is_step
 
 CURVES: dict[str, Callable[[float], float]] = {
     "linear": lambda x: 1 - x,
@@ -188,13 +186,6 @@ def _merge(
 def _changes(directory: str, prefix: str, manifests: Sequence[Manifest]) -> list[str]:
     """Describe where the rate fell between checkpoints, by the run's timeline, and where its options changed."""
     rates: dict[str, dict[int, float]] = {}
-    with contextlib.suppress(OSError, ValueError):  # there may be no timeline
-        for line in fields_with(directory, "checkpoint"):
-            step, values = line.get("checkpoint"), line.get("values")
-            if line.get("prefix") == prefix and is_step(step) and isinstance(values, dict):
-                for name, rate in values.items():
-                    if _RATE in name and isinstance(rate, float) and math.isfinite(rate):
-                        rates.setdefault(name, {})[step] = rate
     changes: list[str] = []
     for name, by_step in rates.items():
         known = [(of.step, by_step[of.step]) for of in manifests if of.step in by_step]

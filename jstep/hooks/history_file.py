@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from jstep.checkpoint.claims import FileClaim
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.core.checks import describe_type, format_list, format_value
-from jstep.core.records import json_float
+from jstep.core.plain import number as json_float
 from jstep.hooks.run_hook import RunInfo
 from jstep.stores import files
 from jstep.stores.growing_files import sync_growing

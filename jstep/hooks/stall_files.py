@@ -15,7 +15,8 @@ from jstep.stores.files import foreign_file, is_directory, names_in, read_small,
 from jstep.stores.growing_files import seconds_since_write
 from jstep.stores.objects import Objects
 from jstep.stores.owners import is_alive, this_process
-from jstep.stores.timeline import decode_json, is_seconds, is_step
+from jstep.stores.starts import is_seconds, is_step
+from jstep.stores.tagged_json import decode_json
 from jstep.stores.urls import absolute, is_url, join_path
 
 _logger = logging.getLogger("jstep")

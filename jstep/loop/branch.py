@@ -23,7 +23,7 @@ from jstep.loop.arguments import Options
 from jstep.state.train_state import TrainState
 from jstep.stores import tagged_json
 from jstep.stores.files import is_directory
-from jstep.stores.run_record import original_of, read_records
+from jstep.stores.starts import original_of, read_starts, totals
 from jstep.stores.urls import is_url, join_path, resolve_path, split_path
 
 PARENT = "parent"
@@ -77,9 +77,9 @@ def run_of(trunk: Trunk) -> str | None:
     path, folder = trunk.parent["path"], trunk.saver.directory
     for where in () if is_url(folder) else (folder, os.path.dirname(os.path.abspath(folder))):
         with contextlib.suppress(OSError, ValueError):
-            for record in read_records(where).values():
-                if any(resolve_path(best[-1]) == path for best in record.totals()["best"].values() if len(best) == 3):
-                    return record.starts[-1].get(RUN_KEY)
+            for starts in read_starts(where).values():
+                if any(resolve_path(best[-1]) == path for best in totals(starts)["best"].values()):
+                    return starts[-1].get(RUN_KEY)
     return None
 
 
@@ -91,12 +91,12 @@ def as_copy(where: str, prefix: str, step: int | None, extra: dict[str, Any], ne
     if is_url(where):
         return None
     with contextlib.suppress(OSError, ValueError, LookupError):  # there is no timeline, or it is damaged
-        record = read_records(where)[prefix]
-        own, known = extra.get(RUN_KEY), record.totals()
-        if (source := original_of(where, record)) is not None:
+        starts = read_starts(where)[prefix]
+        own, known = extra.get(RUN_KEY), totals(starts)
+        if (source := original_of(where, starts)) is not None:
             parent = None if step is None else {"path": join_path(source, checkpoint_name(prefix, step)), "step": step}
             return {**extra, RUN_KEY: new_name, PARENT: parent, PARENT_RUN: own}
-        name = record.starts[-1].get(RUN_KEY)
+        name = starts[-1].get(RUN_KEY)
         if own is not None and own == known[PARENT_RUN] != name:  # no earlier start of this copy has saved anything
             return {**extra, RUN_KEY: name, PARENT: known[PARENT], PARENT_RUN: own}
     return None

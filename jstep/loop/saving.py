@@ -64,8 +64,8 @@ from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.owners import remove_temporary
+from jstep.stores.starts import FOLDER
 from jstep.stores.tagged_json import AttachedFiles, as_json
-from jstep.stores.timeline import TIMELINE_FILE
 from jstep.stores.urls import is_url
 
 _logger = logging.getLogger("jstep")
@@ -144,7 +144,7 @@ def _reach(logdir: str | None) -> None:
     if logdir is not None and is_url(logdir) and jax.process_index() == 0:
         objects = Objects(logdir)
         with objects.within(START_TIMEOUT_SECS):
-            objects.list(TIMELINE_FILE, f"{TIMELINE_FILE}~")
+            objects.list(FOLDER, f"{FOLDER}~")
 
 
 def _notify_opened(options: Options, observers: Observers, saver: Saver | None, origin: Origin) -> None:

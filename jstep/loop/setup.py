@@ -26,7 +26,7 @@ from jstep.loop.feeder import FetchCounter
 from jstep.loop.signals import StopSignals
 from jstep.loop.stages import TrainSteps
 from jstep.state.train_state import TrainState
-from jstep.stores.timeline_writer import Timeline
+from jstep.stores.starts import StartFile
 
 # The state of a loop over calls: only the loop writes it, all others read it.
 
@@ -150,23 +150,22 @@ class LoopState:
 
 
 class Lines:
-    """The lines of a run's timeline, written from any thread, once it is open."""
+    """The file of this start, once it is open; any thread writes it."""
 
     def __init__(self) -> None:
-        self.timeline: Timeline | None = None
+        self.file: StartFile | None = None
 
-    def open(self, timeline: Timeline) -> None:
-        self.timeline = timeline
+    def open(self, file: StartFile) -> None:
+        self.file = file
 
-    def write(self, kind: str, **fields: object) -> None:
-        timeline = self.timeline
-        if timeline is not None:
-            timeline.write(kind, **fields)
+    def add_stall(self, **fields: object) -> None:
+        if (file := self.file) is not None:
+            file.write(stalls=[*file.fields.get("stalls", ()), fields][-100:])
 
     def close(self) -> None:
-        timeline, self.timeline = self.timeline, None
-        if timeline is not None:
-            timeline.close()
+        file, self.file = self.file, None
+        if file is not None:
+            file.close()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ import jax
 
 from jstep.core import threads
 from jstep.core.checks import as_number
-from jstep.core.secret_values import error_text
+from jstep.core.plain import error_text
 from jstep.core.stopwatch import EVALUATING, FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
 from jstep.hooks.hook import hook_name
 from jstep.hooks.run_hook import RunHook
@@ -32,7 +32,6 @@ from jstep.hooks.stall_files import CALL, WITH_OTHERS, StallFiles, silent
 from jstep.loop.run import Observer, Run
 from jstep.loop.setup import BEGINNING, CLOSING, Calling, Setup
 from jstep.loop.stopping import save_while_it_hangs
-from jstep.stores.timeline import STALL
 
 EXIT_CODE = 75
 """`EX_TEMPFAIL` of sysexits.h: a launcher may restart the run."""
@@ -321,7 +320,7 @@ class StallWatch(Observer):
             "what": wait.what,
             "process": self._process.index,
         }
-        self.setup.lines.write(STALL, time=round(time.time(), 6), step=self.setup.loop.step, **fields)
+        self.setup.lines.add_stall(time=round(time.time(), 6), step=self.setup.loop.step, **fields)
 
     # The definition of a stall.
 

@@ -19,7 +19,6 @@ from jstep.data.positions import RarePosition, restore_position
 from jstep.data.sequence import BatchSequence
 from jstep.distributed import processes
 from jstep.hooks.cadence import next_multiple
-from jstep.hooks.cards import NOT_READY
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.report import LoggingHook, SummarySaverHook
@@ -262,7 +261,6 @@ def _open_writer(setup: Setup, saver: Saver | None, origin: Origin) -> SummaryWr
         plain = {
             name: value if isinstance(value, bool | int | float | str) else json.dumps(value)
             for name, value in list(setup.options.config.items())
-            if value != NOT_READY
         }
         with contextlib.suppress(ImportError):  # TensorBoard is not installed
             writer.add_hparams(plain)
@@ -271,8 +269,8 @@ def _open_writer(setup: Setup, saver: Saver | None, origin: Origin) -> SummaryWr
 
 def _is_another_run(setup: Setup) -> bool:
     """Return whether a start without a checkpoint begins another run: the previous one there finished, or is alive."""
-    timeline = setup.lines.timeline
-    earlier = [] if timeline is None else timeline.record.starts[:-1]
+    file = setup.lines.file
+    earlier = [] if file is None else [one for one in file.earlier if not one.get("problem")]
     if not earlier:
         return False
     process, (status, *_) = earlier[-1].get("process"), earlier[-1].get("end") or (None,)
@@ -283,8 +281,8 @@ def _is_another_run(setup: Setup) -> bool:
 
 def _last_of_older_versions(setup: Setup, where: str, prefix: str, step: int) -> float:
     """Return the latest time at which an earlier start is known to have lived."""
-    timeline = setup.lines.timeline
-    times = [0.0, *(start["time"] for start in (timeline.record.starts[:-1] if timeline is not None else ()))]
+    file = setup.lines.file
+    times = [0.0, *(start.get("time", 0.0) for start in (file.earlier if file is not None else ()))]
     with contextlib.suppress(Exception):  # the checkpoint was deleted meanwhile
         store = open_store(where)
         times.append(store.manifest(store.at(prefix, step) or "").saved_at)

@@ -25,10 +25,10 @@ from jstep.distributed import processes
 from jstep.hooks.hook import check_step
 from jstep.loop.arguments import Options, as_steps_per_call, cache_directory, check
 from jstep.loop.calls import Call
-from jstep.loop.card import Cards
 from jstep.loop.compiler import StartTimes
 from jstep.loop.hook_runner import close_hooks
 from jstep.loop.progress import Progress
+from jstep.loop.recorder import Recorder
 from jstep.loop.run import Observer, Observers, Run
 from jstep.loop.setup import ENDING, LEAVING, RUNNING, Setup, new_setup
 from jstep.loop.signals import StopWaiting
@@ -44,15 +44,13 @@ from jstep.loop.stopping import (
     report_early_end,
     rescue,
 )
-from jstep.loop.timeline import TimelineRecorder
 from jstep.loop.utilization import Meters
 from jstep.state.train_state import TrainState
 from jstep.stores.compile_cache import persistent_cache
 
 OBSERVERS: tuple[type[Observer], ...] = (
     Progress,
-    TimelineRecorder,
-    Cards,
+    Recorder,
     StallWatch,
     Meters,
 )

@@ -10,14 +10,14 @@ import numpy as np
 
 from jstep.checkpoint.manifest import LeftOut
 from jstep.core.tables import columns, printable
-from jstep.hooks.card_differences import card_difference, changes
-from jstep.hooks.cards import VERSION, Start, read_starts, start_with_card
+from jstep.hooks.start_differences import IN_A_AND_B, changes
 from jstep.stores.files import is_directory, names_in
-from jstep.stores.run_record import last_trained, read_records
+from jstep.stores.starts import Start, last_trained, read_starts
 from jstep.stores.urls import is_url, join_path, location, split_path
 from jstep.tools import cli
 from jstep.tools.cli_inspect import Checkpoint, at, below
 from jstep.tools.ranges import is_inexact
+from jstep.tools.run_summary import start_with_card
 
 # Comparison of two arrays, by absolute difference and by units in the last place.
 
@@ -111,30 +111,27 @@ def differences(places: Iterable[tuple[str, str | None]], problems: list[str]) -
     """
     both: list[dict[str, Start]] = []
     for where, prefix in places:
-        starts: list[Start] = []
-        trained: dict[str, Any] = {}
-        with contextlib.suppress(Exception):  # a timeline may hold anything
-            records = read_records(where).items()
-            trained = {name: (last_trained(record.starts) or {}).get("start") for name, record in records}
+        found: dict[str, Start] = {}
         with contextlib.suppress(OSError):  # a directory that cannot be read is reported by the comparison itself
-            starts = read_starts(where)
-        chosen = [start_with_card(starts, name, trained.get(name)) for name in {start.prefix for start in starts}]
-        found = {start.prefix: start for start in chosen if start is not None}
-        # Only the card of the prefix; all cards if the run has none for it, such as for the best checkpoints.
+            for name, starts in read_starts(where).items():
+                problems += [
+                    f"{where}: its start {one['number']} {one['problem']}" for one in starts if one.get("problem")
+                ]
+                valid = [start for start in starts if not start.get("problem")]
+                if start := start_with_card(valid, (last_trained(valid) or {}).get("start")):
+                    found[name] = start
+        # Only the start of the prefix; all if the run has none for it, such as for the best checkpoints.
         both.append({prefix: found[prefix]} if prefix in found else found)
-        problems += [f"{where}: {start.problem}" for start in both[-1].values() if start.problem]
     of_a, of_b = both
     names = [(prefix, prefix) for prefix in sorted(of_a.keys() & of_b.keys())]
     if not names and len(of_a) == len(of_b) == 1:
         names = list(zip(of_a, of_b, strict=True))
-    pairs = [(one, of_a[one].card, of_b[other].card) for one, other in names]
-    cards = [(name, one, other) for name, one, other in pairs if one is not None and other is not None]
-    if not cards:
+    if not names:
         return None
     return [
-        f"{name}: {line}" if len(pairs) > 1 else line
-        for name, one, other in cards
-        for line in card_difference(one, other)
+        f"{one}: {line}" if len(names) > 1 else line
+        for one, other in names
+        for line in changes(of_a[one], of_b[other], IN_A_AND_B).lines
     ]
 
 
@@ -162,23 +159,22 @@ def read_changes(where: str) -> list[dict[str, Any]]:
 
     The `changes` of a first start are None.
     """
-    before: dict[str, Mapping[str, Any]] = {}
-    starts: list[dict[str, Any]] = []
-    for start in read_starts(where):
-        if start.card is None and not start.problem:
-            continue
-        card = start.card or {}
-        last, is_known, step = before.get(start.prefix), card.get("card") == VERSION, card.get("step") or 0
-        lines = [start.problem] if start.problem else None
-        if last is not None and is_known:
-            of_bits, of_place = changes(last, card, step)
-            lines = [*of_bits, *of_place]
-        starts.append({"prefix": start.prefix, "time": start.time, "step": step, "known": is_known, "changes": lines})
-        if is_known:
-            before[start.prefix] = card
-    if not starts:
-        raise ValueError(f"{where}: its timeline has no card; give the checkpoint_dir of a run, or its logdir")
-    return starts
+    found: list[dict[str, Any]] = []
+    for prefix, starts in read_starts(where).items():
+        before: Start | None = None
+        for start in starts:
+            if start.get("problem"):
+                lines, is_known = [f"its start {start['problem']}"], False
+            elif start.get("card"):
+                lines, is_known = None if before is None else changes(before, start).lines, True
+                before = start
+            else:
+                continue
+            time, step = start.get("opened"), (start.get("card") or {}).get("step") or 0
+            found.append({"prefix": prefix, "time": time, "step": step, "known": is_known, "changes": lines})
+    if not found:
+        raise ValueError(f"{where}: no start of a run is there; give the checkpoint_dir of a run, or its logdir")
+    return sorted(found, key=lambda start: start["time"] or 0.0)
 
 
 def _text_of_starts(starts: list[dict[str, Any]]) -> list[str]:

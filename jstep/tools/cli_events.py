@@ -15,7 +15,7 @@ from jstep.hooks.stall_files import FOLDER, find_waited_for, in_ranges, read_sta
 from jstep.stores import event_files
 from jstep.stores.event_files import DataLossError, Point, Series
 from jstep.stores.files import is_directory, open_for_reading
-from jstep.stores.timeline import TIMELINE_FILE
+from jstep.stores.starts import FOLDER as STARTS
 from jstep.stores.urls import absolute, is_url, join_path, location, split_path
 from jstep.tools.cli import (
     DIFFERENT,
@@ -357,7 +357,7 @@ def _run_stalls(arguments: argparse.Namespace) -> int:
     if not places and is_directory(join_path(where, FOLDER)):
         places = [(split_path(where)[1], where, None)]
     if not places:
-        return complain("stalls", f"{where}: no run is there; a run has a {TIMELINE_FILE}")
+        return complain("stalls", f"{where}: no run is there; a run has a folder {STARTS}/")
     groups, rows, problems = list[dict[str, Any]](), list[dict[str, Any]](), dict[str, None]()
     for name, place, prefix in places:
         stalls, unread = read_stalls(place, prefix)

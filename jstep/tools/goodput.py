@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from jstep.core.stopwatch import PARTS, STEPPING
 from jstep.core.tables import Tabular
-from jstep.stores.run_record import Times, newest_with_step, read_timeline
-from jstep.stores.timeline import STALL, fields_with, is_seconds
+from jstep.stores.starts import Start, read_starts
 from jstep.stores.urls import absolute, location
 from jstep.tools.cli import Command, answer
 
@@ -124,26 +123,48 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
         >>> found.steps, found.starts, found.productive > 0, abs(sum(found.parts.values()) - found.total) < 1e-9
         (9, 1, True, True)
     """
-    starts = read_timeline(path, prefix)
-    result = sum_starts(by_start(list(starts.values())))
+    where = absolute(location(path, "path"))
+    found = read_starts(where)
+    if not found:
+        raise FileNotFoundError(
+            f"{where}: there is no run; give the checkpoint_dir of a run, or its logdir if it has none"
+        )
+    if prefix not in found:
+        raise ValueError(
+            f"prefix={prefix!r}: must be the prefix of a run in {where}, which has {', '.join(map(repr, found))}; give "
+            "the checkpoint_prefix of the run"
+        )
+    return of_run(found[prefix])
+
+
+def of_run(starts: Sequence[Start]) -> Goodput:
+    """Account for the time of a run, of its newest starts; of earlier ones, the seconds of steps count as productive."""
+    starts = [start for start in starts if not start.get("problem")]
+    if not starts:
+        raise ValueError("none of its starts can be read")
+    whole, older = sum_starts(by_start(starts)), starts[0].get("before")
+    if older is not None and not starts[0].get("copied"):
+        parts = {name: getattr(whole, name) + older["seconds"].get(name, 0.0) for name in _COPIED}
+        productive = whole.productive + older["seconds"].get(STEPPING, 0.0)
+        down = whole.down + max(0.0, starts[0]["began"] - older["since"] - older["wall"])
+        parts |= {"productive": productive, "down": down}
+        whole = dataclasses.replace(whole, **parts, starts=whole.starts + older["count"])
     stalled: dict[str, float] = {}
-    for line in fields_with(absolute(location(path, "path")), STALL):
-        seconds, part = line.get("stalled", 0.0), line.get("part")
-        is_own = line.get("kind") == STALL and line.get("prefix") == prefix and line.get("start") in starts
-        if is_own and part in PARTS and is_seconds(seconds):
+    for stall in (stall for start in starts for stall in start.get("stalls") or ()):
+        if (part := stall.get("part")) in PARTS:
             name = "productive" if part == STEPPING else str(part)
-            stalled[name] = stalled.get(name, 0.0) + seconds
-    return dataclasses.replace(result, stalled=stalled)
+            stalled[name] = stalled.get(name, 0.0) + (stall.get("stalled") or 0.0)
+    return dataclasses.replace(whole, stalled=stalled)
 
 
-def by_start(all_starts: Sequence[Times]) -> list[Goodput]:
+def by_start(every: Sequence[Start]) -> list[Goodput]:
     """Account for the time of each start and the downtime before it."""
     starts: list[Goodput] = []
     ended: float | None = None
-    for lines in all_starts:
-        last = lines[-1]
-        own = last["seconds"].copy()
-        began, down = last["time"] - sum(own.values()), 0.0
+    for start in every:
+        own = dict.fromkeys(PARTS, 0.0) | start["seconds"]
+        last, down = start["time"], 0.0
+        began = last - sum(own.values())
         if ended is not None:
             down = max(0.0, began - ended)
             # If the process was already running before the previous start ended, that time is counted once.
@@ -151,15 +172,15 @@ def by_start(all_starts: Sequence[Times]) -> list[Goodput]:
             for part in ("before", "starting"):
                 cut = min(own[part], left)
                 own[part], left = own[part] - cut, left - cut
-        ended = last["time"] if ended is None else max(ended, last["time"])
+        ended = last if ended is None else max(ended, last)
         starts.append(Goodput(**{part: own[part] for part in _COPIED}, down=down, starts=1))
     limit = math.inf
-    for i, lines in reversed(list(enumerate(all_starts))):
-        kept, steps = _kept(lines, limit)
-        rewound = max(0.0, lines[-1]["seconds"][STEPPING] - kept)
+    for i, start in reversed(list(enumerate(every))):
+        kept, steps = _kept(start, limit)
+        rewound = max(0.0, start["seconds"].get(STEPPING, 0.0) - kept)
         starts[i] = dataclasses.replace(starts[i], productive=kept, rewound=rewound, steps=steps)
-        if (where := lines[-1]["step"]) is not None:
-            limit = min(limit, where[0])
+        if start.get("step") is not None:
+            limit = min(limit, start["step"][0])
     return starts
 
 
@@ -168,27 +189,19 @@ def sum_starts(starts: Sequence[Goodput]) -> Goodput:
     return Goodput(**{name: sum(getattr(start, name) for start in starts) for name in names})
 
 
-def _kept(lines: Times, limit: float) -> tuple[float, int]:
+def _kept(start: Start, limit: float) -> tuple[float, int]:
     """The step time and the number of steps of a start, up to the step that a later start resumed from."""
-    newest = newest_with_step(lines)
-    if newest is None:
-        return 0.0, 0
-    first, last = newest["step"]
-    if limit >= last:
-        return newest["seconds"][STEPPING], last - first
+    first, last = start.get("step") or (0, 0)
+    seconds = start["seconds"].get(STEPPING, 0.0)
+    if limit >= last or last == first:
+        return seconds, last - first
     if limit <= first:
         return 0.0, 0
-    # The line of a checkpoint was written after the device had run its steps; earlier lines may be ahead of the device.
-    saved = [line["seconds"][STEPPING] for line in lines if line.get("checkpoint") == limit]
-    if saved:
-        return saved[-1], int(limit) - first
-    points = [(first, 0.0)] + [
-        (line["step"][1], line["seconds"][STEPPING]) for line in lines if line["step"] is not None
-    ]
-    # The first line that reaches the limit, because later ones include time of the next step.
-    after = next(i for i, (step, _) in enumerate(points) if step >= limit)
-    (low, before), (high, seconds) = points[after - 1 : after + 1]
-    return before + (limit - low) / (high - low) * (seconds - before), int(limit) - first
+    # The newest checkpoint was written after the device had run its steps; up to an earlier one, it is a share.
+    saved = start.get("saved")
+    if saved is not None and first < saved[0] <= last and limit <= saved[0]:
+        return saved[1] * (int(limit) - first) / (saved[0] - first), int(limit) - first
+    return seconds * (int(limit) - first) / (last - first), int(limit) - first
 
 
 # `goodput` of the command line.

@@ -1,7 +1,6 @@
 """The event files of a run: those of its own starts, at or beside its directory, whoever else writes there."""
 
 import contextlib
-import math
 import os
 import posixpath
 import socket
@@ -9,30 +8,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jstep.core.checks import format_list, truncate
-from jstep.hooks.cards import Start, read_starts
 from jstep.stores.event_files import Writer, event_files, process_mark
 from jstep.stores.files import is_directory
-from jstep.stores.timeline import START, fields_with, is_seconds
+from jstep.stores.starts import Start, read_starts
 from jstep.stores.urls import is_url, join_path, resolve_path, split_path
 
 
-def events_of_run(
-    where: str, starts: Sequence[Start], begun: Sequence[Mapping[str, Any]]
-) -> tuple[list[str], list[str]]:
-    """Return the event files of a run in the order of their names, and why others are not read.
-
-    Args:
-        where: The directory or URL of the run.
-        starts: Its starts, with their cards.
-        begun: The first lines of its starts in the timeline.
-    """
+def events_of_run(where: str, starts: Sequence[Start]) -> tuple[list[str], list[str]]:
+    """Return the event files of a run's starts in the order of their names, and why others are not read."""
     files: dict[str, str] = {}
     problems: list[str] = []
-    for place, is_readers in _places(where, starts, begun, problems).items():
+    for place, is_readers in _places(where, starts, problems).items():
         if not is_directory(place):
             continue
         paths = {split_path(path)[1]: path for path in event_files(place) if is_readers or _is_beside(path, where)}
-        own = set(_own(sorted(paths), begun))
+        own = set(_own(sorted(paths), starts))
         files |= {name: path for name, path in paths.items() if name in own}
         if others := sorted(paths.keys() - own):
             problems.append(f"{place}: event files of others are not shown: {format_list(others, 5)}")
@@ -41,32 +31,20 @@ def events_of_run(
 
 def files_of_run(where: str, prefix: str) -> tuple[list[str], list[str]]:
     """Like `events_of_run`, of the run with a prefix."""
-    starts = [start for start in read_starts(where) if start.prefix == prefix]
-    begun = [
-        line for line in fields_with(where, "version") if (line.get("kind"), line.get("prefix")) == (START, prefix)
-    ]
-    return events_of_run(where, starts, begun)
+    return events_of_run(where, [one for one in read_starts(where).get(prefix, ()) if not one.get("problem")])
 
 
 # Where they may be: nothing of another host or of a copy leads out of its directory and that above it.
 
 
-def _places(
-    where: str, starts: Sequence[Start], begun: Sequence[Mapping[str, Any]], problems: list[str]
-) -> dict[str, bool]:
+def _places(where: str, starts: Sequence[Start], problems: list[str]) -> dict[str, bool]:
     """Return the directories to read, each with whether a run of the reader recorded it."""
-    lines = {str(line.get("start")): line for line in begun}
-    places = {resolve_path(where): any(_is_readers(where, line) for line in begun)}
+    places = {resolve_path(where): any(_is_readers(where, start) for start in starts)}
     for start in starts:
-        line, arguments = lines.get(start.id, {}), (start.card or {}).get("arguments", {})
-        logdir, directory = arguments.get("logdir"), arguments.get("checkpoint_dir") or line.get("directory")
-        if not isinstance(logdir, str) or not isinstance(directory, str):
+        logdir, directory = start.get("logdir"), start.get("directory")
+        if logdir is None or directory is None:
             continue
-        if _kind(logdir) != _kind(directory):  # a relative logdir, and a Saver
-            logdir, directory = (
-                str(line.get(key) or path) for key, path in (("logdir", logdir), ("directory", directory))
-            )
-        is_readers = _is_readers(where, line)
+        is_readers = _is_readers(where, start)
         place = _moved(logdir, directory, where, is_readers=is_readers)
         if place is None or not (is_readers or _is_beside(place, where)):
             problems.append(
@@ -112,30 +90,20 @@ def _is_beside(path: str, where: str) -> bool:
 # Whose they are.
 
 
-def _own(names: Sequence[str], begun: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _own(names: Sequence[str], starts: Sequence[Start]) -> Iterator[str]:
     """Yield the names of event files of a run's starts, and of what the same processes wrote there."""
-    runs = {line.get("run") for line in begun if isinstance(line.get("run"), str)}
-    marks, older, until = dict[str, bool](), False, math.inf
-    for line in begun:
-        process, time = line.get("process"), line.get("time")
-        if isinstance(process, dict):
-            mark = process_mark(process.get("host"), process.get("pid"))
-            marks[mark] = marks.get(mark, False) or "run" not in line
-            until = min(until, time) if is_seconds(time) and time is not None else until
-        else:
-            older = True
+    runs = {start.get("run") for start in starts}
+    marks = {process_mark(of.get("host"), of.get("pid")) for start in starts if (of := start.get("process"))}
     found = {name: Writer.of(name) for name in names}
-    of_marks = {mark: [name for name in names if mark in name] for mark in marks}
     for name, writer in found.items():
-        mine = [mark for mark, of_process in of_marks.items() if name in of_process]
-        if writer.run is not None:  # a version that did not record the name of the run recorded its process
-            is_own = writer.run in runs or any(marks[mark] for mark in mine)
-        elif not mine:  # a version that recorded neither
-            is_own = older and writer.began <= until
+        if writer.run is not None:
+            is_own = writer.run in runs
+        elif not (mine := [mark for mark in marks if mark in name]):
+            is_own = False
         else:
             # A program may train several runs. What it opens before one of them, or behind the last, is of that run.
-            named = [other for mark in mine for other in of_marks[mark] if found[other].run is not None]
+            named = [other for other in names if any(mark in other for mark in mine) and found[other].run is not None]
             owner = next((other for other in named if other > name), named[-1] if named else None)
-            is_own = owner is None or found[owner].run in runs or any(marks[mark] for mark in mine)
+            is_own = owner is None or found[owner].run in runs
         if is_own:
             yield name

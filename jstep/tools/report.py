@@ -18,13 +18,12 @@ import numpy as np
 from jstep.core.checks import as_string, check_choice, describe_type, truncate
 from jstep.core.curves import STYLE, Curve, Mark, picture
 from jstep.core.tables import html_text
-from jstep.hooks.card_differences import card_values
+from jstep.hooks.start_differences import values_of
 from jstep.stores.files import write_named
-from jstep.stores.timeline import TIMELINE_FILE
+from jstep.stores.starts import FOLDER
 from jstep.stores.urls import absolute, location, split_path
 from jstep.tools import report_many
 from jstep.tools.cli import OK, Command, utc_text
-from jstep.tools.goodput import sum_starts
 from jstep.tools.run_files import RunFiles
 from jstep.tools.run_summary import RunSummary
 from jstep.tools.runs import RunList, distinct, run_names, runs
@@ -107,7 +106,7 @@ def report(
     for place in places:
         some = runs(place)
         if not some:
-            raise FileNotFoundError(f"{os.fspath(place)}: no run is there; a run has a {TIMELINE_FILE}")
+            raise FileNotFoundError(f"{os.fspath(place)}: no run is there; a run has a folder {FOLDER}/")
         listed = distinct([*listed, *some])
     if not listed:
         raise ValueError(f"paths={paths!r}: must be a path or several, got none")
@@ -209,7 +208,7 @@ def _facts(all_left: Sequence[RunFiles], left: RunFiles) -> str:
         "parameters": run.parameters and f"{run.parameters:,}",
         "peak memory of a device": run.peak_bytes and f"{run.peak_bytes / 2**30:.2f} GiB",
         "mfu": run.mfu and f"{run.mfu:.3g}",
-        "goodput": left.times and f"{sum_starts(left.goodput).fraction:.1%}",
+        "goodput": left.starts and f"{left.total().fraction:.1%}",
         "commit": run.commit and run.commit + f", with edits ({run.edits})" * bool(run.edits),
         "branch of": run.parent and f"{run.parent[0]} (step {run.parent[1]})",
         "branches": ", ".join(other.name for other in all_left if _is_branch(other.run, run)),
@@ -231,7 +230,7 @@ def _is_branch(run: RunSummary, of: RunSummary) -> bool:
 def _recorded(left: RunFiles, is_open: bool = False) -> str:
     """The program, its arguments, batches and versions, as recorded on the card."""
     settings = left.card.get("settings") or {}
-    values = {name: value for name, value in card_values(left.card).items() if value is not None} if left.card else {}
+    values = {name: value for name, (_, value) in values_of(left.trained).items() if value is not None}
     groups: dict[str, list[str]] = {}
     for name, value in values.items():
         if name not in settings:
@@ -303,9 +302,9 @@ def _row(steps: Any, values: Any) -> list[str]:
 
 def _where(left: RunFiles, count: int) -> list[str]:
     """The time of a run, in total and for each start."""
-    if not left.times:
+    if not left.starts:
         return []
-    total = sum_starts(left.goodput)
+    total = left.total()
     shares = {name: secs for name, secs in total.parts.items() if secs}
     names = list(total.parts)
     bar = "".join(

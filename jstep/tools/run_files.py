@@ -11,16 +11,14 @@ import numpy as np
 from jstep.checkpoint.listing import entries
 from jstep.core.checks import truncate
 from jstep.core.curves import Mark
-from jstep.hooks.card_differences import changes
-from jstep.hooks.cards import Start, read_starts
+from jstep.hooks.start_differences import changes
 from jstep.stores.event_files import DataLossError, Series, read_series
-from jstep.stores.run_record import Times, newest_with_step, read_timeline
-from jstep.stores.timeline import STALL, START, fields_with
+from jstep.stores.starts import Start, read_starts
 from jstep.stores.urls import is_url
 from jstep.tools.cli import time_text
-from jstep.tools.goodput import Goodput, by_start, sum_starts
+from jstep.tools.goodput import Goodput, by_start, of_run
 from jstep.tools.own_events import events_of_run
-from jstep.tools.run_summary import RunSummary, trained_start
+from jstep.tools.run_summary import RunSummary, start_with_card
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +29,8 @@ class RunFiles:
     name: str
     color: int
     starts: Sequence[Start] = ()
-    times: Sequence[Times] = ()
     series: Mapping[str, Series] = dataclasses.field(default_factory=dict)
     problems: list[str] = dataclasses.field(default_factory=list)
-    stalls: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
     def of(cls, run: RunSummary, name: str, color: int) -> "RunFiles":
@@ -42,19 +38,13 @@ class RunFiles:
             return cls(run, name, color, problems=[run.error])
         problems: list[str] = []
         known = functools.partial(_known, problems)
-        starts = [item for item in known((), read_starts, run.path) if item.prefix == run.prefix]
-        problems += [item.problem for item in starts if item.problem]
-        words = "version", STALL
-        lines = [item for item in known((), fields_with, run.path, *words) if item.get("prefix") == run.prefix]
-        begun = [item for item in lines if item.get("kind") == START]
-        files, not_shown = known(([], []), events_of_run, run.path, starts, begun)
+        every = known({}, read_starts, run.path).get(run.prefix, ())
+        problems += [f"its start {item['number']} {item['problem']}" for item in every if item.get("problem")]
+        starts = [item for item in every if not item.get("problem")]
+        files, not_shown = known(([], []), events_of_run, run.path, starts)
         problems += not_shown
-        times = known({}, read_timeline, run.path, run.prefix)
         series = known({}, read_series, files, lambda error: problems.append(_damaged(error)))
-        return cls(
-            run, name, color, starts, list(times.values()), _most(series, problems), problems,
-            [item for item in lines if item.get("kind") == STALL and item.get("start") in times],
-        )  # fmt: skip
+        return cls(run, name, color, starts, _most(series, problems), problems)
 
     def part(self, nothing: Any, function: Callable[..., Any], *args: Any) -> Any:
         """Return a part of the page, or `nothing` if the run's files hold what cannot be shown."""
@@ -67,30 +57,33 @@ class RunFiles:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether a card is invalid, so that its values cannot be compared."""
-        return any(start.problem for start in self.starts)
+        """Whether a start cannot be read, so that its values cannot be compared."""
+        return not self.starts
 
     @property
     def card(self) -> dict[str, Any]:
         """The card of the start that the run is."""
-        return trained_start(self.run, self.starts).card or {}
+        return self.trained.get("card") or {}
+
+    @property
+    def trained(self) -> Start:
+        return start_with_card(self.starts, self.run.start)
 
     @functools.cached_property
     def goodput(self) -> list[Goodput]:
-        return by_start(self.times)
+        return by_start(self.starts)
 
     def total(self) -> Goodput:
-        return sum_starts(self.goodput)
+        return of_run(self.starts) if self.starts else Goodput()
 
     def spans(self) -> list[tuple[int, int] | None]:
         """The first and the last step of each start."""
-        newest = [newest_with_step(lines) for lines in self.times]
-        return [None if line is None else (line["step"][0], line["step"][1]) for line in newest]
+        return [None if (at := start.get("step")) is None else (at[0], at[1]) for start in self.starts]
 
     def ends(self) -> list[str]:
-        """How each start of `times` ended; "" where that is not known any more."""
+        """How each start ended; "" where that is not known any more."""
         known = [f"{start['status']}: {start['reason']}".rstrip(": ") for start in self.run.starts]
-        return ([""] * len(self.times) + known)[len(known) :]
+        return ([""] * len(self.starts) + known)[len(known) :]
 
     def options(self) -> dict[str, Mapping[str, Any]]:
         """The config of the run; where starts that took steps differ, each with its steps."""
@@ -128,18 +121,16 @@ class RunFiles:
         if (refused := self.run.refused) is not None:
             what = f"{refused['status']}: {refused['reason']}".rstrip(": ")
             yield f"the start that ended {time_text(refused['time'], ' ', 'seconds')} took no step: {what}"
-        for line in self.stalls:
+        for line in [line for start in self.starts for line in start.get("stalls") or ()]:
             seconds, what = line.get("stalled"), truncate(str(line.get("what")), 200)
             yield f"process {line.get('process')} stalled for {seconds} s at step {line.get('step')}: {what}"
         spans = [span for span in self.spans() if span is not None]
         for before, now in itertools.pairwise(spans):
             if now[0] < before[1]:
                 yield f"steps {now[0]} to {before[1]} were made again by a later start"
-        cards = [start for start in self.starts if start.card is not None]
-        for start, later in itertools.pairwise(cards):
-            card = later.card or {}
-            for change in itertools.chain(*changes(start.card or {}, card, card.get("step") or 0)):
-                at = time_text(later.time or 0.0, " ", "seconds")
+        for start, later in itertools.pairwise([start for start in self.starts if start.get("card")]):
+            for change in changes(start, later).lines:
+                at = time_text(later["opened"], " ", "seconds")
                 yield f"changed before the start of {at}: {truncate(change, 300)}"
         for tag, series in self.series.items():
             bad = np.flatnonzero(~np.isfinite(series.values))

@@ -12,21 +12,16 @@ from typing import Any
 
 from jstep.checkpoint.claims import read_claim
 from jstep.checkpoint.open_store import open_store
-from jstep.core.stopwatch import STEPPING
-from jstep.hooks.cards import Start, read_starts, start_with_card
 from jstep.hooks.stall_files import exit_reason, read_stalls
 from jstep.stores.growing_files import seconds_since_write
 from jstep.stores.owners import is_alive
-from jstep.stores.run_record import Record, has_trained, last_trained, original_of, record_path, times_of
-from jstep.stores.timeline import CONFIG, KILLED, TIMELINE_FILE, is_step
+from jstep.stores.starts import KILLED, Start, folder_of, has_trained, last_trained, original_of, read_starts, totals
 from jstep.stores.urls import is_url, join_path, split_path
-from jstep.tools.goodput import by_start, sum_starts
+from jstep.tools.goodput import of_run
 
 RUNNING, HANGS, FINISHED, UNREADABLE = "running", "hangs", "finished", "unreadable"
 _ENDS = (FINISHED, "interrupted", "failed", KILLED)
 """The ends that a timeline records."""
-_DONE = "done"
-"""The end of a start of an older version that reached its last step."""
 _SILENT = 120.0
 """Seconds after which a run on another host, whose times do not change, counts as dead."""
 
@@ -135,108 +130,86 @@ def unreadable_run(where: str, prefix: str, error: Exception) -> RunSummary:
     return RunSummary(where, prefix, UNREADABLE, error=why)
 
 
-def summarize(where: str, record: Record) -> RunSummary:
-    """Summarize a run; whatever its files hold, this raises nothing."""
+def summarize(where: str, starts: Sequence[Start]) -> RunSummary:
+    """Summarize a run of its newest starts; whatever its files hold, this raises nothing."""
+    prefix = starts[-1]["prefix"]
     try:
-        if record.problem:
-            raise ValueError(f"its timeline {record.problem}")
-        return _summary(where, record)
+        if problem := starts[-1].get("problem"):
+            raise ValueError(f"its newest start {problem}")
+        return _summary(where, [start for start in starts if not start.get("problem")])
     except Exception as error:
-        return unreadable_run(where, record.prefix, error)
+        return unreadable_run(where, prefix, error)
 
 
-def _summary(where: str, record: Record) -> RunSummary:
-    if not all(start.get("process") for start in record.starts):
-        record.starts = _with_cards(where, record.prefix, record.starts)
-    newest, totals = record.starts[-1], record.totals()
-    trained = last_trained(record.starts)
-    start, source = trained or newest, original_of(where, record)
-    life = None if source is not None else _life(where, record.prefix, newest, is_shared=len(record.prefixes) > 1)
-    lives = {id(newest): life, **{id(one): (RUNNING, "") for one in record.starts[:-1] if _lives_unclaimed(one)}}
-    facts = [_facts(one, lives.get(id(one))) for one in record.starts]
-    if life is None and not (newest.get("end") or newest.get(_DONE)):  # an earlier one has its reason from a later one
-        facts[-1]["reason"] = exit_reason(where, record.prefix, newest["opened"])
-    if life is None and source is not None and not newest.get("end"):
-        facts[-1]["reason"] = facts[-1]["reason"] or f"a copy of {source}"
-    fact = facts[record.starts.index(start)]
+def _summary(where: str, starts: Sequence[Start]) -> RunSummary:
+    newest, known, prefix = starts[-1], totals(starts), starts[-1]["prefix"]
+    trained, source = last_trained(starts), original_of(where, starts)
+    start = trained or newest
+    life = None if source is not None else _life(where, prefix, newest)
+    lives = {id(newest): life, **{id(one): (RUNNING, "") for one in starts[:-1] if _lives_unclaimed(one)}}
+    facts = [_facts(one, lives.get(id(one))) for one in starts]
+    if life is None and not newest.get("end"):  # an earlier one has its reason from a later one
+        facts[-1]["reason"] = exit_reason(where, prefix, newest["opened"])
+        if source is not None:
+            facts[-1]["reason"] = facts[-1]["reason"] or f"a copy of {source}"
+    fact = next(facts[i] for i, one in enumerate(starts) if one is start)
     shown = fact if life is None else facts[-1]
-    parent, process = totals["parent"], newest.get("process") or {}
+    parent, process = known["parent"], newest.get("process") or {}
     of = functools.partial(_moved, before=newest.get("directory"), where=where, is_copy=source is not None)
-    moved = {name: of(item[2]) for name, item in totals["best"].items() if len(item) == 3}
+    moved = {name: of(item[2]) for name, item in known["best"].items()}
     moved = {name: path for name, path in moved.items() if _is_there(path)}
-    # Of older versions it is not known which checkpoint that is.
-    best = {name: item for name, item in totals["best"].items() if name in moved or len(item) < 3}
+    best = {name: item for name, item in known["best"].items() if name in moved}
     return RunSummary(
         path=where,
-        prefix=record.prefix,
+        prefix=prefix,
         status=shown["status"],
         reason=shown["reason"],
-        step=totals["step"] or 0 if trained is None else trained["step"][1],
+        step=known["step"] or 0 if trained is None else trained["step"][1],
         last_step=start.get("last_step"),
-        metrics={name: float(value) for name, value in totals["values"].items()},
+        metrics={name: float(value) for name, value in known["values"].items()},
         best={name: (float(value), at) for name, (value, at, *_) in best.items()},
-        started=totals["since"],
+        started=known["since"],
         ended=None if life is not None else facts[-1]["ended"],
-        wall_seconds=totals["wall"],
+        wall_seconds=known["wall"],
         devices=fact["devices"],
         parent=parent and (_moved(parent["path"], newest.get("directory"), where), parent["step"]),
         parameters=start.get("parameters"),
-        peak_bytes=totals["peak_bytes"],
-        mfu=totals["mfu"],
-        goodput=sum_starts(by_start([_times(one) for one in record.starts])).fraction
-        if record.before is None
-        else None,
-        config=fact[CONFIG],
+        peak_bytes=known["peak_bytes"],
+        mfu=known["mfu"],
+        goodput=of_run(starts).fraction,
+        config=fact["config"],
         commit=fact["commit"],
         edits=fact["edits"],
         exception=shown["exception"],
         run=newest.get("run"),
-        parent_run=totals["parent_run"],
+        parent_run=known["parent_run"],
         host=process.get("host"),
         pid=process.get("pid"),
-        examples=_examples(record),
+        examples=_examples(starts),
         best_checkpoints=moved,
         start=start["start"],
         refused=_refused(facts if life is None else facts[:-1]),
         starts=facts,
-        starts_count=record.count,
+        starts_count=newest["count"],
     )
 
 
-def trained_start(run: RunSummary, starts: Sequence[Start] | None = None) -> Start:
-    """Return the start whose card is that of a run, of all starts of its directory.
-
-    It has no card if that is invalid, or none can be read.
-    """
-    starts = _read_starts(run.path) if starts is None else starts
-    return start_with_card(starts, run.prefix, run.start) or Start("", run.prefix)
-
-
-def _read_starts(where: str) -> Sequence[Start]:
-    with contextlib.suppress(OSError, ValueError):
-        return read_starts(where)
-    return ()
+def trained_start(run: RunSummary) -> Start:
+    """Return the newest start, up to the one that the run is, that has a card; an empty one if there is none."""
+    starts: Sequence[Start] = ()
+    with contextlib.suppress(OSError):
+        starts = read_starts(run.path).get(run.prefix, ())
+    return start_with_card(starts, run.start)
 
 
-def _with_cards(where: str, prefix: str, starts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return starts, those that an older version wrote with what only their cards have."""
-    every = _read_starts(where)
-    cards = {start["start"]: start_with_card(every, prefix, start["start"]) for start in starts}
-    return [start if start.get("process") else _with_card(start, cards[start["start"]]) for start in starts]
-
-
-def _with_card(start: dict[str, Any], of_start: Start | None) -> dict[str, Any]:
-    """Return a start that an older version wrote, which did not record how it ended."""
-    card = {} if of_start is None else of_start.card or {}
-    last_step, of = (card.get("arguments") or {}).get("last_step"), card.get("devices") or {}
-    is_done = is_step(last_step) and start["step"] is not None and start["step"][1] >= last_step
-    known = {"last_step": last_step if is_step(last_step) else None, _DONE: (FINISHED, "") if is_done else None}
-    return {**start, **known, "devices": f"{of.get('of_state', '?')}×{of.get('kind', '?')}"}
+def start_with_card(starts: Sequence[Start], name: str | None = None) -> Start:
+    last = next((i for i, start in enumerate(starts) if start.get("start") == name), len(starts) - 1)
+    return next((start for start in reversed(starts[: last + 1]) if start.get("card")), {})
 
 
 def _facts(start: Mapping[str, Any], life: tuple[str, str] | None) -> dict[str, Any]:
     """Return the facts about a start, `life` being what it does, if it lives."""
-    status, reason = life or start.get("end") or start.get(_DONE) or (KILLED, "")
+    status, reason = life or start.get("end") or (KILLED, "")
     process = start.get("process") or {}
     first, last = start["step"] if has_trained(start) else (None, None)
     return {
@@ -246,9 +219,8 @@ def _facts(start: Mapping[str, Any], life: tuple[str, str] | None) -> dict[str, 
         "last": last,
         "status": status if life is not None or status in _ENDS else KILLED,
         "reason": reason,
-        **{name: start.get(name) for name in ("exception", CONFIG, "argv")},
-        "commit": (start.get("commit") or "").strip() or None,  # older versions pad it
-        "edits": start.get("edits"),
+        **{name: start.get(name) for name in ("exception", "config", "argv")},
+        **{name: start.get(name) for name in ("commit", "edits")},
         "host": process.get("host"),
         "pid": process.get("pid"),
         "devices": start.get("devices") or "",
@@ -259,23 +231,14 @@ def _refused(ended: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     later = list(itertools.takewhile(lambda fact: fact["first"] is None, reversed(ended)))
     if not later or len(later) == len(ended):  # nothing was tried later, or nothing trained
         return None
-    return {"time": later[0]["ended"], **{name: later[0][name] for name in ("status", "reason", "exception", CONFIG)}}
+    return {"time": later[0]["ended"], **{name: later[0][name] for name in ("status", "reason", "exception", "config")}}
 
 
-def _times(start: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the lines with times of a start that goodput needs."""
-    lines = [times_of(start)]
-    if start["step"] is not None and (saved := start.get("saved")) is not None:
-        at = {"step": [start["step"][0], saved[0]], "seconds": {STEPPING: saved[1]}, "checkpoint": saved[0]}
-        lines.insert(0, times_of({**start, **at}))
-    return lines
-
-
-def _examples(record: Record) -> int | None:
+def _examples(starts: Sequence[Start]) -> int | None:
     """Return the examples of the steps that led to the last one; None if the rows of a batch are not known."""
     count, limit = 0, math.inf
-    for start in reversed(record.starts):
-        first, last = start["step"] or (0, 0)
+    for start in reversed(starts):
+        first, last = start.get("step") or (0, 0)
         if first < min(last, limit):
             saved, examples = start.get("saved") or (None, 0.0, None), start.get("examples")
             if examples is None:
@@ -285,7 +248,7 @@ def _examples(record: Record) -> int | None:
                 examples = saved[2] if saved[0] == limit and saved[2] is not None else share
             count += examples
             limit = first
-    return count if record.before is None else None
+    return count if starts[0].get("before") is None or starts[0].get("copied") else None
 
 
 def _is_there(path: str) -> bool:
@@ -314,11 +277,11 @@ def _lives_unclaimed(start: Mapping[str, Any]) -> bool:
     return not start.get("end") and not start.get("claims", True) and bool(process and is_alive(process))
 
 
-def _life(where: str, prefix: str, start: Mapping[str, Any], *, is_shared: bool) -> tuple[str, str] | None:
+def _life(where: str, prefix: str, start: Start) -> tuple[str, str] | None:
     """Return what a start does, from its claim and process; None if it has ended."""
     if start.get("end"):
         return None
-    owner = start.get("process")  # older versions do not record it
+    owner: Mapping[str, Any] | None = start.get("process")
     if start.get("claims", True) and not is_url(where):
         claims = None
         with contextlib.suppress(OSError, ValueError, RecursionError):
@@ -326,12 +289,11 @@ def _life(where: str, prefix: str, start: Mapping[str, Any], *, is_shared: bool)
         owner = claims if owner in (None, claims) else None
     alive = is_alive(owner) if owner else False
     if alive is None:  # on another host
-        silent = time.time() - (start.get("now") or start["time"])
-        own = [record_path(where, prefix), *[join_path(where, TIMELINE_FILE)] * (not is_shared)]  # older versions
-        for path in [] if is_url(where) else own:
+        silent = time.time() - start["now"]
+        if not is_url(where):
             with contextlib.suppress(OSError):
+                path = join_path(folder_of(where), f"{prefix}.{start['number']:06d}.json")
                 silent = abs(seconds_since_write(path))
-                break
         alive = silent < _SILENT
     if not alive:
         return None

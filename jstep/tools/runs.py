@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import itertools
-import json
 import math
 import os
 import shutil
@@ -15,11 +14,9 @@ from typing import Any
 from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import as_string, format_list, truncate
 from jstep.core.tables import breadth, columns, html_table, printable
-from jstep.hooks.card_differences import card_values
-from jstep.hooks.cards import SECTIONS
+from jstep.hooks.start_differences import SECTIONS, same, values_of
 from jstep.stores.files import is_absent, is_directory, walk
-from jstep.stores.run_record import read_records
-from jstep.stores.timeline import CONFIG, OBJECTS, TIMELINE_FILE
+from jstep.stores.starts import FOLDER, Start, read_starts
 from jstep.stores.urls import absolute, is_url, location, resolve_path, split_path
 from jstep.tools.cli import OK, Command, as_strict_json, choose, complain, local_text
 from jstep.tools.run_summary import RunSummary, summarize, summary_fields, trained_start, unreadable_run
@@ -52,22 +49,19 @@ class RunList(list[RunSummary]):
             Name → the value of each run, in the order of the list; None if a run has none, or its card is invalid.
             Paths are not compared.
         """
-        return differences_of([trained_start(run).card for run in self])
+        return differences_of([trained_start(run) for run in self])
 
 
-def differences_of(cards: Sequence[Mapping[str, Any] | None]) -> dict[str, list[Any]]:
-    values = [card_values(card) if card is not None else {} for card in cards]
-    present = [named for named, card in zip(values, cards, strict=True) if card is not None]
+def differences_of(starts: Sequence[Start]) -> dict[str, list[Any]]:
+    every = [{name: value for name, (_, value) in values_of(start).items()} for start in starts]
+    present = [named for named in every if named]
     names = dict.fromkeys(name for named in present for name in named)
-    texts = [
-        {name: json.dumps(value, sort_keys=True) for name, value in named.items()} for named in present
-    ]  # 1 or true
-    differ = [name for name in names if any(named.get(name) != texts[0].get(name) for named in texts)]
-    differ.sort(key=lambda name: not name.startswith(SECTIONS[CONFIG]))  # options first
+    differ = [name for name in names if not all(same(of.get(name), present[0].get(name)) for of in present)]
+    differ.sort(key=lambda name: not name.startswith(SECTIONS["config"]))  # options first
     # A hash is shown only if no other value of its section differs.
     sections = {name.partition(": ")[0] for name in differ if not name.endswith("hash")}
     kept = [name for name in differ if not name.endswith("hash") or name.partition(": ")[0] not in sections]
-    return {name: [named.get(name) for named in values] for name in kept}
+    return {name: [named.get(name) for named in every] for name in kept}
 
 
 def runs(directory: str | os.PathLike[str], *, prefix: str | None = None) -> RunList:
@@ -122,7 +116,9 @@ def _places(above: str) -> list[tuple[str, OSError | None]]:
     their names. Each directory is searched once, and none above the path is.
     """
     if is_url(above):
-        return [(where, None) for where, names in walk(above) if any(map(_is_timeline, names))]
+        return [
+            (split_path(where)[0], None) for where, names in walk(above) if split_path(where)[1] == FOLDER and names
+        ]
     found: list[tuple[str, OSError | None]] = []
     seen: set[tuple[int, int]] = set()
     parent = os.path.realpath(above)
@@ -144,19 +140,15 @@ def _places(above: str) -> list[tuple[str, OSError | None]]:
             if MANIFEST_FILE in below:
                 continue
             links += [entry.path for entry in below.values() if entry.is_symlink()]
-            folders = (entry.path for entry in below.values() if entry.is_dir(follow_symlinks=False))
+            folders = (one.path for one in below.values() if one.is_dir(follow_symlinks=False) and one.name != FOLDER)
             waiting += sorted(folders, reverse=True)
         except OSError as error:
             if not is_absent(error):
                 found.append((folder, error))
             continue
-        if any(map(_is_timeline, below)):
+        if FOLDER in below and below[FOLDER].is_dir(follow_symlinks=False):
             found.append((folder, None))
     return sorted(found, key=lambda place: place[0].split(os.sep))
-
-
-def _is_timeline(name: str) -> bool:
-    return name == TIMELINE_FILE or (name.startswith(OBJECTS) and name.endswith(".jsonl"))
 
 
 def _identity(about: os.stat_result) -> tuple[int, int]:
@@ -165,12 +157,17 @@ def _identity(about: os.stat_result) -> tuple[int, int]:
 
 def _runs_at(where: str) -> list[RunSummary]:
     try:
-        records = read_records(where)
-        if not records:
-            raise ValueError("its timeline has no whole line of a start")
-    except Exception as error:  # a file may hold anything
+        return [summarize(where, starts) for starts in read_starts(where).values()]
+    except OSError as error:
         return [unreadable_run(where, "", error)]
-    return [summarize(where, record) for record in records.values()]
+
+
+def directory_of_runs(path: str, below: Sequence[RunSummary]) -> str:
+    """Return a sentence that says so if there are runs below a directory, and none in it; otherwise ""."""
+    if not below or any(_real(run.path) == _real(path) for run in below):
+        return ""
+    names = format_list(run_names(below), 5)
+    return f"{path} is a directory of runs ({names}): `python -m jstep runs {path}` lists them; give the path of one"
 
 
 # The table.
@@ -325,7 +322,7 @@ def _run(arguments: argparse.Namespace) -> int:
     rows = tree(distinct(every))
     summaries = RunList(run for _, run, _ in rows)
     if not summaries:
-        return complain("runs", f"{', '.join(arguments.paths)}: no run is there; a run has a {TIMELINE_FILE}")
+        return complain("runs", f"{', '.join(arguments.paths)}: no run is there; a run has a folder {FOLDER}/")
     metrics = main_metrics(summaries, arguments.metrics)
     if arguments.sort is not None:
         names = {name for run in summaries for name in (*run.metrics, *run.best)}
@@ -335,9 +332,7 @@ def _run(arguments: argparse.Namespace) -> int:
         summaries = RunList(sorted(summaries, key=lambda run: _key(run, arguments.sort)))
         rows = [("", run, 0) for run in summaries]
     starts = [trained_start(run) for run in summaries] if arguments.differences else []
-    problems = [f"{run.path}: {start.problem}" for run, start in zip(summaries, starts, strict=False) if start.problem]
-    complain("runs", *problems)
-    differences = differences_of([start.card for start in starts])
+    differences = differences_of(starts)
     if arguments.json:
         fields = [summary_fields(run) for run in summaries]
         for i, of_run in enumerate(fields if arguments.differences else ()):
@@ -345,7 +340,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(as_strict_json(fields))
     else:
         print("\n".join(_lines(_cells(summaries, metrics, differences, rows))))
-    return 1 if problems or any(run.error for run in summaries) else OK
+    return 1 if any(run.error for run in summaries) else OK
 
 
 def _key(run: RunSummary, name: str) -> tuple[bool, Any]:
