@@ -76,13 +76,14 @@ class Made(NamedTuple):
 def recorded_call(optimizer: Any) -> RecordedCall | None:
     """Return the call that created an optimizer, unless a function of it was replaced since."""
     origin = getattr(getattr(optimizer, "init", None), "call", None)
-    is_unchanged = isinstance(origin, Made) and (optimizer.update, optimizer.hyperparameters) == origin.functions
-    return origin.call if is_unchanged else None
+    if not isinstance(origin, Made) or (optimizer.update, optimizer.hyperparameters) != origin.functions:
+        return None
+    return origin.call
 
 
 def _remember(optimizer: Any, call: RecordedCall) -> Any:
     init: Any = optimizer.init
-    if not (dataclasses.is_dataclass(init) and hasattr(init, "call")):  # a custom optimizer
+    if not (hasattr(init, "__dataclass_fields__") and hasattr(init, "call")):  # a custom optimizer
         return optimizer
     functions = {name: shortens_tracebacks(getattr(optimizer, name)) for name in ("update", "hyperparameters")}
     origin = Made(call, tuple(functions.values()))

@@ -65,8 +65,7 @@ def gather_positions(position: object, files: AttachedFiles) -> dict[str, Any]:
     if index == 0 or not are_equal:
         files |= {f"{_file_stem(index)}{name}": each for name, each in mine.items()}
     positions = [
-        tagged_json.with_files(each, lambda name, stem=_file_stem(process): {FILE: f"{stem}{name}"})
-        for process, each in enumerate(gathered)
+        tagged_json.with_files(each, functools.partial(_reference, process)) for process, each in enumerate(gathered)
     ]
     first = {} if positions[0] is None else {POSITION: positions[0]}
     if count == 1:
@@ -108,6 +107,10 @@ def decode_position(kept: object, owner: str) -> Any:
 
 def _file_stem(process: int) -> str:
     return f"position.process_{process}."
+
+
+def _reference(process: int, name: str) -> dict[str, str]:
+    return {FILE: f"{_file_stem(process)}{name}"}
 
 
 class StoredPosition:
