@@ -45,9 +45,8 @@ def shard_batch(local_batch: T, mesh: Mesh, axis: str | Sequence[str] = "data") 
 
     sizes = trees.leading_sizes(local_batch)
     if len(sizes) > 1:
-        hint = trees.key_hint(dict(trees.leaves_with_paths(local_batch)))
         got = ", ".join(sizes.values())
-        raise ValueError(f"local_batch: all leaves must have the same number of rows; got {got}{hint}")
+        raise ValueError(f"local_batch: all leaves must have the same number of rows; got {got}")
 
     def leaf(keys: Any, rows: Tree) -> Any:
         named = trees.leaf_at(trees.path_str(keys))

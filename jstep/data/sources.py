@@ -10,7 +10,7 @@ import numpy as np
 
 from jstep.core.checks import describe_type, format_value
 from jstep.core.meshes import internal_transfers
-from jstep.core.trees import all_native, is_key, key_hint, leading_sizes, native, path_str, quote_path, stack_trees
+from jstep.core.trees import all_native, is_key, leading_sizes, native, path_str, quote_path, stack_trees
 from jstep.data.permutation import RowNumbers
 
 _NO_ORDER = "cannot be taken in any order"
@@ -131,8 +131,7 @@ def open_rows(arrays: object, argument: str = "arrays", name: str = "") -> Rows:
             raise ValueError(f"{argument}: the {type(leaf).__name__} at {source.path} has no rows")
     if len({len(source) for source in sources}) > 1:
         each = ", ".join(f"{len(source)} at {source.path}" for source in sources)
-        hint = key_hint({source.path: leaf for (_, leaf), source in zip(leaves, sources, strict=True)})
-        raise ValueError(f"{argument}: all sources must have the same number of rows; there are {each}{hint}")
+        raise ValueError(f"{argument}: all sources must have the same number of rows; there are {each}")
     return Rows(sources, treedef.children()[0] if name else treedef, name)
 
 

@@ -110,14 +110,12 @@ def rows_of_batch(args: tuple[Any, ...], what: str) -> tuple[str, int]:
         if not shape:
             raise ValueError(
                 f"{what}: {place} is a scalar and has no rows to split; close over it in loss_fn, or "
-                f"give it one value for each row{trees.key_hint({place: named[place]})}"
+                "give it one value for each row"
             )
     (first, (size, *_)), *others = shapes.items()
     for place, (other, *_) in others:
         if other != size:
-            raise ValueError(
-                f"{what}: {first} has {size} rows and {place} has {other}; they must agree{trees.key_hint(named)}"
-            )
+            raise ValueError(f"{what}: {first} has {size} rows and {place} has {other}; they must agree")
     return first, size
 
 
