@@ -60,8 +60,7 @@ def wrap_words(title: str, words: Sequence[str]) -> list[str]:
 def columns(rows: Sequence[Sequence[str]], left: int, max_width: int | None = None) -> list[str]:
     """Align the cells of rows of equal length, as `printable` text; the first `left` columns are left-aligned.
 
-    Rows wider than `max_width` take several lines: the first cell, then the others below their heads, or each after its
-    head.
+    Rows wider than `max_width` take several lines, with each cell after its head.
     """
     rows = [[printable(cell) for cell in cells] for cells in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -69,12 +68,6 @@ def columns(rows: Sequence[Sequence[str]], left: int, max_width: int | None = No
         sides = [str.ljust if i < left else str.rjust for i in range(len(widths))]
         padded = [[put(cell, width) for put, cell, width in zip(sides, cells, widths, strict=True)] for cells in rows]
         return ["  ".join(cells).rstrip() for cells in padded]
-    if len(widths) == 2:
-        return [part for first, other in rows for part in (*fold(first, max_width), *fold(f"  {other}", max_width, 2))]
-    others = [cells[1:] for cells in rows]
-    if widths[0] == max(widths) and breadth(others) + 2 <= max_width:
-        below = [f"  {line}" for line in columns(others, left - 1)]
-        return [part for cells, rest in zip(rows, below, strict=True) for part in (*fold(cells[0], max_width), rest)]
     heads = ["", *rows[0][1:]]
     named = ["  ".join(f"{head} {cell}".strip() for head, cell in zip(heads, cells, strict=True)) for cells in rows[1:]]
     return [part for text in named for part in fold(text.strip(), max_width, 2)]

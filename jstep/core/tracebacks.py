@@ -4,11 +4,10 @@ An error in the user's code (a loss, a schedule, a hook, …) passes through man
 call have the decorator `shortens_tracebacks`: of each run of jstep's frames between the user's frames, only the first
 one, which the user called, and the last one, which called the user's function, remain.
 
-JAX's setting `jax_traceback_filtering` applies to both: `off` keeps all frames, `tracebackhide` marks the omitted ones
-for IPython and pytest, and `remove_frames` leaves the causes of an error unchanged.
+JAX's setting `jax_traceback_filtering` applies to both: `off` keeps all frames, and `remove_frames` leaves the causes
+of an error unchanged.
 """
 
-import builtins
 import concurrent.futures
 import contextlib
 import functools
@@ -38,7 +37,6 @@ def shortens_tracebacks(fn: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @functools.wraps(fn)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        __tracebackhide__ = True  # `shorten` leaves this frame alone: a view of its locals would hold the error
         try:
             return fn(*args, **kwargs)
         except BaseException as error:
@@ -50,7 +48,7 @@ def shortens_tracebacks(fn: Callable[_P, _T]) -> Callable[_P, _T]:
 
 def shorten(error: BaseException) -> None:
     """Omit frames of jstep in the tracebacks of an error, its causes and contexts, and its parts if it is a group."""
-    mode = _mode()
+    mode: Any = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]  # created at run time
     if mode == "off":
         return
     # In this mode JAX adds a cause that shows all frames on purpose.
@@ -60,22 +58,11 @@ def shorten(error: BaseException) -> None:
             notes[:] = [text for text, _ in itertools.groupby(notes)]
         parts = list(_parts(exception.__traceback__))
         kept = _kept(parts)
-        if mode == "tracebackhide":
-            for part in set(parts).difference(kept):
-                if _file(part) != __file__:
-                    part.tb_frame.f_locals["__tracebackhide__"] = True
-        elif len(kept) < len(parts):
+        if len(kept) < len(parts):
             short: TracebackType | None = None
             for part in reversed(kept):
                 short = TracebackType(short, part.tb_frame, part.tb_lasti, part.tb_lineno)
             BaseException.with_traceback(exception, short)  # also of a class that rejects attributes
-
-
-def _mode() -> str:
-    """Return the mode of JAX's setting; by default, frames are marked in IPython."""
-    flags: Any = jax.config  # the attributes are created at run time and unknown to type checkers
-    mode: str = flags.jax_traceback_filtering or "auto"
-    return "tracebackhide" if mode == "auto" and hasattr(builtins, "get_ipython") else mode
 
 
 def _all_of(error: BaseException) -> list[BaseException]:

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from jstep.core.annotations import T
 from jstep.core.checks import as_bool, as_int, as_mapping, as_string, check_choice, format_value
-from jstep.core.trees import leaves_with_paths, quote_path, structure
 from jstep.data.plan import ROWS, RowPlan, Share, Sizes, StepRange, check_process, derive_seed
 from jstep.data.proportions import Weights, as_weights, count_stages
 from jstep.data.sequence import BatchSequence, as_row_numbers
@@ -295,34 +295,24 @@ def _open(sources: Any) -> dict[str, Rows]:
     names = [as_string(name, "sources: a name") for name in sources]
     rows = {name: open_rows(sources[name], "sources", name) for name in names}
     samples = {name: each.take(slice(0, 1)) for name, each in rows.items()}
-    (name, sample), *others = samples.items()
-    first = dict(leaves_with_paths(sample))
+    (name, first), *others = ((name, _described(sample)) for name, sample in samples.items())
     for other, batch in others:
-        leaves = dict(leaves_with_paths(batch))
-        for path in [*leaves, *first]:
-            if path not in first or path not in leaves:
-                has, lacks = (other, name) if path in leaves else (name, other)
-                raise ValueError(
-                    f"sources: must be batches of one structure, got a leaf at {quote_path(path)} from {has!r} "
-                    f"and none from {lacks!r}"
-                )
-            a, b = _described(leaves[path]), _described(first[path])
-            if a != b:
-                raise ValueError(
-                    f"sources: must be batches of one dtype and shape, got {a} for a row of {quote_path(path)} from "
-                    f"{other!r} and {b} from {name!r}; cast, pad or crop them first"
-                )
-        if structure(batch) != structure(sample):
+        if batch != first or jax.tree.structure(batch) != jax.tree.structure(first):
             raise ValueError(
-                f"sources: must be batches of one structure, got {structure(batch)} from {other!r} and "
-                f"{structure(sample)} from {name!r}"
+                f"sources: must be batches of one structure, dtype and shape, got rows of {batch} from {other!r} and "
+                f"of {first} from {name!r}"
             )
     return rows
 
 
-def _described(leaf: Any) -> str:
-    dtype = "text" if getattr(leaf.dtype, "kind", "V") in "SU" else str(leaf.dtype)  # strings may differ in length
-    return f"{dtype}{list(leaf.shape[1:])}"
+def _described(rows: Any) -> Any:
+    """Return a tree of dtypes and shapes; the lengths of texts may differ."""
+
+    def text(leaf: Any) -> str:
+        dtype = "text" if getattr(leaf.dtype, "kind", "V") in "SU" else leaf.dtype
+        return f"{dtype}{list(leaf.shape[1:])}"
+
+    return jax.tree.map(text, rows)
 
 
 class Mixture(BatchSequence[T]):

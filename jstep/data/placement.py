@@ -122,11 +122,9 @@ def over_axes(sharding: object, state: Tree) -> Any:
             return axes
         mesh, what = meshes.mesh_of(state), f"batch_sharding={axes!r}"
         if mesh is None:
-            names = meshes.mesh_axes_of(axes)
-            sizes = ", ".join(["jax.device_count()", *["1"] * (len(names) - 1)]) + ("," if len(names) == 1 else "")
             raise ValueError(
-                f"{what}: must be an axis of the mesh of the state, which is on no mesh; put it on one: "
-                f"mesh = jax.make_mesh(({sizes}), {names!r}); state = jstep.shard_state(state, mesh)"
+                f"{what}: must be an axis of the mesh of the state, which is on no mesh; put it on one by "
+                "jstep.shard_state(state, mesh)"
             )
         axis_size(mesh, axes, what)
         return NamedSharding(mesh, PartitionSpec(axes))

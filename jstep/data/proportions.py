@@ -135,16 +135,10 @@ def as_weights(weights: object, names: Sequence[str]) -> Staircase[Weights]:
 
     def check(value: Any, argument: str) -> Weights:
         as_mapping(value, argument, "from the name of each source to its weight")
-        missing = [name for name in names if name not in value]
-        unknown = [name for name in value if name not in expected]
-        if missing or unknown:
-            problems = [f"none for {format_value(missing)}"] * bool(missing) + [
-                f"one for {format_value(unknown)}"
-            ] * bool(unknown)
+        if set(value) != expected:
             raise ValueError(
                 f"{argument}={format_value(value)}: must have a weight for each of the sources "
-                f"{format_value(list(names))}, got "
-                f"{' and '.join(problems)}; a source that gives no rows has the weight 0"
+                f"{format_value(list(names))} and for no other; a source that gives no rows has the weight 0"
             )
         exact = [Fraction(as_number(value[name], f"{argument}[{name!r}]", low=0)) for name in names]
         if not any(exact):

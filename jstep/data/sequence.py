@@ -231,11 +231,8 @@ class BatchSequence(abc.ABC, Generic[T]):
             None if part is None else as_int(part, f"slice {name}")
             for part, name in ((step.start, "start"), (step.stop, "stop"), (step.step, "step"))
         )
-        for part, name in ((start, "start"), (stop, "stop")):
-            if part is not None and part < 0:
-                raise IndexError(f"slice {name}={part}: must not be negative, steps count up from 0")
-        if stride == 0:
-            raise ValueError("slice step=0: must not be 0")
+        if min(start or 0, stop or 0) < 0:
+            raise IndexError(f"slice {start}:{stop}: must not be negative, steps count up from 0")
         if stride is not None and stride < 0 and start is None and self.is_endless:
             raise IndexError("a slice that runs backwards needs a start, as these batches have no end")
         return type(self)(self._plan, self._rows, self._steps.sliced(slice(start, stop, stride)))

@@ -137,19 +137,9 @@ def map_gradients(fn: Callable[..., Array], grads: T, *others: Updates) -> T:
         return jax.tree.map(
             lambda g: dataclasses.replace(g, values=fn(g.values)) if is_slices(g) else fn(g), grads, is_leaf=is_slices
         )
-    try:
-        return jax.tree_util.tree_map_with_path(
-            lambda keys, *leaves: _combined(fn, leaves, trees.path_str(keys)), grads, *others, is_leaf=_is_gradient
-        )
-    except (ValueError, TypeError) as error:
-        for i, other in enumerate(others):
-            structures: list[Any] = [jax.tree.structure(tree, is_leaf=_is_gradient) for tree in (grads, other)]
-            if structures[0] != structures[1]:
-                raise ValueError(
-                    f"others[{i}]: must have the structure of grads, with None for a leaf without a gradient, got "
-                    f"{structures[1]} and {structures[0]} in grads"
-                ) from error
-        raise
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, *leaves: _combined(fn, leaves, trees.path_str(keys)), grads, *others, is_leaf=_is_gradient
+    )
 
 
 def _is_gradient(node: object) -> bool:

@@ -104,24 +104,8 @@ def lookup(table: object, ids: object) -> Array:
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"ids: must be integers, got dtype {ids.dtype}")
     if tables is not None and place is not None:
-        if bad := _outside(table, ids):
-            raise ValueError(bad)
         return tables.rows(place, table, ids)
-    try:
-        return _rows(table, ids)
-    except FloatingPointError as error:  # under jax_debug_nans
-        if bad := _outside(table, ids):
-            raise FloatingPointError(f"lookup: {bad}, so that its row is NaN") from error
-        raise
-
-
-def _outside(table: Array, ids: Array) -> str:
-    """Describe the first id out of range; empty if none, or ids are traced."""
-    concrete, rows = trees.concrete(ids), len(table)
-    if concrete is None or not concrete.size or (-rows <= concrete.min() and concrete.max() < rows):
-        return ""
-    bad = concrete[(concrete < -rows) | (concrete >= rows)].ravel()[0]
-    return f"ids: {bad} is out of range for a table of {rows} rows"
+    return _rows(table, ids)
 
 
 def _joined(shape: tuple[int, ...], taken: list[tuple[Array, Array]], dense: Array | None) -> Any:

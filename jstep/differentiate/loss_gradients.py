@@ -18,7 +18,7 @@ from jstep.core.exceptions import setting
 from jstep.core.placement import Unroll, as_unroll, sharding_of
 from jstep.core.selection import VarList, check_form, select_leaves
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import Array, Held, Number, Params
+from jstep.core.trees import Array, Number, Params
 from jstep.differentiate import microbatches
 from jstep.differentiate.clipping import global_norm
 from jstep.differentiate.lane_state import Merge, choose_merges, merge_leaf, summand
@@ -434,11 +434,4 @@ def check_sharpness(sharpness: object) -> Any:
 
 
 def check_radius(sharpness: object) -> Any:
-    if isinstance(sharpness, Held):
-        raise TypeError(
-            f"sharpness=held({sharpness.name!r}, ...): must be a number, an array or a schedule; held values are "
-            "optimizer slots, and the radius belongs to the loss, which has none"
-        )
-    if isinstance(sharpness, type):
-        raise TypeError(f"sharpness={format_value(sharpness)}: must be a number, an array or a schedule, got a class")
     return sharpness if callable(sharpness) else check_sharpness(sharpness)

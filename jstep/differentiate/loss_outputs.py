@@ -67,11 +67,6 @@ def _kind(x: Any) -> str:
 
 
 def _refuse_other_structure(old: object, new: object) -> None:
-    if isinstance(new, tuple | list) and len(new) == 2 and trees.structure(old) == trees.structure(new[0]):
-        raise ValueError(
-            f"loss_fn returned (loss, (model_state, aux)), where aux is {_kind(new[1])}; with has_aux=False it must "
-            "return (loss, model_state). Set has_aux=True to return aux, too"
-        )
     before, after = trees.leaf_paths(old), trees.leaf_paths(new)
     both = (("lacks", trees.only_in(before, after)), ("adds", trees.only_in(after, before)))
     differences = [f"{what} {', '.join(map(trees.quote_path, some[:5]))}" for what, some in both if some]

@@ -68,10 +68,8 @@ def split_batch(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]
     leaves, treedef = trees.flatten(args, is_leaf=trees.is_none)
     devices = _devices_of_batch(leaves, specs)
     if rows % devices:
-        fitting = [k for k in range(1, n) if rows * n % k == 0 and rows * n // k % devices == 0]
-        advice = f"; use at most {fitting[-1]} microbatches" if fitting else ""
         text = "num_microbatches=%d: microbatches of %d rows do not split over %d devices, so each device computes all"
-        _logger.warning(f"{text} of their rows%s", n, rows, devices, advice)
+        _logger.warning(f"{text} of their rows; use fewer microbatches, or a larger batch", n, rows, devices)
 
     def placed(leaf: Any, spec: PartitionSpec | None) -> Any:
         if leaf is None:

@@ -217,18 +217,6 @@ def test_the_last_row_is_minus_one() -> None:
         np.testing.assert_array_equal(jstep.lookup(TABLE, jnp.array([5, 0], dtype)), TABLE[jnp.array([5, 0])])
 
 
-def test_debug_nans_names_the_id() -> None:
-    with jax.debug_nans(True):
-        for fn in (jstep.lookup, jax.jit(lambda t, ids: jstep.lookup(t, ids) * 2)):
-            with pytest.raises(FloatingPointError, match="lookup: ids: 6 is out of range for a table of 6 rows"):
-                fn(TABLE, jnp.array([1, 6]))
-        with pytest.raises(FloatingPointError, match=r"^(?!lookup)"):
-            jstep.lookup(np.full((6, 2), np.nan, np.float32), jnp.array([1]))
-        optimizer = jstep.sgd(0.1)
-        with pytest.raises(ValueError, match="ids: 6 is out of range for a table of 6 rows"):
-            jstep.minimize(loss_fn, optimizer)(jstep.TrainState.create(params(), optimizer), jnp.array([1, 6]))
-
-
 @pytest.mark.parametrize("explicit", [True, False])
 def test_outside_of_a_table_on_a_mesh(explicit: bool) -> None:
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
