@@ -2,9 +2,10 @@
 
 import contextlib
 import contextvars
+import functools
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
@@ -42,7 +43,29 @@ def _or_none(value: object) -> Any:
     return value
 
 
-context_manager = contextlib.contextmanager
+def context_manager(make: Callable[_P, Iterator[_T]]) -> "Callable[_P, contextlib.AbstractContextManager[_T]]":
+    """Like `contextlib.contextmanager`, but for user code: an exception passes unchanged, and closes the generator."""
+
+    @functools.wraps(make)
+    def scope(*args: _P.args, **kwargs: _P.kwargs) -> contextlib.AbstractContextManager[_T]:
+        return _Scope(make(*args, **kwargs))
+
+    return scope
+
+
+class _Scope(contextlib.AbstractContextManager[_T]):
+    def __init__(self, body: Any) -> None:
+        self._body: Generator[_T] = body
+
+    def __enter__(self) -> _T:
+        return next(self._body)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            next(self._body, None)
+        else:
+            # Throwing it in would set `__traceback__`, which fails for classes that reject attributes.
+            self._body.close()
 
 
 @context_manager

@@ -380,25 +380,18 @@ def named_axes(program: object) -> set[str]:
 
 
 def is_annotated(traced: object) -> bool:
-    """Whether the loss places its activations: by constraints, `shard_map` or Explicit axes."""
-    return any(
-        (_name(eqns[-1]) in _PLACING or any(map(_is_explicit, eqns[-1].outvars))) and any(map(is_differentiated, eqns))
-        for eqns in all_equations(traced)
-    )
+    """Whether the loss shards its activations: by constraints, `shard_map` or Explicit axes."""
+    return any(_shards(eqns[-1]) and any(map(is_differentiated, eqns)) for eqns in all_equations(traced))
 
 
 def shards_arrays(traced: object) -> bool:
     """Whether a step shards an array that it computes, by the same means."""
-    return any(
-        _name(eqn) == "shard_map"
-        or (_name(eqn) in _PLACING and any(map(_splits, eqn.params.values())))
-        or any(map(_is_explicit, eqn.outvars))
-        for *_, eqn in all_equations(traced)
-    )
+    return any(_shards(eqn) for *_, eqn in all_equations(traced))
 
 
-def _splits(value: object) -> bool:
-    return isinstance(value, Sharding) and not value.is_fully_replicated
+def _shards(eqn: Any) -> bool:
+    split = (isinstance(value, Sharding) and not value.is_fully_replicated for value in eqn.params.values())
+    return _name(eqn) == "shard_map" or (_name(eqn) in _PLACING and any(split)) or any(map(_is_explicit, eqn.outvars))
 
 
 def _is_explicit(var: Any) -> bool:

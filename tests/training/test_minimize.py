@@ -256,8 +256,6 @@ def test_skipped_updates_keep_the_model_state(kind):
 
 
 RETURNED = {
-    "aux, too": (lambda state: (state, {"a": 1.0}), r"returned \(loss, \(model_state, aux\)\).* Set has_aux=True"),
-    "in a list": (lambda state: [state, 1.0], r"where aux is a float; with has_aux=False .* Set has_aux=True"),
     "more": (
         lambda state: {**state, "n": 1.0},
         "a model_state of another structure: it adds 'n'; return all of the state's",
