@@ -102,12 +102,11 @@ def test_the_table_of_a_topology_names_it_and_its_compiler(on_cpus: list[Any], m
     batch = {"rows": jax.ShapeDtypeStruct((16, 4), jnp.float32), "factor": jnp.float32(2)}
     cost = jstep.cost(STEP, state(), batch, topology="v5e:2x4")
     assert (cost.topology, cost.devices, cost.params_bytes, cost.slots_bytes) == ("v5e:2x4", 8, 64, 64)
-    assert list(cost.collectives or ()) == ["all-reduce"]
     title, *rows = str(cost).splitlines()
     assert title == "a step on each of 8 devices, v5e:2x4 (compiled, not run; jax 1.2, libtpu 3.4)"
     assert [re.split(r" {2,}", row)[1] for row in rows] == [
         *("operations", "memory traffic", "parameters", "slots", "arguments", "results", "temporaries", "at its peak"),
-        *("all-reduce", "compiled in"),
+        "compiled in",
     ]
 
 
