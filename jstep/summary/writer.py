@@ -367,13 +367,12 @@ class SummaryWriter:
     def add_graph(self, graph: object, *args: Any, global_step: Step | None = None, **kwargs: Any) -> None:
         """Write a graph for TensorBoard's Graphs tab.
 
-        Nested jits and scans become expandable scopes, `jax.named_scope`s become scopes, and arguments become nodes
-        named by their paths. TensorBoard shows the last graph of a run. The function is traced but not compiled.
+        Each equation of the traced function becomes a node, and so do arguments and results, named by their paths;
+        `jax.named_scope`s become scopes. TensorBoard shows the last graph of a run.
 
         Args:
             graph: A function of `args` and `kwargs` (jitted or not, such as a train step) or, without arguments, a
-                `jax.stages.Traced`, a `jax.stages.Lowered`, a `GraphDef`, a serialized one, or a function of no
-                arguments.
+                `jax.stages.Traced`, a `GraphDef`, a serialized one, or a function of no arguments.
             args: Arguments to trace the function with: arrays or `jax.ShapeDtypeStruct`s.
             global_step: The step of the event.
             kwargs: Keyword arguments to trace the function with.

@@ -20,21 +20,13 @@ def test_the_fraction_of_values_that_are_no_array():
         summary.zero_fraction([1, [2]])
 
 
-@pytest.mark.parametrize("name", ["../x", "a/../../x", "/tmp/x", "..", "a/..", "a/", "x\0y"])
-def test_a_graph_file_must_be_inside_the_logdir(tmp_path, name):
-    with pytest.raises(ValueError, match=r"name=.*: must be the name of a file in logdir or below it"):
-        summary.write_graph(lambda: 1.0, tmp_path / "logs", name)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("kind", ["traced", "lowered", "function", "proto"])
+@pytest.mark.parametrize("kind", ["traced", "function", "proto"])
 def test_a_pbtxt_is_a_graph_def_as_text(tmp_path, kind):
     from google.protobuf import text_format
 
     traced = jax.jit(lambda x: jnp.tanh(x) * 2.0).trace(jnp.ones(3))
     graph = {
         "traced": traced,
-        "lowered": traced.lower(),
         "function": lambda: jnp.tanh(jnp.ones(3)),
         "proto": proto("GraphDef")(node=[{"name": "tanh", "op": "tanh"}]),
     }[kind]
