@@ -2,8 +2,6 @@
 
 import atexit
 import collections
-import hashlib
-import json
 import logging
 import math
 import os
@@ -410,14 +408,11 @@ class SummaryWriter:
         """
         self._check_ready()
         step = as_step(global_step)
-        log = proto("SessionLog")
         if isinstance(session_log, str):
-            if session_log not in ("START", "STOP", "CHECKPOINT"):
-                raise ValueError(f"add_session_log: must be 'START', 'STOP' or 'CHECKPOINT', got {session_log!r}")
-            session_log = log(status=session_log)
+            session_log = proto("SessionLog")(status=session_log)
         elif not is_message(session_log, "SessionLog"):
             raise TypeError(f"add_session_log: must be a SessionLog or its status, not {describe_type(session_log)}")
-        self._put({"session_log": log.FromString(session_log.SerializeToString())}, step)
+        self._put({"session_log": proto("SessionLog").FromString(session_log.SerializeToString())}, step)
 
     def add_hparams(self, hparams: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> None:
         """Write hyperparameters for TensorBoard's HParams tab, which compares runs.
@@ -530,73 +525,42 @@ def as_step(step: object) -> Any:
     return as_int(step, "global_step")
 
 
-_HINTS: dict[type, str] = {
-    float: "; summary.scalar(tag, value) makes one",
-    dict: "; summary.scalar(names, values) makes one from numbers, summaries_in finds those in a tree",
-    list: "; summary.merge makes one from several",
-    tuple: "; summary.merge makes one from several",
-}
-
-
 def as_serialized(x: Any, name: str) -> bytes:
     """Serialize a Summary or an Event; both tensorboard's and TensorFlow's protos are accepted."""
-    method, article, other = ("add_event", "an", "Summary") if name == "Event" else ("add_summary", "a", "Event")
+    method = f"add_{name.lower()}"
     if isinstance(x, bytes | bytearray | memoryview):
-        data = bytes(x)
-        parse_message(data, name, method)
-        return data
+        parse_message(bytes(x), name, method)
+        return bytes(x)
     if not is_message(x, name):
-        is_other = is_message(x, other) or type(x) is Summary
-        hint = f"; add_{other.lower()} takes it" if is_other else _HINTS.get(type(x), "")
-        raise TypeError(f"{method}: must be {article} {name}, not {describe_type(x)}{hint}")
+        raise TypeError(f"{method}: must be of type {name}, not {describe_type(x)}")
     return x.SerializeToString()
 
 
-def hparams_values(hparams: Mapping[str, Any], metrics: Mapping[str, Any] | None, now: float) -> list[Any]:
+def hparams_values(hparams: object, metrics: object, now: float) -> list[Any]:
     """Return the values of a run's hyperparameters and results."""
-    api, plugin = (
-        import_extra(f"tensorboard.plugins.hparams.{n}", "add_hparams") for n in ("api_pb2", "plugin_data_pb2")
+    plugin, data, api, format = (
+        import_extra(f"tensorboard.plugins.hparams.{n}", "add_hparams")
+        for n in ("metadata", "plugin_data_pb2", "api_pb2", "summary_v2")
     )
-    flat = dict(_flat(hparams, "hparams"))
-    group = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
-    start = plugin.SessionStartInfo(group_name=group, start_time_secs=now)
-    for name, value in flat.items():
-        kind = "bool_value" if isinstance(value, bool) else "string_value" if isinstance(value, str) else "number_value"
-        setattr(start.hparams[name], kind, value)
     # No experiment is written, so that TensorBoard derives the columns from the runs.
-    values = [_value("_hparams_/session_start_info", plugin.HParamsPluginData(session_start_info=start))]
+    values = [*format.hparams_pb(dict(_flat(hparams, "hparams")), start_time_secs=now).value]
     if metrics is not None:
         for name, value in _flat(metrics, "metrics"):
-            if isinstance(value, str):
-                raise TypeError(f"add_hparams: metrics[{name!r}] must be a number, not {value!r}")
-            values.append(proto("Summary").Value(tag=name, simple_value=float(value)))
-        end = plugin.SessionEndInfo(status=api.STATUS_SUCCESS, end_time_secs=now)
-        values.append(_value("_hparams_/session_end_info", plugin.HParamsPluginData(session_end_info=end)))
+            number = as_number(value, f"metrics[{name!r}]", finite=False)
+            values.append(proto("Summary").Value(tag=name, simple_value=number))
+        end = data.HParamsPluginData(session_end_info=data.SessionEndInfo(status=api.STATUS_SUCCESS, end_time_secs=now))
+        metadata = plugin.create_summary_metadata(end)
+        values.append(
+            proto("Summary").Value(tag=plugin.SESSION_END_INFO_TAG, metadata=metadata, tensor=plugin.NULL_TENSOR)
+        )
     return values
 
 
-def _flat(entries: object, what: str, prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+def _flat(entries: object, what: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
     if not isinstance(entries, Mapping):
         raise TypeError(f"add_hparams: {what} must be a mapping from names to values, not {describe_type(entries)}")
     for key, value in entries.items():
-        name = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            yield from _flat(value, what, f"{name}/")
-            continue
-        if isinstance(value, np.generic | np.ndarray | jax.Array) and np.shape(value) == ():
-            value = value.item()
-        if not isinstance(value, bool | int | float | str):
-            raise TypeError(
-                f"add_hparams: {what}[{name!r}] must be a bool, a number or a string, not "
-                f"{type(value).__name__} {value!r}; give str(value), or the number that describes it"
-            )
-        yield name, value
-
-
-def _value(tag: str, data: Any) -> Any:
-    empty = proto("TensorShapeProto")(dim=[{"size": 0}])
-    return proto("Summary").Value(
-        tag=tag,
-        metadata={"plugin_data": {"plugin_name": "hparams", "content": data.SerializeToString()}},
-        tensor=proto("TensorProto")(dtype=proto("DataType").DT_FLOAT, tensor_shape=empty),
-    )
+            yield from _flat(value, what, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value.item() if hasattr(value, "dtype") and np.shape(value) == () else value

@@ -15,11 +15,6 @@ from jstep import summary
 from jstep.stores.event_files import proto
 
 
-def test_the_fraction_of_values_that_are_no_array():
-    with pytest.raises(TypeError, match=r"value=\[1, \[2\]\]: must be an array of numbers"):
-        summary.zero_fraction([1, [2]])
-
-
 @pytest.mark.parametrize("kind", ["traced", "function", "proto"])
 def test_a_pbtxt_is_a_graph_def_as_text(tmp_path, kind):
     from google.protobuf import text_format
