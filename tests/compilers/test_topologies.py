@@ -200,7 +200,7 @@ def test_a_state_without_a_mesh():
     stacked = [jax.ShapeDtypeStruct((3, *one.shape), one.dtype) for one in rows]
     many = jstep.cost(jstep.scan_steps(step), abstract, *stacked, topology="v5e:2x4")
     assert many.flops == pytest.approx(3 * bare.flops, rel=0.05)
-    with pytest.raises(ValueError, match="has 511 rows, which do not split over 8 devices"):
+    with pytest.raises(ValueError, match="must have a multiple of 8 rows, got 511"):
         jstep.cost(step, abstract, *[jax.ShapeDtypeStruct((511, 512), jnp.float32)] * 2, topology="v5e:2x4")
     with pytest.raises(ValueError, match="on a mesh already"):
         jstep.cost(step, state(OPTIMIZER, mesh, "replicated"), *rows, topology="v5e:2x4")

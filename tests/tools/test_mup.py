@@ -108,9 +108,7 @@ def test_delta_determines_which_axes_are_widths() -> None:
     assert (factors.widths["w"].r_in, factors.widths["w"].r_out) == (2, 4)
     with pytest.raises(ValueError, match=r"delta: axis 0 of the leaf at 'w' is 8 in base and delta"):
         jstep.mup(f(8, 8), f(16, 32), delta=f(8, 16))
-    with pytest.raises(
-        ValueError, match=r"delta: must have the leaves of target, but lacks \['w'\] and has \['v'\]"
-    ):
+    with pytest.raises(ValueError, match=r"delta: must have the leaves of target, but lacks \['w'\] and has \['v'\]"):
         jstep.mup(f(8, 8), f(16, 32), delta={"v": jnp.zeros((8, 16))})
     with pytest.raises(ValueError, match=r"delta: the leaf at 'w' has shape \(8,\), in target"):
         jstep.mup(f(8, 8), f(16, 32), delta=f(8))
