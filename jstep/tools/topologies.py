@@ -222,7 +222,7 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
         placed = mesh_utils.create_device_mesh(inner, devices, allow_split_physical_axes=True)
     else:
         placed = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
-    return Mesh(placed, tuple(sizes), axis_types=axis_types and tuple(axis_types))
+    return Mesh(placed, tuple(sizes), axis_types=None if axis_types is None else tuple(axis_types))
 
 
 # Placing state and batch on the devices of a topology.
