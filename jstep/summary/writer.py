@@ -341,9 +341,8 @@ class SummaryWriter:
                 continue
             if is_traced_part(part):
                 raise TypeError(
-                    f"add_summary: summary {part.tags[0]!r} is traced: it has no value, since it comes from inside a "
-                    "function that JAX transforms. Return the summary from that function (jit, scan, vmap, and grad "
-                    "with has_aux=True), or wrap it in jstep.summary.collect, and write what it returns."
+                    f"add_summary: summary {part.tags[0]!r} is traced and has no value; return it from the function "
+                    "that JAX transforms"
                 )
             if type(part) is not Scalars:
                 size += sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(part))
@@ -513,9 +512,7 @@ def as_step(step: object) -> Any:
     if step is None:
         return None
     if is_traced(step):
-        raise TypeError(
-            "global_step is traced: the writer was called inside a function that JAX transforms (jit, grad)"
-        )
+        raise TypeError("global_step is traced: the writer was called inside a function that JAX transforms")
     if isinstance(step, jax.Array | np.ndarray | np.generic):
         if not np.issubdtype(step.dtype, np.integer) or step.shape != ():
             raise TypeError(

@@ -1,11 +1,9 @@
 """The cost of a training step before it runs, by XLA's own analyses: operations, memory, and whether it fits."""
 
 import dataclasses
-import logging
 import math
 import re
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,8 +23,6 @@ from jstep.data.placement import mesh_without_batch
 from jstep.loop.work import work_of
 from jstep.state.train_state import TrainState, require_state
 from jstep.tools import topologies
-
-_logger = logging.getLogger("jstep")
 
 _UNKNOWN = "not known"
 
@@ -179,10 +175,8 @@ def compile_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
     name, memory = topologies.topology_name(device), topologies.device_memory(device)
     start = time.perf_counter()
     lowered = step.lower(state, *args)
-    if name is not None:
-        _logger.info("Compiling for %s, which can take minutes.", name)
     try:
-        compiled, needed = _compiled(lowered, name), None
+        compiled, needed = lowered.compile(), None
     except jax.errors.JaxRuntimeError as error:
         needed = _needed(error)
         if needed is None:
@@ -218,16 +212,6 @@ def compile_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
         memory_bytes=memory,
         fits=None if memory is None or peak is None else peak <= memory,
     )
-
-
-def _compiled(lowered: Any, topology: object) -> Any:
-    """Compile a step; `topology` is None for devices that the machine has."""
-    if topology is None:
-        return lowered.compile()
-    with warnings.catch_warnings():
-        # A compile-only client cannot read its own entries of the compilation cache, and recompiles.
-        warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
-        return lowered.compile()
 
 
 def _needed(error: Exception) -> tuple[int, int] | None:
