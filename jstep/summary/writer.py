@@ -2,6 +2,8 @@
 
 import atexit
 import collections
+import hashlib
+import json
 import logging
 import math
 import os
@@ -535,21 +537,25 @@ def as_serialized(x: Any, name: str) -> bytes:
 
 def hparams_values(hparams: object, metrics: object, now: float) -> list[Any]:
     """Return the values of a run's hyperparameters and results."""
-    plugin, data, api, format = (
-        import_extra(f"tensorboard.plugins.hparams.{n}", "add_hparams")
-        for n in ("metadata", "plugin_data_pb2", "api_pb2", "summary_v2")
+    api, plugin = (
+        import_extra(f"tensorboard.plugins.hparams.{n}", "add_hparams") for n in ("api_pb2", "plugin_data_pb2")
     )
+    flat = dict(_flat(hparams, "hparams"))
+    start = plugin.SessionStartInfo(start_time_secs=now)
+    for name, value in flat.items():
+        if isinstance(value, bool | str):
+            setattr(start.hparams[name], "bool_value" if isinstance(value, bool) else "string_value", value)
+        else:
+            start.hparams[name].number_value = as_number(value, f"hparams[{name!r}]", finite=False)
+    start.group_name = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
     # No experiment is written, so that TensorBoard derives the columns from the runs.
-    values = [*format.hparams_pb(dict(_flat(hparams, "hparams")), start_time_secs=now).value]
+    values = [_value("_hparams_/session_start_info", plugin.HParamsPluginData(session_start_info=start))]
     if metrics is not None:
         for name, value in _flat(metrics, "metrics"):
             number = as_number(value, f"metrics[{name!r}]", finite=False)
             values.append(proto("Summary").Value(tag=name, simple_value=number))
-        end = data.HParamsPluginData(session_end_info=data.SessionEndInfo(status=api.STATUS_SUCCESS, end_time_secs=now))
-        metadata = plugin.create_summary_metadata(end)
-        values.append(
-            proto("Summary").Value(tag=plugin.SESSION_END_INFO_TAG, metadata=metadata, tensor=plugin.NULL_TENSOR)
-        )
+        end = plugin.SessionEndInfo(status=api.STATUS_SUCCESS, end_time_secs=now)
+        values.append(_value("_hparams_/session_end_info", plugin.HParamsPluginData(session_end_info=end)))
     return values
 
 
@@ -561,3 +567,12 @@ def _flat(entries: object, what: str, prefix: str = "") -> Iterator[tuple[str, A
             yield from _flat(value, what, f"{prefix}{key}/")
         else:
             yield f"{prefix}{key}", value.item() if hasattr(value, "dtype") and np.shape(value) == () else value
+
+
+def _value(tag: str, data: Any) -> Any:
+    empty = proto("TensorShapeProto")(dim=[{"size": 0}])
+    return proto("Summary").Value(
+        tag=tag,
+        metadata={"plugin_data": {"plugin_name": "hparams", "content": data.SerializeToString()}},
+        tensor=proto("TensorProto")(dtype=proto("DataType").DT_FLOAT, tensor_shape=empty),
+    )

@@ -53,7 +53,7 @@ def test_add_event_accepts_protos_and_bytes(tmp_path):
         ("add_event", summary_pb2.Summary(), "must be of type Event, not a Summary"),
         ("add_event", b"\xff\xff", "2 bytes that are not a serialized Event"),
         ("add_graph", 3, "must be a jax.stages.Traced"),
-        ("add_hparams", {"a": {"b": [1]}}, r"hparams\['a/b'\] = \[1\], of unsupported type"),
+        ("add_hparams", {"a": {"b": [1]}}, r"hparams\['a/b'\]=\[1\]: must be a number"),
     ],
 )
 def test_arguments_of_wrong_types(tmp_path, method, argument, message):
