@@ -16,6 +16,8 @@ all-reduce, except that jstep runs one per step on Explicit axes.
 
 import math
 import os
+import pathlib
+import sys
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -28,9 +30,11 @@ from _timing import report_ratio
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
+
+from compiled_text import collectives
+
 import jstep
-from jstep.tools.collectives import count_collectives
-from jstep.tools.compiled import parse_program
 
 WIDTH, HIDDEN, PAIRS, BATCH = 256, 1024, 3, 512
 BOUND = 1.0
@@ -87,7 +91,7 @@ def compiled_like(step, state, x):
 
 
 def figures(compiled):
-    found = count_collectives(parse_program(compiled.as_text()))
+    found = collectives(compiled.as_text())
     kinds = ", ".join(f"{one.number} {kind}" for kind, one in found.items())
     return sum(one.bytes for one in found.values()), kinds
 

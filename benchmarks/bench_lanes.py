@@ -9,6 +9,8 @@ temporaries and the bytes that a device exchanges are printed, too.
 
 import math
 import os
+import pathlib
+import sys
 import time
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -21,9 +23,11 @@ import numpy as np
 from _timing import interleaved, report
 from jax.sharding import AxisType
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
+
+from compiled_text import collectives
+
 import jstep
-from jstep.tools.collectives import count_collectives
-from jstep.tools.compiled import parse_program
 
 VOCABULARY, WIDTH, HEADS, LENGTH, HIDDEN, LAYERS, ROWS = 256, 128, 4, 32, 512, 2, 32
 LANES = 8
@@ -70,7 +74,7 @@ def contender(layout, **options):
     start = time.perf_counter()
     compiled = step.lower(state, *batch).compile()
     seconds = time.perf_counter() - start
-    exchanged = sum(each.bytes for each in count_collectives(parse_program(compiled.as_text())).values())
+    exchanged = sum(each.bytes for each in collectives(compiled.as_text()).values())
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     what = ", ".join(f"{key}={value}" for key, value in options.items()) or "ordinary"
     print(

@@ -1,7 +1,7 @@
 """Makes every picture of the site and of the README.
 
     python docs/pictures.py            # all of them
-    python docs/pictures.py plan.png   # some
+    python docs/pictures.py schedules.png   # some
 
 Curves are of real runs, made here; diagrams are drawn from the words below.
 """
@@ -193,14 +193,6 @@ def report(path: pathlib.Path) -> None:
         page = pathlib.Path("report.html").resolve().as_uri()
         subprocess.run(["chromium", *window, f"--screenshot={path}", page], check=True, stderr=subprocess.DEVNULL)
         os.chdir(before)
-
-
-def plan(path: pathlib.Path) -> None:
-    """A plan: hyperparameters over the steps, and when hooks are due."""
-    rate = jstep.warmup_stable_decay(3e-4, warmup_steps=100, stable_steps=700, decay_steps=200)
-    optimizer = jstep.adamw(rate, weight_decay=jstep.cosine_decay(0.1, 1000))
-    hooks = [jstep.LoggingHook(every_n_steps=100), jstep.NanLossHook()]
-    jstep.plan(optimizer, last_step=1000, hooks=hooks).plot(path)
 
 
 def schedules(path: pathlib.Path) -> None:
@@ -696,7 +688,6 @@ MAKERS = {
     "early_stopping.png": early_stopping,
     "layouts.svg": layouts,
     "digits_loss.png": digits_loss,
-    "plan.png": plan,
     "report.png": report,
     "schedules.png": schedules,
     "width_transfer.png": width_transfer,

@@ -1,7 +1,6 @@
 """A run whose sequence length, batch size, data mixture and learning rate all change with the global step.
 
     python examples/score.py                                # less than a minute on two CPU cores
-    python examples/score.py --plot plan.png                # also plot the schedule (pip install 'jstep[plot]')
     python examples/score.py --checkpoint-dir runs/score    # kill it at any time: the same command resumes it
 
 The small transformer of char_lm.py is trained on characters of Python's standard library and of its language
@@ -24,7 +23,6 @@ import pydoc_data.topics
 import signal
 import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -80,7 +78,7 @@ def killer(step_to_die_at, every, directory):
     return jstep.every(1, kill)
 
 
-def main(steps=400, seed=0, checkpoint_dir=None, plot=None, kill_at=None):
+def main(steps=400, seed=0, checkpoint_dir=None, kill_at=None):
     if steps < 8:
         sys.exit(f"--steps {steps}: expected 8 or more, two per phase")
     if kill_at is not None and checkpoint_dir is None:
@@ -90,11 +88,7 @@ def main(steps=400, seed=0, checkpoint_dir=None, plot=None, kill_at=None):
 
     every = max(2, steps // 16)
     hooks = [] if kill_at is None else [killer(kill_at, every, checkpoint_dir)]
-    plan = jstep.plan(optimizer, steps, train_step=train_step, batches=batches)
-    print(plan)
-    if plot:
-        plan.plot(plot)
-        print(f"plan plotted to {plot}")
+    print(jstep.plan(optimizer, steps, train_step=train_step, batches=batches))
 
     state = jstep.TrainState.create(jax.jit(init_params)(jax.random.key(seed)), optimizer)
     state = jstep.train(
@@ -121,7 +115,6 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=400, help="steps of the run, a quarter per phase (default 400)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default 0)")
     parser.add_argument("--checkpoint-dir", metavar="DIR", help="save checkpoints here, and resume from them")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the plan to this file")
     parser.add_argument("--kill-at", type=int, metavar="STEP", help="kill the process (SIGKILL) after this step")
     try:
         main(**vars(parser.parse_args()))

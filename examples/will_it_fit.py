@@ -134,7 +134,7 @@ def gib(number):
 
 def row(model, topology, layout, cost, compact=False):
     state = gib(cost.params_bytes + cost.slots_bytes) + (f" + {gib(cost.host_bytes)} host" if cost.host_bytes else "")
-    fits = {True: "yes", False: "**no**", None: "not known"}[cost.fits] + (", recomputes" if cost.recomputes else "")
+    fits = {True: "yes", False: "**no**", None: "not known"}[cost.fits]
     peak = f"{gib(cost.peak_bytes)} of {gib(cost.memory_bytes)}"
     return (
         model,

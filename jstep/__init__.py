@@ -127,7 +127,6 @@ Debugging and planning
     tools.find_nonfinite: find_nonfinite NonFinite
     tools.plan: plan Plan
     tools.cost: cost Cost
-    tools.collectives: Collective
     tools.goodput: goodput Goodput
     tools.run_summary: RunSummary
     tools.runs: runs RunList

@@ -181,7 +181,6 @@ from jstep.state.slots import get_slot as get_slot
 from jstep.state.slots import get_slot_names as get_slot_names
 from jstep.state.train_state import TrainState as TrainState
 from jstep.state.train_state import shard_state as shard_state
-from jstep.tools.collectives import Collective as Collective
 from jstep.tools.cost import Cost as Cost
 from jstep.tools.cost import cost as cost
 from jstep.tools.find_nonfinite import NonFinite as NonFinite

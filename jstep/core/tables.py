@@ -1,6 +1,5 @@
 """Results as tables: a title, rows and notes, as text at a prompt and as HTML in a notebook."""
 
-import base64
 import html
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -40,7 +39,7 @@ class Tabular:
         return html_table(self._title(), self._rows(), self._head(), self._notes())
 
 
-# Tables, lists and pictures.
+# Tables and lists.
 
 
 def printable(text: object) -> str:
@@ -111,13 +110,6 @@ def html_table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = 
     parts.append("</table>")
     parts += [f'<div style="font-size: 0.92em; margin-top: 0.3em">{html_text(note)}</div>' for note in notes]
     return "".join([*parts, "</div>"])
-
-
-def html_picture(png: bytes, alt: str) -> str:
-    source = base64.b64encode(png).decode()
-    # White background also in dark themes, because plots are drawn in black.
-    style = "max-width: 44em; width: 100%; background: white; border-radius: 4px; padding: 4px"
-    return f'<img alt="{html.escape(alt)}" style="{style}" src="data:image/png;base64,{source}">'
 
 
 def _side(column: int) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.saver import Saver
 from jstep.core import interactive
 from jstep.core.annotations import Tree
@@ -252,9 +251,8 @@ def _open_writer(setup: Setup, saver: Saver | None, origin: Origin) -> SummaryWr
         # The point of a restored step is kept. A run that begins again may evaluate before its first step again.
         first = setup.loop.first + (origin.restored is not None)
         own = origin.restored if origin.trunk is None else None
-        before = None if own is None else functools.partial(_last_of_older_versions, setup, where, prefix, own)
         same_place = own is not None or not _is_another_run(setup)
-        if starts_here(writer.path, first, same_place=same_place, before=before):
+        if starts_here(writer.path, first, same_place=same_place):
             for _ in range(STARTS):
                 writer.add_session_log("START", first)
     if setup.options.config and jax.process_index() == 0:
@@ -277,13 +275,3 @@ def _is_another_run(setup: Setup) -> bool:
     if status is None:
         return process is not None and process != this_process() and bool(is_alive(process))
     return status == "finished"
-
-
-def _last_of_older_versions(setup: Setup, where: str, prefix: str, step: int) -> float:
-    """Return the latest time at which an earlier start is known to have lived."""
-    file = setup.lines.file
-    times = [0.0, *(start.get("time", 0.0) for start in (file.earlier if file is not None else ()))]
-    with contextlib.suppress(Exception):  # the checkpoint was deleted meanwhile
-        store = open_store(where)
-        times.append(store.manifest(store.at(prefix, step) or "").saved_at)
-    return max(times)

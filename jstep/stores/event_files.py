@@ -3,7 +3,6 @@
 import bisect
 import functools
 import importlib
-import math
 import os
 import re
 import struct
@@ -140,27 +139,23 @@ def is_event_file(name: str) -> bool:
 
 
 _OF_RUN = re.compile(r"(?:\.(?P<place>[0-9a-f]{8}))?\.(?P<run>[0-9a-f]{8})\Z")
-_STAMP = re.compile(r"tfevents\.([0-9]{1,15})\.")
 
 
 class Writer(NamedTuple):
     """What the name of an event file tells of its writer.
 
     Attributes:
-        run: The name of the run that wrote it; None if a user's writer did, or a version that did not tell.
-        place: A hash of where the run has its directory, seen from the logdir; None in files of older versions.
-        began: The seconds since 1970 at which it was opened; infinity if unknown.
+        run: The name of the run that wrote it; None if a user's writer did.
+        place: A hash of where the run has its directory, seen from the logdir.
     """
 
     run: str | None
     place: str | None
-    began: float
 
     @classmethod
     def of(cls, name: str) -> "Writer":
-        run, stamp = _OF_RUN.search(name), _STAMP.search(name)
-        began = math.inf if stamp is None else float(stamp[1])
-        return cls(None, None, began) if run is None else cls(run["run"], run["place"], began)
+        run = _OF_RUN.search(name)
+        return cls(None, None) if run is None else cls(run["run"], run["place"])
 
 
 def process_mark(host: object, pid: object) -> str:

@@ -74,13 +74,11 @@ def _stacked(x: object, rank: int, tag: str) -> NumPyArray:
     if isinstance(x, jax.Array):
         if x.is_deleted():
             raise RuntimeError(
-                f"summary {tag!r}: its array was deleted before it was written: it was donated to a "
-                "step. Make the summary inside the step, or before the next one."
+                f"summary {tag!r}: its array was deleted before it was written; make the summary inside the step"
             )
         if not x.is_fully_addressable and not x.is_fully_replicated:
             raise ValueError(
-                f"summary {tag!r}: its array is split over several processes ({x.sharding}), and "
-                "only process 0 writes. Reduce it, or replicate it with jax.lax.with_sharding_constraint."
+                f"summary {tag!r}: its array is split over several processes, and only process 0 writes; reduce it"
             )
     x = np.asarray(x)
     if x.ndim < rank:
@@ -103,8 +101,8 @@ def _images(part: Images) -> Iterator[Values]:
     batches, added = _stacked(part.pixels, 4, tag), _stacked(part.added, 0, tag)
     if batches.dtype != np.uint8 or (added != 1).any():
         raise ValueError(
-            f"summary {tag!r}: pictures that were added up or averaged, as num_microbatches does with what "
-            "the loss function returns, cannot be written. Make them outside of the loss function."
+            f"summary {tag!r}: pictures that were added up or averaged (num_microbatches) cannot be written; make them "
+            "outside of the loss function"
         )
     for batch in batches:
         yield [value(tag=tag, image=_png(pixels)) for tag, pixels in zip(part.tags, batch, strict=True)]
@@ -218,6 +216,6 @@ def to_proto(summary: Summary) -> Any:
     if len(events) > 1:
         raise ValueError(
             f"summary {summary.tags[0]!r} holds {len(events)} steps, and a proto holds one; select one with "
-            "jax.tree.map(lambda x: x[i], summary), or give it to SummaryWriter.add_summary"
+            "jax.tree.map(lambda x: x[i], summary)"
         )
     return proto("Event").FromString(events[0]).summary if events else proto("Summary")()

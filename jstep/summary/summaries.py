@@ -216,10 +216,7 @@ def merge_parts(parts: Iterable[Part]) -> Summary:
     for part in parts:
         for tag in part.tags:
             if tag in seen:
-                raise ValueError(
-                    f"duplicate tag {tag!r}: a merged summary holds one value for each tag. Give each value "
-                    "its own tag; values of several steps are stacked, by lax.scan for instance."
-                )
+                raise ValueError(f"duplicate tag {tag!r}: a merged summary holds one value for each tag")
             seen.add(tag)
     return Summary(parts)
 
@@ -267,9 +264,8 @@ def merge_all(key: str = SUMMARIES) -> Summary | None:
 
 
 _UNDER_TRACE = (
-    "merge_all({key!r}) merges summaries made eagerly, and was called inside a function that JAX is tracing "
-    "(jit, grad, scan, vmap). Return the summaries from that function, or wrap it before it is transformed: "
-    "jax.jit(jstep.summary.collect(fn)) returns (result, merged summary)."
+    "merge_all({key!r}) merges summaries made eagerly, and was called inside a function that JAX is tracing; wrap that "
+    "function before it is transformed: jax.jit(jstep.summary.collect(fn)) returns (result, merged summary)"
 )
 
 
@@ -320,7 +316,7 @@ def collect(fn: Callable[P, R], key: str = SUMMARIES) -> Callable[P, tuple[R, Su
 def _unreturned(collector: Collector, result: object) -> Summary | None:
     """Return the summaries that the loss of a training step created and did not return."""
     back = {tag for summary in find_summaries(result) for part in summary.parts for tag in part.tags}
-    _refuse_lost(collector, back, _LOST_IN_A_LOSS)
+    _refuse_lost(collector, back)
     parts = [part for part in collector.parts if not back.issuperset(part.tags)]
     return merge_parts(parts) if parts else None
 
@@ -336,32 +332,23 @@ def _returned(result: object, collector: Collector) -> list[Part]:
     """Return the parts in `result` that were created under nested transformations."""
     kept = {tag for part in collector.parts for tag in part.tags}
     back = [part for summary in find_summaries(result) for part in summary.parts if kept.isdisjoint(part.tags)]
-    _refuse_lost(collector, kept.union(*(part.tags for part in back)), _LOST)
+    _refuse_lost(collector, kept.union(*(part.tags for part in back)))
     nested = {tag for tags in collector.nested for tag in tags}
     return [part for part in back if not nested.isdisjoint(part.tags)]
 
 
 _LOST = (
-    "nested in the function that collect runs (grad, scan, vmap, jit, cond, …) and was not returned from it; it has no "
-    "value outside. Return it from the transformed function: jax.value_and_grad(collect(loss_fn), has_aux=True) gives "
-    "((loss, summary), grads), jax.lax.scan and jax.vmap over collect(body) give it stacked, jax.jit(collect(fn)) "
-    "unchanged. Then return it from the outer function as well, or add it to the outer collection with "
-    "merge([summary], collections=({key!r},))."
-)
-_LOST_IN_A_LOSS = (
-    "nested in the loss (jit, scan, remat, vmap, cond, grad, …) and was not returned from it; it has no value outside. "
-    "Return it from the transformed function and add it to the summaries of the loss: "
-    "y, made = jax.jit(jstep.summary.collect(layer))(x); jstep.summary.merge([made], collections=({key!r},)). "
-    "jax.checkpoint, jax.lax.scan and jax.vmap over collect(layer) likewise; the latter two give it stacked. Or make "
-    "it outside, from what the transformed function returns."
+    "nested in the loss, or in the function that collect runs (grad, scan, vmap, jit, remat, …), and was not returned "
+    "from it; it has no value outside. Return it from there, as jax.value_and_grad(collect(loss_fn), has_aux=True) and "
+    "jax.lax.scan over collect(body) do, and add it to the outer ones with merge([summary], collections=({key!r},))"
 )
 
 
-def _refuse_lost(collector: Collector, there: set[str], why: str) -> None:
+def _refuse_lost(collector: Collector, there: set[str]) -> None:
     for tags, where in collector.nested.items():
         if not there.issuperset(tags):
-            way_out = why.format(key=collector.key)
-            raise RuntimeError(f"summary {tags[0]!r}, made at {where}, comes from inside a transformation {way_out}")
+            why = _LOST.format(key=collector.key)
+            raise RuntimeError(f"summary {tags[0]!r}, made at {where}, comes from a transformation {why}")
 
 
 def merge(summaries: Iterable[Summary | None], collections: Sequence[str] | None = ()) -> Summary:
@@ -387,23 +374,15 @@ def merge(summaries: Iterable[Summary | None], collections: Sequence[str] | None
 
     Source: TensorFlow's `merge_summary`.
     """
-    if isinstance(summaries, Summary):
-        raise TypeError("merge: must be a list of summaries, not one Summary; write merge([summary])")
     if not isinstance(summaries, Iterable):
         raise TypeError(
             f"summaries={format_value(summaries)}: must be a list of summaries, got {describe_type(summaries)}"
         )
-    parts: list[Part] = []
-    for summary in summaries:
-        if summary is None:
-            continue
+    some = [summary for summary in summaries if summary is not None]
+    for summary in some:
         if not isinstance(summary, Summary):
-            raise TypeError(
-                f"merge: must be summaries of jstep.summary, not {describe_type(summary)}; write protos "
-                "separately with add_summary"
-            )
-        parts += summary.parts
-    merged = merge_parts(parts)
+            raise TypeError(f"merge: must be summaries of jstep.summary, not {describe_type(summary)}")
+    merged = merge_parts(part for summary in some for part in summary.parts)
     for part in merged.parts:
         register(part, () if collections is None else collections)
     return merged

@@ -343,9 +343,8 @@ class SummaryWriter:
                 continue
             if is_traced_part(part):
                 raise TypeError(
-                    f"add_summary: summary {part.tags[0]!r} is traced: it has no value, since it comes from inside a "
-                    "function that JAX transforms. Return the summary from that function (jit, scan, vmap, and grad "
-                    "with has_aux=True), or wrap it in jstep.summary.collect, and write what it returns."
+                    f"add_summary: summary {part.tags[0]!r} is traced and has no value; return it from the function "
+                    "that JAX transforms"
                 )
             if type(part) is not Scalars:
                 size += sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(part))
@@ -367,13 +366,12 @@ class SummaryWriter:
     def add_graph(self, graph: object, *args: Any, global_step: Step | None = None, **kwargs: Any) -> None:
         """Write a graph for TensorBoard's Graphs tab.
 
-        Nested jits and scans become expandable scopes, `jax.named_scope`s become scopes, and arguments become nodes
-        named by their paths. TensorBoard shows the last graph of a run. The function is traced but not compiled.
+        Each equation of the traced function becomes a node, and so do arguments and results, named by their paths;
+        `jax.named_scope`s become scopes. TensorBoard shows the last graph of a run.
 
         Args:
             graph: A function of `args` and `kwargs` (jitted or not, such as a train step) or, without arguments, a
-                `jax.stages.Traced`, a `jax.stages.Lowered`, a `GraphDef`, a serialized one, or a function of no
-                arguments.
+                `jax.stages.Traced`, a `GraphDef`, a serialized one, or a function of no arguments.
             args: Arguments to trace the function with: arrays or `jax.ShapeDtypeStruct`s.
             global_step: The step of the event.
             kwargs: Keyword arguments to trace the function with.
@@ -411,14 +409,11 @@ class SummaryWriter:
         """
         self._check_ready()
         step = as_step(global_step)
-        log = proto("SessionLog")
         if isinstance(session_log, str):
-            if session_log not in ("START", "STOP", "CHECKPOINT"):
-                raise ValueError(f"add_session_log: must be 'START', 'STOP' or 'CHECKPOINT', got {session_log!r}")
-            session_log = log(status=session_log)
+            session_log = proto("SessionLog")(status=session_log)
         elif not is_message(session_log, "SessionLog"):
             raise TypeError(f"add_session_log: must be a SessionLog or its status, not {describe_type(session_log)}")
-        self._put({"session_log": log.FromString(session_log.SerializeToString())}, step)
+        self._put({"session_log": proto("SessionLog").FromString(session_log.SerializeToString())}, step)
 
     def add_hparams(self, hparams: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> None:
         """Write hyperparameters for TensorBoard's HParams tab, which compares runs.
@@ -519,9 +514,7 @@ def as_step(step: object) -> Any:
     if step is None:
         return None
     if is_traced(step):
-        raise TypeError(
-            "global_step is traced: the writer was called inside a function that JAX transforms (jit, grad)"
-        )
+        raise TypeError("global_step is traced: the writer was called inside a function that JAX transforms")
     if isinstance(step, jax.Array | np.ndarray | np.generic):
         if not np.issubdtype(step.dtype, np.integer) or step.shape != ():
             raise TypeError(
@@ -531,67 +524,49 @@ def as_step(step: object) -> Any:
     return as_int(step, "global_step")
 
 
-_HINTS: dict[type, str] = {
-    float: "; summary.scalar(tag, value) makes one",
-    dict: "; summary.scalar(names, values) makes one from numbers, summaries_in finds those in a tree",
-    list: "; summary.merge makes one from several",
-    tuple: "; summary.merge makes one from several",
-}
-
-
 def as_serialized(x: Any, name: str) -> bytes:
     """Serialize a Summary or an Event; both tensorboard's and TensorFlow's protos are accepted."""
-    method, article, other = ("add_event", "an", "Summary") if name == "Event" else ("add_summary", "a", "Event")
+    method = f"add_{name.lower()}"
     if isinstance(x, bytes | bytearray | memoryview):
-        data = bytes(x)
-        parse_message(data, name, method)
-        return data
+        parse_message(bytes(x), name, method)
+        return bytes(x)
     if not is_message(x, name):
-        is_other = is_message(x, other) or type(x) is Summary
-        hint = f"; add_{other.lower()} takes it" if is_other else _HINTS.get(type(x), "")
-        raise TypeError(f"{method}: must be {article} {name}, not {describe_type(x)}{hint}")
+        raise TypeError(f"{method}: must be of type {name}, not {describe_type(x)}")
     return x.SerializeToString()
 
 
-def hparams_values(hparams: Mapping[str, Any], metrics: Mapping[str, Any] | None, now: float) -> list[Any]:
+def hparams_values(hparams: object, metrics: object, now: float) -> list[Any]:
     """Return the values of a run's hyperparameters and results."""
     api, plugin = (
         import_extra(f"tensorboard.plugins.hparams.{n}", "add_hparams") for n in ("api_pb2", "plugin_data_pb2")
     )
     flat = dict(_flat(hparams, "hparams"))
-    group = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
-    start = plugin.SessionStartInfo(group_name=group, start_time_secs=now)
+    start = plugin.SessionStartInfo(start_time_secs=now)
     for name, value in flat.items():
-        kind = "bool_value" if isinstance(value, bool) else "string_value" if isinstance(value, str) else "number_value"
-        setattr(start.hparams[name], kind, value)
+        if isinstance(value, bool | str):
+            setattr(start.hparams[name], "bool_value" if isinstance(value, bool) else "string_value", value)
+        else:
+            start.hparams[name].number_value = as_number(value, f"hparams[{name!r}]", finite=False)
+    start.group_name = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
     # No experiment is written, so that TensorBoard derives the columns from the runs.
     values = [_value("_hparams_/session_start_info", plugin.HParamsPluginData(session_start_info=start))]
     if metrics is not None:
         for name, value in _flat(metrics, "metrics"):
-            if isinstance(value, str):
-                raise TypeError(f"add_hparams: metrics[{name!r}] must be a number, not {value!r}")
-            values.append(proto("Summary").Value(tag=name, simple_value=float(value)))
+            number = as_number(value, f"metrics[{name!r}]", finite=False)
+            values.append(proto("Summary").Value(tag=name, simple_value=number))
         end = plugin.SessionEndInfo(status=api.STATUS_SUCCESS, end_time_secs=now)
         values.append(_value("_hparams_/session_end_info", plugin.HParamsPluginData(session_end_info=end)))
     return values
 
 
-def _flat(entries: object, what: str, prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+def _flat(entries: object, what: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
     if not isinstance(entries, Mapping):
         raise TypeError(f"add_hparams: {what} must be a mapping from names to values, not {describe_type(entries)}")
     for key, value in entries.items():
-        name = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            yield from _flat(value, what, f"{name}/")
-            continue
-        if isinstance(value, np.generic | np.ndarray | jax.Array) and np.shape(value) == ():
-            value = value.item()
-        if not isinstance(value, bool | int | float | str):
-            raise TypeError(
-                f"add_hparams: {what}[{name!r}] must be a bool, a number or a string, not "
-                f"{type(value).__name__} {value!r}; give str(value), or the number that describes it"
-            )
-        yield name, value
+            yield from _flat(value, what, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value.item() if hasattr(value, "dtype") and np.shape(value) == () else value
 
 
 def _value(tag: str, data: Any) -> Any:

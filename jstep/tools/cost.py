@@ -1,46 +1,28 @@
-"""The cost of a training step before it runs: memory, work, traffic, and warnings."""
+"""The cost of a training step before it runs, by XLA's own analyses: operations, memory, and whether it fits."""
 
 import dataclasses
-import logging
 import math
 import re
 import time
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_function, format_bytes, format_list, format_scaled
+from jstep.core.checks import as_function, format_bytes, format_scaled
 from jstep.core.device_values import arguments_from_host
 from jstep.core.jaxprs import body_of, is_annotated
 from jstep.core.logs import slow
-from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh
+from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, using_mesh
 from jstep.core.placement import device_count, device_of, is_of_host, sharding_of
 from jstep.core.tables import Tabular
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.placement import mesh_without_batch
 from jstep.loop.work import work_of
-from jstep.slots.compact_numbers import blocks_between
-from jstep.slots.roles import roles_in
 from jstep.state.train_state import TrainState, require_state
 from jstep.tools import topologies
-from jstep.tools.collectives import Collective, Exchange, count_collectives, count_uses, find_exchanges
-from jstep.tools.compiled import (
-    Array,
-    CompiledProgram,
-    Frame,
-    argument_number,
-    instructions_within,
-    parse_program,
-    program_recomputes,
-)
-
-_logger = logging.getLogger("jstep")
 
 _UNKNOWN = "not known"
 
@@ -64,7 +46,6 @@ class Cost(Tabular):
         temp_bytes: Bytes of the temporaries.
         peak_bytes: Peak memory: arguments, results and temporaries, without aliased results and host memory. For a
             program that does not fit, the memory that it would need.
-        collectives: Kind → (number, bytes) of the collectives, such as `all-reduce`.
         compile_seconds: Compilation time in seconds.
         devices: Number of devices that the step runs on.
         memory_bytes: Device memory available to programs; None if unknown. For compile-only GPUs it is 0.75 of the
@@ -73,7 +54,6 @@ class Cost(Tabular):
         host_bytes: Bytes per device of the arguments in host memory (`shard_state(..., slots_memory="pinned_host")`).
         fits: Whether peak memory is within the available memory; None if either is unknown.
         topology: The name of the topology that the step was compiled for; None for the devices of this machine.
-        recomputes: Whether the compiler rematerializes some results so that the program fits; None if unknown.
         warnings: Likely mistakes, each with its remedy.
     """
 
@@ -86,7 +66,6 @@ class Cost(Tabular):
     alias_bytes: int | None
     temp_bytes: int | None
     peak_bytes: int | None
-    collectives: Mapping[str, Collective] | None
     compile_seconds: float
     devices: int = 1
     memory_bytes: int | None = None
@@ -94,7 +73,6 @@ class Cost(Tabular):
     host_bytes: int = 0
     fits: bool | None = None
     topology: str | None = None
-    recomputes: bool | None = None
     warnings: tuple[str, ...] = ()
     _left = 2
 
@@ -108,10 +86,9 @@ class Cost(Tabular):
 
     def _rows(self) -> list[tuple[str, str]]:
         unknown = f", {self.loops_unknown} loops of unknown length counted once" if self.loops_unknown else ""
-        moved = None if self.collectives is None else self.collectives.items()
         verdict = ""
         if self.memory_bytes is not None:
-            problem = ": it does not fit" if self.fits is False else ", recomputes to fit" if self.recomputes else ""
+            problem = ": it does not fit" if self.fits is False else ""
             verdict = f" of {format_bytes(self.memory_bytes, digits=4)}{problem}"
         rows = [
             ("operations", _UNKNOWN if self.flops is None else format_scaled(self.flops, "FLOP") + unknown),
@@ -123,8 +100,6 @@ class Cost(Tabular):
             ("temporaries", _size(self.temp_bytes)),
             ("at its peak", _size(self.peak_bytes) + verdict),
             *([("on the host", format_bytes(self.host_bytes))] if self.host_bytes else []),
-            *([("between devices", _UNKNOWN)] if moved is None else []),
-            *((kind, f"{entry.number} × per step, {format_bytes(entry.bytes)} in all") for kind, entry in moved or ()),
             ("compiled in", f"{self.compile_seconds:.1f} s"),
         ]
         if self.output_bytes is None:
@@ -137,7 +112,7 @@ class Cost(Tabular):
 
 @shortens_tracebacks
 def cost(train_step: Callable[..., Any], state: Tree, *args: Any, topology: str | None = None) -> Cost:
-    """Return the cost of a step on each device: operations, memory and collectives. The step is not run.
+    """Return the cost of a step on each device: operations and memory. The step is not run.
 
     The step is compiled for the shapes, dtypes and shardings of its arguments. They may be arrays or
     `jax.ShapeDtypeStruct`s, so the model need not fit into memory. On a mesh of `jstep.topology` the step is compiled
@@ -200,10 +175,8 @@ def compile_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
     name, memory = topologies.topology_name(device), topologies.device_memory(device)
     start = time.perf_counter()
     lowered = step.lower(state, *args)
-    if name is not None:
-        _logger.info("Compiling for %s, which can take minutes.", name)
     try:
-        compiled, needed = _compiled(lowered, name), None
+        compiled, needed = lowered.compile(), None
     except jax.errors.JaxRuntimeError as error:
         needed = _needed(error)
         if needed is None:
@@ -221,13 +194,13 @@ def compile_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
         "topology": None if name is None else str(name),
     }
     if needed is not None:
-        figures |= dict.fromkeys((*_SIZES, "bytes_accessed", "collectives"))
+        figures |= dict.fromkeys((*_SIZES, "bytes_accessed"))
         figures |= {"flops": work.all / devices, "peak_bytes": needed[0], "memory_bytes": memory or needed[1]}
-        warned = (*warn_of_unplaced_batch(state, args), *warnings_without_a_program(state, args, traced))
+        warned = (*_unplaced_batch(state, args), *_unplaced_activations(state, args, traced))
         return Cost(**figures, fits=False, warnings=warned)
     sizes = _memory(compiled, state, args, host, device.platform)
     peak = sizes["peak_bytes"]
-    analysis, program = compiled.cost_analysis() or {}, parse_program(compiled.as_text())
+    analysis = compiled.cost_analysis() or {}
     traffic = analysis.get("bytes accessed")
     return Cost(
         **figures,
@@ -235,25 +208,10 @@ def compile_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
         flops=_scaled(analysis.get("flops"), work.once, work.all, devices),
         # The traced program gives the operations, but not which results XLA fuses and so never writes.
         bytes_accessed=None if traffic is None else _scaled(traffic, work.once_bytes, work.all_bytes, devices),
-        collectives=count_collectives(program),
-        recomputes=program_recomputes(program),
-        warnings=(
-            *warn_of_unplaced_batch(state, args),
-            *find_warnings(program, state, args, traced, compiled.out_info),
-        ),
+        warnings=(*_unplaced_batch(state, args), *_undonated(compiled, state)),
         memory_bytes=memory,
         fits=None if memory is None or peak is None else peak <= memory,
     )
-
-
-def _compiled(lowered: Any, topology: object) -> Any:
-    """Compile a step; `topology` is None for devices that the machine has."""
-    if topology is None:
-        return lowered.compile()
-    with warnings.catch_warnings():
-        # A compile-only client cannot read its own entries of the compilation cache, and recompiles.
-        warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
-        return lowered.compile()
 
 
 def _needed(error: Exception) -> tuple[int, int] | None:
@@ -274,9 +232,8 @@ def _memory(compiled: Any, state: TrainState, args: tuple[Any, ...], host: int, 
     # XLA's CPU compiler does not count them separately.
     if host and not getattr(memory, "host_argument_size_in_bytes", 0):
         host_results = bytes_per_device(compiled.out_info, on_host=True)
-        flags = jax.tree.leaves(compiled.args_info[0], is_leaf=lambda info: hasattr(info, "donated"))
-        pairs = zip(jax.tree.leaves((state, *args)), flags, strict=True)
-        donated = bytes_per_device([leaf for leaf, info in pairs if info.donated], on_host=True)
+        pairs = zip(jax.tree.leaves((state, *args)), _are_donated(compiled), strict=True)
+        donated = bytes_per_device([leaf for leaf, is_donated in pairs if is_donated], on_host=True)
         arguments, outputs = arguments - host, outputs - host_results
         alias -= min(donated, host_results, alias)
     # XLA's CPU compiler does not report the share of the host.
@@ -344,113 +301,36 @@ def bytes_per_device(tree: Tree, *, on_host: bool | None = None) -> int:
     return total
 
 
-# Warnings about likely mistakes in a compiled step, each with its remedy.
-
-_BY_HAND = re.compile(r"\bshard_map\b")
-"""The mark in the names of operations of a `shard_map`, and of those that place its arguments as its specs request."""
-_PRODUCTS = {"dot", "convolution"}
-_OF_THE_LOSS = "jvp("
-"""The mark in the names of operations traced for gradients, forward and backward."""
-_ALIASED = re.compile(r"\{[\d,\s]*\}:\s*\((\d+),")
-"""An entry of `input_output_alias` in the header of a program, with the number of the argument."""
+def _are_donated(compiled: Any) -> list[bool]:
+    """Whether each argument is donated, those of the state first."""
+    infos = jax.tree.leaves(compiled.args_info[0], is_leaf=lambda info: hasattr(info, "donated"))
+    return [info.donated for info in infos]
 
 
-def find_warnings(
-    program: CompiledProgram, state: Tree, args: Sequence[Any], traced: object, result: object = None
-) -> list[str]:
-    """Return a warning for each costly problem of a compiled step, with its remedy."""
-    leaves = _leaves(program, state)
-    moved = find_exchanges(program)
-    # A loss or a `shard_map` that requests a transfer gives no warning.
-    messages = [_resharded(program, moved, leaves, args, traced), _undonated(program, leaves, state, result)]
-    messages += [_gathered_slots(moved, leaves), _gathered_parameters(moved, leaves, _uses(state, traced))]
-    return list(filter(None, [*messages, _split_blocks(state)]))
+# Warnings about likely mistakes, each with its remedy.
 
 
-def warnings_without_a_program(state: Tree, args: Sequence[Any], traced: object) -> list[str]:
-    """Return likely reasons why a step does not fit, so that there is no compiled program."""
-    axis = _batch_axis(args)
-    leaves = jax.tree.leaves(getattr(state, "params", None))
-    if axis is None or is_annotated(traced) or not any(_is_split(leaf, axis) for leaf in leaves):
-        return []
-    return [
-        "parameters are split over the axis of the batch, and the loss does not place its activations. If they are "
-        f"resharded, temporaries grow with the number of devices: {_remedy(axis)}"
-    ]
-
-
-def warn_of_unplaced_batch(state: Tree, args: Sequence[Any]) -> list[str]:
-    """Warn if the state is on a mesh of several devices and no array of the batch is on it."""
+def _unplaced_batch(state: Tree, args: Sequence[Any]) -> list[str]:
     mesh = mesh_without_batch(state, args)
     if mesh is None:
         return []
     return [
         f"the batch is not on the mesh of the state, so each of its {mesh.size} devices gets all of it, as in train "
-        "without batch_sharding. With batch_sharding, train runs another program; to measure that one, place the "
-        "batch in the same way, such as jstep.cost(train_step, state, jstep.shard_batch(batch, mesh))"
+        "without batch_sharding; place it, such as jstep.cost(train_step, state, jstep.shard_batch(batch, mesh))"
     ]
 
 
-def _leaves(program: CompiledProgram, state: Tree) -> dict[int, tuple[str, Any]]:
-    """Argument number → path and leaf of the state, from the metadata of the parameters."""
-    paths = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
-    leaves: dict[int, tuple[str, Any]] = {}
-    for instruction in program.entry.instructions.values():
-        named = re.fullmatch(r"\w+(\W.*)", instruction.op_name) if instruction.opcode == "parameter" else None
-        if named and named[1] in paths:
-            leaves[int(instruction.argument)] = (named[1].removeprefix("."), paths[named[1]])
-    return leaves
-
-
-def _uses(state: Tree, traced: object) -> dict[str, float]:
-    """Path of a leaf → how often the step uses it."""
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
-    # The leaves of the state are the first arguments.
-    return {path.removeprefix("."): count for path, count in zip(paths, count_uses(traced), strict=False)}
-
-
-def _resharded(
-    program: CompiledProgram,
-    moved: Sequence[Exchange],
-    leaves: Mapping[int, tuple[str, Any]],
-    args: Sequence[Any],
-    traced: object,
-) -> str:
-    axis = _batch_axis(args)
-    if axis is None or is_annotated(traced):
-        return ""
-    # The bytes of activations, not parameters, that XLA gathers or reshards: it moves them to the shards of the
-    # parameters instead of gathering the parameters, so that temporaries grow with the number of devices.
-    gathered = {"all-gather": 0, "all-to-all": 0}
-    for op in moved:
-        if op.kind in gathered and _OF_THE_LOSS in op.instruction.op_name:
-            counts = [count for name, count in op.parts() if argument_number(op.frame, name) is None]
-            gathered[op.kind] += op.times * sum(counts)
-    split = {number for number, (path, leaf) in leaves.items() if path.startswith("params") and _is_split(leaf, axis)}
-    # Whether a matrix product of the loss has one of these arguments as an operand, each device its shard.
-    is_sharded = any(
-        argument_number(frame, name) in split
-        for frame, op in instructions_within(Frame(program, program.entry))
-        if op.opcode in _PRODUCTS and _OF_THE_LOSS in op.op_name
-        for name in op.operands
-    )
-    if not gathered["all-to-all"] and not (gathered["all-gather"] and is_sharded):
-        return ""
-    what = " and ".join(kind for kind, count in gathered.items() if count)
-    return f"activations are resharded ({what}, {format_bytes(sum(gathered.values()))} per step): {_remedy(axis)}"
-
-
-def _remedy(axis: object) -> str:
+def _unplaced_activations(state: TrainState, args: Sequence[Any], traced: object) -> list[str]:
+    """A likely reason why a step does not fit."""
+    axis = next((axis for leaf in jax.tree.leaves(args) for axis in _spec(leaf) if axis is not None), None)
+    if axis is None or is_annotated(traced) or not any(_is_split(leaf, axis) for leaf in jax.tree.leaves(state.params)):
+        return []
     spec = f'"{axis}"' if isinstance(axis, str) else repr(axis).replace("'", '"')
-    return (
-        "keep their rows on their devices with, after the embedding, "
-        f"x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P({spec})))"
-    )
-
-
-def _batch_axis(args: Sequence[Any]) -> Any:
-    """The mesh axes over which the rows of a batch are split: the first in its specs."""
-    return next((axis for leaf in jax.tree.leaves(args) for axis in _spec(leaf) if axis is not None), None)
+    return [
+        "parameters are split over the axis of the batch, and the loss does not place its activations; if XLA reshards "
+        "them, temporaries grow with the number of devices. Keep their rows on their devices with, after the "
+        f"embedding, x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P({spec})))"
+    ]
 
 
 def _is_split(leaf: Any, axis: object) -> bool:
@@ -463,82 +343,16 @@ def _spec(leaf: object) -> tuple[Any, ...]:
     return dims_of(sharding.spec) if isinstance(sharding, jax.sharding.NamedSharding) else ()
 
 
-def _undonated(program: CompiledProgram, leaves: Mapping[int, tuple[str, Any]], state: Tree, result: object) -> str:
+def _undonated(compiled: Any, state: TrainState) -> list[str]:
     # A step returns a new state: a tree of the same structure, alone or as the first element of a tuple.
-    structure: Any = jax.tree.structure(state)
+    result, structure = compiled.out_info, jax.tree.structure(state)
     if structure not in map(jax.tree.structure, [result, *(result[:1] if isinstance(result, tuple) else ())]):
-        return ""
-    aliased = {int(number) for number in _ALIASED.findall(program.header)}
-    left = [(path, bytes_per_device(leaf)) for number, (path, leaf) in leaves.items() if number not in aliased]
-    total = sum(count for _, count in left)
-    if not total or 100 * total < sum(bytes_per_device(leaf) for _, leaf in leaves.values()):
-        return ""
-    return (
-        f"{format_bytes(total)} of the state is not donated ({format_list([path for path, _ in left])}), "
-        "so that the old and the new state are both in memory: use jstep.minimize(..., donate=True) or "
-        "jax.jit(step, donate_argnums=0)"
-    )
-
-
-def _gathered_slots(moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]]) -> str:
-    # Only slots themselves count: optimizers such as Muon and SOAP must gather values computed from slots.
-    sizes: Counter[str] = Counter()
-    for path, _, exchange, _, count in _gathers(moved, leaves, "slots"):
-        sizes[path] += exchange.times * count
-    if not sizes:
-        return ""
-    return (
-        f"slots are gathered ({format_list(list(sizes))}; {format_bytes(sum(sizes.values()))} per step): "
-        "if memory allows, replicate them with jstep.shard_state(state, mesh, param_specs, slot_axis=None) and specs "
-        "that leave their parameters whole"
-    )
-
-
-def _gathered_parameters(
-    moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]], uses: Mapping[str, float]
-) -> str:
-    # On TPUs, a loop that runs over a split axis, such as the axis of stacked layers, gathers all layers in each
-    # iteration to use one.
-    often: dict[str, float] = {}
-    for path, leaf, exchange, name, _ in _gathers(moved, leaves, "params"):
-        shape = exchange.frame.computation.instructions[name].shape
-        if isinstance(shape, Array):
-            share = math.prod(shape.dims) / max(1, math.prod(leaf.sharding.shard_shape(np.shape(leaf))))
-            often[path] = often.get(path, 0.0) + exchange.times * share
-    too_often = [path for path, count in often.items() if count > uses.get(path, math.inf) + 0.5]
-    worst = sorted(too_often, key=lambda path: -often[path])
-    if not worst or max(often.values()) <= 1:
-        return ""
-    return (
-        f"parameters are gathered more often than they are used ({format_list(worst)}; {often[worst[0]]:.0f} times per "
-        'step): split an axis that no loop runs over, such as jax.P(None, "data") for stacked layers'
-    )
-
-
-def _split_blocks(state: Tree) -> str:
-    paths = []
-    for name, half in roles_in(state).halves.items():
-        both = (trees.flatten_like(state.params, state.slots[slot], slot) for slot in (name, half))
-        for path, codes, scales in zip(trees.leaf_paths(state.params), *both, strict=True):
-            axis = None if scales is None else blocks_between(codes.shape, scales.shape).axis
-            split = _spec(codes)[axis : axis + 1] if axis is not None else ()
-            if any(scales.shape[axis] % parts_along(codes.sharding.mesh, part) for part in split):
-                paths.append(f"slots/{name}/{path}")
-    text = (
-        "blocks of slots are split between devices ({}), which exchange codes for common scales in each update: split "
-        "these parameters along another axis, or give compact a smaller block, such as 32"
-    )
-    return text.format(format_list(paths)) if paths else ""
-
-
-def _gathers(
-    moved: Sequence[Exchange], leaves: Mapping[int, tuple[str, Any]], field: str
-) -> Iterator[tuple[str, Any, Exchange, str, int]]:
-    """Iterate over the all-gathers of a field's leaves, except those that a `shard_map` requests."""
-    for exchange in moved:
-        is_found = exchange.kind == "all-gather" and not _BY_HAND.search(exchange.instruction.op_name)
-        for name, count in exchange.parts() if is_found else ():
-            number = argument_number(exchange.frame, name)
-            path, leaf = ("", None) if number is None else leaves.get(number, ("", None))
-            if path.startswith(field) and getattr(leaf, "sharding", None) is not None:
-                yield path, leaf, exchange, name, count
+        return []
+    pairs = zip(jax.tree.leaves(state), _are_donated(compiled), strict=False)
+    left = bytes_per_device([leaf for leaf, is_donated in pairs if not is_donated])
+    if not left:
+        return []
+    return [
+        f"{format_bytes(left)} of the state is not donated, so that the old and the new state are both in memory: use "
+        "jstep.minimize(..., donate=True) or jax.jit(step, donate_argnums=0)"
+    ]

@@ -1,7 +1,6 @@
 """`find_nonfinite`: the operation that made the first NaN or infinity, and its line."""
 
 import dataclasses
-import inspect
 import os
 import sysconfig
 from collections.abc import Callable, Sequence
@@ -13,8 +12,6 @@ from jstep.core import jaxprs, trees
 from jstep.core.checks import as_function, format_list
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.state.global_step import global_step
-from jstep.state.train_state import TrainState
 from jstep.tools.nonfinite_search import Search, holds_floats, value_range
 from jstep.tools.ranges import Range
 from jstep.training.step import TrainStep
@@ -27,8 +24,8 @@ class NonFinite:
     Attributes:
         primitive: The operation, such as `log`.
         source: Its line in the source code, such as "model.py:12 (loss_fn)".
-        where: The enclosing operations, outermost first, such as "jit(loss_fn), scan iteration 3" or
-            "shard_map (data 2)"; empty at the top level.
+        where: The enclosing operations, outermost first, such as "jit(loss_fn), scan iteration 3"; empty at the top
+            level.
         inputs: The range of each operand.
         outputs: The range of each result.
         reaches: Whether a result of the function is non-finite as well. If not, a later operation, such as `where` or
@@ -74,8 +71,8 @@ def find_nonfinite(fn: Callable[..., Any], *args: Any) -> NonFinite | None:
     """Find the first operation in `fn(*args)` that makes a NaN or an infinity from finite numbers.
 
     The function is traced, and evaluated one operation at a time with a check of every result, including those inside
-    jit, scan, while, cond, remat, shard_map and custom derivatives. For a step returned by `minimize`, this covers the
-    loss, its gradient and the update; nothing is donated or changed.
+    jit, scan, while, cond, remat and custom derivatives; a `shard_map`, also of `lanes` on a mesh, is one operation.
+    For a step returned by `minimize`, this covers the loss, its gradient and the update; nothing is donated or changed.
 
     Infinities among constants (a mask of −inf) are not reported, but a NaN made from them is. A number that a later
     `where` hides is reported, since its derivative often does not hide it; `reaches` is then False. If a result is
@@ -84,7 +81,7 @@ def find_nonfinite(fn: Callable[..., Any], *args: Any) -> NonFinite | None:
 
     Args:
         fn: Any function of arrays that JAX can trace. Integers, strings and None among its arguments remain Python
-            objects, and floats do if the function cannot be traced with them.
+            objects.
         *args: Its arguments, with finite numbers.
 
     Returns:
@@ -110,29 +107,20 @@ def find_nonfinite(fn: Callable[..., Any], *args: Any) -> NonFinite | None:
 
 
 def _first(step: Callable[..., Any], args: tuple[Any, ...]) -> NonFinite | None:
-    _check_finite(step, args)
+    _check_finite(args)
     leaves, treedef = trees.flatten(args)
-    arrays = [i for i, leaf in enumerate(leaves) if trees.is_array(leaf)]
-    numbers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, float | complex) and i not in arrays]
+    indices = [i for i, leaf in enumerate(leaves) if trees.is_array(leaf) or isinstance(leaf, float | complex)]
+    values = [leaves[i] for i in indices]
 
-    def traced(indices: list[int]) -> Any:
-        def fn(*values: object) -> Any:
-            result = step(*treedef.unflatten(trees.with_leaves(leaves, indices, values)))
-            return [leaf for leaf in jax.tree.leaves(result) if trees.is_array(leaf)]
-
-        return jax.make_jaxpr(fn)(*(leaves[i] for i in indices))
+    def fn(*values: object) -> Any:
+        result = step(*treedef.unflatten(trees.with_leaves(leaves, indices, values)))
+        return [leaf for leaf in jax.tree.leaves(result) if trees.is_array(leaf)]
 
     # The user's debug flags must not interrupt the search.
     with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-        try:
-            closed, indices = traced(arrays + numbers), arrays + numbers
-        except Exception:
-            if not numbers:
-                raise
-            # Floats may be used as Python values (`if rate:`), which fails if they are traced.
-            closed, indices = traced(arrays), arrays
+        closed = jax.make_jaxpr(fn)(*values)
         with internal_transfers():
-            return _found(closed, [leaves[i] for i in indices])
+            return _found(closed, values)
 
 
 def _found(closed: Any, args: list[Any]) -> NonFinite | None:
@@ -151,36 +139,22 @@ def _found(closed: Any, args: list[Any]) -> NonFinite | None:
     return NonFinite(operation.name, source, where, inputs, outputs, search.reaches, search.constant, differentiated)
 
 
-def _check_finite(fn: Any, args: tuple[Any, ...]) -> None:
+def _check_finite(args: tuple[Any, ...]) -> None:
     donated = trees.find_donated(args)
     if donated is not None:
         raise RuntimeError(
             f"args: {trees.quote_path(donated)} was donated to an earlier step and deleted; use the state that the "
             "step returned, or that of an earlier step (jstep.replay)"
         )
-    try:
-        names = list(inspect.signature(fn).parameters)
-    except (TypeError, ValueError):
-        names = []
     bad = []
-    for i, arg in enumerate(args):
-        for path, leaf in trees.leaves_with_paths(arg):
-            numbers = value_range(leaf) if trees.is_array_or_number(leaf) and holds_floats(leaf) else None
-            if numbers is not None and not numbers.is_finite:
-                name = names[i] if i < len(names) else f"args[{i}]"
-                bad.append(f"{name}{': ' if path else ''}{path} ({numbers})")
+    for path, leaf in trees.leaves_with_paths(args):
+        numbers = value_range(leaf) if trees.is_array_or_number(leaf) and holds_floats(leaf) else None
+        if numbers is not None and not numbers.is_finite:
+            bad.append(f"{path} ({numbers})")
     if bad:
-        # The argument of `replay` for the update that made the state.
-        states = [
-            candidate
-            for candidate in args
-            if isinstance(candidate, TrainState) and trees.concrete(candidate.global_step) is not None
-        ]
-        step = global_step(states[0]) if states else 0
-        before = f"(…, step={step - 1})" if step else ""
         raise ValueError(
             f"args: must be finite, got {format_list(bad, 8, '; ')}. They were made before this call: go back to an "
-            f"earlier step (jstep.replay{before})"
+            "earlier step (jstep.replay)"
         )
 
 

@@ -2,16 +2,14 @@
 
 import contextlib
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import jaxprs
 from jstep.core.jaxprs import HARMLESS, MOVES, Operation, Subprogram
@@ -29,12 +27,11 @@ def value_range(value: object) -> Range:
     return dataclasses.replace(ranges.array_range(np.asarray(value)), dtype=str(jnp.result_type(value)))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _flags(value: Any, axes: int) -> Any:
-    """Whether a value has a NaN, and whether it has a non-finite number; for each index of its first axes."""
+@jax.jit
+def _flags(value: Any) -> Any:
+    """Whether a value has a NaN, and whether it has a non-finite number."""
     value = reduce_unreduced(value)
-    over = tuple(range(axes, value.ndim))
-    return jnp.stack([jnp.isnan(value).any(over), ~jnp.isfinite(value).all(over)], -1)
+    return jnp.stack([jnp.isnan(value).any(), ~jnp.isfinite(value).all()])
 
 
 class Place(NamedTuple):
@@ -47,42 +44,6 @@ class Place(NamedTuple):
     chain: tuple[tuple[Subprogram, Operation, str], ...]
     inputs: tuple[Range, ...]
     outputs: tuple[Range, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Shards:
-    """The shards of a shard_map. A value inside of it has a first axis over them; `active` ones take the branch."""
-
-    mesh: Any
-    counts: Mapping[str, int]
-    active: np.ndarray[Any, Any]
-
-    @property
-    def spec(self) -> PartitionSpec:
-        return PartitionSpec(tuple(self.counts))
-
-    def map(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any, check_vma: bool = False) -> Any:
-        axes = {"mesh": self.mesh, "axis_names": set(self.counts)}
-        return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma, **axes)
-
-    def apply(self, operation: Operation, values: list[Any]) -> list[Any]:
-        varies = operation.name.endswith("_invariant")  # which refuses values that do not
-        kept = [k for k, var in enumerate(operation.eqn.outvars) if type(var).__name__ != "DropVar"]
-
-        def on_shard(*values: Any) -> list[Any]:
-            outs = jaxprs.apply(operation, [value[0] for value in values])
-            return [outs[k][None] for k in kept]
-
-        outs = dict(zip(kept, self.map(on_shard, self.spec, self.spec, varies)(*values), strict=True))
-        return [outs.get(k) for k in range(len(operation.eqn.outvars))]
-
-    def everywhere(self, value: Any) -> Any:
-        stacked = jnp.broadcast_to(jnp.asarray(value), (len(self.active), *jnp.shape(value)))
-        return jax.device_put(stacked, NamedSharding(self.mesh, self.spec))
-
-    def text(self, shard: int) -> str:
-        place = np.unravel_index(shard, tuple(self.counts.values()))
-        return f"shard_map ({', '.join(f'{name} {i}' for name, i in zip(self.counts, place, strict=True))})"
 
 
 class Cause(NamedTuple):
@@ -125,7 +86,6 @@ class Search:
     _constants: list[Range] = dataclasses.field(default_factory=list)
     _order: "itertools.count[int]" = dataclasses.field(default_factory=itertools.count)
     _chain: tuple[tuple[Subprogram, Operation, str], ...] = ()
-    _shards: Shards | None = None
 
     def run(self, body: Subprogram, values: Sequence[Any], depends: Sequence[bool]) -> None:
         outs = self._run(body, [self._constant(value, of) for value, of in zip(values, depends, strict=True)])
@@ -138,66 +98,46 @@ class Search:
 
     def _run(self, body: Subprogram, args: Sequence[Value]) -> list[Value]:
         def by(operation: Operation, ins: list[Value]) -> list[Value]:
-            with contextlib.nullcontext() if self._shards else _mesh_of(operation):
-                if operation.kind == "operation":
-                    apply = jaxprs.apply if self._shards is None else self._shards.apply
-                    return self._check(body, operation, ins, apply(operation, [item.value for item in ins]))
+            with _mesh_of(operation):
+                if operation.kind in ("operation", "shard_map"):
+                    return self._check(body, operation, ins, jaxprs.apply(operation, [item.value for item in ins]))
                 return getattr(self, f"_{operation.kind}")(body, operation, ins)
 
         return jaxprs.evaluate(body, args, by, self._constant)
 
     # Checks of values.
 
-    def _bad(self, value: Any) -> np.ndarray[Any, Any]:
-        """Whether each active shard has a NaN, and a non-finite number."""
-        if value is None or not holds_floats(value):
-            return np.zeros((1, 2), bool)
-        flags = np.asarray(_flags(value, int(self._shards is not None))).reshape(-1, 2)
-        return flags if self._shards is None else flags & self._shards.active[:, None]
-
     def _constant(self, value: Any, depends: bool = False) -> Value:
-        placed = value if self._shards is None else self._shards.everywhere(value)
-        if not self._bad(placed).any():
-            return Value(placed, depends)
+        if not _bad(value)[1]:
+            return Value(value, depends)
         self._constants.append(value_range(value))
         is_infinite = not self._constants[-1].nans
-        return Value(placed, depends, Cause(is_infinite, is_infinite, -1, len(self._constants) - 1, None))
-
-    def _with_cause(self, value: Any, depends: bool, cause: Cause | None) -> Value:
-        flags = self._bad(value)
-        nan, bad = bool(flags[:, 0].any()), bool(flags[:, 1].any())
-        return Value(value, depends, cause._replace(is_infinite=not nan) if cause is not None and bad else None)
+        return Value(value, depends, Cause(is_infinite, is_infinite, -1, len(self._constants) - 1, None))
 
     def _check(self, body: Subprogram, operation: Operation, ins: list[Value], outs: list[Any]) -> list[Value]:
         """Note whether an operation made non-finite numbers, or where they come from."""
         order, depends, lowest = next(self._order), any(item.depends for item in ins), _lowest(ins)
-        flags = functools.reduce(np.logical_or, map(self._bad, outs), np.zeros((1, 2), bool))
-        if not flags.any():
+        flags = [_bad(out) for out in outs]
+        if not any(is_bad for _, is_bad in flags):
             return [Value(out, depends) for out in outs]
         place = lowest.place if lowest is not None and self.found is not None else None
-        place = place or self._place(order, (body, operation), int(flags[:, 1].argmax()), ins, outs)
+        place = place or self._place(order, (body, operation), ins, outs)
         if lowest is None:
             cause = Cause(False, False, order, -1, place)
         else:
             read = lowest if lowest.order >= 0 else lowest._replace(order=order, place=place)
             cause = read._replace(is_moved=lowest.is_moved and operation.name in MOVES)
-        makes = (flags[:, 0].any() and not any(item.has_nan for item in ins)) or (lowest is None and depends)
+        has_nan = any(is_nan for is_nan, _ in flags)
+        makes = (has_nan and not any(item.has_nan for item in ins)) or (lowest is None and depends)
         if makes and self.found is None and operation.name not in HARMLESS:
             self.found = place
-        return [self._with_cause(out, depends, cause) for out in outs]
+        return [_with_cause(out, depends, cause) for out in outs]
 
-    def _place(self, order: int, at: Any, shard: int, ins: list[Value], outs: list[Any]) -> Place:
-        chain = self._chain
-        if self._shards is not None:
-            chain = tuple((body, outer, label or self._shards.text(shard)) for body, outer, label in chain)
-
-        def measured(value: Any) -> Range:
-            if jnp.issubdtype(value.dtype, jax.dtypes.extended):
-                return Range(str(value.dtype), value.shape, None, None)
-            return value_range(value if self._shards is None else np.asarray(value)[shard])
-
-        inputs, outputs = ([measured(value) for value in some if value is not None] for some in (_values(ins), outs))
-        return Place(order, (*chain, (*at, "")), tuple(inputs), tuple(outputs))
+    def _place(self, order: int, at: tuple[Subprogram, Operation], ins: list[Value], outs: list[Any]) -> Place:
+        inputs, outputs = (
+            tuple(map(_range, some)) for some in (_values(ins), [out for out in outs if out is not None])
+        )
+        return Place(order, (*self._chain, (*at, "")), inputs, outputs)
 
     # Control flow.
 
@@ -213,51 +153,18 @@ class Search:
         at = kind.removesuffix("_call") + (f"({operation.called})" if operation.called else "")
         return self._inside(body, operation, 0, ins, at)
 
-    @contextlib.contextmanager
-    def _on(self, shards: Shards | None) -> Any:
-        before, self._shards = self._shards, shards
-        try:
-            yield
-        finally:
-            self._shards = before
-
-    def _shard_map(self, body: Subprogram, operation: Operation, ins: list[Value]) -> list[Value]:
-        options, counts = operation.options, jaxprs.shard_counts(operation)
-        shards = Shards(options["mesh"], counts, np.ones(int(np.prod([*counts.values()])), bool))
-        depends, args = any(item.depends for item in ins), [item.value for item in ins]
-        stack = shards.map(lambda *xs: [x[None] for x in xs], tuple(options["in_specs"]), shards.spec)
-        with self._on(shards):
-            parts = zip(stack(*args), ins, strict=True)
-            outs = self._inside(body, operation, 0, [self._with_cause(x, depends, item.cause) for x, item in parts], "")
-        merge = shards.map(lambda *xs: [x[0] for x in xs], shards.spec, list(options["out_specs"]))
-        merged = merge(*(out.value for out in outs))
-        return [self._with_cause(x, depends, out.cause) for x, out in zip(merged, outs, strict=True)]
-
-    def _each(self, choice: Any, take: Callable[[int], list[Value]]) -> list[Value]:
-        """Take the branches that shards choose, and select the results of each shard."""
-        if self._shards is None:
-            return take(int(choice))
-        shards, chosen, results = self._shards, np.asarray(choice), None
-        for index in sorted(set(chosen[shards.active].tolist())):
-            takes = chosen == index
-            with self._on(dataclasses.replace(shards, active=shards.active & takes)):
-                outs = take(index)
-            results = outs if results is None else [_select(takes, *pair) for pair in zip(outs, results, strict=True)]
-        assert results is not None
-        return results
-
     def _cond(self, body: Subprogram, operation: Operation, ins: list[Value]) -> list[Value]:
         index = np.clip(np.asarray(ins[0].value).astype(int), 0, len(operation.bodies) - 1)
-        return self._each(index, lambda i: self._inside(body, operation, i, ins[1:], f"cond branch {i}"))
+        return self._inside(body, operation, int(index), ins[1:], f"cond branch {index}")
 
     def _scan(self, body: Subprogram, operation: Operation, ins: list[Value]) -> list[Value]:
         first, second = itertools.accumulate(operation.counts)
         length, backwards = operation.options["length"], operation.options["reverse"]
-        depends, axis = any(item.depends for item in ins), int(self._shards is not None)
+        depends = any(item.depends for item in ins)
         carry, rows = [item._replace(depends=depends) for item in ins[first:second]], []
         for i in range(length - 1, -1, -1) if backwards else range(length):
             xs = [
-                self._with_cause(lax.index_in_dim(item.value, i, axis, keepdims=False), depends, item.cause)
+                _with_cause(lax.index_in_dim(item.value, i, keepdims=False), depends, item.cause)
                 for item in ins[second:]
             ]
             at = f"scan iteration {i}{', backwards' * backwards}"
@@ -271,26 +178,38 @@ class Search:
     def _stacked(self, parts: list[Value], aval: Any, depends: bool) -> Value:
         if not parts:
             return self._constant(lax.full(aval.shape, 0, aval.dtype))
-        value = jnp.stack([part.value for part in parts], int(self._shards is not None))
-        return Value(value, depends, _lowest(parts))
+        return Value(jnp.stack([part.value for part in parts]), depends, _lowest(parts))
 
     def _while(self, body: Subprogram, operation: Operation, ins: list[Value]) -> list[Value]:
         first, second = itertools.accumulate(operation.counts)
         depends = any(item.depends for item in ins)
-
-        def take(i: int, carry: list[Value], again: int) -> list[Value]:
-            args = [*ins[first:second], *carry]
-            return self._inside(body, operation, 1, args, f"while iteration {i}") if again else carry
-
         carry = ins[second:]
         for i in itertools.count():
             carry = [item._replace(depends=depends) for item in carry]
             again = self._inside(body, operation, 0, [*ins[:first], *carry], f"while condition iteration {i}")[0]
-            choice = np.asarray(again.value)
-            if not np.any(choice if self._shards is None else choice & self._shards.active):
+            if not np.any(again.value):
                 break
-            carry = self._each(choice.astype(int), functools.partial(take, i, carry))
+            carry = self._inside(body, operation, 1, [*ins[first:second], *carry], f"while iteration {i}")
         return carry
+
+
+def _range(value: Any) -> Range:
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return Range(str(value.dtype), value.shape, None, None)
+    return value_range(value)
+
+
+def _bad(value: Any) -> tuple[bool, bool]:
+    """Whether a value has a NaN, and whether it has a non-finite number."""
+    if value is None or not holds_floats(value):
+        return False, False
+    has_nan, is_bad = np.asarray(_flags(value)).tolist()
+    return has_nan, is_bad
+
+
+def _with_cause(value: Any, depends: bool, cause: Cause | None) -> Value:
+    has_nan, is_bad = _bad(value)
+    return Value(value, depends, cause._replace(is_infinite=not has_nan) if cause is not None and is_bad else None)
 
 
 def _values(items: Iterable[Value]) -> list[Any]:
@@ -300,11 +219,6 @@ def _values(items: Iterable[Value]) -> list[Any]:
 def _lowest(values: Iterable[Value]) -> Cause | None:
     causes = [value.cause for value in values if value.cause is not None]
     return min(causes, key=lambda cause: cause[:4], default=None)
-
-
-def _select(takes: np.ndarray[Any, Any], one: Value, other: Value) -> Value:
-    where = jax.device_put(takes.reshape(-1, *[1] * (one.value.ndim - 1)), one.value.sharding)
-    return Value(jnp.where(where, one.value, other.value), one.depends or other.depends, _lowest([one, other]))
 
 
 def _mesh_of(operation: Operation) -> contextlib.AbstractContextManager[Any]:

@@ -2,12 +2,10 @@
 
 import contextlib
 import dataclasses
-import functools
-import itertools
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -18,7 +16,6 @@ from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import array_type, as_function, as_int, describe_type, format_value, truncate
-from jstep.core.exceptions import context_manager
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import refuse_shapes
 from jstep.core.tracebacks import shortens_tracebacks
@@ -34,7 +31,6 @@ from jstep.loop.saving import extra_at
 from jstep.loop.setup import LoopState
 from jstep.loop.stages import StageBoundaries, as_stages
 from jstep.loop.train import train
-from jstep.queues.queues import OutOfRangeError, until_end
 from jstep.state.global_step import global_step, require_alive
 from jstep.state.train_state import TrainState
 
@@ -136,9 +132,8 @@ def replay(
     if is_lost or not source.seekable:
         why = f"the checkpoint of step {start} has no position for them" if is_lost else "they have no position to set"
         raise ValueError(
-            f"batches={format_value(batches)}: must be able to go to step {start}, and {why}. Give jstep.batches, a "
-            "list, a function of the step, or a loader with get_state and set_state, or with state_dict and "
-            "load_state_dict, whose run kept checkpoints"
+            f"batches={format_value(batches)}: must be able to go to step {start}, and {why}; give jstep.batches, a "
+            "list, a function of the step, or a loader with get_state and set_state"
         )
     items = copy_batches(source._replace(position=None))  # the position is not saved again
     table = ProgramTable(stages, steps_per_call, state=state)
@@ -149,8 +144,7 @@ def replay(
     last = next(table.calls(items, step, [step + 1], batch_sharding, one_step=True), None)
     if loop.step < step or last is None:
         raise ValueError(
-            f"step={step}: the batches end after {loop.step} of the {step + 1} that it needs (the last is batch "
-            f"{step}); give the batches of that run, or an earlier step"
+            f"step={step}: the batches end after {loop.step} of the {step + 1} that it needs; give those of that run"
         )
     check_step(step, loop.state, start if step > start else None)
     return Replay(loop.state, last.args)
@@ -165,26 +159,20 @@ def _restored_start(state: TrainState, checkpoint_dir: Any, prefix: str, step: i
             there = saver.all_steps()
             start = max((saved for saved in there if saved <= step), default=None)
             if start is not None:
-                _log(checkpoint_name(saver.prefix, start), start, step)
+                _logger.info("replay: from %s, %d steps", checkpoint_name(saver.prefix, start), step - start)
                 with internal_transfers():
                     return start, saver.restore(state, step=start), restore_position(extra_at(saver, start))
-        contents = f"checkpoints of the steps {format_value(there)}" if there else f"no checkpoint {prefix}-*"
-        where = f"{os.fspath(checkpoint_dir if own else checkpoint_dir.directory)} has {contents}"
+        where = f"the checkpoints in {os.fspath(checkpoint_dir if own else checkpoint_dir.directory)} are of {there}"
     with internal_transfers():
         start = global_step(state) if trees.find_donated(state) is None else None
     if start is None or start > step:
         problem = "was donated" if start is None else f"is at step {start}"
         raise ValueError(
-            f"step={step}: nothing lies before it: {where}, and the state given {problem}. Give the state that the run "
+            f"step={step}: nothing lies before it: {where}, and the state given {problem}; give the state that the run "
             "started from, or a later step"
         )
-    origin = "" if checkpoint_dir is None else ", because there is no checkpoint before it"
-    _log(f"the given state{origin}", start, step)
+    _logger.info("replay: from the given state (step %d), %d steps", start, step - start)
     return start, state, None
-
-
-def _log(origin: str, start: int, step: int) -> None:
-    _logger.info("replay: from %s (step %d), %d steps to step %d", origin, start, step - start, step)
 
 
 # Verification that a run resumes bit for bit from a checkpoint.
@@ -200,7 +188,7 @@ class ResumeReport:
     Attributes:
         ok: Whether a run that is resumed in a new process ends in the same state, bit for bit.
         first_difference: The path of the first leaf that differs; None if none does.
-        cause: The likely cause; empty if `ok`. Without a leaf that differs: why a new process would get other batches.
+        cause: The likely cause; empty if `ok`.
         differing: The paths of all leaves that differ.
     """
 
@@ -215,8 +203,6 @@ class ResumeReport:
     def __str__(self) -> str:
         if self.ok:
             return "resuming changes nothing: both runs end in the same state, bit for bit"
-        if not self.differing:
-            return f"the state resumes bit for bit, but a new process would continue with other batches: {self.cause}"
         return (
             f"resuming changes the run: {len(self.differing)} leaves differ, the first is "
             f"{self.first_difference!r}. Likely cause: {self.cause}"
@@ -239,8 +225,7 @@ def verify_resume(
         make_state: Returns the initial state, the same each time. It is called for each run, and once for the state to
             restore into, as in a restarted program.
         train_step: As for `train`.
-        batches: As for `train`. An iterator that cannot be reset (a generator) is read once, and its batches are kept
-            for both runs.
+        batches: As for `train`, but no iterator that cannot be reset (a generator).
         at: The number of steps before the restart, 0 < at < steps.
         steps: The total number of steps.
 
@@ -250,7 +235,7 @@ def verify_resume(
 
     Raises:
         RuntimeError: make_state returned a state that was donated to an earlier step.
-        ValueError: Not 0 < at < steps, or there are fewer batches than steps.
+        ValueError: Not 0 < at < steps, there are fewer batches than steps, or they cannot be read again.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -267,9 +252,11 @@ def verify_resume(
     as_function(make_state, "make_state", "() -> TrainState")
     owner = position_owner(batches)
     position = None if owner is None else loader_position(owner)
-    # An iterator is read once. Its position would be lost with the process, which the report states.
-    is_iterator = owner is None and hasattr(batches, "__next__")
-    kept = list(itertools.islice(until_end(batches), steps)) if is_iterator else None
+    if owner is None and hasattr(batches, "__next__"):
+        raise ValueError(
+            f"batches={format_value(batches)}: is an iterator without a position, which is lost with its process; give "
+            "jstep.batches, a function of the step, or a loader with get_state and set_state"
+        )
 
     def run(count: int, saver: Saver | None = None) -> Bits:
         """Run `count` steps from the step of the initial state."""
@@ -277,8 +264,7 @@ def verify_resume(
         with internal_transfers():
             start = global_step(state)
         last = start + count
-        source = batches if kept is None else functools.partial(_kept_batch, kept, start)
-        state = train(train_step, state, source, last, checkpoint_dir=saver, progress=False)
+        state = train(train_step, state, batches, last, checkpoint_dir=saver, progress=False)
         with internal_transfers():
             missing = last - global_step(state)
         if missing:
@@ -299,55 +285,31 @@ def verify_resume(
             set_position(owner, position)
         return run(count, saver)
 
-    with _each_warning_once():
-        reference = run(steps)  # nothing is loaded, as in a run's first process
-        with tempfile.TemporaryDirectory() as directory, Saver(directory, async_save=False) as saver:
-            before = again(at, saver)
-            after = _bits_of(saver.restore(fresh()))
-            resumed = run(steps, saver)
-
-        differing = _differing(reference, resumed)
-        if not differing:
-            if is_iterator:
-                cause = (
-                    "batches is an iterator without get_state and set_state: it was read once for both runs, but in a "
-                    "new process its position is lost; use jstep.batches or a function of the step"
-                )
-                return ResumeReport(False, None, cause)
-            return ResumeReport(True)
-        starts_over = not is_iterator and not open_source(batches, 0, 1).seekable
-        cause = _cause(before, after, reference, lambda: again(steps), differing, starts_over=starts_over)
-        return ResumeReport(False, differing[0], cause, tuple(differing))
+    reference = run(steps)  # nothing is loaded, as in a run's first process
+    with tempfile.TemporaryDirectory() as directory, Saver(directory, async_save=False) as saver:
+        before = again(at, saver)
+        after = _bits_of(saver.restore(fresh()))
+        resumed = run(steps, saver)
+    differing = _differing(reference, resumed)
+    if not differing:
+        return ResumeReport(True)
+    cause = _cause(before, after, reference, lambda: again(steps))
+    if not cause and not open_source(batches, 0, 1).seekable:
+        cause = (
+            "batches is an iterable without a position, which starts from scratch after a restart: use jstep.batches, "
+            "a function of the step, or an iterator with get_state and set_state"
+        )
+    return ResumeReport(False, differing[0], cause or _OUTSIDE, tuple(differing))
 
 
-@context_manager
-def _each_warning_once() -> Iterator[None]:
-    """Log each warning once, because later runs of a comparison repeat the warnings of the first one."""
-    logged: set[str] = set()
-
-    def is_new(record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        is_known = text in logged
-        logged.add(text)
-        return record.levelno < logging.WARNING or not is_known
-
-    _logger.addFilter(is_new)
-    try:
-        yield
-    finally:
-        _logger.removeFilter(is_new)
+_OUTSIDE = (
+    "something that the steps depend on is not in the state: a generator or counter inside train_step or the batches. "
+    "Derive it from the step (minimize(..., rng=key), batches[N]), or keep it in params, slots or model_state"
+)
 
 
-def _kept_batch(kept: list[Any], start: int, step: int) -> Any:
-    """The batch of a step, from the batches that an iterator returned since the initial step."""
-    if step - start >= len(kept):
-        raise OutOfRangeError(f"there are {len(kept)} batches")
-    return kept[step - start]
-
-
-def _cause(
-    before: Bits, after: Bits, reference: Bits, whole: Callable[[], Bits], differing: list[str], *, starts_over: bool
-) -> str:
+def _cause(before: Bits, after: Bits, reference: Bits, whole: Callable[[], Bits]) -> str:
+    """The likely cause of a difference; empty if neither the checkpoint nor the step is one."""
     changed = _differing(before, after)
     if changed:
         return f"the checkpoint restored {changed[0]!r} with other bits than were saved"
@@ -356,18 +318,7 @@ def _cause(
             "two uninterrupted runs differ as well: the step, make_state or the batches are not functions of their "
             "arguments (a random generator without a fixed seed, or an operation that is not deterministic)"
         )
-    if starts_over:
-        return (
-            "batches is an iterable without a position, which starts from scratch after a restart: use jstep.batches, "
-            "a function of the step, or an iterator with get_state and set_state"
-        )
-    model = [path for path in differing if path.startswith("slots/model_state")]
-    where = "model_state differs first; " if model and model[0] == differing[0] else ""
-    return (
-        f"{where}something that the steps depend on is not in the state: a generator or counter inside train_step or "
-        "the batches. Derive it from the step (minimize(..., rng=key), batches[N]), or keep it in "
-        "params, slots or model_state"
-    )
+    return ""
 
 
 def _bits_of(state: TrainState) -> Bits:

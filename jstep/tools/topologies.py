@@ -6,10 +6,10 @@ import importlib.metadata
 import importlib.resources
 import importlib.util
 import math
+import operator
 import os
 import re
 import shutil
-import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -125,51 +125,44 @@ class Name(NamedTuple):
 
 
 def parse_topology(name: str, argument: str = "name") -> Name:
-    as_string(name, argument, f"such as {_EXAMPLES}")
-    kinds = f"the kinds are {', '.join((*TPUS, *GPUS))}"
-    match = _FORM.fullmatch(name)
-    if match is None:
-        raise ValueError(f"{argument}={format_value(name)}: must be KIND:SIZE, such as {_EXAMPLES}; {kinds}")
-    kind, sizes = match[1], tuple(map(int, match[2].split("x")))
-    slices = int(match[3] or 1)
-    if kind not in TPUS and kind not in GPUS:
+    match = _FORM.fullmatch(as_string(name, argument, f"such as {_EXAMPLES}"))
+    if match is None or not (match[1] in TPUS or match[1] in GPUS):
+        kinds = ", ".join((*TPUS, *GPUS))
         raise ValueError(
-            f"{argument}={name!r}: unknown kind {kind!r}{trees.suggest_names(kind, (*TPUS, *GPUS))}; {kinds}"
+            f"{argument}={format_value(name)}: must be KIND:SIZE, such as {_EXAMPLES}; the kinds are {kinds}"
         )
-    problem = _of_gpus(sizes, match[3]) if kind in GPUS else _of_tpus(kind, sizes, slices)
-    if problem:
-        raise ValueError(f"{argument}={name!r}: {problem}")
+    kind, sizes, slices = match[1], tuple(map(int, match[2].split("x"))), int(match[3] or 1)
+    allowed = _sizes_of_gpus(sizes, match[3]) if kind in GPUS else _sizes_of_tpus(kind, sizes, slices)
+    if allowed:
+        raise ValueError(f"{argument}={name!r}: must be {allowed}")
     return Name(kind, (1, *sizes) if kind in GPUS and len(sizes) == 1 else sizes, slices)
 
 
-def _of_tpus(kind: str, sizes: tuple[int, ...], slices: int) -> str:
+def _sizes_of_tpus(kind: str, sizes: tuple[int, ...], slices: int) -> str:
+    """The sizes that a slice may have; empty if these are among them."""
     largest = TPUS[kind].largest
-    dims = len(largest)
-    example = f"{kind}:{'x'.join(['2', '2', '1'][:dims])}"
-    most = f"{kind}:{'x'.join(map(str, sorted(largest)))}"
-    if len(sizes) != dims:
-        return f"a slice of {kind} has {dims} dimensions, got {len(sizes)}; write one such as {example!r}"
-    if any(size > bound for size, bound in zip(sorted(sizes, reverse=True), largest, strict=True)):
-        return f"a slice of {kind} has at most {'x'.join(map(str, largest))} chips; for more write slices, '{most}*2'"
+    fits = len(sizes) == len(largest) and all(map(operator.le, sorted(sizes, reverse=True), largest))
     # A host has 2x2 chips, except in a slice of a single chip.
-    if set(sizes) != {1} and (sizes[0] % 2 or sizes[1] % 2 or 0 in sizes):
-        single = f"{kind}:{'x'.join(['1'] * dims)}"
-        return f"hosts have 2x2 chips, so the first two sizes must be even and none 0 (or all 1: {single!r})"
-    if not 1 <= slices <= LARGEST_SLICES:
-        return f"must have 1 to {LARGEST_SLICES} slices, got {slices}"
-    return ""
+    if (
+        fits
+        and 1 <= slices <= LARGEST_SLICES
+        and (set(sizes) == {1} or not (sizes[0] % 2 or sizes[1] % 2 or 0 in sizes))
+    ):
+        return ""
+    bounds, single = ("x".join(map(str, some)) for some in (largest, [1] * len(largest)))
+    return (
+        f"{kind}:{bounds} or smaller, in any order, the first two sizes even (or {kind}:{single}), with up to "
+        f"*{LARGEST_SLICES} slices"
+    )
 
 
-def _of_gpus(sizes: tuple[int, ...], slices: str | None) -> str:
-    if slices is not None:
-        return "only TPUs have slices; write GPUs as HOSTSxDEVICES, such as 'h100:4x8'"
-    if len(sizes) > 2 or 0 in sizes:
-        return "must be the devices of one host, such as 'h100:8', or HOSTSxDEVICES, such as 'h100:4x8'"
-    if sizes[-1] > LARGEST_HOST:
-        return f"a host has at most {LARGEST_HOST} devices; write HOSTSxDEVICES, such as 'h100:{sizes[-1] // 8}x8'"
-    if sizes[0] * sizes[-1] > LARGEST_CLUSTER:
-        return f"must have at most {LARGEST_CLUSTER} devices"
-    return ""
+def _sizes_of_gpus(sizes: tuple[int, ...], slices: str | None) -> str:
+    if slices is None and len(sizes) <= 2 and 0 < sizes[-1] <= LARGEST_HOST and 0 < math.prod(sizes) <= LARGEST_CLUSTER:
+        return ""
+    return (
+        f"the devices of one host (up to {LARGEST_HOST}), such as 'h100:8', or HOSTSxDEVICES, such as 'h100:4x8', with "
+        f"up to {LARGEST_CLUSTER} in all"
+    )
 
 
 # Compile-only meshes of TPU slices and GPU clusters.
@@ -212,23 +205,10 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
     """
     wanted = parse_topology(name)
     number = wanted.device_count()
-    axis_sizes = as_mapping({"data": number} if axes is None else axes, "axes", "such as {'data': 64, 'model': 4}")
-    if not axis_sizes:
-        raise ValueError("axes={}: must have at least one axis, such as {'data': 8}")
-    sizes = {as_string(name, "axes"): as_int(size, f"axes[{name!r}]", 1) for name, size in axis_sizes.items()}
-    types = [AxisType.Auto] * len(sizes) if axis_types is None else axis_types
-    if not isinstance(types, Sequence) or not all(isinstance(axis_type, AxisType) for axis_type in types):
-        raise TypeError(
-            f"axis_types={format_value(types)}: must be one jax.sharding.AxisType for each axis, such as "
-            "(AxisType.Explicit,)"
-        )
-    if len(types) != len(sizes):
-        raise ValueError(
-            f"axis_types={format_value(types)}: must be one for each axis of {format_value(axes or ('data',))}"
-        )
-    product = math.prod(sizes.values())
-    if product != number:
-        raise ValueError(f"axes={format_value(axes)}: multiply to {product} devices, but {wanted} has {number}")
+    axes = as_mapping({"data": number} if axes is None else axes, "axes", "such as {'data': 64, 'model': 4}")
+    sizes = {as_string(name, "axes"): as_int(size, f"axes[{name!r}]", 1) for name, size in axes.items()}
+    if math.prod(sizes.values()) != number:
+        raise ValueError(f"axes={format_value(axes)}: must multiply to {number}, the devices of {wanted}")
     # The axis that spans the slices is the first one divisible by their number.
     across = next((dim for dim, size in enumerate(sizes.values()) if size % wanted.slices == 0), None)
     if across is None:
@@ -236,14 +216,13 @@ def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Se
             f"axes={sizes}: one axis must be a multiple of the {wanted.slices} slices of {wanted}, which it spans"
         )
     inner = [size // wanted.slices if dim == across else size for dim, size in enumerate(sizes.values())]
+    outer = [wanted.slices if dim == across else 1 for dim in range(len(inner))]
+    devices = compile_only_devices(wanted)
     if wanted.slices == 1:
-        devices = mesh_utils.create_device_mesh(inner, compile_only_devices(wanted), allow_split_physical_axes=True)
+        placed = mesh_utils.create_device_mesh(inner, devices, allow_split_physical_axes=True)
     else:
-        outer = [wanted.slices if dim == across else 1 for dim in range(len(inner))]
-        devices = mesh_utils.create_hybrid_device_mesh(
-            inner, outer, compile_only_devices(wanted), allow_split_physical_axes=True
-        )
-    return Mesh(devices, tuple(sizes), axis_types=tuple(types))
+        placed = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
+    return Mesh(placed, tuple(sizes), axis_types=None if axis_types is None else tuple(axis_types))
 
 
 # Placing state and batch on the devices of a topology.
@@ -253,8 +232,7 @@ def on_topology(name: str, train_step: Any, state: TrainState, args: tuple[Any, 
     """Return shapes of the state, replicated on a topology, and of the batch, split over all its devices."""
     if mesh_of((state, args)) is not None:
         raise ValueError(
-            f"topology={name!r}: state and batch are on a mesh already; place them on jstep.topology({name!r}, axes) "
-            "instead, or give shapes without shardings"
+            f"topology={name!r}: state and batch are on a mesh already; place them on jstep.topology({name!r}, axes)"
         )
     mesh = topology(name)
     (axis,) = mesh.axis_names
@@ -267,8 +245,8 @@ def on_topology(name: str, train_step: Any, state: TrainState, args: tuple[Any, 
         spec = PartitionSpec(*[None] * lead, axis) if len(shape) > lead else PartitionSpec()
         if len(shape) > lead and shape[lead] % mesh.size:
             raise ValueError(
-                f"topology={name!r}: the batch's leaf {trees.path_str(keys)!r} has {shape[lead]} rows, which do not "
-                f"split over {mesh.size} devices; use a multiple of {mesh.size}"
+                f"topology={name!r}: the batch's leaf {trees.path_str(keys)!r} must have a multiple of {mesh.size} "
+                f"rows, got {shape[lead]}"
             )
         return trees.shape_of(leaf, NamedSharding(mesh, spec))
 
@@ -328,8 +306,6 @@ def compile_only_devices(name: Name) -> Sequence[Any]:
                     devices = _gpus(name) if name.kind in GPUS else _tpus(name)
             except Exception as error:  # of Python, of the loader, or of the compiler
                 raise _unusable(name, _compiler_of(name), error) from error
-            if name.kind in GPUS:
-                _require_nvidia(name)
             _made[name] = devices
         return _made[name]
 
@@ -410,9 +386,7 @@ def _spec_of(module: str) -> Any:
     return None
 
 
-_PTXAS, _LIBDEVICE = "bin/ptxas", "nvvm/libdevice"
-_BITCODE = (b"BC\xc0\xde", b"\xde\xc0\x17\x0b")
-"""The first bytes of a file of LLVM bitcode."""
+_COMPILER = "bin/ptxas", "nvvm/libdevice"
 
 
 def _cuda_roots() -> list[str]:
@@ -426,28 +400,7 @@ def _cuda_roots() -> list[str]:
 
 
 def _has_cuda_compiler() -> bool:
-    return any(all(os.path.exists(f"{root}/{file}") for file in (_PTXAS, _LIBDEVICE)) for root in _cuda_roots())
-
-
-def _require_nvidia(name: Name) -> None:
-    """Check that ptxas runs, and that libdevice is bitcode: XLA aborts the process if it is not."""
-    roots = _cuda_roots()
-    folder = next(path for root in roots if os.path.isdir(path := f"{root}/{_LIBDEVICE}"))  # XLA reads the first one
-    library = f"{folder}/libdevice.10.bc"
-    try:
-        with open(library, "rb") as file:
-            if file.read(4) not in _BITCODE:
-                raise ValueError("it is not LLVM bitcode")
-    except (OSError, ValueError) as error:
-        raise _unusable(name, f"NVIDIA's libdevice ({library})", error) from error
-    failed = []
-    for program in filter(os.path.exists, (f"{root}/{_PTXAS}" for root in roots)):  # XLA uses the first that works
-        try:
-            subprocess.run([program, "--version"], capture_output=True, check=True, timeout=60)
-            return
-        except (OSError, subprocess.SubprocessError) as error:
-            failed.append(_unusable(name, f"NVIDIA's ptxas ({program})", error))
-    raise failed[0]
+    return any(all(os.path.exists(f"{root}/{file}") for file in _COMPILER) for root in _cuda_roots())
 
 
 def _compiler_of(name: Name) -> str:

@@ -51,47 +51,25 @@ class Widths:
 def find_widths(base: object, target: Tree, delta: object, axes: WidthAxes | None) -> dict[str, Widths]:
     """Return the widths of all trainable leaves by path; see `mup` for `delta` and `axes`."""
     leaves = trees.leaves_with_paths(target)
-    if not leaves:
-        raise ValueError("target: has no leaves; give the shapes of the parameters, as jax.eval_shape returns them")
     bases = _like(target, base, "base")
     # Without delta, an axis is a width if it differs between base and target.
     deltas = [leaf for _, leaf in leaves] if delta is None else _like(target, delta, "delta")
-    widths: dict[str, Widths] = {}
-    for (path, leaf), small, other in zip(leaves, bases, deltas, strict=True):
-        if path in widths:
-            raise ValueError(f"target: several leaves share the path {path!r}; rename a key that holds a slash")
-        shapes = [_shape(model, path, what) for model, what in ((small, "base"), (leaf, "target"), (other, "delta"))]
-        if trees.is_trainable(leaf):
-            widths[path] = _widths(path, leaf, shapes, axes)
-    return widths
+    return {
+        path: _widths(path, leaf, [np.shape(model) for model in (small, leaf, other)], axes)
+        for (path, leaf), small, other in zip(leaves, bases, deltas, strict=True)
+        if trees.is_trainable(leaf)
+    }
 
 
 def _like(target: Tree, tree: Tree, what: str) -> list[Any]:
     # Compare keys, not structures: modules of Equinox and others store their width in the structure.
     keys, own = ([keys for keys, _ in jax.tree_util.tree_leaves_with_path(each)] for each in (target, tree))
-    if keys == own:
-        return jax.tree.leaves(tree)
-    paths = [set(trees.leaf_paths(each)) for each in (target, tree)]
-    missing, extra = sorted(paths[0] - paths[1])[:10], sorted(paths[1] - paths[0])[:10]
-    if missing or extra:
-        difference = f"it lacks {missing} and has {extra} in addition"
-    else:
-        difference = f"has {trees.structure(tree)} instead of {trees.structure(target)}"
-    raise ValueError(
-        f"{what}: must have the structure of target, but {difference}; both must be the same model at two widths, of "
-        "the same depth"
-    )
-
-
-def _shape(leaf: object, path: str, what: str) -> tuple[int, ...]:
-    if isinstance(leaf, bool | int | float):
-        return ()
-    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-        raise TypeError(
-            f"{what}: the leaf at {trees.quote_path(path)} is {describe_type(leaf)}, which has no shape and dtype; "
-            "give trees of arrays, or of shapes as jax.eval_shape returns them"
+    if keys != own:
+        lacking, extra = (
+            sorted(map(trees.path_str, {*some} - {*others}))[:5] for some, others in ((keys, own), (own, keys))
         )
-    return tuple(leaf.shape)
+        raise ValueError(f"{what}: must have the leaves of target, but lacks {lacking} and has {extra} in addition")
+    return jax.tree.leaves(tree)
 
 
 def _widths(path: str, leaf: object, shapes: Sequence[tuple[int, ...]], axes: WidthAxes | None) -> Widths:
@@ -99,18 +77,10 @@ def _widths(path: str, leaf: object, shapes: Sequence[tuple[int, ...]], axes: Wi
     where = f"the leaf at {trees.quote_path(path)}"
     for what, shape in (("base", base), ("delta", delta)):
         if len(shape) != len(target):
-            raise ValueError(
-                f"{what}: {where} has shape {shape} there and {target} in target; they must have the same number of "
-                "axes"
-            )
+            raise ValueError(f"{what}: {where} has shape {shape}, in target {target}; must have as many axes")
     for axis, (small, wide, other) in enumerate(zip(base, target, delta, strict=True)):
         if wide < small:
-            raise ValueError(
-                f"target: {where} has shape {target}, in base {base}: axis {axis} must not shrink; base is the small "
-                "model, whose hyperparameters are known"
-            )
-        if small == 0 and wide:
-            raise ValueError(f"base: {where} has shape {base}; its axes must not be empty")
+            raise ValueError(f"target: {where} has shape {target}, in base {base}: axis {axis} must not shrink")
         if small == other != wide:
             raise ValueError(
                 f"delta: axis {axis} of {where} is {small} in base and delta, so not a width, but {wide} in target; "
@@ -120,9 +90,8 @@ def _widths(path: str, leaf: object, shapes: Sequence[tuple[int, ...]], axes: Wi
     for axis, (small, other) in enumerate(zip(base, delta, strict=True)):
         if small != other and axis not in ins + outs:
             raise ValueError(
-                f"axes: axis {axis} of {where} grows from {small} to {target[axis]} (shape {base} to {target}), but is "
-                f"neither an input nor an output axis, which are {ins} and {outs}; compare models of one depth, or "
-                "give axes=lambda path, leaf: (in, out)"
+                f"axes: axis {axis} of {where} grows from {small} to {target[axis]}, but is neither an input nor an "
+                f"output axis, which are {ins} and {outs}; give axes=lambda path, leaf: (in, out)"
             )
     in_base, out_base, in_target, out_target = (
         math.prod(shape[axis] for axis in some) for shape in (base, target) for some in (ins, outs)
@@ -174,26 +143,21 @@ class MupFactors:
         Raises:
             ValueError: A leaf is not in the target, or has another shape there; names the path.
         """
-        paths = [path for path, leaf in trees.leaves_with_paths(params) if trees.is_trainable(leaf)]
-        missing = sorted(self.widths.keys() - set(paths))
-        if missing:
-            raise ValueError(f"params: must be like target, but lacks {missing[:10]}")
 
-        def scaled(keys: Any, leaf: Any) -> Any:
-            if not trees.is_trainable(leaf):
-                return leaf
-            path, shape = trees.path_str(keys), tuple(getattr(leaf, "shape", ()))
-            widths = self.widths.get(path)
-            if widths is None:
-                problem = f"target has no leaf {path!r}{trees.suggest_names(path, self.widths)}"
-            elif shape != widths.target:
-                problem = f"the leaf at {trees.quote_path(path)} has shape {shape}, in target {widths.target}"
-            else:
-                factor = self.initials[path]
-                return leaf if factor == 1 else (leaf * factor).astype(leaf.dtype)
-            raise ValueError(f"params: {problem}; give the parameters of the wide model")
+        def scaled(path: str, leaf: Any) -> Any:
+            if np.shape(leaf) != self.widths[path].target:
+                expected = self.widths[path].target
+                raise ValueError(f"params: {trees.quote_path(path)} has shape {np.shape(leaf)}, in target {expected}")
+            factor = self.initials[path]
+            return leaf if factor == 1 else (leaf * factor).astype(leaf.dtype)
 
-        return jax.tree_util.tree_map_with_path(scaled, params)
+        named = trees.leaves_with_paths(params)
+        found = {path for path, leaf in named if trees.is_trainable(leaf)}
+        if found != self.widths.keys():
+            differing = sorted(found ^ self.widths.keys())[:10]
+            raise ValueError(f"params: must have the leaves of target, but {differing} are in one of them only")
+        leaves = [scaled(path, leaf) if path in found else leaf for path, leaf in named]
+        return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
     def __str__(self) -> str:
         head = ("path", "base", "target", "kind", "r_in", "r_out", "initial", "rate", "decay")
@@ -251,7 +215,7 @@ def mup(
         a table. It covers all trainable leaves; factors of leaves that do not grow are exactly 1.
 
     Raises:
-        TypeError: A leaf has no shape, or `axes` does not return a pair of axes.
+        TypeError: `axes` does not return a pair of axes.
         ValueError: The trees do not match, a dimension shrinks, a dimension grows that is neither in nor out (names the
             path), or `init` or `optimizer` is not one of the values above.
 
@@ -280,9 +244,6 @@ def mup(
     check_choice(init, "init", INITS)
     check_choice(optimizer, "optimizer", OPTIMIZERS)
     as_function(axes, "axes", "(path, leaf) -> (in, out)", optional=True)
-    for name, tree in {"base": base, "target": target}.items():
-        if tree is None:
-            raise TypeError(f"{name}={tree}: must be a tree of shapes or arrays, got {describe_type(tree)}")
     widths = find_widths(base, target, delta, axes)
     if not widths:
         raise ValueError("target: has no floating-point leaf; give the shapes of the trained parameters")
@@ -426,22 +387,19 @@ def coord_check(
     as_function(make, "make", "(width) -> (train_step, state, batch)")
     as_function(activations, "activations", "(params, *batch) -> {name: array}")
     number = as_int(steps, "steps", at_least=1)
-    if isinstance(widths, str | int) or not isinstance(widths, Iterable):
-        raise TypeError(
-            f"widths={format_value(widths)}: must be several integers, such as (64, 128, 256), "
-            f"got {describe_type(widths)}"
-        )
+    if not isinstance(widths, Iterable):
+        raise TypeError(f"widths={format_value(widths)}: must be several integers, got {describe_type(widths)}")
     numbers = [as_int(width, "widths", at_least=1) for width in widths]
     if len(numbers) < 2 or len(set(numbers)) < len(numbers):
         raise ValueError(f"widths={numbers}: must be two different widths or more, to fit a slope")
     measured = {width: _of_width(make, width, activations, number) for width in numbers}
     names = list(measured[numbers[0]])
-    for width, means in measured.items():
-        if set(means) != set(names):
-            raise ValueError(
-                f"activations: must return the same names at each width, got {sorted(names)} at {numbers[0]} and "
-                f"{sorted(means)} at {width}"
-            )
+    differing = next((width for width, means in measured.items() if set(means) != set(names)), None)
+    if differing is not None:
+        raise ValueError(
+            f"activations: must return the same names at each width, got {sorted(names)} at {numbers[0]} and "
+            f"{sorted(measured[differing])} at {differing}"
+        )
     sizes = {name: {width: measured[width][name][0] for width in numbers} for name in names}
     changes = {name: {width: measured[width][name][1] for width in numbers} for name in names}
     growth = dict.fromkeys(names, math.nan)  # the slope of log value over log width, by least squares
@@ -456,10 +414,7 @@ def _of_width(make: Any, width: int, activations: Any, steps: int) -> dict[str, 
     """The size and the change of each activation at a width."""
     result = make(width)
     if not (isinstance(result, tuple | list) and len(result) == 3 and isinstance(result[1], TrainState)):
-        raise TypeError(
-            f"make: must return (train_step, state, batch) for width {width}, "
-            f"got {describe_type(result)} {format_value(result)}"
-        )
+        raise TypeError(f"make({width}): must return (train_step, state, batch), got {describe_type(result)}")
     train_step, state, batch = result
     as_function(train_step, f"make({width})[0]", "train_step(state, *batch)")
     args = trees.batch_to_args(batch)
@@ -467,28 +422,20 @@ def _of_width(make: Any, width: int, activations: Any, steps: int) -> dict[str, 
     for _ in range(steps):
         state, _ = train_step(state, *args)
     after = _checked(activations(state.params, *args), width)
-    if {name: x.shape for name, x in before.items()} != {name: x.shape for name, x in after.items()}:
-        raise ValueError(
-            f"activations: must have the same names and shapes before and after training, at width {width}"
-        )
     return {name: (_mean(x), _mean(after[name] - x)) for name, x in before.items()}
 
 
 def _checked(activations: object, width: int) -> dict[str, np.ndarray[Any, Any]]:
     """The activations on the host, in float32 or wider."""
     if not isinstance(activations, Mapping) or not activations:
-        raise TypeError(
-            f"activations: must return name -> array, at least one, got {describe_type(activations)} at width {width}"
-        )
+        raise TypeError(f"activations: must return name -> array at width {width}, got {describe_type(activations)}")
     arrays = {}
     for name, x in activations.items():
-        if not isinstance(name, str) or not trees.is_array(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
+        if not trees.is_array(x) or not jnp.issubdtype(x.dtype, jnp.inexact) or not x.size:
             raise TypeError(
-                f"activations: {format_value(name)} must be the name of a floating-point array, got {describe_type(x)} "
-                f"at width {width}"
+                f"activations: {name!r} must be a floating-point array with numbers, got {describe_type(x)} at width "
+                f"{width}"
             )
-        if x.size == 0:
-            raise ValueError(f"activations: {name!r} must not be empty, got shape {x.shape} at width {width}")
         wide = x.dtype if jnp.issubdtype(x.dtype, jnp.complexfloating) else trees.compute_dtype(x.dtype)
         arrays[name] = np.asarray(x).astype(wide)
     return arrays

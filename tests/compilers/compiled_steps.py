@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jstep
-from jstep.tools.collectives import count_collectives
-from jstep.tools.compiled import parse_program
 
 LAYOUTS = ("replicated", "zero1", "fsdp")
 
@@ -57,10 +55,6 @@ def check(program, state):
         for key in path:
             sharding = getattr(sharding, key.name) if hasattr(key, "name") else sharding[key.key]
         assert sharding.is_equivalent_to(leaf.sharding, leaf.ndim), f"{jax.tree_util.keystr(path)} moves to {sharding}"
-
-
-def collectives(program):
-    return count_collectives(parse_program(program.as_text()))
 
 
 def total_bytes(tree):

@@ -2,7 +2,8 @@
 
 import jax
 import pytest
-from compiled_steps import LAYOUTS, batch, check, collectives, compiled, loss, params, state, total_bytes
+from compiled_steps import LAYOUTS, batch, check, compiled, loss, params, state, total_bytes
+from compiled_text import collectives
 from optimizer_table import TABLE
 
 import jstep
@@ -27,7 +28,7 @@ ON_GPU = (
 
 def check_collectives(name, layout, program, shapes):
     check(program, shapes)
-    found, param_bytes = collectives(program), total_bytes(jax.eval_shape(params))
+    found, param_bytes = collectives(program.as_text()), total_bytes(jax.eval_shape(params))
     total = sum(one.bytes for one in found.values())
     assert "all-to-all" not in found or found["all-to-all"].bytes < 0.1 * param_bytes, found
     # One reduction of all gradients; sharded slots or parameters add one gather of all parameters, FSDP another one.

@@ -61,7 +61,6 @@ def test_meshes_of_gpu_clusters(name, count, hosts):
     assert (cost.fits, cost.topology) == (True, name)
     assert cost.memory_bytes > 55 * 2**30
     assert cost.flops == pytest.approx(2 * 2 * 64 * (512 * 256 * 1 + 256 * 1024 * 1.5), rel=0.05)
-    assert ("all-reduce" in cost.collectives) == (count > 1)
 
 
 @pytest.mark.tpu_compiler
@@ -195,13 +194,13 @@ def test_a_state_without_a_mesh():
     mesh = jstep.topology("v5e:2x4")
     bare = jstep.cost(step, abstract, *rows, topology="v5e:2x4")
     placed = jstep.cost(step, state(OPTIMIZER, mesh, "replicated"), *jstep.shard_batch(rows, mesh))
-    assert (bare.collectives, bare.flops, bare.peak_bytes) == (placed.collectives, placed.flops, placed.peak_bytes)
+    assert (bare.flops, bare.peak_bytes) == (placed.flops, placed.peak_bytes)
     arrays = jstep.cost(step, jstep.TrainState.create(params(), OPTIMIZER), *rows, topology="v5e:2x4")
-    assert arrays.collectives == bare.collectives
+    assert (arrays.flops, arrays.peak_bytes) == (bare.flops, bare.peak_bytes)
     stacked = [jax.ShapeDtypeStruct((3, *one.shape), one.dtype) for one in rows]
     many = jstep.cost(jstep.scan_steps(step), abstract, *stacked, topology="v5e:2x4")
-    assert many.collectives["all-reduce"].number == 3 * bare.collectives["all-reduce"].number
-    with pytest.raises(ValueError, match="has 511 rows, which do not split over 8 devices"):
+    assert many.flops == pytest.approx(3 * bare.flops, rel=0.05)
+    with pytest.raises(ValueError, match="must have a multiple of 8 rows, got 511"):
         jstep.cost(step, abstract, *[jax.ShapeDtypeStruct((511, 512), jnp.float32)] * 2, topology="v5e:2x4")
     with pytest.raises(ValueError, match="on a mesh already"):
         jstep.cost(step, state(OPTIMIZER, mesh, "replicated"), *rows, topology="v5e:2x4")

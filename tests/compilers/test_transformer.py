@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled_steps import bytes_per_device, check, collectives, compiled
+from compiled_steps import bytes_per_device, check, compiled
+from compiled_text import collectives
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -76,7 +77,7 @@ def test_on_a_tpu_pod():
     step, state, tokens = program(mesh, "model")
     done = compiled(step, state, tokens)
     check(done, state)
-    found = collectives(done)
+    found = collectives(done.as_text())
     # Each device gathers its share of all columns in the forward and in the backward pass, in bfloat16; some of it in
     # pieces, between matrix products.
     shares = []
@@ -96,4 +97,4 @@ def test_on_several_gpu_hosts():
     step, state, tokens = program(jstep.topology("h100:2x8", {"data": 8, "model": 2}), "model", num_microbatches=2)
     done = compiled(step, state, tokens)
     check(done, state)
-    assert {"all-gather", "all-reduce"} <= set(collectives(done))
+    assert {"all-gather", "all-reduce"} <= set(collectives(done.as_text()))

@@ -14,7 +14,6 @@ from source_files import MODULES, nodes_of, text_of
 
 from jstep.core import jaxprs
 from jstep.differentiate import lane_state, microbatches, same_bits
-from jstep.tools import collectives
 
 X, KERNEL = jnp.ones((4, 4)), jnp.ones((1, 1, 3, 3))
 
@@ -138,7 +137,6 @@ NAMES = {
     lane_state: "_COMMUTING _TO_FIRST",
     same_bits: "ON_PARTS",
     microbatches: "_SAME_ELEMENTS",
-    collectives: "_PARTS",
 }
 """Module → its sets of names of operations."""
 

@@ -87,7 +87,7 @@ def test_summary_lost_in_vmap_raises_with_a_fix() -> None:
         return jnp.mean(params["w"] * jax.vmap(layer)(x))
 
     with pytest.raises(
-        RuntimeError, match=r"'row'.*test_aux.*in the loss.*collect\(layer\).*merge\(\[made\], collections"
+        RuntimeError, match=r"'row'.*test_aux.*in the loss.*collect\(body\).*merge\(\[summary\], collections"
     ):
         jstep.minimize(loss_fn, optimizer)(state, X)
 

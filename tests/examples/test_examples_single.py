@@ -196,9 +196,7 @@ def fingerprint(out):
 
 @pytest.mark.thorough
 def test_a_run_killed_in_each_phase_gives_the_same_state(tmp_path):
-    picture = tmp_path / "plan.png"
-    uninterrupted = run("score.py", "--steps", SCORE_STEPS, "--plot", picture)
-    assert picture.stat().st_size > 1000
+    uninterrupted = run("score.py", "--steps", SCORE_STEPS)
     assert re.search(r"stages +0: short, 4: long\nbatch size +0: 8, 8: 16\nrows +code \d+ .* prose \d+ ", uninterrupted)
     losses = [float(loss) for loss in re.findall(r"held-out \w+: ([\d.]+) nats", uninterrupted)]
     assert len(losses) == 2

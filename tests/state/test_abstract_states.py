@@ -77,7 +77,6 @@ def test_program_from_shapes_is_that_of_arrays(mesh, num_microbatches, options):
     from_arrays, from_shapes = (compiled_text(step, *inputs) for step, inputs in zip(steps, both, strict=True))
     assert from_shapes == from_arrays
     costs = [jstep.cost(step, state, *batch) for step, (state, batch) in zip(steps, both, strict=True)]
-    assert costs[0].collectives == costs[1].collectives
     assert costs[0].flops == costs[1].flops
     assert costs[0].alias_bytes == costs[1].alias_bytes
 

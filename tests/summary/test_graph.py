@@ -2,17 +2,15 @@
 
 import os
 import re
-import types
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 from doubles import raising
-from tensorboard.compat.proto import graph_pb2, types_pb2
+from tensorboard.compat.proto import graph_pb2
 
 from jstep import summary
-from jstep.summary import graph as graphs
 from jstep.summary.graph import graph_def
 
 
@@ -59,83 +57,33 @@ def nodes(graph):
     by_name = {node.name: node for node in graph.node}
     assert len(by_name) == len(graph.node)  # names are unique
     for node in graph.node:
-        outputs = {f"{name.lstrip('^').partition(':')[0]}" for name in node.input}
-        assert outputs <= by_name.keys(), node  # inputs refer to nodes
-        for name in node.input:
-            producer, _, output = name.lstrip("^").partition(":")
-            shapes = by_name[producer].attr["_output_shapes"].list.shape
-            assert int(output or 0) < max(1, len(shapes))
+        assert {name.partition(":")[0] for name in node.input} <= by_name.keys(), node  # inputs refer to nodes
+        assert re.fullmatch(r"[A-Za-z0-9.][A-Za-z0-9_.\-/]*", node.name)
     assert graph_pb2.GraphDef.FromString(graph.SerializeToString()) == graph
     return by_name
 
 
-def shape(node, output=0):
-    return [dim.size for dim in node.attr["_output_shapes"].list.shape[output].dim]
-
-
-def test_arguments_and_results_are_named_after_their_paths():
-    by_name = nodes(graph_def(train_step, STATE, BATCH, rate=0.5))
+def test_a_node_for_each_argument_equation_and_result():
+    traced = train_step.trace(STATE, BATCH, rate=0.5)
+    by_name = nodes(graph_def(traced))
     parameters = {name for name, node in by_name.items() if node.op == "Parameter"}
-    assert parameters == {"state/params/dense/kernel", "state/params/square", "batch/x", "rate"}
+    assert parameters == {"0/params/dense/kernel", "0/params/square", "1/x", "rate"}
     results = {name for name, node in by_name.items() if node.op == "Result"}
     paths = ("0/params/dense/kernel", "0/params/square", "1/loss", "1/constant")
     assert results == {f"result/{path}" for path in paths}
-    kernel = by_name["state/params/dense/kernel"]
-    assert (shape(kernel), kernel.attr["dtype"].type) == ([3, 4], types_pb2.DT_FLOAT)
+    operations = [node.op for node in by_name.values() if node.op not in ("Parameter", "Result")]
+    assert operations == [eqn.primitive.name for eqn in traced.jaxpr.jaxpr.eqns]
+    assert by_name["result/1/constant"].input == []
+    assert nodes(graph_def(train_step, STATE, BATCH, rate=0.5)).keys() == by_name.keys()
 
 
-def test_scopes_of_nested_functions_and_gradients():
+def test_names_of_scopes_calls_and_gradients():
     by_name = nodes(graph_def(train_step, STATE, BATCH))
-    for name in (
-        "dense/dot_general",
-        "dense/relu/maximum",
-        "blocks/block/inner/dot_general",
-        "blocks/block_1/inner/tanh",
-        "case/branch_1/multiply",
-        "while/cond/compare",
-        "while/body/add",
-        "gradients/dense/dot_general",
-        "gradients/while/body/subtract",
-    ):
+    for name in ("dense/dot_general", "blocks/block_1", "cond", "while", "scan", "gradients/dense/dot_general"):
         assert name in by_name, sorted(by_name)
-    assert by_name["dense/dot_general"].input == ["batch/x", "state/params/dense/kernel"]
-    assert shape(by_name["dense/dot_general"]) == [2, 4]
-    assert by_name["blocks/block_1/inner/dot_general"].input[0] == "blocks/block/inner/tanh"
-
-
-def test_nodes_of_a_lowered_function():
-    by_name = nodes(graph_def(train_step.lower(STATE, BATCH, rate=0.5)))
-    for name in (
-        "state/params/dense/kernel",
-        "rate",
-        "dense/relu/maximum",
-        "blocks/block/inner/tanh",
-        "gradients/dense/dot_general",
-        "result/0/params/dense/kernel",
-    ):
-        assert name in by_name, sorted(by_name)
-    # The call in the body of a loop is named `closed_call` in JAX 0.10 and `eval_jaxpr` in 0.12.
-    assert [name for name in by_name if re.fullmatch(r"while/body/(closed_call|eval_jaxpr)/sine", name)], sorted(
-        by_name
-    )
-    assert shape(by_name["dense/dot_general"]) == [2, 4]
-    assert by_name["dense/dot_general"].attr["dtype"].type == types_pb2.DT_FLOAT
-
-
-DTYPES = ["bool", "int8", "uint32", "float16", "bfloat16", "complex64", "float8_e5m2", "float8_e4m3fn"]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes_of_traced_and_lowered_functions(dtype):
-    fn = jax.jit(lambda x: x.reshape(3, 2))
-    argument = jax.ShapeDtypeStruct((2, 3), dtype)
-    kinds = {}
-    for form in (fn.trace(argument), fn.lower(argument)):
-        (node,) = (node for name, node in nodes(graph_def(form)).items() if "reshape" in name)
-        kinds[type(form).__name__] = node.attr["dtype"].type
-        assert shape(node) == [3, 2]
-    assert len(set(kinds.values())) == 1
-    assert 0 not in kinds.values()
+    assert by_name["dense/dot_general"].input == ["1/x", "0/params/dense/kernel"]
+    assert by_name["blocks/block_1"].input == ["blocks/block", "0/params/square"]
+    assert by_name["blocks/block_1"].op == by_name["blocks/block"].op
 
 
 def test_constants_prng_keys_and_special_characters():
@@ -146,20 +94,14 @@ def test_constants_prng_keys_and_special_characters():
             return {"x y": jax.random.normal(key, (2,)) + table[1], "in": kwargs["in put"] * 2}
 
     by_name = nodes(graph_def(fn, jax.random.key(0), **{"in put": jnp.ones(2)}))
-    assert {"key", "kwargs/in_put", "result/x_y", "result/in"} <= by_name.keys()
+    assert {"0", "in_put", "constant", "result/x_y", "result/in"} <= by_name.keys()
     assert any(name.startswith("a_b/") for name in by_name)
 
 
-def test_deleted_arguments_still_have_shapes():
+def test_deleted_arguments_can_be_traced():
     state = jax.tree.map(jnp.copy, STATE)
     jax.tree.map(lambda x: x.delete(), state)
-    assert "state/params/square" in nodes(graph_def(train_step, state, BATCH))
-
-
-def test_scopes_of_calls_and_types_without_a_shape():
-    assert graphs.name_scopes("jit(f)/a/transpose(jvp(b))/vmap(c/d)/mul") == ["gradients", "a", "b", "c", "d", "mul"]
-    assert graphs.name_scopes("pjit(f)/a/x(y)z") == ["a", "x(y)z"]
-    assert graphs._lowered_tensor(types.SimpleNamespace(type="!stablehlo.token")) == graphs.GraphTensor(None, "")
+    assert "0/params/square" in nodes(graph_def(train_step, state, BATCH))
 
 
 def test_write_graph_as_text_is_stablehlo(tmp_path):

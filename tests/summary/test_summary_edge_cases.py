@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import shutil
 
 import jax
@@ -15,26 +14,13 @@ from jstep import summary
 from jstep.stores.event_files import proto
 
 
-def test_the_fraction_of_values_that_are_no_array():
-    with pytest.raises(TypeError, match=r"value=\[1, \[2\]\]: must be an array of numbers"):
-        summary.zero_fraction([1, [2]])
-
-
-@pytest.mark.parametrize("name", ["../x", "a/../../x", "/tmp/x", "..", "a/..", "a/", "x\0y"])
-def test_a_graph_file_must_be_inside_the_logdir(tmp_path, name):
-    with pytest.raises(ValueError, match=r"name=.*: must be the name of a file in logdir or below it"):
-        summary.write_graph(lambda: 1.0, tmp_path / "logs", name)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("kind", ["traced", "lowered", "function", "proto"])
+@pytest.mark.parametrize("kind", ["traced", "function", "proto"])
 def test_a_pbtxt_is_a_graph_def_as_text(tmp_path, kind):
     from google.protobuf import text_format
 
     traced = jax.jit(lambda x: jnp.tanh(x) * 2.0).trace(jnp.ones(3))
     graph = {
         "traced": traced,
-        "lowered": traced.lower(),
         "function": lambda: jnp.tanh(jnp.ones(3)),
         "proto": proto("GraphDef")(node=[{"name": "tanh", "op": "tanh"}]),
     }[kind]
@@ -86,26 +72,6 @@ def test_a_removed_logdir_is_logged_and_recreated(tmp_path, caplog):
     assert f"{first} was removed while a SummaryWriter wrote to it" in record.getMessage()
     assert os.listdir(logdir) == [os.path.basename(writer.path)]
     assert [e.step for e in events_of(writer)] == [0, 2, 3]
-
-
-def test_a_logdir_that_cannot_be_recreated_is_an_error(tmp_path):
-    logdir = tmp_path / "run"
-    writer = summary.SummaryWriter(logdir, max_queue=1)
-    shutil.rmtree(logdir)
-    logdir.write_text("in the way")
-    writer.add_summary(summary.scalar("loss", 2.0), 2)
-    with pytest.raises(OSError, match=re.escape(str(logdir))):
-        writer.close()
-
-
-def test_a_writer_continues_in_a_renamed_logdir(tmp_path, caplog):
-    writer = summary.SummaryWriter(tmp_path / "run", max_queue=1)
-    os.rename(tmp_path / "run", tmp_path / "kept")
-    writer.add_summary(summary.scalar("loss", 2.0), 2)
-    writer.close()
-    (file,) = (tmp_path / "kept").iterdir()
-    assert [e.step for e in summary.summary_iterator(file)] == [0, 2]
-    assert not caplog.records
 
 
 def test_the_thread_inherits_the_jax_settings_of_its_creator(tmp_path):

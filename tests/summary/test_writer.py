@@ -48,18 +48,12 @@ def test_add_event_accepts_protos_and_bytes(tmp_path):
 @pytest.mark.parametrize(
     ("method", "argument", "message"),
     [
-        ("add_summary", 3.0, "must be a Summary, not a float"),
-        ("add_summary", [summary.scalar("a", 1.0)], r"must be a Summary, not a list; summary\.merge"),
-        ("add_summary", event_pb2.Event(), "must be a Summary, not an Event; add_event takes it"),
-        ("add_event", summary_pb2.Summary(), "must be an Event, not a Summary; add_summary takes it"),
+        ("add_summary", 3.0, "must be of type Summary, not a float"),
+        ("add_summary", event_pb2.Event(), "must be of type Summary, not an Event"),
+        ("add_event", summary_pb2.Summary(), "must be of type Event, not a Summary"),
         ("add_event", b"\xff\xff", "2 bytes that are not a serialized Event"),
         ("add_graph", 3, "must be a jax.stages.Traced"),
-        (
-            "add_hparams",
-            {"a": None},
-            r"hparams\['a'\] must be a bool, a number or a string, not NoneType None",
-        ),
-        ("add_hparams", {"a": {"b": [1]}}, r"hparams\['a/b'\] must be"),
+        ("add_hparams", {"a": {"b": [1]}}, r"hparams\['a/b'\]=\[1\]: must be a number"),
     ],
 )
 def test_arguments_of_wrong_types(tmp_path, method, argument, message):
@@ -118,7 +112,7 @@ def test_a_traced_summary_or_step_is_an_error(tmp_path):
             writer.add_summary(summary.scalar("loss", x))
             return x
 
-        with pytest.raises(TypeError, match=r"summary 'loss' is traced: .*Return the summary from"):
+        with pytest.raises(TypeError, match=r"summary 'loss' is traced and has no value; return it from"):
             step(1.0)
 
         @jax.jit
@@ -148,7 +142,7 @@ def test_add_session_log(tmp_path):
     with SummaryWriter(tmp_path) as writer:
         writer.add_session_log(log, 5)
         writer.add_session_log("STOP", jnp.int32(6))
-        with pytest.raises(ValueError, match="must be 'START', 'STOP' or 'CHECKPOINT', got 'start'"):
+        with pytest.raises(ValueError, match='unknown enum label "start"'):
             writer.add_session_log("start", 5)
     _, checkpoint, stop = events_of(writer)
     assert (checkpoint.step, checkpoint.session_log) == (5, log)
@@ -166,7 +160,7 @@ def test_add_hparams(tmp_path, accumulate):
     }
     with SummaryWriter(tmp_path) as writer:
         writer.add_hparams(hparams, metrics={"accuracy": 0.9})
-        with pytest.raises(TypeError, match=r"metrics\['accuracy'\] must be a number, not 'good'"):
+        with pytest.raises(TypeError, match=r"metrics\['accuracy'\]='good': must be a number"):
             writer.add_hparams(hparams, metrics={"accuracy": "good"})
     events = accumulate(tmp_path)
     content = events.PluginTagToContent("hparams")

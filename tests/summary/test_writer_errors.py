@@ -89,39 +89,11 @@ def test_a_full_disk_leaves_no_partial_record(tmp_path):
     assert [e.step for e in events_of(writer)] == [0, 1]
 
 
-def test_a_record_that_cannot_be_taken_back_is_a_warning(tmp_path, caplog):
-    class Stuck(FullDisk):
-        def truncate(self, size):
-            raise OSError(5, "Input/output error")
-
-    sink = LocalFile(str(tmp_path))
-    whole, sink._file = sink._file, Stuck(sink._file, room=10)
-    with pytest.raises(OSError, match=f"No space left on device: '{sink.path}'"):
-        sink.write(b"x" * 20)
-    assert [record.getMessage() for record in caplog.records] == [f"{sink.path}: its last record may be incomplete"]
-    whole.close()
-
-
 def test_a_file_whose_first_record_fails_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(LocalFile, "_append", raising(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left on device"):
         LocalFile(str(tmp_path / "new"))
     assert os.listdir(tmp_path / "new") == []
-
-
-def test_a_disk_that_cannot_be_flushed_is_an_error_of_that_flush_alone(tmp_path, monkeypatch):
-    def fails(handle):
-        raise OSError(5, "Input/output error")
-
-    with SummaryWriter(tmp_path) as writer:
-        writer.add_summary(summary.scalar("loss", 1.0), 1)
-        with monkeypatch.context() as broken:
-            broken.setattr(os, "fdatasync", fails, raising=False)
-            broken.setattr(os, "fsync", fails)
-            with pytest.raises(OSError, match=f"could not be flushed to disk: Input/output error: '{writer.path}'"):
-                writer.flush()
-        writer.flush()
-    assert [event.step for event in events_of(writer)] == [0, 1]
 
 
 @pytest.mark.parametrize("call", ["flush", "settle"])
@@ -181,10 +153,3 @@ def test_an_unreferenced_writer_ends_its_thread(tmp_path):
     thread.join(timeout=20)
     assert not thread.is_alive()
     assert len(list(summary.summary_iterator(path))) == 2
-
-
-def test_flush_returns_although_the_thread_has_ended(tmp_path):
-    writer = SummaryWriter(tmp_path)
-    writer._worker.close()
-    writer.flush()
-    writer.close()

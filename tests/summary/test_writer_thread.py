@@ -139,27 +139,6 @@ def test_memory_of_pending_events_is_bounded(tmp_path, accumulate, monkeypatch, 
     assert len(events.Images("x/image")) == len(events.Scalars("loss")) == 20
 
 
-def test_an_event_that_waits_for_room_has_the_time_at_which_it_was_added(tmp_path, monkeypatch):
-    monkeypatch.setattr(worker, "MAX_BYTES", 0)
-    now = [1000.0]
-    with SummaryWriter(tmp_path) as writer:
-        changed, released = writer._worker._changed, threading.Event()
-        encode = writer._worker._encode
-        monkeypatch.setattr(writer._worker, "_encode", lambda *args: (released.wait(30), encode(*args))[1])
-        monkeypatch.setattr(worker.time, "time", lambda: now[0])
-        picture = summary.image("x", np.zeros((1, 8, 8, 1), np.uint8), max_images=1)
-        writer.add_summary(picture, 1)
-        now[0] = 1001.0
-        waits = threading.Thread(target=writer.add_summary, args=(picture, 2), daemon=True)
-        waits.start()
-        wait_until(lambda: len(changed._waiters) == 1)  # for room
-        now[0] = 2000.0
-        released.set()
-        waits.join(30)
-    found = [event.wall_time for event in summary.summary_iterator(writer.path) if event.summary.value]
-    assert found == [1000.0, 1001.0]
-
-
 def test_writers_of_the_same_second_have_ordered_files(tmp_path, monkeypatch):
     monkeypatch.setattr(new_event_files.time, "time", lambda: 1000.7)
     writers = [SummaryWriter(tmp_path) for _ in range(12)]

@@ -1,4 +1,4 @@
-"""`cost`: FLOPs, memory and collectives of a step, before it runs."""
+"""`cost`: FLOPs and memory of a step, before it runs."""
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,6 @@ def test_cost_from_shapes_does_not_run_the_step(single_device):
     assert cost.argument_bytes == pytest.approx(2 * weight_bytes + 4 * ROWS * SIDE, abs=64)
     assert cost.alias_bytes >= 2 * weight_bytes
     assert cost.peak_bytes == cost.argument_bytes + cost.output_bytes - cost.alias_bytes + cost.temp_bytes
-    assert cost.collectives == {}
     assert cost.compile_seconds > 0
     concrete = state()
     concrete_cost = jstep.cost(STEP, concrete, BATCH)
@@ -82,10 +81,6 @@ def test_cost_on_a_mesh(single_device):
     assert cost.devices == 8
     assert cost.params_bytes == single_device.params_bytes
     assert cost.flops < 0.5 * single_device.flops
-    reduced = cost.collectives["all-reduce"]
-    assert reduced.number >= LAYERS
-    assert reduced.bytes >= cost.params_bytes
-    assert "all-reduce" in str(cost)
     split = jstep.shard_state(state(), mesh, PartitionSpec(None, None, "data"))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), split)
     cost = jstep.cost(STEP, shapes, rows)

@@ -48,7 +48,6 @@ def test_a_file_and_a_module(program, cli):
     assert out.count("\n") == 1
     cost = json.loads(out)
     assert cost["params_bytes"] == 4 * 64 * 32
-    assert cost["collectives"] == {}
     assert cost["fits"] is None
 
 

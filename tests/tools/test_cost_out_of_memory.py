@@ -66,7 +66,7 @@ def test_out_of_memory_returns_a_cost():
     assert "16.6 GiB of 15.75 GiB: it does not fit" in str(cost)
     assert "None" not in str(cost)
     unknown = [field.name for field in dataclasses.fields(cost) if getattr(cost, field.name) is None]
-    assert set(unknown) >= {"bytes_accessed", "temp_bytes", "output_bytes", "alias_bytes", "collectives"}
+    assert set(unknown) >= {"bytes_accessed", "temp_bytes", "output_bytes", "alias_bytes"}
 
 
 def test_other_compiler_errors_are_raised():

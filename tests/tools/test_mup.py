@@ -108,11 +108,9 @@ def test_delta_determines_which_axes_are_widths() -> None:
     assert (factors.widths["w"].r_in, factors.widths["w"].r_out) == (2, 4)
     with pytest.raises(ValueError, match=r"delta: axis 0 of the leaf at 'w' is 8 in base and delta"):
         jstep.mup(f(8, 8), f(16, 32), delta=f(8, 16))
-    with pytest.raises(
-        ValueError, match=r"delta: must have the structure of target, but it lacks \['w'\] and has \['v'\]"
-    ):
+    with pytest.raises(ValueError, match=r"delta: must have the leaves of target, but lacks \['w'\] and has \['v'\]"):
         jstep.mup(f(8, 8), f(16, 32), delta={"v": jnp.zeros((8, 16))})
-    with pytest.raises(ValueError, match=r"delta: the leaf at 'w' has shape \(8,\) there"):
+    with pytest.raises(ValueError, match=r"delta: the leaf at 'w' has shape \(8,\), in target"):
         jstep.mup(f(8, 8), f(16, 32), delta=f(8))
 
 
@@ -129,11 +127,11 @@ def test_initial_values() -> None:
         assert found["none"] is None
     low = factors.initial({**wide, "w": wide["w"].astype(jnp.bfloat16)})
     assert low["w"].dtype == jnp.bfloat16
-    with pytest.raises(ValueError, match=r"params: the leaf at 'w' has shape \(4, 2\), in target \(16, 2\)"):
+    with pytest.raises(ValueError, match=r"params: 'w' has shape \(4, 2\), in target \(16, 2\)"):
         factors.initial(small)
-    with pytest.raises(ValueError, match=r"lacks \['w'\]"):
+    with pytest.raises(ValueError, match="'v', 'w'"):
         factors.initial({"v": wide["w"]})
-    with pytest.raises(ValueError, match="target has no leaf 'ww'; nearest: 'w'"):
+    with pytest.raises(ValueError, match="'ww'"):
         factors.initial({**wide, "ww": jnp.zeros(3)})
 
 

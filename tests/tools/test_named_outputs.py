@@ -49,7 +49,6 @@ WRITERS: dict[str, tuple[str, bytes, Callable[[pathlib.Path, pathlib.Path], Any]
     "merge -o": ("x.safetensors", b"", lambda run, path: main(["merge", str(run), "-o", str(path)])),
     "save_weights": ("x.safetensors", b"", lambda run, path: jstep.save_weights(path, {"w": jnp.ones(2)})),
     "write_graph": ("x.mlir", b"module", write_graph),
-    "Plan.plot": ("x.png", b"\x89PNG", lambda run, path: jstep.plan(optimizer, 10).plot(path)),
     "CoordCheck.plot": ("x.pdf", b"%PDF", draw_check),
 }
 QUICK = [name for name in WRITERS if name not in ("report(file)", "Plan.plot", "CoordCheck.plot")]

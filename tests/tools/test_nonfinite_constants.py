@@ -77,23 +77,6 @@ def test_nan_constant_is_found_where_it_is_read(name: str) -> None:
     assert "test_nonfinite_constants.py" in found.source
 
 
-@pytest.mark.thorough
-def test_constant_read_inside_a_shard_map() -> None:
-    mesh, spec = jax.make_mesh((2,), ("data",)), jax.sharding.PartitionSpec("data")
-
-    def body(x: Any) -> Any:
-        return jax.lax.scan(
-            lambda c, t: (c + jnp.where(t > jax.lax.axis_index("data").astype(t.dtype), NAN[1], c), None), x, X
-        )[0]
-
-    x = jax.device_put(jnp.ones(2), jax.NamedSharding(mesh, spec))
-    found = jstep.find_nonfinite(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec), x)
-    assert found is not None
-    assert found.constant is not None
-    assert found.constant.nans == 1
-    assert found.where.startswith("shard_map (data 0), scan iteration 0")
-
-
 def test_operation_on_constants_only() -> None:
     key = jax.random.key(0)
     found = jstep.find_nonfinite(lambda x: x + jax.random.normal(key, (3,)) / 0, X)

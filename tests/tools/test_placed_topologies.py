@@ -58,9 +58,9 @@ def test_the_first_axis_that_they_divide_spans_the_slices(monkeypatch: Any, axes
     found = [Slice(number, number // 4) for number in (4, 5, 6, 7, 0, 1, 2, 3)]
     monkeypatch.setattr(topologies, "compile_only_devices", lambda name: found)
     monkeypatch.setattr(topologies, "Mesh", lambda devices, names, axis_types: (devices, names, axis_types))
-    devices, names, axis_types = jstep.topology("v5e:2x2*2", axes)  # type: ignore[misc]
+    devices, names, _ = jstep.topology("v5e:2x2*2", axes)  # type: ignore[misc]
     assert np.vectorize(lambda one: one.number)(devices).tolist() == expected
-    assert (names, len(axis_types)) == (tuple(axes), len(axes))
+    assert names == tuple(axes)
 
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
@@ -88,10 +88,7 @@ def test_state_and_batch_are_placed_for_data_parallel_training(on_cpus: list[Any
     assert (shapes["rows"].sharding.spec, shapes["n"].sharding.spec) == (PartitionSpec(None, "data"), PartitionSpec())
     with pytest.raises(ValueError) as error:
         topologies.on_topology("v5e:2x4", STEP, state(), ({"rows": np.ones((12, 4))},))
-    assert str(error.value) == (
-        "topology='v5e:2x4': the batch's leaf '0/rows' has 12 rows, which do not split over 8 devices; use a multiple "
-        "of 8"
-    )
+    assert str(error.value) == ("topology='v5e:2x4': the batch's leaf '0/rows' must have a multiple of 8 rows, got 12")
     with pytest.raises(ValueError, match="topology='v5e:2x4': state and batch are on a mesh already"):
         topologies.on_topology("v5e:2x4", STEP, placed, (batch,))
 
@@ -102,12 +99,11 @@ def test_the_table_of_a_topology_names_it_and_its_compiler(on_cpus: list[Any], m
     batch = {"rows": jax.ShapeDtypeStruct((16, 4), jnp.float32), "factor": jnp.float32(2)}
     cost = jstep.cost(STEP, state(), batch, topology="v5e:2x4")
     assert (cost.topology, cost.devices, cost.params_bytes, cost.slots_bytes) == ("v5e:2x4", 8, 64, 64)
-    assert list(cost.collectives or ()) == ["all-reduce"]
     title, *rows = str(cost).splitlines()
     assert title == "a step on each of 8 devices, v5e:2x4 (compiled, not run; jax 1.2, libtpu 3.4)"
     assert [re.split(r" {2,}", row)[1] for row in rows] == [
         *("operations", "memory traffic", "parameters", "slots", "arguments", "results", "temporaries", "at its peak"),
-        *("all-reduce", "compiled in"),
+        "compiled in",
     ]
 
 

@@ -112,11 +112,9 @@ def test_no_state_before_the_step(finished_run, tmp_path):
         ValueError, match=r"step=2: nothing lies before it: no checkpoint_dir.*state given is at step 5"
     ):
         jstep.replay(STEP, make_state(5), batch, None, 2)
-    with pytest.raises(ValueError, match=r"has no checkpoint model-\*, and the state given is at step 5"):
+    with pytest.raises(ValueError, match=r"are of \[\], and the state given is at step 5"):
         jstep.replay(STEP, make_state(5), batch, tmp_path, 2)
-    with pytest.raises(
-        ValueError, match=r"has checkpoints of the steps \[4, 8, 10\], and the state given is at step 5"
-    ):
+    with pytest.raises(ValueError, match=r"are of \[4, 8, 10\], and the state given is at step 5"):
         jstep.replay(STEP, make_state(5), batch, finished_run[0], 2)
 
 

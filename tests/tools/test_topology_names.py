@@ -10,7 +10,7 @@ from doubles import raising
 
 import jstep
 from jstep.tools.cost import compile_cost
-from jstep.tools.topologies import GPUS, TPUS, compile_only_devices, parse_topology, require_working, target_config
+from jstep.tools.topologies import GPUS, TPUS, parse_topology, require_working, target_config
 
 
 @pytest.mark.parametrize(
@@ -40,14 +40,14 @@ def test_equal_topologies_have_equal_names():
 @pytest.mark.parametrize(
     ("name", "axes", "words"),
     [
-        ("v5e:2x4", {"data": 4}, "multiply to 4 devices, but v5e:2x4 has 8"),
-        ("v3:2x4", {"data": 8}, "multiply to 8 devices, but v3:2x4 has 16"),  # two devices per chip
-        ("tpu7x:2x2x1", {"data": 4}, "multiply to 4 devices, but tpu7x:2x2x1 has 8"),
-        ("v4:2x2x1*3", {"data": 4}, r"but v4:2x2x1\*3 has 12"),
+        ("v5e:2x4", {"data": 4}, "must multiply to 8, the devices of v5e:2x4"),
+        ("v3:2x4", {"data": 8}, "must multiply to 16, the devices of v3:2x4"),  # two devices per chip
+        ("tpu7x:2x2x1", {"data": 4}, "must multiply to 8, the devices of tpu7x:2x2x1"),
+        ("v4:2x2x1*3", {"data": 4}, r"12, the devices of v4:2x2x1\*3"),
         ("v5e:4x4*6", {"data": 4, "model": 24}, None),
         ("v5e:4x4*6", {"data": 32, "model": 3}, "one axis must be a multiple of the 6 slices of v5e:4x4"),
-        ("h100:4x8", {"data": 8}, "multiply to 8 devices, but h100:4x8 has 32"),
-        ("b200:8", {"data": 3}, "multiply to 3 devices, but b200:8 has 8"),
+        ("h100:4x8", {"data": 8}, "must multiply to 32, the devices of h100:4x8"),
+        ("b200:8", {"data": 3}, "must multiply to 8, the devices of b200:8"),
     ],
 )
 def test_axes_are_checked_before_a_compiler_is_looked_for(monkeypatch, name, axes, words):
@@ -77,45 +77,12 @@ def test_missing_packages_are_reported_before_anything_is_loaded(monkeypatch, tm
     assert dict(os.environ) == before
 
 
-def fake_cuda(root, ptxas="#!/bin/sh\n", libdevice=b"BC\xc0\xde"):
+def fake_cuda(root):
     """Write NVIDIA's compiler and a plugin that does nothing."""
     for folder in ("bin", "nvvm/libdevice", "jax_plugins/xla_cuda13"):
         (root / folder).mkdir(parents=True)
     (root / "jax_plugins/xla_cuda13/__init__.py").write_text("def initialize():\n    pass\n")
-    (root / "bin/ptxas").write_text(ptxas)
-    (root / "bin/ptxas").chmod(0o755)
-    if libdevice is not None:
-        (root / "nvvm/libdevice/libdevice.10.bc").write_bytes(libdevice)
-
-
-class Described:
-    devices = ()
-
-
-@pytest.mark.parametrize(
-    ("files", "words"),
-    [
-        ({"libdevice": b""}, r"NVIDIA's libdevice \(.*/libdevice.10.bc\) .*it is not LLVM bitcode"),
-        ({"libdevice": b"text"}, ".*it is not LLVM bitcode"),
-        ({"libdevice": None}, ".*FileNotFoundError"),
-        ({"ptxas": "#!/bin/sh\nexit 3\n"}, r"NVIDIA's ptxas \(.*/bin/ptxas\) .*exit status 3"),
-        ({"ptxas": "no program"}, "NVIDIA's ptxas .*Exec format error"),
-        ({}, None),
-    ],
-)
-def test_nvidia_compiler_that_does_not_work(monkeypatch, tmp_path, files, words):
-    fake_cuda(tmp_path, **files)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("jstep.tools.topologies._cuda_roots", lambda: [str(tmp_path)])
-    monkeypatch.setattr("jstep.tools.topologies.topologies.get_topology_desc", lambda *_, **__: Described)
-    monkeypatch.setattr("jstep.tools.topologies._made", {})
-    monkeypatch.setattr("jstep.tools.topologies.prepare", lambda: None)
-    name = parse_topology("h100:8")
-    if words is None:
-        assert compile_only_devices(name) == ()
-        return
-    with pytest.raises(ImportError, match=rf"h100:8: {words}.*; run: pip install 'jstep\[aot-cuda\]'"):
-        compile_only_devices(name)
+    (root / "bin/ptxas").write_text("")
 
 
 @pytest.mark.parametrize(

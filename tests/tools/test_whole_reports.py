@@ -24,7 +24,6 @@ import pytest
 import jstep
 from jstep.tools.cli import main
 from jstep.tools.cli_compare import array_difference, changes_text, differences_left_out
-from jstep.tools.collectives import Collective
 
 FILE = pathlib.Path(__file__).with_name("whole_reports.txt")
 SLOW = jstep.adam(jstep.linear(0.1, 0.0, steps=1000))
@@ -83,17 +82,17 @@ def factors_of_mup() -> str:
 
 INITS = ("fan_in", "constant")
 COST = jstep.Cost(
-    3.5e12, 2.5e9, 2**20, 2**21, 2**22, 2**22, 2**21, 2**30, 5 * 2**30, {"all-gather": Collective(3, 2**31)}, 12.25,
-    devices=8, memory_bytes=2**33, loops_unknown=2, host_bytes=2**25, fits=True, recomputes=True,
+    3.5e12, 2.5e9, 2**20, 2**21, 2**22, 2**22, 2**21, 2**30, 5 * 2**30, 12.25,
+    devices=8, memory_bytes=2**33, loops_unknown=2, host_bytes=2**25, fits=True,
     warnings=("short", "long " * 40),
 )  # fmt: skip
 
 
 def costs() -> str:
-    sizes = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "bytes_accessed", "collectives")
+    sizes = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "bytes_accessed")
     unknown: Any = dict.fromkeys(sizes)
-    too_large = dataclasses.replace(COST, fits=False, recomputes=False, collectives=None, flops=None)
-    fits = dataclasses.replace(COST, fits=True, recomputes=None, devices=1, host_bytes=0, loops_unknown=0, warnings=())
+    too_large = dataclasses.replace(COST, fits=False, flops=None)
+    fits = dataclasses.replace(COST, fits=True, devices=1, host_bytes=0, loops_unknown=0, warnings=())
     return "\n".join(map(str, (COST, too_large, dataclasses.replace(COST, **unknown), fits)))
 
 
