@@ -321,12 +321,8 @@ def match_params(
     averages: Sequence[str] | None,
     names: Names | None,
     where: str,
-    refuse: Callable[[str], ValueError] | None = None,
 ) -> CheckpointMatch:
-    """Match and check a target `{"params": params}`; `names` may omit `params/`.
-
-    `refuse(differences)` is the error of another function than `restore_params` if they do not fit.
-    """
+    """Match and check a target `{"params": params}`; `names` may omit `params/`."""
     if not manifest.left_out and not any(leaf.keys[0] == PARAMS for leaf in manifest.leaves):
         raise ValueError(
             f"{where} has no params: its leaves are {sorted({leaf.keys[0] for leaf in manifest.leaves})[:20]}; "
@@ -338,8 +334,6 @@ def match_params(
     matched = match(target, manifest, averages, whole, where)
     extra = {leaf.path for leaf in manifest.leaves if leaf.keys[0] == PARAMS}
     result = dataclasses.replace(matched, unused=[path for path in matched.unused if path in extra])
-    if result.differences() and refuse is not None:
-        raise refuse(result.differences())
     check(matched, manifest, True, where)
     if result.differences():
         raise ValueError(
