@@ -39,6 +39,9 @@ _logger = logging.getLogger("jstep")
 class GoneError(CheckpointError):
     """A checkpoint was deleted or replaced while it was read."""
 
+    def __init__(self, path: str) -> None:
+        super().__init__(f"{path} was deleted or replaced while it was read")
+
 
 class CheckpointReader:
     def __init__(self, store: Store, prefix: str, verify: bool) -> None:
@@ -71,7 +74,7 @@ class CheckpointReader:
         def read(path: str, manifest: Manifest) -> Any:
             match.check_averages(averages or (), manifest.leaves, path)
             if target is None:
-                arrays = self._read(path, manifest, dict.fromkeys(manifest.by_array))
+                arrays = self.read(path, manifest, dict.fromkeys(manifest.by_array), self._verify)
                 return match.nest_values(manifest.leaves, arrays, averages)
             if of_params:
                 matched = match.match_params(target, manifest, averages, names, path)
@@ -89,12 +92,13 @@ class CheckpointReader:
 
     def _retry(self, step: int | None, read: Any) -> Any:
         """Read one checkpoint; if it is evicted meanwhile, choose again which one to read."""
-        for _ in range(_TRIES):
+        for left in reversed(range(_TRIES)):
             try:
                 return read(*self.find(step))
-            except GoneError as gone:
-                path = gone.args[0]
-        raise CheckpointError(f"{path} was deleted while it was read, and so were {_TRIES - 1} others before it")
+            except GoneError:
+                if not left:
+                    raise
+        raise AssertionError("unreachable")
 
     def find(self, requested: int | None) -> tuple[str, Manifest]:
         """Return the path and manifest of a checkpoint, the same on every process."""
@@ -162,7 +166,7 @@ class CheckpointReader:
             for name, want in read:
                 if name is not None:
                     shardings.setdefault(name, match.stored_sharding(want))
-            arrays = self._read(path, manifest, shardings)
+            arrays = self.read(path, manifest, shardings, self._verify)
             for i, want in enumerate(matched.wanted):
                 if want.source is not None:
                     value = leaf_records.leaf_value(want.source, want.half, arrays)
@@ -209,22 +213,23 @@ class CheckpointReader:
             _AGES if has_fresh_slots else "",
         )
 
-    def _read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any], verify: bool) -> dict[str, Any]:
         """Read stored arrays by name; corrupted arrays are never returned."""
-        arrays, problems, failure = read_and_verify(self._store, path, manifest, shardings, self._verify)
+        arrays, problems, failure = read_and_verify(self._store, path, manifest, shardings, verify)
         if processes.any_process(bool(problems) or failure is not None):
             if processes.any_process(self._store.is_gone(path, manifest)):
                 raise GoneError(path)
             if processes.any_process(bool(problems)):
-                problems = problems or ["another process names the file"]
-                left = ""
-                if not (manifest.is_packed or is_url(path)):
-                    left = (
+                left = (
+                    ""
+                    if manifest.is_packed or is_url(path)
+                    else (
                         f" Saver({self._store.directory!r}, {self._prefix!r}, verify=False).restore(target, "
                         f"{manifest.step}) reads it unverified, and jstep.load_weights({path!r}, params, partial=True) "
                         "those parameters that can be read."
                     )
-                raise self.unusable(path, problems, CORRUPTED, left)
+                )
+                raise self.unusable(path, problems or ["another process names the file"], CORRUPTED, left)
             reason = "see the error of another process" if failure is None else short(failure)
             raise CheckpointError(f"{path} could not be read: {reason}") from failure
         return arrays
