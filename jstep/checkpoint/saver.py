@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jstep.checkpoint import names as naming
-from jstep.checkpoint.leaf_records import PARAMS, leaves_with_keys, left_out_indices, start_leaf_fingerprints, to_stored
+from jstep.checkpoint.leaf_records import PARAMS, StateLeaves, start_leaf_fingerprints, to_stored
 from jstep.checkpoint.listing import format_name
 from jstep.checkpoint.manifest import CheckpointError, Extra, Manifest, json_copy
 from jstep.checkpoint.match import Names
@@ -496,17 +496,18 @@ class Saver:
 
     def _claim(self, state: Tree = None) -> None:
         """Claim the prefix; if the first process fails, all raise: a process that continued would wait forever."""
-        absent = left_out_indices(state, self.leave_out) if state is not None else set()
+        leaves = StateLeaves(state)
+        absent = set() if state is None else leaves.left_out(self.leave_out)
         is_first = jax.process_index() == 0
         problem = f"{self.prefix}-* in {self.directory} cannot be written; see the error of process 0"
         processes.on_all_processes(self._store.claim if is_first else lambda: None, problem, CheckpointError)
         if state is not None and is_first:
-            self._retention.load(path for i, path in enumerate(trees.leaf_paths(state)) if i not in absent)
+            self._retention.load(path for i, path in enumerate(leaves.paths) if i not in absent)
 
     def _save(self, state: Tree, step: int | None, extra: Extra) -> str:
         saved_at = self._now()
-        absent = left_out_indices(state, self.leave_out)
-        everything = leaves_with_keys(state)
+        leaves = StateLeaves(state)
+        absent, everything = leaves.left_out(self.leave_out), leaves.records()
         named = [pair for i, pair in enumerate(everything) if i not in absent]
         step = _step_of(state, step)
         finite = self._finite

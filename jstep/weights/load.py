@@ -110,12 +110,10 @@ def load_weights(
     matched = match.match(target, source.tensors, by_name, float_dtype, with_more=source.is_checkpoint)
     leaves = [wanted.leaf for wanted in matched.wanted]
     # Leaves with transforms come first, since the result of a transform may not fit.
-    transformed = (
-        [] if matched.differences() and not partial else [i for i, w in enumerate(matched.wanted) if w.transform]
-    )
-    for i in transformed:
-        wanted = matched.wanted[i]
-        if wanted.source is not None:
+    if partial or not matched.differences():
+        for i, wanted in enumerate(matched.wanted):
+            if wanted.source is None or wanted.transform is None:
+                continue
             array = match.call_transform(wanted.transform, source.host(wanted.source.name), wanted.path)
             if problem := wanted.difference(array.shape, array.dtype):
                 matched.wanted[i] = dataclasses.replace(wanted, source=None, problem=problem)

@@ -132,7 +132,9 @@ def match(
         casts = float_dtype is not None and trees.is_floating(dtype)
         dtype = float_dtype if casts else dtype
         entry = WantedTensor(path, leaf, shape, dtype, rule.name, None, "", rule.transform, casts)
-        wanted.append(targets.match_leaf(entry, rule.name, tensors, _problem))
+        source = None if rule.name is None else tensors.get(rule.name)
+        problem = "" if source is None else _problem(entry, source)
+        wanted.append(dataclasses.replace(entry, source=None if problem else source, problem=problem))
     used = {entry.path: entry.name for entry in wanted if entry.name is not None and entry.name in tensors}
     own = set(used.values())
     unused = [name for name in tensors if name not in own]

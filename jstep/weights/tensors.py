@@ -124,6 +124,7 @@ def package() -> Any:
 
 def read_parts(tensor: Tensor, parts: Iterable[ShardBounds]) -> dict[ShardBounds, np.ndarray[Any, Any]]:
     """Read parts of a tensor, each into new memory; of the file only these parts are read."""
+    assert tensor.dtype is not None
     if tensor.nbytes == 0:  # nothing can be mapped
         return {part: np.empty(lengths(part), tensor.dtype) for part in parts}
     whole = np.memmap(tensor.file, tensor.dtype, "r", tensor.start, tensor.shape)

@@ -236,7 +236,7 @@ class TestFilesThatNothingReads:
 
 
 def test_what_can_be_read_of_a_corrupted_checkpoint(tmp_path, caplog):
-    """The two ways that the error names."""
+    """Unverified by a Saver, and what can be read by `load_weights`."""
     params = {"a": jnp.arange(4000.0), "b": jnp.ones(3)}
     with Saver(tmp_path, compress=False) as saver:
         path = saver.save(jstep.TrainState.create(params, OPTIMIZER, global_step=3))
@@ -248,8 +248,7 @@ def test_what_can_be_read_of_a_corrupted_checkpoint(tmp_path, caplog):
         zeros = {"a": jnp.zeros(4000), "b": jnp.zeros(3)}
         with pytest.raises(CheckpointError) as error:
             saver.restore_params(zeros)
-    assert f"Saver('{tmp_path}', 'model', verify=False).restore(target, 3) reads it unverified" in str(error.value)
-    assert f"jstep.load_weights('{path}', params, partial=True) those" in str(error.value)
+    assert "Saver(…, verify=False) restores it unverified" in str(error.value)
     unverified = Saver(str(tmp_path), "model", verify=False).restore_params(zeros, 3)
     assert int(jnp.sum(unverified["a"] != params["a"])) == 1
     loaded = jstep.load_weights(path, zeros, partial=True)
