@@ -187,8 +187,9 @@ def test_events_and_times_are_on_the_disk_before_a_checkpoint(tmp_path, flushed)
     run(tmp_path / "run", tmp_path / "best", 4, logdir=tmp_path / "logs", save_summaries_steps=1)
     events = next(str(tmp_path / "logs" / name) for name in os.listdir(tmp_path / "logs") if "tfevents" in name)
     manifest = flushed.index(f"{tmp_path}/run/model-2.orbax-checkpoint-tmp/manifest.json")
-    for path in (events, f"{tmp_path}/run/timeline.jsonl", f"{tmp_path}/logs"):
+    for path in (events, f"{tmp_path}/logs"):
         assert flushed.index(path) < manifest, path
+    assert any(path.startswith(f"{tmp_path}/run/starts/") for path in flushed[:manifest])
 
 
 def test_a_writer_flushes_to_the_disk(tmp_path, flushed):
