@@ -108,16 +108,11 @@ class FileClaim:
 
 def _locked(path: str, directory: str, prefix: str) -> io.FileIO:
     while True:
-        try:
-            file, ours = open_own(path, _BEGINNING, append=False), True
-        except PermissionError:  # a file that another user left is usually not writable
-            file, ours = open_own(path, _BEGINNING, append=False, writable=False), False
         with contextlib.ExitStack() as closing:
-            handle = closing.enter_context(file).fileno()
+            file = closing.enter_context(open_own(path, _BEGINNING, append=False))
+            handle = file.fileno()
             if not _lock(handle):
                 raise refusal(directory, prefix, owner_in(_content(handle)))
-            if not ours:
-                os.unlink(path)  # left behind by a killed writer of another user
             # The previous owner may have removed the file after we opened it and before we locked it.
             if _same_file(handle, path):
                 with contextlib.suppress(OSError):  # a full disk: the lock counts, not the content of the file

@@ -167,11 +167,6 @@ class DirectoryStore(Store):
         sync_folder(temporary)
         os.rename(temporary, final)
         try:
-            files = [MANIFEST_FILE, *manifest.files]
-            lacks = next((file for file in files if not os.path.isfile(os.path.join(final, file))), None)
-            if lacks is not None:  # another process is removing the folder, and continued after the rename
-                what = f"{lacks} was removed while the checkpoint was written"
-                raise FileNotFoundError(errno.ENOENT, what, temporary)
             sync_folder(os.path.dirname(final))
         except OSError:
             evict(self, final)

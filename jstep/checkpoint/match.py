@@ -323,14 +323,7 @@ def _whole_names(names: Names | None, paths: set[str], saved: set[str]) -> Names
         return names
     rename: Callable[[str], str | None] = names
 
-    def renamed(path: str) -> Any:
-        other, short = rename(path), path.removeprefix(f"{PARAMS}/")
-        if other in (None, path) and path not in saved and short != path:
-            of_short = rename(short)
-            other = other if of_short in (None, short) else of_short
-        return whole(other, saved)
-
-    return renamed
+    return lambda path: whole(rename(path), saved)
 
 
 # Conversion of arrays read from a checkpoint to the leaves of a target, with its shardings and in their own memory.

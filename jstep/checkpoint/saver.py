@@ -138,8 +138,7 @@ class Saver:
         `save` does this automatically; long runs call it before their first step. A second call costs almost nothing.
 
         Args:
-            state: The state to save later, or its shapes, to check `leave_out`: a warning is
-                logged if it selects fewer leaves than the newest checkpoint left out.
+            state: The state to save later, or its shapes, to check `leave_out`.
 
         Raises:
             CheckpointError: Another Saver writes this prefix here; names its host and process. Or an earlier save
@@ -276,8 +275,8 @@ class Saver:
             target_params: A tree of arrays or of `jax.ShapeDtypeStruct` with the structure of the parameters
                 (including lists and tuples), as `target` of `restore`.
             step: The step to restore; None for the newest.
-            names: Leaves that have another path in the checkpoint, as in `restore`; `params/` may be omitted. A
-                function that does not rename a path that the checkpoint lacks is also called without `params/`.
+            names: Leaves that have another path in the checkpoint, as in `restore`; `params/` may be omitted,
+                except in the paths that a function gets.
             use_averages: Whether to restore the moving averages in place of the parameters, in the dtype of the
                 parameters. A string names their slot, a list several, as in `restore`.
 
@@ -494,13 +493,11 @@ class Saver:
 
     def _claim(self, state: Tree = None) -> None:
         """Claim the prefix; if the first process fails, all raise: a process that continued would wait forever."""
-        leaves = StateLeaves(state)
-        absent = set() if state is None else leaves.left_out(self.leave_out)
-        is_first = jax.process_index() == 0
+        if state is not None:
+            StateLeaves(state).left_out(self.leave_out)
         problem = f"{self.prefix}-* in {self.directory} cannot be written; see the error of process 0"
+        is_first = jax.process_index() == 0
         processes.on_all_processes(self._store.claim if is_first else lambda: None, problem, CheckpointError)
-        if state is not None and is_first:
-            self._retention.load(path for i, path in enumerate(leaves.paths) if i not in absent)
 
     def _save(self, state: Tree, step: int | None, extra: Extra) -> str:
         saved_at = self._now()

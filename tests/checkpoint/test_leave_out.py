@@ -95,26 +95,6 @@ def test_other_values_in_the_target_are_warned_about(tmp_path, caplog):
             assert "'params/base/scale'" not in record.getMessage()
 
 
-def test_leaving_out_less_than_before_is_warned_about_once(tmp_path, caplog):
-    def save(*steps, **options):
-        caplog.clear()
-        with Saver(tmp_path, **options) as saver, caplog.at_level(logging.WARNING):
-            for step in steps:
-                saver.save(state_of(step=step))
-        return caplog.messages
-
-    assert not save(1, 2, leave_out="base/*")
-    assert not save(3, leave_out=["base/*", "lora/*"])
-    (message,) = save(4, 5, leave_out="base/*")
-    assert "model-3 left out leaves that the next checkpoint contains, because leave_out changed" in message
-    assert "(4): 'params/lora/base/w'" in message
-    (message,) = save(6, 7)
-    assert "'params/base/scale', 'params/base/w'" in message
-    assert "checkpoint_dir=jstep.Saver(directory, leave_out=…)" in message
-    assert not save(8)
-    assert not save(9, leave_out="base/*")
-
-
 @pytest.mark.parametrize("options", [{}, {"partial": True}], ids=repr)
 def test_a_target_without_values_is_an_error(tmp_path, options):
     with Saver(tmp_path, leave_out="base/*") as saver:

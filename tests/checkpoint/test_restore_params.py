@@ -47,15 +47,15 @@ def test_containers_and_array_types_are_those_of_the_target(saver, caplog):
     assert not caplog.records
 
 
-@pytest.mark.thorough(except_for=["adam-short path", "averaged-short function", "label-full path"])
+@pytest.mark.thorough(except_for=["adam-short path", "averaged-function", "label-full path"])
 @pytest.mark.parametrize(
     "names",
     [
         {"params/layers/0/kernel": "params/layers/0/w"},
         {"layers/0/kernel": "layers/0/w"},
-        lambda path: "layers/0/w" if path == "layers/0/kernel" else path,
+        lambda path: "layers/0/w" if path == "params/layers/0/kernel" else path,
     ],
-    ids=["full path", "short path", "short function"],
+    ids=["full path", "short path", "function"],
 )
 def test_names(saver, names):
     target = params_of(0)
