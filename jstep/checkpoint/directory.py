@@ -9,7 +9,6 @@ import functools
 import itertools
 import logging
 import os
-import re
 import shlex
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -22,17 +21,11 @@ from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, CorruptedE
 from jstep.checkpoint.retention import evict
 from jstep.checkpoint.store import Commit, Store
 from jstep.checkpoint.writes import IN_FLIGHT, Write
-from jstep.core.checks import format_bytes
 from jstep.stores.files import foreign_file, make_folders, new_file, open_regular, sync_folder
 from jstep.stores.objects import ABSENT, ReadResult
 
 _LOOKS = 10  # a writer evicts one checkpoint per save
 _logger = logging.getLogger("jstep")
-_FULL = {
-    errno.EDQUOT: ("the disk quota is exceeded", re.compile(r"Disk quota exceeded|EDQUOT")),
-    errno.ENOSPC: ("the disk is full", re.compile(r"No space left|ENOSPC|RESOURCE_EXHAUSTED")),
-}
-"""Code of an error → its description, and how libraries in C++ report it."""
 
 
 class DirectoryStore(Store):
@@ -42,7 +35,6 @@ class DirectoryStore(Store):
         super().__init__(directory, prefix)
         self._is_cleaned = False
         self._arrays: Any = None
-        self._bytes = 0
 
     def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
         """Check only the existence of files."""
@@ -138,18 +130,15 @@ class DirectoryStore(Store):
             files = checksums.collect(temporary, jax.process_count())
             commit.end(files, functools.partial(self._publish, temporary, final))
 
-        self._bytes = sum(int(content.nbytes) for content in (*arrays.values(), *files.values()))
-        self._is_cleaned = False  # if this is interrupted, the next save removes the leftovers
-        with self._explained():
-            from jstep.checkpoint import orbax_arrays  # not at the top: importing Orbax is slow
+        from jstep.checkpoint import orbax_arrays  # not at the top: importing Orbax is slow
 
-            if self._arrays is None:
-                self._arrays = orbax_arrays.Checkpointer(self._prefix)
-            try:
-                self._arrays.save(path, orbax_arrays.SaveArgs(dict(arrays), compress, files), end)
-            finally:
-                finish = self._explained()(self._arrays.finish)
-                self._write = Write(path + listing.TEMPORARY, finish, "jstep-save")
+        self._is_cleaned = False  # if this is interrupted, the next save removes the leftovers
+        if self._arrays is None:
+            self._arrays = orbax_arrays.Checkpointer(self._prefix)
+        try:
+            self._arrays.save(path, orbax_arrays.SaveArgs(dict(arrays), compress, files), end)
+        finally:
+            self._write = Write(path + listing.TEMPORARY, self._arrays.finish, "jstep-save")
         self._is_cleaned = True
 
     def _publish(self, temporary: str, final: str, manifest: Manifest) -> list[str]:
@@ -174,23 +163,6 @@ class DirectoryStore(Store):
                 os.rename(replaced, final)
             raise
         return [replaced]
-
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Explain an error whose cause is a full disk, as a context manager or a decorator."""
-        try:
-            yield
-        except Exception as error:
-            if (code := _full(error)) is None:
-                raise
-            free = "free space unknown"
-            with contextlib.suppress(OSError):
-                free = f"{format_bytes(shutil.disk_usage(self.directory).free)} free"
-            raise OSError(
-                code,
-                f"{_FULL[code][0]} ({format_bytes(self._bytes)} needed, {free}: {os.strerror(code)}); make room, or "
-                "keep fewer checkpoints by max_to_keep",
-            ) from error
 
     def abandon(self, path: str) -> None:
         self._is_cleaned = False
@@ -244,16 +216,6 @@ def remove(path: str) -> None:
             os.unlink(path)
     elif os.path.isdir(path):  # `rmtree` opens what it is given, even a FIFO or a device
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _full(error: BaseException | None) -> int | None:
-    """Return the code of a full disk or quota, if an error or one of its causes reports it."""
-    while error is not None:
-        for code, (_, words) in _FULL.items():
-            if (isinstance(error, OSError) and error.errno == code) or words.search(str(error)):
-                return code
-        error = error.__cause__ or error.__context__
-    return None
 
 
 class LocalRead(NamedTuple):
