@@ -113,7 +113,6 @@ Checkpoints and weights
     checkpoint.saver: Saver
     checkpoint.names: latest_checkpoint checkpoints_iterator checkpoint_name
     checkpoint.manifest: CheckpointError
-    checkpoint.merge: merge_checkpoints
     weights.load: load_weights
     weights.save: save_weights
 Distributed training

@@ -3,7 +3,6 @@ from jstep import distributed as distributed
 from jstep import metrics as metrics
 from jstep import summary as summary
 from jstep.checkpoint.manifest import CheckpointError as CheckpointError
-from jstep.checkpoint.merge import merge_checkpoints as merge_checkpoints
 from jstep.checkpoint.names import checkpoint_name as checkpoint_name
 from jstep.checkpoint.names import checkpoints_iterator as checkpoints_iterator
 from jstep.checkpoint.names import latest_checkpoint as latest_checkpoint

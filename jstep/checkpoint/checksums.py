@@ -119,17 +119,17 @@ def is_below(root: str, path: str) -> bool:
     return os.path.realpath(os.path.join(root, path)).startswith(root + os.sep)
 
 
-def unreadable(checkpoint: str, *, linked: bool = False) -> list[str]:
+def unreadable(checkpoint: str) -> list[str]:
     """Return what must not be opened below a checkpoint, listed in its manifest or not, since it may wait or lead out.
 
-    A FIFO, a device, and a link out of the checkpoint, unless it is `linked`.
+    A FIFO, a device, and a link out of the checkpoint.
     """
     root, folders, found = os.path.realpath(checkpoint), [""], []
     for folder in folders:
         with contextlib.suppress(OSError), os.scandir(os.path.join(checkpoint, folder)) as entries:
             for entry in entries:
                 path = folder + entry.name
-                if entry.is_symlink() and not linked and not is_below(root, path):
+                if entry.is_symlink() and not is_below(root, path):
                     found.append(f"{checkpoint}/{path}: a link out of the checkpoint")
                 elif entry.is_dir(follow_symlinks=False):
                     folders.append(f"{path}/")

@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import re
 import threading
 import time
 import uuid
@@ -17,9 +16,9 @@ from typing import Any
 
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.core.checks import truncate
-from jstep.stores.files import foreign_file, open_own, read_small
+from jstep.stores.files import open_own, read_small
 from jstep.stores.objects import ABSENT, Directory
-from jstep.stores.owners import is_alive, owner_in, start_time, this_process
+from jstep.stores.owners import is_alive, owner_in, this_process
 
 try:
     import fcntl
@@ -33,13 +32,11 @@ _windows: Any = msvcrt
 
 
 def refusal(directory: str, prefix: str, owner: Mapping[str, Any]) -> CheckpointError:
-    host, pid = owner.get("host", "an unknown host"), owner.get("pid", "unknown")
-    mine = pid == os.getpid() and is_alive({**owner, "started": start_time(pid)})
-    names = (repr(str(name))[1:-1] for name in (pid, host))  # of a file that anybody may have written
-    who = truncate("process {} on {}".format(*names), 200) + (", which is this one" if mine else "")
-    way_out = (
-        "close the other Saver first (`with Saver(…) as saver:` does)" if mine else "wait for that process or end it"
-    )
+    # Names are those of a file that anybody may have written.
+    pid, host = (repr(str(owner.get(name, "unknown")))[1:-1] for name in ("pid", "host"))
+    mine = owner.get("pid") == os.getpid() and is_alive(owner)
+    who = truncate(f"process {pid} on {host}", 200) + (", which is this one" if mine else "")
+    way_out = "close the other Saver first" if mine else "wait for that process or end it"
     return CheckpointError(
         f"{prefix}-* in {directory} is being written by {who}: one writer at a time, or one run would destroy the "
         f"other's checkpoints. Give this run its own directory or prefix, or {way_out}."
@@ -61,10 +58,9 @@ _LOCKED_BYTE = 1 << 30
 _HELD: "weakref.WeakSet[FileClaim]" = weakref.WeakSet()
 
 
-LARGEST_CLAIM = 2**16
+_LARGEST = 2**16
 """The bytes of a claim at most."""
 _BEGINNING = b'{"host": "'
-_NAME = re.compile(r"\.(?P<prefix>.+)\.jstep-writer", re.DOTALL)
 
 
 def claim_path(directory: str, prefix: str) -> str:
@@ -79,18 +75,9 @@ def read_claim(directory: str, prefix: str) -> dict[str, Any] | None:
         ValueError: It is too large.
     """
     try:
-        return owner_in(read_small(claim_path(directory, prefix), LARGEST_CLAIM))
+        return owner_in(read_small(claim_path(directory, prefix), _LARGEST))
     except FileNotFoundError:
         return None
-
-
-def remove_dead_claims(directory: str) -> None:
-    """Remove the claims of processes of this host that have ended, whatever their prefix."""
-    with contextlib.suppress(OSError):
-        for match in filter(None, map(_NAME.fullmatch, os.listdir(directory))):
-            with contextlib.suppress(OSError, ValueError, CheckpointError):  # it is alive, or is not a claim
-                if is_alive(read_claim(directory, match["prefix"]) or {}) is False:
-                    FileClaim(directory, match["prefix"]).release()
 
 
 class FileClaim:
@@ -121,18 +108,11 @@ class FileClaim:
 
 def _locked(path: str, directory: str, prefix: str) -> io.FileIO:
     while True:
-        try:
-            file, ours = open_own(path, _BEGINNING, append=False), True
-        except PermissionError:  # a file that another user left is usually not writable
-            file, ours = open_own(path, _BEGINNING, append=False, writable=False), False
         with contextlib.ExitStack() as closing:
-            handle = closing.enter_context(file).fileno()
-            if not _is_claim(_content(handle)):
-                raise foreign_file(path, "has other content")
+            file = closing.enter_context(open_own(path, _BEGINNING, append=False))
+            handle = file.fileno()
             if not _lock(handle):
                 raise refusal(directory, prefix, owner_in(_content(handle)))
-            if not ours:
-                os.unlink(path)  # left behind by a killed writer of another user
             # The previous owner may have removed the file after we opened it and before we locked it.
             if _same_file(handle, path):
                 with contextlib.suppress(OSError):  # a full disk: the lock counts, not the content of the file
@@ -141,14 +121,6 @@ def _locked(path: str, directory: str, prefix: str) -> io.FileIO:
                     os.write(handle, json.dumps(this_process()).encode())
                 closing.pop_all()
                 return file
-
-
-def _is_claim(data: bytes) -> bool:
-    """Return whether a file is a claim, perhaps torn, or is empty."""
-    whole = data.strip(b"\0")
-    is_torn = not whole.endswith(b"}") and b"\n" not in whole
-    names = owner_in(whole).keys()
-    return len(data) <= LARGEST_CLAIM and (is_torn or {"host", "pid"} <= names <= {"host", "space", "pid", "started"})
 
 
 def _lock(handle: int) -> bool:
@@ -182,7 +154,7 @@ def _same_file(handle: int, path: str) -> bool:
 def _content(handle: int) -> bytes:
     with contextlib.suppress(OSError):
         os.lseek(handle, 0, os.SEEK_SET)
-        return os.read(handle, LARGEST_CLAIM + 1)
+        return os.read(handle, _LARGEST)
     return b""
 
 
@@ -249,14 +221,13 @@ class ObjectClaim:
     def _take(self) -> bytes:
         key = claim_key(self._prefix)
         until = math.inf
-        seen = self._objects.read(key)
-        stamp = seen.stamp
+        first = seen = self._objects.read(key)
         while True:
             who = owner_in(seen.data)
-            is_free = seen.data is None or self._is_free(who)
-            if not is_free and (is_alive(who) is not None or seen.stamp != stamp):  # its owner is alive
+            alive = self._is_alive(who) if who else False
+            if alive or (alive is None and seen.stamp != first.stamp):
                 raise refusal(self._objects.url, self._prefix, who)
-            if is_free or time.monotonic() > until:
+            if alive is False or time.monotonic() > until:
                 if (mine := self._objects.write_if(key, self._text(), seen.stamp)) is not None:
                     return mine
             elif until == math.inf:
@@ -269,10 +240,9 @@ class ObjectClaim:
                 self._ended.wait(min(SILENT / 10, max(0.01, until - time.monotonic())))
             seen = self._objects.read(key)
 
-    def _is_free(self, who: Mapping[str, Any]) -> bool:
-        if who.get("pid") == os.getpid() and is_alive(who):
-            return str(who.get("id")) not in _held
-        return not who or is_alive(who) is False
+    def _is_alive(self, who: Mapping[str, Any]) -> bool | None:
+        alive = is_alive(who)
+        return str(who.get("id")) in _held if alive and who.get("pid") == os.getpid() else alive
 
     def _text(self) -> bytes:
         return json.dumps(this_process() | {"id": self.id, "beat": self._beats}).encode()
@@ -283,14 +253,12 @@ class ObjectClaim:
 
     def check(self) -> None:
         """Raise `CheckpointError` if another writer has taken the claim; called before every commit."""
+        key = claim_key(self._prefix)
         with self._lock:
-            current = self._objects.read(claim_key(self._prefix))
+            current = self._objects.read(key)
             if current.data is None:  # deleted by hand, or by a rule of the bucket
-                stamp = self._objects.write_if(claim_key(self._prefix), self._text(), ABSENT)
-                if stamp is not None:
-                    self._stamp = stamp
-                    return
-                current = self._objects.read(claim_key(self._prefix))
+                self._objects.write_if(key, self._text(), ABSENT)
+                current = self._objects.read(key)
             who = owner_in(current.data)
             if who.get("id") == self.id:
                 self._stamp = current.stamp

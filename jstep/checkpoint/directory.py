@@ -9,31 +9,23 @@ import functools
 import itertools
 import logging
 import os
-import re
 import shlex
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jstep.checkpoint import checksums, listing
-from jstep.checkpoint.claims import FileClaim, remove_dead_claims
+from jstep.checkpoint.claims import FileClaim
 from jstep.checkpoint.contents import Contents, OrbaxContents
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, CorruptedError, Manifest, encode
 from jstep.checkpoint.retention import evict
 from jstep.checkpoint.store import Commit, Store
 from jstep.checkpoint.writes import IN_FLIGHT, Write
-from jstep.core.checks import format_bytes
-from jstep.core.warned import is_first
 from jstep.stores.files import foreign_file, make_folders, new_file, open_regular, sync_folder
 from jstep.stores.objects import ABSENT, ReadResult
 
 _LOOKS = 10  # a writer evicts one checkpoint per save
 _logger = logging.getLogger("jstep")
-_FULL = {
-    errno.EDQUOT: ("the disk quota is exceeded", re.compile(r"Disk quota exceeded|EDQUOT")),
-    errno.ENOSPC: ("the disk is full", re.compile(r"No space left|ENOSPC|RESOURCE_EXHAUSTED")),
-}
-"""Code of an error → its description, and how libraries in C++ report it."""
 
 
 class DirectoryStore(Store):
@@ -43,7 +35,6 @@ class DirectoryStore(Store):
         super().__init__(directory, prefix)
         self._is_cleaned = False
         self._arrays: Any = None
-        self._bytes = 0
 
     def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
         """Check only the existence of files."""
@@ -66,31 +57,15 @@ class DirectoryStore(Store):
         return listing.find_complete(self.path(listing.format_name(prefix, step)))
 
     def broken(self, prefix: str, above: int) -> list[tuple[str, str]]:
-        """See `Store.broken`.
-
-        A folder gets its name when it is complete, and loses it before it is deleted. Only in a copy from a bucket may
-        data without a manifest come from an interrupted save.
-        """
+        """A folder gets its name when it is complete, and loses it before it is deleted."""
         problems = []
         for step, is_final, entry in listing.entries(self.directory, prefix):
             path = self.path(entry)
             if step <= above or not is_final:
                 continue
             complete, lacks = listing.look(path)
-            if (
-                complete is not None
-                or (lacks == MANIFEST_FILE and not listing.has_data(path))
-                or not os.path.lexists(path)
-            ):
-                continue
-            if lacks == MANIFEST_FILE and not listing.OF_ORBAX & set(listing.list_names(path)):
-                text = (
-                    f"{path} is ignored: it has no {MANIFEST_FILE}, so its save to a bucket was interrupted, or its "
-                    "copy was; in the latter case, copy it again"
-                )
-                if is_first(text):
-                    _logger.warning("%s", text)
-            else:
+            is_ours = lacks != MANIFEST_FILE or listing.has_data(path)
+            if complete is None and is_ours and os.path.lexists(path):
                 problems.append((path, f"{lacks} is missing"))
         return problems
 
@@ -155,27 +130,19 @@ class DirectoryStore(Store):
             files = checksums.collect(temporary, jax.process_count())
             commit.end(files, functools.partial(self._publish, temporary, final))
 
-        self._bytes = sum(int(content.nbytes) for content in (*arrays.values(), *files.values()))
-        self._is_cleaned = False  # if this is interrupted, the next save removes the leftovers
-        with self._explained():
-            from jstep.checkpoint import orbax_arrays  # not at the top: importing Orbax is slow
+        from jstep.checkpoint import orbax_arrays  # not at the top: importing Orbax is slow
 
-            if self._arrays is None:
-                self._arrays = orbax_arrays.Checkpointer(self._prefix)
-            try:
-                self._arrays.save(path, orbax_arrays.SaveArgs(dict(arrays), compress, files), end)
-            finally:
-                finish = self._explained()(self._arrays.finish)
-                self._write = Write(path + listing.TEMPORARY, finish, "jstep-save")
+        self._is_cleaned = False  # if this is interrupted, the next save removes the leftovers
+        if self._arrays is None:
+            self._arrays = orbax_arrays.Checkpointer(self._prefix)
+        try:
+            self._arrays.save(path, orbax_arrays.SaveArgs(dict(arrays), compress, files), end)
+        finally:
+            self._write = Write(path + listing.TEMPORARY, self._arrays.finish, "jstep-save")
         self._is_cleaned = True
 
     def _publish(self, temporary: str, final: str, manifest: Manifest) -> list[str]:
         """Add the manifest, rename the folder to its final name, and return the older checkpoint, to be erased."""
-        from jstep.checkpoint import orbax_arrays
-
-        # A cleaner of old files may remove some while they are written; the rest would look like a checkpoint.
-        if lost := _lost(lambda: orbax_arrays.missing(temporary, manifest)):
-            raise OSError(errno.ENOENT, f"{lost}: files were removed while they were written", temporary)
         with new_file(os.path.join(temporary, MANIFEST_FILE)) as file:
             file.write(encode(manifest))
         # Orbax checks only the name of this file, which is flushed with the folder.
@@ -183,19 +150,12 @@ class DirectoryStore(Store):
             file.write(f"Checkpoint commit was successful to {final}".encode(errors="surrogateescape"))
         replaced = final + listing.REPLACED
         if os.path.lexists(final):
-            if listing.is_remains(final):
-                remove(replaced)
-                os.rename(final, replaced)
-            else:
-                _set_aside(final)
+            _require_remains(final)
+            remove(replaced)
+            os.rename(final, replaced)
         sync_folder(temporary)
         os.rename(temporary, final)
         try:
-            files = [MANIFEST_FILE, *manifest.files]
-            lacks = next((file for file in files if not os.path.isfile(os.path.join(final, file))), None)
-            if lacks is not None:  # another process is removing the folder, and continued after the rename
-                what = f"{lacks} was removed while the checkpoint was written"
-                raise FileNotFoundError(errno.ENOENT, what, temporary)
             sync_folder(os.path.dirname(final))
         except OSError:
             evict(self, final)
@@ -204,29 +164,13 @@ class DirectoryStore(Store):
             raise
         return [replaced]
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Explain an error whose cause is a full disk, as a context manager or a decorator."""
-        try:
-            yield
-        except Exception as error:
-            if (code := _full(error, self.directory)) is None:
-                raise
-            free = "free space unknown"
-            with contextlib.suppress(OSError):
-                free = f"{format_bytes(shutil.disk_usage(self.directory).free)} free"
-            raise OSError(
-                code,
-                f"{_FULL[code][0]} ({format_bytes(self._bytes)} needed, {free}: {os.strerror(code)}); make room, or "
-                "keep fewer checkpoints by max_to_keep",
-            ) from error
-
     def abandon(self, path: str) -> None:
         self._is_cleaned = False
         remove(path + listing.TEMPORARY)
 
     def command_to_set_aside(self, path: str) -> str:
-        return shlex.join(["mv", path, _unused(path + listing.ASIDE)])
+        names = (f"{path}{listing.ASIDE}{number}" for number in itertools.count())
+        return shlex.join(["mv", path, next(name for name in names if not os.path.lexists(name))])
 
     def hide(self, path: str) -> list[str]:
         deleted = path + listing.DELETED
@@ -246,16 +190,14 @@ class DirectoryStore(Store):
             final = self.path(name)
             path = final + suffix
             if suffix == listing.REPLACED and listing.find_complete(final) == path:
-                if listing.is_remains(final):
+                if os.path.lexists(final):
+                    _require_remains(final)
                     evict(self, final)
-                elif os.path.lexists(final):
-                    _set_aside(final)
                 os.rename(path, final)
             elif suffix and path not in IN_FLIGHT:
                 if not os.path.islink(path) and not os.path.isdir(path):
                     raise foreign_file(path, "is not a folder")
                 remove(path)
-        remove_dead_claims(self.directory)
 
     def close(self, wait: bool = True) -> None:
         super().close(wait)
@@ -263,15 +205,9 @@ class DirectoryStore(Store):
             self._arrays.close()
 
 
-def _set_aside(path: str) -> None:
-    aside = _unused(path + ".set-aside-")
-    os.rename(path, aside)
-    _logger.warning("%s is not a checkpoint, but a checkpoint needs its name: moved to %s", path, aside)
-
-
-def _unused(stem: str) -> str:
-    names = (f"{stem}{number}" for number in itertools.count())
-    return next(name for name in names if not os.path.lexists(name))
+def _require_remains(path: str) -> None:
+    if not listing.is_remains(path):
+        raise foreign_file(path, "is not a checkpoint")
 
 
 def remove(path: str) -> None:
@@ -280,23 +216,6 @@ def remove(path: str) -> None:
             os.unlink(path)
     elif os.path.isdir(path):  # `rmtree` opens what it is given, even a FIFO or a device
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _full(error: BaseException | None, directory: str) -> int | None:
-    """Return the code of a full disk or quota, if an error or one of its causes reports it.
-
-    The error of a file elsewhere, such as that of a hook whose `flush` failed, names its file itself.
-    """
-    seen = 0
-    while error is not None and seen < 20:
-        name = error.filename if isinstance(error, OSError) else None
-        if isinstance(name, str) and not os.path.abspath(name).startswith(os.path.join(directory, "")):
-            return None
-        for code, (_, words) in _FULL.items():
-            if (isinstance(error, OSError) and error.errno == code) or words.search(str(error)):
-                return code
-        error, seen = error.__cause__ or error.__context__, seen + 1
-    return None
 
 
 class LocalRead(NamedTuple):
@@ -323,11 +242,3 @@ class LocalRead(NamedTuple):
                 return ReadResult(file.read(-1 if self.stop is None else self.stop - self.start), b"")
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return ReadResult(None, ABSENT)
-
-
-def _lost(missing: Callable[[], str | None]) -> str | None:
-    try:
-        path = missing()
-    except Exception as error:  # tensorstore has no error types
-        return f"the written files cannot be read ({str(error)[:300]})"
-    return path and f"{path!r} no longer exists"

@@ -1,4 +1,4 @@
-"""Leaves of a state in a checkpoint: their records, their stored arrays, and the leaves that are left out."""
+"""Leaves of a state: one pass over them, their records in a checkpoint, and their stored arrays."""
 
 import dataclasses
 import functools
@@ -31,33 +31,91 @@ WIDTHS = {"int32", "int64"}
 Keys = tuple[str, ...]
 
 
-def path_keys(path: Any) -> Keys:
-    return tuple(trees.path_str((key,)) for key in path)
+class StateLeaves:
+    """The leaves of a tree, such as a state, flattened once, with what their places in states say of them.
+
+    Attributes:
+        values: The leaves.
+        keys: The keys of each leaf's path.
+        paths: Keys joined by slashes.
+    """
+
+    def __init__(self, tree: Tree) -> None:
+        structure: Any
+        flat, structure = jax.tree_util.tree_flatten_with_path(tree)
+        typed = [[(key, type(getattr(key, "key", None))) for key in entries] for entries, _ in flat]  # 1 equals True
+        names = {key: trees.path_str(key[:1]) for key in {key for keys in typed for key in keys}}
+        self.tree, self._structure = tree, structure
+        self.values = [leaf for _, leaf in flat]
+        self.keys: list[Keys] = [tuple([names[key] for key in keys]) for keys in typed]
+        self.paths = ["/".join(keys) for keys in self.keys]
+
+    @functools.cached_property
+    def _numbers(self) -> Any:
+        """A copy of the tree that holds the indices of the leaves."""
+        return self._structure.unflatten(range(len(self.values)))
+
+    @functools.cached_property
+    def states(self) -> list[tuple[TrainState, TrainState]]:
+        """Each state in the tree, with a copy that holds the indices of its leaves."""
+        both = self.tree, self._numbers
+        nodes = (jax.tree.leaves(root, is_leaf=lambda node: isinstance(node, TrainState)) for root in both)
+        return [pair for pair in zip(*nodes, strict=True) if isinstance(pair[0], TrainState)]
+
+    @functools.cached_property
+    def halves(self) -> dict[int, int]:
+        """The leaves that `compact` stores in two → their other halves, as indices."""
+        halves: dict[int, int] = {}
+        for state, numbers in self.states:
+            roles = roles_in(state)
+            pairs = [(numbers.slots.get(name), numbers.slots.get(half)) for name, half in roles.halves.items()]
+            own = (name for name in roles.of(Role.REMAINDER) if name not in roles.halves.values())
+            for both in [*pairs, *((numbers.params, numbers.slots.get(name)) for name in own)]:
+                if all(trees.is_like(state.params, part) for part in both):
+                    places = zip(*(trees.flatten_like(state.params, part, SLOTS) for part in both), strict=True)
+                    halves |= {place: half for place, half in places if place is not None and half is not None}
+        return halves
+
+    def left_out(self, leave_out: selection.VarList) -> set[int]:
+        """Return the indices of the left-out parameters and of their slots."""
+        if leave_out is None:
+            return set()
+        (params, of_params), (slots, of_slots) = (
+            (_field(self.tree, name), _field(self._numbers, name)) for name in (PARAMS, SLOTS)
+        )
+        if params is None:
+            raise ValueError(
+                f"leave_out: selects among the params of a state, but this {type(self.tree).__name__} has none; save a "
+                "TrainState, or a dict with 'params'"
+            )
+        chosen = selection.resolve(params, leave_out, "leave_out")
+        left_out = {i for i, is_chosen in zip(jax.tree.leaves(of_params), chosen, strict=True) if is_chosen}
+        for name, tree in slots.items() if isinstance(slots, Mapping) else ():
+            places = owners(str(name), tree, params, roles_in(self.tree))
+            of_slot = zip(jax.tree.leaves(of_slots[name]), places, strict=True)
+            left_out |= {i for i, place in of_slot if place is not None and chosen[place]}
+        return left_out
+
+    def records(self) -> list[tuple[Leaf, Any]]:
+        """Return what a checkpoint says of each leaf, and its value."""
+        # Orbax joins keys with dots.
+        quoted = (urllib.parse.quote(path, safe="/", errors="surrogatepass").replace(".", "%2E") for path in self.paths)
+        out = []
+        for keys, path, array, leaf in zip(self.keys, self.paths, unique(quoted), self.values, strict=True):
+            value = _with_value(leaf, path)
+            is_key, dtype = trees.is_key(value), str(value.dtype)
+            nbytes, impl = int(value.nbytes), None
+            if is_key:
+                nbytes, impl = int(trees.key_data(value).nbytes), str(jax.random.key_impl(value))
+            stored, shape = array if value.size else None, tuple(value.shape)
+            out.append((Leaf(path, keys, shape, dtype, nbytes, stored, _CARRIERS.get(dtype), impl), value))
+        for i, half in self.halves.items():
+            out[i] = dataclasses.replace(out[i][0], half=out[half][0].array), out[i][1]
+        return out
 
 
-def halves_in(tree: Tree) -> dict[int, int]:
-    """Return the leaves that `compact` stores in two → their other halves, as indices."""
-    halves: dict[int, int] = {}
-    for state, numbers in states_in(tree):
-        roles = roles_in(state)
-        pairs = [(numbers.slots.get(name), numbers.slots.get(half)) for name, half in roles.halves.items()]
-        own = (name for name in roles.of(Role.REMAINDER) if name not in roles.halves.values())
-        for both in [*pairs, *((numbers.params, numbers.slots.get(name)) for name in own)]:
-            if all(trees.is_like(state.params, part) for part in both):
-                places = zip(*(trees.flatten_like(state.params, part, SLOTS) for part in both), strict=True)
-                halves |= {place: half for place, half in places if place is not None and half is not None}
-    return halves
-
-
-def states_in(tree: Tree) -> list[tuple[TrainState, TrainState]]:
-    """Return each state in a tree, with a copy that holds the indices of its leaves in the tree."""
-    both = tree, numbers_of_leaves(tree)
-    nodes = (jax.tree.leaves(root, is_leaf=lambda node: isinstance(node, TrainState)) for root in both)
-    return [both for both in zip(*nodes, strict=True) if isinstance(both[0], TrainState)]
-
-
-def numbers_of_leaves(tree: Tree) -> Any:
-    return jax.tree.unflatten(trees.structure(tree), range(len(jax.tree.leaves(tree))))
+def _field(state: Tree, name: str) -> Any:
+    return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)
 
 
 # Records of leaves, and their conversion to and from stored arrays.
@@ -66,23 +124,6 @@ def numbers_of_leaves(tree: Tree) -> Any:
 _CARRIERS = {"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "uint8"}
 
 _Record = TypeVar("_Record", Leaf, LeftOut)
-
-
-def leaves_with_keys(state: Tree) -> list[tuple[Leaf, Any]]:
-    flat = jax.tree_util.tree_leaves_with_path(state)
-    paths = [trees.path_str(keys) for keys, _ in flat]
-    # Orbax joins keys with dots.
-    arrays = unique(urllib.parse.quote(path, safe="/", errors="surrogatepass").replace(".", "%2E") for path in paths)
-    out = []
-    for (keys, leaf), path, array in zip(flat, paths, arrays, strict=True):
-        leaf = _with_value(leaf, path)
-        nbytes, dtype = int(trees.key_data(leaf).nbytes), str(leaf.dtype)
-        impl = str(jax.random.key_impl(leaf)) if trees.is_key(leaf) else None
-        stored, carrier = array if leaf.size else None, _CARRIERS.get(dtype)
-        out.append((Leaf(path, path_keys(keys), tuple(leaf.shape), dtype, nbytes, stored, carrier, impl), leaf))
-    for i, half in halves_in(state).items():
-        out[i] = dataclasses.replace(out[i][0], half=out[half][0].array), out[i][1]
-    return out
 
 
 def require_value(leaf: object, what: str) -> None:
@@ -189,31 +230,7 @@ def unique(paths: Iterable[str]) -> list[str]:
     return names
 
 
-# Leaves that `Saver(leave_out=…)` does not save, and their fingerprints.
-
-
-def left_out_indices(state: Tree, leave_out: selection.VarList) -> set[int]:
-    """Return the indices of the left-out parameters and of their slots."""
-    if leave_out is None:
-        return set()
-    params, slots = _field(state, PARAMS), _field(state, SLOTS)
-    if params is None:
-        raise ValueError(
-            f"leave_out: selects among the params of a state, but this {type(state).__name__} has none; save a "
-            "TrainState, or a dict with 'params'"
-        )
-    chosen = selection.resolve(params, leave_out, "leave_out")
-    roles, numbers = roles_in(state), numbers_of_leaves(state)
-    left_out = {i for i, is_chosen in zip(jax.tree.leaves(_field(numbers, PARAMS)), chosen, strict=True) if is_chosen}
-    for name, tree in slots.items() if isinstance(slots, Mapping) else ():
-        places = owners(str(name), tree, params, roles)
-        of_slot = zip(jax.tree.leaves(_field(numbers, SLOTS)[name]), places, strict=True)
-        left_out |= {i for i, place in of_slot if place is not None and chosen[place]}
-    return left_out
-
-
-def _field(state: Tree, name: str) -> Any:
-    return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)
+# Fingerprints of leaves that `Saver(leave_out=…)` does not save.
 
 
 def start_leaf_fingerprints(named: Sequence[tuple[Recorded, Any]]) -> Callable[[], tuple[LeftOut, ...]]:

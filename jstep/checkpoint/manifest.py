@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jstep.core.checks import format_value
+from jstep.core.checks import describe_type, format_value
 from jstep.core.exceptions import Picklable
 from jstep.stores.tagged_json import decode_json
 
@@ -61,27 +61,22 @@ class Extra(NamedTuple):
 
 def json_copy(value: object, name: str) -> Any:
     """Return the value as JSON decodes it: tuples become lists."""
-    _check_json(value, name, ())
+    _check_json(value, name)
     return json.loads(json.dumps(value))
 
 
-def _check_json(value: object, name: str, above: tuple[int, ...]) -> None:
-    if id(value) in above:
-        raise TypeError(f"{name}: contains itself, which JSON cannot represent; leave that part out")
-    if len(above) > _DEEPEST:
-        raise TypeError(f"{name[:100]}…: is nested deeper than {_DEEPEST} levels; flatten it")
+def _check_json(value: object, name: str, depth: int = 0) -> None:
+    if depth > _DEEPEST:
+        raise TypeError(f"{name[:100]}…: contains itself, or is nested deeper than {_DEEPEST} levels; flatten it")
     if isinstance(value, dict | list | tuple):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(value, dict) and not isinstance(key, str):
-                raise TypeError(
-                    f"{name}: the key {format_value(key)} is {type(key).__name__}; JSON keys must be strings"
-                )
-            _check_json(item, f"{name}[{key!r}]", (*above, id(value)))
+                raise TypeError(f"{name}: the key {format_value(key)} must be a string, got {describe_type(key)}")
+            _check_json(item, f"{name}[{key!r}]", depth + 1)
     elif not isinstance(value, str | int | float | None):
-        hint = "; convert it with .tolist()" if hasattr(value, "tolist") else ""
         raise TypeError(
-            f"{name}: {type(value).__name__} is not a JSON value{hint}. extra takes dicts with string keys, lists, "
-            "strings, numbers, booleans and None; put arrays into the state"
+            f"{name}: {describe_type(value)} is not a JSON value. extra takes dicts with string keys, lists, strings, "
+            "numbers, booleans and None; put arrays into the state, or convert them with .tolist()"
         )
 
 

@@ -20,8 +20,6 @@ from jstep.slots import compact_numbers
 from jstep.slots.roles import COPIES, Role, Roles, roles_in
 from jstep.state.slots import owners
 
-_NAMED = 5  # entries of params named in a message
-
 Names = Mapping[str, str] | Callable[[str], str | None]
 """Path in the target → path in the checkpoint; leaves that are not mentioned (None) have the same path in both."""
 _FORM = "a mapping from paths of the target to paths in the checkpoint, or a function (path) -> path or None"
@@ -90,59 +88,48 @@ def match(
         averages: The slots of moving averages that replace params.
         names: Paths in the checkpoint for paths of the target.
     """
+    of_target, roles, arrays = leaf_records.StateLeaves(target), roles_in(target), manifest.by_array
     records = leaf_records.leaves_by_id(manifest.leaves)
     saved: dict[_Id, Leaf | LeftOut] = {**leaf_records.leaves_by_id(manifest.left_out), **records}
     renamed = _renamed(names, target, {path for path, _ in saved}, where)
-    leaves = []
-    for entries, value in jax.tree_util.tree_leaves_with_path(target):
-        keys = leaf_records.path_keys(entries)
-        path = "/".join(keys)
-        shape, dtype = targets.target_kind(value, path, _NO_KIND)
-        leaves.append(WantedLeaf(path, value, shape, str(dtype), renamed.get(path, path), None, keys=keys))
-    steps = next((leaf.shape for leaf in leaves if leaf.keys == (GLOBAL_STEP,)), ())
-    numbers = [number for _, number in trees.ids(leaf.path for leaf in leaves)]
-    own = [(str(leaf.name), number) for leaf, number in zip(leaves, numbers, strict=True)]
-    averaged = [find_average(key, records, averages) for key in own]
-    averaged = [
-        key if key is not None and records[key].shape == leaf.shape else None
-        for key, leaf in zip(averaged, leaves, strict=True)
-    ]
-
-    difference = functools.partial(_difference, steps=steps)
-    leaves = [
-        targets.match_leaf(leaf, average or key, saved, difference if average is None else lambda *_: "")
-        for leaf, key, average in zip(leaves, own, averaged, strict=True)
-    ]
-    roles, halves, arrays = roles_in(target), leaf_records.halves_in(target), manifest.by_array
-
-    def is_in_other_format(i: int, record: Leaf) -> bool:
-        saved = arrays.get(record.half or "")
-        wanted = leaves[halves[i]] if i in halves else None
-        return (saved and (saved.shape, saved.dtype)) != (wanted and (wanted.shape, wanted.dtype))
-
-    copies = {} if all(leaf.source for leaf in leaves) else _copies(target, leaves, halves)
-    wanted = [
-        dataclasses.replace(
-            leaf,
-            source=leaf.source if isinstance(leaf.source, Leaf) else None,
-            is_guard=leaf.is_missing and _is_of_guard(leaf.keys, roles),
-            left_out=leaf.source if isinstance(leaf.source, LeftOut) else None,
-            copy=copies.get(i),
-            half=arrays.get(leaf.source.half or "") if isinstance(leaf.source, Leaf) and averaged[i] else None,
-        )
-        for i, leaf in enumerate(leaves)
-    ]
-    used = set(own)  # includes parameters that an average replaces
-    unused = [key[0] for key in records if key not in used and not _is_of_averages(key[0], averages)]
-    in_other_format = any(key in records and is_in_other_format(i, records[key]) for i, key in enumerate(own))
-    return CheckpointMatch(wanted, unused, bool(roles) and in_other_format)
+    kinds = [targets.target_kind(*pair, _NO_KIND) for pair in zip(of_target.values, of_target.paths, strict=True)]
+    steps = next((kind[0] for keys, kind in zip(of_target.keys, kinds, strict=True) if keys == (GLOBAL_STEP,)), ())
+    leaves: list[WantedLeaf] = []
+    own: set[_Id] = set()  # includes parameters that an average replaces
+    in_other_format = False
+    for i, ((path, number), (shape, dtype)) in enumerate(zip(trees.ids(of_target.paths), kinds, strict=True)):
+        keys, key = of_target.keys[i], (renamed.get(path, path), number)
+        own.add(key)
+        average = find_average(key, records, averages)
+        is_average = average is not None and records[average].shape == shape
+        source = records[average] if average is not None and is_average else saved.get(key)
+        kind = shape, str(dtype)
+        problem = "" if source is None or is_average else _difference(path, keys, kind, source, steps)
+        is_guard = source is None and _is_of_guard(keys, roles)
+        leaf = WantedLeaf(path, of_target.values[i], *kind, key[0], None, problem, keys, is_guard)
+        if isinstance(source, Leaf) and not problem:
+            half = arrays.get(source.half or "") if is_average else None
+            leaf = dataclasses.replace(leaf, source=source, half=half)
+        elif isinstance(source, LeftOut) and not problem:
+            leaf = dataclasses.replace(leaf, left_out=source)
+        leaves.append(leaf)
+        if roles and key in records:
+            was, place = arrays.get(records[key].half or ""), of_target.halves.get(i)
+            now = None if place is None else (kinds[place][0], str(kinds[place][1]))
+            in_other_format |= (None if was is None else (was.shape, was.dtype)) != now
+    if any(leaf.source is None for leaf in leaves):
+        for i, copy in _copies(of_target, leaves).items():
+            leaves[i] = dataclasses.replace(leaves[i], copy=copy)
+    unused = [key[0] for key in records if key not in own and not _is_of_averages(key[0], averages)]
+    return CheckpointMatch(leaves, unused, in_other_format)
 
 
-def _copies(target: Tree, leaves: Sequence[WantedLeaf], halves: Mapping[int, int]) -> dict[int, Copy]:
+def _copies(target: leaf_records.StateLeaves, leaves: Sequence[WantedLeaf]) -> dict[int, Copy]:
     """Return the leaves that the checkpoint lacks → the restored leaves that they copy."""
     copies: dict[int, Copy] = {}
+    halves = target.halves
     for i, originals in _copied(target).items():
-        restored = [j for j in originals if isinstance(leaves[j].source, Leaf)]
+        restored = [j for j in originals if leaves[j].source is not None]
         if leaves[i].source is None and restored:
             parts = [i, halves[i]] if i in halves else [i]
             for part, number in enumerate(parts):
@@ -150,13 +137,13 @@ def _copies(target: Tree, leaves: Sequence[WantedLeaf], halves: Mapping[int, int
     return copies
 
 
-def _copied(target: Tree) -> dict[int, list[int]]:
+def _copied(target: leaf_records.StateLeaves) -> dict[int, list[int]]:
     """Return the slots that start as copies → their originals in order of preference, as indices.
 
     A slot inside `master_weights` starts as a copy of the master, or if the checkpoint has none, of the parameter.
     """
     originals: dict[int, list[int]] = {}
-    for state, numbers in leaf_records.states_in(target):
+    for state, numbers in target.states:
         params, roles = jax.tree.leaves(numbers.params), roles_in(state)
         mine = [
             (roles[name], place, number)
@@ -178,12 +165,12 @@ def _is_of_guard(keys: Keys, roles: Roles) -> bool:
     return len(keys) == 2 and keys[0] == SLOTS and roles.get(keys[1]) in _GUARDS
 
 
-def _difference(leaf: WantedLeaf, source: Leaf | LeftOut, steps: Sequence[int]) -> str:
-    saved, wanted = (source.shape, source.dtype), (leaf.shape, leaf.dtype)
-    if saved == wanted or (isinstance(source, Leaf) and _converts(leaf.keys, saved, wanted, steps)):
+def _difference(path: str, keys: Keys, wanted: _Kind, source: Leaf | LeftOut, steps: Sequence[int]) -> str:
+    saved = source.shape, source.dtype
+    if saved == wanted or (isinstance(source, Leaf) and _converts(keys, saved, wanted, steps)):
         return ""
     left_out = "left out as " if isinstance(source, LeftOut) else ""
-    return f"{leaf.path!r} ({left_out}{array_type(*saved)}, and {array_type(*wanted)} in target)"
+    return f"{path!r} ({left_out}{array_type(*saved)}, and {array_type(*wanted)} in target)"
 
 
 def _converts(keys: Keys, saved: _Kind, wanted: _Kind, steps: Sequence[int]) -> bool:
@@ -196,45 +183,33 @@ def _converts(keys: Keys, saved: _Kind, wanted: _Kind, steps: Sequence[int]) -> 
     return keys[-1] == GLOBAL_STEP or (keys[0] == SLOTS and saved[0] in ((), tuple(steps)))
 
 
-_REPACK = (
-    " Some slots are stored in another format, with or without jstep.compact, or with other blocks: create a target "
-    "with the optimizer that saved the checkpoint, restore it, and convert the state: "
-    "state = jstep.repack(state, old_optimizer, new_optimizer)."
-)
-
-
-def check(result: CheckpointMatch, manifest: Manifest, partial: bool, where: str) -> None:
+def check(result: CheckpointMatch, partial: bool, where: str) -> None:
     """Check that a state can be restored from a match; if `partial`, leaves that do not fit are skipped."""
+    differences = result.differences()
     if result.in_other_format:
-        raise ValueError(f"target does not fit {where}{result.differences()}. Nothing was restored.{_REPACK}")
-    if not partial and result.differences():
         raise ValueError(
-            f"target does not fit {where}{result.differences()}. Nothing was restored; "
+            f"target does not fit {where}{differences}. Nothing was restored. Slots are stored in another format, with "
+            "or without jstep.compact, or in other blocks: restore a target of the optimizer that saved them, then "
+            "state = jstep.repack(state, old_optimizer, new_optimizer)."
+        )
+    if not partial and differences:
+        raise ValueError(
+            f"target does not fit {where}{differences}. Nothing was restored; "
             "Saver.restore(target, partial=True) restores what fits, and names={…} maps leaves that have another path."
         )
-    if result.wanted and all(wanted.source is None for wanted in result.wanted):
+    if result.wanted and all(want.source is None for want in result.wanted):
+        raise ValueError(f"target has nothing in common with {where}{differences}")
+    if any(want.path == GLOBAL_STEP and want.source is None for want in result.wanted):
         raise ValueError(
-            f"target has nothing in common with {where}"
-            + format_items("differing", [want.problem for want in result.wanted if want.problem])
-            + format_items("target has", [repr(wanted.path) for wanted in result.wanted])
-            + format_items("the checkpoint has", [repr(leaf.path) for leaf in manifest.leaves])
-            + format_items("left out of it", [repr(leaf.path) for leaf in manifest.left_out])
+            f"partial=True: {where} has no global_step that fits{differences}; a trained state whose step starts at 0 "
+            "would repeat its schedule and its data. Pass a target without a step, such as {'params': params}."
         )
-    if any(wanted.path == GLOBAL_STEP and wanted.source is None for wanted in result.wanted):
-        raise ValueError(
-            f"partial=True: {where} has no global_step that fits{result.differences()}; a trained state whose step "
-            "starts at 0 would repeat its schedule and its data. To restore parameters alone, pass a target without "
-            "a step, such as {'params': params}."
-        )
-    without = [
-        repr(want.path) for want in result.wanted if want.left_out is not None and not targets.has_value(want.leaf)
-    ]
-    if without:
+    left_out = [want for want in result.wanted if want.left_out is not None]
+    if without := [repr(want.path) for want in left_out if not targets.has_value(want.leaf)]:
         raise ValueError(
             f"target: some leaves were left out of {where} by Saver(leave_out=…), so target must have their values, "
-            f"which has only shapes, or arrays that were donated{format_items('without values', without)}. Pass the "
-            "values that the run started with, such as the pretrained parameters, or restore the other parameters "
-            "alone: restore_params takes a part of them."
+            f"not only shapes{format_items('without values', without)}. Pass the values that the run started with, "
+            "such as the pretrained parameters."
         )
 
 
@@ -242,19 +217,16 @@ def check_run(state: Tree, manifest: Manifest, where: str) -> None:
     """Like `check`, for resuming a run; the error says whose checkpoint it is."""
     result = match(state, manifest, None, None, where)
     try:
-        check(result, manifest, False, where)
+        check(result, False, where)
     except ValueError as error:
         unmatched = [want.path for want in result.wanted if want.is_missing or want.problem]
         differ = {path.split("/")[0] for path in (*unmatched, *result.unused)} & {PARAMS, SLOTS}
         if result.in_other_format or not differ:
             raise
-        other = f"{'model' if PARAMS in differ else 'optimizer'}: its {' and '.join(sorted(differ))} differ"
-        directory, _, name = where.rpartition("/")
-        prefix = name.rpartition("-")[0]
-        saver = f"jstep.Saver({directory!r}{'' if prefix == 'model' else f', prefix={prefix!r}'})"
         raise ValueError(
-            f"checkpoint_dir: {name} was saved by a run with another {other} from those of state. For a new run, give "
-            f"another checkpoint_dir; to begin it with parameters of this one, take {saver}.restore_params(params). In "
+            f"checkpoint_dir: {where.rpartition('/')[2]} was saved by a run with another "
+            f"{'model' if PARAMS in differ else 'optimizer'}: its {' and '.join(sorted(differ))} differ from those of "
+            "state. For a new run, give another checkpoint_dir; Saver.restore_params restores parameters for it. In "
             f"detail, {error}"
         ) from None
 
@@ -316,17 +288,9 @@ def check_averages(averages: Sequence[str], saved: Sequence[Leaf], where: str) -
 
 
 def match_params(
-    target: Mapping[str, Any],
-    manifest: Manifest,
-    averages: Sequence[str] | None,
-    names: Names | None,
-    where: str,
-    refuse: Callable[[str], ValueError] | None = None,
+    target: Mapping[str, Any], manifest: Manifest, averages: Sequence[str] | None, names: Names | None, where: str
 ) -> CheckpointMatch:
-    """Match and check a target `{"params": params}`; `names` may omit `params/`.
-
-    `refuse(differences)` is the error of another function than `restore_params` if they do not fit.
-    """
+    """Match and check a target `{"params": params}`; `names` may omit `params/`."""
     if not manifest.left_out and not any(leaf.keys[0] == PARAMS for leaf in manifest.leaves):
         raise ValueError(
             f"{where} has no params: its leaves are {sorted({leaf.keys[0] for leaf in manifest.leaves})[:20]}; "
@@ -338,32 +302,14 @@ def match_params(
     matched = match(target, manifest, averages, whole, where)
     extra = {leaf.path for leaf in manifest.leaves if leaf.keys[0] == PARAMS}
     result = dataclasses.replace(matched, unused=[path for path in matched.unused if path in extra])
-    if result.differences() and refuse is not None:
-        raise refuse(result.differences())
-    check(matched, manifest, True, where)
-    if result.differences():
+    check(matched, True, where)
+    if differences := result.differences():
         raise ValueError(
-            f"target_params does not fit the params of {where}{result.differences()}. Nothing was restored. "
+            f"target_params does not fit the params of {where}{differences}. Nothing was restored. "
             "names={…} maps leaves with another path; "
             "Saver.restore({'params': target_params}, partial=True) restores what fits."
-            + _without_absent(target[PARAMS], result)
         )
     return result
-
-
-def _without_absent(params: Tree, result: CheckpointMatch) -> str:
-    """Describe how to restore the rest, if the checkpoint lacks whole entries of params."""
-    if not isinstance(params, Mapping) or result.unused or any(want.problem for want in result.wanted):
-        return ""
-    missing = {want.path for want in result.wanted if want.is_missing}
-    of_entries = {name: set(trees.leaf_paths({PARAMS: {name: params[name]}})) for name in params}
-    absent = [name for name, paths in of_entries.items() if paths and paths <= missing]
-    rest = [name for name, paths in of_entries.items() if paths - missing]
-    if not rest or set().union(*(of_entries[name] for name in absent)) != missing:
-        return ""
-    whole = f" The checkpoint has nothing of {', '.join(map(repr, absent[:_NAMED]))}{', …' * (len(absent) > _NAMED)}: "
-    entries = ", ".join(f"{name!r}: …" for name in rest[:_NAMED]) + ", …" * (len(rest) > _NAMED)
-    return f"{whole}restore_params({{{entries}}}) restores the rest."
 
 
 def _whole_names(names: Names | None, paths: set[str], saved: set[str]) -> Names | None:
@@ -377,14 +323,7 @@ def _whole_names(names: Names | None, paths: set[str], saved: set[str]) -> Names
         return names
     rename: Callable[[str], str | None] = names
 
-    def renamed(path: str) -> Any:
-        other, short = rename(path), path.removeprefix(f"{PARAMS}/")
-        if other in (None, path) and path not in saved and short != path:
-            of_short = rename(short)
-            other = other if of_short in (None, short) else of_short
-        return whole(other, saved)
-
-    return renamed
+    return lambda path: whole(rename(path), saved)
 
 
 # Conversion of arrays read from a checkpoint to the leaves of a target, with its shardings and in their own memory.

@@ -4,8 +4,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import itertools
-import json
 import logging
 import math
 import os
@@ -167,24 +165,6 @@ def _check(manifest: Manifest, opened: Mapping[str, Any]) -> None:
                 problems.append(f"the array of {leaf.path!r} is {what}")
     if problems:
         raise CorruptedError(problems)
-
-
-def missing(path: str, manifest: Manifest) -> str | None:
-    """Return the first array that lacks a chunk; reading one byte of each finds removed files."""
-    store = ts.KvStore.open({"driver": "ocdbt", "base": in_folder(path)}).result()
-    wanted = manifest.by_array
-    described = {name: store.read(_within(name) + ".zarray") for name in wanted}
-    reads = []
-    for name, leaf in wanted.items():
-        if not (description := described[name].result().value):
-            return leaf.path
-        zarray = json.loads(description)
-        grid = [-(-size // chunk) for size, chunk in zip(zarray["shape"], zarray["chunks"], strict=True)]
-        for at in itertools.product(*map(range, grid)):
-            key = _within(name) + (zarray.get("dimension_separator", ".").join(map(str, at)) or "0")
-            reads.append((leaf.path, store.read(key, byte_range=slice(0, 1))))
-    # For a missing key, and for a removed file, the store returns an empty value.
-    return next((leaf for leaf, read in reads if not read.result().value), None)
 
 
 def _within(name: str) -> str:

@@ -20,8 +20,6 @@ from jstep.core.checks import format_items
 from jstep.distributed import processes
 from jstep.stores.urls import is_url
 
-INTACT, COMPLETE, UNUSABLE, GONE = "intact", "complete", "unusable", "gone"
-"""Conditions of a checkpoint: verified; not verified; corrupted, or not usable under its current name; evicted."""
 CORRUPTED, UNREADABLE = "is corrupted", "cannot be restored"
 """Verdicts on a checkpoint: some of its bytes have changed, or all are as they were written."""
 SHOWN = 3
@@ -38,6 +36,9 @@ _logger = logging.getLogger("jstep")
 
 class GoneError(CheckpointError):
     """A checkpoint was deleted or replaced while it was read."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"{path} was deleted or replaced while it was read")
 
 
 class CheckpointReader:
@@ -71,13 +72,13 @@ class CheckpointReader:
         def read(path: str, manifest: Manifest) -> Any:
             match.check_averages(averages or (), manifest.leaves, path)
             if target is None:
-                arrays = self._read(path, manifest, dict.fromkeys(manifest.by_array))
+                arrays = self.read(path, manifest, dict.fromkeys(manifest.by_array), self._verify)
                 return match.nest_values(manifest.leaves, arrays, averages)
             if of_params:
                 matched = match.match_params(target, manifest, averages, names, path)
             else:
                 matched = match.match(target, manifest, averages, names, path)
-                match.check(matched, manifest, partial, path)
+                match.check(matched, partial, path)
             values = self._read_leaves(path, manifest, matched)
             self._log_differences(path, manifest.step, matched)
             return jax.tree.unflatten(trees.structure(target), values)
@@ -89,12 +90,13 @@ class CheckpointReader:
 
     def _retry(self, step: int | None, read: Any) -> Any:
         """Read one checkpoint; if it is evicted meanwhile, choose again which one to read."""
-        for _ in range(_TRIES):
+        for left in reversed(range(_TRIES)):
             try:
                 return read(*self.find(step))
-            except GoneError as gone:
-                path = gone.args[0]
-        raise CheckpointError(f"{path} was deleted while it was read, and so were {_TRIES - 1} others before it")
+            except GoneError:
+                if not left:
+                    raise
+        raise AssertionError("unreachable")
 
     def find(self, requested: int | None) -> tuple[str, Manifest]:
         """Return the path and manifest of a checkpoint, the same on every process."""
@@ -162,7 +164,7 @@ class CheckpointReader:
             for name, want in read:
                 if name is not None:
                     shardings.setdefault(name, match.stored_sharding(want))
-            arrays = self._read(path, manifest, shardings)
+            arrays = self.read(path, manifest, shardings, self._verify)
             for i, want in enumerate(matched.wanted):
                 if want.source is not None:
                     value = leaf_records.leaf_value(want.source, want.half, arrays)
@@ -209,22 +211,15 @@ class CheckpointReader:
             _AGES if has_fresh_slots else "",
         )
 
-    def _read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any], verify: bool) -> dict[str, Any]:
         """Read stored arrays by name; corrupted arrays are never returned."""
-        arrays, problems, failure = read_and_verify(self._store, path, manifest, shardings, self._verify)
+        arrays, problems, failure = read_and_verify(self._store, path, manifest, shardings, verify)
         if processes.any_process(bool(problems) or failure is not None):
             if processes.any_process(self._store.is_gone(path, manifest)):
                 raise GoneError(path)
             if processes.any_process(bool(problems)):
-                problems = problems or ["another process names the file"]
-                left = ""
-                if not (manifest.is_packed or is_url(path)):
-                    left = (
-                        f" Saver({self._store.directory!r}, {self._prefix!r}, verify=False).restore(target, "
-                        f"{manifest.step}) reads it unverified, and jstep.load_weights({path!r}, params, partial=True) "
-                        "those parameters that can be read."
-                    )
-                raise self.unusable(path, problems, CORRUPTED, left)
+                left = "" if manifest.is_packed or is_url(path) else " Saver(…, verify=False) restores it unverified."
+                raise self.unusable(path, problems or ["another process names the file"], CORRUPTED, left)
             reason = "see the error of another process" if failure is None else short(failure)
             raise CheckpointError(f"{path} could not be read: {reason}") from failure
         return arrays
@@ -242,19 +237,14 @@ class CheckpointReader:
         in_the_way: list[str] = []
         left = VERIFIED
         for step, other in self._store.newest_first(self._prefix):
-            state, read = (UNUSABLE, 0) if other == path else condition(self._store, other, step, left)
+            usable, read = (False, 0) if other == path else is_usable(self._store, other, step, left)
             left -= read
-            if state == UNUSABLE:
+            if usable:
+                restore = f"Saver.restore(target, step={step}) verifies and restores it"
+                aside = self._set_aside(in_the_way, step, "resume from it")
+                return f"The newest intact checkpoint is step {step} ({other}): {restore}{aside}"
+            if usable is not None:
                 in_the_way.append(other)
-            elif state != GONE:
-                restore = f"Saver.restore(target, step={step})"
-                instead = (
-                    f"The newest intact checkpoint is step {step} ({other}): {restore} restores it"
-                    if state == INTACT
-                    else f"The newest other checkpoint that is complete is step {step} ({other}): {restore} verifies "
-                    "every byte of it, and restores it"
-                )
-                return instead + self._set_aside(in_the_way, step, "resume from it")
         none = f"No other checkpoint {self._prefix}-* in {self._store.directory} is intact"
         return none + self._set_aside(in_the_way, -1, "start from scratch")
 
@@ -307,20 +297,18 @@ def newest_in_words(store: Store, prefix: str) -> str:
     return f"the newest is {newest[1]}." if newest else "there are none yet."
 
 
-def condition(store: Store, path: str, step: int, max_bytes: int) -> tuple[str, int]:
-    """Return the condition of a checkpoint, and the bytes read; above `max_bytes`, none are verified."""
+def is_usable(store: Store, path: str, step: int, max_bytes: int) -> tuple[bool | None, int]:
+    """Return whether a checkpoint seems intact, None if it was deleted; and the bytes read, none above `max_bytes`."""
     try:
         manifest = store.manifest(path)
-        if manifest.step != step:
-            return UNUSABLE, 0
         nbytes = sum(int(record["bytes"]) for record in manifest.files.values())
-        if nbytes > max_bytes:
-            return COMPLETE, 0
-        return UNUSABLE if store.find_corruption(path, manifest) else INTACT, nbytes
+        if manifest.step != step or nbytes > max_bytes:
+            return manifest.step == step, 0
+        return not store.find_corruption(path, manifest), nbytes
     except FileNotFoundError:
-        return GONE, 0
+        return None, 0
     except (CheckpointError, OSError):  # an unreadable one may be intact
-        return UNUSABLE, 0
+        return False, 0
 
 
 def short(error: Exception) -> str:

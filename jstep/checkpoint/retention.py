@@ -10,7 +10,6 @@ from typing import Protocol
 from jstep.checkpoint.listing import format_name
 from jstep.checkpoint.manifest import CheckpointError, LeftOut, Manifest, RetainedSteps
 from jstep.checkpoint.store import Commit, Files, Store
-from jstep.core.checks import format_items
 
 _logger = logging.getLogger("jstep")
 
@@ -127,7 +126,7 @@ class Retention:
 
     def _decide(self, manifest: Manifest, temporary_secs: float | None) -> tuple[list[str], RetainedSteps, bool]:
         """Return the paths to delete, the new retention state, and whether this checkpoint is temporary."""
-        retained = self.load(leaf.path for leaf in manifest.leaves)
+        retained = self._load()
         if self._max_to_keep is None and temporary_secs is None and not self._replaces:
             return [], retained, False
         paths = dict(self._store.newest_first(self._prefix, trusted=retained.steps | self._complete))
@@ -187,23 +186,12 @@ class Retention:
     def evictable(self) -> list[str]:
         """Return the checkpoints that are not permanent, lowest step first."""
         paths = dict(self._store.newest_first(self._prefix))
-        for_good = (self._retained or self._newest_manifest().retention).steps
+        for_good = self._load().steps
         return [paths[step] for step in sorted(paths) if step not in for_good]
 
-    def load(self, saved: Iterable[str]) -> RetainedSteps:
-        """Return the retention state; the first call warns if leaves `saved` were left out before."""
+    def _load(self) -> RetainedSteps:
         if self._retained is None:
-            newest = self._newest_manifest()
-            self._retained = newest.retention
-            absent = {leaf.path for leaf in newest.left_out}
-            if again := [repr(path) for path in saved if path in absent]:
-                _logger.warning(
-                    "%s left out leaves that the next checkpoint contains, because leave_out changed%s. To leave them "
-                    "out again, pass the same leave_out; with train, "
-                    "checkpoint_dir=jstep.Saver(directory, leave_out=…)",
-                    format_name(self._prefix, newest.step),
-                    format_items("saved again", again),
-                )
+            self._retained = self._newest_manifest().retention
         return self._retained
 
     def _saved_at(self, step: int, path: str, retained: RetainedSteps) -> float:

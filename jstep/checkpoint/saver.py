@@ -6,15 +6,14 @@ import os
 import threading
 import time
 import weakref
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, overload
 
 import jax
 import numpy as np
 
 from jstep.checkpoint import names as naming
-from jstep.checkpoint.leaf_records import PARAMS, leaves_with_keys, left_out_indices, start_leaf_fingerprints, to_stored
+from jstep.checkpoint.leaf_records import PARAMS, StateLeaves, start_leaf_fingerprints, to_stored
 from jstep.checkpoint.listing import format_name
 from jstep.checkpoint.manifest import CheckpointError, Extra, Manifest, json_copy
 from jstep.checkpoint.match import Names
@@ -63,8 +62,7 @@ class Saver:
             those that `max_to_keep` would delete. The interval is remembered across restarts.
         async_save: Whether to write in the background.
         compress: Whether to compress (on a disk zstd, below a URL zlib). Trained floats shrink by a tenth, and writing
-            them takes several times as long. If None, a sample is compressed first, and all is compressed if that
-            halves the bytes.
+            them takes several times as long.
         verify: Whether `restore` verifies the checksums of all files before it returns, which reads each file once
             more. Checkpoints that were written below a URL are always verified, as they are read.
         clock: A function that returns the time in seconds since 1970.
@@ -101,7 +99,7 @@ class Saver:
         keep_checkpoint_every_n_hours: float | None = None,
         async_save: bool = True,
         *,
-        compress: bool | None = None,
+        compress: bool = False,
         verify: bool = True,
         clock: Callable[[], float] | None = None,
         leave_out: VarList = None,
@@ -119,7 +117,7 @@ class Saver:
             hours = as_number(hours, "keep_checkpoint_every_n_hours", low=0.0, above=True, meaning=meaning)
         self._retention = Retention(self._store, self.prefix, max_to_keep, hours, since=self._now())
         self._async_save = as_bool(async_save, "async_save")
-        self._compress = None if compress is None else as_bool(compress, "compress")
+        self._compress = as_bool(compress, "compress")
         check_form(leave_out, "leave_out")
         self.leave_out = leave_out
         self.allow_nonfinite = as_bool(allow_nonfinite, "allow_nonfinite")
@@ -140,8 +138,7 @@ class Saver:
         `save` does this automatically; long runs call it before their first step. A second call costs almost nothing.
 
         Args:
-            state: The state to save later, or its shapes, to check `leave_out`: a warning is
-                logged if it selects fewer leaves than the newest checkpoint left out.
+            state: The state to save later, or its shapes, to check `leave_out`.
 
         Raises:
             CheckpointError: Another Saver writes this prefix here; names its host and process. Or an earlier save
@@ -278,8 +275,8 @@ class Saver:
             target_params: A tree of arrays or of `jax.ShapeDtypeStruct` with the structure of the parameters
                 (including lists and tuples), as `target` of `restore`.
             step: The step to restore; None for the newest.
-            names: Leaves that have another path in the checkpoint, as in `restore`; `params/` may be omitted. A
-                function that does not rename a path that the checkpoint lacks is also called without `params/`.
+            names: Leaves that have another path in the checkpoint, as in `restore`; `params/` may be omitted,
+                except in the paths that a function gets.
             use_averages: Whether to restore the moving averages in place of the parameters, in the dtype of the
                 parameters. A string names their slot, a list several, as in `restore`.
 
@@ -496,17 +493,16 @@ class Saver:
 
     def _claim(self, state: Tree = None) -> None:
         """Claim the prefix; if the first process fails, all raise: a process that continued would wait forever."""
-        absent = left_out_indices(state, self.leave_out) if state is not None else set()
-        is_first = jax.process_index() == 0
+        if state is not None:
+            StateLeaves(state).left_out(self.leave_out)
         problem = f"{self.prefix}-* in {self.directory} cannot be written; see the error of process 0"
+        is_first = jax.process_index() == 0
         processes.on_all_processes(self._store.claim if is_first else lambda: None, problem, CheckpointError)
-        if state is not None and is_first:
-            self._retention.load(path for i, path in enumerate(trees.leaf_paths(state)) if i not in absent)
 
     def _save(self, state: Tree, step: int | None, extra: Extra) -> str:
         saved_at = self._now()
-        absent = left_out_indices(state, self.leave_out)
-        everything = leaves_with_keys(state)
+        leaves = StateLeaves(state)
+        absent, everything = leaves.left_out(self.leave_out), leaves.records()
         named = [pair for i, pair in enumerate(everything) if i not in absent]
         step = _step_of(state, step)
         finite = self._finite
@@ -519,11 +515,10 @@ class Saver:
         self._saving = path
         try:
             records = start_leaf_fingerprints([everything[i] for i in sorted(absent)])
-            compress = is_worthwhile(arrays.values()) if self._compress is None else self._compress
             commit = self._retention.commit_of(
                 manifest, records, tuple(self._flushes), self._temporary_secs, self._listener
             )
-            self._store.save(path, arrays, compress, commit, extra.files)
+            self._store.save(path, arrays, self._compress, commit, extra.files)
         except Exception as error:
             self._give_up(error)
         return path
@@ -585,29 +580,3 @@ def _step_of(state: Tree, requested: object = None) -> int:
     if requested is not None and as_int(requested, "step", 0) != number:
         raise ValueError(f"step={requested}: must be the state's global_step, {number}, which names its checkpoint")
     return number
-
-
-_ARRAYS, _SAMPLE = 64, 1024
-"""The number of arrays to sample, of all sizes, and the bytes from the middle of each."""
-_WORTH_IT = 0.6
-"""The compressed share of the sample below which compression is worthwhile."""
-
-
-def is_worthwhile(arrays: Iterable[Any]) -> bool:
-    """Return whether compression about halves the bytes, by a quick sample.
-
-    Only arrays on the CPU are sampled. Always False on several processes, which would have to agree.
-    """
-    by_size = sorted(arrays, key=lambda array: int(array.nbytes))
-    sampled = by_size[-1 :: -max(1, len(by_size) // _ARRAYS)]  # the largest among them
-    are_here = all(isinstance(array, np.ndarray) or placement.is_on_cpus(array) for array in sampled)
-    if jax.process_count() > 1 or not are_here:
-        return False
-    before, after = 0, 0.0
-    for array in sampled:
-        part = array if isinstance(array, np.ndarray) else np.asarray(array.addressable_shards[0].data)
-        start = part.size // 2
-        sample = part.ravel("K")[start : start + _SAMPLE // part.itemsize].tobytes()
-        before += array.nbytes
-        after += array.nbytes * min(1.0, len(zlib.compress(sample, 1)) / max(len(sample), 1))
-    return after < _WORTH_IT * before

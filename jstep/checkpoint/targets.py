@@ -1,8 +1,7 @@
 """Matching the leaves of a restore target to saved arrays, in a checkpoint or in files of weights."""
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
@@ -11,8 +10,6 @@ import numpy as np
 
 from jstep.core import placement, trees
 from jstep.core.checks import SHOWN, describe_type, format_items, format_value
-
-_GROUPS = 8  # prefixes listed in a message
 
 Source = TypeVar("Source")
 
@@ -48,15 +45,6 @@ class TargetLeaf(Generic[Source]):
 _Wanted = TypeVar("_Wanted", bound=TargetLeaf[Any])
 
 
-def match_leaf(
-    wanted: _Wanted, key: Hashable, sources: Mapping[Any, Source], difference: Callable[[_Wanted, Source], str]
-) -> _Wanted:
-    """Return a leaf with the source of this key, unless there is a `difference`."""
-    source = None if key is None else sources.get(key)
-    problem = "" if source is None else difference(wanted, source)
-    return dataclasses.replace(wanted, source=None if problem else source, problem=problem)
-
-
 @dataclasses.dataclass(frozen=True)
 class TargetMatch(Generic[_Wanted]):
     """The result of matching a target to a checkpoint or to files of weights.
@@ -80,30 +68,9 @@ class TargetMatch(Generic[_Wanted]):
         texts = [repr(w.path) if w.name == w.path else f"{w.name!r} (for {w.path!r})" for w in lacking]
         return (
             format_items(missing, texts, self.MAX_SHOWN)
-            + _by_prefix([want.path for want in lacking], self.MAX_SHOWN)
             + format_items(unused, list(map(repr, self.unused)), self.MAX_SHOWN)
-            + _by_prefix(self.unused, self.MAX_SHOWN)
             + format_items(differing, [want.problem for want in self.wanted if want.problem], self.MAX_SHOWN)
         )
-
-
-def _by_prefix(paths: Sequence[str], max_items: int) -> str:
-    """Count paths by their common prefixes, for a listing that does not show all of them."""
-    if len(paths) <= max_items:
-        return ""
-    for depth in (2, 1):  # by entries of a field, or by field
-        groups: dict[tuple[str, ...], list[list[str]]] = {}
-        for parts in (path.split("/") for path in paths):
-            groups.setdefault(tuple(parts[:depth]), []).append(parts)
-        if len(groups) <= _GROUPS:
-            break
-    counted = []
-    for some in groups.values():
-        columns = zip(*(parts[:-1] for parts in some), strict=False)
-        common = [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]
-        of_all = f"'{'/'.join([*common, '*'])}' ({len(some)} leaves)"
-        counted.append(repr("/".join(some[0])) if len(some) == 1 else of_all)
-    return f", that is, {', '.join(counted)}"
 
 
 def entries(names: object, leaves: Sequence[tuple[str, ...]], what: str, form: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jstep.checkpoint.leaf_records import left_out_indices
+from jstep.checkpoint.leaf_records import StateLeaves
 from jstep.checkpoint.manifest import Extra
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
@@ -96,7 +96,7 @@ def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, 
             saver.claim(state)  # fails now, not at the first save
             origin = dataclasses.replace(origin, is_claimed=True)
         else:
-            left_out_indices(state, saver.leave_out)
+            StateLeaves(state).left_out(saver.leave_out)
             processes.on_all_processes(saver.clean, "the checkpoints cannot be claimed")
     reads = saver if trunk is None else trunk.saver
     if trunk is not None:

@@ -159,7 +159,6 @@ def _plain(x: object) -> Any:
 COMMANDS = {
     "inspect": ("show a checkpoint, a directory of checkpoints, or safetensors", "cli_inspect:INSPECT"),
     "diff": ("find where two runs diverge: checkpoints, directories, logs", "cli_compare:DIFF"),
-    "merge": ("merge checkpoints into the weights of a decay that was not run", "cli_merge:MERGE"),
     "plot": ("plot the scalars of one or several runs to a file", "cli_events:PLOT"),
     "events": ("print the events of files, or the scalars of runs by step", "cli_events:EVENTS"),
     "cost": ("estimate the cost of a step: operations, memory, transfers", "cli_cost:COST"),

@@ -3,18 +3,14 @@
 import json
 import ntpath
 import os
-import re
 from collections.abc import Sequence
 
-from jstep.checkpoint.checksums import unreadable
-from jstep.checkpoint.listing import LARGEST_MANIFEST, OF_ORBAX, TEMPORARY, has_data, list_names, missing
+from jstep.checkpoint.listing import TEMPORARY, list_names, missing
 from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import format_value
 from jstep.stores.files import open_regular, read_small
 from jstep.stores.urls import is_url, location
-from jstep.weights.tensors import LARGEST, Tensor, Weights, parse_json, read_header
-
-# The files with the weights: a file, a folder, or an index with its shards.
+from jstep.weights.tensors import LARGEST, Tensor, Weights, read_header
 
 SUFFIX = ".safetensors"
 INDEX = ".index.json"
@@ -45,17 +41,11 @@ def weights_kind(path: str) -> tuple[str, str]:
         return FILES, os.path.join(path, names[0])
     if missing(path) != MANIFEST_FILE:  # a manifest of another program does not count
         return OF_JSTEP, path
-    folder = arrays_folder(path)
-    if folder is not None:
+    if (folder := arrays_folder(path)) is not None:
         return BY_ORBAX, folder
-    if has_data(path):
-        raise ValueError(
-            f"path={path!r}: is a checkpoint of jstep without {MANIFEST_FILE}: its save to a bucket was interrupted, "
-            "or its copy was; in the latter case, copy it again"
-        )
     raise FileNotFoundError(
-        f"path={path!r}: the folder has no weights (*{SUFFIX}, *{SUFFIX}{INDEX}), and is not a checkpoint of Orbax or "
-        "jstep"
+        f"path={path!r}: the folder has no weights (*{SUFFIX}, *{SUFFIX}{INDEX}), and is not a complete checkpoint of "
+        "Orbax or jstep; pass the path of one"
     )
 
 
@@ -81,23 +71,21 @@ def _files_in(folder: str) -> list[str]:
     return indexes + [name for name in names if name.endswith(SUFFIX) and name not in shards]
 
 
+def _several(folder: str, what: str, names: Sequence[str]) -> ValueError:
+    such_as = os.path.join(folder, names[0])
+    return ValueError(f"path={folder!r}: {what} ({', '.join(names[:10])}); pass the path of one, such as {such_as!r}")
+
+
 def read_headers(path: str) -> Weights:
-    return _sharded(path) if _is_index(path) else read_header(path)
-
-
-def _is_index(path: str) -> bool:
-    """Return whether a file is JSON: as the size of a safetensors header, its first bytes would be far too large."""
     with open_regular(path) as file:
         first = file.read(8)
-    if int.from_bytes(first, "little") <= LARGEST and len(first) == 8:
-        return False
-    return first.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[") or path.endswith(INDEX)
+    # As the size of a header, the first bytes of JSON are far too large.
+    is_json = first[:1] == b"{" and int.from_bytes(first, "little") > LARGEST
+    return _sharded(path) if is_json or path.endswith(INDEX) else read_header(path)
 
 
 def _sharded(path: str) -> Weights:
     weight_map = _files_of(path)
-    if not weight_map:
-        raise ValueError(f"{path}: the index lists no tensor")
     headers = {}
     for name in sorted(set(weight_map.values())):
         file = os.path.join(os.path.dirname(path), name)
@@ -118,14 +106,15 @@ def _sharded(path: str) -> Weights:
 
 
 def _files_of(path: str) -> dict[str, str]:
-    with open_regular(path) as file:
-        text = file.read(LARGEST + 1)
-    if len(text) > LARGEST:
-        raise ValueError(f"{path}: the index is too large: {LARGEST} bytes are allowed")
-    weight_map = parse_json(text, path).get("weight_map")
+    data = read_small(path, LARGEST)
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: corrupted: is not JSON ({error!s:.300})") from None
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(
-            f"{path}: not an index: must have a weight_map from tensors to files, got {format_value(weight_map)}"
+            f"{path}: not an index: must have a weight_map from tensors to files, got {format_value(content)}"
         )
     for file in set(weight_map.values()):
         # Check the name, not the link target: snapshots of the Hub are links to files elsewhere.
@@ -140,10 +129,7 @@ def _files_of(path: str) -> dict[str, str]:
 # The arrays of an Orbax checkpoint among its files, without importing Orbax.
 
 _METADATA = "_METADATA"
-_ARRAYS = "manifest.ocdbt"
 _DEFAULT = "default"  # the name of the only item of a CheckpointManager
-_STEP = re.compile(r"(?:.*[_-])?[0-9]+")
-_SHOWN = 10  # folders listed in a message
 
 
 def arrays_folder(path: str) -> str | None:
@@ -152,65 +138,14 @@ def arrays_folder(path: str) -> str | None:
     It is the folder itself, or an item of a step of a CheckpointManager.
     """
     if TEMPORARY in os.path.basename(os.path.abspath(path)):
-        raise ValueError(
-            f"path={path!r}: this checkpoint of Orbax is incomplete: its save was interrupted, or still runs"
-        )
-    entries = set(list_names(path))
+        raise ValueError(f"path={path!r}: this checkpoint is incomplete: its save was interrupted, or still runs")
+    entries = list_names(path)
     if _METADATA in entries:
-        return _with_arrays(path)
-    folders = sorted(name for name in entries if os.path.isdir(os.path.join(path, name)))
-    if _ARRAYS in entries:
-        raise _without_metadata(path)
-    checkpoints = sorted(
-        (name for name in folders if _STEP.fullmatch(name) and _is_checkpoint(os.path.join(path, name))),
-        key=lambda name: int(re.split("[_-]", name)[-1]),
-    )
-    if checkpoints:
-        raise _several(path, "is a directory of checkpoints", checkpoints[::-1])
-    items = [name for name in folders if _METADATA in list_names(os.path.join(path, name)) and TEMPORARY not in name]
-    if _DEFAULT in items or len(items) == 1:
-        return _with_arrays(os.path.join(path, _DEFAULT if _DEFAULT in items else items[0]))
-    if items:
+        return path
+    inside = {name: list_names(os.path.join(path, name)) for name in sorted(entries) if TEMPORARY not in name}
+    items = [name for name, names in inside.items() if _METADATA in names]
+    if _DEFAULT in items:
+        return os.path.join(path, _DEFAULT)
+    if len(items) > 1 or any(MANIFEST_FILE in inside[name] for name in items):
         raise _several(path, "has several items or checkpoints", items)
-    unfinished = [name for name in folders if TEMPORARY in name]
-    if unfinished:
-        raise ValueError(
-            f"path={path!r}: has only {unfinished[0]}, an incomplete checkpoint of Orbax: its save was interrupted, or "
-            "still runs"
-        )
-    if entries & OF_ORBAX:
-        raise _without_metadata(path)
-    return None
-
-
-def _several(folder: str, what: str, names: Sequence[str]) -> ValueError:
-    first, such_as = ", ".join(names[:_SHOWN]), os.path.join(folder, names[0])
-    return ValueError(f"path={folder!r}: {what} ({first}); pass the path of one, such as {such_as!r}")
-
-
-def _with_arrays(folder: str) -> str:
-    """Return the folder if the file that lists its arrays exists: without it, Orbax prints errors of its threads."""
-    if problems := unreadable(folder, linked=True):
-        raise ValueError(f"path={folder!r}: {problems[0]}")
-    data = read_small(os.path.join(folder, _METADATA), LARGEST_MANIFEST)
-    try:
-        metadata = json.loads(data)
-    except (ValueError, RecursionError):
-        return folder  # for Orbax to describe
-    if isinstance(metadata, dict) and metadata.get("use_ocdbt") and _ARRAYS not in list_names(folder):
-        raise ValueError(f"{folder}: a checkpoint of Orbax without {_ARRAYS}: its copy is incomplete; copy it again")
-    return folder
-
-
-def _without_metadata(path: str) -> ValueError:
-    return ValueError(
-        f"path={path!r}: a checkpoint of Orbax without {_METADATA}: its copy is incomplete, or an old version wrote "
-        "it; in the latter case, restore it with Orbax and save it again with ocp.StandardCheckpointer"
-    )
-
-
-def _is_checkpoint(path: str) -> bool:
-    entries = set(list_names(path))
-    return bool(entries & {MANIFEST_FILE, *OF_ORBAX}) or any(
-        _METADATA in list_names(os.path.join(path, name)) for name in entries
-    )
+    return os.path.join(path, items[0]) if items else None

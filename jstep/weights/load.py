@@ -1,12 +1,8 @@
 """`load_weights`: weights from safetensors files, and from the checkpoints of Orbax and jstep."""
 
-import contextlib
 import dataclasses
 import functools
-import io
-import itertools
 import logging
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,20 +13,18 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jstep.checkpoint import leaf_records, targets
-from jstep.checkpoint.manifest import CheckpointError, Leaf, Manifest
+from jstep.checkpoint.manifest import Leaf, Manifest
 from jstep.checkpoint.open_store import open_store
-from jstep.checkpoint.reading import first_problem, read_and_verify, short
+from jstep.checkpoint.reading import CheckpointReader, first_problem
 from jstep.checkpoint.store import Store
 from jstep.core import meshes, placement, trees
 from jstep.core.annotations import T
 from jstep.core.checks import as_bool, describe_type, format_items, format_value
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.distributed import processes
-from jstep.stores.files import open_regular
 from jstep.weights import match
 from jstep.weights.files import FILES, OF_JSTEP, local_path, read_headers, weights_kind
-from jstep.weights.match import Names, WantedTensor, WeightsMatch
-from jstep.weights.tensors import Read, Tensor, confirm, in_groups
+from jstep.weights.match import Names, WantedTensor
+from jstep.weights.tensors import Read, Tensor, in_groups, read_parts
 
 _AT_ONCE = 2**30
 """Bytes to read in one group: while they are cast, they occupy memory in both dtypes."""
@@ -111,59 +105,35 @@ def load_weights(
     """
     partial, float_dtype = as_bool(partial, "partial"), _float_dtype(dtype)
     placement.refuse_compile_only(target, "target")
-    with open_source(path, partial=partial) as source:
-        by_name = match.rules(names, target, "target")
-        matched = match.match(target, source.tensors, by_name, float_dtype, with_more=source.is_checkpoint)
-        if matched.differences() and not partial:
-            raise _misfit(matched, source.path)
-        for wanted in matched.wanted:
-            if wanted.source is None:
-                targets.require_value(wanted)
-        leaves = [wanted.leaf for wanted in matched.wanted]
-        # Leaves with transforms come first, since the result of a transform may not fit.
+    source = open_source(path, partial)
+    by_name = match.rules(names, target, "target")
+    matched = match.match(target, source.tensors, by_name, float_dtype, with_more=source.is_checkpoint)
+    leaves = [wanted.leaf for wanted in matched.wanted]
+    # Leaves with transforms come first, since the result of a transform may not fit.
+    if partial or not matched.differences():
         for i, wanted in enumerate(matched.wanted):
-            if wanted.source is not None and wanted.transform is not None:
-                name = wanted.source.name
-                result = match.call_transform(
-                    wanted.transform, np.asarray(source.read({name: None})[name]), wanted.path
-                )
-                with meshes.internal_transfers():
-                    array = np.asarray(result)
-                problem = wanted.difference(array.shape, array.dtype)
-                if not problem:
-                    leaves[i] = match.from_host(wanted, array)
-                    continue
+            if wanted.source is None or wanted.transform is None:
+                continue
+            array = match.call_transform(wanted.transform, source.host(wanted.source.name), wanted.path)
+            if problem := wanted.difference(array.shape, array.dtype):
                 matched.wanted[i] = dataclasses.replace(wanted, source=None, problem=problem)
-                if not partial:
-                    raise _misfit(matched, source.path, i + 1)
-                targets.require_value(wanted)
-        if matched.differences():
-            nothing = "" if any(wanted.source for wanted in matched.wanted) else ", and nothing was loaded"
-            _logger.warning(
-                "load_weights: %s does not fit target%s%s", source.path, nothing, matched.differences() + matched.hint
+            else:
+                leaves[i] = match.from_host(wanted, array)
+    if differences := matched.differences():
+        if not partial:
+            raise ValueError(
+                f"target does not fit {source.path}{differences}. Nothing was loaded; names= maps leaves to tensors "
+                "(None: none), dtype= casts floating tensors, and partial=True loads what fits"
             )
-        plain = [i for i, w in enumerate(matched.wanted) if w.source is not None and w.transform is None]
-        for i, leaf in zip(plain, source.leaves([matched.wanted[i] for i in plain]), strict=True):
-            leaves[i] = leaf
-    for i, wanted in enumerate(matched.wanted):
-        if wanted.is_key and wanted.source is not None:
-            leaves[i] = _keys(wanted, leaves[i])
+        nothing = "" if any(wanted.source for wanted in matched.wanted) else ", and nothing was loaded"
+        _logger.warning("load_weights: %s does not fit target%s%s", source.path, nothing, differences)
+    plain = [i for i, wanted in enumerate(matched.wanted) if wanted.source is not None and wanted.transform is None]
+    for wanted in matched.wanted:
+        if wanted.source is None:
+            targets.require_value(wanted)
+    for i, leaf in zip(plain, source.leaves([matched.wanted[i] for i in plain]), strict=True):
+        leaves[i] = leaf
     return jax.tree.unflatten(trees.structure(target), leaves)
-
-
-def _keys(wanted: WantedTensor, data: jax.Array) -> jax.Array:
-    impl: list[Any] = []
-    jax.eval_shape(lambda keys: impl.append(jax.random.key_impl(keys)), wanted.leaf)  # it takes no shapes
-    return jax.random.wrap_key_data(data, impl=impl[0])
-
-
-def _misfit(matched: WeightsMatch, path: str, begin: int = 0) -> ValueError:
-    """Return the error for a target that does not fit; the transforms from leaf `begin` on were not called yet."""
-    matched.wanted[begin:] = map(match.with_problem_of_ones, matched.wanted[begin:])
-    return ValueError(
-        f"target does not fit {path}{matched.differences()}. Nothing was loaded; names= maps leaves to tensors (None: "
-        f"none), dtype= casts floating tensors, and partial=True loads what fits{matched.hint}"
-    )
 
 
 def _float_dtype(dtype: DTypeLike | None) -> Any:
@@ -188,6 +158,9 @@ class TensorSource:
     read: Read
     is_checkpoint: bool
 
+    def host(self, name: str) -> np.ndarray[Any, Any]:
+        return np.asarray(self.read({name: None})[name])
+
     def leaves(self, wanted: Sequence[WantedTensor]) -> Iterator[Any]:
         """Read leaves that have no transform, in order: each device its own part."""
         sized = ((leaf.source.name, leaf.source.nbytes, leaf) for leaf in wanted)
@@ -204,8 +177,7 @@ class TensorSource:
         return placement.target_sharding(wanted.leaf, wanted.path)
 
 
-@contextlib.contextmanager
-def open_source(path: object, *, partial: bool = False) -> Iterator[TensorSource]:
+def open_source(path: object, partial: bool = False) -> TensorSource:
     """Open weights for reading, and check their description; no tensor is read.
 
     `partial`: of a corrupted checkpoint of jstep, read the readable arrays.
@@ -213,90 +185,21 @@ def open_source(path: object, *, partial: bool = False) -> Iterator[TensorSource
     kind, place = weights_kind(local_path(path))
     if kind == FILES:
         weights = read_headers(place)
-        confirm(weights.files)
-        with contextlib.ExitStack() as stack:
-            opened = functools.cache(lambda file: stack.enter_context(open_regular(file, buffered=False)))
-
-            def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
-                tensors = [weights.tensors[name] for name in shardings]
-                return {
-                    tensor.name: read_shards(opened(tensor.file), tensor, shardings[tensor.name]) for tensor in tensors
-                }
-
-            yield TensorSource(weights.path, weights.tensors, read, is_checkpoint=False)
-        return
+        return TensorSource(weights.path, weights.tensors, functools.partial(_read_files, weights.tensors), False)
     place = os.path.abspath(place)
     if kind == OF_JSTEP:
-        contents = _checkpoint_of_jstep(place, partial)
-    else:
-        from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow
+        return TensorSource(place, *_checkpoint_of_jstep(place, partial), is_checkpoint=True)
+    from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow
 
-        contents = orbax_checkpoint.open_checkpoint(place)
-    yield TensorSource(place, *contents, is_checkpoint=True)
+    return TensorSource(place, *orbax_checkpoint.open_checkpoint(place), is_checkpoint=True)
 
 
-# The parts of a tensor that the devices of this process hold: each byte of a file is read once.
-
-_SHORT = 4096
-"""Bytes of a run below which separate reads cost more than also reading the bytes between runs."""
-
-
-def read_shards(file: io.RawIOBase, tensor: Tensor, sharding: object) -> Any:
-    """Read the parts of a tensor that the devices of this process hold; the whole tensor without sharding."""
-    parts = placement.local_parts(tensor.shape, sharding)
-    arrays = read_parts(file, tensor, parts)
-    return arrays[0] if sharding is None else dict(zip(parts, arrays, strict=True))
-
-
-def read_parts(
-    file: io.RawIOBase, tensor: Tensor, parts: Sequence[placement.ShardBounds]
-) -> list[np.ndarray[Any, Any]]:
-    """Read disjoint parts of a tensor, each into new memory, from an unbuffered file; each byte is read once."""
-    dtype = tensor.dtype
-    assert dtype is not None
-    sizes = [math.prod(placement.lengths(part)) for part in parts]
-    if len(parts) > 1 and sum(sizes) * dtype.itemsize == tensor.nbytes and _run(tensor.shape, parts[0])[1] < _SHORT:
-        whole = read_shards(file, tensor, None)
-        return [whole[placement.slices(part)].copy() for part in parts]
-    return [_part(file, tensor, dtype, part) for part in parts]
-
-
-def _part(
-    file: io.RawIOBase, tensor: Tensor, dtype: np.dtype[Any], part: placement.ShardBounds
-) -> np.ndarray[Any, Any]:
-    array = np.empty(placement.lengths(part), dtype)
-    view = array.reshape(-1).view(np.uint8).data
-    axes, count = _run(tensor.shape, part)
-    strides = [math.prod(tensor.shape[axis + 1 :]) * dtype.itemsize for axis in range(len(part))]
-    length = count * dtype.itemsize
-    begins = [range(*bounds) if axis < axes else bounds[:1] for axis, bounds in enumerate(part)]
-    for number, at in enumerate(itertools.product(*begins) if view.nbytes else ()):
-        start = tensor.start + sum(i * stride for i, stride in zip(at, strides, strict=True))
-        _fill(file, view[number * length : (number + 1) * length], start, tensor)
-    if dtype == np.bool_ and (array.view(np.uint8) > 1).any():
-        raise ValueError(f"{tensor.file}: corrupted: the tensor {tensor.name!r} has bools that are neither 0 nor 1")
-    return array
-
-
-def _fill(file: io.RawIOBase, view: memoryview, start: int, tensor: Tensor) -> None:
-    file.seek(start)
-    done = 0
-    while done < view.nbytes:
-        count = file.readinto(view[done:])
-        if not count:
-            raise ValueError(
-                f"{tensor.file}: is truncated: it ends inside the tensor {tensor.name!r}; did the file change?"
-            )
-        done += count
-
-
-def _run(shape: Sequence[int], part: placement.ShardBounds) -> tuple[int, int]:
-    """Return the number of axes before the contiguous elements of a part, and the number of these elements."""
-    axes = len(shape)
-    while axes and part[axes - 1] == (0, shape[axes - 1]):
-        axes -= 1
-    axes = max(axes - 1, 0)
-    return axes, math.prod(placement.lengths(part[axes:]))
+def _read_files(tensors: Mapping[str, Tensor], shardings: Mapping[str, Any]) -> dict[str, Any]:
+    arrays: dict[str, Any] = {}
+    for name, sharding in shardings.items():
+        parts = read_parts(tensors[name], placement.local_parts(tensors[name].shape, sharding))
+        arrays[name] = next(iter(parts.values())) if sharding is None else parts
+    return arrays
 
 
 # The arrays of checkpoints that jstep wrote.
@@ -311,7 +214,9 @@ def _checkpoint_of_jstep(path: str, partial: bool) -> tuple[dict[str, Tensor], R
     A slot that `compact` stores in two arrays is one array of its float32 values. A parameter is the value that the
     loss sees.
     """
-    store = open_store(os.path.dirname(path))
+    above, name = os.path.split(path)
+    store = open_store(above)
+    reader = CheckpointReader(store, name.rpartition("-")[0] or name, verify=True)
     manifest = store.manifest(path)
     by_array = manifest.by_array
     halved = [leaf for leaf in manifest.leaves if leaf.half in by_array and leaf.keys[0] != leaf_records.PARAMS]
@@ -329,7 +234,7 @@ def _checkpoint_of_jstep(path: str, partial: bool) -> tuple[dict[str, Tensor], R
             leaf, half = saved[name]
             of_both = None if half is not None and half.shape != leaf.shape else sharding  # scales have fewer numbers
             stored |= dict.fromkeys(_arrays_of(leaf, half), of_both)
-        values = _read(store, path, manifest, stored, not verified)
+        values = reader.read(path, manifest, stored, verify=not verified)
         verified = True
         with meshes.internal_transfers():
             return {name: leaf_records.leaf_value(*saved[name], values) for name in shardings}
@@ -351,7 +256,7 @@ def _readable(store: Store, path: str, manifest: Manifest, saved: dict[str, _Hal
     """Return the leaves whose arrays can be read; if the checkpoint is corrupted, warn and name the others."""
     problems = store.find_corruption(path, manifest)
     if not problems or store.is_gone(path, manifest):
-        return saved  # `_read` reports it
+        return saved  # `read` reports it
     lost, contents = [], store.contents(path, manifest)
     for name, halves in saved.items():
         try:
@@ -366,19 +271,3 @@ def _readable(store: Store, path: str, manifest: Manifest, saved: dict[str, _Hal
         format_items("cannot be read", [repr(name) for name in lost]),
     )
     return {name: halves for name, halves in saved.items() if name not in lost}
-
-
-def _read(store: Store, path: str, manifest: Manifest, shardings: Mapping[str, Any], verify: bool) -> dict[str, Any]:
-    arrays, problems, failure = read_and_verify(store, path, manifest, shardings, verify)
-    is_bad = processes.any_process(bool(problems) or failure is not None)
-    if is_bad and processes.any_process(store.is_gone(path, manifest)):
-        raise CheckpointError(f"{path} was deleted or replaced while it was read. Nothing was loaded; load another one")
-    if processes.any_process(bool(problems)):
-        raise CheckpointError(
-            f"{path} is corrupted: {first_problem(problems) or 'another process names the file'}. Nothing was loaded; "
-            "copy it again from where it is intact"
-        )
-    if processes.any_process(failure is not None):
-        reason = "see the error of another process" if failure is None else short(failure)
-        raise CheckpointError(f"{path} could not be read: {reason}") from failure
-    return arrays

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,6 @@ Entry = str | tuple[str, Transform] | None
 Names = Mapping[str, Entry] | Callable[[str], Entry]
 """Path of a leaf → the name of its tensor, a pair (name, function of the tensor), or None for no tensor."""
 
-_BOX = "/value"  # the attribute of a Flax NNX variable that holds its array
 _FORM = "must be the name of a tensor, a pair (name, transform), or None"
 
 
@@ -56,7 +55,10 @@ def _rule(path: str, entry: object) -> Rule:
     raise TypeError(f"names: for {path!r} it has {format_value(entry)}: {_FORM}, got {describe_type(entry)}")
 
 
-def call_transform(transform: Transform, array: object, path: str) -> Any:
+def call_transform(transform: Transform, array: np.ndarray[Any, Any], path: str) -> np.ndarray[Any, Any]:
+    """Return the result of a user's transform on the host; it gets a view that it cannot modify."""
+    array = array.view()
+    array.flags.writeable = False  # it may alias the user's array
     try:
         result = transform(array)
     except Exception as error:
@@ -64,7 +66,8 @@ def call_transform(transform: Transform, array: object, path: str) -> Any:
         raise
     if not trees.is_array(result):
         raise TypeError(f"names: the transform for {path!r} returned {describe_type(result)}: must return an array")
-    return result
+    with meshes.internal_transfers():
+        return np.asarray(result)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +89,8 @@ class WantedTensor(targets.TargetLeaf[Any]):
         cast = (self.casts and trees.is_floating(dtype)) or self._is_number_of(dtype)
         if tuple(shape) != self.shape or (dtype != self.dtype and not cast):
             own = self.leaf.dtype if hasattr(self.leaf, "dtype") else self.dtype
-            reverse, hint = self.shape[::-1], ""
-            if len(shape) == 2 and tuple(shape) == reverse != self.shape and self.transform is None:
-                hint = f" (transposed: map it to ({self.name!r}, numpy.transpose) in names)"
             here = array_type(np.shape(self.leaf), own)
-            return f"{self._named} is {array_type(shape, dtype)}, and {here} in target{hint}"
+            return f"{self._named} is {array_type(shape, dtype)}, and {here} in target"
         if not self.is_numpy and jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype:
             return f"{self._named} is {array_type(shape, dtype)}, which JAX supports only with jax_enable_x64"
         return ""
@@ -110,9 +110,7 @@ class WantedTensor(targets.TargetLeaf[Any]):
 
 @dataclasses.dataclass(frozen=True)
 class WeightsMatch(targets.TargetMatch[WantedTensor]):
-    """The match of a target with files; `hint` names tensors that would match."""
-
-    hint: str = ""
+    """The match of a target with files."""
 
     TITLES = "missing", "unused", "mismatched"
     MAX_SHOWN = 200  # enough to show the names of a model's layers
@@ -132,20 +130,16 @@ def match(
     for (path, leaf), rule in zip(trees.leaves_with_paths(target), whole, strict=True):
         shape, dtype = _kind(leaf, path)
         casts = float_dtype is not None and trees.is_floating(dtype)
-        entry = WantedTensor(
-            path, leaf, shape, float_dtype if casts else dtype, rule.name, None, "", rule.transform, casts
-        )
-        wanted.append(targets.match_leaf(entry, rule.name, tensors, _problem))
-    names = {entry.path: entry.name for entry in wanted if entry.name is not None}
-    missing = [names[entry.path] for entry in wanted if entry.is_missing]
-    used = {path: name for path, name in names.items() if name in tensors}
+        dtype = float_dtype if casts else dtype
+        entry = WantedTensor(path, leaf, shape, dtype, rule.name, None, "", rule.transform, casts)
+        source = None if rule.name is None else tensors.get(rule.name)
+        problem = "" if source is None else _problem(entry, source)
+        wanted.append(dataclasses.replace(entry, source=None if problem else source, problem=problem))
+    used = {entry.path: entry.name for entry in wanted if entry.name is not None and entry.name in tensors}
     own = set(used.values())
     unused = [name for name in tensors if name not in own]
-    are_paths = all(rule.name == entry.path for rule, entry in zip(by_name, wanted, strict=True))
-    hint = _group_hint(missing, tensors.keys()) if with_more and are_paths and missing else ""
-    hint = hint or _separator_hint(wanted, own, set(unused))
     groups = _groups(used) if with_more else ("",)
-    return WeightsMatch(wanted, [name for name in unused if name.startswith(groups)], hint)
+    return WeightsMatch(wanted, [name for name in unused if name.startswith(groups)])
 
 
 def _whole_names(by_name: Sequence[Rule], tensors: Mapping[str, Any]) -> list[Rule]:
@@ -163,64 +157,17 @@ def _in_params(name: str) -> str:
 
 def _groups(used: Mapping[str, str]) -> tuple[str, ...]:
     """Return the prefixes of names that are to be loaded completely; the empty string for all."""
-    if "" in used:
-        return (used[""],)  # the target is a single array
     roots = {name.partition("/")[0] for name in used.values()}
     if PARAMS in roots:
         return tuple(f"{root}/" for root in roots)
-    above = {name.removesuffix(_BOX).removesuffix(path.removesuffix(_BOX)) for path, name in used.items()}
-    return tuple(above) if len(above) == 1 and next(iter(above)).endswith("/") else ("",)
-
-
-def _group_hint(missing: Sequence[str], there: Set[str]) -> str:
-    """Describe the function that finds all missing names, if they differ by a prefix or suffix."""
-    ends: list[tuple[str, Callable[[str], str]]] = [
-        ("path", lambda name: name),
-        (f'path + "{_BOX}"', lambda name: name + _BOX),
-        (f'path.removesuffix("{_BOX}")', lambda name: name.removesuffix(_BOX)),
-    ]
-    for code, end in ends:
-        first, *others = [end(name) for name in missing]
-        groups = [full.removesuffix(first) for full in there if full.endswith(f"/{first}")]
-        # The groups of an optimizer have the same paths: parameters come first.
-        for above in ["", *sorted(groups, key=lambda group: (PARAMS not in group.split("/"), group.count("/"), group))]:
-            if all(above + name in there for name in (first, *others)):
-                whole = f'"{above}" + {code}' if above else code
-                return f". The checkpoint has them below other paths: pass names=lambda path: {whole}"
-    return ""
-
-
-def _separator_hint(wanted: Sequence[WantedTensor], used: Set[str], unused: Set[str]) -> str:
-    """Describe how to find tensors if names differ only by their separator."""
-    is_identity = all(leaf.name == leaf.path and leaf.transform is None for leaf in wanted)
-    missing = {str(leaf.name) for leaf in wanted if leaf.is_missing}
-    for here, there in (("/", "."), (".", "/")):
-        renamed = {name.replace(here, there) for name in missing}
-        matching = renamed & unused
-        if matching and matching in (renamed, unused) and not any(here in name for name in used):
-            differ = f". The names in the file have {there!r} where"
-            if not is_identity:
-                return f"{differ} those that names returns have {here!r}"
-            return f'{differ} paths have {here!r}: pass names=lambda path: path.replace("{here}", "{there}")'
-    return ""
-
-
-def with_problem_of_ones(wanted: WantedTensor) -> WantedTensor:
-    """Add the mismatch of a leaf with a transform, called with ones, so that one error lists all problems."""
-    if wanted.source is None or wanted.transform is None:
-        return wanted
-    array = transform_of_ones(wanted.transform, wanted.source.shape, wanted.source.dtype, wanted.path)
-    return wanted if array is None else dataclasses.replace(wanted, problem=wanted.difference(array.shape, array.dtype))
+    above = {name.removesuffix(path) for path, name in used.items()}
+    return tuple(above) if len(above) == 1 else ("",)
 
 
 def transform_of_ones(transform: Any, shape: Sequence[int], dtype: DTypeLike, path: str) -> Any:
-    """Return a transform's result for ones, without memory; None if it fails."""
-    ones = np.broadcast_to(np.ones((), dtype), tuple(shape))
-    try:
-        with np.errstate(all="ignore"):
-            return call_transform(transform, ones, path)
-    except Exception:
-        return None
+    """Return a transform's result for ones, without memory."""
+    with np.errstate(all="ignore"):
+        return call_transform(transform, np.broadcast_to(np.ones((), dtype), tuple(shape)), path)
 
 
 def _problem(wanted: WantedTensor, tensor: Any) -> str:
@@ -256,7 +203,7 @@ def place_leaf(wanted: WantedTensor, read: Any) -> Any:
     """
     if isinstance(read, jax.Array):
         if read.dtype == wanted.dtype and not placement.is_on_cpus(read):
-            return read
+            return _as_keys(wanted, read)
         # On the CPU an array may alias the memory that it was read into; donating it would not reuse that memory.
         with meshes.internal_transfers():
             shards = read.addressable_shards
@@ -265,11 +212,19 @@ def place_leaf(wanted: WantedTensor, read: Any) -> Any:
         return from_host(wanted, read)
     sharding = placement.target_sharding(wanted.leaf, wanted.path)
     values = {part: _cast(wanted, array) for part, array in read.items()}
-    return placement.place(wanted.shape, wanted.dtype, sharding, values)
+    return _as_keys(wanted, placement.place(wanted.shape, wanted.dtype, sharding, values))
 
 
 def from_host(wanted: WantedTensor, array: np.ndarray[Any, Any]) -> Any:
-    return targets.place_values(wanted, _cast(wanted, array))
+    return _as_keys(wanted, targets.place_values(wanted, _cast(wanted, array)))
+
+
+def _as_keys(wanted: WantedTensor, data: Any) -> Any:
+    if not wanted.is_key:
+        return data
+    impl: list[Any] = []
+    jax.eval_shape(lambda keys: impl.append(jax.random.key_impl(keys)), wanted.leaf)  # it takes no shapes
+    return jax.random.wrap_key_data(data, impl=impl[0])
 
 
 def _cast(wanted: WantedTensor, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -280,16 +235,9 @@ def _cast(wanted: WantedTensor, array: np.ndarray[Any, Any]) -> np.ndarray[Any, 
         return as_integers(array, wanted.dtype, wanted.path)
     with np.errstate(all="ignore"):
         result = array.astype(wanted.dtype)
-    if _largest(wanted.dtype) < _largest(array.dtype) and (lost := _finite(array) - _finite(result)):
+    largest, was = (float(jnp.finfo(of.dtype).max) for of in (result, array))  # type: ignore[no-untyped-call]
+    if largest < was and (lost := np.count_nonzero(np.isfinite(array) & ~np.isfinite(result))):
         _logger.warning(
             "load_weights: %d finite numbers of %r are outside the range of %s", lost, wanted.path, wanted.dtype
         )
     return result
-
-
-def _largest(dtype: DTypeLike) -> float:
-    return float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]
-
-
-def _finite(array: np.ndarray[Any, Any]) -> int:
-    return int(np.count_nonzero(np.isfinite(array)))

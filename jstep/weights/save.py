@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import errno
-import itertools
 import json
 import os
 import re
@@ -13,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jstep.checkpoint.leaf_records import require_value
@@ -22,11 +20,11 @@ from jstep.core import device_values, meshes, placement, trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_int, as_mapping, describe_type, format_value
 from jstep.distributed.processes import on_all_processes
-from jstep.stores.files import make_folders, named_file, new_file, sync_folder
+from jstep.stores.files import make_folders, new_file, sync_folder
 from jstep.stores.owners import new_token, remove_temporary, temporary_path
 from jstep.weights.files import INDEX, local_path
-from jstep.weights.match import Names, Rule, Transform, call_transform, rules, transform_of_ones
-from jstep.weights.tensors import BITS, LARGEST, METADATA, Tensor, confirm, dtype_code, in_groups, package
+from jstep.weights.match import Names, Transform, call_transform, rules, transform_of_ones
+from jstep.weights.tensors import LARGEST, METADATA, Tensor, check_file, dtype_code, in_groups, package
 
 # Atomic writing of safetensors files: to temporary names first, then all renamed together.
 
@@ -35,9 +33,7 @@ class _Item(NamedTuple):
     """A leaf to save, and the tensor to store for it.
 
     Attributes:
-        leaf: The leaf, or its tensor, if computed to find its shape.
         transform: From the leaf to the tensor.
-        tensor: Its code is empty if safetensors lacks its dtype.
     """
 
     path: str
@@ -91,7 +87,8 @@ class NewFiles:
         """Rename the files to their final names, and remove the files of an older save."""
         # Readers that follow the index, meanwhile or after a crash, find all of the older save or all of this one: each
         # change that a later one relies on is flushed to disk first.
-        confirm(self._temporary(name) for name in self.names)
+        for name in self.names:
+            check_file(self._temporary(name))
         index = self._base + INDEX
         older = [name for name in os.listdir(self._folder or ".") if self._is_own(name)]
         sharded = len(self.names) > 1
@@ -185,7 +182,7 @@ def save_weights(
     Args:
         path: A file, such as `model.safetensors`. Its folder is created if necessary. Larger weights are written to
             `model-00001-of-00003.safetensors` and so on, with `model.safetensors.index.json`. A file that is replaced
-            keeps its mode, a link is followed, and a FIFO or a device is written through, as one file.
+            keeps its mode, and a link is followed.
         params: A tree of arrays, on any devices, with any sharding.
         names: Leaves that have another name in the file: a mapping from paths of params (`"layers/0/wq"`), or a
             function of the path, to the name of a tensor, to None for a leaf to omit, or to a pair
@@ -221,25 +218,24 @@ def save_weights(
     path, metadata = _file(path), _metadata(metadata)
     limit = as_int(max_shard_bytes, "max_shard_bytes", 1)
     placement.refuse_shapes(params, "params")
-    shards = _shards(_items(params, names), limit)
+    items = _items(params, names)
+    # Shards are filled in tree order, then sorted so that large elements are aligned.
+    groups = in_groups(((item.tensor.name, item.tensor.nbytes, item) for item in items), limit)
+    shards = [sorted(group.values(), key=lambda item: -item.tensor.itemsize) for group in groups]
     files = NewFiles(os.path.realpath(path) if len(shards) == 1 and os.path.islink(path) else path, len(shards))
-    is_regular = os.path.isfile(path) or not os.path.exists(path)
     # Gathering is a collective: all processes take part to the end, even if the first one fails.
     arrays = (_host(item.leaf) for shard in shards for item in shard)
 
     def write() -> None:
         try:
-            if jax.process_index() == 0 and is_regular:
+            if jax.process_index() == 0:
                 _write(files, shards, arrays, metadata)
-            elif jax.process_index() == 0:
-                with named_file(path) as file:
-                    _write_tensors(file, [*itertools.chain.from_iterable(shards)], arrays, metadata)
         finally:
             if jax.process_count() > 1:
                 collections.deque(arrays, maxlen=0)
 
     on_all_processes(write, f"path={path!r}: process 0 could not save the weights")
-    return files.path if len(shards) > 1 and is_regular else path
+    return files.path if len(shards) > 1 else path
 
 
 def _write(
@@ -249,17 +245,13 @@ def _write(
     try:
         for name, shard in zip(files.names, shards, strict=True):
             with files.writing(name) as file:
-                _write_tensors(file, shard, arrays, metadata)
+                file.write(_header(shard, metadata))
+                for item in shard:
+                    file.write(_stored(item, next(arrays)).reshape(-1).view(np.uint8).data)
         shard_of = {item.tensor.name: number for number, shard in enumerate(shards) for item in shard}
         files.publish(shard_of, sum(item.tensor.nbytes for shard in shards for item in shard))
     finally:
         files.discard()
-
-
-def _write_tensors(file: BinaryIO, items: Sequence[_Item], arrays: Iterator[Any], metadata: Mapping[str, str]) -> None:
-    file.write(_header(items, metadata))
-    for item in items:
-        file.write(_stored(item, next(arrays)).reshape(-1).view(np.uint8).data)
 
 
 def _items(params: Tree, names: object) -> list[_Item]:
@@ -268,16 +260,20 @@ def _items(params: Tree, names: object) -> list[_Item]:
         leaf = _checked(leaf, path)
         if rule.name is None:
             continue
+        stored = leaf
+        if rule.transform is not None and not trees.is_key(leaf):
+            stored = transform_of_ones(rule.transform, leaf.shape, leaf.dtype, path)
+        code = dtype_code(stored.dtype)
         if rule.name in owners:
             problems.append(f"{owners[rule.name]!r} and {path!r} have one name, {rule.name!r}")
-        elif problem := _bad_name(rule.name):
-            problems.append(f"{path!r} {problem}")
-        owners.setdefault(rule.name, path)
-        item = _item(path, leaf, rule)
-        if item.tensor.code:
-            items.append(item)
+        elif rule.name in ("", METADATA) or not is_utf8(rule.name):
+            problems.append(f"{path!r} has the name {rule.name!r}, which safetensors does not allow")
+        elif code is None:
+            problems.append(f"{path!r} is {stored.dtype}")
         else:
-            problems.append(f"{path!r} is {item.leaf.dtype}")
+            tensor = Tensor(rule.name, code, tuple(stored.shape), np.dtype(stored.dtype))
+            items.append(_Item(path, leaf, rule.transform, tensor))
+        owners.setdefault(rule.name, path)
     if problems:
         raise ValueError(
             f"params: cannot be saved: {'; '.join(problems)}. Safetensors supports floats, integers, booleans and "
@@ -289,27 +285,10 @@ def _items(params: Tree, names: object) -> list[_Item]:
     return items
 
 
-def _item(path: str, leaf: Any, rule: Rule) -> _Item:
-    stored, transform = leaf, rule.transform
-    if transform is not None and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        stored = transform_of_ones(transform, leaf.shape, leaf.dtype, path)
-        if stored is None:  # the transform depends on values
-            stored = leaf = _call(transform, _host(leaf), path)
-            transform = None
-    tensor = Tensor(str(rule.name), dtype_code(stored.dtype) or "", tuple(stored.shape), stored.dtype)
-    return _Item(path, leaf, transform, tensor)
-
-
-def _shards(items: Sequence[_Item], limit: int) -> list[list[_Item]]:
-    """Split leaves into files: each is filled in tree order, then sorted so that large elements are aligned."""
-    shards = in_groups(((item.tensor.name, item.tensor.nbytes, item) for item in items), limit)
-    return [sorted(shard.values(), key=lambda item: BITS[item.tensor.code], reverse=True) for shard in shards]
-
-
-def _stored(item: _Item, array: Any) -> np.ndarray[Any, Any]:
+def _stored(item: _Item, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the tensor to store for the leaf on the host, in C order and little-endian."""
     if item.transform is not None:
-        array = _call(item.transform, array, item.path)
+        array = call_transform(item.transform, array, item.path)
     code, shape = item.tensor.code, item.tensor.shape
     if (dtype_code(array.dtype), array.shape) != (code, shape):
         raise ValueError(
@@ -317,14 +296,6 @@ def _stored(item: _Item, array: Any) -> np.ndarray[Any, Any]:
             f"{code}{list(shape)} for ones of its shape; it must depend on shape and dtype alone"
         )
     return np.asarray(array, array.dtype.newbyteorder("<"), order="C")
-
-
-def _call(transform: Transform, array: Any, path: str) -> np.ndarray[Any, Any]:
-    array = array.view()
-    array.flags.writeable = False  # it may alias the user's array
-    result = call_transform(transform, array, path)
-    with meshes.internal_transfers():
-        return np.asarray(result)
 
 
 def _host(leaf: object) -> np.ndarray[Any, Any]:
@@ -353,14 +324,6 @@ def _checked(leaf: object, path: str) -> Any:
     return leaf
 
 
-def _bad_name(name: str) -> str:
-    if not name:
-        return "has the empty name"
-    if name == METADATA:
-        return f"has the name {name!r}, which is reserved for the metadata"
-    return "" if is_utf8(name) else f"has the name {name!r}, which cannot be encoded as UTF-8"
-
-
 def _file(path: object) -> str:
     file = local_path(path)
     if os.path.isdir(file) or not os.path.basename(file):
@@ -368,10 +331,7 @@ def _file(path: object) -> str:
             f"path={file!r}: must be a file, got a folder; pass {os.path.join(file, 'model.safetensors')!r}"
         )
     if file.endswith(INDEX):
-        raise ValueError(
-            f"path={file!r}: must be a file for tensors, got an index; pass {file.removesuffix(INDEX)!r}: shards "
-            "and index are written beside it if the weights need several files"
-        )
+        raise ValueError(f"path={file!r}: must be a file for tensors, got an index; pass {file.removesuffix(INDEX)!r}")
     return file
 
 
@@ -379,11 +339,9 @@ def _metadata(metadata: Any) -> dict[str, str]:
     if metadata is None:
         return {"format": "pt"}  # `transformers` rejects a file without it
     for key, value in as_mapping(metadata, "metadata", "from strings to strings").items():
-        for text in (key, value):
-            if not isinstance(text, str):
-                raise TypeError(
-                    f"metadata: {format_value(key)}: {format_value(value)} must be strings; use str() or json.dumps()"
-                )
-            if not is_utf8(text):
-                raise ValueError(f"metadata: {text!r} must be encodable as UTF-8")
+        if not all(isinstance(text, str) and is_utf8(text) for text in (key, value)):
+            raise TypeError(
+                f"metadata: {format_value(key)}: {format_value(value)} must be strings that UTF-8 can encode; use "
+                "str() or json.dumps()"
+            )
     return dict(metadata)

@@ -33,7 +33,7 @@ def test_the_limit_is_for_all_of_them_together(saved):
         manifest["files"]["manifest.ocdbt"]["bytes"] = VERIFIED - others
 
     edit_manifest(f"{saved}/model-2", enlarge)
-    with pytest.raises(CheckpointError, match=rf"complete is step 1 .* every byte of it.*: {moved(saved, 3, 2)}\."):
+    with pytest.raises(CheckpointError, match=rf"intact checkpoint is step 1 .*: {moved(saved, 3, 2)}\."):
         Saver(saved).restore()
 
 

@@ -43,7 +43,7 @@ class TestDirectory:
             assert latest_checkpoint(tmp_path, "model") == str(tmp_path / "model-5")
             assert listing(tmp_path) == before
 
-    def test_entries_with_the_name_of_a_checkpoint_are_moved(self, tmp_path, caplog):
+    def test_entries_with_the_name_of_a_checkpoint_stay(self, tmp_path):
         (tmp_path / "model-1").mkdir()
         (tmp_path / "model-1" / "thesis.tex").write_text("unique")
         (tmp_path / "model-2").write_text("a file")
@@ -51,13 +51,14 @@ class TestDirectory:
         (tmp_path / "model-4").mkdir()
         (tmp_path / "model-4" / "_METADATA").write_text("half a checkpoint")
         with Saver(tmp_path) as saver:
-            save_all(saver, [1, 2, 3, 4])
-            assert saver.all_steps() == [1, 2, 3, 4]
-        # user files are kept; remains of checkpoints are deleted
-        assert (tmp_path / "model-1.set-aside-0" / "thesis.tex").read_text() == "unique"
-        assert (tmp_path / "model-2.set-aside-0").read_text() == "a file"
-        assert len(listing(tmp_path)) == 6
-        assert "moved to" in caplog.text
+            for step in (1, 2):
+                with pytest.raises(CheckpointError, match="it is not a checkpoint"):
+                    save_all(saver, [step])
+            save_all(saver, [3, 4])  # nothing, or the remains of a checkpoint
+            assert saver.all_steps() == [3, 4]
+        assert (tmp_path / "model-1" / "thesis.tex").read_text() == "unique"
+        assert (tmp_path / "model-2").read_text() == "a file"
+        assert len(listing(tmp_path)) == 4
 
     def test_two_prefixes_are_independent(self, tmp_path):
         (tmp_path / "model-4.orbax-checkpoint-tmp").mkdir()

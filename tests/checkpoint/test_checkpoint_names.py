@@ -49,7 +49,7 @@ def nested(depth):
 class TestExtra:
     def test_extra_is_nested_a_hundred_levels_deep_at_most(self):
         assert json_copy(nested(100), "extra") == nested(100)
-        with pytest.raises(TypeError, match=r"^extra(\[0\])+\[0…: is nested deeper than 100 levels; flatten it"):
+        with pytest.raises(TypeError, match=r"^extra(\[0\])+\[0…: contains itself, or is nested deeper than 100 level"):
             json_copy(nested(101), "extra")
 
     def test_extra_is_restored_as_saved(self, tmp_path):
@@ -69,12 +69,12 @@ class TestExtra:
     @pytest.mark.parametrize(
         ("extra", "match"),
         [
-            ({"a": {"b": np.float32(1)}}, r"extra\['a'\]\['b'\]: float32 is not a JSON value; convert it with .tolist"),
-            ({"a": [1, jnp.ones(2)]}, r"extra\['a'\]\[1\]: ArrayImpl"),
-            ({"a": {1: 2}}, r"extra\['a'\]: the key 1 is int"),
-            pytest.param(object(), "extra: object", id="object"),
-            pytest.param(cyclic(), r"extra\['a'\]\[1\]: contains itself", id="cyclic"),
-            pytest.param(nested(100_000), "extra.*: is nested deeper than 100", id="deep"),
+            ({"a": {"b": np.float32(1)}}, r"extra\['a'\]\['b'\]: an array of float32.* is not a JSON value"),
+            ({"a": [1, jnp.ones(2)]}, r"extra\['a'\]\[1\]: an array of"),
+            ({"a": {1: 2}}, r"extra\['a'\]: the key 1 must be a string"),
+            pytest.param(object(), "extra: an object", id="object"),
+            pytest.param(cyclic(), r"extra\['a'\]\[1\].*: contains itself", id="cyclic"),
+            pytest.param(nested(100_000), "extra.* is nested deeper than 100", id="deep"),
         ],
         ids=repr,
     )

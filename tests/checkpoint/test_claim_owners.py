@@ -40,20 +40,18 @@ def test_whether_an_owner_is_alive(change: Any, alive: bool | None, monkeypatch:
     assert owners.this_process() == {"host": "here", "space": "boot", "pid": os.getpid(), "started": None}
 
 
-def test_the_error_of_a_second_writer_names_the_first(monkeypatch: Any) -> None:
-    monkeypatch.setattr(socket, "gethostname", lambda: "here")
-    monkeypatch.setattr(owners, "space", lambda: "boot")
+def test_the_error_of_a_second_writer_names_the_first() -> None:
     once = (
         "one writer at a time, or one run would destroy the other's checkpoints. Give this run its own directory or "
         "prefix, or "
     )
-    mine = OWNER | {"pid": os.getpid()}
-    wait, this = f"{once}wait for that process or end it.", f"process {os.getpid()} on here"
+    mine = owners.this_process()
+    wait, this = f"{once}wait for that process or end it.", f"process {os.getpid()} on {socket.gethostname()}"
     cases = [
-        (mine, f"{this}, which is this one: {once}close the other Saver first (`with Saver(…) as saver:` does)."),
+        (mine, f"{this}, which is this one: {once}close the other Saver first."),
         (mine | {"space": "container"}, f"{this}: {wait}"),
         (OWNER, f"process 7 on here: {wait}"),
-        ({}, f"process unknown on an unknown host: {wait}"),
+        ({}, f"process unknown on unknown: {wait}"),
     ]
     for owner, text in cases:
         assert str(claims.refusal("runs", "model", owner)) == f"model-* in runs is being written by {text}"

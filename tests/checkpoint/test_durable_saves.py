@@ -95,7 +95,7 @@ def test_files_of_an_extra_are_flushed_before_the_manifest(tmp_path, flushed, mo
         at = flushed.index(f"{temporary}/position.process_0.0")
         assert at < flushed.index(f"{temporary}/manifest.json")
         assert flushed.count(f"{temporary}/position.process_0.0") == 1
-        full = pytest.raises(CheckpointError, match=r"the disk is full \(.*; make room, or keep fewer checkpoints")
+        full = pytest.raises(CheckpointError, match="No space left on device")
         with failing_flush(monkeypatch, "/position.process_0.0", errno.ENOSPC), full:
             save_with_file(2)
         assert listing(tmp_path) == ["model-1"]
@@ -128,13 +128,6 @@ def test_systems_that_cannot_flush_folders(tmp_path, monkeypatch):
     for number in (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM, errno.EBADF):
         with Saver(tmp_path / "run") as saver, failing_flush(monkeypatch, "/run", number):
             save(saver, state_at(number))
-
-
-def test_an_exceeded_quota_has_its_own_words(tmp_path):
-    fault = before("open", "*/manifest.json", failing(errno.EDQUOT), mode="w")
-    words = r"the disk quota is exceeded \(.*: Disk quota exceeded\)"
-    with Saver(tmp_path) as saver, fault, pytest.raises(CheckpointError, match=words):
-        save_all(saver, [2])
 
 
 def test_what_is_flushed_with_checkpoints_is_never_older(tmp_path):
@@ -187,8 +180,9 @@ def test_events_and_times_are_on_the_disk_before_a_checkpoint(tmp_path, flushed)
     run(tmp_path / "run", tmp_path / "best", 4, logdir=tmp_path / "logs", save_summaries_steps=1)
     events = next(str(tmp_path / "logs" / name) for name in os.listdir(tmp_path / "logs") if "tfevents" in name)
     manifest = flushed.index(f"{tmp_path}/run/model-2.orbax-checkpoint-tmp/manifest.json")
-    for path in (events, f"{tmp_path}/run/timeline.jsonl", f"{tmp_path}/logs"):
+    for path in (events, f"{tmp_path}/logs"):
         assert flushed.index(path) < manifest, path
+    assert any(path.startswith(f"{tmp_path}/run/starts/") for path in flushed[:manifest])
 
 
 def test_a_writer_flushes_to_the_disk(tmp_path, flushed):
@@ -236,7 +230,7 @@ class TestFilesThatNothingReads:
 
 
 def test_what_can_be_read_of_a_corrupted_checkpoint(tmp_path, caplog):
-    """The two ways that the error names."""
+    """Unverified by a Saver, and what can be read by `load_weights`."""
     params = {"a": jnp.arange(4000.0), "b": jnp.ones(3)}
     with Saver(tmp_path, compress=False) as saver:
         path = saver.save(jstep.TrainState.create(params, OPTIMIZER, global_step=3))
@@ -248,8 +242,7 @@ def test_what_can_be_read_of_a_corrupted_checkpoint(tmp_path, caplog):
         zeros = {"a": jnp.zeros(4000), "b": jnp.zeros(3)}
         with pytest.raises(CheckpointError) as error:
             saver.restore_params(zeros)
-    assert f"Saver('{tmp_path}', 'model', verify=False).restore(target, 3) reads it unverified" in str(error.value)
-    assert f"jstep.load_weights('{path}', params, partial=True) those" in str(error.value)
+    assert "Saver(…, verify=False) restores it unverified" in str(error.value)
     unverified = Saver(str(tmp_path), "model", verify=False).restore_params(zeros, 3)
     assert int(jnp.sum(unverified["a"] != params["a"])) == 1
     loaded = jstep.load_weights(path, zeros, partial=True)

@@ -193,21 +193,6 @@ class TestWithoutLocks:
                 assert socket.gethostname() in file.read()
 
 
-def test_a_claim_file_that_cannot_be_opened(tmp_path):
-    path = claim_file_of(tmp_path)
-    with open(path, "w") as file:
-        file.write('{"host": "elsewhere", "pid": 1}')
-
-    def refuse(path):
-        if os.path.exists(path):
-            failing(errno.EACCES)(path)
-
-    with before("open", path, refuse, mode="w"), Saver(tmp_path) as saver, Saver(tmp_path) as other:
-        saver.claim()
-        with pytest.raises(CheckpointError, match="one writer"):
-            other.claim()
-
-
 def test_where_signals_end_processes_none_is_sent_to_see_whether_one_is_alive(monkeypatch):
     """On Windows `os.kill(pid, 0)` ends the process."""
     sent = []

@@ -32,15 +32,9 @@ def test_what_does_not_fit_is_listed() -> None:
     many = [*two, wanted("q/c/d"), wanted("q/c/e"), wanted("r")]
     problems = [wanted(f"s{i}", problem=f"why {i}") for i in range(3)]
     assert Found([*many, *problems], ["u/a", "u/b", "u/c"]).differences() == (
-        "; missing (5): 'p/w', 'bias' (for 'p/b'), … and 3 more, that is, 'p/w', 'p/b', 'q/c/*' (2 leaves), 'r'"
-        "; unused (3): 'u/a', 'u/b', … and 1 more, that is, 'u/a', 'u/b', 'u/c'"
+        "; missing (5): 'p/w', 'bias' (for 'p/b'), … and 3 more; unused (3): 'u/a', 'u/b', … and 1 more"
         "; differing (3): why 0, why 1, … and 1 more"
     )
-    nine = [wanted(f"p/{i}/w") for i in range(9)]
-    assert Found(nine, []).differences() == (
-        "; missing (9): 'p/0/w', 'p/1/w', … and 7 more, that is, 'p/*' (9 leaves)"
-    )  # fmt: skip
-    assert Found(nine[:8], []).differences().endswith(", that is, " + ", ".join(repr(one.path) for one in nine[:8]))
 
 
 KNOWN = [("w", "dense"), ("dense", "b"), ("v",)]

@@ -61,21 +61,6 @@ def test_another_base_is_a_warning_and_shapes_are_an_error(tmp_path, caplog):
     assert "target has other values" in caplog.text
 
 
-def test_leaving_out_less_is_a_warning_before_the_first_step(tmp_path, caplog):
-    train(tmp_path, 5)
-
-    def batches_after_warning(step):
-        assert "model-5 left out leaves that the next checkpoint contains" in caplog.text
-        assert "saved again (1): 'params/base/w'" in caplog.text
-        return batches(step)
-
-    jstep.train(
-        STEP, state(), batches_after_warning, 8, checkpoint_dir=tmp_path, save_checkpoint_steps=2, progress=False
-    )
-    assert caplog.text.count("left out leaves that") == 1
-    assert leaves(tmp_path / "model-8")[1] == set()
-
-
 @pytest.mark.thorough(except_for=["lora/*"])
 @pytest.mark.parametrize("leave_out", [None, "lora/*"])
 def test_keep_best_uses_leave_out_of_the_run(tmp_path, leave_out):

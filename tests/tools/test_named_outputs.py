@@ -46,7 +46,6 @@ WRITERS: dict[str, tuple[str, bytes, Callable[[pathlib.Path, pathlib.Path], Any]
     "report(file)": ("page.html", b"<!doctype", lambda run, path: jstep.report(run, path)),
     "Report.save": ("page.html", b"<p>", lambda run, path: Report("<p>").save(path)),
     "plot -o": ("x.svg", b"<?xml", lambda run, path: main(["plot", str(run), "-t", "loss", "-o", str(path)])),
-    "merge -o": ("x.safetensors", b"", lambda run, path: main(["merge", str(run), "-o", str(path)])),
     "save_weights": ("x.safetensors", b"", lambda run, path: jstep.save_weights(path, {"w": jnp.ones(2)})),
     "write_graph": ("x.mlir", b"module", write_graph),
     "CoordCheck.plot": ("x.pdf", b"%PDF", draw_check),

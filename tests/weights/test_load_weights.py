@@ -1,4 +1,4 @@
-"""`load_weights`: the tensor and dtype of each leaf, and errors for what does not fit, with their hints."""
+"""`load_weights`: the tensor and dtype of each leaf, and errors for what does not fit."""
 
 import logging
 
@@ -57,12 +57,15 @@ def test_one_error_lists_everything_that_does_not_fit(path, caplog):
         jstep.load_weights(path, target, names)
     for part in (
         "missing (2): 'x/0', 'x.1' (for 'x/1')",
-        "mismatched (3): ",
+        "mismatched (2): ",
         "'dense.weight' is float32[3,4], and float32[4,3] in target",
         "'dense.bias' is float32[4], and int32[4] in target",
-        "'t' (tensor 'dense.weight') is float32[6,4], and float32[5,4] in target",
     ):
         assert part in str(caught.value)
+    with pytest.raises(
+        ValueError, match=r"mismatched \(1\): 't' \(tensor 'dense.weight'\) is float32\[6,4\], and float3"
+    ):
+        jstep.load_weights(path, {"dense.bias": np.zeros(4, np.float32), "t": target["t"]}, {"t": names["t"]})
     with pytest.raises(ValueError, match=r"unused \(2\): 'dense.weight', 'dense.bias'"):
         jstep.load_weights(path, {"dense": np.zeros(4)})
 
@@ -163,7 +166,7 @@ def test_numbers_and_lists_and_a_bare_leaf(tmp_path):
     path = jstep.save_weights(tmp_path / "x", [1, 2.5, (True, None)])
     loaded = jstep.load_weights(path, [0, 0.0, (False, None)])
     assert loaded == [1, 2.5, (True, None)]
-    with pytest.raises(ValueError, match="empty name"):
+    with pytest.raises(ValueError, match="has the name ''"):
         jstep.save_weights(tmp_path / "y", W)
     jstep.save_weights(tmp_path / "y", W, {"": "w"})
     assert same(jstep.load_weights(tmp_path / "y", np.zeros_like(W), {"": "w"}), W)
@@ -180,73 +183,11 @@ def test_under_a_transfer_guard_and_in_a_thread(path):
             assert same(loaded["dense"]["kernel"], W.T)
 
 
-HINT = 'names=lambda path: path.replace("/", ".")'
 LEAF = np.zeros(4, np.float32)
-
-
-def error_message(path, target, names=None):
-    with pytest.raises(ValueError, match="target does not fit") as error:
-        jstep.load_weights(path, target, names)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("names", [None, lambda path: path], ids=["none", "identity"])
-def test_the_suggested_names_work(tmp_path, names):
-    path = write_arrays(tmp_path / "x", **{"a.b": B, "a.c.d": B, "z": B})
-    target = {"a": {"b": LEAF, "c": {"d": LEAF}}, "z": LEAF}
-    assert error_message(path, target, names).endswith(HINT)
-    loaded = jstep.load_weights(path, target, lambda path: path.replace("/", "."))
-    assert loaded["a"]["c"]["d"].tolist() == B.tolist()
-
-
-def test_hint_for_names_with_the_wrong_separator(tmp_path):
-    path = write_arrays(tmp_path / "x", **{"a/b": B, "c": B})
-    text = error_message(path, {"a": {"b": LEAF}, "c": LEAF}, lambda path: path.replace("/", "."))
-    assert text.endswith("The names in the file have '/' where those that names returns have '.'")
-
-
-def test_hint_for_a_transposed_matrix(tmp_path):
-    wide = np.zeros((2, 3), np.float32)
-    path = write_arrays(tmp_path / "x", w=wide, q=wide)
-    text = error_message(path, {"w": wide.T, "q": wide})
-    assert (
-        "'w' is float32[2,3], and float32[3,2] in target (transposed: map it to ('w', numpy.transpose) in names)"
-        in text
-    )
-    assert "numpy.transpose" not in error_message(path, {"w": np.zeros((3, 4), np.float32), "q": wide})
-    assert "numpy.transpose" not in error_message(path, {"w": wide.T, "q": wide}, {"w": ("w", np.negative)})
-
-
-def test_hint_for_dots_in_the_target(tmp_path):
-    path = write_arrays(tmp_path / "x", **{"a/b": B})
-    assert error_message(path, {"a.b": LEAF}).endswith('names=lambda path: path.replace(".", "/")')
-
-
-@pytest.mark.parametrize(
-    ("tensors", "target", "names"),
-    [
-        (["a.b", "more"], {"a": {"b": LEAF}, "lora": {"b": LEAF}}, None),
-        (["a.c"], {"a": {"b": LEAF}}, None),
-        (["a.b", "c/d"], {"a": {"b": LEAF}, "c": {"d": LEAF}}, None),
-        (["a.b", "a.c"], {"a": {"b": LEAF, "c": LEAF}}, {"a/b": "a.b"}),
-        (["a.b", "c"], {"a": {"b": LEAF}, "c": LEAF}, {"c": ("c", np.negative)}),
-    ],
-    ids=["both have others", "another name", "a match would be lost", "mapping", "transform"],
-)
-def test_no_hint_if_it_would_not_suffice(tmp_path, tensors, target, names):
-    path = write_arrays(tmp_path / "x", **dict.fromkeys(tensors, B))
-    assert "lambda" not in error_message(path, target, names)
 
 
 def test_names_in_a_file_have_no_groups(tmp_path):
     """Only a checkpoint may hold more than weights."""
     path = write_arrays(tmp_path / "x", **{"params/w": B, "slots/w": B})
-    assert "unused (1): 'slots/w'" in error_message(path, {"params": {"w": LEAF}})
-
-
-@pytest.mark.thorough
-def test_no_group_is_suggested_in_place_of_names(tmp_path):
-    with jstep.Saver(tmp_path) as saver:
-        path = saver.save(jstep.TrainState.create({"model": {"w": B}}, jstep.sgd(0.1)))
-    assert 'names=lambda path: "params/model/" + path' in error_message(path, {"w": LEAF})
-    assert "lambda" not in error_message(path, {"v": LEAF}, {"v": "w"})
+    with pytest.raises(ValueError, match=r"unused \(1\): 'slots/w'"):
+        jstep.load_weights(path, {"params": {"w": LEAF}})

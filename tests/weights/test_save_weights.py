@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors_files import same
 
 import jstep
-from jstep.weights import files, save
+from jstep.weights import save
 from jstep.weights.tensors import read_header
 
 OLD = {name: np.full((4, 4), 1, np.float32) for name in "abc"}
@@ -80,12 +80,6 @@ def test_transforms_must_depend_only_on_shape_and_dtype(tmp_path):
         jstep.save_weights(tmp_path / "x", {"w": w}, {"w": ("w", looks_at_values)})
     assert same(jstep.load_weights(tmp_path / "x", {"w": np.zeros((2, 6), np.float32)})["w"], w.reshape(2, 6))
 
-    def refuses_ones(x):
-        assert x[0, 0] == 0
-        return x.T
-
-    jstep.save_weights(tmp_path / "x", {"w": w}, {"w": ("w", refuses_ones)})
-    assert same(jstep.load_weights(tmp_path / "x", {"w": np.zeros((4, 3), np.float32)})["w"], w.T)
     with pytest.raises(TypeError, match="'w' returned None"):
         jstep.save_weights(tmp_path / "x", {"w": w}, {"w": ("w", lambda x: None)})
     # A transform that modifies its argument must not modify the parameters.
@@ -195,20 +189,6 @@ def test_shards_are_copied_where_there_are_no_links(tmp_path, monkeypatch):
         jstep.save_weights(tmp_path / "model.safetensors", params, max_shard_bytes=64)
         assert listed(tmp_path) == [*shards(3), "model.safetensors.index.json"]
         assert loaded_values(tmp_path) == {value}
-
-
-def test_an_index_as_long_as_readers_allow(tmp_path, monkeypatch):
-    path = tmp_path / "model.safetensors.index.json"
-    jstep.save_weights(tmp_path / "model.safetensors", NEW, max_shard_bytes=64)
-    size = path.stat().st_size
-    monkeypatch.setattr(files, "LARGEST", size)
-    assert loaded_values(path) == {2.0}
-    monkeypatch.setattr(files, "LARGEST", size - 1)
-    with pytest.raises(ValueError, match=f"{path}: the index is too large: {size - 1} bytes are allowed"):
-        loaded_values(path)
-    path.write_text('{"weight_map": {}}')
-    with pytest.raises(ValueError, match=f"{path}: the index lists no tensor"):
-        loaded_values(path)
 
 
 def test_a_header_as_long_as_readers_allow(tmp_path, monkeypatch):
