@@ -64,7 +64,7 @@ class NanLossHook(RunHook):
 
     def use_run(self, run: RunInfo) -> None:
         super().use_run(run)
-        self._number = run.reports.sums.subscribe(self.max_skipped_steps, means=False)
+        self._number = run.reports.sums.subscribe(means=False)
 
     def begin(self, state: TrainState) -> None:
         super().begin(state)
