@@ -1,9 +1,8 @@
 """Hooks that act at given steps: a function every n steps, a profiler trace, and the end of a run."""
 
-import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -105,7 +104,7 @@ class ProfilerHook(RunHook):
     """A hook that traces the updates start_step → start_step + 1, …, stop_step − 1 → stop_step with `jax.profiler`.
 
     JAX records one trace at a time: if another trace is running when this one should begin, a warning is logged and
-    this one is skipped. Hooks of a run whose steps overlap are rejected before the first step.
+    this one is skipped.
 
     Args:
         logdir: The directory of the trace, for TensorBoard's profile plugin or Perfetto.
@@ -170,13 +169,3 @@ class ProfilerHook(RunHook):
 
     def __repr__(self) -> str:
         return f"ProfilerHook({self._logdir!r}, start_step={self._start}, stop_step={self._stop})"
-
-
-def refuse_overlapping_traces(hooks: Sequence[Any]) -> None:
-    """Reject hooks whose steps overlap, or of which a later one ends at the step at which an earlier one begins."""
-    for first, other in itertools.combinations([hook for hook in hooks if isinstance(hook, ProfilerHook)], 2):
-        if (first._start < other._stop and other._start < first._stop) or first._start == other._stop:
-            raise ValueError(
-                f"hooks: {first!r} and {other!r} overlap, and JAX makes one trace at a time; give them steps that do "
-                "not, in their order"
-            )

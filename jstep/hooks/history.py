@@ -256,7 +256,7 @@ class History(ReportingHook):
         with self._lock:
             is_late = step < next(reversed(self._rows), 0) and step not in self._rows
             row = self._rows.setdefault(step, {})
-            row |= {_column(name, values): float(value) for name, value in values.items()}
+            row |= {"step_" if name == "step" else name: float(value) for name, value in values.items()}
             if is_late:  # an evaluation older than the last row
                 self._rows = dict(sorted(self._rows.items()))
             self._since = min(self._since, step)
@@ -379,15 +379,7 @@ class History(ReportingHook):
         return html_table(title, cells[-_SHOWN:], ("step", *names)) + self.svg()
 
 
-# Names and sums.
-
-
-def _column(name: str, names: Collection[str]) -> str:
-    """Return the name of a metric in a row, where `step` is taken."""
-    if name == "step":
-        while name in names:
-            name += "_"
-    return name
+# Sums.
 
 
 def _plus(sums: Mapping[str, tuple[float, float]], interval: Any) -> dict[str, tuple[float, float]]:

@@ -15,8 +15,8 @@ from jstep.hooks.run_hook import RunInfo
 
 _ROWS, _LINES = 20, 20
 """The maximum numbers of rows of evaluations, and of log lines."""
-_SECS, _SECS_OF_CURVES = 0.25, 2.0
-"""The minimum seconds between updates (1.0 with curves), and between drawings of curves."""
+_SECS, _SECS_OF_CURVES = 0.5, 2.0
+"""The minimum seconds between updates, and between drawings of curves."""
 
 
 class ShownLines(logging.Handler):
@@ -37,10 +37,6 @@ class Below:
     def __init__(self, run: RunInfo, histories: Sequence[History], clock: Clock, lines: ShownLines) -> None:
         self._run, self._histories, self._clock, self._lines = run, histories, clock, lines
         self._curves, self._drawn = "", float("-inf")
-
-    @property
-    def least_secs(self) -> float:
-        return 1.0 if self._histories else _SECS
 
     def html(self, *, is_last: bool) -> str:
         """Return the output; curves are redrawn at intervals, and the last time."""
@@ -107,7 +103,7 @@ class NotebookBar:
 
     def refresh(self) -> None:
         """Update the output, unless it was just updated."""
-        if self._clock() - self._shown >= self._below.least_secs:
+        if self._clock() - self._shown >= _SECS:
             self._show(is_last=False)
 
     def close(self) -> None:

@@ -233,7 +233,7 @@ def perplexity(logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | Non
     """Perplexity of a language model: exp(mean of −log p(label)), p = softmax(logits).
 
     Equal to `exp(sklearn.metrics.log_loss(labels, p, sample_weight=weights))`. Logarithms are computed in float32 or
-    wider; sums have twice the digits of float32. If a label is not a class index, the result is NaN.
+    wider. If a label is not a class index, the result is NaN.
 
     Args:
         logits: `[..., classes]`.

@@ -172,7 +172,7 @@ def test_a_different_structure_in_the_second_execution():
         state = state.replace(slots={**state.slots, **extra}, global_step=state.global_step + 1)
         return state, {"loss": x.sum()}
 
-    with pytest.raises(TypeError, match=r"train_step: returned a state of other leaves.*slots/more"):
+    with pytest.raises(TypeError, match="train_step: returned a state of other leaves"):
         faults.train(step, 3, jstep.AuditHook())
 
 

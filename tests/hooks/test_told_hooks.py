@@ -222,7 +222,7 @@ def test_a_hook_may_have_one_of_them_alone(tmp_path):
     hook = Closed()
     train(1, hook)
     assert hook.is_closed
-    with pytest.raises(TypeError, match=r"has none of .*saved"):
+    with pytest.raises(TypeError, match="must be a hook"):
         train(1, object())
 
 
