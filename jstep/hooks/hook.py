@@ -178,7 +178,7 @@ def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
     for i, hook in enumerate(checked):
         if isinstance(hook, type):
             raise TypeError(f"hooks[{i}]={hook.__name__} is a class; give an instance: {hook.__name__}(...)")
-        names = _OF_HOOKS if callable(hook) else _OF_HOOKS + _ALSO_OF_CALLBACKS
+        names: tuple[str, ...] = _OF_HOOKS if callable(hook) else _OF_HOOKS + _ALSO_OF_CALLBACKS
         if isinstance(hook, Hook):
             names = _OF_HOOKS + _ALSO_OF_CALLBACKS + _ALSO_OF_FILES
         if type(hook) is not Hook and not any(defines(hook, name) for name in names):
