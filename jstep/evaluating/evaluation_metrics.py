@@ -156,8 +156,8 @@ def _is_object(name: str, value: object) -> bool:
     what = f"metric_fn: the metric {name!r} is {describe_type(value)}"
     if missing or isinstance(value, type) or jax.tree_util.all_leaves([value]):
         raise TypeError(
-            f"{what}: must be an object with merge(other) and compute(), of a class that is registered as a pytree, for "
-            "example by jax.tree_util.register_dataclass"
+            f"{what}: must be an object with merge(other) and compute(), of a class that is registered as a pytree, "
+            "for example by jax.tree_util.register_dataclass"
         )
     trees.require_arrays(value, what, _REGISTER)  # JAX's own error does not name the metric
     return True
@@ -178,7 +178,7 @@ def _merged(name: str, total: Any, new: Any) -> Any:
     try:
         merged = total.merge(new)
     except Exception as error:
-        advice = "which is compiled: use jax.numpy, and leaves of one shape for batches of any number of rows"
+        advice = "which is compiled: use jax.numpy, and one shape for batches of any number of rows"
         note(error, f"metric_fn: in merge of the metric {name!r}, {advice}")
         raise
     _require_like(merged, total, f"{what} returned", "must return")

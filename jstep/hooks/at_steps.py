@@ -122,10 +122,7 @@ class ProfilerHook(RunHook):
             raise ValueError(f"start_step={start_step}, stop_step={stop_step}: must be 0 ≤ start_step < stop_step")
         self._logdir, self._start, self._stop = location(logdir, "logdir"), start_step, stop_step
         if is_url(self._logdir):
-            raise ValueError(
-                f"logdir={self._logdir!r}: must be on a file system, because JAX's profiler writes to it; give a "
-                "local directory and copy it when the run has ended"
-            )
+            raise ValueError(f"logdir={self._logdir!r}: must be a local directory, because JAX's profiler writes to it")
         self._running = self._is_refused = False
 
     def begin(self, state: TrainState) -> None:
@@ -149,20 +146,15 @@ class ProfilerHook(RunHook):
     def end(self, step: int, state: TrainState) -> None:
         if self._running:
             jax.block_until_ready(state)  # the device may be behind, and its work belongs in the trace
-            self._end_trace()
+            self._running = False
+            jax.profiler.stop_trace()
 
     def close(self) -> None:
         """End a trace that is still running after an error."""
         super().close()
-        self._end_trace()
-
-    def _end_trace(self) -> None:
         if self._running:
             self._running = False
-            try:
-                jax.profiler.stop_trace()
-            except RuntimeError as error:  # other code has ended it
-                _logger.warning("ProfilerHook: the trace in %s was ended by other code: %s", self._logdir, error)
+            jax.profiler.stop_trace()
 
     def next_due(self, step: int) -> int:
         return min((at for at in (self._start, self._stop) if at > step), default=NEVER)

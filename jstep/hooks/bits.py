@@ -182,8 +182,7 @@ class FingerprintHook(RunHook):
             return
         message = (
             f"step {step} was repeated with a different result than the one logged in {self._path} ({before.state} "
-            f"before, {entry.state} now): {difference.text()}. Check batches, code, seeds, versions and devices; "
-            "jstep.replay repeats a step."
+            f"before, {entry.state} now): {difference.text()}. Check batches, code, seeds, versions and devices."
         )
         if self._raises:
             raise DivergenceError(message, step, difference.leaves)
@@ -330,11 +329,9 @@ def _audit_error(step: int, steps: int, leaves: tuple[str, ...], devices: tuple[
     update = f"update {step} → {step + 1} was" if steps == 1 else f"updates {step} → {step + steps} were"
     return AuditError(
         f"the {update} computed twice, from the same state and batch by the same program, and the results differ: "
-        f"{what}. Either a device computes wrongly (silent data corruption): resume from the last checkpoint on "
-        "other devices, and repeat the step on both with jstep.replay(train_step, state, batches, "
-        f"checkpoint_dir, {step}). Or the program is not deterministic: host callbacks or a plain Python step that "
-        "keep state or draw their own random numbers, or sums without a fixed order on a GPU "
-        "(XLA_FLAGS=--xla_gpu_deterministic_ops=true).",
+        f"{what}. Either a device computes wrongly: resume from the last checkpoint on other devices. Or the program "
+        "is not deterministic: host callbacks that keep state, or a GPU without "
+        "XLA_FLAGS=--xla_gpu_deterministic_ops=true.",
         step + 1,
         leaves,
     )

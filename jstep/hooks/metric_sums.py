@@ -82,9 +82,6 @@ class Piece(NamedTuple):
     array: Any
     fixed: Pairs
 
-    def is_ready(self) -> bool:
-        return is_ready([self.array])
-
     def totals(self) -> HostSums:
         if self.array is None:
             return HostSums(self.last, self.fixed)
@@ -113,7 +110,7 @@ class Interval:
         """Add the next steps; merge pieces that have arrived, because a long interval may have many."""
         self._pieces.append(piece)
         self.names |= dict.fromkeys([*piece.columns.names, *piece.fixed])
-        while len(self._pieces) > 1 and self._pieces[0].is_ready():
+        while len(self._pieces) > 1 and is_ready([self._pieces[0].array]):
             self._merge()
 
     def _merge(self) -> None:
@@ -121,7 +118,7 @@ class Interval:
         self._merged = later if self._merged is None else self._merged.merge(later)
 
     def is_ready(self) -> bool:
-        return all(piece.is_ready() for piece in self._pieces)
+        return is_ready(piece.array for piece in self._pieces)
 
     @property
     def totals(self) -> HostSums | None:

@@ -1,5 +1,6 @@
 """The progress bar of a run in a notebook: one output that updates in place, with evaluations and curves below it."""
 
+import datetime
 import importlib
 import logging
 from collections import deque
@@ -121,16 +122,10 @@ class NotebookBar:
         words = [f"{'stopped at ' * is_early}step {self.n:,}" + ("" if self.total is None else f" of {self.total:,}")]
         words += [f"{rate:.4g} steps/s"] if steps else []
         if steps and rate and self.total is not None and not is_last:
-            words.append(f"{_duration((self.total - self.n) / rate)} left")
+            words.append(f"{datetime.timedelta(seconds=round((self.total - self.n) / rate))} left")
         self._text = "  ".join([*words, self.postfix or ""]).rstrip()
         style = "font-variant-numeric: tabular-nums"
         value = f'value="{self.n}" max="{self.total}" style="width: 12em"'
         bar = "" if self.total is None else f"<progress {value}></progress> "
         below = self._below.html(is_last=is_last)
         self._html = f'<div style="{style}">{bar}{html_text(self._text)}</div>{below}'
-
-
-def _duration(seconds: float) -> str:
-    minutes, left = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"

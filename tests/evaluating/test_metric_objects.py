@@ -160,9 +160,7 @@ def x_of(self):
 
 
 OTHER = make(first, x_of)
-WRONG = (
-    r"the metric 'm' is (a|the class) Mine: must be an object with merge\(other\) and compute\(\), of a class that is"
-)
+WRONG = r"the metric 'm' is (a|the class) Mine: must be an object with merge\(other\) and compute\(\), of"
 
 
 @pytest.mark.parametrize(
@@ -207,7 +205,7 @@ def test_shapes_that_cannot_be_merged_are_explained():
     with pytest.raises(TypeError, match="broadcast") as caught:
         jstep.evaluator(lambda params, x: {"m": cls(x[:, 0])}, batches)(make_state())
     (found,) = (note for note in caught.value.__notes__ if "in merge of the metric 'm'" in note)
-    assert "leaves of one shape for batches of any number of rows" in found
+    assert "one shape for batches of any number of rows" in found
 
 
 def test_leaves_that_are_not_arrays_are_named():

@@ -102,7 +102,7 @@ def test_a_nondeterministic_plain_step_is_reported():
         w = state.params["w"] + generator.normal(size=3).astype(np.float32)
         return state.replace(params={**state.params, "w": w}, global_step=state.global_step + 1), {"loss": x.sum()}
 
-    with pytest.raises(jstep.AuditError, match=r"not deterministic.*plain Python step"):
+    with pytest.raises(jstep.AuditError, match=r"not deterministic"):
         faults.train(step, 3, jstep.AuditHook())
 
 
