@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -21,10 +21,11 @@ from jstep.training.metrics import GRAD_NORM, LOSS, SKIPPED, Constants
 # For M metrics the array holds M sums, M corrections (the rounding errors), M counts, and the watched columns. Each sum
 # is stored in two floats, so that a mean is as accurate as one of float64; integers are rounded to one float.
 WATCHED = 5
-SEEN, BAD, VALUE, GRADIENT, SKIPS = range(WATCHED)
+SEEN, BAD, VALUE, GRADIENT, OVER = range(WATCHED)
 """The watched columns, which follow the metrics': the number of steps; the first bad step, counted from 0, or −1, and
-its loss; the first step that applied a gradient whose norm is not finite, or −1; the number of consecutive skipped
-steps at the end. After them, for each limit of skipped steps, the step at which it was reached, or −1."""
+its loss; the first step that applied a gradient whose norm is not finite, or −1; the step at which the limit of
+consecutive skipped steps was reached, or −1."""
+
 NO_CONSTANTS = Constants({})
 _CALLS, _VALUES = 25, 128
 """The most calls, and values, that are added in one dispatch, which costs as much as a small step. 25 divides the usual
@@ -56,21 +57,19 @@ class BadStep(NamedTuple):
 class HostSums(NamedTuple):
     """The sums over some steps, on the host.
 
-    `bad` and `gradient` are the first steps that applied a loss, or a gradient norm, that is not finite. `skips` counts
-    the consecutive skipped updates at the end. `over` maps limits of these to the steps that reached them.
+    `bad` and `gradient` are the first steps that applied a loss, or a gradient norm, that is not finite. `over` is
+    the step that reached the limit of consecutive skipped updates.
     """
 
     last: int
     sums: Pairs
-    skips: int = 0
     bad: BadStep | None = None
     gradient: int | None = None
-    over: Mapping[int, int] = {}
+    over: int | None = None
 
     def merge(self, later: "HostSums") -> "HostSums":
-        gradient = later.gradient if self.gradient is None else self.gradient
-        sums, over = merge_sums(self.sums, later.sums), {**later.over, **self.over}
-        return HostSums(later.last, sums, later.skips, self.bad or later.bad, gradient, over)
+        sums, gradient = merge_sums(self.sums, later.sums), self.gradient or later.gradient
+        return HostSums(later.last, sums, self.bad or later.bad, gradient, self.over or later.over)
 
 
 class Piece(NamedTuple):
@@ -91,11 +90,10 @@ class Piece(NamedTuple):
         for name, total, lost, count in zip(self.columns.names, row[:m], row[m : 2 * m], row[2 * m :], strict=False):
             _add_pair(sums, name, float(total) + (float(lost) if math.isfinite(total) else 0.0), float(count))
         watched = row[3 * m :]
-        firsts = watched[BAD], watched[GRADIENT], *watched[WATCHED:]
-        bad, gradient, *over = (None if at < 0 else self.first + 1 + int(at) for at in firsts)
-        bad_step = None if bad is None else BadStep(bad, float(watched[VALUE]))
-        reached = {limit: at for limit, at in zip(self.columns.limits, over, strict=True) if at is not None}
-        return HostSums(self.last, sums, int(watched[SKIPS]), bad_step, gradient, reached)
+        bad, gradient, over = (
+            None if at < 0 else self.first + 1 + int(at) for at in watched[np.array([BAD, GRADIENT, OVER])]
+        )
+        return HostSums(self.last, sums, None if bad is None else BadStep(bad, float(watched[VALUE])), gradient, over)
 
 
 class Interval:
@@ -153,8 +151,8 @@ class MetricSums:
     separate program, many in one dispatch.
     """
 
-    def __init__(self, limits: Iterable[int] = ()) -> None:
-        self.limits = tuple(sorted(set(limits)))
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
         self.is_wanted = False
         self._intervals: list[Interval] = []
         self._has_means = False
@@ -313,7 +311,7 @@ class MetricSums:
                 _add_pair(self._fixed, name, float(value) * steps, steps)
 
     def _choose_grouping(self, metrics: Metrics, skip: str | None) -> Grouping:
-        columns = choose_columns(metrics, skip, self.limits)
+        columns = choose_columns(metrics, skip, self.limit)
         names = tuple(name for name in metrics if name in columns.names or (name == LOSS and columns.has_loss))
         room = max(1, min(_CALLS, _VALUES // max(1, len(names))))
         is_local = all(getattr(metrics[name], "is_fully_addressable", True) for name in names)
@@ -357,20 +355,19 @@ class Columns(NamedTuple):
     """The accumulated metrics of a step, with the indices of special ones, and the numbers of steps, [steps, metrics].
 
     The last number of a step is its loss, or of a loss of several numbers, which has no mean, the sum of those that are
-    not finite. `limits` are numbers of consecutive skipped steps to report.
+    not finite. `limit` is the number of consecutive skipped steps to report, if any.
     """
 
     names: tuple[str, ...]
     has_loss: bool
     skip: int | None
     gradient: int | None
-    limits: tuple[int, ...]
+    limit: int | None
     dtype: str
 
     def empty(self) -> np.ndarray[Any, Any]:
-        array = np.zeros(3 * len(self.names) + WATCHED + len(self.limits), self.dtype)
-        watched = array[3 * len(self.names) :]
-        watched[[BAD, GRADIENT]], watched[WATCHED:] = -1, -1
+        array = np.zeros(3 * len(self.names) + WATCHED, self.dtype)
+        array[3 * len(self.names) :][[BAD, GRADIENT, OVER]] = -1
         return array
 
     def row(self, metrics: Mapping[str, Any]) -> Any:
@@ -414,39 +411,36 @@ class Columns(NamedTuple):
 
         last_made = jax.lax.cummax(jnp.where(skipped, jnp.int32(-1), steps))
         in_a_row = jnp.where(last_made < 0, before + steps + 1, steps - last_made)
-        skips = in_a_row[count - 1]
+        is_over = jnp.zeros_like(bad) if self.limit is None else (in_a_row >= self.limit) & (steps < count)
         is_first = (watched[BAD] < 0) & bad.any()
         new = [
             watched[SEEN] + count.astype(dtype),
             first(watched[BAD], bad),
             jnp.where(is_first, loss[jnp.argmax(bad)], watched[VALUE]),
             first(watched[GRADIENT], bad_gradient),
-            skips.astype(dtype),
+            first(watched[OVER], is_over),
         ]
-        over = [
-            first(watched[WATCHED + i], (in_a_row >= limit) & (steps < count)) for i, limit in enumerate(self.limits)
-        ]
-        return jnp.stack([*new, *over]), skips
+        return jnp.stack(new), in_a_row[count - 1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Accumulate:
     """Chooses what a program accumulates, from its trace."""
 
-    limits: tuple[int, ...] = ()
+    limit: int | None = None
 
     def __call__(self, step: TracedStep) -> Columns:
-        return choose_columns(step.metrics, step.constants.skipped, self.limits)
+        return choose_columns(step.metrics, step.constants.skipped, self.limit)
 
 
-def choose_columns(metrics: Mapping[str, Any], skip: str | None, limits: tuple[int, ...] = ()) -> Columns:
+def choose_columns(metrics: Mapping[str, Any], skip: str | None, limit: int | None = None) -> Columns:
     index = {name: i for i, name in enumerate([name for name, value in metrics.items() if is_number(value)])}
     has_loss = LOSS in metrics and is_numeric(metrics[LOSS])
     wide = any(
         value.dtype.itemsize > 4 for name, value in metrics.items() if name in index or (name == LOSS and has_loss)
     )
     dtype = "float64" if wide else "float32"
-    return Columns(tuple(index), has_loss, index.get(skip or ""), index.get(GRAD_NORM), limits, dtype)
+    return Columns(tuple(index), has_loss, index.get(skip or ""), index.get(GRAD_NORM), limit, dtype)
 
 
 @functools.cache

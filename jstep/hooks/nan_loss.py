@@ -106,7 +106,7 @@ class NanLossHook(RunHook):
             return
         if self._gradient is None:
             self._gradient = totals.gradient
-        bad, over = totals.bad, totals.over.get(self.max_skipped_steps or 0)
+        bad, over = totals.bad, totals.over if self.max_skipped_steps else None
         if bad is not None and (over is None or bad.step <= over):
             # Set before raising, so that the state is not saved when the run fails.
             self._bad = True

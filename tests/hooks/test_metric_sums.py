@@ -24,7 +24,7 @@ def add(sums, first, rows, **kwargs):
         sums.add(first, rows[0], **kwargs)
         return
     arrays = {name: jnp.asarray(value) for name, value in rows[0].items()}
-    columns = choose_columns(arrays, kwargs.get("skip", "skipped"), sums.limits)
+    columns = choose_columns(arrays, kwargs.get("skip", "skipped"), sums.limit)
     row_of, add_rows = compiled(columns)
     numbers = [row_of({name: jnp.asarray(value) for name, value in row.items()}) for row in rows]
     padded = numbers + numbers[-1:]
@@ -89,7 +89,7 @@ def first_bad(sums, number):
 @pytest.mark.parametrize("every", [1, 2, 5, 100])
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_skips_in_a_row_are_counted_across_intervals_and_layouts(every, change, steps_per_call):
-    sums = MetricSums([3, 4])
+    sums = MetricSums(3 if every > 1 else 4)
     number = sums.subscribe()
     pattern = [0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1]
     found = []
@@ -102,8 +102,7 @@ def test_skips_in_a_row_are_counted_across_intervals_and_layouts(every, change, 
         if last % every == 0 or last == len(pattern):
             totals = sums.take(number).totals
             found += [] if totals is None else [totals.over]
-    assert next(over[3] for over in found if 3 in over) == 7
-    assert next(over[4] for over in found if 4 in over) == 12
+    assert next(filter(None, found)) == (7 if every > 1 else 12)
 
 
 def test_array_losses_and_host_losses():
@@ -143,7 +142,7 @@ def test_metrics_on_a_mesh(kind):
 
 def test_later_calls_and_others_are_added_in_order():
     """Calls whose metrics are read later keep their place before one that is added at once, and before a cut."""
-    sums = MetricSums([2])
+    sums = MetricSums(2)
     number = sums.subscribe()
     constants = Constants({}, "skipped")
     for step in range(3):
@@ -152,8 +151,7 @@ def test_later_calls_and_others_are_added_in_order():
     sums.add(3, {"loss": jnp.asarray(3.0), "skipped": jnp.asarray(0.0)}, "skipped")
     totals = sums.take(number).totals
     assert totals.sums["loss"] == (6.0, 4.0)
-    assert totals.over == {2: 3}
-    assert totals.skips == 0
+    assert totals.over == 3
     sums.add(4, {"loss": jnp.asarray(5.0), "skipped": jnp.asarray(0.0)}, constants.skipped, constants)
     assert sums.latest().sums["loss"] == (5.0, 1.0)
     assert sums.take(number).totals.last == 5
