@@ -16,11 +16,7 @@ FLOATS = np.where(IS_KEPT, RNG.exponential(size=ROWS), 0).astype(np.float32)
 WEIGHTS = {
     "mask": IS_KEPT,
     "floats": FLOATS,
-    "small": FLOATS * np.float32(1e-6),
-    "large": FLOATS * np.float32(1e6),
-    "integers": RNG.integers(0, 4, ROWS).astype(np.int8),
     "bfloat16": FLOATS.astype(jnp.bfloat16),
-    "float16": FLOATS.astype(np.float16),
 }
 FIVE = jnp.arange(5.0)
 
