@@ -68,7 +68,7 @@ def is_better(value: float, than: float | None, mode: str, margin: float = 0.0) 
     return value < than - margin if mode == "min" else value > than + margin
 
 
-class Progress(NamedTuple):
+class CallbackState(NamedTuple):
     """The state of a callback between evaluations; `stopped_at` and `cooling` are of one class each."""
 
     best: float | None = None
@@ -95,7 +95,7 @@ class MetricCallback(ShownAsTyped):
 
     on_cadence_only: bool = True
     key: str | None = None
-    _progress = Progress()
+    _progress = CallbackState()
     _settings: ClassVar[tuple[str, ...]]
 
     def __init__(self, watched: Mapping[str, Any], key: str | None) -> None:
@@ -114,7 +114,7 @@ class MetricCallback(ShownAsTyped):
         return self._progress.bad
 
     def begin(self, state: TrainState) -> None:
-        self._progress = Progress()
+        self._progress = CallbackState()
 
     def get_state(self) -> Any:
         return {**self._watched, **self._progress.to_json()}
@@ -124,7 +124,7 @@ class MetricCallback(ShownAsTyped):
         try:
             theirs = {name: value[name] for name in self._watched}
             if theirs == self._watched:
-                self._progress = Progress.from_json(value)
+                self._progress = CallbackState.from_json(value)
             else:
                 self._start_fresh(f"is for {theirs}, but it has {self._watched}")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -211,7 +211,7 @@ class EarlyStopping(MetricCallback):
         """Return True when patience is exhausted."""
         value, progress = score(results, self.metric, type(self).__name__), self._progress
         if is_better(value, progress.best, self._mode, self._min_delta):
-            self._progress = Progress(value)
+            self._progress = CallbackState(value)
             return None
         progress = self._progress = progress._replace(bad=progress.bad + 1)
         if progress.bad < self._patience:
@@ -228,7 +228,7 @@ class EarlyStopping(MetricCallback):
             return False
         super().set_state(value)
         if self._is_new_branch and self._progress.stopped_at is not None:  # not stopped by what stopped the trunk
-            self._progress = Progress(self._progress.best)
+            self._progress = CallbackState(self._progress.best)
         if self.why is None:  # with more patience than before
             self._progress = self._progress._replace(stopped_at=None)
         return self.why is not None
@@ -314,10 +314,10 @@ class ReduceOnPlateau(MetricCallback):
         is_good = is_better(value, than, self._mode)
         bad = 0 if is_good or progress.cooling > 0 else progress.bad + 1
         best, cooling = value if is_good else progress.best, max(progress.cooling - 1, 0)
-        self._progress = Progress(best, bad, cooling=cooling)
+        self._progress = CallbackState(best, bad, cooling=cooling)
         if bad <= self._patience:
             return None
-        self._progress = Progress(best, cooling=self._cooldown)
+        self._progress = CallbackState(best, cooling=self._cooldown)
         with internal_transfers():
             old = get_hyperparameter(state, self._name)
             new = max(old * self._factor, self._min_value)

@@ -340,5 +340,8 @@ def summarize_histograms(state: TrainState, globs: Sequence[str]) -> Any:
 def _globs(histograms: Any) -> tuple[str, ...]:
     globs = (histograms,) if isinstance(histograms, str) else histograms
     if not isinstance(globs, Iterable) or not all(isinstance(glob, str) for glob in globs):
-        raise TypeError(f"histograms={format_value(histograms)}: must be globs of paths, such as 'params/*'")
+        raise TypeError(
+            f"histograms={format_value(histograms)}: must be globs of paths, such as 'params/*', got "
+            f"{describe_type(histograms)}"
+        )
     return tuple(globs)

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from jstep.core import device_values, meshes, trees
 from jstep.core.checks import as_int, as_number, check_choice, describe_type, truncate
 from jstep.core.trees import Array
-from jstep.metrics.totals import FULL, add, alike, on_host, per_element, sum_where
+from jstep.metrics.totals import FULL, add_totals, in_one_dtype, per_element, read_total, sum_where
 
 # Metrics that are totals over all examples.
 
@@ -35,7 +35,7 @@ class _Metric:
 class _Totals(_Metric):
     def merge(self, other: Self) -> Self:
         """Merge with another metric object."""
-        return cast(Self, jax.tree.map(add, self, other))
+        return cast(Self, jax.tree.map(add_totals, self, other))
 
 
 @jax.tree_util.register_dataclass
@@ -54,8 +54,8 @@ class Accuracy(_Totals):
 
     def compute(self) -> float:
         """Return the accuracy; NaN without examples, if all weights are 0, or if a logit is NaN."""
-        total = on_host(self.total).item()
-        return on_host(self.right).item() / total if total and not on_host(self.unknown) else math.nan
+        total = read_total(self.total).item()
+        return read_total(self.right).item() / total if total and not read_total(self.unknown) else math.nan
 
 
 def accuracy(logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | None = None) -> Accuracy:
@@ -110,10 +110,10 @@ class F1(_Totals):
 
     def compute(self) -> float:
         """Return 2 · both / (predicted + true); 0 if both counts are 0, as in scikit-learn; NaN if a score is NaN."""
-        if on_host(self.unknown):
+        if read_total(self.unknown):
             return math.nan
-        either = on_host(self.predicted).item() + on_host(self.true).item()
-        return 2 * on_host(self.both).item() / either if either else 0.0
+        either = read_total(self.predicted).item() + read_total(self.true).item()
+        return 2 * read_total(self.both).item() / either if either else 0.0
 
 
 def f1(scores: ArrayLike, labels: ArrayLike, threshold: float = 0.5, *, weights: ArrayLike | None = None) -> F1:
@@ -166,7 +166,7 @@ class ConfusionMatrix(_Totals):
         Raises:
             ValueError: A prediction or a label is not a class index.
         """
-        matrix, unknown = on_host(self.matrix), int(on_host(self.unknown))
+        matrix, unknown = read_total(self.matrix), int(read_total(self.unknown))
         if unknown:
             raise ValueError(
                 f"num_classes={len(matrix)}: predictions and labels of confusion_matrix must be below it and not "
@@ -222,10 +222,10 @@ class Perplexity(_Totals):
 
     def compute(self) -> float:
         """Return exp(mean of −log p(label)); NaN without labels, or if all weights are 0."""
-        total = on_host(self.total).item()
+        total = read_total(self.total).item()
         if not total:
             return math.nan
-        mean = on_host(self.loss).item() / total
+        mean = read_total(self.loss).item() / total
         return math.exp(mean) if mean < 709 else mean * math.inf
 
 
@@ -317,7 +317,7 @@ class AUC(_Metric):
 
     def merge(self, other: "AUC") -> "AUC":
         """Merge with another metric object."""
-        parts = (jnp.concatenate(alike(*two)) for two in zip(self.thresholds, other.thresholds, strict=True))
+        parts = (jnp.concatenate(in_one_dtype(*two)) for two in zip(self.thresholds, other.thresholds, strict=True))
         return AUC(_fewer(Thresholds(*parts), self.thresholds.low.size), self.curve)
 
     def compute(self) -> float:
@@ -325,7 +325,7 @@ class AUC(_Metric):
         kept = self.thresholds
         with meshes.internal_transfers():
             low, high = (np.asarray(end, np.float64) for end in (kept.low, kept.high))
-        counts = on_host(kept.counts).astype(np.float64)
+        counts = read_total(kept.counts).astype(np.float64)
         seen = counts.sum(axis=1) > 0
         if not seen.any() or np.isnan(low[seen]).any() or np.isnan(counts).any():
             return math.nan

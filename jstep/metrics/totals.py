@@ -25,19 +25,19 @@ def sum_where(condition: Array, weights: Array | None = None) -> Array:
     return jnp.sum(each, dtype=each.dtype)
 
 
-def alike(first: Array, second: Array) -> tuple[Array, Array]:
+def in_one_dtype(first: Array, second: Array) -> tuple[Array, Array]:
     """Convert counts to sums of weights if the others are such."""
     dtype = second.dtype if first.dtype == jnp.uint32 else first.dtype
     return first.astype(dtype), second.astype(dtype)
 
 
-def add(first: Array, second: Array) -> Array:
-    first, second = alike(first, second)
+def add_totals(first: Array, second: Array) -> Array:
+    first, second = in_one_dtype(first, second)
     total = first + second
     return jnp.where(total < first, jnp.full_like(total, FULL), total) if total.dtype == jnp.uint32 else total
 
 
-def on_host(total: Any) -> np.ndarray[Any, Any]:
+def read_total(total: Any) -> np.ndarray[Any, Any]:
     """Return totals as integers or float64; NaN for counts that are too large."""
     with internal_transfers():
         array = np.asarray(total)

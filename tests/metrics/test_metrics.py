@@ -10,7 +10,7 @@ import pytest
 
 import jstep
 from jstep.metrics.classification import AUC, F1, Accuracy, Perplexity, Thresholds
-from jstep.metrics.totals import FULL, add, alike, on_host
+from jstep.metrics.totals import FULL, add_totals, in_one_dtype, read_total
 
 M = jstep.metrics
 FIVE = jnp.arange(5.0)
@@ -39,7 +39,7 @@ def test_totals_beyond_int32(name):
     else:
         assert total.compute() == pytest.approx(expected, rel=1e-6)
     if name == "accuracy":
-        assert int(on_host(total.total)) == 16 * (2**27 + 1)
+        assert int(read_total(total.total)) == 16 * (2**27 + 1)
     for _ in range(6):
         total = merge(total, total)
     found = total.compute()
@@ -48,17 +48,17 @@ def test_totals_beyond_int32(name):
 
 def test_counts_stay_at_their_bound():
     first, second = jnp.uint32([2**31, 2**32 - 2, 2**32 - 1, 2**32 - 2]), jnp.uint32([2**31 - 2, 0, 1, 5])
-    assert on_host(add(first, second))[:2].tolist() == [2**32 - 2] * 2
-    assert on_host(add(first[:2], second[:2])).dtype == np.int64
-    assert add(first, second)[2:].tolist() == [FULL, FULL]
-    assert np.isnan(on_host(add(first, second))[2:]).all()
+    assert read_total(add_totals(first, second))[:2].tolist() == [2**32 - 2] * 2
+    assert read_total(add_totals(first[:2], second[:2])).dtype == np.int64
+    assert add_totals(first, second)[2:].tolist() == [FULL, FULL]
+    assert np.isnan(read_total(add_totals(first, second))[2:]).all()
 
 
 def test_counts_and_sums_of_weights_add_in_either_order():
     """Batches without weights count each example once beside those with weights."""
     counts, sums = jnp.uint32([2, 3]), jnp.float32([0.5, 2.0])
-    assert add(counts, sums).tolist() == add(sums, counts).tolist() == [2.5, 5.0]
-    assert [part.dtype for part in alike(counts, sums)] == [np.float32] * 2
+    assert add_totals(counts, sums).tolist() == add_totals(sums, counts).tolist() == [2.5, 5.0]
+    assert [part.dtype for part in in_one_dtype(counts, sums)] == [np.float32] * 2
 
 
 @pytest.mark.parametrize(
