@@ -21,7 +21,8 @@ class FakeRun:
     def __init__(self, hook: Any, state: Any, step: int = 0) -> None:
         self.hook, self.state, self.step, self.metrics, self.stopped = hook, state, step, None, []
         counter = hook if isinstance(hook, StepCounterHook) else StepCounterHook()
-        self.reports = ReportingContext(MetricSums(), TransferQueue(), counter, None, None, None)
+        sums = MetricSums(getattr(hook, "max_skipped_steps", None))
+        self.reports = ReportingContext(sums, TransferQueue(), counter, None, None, None)
         self.watch, self.in_flight, self.at_start = Stopwatch(), InFlight(), StateContents(state)
         self.polls: list[Any] = []
         for each in {counter, hook}:

@@ -1,8 +1,8 @@
 """Callbacks of evaluations that react to a metric: early stopping, plateaus, and keeping the best checkpoints."""
 
-import dataclasses
 import logging
 import math
+import operator
 import os
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, Self
@@ -13,7 +13,7 @@ from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.retention import Listener
 from jstep.checkpoint.saver import Saver
-from jstep.core.checks import as_bool, as_int, as_number, as_string, check_choice, describe_type, format_value
+from jstep.core.checks import as_bool, as_int, as_number, as_string, check_choice
 from jstep.core.meshes import internal_transfers
 from jstep.core.recorded_calls import ShownAsTyped
 from jstep.core.selection import VarList, check_form
@@ -68,41 +68,34 @@ def is_better(value: float, than: float | None, mode: str, margin: float = 0.0) 
     return value < than - margin if mode == "min" else value > than + margin
 
 
-@dataclasses.dataclass
-class CallbackState:
-    """State of a callback between evaluations. Subclasses add counts, which may be None by default."""
+class CallbackState(NamedTuple):
+    """The state of a callback between evaluations; `stopped_at` and `cooling` are of one class each."""
 
     best: float | None = None
     bad: int = 0
+    stopped_at: int | None = None
+    cooling: int = 0
 
     def to_json(self) -> dict[str, Any]:
         best = self.best if self.best is None or math.isfinite(self.best) else str(self.best)
-        return {**dataclasses.asdict(self), "best": best}
+        return self._replace(best=best)._asdict()  # type: ignore[arg-type]
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Self:
-        """Read a dict from a checkpoint; other keys are ignored."""
-        counts = {field.name: saved[field.name] for field in dataclasses.fields(cls) if field.name != "best"}
-        for name, count in counts.items():
-            is_unknown = count is None and getattr(cls, name) is None
-            if not is_unknown and (type(count) is not int or count < 0):
-                raise ValueError(f"{count!r} is not a number of evaluations")
-        best = saved["best"]
-        if not (best is None or type(best) in (int, float) or best in ("nan", "inf", "-inf")):
-            raise ValueError(f"{best!r} is not a number")
-        return cls(best if best is None else float(best), **counts)
+        best, at = saved["best"], saved.get("stopped_at")
+        bad, cooling = operator.index(saved["bad"]), operator.index(saved.get("cooling", 0))
+        return cls(None if best is None else float(best), bad, None if at is None else operator.index(at), cooling)
 
 
 class MetricCallback(ShownAsTyped):
     """Base class of callbacks that react to a metric, and whose state is saved in checkpoints.
 
-    Subclasses set `_progress`, the initial state (each run begins with a new object of its class), and `_settings`, the
-    names of attributes. `watches` and then the settings identify the callback among others of its class.
+    `watches`, and then the attributes named in `_settings`, identify the callback among others of its class.
     """
 
     on_cadence_only: bool = True
     key: str | None = None
-    _progress: CallbackState
+    _progress = CallbackState()
     _settings: ClassVar[tuple[str, ...]]
 
     def __init__(self, watched: Mapping[str, Any], key: str | None) -> None:
@@ -121,33 +114,25 @@ class MetricCallback(ShownAsTyped):
         return self._progress.bad
 
     def begin(self, state: TrainState) -> None:
-        self._progress = type(self._progress)()
+        self._progress = CallbackState()
 
     def get_state(self) -> Any:
         return {**self._watched, **self._progress.to_json()}
 
-    def set_state(self, value: object) -> bool | None:
+    def set_state(self, value: Any) -> bool | None:
         """Restore the state; an incompatible one is logged and ignored."""
-        if not isinstance(value, Mapping) or not self._watched.keys() <= value.keys():
-            self._start_fresh("was written by another version of it")
-            return None
-        for name, here in self._watched.items():
-            if value[name] != here:
-                self._start_fresh(f"is for {name}={value[name]!r}, but it has {name}={here!r}")
-                return None
         try:
-            self._progress = type(self._progress).from_json(value)
-        except (KeyError, TypeError, ValueError) as error:
+            theirs = {name: value[name] for name in self._watched}
+            if theirs == self._watched:
+                self._progress = CallbackState.from_json(value)
+            else:
+                self._start_fresh(f"is for {theirs}, but it has {self._watched}")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             self._start_fresh(f"cannot be read ({type(error).__name__}: {error})")
         return None
 
     def _start_fresh(self, why: str) -> None:
         _logger.warning("%s starts fresh: its state in the checkpoint %s", hook_key(self), why)
-
-
-@dataclasses.dataclass
-class _StoppingProgress(CallbackState):
-    stopped_at: int | None = None
 
 
 class EarlyStopping(MetricCallback):
@@ -187,7 +172,6 @@ class EarlyStopping(MetricCallback):
     """
 
     _settings = ("patience", "min_delta")
-    _progress: _StoppingProgress
 
     def __init__(
         self,
@@ -202,7 +186,6 @@ class EarlyStopping(MetricCallback):
         self._patience = as_int(patience, "patience", 1, "a number of evaluations")
         self._min_delta = as_number(min_delta, "min_delta", low=0.0)
         self._reset = as_bool(reset, "reset")
-        self._progress = _StoppingProgress()
         self._is_new_branch = False
         super().__init__({"metric": metric, "mode": mode}, key)
 
@@ -228,12 +211,12 @@ class EarlyStopping(MetricCallback):
         """Return True when patience is exhausted."""
         value, progress = score(results, self.metric, type(self).__name__), self._progress
         if is_better(value, progress.best, self._mode, self._min_delta):
-            self._progress = _StoppingProgress(value)
+            self._progress = CallbackState(value)
             return None
-        progress = self._progress = dataclasses.replace(progress, bad=progress.bad + 1)
+        progress = self._progress = progress._replace(bad=progress.bad + 1)
         if progress.bad < self._patience:
             return None
-        self._progress = dataclasses.replace(progress, stopped_at=step)
+        self._progress = progress._replace(stopped_at=step)
         if jax.process_index() == 0:
             _logger.info("step %d: %s; stopping", step, self._failure("has"))
         return True
@@ -245,15 +228,10 @@ class EarlyStopping(MetricCallback):
             return False
         super().set_state(value)
         if self._is_new_branch and self._progress.stopped_at is not None:  # not stopped by what stopped the trunk
-            self._progress = _StoppingProgress(self._progress.best)
+            self._progress = CallbackState(self._progress.best)
         if self.why is None:  # with more patience than before
-            self._progress = dataclasses.replace(self._progress, stopped_at=None)
+            self._progress = self._progress._replace(stopped_at=None)
         return self.why is not None
-
-
-@dataclasses.dataclass
-class _PlateauProgress(CallbackState):
-    cooling: int = 0
 
 
 class ReduceOnPlateau(MetricCallback):
@@ -300,7 +278,6 @@ class ReduceOnPlateau(MetricCallback):
     """
 
     _settings = ("factor", "patience", "threshold", "cooldown", "min_value")
-    _progress: _PlateauProgress
 
     def __init__(
         self,
@@ -321,7 +298,6 @@ class ReduceOnPlateau(MetricCallback):
         self._threshold = as_number(threshold, "threshold", low=0.0)
         self._cooldown = as_int(cooldown, "cooldown", 0, "a number of evaluations")
         self._min_value = as_number(min_value, "min_value", low=0.0)
-        self._progress = _PlateauProgress()
         super().__init__({"metric": metric, "name": self._name, "mode": mode}, key)
 
     def begin(self, state: TrainState) -> None:
@@ -337,13 +313,11 @@ class ReduceOnPlateau(MetricCallback):
         than = (-math.inf if self._mode == "max" else math.inf) if progress.best is None else progress.best * (1.0 + by)
         is_good = is_better(value, than, self._mode)
         bad = 0 if is_good or progress.cooling > 0 else progress.bad + 1
-        progress = dataclasses.replace(
-            progress, best=value if is_good else progress.best, bad=bad, cooling=max(progress.cooling - 1, 0)
-        )
-        self._progress = progress
+        best, cooling = value if is_good else progress.best, max(progress.cooling - 1, 0)
+        self._progress = CallbackState(best, bad, cooling=cooling)
         if bad <= self._patience:
             return None
-        self._progress = dataclasses.replace(progress, bad=0, cooling=self._cooldown)
+        self._progress = CallbackState(best, cooling=self._cooldown)
         with internal_transfers():
             old = get_hyperparameter(state, self._name)
             new = max(old * self._factor, self._min_value)
@@ -428,10 +402,6 @@ class KeepBest(ShownAsTyped):
         *,
         leave_out: VarList = None,
     ) -> None:
-        if not isinstance(directory, str | os.PathLike):
-            raise TypeError(
-                f"directory={format_value(directory)}: must be a directory or a URL, got {describe_type(directory)}"
-            )
         self.metric, self._mode = check_metric(metric, mode)
         self._keep = as_int(keep, "keep", 1, "a number of checkpoints")
         checkpoint_name(prefix, 0)  # validates the prefix
@@ -463,7 +433,7 @@ class KeepBest(ShownAsTyped):
         self._open()
         self._at_start = StateContents(state, params_only=True)
         if self._is_fresh and self.values and jax.process_index() == 0:
-            best = max(self.values, key=self._worse_first)
+            best = max(self.values, key=lambda step: self._rank(step, self.values[step]))
             _logger.warning(
                 "KeepBest: this run starts at step %d, not from a checkpoint of its own, but %s holds %s of another "
                 "run with %s=%g, which is kept unless this run does better; give a new directory to keep only its own",
@@ -485,15 +455,13 @@ class KeepBest(ShownAsTyped):
             return
         contents = StateContents(state, params_only=True)
         if nan := contents.with_nan():  # a metric may be the best ever for NaN
-            if jax.process_index() == 0:
-                text = "KeepBest: step %d is not kept, though %s=%g: NaN in %s"
-                _logger.warning(text, step, self.metric, value, briefly(nan))
+            text = "KeepBest: step %d is not kept, though %s=%g: NaN in %s"
+            _logger.warning(text, step, self.metric, value, briefly(nan))
             return
         worse, _ = contents.worse_since(self._at_start)
         with internal_transfers(), saver.knowing(not worse):
-            extra: dict[str, Any] = {}
-            if self._reports is not None:
-                extra = {} if self._reports.config is None else {"config": dict(self._reports.config)}
+            config = None if self._reports is None else self._reports.config
+            extra = {} if config is None else {"config": dict(config)}
             saver.save(state, extra=extra | {self.metric: value})
             self.values[step] = value
             # The new checkpoint must be on disk before another is deleted.
@@ -507,12 +475,9 @@ class KeepBest(ShownAsTyped):
     @property
     def best_kept(self) -> Best | None:
         """The best checkpoint that is complete; any thread may read it."""
-        values = dict(self.values)
-        complete = [(step, path) for step, path in dict(self._complete.paths).items() if step in values]
-        if not complete:
-            return None
-        step, path = max(complete, key=lambda item: self._worse_first(item[0], values))
-        return Best(values[step], step, path)
+        values, paths = dict(self.values), dict(self._complete.paths)
+        complete = [Best(values[step], step, path) for step, path in paths.items() if step in values]
+        return max(complete, key=lambda best: self._rank(best.step, best.value), default=None)
 
     def close(self) -> None:
         if self._saver is not None:
@@ -528,11 +493,10 @@ class KeepBest(ShownAsTyped):
             saver.settle()
 
     def _worst(self) -> int:
-        return min(self.values, key=self._worse_first)
+        return min(self.values, key=lambda step: self._rank(step, self.values[step]))
 
-    def _worse_first(self, step: int, values: Mapping[int, float] | None = None) -> tuple[float, int]:
+    def _rank(self, step: int, value: float) -> tuple[float, int]:
         """Sort key, worst first; of equal values, the later one is worse."""
-        value = (self.values if values is None else values)[step]
         return (-value if self._mode == "min" else value), -step
 
     def _open(self) -> Saver:
@@ -551,12 +515,7 @@ class KeepBest(ShownAsTyped):
                 self.values[step] = float(value)
                 self._complete.paths[step] = join_path(saver.directory, checkpoint_name(self._prefix, step))
             except (CheckpointError, ValueError) as error:
-                if jax.process_index() == 0:
-                    _logger.warning(
-                        "KeepBest skips %s: %s. Saver.restore may still return it, if it is the newest; give a new "
-                        "directory",
-                        checkpoint_name(self._prefix, step),
-                        error,
-                    )
+                text = "KeepBest skips %s: %s. Saver.restore may still return it; give a new directory"
+                _logger.warning(text, checkpoint_name(self._prefix, step), error)
         saver.claim()
         return saver

@@ -240,10 +240,7 @@ class EvaluationHook(RunHook):
             raise TypeError(f"evaluate returned {type(values).__name__}; it must return a mapping of names to numbers")
         _refuse_text(values)
         if (path := trees.find_donated(state)) is not None:
-            raise RuntimeError(
-                f"evaluate must not donate the state: its {path!r} was donated, and the run cannot continue. Evaluate "
-                "without donation, or evaluate a copy: jax.tree.map(jnp.copy, state)"
-            )
+            raise RuntimeError(f"evaluate: must not donate the state, and donated its {path!r}; compile it without")
         self._interrupted_step = self._interrupted_last_step = None
         if self._callbacks and not processes.is_single_process():
             values = {**values, **_broadcast_from_0(values)}
@@ -292,7 +289,7 @@ class EvaluationHook(RunHook):
 
 def _refuse_text(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
-        if isinstance(value, str | bytes) or getattr(getattr(value, "dtype", None), "kind", "") in ("U", "S"):
+        if isinstance(value, str | bytes):
             raise TypeError(
                 f"evaluate: results[{name!r}]={format_value(value)}: must be a number, got {describe_type(value)}; "
                 "leave it out, or log it in evaluate"

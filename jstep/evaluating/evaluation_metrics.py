@@ -154,17 +154,10 @@ def _is_object(name: str, value: object) -> bool:
     if len(missing) == 2:
         return False
     what = f"metric_fn: the metric {name!r} is {describe_type(value)}"
-    if missing:
-        (other,) = set(_METHODS).difference(missing)
+    if missing or isinstance(value, type) or jax.tree_util.all_leaves([value]):
         raise TypeError(
-            f"{what} with {other} and without {missing[0]}: must have both methods, merge(other) and compute()"
-        )
-    if isinstance(value, type):
-        raise TypeError(f"{what}: must be an object of it")
-    if jax.tree_util.all_leaves([value]):
-        raise TypeError(
-            f"{what}, which is not a pytree: register its class, for example a dataclass by "
-            "jax.tree_util.register_dataclass"
+            f"{what}: must be an object with merge(other) and compute(), of a class that is registered as a pytree, "
+            "for example by jax.tree_util.register_dataclass"
         )
     trees.require_arrays(value, what, _REGISTER)  # JAX's own error does not name the metric
     return True
@@ -185,14 +178,7 @@ def _merged(name: str, total: Any, new: Any) -> Any:
     try:
         merged = total.merge(new)
     except Exception as error:
-        advice = "which is compiled: use jax.numpy on the leaves"
-        pairs = zip(trees.leaves_with_paths(total), jax.tree.leaves(new), strict=True)
-        differ = [f"{path} {np.shape(a)} and {np.shape(b)}" for (path, a), b in pairs if np.shape(a) != np.shape(b)]
-        if differ:
-            advice += (
-                f". Shapes of the merged batches and of the next one differ: {', '.join(differ)}; the last batch may "
-                "have fewer rows: sum over the rows, or concatenate them"
-            )
+        advice = "which is compiled: use jax.numpy, and one shape for batches of any number of rows"
         note(error, f"metric_fn: in merge of the metric {name!r}, {advice}")
         raise
     _require_like(merged, total, f"{what} returned", "must return")

@@ -284,12 +284,9 @@ def _params_of(state: TrainState, use_averages: bool | str | Sequence[str]) -> A
                 free = schedule_free_params(state)
             kept = [slot for slot in state.slots if slot.endswith(f"/{AVERAGE_SLOT}")]
             if free is not None and kept:
-                others = [slot for slot in state.slots if slot == "z" or slot.endswith("/z")]
                 raise ValueError(
-                    f"use_averages=True: the state has averages ({', '.join(kept)}) and schedule-free parameters "
-                    f"({', '.join(others)}), each for some of the parameters; give the name of the averages, or "
-                    "evaluate state.replace(params=jstep.schedule_free_params(state), slots=state.slots) with "
-                    "use_averages=False"
+                    f"use_averages=True: the state has averages ({', '.join(kept)}) and schedule-free parameters, each "
+                    "for some of the parameters; give the name of the averages, or evaluate schedule_free_params(state)"
                 )
             if free is not None:
                 return free

@@ -1,9 +1,8 @@
 """Hooks that act at given steps: a function every n steps, a profiler trace, and the end of a run."""
 
-import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -105,7 +104,7 @@ class ProfilerHook(RunHook):
     """A hook that traces the updates start_step → start_step + 1, …, stop_step − 1 → stop_step with `jax.profiler`.
 
     JAX records one trace at a time: if another trace is running when this one should begin, a warning is logged and
-    this one is skipped. Hooks of a run whose steps overlap are rejected before the first step.
+    this one is skipped.
 
     Args:
         logdir: The directory of the trace, for TensorBoard's profile plugin or Perfetto.
@@ -123,10 +122,7 @@ class ProfilerHook(RunHook):
             raise ValueError(f"start_step={start_step}, stop_step={stop_step}: must be 0 ≤ start_step < stop_step")
         self._logdir, self._start, self._stop = location(logdir, "logdir"), start_step, stop_step
         if is_url(self._logdir):
-            raise ValueError(
-                f"logdir={self._logdir!r}: must be on a file system, because JAX's profiler writes to it; give a "
-                "local directory and copy it when the run has ended"
-            )
+            raise ValueError(f"logdir={self._logdir!r}: must be a local directory, because JAX's profiler writes to it")
         self._running = self._is_refused = False
 
     def begin(self, state: TrainState) -> None:
@@ -150,33 +146,18 @@ class ProfilerHook(RunHook):
     def end(self, step: int, state: TrainState) -> None:
         if self._running:
             jax.block_until_ready(state)  # the device may be behind, and its work belongs in the trace
-            self._end_trace()
+            self._running = False
+            jax.profiler.stop_trace()
 
     def close(self) -> None:
         """End a trace that is still running after an error."""
         super().close()
-        self._end_trace()
-
-    def _end_trace(self) -> None:
         if self._running:
             self._running = False
-            try:
-                jax.profiler.stop_trace()
-            except RuntimeError as error:  # other code has ended it
-                _logger.warning("ProfilerHook: the trace in %s was ended by other code: %s", self._logdir, error)
+            jax.profiler.stop_trace()
 
     def next_due(self, step: int) -> int:
         return min((at for at in (self._start, self._stop) if at > step), default=NEVER)
 
     def __repr__(self) -> str:
         return f"ProfilerHook({self._logdir!r}, start_step={self._start}, stop_step={self._stop})"
-
-
-def refuse_overlapping_traces(hooks: Sequence[Any]) -> None:
-    """Reject hooks whose steps overlap, or of which a later one ends at the step at which an earlier one begins."""
-    for first, other in itertools.combinations([hook for hook in hooks if isinstance(hook, ProfilerHook)], 2):
-        if (first._start < other._stop and other._start < first._stop) or first._start == other._stop:
-            raise ValueError(
-                f"hooks: {first!r} and {other!r} overlap, and JAX makes one trace at a time; give them steps that do "
-                "not, in their order"
-            )

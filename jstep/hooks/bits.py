@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -182,8 +182,7 @@ class FingerprintHook(RunHook):
             return
         message = (
             f"step {step} was repeated with a different result than the one logged in {self._path} ({before.state} "
-            f"before, {entry.state} now): {difference.text()}. Check batches, code, seeds, versions and devices; "
-            "jstep.replay repeats a step."
+            f"before, {entry.state} now): {difference.text()}. Check batches, code, seeds, versions and devices."
         )
         if self._raises:
             raise DivergenceError(message, step, difference.leaves)
@@ -278,9 +277,9 @@ class AuditHook(RunHook):
                 note(error, f"jstep: raised while AuditHook computed step {call.first} a second time")
                 raise
             del state_copy
-            difference = mismatch(first, second)
-        if difference is not None:
-            finding = difference.error(call.first, call.steps)
+            leaves, devices = _differences(first, second)
+        if leaves:
+            finding = _audit_error(call.first, call.steps, leaves, devices)
             if self._raises:
                 raise finding
             if jax.process_index() == 0:
@@ -323,46 +322,31 @@ class AuditError(_OtherBitsError):
     """
 
 
-class Mismatch(NamedTuple):
-    """Differences between two computations; `devices` is empty if the leaves differ on all devices."""
-
-    leaves: tuple[str, ...]
-    devices: tuple[str, ...]
-
-    def error(self, step: int, steps: int) -> AuditError:
-        """Return the error for a call of some steps that began at a step."""
-        where = ", ".join(self.devices[:_SHOWN]) + (", …" if len(self.devices) > _SHOWN else "")
-        what = Difference(step, self.leaves).text() + (f" (on {where} alone)" if where else "")
-        update = f"update {step} → {step + 1} was" if steps == 1 else f"updates {step} → {step + steps} were"
-        return AuditError(
-            f"the {update} computed twice, from the same state and batch by the same program, and the results differ: "
-            f"{what}. Either a device computes wrongly (silent data corruption): resume from the last checkpoint on "
-            "other devices, and repeat the step on both with jstep.replay(train_step, state, batches, "
-            f"checkpoint_dir, {step}). Or the program is not deterministic: host callbacks or a plain Python step that "
-            "keep state or draw their own random numbers, or sums without a fixed order on a GPU "
-            "(XLA_FLAGS=--xla_gpu_deterministic_ops=true).",
-            step + 1,
-            self.leaves,
-        )
+def _audit_error(step: int, steps: int, leaves: tuple[str, ...], devices: tuple[str, ...]) -> AuditError:
+    """Return the error for a call of some steps that began at a step."""
+    where = ", ".join(devices[:_SHOWN]) + (", …" if len(devices) > _SHOWN else "")
+    what = Difference(step, leaves).text() + (f" (on {where} alone)" if where else "")
+    update = f"update {step} → {step + 1} was" if steps == 1 else f"updates {step} → {step + steps} were"
+    return AuditError(
+        f"the {update} computed twice, from the same state and batch by the same program, and the results differ: "
+        f"{what}. Either a device computes wrongly: resume from the last checkpoint on other devices. Or the program "
+        "is not deterministic: host callbacks that keep state, or a GPU without "
+        "XLA_FLAGS=--xla_gpu_deterministic_ops=true.",
+        step + 1,
+        leaves,
+    )
 
 
-def mismatch(first: ByDevice, second: ByDevice) -> Mismatch | None:
-    """Compare two computations of one state, with the same result on all processes; waits for both."""
+def _differences(first: ByDevice, second: ByDevice) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The leaves of a state that differ, and the devices, if not all of them; on all processes alike, after a wait."""
     if first.paths != second.paths:
-        apart = sorted(set(first.paths) ^ set(second.paths))[:_SHOWN] or "in another order"
-        raise TypeError(
-            f"train_step: returned a state of other leaves when AuditHook repeated it ({apart}); the structure of the "
-            "state must be the same in every call"
-        )
+        raise TypeError("train_step: returned a state of other leaves when AuditHook repeated it; must be the same")
     devices = jax.devices()
     marks = processes.max_over_processes(_marks(first, second, devices))
     differ, of_devices = marks[: len(first.paths)], marks[len(first.paths) :]
-    if not differ.any():
-        return None
     leaves = tuple(path for path, mark in zip(first.paths, differ, strict=True) if mark)
     all_do = (of_devices[of_devices > 0] == _DIFFERS).all()
-    names = () if all_do else tuple(str(devices[i]) for i in np.flatnonzero(of_devices == _DIFFERS))
-    return Mismatch(leaves, names)
+    return leaves, () if all_do else tuple(str(devices[i]) for i in np.flatnonzero(of_devices == _DIFFERS))
 
 
 def _marks(first: ByDevice, second: ByDevice, devices: list[Any]) -> np.ndarray[Any, Any]:

@@ -17,7 +17,7 @@ from jstep.core.curves import Curve, is_logarithmic, label_axis, picture
 from jstep.core.tables import html_table
 from jstep.distributed import processes
 from jstep.hooks.cadence import make_cadence
-from jstep.hooks.history_file import HistoryFile, Row, Rows, check_path, describe_left_out, read_rows
+from jstep.hooks.history_file import HistoryFile, Row, Rows, check_path, read_rows
 from jstep.hooks.hook import Metrics
 from jstep.hooks.metric_sums import merge_sums
 from jstep.hooks.numbers import PendingTransfer, as_numbers, begin_transfer, read_values, scalars, sort_metrics
@@ -48,9 +48,9 @@ class History(ReportingHook):
     Args:
         path: A file for the rows, one line of JSON each; each step occurs once over all restarts; infinite values and
             NaN are strings. A run that resumes from step N keeps the rows up to N, and drops later ones. The file is
-            flushed before each checkpoint exists. A file with rows of another run is renamed to `PATH.1` (`PATH.2`, …),
-            with a warning. Without a path the rows are in the checkpoints; there, at 10,000 of them, every second one
-            is dropped, except for results of evaluations.
+            flushed before each checkpoint exists. If any other run finds rows in the file, it is renamed to `PATH.1`
+            (`PATH.2`, …), with a warning. Without a path the rows are in the checkpoints; there, at 10,000 of them,
+            every second one is dropped, except for results of evaluations.
         every_n_steps: Interval in steps.
         mean: Whether rows have means over the steps since the last row, in place of the values of their step.
 
@@ -60,7 +60,7 @@ class History(ReportingHook):
 
     Raises:
         ValueError: The path is a URL, or not a regular file. Before the first step: another History, or another run,
-            writes it, or it has something other than the rows of a History.
+            writes it, or it has something other than the rows of a History (a torn last line aside).
         OSError: The file cannot be written. The rows are kept, and are in the checkpoints.
 
     Example:
@@ -94,19 +94,15 @@ class History(ReportingHook):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
-        """Return a History with the rows of a file; a line torn by a crash is left out.
-
-        Other lines that are not rows are left out with a warning.
+        """Return a History with the rows of a file; a last line that was torn by a crash is left out.
 
         Raises:
             FileNotFoundError: There is no such file.
             OSError: It is not a regular file.
+            ValueError: It has something other than the rows of a History.
         """
         history = cls()
-        found = read_rows(location(path, "path"))
-        history._rows = found.rows
-        if bad := [number for number, line in found.bad.items() if number != found.torn]:
-            _logger.warning("%s: %s", path, describe_left_out(bad))
+        history._rows = read_rows(location(path, "path"))
         return history
 
     # Copies, which belong to no run.
@@ -136,8 +132,8 @@ class History(ReportingHook):
         if self._path is not None:
             processes.on_all_processes(self._open, "the file of a History cannot be opened", ValueError)
             if self._file is None:
-                with contextlib.suppress(OSError):
-                    self._rows = read_rows(self._path).rows
+                with contextlib.suppress(OSError):  # of process 0
+                    self._rows = read_rows(self._path)
         self._last_row = min(self._last_row, step)
         if step != self._reached:
             self._sums = {}
@@ -148,8 +144,7 @@ class History(ReportingHook):
         if jax.process_index() != 0 or self._path is None:
             return
         self._file = HistoryFile(self._path, self.run)
-        kept = {} if self._file.is_of_another_run else self._rows  # some may not be in the file: the disk was full
-        self._rows = dict(sorted((kept | self._file.rows).items()))
+        self._rows = dict(sorted((self._rows | self._file.rows).items()))  # some may not be there: the disk was full
         self._since = min((step for step in self._rows if step not in self._file.rows), default=math.inf)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
@@ -261,7 +256,7 @@ class History(ReportingHook):
         with self._lock:
             is_late = step < next(reversed(self._rows), 0) and step not in self._rows
             row = self._rows.setdefault(step, {})
-            row |= {_column(name, values): float(value) for name, value in values.items()}
+            row |= {"step_" if name == "step" else name: float(value) for name, value in values.items()}
             if is_late:  # an evaluation older than the last row
                 self._rows = dict(sorted(self._rows.items()))
             self._since = min(self._since, step)
@@ -384,15 +379,7 @@ class History(ReportingHook):
         return html_table(title, cells[-_SHOWN:], ("step", *names)) + self.svg()
 
 
-# Names and sums.
-
-
-def _column(name: str, names: Collection[str]) -> str:
-    """Return the name of a metric in a row, where `step` is taken."""
-    if name == "step":
-        while name in names:
-            name += "_"
-    return name
+# Sums.
 
 
 def _plus(sums: Mapping[str, tuple[float, float]], interval: Any) -> dict[str, tuple[float, float]]:

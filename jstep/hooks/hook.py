@@ -1,7 +1,7 @@
 """The `Hook` protocol, the check of `train(hooks=…)`, and the results that hooks may return."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -153,71 +153,39 @@ def check_step(step: int, state: TrainState, first: int | None = None) -> None:
     """
     actual = state_step(state)
     if actual != step:
+        did = "" if first is None else f", and changed it from {first} to {actual} in {step - first} step(s)"
         error: Any = ValueError(
             f"the state's global_step is {actual} after the update that makes step {step}: train_step must advance it "
-            f"by one{_how_to_advance(actual, step, first)}"
+            f"by one{did}; pass increment_global_step=False to all updates in it (minimize, apply_gradients), and end "
+            "it with state = jstep.increment_global_step(state)"
         )
         error.prevents_saving = True
         raise error
 
 
-def _how_to_advance(actual: int, step: int, first: int | None) -> str:
-    one_increment = "end train_step with state = jstep.increment_global_step(state)"
-    inside = "pass increment_global_step=False to all of them (minimize, apply_gradients), and " + one_increment
-    if first is None:
-        return f". If it runs several updates, or none, {inside}"
-    by, remainder = divmod(actual - first, step - first)
-    if by == 0 and remainder == 0:
-        return f", and does not advance it. Use increment_global_step=True in its last update, or {one_increment}"
-    if by < 1 or remainder:
-        return f", and changed it from {first} to {actual} in {step - first} step(s): {one_increment}, and nowhere else"
-    return (
-        f", and advances it by {by}. If it runs several updates, {inside}. If it is {by} steps in one call "
-        f"(scan_steps), pass the single step and steps_per_call={by} to train"
-    )
-
-
 # The hooks that `train` is given, checked before anything is opened.
 
-_METHODS = ("begin", "after_step", "before_step", "end", "next_due", "get_state", "set_state")
-_NOTIFICATION_METHODS = ("before_save", "saved", "failed", "closed")
-"""Further methods of hooks; an attribute of that name that is not callable does not count."""
-_OF_HOOKS = ("after_step", "before_step", "end", "next_due", "cadence")
-"""Attributes that only hooks have. Callbacks of evaluations, which are called themselves, may have the others."""
-_OF_EVALUATIONS = "jstep.EvaluationHook(evaluate, every_n_steps=…, callbacks=[…])"
+_OF_HOOKS = ("after_step", "before_step", "end", "next_due", "before_save", "saved", "failed", "closed")
+_ALSO_OF_CALLBACKS = ("begin", "get_state", "set_state")
+"""Methods that callbacks of evaluations have, too; these are called themselves."""
+_ALSO_OF_FILES = ("flush", "close")
 
 
 def list_of_hooks(hooks: Sequence[Any]) -> list[Any]:
-    if hasattr(hooks, "after_step"):
-        raise TypeError(f"hooks={hooks!r}: must be a sequence of hooks, hooks=[...]")
-    try:
-        checked = list(hooks)
-    except TypeError:
-        raise TypeError(f"hooks={hooks!r}: must be a sequence of hooks, got {describe_type(hooks)}") from None
+    if hasattr(hooks, "after_step") or not isinstance(hooks, Iterable):
+        raise TypeError(f"hooks={format_value(hooks)}: must be a sequence of hooks, got {describe_type(hooks)}")
+    checked = list(hooks)
     for i, hook in enumerate(checked):
         if isinstance(hook, type):
             raise TypeError(f"hooks[{i}]={hook.__name__} is a class; give an instance: {hook.__name__}(...)")
-        for method in _METHODS:
-            if hasattr(hook, method) and not callable(getattr(hook, method)):
-                raise TypeError(f"hooks[{i}].{method}: must be a function, got {describe_type(getattr(hook, method))}")
-        names = _NOTIFICATION_METHODS + (("flush", "close") if isinstance(hook, Hook) else ())  # files have these, too
-        is_notified = any(defines(hook, method) for method in names)
-        if not is_notified and type(hook) is not Hook and not any(defines(hook, method) for method in _METHODS):
-            way = ""
-            if callable(hook):
-                name = getattr(hook, "__name__", "fn")
-                way = (
-                    f". A function becomes a hook by jstep.every(100, {name}), which calls it every 100 steps; "
-                    f"a callback of evaluations belongs in {_OF_EVALUATIONS}"
-                )
+        names: tuple[str, ...] = _OF_HOOKS if callable(hook) else _OF_HOOKS + _ALSO_OF_CALLBACKS
+        if isinstance(hook, Hook):
+            names = _OF_HOOKS + _ALSO_OF_CALLBACKS + _ALSO_OF_FILES
+        if type(hook) is not Hook and not any(defines(hook, name) for name in names):
             raise TypeError(
-                f"hooks[{i}]={format_value(hook)}: {'overrides' if isinstance(hook, Hook) else 'has'} none of "
-                f"{', '.join(_METHODS + names)}; see jstep.Hook{way}"
-            )
-        if callable(hook) and not is_notified and not any(hasattr(hook, name) for name in _OF_HOOKS):
-            raise TypeError(
-                f"hooks[{i}]={format_value(hook)}: must be a hook, got a callback of evaluations, which train would "
-                f"never call; give it to {_OF_EVALUATIONS}"
+                f"hooks[{i}]={format_value(hook)}: must be a hook, with some of the methods of jstep.Hook. A function "
+                "becomes one by jstep.every(100, fn); a callback of evaluations belongs in "
+                "jstep.EvaluationHook(evaluate, every_n_steps=…, callbacks=[…])"
             )
     return checked
 
@@ -281,10 +249,10 @@ def _placed_like(leaf: Any, was: Any, path: str, by: str) -> Any:
             f"{by} returned a state whose {path!r} was donated to a step and deleted. Return the state that the "
             "step returned, or create the step with minimize(..., donate=False)"
         )
-    if isinstance(leaf, jax.Array) and not leaf.weak_type and leaf.sharding == was.sharding:
-        return leaf
     if isinstance(leaf, jax.Array) and leaf.weak_type:
         leaf = leaf.astype(leaf.dtype)  # otherwise the step would be compiled again
+    if isinstance(leaf, jax.Array) and leaf.sharding == was.sharding:
+        return leaf
     is_placed = getattr(was, "committed", True) or isinstance(leaf, jax.Array)
     return jax.device_put(trees.copy_numpy(leaf, by), was.sharding if is_placed else None)
 

@@ -3,14 +3,13 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
 from jstep.core.annotations import Tree
 from jstep.core.meshes import internal_transfers
@@ -20,21 +19,17 @@ from jstep.training.looped import TracedStep
 from jstep.training.metrics import GRAD_NORM, LOSS, SKIPPED, Constants
 
 # For M metrics the array holds M sums, M corrections (the rounding errors), M counts, and the watched columns. Each sum
-# is stored in two floats, so that a mean is as accurate as one of float64.
+# is stored in two floats, so that a mean is as accurate as one of float64; integers are rounded to one float.
 WATCHED = 5
-SEEN, BAD, VALUE, GRADIENT, SKIPS = range(WATCHED)
+SEEN, BAD, VALUE, GRADIENT, OVER = range(WATCHED)
 """The watched columns, which follow the metrics': the number of steps; the first bad step, counted from 0, or −1, and
-its loss; the first step that applied a gradient whose norm is not finite, or −1; the number of consecutive skipped
-steps at the end. After them, for each limit of skipped steps, the step at which it was reached, or −1."""
-_SEVERAL = -1
-"""The column of a loss that is not a scalar."""
+its loss; the first step that applied a gradient whose norm is not finite, or −1; the step at which the limit of
+consecutive skipped steps was reached, or −1."""
 
 NO_CONSTANTS = Constants({})
 _CALLS, _VALUES = 25, 128
 """The most calls, and values, that are added in one dispatch, which costs as much as a small step. 25 divides the usual
 intervals, so that few dispatches are padded."""
-_MAX_PIECES = 32
-"""The number of pieces of an interval above which pieces that have arrived are merged."""
 
 Pairs = dict[str, tuple[float, float]]
 """Name of a metric → sum and number of the steps that have it."""
@@ -62,21 +57,19 @@ class BadStep(NamedTuple):
 class HostSums(NamedTuple):
     """The sums over some steps, on the host.
 
-    `bad` and `gradient` are the first steps that applied a loss, or a gradient norm, that is not finite. `skips` counts
-    the consecutive skipped updates at the end. `over` maps limits of these to the steps that reached them.
+    `bad` and `gradient` are the first steps that applied a loss, or a gradient norm, that is not finite. `over` is
+    the step that reached the limit of consecutive skipped updates.
     """
 
     last: int
     sums: Pairs
-    skips: int = 0
     bad: BadStep | None = None
     gradient: int | None = None
-    over: Mapping[int, int] = {}
+    over: int | None = None
 
     def merge(self, later: "HostSums") -> "HostSums":
-        gradient = later.gradient if self.gradient is None else self.gradient
-        sums, over = merge_sums(self.sums, later.sums), {**later.over, **self.over}
-        return HostSums(later.last, sums, later.skips, self.bad or later.bad, gradient, over)
+        sums, gradient = merge_sums(self.sums, later.sums), self.gradient or later.gradient
+        return HostSums(later.last, sums, self.bad or later.bad, gradient, self.over or later.over)
 
 
 class Piece(NamedTuple):
@@ -88,9 +81,6 @@ class Piece(NamedTuple):
     array: Any
     fixed: Pairs
 
-    def is_ready(self) -> bool:
-        return is_ready([self.array])
-
     def totals(self) -> HostSums:
         if self.array is None:
             return HostSums(self.last, self.fixed)
@@ -100,11 +90,10 @@ class Piece(NamedTuple):
         for name, total, lost, count in zip(self.columns.names, row[:m], row[m : 2 * m], row[2 * m :], strict=False):
             _add_pair(sums, name, float(total) + (float(lost) if math.isfinite(total) else 0.0), float(count))
         watched = row[3 * m :]
-        firsts = watched[BAD], watched[GRADIENT], *watched[WATCHED:]
-        bad, gradient, *over = (None if at < 0 else self.first + 1 + int(at) for at in firsts)
-        bad_step = None if bad is None else BadStep(bad, float(watched[VALUE]))
-        reached = {limit: at for limit, at in zip(self.columns.limits, over, strict=True) if at is not None}
-        return HostSums(self.last, sums, int(watched[SKIPS]), bad_step, gradient, reached)
+        bad, gradient, over = (
+            None if at < 0 else self.first + 1 + int(at) for at in watched[np.array([BAD, GRADIENT, OVER])]
+        )
+        return HostSums(self.last, sums, None if bad is None else BadStep(bad, float(watched[VALUE])), gradient, over)
 
 
 class Interval:
@@ -116,10 +105,10 @@ class Interval:
         self.names: dict[str, None] = {}
 
     def add(self, piece: Piece) -> None:
-        """Add the next steps; merge pieces that have arrived if there are many."""
+        """Add the next steps; merge pieces that have arrived, because a long interval may have many."""
         self._pieces.append(piece)
         self.names |= dict.fromkeys([*piece.columns.names, *piece.fixed])
-        while len(self._pieces) > _MAX_PIECES and self._pieces[0].is_ready():
+        while len(self._pieces) > 1 and is_ready([self._pieces[0].array]):
             self._merge()
 
     def _merge(self) -> None:
@@ -127,7 +116,7 @@ class Interval:
         self._merged = later if self._merged is None else self._merged.merge(later)
 
     def is_ready(self) -> bool:
-        return all(piece.is_ready() for piece in self._pieces)
+        return is_ready(piece.array for piece in self._pieces)
 
     @property
     def totals(self) -> HostSums | None:
@@ -162,8 +151,8 @@ class MetricSums:
     separate program, many in one dispatch.
     """
 
-    def __init__(self, limits: Iterable[int] = ()) -> None:
-        self.limits = tuple(sorted(set(limits)))
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
         self.is_wanted = False
         self._intervals: list[Interval] = []
         self._has_means = False
@@ -179,13 +168,11 @@ class MetricSums:
         self._skips: Any = None  # at the last cut
         self._traced: Constants | None = None  # of the program whose metrics have the grouping, if known
 
-    def subscribe(self, max_skipped: int | None = None, *, means: bool = True) -> int:
+    def subscribe(self, *, means: bool = True) -> int:
         """Register a hook, before the first step, and return its number for `take`.
 
         If no hook needs `means`, only the loss is accumulated.
         """
-        if max_skipped is not None:
-            self.limits = tuple(sorted({*self.limits, max_skipped}))
         self._intervals.append(Interval())
         self._has_means = self._has_means or means
         self.is_wanted = True
@@ -243,7 +230,8 @@ class MetricSums:
         on_host: dict[str, float] = {}
         for name, value in metrics.items():
             if isinstance(value, jax.Array):
-                computed[name] = value
+                if value.ndim == 0 or name == LOSS:
+                    computed[name] = value
             elif is_number(value):
                 if name == skip or not math.isfinite(value):  # whether it counts depends on the step's other metrics
                     computed[name] = np.float32(value)
@@ -323,12 +311,11 @@ class MetricSums:
                 _add_pair(self._fixed, name, float(value) * steps, steps)
 
     def _choose_grouping(self, metrics: Metrics, skip: str | None) -> Grouping:
-        columns = choose_columns(metrics, skip, self.limits)
-        names = tuple(name for name in metrics if name in columns.names or (name == LOSS and columns.loss is not None))
-        room = 1 if columns.loss == _SEVERAL else max(1, min(_CALLS, _VALUES // max(1, len(names))))
-        return Grouping(
-            columns, names, room, all(getattr(metrics[name], "is_fully_addressable", True) for name in names)
-        )
+        columns = choose_columns(metrics, skip, self.limit)
+        names = tuple(name for name in metrics if name in columns.names or (name == LOSS and columns.has_loss))
+        room = max(1, min(_CALLS, _VALUES // max(1, len(names))))
+        is_local = all(getattr(metrics[name], "is_fully_addressable", True) for name in names)
+        return Grouping(columns, names, room, is_local)
 
     def _started(self, columns: "Columns", like: Tree) -> "DeviceSums":
         """The sums to continue, initially with the number of skipped steps at the last cut."""
@@ -364,96 +351,56 @@ class DeviceSums(NamedTuple):
     skips: Any
 
 
-class StepRows(NamedTuple):
-    """The numbers of some steps, [steps, metrics].
-
-    `low` is the excess over `high`, because one float cannot represent a large integer. `known` marks the metrics that
-    a step has. For a loss of several numbers, `value` is one that is not finite.
-    """
-
-    high: Any
-    low: Any = None
-    known: Any = None
-    finite: Any = None
-    value: Any = None
-
-
 class Columns(NamedTuple):
-    """The accumulated metrics of a step, with the indices of special ones.
+    """The accumulated metrics of a step, with the indices of special ones, and the numbers of steps, [steps, metrics].
 
-    `loss` is −1 for a loss of several numbers per step, which has no sum. `limits` are numbers of consecutive skipped
-    steps to report.
+    The last number of a step is its loss, or of a loss of several numbers, which has no mean, the sum of those that are
+    not finite. `limit` is the number of consecutive skipped steps to report, if any.
     """
 
     names: tuple[str, ...]
-    loss: int | None
+    has_loss: bool
     skip: int | None
     gradient: int | None
-    limits: tuple[int, ...]
+    limit: int | None
     dtype: str
 
     def empty(self) -> np.ndarray[Any, Any]:
-        array = np.zeros(3 * len(self.names) + WATCHED + len(self.limits), self.dtype)
-        watched = array[3 * len(self.names) :]
-        watched[[BAD, GRADIENT]], watched[WATCHED:] = -1, -1
+        array = np.zeros(3 * len(self.names) + WATCHED, self.dtype)
+        array[3 * len(self.names) :][[BAD, GRADIENT, OVER]] = -1
         return array
 
-    def row(self, metrics: Mapping[str, Any]) -> StepRows:
-        is_split = any(_is_split(metrics[name].dtype, self.dtype) for name in self.names)
-        row: StepRows = jax.tree.map(lambda column: column[0], self.rows([metrics]))
-        return row._replace(low=row.low if is_split else None, known=None)
+    def row(self, metrics: Mapping[str, Any]) -> Any:
+        """The numbers of one step."""
+        loss = metrics[LOSS] if self.has_loss else jnp.zeros((), self.dtype)
+        if loss.ndim:
+            loss = jnp.where(jnp.isfinite(loss), jnp.zeros_like(loss), loss).sum()
+        return jnp.stack([x.astype(self.dtype) for x in (*(metrics[name] for name in self.names), loss)])
 
-    def rows(self, calls: Sequence[Mapping[str, Any]]) -> StepRows:
-        """The numbers of calls of one step each; unlike in `row`, metrics may change their shapes."""
-        columns = [_column([call[name] for call in calls], self.dtype) for name in self.names]
-        nothing = jnp.zeros((len(calls), 0), self.dtype)
-        high, low, present = (
-            (jnp.stack(part, axis=1) for part in zip(*columns, strict=True))
-            if columns
-            else (nothing, nothing, nothing.astype(bool))
-        )
-        if self.loss != _SEVERAL:
-            return StepRows(high, low, present)
-        finite, value = zip(*map(self._loss, calls), strict=True)
-        return StepRows(high, low, present, jnp.stack(finite), jnp.stack(value))
-
-    def _loss(self, metrics: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Whether a loss of several numbers is finite, and one number that is not."""
-        loss = metrics[LOSS]
-        finite = jnp.isfinite(loss)
-        return finite.all(), jnp.real(jnp.where(finite, 0, loss).sum()).astype(self.dtype)
-
-    def add(self, sums: DeviceSums, rows: StepRows, count: Any) -> DeviceSums:
+    def add(self, sums: DeviceSums, rows: Any, count: Any) -> DeviceSums:
         """The sums after the first `count` rows."""
-        high, m = rows.high, len(self.names)
-        steps = len(high)
-        counts = jnp.arange(steps, dtype=np.int32) < count
-        present = jnp.ones(high.shape, bool) if rows.known is None else rows.known
-        skipped = high[:, self.skip] == 1 if self.skip is not None else jnp.zeros(steps, bool)
-        used = present & counts[:, None] & (jnp.isfinite(high) | ~skipped[:, None])
-        x, error = _total(jnp.where(used, high, 0), 0 if rows.low is None else jnp.where(used, rows.low, 0))
+        numbers, loss, m = rows[:, :-1], rows[:, -1], len(self.names)
+        nothing = jnp.zeros(len(rows), bool)
+        counted = jnp.arange(len(rows), dtype=np.int32) < count
+        skipped = nothing if self.skip is None else numbers[:, self.skip] == 1
+        used = counted[:, None] & (jnp.isfinite(numbers) | ~skipped[:, None])
+        x, error = _total(jnp.where(used, numbers, 0))
         total, lost = _two_sum(sums.array[:m], x)
-        finite, value = jnp.ones(steps, bool), jnp.zeros(steps, high.dtype)
-        if self.loss == _SEVERAL:
-            finite, value = rows.finite, rows.value
-        elif self.loss is not None:
-            finite, value = jnp.isfinite(high[:, self.loss]) | ~present[:, self.loss], high[:, self.loss]
-        bad_gradient = jnp.zeros(steps, bool)
+        bad = is_bad(jnp.isfinite(loss), skipped) & counted
+        bad_gradient = nothing
         if self.gradient is not None:
-            bad_gradient = is_bad(jnp.isfinite(high[:, self.gradient]) | ~present[:, self.gradient], skipped) & counts
-        watched, skips = self._watch(
-            sums.array[3 * m :], sums.skips, is_bad(finite, skipped) & counts, value, skipped, bad_gradient, count
-        )
+            bad_gradient = is_bad(jnp.isfinite(numbers[:, self.gradient]), skipped) & counted
+        watched, skips = self._watch(sums.array[3 * m :], sums.skips, bad, loss, skipped, bad_gradient, count)
         array = [
             total,
             sums.array[m : 2 * m] + (lost + error),
-            sums.array[2 * m : 3 * m] + jnp.sum(used, axis=0).astype(high.dtype),
+            sums.array[2 * m : 3 * m] + jnp.sum(used, axis=0).astype(rows.dtype),
             watched,
         ]
         return DeviceSums(jnp.concatenate(array), skips)
 
     def _watch(
-        self, watched: Any, before: Any, bad: Any, value: Any, skipped: Any, bad_gradient: Any, count: Any
+        self, watched: Any, before: Any, bad: Any, loss: Any, skipped: Any, bad_gradient: Any, count: Any
     ) -> tuple[Any, Any]:
         """The watched columns and the consecutive skips after the first `count` steps."""
         dtype, steps = watched.dtype, jnp.arange(len(bad), dtype=np.int32)
@@ -464,38 +411,36 @@ class Columns(NamedTuple):
 
         last_made = jax.lax.cummax(jnp.where(skipped, jnp.int32(-1), steps))
         in_a_row = jnp.where(last_made < 0, before + steps + 1, steps - last_made)
-        skips = in_a_row[count - 1]
+        is_over = jnp.zeros_like(bad) if self.limit is None else (in_a_row >= self.limit) & (steps < count)
         is_first = (watched[BAD] < 0) & bad.any()
         new = [
             watched[SEEN] + count.astype(dtype),
             first(watched[BAD], bad),
-            jnp.where(is_first, value[jnp.argmax(bad)], watched[VALUE]),
+            jnp.where(is_first, loss[jnp.argmax(bad)], watched[VALUE]),
             first(watched[GRADIENT], bad_gradient),
-            skips.astype(dtype),
+            first(watched[OVER], is_over),
         ]
-        over = [
-            first(watched[WATCHED + i], (in_a_row >= limit) & (steps < count)) for i, limit in enumerate(self.limits)
-        ]
-        return jnp.stack([*new, *over]), skips
+        return jnp.stack(new), in_a_row[count - 1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Accumulate:
     """Chooses what a program accumulates, from its trace."""
 
-    limits: tuple[int, ...] = ()
+    limit: int | None = None
 
     def __call__(self, step: TracedStep) -> Columns:
-        return choose_columns(step.metrics, step.constants.skipped, self.limits)
+        return choose_columns(step.metrics, step.constants.skipped, self.limit)
 
 
-def choose_columns(metrics: Mapping[str, Any], skip: str | None, limits: tuple[int, ...] = ()) -> Columns:
+def choose_columns(metrics: Mapping[str, Any], skip: str | None, limit: int | None = None) -> Columns:
     index = {name: i for i, name in enumerate([name for name, value in metrics.items() if is_number(value)])}
-    loss = index.get(LOSS, _SEVERAL if LOSS in metrics and is_numeric(metrics[LOSS]) else None)
-    values = [value for name, value in metrics.items() if name in index or name == LOSS]
-    wide = any(value.dtype.itemsize > 4 for value in values if is_numeric(value))
+    has_loss = LOSS in metrics and is_numeric(metrics[LOSS])
+    wide = any(
+        value.dtype.itemsize > 4 for name, value in metrics.items() if name in index or (name == LOSS and has_loss)
+    )
     dtype = "float64" if wide else "float32"
-    return Columns(tuple(index), loss, index.get(skip or ""), index.get(GRAD_NORM), limits, dtype)
+    return Columns(tuple(index), has_loss, index.get(skip or ""), index.get(GRAD_NORM), limit, dtype)
 
 
 @functools.cache
@@ -506,33 +451,10 @@ def compile_add(columns: Columns, names: tuple[str, ...]) -> Callable[..., Any]:
     """
 
     def add(sums: DeviceSums, calls: list[list[Any]], count: object) -> DeviceSums:
-        return columns.add(sums, columns.rows([dict(zip(names, values, strict=True)) for values in calls]), count)
+        rows = [columns.row(dict(zip(names, values, strict=True))) for values in calls]
+        return columns.add(sums, jnp.stack(rows), count)
 
     return jax.jit(add)
-
-
-def _column(values: list[Any], dtype: DTypeLike) -> tuple[Any, Any, Any]:
-    """The values of one metric as two floats each, and which are numbers."""
-    is_scalar = [x.size == 1 for x in values]
-    numbers = [
-        jax.lax.reshape(x, (1,)) if scalar else jnp.zeros(1, x.dtype)
-        for x, scalar in zip(values, is_scalar, strict=True)
-    ]
-    if len({x.dtype for x in numbers}) == 1:
-        numbers = [jax.lax.concatenate(numbers, 0)]
-    high, low = (jnp.concatenate(half) for half in zip(*(_parts(x, dtype) for x in numbers), strict=True))
-    return high, low, np.array(is_scalar)
-
-
-def _is_split(dtype: np.dtype[Any], into: DTypeLike) -> bool:
-    """Return whether one float may not represent a value."""
-    return bool(jnp.issubdtype(dtype, jnp.integer)) and dtype.itemsize >= np.dtype(into).itemsize
-
-
-def _parts(x: Any, dtype: DTypeLike) -> tuple[Any, Any]:
-    """Split values into sums of two floats."""
-    low = x & 0xFFF if _is_split(x.dtype, dtype) else jnp.zeros_like(x)
-    return (x - low if _is_split(x.dtype, dtype) else x).astype(dtype), low.astype(dtype)
 
 
 def _two_sum(a: Any, b: Any) -> tuple[Any, Any]:
@@ -542,17 +464,17 @@ def _two_sum(a: Any, b: Any) -> tuple[Any, Any]:
     return s, (a - (s - of_b)) + (b - of_b)
 
 
-def _total(high: Any, low: Any) -> tuple[Any, Any]:
-    low = jnp.broadcast_to(low, high.shape).astype(high.dtype)
-    if len(high) == 1:
-        return high[0], low[0]
+def _total(numbers: Any) -> tuple[Any, Any]:
+    """The rounded sums over the first axis, and their rounding errors."""
+    if len(numbers) == 1:
+        return numbers[0], jnp.zeros_like(numbers[0])
 
     def both(a: Any, b: Any) -> tuple[Any, Any]:
         s, lost = _two_sum(a[0], b[0])
         return s, a[1] + b[1] + lost
 
-    zero = jnp.zeros((), high.dtype)
-    x, error = jax.lax.reduce((high, low), (zero, zero), both, (0,))
+    zero = jnp.zeros((), numbers.dtype)
+    x, error = jax.lax.reduce((numbers, jnp.zeros_like(numbers)), (zero, zero), both, (0,))
     return x, error
 
 

@@ -9,11 +9,11 @@ from jstep.core.checks import as_bool, as_int
 from jstep.core.stopwatch import STEPPING
 from jstep.hooks.cadence import make_cadence
 from jstep.hooks.hook import Metrics, hook_name, state_step
-from jstep.hooks.metric_sums import BadStep, HostSums, Interval
+from jstep.hooks.metric_sums import BadStep, Interval
 from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.state.contents import NAN, NanLossDuringTrainingError, StateContents, briefly
 from jstep.state.train_state import TrainState
-from jstep.training.metrics import GRAD_NORM, LOSS
+from jstep.training.metrics import LOSS
 
 _logger = logging.getLogger("jstep")
 
@@ -27,7 +27,7 @@ class NanLossHook(RunHook):
     parameter that became NaN or infinite during the run, or a slot that became NaN (model_state is not checked). A
     slot that became infinite, such as a second moment that overflowed, gives a warning. The metric `grad_norm`
     (`minimize(metrics=["grad_norm"])`), if there is one, gives the step of the gradient. If the state contains NaN when
-    the run begins, a warning is logged, and the run stops if it skips every update.
+    the run begins, a warning is logged.
 
     Steps whose whole update was skipped (`skip_nonfinite`, `dynamic_loss_scale`) do not count, so the hook can be
     combined with these guards. A custom step reports a skipped update by a metric `skipped`, 1 or 0.
@@ -59,12 +59,12 @@ class NanLossHook(RunHook):
         self._held: Interval | None = None
         self._bad = self._over = False
         self._gradient: int | None = None
-        self._has_norm = self._has_warned_of_slots = False
+        self._has_warned_of_slots = False
         self._nan_at_start: list[str] | None = None
 
     def use_run(self, run: RunInfo) -> None:
         super().use_run(run)
-        self._number = run.reports.sums.subscribe(self.max_skipped_steps, means=False)
+        self._number = run.reports.sums.subscribe(means=False)
 
     def begin(self, state: TrainState) -> None:
         super().begin(state)
@@ -100,20 +100,14 @@ class NanLossHook(RunHook):
         if interval is None or self._bad or self._over:
             return
         self._check_start()
-        self._has_norm = GRAD_NORM in interval.names
         with contextlib.nullcontext() if interval.is_ready() else self.run.watch.part(STEPPING):
             totals = interval.totals
         if totals is None:
             return
         if self._gradient is None:
             self._gradient = totals.gradient
-        bad, over = totals.bad, totals.over.get(self.max_skipped_steps or 0)
-        # NaN parameters show in the first loss, NaN slots in the second one.
-        if self._nan_at_start and (self._has_only_skipped(totals) if bad is None else bad.step <= self._began + 2):
-            self._bad = True
-            step, what = (self._began + 1, "every update was skipped") if bad is None else (bad.step, _loss(bad))
-            self._stop(f"{about_start(self._nan_at_start, self._began)} Since then, {what}.", step)
-        elif bad is not None and (over is None or bad.step <= over):
+        bad, over = totals.bad, totals.over if self.max_skipped_steps else None
+        if bad is not None and (over is None or bad.step <= over):
             # Set before raising, so that the state is not saved when the run fails.
             self._bad = True
             origin = bad.step if self._gradient is None else min(bad.step, self._gradient)
@@ -128,9 +122,6 @@ class NanLossHook(RunHook):
                 f"{over - 1}, lower the learning rate, or clip gradients.",
                 over,
             )
-
-    def _has_only_skipped(self, totals: HostSums) -> bool:
-        return totals.skips >= totals.last - self._began
 
     def _check_all(self, step: int, state: TrainState) -> None:
         before, self._held = self._held, None
@@ -159,8 +150,7 @@ class NanLossHook(RunHook):
         if self._gradient is not None:
             message += f"; the gradient is not finite {_at(self._gradient)}"
         elif self._checked < step - 1:
-            hint = "" if self._has_norm else '; minimize(metrics=["grad_norm"]) shows which one'
-            message += f"; one of the updates {self._checked} → {step} made it{hint}"
+            message += f"; one of the updates {self._checked} → {step} made it"
         origin = self._gradient or step
         self._stop(message + _advice(origin), origin)
 

@@ -1,5 +1,6 @@
 """The progress bar of a run in a notebook: one output that updates in place, with evaluations and curves below it."""
 
+import datetime
 import importlib
 import logging
 from collections import deque
@@ -15,8 +16,8 @@ from jstep.hooks.run_hook import RunInfo
 
 _ROWS, _LINES = 20, 20
 """The maximum numbers of rows of evaluations, and of log lines."""
-_SECS, _SECS_OF_CURVES = 0.25, 2.0
-"""The minimum seconds between updates (1.0 with curves), and between drawings of curves."""
+_SECS, _SECS_OF_CURVES = 0.5, 2.0
+"""The minimum seconds between updates, and between drawings of curves."""
 
 
 class ShownLines(logging.Handler):
@@ -37,10 +38,6 @@ class Below:
     def __init__(self, run: RunInfo, histories: Sequence[History], clock: Clock, lines: ShownLines) -> None:
         self._run, self._histories, self._clock, self._lines = run, histories, clock, lines
         self._curves, self._drawn = "", float("-inf")
-
-    @property
-    def least_secs(self) -> float:
-        return 1.0 if self._histories else _SECS
 
     def html(self, *, is_last: bool) -> str:
         """Return the output; curves are redrawn at intervals, and the last time."""
@@ -107,7 +104,7 @@ class NotebookBar:
 
     def refresh(self) -> None:
         """Update the output, unless it was just updated."""
-        if self._clock() - self._shown >= self._below.least_secs:
+        if self._clock() - self._shown >= _SECS:
             self._show(is_last=False)
 
     def close(self) -> None:
@@ -125,16 +122,10 @@ class NotebookBar:
         words = [f"{'stopped at ' * is_early}step {self.n:,}" + ("" if self.total is None else f" of {self.total:,}")]
         words += [f"{rate:.4g} steps/s"] if steps else []
         if steps and rate and self.total is not None and not is_last:
-            words.append(f"{_duration((self.total - self.n) / rate)} left")
+            words.append(f"{datetime.timedelta(seconds=round((self.total - self.n) / rate))} left")
         self._text = "  ".join([*words, self.postfix or ""]).rstrip()
         style = "font-variant-numeric: tabular-nums"
         value = f'value="{self.n}" max="{self.total}" style="width: 12em"'
         bar = "" if self.total is None else f"<progress {value}></progress> "
         below = self._below.html(is_last=is_last)
         self._html = f'<div style="{style}">{bar}{html_text(self._text)}</div>{below}'
-
-
-def _duration(seconds: float) -> str:
-    minutes, left = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"

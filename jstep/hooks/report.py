@@ -3,7 +3,7 @@
 import fnmatch
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -332,23 +332,16 @@ def summarize_histograms(state: TrainState, globs: Sequence[str]) -> Any:
     for glob in globs:
         matching = {path: leaf for path, leaf in leaves if fnmatch.fnmatchcase(path, glob)}
         if not matching:
-            raise ValueError(
-                f"histograms: {glob!r} matches nothing{trees.suggest_names(glob, [path for path, _ in leaves])}; "
-                "parameters are 'params/…', slots 'slots/name/…'"
-            )
+            raise ValueError(f"histograms: {glob!r} matches nothing; parameters are 'params/…', slots 'slots/name/…'")
         chosen |= matching
     return summary.merge([summary.histogram(path, leaf, collections=()) for path, leaf in chosen.items()])
 
 
 def _globs(histograms: Any) -> tuple[str, ...]:
-    try:
-        globs = (histograms,) if isinstance(histograms, str) else tuple(histograms)
-    except TypeError:
-        globs = (histograms,)
-    for glob in globs:
-        if not isinstance(glob, str):
-            raise TypeError(
-                f"histograms={format_value(histograms)}: must be globs of paths, such as 'params/*', "
-                f"got {describe_type(glob)}"
-            )
-    return globs
+    globs = (histograms,) if isinstance(histograms, str) else histograms
+    if not isinstance(globs, Iterable) or not all(isinstance(glob, str) for glob in globs):
+        raise TypeError(
+            f"histograms={format_value(histograms)}: must be globs of paths, such as 'params/*', got "
+            f"{describe_type(histograms)}"
+        )
+    return tuple(globs)

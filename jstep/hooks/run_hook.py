@@ -40,33 +40,16 @@ Poll = Callable[..., bool | None]
 # Objects that hooks share.
 
 
-class Rates(Protocol):
-    """The rates of a `StepCounterHook`."""
-
-    steps_per_sec: float | None
-    examples_per_sec: float | None
-
-    @property
-    def mfu(self) -> float | None: ...
-
-    utilization: Any
-
-    def measure_finished(self) -> bool: ...
-
-    def figure_at(self, step: int) -> Any:
-        """The rates at a step."""
-
-
 @dataclasses.dataclass
 class ReportingContext:
     """Objects that the reporting hooks of a run share.
 
-    `examples` counts the examples, and the steps whose batch size is not known.
+    `counter` is a `StepCounterHook`. `examples` counts the examples, and the steps whose batch size is not known.
     """
 
     sums: MetricSums
     transfers: TransferQueue
-    counter: Rates
+    counter: Any
     writer: SummaryWriter | None
     listener: Listener | None
     config: dict[str, Any] | None

@@ -78,8 +78,7 @@ def set_states(objects: Iterable[Any], saved: object, where: str = "hooks") -> b
     if saved is None:
         return False
     if not (isinstance(saved, list) and all(map(_is_record, saved))):
-        what = "an older version of jstep" if isinstance(saved, Mapping) else "something else"
-        _logger.warning("%s: their states in the checkpoint were written by %s: all start fresh", where, what)
+        _logger.warning("%s: their states in the checkpoint cannot be read: all start fresh", where)
         return False
     here: dict[_Owner, list[Any]] = {}
     for owner, hook in _stateful(objects):
@@ -92,12 +91,10 @@ def set_states(objects: Iterable[Any], saved: object, where: str = "hooks") -> b
     for owner, records in there.items():
         same_key = here.get(owner, [])
         if len(same_key) != len(records):
-            _logger.warning("%s: %s", where, _mismatch_reason(owner, records, same_key))
+            text = "%s: the checkpoint has %d state(s) of %s, and the run has %d of them: they start fresh"
+            _logger.warning(text, where, len(records), owner.key, len(same_key))
             continue
         for hook, record in _matched(same_key, records, where):
-            before, now = record["class"], _class_names(hook)[1]
-            if before != now:
-                _logger.info("%s: %r was a %s and is a %s now: it keeps its state", where, owner.key, before, now)
             stop = bool(hook.set_state(_state_in(record, where))) or stop
     return stop
 
@@ -119,15 +116,6 @@ def _state_in(record: Mapping[str, Any], where: str) -> Any:
             f"{where}: the checkpoint's state of {record['key']} cannot be decoded ({error}); it was not saved by "
             "jstep, or was changed"
         ) from None
-
-
-def _mismatch_reason(owner: _Owner, records: Sequence[Any], same_key: Sequence[Any]) -> str:
-    if same_key:
-        return (
-            f"the checkpoint has the states of {len(records)} {owner.key}, but the run has {len(same_key)}: they "
-            "cannot be matched, and all of them start fresh; give each a different `key`"
-        )
-    return f"the checkpoint has the state of {owner.key}, which is not among them any more"
 
 
 def _matched(same_key: Sequence[Any], records: Sequence[Any], where: str) -> Iterator[tuple[Any, Any]]:

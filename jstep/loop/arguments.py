@@ -15,7 +15,6 @@ from jstep.core.placement import refuse_compile_only
 from jstep.core.plain import as_config
 from jstep.data.loaders import StateBatches
 from jstep.data.placement import make_placer
-from jstep.hooks.at_steps import refuse_overlapping_traces
 from jstep.hooks.cadence import make_cadence
 from jstep.hooks.hook import list_of_hooks
 from jstep.loop.calls import AUTO
@@ -92,7 +91,6 @@ class Options:
         secs = None if self.save_checkpoint_secs == AUTO else self.save_checkpoint_secs
         steps = ("save_checkpoint_steps", self.save_checkpoint_steps)
         make_cadence(steps=steps, secs=("save_checkpoint_secs", secs), required=False)
-        refuse_overlapping_traces(self.hooks)
         for name in ("save_summaries_steps", "log_steps"):
             make_cadence(steps=(name, getattr(self, name)), required=False)
         check_locations(self.checkpoint_dir, self.checkpoint_prefix, self.logdir, self.batch_sharding)

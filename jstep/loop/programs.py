@@ -197,7 +197,7 @@ class ProgramTable:
             return program
 
     def _loop(self, stage: Stage, max_steps: int | None) -> LoopedStep:
-        return loop_step(stage.step, max_steps, Accumulate(self.sums.limits))
+        return loop_step(stage.step, max_steps, Accumulate(self.sums.limit))
 
     # Compile programs before they are due.
 

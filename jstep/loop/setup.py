@@ -211,7 +211,7 @@ def new_setup(
         signals=StopSignals(options.stop_secs if options.stop_secs is None else times.left(options.stop_secs)),
         watch=watch,
         times=times,
-        sums=MetricSums(limit for limit in limits if limit is not None),
+        sums=MetricSums(min((limit for limit in limits if limit is not None), default=None)),
         transfers=TransferQueue(functools.partial(watch.part, STEPPING)),
         background=BackgroundHooks(options.hooks),
     )

@@ -1,12 +1,11 @@
 """Metrics of classifiers: accuracy, F1 score, confusion matrix, perplexity, and areas under curves.
 
 Weights mean the same in all metrics: an example counts with its weight, and an example of weight 0 is ignored, whatever
-its label and scores. Without weights, and with a mask, counts are exact integers.
+its label and scores. Without weights, and with a mask, totals are counts.
 """
 
 import dataclasses
 import math
-import operator
 from typing import Any, NamedTuple, Self, cast
 
 import jax
@@ -18,7 +17,7 @@ from jax.typing import ArrayLike
 from jstep.core import device_values, meshes, trees
 from jstep.core.checks import as_int, as_number, check_choice, describe_type, truncate
 from jstep.core.trees import Array
-from jstep.metrics.totals import ZERO_COUNT, Count, Sum, Total, concatenate, per_element, sum_exactly, sum_where
+from jstep.metrics.totals import FULL, add_totals, in_one_dtype, per_element, read_total, sum_where
 
 # Metrics that are totals over all examples.
 
@@ -36,7 +35,7 @@ class _Metric:
 class _Totals(_Metric):
     def merge(self, other: Self) -> Self:
         """Merge with another metric object."""
-        return cast(Self, jax.tree.map(operator.add, self, other, is_leaf=lambda part: isinstance(part, Total)))
+        return cast(Self, jax.tree.map(add_totals, self, other))
 
 
 @jax.tree_util.register_dataclass
@@ -49,20 +48,21 @@ class Accuracy(_Totals):
         unknown: The number of labels of weight above 0 whose logits have a NaN.
     """
 
-    right: Total
-    total: Total
-    unknown: Count = ZERO_COUNT
+    right: Array
+    total: Array
+    unknown: Array
 
     def compute(self) -> float:
         """Return the accuracy; NaN without examples, if all weights are 0, or if a logit is NaN."""
-        total = self.total.exact().item()
-        return self.right.exact().item() / total if total and not self.unknown.exact() else math.nan
+        total = read_total(self.total).item()
+        return read_total(self.right).item() / total if total and not read_total(self.unknown) else math.nan
 
 
 def accuracy(logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | None = None) -> Accuracy:
     """Accuracy of a classifier: `sklearn.metrics.accuracy_score(labels, argmax(logits), sample_weight=weights)`.
 
-    Counts are exact up to 2⁴⁴ labels. Of equal logits the first is the prediction. If a logit is NaN, so is the result.
+    Counts are exact up to 2³² labels; more give NaN. Of equal logits the first is the prediction. If a logit is NaN, so
+    is the result.
 
     Args:
         logits: `[..., classes]`, logits or probabilities.
@@ -103,23 +103,23 @@ class F1(_Totals):
         unknown: The number of examples of weight above 0 whose score is NaN.
     """
 
-    both: Total
-    predicted: Total
-    true: Total
-    unknown: Count = ZERO_COUNT
+    both: Array
+    predicted: Array
+    true: Array
+    unknown: Array
 
     def compute(self) -> float:
         """Return 2 · both / (predicted + true); 0 if both counts are 0, as in scikit-learn; NaN if a score is NaN."""
-        if self.unknown.exact():
+        if read_total(self.unknown):
             return math.nan
-        either = self.predicted.exact().item() + self.true.exact().item()
-        return 2 * self.both.exact().item() / either if either else 0.0
+        either = read_total(self.predicted).item() + read_total(self.true).item()
+        return 2 * read_total(self.both).item() / either if either else 0.0
 
 
 def f1(scores: ArrayLike, labels: ArrayLike, threshold: float = 0.5, *, weights: ArrayLike | None = None) -> F1:
     """F1 score of a binary classifier: `sklearn.metrics.f1_score(labels, scores > threshold, sample_weight=weights)`.
 
-    Counts are exact up to 2⁴⁴ examples. If a score is NaN, so is the result.
+    Counts are exact up to 2³² examples; more give NaN. If a score is NaN, so is the result.
 
     Args:
         scores: Probabilities or other scores, of any shape.
@@ -157,8 +157,8 @@ class ConfusionMatrix(_Totals):
         unknown: The number of examples of weight above 0 whose prediction or label is not a class index.
     """
 
-    matrix: Total
-    unknown: Count
+    matrix: Array
+    unknown: Array
 
     def compute(self) -> dict[str, int | float]:
         """Map `i/j` to the number, or weight, of examples of class i that were predicted as class j.
@@ -166,7 +166,7 @@ class ConfusionMatrix(_Totals):
         Raises:
             ValueError: A prediction or a label is not a class index.
         """
-        matrix, unknown = self.matrix.exact(), int(self.unknown.exact())
+        matrix, unknown = read_total(self.matrix), int(read_total(self.unknown))
         if unknown:
             raise ValueError(
                 f"num_classes={len(matrix)}: predictions and labels of confusion_matrix must be below it and not "
@@ -180,7 +180,7 @@ def confusion_matrix(
 ) -> ConfusionMatrix:
     """Confusion matrix of a classifier: `sklearn.metrics.confusion_matrix(labels, predictions, sample_weight=weights)`.
 
-    Counts are exact up to 2⁴⁴ examples.
+    Counts are exact up to 2³² in a cell; more give NaN.
 
     Args:
         predictions: The indices of the predicted classes, of any shape.
@@ -208,9 +208,8 @@ def confusion_matrix(
     valid = _is_class(predicted, size) & _is_class(truth, size)
     cell = truth.astype(jnp.int32) * size + predicted.astype(jnp.int32)
     cell = jnp.where(valid, cell, jnp.full_like(cell, size * size))  # out of range: left out
-    cells = per_element(valid, weight).segment_sum(cell, size * size)
-    matrix: Total = jax.tree.map(lambda part: part.reshape(size, size), cells)
-    return ConfusionMatrix(matrix, count_flagged(~valid, weight))
+    cells = jax.ops.segment_sum(per_element(valid, weight), cell, size * size)
+    return ConfusionMatrix(cells.reshape(size, size), count_flagged(~valid, weight))
 
 
 @jax.tree_util.register_dataclass
@@ -218,15 +217,15 @@ def confusion_matrix(
 class Perplexity(_Totals):
     """Result of `perplexity`: the sum of weighted −log p(label), and the number, or weight, of labels."""
 
-    loss: Sum
-    total: Total
+    loss: Array
+    total: Array
 
     def compute(self) -> float:
         """Return exp(mean of −log p(label)); NaN without labels, or if all weights are 0."""
-        total = self.total.exact().item()
+        total = read_total(self.total).item()
         if not total:
             return math.nan
-        mean = self.loss.exact().item() / total
+        mean = read_total(self.loss).item() / total
         return math.exp(mean) if mean < 709 else mean * math.inf
 
 
@@ -234,7 +233,7 @@ def perplexity(logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | Non
     """Perplexity of a language model: exp(mean of −log p(label)), p = softmax(logits).
 
     Equal to `exp(sklearn.metrics.log_loss(labels, p, sample_weight=weights))`. Logarithms are computed in float32 or
-    wider; sums have twice the digits of float32. If a label is not a class index, the result is NaN.
+    wider. If a label is not a class index, the result is NaN.
 
     Args:
         logits: `[..., classes]`.
@@ -272,13 +271,12 @@ def perplexity(logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | Non
         wider = np.promote_types(losses.dtype, weight.dtype)
         factors = weight.astype(wider)
         losses = jnp.where(factors == 0, jnp.zeros_like(factors), losses.astype(wider) * factors)
-    return Perplexity(sum_exactly(losses), sum_where(jnp.ones_like(valid), weight))
+    return Perplexity(jnp.sum(losses), sum_where(jnp.ones_like(valid), weight))
 
 
-def count_flagged(flags: Array, weight: Array | None) -> Count:
+def count_flagged(flags: Array, weight: Array | None) -> Array:
     """The number of examples of weight above 0 that have a flag."""
-    counts = flags if weight is None else flags & (weight != jnp.zeros((), weight.dtype))
-    return cast(Count, sum_where(counts))
+    return sum_where(flags if weight is None else flags & (weight != jnp.zeros((), weight.dtype)))
 
 
 def _is_class(labels: Array, num_classes: int) -> Array:
@@ -301,13 +299,12 @@ class Thresholds(NamedTuple):
 
     Attributes:
         low: The lowest score of each bin.
-        positive: The number, or weight, of positive examples; without any examples a bin is empty.
+        counts: `[bins, 2]`, the number, or weight, of positive and of negative examples; an empty bin has none.
     """
 
     low: Array
     high: Array
-    positive: Total
-    negative: Total
+    counts: Array
 
 
 @jax.tree_util.register_dataclass
@@ -320,16 +317,17 @@ class AUC(_Metric):
 
     def merge(self, other: "AUC") -> "AUC":
         """Merge with another metric object."""
-        return AUC(_fewer(_both(self.thresholds, other.thresholds), self.thresholds.low.size), self.curve)
+        parts = (jnp.concatenate(in_one_dtype(*two)) for two in zip(self.thresholds, other.thresholds, strict=True))
+        return AUC(_fewer(Thresholds(*parts), self.thresholds.low.size), self.curve)
 
     def compute(self) -> float:
         """Return the area; NaN if it is undefined or a score is NaN."""
         kept = self.thresholds
         with meshes.internal_transfers():
             low, high = (np.asarray(end, np.float64) for end in (kept.low, kept.high))
-        counts = np.stack([total.exact().astype(np.float64) for total in (kept.positive, kept.negative)], axis=1)
+        counts = read_total(kept.counts).astype(np.float64)
         seen = counts.sum(axis=1) > 0
-        if not seen.any() or np.isnan(low[seen]).any():
+        if not seen.any() or np.isnan(low[seen]).any() or np.isnan(counts).any():
             return math.nan
         # From the highest score to the lowest; equal scores are one threshold.
         spans = np.stack([low, high], axis=1)[seen]
@@ -358,11 +356,10 @@ def auc(
 
     Equal to `sklearn.metrics.roc_auc_score(labels, scores)` and `average_precision_score(labels, scores)`, both with
     `sample_weight=weights`, for at most `32 · num_thresholds` different scores (6400 by default), with exact counts up
-    to 2⁴⁴ examples. If there are more,
-    neighboring scores share a threshold, with about equally many examples for each. For a million different scores and
-    the default, the area then differs by less than 1e-4 and the average precision by less than 1e-3; both errors
-    shrink as `num_thresholds` grows. Scores may be any numbers: probabilities or logits;
-    integers are rounded to float32.
+    to 2³² examples. If there are more scores, neighboring ones share a threshold, with about equally many examples for
+    each. For a million different scores and the default, the area then differs by less than 1e-4 and the average
+    precision by less than 1e-3; both errors shrink as `num_thresholds` grows. Scores may be any numbers: probabilities
+    or logits; integers are rounded to float32.
 
     Args:
         scores: Scores of any shape; larger scores mean that label 1 is more likely.
@@ -399,11 +396,13 @@ def auc(
         # An invalid weight acts like a NaN score, because bins cannot be compared by NaN weights.
         values = jnp.where(jnp.isnan(weight), jnp.full_like(values, jnp.nan), values)
         weight = jnp.where(jnp.isnan(weight), jnp.ones_like(weight), weight)
-    bins, most = Thresholds(values, values, per_element(truth, weight), per_element(~truth, weight)), number * _FINER
+    counts = jnp.stack([per_element(truth, weight), per_element(~truth, weight)], axis=1)
+    bins, most = Thresholds(values, values, counts), number * _FINER
     if values.size > most:
         return AUC(_fewer(bins, most), curve)
     # The number of bins is the same for all batches, so that `merge` is compiled once.
-    return AUC(jax.tree.map(lambda part: jnp.pad(part, (0, most - part.size)), bins), curve)
+    missing = most - values.size
+    return AUC(Thresholds(*(jnp.pad(part, [(0, missing)] + [(0, 0)] * (part.ndim - 1)) for part in bins)), curve)
 
 
 def _average_precision(positive: Any, negative: Any, is_span: object) -> float:
@@ -421,32 +420,31 @@ def _average_precision(positive: Any, negative: Any, is_span: object) -> float:
     return float(np.sum(positive * np.where(is_span & ~is_first, spread, precision))) / total
 
 
-def _both(first: Thresholds, second: Thresholds) -> Thresholds:
-    return cast(Thresholds, jax.tree.map(concatenate, first, second, is_leaf=lambda part: isinstance(part, Total)))
-
-
 def _fewer(bins: Thresholds, most: int) -> Thresholds:
     """Reduce the number of bins to `most`; equal scores share a bin.
 
     If there are too many different scores, neighbors are merged into bins of about equal size, as `_places` measures
     it.
     """
-    counts = jnp.stack([total.approximate() for total in (bins.positive, bins.negative)], axis=1)
+    counts = bins.counts.astype(jnp.float32)
     # By the middle of their range; NaN scores and empty bins, which become NaN, come last.
     is_empty = jnp.sum(counts, axis=1) == 0
     low, high = (jnp.where(is_empty, jnp.full_like(end, jnp.nan), end) for end in (bins.low, bins.high))
     limits: Any = jnp.finfo(low.dtype)  # type: ignore[no-untyped-call]
     finite = [jnp.clip(end, limits.min, limits.max) * jnp.asarray(0.5, low.dtype) for end in (low, high)]
     order = jnp.lexsort((low, jnp.where(low == high, low, finite[0] + finite[1])))
-    totals = jax.tree.map(lambda *two: jnp.stack(two, axis=1)[order], bins.positive, bins.negative)
     low, high, counts = low[order], high[order], counts[order]
     group = jnp.cumsum((_differs(low) | _differs(high)).astype(jnp.int32)) - 1
-    unit = jnp.minimum(bins.positive.unit(), bins.negative.unit())
+    unit = jnp.float32(1)
+    if bins.counts.dtype != jnp.uint32:
+        unit = jnp.min(jnp.where(counts > 0, counts, jnp.full_like(counts, jnp.inf)), initial=jnp.inf)
     place = _places(jax.ops.segment_sum(counts, group, len(group)), unit, most)[group]
     ends = jax.ops.segment_max(jnp.stack([-low, high], axis=1), place, most)
-    totals = totals.segment_sum(place, most)
-    positive, negative = (jax.tree.map(lambda part, i=i: part[:, i], totals) for i in (0, 1))
-    return Thresholds(-ends[:, 0], ends[:, 1], positive, negative)
+    totals = jax.ops.segment_sum(bins.counts[order], place, most)
+    if totals.dtype == jnp.uint32:
+        is_full = jax.ops.segment_sum(counts, place, most) >= jnp.float32(FULL)
+        totals = jnp.where(is_full, jnp.full_like(totals, FULL), totals)
+    return Thresholds(-ends[:, 0], ends[:, 1], totals)
 
 
 def _places(counts: Array, unit: Array, most: int) -> Array:

@@ -125,7 +125,7 @@ def test_an_evaluation_that_donates_the_state_is_reported():
             leaf.delete()
         return {"loss": 1.0}
 
-    with pytest.raises(RuntimeError, match="evaluate must not donate the state: its 'params/w' was donated"):
+    with pytest.raises(RuntimeError, match="evaluate: must not donate the state, and donated its 'params/w'"):
         train(3, [jstep.EvaluationHook(evaluate, every_n_steps=1)])
     state = make_state()
     jax.tree.map(lambda leaf: leaf.delete(), state)

@@ -122,13 +122,6 @@ def test_integer_sums_beyond_int32_are_exact():
     assert found == {"each": 2**31 - 1, "mean": 2**31 - 1, "pair": 2**31 - 1, "small": 255}
 
 
-def test_sums_are_rounded_once():
-    values = np.array([1e8, 1.0, -1e8, 1.0], np.float32)
-    assert jstep.evaluator(lambda params, x: {"x": x}, [values[:1], values[1:2], values[2:]])(make_state()) == {
-        "x": 0.5
-    }
-
-
 def test_sums_and_means_beyond_floats():
     most, inf = float(np.finfo(np.float64).max), np.inf
     with np.errstate(all="ignore"):

@@ -132,7 +132,7 @@ def test_averages_and_schedule_free_parameters_are_ambiguous():
     def metrics(params, x):
         return {"a": (params["a"], 1), "b": (params["b"], 1)}
 
-    with pytest.raises(ValueError, match=r"averages \(a/ExponentialMovingAverage\) and schedule-free .*\(b/z\)"):
+    with pytest.raises(ValueError, match=r"averages \(a/ExponentialMovingAverage\) and schedule-free "):
         jstep.evaluator(metrics, [ROWS], use_averages=True)(state)
     found = jstep.evaluator(metrics, [ROWS], use_averages="a/ExponentialMovingAverage")(state)
     assert found == {"a": 1.0, "b": 2.0}

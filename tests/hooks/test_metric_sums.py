@@ -24,7 +24,7 @@ def add(sums, first, rows, **kwargs):
         sums.add(first, rows[0], **kwargs)
         return
     arrays = {name: jnp.asarray(value) for name, value in rows[0].items()}
-    columns = choose_columns(arrays, kwargs.get("skip", "skipped"), sums.limits)
+    columns = choose_columns(arrays, kwargs.get("skip", "skipped"), sums.limit)
     row_of, add_rows = compiled(columns)
     numbers = [row_of({name: jnp.asarray(value) for name, value in row.items()}) for row in rows]
     padded = numbers + numbers[-1:]
@@ -48,11 +48,13 @@ def means(rows, steps_per_call=1, names=("m",), **kwargs):
 )
 def test_means_are_exact_in_every_dtype(dtype, steps_per_call):
     values = np.random.default_rng(0).uniform(0, 100, 250)
-    if dtype in (jnp.int32, jnp.uint32):
-        values = values * 2e7  # larger than float32 can represent exactly
     values = [jnp.asarray(value).astype(dtype) for value in values]
     exact = np.mean([np.asarray(value, np.float64) for value in values])
     assert means([{"m": value} for value in values], steps_per_call)["m"] == pytest.approx(exact, rel=1e-12)
+
+
+def test_integers_are_rounded_to_float32():
+    assert means([{"m": jnp.int32(2**24 + 1)}] * 3)["m"] == 2**24
 
 
 def test_a_small_value_next_to_large_ones():
@@ -87,8 +89,8 @@ def first_bad(sums, number):
 @pytest.mark.parametrize("every", [1, 2, 5, 100])
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_skips_in_a_row_are_counted_across_intervals_and_layouts(every, change, steps_per_call):
-    sums = MetricSums([3, 4])
-    number = sums.subscribe(3)
+    sums = MetricSums(3 if every > 1 else 4)
+    number = sums.subscribe()
     pattern = [0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1]
     found = []
     for first in range(0, len(pattern), steps_per_call):
@@ -100,8 +102,7 @@ def test_skips_in_a_row_are_counted_across_intervals_and_layouts(every, change, 
         if last % every == 0 or last == len(pattern):
             totals = sums.take(number).totals
             found += [] if totals is None else [totals.over]
-    assert next(over[3] for over in found if 3 in over) == 7
-    assert next(over[4] for over in found if 4 in over) == 12
+    assert next(filter(None, found)) == (7 if every > 1 else 12)
 
 
 def test_array_losses_and_host_losses():
@@ -141,8 +142,8 @@ def test_metrics_on_a_mesh(kind):
 
 def test_later_calls_and_others_are_added_in_order():
     """Calls whose metrics are read later keep their place before one that is added at once, and before a cut."""
-    sums = MetricSums()
-    number = sums.subscribe(max_skipped=2)
+    sums = MetricSums(2)
+    number = sums.subscribe()
     constants = Constants({}, "skipped")
     for step in range(3):
         skipped = jnp.asarray(float(step > 0))
@@ -150,8 +151,7 @@ def test_later_calls_and_others_are_added_in_order():
     sums.add(3, {"loss": jnp.asarray(3.0), "skipped": jnp.asarray(0.0)}, "skipped")
     totals = sums.take(number).totals
     assert totals.sums["loss"] == (6.0, 4.0)
-    assert totals.over == {2: 3}
-    assert totals.skips == 0
+    assert totals.over == 3
     sums.add(4, {"loss": jnp.asarray(5.0), "skipped": jnp.asarray(0.0)}, constants.skipped, constants)
     assert sums.latest().sums["loss"] == (5.0, 1.0)
     assert sums.take(number).totals.last == 5

@@ -133,33 +133,6 @@ def test_a_metric_that_is_a_number_at_some_steps_only(number, other):
     assert rows == [(4, {"loss": 1.0, "return": 2.0}), (8, {"loss": 1.0, "return": 2.0})]
 
 
-def means_of(step, optimizer, make_batch, last, every, *hooks, **kwargs):
-    rows = []
-    hook = jstep.MetricsHook(lambda step, values: rows.append(values), every_n_steps=every, mean=True)
-    state = jstep.TrainState.create({"w": 1.0}, optimizer)
-    jstep.train(step, state, make_batch, last, hooks=[hook, *hooks], progress=False, **kwargs)
-    return rows
-
-
-@pytest.mark.thorough(except_for=["5"])
-@pytest.mark.parametrize("steps_per_call", [1, 5])
-def test_a_skipped_nan_changes_the_mean_of_no_other_metric(steps_per_call):
-    """An integer is added in two parts; the second part of each other metric is zero, whatever the loss is."""
-    optimizer = jstep.skip_nonfinite(jstep.gradient_descent(0.1))
-
-    def loss_fn(params, x):
-        return params["w"] * x, {"right": jnp.int32(x > 0), "top5": jnp.float32(0.5)}
-
-    step = jstep.minimize(loss_fn, optimizer, has_aux=True)
-    bad = {3: np.nan, 5: np.inf}
-    (row,) = means_of(
-        step, optimizer, lambda n: np.float32(bad.get(n, 1)), 10, 10, jstep.NanLossHook(), steps_per_call=steps_per_call
-    )
-    assert row["top5"] == 0.5
-    np.testing.assert_allclose([row["right"], row["skipped"]], [0.9, 0.2], rtol=1e-7)
-    assert math.isfinite(row["loss"])
-
-
 @pytest.mark.parametrize("hook", [jstep.NanLossHook(every_n_steps=100), jstep.MetricsHook(print, mean=True)])
 def test_metrics_that_are_arrays_are_not_kept_for_the_means(hook):
     """Only numbers are held until they are added, not the logits beside them."""

@@ -45,23 +45,15 @@ class Other(Kept):
             [Kept("a"), Kept("b")],
             [Kept("1")],
             [None],
-            [
-                "hooks: the checkpoint has the states of 2 Kept, but the run has 1: they cannot be matched, and all of "
-                "them start fresh; give each a different `key`"
-            ],
+            ["hooks: the checkpoint has 2 state(s) of Kept, and the run has 1 of them: they start fresh"],
         ),
         (
             [Other("a"), Kept("b")],
             [Kept("1")],
             ["b"],
-            ["hooks: the checkpoint has the state of Other, which is not among them any more"],
+            ["hooks: the checkpoint has 1 state(s) of Other, and the run has 0 of them: they start fresh"],
         ),
-        (
-            [Other("a", key="mine"), Kept("b")],
-            [Kept("1"), Kept("2", key="mine")],
-            ["b", "a"],
-            [f"hooks: 'mine' was a {__name__}.Other and is a {__name__}.Kept now: it keeps its state"],
-        ),
+        ([Other("a", key="mine"), Kept("b")], [Kept("1"), Kept("2", key="mine")], ["b", "a"], []),
     ],
 )
 def test_who_gets_which_state(saved: Any, here: Any, got: Any, said: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -80,22 +72,19 @@ def test_one_of_several_ends_the_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "by"),
+    "saved",
     [
-        ({"Kept": [1]}, "an older version of jstep"),
-        (3, "something else"),
-        ([{"key": "Kept", "class": "Kept", "is_given": False}], "something else"),
-        ([{"key": "Kept", "class": 3, "is_given": False, "state": 1}], "something else"),
-        ([None], "something else"),
-        (None, None),
+        {"Kept": [1]},
+        [{"key": "Kept", "class": "Kept", "is_given": False}],
+        [{"key": "Kept", "class": 3, "is_given": False, "state": 1}],
+        [None],
     ],
 )
-def test_what_is_no_list_of_states(saved: Any, by: str | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_no_list_of_states(saved: Any, caplog: pytest.LogCaptureFixture) -> None:
     hook = Kept("1", ends=True)
     assert set_states([hook], saved, "callbacks") is False
     assert hook.got is None
-    line = f"callbacks: their states in the checkpoint were written by {by}: all start fresh"
-    assert caplog.messages == ([line] if by else [])
+    assert caplog.messages == ["callbacks: their states in the checkpoint cannot be read: all start fresh"]
 
 
 def test_states_that_are_plain_or_cannot_be_decoded_or_kept() -> None:

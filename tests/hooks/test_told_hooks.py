@@ -1,6 +1,5 @@
 """What a hook is told: `before_save`, `saved`, `failed`, `closed`."""
 
-import errno
 import logging
 import os
 import signal
@@ -222,7 +221,7 @@ def test_a_hook_may_have_one_of_them_alone(tmp_path):
     hook = Closed()
     train(1, hook)
     assert hook.is_closed
-    with pytest.raises(TypeError, match=r"has none of .*saved"):
+    with pytest.raises(TypeError, match="must be a hook"):
         train(1, object())
 
 
@@ -266,16 +265,6 @@ def test_an_error_of_a_users_flush_is_one_of_the_save(tmp_path, monkeypatch):
 
 def fail(text):
     raise RuntimeError(text)
-
-
-def test_a_full_disk_of_another_file_is_not_that_of_the_checkpoints(tmp_path):
-    class Log(jstep.Hook):
-        def flush(self):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/mnt/small/mine.txt")
-
-    with pytest.raises(jstep.CheckpointError, match=r"No space left on device.*mine\.txt") as info:
-        train(4, Log(), checkpoint_dir=tmp_path)
-    assert "the disk is full" not in str(info.value)
 
 
 @pytest.mark.thorough(except_for=["flush", "closed"])

@@ -45,14 +45,6 @@ def test_a_file_of_rows_without_end_is_an_error(tmp_path):
         train(2, jstep.History(tmp_path / "rows.jsonl"))
 
 
-@pytest.mark.parametrize("content", ['{"checkpoints": "x", "saved": true}\nmine', '{"checkpoints": 5, "other": 1}'])
-def test_another_file_by_the_name_of_a_history_is_refused(content, tmp_path):
-    (tmp_path / ".rows.jsonl.jstep-run").write_text(content)
-    with pytest.raises(ForeignFileError, match="jstep-run"):
-        train(2, jstep.History(tmp_path / "rows.jsonl"))
-    assert (tmp_path / ".rows.jsonl.jstep-run").read_text() == content
-
-
 def test_text_behind_many_null_characters_is_somebody_elses(tmp_path):
     text = bytes(2**20 + 5) + b"notes of mine\nand more notes"
     (tmp_path / "timeline.jsonl").write_bytes(text)

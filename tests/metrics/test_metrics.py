@@ -10,7 +10,7 @@ import pytest
 
 import jstep
 from jstep.metrics.classification import AUC, F1, Accuracy, Perplexity, Thresholds
-from jstep.metrics.totals import Count, Sum, concatenate, exact_counts
+from jstep.metrics.totals import FULL, add_totals, in_one_dtype, read_total
 
 M = jstep.metrics
 FIVE = jnp.arange(5.0)
@@ -27,48 +27,38 @@ MAKE = {
 @pytest.mark.thorough(except_for=["f1"])
 @pytest.mark.parametrize("name", MAKE)
 def test_totals_beyond_int32(name):
-    """After 34 merges with itself, none of the 16 · 2³⁴ examples is lost, and no count is rounded."""
+    """After 27 merges with itself, none of the 16 · 2²⁷ examples is lost, and more than 2³² are NaN."""
     merge = jax.jit(lambda a, b: a.merge(b))
     one = total = MAKE[name](16)
-    for _ in range(34):
+    for _ in range(27):
         total = merge(total, total)
     total = merge(total, one)
     expected = one.compute()
     if isinstance(expected, dict):
-        assert total.compute() == {key: count * (2**34 + 1) for key, count in expected.items()}
+        assert total.compute() == {key: count * (2**27 + 1) for key, count in expected.items()}
     else:
-        assert total.compute() == pytest.approx(expected, rel=1e-12)
+        assert total.compute() == pytest.approx(expected, rel=1e-6)
     if name == "accuracy":
-        assert int(total.total.exact()) == 16 * (2**34 + 1)
+        assert int(read_total(total.total)) == 16 * (2**27 + 1)
+    for _ in range(6):
+        total = merge(total, total)
+    found = total.compute()
+    assert math.isnan(found["1/1"] if isinstance(found, dict) else found)
 
 
-def test_counts_carry():
-    numbers = [0, 1, 4095, 4096, 2**31, 2**32 - 1]
-    counts = exact_counts(jnp.array(numbers, jnp.uint32))
-    assert counts.exact().tolist() == numbers
-    doubled, expected = counts, np.array(numbers, dtype=object)
-    for _ in range(10):
-        doubled, expected = doubled + doubled, expected * 2
-    assert doubled.exact().tolist() == expected.tolist()
-    many = Count(jnp.zeros(2**20, jnp.uint32), jnp.full(2**20, 4095, jnp.uint32))
-    assert many.segment_sum(jnp.zeros(2**20, jnp.int32), 1).exact().tolist() == [4095 * 2**20]
+def test_counts_stay_at_their_bound():
+    first, second = jnp.uint32([2**31, 2**32 - 2, 2**32 - 1, 2**32 - 2]), jnp.uint32([2**31 - 2, 0, 1, 5])
+    assert read_total(add_totals(first, second))[:2].tolist() == [2**32 - 2] * 2
+    assert read_total(add_totals(first[:2], second[:2])).dtype == np.int64
+    assert add_totals(first, second)[2:].tolist() == [FULL, FULL]
+    assert np.isnan(read_total(add_totals(first, second))[2:]).all()
 
 
 def test_counts_and_sums_of_weights_add_in_either_order():
     """Batches without weights count each example once beside those with weights."""
-    counts = Count(jnp.uint32([2**19, 1]), jnp.uint32([1, 3]))
-    sums = Sum(jnp.float32([0.5, 2.0]), jnp.float32([2**-30, 0.0]))
-    total = [2.0**31 + 1.5 + 2**-30, 4101.0]
-    assert (counts + sums).exact().tolist() == (sums + counts).exact().tolist() == total
-    for first, second in ((counts, sums), (sums, counts), (counts, counts), (sums, sums)):
-        assert concatenate(first, second).exact().tolist() == [*first.exact().tolist(), *second.exact().tolist()]
-    assert [counts.approximate().tolist(), counts.unit()] == [[2.0**31, 4099.0], 1.0]
-    assert [sums.approximate().tolist(), sums.unit()] == [[0.5, 2.0], 0.5]
-    assert Sum(jnp.zeros(2), jnp.zeros(2)).unit() == math.inf
-
-
-def count(*numbers):
-    return Count(jnp.zeros(len(numbers), jnp.uint32), jnp.uint32(numbers))
+    counts, sums = jnp.uint32([2, 3]), jnp.float32([0.5, 2.0])
+    assert add_totals(counts, sums).tolist() == add_totals(sums, counts).tolist() == [2.5, 5.0]
+    assert [part.dtype for part in in_one_dtype(counts, sums)] == [np.float32] * 2
 
 
 @pytest.mark.parametrize(
@@ -87,14 +77,14 @@ def count(*numbers):
     ],
 )
 def test_areas_of_a_few_bins(low, high, positive, negative, roc, pr):
-    bins = Thresholds(jnp.float32(low), jnp.float32(high), count(*positive), count(*negative))
+    bins = Thresholds(jnp.float32(low), jnp.float32(high), jnp.uint32([positive, negative]).T)
     found = [AUC(bins, curve).compute() for curve in ("ROC", "PR")]
     assert found == pytest.approx([roc, pr], rel=1e-12, nan_ok=True)
 
 
 def test_a_score_at_the_threshold_is_not_positive():
     found = M.f1(jnp.float32([0.5, 0.75, 0.25, 1.0]), jnp.float32([1, 1, 0, 2]))
-    assert [int(part.exact()) for part in (found.both, found.predicted, found.true)] == [1, 2, 2]
+    assert [int(part) for part in (found.both, found.predicted, found.true)] == [1, 2, 2]
     shapes = jax.eval_shape(lambda x: M.auc(x, x, num_thresholds=2**14), FIVE)
     assert shapes.thresholds.low.shape == (2**19,)
     with pytest.raises(ValueError, match="num_thresholds=16385: must be at most 16384"):
@@ -126,27 +116,15 @@ def test_a_prediction_with_a_nan_makes_the_metric_nan():
 
 
 def test_results_without_examples_and_beyond_floats():
-    none, zero = Count(jnp.uint32(0), jnp.uint32(0)), Sum(jnp.float32(0), jnp.float32(0))
-    one = exact_counts(jnp.uint32(1))
+    none, zero, one = jnp.uint32(0), jnp.float32(0), jnp.uint32(1)
     for nothing in (none, zero):
-        assert math.isnan(Accuracy(nothing, nothing).compute())
+        assert math.isnan(Accuracy(nothing, nothing, none).compute())
         assert math.isnan(Perplexity(zero, nothing).compute())
-        assert F1(nothing, nothing, nothing).compute() == 0.0
-    assert Accuracy(one, exact_counts(jnp.uint32(4))).compute() == 0.25
-    assert F1(one, one, exact_counts(jnp.uint32(3))).compute() == 0.5
-    losses = [Sum(jnp.float32(loss), jnp.float32(0)) for loss in (708.5, 710.0, math.inf, math.nan)]
-    found = [Perplexity(loss, one).compute() for loss in losses]
+        assert F1(nothing, nothing, nothing, none).compute() == 0.0
+    assert Accuracy(one, jnp.uint32(4), none).compute() == 0.25
+    assert F1(one, one, jnp.uint32(3), none).compute() == 0.5
+    found = [Perplexity(jnp.float32(loss), one).compute() for loss in (708.5, 710.0, math.inf, math.nan)]
     assert found == pytest.approx([math.exp(708.5), math.inf, math.inf, math.nan], nan_ok=True)
-
-
-def test_the_sum_of_perplexity_is_more_precise_than_float32():
-    merge = jax.jit(lambda a, b: a.merge(b))
-    logits = jnp.array([[0.0, -0.1, 3.0]])
-    one = M.perplexity(logits, jnp.array([0]))
-    total = one
-    for _ in range(3000):
-        total = merge(total, one)
-    assert total.compute() == pytest.approx(one.compute(), rel=1e-10)
 
 
 @pytest.mark.thorough
@@ -160,16 +138,6 @@ def test_edge_cases():
     assert M.perplexity(jnp.array([[0.0, -jnp.inf]]), jnp.array([0])).compute() == 1.0
     first = M.auc(empty, empty).merge(M.auc(FIVE, FIVE > 2)).merge(M.auc(empty, empty))
     assert first.compute() == 1.0
-
-
-@pytest.mark.thorough
-def test_labels_of_any_integer_dtype_and_shape():
-    logits = jnp.stack([jnp.zeros((2, 3)), jnp.ones((2, 3))], axis=-1)
-    for dtype in (jnp.int8, jnp.uint8, jnp.uint32, bool):
-        assert M.accuracy(logits, jnp.ones((2, 3), dtype)).compute() == 1.0
-        assert M.perplexity(logits, jnp.ones((2, 3), dtype)).compute() == pytest.approx(1 + math.exp(-1))
-        matrix = M.confusion_matrix(jnp.ones((2, 3), dtype), jnp.ones((2, 3), jnp.int32), 2)
-        assert matrix.compute() == {"0/0": 0, "0/1": 0, "1/0": 0, "1/1": 6}
 
 
 def test_classes_out_of_range():

@@ -125,7 +125,7 @@ def test_a_step_that_advances_the_global_step_by_two_is_an_error():
         state, metrics = STEP(state, batch)
         return jstep.increment_global_step(state), metrics
 
-    with pytest.raises(ValueError, match=r"global_step is 2 after the update that makes step 1: .* advances it by 2"):
+    with pytest.raises(ValueError, match=r"global_step is 2 after the update that makes step 1: "):
         verify(step=step)
 
 
