@@ -21,7 +21,7 @@ from jstep.optimizers import leaf_values
 from jstep.optimizers.compose import element
 from jstep.optimizers.hyperparameters import Hyper, check_hyperparameter, constant
 from jstep.optimizers.leaf_values import Flag, UnitAxes
-from jstep.optimizers.rules import Result, Values, from_direction, from_update, is_zero, with_init
+from jstep.optimizers.rules import Result, Values, from_direction, from_update, is_zero
 from jstep.optimizers.updates import map_updates
 from jstep.slots.indexed_slices import IndexedSlices, combine_rows, is_slices, on_table, trim_slices
 
@@ -311,8 +311,7 @@ def scale(factor: ScalarOrSchedule) -> Optimizer:
 
     Source: `optax.scale`, and `optax.scale_by_schedule`.
     """
-    optimizer = from_update("scale", lambda g, p, s, h: (h.factor * g, {}), {}, {"factor": factor}, by_rows=True)
-    return with_init(optimizer, raw=False)
+    return from_update("scale", lambda g, p, s, h: (h.factor * g, {}), {}, {"factor": factor}, by_rows=True)
 
 
 @makes_optimizer()

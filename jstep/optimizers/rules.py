@@ -294,7 +294,7 @@ def from_update(
         return rule(g, p, s, h)
 
     of_leaf.__name__ = f"{name}{RULE}"
-    optimizer = leafwise(
+    return leafwise(
         of_leaf,
         hyper=in_bounds(hyper),
         slots=slots if callable(slots) else {name: slot for name, slot in specs.items() if name not in scalars},
@@ -306,7 +306,6 @@ def from_update(
         aged=prepare is not None,
         sparse=by_rows,
     )
-    return optimizer if "learning_rate" in hyper else with_init(optimizer, raw=True)
 
 
 def with_init(optimizer: Optimizer, **changes: Any) -> Optimizer:
@@ -536,7 +535,7 @@ def leafwise(
         own = dict.fromkeys(scalars, Role.SHARED) | ({START_STEP: Role.AGE} if aged else {})
         return _declared_by(specs_for(params)).joined(Roles(own)).joined(held)
 
-    described = Init(init, roles, is_finished, rated=LEARNING_RATE in hyper)
+    described = Init(init, roles, is_finished)
     return Optimizer(described, update, hyperparameters.report(hyper))
 
 

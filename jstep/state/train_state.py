@@ -151,17 +151,7 @@ class TrainState(Generic[P]):
     @overload
     @classmethod
     def create(
-        cls,
-        params: Callable[[], T],
-        optimizer: OptimizerLike,
-        global_step: Step = 0,
-        model_state: Tree = None,
-        *,
-        copy: bool = True,
-        mesh: object = None,
-        param_specs: object = None,
-        slot_axis: object = None,
-        slots_memory: str | None = None,
+        cls, params: Callable[[], T], optimizer: OptimizerLike, *args: Any, **kwargs: Any
     ) -> "TrainState[T]": ...
 
     @overload
@@ -223,12 +213,12 @@ class TrainState(Generic[P]):
             raise ValueError(
                 "param_specs, slot_axis and slots_memory describe the sharding over a mesh: give mesh as well"
             )
-        is_function = trees.is_function(params)
-        shared = [] if is_function else _shared_leaves(params)
+        make_params: Any = params if trees.is_function(params) else None
+        shared = _shared_leaves(params) if make_params is None else []
 
         def make(arrays: object, model_state: Tree) -> TrainState:
-            tree = params() if is_function else arrays
-            if is_function:
+            tree = arrays if make_params is None else make_params()
+            if make_params is not None:
                 shared[:] = _shared_leaves(tree)
             with meshes.internal_transfers():
                 step = create_global_step(global_step)

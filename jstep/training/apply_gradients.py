@@ -21,7 +21,7 @@ from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, Optimizer
 from jstep.optimizers import guards
 from jstep.optimizers.compose import without_frozen
 from jstep.optimizers.host_slots import TRANSFERS, Transfers, with_small_ones_loaded
-from jstep.optimizers.nested import ADVANCES, StepInputs, call_update, inner_context, is_guarded
+from jstep.optimizers.nested import StepInputs, call_update, inner_context, is_guarded
 from jstep.optimizers.updates import apply_in_order, moves
 from jstep.slots.indexed_slices import IndexedSlices, is_slices
 from jstep.slots.matching import NoGradientsError, explain_missing_gradients, match_gradients
@@ -129,8 +129,7 @@ def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
     not_reached = {name: jnp.full_like(held[name], guards.NOT_REACHED) for name in guarding}
     inputs = StepInputs(state.params, step, context)
     try:
-        with setting(ADVANCES, increment):
-            updates, own = call_update(optimizer, grads, held | not_reached, inputs, exact=True)
+        updates, own = call_update(optimizer, grads, held | not_reached, inputs, exact=True)
     except (AttributeError, TypeError, ValueError) as error:
         explain_missing_gradients(error, state.params, grads)
         raise
