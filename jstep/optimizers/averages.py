@@ -12,7 +12,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.annotations import P
-from jstep.core.checks import as_function, as_int, as_string, describe_type, format_value
+from jstep.core.checks import as_bool, as_function, as_int, as_string, describe_type, format_value
 from jstep.core.device_values import as_scalar
 from jstep.core.meshes import on_any_mesh
 from jstep.core.recorded_calls import makes_optimizer
@@ -88,20 +88,13 @@ class ExponentialMovingAverage:
     def __post_init__(self) -> None:
         if (self.decay is None) == (self.rate is None):
             raise ValueError(
-                f"decay={format_value(self.decay)}, rate={format_value(self.rate)}: must be one of them, where rate "
-                f"is 1 − decay, got {'neither' if self.decay is None else 'both'}; leave out the other"
+                f"decay={self.decay}, rate={self.rate}: exactly one must be given, where rate is 1 − decay"
             )
         argument, value = self.speed
         object.__setattr__(self, argument, check_hyperparameter(argument, value, low=0, high=1))
         for flag in ("num_updates", "zero_debias"):
-            if not isinstance(getattr(self, flag), bool):
-                raise TypeError(
-                    f"{flag}={getattr(self, flag)!r}: must be True or False; pass the number of updates to "
-                    "apply(averages, params, num_updates=n)"
-                )
-        if not isinstance(self.name, str):
-            raise TypeError(f"name={self.name!r}: must be a string")
-        check_prefix("name", self.name)
+            as_bool(getattr(self, flag), flag)
+        check_prefix("name", as_string(self.name, "name"))
         object.__setattr__(self, "start_step", as_int(self.start_step, "start_step", at_least=0))
         object.__setattr__(self, "every", as_int(self.every, "every", at_least=1))
 
@@ -293,10 +286,7 @@ def with_moving_average(
     if not isinstance(ema, ExponentialMovingAverage):
         raise TypeError(f"ema={ema!r}: must be an ExponentialMovingAverage, got {describe_type(ema)}")
     if initial is not None and (ema.zero_debias or ema.start_step):
-        start = "from zeros (zero_debias=True)" if ema.zero_debias else f"at start_step={ema.start_step}"
-        raise ValueError(
-            f"initial: the averages start {start}, so initial values have no effect; leave one of them out"
-        )
+        raise ValueError("initial: must be None for averages with zero_debias or a start_step, which start elsewhere")
     if trees.is_function(initial):
         as_function(initial, "initial", "(params) -> params", takes=1)
     averaged = mask("var_list", var_list)

@@ -10,7 +10,7 @@ import jax
 
 from jstep.core import trees
 from jstep.core.checks import as_function, as_mapping, as_string, describe_type, format_value
-from jstep.core.exceptions import context_manager, setting
+from jstep.core.exceptions import context_manager
 from jstep.core.placement import on_devices
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.trees import EMPTY_CONTEXT, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
@@ -50,12 +50,6 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
     """
     if not optimizers:
         raise ValueError("optimizers: must be at least one optimizer, got none")
-    first: Any = optimizers[0]
-    if len(optimizers) == 1 and type(first) in (list, tuple):  # an Optax transformation is a NamedTuple
-        raise TypeError(
-            f"chain: got one {type(first).__name__} of {len(first)} elements; pass them as separate "
-            "arguments: chain(*[…]), or chain(first, second)"
-        )
     elements = [require_optimizer(f"optimizers[{i}]", optimizer) for i, optimizer in enumerate(optimizers)]
     parts = {f"optimizers[{i}]": optimizer for i, optimizer in enumerate(elements)}
     finished = [part for part, optimizer in parts.items() if nested.makes_finished_updates(optimizer)]
@@ -292,7 +286,7 @@ class _Partition:
     @context_manager
     def divided(self, params: Params) -> Iterator[tuple[Labels, dict[str, _Part]]]:
         """Yield the label of each leaf, and the leaves of each label; masks inside see all parameters."""
-        with leaf_values.partial_params(params), setting(leaf_values.IN_PART, True):
+        with leaf_values.partial_params(params):
             names = self._labels_of(params)
             parts = {
                 label: _Part(optimizer, params, [mine == label for mine in names])

@@ -70,9 +70,8 @@ def from_optax(
     """
     if not has_init_and_update(transformation):
         raise TypeError(
-            f"transformation={format_value(transformation)}: must have init and update, like the result of "
-            "optax.adam(1e-3), "
-            f"got {describe_type(transformation)}"
+            f"transformation={format_value(transformation)}: must have init and update, like optax.adam(1e-3), got "
+            f"{describe_type(transformation)}"
         )
     hyper.check_prefix("name", as_string(name, "name"))
     reported = _reported(hyperparameters)
