@@ -310,8 +310,7 @@ class Minimizing:
         }
 
         def refusal(name: str, first: str, second: str) -> str:
-            leave = ", or leave it out: the step reports its loss itself" if first.startswith("the loss") else ""
-            return f"metrics: {second} and {first} both have {name!r}; rename it in {second}{leave}"
+            return f"metrics: {second} and {first} both have {name!r}; rename it in {second}"
 
         return new_state, split_metrics(trees.merge_dicts(named.items(), refusal), SKIPPED if skipped else None)
 
@@ -364,10 +363,7 @@ def _averages_for(state: TrainState, names: Sequence[str]) -> Params:
     try:
         averages = averaged_params(state, names)
     except ValueError as error:
-        raise ValueError(
-            "use_averages: the loss takes the moving averages of the parameters: "
-            f"{str(error).rstrip('.')}. State and step need the same optimizer."
-        ) from None
+        raise ValueError(f"use_averages: {error}") from None
     return jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf) if trees.is_trainable(leaf) else leaf, averages)
 
 
@@ -399,11 +395,7 @@ class SeveralLosses:
                 raise
             grads = treedef.flatten_up_to(results[name].gradients)
             if all(grads[place] is None for place in chosen[name]):
-                paths = trees.leaf_paths(inputs.params)
-                raise ValueError(
-                    f"loss_fn: the loss {name!r} depends on none of the parameters that it trains, "
-                    f"{[paths[place] for place in chosen[name]][:20]}; give it others, or leave it out"
-                )
+                raise ValueError(f"loss_fn: the loss {name!r} depends on none of the parameters that it trains")
             gradients = trees.with_leaves(gradients, chosen[name], [grads[place] for place in chosen[name]])
         return LossResult(
             _sum([result.loss for result in results.values()]),
@@ -419,8 +411,7 @@ def several_losses(losses: Losses, make: Callable[[Any, VarList], Differentiatio
     """Create `SeveralLosses`; `given` tells which arguments that cannot be combined with them were given."""
     for argument, is_given in given.items():
         if is_given:
-            why = "each loss has its own" if argument == "var_list" else "it has no owner among several losses"
-            raise ValueError(f"{argument}: must not be given beside a mapping of losses; {why}")
+            raise ValueError(f"{argument}: must not be given beside a mapping of losses")
     if not losses:
         raise ValueError(f"loss_fn={format_value(losses)}: must have at least one loss, name -> {_LOSS_FORM}")
     each = {}
