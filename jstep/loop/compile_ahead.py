@@ -20,7 +20,6 @@ from jstep.loop.run import Run
 from jstep.loop.setup import Setup
 from jstep.loop.stages import Segment, Stage, StageBoundaries
 from jstep.slots.matching import describe_difference
-from jstep.training.step import refuse_a_loss
 
 _HINT = "; if it is the smaller last batch of an epoch, drop_remainder=True leaves it out"
 
@@ -108,7 +107,6 @@ def _check(stage: Stage, state: Tree, args: tuple[Any, ...], segment: Segment) -
     try:
         new = stage.trace(state, args).out_info[0]
     except Exception as error:
-        refuse_a_loss(stage.step, state, args, error, name)
         which = ", its first one, with the state and the batch of that step"
         if not segment.is_edge:
             which = f" with batch {segment.first}, whose shapes differ from those of the batch before"

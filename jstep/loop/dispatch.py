@@ -23,7 +23,7 @@ from jstep.loop.signals import StopSignals
 from jstep.state.train_state import TrainState
 from jstep.training.explain import explain, explain_one_argument
 from jstep.training.metrics import Constants
-from jstep.training.step import TrainStep, refuse_a_loss
+from jstep.training.step import TrainStep
 
 _logger = logging.getLogger("jstep")
 
@@ -72,7 +72,6 @@ class Dispatch:
                         result = self._auto.timed(program.run, state, call, self.table.sums)
         except Exception as error:
             explain_one_argument(error, call.args)
-            refuse_a_loss(program.stage.step, state, call.step_args, error)
             raise
         if is_new or compiled.programs != before:
             self._follow_up(call, result, compiled.seconds - seconds)

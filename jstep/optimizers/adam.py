@@ -706,7 +706,7 @@ def adafactor(
         "v": Slot(shape=whole, holds="square"),
     } | ({} if momentum is None else {"m": MEAN})
     optimizer = rules.from_update("adafactor", adafactor_update, slots, hyper, prepare=prepare)
-    return rules.with_init(optimizer, finished=True, raw=False)  # also without a learning_rate
+    return rules.with_init(optimizer, finished=True)  # also without a learning_rate
 
 
 def factored_axes(shape: tuple[int, ...], least: int) -> tuple[int, int] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.annotations import P
-from jstep.core.checks import as_function, as_int, as_string, check_choice, describe_type, format_value
+from jstep.core.checks import as_bool, as_function, as_int, as_string, describe_type, format_value
 from jstep.core.device_values import as_scalar
 from jstep.core.meshes import on_any_mesh
 from jstep.core.recorded_calls import makes_optimizer
@@ -24,13 +24,13 @@ from jstep.optimizers.host_slots import on_leaves
 from jstep.optimizers.hyperparameters import check_hyperparameter, check_prefix
 from jstep.optimizers.leaf_values import mask
 from jstep.optimizers.nested import StepInputs, WrapperSlots, wrap_optimizer
-from jstep.optimizers.rules import Slot, fresh_slot, new_start_step, slot_age
+from jstep.optimizers.rules import Slot, fresh_slot, slot_age
 from jstep.optimizers.updates import add, apply_updates, is_update
 from jstep.slots.indexed_slices import is_slices
 from jstep.slots.optax_transformations import require_optimizer
 from jstep.slots.roles import Role, Roles
 from jstep.state.slots import params_from_slot
-from jstep.state.train_state import START_STEP, TrainState
+from jstep.state.train_state import TrainState
 
 # Exponential moving averages of parameters, and the wrapper that keeps them.
 
@@ -54,10 +54,6 @@ class ExponentialMovingAverage:
         every: After start_step, the averages move only at the steps start_step + every, start_step + 2·every, ….
             With decay=1.0 and zero_debias they are then the mean of the parameters at those steps:
             stochastic weight averaging.
-        follows: When the average of a leaf moves, in `with_moving_average`. `"updates"`: in the updates that have a
-            gradient of the leaf, so that it stops, lagging behind, when the leaf is no longer trained. `"step"`: once
-            in each update that advances the global step and is not skipped, whether it has a gradient of the leaf or
-            not, as the usual averages of a training loop; below a label, in the updates of its part.
         rate: The rate 1 − d in place of the decay, in [0, 1] and usually close to 0, such as 0.001; also a schedule, or
             `held`. It is applied as it is given, while a decay that is a schedule or `held` is a float32, whose
             digits near 1 are few: at 0.999999 its rate is off by 1.3 %.
@@ -65,8 +61,7 @@ class ExponentialMovingAverage:
     Raises:
         TypeError: `decay` or `rate` is not a number or a schedule, `name` is not a string, or start_step or every is
             not an integer.
-        ValueError: A number is out of range, `name` is empty, `follows` is neither of both, or not exactly one of
-            `decay` and `rate` is given.
+        ValueError: A number is out of range, `name` is empty, or not exactly one of `decay` and `rate` is given.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -88,27 +83,18 @@ class ExponentialMovingAverage:
     name: str = AVERAGE_SLOT
     start_step: int = 0
     every: int = 1
-    follows: Literal["updates", "step"] = "updates"
     rate: ScalarOrSchedule | None = None
 
     def __post_init__(self) -> None:
         if (self.decay is None) == (self.rate is None):
             raise ValueError(
-                f"decay={format_value(self.decay)}, rate={format_value(self.rate)}: must be one of them, where rate "
-                f"is 1 − decay, got {'neither' if self.decay is None else 'both'}; leave out the other"
+                f"decay={self.decay}, rate={self.rate}: exactly one must be given, where rate is 1 − decay"
             )
         argument, value = self.speed
         object.__setattr__(self, argument, check_hyperparameter(argument, value, low=0, high=1))
-        check_choice(self.follows, "follows", ("updates", "step"))
         for flag in ("num_updates", "zero_debias"):
-            if not isinstance(getattr(self, flag), bool):
-                raise TypeError(
-                    f"{flag}={getattr(self, flag)!r}: must be True or False; pass the number of updates to "
-                    "apply(averages, params, num_updates=n)"
-                )
-        if not isinstance(self.name, str):
-            raise TypeError(f"name={self.name!r}: must be a string")
-        check_prefix("name", self.name)
+            as_bool(getattr(self, flag), flag)
+        check_prefix("name", as_string(self.name, "name"))
         object.__setattr__(self, "start_step", as_int(self.start_step, "start_step", at_least=0))
         object.__setattr__(self, "every", as_int(self.every, "every", at_least=1))
 
@@ -263,8 +249,8 @@ def with_moving_average(
     Returns:
         An `Optimizer` with one more slot, named `ema.name`. The average of a leaf moves in the updates that have a
         gradient of the leaf, so in a step of several updates, such as one for each player of a GAN, once for each of
-        the leaf's updates; with `follows="step"` all averages move together, in each update that advances the step, and
-        have a separate age with zero_debias. Leaves that a `partition` freezes have no average. With zero_debias, the
+        the leaf's updates, and it stays, short of the parameter, when the leaf is no longer trained. Leaves that a
+        `partition` freezes have no average. With zero_debias, the
         age of averages comes from the optimizer's `start_step`, which is added if missing; around a `partition` each
         label has a separate one, `with_moving_average/label/start_step`, which counts the updates that have a gradient
         of its leaves. Averages with start_step or every, which not every update moves, have a separate age,
@@ -300,10 +286,7 @@ def with_moving_average(
     if not isinstance(ema, ExponentialMovingAverage):
         raise TypeError(f"ema={ema!r}: must be an ExponentialMovingAverage, got {describe_type(ema)}")
     if initial is not None and (ema.zero_debias or ema.start_step):
-        start = "from zeros (zero_debias=True)" if ema.zero_debias else f"at start_step={ema.start_step}"
-        raise ValueError(
-            f"initial: the averages start {start}, so initial values have no effect; leave one of them out"
-        )
+        raise ValueError("initial: must be None for averages with zero_debias or a start_step, which start elsewhere")
     if trees.is_function(initial):
         as_function(initial, "initial", "(params) -> params", takes=1)
     averaged = mask("var_list", var_list)
@@ -321,83 +304,42 @@ def with_moving_average(
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         params, after = at.params, jnp.asarray(at.step) + 1
         gradients = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
-        conditions = nested.Conditions()
-        with nested.observing_conditions(conditions):
-            updates, inner = nested.call_update(optimizer, updates, inner, at, exact=True)
+        updates, inner = nested.call_update(optimizer, updates, inner, at, exact=True)
         now = dataclasses.replace(ema, **{argument: at.h[f"{ema.name}/{argument}"]}) if hyper else ema
         averages = trees.flatten_like(params, own[ema.name], "averages")
         moves_of_leaves = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
-        ages: Slots = {}
-        if ema.follows == "step":
-            moves = nested.ADVANCES.get() and nested.unless_skipped_by_guards(conditions, gradients, params)
-            age = slot_age(at.step, own[_age_name(ema)]) if ema.zero_debias else None
-            weights = [_weight_at_steps(now, after, age, moves)] * len(moves_of_leaves)
-            counts = moves & ema.is_due(after)
-            ages = {name: jnp.where(counts, own[name], own[name] + 1) for name in own.keys() - {ema.name}}
-        else:
-            weights = _weights_at_updates(now, after, at.step, list(zip(averages, gradients, at.starts, strict=True)))
+        by_label: dict[int, tuple[Any, Any]] = {}
 
-        def call(average: object, p: object, u: object, weight: object) -> Any:
-            return None if average is None or weight is None else (_followed, p, u, weight)
+        def weight_of(start: Any, has_gradient: bool) -> Any:
+            """The weight of a leaf's new value; one computation for each label."""
+            if id(start) not in by_label:
+                age = None if start is None else slot_age(at.step, start)
+                # An average that starts at zeros becomes the first value, even without a gradient.
+                first = jnp.where((age == 1) & ema.is_due(after), 1.0, 0.0) if ema.starts_at_zeros else None
+                by_label[id(start)] = now.weight(after, age), first
+            return by_label[id(start)][not has_gradient]
 
-        on_leaves(
-            params, {AVERAGE_SLOT: averages}, map(call, averages, jax.tree.leaves(params), moves_of_leaves, weights)
-        )
-        return updates, inner, {**ages, ema.name: trees.structure(params).unflatten(averages)}
+        def call(average: object, p: object, u: object, g: object, start: object) -> Any:
+            weight = None if average is None else weight_of(start, g is not None)
+            return None if weight is None else (_followed, p, u, weight)
+
+        leaves = averages, jax.tree.leaves(params), moves_of_leaves, gradients, at.starts
+        on_leaves(params, {AVERAGE_SLOT: averages}, list(map(call, *leaves)))
+        return updates, inner, {ema.name: trees.structure(params).unflatten(averages)}
 
     role = Role.COPY if initial is None and not ema.starts_at_zeros else Role.AVERAGE
-    return wrap_optimizer(optimizer, "with_moving_average", update, _own(ema, fresh, role, hyper))
-
-
-def _own(
-    ema: ExponentialMovingAverage, fresh: Callable[[Params, Step], Any], role: Role, hyper: dict[str, Any]
-) -> WrapperSlots:
-    follows_step = ema.follows == "step"
     # Averages that do not move at each update have a separate age; the others use the optimizer's.
     waits = ema.zero_debias and ema.waits
-    ages = [_age_name(ema)] if follows_step and ema.zero_debias else []
-    return WrapperSlots(
-        {ema.name: fresh, **dict.fromkeys(ages, lambda params, step: new_start_step(step))},
-        {ema.name: role, **dict.fromkeys(ages, Role.OWN_AGE)},
+    own = WrapperSlots(
+        {ema.name: fresh},
+        {ema.name: role},
         {ema.name: "weight"},
         hyper,
-        aged=ema.zero_debias and not follows_step,
+        aged=ema.zero_debias,
         counted=(lambda step: ema.is_due(jnp.asarray(step) + 1)) if waits else None,
-        age_scope=_age_scope(ema) if waits else None,
+        age_scope=f"with_moving_average/{ema.name}" if waits else None,
     )
-
-
-def _age_scope(ema: ExponentialMovingAverage) -> str:
-    return f"with_moving_average/{ema.name}"
-
-
-def _age_name(ema: ExponentialMovingAverage) -> str:
-    return f"{_age_scope(ema)}/{START_STEP}"
-
-
-def _weight_at_steps(ema: ExponentialMovingAverage, after: Array, age: Array | None, moves: Array | bool) -> Any:
-    """The weight of new parameters in averages that follow the step; None if they do not move now."""
-    if moves is False:
-        return None
-    weight = ema.weight(after, age)
-    return weight if moves is True else jnp.where(moves, weight, 0.0)
-
-
-def _weights_at_updates(
-    ema: ExponentialMovingAverage, after: Array, step: Step, leaves: Sequence[tuple[Any, Any, Any]]
-) -> list[Any]:
-    """The same by leaf, for averages that follow their updates; from (average, gradient, start_step)."""
-    by_label: dict[int, tuple[Any, Any]] = {}  # one for each label
-
-    def of_label(start: Any) -> tuple[Any, Any]:
-        if id(start) not in by_label:
-            age = None if start is None else slot_age(step, start)
-            # An average that starts at zeros becomes the first value, even without a gradient.
-            first = jnp.where((age == 1) & ema.is_due(after), 1.0, 0.0) if ema.starts_at_zeros else None
-            by_label[id(start)] = ema.weight(after, age), first
-        return by_label[id(start)]
-
-    return [None if average is None else of_label(start)[g is None] for average, g, start in leaves]
+    return wrap_optimizer(optimizer, "with_moving_average", update, own)
 
 
 def _initial(initial: Any, params: Params, averaged: Sequence[bool]) -> list[Any]:

@@ -506,10 +506,6 @@ def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimi
     old, treedef = slot_roles.roles_of(old_optimizer, state.params).for_state(), trees.structure(state.params)
     old_state = TrainState(state.params, held, state.global_step, roles=old)
     masters = jax.tree.leaves(master_params(old_state))
-    for name in old.of(Role.MASTER):
-        kept = trees.flatten_like(state.params, held[name], f"slot {name!r}")
-        masters = [p if master is None else master for p, master in zip(masters, kept, strict=True)]
-
     wanted, roles = _shapes(state, new_optimizer), slot_roles.roles_of(new_optimizer, state.params)
     leaves = [x.astype(p.dtype) for x, p in zip(masters, jax.tree.leaves(state.params), strict=True)]
     slots: Slots = {}

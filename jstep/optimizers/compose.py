@@ -10,20 +10,19 @@ import jax
 
 from jstep.core import trees
 from jstep.core.checks import as_function, as_mapping, as_string, describe_type, format_value
-from jstep.core.exceptions import context_manager, setting
-from jstep.core.logs import log_warning
+from jstep.core.exceptions import context_manager
 from jstep.core.placement import on_devices
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.trees import EMPTY_CONTEXT, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, leaf_values, nested
 from jstep.optimizers.host_slots import loads_slots
-from jstep.optimizers.hyperparameters import LEARNING_RATE, Hyper, check_prefix, held_roles, held_slots, values_at
+from jstep.optimizers.hyperparameters import Hyper, check_prefix, held_roles, held_slots, values_at
 from jstep.optimizers.nested import StepInputs
 from jstep.optimizers.updates import is_update, wide_updates
 from jstep.slots.indexed_slices import is_slices
 from jstep.slots.matching import NoGradientsError, require_slots
 from jstep.slots.optax_transformations import require_optimizer
-from jstep.slots.roles import AGES, Init, Labels, Roles, init_labels, is_raw, roles_of
+from jstep.slots.roles import AGES, Init, Labels, Roles, init_labels, roles_of
 
 
 @makes_optimizer()
@@ -33,8 +32,7 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
     Args:
         *optimizers: At least one; usually elements that transform gradients, then one that turns them into updates,
             then perhaps elements that transform updates. If two elements make finished updates (which include
-            −learning_rate), a warning is issued: the sign flips twice, which is gradient ascent. `minimize` logs a
-            warning if a clip comes after a finished update, and if nothing finishes the updates.
+            −learning_rate), a warning is issued: the sign flips twice, which is gradient ascent.
 
     Returns:
         An `Optimizer` with the slots and hyperparameters of all.
@@ -52,12 +50,6 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
     """
     if not optimizers:
         raise ValueError("optimizers: must be at least one optimizer, got none")
-    first: Any = optimizers[0]
-    if len(optimizers) == 1 and type(first) in (list, tuple):  # an Optax transformation is a NamedTuple
-        raise TypeError(
-            f"chain: got one {type(first).__name__} of {len(first)} elements; pass them as separate "
-            "arguments: chain(*[…]), or chain(first, second)"
-        )
     elements = [require_optimizer(f"optimizers[{i}]", optimizer) for i, optimizer in enumerate(optimizers)]
     parts = {f"optimizers[{i}]": optimizer for i, optimizer in enumerate(elements)}
     finished = [part for part, optimizer in parts.items() if nested.makes_finished_updates(optimizer)]
@@ -102,27 +94,10 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
         finished=bool(finished),
         guarded=nested.is_guarded(elements[0]),
         labels=labels,
-        raw=all(map(is_raw, elements)),
-        rated=any(map(nested.is_rated, elements)),
     )
     return Optimizer(
         init, update, nested.merge_hyperparameters(parts), any(optimizer.takes_context for optimizer in elements)
     )
-
-
-_USUAL_ORDER = (
-    "The usual order: jstep.chain(jstep.clip_gradients(…), jstep.adamw(rate)), or by blocks jstep.chain("
-    "jstep.clip_gradients(…), jstep.scale_by_adam(), jstep.add_weight_decay(…), jstep.scale_by_learning_rate(rate))"
-)
-
-
-def warn_of_raw_updates(optimizer: Optimizer) -> None:
-    if is_raw(optimizer):
-        log_warning(
-            "optimizer: nothing multiplies its updates by −learning_rate (scale_by_learning_rate, scale, "
-            "on_hyperball), so that they are added as they are, uphill. %s",
-            _USUAL_ORDER,
-        )
 
 
 @makes_optimizer(2)
@@ -191,12 +166,10 @@ def stateless(fn: Callable[[Updates, Params, Step], Updates]) -> Optimizer:
     Source: `optax.stateless`.
     """
     as_function(fn, "fn", "(updates, params, step) -> updates")
-    return element(lambda updates, params, step, h: fn(updates, params, step), {}, raw=False)
+    return element(lambda updates, params, step, h: fn(updates, params, step), {})
 
 
-def element(
-    fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mapping[str, Any], *, raw: bool = True
-) -> Optimizer:
+def element(fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mapping[str, Any]) -> Optimizer:
     """A chain element from `fn(updates, params, step, h) -> updates`.
 
     `fn` must handle None leaves and `IndexedSlices`; arrays are float32 at least.
@@ -208,7 +181,7 @@ def element(
         kept = require_slots(held, slots)
         return fn(wide_updates(updates), on_devices(params), step, values_at(hyper, step, slots)), kept
 
-    init = Init(lambda params, step: held_slots(hyper), lambda params: held, raw=raw, rated=LEARNING_RATE in hyper)
+    init = Init(lambda params, step: held_slots(hyper), lambda params: held)
     return Optimizer(init, update, hyperparameters.report(hyper))
 
 
@@ -266,8 +239,6 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
         finished=any(map(nested.makes_finished_updates, parts.values())),
         guarded=all(map(nested.is_guarded, parts.values())),
         labels=divided.inner_labels,
-        raw=any(map(is_raw, parts.values())),
-        rated=all(map(nested.is_rated, parts.values())),
     )
     takes_context = any(part.takes_context for part in parts.values())
     return Optimizer(init, divided.update, nested.merge_hyperparameters(divided.called), takes_context)
@@ -315,7 +286,7 @@ class _Partition:
     @context_manager
     def divided(self, params: Params) -> Iterator[tuple[Labels, dict[str, _Part]]]:
         """Yield the label of each leaf, and the leaves of each label; masks inside see all parameters."""
-        with leaf_values.partial_params(params), setting(leaf_values.IN_PART, True):
+        with leaf_values.partial_params(params):
             names = self._labels_of(params)
             parts = {
                 label: _Part(optimizer, params, [mine == label for mine in names])

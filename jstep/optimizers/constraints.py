@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import as_function
+from jstep.core.checks import array_type, as_function, describe_type
 from jstep.core.placement import on_devices
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Updates
@@ -89,17 +89,11 @@ def _checked(params: Params, projected: object) -> list[Any]:
     for i, ((path, leaf), new) in enumerate(zip(trees.leaves_with_paths(params), leaves, strict=True)):
         if not trees.is_trainable(leaf):
             continue
-        if not (trees.is_array(new) or isinstance(new, bool | int | float | complex)):
-            what = "nothing" if new is None else type(new).__name__
-            raise TypeError(f"fn: must return an array at {trees.quote_path(path)}, got {what}")
-        kinds = [(np.shape(x), jnp.result_type(x)) for x in (leaf, new)]
-        if kinds[0] != kinds[1]:
-            shown = [f"{dtype}{list(shape)}" for shape, dtype in kinds]
-            cast = f"; cast it with .astype({kinds[0][1]})" if kinds[0][0] == kinds[1][0] else ""
-            raise ValueError(
-                f"fn: must return params of the same shapes and dtypes: {trees.quote_path(path)} is {shown[0]}, and "
-                f"the result {shown[1]}{cast}"
-            )
+        if not trees.is_array_or_number(new):
+            raise TypeError(f"fn: must return an array at {trees.quote_path(path)}, got {describe_type(new)}")
+        was, now = (array_type(np.shape(x), jnp.result_type(x)) for x in (leaf, new))
+        if was != now:
+            raise ValueError(f"fn: must return {was} at {trees.quote_path(path)}, as in params, got {now}")
         leaves[i] = jnp.asarray(new)
     return leaves
 

@@ -70,18 +70,15 @@ def from_optax(
     """
     if not has_init_and_update(transformation):
         raise TypeError(
-            f"transformation={format_value(transformation)}: must have init and update, like the result of "
-            "optax.adam(1e-3), "
-            f"got {describe_type(transformation)}"
+            f"transformation={format_value(transformation)}: must have init and update, like optax.adam(1e-3), got "
+            f"{describe_type(transformation)}"
         )
     hyper.check_prefix("name", as_string(name, "name"))
     reported = _reported(hyperparameters)
-    depend = hyper.report_names(reported)
     optimizer = optax_transformations.from_optax(transformation, name)
     assert isinstance(optimizer.init, Init)
     finished = isinstance(hyperparameters, Mapping) and hyper.LEARNING_RATE in hyperparameters
-    init = dataclasses.replace(optimizer.init, finished=finished, rated=hyper.LEARNING_RATE in depend)
-    return optimizer._replace(init=init, hyperparameters=reported)
+    return optimizer._replace(init=dataclasses.replace(optimizer.init, finished=finished), hyperparameters=reported)
 
 
 def _reported(reported: object) -> Any:

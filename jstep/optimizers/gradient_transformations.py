@@ -21,7 +21,7 @@ from jstep.optimizers import leaf_values
 from jstep.optimizers.compose import element
 from jstep.optimizers.hyperparameters import Hyper, check_hyperparameter, constant
 from jstep.optimizers.leaf_values import Flag, UnitAxes
-from jstep.optimizers.rules import Result, Values, from_direction, from_update, is_zero, with_init
+from jstep.optimizers.rules import Result, Values, from_direction, from_update, is_zero
 from jstep.optimizers.updates import map_updates
 from jstep.slots.indexed_slices import IndexedSlices, combine_rows, is_slices, on_table, trim_slices
 
@@ -239,26 +239,23 @@ def clip_gradients(
 
         return map_updates(by_unit, params, updates, jax.tree.leaves(params), leaf_values.own_leaves(params))
 
-    optimizer = element(clip, hyper)
-    if how != "by_value" or "clip_by_value_min" in hyper:
-        return optimizer
-
-    def with_both_bounds(step: Step, /) -> dict[str, Any]:
-        values = optimizer.hyperparameters(step)
-        return {"clip_by_value_min": -values["clip_by_value_max"], **values} if values else values
-
-    return optimizer._replace(hyperparameters=with_both_bounds)
+    return element(clip, hyper)
 
 
 def _value_bounds(limit: tuple[ScalarOrSchedule, ScalarOrSchedule] | Number | Any) -> dict[str, Any]:
     if not isinstance(limit, tuple | list):
-        return {"clip_by_value_max": check_hyperparameter("by_value", limit, low=0, above=True)}
+        high = check_hyperparameter("by_value", limit, low=0, above=True)
+        return {"clip_by_value_max": high} | ({} if isinstance(high, Held) else {"clip_by_value_min": _negative(high)})
     if len(limit) != 2:
         raise ValueError(f"by_value={limit!r}: must be (min, max), or c for (-c, c)")
     low, high = check_hyperparameter("by_value[0]", limit[0]), check_hyperparameter("by_value[1]", limit[1])
     if isinstance(low, float) and isinstance(high, float) and low > high:
         raise ValueError(f"by_value={limit!r}: must be (min, max) with min ≤ max")
     return {"clip_by_value_min": low, "clip_by_value_max": high}
+
+
+def _negative(value: Any) -> Any:
+    return (lambda step: -value(step)) if callable(value) else -value
 
 
 def _unit_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -311,8 +308,7 @@ def scale(factor: ScalarOrSchedule) -> Optimizer:
 
     Source: `optax.scale`, and `optax.scale_by_schedule`.
     """
-    optimizer = from_update("scale", lambda g, p, s, h: (h.factor * g, {}), {}, {"factor": factor}, by_rows=True)
-    return with_init(optimizer, raw=False)
+    return from_update("scale", lambda g, p, s, h: (h.factor * g, {}), {}, {"factor": factor}, by_rows=True)
 
 
 @makes_optimizer()
@@ -412,8 +408,7 @@ def add_weight_decay(weight_decay: Decay, mask: VarList | Mapping[str, float] = 
         weight_decay: The decay ≥ 0: a number, a schedule or `held`. Or a mapping from paths or globs to these: the
             first match applies, and leaves without a match do not decay.
         mask: The leaves that decay, in the grammar of `var_list`; None for all. Or path or glob → a factor ≥ 0 on the
-            decay, such as `mup(...).decays`: the first match applies, and leaves without a match have the factor 1. A
-            mask that selects nothing is logged as a warning, unless it is below a label of a `partition`.
+            decay, such as `mup(...).decays`: the first match applies, and leaves without a match have the factor 1.
 
     Returns:
         An element of a chain without slots. Its hyperparameter is `weight_decay`, or `weight_decay/glob` for each entry
@@ -502,7 +497,7 @@ def decay_arguments(name: str, weight_decay: Any, mask_given: object) -> tuple[d
     else:
         hyper, which = {name: check_hyperparameter("weight_decay", weight_decay, low=0)}, None
     factors = _factors(mask_given)
-    scales = leaf_values.decay_mask("mask", mask_given) if factors is None else leaf_values.first_match("mask", factors)
+    scales = leaf_values.mask("mask", mask_given) if factors is None else leaf_values.first_match("mask", factors)
 
     def of_leaf(glob: str | None, scale: Any) -> Any:
         factor = float(scale) if factors is None else 1.0 if scale is None else factors[scale]

@@ -103,7 +103,7 @@ def conditional_update(
     With `is_guard`, an update is skipped, rather than not due.
     """
     roles = roles_of(optimizer, at.params)
-    nested.report_condition(nested.Condition(at.params, condition, is_guard))
+    nested.report_condition(nested.Condition(at.params, condition))
     with only_if(condition):
         updates, new_slots = call_update(optimizer, updates, slots, at, exact=True)
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jstep.core import trees
 from jstep.core.annotations import P, Tree
-from jstep.core.checks import Bounds, describe_type, format_value
+from jstep.core.checks import Bounds, as_string, describe_type, format_value
 from jstep.core.device_values import as_scalar
 from jstep.core.trees import Array, Held, ScalarOrSchedule, Slots, Step
 from jstep.slots.roles import Role, Roles, abstractly
@@ -50,9 +50,7 @@ def held(name: str, value: object) -> Held:
         >>> print(state.params["w"], jstep.get_hyperparameter(state, "learning_rate"))
         0.75 0.25
     """
-    if not isinstance(name, str):
-        raise TypeError(f"name={name!r}: must be a string, got {describe_type(name)}")
-    check_prefix("name", name)
+    check_prefix("name", as_string(name, "name"))
     _check_number(value)
     return Held(name, value)
 
@@ -73,17 +71,12 @@ def held_roles(hyper: Mapping[str, Any]) -> Roles:
     for argument, value in hyper.items():
         if isinstance(value, Held):
             slot = f"{HELD_PART}/{value.name}"
-            if slot in owner:
+            if slot in owner or not isinstance(hyper.get(value.name, value), Held):
                 raise ValueError(
-                    f"{owner[slot]} and {argument} both hold a hyperparameter named {value.name!r} (slot {slot!r}); "
-                    "give one of them another name"
+                    f"{argument} holds a hyperparameter named {value.name!r}, which is the name of another one; give "
+                    f"it another name, such as held({argument!r}, …)"
                 )
             owner[slot] = argument
-            if not isinstance(hyper.get(value.name, value), Held):
-                raise ValueError(
-                    f"{argument} holds a hyperparameter named {value.name!r}, which is the name of another argument; "
-                    f"give it another name, such as held({argument!r}, …)"
-                )
     return Roles(dict.fromkeys(owner, Role.HELD), details=owner)
 
 
@@ -181,22 +174,13 @@ def _slot_of(state: Tree, name: str) -> str:
     slots = getattr(state, "slots", None)
     if not isinstance(slots, dict):
         raise TypeError(f"state: must be a TrainState, got {describe_type(state)}")
-    if not isinstance(name, str):
-        raise TypeError(f"name={name!r}: must be a string, got {describe_type(name)}")
+    as_string(name, "name")
     arrays = (slot for slot, value in slots.items() if trees.is_array(value))
     slot_of = {shown: slot for slot in arrays if (shown := display_name(slot)) is not None}
     if name not in slot_of:
-        injected = next((slot for slot in slots if _is_injected(slot, name)), None)
-        if injected is not None:
-            raise KeyError(
-                f"name={name!r}: the state holds it as Optax's inject_hyperparams does, in slots[{injected!r}]; set it "
-                f"there: state.replace(slots={{**state.slots, {injected!r}: "
-                f"jnp.full_like(state.slots[{injected!r}], value)}})"
-            )
-        have = f"it holds {sorted(slot_of)}" if slot_of else "it holds none"
         raise KeyError(
-            f"name={name!r}: the state holds no such hyperparameter{trees.suggest_names(name, slot_of)}; {have}. "
-            "To hold a hyperparameter in the state, pass jstep.held(name, value) in place of its number."
+            f"name={name!r}: the state holds no such hyperparameter{trees.suggest_names(name, slot_of)}, it holds "
+            f"{sorted(slot_of)}; pass jstep.held(name, value) to the optimizer in place of its number"
         )
     return slot_of[name]
 
@@ -207,12 +191,6 @@ LEARNING_RATE = "learning_rate"
 def is_learning_rate(name: str) -> bool:
     """Whether a hyperparameter is a learning rate, under any prefixes of scopes and labels."""
     return name.rsplit("/", 1)[-1] == LEARNING_RATE
-
-
-def _is_injected(slot: str, name: str) -> bool:
-    """Whether a slot is a hyperparameter of that name in a state of Optax's inject_hyperparams."""
-    scope, _, last = name.rpartition("/")
-    return slot.startswith(f"{scope}/" if scope else "") and slot.split("/")[-2:] == ["hyperparams", last]
 
 
 # Checking hyperparameters (numbers, arrays, schedules or `held`) and evaluating them at a step.
@@ -236,26 +214,20 @@ def check_hyperparameter(name: str, value: ScalarOrSchedule, **bounds: Unpack[Bo
 def constant(name: str, value: Any, **bounds: Any) -> float:
     """Check a number that is fixed when the optimizer is created: no schedules and no `held`."""
     if callable(value) or isinstance(value, Held) or trees.is_traced(value):
-        got = "a held value" if isinstance(value, Held) else "a traced array" if trees.is_array(value) else "a function"
-        raise TypeError(
-            f"{name}={value!r}: must be a plain number, got {got}; it is fixed when the optimizer is created"
-        )
+        raise TypeError(f"{name}={value!r}: must be a plain number; it is fixed when the optimizer is created")
     return float(check_hyperparameter(name, value, **bounds))
 
 
-def low_dtype(argument: str, dtype: DTypeLike | None) -> Any:
-    if dtype is None:
-        return None
+def floating_dtype(argument: str, dtype: DTypeLike, at_least: int = 1) -> Any:
+    """Check a floating dtype of at least so many bytes."""
     try:
-        result = jnp.dtype(dtype)
+        result = jnp.dtype("none" if dtype is None else dtype)  # None would be float64
     except TypeError:
         result = None
-    if result is None or not jnp.issubdtype(result, jnp.floating):
-        raise TypeError(
-            f"{argument}={format_value(dtype)}: must be a floating dtype such as jnp.bfloat16, "
-            f"got {describe_type(dtype)}"
-        )
-    return result
+    if result is None or not trees.is_floating(result) or result.itemsize < at_least:
+        of_bits = f" of at least {8 * at_least} bits" if at_least > 1 else ""
+        raise TypeError(f"{argument}={format_value(dtype)}: must be a floating dtype{of_bits}, such as jnp.float32")
+    return jax.dtypes.canonicalize_dtype(result)
 
 
 def value_at(name: str, value: Any, step: Step, slots: Slots | None = None) -> Any:

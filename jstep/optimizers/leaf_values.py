@@ -14,7 +14,6 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_function, as_int, describe_type, format_value
 from jstep.core.exceptions import setting
-from jstep.core.logs import log_warning
 from jstep.core.selection import VarList, check_form, flags, is_named, leaf_names
 from jstep.core.trees import Params
 
@@ -29,24 +28,6 @@ def mask(argument: str, var_list: VarList) -> Flag:
     """
     check_form(var_list, argument)
     return lambda params: on_whole(params, lambda whole: flags(whole, var_list, argument))
-
-
-def decay_mask(argument: str, var_list: VarList) -> Flag:
-    """As `mask`, for a weight decay; it logs a warning once if it selects nothing, but not below a label."""
-    flag = mask(argument, var_list)
-    has_warned = False
-
-    def selected(params: Params) -> list[bool]:
-        nonlocal has_warned
-        chosen = flag(params)
-        is_empty = not any(chosen) and any(flags(params, None, argument))
-        if is_empty and not has_warned and not IN_PART.get():
-            has_warned = True
-            text = "%s=%s: selects none of the parameters %s, so that nothing decays"
-            log_warning(text, argument, format_value(var_list), trees.leaf_paths(params)[:20])
-        return chosen
-
-    return selected
 
 
 def by_path(fn: Callable[[str, Any], Any]) -> Flag:
@@ -107,9 +88,6 @@ def partial_params(params: Params) -> contextlib.AbstractContextManager[Params]:
     return setting(_WHOLE, params if _WHOLE.get() is None else _WHOLE.get())
 
 
-IN_PART: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_in_part", default=False)
-"""Whether the optimizer belongs to a label of a `partition`: its masks may select leaves of other labels only."""
-
 Axes: TypeAlias = Callable[[str, Any], tuple[Any, Any]]
 
 MatrixAxes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
@@ -151,11 +129,12 @@ def pair_of_axes(pair: object, path: str, ndim: int) -> MatrixAxes:
 
 
 def _counted(axes: object, ndim: int, path: str) -> tuple[int, ...]:
+    """Axes as nonnegative indices: an axis, several or None."""
     some = () if axes is None else axes if isinstance(axes, tuple | list) else (axes,)
-    numbers = [as_int(axis, f"axes at {trees.quote_path(path)}") for axis in some]
-    for axis in numbers:
-        if not -ndim <= axis < ndim:
-            raise ValueError(f"axes: the leaf at {trees.quote_path(path)} has {ndim} axes and no axis {axis}")
+    where = f"axes at {trees.quote_path(path)}"
+    numbers = [as_int(axis, where) for axis in some]
+    if any(not -ndim <= axis < ndim for axis in numbers):
+        raise ValueError(f"{where}: must be axes of a leaf that has {ndim}, got {format_value(axes)}")
     return tuple(axis % ndim for axis in numbers)
 
 
@@ -167,26 +146,10 @@ def unit_axes(
 ) -> Callable[[str, Any], tuple[int, ...]]:
     """`(path, leaf) -> axes`, the axes to reduce over: `axes`, or `default(shape)`; raises for a missing axis."""
 
-    def as_axes(value: object, where: str) -> tuple[int, ...]:
-        some = (value,) if isinstance(value, int) else value
-        if not isinstance(some, tuple | list) or not all(isinstance(a, int) and not isinstance(a, bool) for a in some):
-            raise TypeError(
-                f"{where}={format_value(value)}: must be a tuple of axes, or a function (path, leaf) -> tuple"
-            )
-        return tuple(some)
-
-    fixed = () if axes is None or callable(axes) else as_axes(axes, "axes")
-
     def of_leaf(path: str, leaf: Any) -> tuple[int, ...]:
         shape = np.shape(leaf)
-        if axes is None:
-            return default(shape)
-        some = as_axes(axes(path, leaf), f"axes at {trees.quote_path(path)}") if callable(axes) else fixed
-        for axis in some:
-            if not -len(shape) <= axis < len(shape):
-                raise ValueError(
-                    f"axes={some}: the leaf at {trees.quote_path(path)} of shape {shape} has no axis {axis}"
-                )
-        return some
+        return (
+            default(shape) if axes is None else _counted(axes(path, leaf) if callable(axes) else axes, len(shape), path)
+        )
 
     return of_leaf

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jstep.core import trees
-from jstep.core.checks import describe_type, format_value
 from jstep.core.device_values import as_key
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import nested
 from jstep.optimizers.host_slots import on_leaves
+from jstep.optimizers.hyperparameters import floating_dtype
 from jstep.optimizers.leaf_values import leaf_numbers
 from jstep.optimizers.nested import StepInputs, WrapperSlots, wrap_optimizer
 from jstep.optimizers.updates import add, apply_updates, is_update, map_updates
@@ -60,7 +60,7 @@ def master_weights(optimizer: OptimizerLike, dtype: DTypeLike = jnp.float32) -> 
     """
     optimizer = require_optimizer("optimizer", optimizer)
     nested.refuse_formats("master_weights", optimizer, compact="which keeps masters itself: leave one of them out")
-    wide = _floating_dtype(dtype)
+    wide = floating_dtype("dtype", dtype, at_least=4)
 
     def widened(leaf: Any) -> Any:
         if not trees.is_trainable(leaf):
@@ -99,18 +99,6 @@ def _moved_master(own: Slots, u: object, p: Any) -> tuple[Array, Slots]:
     # The difference of two low-precision numbers is exact in the wider dtype unless they differ by a factor of about
     # 2^13.
     return _rounded(p, master).astype(master.dtype) - p.astype(master.dtype), {MASTER: master}
-
-
-def _floating_dtype(dtype: DTypeLike) -> Any:
-    try:
-        result = jnp.dtype("none" if dtype is None else dtype)  # None would be float64
-    except TypeError:
-        raise TypeError(
-            f"dtype={format_value(dtype)}: must be a floating dtype such as float32, got {describe_type(dtype)}"
-        ) from None
-    if not trees.is_floating(result) or result.itemsize < 4:
-        raise TypeError(f"dtype={result}: must be a floating dtype of at least 32 bits, such as float32")
-    return jax.dtypes.canonicalize_dtype(result)
 
 
 @makes_optimizer(1)

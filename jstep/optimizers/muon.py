@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_int, as_number, check_choice, describe_type, format_value
+from jstep.core.checks import as_bool, as_int, as_number, check_choice, format_value
 from jstep.core.device_values import when_concrete
 from jstep.core.meshes import mesh_axes_of
 from jstep.core.placement import layout_of
@@ -142,7 +142,7 @@ COEFFICIENTS: Triple = PRESETS["jordan"].triples[0]
 def triples_and_safety(coefficients: object, steps: int | None) -> tuple[tuple[Triple, ...], float]:
     count = None if steps is None else as_int(steps, "ns_steps", at_least=1)
     if not isinstance(coefficients, str):
-        return _own(coefficients, 5 if count is None else count), 1.0
+        return _own(coefficients, count or 5), 1.0
     triples, default, safety, repeats = PRESETS[check_choice(coefficients, "ns_coefficients", PRESETS)]
     count = default if count is None else count
     if count > len(triples) and not repeats:
@@ -153,23 +153,17 @@ def triples_and_safety(coefficients: object, steps: int | None) -> tuple[tuple[T
     return (triples + triples[-1:] * (count - len(triples)))[:count], safety
 
 
-def _own(value: object, count: int) -> tuple[Triple, ...]:
-    triples = [value] * count if _is_triple(value) else value
-    if not (isinstance(triples, list | tuple) and all(map(_is_triple, triples))):
-        raise TypeError(
+def _own(value: Any, count: int) -> tuple[Triple, ...]:
+    try:
+        numbers = np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        numbers = np.zeros(0)
+    if numbers.shape not in ((3,), (count, 3)) or not np.isfinite(numbers).all():
+        raise ValueError(
             f"ns_coefficients={format_value(value)}: must be three numbers (a, b, c), such a triple for each of the "
-            f"{count} steps, or one of {', '.join(map(repr, PRESETS))}, got {describe_type(value)}"
+            f"{count} steps, or one of {', '.join(map(repr, PRESETS))}"
         )
-    if len(triples) != count:
-        raise ValueError(f"ns_coefficients: must have a triple for each step, got {len(triples)} for ns_steps={count}")
-    return tuple((float(a), float(b), float(c)) for a, b, c in triples)
-
-
-def _is_triple(x: object) -> bool:
-    def is_number(x: object) -> bool:
-        return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
-
-    return isinstance(x, list | tuple) and len(x) == 3 and all(map(is_number, x))
+    return tuple((a, b, c) for a, b, c in np.broadcast_to(numbers, (count, 3)).tolist())
 
 
 SMALL = 64 * 64
@@ -618,7 +612,7 @@ def orthogonalize(
     Source: Jordan et al., "Muon" (2024); Bernstein and Newhouse, "Old Optimizer, New Norm" (2024); Amsel et al., "The
     Polar Express" (2025).
     """
-    dtype = hyperparameters.low_dtype("ns_dtype", ns_dtype)
+    dtype = hyperparameters.floating_dtype("ns_dtype", ns_dtype)
     # Leaves are computed in at least float32 anyway; wider ones keep their dtype.
     triples, safety = triples_and_safety(ns_coefficients, ns_steps)
     schatten = check_choice(normalization, "normalization", ["frobenius", "schatten"]) == "schatten"

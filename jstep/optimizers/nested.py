@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
 
 from jstep.core import trees
 from jstep.core.exceptions import setting
@@ -21,7 +20,7 @@ from jstep.optimizers.rules import new_start_step
 from jstep.optimizers.updates import moves, wide_updates
 from jstep.slots.indexed_slices import is_slices
 from jstep.slots.matching import require_slots
-from jstep.slots.roles import Init, Labels, Role, Roles, init_labels, is_raw, roles_of
+from jstep.slots.roles import Init, Labels, Role, Roles, init_labels, roles_of
 from jstep.state.train_state import START_STEP
 
 
@@ -235,15 +234,8 @@ def is_guarded(optimizer: Optimizer) -> bool:
 
 def makes_finished_updates(optimizer: Optimizer) -> bool:
     """Whether the updates include −learning_rate, so that another one would flip their sign."""
-    return optimizer.init.finished if isinstance(optimizer.init, Init) else _reports_a_rate(optimizer)
-
-
-def is_rated(optimizer: Optimizer) -> bool:
-    """Whether all updates have been multiplied by a learning rate that is reported or held."""
-    return optimizer.init.rated if isinstance(optimizer.init, Init) else _reports_a_rate(optimizer)
-
-
-def _reports_a_rate(optimizer: Optimizer) -> bool:
+    if isinstance(optimizer.init, Init):
+        return optimizer.init.finished
     return any(map(hyperparameters.is_learning_rate, hyperparameters.report_names(optimizer.hyperparameters)))
 
 
@@ -257,8 +249,7 @@ def wrap_init(
     """The `init` of a wrapper; everything that is not passed is as in the inner optimizer."""
     is_safe = is_guarded(optimizer) if guarded is None else guarded
     labels = labels or functools.partial(init_labels, optimizer)
-    finished = makes_finished_updates(optimizer)
-    return Init(make, roles, finished, is_safe, labels, is_raw(optimizer), is_rated(optimizer))
+    return Init(make, roles, makes_finished_updates(optimizer), is_safe, labels=labels)
 
 
 Parts = Mapping[str, Optimizer]
@@ -317,12 +308,10 @@ class Condition(NamedTuple):
     Attributes:
         params: The parameters, with None in place of the others.
         holds: Whether they were updated; otherwise their updates are zero.
-        is_guard: Whether a guard decides it; False if updates are not due at each step.
     """
 
     params: Params
     holds: Array
-    is_guard: bool
 
 
 Conditions = list[Condition]
@@ -344,19 +333,7 @@ def report_condition(condition: Condition) -> None:
 def update_conditions(params: Params, collected: Conditions) -> list[Array | None]:
     """The condition under which each leaf was updated, in order; None if it always was."""
     by_path: dict[Any, Array] = {}
-    for part, condition, _ in collected:
+    for part, condition in collected:
         for keys, _ in jax.tree_util.tree_leaves_with_path(part):
             by_path[keys] = by_path[keys] & condition if keys in by_path else condition
     return [by_path.get(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
-
-
-def unless_skipped_by_guards(collected: Conditions, gradients: list[Any], params: Params) -> Array | bool:
-    """Whether guards let an update through for at least one leaf with a gradient."""
-    conditions = update_conditions(params, [condition for condition in collected if condition.is_guard])
-    mine = [condition for condition, gradient in zip(conditions, gradients, strict=True) if gradient is not None]
-    conditional = [condition for condition in mine if condition is not None]
-    return functools.reduce(jnp.logical_or, conditional) if conditional and len(conditional) == len(mine) else True
-
-
-ADVANCES: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_advances", default=True)
-"""Whether the update that is being computed advances the global step."""

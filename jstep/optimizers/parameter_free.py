@@ -6,6 +6,7 @@ import functools
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
@@ -333,25 +334,15 @@ def schedule_free_params(state: TrainState[P], name: str | None = None) -> P:
         return all(trees.is_array(state.slots.get(slot.removesuffix("z") + other)) for other in SCALARS)
 
     prefix = find_slot(state, "z" if name is None else name, hint, has_scalars).removesuffix("z")
-    params, slots = state.params, state.slots
-    leaves, treedef = trees.flatten(params)
-    # Possible slots of `master_weights` around the optimizer of the prefix, found by name, outermost first.
-    parts = prefix.split("/")[:-1]
-    above = [slots.get("/".join([*parts[:count], "master"])) for count in range(len(parts) + 1)]
-    around = [*(tree for tree in above if tree is not None and trees.is_like(params, tree)), master_params(state)]
+    leaves, treedef = trees.flatten(state.params)
 
-    def x_of(leaf: Any, z: Any, *masters: object) -> Any:
+    def x_of(leaf: Any, y: Any, z: Any) -> Any:
         if z is None:
             return leaf
-        # y before rounding; a candidate that does not round to the leaf is an unrelated slot of the same name.
-        y = whole = on_devices(leaf)
-        for x in map(on_devices, masters):
-            if trees.is_array(x) and x.shape == y.shape and trees.is_floating(x.dtype):
-                y = jnp.where(x.astype(whole.dtype) == whole, x, y.astype(x.dtype))
         dtype = trees.compute_dtype(y.dtype)
-        y, z, beta1 = (x.astype(dtype) for x in (y, on_devices(z), slots[prefix + "beta1"]))
+        y, z, beta1 = (x.astype(dtype) for x in (y, on_devices(z), state.slots[prefix + "beta1"]))
         # If z equals y, as it does initially, x equals both. No Python numbers are used: transfers may be guarded.
         return (z + (y - z) / beta1).astype(leaf.dtype)
 
     zs = treedef.flatten_up_to(slot_values(state, prefix + "z"))
-    return treedef.unflatten(list(map(x_of, leaves, zs, *map(treedef.flatten_up_to, around))))
+    return treedef.unflatten(list(map(x_of, leaves, jax.tree.leaves(master_params(state)), zs)))

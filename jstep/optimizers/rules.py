@@ -66,7 +66,7 @@ from jax.typing import DTypeLike
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_mapping, format_value
+from jstep.core.checks import as_mapping, describe_type, format_value
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Held, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
@@ -81,7 +81,7 @@ from jstep.optimizers.hyperparameters import (
     value_at,
     values_at,
 )
-from jstep.optimizers.leaf_values import Flag, decay_mask, own_leaves
+from jstep.optimizers.leaf_values import Flag, mask, own_leaves
 from jstep.slots.compact_numbers import KINDS
 from jstep.slots.indexed_slices import IndexedSlices, RowsInOrder, combine_rows, trim_slices
 from jstep.slots.matching import match_gradients, require_slots
@@ -104,7 +104,7 @@ class Values(dict[str, Any]):
     def __getattr__(self, name: str) -> Any:
         if name in self:
             return self[name]
-        raise AttributeError(f"{name}: must be one of {sorted(self)}{_HINTS.get(name, '')}", name=name, obj=self)
+        raise AttributeError(f"{name}: must be one of {sorted(self)}", name=name, obj=self)
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
         return [(jax.tree_util.DictKey(name), self[name]) for name in sorted(self)], tuple(sorted(self))
@@ -113,13 +113,6 @@ class Values(dict[str, Any]):
     def tree_unflatten(cls, names: tuple[str, ...], values: Iterable[Any]) -> "Values":
         return cls(zip(names, values, strict=True))
 
-
-_HINTS = {
-    "age": "; h.age exists with a prepare= of from_direction, or aged=True of leafwise",
-    DECAYED: "; a weight_decay is given as Masked(weight_decay, weight_decay_mask)",
-    LEARNING_RATE: "; from_direction multiplies by it: add it to hyper",
-}
-"""Name of a value of h → how an optimizer gets it."""
 
 LeafSlots: TypeAlias = dict[str, Any]
 Result: TypeAlias = tuple[Array, dict[str, Any]]
@@ -287,14 +280,14 @@ def from_update(
     decay = hyper.get("weight_decay")
     if isinstance(decay, Masked):
         hyper = {**hyper, "weight_decay": decay.weight_decay}
-        flags = {DECAYED: decay_mask("weight_decay_mask", decay.mask), **(flags or {})}
+        flags = {DECAYED: mask("weight_decay_mask", decay.mask), **(flags or {})}
     scalars = {name: slot.initial for name, slot in specs.items() if isinstance(slot, Scalar)}
 
     def of_leaf(g: Array, p: Array, s: Values, h: Values) -> Result:
         return rule(g, p, s, h)
 
     of_leaf.__name__ = f"{name}{RULE}"
-    optimizer = leafwise(
+    return leafwise(
         of_leaf,
         hyper=in_bounds(hyper),
         slots=slots if callable(slots) else {name: slot for name, slot in specs.items() if name not in scalars},
@@ -306,7 +299,6 @@ def from_update(
         aged=prepare is not None,
         sparse=by_rows,
     )
-    return optimizer if "learning_rate" in hyper else with_init(optimizer, raw=True)
 
 
 def with_init(optimizer: Optimizer, **changes: Any) -> Optimizer:
@@ -536,7 +528,7 @@ def leafwise(
         own = dict.fromkeys(scalars, Role.SHARED) | ({START_STEP: Role.AGE} if aged else {})
         return _declared_by(specs_for(params)).joined(Roles(own)).joined(held)
 
-    described = Init(init, roles, is_finished, rated=LEARNING_RATE in hyper)
+    described = Init(init, roles, is_finished)
     return Optimizer(described, update, hyperparameters.report(hyper))
 
 
@@ -640,19 +632,12 @@ def check_rule_result(rule: Callable[..., Any]) -> Callable[..., Any]:
     def checked_rule(g: Array, p: Array, slots: Values, h: Values) -> Any:
         result = rule(g, p, slots, h)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
-            what = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
-            raise TypeError(f"rule={named}: must return two values, (update, {{slot: new value}}), got {what}")
+            raise TypeError(f"rule={named}: must return (update, {{slot: new value}}), got {describe_type(result)}")
         update, new = result
-        unknown = sorted(set(new) - set(slots))
-        if unknown:
-            raise ValueError(
-                f"rule={named}: returned a slot {unknown[0]!r} that leafwise does not have; it has {sorted(slots)}: "
-                f"leafwise(…, slots={{{unknown[0]!r}: 0.0}}) adds one that is initially 0"
-            )
+        if unknown := sorted(set(new) - set(slots)):
+            raise ValueError(f"rule={named}: returned the slot {unknown[0]!r}, must be one of {sorted(slots)}")
         if jnp.shape(update) != jnp.shape(g):
-            raise ValueError(
-                f"rule={named}: the update must have the shape of the gradient, {jnp.shape(g)}, got {jnp.shape(update)}"
-            )
+            raise ValueError(f"rule={named}: must return an update of shape {jnp.shape(g)}, got {jnp.shape(update)}")
         return result
 
     return checked_rule
@@ -681,10 +666,7 @@ def slot_leaves(held: Slots, name: str, params: Params, shape: Callable[[str, An
         have = None if slot is None else np.shape(slot)
         if have != (None if want is None else tuple(want)):
             raise ValueError(
-                f"slot {name!r} has {'nothing' if have is None else f'shape {have}'} at "
-                f"{trees.quote_path(trees.leaf_paths(params)[i])}, where the parameter has shape {np.shape(leaf)} "
-                f"and dtype {jnp.result_type(leaf)}{'' if shape is None else f' and the slot should have {want}'}. "
-                "Slots belong to the params they were created for: create them with TrainState.create(params, "
-                "optimizer)."
+                f"slot {name!r}: must have shape {want} at {trees.quote_path(trees.leaf_paths(params)[i])}, got {have}"
+                "; create the slots for these params: TrainState.create(params, optimizer)"
             )
     return leaves

@@ -4,7 +4,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -87,16 +87,11 @@ def _empty_batch_of(element: object) -> tuple[Any, ...]:
         return ()  # a queue takes any element: only dequeue_many needs arrays
 
 
-_Waiting: TypeAlias = dict[threading.Condition, Callable[[], bool]]
-"""Waiting threads, in order of arrival: the condition that wakes each, and the predicate that it waits for."""
-
-
 class BoundedQueue:
     """A bounded queue; subclasses choose the next element.
 
-    The elements are `_items`, in order of arrival, and `_pool`, elements that a subclass has taken out of it. A
-    waiting thread leaves a predicate. A change wakes the first thread whose predicate is true, or all such threads if
-    several may continue.
+    The elements are `_items`, in order of arrival, and `_pool`, elements that a subclass has taken out of it.
+    A change wakes all threads that wait for one, and each looks whether it may continue.
     """
 
     def __init__(self, capacity: int, min_after_dequeue: int = 0) -> None:
@@ -112,8 +107,8 @@ class BoundedQueue:
         self._empty_batch: tuple[Any, ...] | None = None  # of shapes; None before the first element
         # Guards everything. Reentrant: a signal handler may close the queue while the main thread holds it.
         self._mutex = threading.RLock()
-        self._producers: _Waiting = {}  # threads that enqueue
-        self._consumers: _Waiting = {}  # threads that dequeue
+        self._changed = threading.Condition(self._mutex)
+        self._waiting = 0  # threads that wait for a change
         self._collecting = 0  # elements that the dequeue_many in progress waits for; other dequeues wait for its end
         self._adding = 0  # elements that the enqueue_many in progress waits to add; other enqueues wait for its end
         self._pending = 0  # enqueues that wait for room
@@ -152,12 +147,11 @@ class BoundedQueue:
         """
         with self._mutex:
             if self._closed or self._adding or len(self._items) + len(self._pool) >= self._room:
-                self._wait_to_add(self._wait, self._producers, self._can_add)
+                self._wait_to_add(self._wait, self._can_add)
             if self._empty_batch is None:
                 self._empty_batch = _empty_batch_of(element)
             self._items.append(element)
-            if self._consumers:
-                self._wake_first(self._consumers)
+            self._wake()
 
     def enqueue_many(self, elements: object) -> None:
         """Add the rows of stacked elements, in order; wait until there is room for all of them.
@@ -204,12 +198,11 @@ class BoundedQueue:
         """
         with self._mutex:
             if self._collecting or len(self._items) + len(self._pool) <= self._min_after:
-                self._wait(self._consumers, self._can_take)
+                self._wait(self._can_take)
                 if not self.size():
                     self._refuse(1)
             element = self._take()
-            if self._producers:
-                self._wake_first(self._producers)
+            self._wake()
             return element
 
     def dequeue_many(self, n: int) -> Any:
@@ -321,33 +314,19 @@ class BoundedQueue:
 
     # Waiting; the mutex is held.
 
-    def _wait(self, waiting: _Waiting, is_ready: Callable[[], bool]) -> None:
+    def _wait(self, is_ready: Callable[[], bool]) -> None:
         while not is_ready():
-            changed, woken = threading.Condition(self._mutex), False
+            self._waiting += 1
             try:
-                waiting[changed] = is_ready
-                woken = changed.wait(_POLL_SECS)
+                woken = self._changed.wait(_POLL_SECS)
             finally:
-                waiting.pop(changed, None)
-                if not woken:
-                    # A timeout or Ctrl-C: this thread may have been woken meanwhile, instead of another.
-                    self._wake()
+                self._waiting -= 1
             if not woken and getattr(runner_thread, "feeding", False) and not threading.main_thread().is_alive():
                 raise CancelledError("the main thread has ended, so this thread stops feeding it")
 
     def _wake(self) -> None:
-        for waiting in (self._producers, self._consumers):
-            while self._wake_first(waiting):
-                pass
-
-    def _wake_first(self, waiting: _Waiting) -> bool:
-        """Wake the first of these threads that can continue; return whether there is one."""
-        for changed, is_ready in tuple(waiting.items()):
-            if is_ready():
-                waiting.pop(changed, None)
-                changed.notify()
-                return True
-        return False
+        if self._waiting:
+            self._changed.notify_all()
 
     def _can_add(self) -> bool:
         return self._cancelled or (not self._adding and len(self._items) + len(self._pool) < self._room)
@@ -371,10 +350,10 @@ class BoundedQueue:
             raise CancelledError(f"{name} was closed while this enqueue waited for room; it was cancelled")
 
     def _await_space(self, n: int) -> None:
-        self._wait(self._producers, lambda: not self._adding)
+        self._wait(lambda: not self._adding)
         self._adding = n
         try:
-            self._wait(self._producers, lambda: self._cancelled or self.size() <= self._most_before(n))
+            self._wait(lambda: self._cancelled or self.size() <= self._most_before(n))
         finally:
             self._adding = 0
             self._wake()
@@ -384,11 +363,11 @@ class BoundedQueue:
         return max(self._room - n, self._min_after + max(self._collecting - 1, 0))
 
     def _await_batch(self, n: int) -> None:
-        self._wait(self._consumers, lambda: not self._collecting)
+        self._wait(lambda: not self._collecting)
         self._collecting, self._room = n, max(self._capacity, n + self._min_after)
         self._wake()  # there may be room for enqueues now
         try:
-            self._wait(self._consumers, lambda: self.size() >= self._min_after + n or self._has_ended())
+            self._wait(lambda: self.size() >= self._min_after + n or self._has_ended())
         finally:
             self._collecting, self._room = 0, self._capacity
             self._wake()

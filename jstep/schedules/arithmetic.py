@@ -63,8 +63,7 @@ def _explain_order(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError
 ) -> NoReturn:
     names = list(inspect.signature(function).parameters)
-    is_given_twice = not kwargs.keys().isdisjoint(names[: len(args)])
-    if len(args) > len(names) or is_given_twice or not kwargs.keys().isdisjoint(("global_step", "x")):
+    if len(args) > len(names) or not kwargs.keys().isdisjoint([*names[: len(args)], "global_step", "x"]):
         raise TypeError(f"{error}; {NO_STEP}") from None
     raise error
 
@@ -74,20 +73,12 @@ def makes_schedule_of_tf(positional: int = 0) -> Callable[[Callable[_P, _T]], Ca
     return record_calls(_remember, positional, _explain_order)
 
 
-def refuse_step(
-    name: str, value: Any, *, max_value: float = math.inf, max_steps: float = math.inf, meaning: str = "a plain number"
-) -> None:
-    """Reject a step, or a number of steps, in TF's order of arguments: an integer array, or a number above its limit.
-
-    `max_steps` is the limit for integers, if a larger float might be meant.
-    """
+def refuse_step(name: str, value: Any, *, most: float = math.inf, meaning: str = "a plain number") -> None:
+    """Reject a step, or a number of steps, in TF's order of arguments: an integer array, or an integer above `most`."""
     if isinstance(value, jax.Array | np.ndarray) and jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"{name}={format_value(value)}: must not be a step, got {describe_type(value)}; {NO_STEP}")
-    number = trees.concrete(value)
-    limit = min(max_value, max_steps) if isinstance(value, int | np.integer) else max_value
-    if number is not None and number.ndim == 0 and number > limit:
-        instead = f", or {float(value)} if it is meant" if limit < number <= max_value else ""
-        raise TypeError(f"{name}={format_value(value)}: must be {meaning}, at most {limit:g}{instead}; {NO_STEP}")
+    if isinstance(value, int | np.integer) and value > most:
+        raise TypeError(f"{name}={format_value(value)}: must be {meaning}, at most {most:g}; {NO_STEP}")
 
 
 def flag(name: str, value: object) -> bool:
@@ -111,8 +102,7 @@ def as_fraction(name: str, value: object, *, zero: bool = False, meaning: str = 
 
 def as_tf_interval(name: str, value: Any) -> Fraction:
     """Convert a number of steps of a schedule of `tf.train`, which has the step in this position."""
-    is_number = isinstance(value, int | float | np.number | jax.Array | np.ndarray) and not isinstance(value, bool)
-    length = as_fraction(name, value, meaning=NO_STEP if is_number and not np.ndim(value) else "")
+    length = as_fraction(name, value, meaning=NO_STEP)
     refuse_step(name, value)
     return length
 
@@ -137,6 +127,11 @@ def as_step_count(name: str, value: Any, schedule: Callable[..., Any], *, zero: 
         raise TypeError(f"{error}; {order}") from None
 
 
+def numbers(**values: Any) -> list[Any]:
+    """Validate finite and infinite numbers, and arrays, by name."""
+    return [as_float_or_array(name, value) for name, value in values.items()]
+
+
 def as_float_or_array(name: str, value: object, **bounds: Unpack[Bounds]) -> Any:
     with_infinities: Bounds = {"finite": False, **bounds}
     number = as_scalar(value, name, **with_infinities)
@@ -149,40 +144,29 @@ def as_float_or_array(name: str, value: object, **bounds: Unpack[Bounds]) -> Any
 # changes at the wrong step. Here a step is divided by a rational period in integers.
 
 
-def since(step: Array, start: Fraction) -> Array:
-    """Return step − start as a float; whole steps are subtracted in integers, without rounding."""
-    real, largest = trees.default_float(), int(np.iinfo(step.dtype).max)
-    whole = math.floor(start)
-    inside = max(0, min(whole, largest))
-    # Subtract the fraction, and any part beyond the largest step, last.
-    rest = float(start - inside)
-    count = (step - inside).astype(real)
-    return count - jnp.asarray(rest, real) if rest else count
+def progress(step: Array, start: Fraction, end: Fraction) -> tuple[Array, Array]:
+    """The fractions of the way from `start` to `end` that have passed and that are left, each precise near its 0."""
+    largest = int(np.iinfo(step.dtype).max)
+    scale = start.denominator if math.ceil(end) * start.denominator <= largest else 1
+    first = max(min(round(start * scale), largest), -largest)
+    steps = jnp.minimum(step, min(math.ceil(end), largest // scale)) * scale
+    periods = divide_steps(jnp.maximum(steps, max(first, 0)) - first, (end - start) * scale)
+    is_over = periods.whole > 0
+    return jnp.where(is_over, 1.0, periods.fraction), jnp.where(is_over, 0.0, periods.remaining)
 
 
-def between(
-    first: Any, last: Any, step: Array, start: Fraction, end: Fraction, shape: Callable[..., tuple[Array, Array]]
-) -> Array:
-    """Interpolate from `first` (up to step `start`) to `last` (from step `end` > `start`) along a curve.
-
-    `shape(passed, left)` returns the weights of `first` and `last`; both fractions have full precision.
-    """
-    length = jnp.asarray(float(end - start), trees.default_float())
-    passed, left = since(step, start) / length, -since(step, end) / length
-    early, late = shape(jnp.clip(passed, 0.0, 1.0), jnp.clip(left, 0.0, 1.0))
-    # Both ends are exact, and values near a small end keep full precision.
+def between(first: Any, last: Any, weights: tuple[Array, Array]) -> Array:
+    """Interpolate from `first` to `last` by their weights; both ends are exact."""
+    early, late = weights
+    # Values near a small end keep full precision.
     inside = jnp.where(early < late, last + (first - last) * early, first + (last - first) * late)
-    return jnp.where(left >= 1, first, jnp.where(left <= 0, last, inside))
+    return jnp.where(late == 0, first, jnp.where(early == 0, last, inside))
 
 
 def ramp(step: Array, length: Fraction) -> Array:
     """Linear warmup with a nonzero first rate: min(1, (step + 1) / length), for a length of at least 1."""
-    real, largest = trees.default_float(), int(np.iinfo(step.dtype).max)
-    # The first step N with N + 1 ≥ length; N + 1 itself could overflow.
-    full = min(math.ceil(length) - 1, largest)
-    early = jnp.minimum(step, min(full, largest - 1)) + 1
-    factor = early.astype(real) / jnp.asarray(float(length), real)
-    return jnp.where(step >= full, jnp.ones_like(factor), factor)
+    after = jnp.minimum(step, int(np.iinfo(step.dtype).max) - 1) + 1
+    return progress(after, Fraction(0), length)[0]
 
 
 def half_cosine(remaining: Array) -> Array:

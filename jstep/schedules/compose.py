@@ -43,11 +43,6 @@ def constant(value: Number) -> Schedule:
 
 
 def _as_schedule(name: str, schedule: ScalarOrSchedule) -> Any:
-    if isinstance(schedule, type):
-        raise TypeError(
-            f"{name}={format_value(schedule)}: must be a schedule or a number, "
-            f"got {describe_type(schedule)}; call it first"
-        )
     return schedule if callable(schedule) else constant(as_float_or_array(name, schedule))
 
 
@@ -214,8 +209,7 @@ def join(schedules: Sequence[ScalarOrSchedule], boundaries: Sequence[int]) -> Sc
     edges = _increasing("boundaries", boundaries, as_int)
     if len(schedules) != len(edges) + 1:
         raise ValueError(
-            f"schedules: got {len(schedules)} for {len(edges)} boundaries; there must be one more schedule "
-            "than boundaries"
+            f"schedules: must be {len(edges) + 1} schedules, one more than boundaries, got {len(schedules)}"
         )
     if edges and edges[0] <= 0:
         raise ValueError(f"boundaries[0]={edges[0]}: must be > 0, or the first schedule would never be used")
@@ -258,11 +252,6 @@ def times(*schedules: ScalarOrSchedule) -> Schedule:
     """
     if not schedules:
         raise ValueError("schedules: must be at least one schedule or number, got none")
-    for i, part in enumerate(schedules):
-        if isinstance(part, list | tuple):
-            raise TypeError(
-                f"schedules[{i}]={format_value(part)}: must be a schedule or a number, got a list; use times(*[…])"
-            )
     parts = [_as_schedule(f"schedules[{i}]", part) for i, part in enumerate(schedules)]
 
     def product(step: Step, /) -> Any:

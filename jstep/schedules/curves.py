@@ -15,7 +15,7 @@ from jstep.core.checks import Bounds, as_number, check_choice
 from jstep.core.trees import Number, Schedule, Step
 from jstep.schedules import arithmetic
 from jstep.schedules.arithmetic import as_steps
-from jstep.schedules.compose import join, linear_warmup, shift
+from jstep.schedules.compose import constant, join, linear_warmup, shift
 
 # Decays of `tf.train` (exponential, natural exponential, inverse time, polynomial) and the linear schedule.
 
@@ -131,14 +131,14 @@ def inverse_time_decay(
 def _checked(
     learning_rate: object, decay_steps: object, decay_rate: object, staircase: object, **bounds: Unpack[Bounds]
 ) -> tuple[Any, Fraction, Any, bool]:
-    start, length = (
-        arithmetic.as_float_or_array("learning_rate", learning_rate),
+    (start,), length = (
+        arithmetic.numbers(learning_rate=learning_rate),
         arithmetic.as_tf_interval("decay_steps", decay_steps),
     )
     rate = arithmetic.as_float_or_array("decay_rate", decay_rate, **bounds)
     arithmetic.refuse_step("learning_rate", learning_rate)
     staircase = arithmetic.flag("staircase", staircase)
-    arithmetic.refuse_step("decay_rate", decay_rate, max_steps=10, meaning="a rate")
+    arithmetic.refuse_step("decay_rate", decay_rate, most=10, meaning="a rate")
     return start, length, rate, staircase
 
 
@@ -173,27 +173,23 @@ def polynomial_decay(
 
     Source: `tf.train.polynomial_decay`.
     """
-    start = arithmetic.as_float_or_array("learning_rate", learning_rate)
+    start, end = arithmetic.numbers(learning_rate=learning_rate, end_learning_rate=end_learning_rate)
     length = arithmetic.as_tf_duration("decay_steps", decay_steps, polynomial_decay)
-    end = arithmetic.as_float_or_array("end_learning_rate", end_learning_rate)
     exponent = arithmetic.as_float_or_array("power", power, low=0, finite=True)
     cycle = arithmetic.flag("cycle", cycle)
     arithmetic.refuse_step("learning_rate", learning_rate)
     largest = max(1.0, abs(start)) if isinstance(start, float) else 1.0
-    rates: Any = {"max_value": 100 * largest, "max_steps": largest, "meaning": "a rate"}
-    arithmetic.refuse_step("end_learning_rate", end_learning_rate, **rates)
+    arithmetic.refuse_step("end_learning_rate", end_learning_rate, most=largest, meaning="a rate")
     arithmetic.refuse_step("power", power)
 
     def schedule(step: Step, /) -> Any:
         step = as_steps(step)
-        periods = arithmetic.divide_steps(step, length)
+        _, left = arithmetic.progress(step, Fraction(0), length)
         if cycle:
             # 1 − step / (decay_steps · ⌈step / decay_steps⌉); the ceiling is 1 at step 0, as in TF.
+            periods = arithmetic.divide_steps(step, length)
             at_end = (periods.fraction == 0) & (step > 0)
             left = jnp.where(at_end, 0.0, periods.remaining / (periods.whole + 1))
-        else:
-            left = jnp.where(periods.whole > 0, 0.0, periods.remaining)
-        left = left.astype(periods.remaining.dtype)
         raised = left if isinstance(exponent, float) and exponent == 1.0 else jnp.power(left, exponent)
         return (start - end) * raised + end
 
@@ -224,17 +220,14 @@ def linear(init_value: Number, end_value: Number, steps: int) -> Schedule:
     Source: `optax.linear_schedule`, `torch.optim.lr_scheduler.LinearLR`. As a warmup from init_value 0 its first update
     has rate 0; `linear_warmup` has a first rate above zero.
     """
-    start, end = (
-        arithmetic.as_float_or_array("init_value", init_value),
-        arithmetic.as_float_or_array("end_value", end_value),
-    )
-    length = arithmetic.as_step_count("steps", steps, linear)
-    return _curve(start, end, length, "linear")
+    start, end = arithmetic.numbers(init_value=init_value, end_value=end_value)
+    return _curve(start, end, arithmetic.as_step_count("steps", steps, linear), "linear")
 
 
-def _curve(first: object, last: object, length: Fraction, shape: str) -> Schedule:
+def _curve(first: object, last: object, length: Fraction, shape: str, start: Fraction = Fraction(0)) -> Schedule:
     def schedule(step: Step, /) -> Any:
-        return arithmetic.between(first, last, as_steps(step), Fraction(0), length, arithmetic.SHAPES[shape])
+        weights = arithmetic.SHAPES[shape](*arithmetic.progress(as_steps(step), start, start + length))
+        return arithmetic.between(first, last, weights)
 
     return schedule
 
@@ -247,7 +240,9 @@ def _curve(first: object, last: object, length: Fraction, shape: str) -> Schedul
 
 def _fraction(name: str, value: object) -> Any:
     number = arithmetic.as_float_or_array(name, value)
-    arithmetic.refuse_step(name, value, max_value=1, meaning="a fraction")
+    if isinstance(number, float) and number > 1:
+        raise TypeError(f"{name}={value!r}: must be a fraction, at most 1; {arithmetic.NO_STEP}")
+    arithmetic.refuse_step(name, value)
     return number
 
 
@@ -281,10 +276,8 @@ def cosine_decay(learning_rate: Number, decay_steps: float, alpha: Number = 0.0)
     arithmetic.refuse_step("learning_rate", learning_rate)
 
     def schedule(step: Step, /) -> Any:
-        periods = arithmetic.divide_steps(as_steps(step), length)
-        remaining = periods.remaining
-        cosine = jnp.where(periods.whole > 0, jnp.zeros_like(remaining), arithmetic.half_cosine(remaining))
-        return start * ((1 - floor) * cosine + floor)
+        _, left = arithmetic.progress(as_steps(step), Fraction(0), length)
+        return start * ((1 - floor) * arithmetic.half_cosine(left) + floor)
 
     return schedule
 
@@ -330,10 +323,9 @@ def cosine_decay_restarts(
     length = arithmetic.as_tf_duration("first_decay_steps", first_decay_steps, cosine_decay_restarts)
     floor = _fraction("alpha", alpha)
     stretch = arithmetic.as_fraction("t_mul", t_mul)
-    height = as_number(m_mul, "m_mul", low=0, finite=False, expected="a plain number")
+    height = as_number(_fraction("m_mul", m_mul), "m_mul", low=0, expected="a plain number")
     arithmetic.refuse_step("learning_rate", learning_rate)
-    arithmetic.refuse_step("t_mul", t_mul, max_value=100, max_steps=8, meaning="a ratio")
-    arithmetic.refuse_step("m_mul", m_mul, max_value=1, meaning="a fraction")
+    arithmetic.refuse_step("t_mul", t_mul, most=8, meaning="a ratio")
     if stretch < 1:
         raise ValueError(f"t_mul={t_mul}: must be ≥ 1, or the periods would shrink to nothing")
 
@@ -409,23 +401,16 @@ def linear_cosine_decay(
     Source: Bello et al., "Neural Optimizer Search with Reinforcement Learning" (2017);
     `tf.train.linear_cosine_decay`.
     """
-    start = arithmetic.as_float_or_array("learning_rate", learning_rate)
+    start, count = arithmetic.numbers(learning_rate=learning_rate, num_periods=num_periods)
     length = arithmetic.as_tf_duration("decay_steps", decay_steps, linear_cosine_decay)
-    count = arithmetic.as_float_or_array("num_periods", num_periods)
     above, floor = _fraction("alpha", alpha), _fraction("beta", beta)
     arithmetic.refuse_step("learning_rate", learning_rate)
-    max_value = max(8.0, float(length) / 2)  # with more, a period has fewer than two steps
-    arithmetic.refuse_step(
-        "num_periods", num_periods, max_value=max_value, max_steps=min(max_value, 100), meaning="a few"
-    )
+    arithmetic.refuse_step("num_periods", num_periods, most=100, meaning="a few")
 
     def schedule(step: Step, /) -> Any:
-        periods = arithmetic.divide_steps(as_steps(step), length)
-        over, fraction, remaining = periods.whole > 0, periods.fraction, periods.remaining
-        fraction = jnp.where(over, jnp.ones_like(fraction), fraction)
-        remaining = jnp.where(over, jnp.zeros_like(remaining), remaining)
-        cosine = 0.5 * (1 + jnp.cos(2 * math.pi * count * fraction))
-        return start * ((above + remaining) * cosine + floor)
+        passed, left = arithmetic.progress(as_steps(step), Fraction(0), length)
+        cosine = 0.5 * (1 + jnp.cos(2 * math.pi * count * passed))
+        return start * ((above + left) * cosine + floor)
 
     return schedule
 
@@ -470,8 +455,8 @@ def one_cycle(
     Source: Smith and Topin, "Super-Convergence" (2017); `torch.optim.lr_scheduler.OneCycleLR` with its two phases,
     whose `final_div_factor` also divides the first value. Optax's schedule ends at total_steps, one update later.
     """
-    top, length = (
-        arithmetic.as_float_or_array("max_value", max_value),
+    (top,), length = (
+        arithmetic.numbers(max_value=max_value),
         arithmetic.as_step_count("total_steps", total_steps, one_cycle),
     )
     first = top / arithmetic.as_float_or_array("div_factor", div_factor, low=0, above=True, finite=True)
@@ -479,17 +464,13 @@ def one_cycle(
     share = arithmetic.as_fraction("pct_start", pct_start, zero=True)
     if share > 1:
         raise ValueError(f"pct_start={pct_start}: must be ≤ 1, a fraction of total_steps")
-    anneal = check_choice(anneal, "anneal", ["cos", "linear"])
-    weight = arithmetic.SHAPES["cosine" if anneal == "cos" else anneal]
+    shape = "cosine" if check_choice(anneal, "anneal", ["cos", "linear"]) == "cos" else "linear"
     peak, end = share * length - 1, length - 1
-
-    def schedule(step: Step, /) -> Any:
-        step = as_steps(step)
-        up = arithmetic.between(first, top, step, Fraction(0), peak, weight) if peak > 0 else None
-        down = arithmetic.between(top, last, step, peak, end, weight) if end > peak else jnp.full(step.shape, top)
-        return down if up is None else jnp.where(arithmetic.since(step, peak) <= 0, up, down)
-
-    return schedule
+    falling = _curve(top, last, end - peak, shape, peak) if end > peak else constant(top)
+    rising = _curve(first, top, peak, shape)
+    if peak <= 0:
+        return falling
+    return lambda step, /: jnp.where(as_steps(step) <= math.floor(peak), rising(step), falling(step))
 
 
 @arithmetic.makes_schedule()
@@ -517,7 +498,7 @@ def cyclical(base: Number, peak: Number, step_size_up: int, step_size_down: int 
     Source: Smith, "Cyclical Learning Rates for Training Neural Networks" (2015);
     `torch.optim.lr_scheduler.CyclicLR` with mode="triangular".
     """
-    foot, top = arithmetic.as_float_or_array("base", base), arithmetic.as_float_or_array("peak", peak)
+    foot, top = arithmetic.numbers(base=base, peak=peak)
     up = arithmetic.as_step_count("step_size_up", step_size_up, cyclical)
     down = up if step_size_down is None else arithmetic.as_step_count("step_size_down", step_size_down, cyclical)
     length = up + down
@@ -570,16 +551,11 @@ def warmup_cosine_decay(
 
     Source: `optax.warmup_cosine_decay_schedule`.
     """
-    top = arithmetic.as_float_or_array("peak", peak)
-    begin = arithmetic.as_float_or_array("init_value", init_value)
-    end = arithmetic.as_float_or_array("end_value", end_value)
+    top, begin, end = arithmetic.numbers(peak=peak, init_value=init_value, end_value=end_value)
     warm = arithmetic.as_step_count("warmup_steps", warmup_steps, warmup_cosine_decay, zero=True)
     length = arithmetic.as_step_count("decay_steps", decay_steps, warmup_cosine_decay)
     if length <= warm:
-        raise ValueError(
-            f"decay_steps={decay_steps}: must be > warmup_steps={warmup_steps}; "
-            "it is the length of the whole schedule, warmup included"
-        )
+        raise ValueError(f"decay_steps={decay_steps}: must be > warmup_steps={warmup_steps}, which it includes")
 
     falling = _curve(top, end, length - warm, "cosine")
     return join([_curve(begin, top, warm, "linear"), falling], [int(warm)]) if warm else falling
@@ -624,7 +600,7 @@ def warmup_stable_decay(
     Source: Hu et al., "MiniCPM" (2024); Hägele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed
     Training Durations" (2024), for 1 − √x; `get_wsd_schedule` of Hugging Face, whose warmup is step / warmup_steps.
     """
-    top, end = arithmetic.as_float_or_array("peak", peak), arithmetic.as_float_or_array("end_value", end_value)
+    top, end = arithmetic.numbers(peak=peak, end_value=end_value)
     warm = arithmetic.as_step_count("warmup_steps", warmup_steps, warmup_stable_decay, zero=True)
     stable = arithmetic.as_step_count("stable_steps", stable_steps, warmup_stable_decay, zero=True)
     length = arithmetic.as_step_count("decay_steps", decay_steps, warmup_stable_decay)
@@ -656,14 +632,14 @@ def inverse_sqrt_decay(peak: Number, warmup_steps: int) -> Schedule:
     Source: Vaswani et al., "Attention Is All You Need" (2017); `get_inverse_sqrt_schedule` of Hugging Face, whose
     warmup is step / w.
     """
-    top, length = (
-        arithmetic.as_float_or_array("peak", peak),
+    (top,), length = (
+        arithmetic.numbers(peak=peak),
         arithmetic.as_step_count("warmup_steps", warmup_steps, inverse_sqrt_decay),
     )
 
     def schedule(step: Step, /) -> Any:
         step = as_steps(step)
-        past = jnp.maximum(arithmetic.since(step, Fraction(0)), float(length))
+        past = jnp.maximum(step.astype(trees.default_float()), float(length))
         return top * arithmetic.ramp(step, length) * jnp.sqrt(jnp.asarray(float(length), past.dtype) / past)
 
     return schedule
@@ -721,10 +697,8 @@ def ademamix_beta3(beta1: Number, beta3: Number, steps: int) -> Schedule:
     Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024), which counts updates from 1.
     """
     inside: Any = {"low": 0, "above": True, "high": 1, "below": True}
-    first, last = (
-        arithmetic.as_float_or_array("beta1", beta1, **inside),
-        arithmetic.as_float_or_array("beta3", beta3, **inside),
-    )
+    given = {"beta1": beta1, "beta3": beta3}
+    first, last = (arithmetic.as_float_or_array(name, value, **inside) for name, value in given.items())
     length = arithmetic.as_step_count("steps", steps, ademamix_beta3)
     logs = [math.log(beta) if isinstance(beta, float) else jnp.log(beta) for beta in (first, last)]
 

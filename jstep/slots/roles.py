@@ -197,8 +197,6 @@ class Init:
         guarded: Whether nonfinite gradients reach neither parameters nor slots.
         call: The call that made the optimizer, for its `repr`.
         labels: `labels(params)`: the label of each leaf, in order, None if it is never updated; or None without labels.
-        raw: Whether the updates of some leaves are known to lack −learning_rate, and any factor that may stand for it.
-        rated: Whether a `learning_rate`, held or reported, multiplies all updates; some finished ones have none.
     """
 
     make: Callable[[Params, Step], Slots]
@@ -207,8 +205,6 @@ class Init:
     guarded: bool = False
     call: Made | None = dataclasses.field(default=None, compare=False, repr=False, kw_only=True)
     labels: Callable[[Params], Labels | None] = lambda params: None
-    raw: bool = False
-    rated: bool = False
 
     @shortens_tracebacks
     def __call__(self, params: Params, global_step: Step = 0) -> Slots:
@@ -246,11 +242,6 @@ def _unwrapped(optimizer: Optimizer) -> Any:
 def init_labels(optimizer: Optimizer, params: Params) -> Labels | None:
     init = _unwrapped(optimizer)
     return init.labels(params) if isinstance(init, Init) else None
-
-
-def is_raw(optimizer: Optimizer) -> bool:
-    init = _unwrapped(optimizer)
-    return isinstance(init, Init) and init.raw
 
 
 def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role]:

@@ -34,8 +34,8 @@ def with_params(state: Tree, params: Params) -> tuple[Params, Slots]:
     placement.refuse_shapes((state, params), "state and params")
     if not roles and state.slots.keys() - {MODEL_STATE}:
         raise ValueError(
-            "with_params: the state must be one of TrainState.create, got one made by hand, which does not say which "
-            "slots are copies of the parameters; give both: state.replace(params=…, slots=…)"
+            "with_params: the state must be made by TrainState.create, got one by hand, whose slots have no roles; "
+            "give both: state.replace(params=…, slots=…)"
         )
     if trees.structure(params) != treedef:
         different = describe_difference(params, state.params) or "with the same paths, in other containers"

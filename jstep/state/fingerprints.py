@@ -1,13 +1,12 @@
 """Fingerprints of arrays: arithmetic, sums on the host and on devices, and log files."""
 
-import functools
 import hashlib
 import itertools
 import json
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
@@ -74,9 +73,9 @@ def fingerprint(tree: Tree, per_leaf: bool = False) -> Any:
     # Inside a traced function, concrete leaves are hashed without tracing. `ensure_compile_time_eval` would also
     # compute the keys of all positions and store them in the program.
     with meshes.internal_transfers(), jax.core.eval_context():
-        parts = _by_placement(leaves, keys, _each if per_leaf else _total)
+        parts = _by_placement(leaves, keys)
         if not per_leaf:
-            return _sum_over_places([part for _, part in parts])
+            return _total([part for _, part in parts])
         rows = [(numbers, _split(part) if isinstance(part, jax.Array) else part) for numbers, part in parts]
         pairs = (pair for numbers, some in rows for pair in zip(numbers, some, strict=True))
         return {paths[number]: jnp.asarray(words) for number, words in sorted(pairs, key=operator.itemgetter(0))}
@@ -105,7 +104,7 @@ def leaves_with_hash_keys(tree: Tree) -> tuple[list[str], list[Any], np.ndarray[
 def start_fingerprints(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[tuple[list[int], Any]]:
     """Start computing fingerprints: indices of leaves, and uint32 `[n, 2]`."""
     with meshes.internal_transfers():
-        return _by_placement(leaves, keys, _each)
+        return _by_placement(leaves, keys)
 
 
 def stacked_words(parts: Sequence[tuple[list[int], Any]]) -> np.ndarray[Any, Any]:
@@ -139,31 +138,27 @@ def _check(path: str, leaf: Any) -> None:
         )
 
 
-def _by_placement(
-    leaves: Sequence[Any], keys: np.ndarray[Any, Any], form: Callable[..., Any]
-) -> list[tuple[list[int], Any]]:
-    """Compute fingerprints for each set of devices, `_each` or their `_total`; in host memory by NumPy."""
+def _by_placement(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[tuple[list[int], Any]]:
+    """Compute fingerprints `[n, 2]` on each set of devices; of arrays in host memory by NumPy."""
     placements, on_host = group_by_devices(leaves)
     parts: list[tuple[list[int], Any]] = []
     for numbers, mesh in placements:
-        some = [leaves[number] for number in numbers]
-        some_keys = keys[np.array(numbers)]
-        if all(len(leaf.sharding.device_set) == 1 if mesh is None else _has_parts(leaf, mesh) for leaf in some):
-            parts.append((numbers, _by_shape(some, some_keys, form, mesh)))
-        else:
-            parts.append((numbers, compute_on(mesh, _formed_of(form), some, some_keys)))
+        parts.append((numbers, _by_shape([leaves[number] for number in numbers], keys[np.array(numbers)], mesh)))
     if on_host:
         sums = np.stack([host_sums(np.asarray(leaves[number])) for number in on_host])
-        of_host = np.stack(combine_sums(sums, keys[np.array(on_host)]), axis=-1)
-        parts.append((on_host, of_host.sum(axis=0, dtype=U) if form is _total else of_host))
+        parts.append((on_host, np.stack(combine_sums(sums, keys[np.array(on_host)]), axis=-1)))
     return parts
 
 
-def _sum_over_places(parts: Sequence[Any]) -> Any:
+def _total(parts: Sequence[Any]) -> Any:
     if len(parts) == 1 and isinstance(parts[0], jax.Array):
-        return parts[0]
-    # Sums on different devices are combined on the host: two words each.
-    return jnp.asarray(np.sum([np.zeros(2, U), *map(np.asarray, parts)], axis=0, dtype=U))
+        return compute_on(meshes.mesh_of(parts[0]), _summed, parts[0])
+    # Sums on different devices are combined on the host.
+    return jnp.asarray(np.sum([np.zeros(2, U), *(_summed(np.asarray(part)) for part in parts)], axis=0, dtype=U))
+
+
+def _summed(words: Any) -> Any:
+    return words.sum(axis=0, dtype=U)
 
 
 _ABSENT = -1
@@ -321,10 +316,10 @@ def device_sums(array: Any) -> Any:
     return _sums_of_words(_words(array), array.shape)
 
 
-def _sums_of_words(words: Sequence[tuple[Any, Any]], shape: tuple[int, ...], parts: "Parts" = ()) -> Any:
+def _sums_of_words(words: Sequence[tuple[Any, Any]], shape: tuple[int, ...]) -> Any:
     if not math.prod(shape):
         return jnp.zeros(2, U)
-    key = _keys(shape, parts)
+    key = _keys(shape)
     sums = []
     for half, (low, high) in enumerate(words):
         both = lanes(low, high, key + U(half * HALF & MASK))
@@ -351,25 +346,14 @@ def _words(array: Any) -> list[tuple[Any, Any]]:
     return [(words.astype(U), None)]
 
 
-Parts = tuple[tuple[tuple[str, ...], int], ...]
-"""For the first axes of an array on a mesh: the mesh axes that split it, and the number of parts."""
-
-
-def _keys(shape: tuple[int, ...], parts: Parts = ()) -> Any:
-    """Return the keys of all positions in the whole array, in its own shape, so that shards do not move.
-
-    With `parts`, inside a shard_map, return the keys of this device's part.
-    """
+def _keys(shape: tuple[int, ...]) -> Any:
+    """Return the keys of all positions, in the shape of the array, so that shards do not move."""
     split = indexable_size(shape)
     key = jnp.zeros((), U)
     stride = 1
     for axis in reversed(range(len(shape))):
         of_one = stride * STRIDE if stride < split else stride // split * HIGH
-        names, count = parts[axis] if axis < len(parts) else ((), 1)
-        position = lax.iota(U, shape[axis] // count)
-        if names:
-            position += lax.axis_index(names).astype(U) * U(shape[axis] // count)
-        along = position * U(of_one & MASK)
+        along = lax.iota(U, shape[axis]) * U(of_one & MASK)
         key = key + lax.expand_dims(along, [other for other in range(len(shape)) if other != axis])
         stride *= shape[axis]
     return key
@@ -380,56 +364,21 @@ def _stacked_sums(leaves: Sequence[Any]) -> Any:
     return jnp.stack([device_sums(x) if isinstance(x, jax.Array) else host_sums(np.asarray(x)) for x in leaves])
 
 
-_EVERYWHERE = PartitionSpec()
-"""The spec of a value on each device of a mesh, even if the copies differ."""
 _GROUP, _SMALL = 16, 2**14
 """The number of leaves of a shape that one call stacks, and the maximum size of such a leaf in elements."""
 
 
-def _with_sums(rows: Tree, start: Any, arrays: Sequence[Any], parts: Parts = ()) -> Any:
-    """Write the sums of arrays, or of their parts on this device, into rows."""
-    counts = [parts[axis][1] if axis < len(parts) else 1 for axis in range(arrays[0].ndim)]
-    shape = tuple(size * count for size, count in zip(arrays[0].shape, counts, strict=True))
-    # Words are stacked, not numbers: XLA may change the bits of a NaN that it moves.
-    words = jax.tree.map(lambda *some: jnp.stack(some), *map(_words, arrays))
-    sums = jax.vmap(lambda words: _sums_of_words(words, shape, parts), axis_size=len(arrays))(words)
-    return lax.dynamic_update_slice(rows, sums, (start, np.int32(0)))
+def _with_sums(rows: Tree, start: Any, leaves: Sequence[Any]) -> Any:
+    """Write the sums of leaves of one shape into rows."""
 
-
-@functools.cache
-def _written_on(mesh: Mesh | None, spec: PartitionSpec) -> Callable[..., Any]:
-    """Return a function that writes the sums of leaves of one shape into rows: on a mesh, each device its own."""
-
-    def written(rows: Tree, start: object, leaves: Sequence[Any]) -> Any:
+    def written(rows: Any, start: Any, leaves: Sequence[Any]) -> Any:
         arrays = [trees.key_data(on_devices(leaf)) for leaf in leaves]
-        if mesh is None:
-            return _with_sums(rows, start, arrays)
-        parts = tuple((meshes.mesh_axes_of(names), meshes.parts_along(mesh, names)) for names in meshes.dims_of(spec))
-        specs = (_EVERYWHERE, _EVERYWHERE, [spec] * len(arrays))
-        return _on_each_device(functools.partial(_with_sums, parts=parts), mesh, specs)(rows, start, arrays)
+        # Words are stacked, not numbers: XLA may change the bits of a NaN that it moves.
+        words = jax.tree.map(lambda *some: jnp.stack(some), *map(_words, arrays))
+        sums = jax.vmap(lambda words: _sums_of_words(words, arrays[0].shape), axis_size=len(arrays))(words)
+        return lax.dynamic_update_slice(rows, sums, (start, np.int32(0)))
 
-    return written
-
-
-@functools.cache
-def _formed_on(
-    mesh: Mesh, form: Callable[..., Any], counts: tuple[tuple[tuple[str, ...], int], ...]
-) -> Callable[..., Any]:
-    """Return `form` for rows on a mesh; rows of split leaves are first summed over their axes."""
-
-    def of_device(rows: Tree, keys: object, order: object) -> Any:
-        sums, at = [], 0
-        for names, count in counts:
-            some, at = rows[at : at + count], at + count
-            sums.append(lax.psum(some, names) if names else some)
-        return form(jnp.concatenate(sums), keys, order)
-
-    return _on_each_device(of_device, mesh, (_EVERYWHERE,) * 3)
-
-
-def _on_each_device(fn: Callable[..., Any], mesh: Mesh, specs: object) -> Callable[..., Any]:
-    """Return a function of each device's own data, even of arrays that should be replicated."""
-    return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=_EVERYWHERE, check_vma=False)
+    return meshes.without_explicit_axes(written, rows, start, leaves)
 
 
 def _split(rows: Tree) -> list[Any]:
@@ -443,17 +392,7 @@ def _each(sums: Any, keys: Any, rows: Tree = None) -> Any:
     return jnp.stack(combine_sums(sums if rows is None else sums[rows], keys), axis=-1)
 
 
-def _total(sums: object, keys: object, rows: Tree = None) -> Any:
-    """Return the sum of the fingerprints, uint32 `[2]`."""
-    return _each(sums, keys, rows).sum(axis=0, dtype=U)
-
-
-@functools.cache
-def _formed_of(form: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda leaves, keys: form(_stacked_sums(leaves), keys)
-
-
-def _by_shape(leaves: Sequence[Any], keys: object, form: Callable[..., Any], mesh: Mesh | None) -> Any:
+def _by_shape(leaves: Sequence[Any], keys: object, mesh: Mesh | None) -> Any:
     """Compute the fingerprints of leaves on one device or one mesh.
 
     Compilation dominates the first fingerprint: one program is compiled for each shape and dtype, not for each leaf,
@@ -463,43 +402,22 @@ def _by_shape(leaves: Sequence[Any], keys: object, form: Callable[..., Any], mes
     committed = next((leaf for leaf in leaves if leaf.committed), None)
     if mesh is not None:  # `device_put` would compare the rows of all processes
         zeros = rows
-        rows = jax.make_array_from_callback(rows.shape, NamedSharding(mesh, _EVERYWHERE), lambda _: zeros)
+        rows = jax.make_array_from_callback(rows.shape, NamedSharding(mesh, PartitionSpec()), lambda _: zeros)
     elif committed is not None:
         rows = jax.device_put(rows, *committed.devices())
     alike: dict[Any, list[int]] = {}
     for number, leaf in enumerate(leaves):
-        spec = _EVERYWHERE if mesh is None or not leaf.committed else leaf.sharding.spec
-        alike.setdefault((spec, leaf.shape, leaf.dtype), []).append(number)
-    # Rows that are summed over the same axes are adjacent.
-    groups = sorted(
-        ((_axes_of(spec), spec, shape, some) for (spec, shape, _), some in alike.items()), key=operator.itemgetter(0)
-    )
-    at, counts = 0, dict[tuple[str, ...], int]()
-    for axes, spec, shape, numbers in groups:
-        counts[axes] = counts.get(axes, 0) + len(numbers)
-        write = _written_on(mesh, spec)
+        alike.setdefault((leaf.shape, leaf.dtype, leaf.committed and leaf.sharding), []).append(number)
+    at = 0
+    for (shape, *_), numbers in alike.items():
         size = min(_GROUP, len(numbers)) if math.prod(shape) <= _SMALL else 1
         for first in range(0, len(numbers), size):
             first = min(first, len(numbers) - size)  # the last group may write a row a second time
             some = [leaves[number] for number in numbers[first : first + size]]
-            rows = compute_on(mesh, write, rows, np.int32(at + first), some)
+            rows = compute_on(mesh, _with_sums, rows, np.int32(at + first), some)
         at += len(numbers)
-    order = np.argsort([number for *_, numbers in groups for number in numbers]).astype(np.int32)
-    finish = form if mesh is None else _formed_on(mesh, form, tuple(counts.items()))
-    return compute_on(mesh, finish, rows, keys, order)
-
-
-def _axes_of(spec: PartitionSpec) -> tuple[str, ...]:
-    return tuple(sorted(name for dim in meshes.dims_of(spec) for name in meshes.mesh_axes_of(dim)))
-
-
-def _has_parts(leaf: Any, mesh: Mesh) -> bool:
-    """Whether axis names describe the parts of an array."""
-    sharding = leaf.sharding
-    if not leaf.committed:
-        return True
-    is_named = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
-    return is_named and not (sharding.spec.unreduced or sharding.spec.reduced)
+    order = np.argsort(list(itertools.chain(*alike.values()))).astype(np.int32)
+    return compute_on(mesh, _each, rows, keys, order)
 
 
 # Logs of fingerprints, one JSON object per line: `{"step": N, "state": hex, "leaves": {path: hex}}`.

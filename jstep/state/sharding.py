@@ -27,7 +27,7 @@ _LARGE = 2**16
 def fsdp_specs(params: Params, mesh: object, axis: object = "data", min_size: int = _LARGE) -> Any:
     """Return specs that split each large parameter over a mesh axis, along its largest divisible dimension.
 
-    If no leaf is split, or one of 2**16 elements or more is not, a warning is logged, with the reason.
+    If no leaf is split, or one of 2**16 elements or more is not, a warning names the largest.
 
     Args:
         params: Arrays, or shapes from `jax.eval_shape`.
@@ -60,27 +60,13 @@ def fsdp_specs(params: Params, mesh: object, axis: object = "data", min_size: in
 
     specs = jax.tree.map(spec, params)
     leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    named = zip(trees.leaves_with_paths(params), leaves, strict=True)
-    whole = {path: np.shape(leaf) for (path, leaf), spec_of_leaf in named if spec_of_leaf == PartitionSpec()}
-    if size > 1 and whole:
-        _warn(whole, len(leaves), axis, size, min_size)
+    pairs = zip(trees.leaves_with_paths(params), leaves, strict=True)
+    whole = {path: np.shape(leaf) for (path, leaf), spec_of_leaf in pairs if spec_of_leaf == PartitionSpec()}
+    path, shape = max(whole.items(), key=lambda item: math.prod(item[1]), default=("", ()))
+    if size > 1 and (math.prod(shape) >= _LARGE or (whole and len(whole) == len(leaves))):
+        text = "fsdp_specs: %s of shape %s is not split over axis=%r (%d devices), with min_size=%d"
+        _logger.warning(text, trees.quote_path(path), shape, axis, size, min_size)
     return specs
-
-
-def _warn(whole: dict[str, tuple[int, ...]], leaves: int, axis: object, size: int, min_size: int) -> None:
-    over = f"over axis={axis!r} ({size} devices)"
-    path, shape = max(whole.items(), key=lambda item: math.prod(item[1]))
-    count, large = math.prod(shape), [item for item in whole.values() if math.prod(item) >= max(min_size, _LARGE)]
-    if len(whole) == leaves:
-        leaf = f"the largest leaf, {trees.quote_path(path)} of shape {shape},"
-        why = f"no dimension of {leaf} is divisible by {size}, nor of any other leaf of at least {min_size=}"
-        if count < min_size:
-            why = f"{leaf} has {count} elements, fewer than {min_size=}; pass a smaller min_size"
-        _logger.warning("fsdp_specs: no leaf is split %s: %s", over, why)
-    elif large:
-        others = f" and {len(large) - 1} more" if len(large) > 1 else ""
-        text = "fsdp_specs: %s of shape %s%s is not split %s, because no dimension is divisible by %d"
-        _logger.warning(text, trees.quote_path(path), shape, others, over, size)
 
 
 # Shardings of the leaves of a state, from the user's specs and rules.

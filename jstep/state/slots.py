@@ -77,13 +77,15 @@ def slot_values(state: TrainState, name: str) -> Any:
 
 
 def master_params(state: TrainState) -> trees.Params:
-    """Return the parameters, in float32 if a slot of `compact` has their remainder."""
+    """Return the parameters in the full precision that slots have of them: masters, or the remainders of `compact`."""
     roles = roles_in(state)
-    treedef, leaves = trees.structure(state.params), jax.tree.leaves(state.params)
-    for name in roles.of(Role.REMAINDER):
+    treedef, leaves = trees.structure(state.params), placement.on_devices(jax.tree.leaves(state.params))
+    for name in roles.of(Role.MASTER, Role.REMAINDER):
         if name not in roles.halves.values() and name in state.slots:
-            lows = treedef.flatten_up_to(placement.on_devices(state.slots[name]))
-            leaves = [_value(placement.on_devices(leaf), low) for leaf, low in zip(leaves, lows, strict=True)]
+            parts = treedef.flatten_up_to(placement.on_devices(state.slots[name]))
+            for i, part in enumerate(parts):
+                if part is not None:
+                    leaves[i] = part if roles[name] is Role.MASTER else _value(leaves[i], part)
     return treedef.unflatten(leaves)
 
 

@@ -89,11 +89,9 @@ def refuse_untrained(params: Tree) -> None:
     for path, node in trees.leaves_with_paths(params, is_leaf=lambda node: "Variable" in _kinds(node)):
         if _kinds(node) & NOT_TRAINED:
             raise TypeError(
-                f"params: the variable at {trees.quote_path(path)} is an nnx.{type(node).__name__}, which "
-                "is not trained. Split the model, `graphdef, params, rest = nnx.split(model, nnx.Param, ...)`, call "
-                "TrainState.create(params, optimizer, model_state=rest), and in a loss with has_model_state=True merge "
-                "it again: `model = nnx.merge(graphdef, params, rest, copy=True)`; return `nnx.state(model, ...)` "
-                "without the nnx.Param variables as the new model_state."
+                f"params: the variable at {trees.quote_path(path)} is an nnx.{type(node).__name__}, which is not "
+                "trained; split the model, `graphdef, params, rest = nnx.split(model, nnx.Param, ...)`, and pass "
+                "model_state=rest (the page 'From Flax' shows the loss)"
             )
 
 
@@ -110,7 +108,7 @@ MODEL_STATE = layout.MODEL_STATE
 START_STEP = "start_step"
 
 
-@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+@dataclasses.dataclass(frozen=True, init=False, repr=False, eq=False)
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=("params", "slots", "global_step"), meta_fields=("roles",)
 )
@@ -144,24 +142,14 @@ class TrainState(Generic[P]):
     global_step: Array
     roles: dataclasses.InitVar[Roles] = NO_ROLES
 
-    def __post_init__(self, roles: Roles) -> None:
-        """Keep the roles as an attribute that is not a field."""
-        object.__setattr__(self, "roles", roles)
+    def __init__(self, params: P, slots: Slots, global_step: Array, roles: Roles = NO_ROLES) -> None:
+        # JAX calls it at each step: setting the attributes of a frozen dataclass one by one takes three times as long.
+        self.__dict__.update(params=params, slots=slots, global_step=global_step, roles=roles)
 
     @overload
     @classmethod
     def create(
-        cls,
-        params: Callable[[], T],
-        optimizer: OptimizerLike,
-        global_step: Step = 0,
-        model_state: Tree = None,
-        *,
-        copy: bool = True,
-        mesh: object = None,
-        param_specs: object = None,
-        slot_axis: object = None,
-        slots_memory: str | None = None,
+        cls, params: Callable[[], T], optimizer: OptimizerLike, *args: Any, **kwargs: Any
     ) -> "TrainState[T]": ...
 
     @overload
@@ -214,7 +202,7 @@ class TrainState(Generic[P]):
 
         Raises:
             TypeError: A leaf is neither an array nor a number (names its path), or `global_step` is not an integer.
-            ValueError: `global_step` is negative, or with `copy=False` two leaves share one buffer.
+            ValueError: `global_step` is negative.
             OverflowError: A leaf has an integer that 32 bits cannot hold, and 64-bit types are off (names its path).
         """
         optimizer = require_optimizer("optimizer", optimizer)
@@ -223,12 +211,12 @@ class TrainState(Generic[P]):
             raise ValueError(
                 "param_specs, slot_axis and slots_memory describe the sharding over a mesh: give mesh as well"
             )
-        is_function = trees.is_function(params)
-        shared = [] if is_function else _shared_leaves(params)
+        make_params: Any = params if trees.is_function(params) else None
+        shared = _shared_leaves(params) if make_params is None else []
 
         def make(arrays: object, model_state: Tree) -> TrainState:
-            tree = params() if is_function else arrays
-            if is_function:
+            tree = arrays if make_params is None else make_params()
+            if make_params is not None:
                 shared[:] = _shared_leaves(tree)
             with meshes.internal_transfers():
                 step = create_global_step(global_step)
@@ -372,8 +360,6 @@ def _fresh(
                 f"the optimizer has a slot named {MODEL_STATE!r}, a name reserved for non-trained variables"
             )
         slots[MODEL_STATE] = _as_arrays(model_state, copy=copy, argument=MODEL_STATE)
-    if not copy:
-        _refuse_shared_buffers(params, slots)
     return cls(params, slots, jnp.array(step, copy=True), roles=roles)
 
 
@@ -448,17 +434,6 @@ def _shared_leaves(params: Params) -> list[list[str]]:
         if isinstance(leaf, jax.Array | np.ndarray):
             places.setdefault(id(leaf), []).append(path)
     return [paths for paths in places.values() if len(paths) > 1]
-
-
-def _refuse_shared_buffers(params: Params, slots: Slots) -> None:
-    # Donating one buffer twice fails inside XLA with a message that names no leaf.
-    seen: dict[int, str] = {}
-    for path, leaf in trees.leaves_with_paths({"params": params, "slots": slots}):
-        if seen.setdefault(id(leaf), path) != path:
-            raise ValueError(
-                f"copy=False: {seen[id(leaf)]!r} and {path!r} are the same array, which cannot be donated twice "
-                "to a compiled step. Use copy=True, or store a shared array only once in the tree."
-            )
 
 
 def _counted(count: int, singular: str, plural: str) -> str:

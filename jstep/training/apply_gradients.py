@@ -21,10 +21,10 @@ from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, Optimizer
 from jstep.optimizers import guards
 from jstep.optimizers.compose import without_frozen
 from jstep.optimizers.host_slots import TRANSFERS, Transfers, with_small_ones_loaded
-from jstep.optimizers.nested import ADVANCES, StepInputs, call_update, inner_context, is_guarded
+from jstep.optimizers.nested import StepInputs, call_update, inner_context, is_guarded
 from jstep.optimizers.updates import apply_in_order, moves
 from jstep.slots.indexed_slices import IndexedSlices, is_slices
-from jstep.slots.matching import NoGradientsError, explain_missing_gradients, match_gradients
+from jstep.slots.matching import NoGradientsError, describe_difference, explain_missing_gradients, match_gradients
 from jstep.slots.optax_transformations import require_optimizer
 from jstep.slots.roles import COUNTS, Role, Roles, roles_of
 from jstep.state.global_step import later_step, require_alive, step_array
@@ -129,8 +129,7 @@ def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
     not_reached = {name: jnp.full_like(held[name], guards.NOT_REACHED) for name in guarding}
     inputs = StepInputs(state.params, step, context)
     try:
-        with setting(ADVANCES, increment):
-            updates, own = call_update(optimizer, grads, held | not_reached, inputs, exact=True)
+        updates, own = call_update(optimizer, grads, held | not_reached, inputs, exact=True)
     except (AttributeError, TypeError, ValueError) as error:
         explain_missing_gradients(error, state.params, grads)
         raise
@@ -160,18 +159,13 @@ def _check_slots(held: Slots, own: Slots) -> None:
     if held.keys() != own.keys():
         raise ValueError(
             f"the optimizer's slots are not those of the state: missing in the state "
-            f"{sorted(own.keys() - held.keys())}, unknown to the optimizer {sorted(held.keys() - own.keys())}. "
-            "Use the optimizer the state was created with, "
-            "or create new slots with TrainState.create(params, optimizer, global_step=state.global_step)."
+            f"{sorted(own.keys() - held.keys())}, unknown to the optimizer {sorted(held.keys() - own.keys())}; use the "
+            "optimizer that the state was created with"
         )
     for name in held:
-        before, after = (trees.flatten(tree) for tree in (held[name], own[name]))
-        kinds = [[(leaf.shape, leaf.dtype) for leaf in map(jnp.asarray, leaves)] for leaves, _ in (before, after)]
-        if before[1] != after[1] or kinds[0] != kinds[1]:
-            raise ValueError(
-                f"slot {name!r}: the optimizer returned a tree of another structure, shape or dtype than the state "
-                "holds; slots must keep theirs from step to step"
-            )
+        different = describe_difference(own[name], held[name])
+        if different or trees.structure(own[name]) != trees.structure(held[name]):
+            raise ValueError(f"slot {name!r}: the optimizer must keep its form, got a tree {different or 'of others'}")
 
 
 def parameter_layouts(state: TrainState) -> placement.Layouts:

@@ -163,16 +163,10 @@ def check_requested(metrics: Any, argument: str, number: int) -> Requested:
             name = f"{place}={as_typed(entry)}"
             functions[name] = _checked(entry, name)
         elif entry not in names:
-            raise ValueError(
-                f"metrics: {entry!r} is unknown{trees.suggest_names(str(entry), names)}; it takes any of {names}, and "
-                f"functions {_FORM}"
-            )
+            raise ValueError(f"metrics: {entry!r} must be one of {names}, or a function {_FORM}")
     chosen = tuple(entry for entry in entries if not callable(entry))
     if NOISE_SCALE in chosen and number == 1:
-        raise ValueError(
-            f"{argument}=1: must be at least 2 for metrics={metrics!r}, which compares the gradients of parts of "
-            f"a batch with their mean; give minimize {argument}=2 or more"
-        )
+        raise ValueError(f"{argument}=1: must be at least 2 for metrics={metrics!r}, which compares parts of a batch")
     return Requested(tuple(name for name in chosen if name != NOISE_SCALE), NOISE_SCALE in chosen, functions)
 
 
@@ -187,20 +181,11 @@ def _checked(fn: MetricFn, name: str) -> Callable[..., dict[str, Any]]:
         except Exception as error:
             note(error, f"This error was raised in {name}, a function that minimize traces: {_FORM}.")
             raise
-        if not isinstance(result, Mapping):
-            raise TypeError(
-                f"{name}: must return a mapping of names to scalars, got {describe_type(result)}; "
-                'return a dict such as {"grad_max": …}'
-            )
-        for key, value in result.items():
-            if not isinstance(key, str):
-                raise TypeError(f"{name}: must return a mapping of names to scalars, got the name {key!r}")
-            is_number = trees.is_array_or_number(value) and not trees.is_key(value)
-            if not (is_number and np.ndim(value) == 0):
-                raise TypeError(
-                    f"{name}: must return a mapping of names to scalars, got {describe_type(value)} for {key!r}; "
-                    "reduce it, for example by jnp.mean"
-                )
+        for key, value in result.items() if isinstance(result, Mapping) else [(None, result)]:
+            is_number = trees.is_array_or_number(value) and not trees.is_key(value) and np.ndim(value) == 0
+            if not (is_number and isinstance(key, str)):
+                got = describe_type(value) + ("" if key is None else f" for {key!r}")
+                raise TypeError(f"{name}: must return a mapping of names to scalars, got {got}")
         return device_values.from_host(dict(result), name)
 
     # It may combine trees that are sharded in different ways, which JAX rejects on Explicit axes.

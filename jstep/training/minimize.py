@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ from jstep.differentiate.microbatches import AggregationMethod, LossResult, esti
 from jstep.differentiate.same_bits import alike
 from jstep.optimizers import guards
 from jstep.optimizers.averages import as_average_names, averaged_params
-from jstep.optimizers.compose import frozen_leaves, warn_of_raw_updates
+from jstep.optimizers.compose import frozen_leaves
 from jstep.optimizers.hyperparameters import value_at
 from jstep.slots.optax_transformations import require_optimizer
 from jstep.slots.roles import roles_of
@@ -56,58 +56,6 @@ Losses: TypeAlias = Mapping[str, tuple[Callable[..., Any], VarList]]
 _LOSS_FORM = "(loss, var_list), such as (critic_loss, 'critic/*')"
 
 
-@overload
-def minimize(
-    loss_fn: Callable[..., Any] | Losses,
-    optimizer: OptimizerLike,
-    *,
-    var_list: VarList = None,
-    has_aux: bool = False,
-    num_microbatches: int = 1,
-    max_rows_per_device: int | None = None,
-    weight_fn: Callable[..., Any] | None = None,
-    gate_gradients: int = GATE_OP,
-    aggregation_method: AggregationMethod = AggregationMethod.DEFAULT,
-    has_model_state: bool = False,
-    use_averages: bool | str | Sequence[str] = False,
-    rng: Array | None = None,
-    sharpness: ScalarOrSchedule | None = None,
-    adaptive: bool = False,
-    unroll: Unroll = None,
-    lanes: int | None = None,
-    metrics: str | MetricFn | Collection[str | MetricFn] = (),
-    increment_global_step: bool = True,
-    jit: Literal[True] = True,
-    donate: bool = True,
-) -> TrainStep: ...
-
-
-@overload
-def minimize(
-    loss_fn: Callable[..., Any] | Losses,
-    optimizer: OptimizerLike,
-    *,
-    var_list: VarList = None,
-    has_aux: bool = False,
-    num_microbatches: int = 1,
-    max_rows_per_device: int | None = None,
-    weight_fn: Callable[..., Any] | None = None,
-    gate_gradients: int = GATE_OP,
-    aggregation_method: AggregationMethod = AggregationMethod.DEFAULT,
-    has_model_state: bool = False,
-    use_averages: bool | str | Sequence[str] = False,
-    rng: Array | None = None,
-    sharpness: ScalarOrSchedule | None = None,
-    adaptive: bool = False,
-    unroll: Unroll = None,
-    lanes: int | None = None,
-    metrics: str | MetricFn | Collection[str | MetricFn] = (),
-    increment_global_step: bool = True,
-    jit: bool,
-    donate: bool = True,
-) -> TrainStep | PureStep: ...
-
-
 def minimize(
     loss_fn: Callable[..., Any] | Losses,
     optimizer: OptimizerLike,
@@ -130,7 +78,7 @@ def minimize(
     increment_global_step: bool = True,
     jit: bool = True,
     donate: bool = True,
-) -> TrainStep | PureStep:
+) -> TrainStep:
     """Return a compiled training step `train_step(state, *args) -> (state, metrics)` that donates the state.
 
     Args:
@@ -235,7 +183,6 @@ def minimize(
     Source: `tf.train.Optimizer.minimize`.
     """
     optimizer = require_optimizer("optimizer", optimizer)
-    warn_of_raw_updates(optimizer)
     lanes = as_lanes(lanes)
     compared = ("num_microbatches", num_microbatches) if lanes is None else ("lanes", lanes)
     wanted = check_requested(metrics, *compared)
@@ -284,7 +231,8 @@ def minimize(
         optimizer=optimizer,
         trains=minimizing.trains,
     )
-    return TrainStep(pure_step, donate=donate) if jit else pure_step
+    # A `PureStep` is called alike; its own type would need a second signature of all arguments.
+    return TrainStep(pure_step, donate=donate) if jit else cast(TrainStep, pure_step)
 
 
 def _title_of(loss_fn: object) -> str:
@@ -362,8 +310,7 @@ class Minimizing:
         }
 
         def refusal(name: str, first: str, second: str) -> str:
-            leave = ", or leave it out: the step reports its loss itself" if first.startswith("the loss") else ""
-            return f"metrics: {second} and {first} both have {name!r}; rename it in {second}{leave}"
+            return f"metrics: {second} and {first} both have {name!r}; rename it in {second}"
 
         return new_state, split_metrics(trees.merge_dicts(named.items(), refusal), SKIPPED if skipped else None)
 
@@ -416,10 +363,7 @@ def _averages_for(state: TrainState, names: Sequence[str]) -> Params:
     try:
         averages = averaged_params(state, names)
     except ValueError as error:
-        raise ValueError(
-            "use_averages: the loss takes the moving averages of the parameters: "
-            f"{str(error).rstrip('.')}. State and step need the same optimizer."
-        ) from None
+        raise ValueError(f"use_averages: {error}") from None
     return jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf) if trees.is_trainable(leaf) else leaf, averages)
 
 
@@ -451,11 +395,7 @@ class SeveralLosses:
                 raise
             grads = treedef.flatten_up_to(results[name].gradients)
             if all(grads[place] is None for place in chosen[name]):
-                paths = trees.leaf_paths(inputs.params)
-                raise ValueError(
-                    f"loss_fn: the loss {name!r} depends on none of the parameters that it trains, "
-                    f"{[paths[place] for place in chosen[name]][:20]}; give it others, or leave it out"
-                )
+                raise ValueError(f"loss_fn: the loss {name!r} depends on none of the parameters that it trains")
             gradients = trees.with_leaves(gradients, chosen[name], [grads[place] for place in chosen[name]])
         return LossResult(
             _sum([result.loss for result in results.values()]),
@@ -471,8 +411,7 @@ def several_losses(losses: Losses, make: Callable[[Any, VarList], Differentiatio
     """Create `SeveralLosses`; `given` tells which arguments that cannot be combined with them were given."""
     for argument, is_given in given.items():
         if is_given:
-            why = "each loss has its own" if argument == "var_list" else "it has no owner among several losses"
-            raise ValueError(f"{argument}: must not be given beside a mapping of losses; {why}")
+            raise ValueError(f"{argument}: must not be given beside a mapping of losses")
     if not losses:
         raise ValueError(f"loss_fn={format_value(losses)}: must have at least one loss, name -> {_LOSS_FORM}")
     each = {}

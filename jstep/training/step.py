@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -317,46 +316,3 @@ def _donates(step: TrainStep) -> bool:
     # JAX reruns a step that made a NaN, operation by operation, which requires its inputs.
     flags: Any = jax.config
     return step.donate and not (flags.jax_debug_nans or flags.jax_debug_infs)
-
-
-# A loss passed as a step.
-
-
-def refuse_a_loss(
-    step: Any, state: Tree, args: Sequence[Any], cause: BaseException, argument: str = "train_step"
-) -> None:
-    """Raise an error if a failed training step is a loss."""
-    while isinstance(step, TrainStep):
-        step = step.__wrapped__
-    if isinstance(step, PureStep) or not isinstance(state, TrainState):
-        return
-    frames = cause.__traceback__
-    is_loss = _is_loss(step, state, args)  # which may raise the cause again
-    BaseException.with_traceback(cause, frames)
-    if not is_loss:
-        return
-    name = getattr(step, "__name__", "")
-    name = name if name.isidentifier() else "loss_fn"
-    raise TypeError(
-        f"{argument}={name}: must be a training step (state, *args) -> (state, metrics), got a loss, which is a "
-        f"function of the parameters; its step is jstep.minimize({name}, optimizer)"
-    ) from cause
-
-
-def _is_loss(fn: Callable[..., Any], state: TrainState, args: Sequence[Any]) -> bool:
-    """Whether a function of the parameters and a batch returns a loss; it is only traced."""
-    try:
-        names = list(inspect.signature(fn).parameters)
-    except (TypeError, ValueError):  # a built-in without a signature
-        names = []
-    passed = {"rng": jax.random.key(0), "averages": state.params}  # by `minimize`, if the loss takes them
-    kwargs = {name: value for name, value in passed.items() if name in names}
-    for first in ((state.params,), (state.params, state.model_state)):
-        try:
-            with using_mesh(mesh_of((state, args))):
-                out = jax.eval_shape(fn, *first, *args, **kwargs)
-        except Exception:
-            continue
-        loss = out[0] if isinstance(out, tuple | list) and len(out) == 2 else out
-        return getattr(loss, "shape", None) == () and jax.numpy.issubdtype(loss.dtype, jax.numpy.floating)
-    return False

@@ -55,7 +55,7 @@ GIVEN: dict[str, Any] = {
     "x": np.ones(3), "ids": np.arange(3), "table": np.ones((4, 2)), "local_batch": np.ones((2, 3)),
     "tensor": np.ones((1, 2, 2, 3)), "summaries": [], "graph": None, "scores": np.ones(4), "logits": np.ones((4, 3)),
     "predictions": np.arange(4) % 3, "train_step": ADVANCING, "widths": [2, 4],
-    "activations": lambda params: params, "make_state": lambda: jstep.TrainState.create(PARAMS, SGD),
+    "global_step": 0, "activations": lambda params: params, "make_state": lambda: jstep.TrainState.create(PARAMS, SGD),
 }  # fmt: skip
 MADE: dict[str, Callable[[], Any]] = {
     "state": lambda: jstep.TrainState.create(PARAMS, SGD), "mesh": lambda: jax.make_mesh((1,), ("data",)),

@@ -128,9 +128,8 @@ def test_initial_values(given):
 
 def test_invalid_initial_values():
     sgd = jstep.gradient_descent(1.0)
-    cases = (({"zero_debias": True}, "start from zeros"), ({"start_step": 3}, "start at start_step=3"))
-    for options, message in cases:
-        with pytest.raises(ValueError, match=f"initial: the averages {message}"):
+    for options in ({"zero_debias": True}, {"start_step": 3}):
+        with pytest.raises(ValueError, match="initial: must be None for averages with"):
             jstep.with_moving_average(sgd, jstep.ExponentialMovingAverage(0.9, **options), initial=lambda p: p)
     for initial, message in (
         ({**PARAMS, "w": jnp.ones(3)}, r"initial: must have shape \(2,\) at 'w', got shape \(3,\)"),

@@ -1,4 +1,4 @@
-"""Averages that follow the step move once in each step, those that follow updates in each update of their leaf."""
+"""Averages move once in each update of their leaf."""
 
 import dataclasses
 from collections.abc import Callable
@@ -83,19 +83,16 @@ AROUND_GUARDS = ("guard inside", "guards of all parts", "compact inside", "proje
 """Averages that follow updates count those that a guard inside of them skips, as around `update_every`."""
 
 
-def averages_by_hand(states: list[Any], ema: EMA, player: str, counts_skipped: bool = False, moves: Any = None) -> Any:
-    """The averages after each update of PROGRAM, in float64; `moves` is a function of its index."""
+def averages_by_hand(states: list[Any], ema: EMA, player: str, counts_skipped: bool = False) -> Any:
+    """The averages after each update of PROGRAM, in float64."""
     found: list[Any] = []
     for i, update in enumerate(PROGRAM):
-        if ema.follows == "step":
-            is_made = update.increment and not update.is_nan and (moves is None or moves(i))
-        else:
-            is_made = player in update.leaves and (counts_skipped or not update.is_nan)
+        is_made = player in update.leaves and (counts_skipped or not update.is_nan)
         found.append((int(states[i].global_step), float(states[i + 1].params[player])) if is_made else None)
     return equations.averages(ema, float(states[0].params[player]), found)
 
 
-def run(optimizer: jstep.Optimizer, jit: bool = True, first: int = 0) -> list[Any]:
+def run(optimizer: jstep.Optimizer, first: int = 0) -> list[Any]:
     def update(state: Any, one: Update) -> Any:
         def gradient(name: str) -> Any:
             return jnp.cos(3 * state.params[name] + 1) * (jnp.nan if one.is_nan else 1) if name in one.leaves else None
@@ -103,19 +100,18 @@ def run(optimizer: jstep.Optimizer, jit: bool = True, first: int = 0) -> list[An
         grads = {name: gradient(name) for name in PLAYERS}
         return jstep.apply_gradients(state, grads, optimizer, increment_global_step=one.increment)
 
-    apply = jax.jit(update, static_argnums=1) if jit else update
+    apply = jax.jit(update, static_argnums=1)
     states = [jstep.TrainState.create({"d": 1.0, "dd": -1.0, "g": 2.0}, optimizer, first)]
     for one in PROGRAM:
         states.append(apply(states[-1], one))
     return states
 
 
-@pytest.mark.thorough(except_for=["every-guard outside-updates"])
-@pytest.mark.parametrize("follows", ["step", "updates"])
+@pytest.mark.thorough(except_for=["every-guard outside", "swa-guard inside"])
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("name", AVERAGES)
-def test_every_leaf_moves_once_in_each_update_that_counts(name: str, around: str, follows: str) -> None:
-    ema = dataclasses.replace(AVERAGES[name], follows=follows)
+def test_every_leaf_moves_once_in_each_update_that_counts(name: str, around: str) -> None:
+    ema = AVERAGES[name]
     optimizer = AROUND[around](ema)
     states = run(optimizer, first=7 if name in ("num_updates", "every") else 0)
     slots = [slot for slot in states[0].slots if slot.rsplit("/", 1)[-1] in (ema.name, "all")]
@@ -125,31 +121,5 @@ def test_every_leaf_moves_once_in_each_update_that_counts(name: str, around: str
             got = [float(state.slots[slot][player]) for state in states[1:]]
             want = averages_by_hand(states, ema, player, around in AROUND_GUARDS)
             # Before its first update, an average from zeros may have taken the value of its parameter.
-            first = 0 if follows == "step" else next(i for i, value in enumerate(want) if value)
+            first = next(i for i, value in enumerate(want) if value)
             np.testing.assert_allclose(got[first:], want[first:], rtol=2e-5, atol=1e-6)
-
-
-@pytest.mark.thorough(except_for=["zero_debias"])
-@pytest.mark.parametrize("name", ["plain", "zero_debias"])
-def test_below_a_label_it_moves_in_the_updates_of_its_part(name: str) -> None:
-    ema = dataclasses.replace(AVERAGES[name], follows="step")
-    states = run(jstep.skip_nonfinite(players(lambda part: with_average(part, ema))), jit=False)
-    for player in PLAYERS:
-        want = averages_by_hand(states, ema, player, moves=lambda i: player in PROGRAM[i].leaves)  # noqa: B023
-        got = [float(state.slots[f"{player}/{ema.name}"][player]) for state in states[1:]]
-        np.testing.assert_allclose(got, want, rtol=1e-5)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_every_few_steps(accumulate: bool) -> None:
-    """Around `update_every` it follows every step, inside only the updates that are due."""
-    ema = EMA(0.5, follows="step")
-    outer = with_average(jstep.skip_nonfinite(jstep.update_every(2, players(), accumulate=accumulate)), ema)
-    inner = jstep.skip_nonfinite(jstep.update_every(2, with_average(players(), ema), accumulate=accumulate))
-    for optimizer, due in ((outer, lambda step: True), (inner, lambda step: step % 2 == 1)):
-        states = run(optimizer, jit=False)
-        for player in PLAYERS:
-            want = averages_by_hand(states, ema, player, moves=lambda i: due(int(states[i].global_step)))  # noqa: B023
-            got = [float(state.slots[ema.name][player]) for state in states[1:]]
-            np.testing.assert_allclose(got, want, rtol=1e-5)

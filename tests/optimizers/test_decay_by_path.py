@@ -1,8 +1,5 @@
 """Weight decay that differs from leaf to leaf: mappings, and masks that select nothing."""
 
-import logging
-import re
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -63,59 +60,6 @@ def test_hyperparameters_are_reported_by_entry() -> None:
         "decoupled_weight_decay/a", "decoupled_weight_decay/c/*", "learning_rate"
     }  # fmt: skip
     assert set(jstep.add_weight_decay(0.1, {"a": 2.0}).hyperparameters(0)) == {"weight_decay"}
-
-
-def no_leaf(path: str, leaf: Any) -> bool:
-    return path.endswith("weight")  # the name of another library
-
-
-NOTHING: dict[str, Callable[[], jstep.Optimizer]] = {
-    "predicate": lambda: jstep.adamw(1e-2, weight_decay_mask=no_leaf),
-    "tree": lambda: jstep.chain(
-        jstep.scale_by_adam(), jstep.add_weight_decay(0.1, {"kernel": False, "bias": False}), jstep.scale(-0.1)
-    ),
-    "wrapped": lambda: jstep.skip_nonfinite(
-        jstep.master_weights(jstep.scope("s", jstep.lion(1e-2, weight_decay_mask=no_leaf)))
-    ),
-}
-
-
-def warnings_in_two_steps(caplog: pytest.LogCaptureFixture, optimizer: jstep.Optimizer) -> list[str]:
-    caplog.clear()
-    params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
-    with caplog.at_level(logging.WARNING, "jstep"):
-        for _ in range(2):
-            state = jstep.TrainState.create(params, optimizer)
-            for options in ({}, {"jit": False}):
-                step = jstep.minimize(lambda p: jnp.sum(p["kernel"]) + jnp.sum(p["bias"]), optimizer, **options)
-                state, _ = step(state)
-    return [record.getMessage() for record in caplog.records]
-
-
-@pytest.mark.thorough(except_for=["tree"])
-@pytest.mark.parametrize("name", NOTHING)
-def test_a_mask_that_selects_nothing_is_one_warning(caplog: pytest.LogCaptureFixture, name: str) -> None:
-    (text,) = warnings_in_two_steps(caplog, NOTHING[name]())
-    assert re.search(r"mask=.*: selects none of the parameters \['bias', 'kernel'\], so that nothing decays", text)
-
-
-@pytest.mark.thorough(except_for=["cautious-predicate"])
-@pytest.mark.parametrize("name", NOTHING)
-@pytest.mark.parametrize("around", [lambda one: one, jstep.cautious])
-def test_a_mask_below_a_label_may_select_nothing(
-    caplog: pytest.LogCaptureFixture, name: str, around: Callable[[jstep.Optimizer], jstep.Optimizer]
-) -> None:
-    optimizer = jstep.partition({"all": around(NOTHING[name]())}, lambda path, leaf: "all")
-    assert warnings_in_two_steps(caplog, jstep.chain(jstep.centralize_gradients(), optimizer)) == []
-
-
-def test_other_masks_and_masks_that_select_something_are_silent(caplog: pytest.LogCaptureFixture) -> None:
-    decaying = jstep.adamw(1e-2, weight_decay_mask=lambda path, leaf: path == "kernel")
-    averaging = jstep.with_moving_average(decaying, jstep.ExponentialMovingAverage(0.9), no_leaf)
-    assert warnings_in_two_steps(caplog, averaging) == []
-    frozen = jstep.partition({"one": jstep.adamw(1e-2, weight_decay_mask=no_leaf)}, lambda path, leaf: None)
-    jstep.TrainState.create({"kernel": jnp.ones(2)}, frozen)
-    assert caplog.records == []
 
 
 @pytest.mark.thorough

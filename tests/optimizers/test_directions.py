@@ -8,35 +8,20 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.optimizers.rules import from_update, with_decay
 
 
 @pytest.mark.parametrize(
     ("direction", "hyper", "message"),
     [
-        (lambda g, p, s, h: (g * h.age, {}), {}, r"age: must be one of \[.*'learning_rate'.*prepare="),
+        (lambda g, p, s, h: (g * h.age, {}), {}, r"age: must be one of \[.*'learning_rate'"),
         (lambda g, p, s, h: (g * h.betta1, {}), {"beta1": 0.9}, r"betta1: must be one of \[.*'beta1'"),
         (lambda g, p, s, h: (s.v, {}), {}, r"v: must be one of \['m'\]"),
     ],
 )
-def test_a_missing_value_is_named_with_what_provides_it(direction: Any, hyper: dict[str, Any], message: str) -> None:
+def test_a_missing_value_is_named(direction: Any, hyper: dict[str, Any], message: str) -> None:
     optimizer = jstep.from_direction("new", direction, {"m": 0.0}, {"learning_rate": 0.1, **hyper})
     state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
     with pytest.raises(AttributeError, match=message):
-        jstep.apply_gradients(state, {"w": jnp.ones(2)}, optimizer)
-
-
-def test_a_missing_learning_rate_is_named() -> None:
-    optimizer = jstep.from_direction("new", lambda g, p, s, h: (g, {}), {}, {"beta1": 0.9})
-    state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
-    with pytest.raises(AttributeError, match=r"learning_rate: must be one of .*add it to hyper"):
-        jstep.apply_gradients(state, {"w": jnp.ones(2)}, optimizer)
-
-
-def test_a_rule_with_a_decay_that_is_not_masked_is_told_how() -> None:
-    optimizer = from_update("new", lambda g, p, s, h: (with_decay(g, p, h), {}), {}, {"weight_decay": 0.1})
-    state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
-    with pytest.raises(AttributeError, match=r"decayed: must be one of .*Masked"):
         jstep.apply_gradients(state, {"w": jnp.ones(2)}, optimizer)
 
 

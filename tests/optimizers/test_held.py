@@ -66,7 +66,7 @@ def test_unknown_names() -> None:
     ):
         with pytest.raises(KeyError, match="embed/rate"):
             act()
-    with pytest.raises(KeyError, match="it holds none"):
+    with pytest.raises(KeyError, match=r"it holds \[\]"):
         jstep.get_hyperparameter(state_of(jstep.adam()), "rate")
     with pytest.raises(TypeError, match="must be a TrainState"):
         jstep.get_hyperparameter(None, "rate")
@@ -105,5 +105,5 @@ def test_a_slot_that_is_a_tree_is_not_a_held_value() -> None:
         return {"held/x": jax.tree.map(jnp.zeros_like, params)}
 
     custom = jstep.Optimizer(init, lambda updates, slots, params, step: (updates, slots), lambda step: {})
-    with pytest.raises(KeyError, match="it holds none"):
+    with pytest.raises(KeyError, match=r"it holds \[\]"):
         jstep.get_hyperparameter(state_of(custom), "x")

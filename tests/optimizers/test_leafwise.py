@@ -100,10 +100,10 @@ def test_slots_of_other_params_raise_and_name_the_path() -> None:
     optimizer = engine()
     state = jstep.TrainState.create(PARAMS, optimizer)
     other = {**PARAMS, "w": {"a": jnp.ones((4, 3)), "b": jnp.ones((2, 3), jnp.bfloat16)}}
-    with pytest.raises(ValueError, match=r"slot 'z' has shape \(2, 3\) at 'w/a'"):
+    with pytest.raises(ValueError, match=r"slot 'z': must have shape \(4, 3\) at 'w/a', got \(2, 3\)"):
         jstep.apply_gradients(state.replace(params=other), {**grads_of(), "w": {"a": None, "b": None}}, optimizer)
     row = {**state.slots, "row": jax.tree.map(lambda x: x[:1], state.slots["row"])}
-    with pytest.raises(ValueError, match=r"slot 'row' has shape \(1,\) at 'w/a'.*should have \(2,\)"):
+    with pytest.raises(ValueError, match=r"slot 'row': must have shape \(2,\) at 'w/a', got \(1,\)"):
         jstep.apply_gradients(state.replace(slots=row), grads_of(), optimizer)
 
 
@@ -142,11 +142,11 @@ def test_invalid_results_of_a_rule_raise() -> None:
         state = jstep.TrainState.create({"a": jnp.ones(2)}, optimizer)
         jstep.apply_gradients(state, {"a": jnp.ones(2)}, optimizer)
 
-    with pytest.raises(TypeError, match=r"rule=.*must return two values, \(update, .*got .*Tracer"):
+    with pytest.raises(TypeError, match=r"rule=.*must return \(update, .*got "):
         updated(lambda g, p, slots, h: g)
-    with pytest.raises(ValueError, match=r"slot 'v' that leafwise does not have; it has \['m'\]: .*slots=\{'v': 0.0\}"):
+    with pytest.raises(ValueError, match=r"returned the slot 'v', must be one of \['m'\]"):
         updated(lambda g, p, slots, h: (g, {"v": g}))
-    with pytest.raises(ValueError, match=r"shape of the gradient, \(2,\), got \(\)"):
+    with pytest.raises(ValueError, match=r"must return an update of shape \(2,\), got \(\)"):
         updated(lambda g, p, slots, h: (jnp.sum(g), {}))
 
 

@@ -49,7 +49,6 @@ def test_a_schedule_that_needs_its_step_may_be_chained() -> None:
     chained = jstep.chain(own, jstep.scale_by_trust_ratio())
     assert chained.hyperparameters(1) == {"learning_rate": 0.05}
     assert [nested.makes_finished_updates(one) for one in (own, jstep.gradient_descent(0.1))] == [False, True]
-    assert [nested.is_rated(one) for one in (own, jstep.gradient_descent(0.1))] == [False, True]
 
 
 def test_updates_are_wide_where_they_are_numbers() -> None:

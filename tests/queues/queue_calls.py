@@ -37,10 +37,9 @@ def wait_until_blocked(queue, enqueues=0, dequeues=0, batches=0, fills=0):
 
     def blocked():
         with queue._mutex:
-            collecting, adding = bool(queue._collecting), bool(queue._adding)
-            return len(queue._producers) - adding, len(queue._consumers) - collecting, collecting, adding
+            return queue._waiting, bool(queue._collecting), bool(queue._adding)
 
-    wait_until(lambda: blocked() == (enqueues, dequeues, batches, fills))
+    wait_until(lambda: blocked() == (enqueues + dequeues + batches + fills, batches, fills))
 
 
 def drain(queue):

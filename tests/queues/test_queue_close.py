@@ -3,7 +3,6 @@
 import signal
 import threading
 import time
-import types
 
 import numpy as np
 import pytest
@@ -81,18 +80,16 @@ class TestClose:
         assert drain(queue) == [0]
 
 
-class InterruptedAfterWait(threading.Condition):
-    """Ctrl-C just after a wait."""
+class InterruptedOnce(threading.Condition):
+    """Ctrl-C just after the first wait."""
+
+    is_over = False
 
     def wait(self, timeout=None):
         super().wait(timeout)
-        raise KeyboardInterrupt
-
-
-def use_condition(monkeypatch, condition):
-    """Make queues wait by this class, and nobody else."""
-    names = vars(threading) | {"Condition": condition}
-    monkeypatch.setattr(queues, "threading", types.SimpleNamespace(**names))
+        if not self.is_over:
+            self.is_over = True
+            raise KeyboardInterrupt
 
 
 class TestInterrupts:
@@ -128,50 +125,27 @@ class TestInterrupts:
                 assert process.stdout.readline() == "interrupted\n"
             assert process.wait(timeout=60) == 0
 
-    def test_wake_up_of_an_interrupted_call_is_passed_on(self, monkeypatch):
+    def test_an_interrupted_dequeue_takes_no_element(self):
         queue = fifo()
-
-        with monkeypatch.context() as patch:
-            use_condition(patch, InterruptedAfterWait)
-            first = Call(queue.dequeue)
-            wait_until_blocked(queue, dequeues=1)
-        second = Call(queue.dequeue)
+        queue._changed = InterruptedOnce(queue._mutex)
+        calls = [Call(queue.dequeue) for _ in range(2)]
         wait_until_blocked(queue, dequeues=2)
         queue.enqueue("x")
-        with pytest.raises(KeyboardInterrupt):
-            first.wait()
-        assert second.wait() == "x"
+        wait_until(lambda: not any(call.thread.is_alive() for call in calls))
+        assert {type(call.error) for call in calls} == {KeyboardInterrupt, type(None)}
+        assert {call.result for call in calls} == {"x", None}
 
-    def test_call_that_was_interrupted_takes_no_wake_up(self, monkeypatch):
-        queue = fifo()
-
-        class Interrupted(threading.Condition):
-            def wait(self, timeout=None):
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            use_condition(patch, Interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                queue.dequeue()
-        call = Call(queue.dequeue)
-        wait_until_blocked(queue, dequeues=1)
-        queue.enqueue("x")
-        assert call.wait() == "x"
-
-    def test_interrupted_enqueue_many_lets_those_behind_it_go_on(self, monkeypatch):
+    def test_interrupted_enqueue_many_lets_those_behind_it_go_on(self):
         queue = filled(fifo(2), [0])
-
-        with monkeypatch.context() as patch:
-            use_condition(patch, InterruptedAfterWait)
-            many = Call(queue.enqueue_many, np.arange(2))
-            wait_until_blocked(queue, fills=1)
-        behind = Call(queue.enqueue, 3)
-        wait_until_blocked(queue, enqueues=1, fills=1)
-        assert queue.dequeue() == 0
+        queue._changed = InterruptedOnce(queue._mutex)
+        many = Call(queue.enqueue_many, np.arange(2))
+        wait_until_blocked(queue, fills=1)
+        with queue._mutex:
+            queue._changed.notify_all()
         with pytest.raises(KeyboardInterrupt):
             many.wait()
-        behind.wait()
-        assert queue.dequeue() == 3
+        queue.enqueue(3)
+        assert [queue.dequeue(), queue.dequeue()] == [0, 3]
 
     def test_closing_by_a_signal_just_before_the_wait(self, monkeypatch):
         """The wake-up arrives before the call waits."""
@@ -183,7 +157,7 @@ class TestInterrupts:
                 queue.close()  # on this thread, between its check and its wait
                 return super().wait(timeout)
 
-        use_condition(monkeypatch, ClosedBefore)
+        queue._changed = ClosedBefore(queue._mutex)
         with pytest.raises(OutOfRangeError):
             Call(queue.dequeue).wait()
 

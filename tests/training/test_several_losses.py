@@ -179,5 +179,5 @@ def test_a_loss_must_depend_on_a_parameter_that_it_trains():
     """As of one loss alone: it would train nothing, silently."""
     for loss in (lambda params, x: x.sum(), lambda params, x: params["rest"] * x.sum()):
         step = jstep.minimize({"critic": (critic_loss, "critic/*"), "idle": (loss, "actor/*")}, SGD)
-        with pytest.raises(ValueError, match=r"the loss 'idle' depends on none of .* \['actor/w'\]"):
+        with pytest.raises(ValueError, match="the loss 'idle' depends on none of"):
             step(jstep.TrainState.create(PARAMS, SGD), X)

@@ -64,30 +64,6 @@ def test_processes_agree_on_shapes_before_they_compile(monkeypatch: pytest.Monke
     assert [(one is state, [arg is batch for arg in args]) for one, args in asked] == [(True, [True])]
 
 
-class WithoutSignature:
-    __signature__ = "none"
-
-    def __call__(self, params: Any, *args: Any) -> Any:
-        if not isinstance(params, dict):
-            raise TypeError("no parameters")
-        return jnp.sum(params["w"])
-
-
-def test_a_loss_that_was_given_as_a_step_is_named() -> None:
-    cause = ValueError("cause")
-    for fn, name in ((loss_fn, "loss_fn"), (WithoutSignature(), "loss_fn"), (lambda p, batch: (p["w"], 1), "loss_fn")):
-        with pytest.raises(TypeError, match="must be a training step") as caught:
-            room.refuse_a_loss(fn, state_of(), (jnp.ones(2),), cause)
-        assert str(caught.value) == (
-            f"train_step={name}: must be a training step (state, *args) -> (state, metrics), got a loss, which is a "
-            f"function of the parameters; its step is jstep.minimize({name}, optimizer)"
-        )
-        assert caught.value.__cause__ is cause
-    for fn in (lambda p, batch: jnp.ones(3), lambda p, batch: jnp.int32(1), lambda p: p["w"]):
-        room.refuse_a_loss(fn, state_of(), (jnp.ones(2),), cause)
-    room.refuse_a_loss(loss_fn, {"w": 1.0}, (jnp.ones(2),), cause)
-
-
 def test_the_sharding_of_a_row_of_a_stack() -> None:
     mesh = jax.make_mesh((4, 2), ("x", "y"))
     one = SingleDeviceSharding(jax.devices()[0])

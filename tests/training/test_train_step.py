@@ -92,20 +92,18 @@ def test_step_inside_other_transformations() -> None:
     assert metrics["loss"].shape == (3,)
 
 
-@pytest.mark.parametrize(("words", "rows"), [("device assignment", False), ("illegally sharded", True)])
-def test_a_loss_that_closes_over_a_sharded_array_is_explained(words: str, rows: bool) -> None:
+def test_a_loss_that_closes_over_a_sharded_array_is_explained() -> None:
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    captured = jax.device_put(np.ones((4, 2) if rows else 2), jax.NamedSharding(mesh, jax.P("data")))
+    captured = jax.device_put(np.ones(2), jax.NamedSharding(mesh, jax.P("data")))
     optimizer = jstep.sgd(0.1)
 
     def loss_fn(params: Any, x: Any) -> Any:
-        w = params["w"] * x
-        return jnp.sum(captured @ captured.T @ jnp.sum(w)[None].repeat(4)) if rows else jnp.sum(captured * w)
+        return jnp.sum(captured * params["w"] * x)
 
     state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
-    with pytest.raises(Exception, match=words) as caught:
+    with pytest.raises(Exception, match="device assignment") as caught:
         jstep.minimize(loss_fn, optimizer)(state, np.ones(2, np.float32))
-    assert any("closes over an array that is on others" in note for note in caught.value.__notes__)
+    assert any("arrays that the loss closes over, are on different devices" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize(

@@ -47,10 +47,8 @@ def test_axes_of_units() -> None:
     clipped = run_jstep(with_descent(jstep.clip_gradients(adaptive=0.01, axes=lambda path, leaf: -1)), [g]).params
     ratio = np.linalg.norm(PARAMS["w"] - clipped["w"], axis=-1) / np.linalg.norm(PARAMS["w"], axis=-1)
     np.testing.assert_allclose(ratio, 0.01, rtol=1e-3)
-    with pytest.raises(ValueError, match=r"axes=\(3,\): the leaf at 'b' of shape \(4,\) has no axis 3"):
+    with pytest.raises(ValueError, match="axes at 'b': must be axes of a leaf that has 1, got 3"):
         run_jstep(with_descent(jstep.clip_gradients(adaptive=0.01, axes=3)), [g])
-    with pytest.raises(TypeError, match="axes='x'"):
-        jstep.centralize_gradients("x")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="only clip_gradients"):
         jstep.clip_gradients(by_norm=1.0, axes=0)
 

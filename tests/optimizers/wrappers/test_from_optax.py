@@ -57,20 +57,3 @@ def test_moments_are_sharded_like_their_parameters() -> None:
         assert state.slots["optax/0/nu"]["b"].sharding.spec == P("data")
         assert state.slots["optax/0/count"].sharding.spec == P()
         state, _ = jstep.minimize(lambda p: jnp.sum(p["w"]) + jnp.sum(p["b"]), optimizer)(state)
-
-
-def test_the_error_for_hyperparameters_that_optax_holds_names_their_slot():
-    injected = optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.adam)(learning_rate=0.5))
-    optimizer = jstep.partition({"net": jstep.from_optax(injected)}, lambda path, leaf: "net")
-    state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
-    for name in ("learning_rate", "net/learning_rate"):
-        with pytest.raises(KeyError, match="inject_hyperparams") as error:
-            jstep.set_hyperparameter(state, name, 0.25)
-        (slot,) = [path for path in state.slots if path.endswith("hyperparams/learning_rate")]
-        assert f"state.replace(slots={{**state.slots, {slot!r}: jnp.full_like(state.slots[{slot!r}], value)}})" in str(
-            error.value
-        )
-    with pytest.raises(KeyError, match="it holds none"):
-        jstep.set_hyperparameter(state, "other/learning_rate", 0.25)
-    with pytest.raises(KeyError, match="it holds none"):
-        jstep.set_hyperparameter(state, "rate", 0.25)
