@@ -126,10 +126,10 @@ class HookRunner:
             watch.switch(HOOKS)
         for hook, check in pending:
             loop.pending.remove((hook, check))  # one that raises is not called again
-            loop.set_calling(Calling(hook, "after_step"))
+            loop.calling = Calling(hook, "after_step")
             with errors:
                 if check():
-                    loop.poll(hook, check)
+                    loop.pending.append((hook, check))
         for schedule in self._schedules:
             hook = schedule.hook
             if not schedule.is_due(step):
@@ -139,14 +139,14 @@ class HookRunner:
             schedule.mark_called(step)
             if errors.all and isinstance(hook, CheckpointSaverHook) and not errors.are_of_savers:
                 continue  # the handler of the error saves
-            loop.set_calling(calling)
+            loop.calling = calling
             if calling.is_users:
                 self._setup.sums.flush()
             with errors:
                 self._apply(hook, hook.after_step(step, loop.state, loop.metrics))
                 if errors.all:
                     continue
-                loop.set_calling(Calling(hook, "next_due"))
+                loop.calling = Calling(hook, "next_due")
                 schedule.reschedule(step)
                 self._record(calling, began)
         if watch.current != STEPPING:
@@ -163,7 +163,7 @@ class HookRunner:
         """Apply the result of a hook; return whether it ends the run."""
         loop = self._setup.loop
         stop, state = check_hook_result(result, loop.state, loop.step, f"{hook_name(hook)}.{method}")
-        loop.set_state(state)
+        loop.state = state
         return stop
 
     def before_save(self, step: int) -> bool:
@@ -194,13 +194,13 @@ class HookRunner:
         due = [schedule.hook for schedule in self._schedules if schedule.at_last(loop.step)]
         last = {id(hook): hook for hook in due}  # each once
         for hook, check in [*loop.take_pending(), *((hook, None) for hook in last.values())]:
-            loop.set_calling(Calling(hook, "after_step"))
+            loop.calling = Calling(hook, "after_step")
             with errors, self._setup.watch.part(HOOKS):
                 if check is not None:
                     check(wait=True)
                 else:
                     self._apply(hook, hook.after_step(loop.step, loop.state, loop.metrics))
-        loop.set_calling(None)
+        loop.calling = None
         is_delivered = False
         while not is_delivered:  # a row that fails is dropped, the others are delivered
             with errors:
@@ -245,7 +245,7 @@ class HookRunner:
                     errors.add(error, loop.calling)
                     continue
                 if not trees.is_donated(before):
-                    loop.set_state(before)  # the next start calls all of them again
+                    loop.state = before  # the next start calls all of them again
                 raise
         errors.end()
 
@@ -261,12 +261,12 @@ class HookRunner:
 
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
         watch, calling = self._setup.watch, Calling(hook, method)
-        self._setup.loop.set_calling(calling)
+        self._setup.loop.calling = calling
         began = watch.clock()
         with contextlib.nullcontext() if calling.part == STEPPING else watch.part(calling.part):
             result = getattr(hook, method)(*args)
         self._record(calling, began)
-        self._setup.loop.set_calling(None)
+        self._setup.loop.calling = None
         return result
 
     def _record(self, calling: Calling, began: float) -> None:
@@ -337,7 +337,7 @@ class Errors:
 
     def end(self, failed: Callable[[Exception], None] | None = None) -> None:
         """Pass the errors to `failed`, or raise the first, with the others as notes."""
-        self._loop.set_calling(self._calling)  # of the first error
+        self._loop.calling = self._calling  # of the first error
         if failed is not None:
             for error in self.all:
                 failed(error)

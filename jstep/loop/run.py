@@ -204,7 +204,7 @@ class Run(RunInfo):
         return next((meter for meter in meters if meter is not None), None)
 
     def poll(self, hook: RunHook, check: Poll) -> None:
-        self.setup.loop.poll(hook, check)
+        self.setup.loop.pending.append((hook, check))
 
     def stop(self, by: str) -> None:
         if not self.setup.loop.is_over:
@@ -240,7 +240,7 @@ class Run(RunInfo):
         bad = self.nonfinite_params()
         # All processes end here together: one that left alone would leave the others waiting in their save.
         if not processes.any_process(bool(bad)):
-            self.setup.loop.record_finite(step)
+            self.setup.loop.finite_at = step
             return True
         if saver.allow_nonfinite:
             return False

@@ -69,7 +69,8 @@ class LoopState:
         is_restored: Whether the loop began from a checkpoint.
         calling: The call of a hook that is in progress, or that raised.
         stopped_by: The hook that ended the run.
-        pending: The polls of hooks, called after each call.
+        pending: The polls of hooks: `check()` is called after each call while it returns True, and `check(wait=True)`
+            after the last step.
         failures: The errors of logs, raised after the next call or save; any thread may add one.
     """
 
@@ -100,33 +101,17 @@ class LoopState:
         self.is_restored = restored
         self.state, self.is_known, self.restoring = state, True, None
 
-    def set_phase(self, phase: str) -> None:
-        self.phase = phase
-
     def take(self, run_call: RunCall, call: Call) -> None:
         """Run a call, without waiting for the device; nothing changes if it raises."""
         self.state, self.metrics = run_call(self.state, call)
         self.step, self.rows = call.first + call.steps, call.program.rows
 
-    def set_state(self, state: Tree) -> None:
-        self.state = state
-
-    def record_finite(self, step: int) -> None:
-        self.finite_at = step
-
     def record_stop(self, by: str | None) -> None:
         """End the run, and keep the name of the first hook that does so."""
         self.stopped_by = self.stopped_by or by
 
-    def poll(self, hook: Hook, check: Poll) -> None:
-        """Call `check` after each call while it returns True, and `check(wait=True)` after the last step."""
-        self.pending.append((hook, check))
-
     def record_failure(self, log: Any, error: Exception) -> None:
         self.failures.append((Calling(log, "flush"), error))
-
-    def set_calling(self, calling: Calling | None) -> None:
-        self.calling = calling
 
     @context_manager
     def during(self, calling: Calling) -> Iterator[None]:

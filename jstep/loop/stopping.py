@@ -215,13 +215,13 @@ def _saved(run: Run, error: BaseException) -> str:
             if outcomes and not is_same:
                 note(error, f"Additionally, {hook_name(hook)} could not save step {run.step}: {_text(failure)}")
         outcomes.append(outcome)
-    run.setup.loop.set_calling(None)
+    run.setup.loop.calling = None
     return f", and {outcomes[0]}"
 
 
 def _save(run: Run, hook: CheckpointSaverHook, where: str = "") -> str:
     """Let a hook save the state; return the outcome. That of the first hook, the run's own if any, is reported."""
-    run.setup.loop.set_calling(Calling(hook, "save"))
+    run.setup.loop.calling = Calling(hook, "save")
     if hook.save(run.step, run.state, wait=True):
         return f"is saved{where}; start the run again to resume"
     return "is not saved: a hook prevented it"

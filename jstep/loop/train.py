@@ -247,7 +247,7 @@ def _run(setup: Setup, batches: Tree) -> TrainState:
             except BaseException as error:
                 signals.stop_raising()
                 is_handled = signals.received is not None
-                setup.loop.set_phase(ENDING)
+                setup.loop.phase = ENDING
                 if run is None:
                     keep_state(setup, error)
                 else:
@@ -279,7 +279,7 @@ def _take_steps(run: Run) -> bool:
     loop, signals, runner, in_flight = run.setup.loop, run.setup.signals, run.runner, run.setup.in_flight
     last_step = run.setup.options.stop_step
     signals.stop_raising()
-    loop.set_phase(RUNNING)
+    loop.phase = RUNNING
     run_call = runner.around_calls(run.dispatch, run.dispatch.repeated)
     try:
         for call in fetch_by_all(run.feeder):
@@ -297,7 +297,7 @@ def _take_steps(run: Run) -> bool:
     except StopWaiting:
         return True
     if loop.step < last_step and loop.stopped_by is None:
-        loop.set_phase(ENDING)
+        loop.phase = ENDING
         report_early_end(run)
     return False
 
@@ -316,7 +316,7 @@ def fetch_by_all(calls: Iterable[Call]) -> Iterable[Call]:
 def _finish(run: Run, *, is_stopped: bool) -> None:
     """End the hooks, which save the last state, or leave if a signal was received."""
     run.setup.signals.stop_raising()
-    run.setup.loop.set_phase(LEAVING if is_stopped else ENDING)
+    run.setup.loop.phase = LEAVING if is_stopped else ENDING
     run.runner.last()
     check_step(run.step, run.state)
     if not is_stopped:
