@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import describe_type, format_value
 from jstep.core.exceptions import context_manager, forget_frames
@@ -20,11 +23,17 @@ from jstep.loop.calls import AutoSteps, Call
 from jstep.loop.compiler import BackgroundCompiler, compile_apart
 from jstep.loop.programs import Program, ProgramTable
 from jstep.loop.signals import StopSignals
+from jstep.loop.stages import TrainSteps
+from jstep.optimizers.hyperparameters import LEARNING_RATE, is_learning_rate
+from jstep.optimizers.nested import is_rated
+from jstep.slots.roles import roles_in
 from jstep.state.train_state import TrainState
 from jstep.training.explain import explain, explain_one_argument
 from jstep.training.metrics import Constants
-from jstep.training.step import TrainStep, refuse_a_loss
+from jstep.training.step import TrainStep, refuse_a_loss, step_function
 
+_ROUNDING = 2**-24
+"""What rounding leaves of a rate, as a share of the largest, where a schedule ends at 0."""
 _logger = logging.getLogger("jstep")
 
 AfterCall = Callable[[Call, Any], None]
@@ -153,6 +162,35 @@ def _marked(step: int) -> contextlib.AbstractContextManager[object]:
 
 
 # Checks and warnings.
+
+
+def warn_of_ended_rate(train_steps: TrainSteps, last_step: int | None, call: Call, state: Tree) -> None:
+    """Warn, in the last stage, if all learning rates of its optimizer are 0 in the last two steps of the run."""
+    step = step_function(call.program.stage.step)
+    if last_step is None or step is None or step.optimizer is None or last_step - call.program.stage.first < 4:
+        return
+    optimizer, roles = step.optimizer, roles_in(state)
+    is_last = train_steps.index(last_step - 1) == train_steps.index(call.first)
+    if not is_last or not is_rated(optimizer) or roles.with_detail(LEARNING_RATE):  # a held one is no schedule
+        return
+
+    def largest(step: Any) -> Any:
+        rates = [value for name, value in optimizer.hyperparameters(step).items() if is_learning_rate(name)]
+        return jnp.max(jnp.stack([jnp.max(jnp.abs(rate)) for rate in rates]))
+
+    steps = np.asarray([1, last_step // 2, last_step - 2, last_step - 1], trees.default_int())
+    try:
+        with internal_transfers():
+            *earlier, before, last = np.asarray(jax.jit(jax.vmap(largest))(steps)).tolist()
+    except Exception as error:  # a schedule that needs a concrete step, or a hyperparameter that is no number
+        _logger.debug("whether the learning rate is 0 in the end is not known: %s", error)
+        return
+    if before == last <= _ROUNDING * max(earlier) and max(earlier) > 0 and jax.process_index() == 0:
+        _logger.warning(
+            "the learning rate is 0 in the last steps of the run, before step %d, so these do not train: its schedule "
+            "ends before the run does; give it more steps, or end the run earlier (last_step)",
+            last_step,
+        )
 
 
 def check_result(result: object) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.saver import Saver
 from jstep.core import interactive
 from jstep.core.annotations import Tree
@@ -27,7 +26,7 @@ from jstep.hooks.speed import StepCounterHook
 from jstep.hooks.states import check_owners, get_states
 from jstep.loop.arguments import Options
 from jstep.loop.compile_ahead import compile_ahead, compile_first_program, shapes_of_batch
-from jstep.loop.dispatch import Dispatch
+from jstep.loop.dispatch import Dispatch, warn_of_ended_rate
 from jstep.loop.feeder import BatchFeeder, FirstBatch, copy_batches
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.programs import ProgramTable
@@ -151,7 +150,11 @@ def _dispatch_of(setup: Setup, observers: Observers) -> Dispatch:
         signals=setup.signals,
         first_call=setup.times.compiling,
         watch=setup.watch,
-        after_first=[lambda call, state: interactive.forget(), *first],
+        after_first=[
+            lambda call, state: interactive.forget(),
+            functools.partial(warn_of_ended_rate, setup.train_steps, options.last_step),
+            *first,
+        ],
         after_each=overriding(observers, "after_each"),
     )
 
@@ -252,9 +255,7 @@ def _open_writer(setup: Setup, saver: Saver | None, origin: Origin) -> SummaryWr
         # The point of a restored step is kept. A run that begins again may evaluate before its first step again.
         first = setup.loop.first + (origin.restored is not None)
         own = origin.restored if origin.trunk is None else None
-        before = None if own is None else functools.partial(_last_of_older_versions, setup, where, prefix, own)
-        same_place = own is not None or not _is_another_run(setup)
-        if starts_here(writer.path, first, same_place=same_place, before=before):
+        if starts_here(writer.path, first, same_place=own is not None or not _is_another_run(setup)):
             for _ in range(STARTS):
                 writer.add_session_log("START", first)
     if setup.options.config and jax.process_index() == 0:
@@ -277,13 +278,3 @@ def _is_another_run(setup: Setup) -> bool:
     if status is None:
         return process is not None and process != this_process() and bool(is_alive(process))
     return status == "finished"
-
-
-def _last_of_older_versions(setup: Setup, where: str, prefix: str, step: int) -> float:
-    """Return the latest time at which an earlier start is known to have lived."""
-    file = setup.lines.file
-    times = [0.0, *(start.get("time", 0.0) for start in (file.earlier if file is not None else ()))]
-    with contextlib.suppress(Exception):  # the checkpoint was deleted meanwhile
-        store = open_store(where)
-        times.append(store.manifest(store.at(prefix, step) or "").saved_at)
-    return max(times)

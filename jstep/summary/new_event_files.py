@@ -8,7 +8,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 from jstep.core.checks import format_list
@@ -151,7 +151,7 @@ STARTS = 2
 """The marks of a restart: TensorBoard's page takes the first one in a directory for the beginning of the run."""
 
 
-def starts_here(path: str, step: int, *, same_place: bool, before: Callable[[], float] | None = None) -> bool:
+def starts_here(path: str, step: int, *, same_place: bool) -> bool:
     """Return whether a new event file must begin with marks of a restart, so that no step of a run is shown twice.
 
     The marks make TensorBoard drop all events from `step` on that it read before, whichever writer wrote them. Files
@@ -161,7 +161,6 @@ def starts_here(path: str, step: int, *, same_place: bool, before: Callable[[], 
         path: The new file of the run.
         step: The first step that it may hold.
         same_place: Whether files of a run of the same place are its own, not only those of its name.
-        before: Returns the time before which files without any run's name are its own; None if none are.
     """
     logdir, new = split_path(path)
     names = _names_there(Objects(logdir)) if is_url(logdir) else filter(is_event_file, names_in(logdir))
@@ -171,12 +170,8 @@ def starts_here(path: str, step: int, *, same_place: bool, before: Callable[[], 
         for name, writer in there.items()
         if writer.run is not None and (writer.run == mine.run or (same_place and writer.place == mine.place))
     ]
-    process = process_mark(socket.gethostname(), os.getpid())
-    unnamed = [name for name, writer in there.items() if writer.run is None]
-    if not own and before is not None and any(process not in name for name in unnamed):
-        until = before()
-        own = [name for name in unnamed if process not in name and there[name].began <= until]
     if not own:
+        process = process_mark(socket.gethostname(), os.getpid())
         others = [name for name, writer in there.items() if writer.run is not None or process not in name]
         if others:
             _logger.warning(
