@@ -113,8 +113,6 @@ def explain_jax(error: BaseException) -> None:
         way_out = _UNBOUND_AXIS.format(match[1])
     elif isinstance(error, TypeError) and _KEEPS_TYPES.search(text):
         way_out = _OF_ONE_TYPE
-    elif type(error).__name__ == "TraceContextError" and type(error).__module__.startswith("flax"):
-        way_out = _SHARED_VARIABLES
     else:
         return
     if way_out not in getattr(error, "__notes__", ()):
@@ -130,9 +128,4 @@ _OF_ONE_TYPE = (
     "A carry keeps its dtypes from step to step, and so does what branches return. Create states with "
     "TrainState.create, whose arrays are not weakly typed, and other initial values as arrays of their final dtype "
     "(jnp.float32(0) for 0); or cast what comes out with .astype."
-)
-_SHARED_VARIABLES = (
-    "jstep: a Flax NNX model that the loss makes must have variables of its own, which copy=True gives it: "
-    "net = nnx.merge(graphdef, params, rest, copy=True). Otherwise they are those of the arguments, which belong to "
-    "another trace. A model from outside the loss cannot be changed in it at all: split it, and merge it in the loss"
 )

@@ -1,4 +1,4 @@
-"""Output to standard error: log lines of `jstep`, progress of long compilations, and a filter of compiler noise."""
+"""Output to standard error: log lines of `jstep`, and progress of long compilations."""
 
 import contextlib
 import itertools
@@ -112,10 +112,10 @@ class _LineHandler(logging.StreamHandler[Any]):
                 handler.handle(record)
 
 
-# Progress of long compilations: a running clock on a terminal, one line elsewhere.
+# Progress of long compilations.
 
 FIRST_SECS, EVERY_SECS = 5.0, 1.0
-"""The seconds after which the progress of a compilation is shown, and the interval of the clock."""
+"""The seconds after which a compilation is named, and the interval of a running clock."""
 
 
 class Ticker:
@@ -147,30 +147,18 @@ class Ticker:
 
 @context_manager
 def slow(doing: str, log: Callable[[str], object] | None = None) -> Iterator[None]:
-    """Report progress after five seconds: a running clock on a terminal, elsewhere one line, to `log` if given."""
-    is_terminal = getattr(sys.stderr, "isatty", bool)()
-    is_shown = False
-
-    def show(seconds: float) -> None:
-        nonlocal is_shown
-        if is_terminal:
-            _write(f"\r\x1b[K{doing}: {seconds:.0f} s")
-        elif not is_shown:
-            text = f"{doing}: {seconds:.0f} s so far"
-            log(text) if log is not None else _write(f"{text}\n")
-        is_shown = True
-
-    ticker = Ticker(show, first=FIRST_SECS)
+    """Say after five seconds that something takes long: by `log` if given, else on standard error."""
+    timer = threading.Timer(FIRST_SECS, lambda: (log or _write)(f"{doing}: {FIRST_SECS:g} s so far"))
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
-        ticker.stop()
-        if is_shown and is_terminal:
-            _write(f"\r\x1b[K{doing}: done after {ticker.seconds:.0f} s\n")
+        timer.cancel()
 
 
 def _write(text: str) -> None:
     stream: Any = sys.stderr
     with contextlib.suppress(AttributeError, OSError, ValueError):  # missing or closed
-        stream.write(text)
+        stream.write(f"{text}\n")
         stream.flush()

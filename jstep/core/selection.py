@@ -125,8 +125,6 @@ def _by_globs(params: trees.Params, trainable: list[bool], entries: Sequence[str
         matches = [i for i, aliases in enumerate(names) if is_named(aliases, entry)]
         if not matches:
             hint = trees.suggest_names(entry, every) or f"; paths are {every[:20]}"
-            under = [path for path in every if path.startswith(f"{entry}/")]
-            hint = f"; for all below it write {entry + '/*'!r}" if under else hint
             raise ValueError(f"{argument}: {entry!r} matches no parameter{hint}")
         if every.count(entry) > 1:
             raise ValueError(ambiguous(argument, entry, every.count(entry)))

@@ -53,10 +53,6 @@ class Held:
 ScalarOrSchedule: TypeAlias = Number | Schedule | Callable[[Any], Any] | Held
 
 
-class InitFn(Protocol):
-    def __call__(self, params: Params, global_step: Step = 0) -> Slots: ...
-
-
 class GradientNoise(NamedTuple):
     """Gradient noise, estimated from the microbatches of one step; NaN if it cannot be estimated.
 
@@ -112,10 +108,6 @@ UpdateFn: TypeAlias = Callable[..., tuple[Updates, Slots]]
 """`update(updates, slots, params, step) -> (updates, slots)`, a pure function: it maps gradients (or the updates of the
 previous element of a chain) to updates to add, and to new slots. With `takes_context` it accepts a `Context` as its
 fifth argument."""
-
-
-class HyperparametersFn(Protocol):
-    def __call__(self, step: Step, /) -> dict[str, Any]: ...
 
 
 class Optimizer(NamedTuple):
@@ -185,9 +177,9 @@ class Optimizer(NamedTuple):
         2.5
     """
 
-    init: InitFn
+    init: Callable[..., Slots]
     update: UpdateFn
-    hyperparameters: HyperparametersFn
+    hyperparameters: Callable[[Any], dict[str, Any]]
     takes_context: bool = False
 
     def __repr__(self) -> str:
@@ -325,21 +317,7 @@ def require_arrays(tree: Tree, what: str, remedy: str = "") -> None:
 
 def keep_arrays(argument: str) -> str:
     """Return a remedy for leaves that are not arrays, such as the functions of an Equinox module."""
-    return (
-        f". Keep only arrays in {argument}, by equinox.partition or flax.nnx.split. With `import equinox as eqx`:\n"
-        "    params, static = eqx.partition(model, eqx.is_inexact_array)  # before TrainState.create(params, …)\n"
-        "    model = eqx.combine(params, static)  # the first line of the loss, loss_fn(params, …)"
-    )
-
-
-def key_hint(leaves: Mapping[str, Any]) -> str:
-    """Return advice on the leaf of a batch that is a PRNG key, or seems to be a raw one; "" if none is."""
-    for name, leaf in leaves.items():
-        is_raw = getattr(leaf, "dtype", None) == np.uint32 and np.shape(leaf) in ((2,), (4,))
-        if is_raw or (is_key(leaf) and not np.shape(leaf)):
-            seems = "seems to be a raw PRNG key: make it with jax.random.key;" if is_raw else "is a PRNG key:"
-            return f". {name} {seems} a loss gets a key for each step from minimize(…, rng=key)"
-    return ""
+    return f"; keep only arrays in {argument}, by equinox.partition or flax.nnx.split"
 
 
 def is_key(x: object) -> bool:
@@ -521,9 +499,6 @@ def _mismatch(params: Tree, tree: Tree, what: str, is_leaf: Any) -> str:
     if not missing and not extra:
         text += f"; same paths, other containers: {type(params).__name__} and {type(tree).__name__}, or "
         text += f"{structure(tree)} instead of {structure(params)}"
-    for i, part in enumerate(tree if isinstance(tree, tuple) else ()):
-        if paths(part) == want:  # (loss, gradients), (gradients, norm)
-            text += f"; element {i} of this tuple has it: unpack the tuple"
     return text
 
 

@@ -1,7 +1,7 @@
 """Shuffled batches and weighted mixtures of sources as pure functions of the step, with no position to save."""
 
 from collections.abc import Mapping
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +17,8 @@ from jstep.data.steps import NO_END, Staircase, Steps, as_staircase
 # Shuffled batches as a pure function of the step, so that no data position is checkpointed.
 
 
-@overload
 def batches(
-    arrays: list[T],
+    arrays: list[T] | T,
     batch_size: int | Mapping[int, int],
     seed: int = 0,
     shuffle: bool = True,
@@ -28,34 +27,7 @@ def batches(
     *,
     process_index: int | None = None,
     process_count: int | None = None,
-) -> "Batches[T]": ...
-
-
-@overload
-def batches(
-    arrays: T,
-    batch_size: int | Mapping[int, int],
-    seed: int = 0,
-    shuffle: bool = True,
-    num_epochs: int | None = None,
-    drop_remainder: bool = True,
-    *,
-    process_index: int | None = None,
-    process_count: int | None = None,
-) -> "Batches[T]": ...
-
-
-def batches(
-    arrays: Any,
-    batch_size: int | Mapping[int, int],
-    seed: int = 0,
-    shuffle: bool = True,
-    num_epochs: int | None = None,
-    drop_remainder: bool = True,
-    *,
-    process_index: int | None = None,
-    process_count: int | None = None,
-) -> "Batches[Any]":
+) -> "Batches[T]":
     """Batches by step: `batches[N]` is a pure function of the seed and N.
 
     Update N of a run uses batch N, so a restored run resumes with the right rows and no data position needs to be
@@ -74,8 +46,8 @@ def batches(
         arrays: A source, or a tuple, dict or other tree of sources, with one row per example. A source is an array
             (possibly memory-mapped; a JAX array is copied to the host once), or any object with `__len__` and
             `__getitem__` whose items are trees of arrays and numbers; the items are stacked. Row i is `source[i]`. Only
-            `__getitems__`, datasets of h5py, zarr and PyTorch's tensors, and a `__getitem__` that rejects an integer
-            get a list of indices, once per batch. A list is one source of examples.
+            `__getitems__` and datasets of h5py, zarr and PyTorch's tensors get a list of indices, once per batch. A
+            list is one source of examples.
         batch_size: Global batch size, over all processes. A mapping from step to size is a schedule:
             `{0: 64, 1000: 128}` uses 64 from step 0 and 128 from step 1000. A new size takes effect within the current
             epoch, in which no row is repeated: its remaining rows form batches of the new size, and `drop_remainder`
@@ -128,8 +100,9 @@ def batches(
         size = as_int(value, name, 1)
         if size > len(rows) and drop_remainder:
             hint = "drop_remainder=False gives them as one smaller batch"
-            if isinstance(arrays, list):
-                hint = f"a list is one source of examples: give several arrays as a tuple; {hint}"
+            hint = (
+                "a list is one source of examples: give several arrays as a tuple" if isinstance(arrays, list) else hint
+            )
             raise ValueError(f"{name}={size}: must not be more than the {len(rows)} rows of arrays; {hint}")
         return size
 
@@ -171,8 +144,8 @@ class Batches(BatchSequence[T]):
         size = self.batch_size
         if not isinstance(size, int):
             raise ValueError(
-                f"steps_per_epoch: batch_size={format_value(size)} has several sizes, so epochs have different "
-                "numbers of steps; rows_before(N) / num_rows is the number of passes over the rows before batch N"
+                f"steps_per_epoch: batch_size={format_value(size)} has several sizes; rows_before(N) / num_rows is the "
+                "number of passes before batch N"
             )
         return _steps_in(self.num_rows, size, self._plan.drop_remainder)
 

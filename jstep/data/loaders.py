@@ -4,7 +4,6 @@ import functools
 import inspect
 import itertools
 import logging
-import re
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -64,13 +63,6 @@ class Source(NamedTuple):
             return None
 
 
-_DELETED = re.compile("(?:Array|Buffer) has been deleted")
-_KEPT = (
-    "jstep: the function of jstep.from_state uses arrays of an earlier state, which were donated to the step after it: "
-    "their memory is reused. To keep arrays of a state, copy them: target = jax.tree.map(jnp.copy, state.params)"
-)
-
-
 def open_source(
     batches: Tree,
     start: int,
@@ -90,36 +82,22 @@ def open_source(
     owner = position_owner(batches)
     if isinstance(batches, StateBatches):
         make, read, begin = batches.make, None, None
-
-        def batch(step: int) -> Any:
-            try:
-                return make(step, state())
-            except (RuntimeError, ValueError) as error:  # JAX raises either one
-                if _DELETED.search(str(error)):
-                    note(error, _KEPT)
-                raise
-
         if owner is not None:
             without = "jstep.from_state(lambda step, state: fn(step, state))"
             read, begin = _resumed(owner, position, start, last_step, without)
         elif _may_keep_something(make):
-            ways_out = (
-                "If it keeps something between its calls, give jstep.from_state an object with __call__, state_dict "
-                "and load_state_dict; if not, a function."
-            )
+            ways_out = "Give jstep.from_state a function, or an object with __call__, state_dict and load_state_dict."
             name = getattr(make, "__qualname__", type(make).__name__)
             _warn_without_position(name, start, ways_out, resumable=resumable)
-        return Source(map(batch, range(start, last_step)), read, begin, is_of_state=True)
+        made = map(lambda step: make(step, state()), range(start, last_step))  # noqa: C417  (it may raise StopIteration)
+        return Source(made, read, begin, is_of_state=True)
     if owner is None:
         items = _by_step(batches, start, last_step)
         if items is not None:
             return Source(items, by_step=batches, fresh=isinstance(batches, BatchSequence))
         items = iter(batches)
         if not keeps_position(items):
-            ways_out = (
-                "Use jstep.batches, a function of the step, or a loader or iterator with get_state and set_state, or "
-                "with state_dict and load_state_dict."
-            )
+            ways_out = "Use jstep.batches, a function of the step, or a loader with get_state and set_state."
             _warn_without_position(type(batches).__name__, start, ways_out, resumable=resumable)
             return Source(items, fresh=isinstance(items, BatchIterator))
         owner = items
@@ -156,9 +134,8 @@ def _item(batches: Tree, fetch: Callable[[int], Any], step: int) -> Any:
         return fetch(step)
     except StopIteration as error:
         raise RuntimeError(
-            f"batches={format_value(batches)}: StopIteration was raised for step {step}, perhaps by a next() of an "
-            "iterator that is exhausted; must return the batch of each step. If the data end there, raise "
-            "jstep.OutOfRangeError"
+            f"batches={format_value(batches)}: StopIteration was raised for step {step}: must return the batch of each "
+            "step; raise jstep.OutOfRangeError where the data end"
         ) from error
 
 
@@ -173,15 +150,9 @@ def _may_keep_something(make: Callable[..., Any]) -> bool:
 def _warn_without_position(name: str, start: int, ways_out: str, *, resumable: bool) -> None:
     """Warn on resuming, or before a resumable run, that batches do not resume where a run stopped."""
     if start:
-        what = (
-            f"The run resumes at step {start}, but a {name} has no position to resume from: its batches start from its "
-            "current position."
-        )
+        what = f"The run resumes at step {start}, but a {name} has no position to resume from: it starts where it is."
     elif resumable:
-        what = (
-            f"A {name} has no position to resume from: if this run is stopped and resumed from its checkpoint, the "
-            f"batches start where the {name} is then, not where the run stopped."
-        )
+        what = f"A {name} has no position to resume from: a restart of this run would continue from where it is then."
     else:
         return
     _logger.warning("%s %s", what, ways_out)
@@ -191,14 +162,12 @@ def check_batches(batches: Tree) -> None:
     if _is_array(batches) or (isinstance(batches, tuple) and batches and all(map(_is_array, batches))):
         what = "a tuple of arrays" if isinstance(batches, tuple) else "an array"
         raise TypeError(
-            f"batches: must be a source of batches, got {what}, which would give one row, or one array, as each batch; "
-            "for batches of rows, use jstep.batches(arrays, batch_size); to repeat the same batch, "
-            "itertools.repeat(batch)"
+            f"batches: must be a source of batches, got {what}; for batches of its rows, use "
+            "jstep.batches(arrays, batch_size)"
         )
     if isinstance(batches, Mapping | str | bytes):
         raise TypeError(
-            f"batches: must be a source of batches, got a {type(batches).__name__}, which may be one batch; give an "
-            "object with batches[N], a function of the step, or an iterable; to repeat one batch, "
+            f"batches: must be a source of batches, got a {type(batches).__name__}; to repeat one batch, give "
             "itertools.repeat(batch)"
         )
     if isinstance(batches, StateBatches):
@@ -231,12 +200,10 @@ def _resumed(
     name, read = type(owner).__name__, functools.partial(loader_position, owner, without)
     if kept is None:
         if start:
-            _logger.warning(
-                "The run resumes at step %d, but there is no position for the %s in the checkpoint: its batches start "
-                "from its current position.",
-                start,
-                name,
+            text = (
+                "The run resumes at step %d, but the checkpoint has no position for the %s: it starts where it is now."
             )
+            _logger.warning(text, start, name)
         return read, None
     if start < last_step:
         if kept.error:
@@ -248,11 +215,7 @@ def _resumed(
             try:
                 _methods(owner)[1](value)  # before iter(), which is when loaders read it
             except Exception as error:
-                note(
-                    error,
-                    f"jstep: the {name} refuses the position that the checkpoint of step {start} has for it; was it "
-                    "saved by another loader, or by one with other options?",
-                )
+                note(error, f"jstep: the {name} refuses the position that the checkpoint of step {start} has for it")
                 raise
     return read, lambda: kept.value
 
@@ -287,9 +250,8 @@ def loader_position(owner: object, without: str = _WITHOUT) -> Any:
         name = type(owner).__name__
         raise TypeError(
             f"batches: the state of the {name} cannot be kept with a checkpoint: state{error.path} {error.what}, and "
-            f"a position may hold only {tagged_json.SUPPORTED}. Convert that value where the state is returned "
-            "(state_dict or get_state) and back where it is taken (load_state_dict or set_state), in a subclass of "
-            f"the {name} or a class around it; or pass {without}, which has no position to keep"
+            f"a position may hold only {tagged_json.SUPPORTED}; convert that value in its methods, or pass {without}, "
+            "which has no position to keep"
         ) from None
 
 
@@ -445,8 +407,7 @@ class ReplayedIterator(Iterator[Any]):
         dropped = sum(1 for _ in itertools.islice(items, used))
         if dropped < used:
             raise ValueError(
-                f"replayed: make() returned {dropped} batches, and the run has used {used}: it must return the same "
-                "batches after a restart"
+                f"replayed: make() returned {dropped} batches, and the run has used {used}; it must repeat them"
             )
         _logger.info("replayed: %d batches were read again in %.1f s", used, time.perf_counter() - began)
         return items
@@ -456,8 +417,5 @@ class ReplayedIterator(Iterator[Any]):
 
     def set_state(self, state: dict[str, int]) -> None:
         if not (isinstance(state, dict) and isinstance(state.get(_USED), int)):
-            raise ValueError(
-                f"state={format_value(state)}: must be a position of jstep.replayed, a dict with the number of "
-                f"{_USED!r}; it is that of another loader"
-            )
+            raise ValueError(f"state={format_value(state)}: must be a position of jstep.replayed, with {_USED!r}")
         self._count, self._items = state[_USED], None

@@ -45,9 +45,8 @@ def shard_batch(local_batch: T, mesh: Mesh, axis: str | Sequence[str] = "data") 
 
     sizes = trees.leading_sizes(local_batch)
     if len(sizes) > 1:
-        hint = trees.key_hint(dict(trees.leaves_with_paths(local_batch)))
         got = ", ".join(sizes.values())
-        raise ValueError(f"local_batch: all leaves must have the same number of rows; got {got}{hint}")
+        raise ValueError(f"local_batch: all leaves must have the same number of rows; got {got}")
 
     def leaf(keys: Any, rows: Tree) -> Any:
         named = trees.leaf_at(trees.path_str(keys))
@@ -187,14 +186,10 @@ def make_placer(sharding: object, argument: str = "sharding") -> Callable[[Any],
     local = all(getattr(s, "is_fully_addressable", True) for s in jax.tree.leaves(sharding))
 
     def place(item: object) -> Any:
-        try:
-            with meshes.internal_transfers():
-                if local:
-                    return jax.device_put(item, sharding)
-                return jax.tree.map(place_rows, item, jax.tree.broadcast(sharding, item))
-        except ValueError as error:
-            _explain(item, sharding, error)
-            raise
+        with meshes.internal_transfers():
+            if local:
+                return jax.device_put(item, sharding)
+            return jax.tree.map(place_rows, item, jax.tree.broadcast(sharding, item))
 
     return place
 
@@ -205,26 +200,6 @@ def _place_on_default_device(item: object) -> Any:
     with meshes.internal_transfers():
         # One call for all: most of its time is spent in Python, which keeps the loop from running.
         return filled(jax.device_put(others))
-
-
-def _explain(item: object, sharding: object, error: ValueError) -> None:
-    try:
-        each = jax.tree.leaves(jax.tree.broadcast(sharding, item))
-    except ValueError:
-        return  # the structures differ, as the original error reports
-    for (path, leaf), part in zip(trees.leaves_with_paths(item), each, strict=True):
-        if not isinstance(part, NamedSharding):
-            continue
-        parts = 1 if part.is_fully_addressable else jax.process_count()
-        for dim, axis in enumerate(part.spec):
-            count = meshes.parts_along(part.mesh, axis)
-            here = max(1, count // parts) if isinstance(leaf, np.ndarray) else count
-            if dim >= np.ndim(leaf) or np.shape(leaf)[dim] % here:
-                raise ValueError(
-                    f"sharding: {part.spec} splits dimension {dim} into {count} parts (axis {axis!r}), {here} of them "
-                    f"here, and {trees.leaf_at(path)} has shape {np.shape(leaf)} on this process; choose a batch "
-                    f"of a multiple of {here} rows"
-                ) from error
 
 
 def copy_batch(item: object, *, fresh: bool = False) -> Any:

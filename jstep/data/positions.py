@@ -36,24 +36,20 @@ def restore_position(extra: Mapping[str, Any]) -> SavedPosition | None:
     of_all, first, count = extra.get(POSITIONS), extra.get(POSITION), jax.process_count()
     if of_all is None:
         only_one = (
-            f"The checkpoint has one position of a loader for {count} processes: it was saved by one process, or by a "
-            "version of jstep that saved only the position of process 0. Every process resumes from it, which is wrong "
-            "if their loaders do not advance together."
+            f"The checkpoint has one position of a loader for {count} processes. Every process resumes from it, which "
+            "is wrong if their loaders do not advance together."
         )
         return None if first is None else SavedPosition(first, warning=only_one if count > 1 else "")
     before, positions = of_all[_PROCESSES], of_all["positions"]
-    if len(positions) == 1:  # all were equal
-        return SavedPosition(positions[0])
-    if before == count:
-        mine = positions[jax.process_index()]
-        return None if mine is None else SavedPosition(mine)
-    return SavedPosition(
-        None,
-        f"the checkpoint was saved by {before} processes, whose loaders had different positions, and this run has "
-        f"{count}: the position of one process does not determine the share of another. Start the run with {before} "
-        "processes; or give batches whose position is the step (jstep.batches, a function of the step); or resume with "
-        "the loader as it is now: restore the state with Saver.restore, and train it with another checkpoint_dir",
-    )
+    if len(positions) > 1 and before != count:
+        return SavedPosition(
+            None,
+            f"the checkpoint was saved by {before} processes, whose loaders had different positions, and this run has "
+            f"{count}. Start the run with {before} processes, or give batches whose position is the step "
+            "(jstep.batches, a function of the step)",
+        )
+    mine = positions[0 if len(positions) == 1 else jax.process_index()]  # one if all were equal
+    return None if mine is None else SavedPosition(mine)
 
 
 def gather_positions(position: object, files: AttachedFiles) -> dict[str, Any]:
@@ -69,8 +65,7 @@ def gather_positions(position: object, files: AttachedFiles) -> dict[str, Any]:
     if index == 0 or not are_equal:
         files |= {f"{_file_stem(index)}{name}": each for name, each in mine.items()}
     positions = [
-        tagged_json.with_files(each, functools.partial(_reference, _file_stem(process)))
-        for process, each in enumerate(gathered)
+        tagged_json.with_files(each, functools.partial(_reference, process)) for process, each in enumerate(gathered)
     ]
     first = {} if positions[0] is None else {POSITION: positions[0]}
     if count == 1:
@@ -101,121 +96,101 @@ def decode_position(kept: object, owner: str) -> Any:
     what = f"batches: the checkpoint's position for the {owner}"
     if not isinstance(kept, Mapping):
         raise ValueError(f"{what} must be a position, got {describe_type(kept)}")
-    if "pickle" in kept:
-        raise ValueError(
-            f"{what} was pickled by an older version of jstep, and nothing in a checkpoint is unpickled, because that "
-            f"could run code of whoever wrote it. To continue from its state, with a {owner} that starts from its "
-            "current position: state = jstep.Saver(old_directory).restore(state), and jstep.train(…, "
-            "checkpoint_dir=new_directory)"
-        )
     try:
         return tagged_json.decode({"$bytes": kept[BYTES]} if BYTES in kept else kept["value"])
-    except KeyError as error:
-        raise ValueError(f"{what} is not a position (it has no {error})") from None
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{what} cannot be decoded ({error}); it was not saved by jstep, or was changed") from None
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{what} cannot be decoded ({error}); to continue with the {owner} as it is now, restore the state with "
+            "Saver.restore, and train it with another checkpoint_dir"
+        ) from None
 
 
 def _file_stem(process: int) -> str:
     return f"position.process_{process}."
 
 
-def _reference(stem: str, name: str) -> dict[str, str]:
-    return {FILE: f"{stem}{name}"}
+def _reference(process: int, name: str) -> dict[str, str]:
+    return {FILE: f"{_file_stem(process)}{name}"}
 
 
 class StoredPosition:
-    """The position of batches that may be made ahead, each with the position after it."""
+    """The position of batches that may be made ahead, each with the position after it.
 
-    is_large = False
+    Attributes:
+        before: The position before the latest batch.
+    """
 
     def __init__(self, begin: Callable[[], Any] | None) -> None:
         self.before: Any = None
         self._now = begin() if begin else None
 
     def is_lost(self, is_before: bool) -> bool:
+        """Whether the position for a checkpoint, if `is_before` before the latest batch, was not copied."""
         return False
 
-    def prepare(self) -> None:
-        """See `LivePosition.prepare`."""
-
-    def begin_fetch(self) -> None:
-        """See `LivePosition.begin_fetch`."""
-
-    def mark_exhausted(self) -> None:
-        """See `LivePosition.mark_exhausted`."""
+    def begin_fetch(self, stop_raising: Callable[[], object]) -> None:
+        """Begin a batch, which a signal may interrupt unless `stop_raising` is called."""
 
     def end_fetch(self, position: object) -> None:
+        """The batch was made; no signal interrupts the loop until its step and hooks are done."""
         self.before, self._now = self._now, position
 
+    def mark_exhausted(self) -> None:
+        """There was no other batch."""
+
     def freeze(self) -> None:
-        """See `LivePosition.freeze`."""
+        """Freeze the current position, without later changes."""
 
     def now(self) -> Any:
         return self._now
 
 
-class LivePosition:
+class LivePosition(StoredPosition):
     """The position of the batches of `from_state`, which are made one at a time, after the hooks of the previous step.
 
     Hooks send feedback to the object that makes the batches, so its position is read when a checkpoint is written. If a
     batch could not be made, or its step failed, it is the position before that batch, which a restart makes again.
-    Large positions are copied only when a checkpoint needs them; a position that was large once counts as large.
-
-    Attributes:
-        before: The position before the latest batch, and after changes by hooks before that; None if it is large.
-        is_large: Whether making a batch must not be interrupted, or its position would be lost.
+    Large positions are copied only when a checkpoint needs them; a position that was large once counts as large, and
+    making its batch must not be interrupted, or it would be lost.
     """
 
     def __init__(self, ask: Callable[[], Any], begin: Callable[[], Any] | None) -> None:
+        super().__init__(None)
         self._ask = ask
         self.before = None if begin is None else begin()
-        self.is_large = tagged_json.encoded_size(self.before) > LARGE
+        self._is_large = tagged_json.encoded_size(self.before) > LARGE
         self._is_frozen = self._is_known = False
-        self._at_end: Any = None
 
     def is_lost(self, is_before: bool) -> bool:
-        """Whether the position for a checkpoint, if `is_before` before the latest batch, was not copied."""
-        return self.is_large and self.before is None and (is_before or self._is_frozen)
+        return self._is_large and self.before is None and (is_before or self._is_frozen)
 
-    def prepare(self) -> None:
-        """Read the position before a batch, if it is small; a signal may interrupt this."""
-        if not self.is_large:
+    def begin_fetch(self, stop_raising: Callable[[], object]) -> None:
+        if not self._is_large:
             # An object may not know its position before its first batch.
             with contextlib.nullcontext() if self._is_known else contextlib.suppress(Exception):
                 self.before = self._ask()
                 self._is_known = True
-                self.is_large = tagged_json.encoded_size(self.before) > LARGE
-
-    def begin_fetch(self) -> None:
-        """Begin a batch; a signal may interrupt it if the position is small."""
-        if self.is_large:
+                self._is_large = tagged_json.encoded_size(self.before) > LARGE
+        if self._is_large:
+            stop_raising()
             self.before = None
         self._is_frozen = True
 
     def mark_exhausted(self) -> None:
-        if self.is_large:
+        if self._is_large:
             self._is_frozen, self._is_known = False, True
-        elif self._is_known:  # the search for a batch may have changed the object
-            self._at_end, self._is_frozen = tagged_json.as_json(self._ask()), False
 
     def end_fetch(self, position: object) -> None:
-        """The batch was made; no signal interrupts the loop until its step and hooks are done."""
         if not self._is_known:  # a position that cannot be saved is rejected after the first batch
-            self.is_large = self.is_large or tagged_json.encoded_size(self._ask()) > LARGE
+            self._is_large = self._is_large or tagged_json.encoded_size(self._ask()) > LARGE
             self._is_known = True
         self._is_frozen = False
 
     def freeze(self) -> None:
-        """Freeze the current position, without later changes."""
         self.before, self._is_frozen = self.now(), True
 
     def now(self) -> Any:
-        if self._is_frozen or not self._is_known:
-            return self.before
-        position = self._ask()
-        is_at_end = self._at_end is not None and tagged_json.as_json(position) == self._at_end
-        return self.before if is_at_end else position
+        return self.before if self._is_frozen or not self._is_known else self._ask()
 
 
 _SHARE = 0.02

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from jstep.core import trees
 from jstep.core.checks import as_function, as_int, format_value
 from jstep.core.exceptions import note
 from jstep.core.threads import MAKING, Thread, doing
@@ -147,10 +147,8 @@ def _read(source: Iterator[Any], place: Callable[[Any], Any], state_fn: Callable
     try:
         return place(item), state
     except Exception as error:
-        leaves = trees.leaves_with_paths(item)[:20]
-        kinds = (f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(np.shape(leaf))}" for _, leaf in leaves)
-        which = ", ".join(f"{trees.quote_path(path)}: {kind}" for (path, _), kind in zip(leaves, kinds, strict=True))
-        note(error, f"raised by prefetch_to_device for the item {which}")
+        shapes = jax.tree.map(lambda leaf: f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(np.shape(leaf))}", item)
+        note(error, f"raised by prefetch_to_device for the item {format_value(shapes)}")
         raise
 
 

@@ -48,15 +48,7 @@ class BatchSequence(abc.ABC, Generic[T]):
         return {name: counts[name] for name in self._rows}
 
     def _extent(self) -> str:
-        parts, endless = self._steps.parts, self.is_endless
-        if len(parts) == 1 and parts[0].start == 0 and parts[0].step == 1:
-            return "without end" if endless else f"{self._steps.count} steps"
-        if not parts:
-            return "0 steps"
-        ranges = [str(range(p.start, p[-1] + (1 if p.step > 0 else -1), p.step)) for p in parts]
-        if endless:
-            ranges[-1] = f"{parts[-1].start}, {parts[-1].start + parts[-1].step}, …"
-        return "steps " + ", then ".join(ranges if len(ranges) <= 4 else [*ranges[:2], "…", ranges[-1]])
+        return "without end" if self.is_endless else f"{self._steps.count} steps"
 
     @property
     def batch_size(self) -> int | dict[int, int]:

@@ -1,5 +1,6 @@
 """Rows of data sources: arrays, and objects with a length and items."""
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -9,7 +10,7 @@ import numpy as np
 
 from jstep.core.checks import describe_type, format_value
 from jstep.core.meshes import internal_transfers
-from jstep.core.trees import all_native, is_key, key_hint, leading_sizes, native, path_str, quote_path, stack_trees
+from jstep.core.trees import all_native, is_key, leading_sizes, native, path_str, quote_path, stack_trees
 from jstep.data.permutation import RowNumbers
 
 _NO_ORDER = "cannot be taken in any order"
@@ -47,14 +48,12 @@ class ItemSource:
     """Stacked items `items[i]` of an object with `__len__` and `__getitem__`.
 
     A `__getitem__` for one index may silently do something else with a list. So lists are passed only to
-    `__getitems__`, to a `__getitem__` known to accept them, and to one that rejects an integer.
+    `__getitems__`, and to a `__getitem__` known to accept them.
     """
 
     def __init__(self, items: Any, path: str, argument: str) -> None:
         self._items = items
         self.path = path
-        # Whether `__getitem__` rejects an integer and accepts a list; None until it has been tried.
-        self._takes_only_lists: bool | None = None
         self._what = f"{argument}: items of the {type(items).__name__} at {path}"
 
     def __len__(self) -> int:
@@ -75,44 +74,10 @@ class ItemSource:
             if len(items) != len(numbers):
                 raise ValueError(f"{self._what}: __getitems__ gave {len(items)} items for {len(numbers)} indices")
             return self._stack(items, numbers)
-        if self._takes_only_lists:
-            return self._from_list(numbers)
-        # A library may reject some lists: HDF5 accepts only ascending ones.
-        if _takes_lists(type(self._items)) and (batch := self._tried_list(numbers)) is not None:
-            return batch
-        items = []
-        try:
-            for i in numbers:
-                items.append(self._items[i])
-        except Exception as error:
-            if items or self._takes_only_lists is not None or not self._refuses_integers(error, numbers):
-                raise
-            if (batch := self._tried_list(numbers)) is None:
-                raise
-            self._takes_only_lists = True
-            return batch
-        self._takes_only_lists = False
-        return self._stack(items, numbers)
-
-    def _refuses_integers(self, error: Exception, numbers: list[int]) -> bool:
-        """Whether all integers raise the error of the first index, and not only its row or file."""
-        if isinstance(error, OSError):
-            return False
-        for i in (*numbers[1:], 0, len(self) - 1):
-            try:
-                self._items[i]
-            except Exception as other:
-                if type(other) is not type(error):
-                    return False
-            else:
-                return False
-        return True
-
-    def _tried_list(self, numbers: list[int]) -> Any:
-        try:
-            return self._from_list(numbers)
-        except Exception:
-            return None  # the error of the integers, not of the list, is raised
+        if _takes_lists(type(self._items)):
+            with contextlib.suppress(Exception):  # a library may reject some lists: HDF5 accepts only ascending ones
+                return self._from_list(numbers)
+        return self._stack([self._items[i] for i in numbers], numbers)
 
     def _stack(self, items: Sequence[Any], numbers: list[int]) -> Any:
         trees = []
@@ -125,23 +90,9 @@ class ItemSource:
             return stack_trees(trees, self._what, lambda i: f"row {numbers[i]}")
 
     def _from_list(self, numbers: list[int]) -> Any:
-        """Return the source's value for a list of indices; its lists are columns, with one entry per row."""
-
-        def column(leaf: object) -> Any:
-            if not isinstance(leaf, list) or len(leaf) != len(numbers):
-                return _as_array(leaf)
-            if any(isinstance(entry, np.ma.MaskedArray) for entry in leaf):
-                return np.ma.stack(leaf)  # rejected later, too
-            try:
-                return np.asarray(leaf)
-            except ValueError:  # the entries differ in shape
-                return self._stack(leaf, numbers)
-
-        batch = jax.tree.map(column, self._items[numbers], is_leaf=lambda x: isinstance(x, list))
-        sizes = leading_sizes(batch)
-        if list(sizes) != [len(numbers)] or any(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(batch)):
-            listed = ", ".join(sizes.values()) or "none"
-            raise ValueError(f"{self._what}: for a list of {len(numbers)} indices it gave rows: {listed}")
+        batch = jax.tree.map(_as_array, self._items[numbers])
+        if list(leading_sizes(batch)) != [len(numbers)]:
+            raise ValueError
         return batch
 
 
@@ -180,8 +131,7 @@ def open_rows(arrays: object, argument: str = "arrays", name: str = "") -> Rows:
             raise ValueError(f"{argument}: the {type(leaf).__name__} at {source.path} has no rows")
     if len({len(source) for source in sources}) > 1:
         each = ", ".join(f"{len(source)} at {source.path}" for source in sources)
-        hint = key_hint({source.path: leaf for (_, leaf), source in zip(leaves, sources, strict=True)})
-        raise ValueError(f"{argument}: all sources must have the same number of rows; there are {each}{hint}")
+        raise ValueError(f"{argument}: all sources must have the same number of rows; there are {each}")
     return Rows(sources, treedef.children()[0] if name else treedef, name)
 
 

@@ -199,7 +199,6 @@ def num_examples(args: Any) -> int | str:
         return (
             f"the arguments have leading axes of different sizes ({', '.join(sizes.values())}); close over arrays "
             "without an axis of examples, or return a pair (sum, count)"
-            f"{trees.key_hint(dict(trees.leaves_with_paths(args)))}"
         )
     return next(iter(sizes))
 

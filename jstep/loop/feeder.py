@@ -67,10 +67,7 @@ class BatchFeeder:
                 call: Call = self._reader.take()
                 self._reader.request()
             else:
-                position.prepare()
-                if position.is_large:
-                    signals.stop_raising()
-                position.begin_fetch()
+                position.begin_fetch(signals.stop_raising)
                 call = next(self._made)
             signals.stop_raising()
             # If the wait is interrupted, the position stays before the batch, even if it was partly read.

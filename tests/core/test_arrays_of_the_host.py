@@ -37,15 +37,6 @@ class Items:
         return {"x": self.x[i : i + 1]}
 
 
-class Columns(Items):
-    """Rows of a list of indices, as lists of rows."""
-
-    def __getitem__(self, indices: Any) -> Any:
-        if isinstance(indices, int):
-            raise TypeError("a list of indices")
-        return {"x": [self.x[i : i + 1] for i in indices]}
-
-
 class Foreign:
     """An array of another library."""
 
@@ -116,7 +107,6 @@ DOORS: dict[str, Callable[[Any], Any]] = {
     "batches of a list": lambda x: jstep.batches({"a": [x, x], "b": [1, 2]}, 2, seed=0)[0],
     "batches of nested lists": lambda x: jstep.batches([[x, x], [x, x]], 2, seed=0)[0],
     "batches of items": lambda x: jstep.batches(Items(x), 2, seed=0)[0],
-    "batches of columns": lambda x: jstep.batches(Columns(x), 2, seed=0)[0],
     "mixture": lambda x: jstep.mixture({"a": x, "b": np.arange(4, dtype=np.float32)}, 4, {"a": 1, "b": 1})[0],
     "a step": lambda x: STEP(make(), x)[1]["loss"],
     "a step that is not compiled": lambda x: jstep.minimize(loss_of, SGD, jit=False)(make(), x)[1],

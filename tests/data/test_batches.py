@@ -85,8 +85,6 @@ class TestSequence:
         assert (data.num_rows, data.batch_size, data.steps_per_epoch) == (10, 3, 3)
         assert repr(data) == "<Batches of 3 from 10 rows, shuffled by seed 4, 6 steps>"
         assert repr(batches(np.arange(10), 3, shuffle=False)) == "<Batches of 3 from 10 rows, in order, without end>"
-        assert "steps range(2, 12, 3)" in repr(batches(np.arange(10), 3, num_epochs=4)[2:][::3])
-        assert "4, 6, …" in repr(batches(np.arange(10), 3)[4::2])
         assert repr(batches(np.arange(10), 3, seed=4)[2:2]).endswith("shuffled by seed 4, 0 steps>")
 
     def test_pickle(self):

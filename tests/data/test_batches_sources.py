@@ -20,13 +20,7 @@ class ListItems(Items):
     def __getitem__(self, i):
         if isinstance(i, list):
             self.requested.append(i)
-            return {"x": np.repeat(i, 2).reshape(-1, 2), "y": [float(j) for j in i]}
-        return super().__getitem__(i)
-
-
-class OnlyLists(ListItems):
-    def __getitem__(self, i):
-        assert isinstance(i, list)
+            return {"x": np.repeat(i, 2).reshape(-1, 2), "y": np.array(i, float)}
         return super().__getitem__(i)
 
 
@@ -74,9 +68,8 @@ class TestSources:
             assert np.array_equal(batch["x"][:, 0], batch["y"])
             assert np.array_equal(batch["y"], batches(np.arange(50), 6, seed=1, shuffle=shuffle)[step])
 
-    @pytest.mark.parametrize("kind", [OnlyLists, BatchItems])
-    def test_lists_of_indices_are_used_if_supported(self, kind):
-        source = kind()
+    def test_lists_of_indices_are_used_if_supported(self):
+        source = BatchItems()
         data = batches(source, 6)
         data[0]
         source.requested.clear()
@@ -133,20 +126,6 @@ class TestSources:
         assert batches(Other(), 10, shuffle=False)[2]["y"].tolist() == list(range(20, 30))
         assert batches(Other(), 10, seed=1)[2]["y"].tolist() == [0] * 10
 
-    @pytest.mark.parametrize("error", [OSError, KeyError])
-    def test_row_that_cannot_be_read(self, error):
-        class Corrupt(ListItems):
-            def __getitem__(self, i):
-                if i == 3 and not isinstance(i, list):
-                    raise error("row 3")
-                return super().__getitem__(i)
-
-        data = batches(Corrupt(), 1, shuffle=False)
-        for _ in range(2):  # although a list of its index would be read
-            with pytest.raises(error, match="row 3"):
-                data[3]
-        assert data[4]["y"] == 4
-
     def test_source_that_gives_lists_another_meaning(self):
         class Pairs:
             def __len__(self):
@@ -159,20 +138,6 @@ class TestSources:
             batch = batches(Pairs(), size, seed=1)[3]
             assert batch.shape == (size, 2)
             assert np.array_equal(batch[:, 0], batch[:, 1])
-
-    def test_a_disk_that_fails_for_each_row_is_not_a_source_of_lists(self):
-        asked = []
-
-        class Broken(ListItems):
-            def __getitem__(self, i):
-                asked.append(i)
-                if isinstance(i, list):
-                    return super().__getitem__(i)
-                raise OSError("disk on fire")
-
-        with pytest.raises(OSError, match="disk on fire"):
-            batches(Broken(), 4, shuffle=False)[1]
-        assert asked == [4]
 
     def test_getitems_that_returns_too_few_items(self):
         class Short(BatchItems):
@@ -196,10 +161,6 @@ class TestSources:
         def at(i, value):
             return [value if j == i else np.zeros(1) for j in range(20)]
 
-        class Columns(OnlyLists):
-            def __getitem__(self, i):
-                return {"x": [[0] * (1 + (j == 13)) for j in i]} if isinstance(i, list) else super().__getitem__(i)
-
         class Listed(BatchItems):
             def __getitems__(self, indices):
                 return [np.zeros(1 + (i == 13)) for i in indices]
@@ -209,7 +170,6 @@ class TestSources:
             (at(13, np.zeros(1, int)), "dtypes differ.*row 10, .* row 13"),
             (at(13, (np.zeros(1), 1)), "row 13 has the structure .* row 10 has"),
             (at(13, [[1, 2], [3]]), "row 13 is not an array"),
-            (Columns(20), "shapes differ.*row 10, .* row 13"),
             (Listed(20), "shapes differ.*row 10, .* row 13"),
         ]:
             data = batches(source, 10, shuffle=False)

@@ -74,7 +74,7 @@ class TestErrors:
         next(items)
         with pytest.raises(TypeError, match="text") as info:
             next(items)
-        assert info.value.__notes__ == ["raised by prefetch_to_device for the item 'name': str[]"]
+        assert info.value.__notes__ == ["raised by prefetch_to_device for the item {'name': 'str[]'}"]
 
     def test_error_of_state_fn_is_raised(self):
         def state_fn():

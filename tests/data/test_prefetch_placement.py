@@ -61,7 +61,7 @@ class TestPlacement:
         items = prefetch_to_device([{"x": np.float32(1)}], sharding=NamedSharding(mesh, PartitionSpec("data")))
         with pytest.raises((ValueError, AssertionError)) as info:  # JAX's own error, whichever it is
             next(items)
-        assert info.value.__notes__ == ["raised by prefetch_to_device for the item 'x': float32[]"]
+        assert info.value.__notes__ == ["raised by prefetch_to_device for the item {'x': 'float32[]'}"]
 
     def test_thread_uses_the_configuration_of_the_caller(self, x64):
         (item,) = prefetch_to_device([np.ones(2)])

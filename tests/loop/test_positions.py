@@ -43,7 +43,7 @@ def test_another_number_of_processes_is_an_error(process, count):
     process(0, count)
     with pytest.raises(ValueError, match=rf"Stateful.*saved by 2 processes.*has {count}.*jstep\.batches") as error:
         open_source(Stateful(), 4, 9, restore_position(positions_of(A, B)))
-    assert "Saver.restore" in str(error.value)
+    assert "Start the run with 2 processes" in str(error.value)
     # Batches without a position are not affected, and neither is a finished run.
     assert next(open_source([0, 1, 2, 3, 4], 4, 9, restore_position(positions_of(A, B))).items) == 4
     open_source(Stateful(), 9, 9, restore_position(positions_of(A, B)))
@@ -80,7 +80,7 @@ def test_an_old_checkpoint_has_only_the_position_of_process_0(process, caplog):
 def test_one_process_without_a_position(process, caplog):
     process(1, 2)
     open_source(Stateful(), 4, 9, restore_position(positions_of(A, None)))
-    assert "there is no position for the Stateful" in caplog.text
+    assert "the checkpoint has no position for the Stateful" in caplog.text
     assert restore_position({}) is None
     assert restore_position({"hooks": {}}) is None
 

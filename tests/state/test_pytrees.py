@@ -31,7 +31,7 @@ class Module:
     activation: Any
 
 
-def test_a_leaf_that_is_not_an_array_is_named_with_the_two_lines_that_split_the_model() -> None:
+def test_a_leaf_that_is_not_an_array_is_named_with_what_splits_the_model() -> None:
     params = {"layers": [Module(jnp.ones(2), None), Module(jnp.ones(2), jax.nn.relu)]}
     by_hand = jstep.TrainState(params, {}, jnp.int32(0))
 
@@ -46,8 +46,7 @@ def test_a_leaf_that_is_not_an_array_is_named_with_the_two_lines_that_split_the_
     ):
         with pytest.raises(TypeError, match="params: the leaf at 'layers/1/activation' is a") as caught:
             make()
-        assert "\n    params, static = eqx.partition(model, eqx.is_inexact_array)" in str(caught.value)
-        assert "\n    model = eqx.combine(params, static)" in str(caught.value)
+        assert "keep only arrays in params, by equinox.partition or flax.nnx.split" in str(caught.value)
 
 
 @pytest.mark.parametrize("leaf", [jnp.float32, "relu", np.array(["relu"]), np.array([None])], ids=repr)
@@ -58,7 +57,7 @@ def test_a_leaf_with_a_dtype_that_is_not_an_array_is_named_too(leaf: Any) -> Non
         lambda: jstep.TrainState.create(params, jstep.adam()),
         lambda: step(jstep.TrainState(params, {}, jnp.int32(0))),
     ):
-        with pytest.raises(TypeError, match=r"params: the leaf at 'activation' is .*\n.*eqx\.partition"):
+        with pytest.raises(TypeError, match=r"params: the leaf at 'activation' is .*equinox\.partition"):
             make()
 
 

@@ -48,25 +48,6 @@ def test_the_way_out_of_the_note_works():
     assert after.params["w"].tolist() == pytest.approx([0.9] * 3)
 
 
-def test_a_model_of_nnx_that_shares_its_variables_with_the_arguments():
-    nnx = pytest.importorskip("flax.nnx")
-    graphdef, params, rest = nnx.split(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), nnx.Param, ...)
-
-    def loss(params, rest, x, **kwargs):
-        net = nnx.merge(graphdef, params, rest, **kwargs)
-        return jnp.mean(net(x) ** 2), nnx.split(net, nnx.Param, ...)[2]
-
-    def run(loss):
-        state = jstep.TrainState.create(params, OPTIMIZER, model_state=rest)
-        return jstep.minimize(loss, OPTIMIZER, has_model_state=True)(state, jnp.ones((4, 2)))
-
-    with pytest.raises(Exception, match="Cannot mutate BatchStat") as error:
-        run(loss)
-    (note,) = [note for note in error.value.__notes__ if "nnx.merge" in note]
-    assert "nnx.merge(graphdef, params, rest, copy=True)" in note
-    assert run(lambda params, rest, x: loss(params, rest, x, copy=True))[0].global_step == 1
-
-
 ONE_ARGUMENT = {
     "a dict": ({"x": 1.0, "y": 2.0}, "a dict, .* read batch\\['x'\\] and batch\\['y'\\] from it, or give tuples"),
     "a NamedTuple": (Pair(1.0, 2.0), "a Pair, .* read batch.x and batch.y from it, or give tuples"),
