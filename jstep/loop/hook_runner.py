@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.exceptions import note, note_other
 from jstep.core.stopwatch import FIRST_CALL, HOOKS, STEPPING
 from jstep.distributed import processes
@@ -17,6 +18,7 @@ from jstep.hooks.hook import NEVER, call_named, check_hook_result, check_step, d
 from jstep.hooks.report import LoggingHook
 from jstep.hooks.run_hook import Repeated, ReportingContext, RunCall, RunHook, RunInfo
 from jstep.hooks.states import is_public
+from jstep.loop.calls import Call
 from jstep.loop.setup import LEAVING, Calling, Setup
 from jstep.loop.stages import EndsAhead, StageBoundaries
 
@@ -57,7 +59,7 @@ class HookRunner:
         for hook in self._hooks:
             if isinstance(hook, RunHook):
                 run_call = hook.around_calls(run_call, repeated)
-        return run_call
+        return functools.partial(self._call_after_hooks, run_call) if self._before else run_call
 
     def begin(self) -> bool:
         loop, is_done = self._setup.loop, False
@@ -69,10 +71,10 @@ class HookRunner:
         self._next_due = min((schedule.next for schedule in self._schedules), default=NEVER)
         return is_done
 
-    def before(self) -> None:
-        loop = self._setup.loop
+    def _call_after_hooks(self, run_call: RunCall, state: Tree, call: Call) -> Any:
         for hook in self._before:
-            self._call(hook, "before_step", loop.step, loop.state)
+            self._call(hook, "before_step", call.first, state)
+        return run_call(state, call)
 
     def evaluate(self, method: str) -> bool:
         """Call `evaluate_first`, or `evaluate_owed` after a restart; return whether that ends the run."""
@@ -87,7 +89,7 @@ class HookRunner:
         """Run hooks after a call that began at step `first`; return whether one of them ends the run."""
         loop = self._setup.loop
         step = loop.step
-        self._reports.count_examples(step - first, loop.rows)
+        self._reports.steps[loop.rows] += step - first
         if first >= self._next_check:
             self._check_step(first)
         for schedule in self._timed:

@@ -77,8 +77,7 @@ class Origin:
 class Observer(contextlib.AbstractContextManager["Observer"]):
     """An observer of a run: a context manager that exits once the run has closed.
 
-    Methods are roughly in the order of a run; `after_each`, `flush`, `about_to_save` and `checkpoint_extra` are called
-    many times.
+    Methods are roughly in the order of a run; `flush`, `about_to_save` and `checkpoint_extra` are called many times.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -114,9 +113,6 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
 
     def after_first(self, call: Call, state: Tree) -> None:
         """Called after the first call of each stage, with the state that it returned."""
-
-    def after_each(self, call: Call, state: Tree) -> None:
-        """Called after each call, with the state that it returned."""
 
     def flush(self) -> None:
         """Called in the background before each checkpoint appears: flush anything that must not be older."""

@@ -18,9 +18,8 @@ from jstep.hooks.in_flight import InFlight
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.numbers import TransferQueue
-from jstep.hooks.run_hook import Poll, RunCall, RunHook
+from jstep.hooks.run_hook import Poll, RunHook
 from jstep.loop.arguments import Options
-from jstep.loop.calls import Call
 from jstep.loop.compiler import StartTimes
 from jstep.loop.feeder import FetchCounter
 from jstep.loop.signals import StopSignals
@@ -100,11 +99,6 @@ class LoopState:
         self.first = self.step = self.finite_at = step
         self.is_restored = restored
         self.state, self.is_known, self.restoring = state, True, None
-
-    def take(self, run_call: RunCall, call: Call) -> None:
-        """Run a call, without waiting for the device; nothing changes if it raises."""
-        self.state, self.metrics = run_call(self.state, call)
-        self.step, self.rows = call.first + call.steps, call.program.rows
 
     def record_stop(self, by: str | None) -> None:
         """End the run, and keep the name of the first hook that does so."""

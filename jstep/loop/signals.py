@@ -68,21 +68,25 @@ class StopSignals:
     An ignored SIGINT or SIGHUP, as under `nohup` or in a background job, stays ignored. A process forked during
     the run gets the previous handlers.
 
-    The first signal ends the start of a run and, between `start_raising` and `stop_raising`, a wait of the loop, unless
-    processes have to agree (`to_stop`). A second SIGINT interrupts anything.
+    The first signal ends the start of a run, and a wait of the loop that `interrupts` is set for, unless processes have
+    to agree (`to_stop`). A second SIGINT interrupts anything.
+
+    Attributes:
+        interrupts: Makes the exception that the first signal raises; None where it only is recorded.
+        received: The first signal.
     """
 
     def __init__(self, stop_secs: float | None = None) -> None:
-        self._alone = processes.is_single_process()
+        self.is_alone = processes.is_single_process()
         self._before: dict[signal.Signals, Any] = {}
-        self._raise: Callable[[], BaseException] | None = None  # makes the exception that the first signal raises
+        self.interrupts: Callable[[], BaseException] | None = None
         self.received: signal.Signals | None = None
         self.received_twice = self._is_limit = self._has_agreed = False
         self._timer: threading.Timer | None = None
         self._limit: processes.AgreedClock | None = None
         self._polls = 0
         self._ending = threading.Lock()
-        if stop_secs is not None and self._alone:
+        if stop_secs is not None and self.is_alone:
             # threading rejects longer waits than this one of 292 years.
             self._timer = threading.Timer(min(stop_secs, threading.TIMEOUT_MAX), self._expire)
             self._timer.daemon = True
@@ -91,9 +95,9 @@ class StopSignals:
 
     def begin(self) -> None:
         """Handle signals and start the time limit; `end` must follow, even if a signal interrupts this call."""
-        self._raise = lambda: self.stop_error("before its first step")
+        self.interrupts = lambda: self.stop_error("before its first step")
         if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
-            handled = [signal.SIGTERM] if self._alone else []
+            handled = [signal.SIGTERM] if self.is_alone else []
             handled += [signal.SIGINT] if signal.getsignal(signal.SIGINT) != signal.SIG_IGN else []
             for number in itertools.chain(handled, filter(_is_free, _OTHERS)):
                 self._before[number] = signal.getsignal(number)  # recorded before a signal can interrupt this
@@ -146,23 +150,19 @@ class StopSignals:
             self.received_twice = True
             raise KeyboardInterrupt
         self.received = signal.Signals(number)
-        if not self._alone:
+        if not self.is_alone:
             processes.request_stop()
-        elif self._raise is not None:
-            raise self._raise()
+        elif self.interrupts is not None:
+            raise self.interrupts()
 
     # Waits that a signal interrupts.
 
-    def start_raising(self) -> None:
-        """Let the first signal raise StopWaiting from now on, or now if it was received."""
-        self._raise = StopWaiting
-        self.check()
-
-    def stop_raising(self) -> None:
-        self._raise = None
+    def finish(self) -> None:
+        """Let no signal interrupt what follows."""
+        self.interrupts = None
 
     def check(self) -> None:
-        if self._alone and self.received is not None:
+        if self.is_alone and self.received is not None:
             raise StopWaiting
 
     def wait_for(self, future: "Future[Any]", *, may_leave: bool = True) -> None:
@@ -171,7 +171,7 @@ class StopSignals:
 
     def to_stop(self) -> bool:
         """Return whether the run stops; called after each call and between evaluation batches."""
-        if self._alone:
+        if self.is_alone:
             return self.received is not None
         if not self._has_agreed:
             self._polls += 1
@@ -188,7 +188,7 @@ class StopSignals:
 
         Must be called on all processes whose run ended without an error.
         """
-        if not self._alone and processes.any_process(self.received is not None):
+        if not self.is_alone and processes.any_process(self.received is not None):
             self._agree_on_signal()
 
     def _agree_on_signal(self) -> None:

@@ -155,7 +155,6 @@ def _dispatch_of(setup: Setup, observers: Observers) -> Dispatch:
             functools.partial(warn_of_ended_rate, setup.train_steps, options.last_step),
             *first,
         ],
-        after_each=overriding(observers, "after_each"),
     )
 
 
