@@ -195,7 +195,8 @@ class HookRunner:
         self._was_last = True
         due = [schedule.hook for schedule in self._schedules if schedule.at_last(loop.step)]
         last = {id(hook): hook for hook in due}  # each once
-        for hook, check in [*loop.take_pending(), *((hook, None) for hook in last.values())]:
+        pending, loop.pending = loop.pending, []
+        for hook, check in [*pending, *((hook, None) for hook in last.values())]:
             loop.calling = Calling(hook, "after_step")
             with errors, self._setup.watch.part(HOOKS):
                 if check is not None:
@@ -285,12 +286,14 @@ class HookRunner:
         def due_after(step: int) -> int:
             due = lines.next_multiple(step)
             for hook in hooks:
-                with loop.during(Calling(hook, "next_due")):
-                    try:
-                        due = min(due, next_call(hook, step)[1])
-                    except Exception as error:  # raised when the run gets there
-                        note(error, f"jstep: in {hook_name(hook)}.next_due({step}), which says where calls end")
-                        raise
+                loop.calling = Calling(hook, "next_due")
+                try:
+                    due = min(due, next_call(hook, step)[1])
+                except Exception as error:  # raised when the run gets there
+                    note(error, f"jstep: in {hook_name(hook)}.next_due({step}), which says where calls end")
+                    raise
+                finally:
+                    loop.calling = None
             return due
 
         self._ends = EndsAhead(boundaries.ends(loop.first, options.stop_step, due_after))

@@ -22,7 +22,7 @@ from jstep.hooks.numbers import host
 from jstep.hooks.run_hook import Poll, RunHook, RunInfo
 from jstep.loop.branch import RUN_KEY, Trunk
 from jstep.loop.calls import Call
-from jstep.loop.dispatch import AfterCall, Dispatch
+from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchFeeder
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.setup import Setup
@@ -139,11 +139,6 @@ def compiling_for(observers: Observers, name: str) -> Iterator[None]:
         yield
 
 
-def overriding(observers: Observers, method: str) -> list[AfterCall]:
-    """Return this method of those observers that override it."""
-    return [getattr(one, method) for one in observers if getattr(type(one), method) is not getattr(Observer, method)]
-
-
 def name_of_run(setup: Setup, origin: Origin) -> str:
     kept = origin.extra.get(RUN_KEY) if origin.trunk is None else None
     return kept if isinstance(kept, str) and re.fullmatch(r"[0-9a-f]{8}", kept) else setup.new_name
@@ -242,11 +237,9 @@ class Run(RunInfo):
             return False
         raise NanLossDuringTrainingError(
             f"the parameters are not finite at step {step}, where a checkpoint is due, which is not saved: "
-            f"{in_words(bad) or _ELSEWHERE}. The cause is one of the updates {self.setup.loop.finite_at} → {step}. A "
-            "restart meets the same batch: jstep.NanLossHook() among the hooks names its batch N, and data.skip(N, "
-            "N + 1) leaves it out of jstep.batches; or jstep.skip_nonfinite skips such updates. To save such "
-            "parameters, as those of a population with a diverged member, give checkpoint_dir=jstep.Saver(directory, "
-            "allow_nonfinite=True).",
+            f"{in_words(bad) or _ELSEWHERE}. The cause is one of the updates {self.setup.loop.finite_at} → {step}: "
+            "jstep.NanLossHook() among the hooks names its batch; to save such parameters, give "
+            "checkpoint_dir=jstep.Saver(directory, allow_nonfinite=True)",
             step,
         )
 

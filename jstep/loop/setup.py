@@ -5,12 +5,11 @@ import dataclasses
 import functools
 import secrets
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.exceptions import context_manager
 from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING, Stopwatch
 from jstep.hooks.background import BackgroundHooks
 from jstep.hooks.hook import Hook
@@ -106,18 +105,6 @@ class LoopState:
 
     def record_failure(self, log: Any, error: Exception) -> None:
         self.failures.append((Calling(log, "flush"), error))
-
-    @context_manager
-    def during(self, calling: Calling) -> Iterator[None]:
-        self.calling = calling
-        try:
-            yield
-        finally:
-            self.calling = None
-
-    def take_pending(self) -> list[tuple[Hook, Callable[..., bool | None]]]:
-        pending, self.pending = self.pending, []
-        return pending
 
     def release(self) -> None:
         """Drop the arrays; only pending writes are left."""

@@ -330,9 +330,6 @@ class StallWatch(Observer):
             same = [other for other in others if other["kind"] == kind]
             if len(same) < 2:
                 rest += same
-            elif kind == CALL:  # the common steps
-                steps = max(other["steps"][0] for other in same), min(other["steps"][1] for other in same)
-                yield f"{len(same)} others are {_short(_call(*sorted(steps)))}"
             else:
                 yield f"{len(same)} others are {same[0]['what']}"
         yield from (f"process {other['process']} (host {other['host']}) is {other['what']}" for other in rest[:8])

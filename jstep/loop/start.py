@@ -30,7 +30,7 @@ from jstep.loop.dispatch import Dispatch, warn_of_ended_rate
 from jstep.loop.feeder import BatchFeeder, FirstBatch, copy_batches
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.programs import ProgramTable
-from jstep.loop.run import ENDED, STOPPED, Observers, Origin, Run, compiling_for, name_of_run, overriding
+from jstep.loop.run import ENDED, STOPPED, Observers, Origin, Run, compiling_for, name_of_run
 from jstep.loop.saving import RunContents, RunSaverHook, open_checkpoints, restore, restore_hooks
 from jstep.loop.setup import Setup
 from jstep.loop.stages import StageBoundaries
@@ -144,7 +144,6 @@ def _dispatch_of(setup: Setup, observers: Observers) -> Dispatch:
     table = ProgramTable(
         setup.train_steps, options.steps_per_call, state=setup.loop.state, sums=setup.sums, compiling=compiling
     )
-    first = overriding(observers, "after_first")
     return Dispatch(
         table,
         signals=setup.signals,
@@ -153,7 +152,7 @@ def _dispatch_of(setup: Setup, observers: Observers) -> Dispatch:
         after_first=[
             lambda call, state: interactive.forget(),
             functools.partial(warn_of_ended_rate, setup.train_steps, options.last_step),
-            *first,
+            *(observer.after_first for observer in observers),
         ],
     )
 
