@@ -1,5 +1,6 @@
 """Placement of host data on devices by a sharding, on one or several processes: shardings and copies of batches."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -202,7 +203,8 @@ def _place_on_default_device(item: object) -> Any:
 
 def copy_batch(item: object, *, fresh: bool = False) -> Any:
     """Copy a batch into arrays that the loader, which may reuse its buffers, cannot overwrite."""
-    leaves, treedef = trees.flatten(item)
+    treedef: Any
+    leaves, treedef = jax.tree_util.tree_flatten(item)
     if not all(map(device_values.is_plain, leaves)):
         if not all(map(trees.is_array_or_number, leaves)):
             item = jax.tree_util.tree_map_with_path(_as_known, item)
@@ -210,7 +212,8 @@ def copy_batch(item: object, *, fresh: bool = False) -> Any:
         leaves, treedef = trees.flatten(item)
     if fresh:
         return item
-    return treedef.unflatten([_copy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves])
+    has_numpy = True in map(isinstance, leaves, itertools.repeat(np.ndarray))
+    return treedef.unflatten(map(_copy, leaves) if has_numpy else leaves)
 
 
 def _as_known(keys: Any, leaf: Any) -> Any:
@@ -253,8 +256,10 @@ _ALIGNMENT = 64
 """Programs on a CPU use arrays with this alignment, in bytes, in place, and copy others."""
 
 
-def _copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Copy an array; align a large one, so that a program on a CPU can use it without another copy."""
+def _copy(array: Any) -> Any:
+    """Copy a NumPy array; align a large one, so that a program on a CPU can use it without another copy."""
+    if not isinstance(array, np.ndarray):
+        return array
     if array.nbytes < _LARGE:
         return np.array(array, order="C")
     memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)

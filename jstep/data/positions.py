@@ -120,6 +120,8 @@ class StoredPosition:
         before: The position before the latest batch.
     """
 
+    is_live = False
+
     def __init__(self, begin: Callable[[], Any] | None) -> None:
         self.before: Any = None
         self._now = begin() if begin else None
@@ -128,12 +130,13 @@ class StoredPosition:
         """Whether the position for a checkpoint, if `is_before` before the latest batch, was not copied."""
         return False
 
-    def begin_fetch(self, stop_raising: Callable[[], object]) -> None:
-        """Begin a batch, which a signal may interrupt unless `stop_raising` is called."""
+    def begin_fetch(self, finish: Callable[[], object]) -> None:
+        """Begin a batch, which a signal may interrupt unless `finish` is called; only if `is_live`."""
 
-    def end_fetch(self, position: object) -> None:
-        """The batch was made; no signal interrupts the loop until its step and hooks are done."""
+    def end_fetch(self, position: object) -> bool:
+        """The batch was made; return whether its step must run, as the position before it was not copied."""
         self.before, self._now = self._now, position
+        return False
 
     def mark_exhausted(self) -> None:
         """There was no other batch."""
@@ -154,6 +157,8 @@ class LivePosition(StoredPosition):
     making its batch must not be interrupted, or it would be lost.
     """
 
+    is_live = True
+
     def __init__(self, ask: Callable[[], Any], begin: Callable[[], Any] | None) -> None:
         super().__init__(None)
         self._ask = ask
@@ -164,7 +169,7 @@ class LivePosition(StoredPosition):
     def is_lost(self, is_before: bool) -> bool:
         return self._is_large and self.before is None and (is_before or self._is_frozen)
 
-    def begin_fetch(self, stop_raising: Callable[[], object]) -> None:
+    def begin_fetch(self, finish: Callable[[], object]) -> None:
         if not self._is_large:
             # An object may not know its position before its first batch.
             with contextlib.nullcontext() if self._is_known else contextlib.suppress(Exception):
@@ -172,7 +177,7 @@ class LivePosition(StoredPosition):
                 self._is_known = True
                 self._is_large = tagged_json.encoded_size(self.before) > LARGE
         if self._is_large:
-            stop_raising()
+            finish()
             self.before = None
         self._is_frozen = True
 
@@ -180,11 +185,12 @@ class LivePosition(StoredPosition):
         if self._is_large:
             self._is_frozen, self._is_known = False, True
 
-    def end_fetch(self, position: object) -> None:
+    def end_fetch(self, position: object) -> bool:
         if not self._is_known:  # a position that cannot be saved is rejected after the first batch
             self._is_large = self._is_large or tagged_json.encoded_size(self._ask()) > LARGE
             self._is_known = True
         self._is_frozen = False
+        return self.is_lost(True)
 
     def freeze(self) -> None:
         self.before, self._is_frozen = self.now(), True

@@ -50,7 +50,10 @@ class InFlight:
         """Add a call of the steps first → step."""
         if not self._calls:
             self._busy_since = self._clock()
-        self._calls.append((_result(state, None if self._are_donated else metrics), first, step))
+        loss = metrics.get(LOSS) if isinstance(metrics, Mapping) and not self._are_donated else None
+        if not isinstance(loss, jax.Array):
+            loss = _result(state, None if self._are_donated else metrics)
+        self._calls.append((loss, first, step))
 
     def drop_finished(self) -> None:
         """Drop the finished calls, without waiting."""
@@ -109,10 +112,7 @@ class InFlight:
 
 
 def _result(state: Tree, metrics: Any) -> Any:
-    """Return a small array that no later call donates: the loss, another metric, or a copy of the state's step."""
-    loss = metrics.get(LOSS) if isinstance(metrics, Mapping) else None
-    if isinstance(loss, jax.Array):
-        return loss
+    """Return a small array that no later call donates: a metric, or a copy of the state's step."""
     arrays = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array) and not trees.is_key(leaf)]
     if arrays:
         return min(arrays, key=lambda leaf: leaf.size)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -44,7 +45,8 @@ Poll = Callable[..., bool | None]
 class ReportingContext:
     """Objects that the reporting hooks of a run share.
 
-    `counter` is a `StepCounterHook`. `examples` counts the examples, and the steps whose batch size is not known.
+    Attributes:
+        steps: The number of steps by the size of their batches; None if it is not known.
     """
 
     sums: MetricSums
@@ -53,11 +55,12 @@ class ReportingContext:
     writer: SummaryWriter | None
     listener: Listener | None
     config: dict[str, Any] | None
-    examples: tuple[int, int] = (0, 0)
+    steps: Counter[int | None] = dataclasses.field(default_factory=Counter)
 
-    def count_examples(self, steps: int, rows: int | None) -> None:
-        counted, unknown = self.examples
-        self.examples = (counted, unknown + steps) if rows is None else (counted + steps * rows, unknown)
+    @property
+    def examples(self) -> tuple[int, int]:
+        """The number of examples, and of the steps whose batch size is not known."""
+        return sum(steps * (rows or 0) for rows, steps in list(self.steps.items())), self.steps[None]
 
 
 # The run.

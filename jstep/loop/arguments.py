@@ -118,12 +118,10 @@ def check_locations(checkpoint_dir: object, checkpoint_prefix: str, logdir: obje
             f"checkpoint_dir={format_value(checkpoint_dir)}: must be a directory, a URL or a Saver, got "
             f"{describe_type(checkpoint_dir)}"
         )
-    if not isinstance(logdir, str | os.PathLike | None):
-        raise TypeError(f"logdir={format_value(logdir)}: must be a directory or a URL, got {describe_type(logdir)}")
     for name, place in (("checkpoint_dir", checkpoint_dir), ("logdir", logdir)):
         if isinstance(place, str) and not place.strip():
             raise ValueError(f"{name}={place!r}: must be a directory or a URL, got an empty string; use None for none")
-        if isinstance(place, str | os.PathLike):
+        if place is not None and not isinstance(place, Saver):
             location(place, name)
     try:
         checkpoint_name(checkpoint_prefix, 0)
@@ -142,11 +140,8 @@ def check(state: Tree, last_step: int) -> None:
     refuse_compile_only(require_state(state), "state")
     if np.ndim(state.global_step):
         raise ValueError(
-            f"state: its global_step has shape {np.shape(state.global_step)}, must be a scalar: a population "
-            "under train shares one step. Map all other leaves: axes = jax.tree.map(lambda _: 0, "
-            "jax.eval_shape(create, seed)).replace(global_step=None), states = jax.vmap(create, out_axes=axes)(seeds), "
-            "and in jstep.TrainStep the step jax.vmap(step, in_axes=(axes, None), out_axes=(axes, 0)); see the recipe "
-            "'Hyperparameter sweeps with vmap'. Members at different steps need a custom loop, and a Saver"
+            f"state: its global_step has shape {np.shape(state.global_step)}, must be a scalar, which a population "
+            "shares; see the recipe 'Hyperparameter sweeps with vmap'"
         )
     step = get_global_step(state)
     if step is None:
@@ -165,20 +160,15 @@ def cache_directory(cache: Any, checkpoint_dir: Any) -> str | None:
         return None
     if cache is True:
         where = checkpoint_dir.directory if isinstance(checkpoint_dir, Saver) else checkpoint_dir
-        if where is None:
-            raise ValueError("compile_cache=True: must have a checkpoint_dir to put the cache into; give a directory")
-        if is_url(where):
+        if where is None or is_url(where):
             raise ValueError(
-                f"compile_cache=True: must have a local checkpoint_dir, got {format_value(where)}; give a local "
-                "directory, as in compile_cache='/var/cache/jax'"
+                f"compile_cache=True: must have a local checkpoint_dir, got {format_value(where)}; give a directory"
             )
         cache = os.path.join(os.fspath(where), "compile_cache")
     if not isinstance(cache, str | os.PathLike):
         raise TypeError(
             f"compile_cache={format_value(cache)}: must be a directory, True or None, got {describe_type(cache)}"
         )
-    if not os.fspath(cache).strip():
-        raise ValueError("compile_cache='': must be a directory, got an empty string; use None for no cache")
-    if is_url(cache):
-        raise ValueError(f"compile_cache={format_value(cache)}: must be a local directory, got a URL")
+    if is_url(cache) or not os.fspath(cache).strip():
+        raise ValueError(f"compile_cache={format_value(cache)}: must be a local directory")
     return os.path.abspath(os.path.expanduser(os.fspath(cache)))

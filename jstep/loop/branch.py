@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jstep.checkpoint.listing import entries
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name, latest_checkpoint
 from jstep.checkpoint.open_store import open_store
@@ -32,8 +31,6 @@ RUN_KEY, PARENT_RUN = "run", "parent_run"
 """The keys of the name of the run, also in `extra`, and in timelines of that of its parent."""
 _NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
 _PROBLEM = "start_from cannot be read"
-_TRIES = 5
-"""The number of times that the newest checkpoint is taken; a living run may replace each while it is read."""
 
 
 class Trunk(NamedTuple):
@@ -131,7 +128,6 @@ def open_trunk(options: Options, saver: Saver | None, latest: int | None, given:
     if saver is not None:
         with contextlib.suppress(FileNotFoundError):
             saver.extra()  # raises if the run has checkpoints, and the newest one is incomplete or corrupted
-        _refuse_remains(saver)
     reads, step, is_named = processes.on_all_processes(lambda: _trunk_at(path, prefix), _PROBLEM)
     edited = given or 0
     return _trunk(options, reads, step, edited, is_named=is_named) or _newest_of(options, reads, edited)
@@ -144,18 +140,6 @@ def _is_in(directory: str, path: str, prefix: str) -> bool:
     if match is None or resolve_path(above) != place:
         return resolve_path(path) == place
     return match[1] == prefix or open_store(above).at(match[1], int(match[2])) is not None
-
-
-def _refuse_remains(saver: Saver) -> None:
-    """Refuse a run whose checkpoints have lost all of their files: it must not begin from another one again."""
-    if is_url(saver.directory):
-        return
-    remains = [name for _, is_whole, name in entries(saver.directory, saver.prefix) if is_whole]
-    if remains:
-        raise CheckpointError(
-            f"{join_path(saver.directory, remains[0])} has no checkpoint, only its name, so this run began already; to "
-            "begin from start_from again, delete it"
-        )
 
 
 def _trunk(options: Options, reads: Saver, step: int, edited: int, *, is_named: bool) -> Trunk | None:
@@ -188,13 +172,13 @@ def _newest_of(options: Options, reads: Saver, edited: int, *, permanent: bool =
             with contextlib.suppress(FileNotFoundError):
                 if not permanent or not store.manifest(path).temporary:
                     return step
-        raise _gone(join_path(reads.directory, f"{reads.prefix}-*"))
+        return -1
 
-    for _ in range(_TRIES):
-        step = processes.on_all_processes(newest, _PROBLEM)
-        if (trunk := _trunk(options, reads, step, edited, is_named=False)) is not None:
-            return trunk
-    raise _gone(join_path(reads.directory, f"{reads.prefix}-*"))
+    step = processes.on_all_processes(newest, _PROBLEM)
+    trunk = None if step < 0 else _trunk(options, reads, step, edited, is_named=False)
+    if trunk is None:
+        raise _gone(join_path(reads.directory, f"{reads.prefix}-*"))
+    return trunk
 
 
 def _gone(path: str) -> CheckpointError:
@@ -204,17 +188,16 @@ def _gone(path: str) -> CheckpointError:
 def read_trunk(options: Options, trunk: Trunk, target: Tree) -> tuple[Trunk, Tree, dict[str, Any]]:
     """Return a checkpoint, its state or the edited one, and its `extra` with the files.
 
-    The run there may go on, and replace or delete each checkpoint while it is read. Unless it was named, the newest one
-    is taken again then, a few times, and at last the newest permanent one.
+    The run there may go on, and replace the checkpoint while it is read. Unless it was named, the newest permanent one
+    is taken then.
     """
-    for left in reversed(range(_TRIES)):
-        if (read := _read_once(trunk, target)) is not None:
-            return trunk, *read
-        if trunk.is_named:
-            break
-        if left:
-            trunk = _newest_of(options, trunk.saver, trunk.edited, permanent=left == 1)
-    raise _gone(trunk.parent["path"])
+    read = _read_once(trunk, target)
+    if read is None and not trunk.is_named:
+        trunk = _newest_of(options, trunk.saver, trunk.edited, permanent=True)
+        read = _read_once(trunk, target)
+    if read is None:
+        raise _gone(trunk.parent["path"])
+    return trunk, *read
 
 
 def _read_once(trunk: Trunk, target: Tree) -> tuple[Tree, dict[str, Any]] | None:

@@ -80,14 +80,17 @@ def make_calls(
     place_one = None if sharding is None and not on_device else make_placer(as_shardings(sharding))
     place_stacked = None if sharding is None else make_placer(as_shardings(sharding, stacked=True))
     step, item = start, None
+    program: Any = None
+    shapes: Any = None
     for end in ends:
         while step < end:
             item = item or next(items, None)
             if item is None:
                 return
             batch, position = item
-            shapes = shapes_in(batch)
-            program = program_for(step, shapes, functools.partial(_arguments, batch, place_one))
+            before, shapes = shapes, shapes_in(batch)
+            if program is None or program.is_looped or step >= program.stage.stop or shapes != before:
+                program = program_for(step, shapes, functools.partial(_arguments, batch, place_one))
             some, item = [batch], None
             while len(some) < min(program.max_steps, end - step) and (item := next(items, None)) is not None:
                 if shapes_in(item[0]) != shapes:
@@ -97,7 +100,8 @@ def make_calls(
             place = place_one
             if program.is_stacked:
                 batch, place = _stacked(some, program.max_steps), place_stacked
-            yield Call(program, _arguments(batch, place), len(some), step, position)
+            args = batch_to_args(batch if place is None else place(batch))
+            yield Call(program, args, len(some), step, position)
             step += len(some)
 
 
@@ -106,8 +110,11 @@ def _arguments(batch: Tree, place: Callable[[Any], Any] | None) -> tuple[Any, ..
 
 
 def shapes_in(batch: Tree) -> Any:
-    leaves, structure = jax.tree.flatten(batch)
-    return structure, tuple([(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf) for leaf in leaves])
+    leaves, structure = jax.tree_util.tree_flatten(batch)
+    shapes: list[Any] = [structure]
+    for leaf in leaves:
+        shapes.append((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf))
+    return tuple(shapes)
 
 
 def _stacked(some: list[Any], max_steps: int) -> Any:

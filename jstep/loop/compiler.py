@@ -19,7 +19,7 @@ from jstep.core import stopwatch
 from jstep.core.annotations import Tree
 from jstep.core.exceptions import context_manager, forget_frames
 from jstep.core.meshes import dims_of
-from jstep.core.threads import MAKING, doing, in_background, wait_until_done
+from jstep.core.threads import MAKING, doing, in_background
 from jstep.core.trees import shape_of
 from jstep.loop.calls import Call
 from jstep.loop.signals import StopSignals
@@ -124,23 +124,9 @@ def compile_apart(lowered: Any, signals: StopSignals, *, may_leave: bool) -> Non
     thread_record().add(future.result())
 
 
-_unsaid = threading.Lock()
-"""Held once this process has said that it waits."""
-
-
 def _say_at_end(future: "Future[Any]") -> None:
-    """Log one line if the process, at its end, has to wait for a compilation.
-
-    The end may be long after the run, or never come, as in a notebook.
-    """
-    program = threading.main_thread()
-
-    def watch() -> None:
-        if not wait_until_done(future, lambda: not program.is_alive()) and _unsaid.acquire(blocking=False):
-            _logger.warning("a compilation in the background cannot be stopped: the process ends when it has finished")
-
     if not future.done():
-        threading.Thread(target=watch, name="jstep-compile-left", daemon=True).start()
+        _logger.warning("a compilation in the background cannot be stopped: the process ends when it has finished")
 
 
 def shapes_of(tree: Tree) -> Any:

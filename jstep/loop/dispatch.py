@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import describe_type, format_value
 from jstep.core.exceptions import context_manager, forget_frames
@@ -19,12 +22,18 @@ from jstep.hooks.metric_sums import NO_CONSTANTS
 from jstep.loop.calls import AutoSteps, Call
 from jstep.loop.compiler import BackgroundCompiler, compile_apart
 from jstep.loop.programs import Program, ProgramTable
-from jstep.loop.signals import StopSignals
+from jstep.loop.signals import StopSignals, StopWaiting
+from jstep.loop.stages import TrainSteps
+from jstep.optimizers.hyperparameters import LEARNING_RATE, is_learning_rate
+from jstep.optimizers.nested import is_rated
+from jstep.slots.roles import roles_in
 from jstep.state.train_state import TrainState
 from jstep.training.explain import explain, explain_one_argument
 from jstep.training.metrics import Constants
-from jstep.training.step import TrainStep
+from jstep.training.step import TrainStep, refuse_a_loss, step_function
 
+_ROUNDING = 2**-24
+"""What rounding leaves of a rate, as a share of the largest, where a schedule ends at 0."""
 _logger = logging.getLogger("jstep")
 
 AfterCall = Callable[[Call, Any], None]
@@ -42,14 +51,14 @@ class Dispatch:
         first_call: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         watch: Stopwatch | None = None,
         after_first: Sequence[AfterCall] = (),
-        after_each: Sequence[AfterCall] = (),
     ) -> None:
         self.table = table
         self._signals = StopSignals() if signals is None else signals
         self.compiler = BackgroundCompiler(self._signals)
         self._first_call = first_call
         self._watch = Stopwatch() if watch is None else watch
-        self._after_first, self._after_each = after_first, after_each
+        self._after_first = after_first
+        self.after_each: list[AfterCall] = []
         self._auto = AutoSteps(self._compile_longer, table.switch) if table.is_auto else None
         self._latest: Program | None = None
         # A step that is not compiled may make arrays of equal shapes from batches of different ones.
@@ -60,12 +69,13 @@ class Dispatch:
         is_new, before, seconds = not program.is_called, compiled.programs, compiled.seconds
         if self._agreed is not None:
             self._agreed.check(state, call.args, program)
-        self.compiler.before(call.first, self._waiting, may_leave=not call.must_run)
+        if self.compiler.begun or self.compiler.jobs:
+            self.compiler.before(call.first, self._waiting, may_leave=not call.must_run)
         try:
             with self._first_call() if self._latest is None else contextlib.nullcontext():
                 if is_new:
                     self._prepare(program, state, call)
-                with _marked(call.first):
+                with jax.profiler.StepTraceAnnotation("train", step_num=call.first) if _is_traced() else _UNMARKED:
                     if self._auto is None or self._auto.is_over or not program.is_looped:
                         result = program.run(state, call, self.table.sums)
                     else:
@@ -78,7 +88,7 @@ class Dispatch:
         self._latest = program
         if self.compiler.jobs:
             self.compiler.after(call.step_args)
-        for after_call in self._after_each:
+        for after_call in self.after_each:
             after_call(call, result[0])
         return result
 
@@ -91,7 +101,8 @@ class Dispatch:
         with compilations.compiling(stage.name), using_mesh(mesh_of((state, call.args))):
             try:
                 if not call.must_run:
-                    signals.start_raising()
+                    signals.interrupts = StopWaiting
+                    signals.check()
                 step, args = program.traceable(state, call.args, self.table.sums)
                 traced = step.trace(state, *args)
                 with internal_transfers():
@@ -100,7 +111,7 @@ class Dispatch:
                 forget_frames(error)
                 return
             finally:
-                signals.stop_raising()
+                signals.finish()
             try:
                 compile_apart(lowered, signals, may_leave=not call.must_run)
             except Exception as error:
@@ -146,12 +157,42 @@ _is_traced = getattr(jax.profiler.StepTraceAnnotation, "is_enabled", lambda: Tru
 """Whether a trace of the profiler is on; costs 40 ns, an annotation without a trace 2.7 µs."""
 
 
-def _marked(step: int) -> contextlib.AbstractContextManager[object]:
-    """Mark a call in a trace of the profiler, if one is on, with the step from which it starts."""
-    return jax.profiler.StepTraceAnnotation("train", step_num=step) if _is_traced() else _UNMARKED
-
-
 # Checks and warnings.
+
+
+def warn_of_ended_rate(train_steps: TrainSteps, last_step: int | None, call: Call, state: Tree) -> None:
+    """Warn, in the last stage, if all learning rates of its optimizer are 0 in the last two steps of the run."""
+    step = step_function(call.program.stage.step)
+    if last_step is None or step is None or step.optimizer is None or last_step - call.program.stage.first < 4:
+        return
+    optimizer, roles = step.optimizer, roles_in(state)
+    is_last = train_steps.index(last_step - 1) == train_steps.index(call.first)
+    if not is_last or not is_rated(optimizer) or roles.with_detail(LEARNING_RATE):  # a held one is no schedule
+        return
+
+    scheduled: list[bool] = []
+
+    def largest(step: Any) -> Any:
+        rates = [value for name, value in optimizer.hyperparameters(step).items() if is_learning_rate(name)]
+        scheduled.extend(map(trees.is_traced, rates))
+        return jnp.max(jnp.stack([jnp.max(jnp.abs(rate)) for rate in rates]))
+
+    steps = np.asarray([1, last_step // 2, last_step - 2, last_step - 1], trees.default_int())
+    try:
+        jax.eval_shape(jax.vmap(largest), steps)
+        if not any(scheduled):
+            return
+        with internal_transfers():
+            *earlier, before, last = np.asarray(jax.jit(jax.vmap(largest))(steps)).tolist()
+    except Exception as error:  # a schedule that needs a concrete step, or a hyperparameter that is no number
+        _logger.debug("whether the learning rate is 0 in the end is not known: %s", error)
+        return
+    if before == last <= _ROUNDING * max(earlier) and max(earlier) > 0 and jax.process_index() == 0:
+        _logger.warning(
+            "the learning rate is 0 in the last steps of the run, before step %d, so these do not train: its schedule "
+            "ends before the run does; give it more steps, or end the run earlier (last_step)",
+            last_step,
+        )
 
 
 def check_result(result: object) -> None:

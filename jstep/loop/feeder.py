@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -15,7 +16,7 @@ from jstep.data.positions import LivePosition, StoredPosition
 from jstep.data.prefetch import ReaderThread
 from jstep.loop.calls import AHEAD, Call, CopiedBatches
 from jstep.loop.compiler import StartTimes
-from jstep.loop.signals import StopSignals
+from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.queues.queues import until_end
 
 _SECOND, _SHARE = 1.0, 0.05
@@ -43,7 +44,7 @@ class BatchFeeder:
     def __init__(self, source: Source, calls: Iterator[Call], signals: StopSignals, watch: Stopwatch) -> None:
         self._made, self._signals, self._watch = calls, signals, watch
         self._reader, self._has_thread = ReaderThread(functools.partial(next, calls)), False
-        self._waits = _Waits(math.inf if source.is_of_state else -math.inf)
+        self._waited, self._calls, self._checked_at = 0.0, 0, math.inf if source.is_of_state else -math.inf
         self.has_begun = self.waiting = False
         self.got = 0.0
         self.steps, self._taken = 1, 0
@@ -59,32 +60,46 @@ class BatchFeeder:
     def __next__(self) -> Call:
         self.has_begun = self.waiting = True
         signals, watch, position = self._signals, self._watch, self.position
-        signals.start_raising()
+        signals.interrupts = StopWaiting
         before = watch.current
         asked = watch.switch(watch.waiting)
         try:
+            if signals.received is not None:
+                signals.check()
             if self._has_thread:
                 call: Call = self._reader.take()
                 self._reader.request()
             else:
-                position.begin_fetch(signals.stop_raising)
+                if position.is_live:
+                    position.begin_fetch(signals.finish)
                 call = next(self._made)
-            signals.stop_raising()
+            signals.interrupts = None
             # If the wait is interrupted, the position stays before the batch, even if it was partly read.
-            position.end_fetch(call.position)
+            call.must_run = position.end_fetch(call.position)
         except StopIteration:
             position.mark_exhausted()
             self.waiting = False
             raise
         finally:
-            signals.stop_raising()
+            signals.interrupts = None
             got = watch.switch(before)
         self.waiting, self.got, self.steps = False, got, call.steps
         self._taken += call.steps
-        if not self._has_thread and self._waits.are_long(asked, got):
-            self._has_thread = True
-            self._reader.request(AHEAD)
-        return dataclasses.replace(call, must_run=True) if position.is_lost(True) else call
+        self._waited, self._calls = self._waited + got - asked, self._calls + 1
+        if got - self._checked_at >= _SECOND:
+            self._check_waits(got)
+        return call
+
+    def _check_waits(self, got: float) -> None:
+        """Start a thread if the waits of about the last second were too long, ignoring the first batch."""
+        if self._waited > max(_SHARE * (got - self._checked_at), _HAND_OVER * self._calls):
+            self._read_ahead()
+            got = math.inf  # no other check
+        self._checked_at, self._waited, self._calls = got, 0.0, 0
+
+    def _read_ahead(self) -> None:
+        self._has_thread = True
+        self._reader.request(AHEAD)
 
     def is_position_lost(self, steps: int) -> bool:
         """Return whether the position after these steps was too large to copy."""
@@ -98,22 +113,6 @@ class BatchFeeder:
         self._reader.close()
 
 
-class _Waits:
-    def __init__(self, checked_at: float) -> None:
-        self._checked_at, self._waited, self._calls = checked_at, 0.0, 0
-
-    def are_long(self, asked: float, got: float) -> bool:
-        """Return whether the waits of about the last second were too long, ignoring the first batch."""
-        self._waited += got - asked
-        self._calls += 1
-        if got < self._checked_at + _SECOND:
-            return False
-        seconds = got - self._checked_at
-        is_long = seconds < math.inf and self._waited > max(_SHARE * seconds, _HAND_OVER * self._calls)
-        self._checked_at, self._waited, self._calls = got, 0.0, 0
-        return is_long
-
-
 def copy_batches(source: Source, fetched: "FetchCounter | None" = None) -> CopiedBatches:
     """Yield each batch, copied if other code might write to it, and the position after it."""
     fetched = fetched or FetchCounter()
@@ -121,15 +120,12 @@ def copy_batches(source: Source, fetched: "FetchCounter | None" = None) -> Copie
     at, fresh = None if source.is_of_state else source.position, source.fresh
     for batch in until_end(source.items):
         yield copy_batch(batch, fresh=fresh), None if at is None else at()
-        fetched.add()  # after it was placed: errors name the batch that was not
+        fetched.count += 1  # after it was placed: errors name the batch that was not
 
 
 @dataclasses.dataclass(slots=True)
 class FetchCounter:
     count: int = 0
-
-    def add(self) -> None:
-        self.count += 1
 
 
 class FirstBatch:
@@ -168,14 +164,16 @@ class FirstBatch:
         return None if item is None else item[0]
 
     def __iter__(self) -> CopiedBatches:
+        return itertools.chain.from_iterable(self._parts())
+
+    def _parts(self) -> Iterator[CopiedBatches]:
         future = self.take()
         if future is not None and self._again is not None and future.exception() is not None:
             del future  # and its error, whose traceback holds the arrays of the call
-            yield from self._again()
+            yield self._again()
             return
-        first = self.make() if future is None else future.result()
+        first = [self.make() if future is None else future.result()]
         del future
-        if first is not None:
-            yield first
-            del first
-            yield from self._items
+        if first[0] is not None:
+            yield map(first.pop, (0,))  # which does not hold the batch
+            yield self._items

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jstep.core import trees
+from jstep.core.annotations import Tree
 from jstep.core.exceptions import note, note_other
 from jstep.core.stopwatch import FIRST_CALL, HOOKS, STEPPING
 from jstep.distributed import processes
@@ -17,6 +18,7 @@ from jstep.hooks.hook import NEVER, call_named, check_hook_result, check_step, d
 from jstep.hooks.report import LoggingHook
 from jstep.hooks.run_hook import Repeated, ReportingContext, RunCall, RunHook, RunInfo
 from jstep.hooks.states import is_public
+from jstep.loop.calls import Call
 from jstep.loop.setup import LEAVING, Calling, Setup
 from jstep.loop.stages import EndsAhead, StageBoundaries
 
@@ -57,7 +59,7 @@ class HookRunner:
         for hook in self._hooks:
             if isinstance(hook, RunHook):
                 run_call = hook.around_calls(run_call, repeated)
-        return run_call
+        return functools.partial(self._call_after_hooks, run_call) if self._before else run_call
 
     def begin(self) -> bool:
         loop, is_done = self._setup.loop, False
@@ -69,10 +71,10 @@ class HookRunner:
         self._next_due = min((schedule.next for schedule in self._schedules), default=NEVER)
         return is_done
 
-    def before(self) -> None:
-        loop = self._setup.loop
+    def _call_after_hooks(self, run_call: RunCall, state: Tree, call: Call) -> Any:
         for hook in self._before:
-            self._call(hook, "before_step", loop.step, loop.state)
+            self._call(hook, "before_step", call.first, state)
+        return run_call(state, call)
 
     def evaluate(self, method: str) -> bool:
         """Call `evaluate_first`, or `evaluate_owed` after a restart; return whether that ends the run."""
@@ -87,7 +89,7 @@ class HookRunner:
         """Run hooks after a call that began at step `first`; return whether one of them ends the run."""
         loop = self._setup.loop
         step = loop.step
-        self._reports.count_examples(step - first, loop.rows)
+        self._reports.steps[loop.rows] += step - first
         if first >= self._next_check:
             self._check_step(first)
         for schedule in self._timed:
@@ -126,10 +128,10 @@ class HookRunner:
             watch.switch(HOOKS)
         for hook, check in pending:
             loop.pending.remove((hook, check))  # one that raises is not called again
-            loop.set_calling(Calling(hook, "after_step"))
+            loop.calling = Calling(hook, "after_step")
             with errors:
                 if check():
-                    loop.poll(hook, check)
+                    loop.pending.append((hook, check))
         for schedule in self._schedules:
             hook = schedule.hook
             if not schedule.is_due(step):
@@ -139,14 +141,14 @@ class HookRunner:
             schedule.mark_called(step)
             if errors.all and isinstance(hook, CheckpointSaverHook) and not errors.are_of_savers:
                 continue  # the handler of the error saves
-            loop.set_calling(calling)
+            loop.calling = calling
             if calling.is_users:
                 self._setup.sums.flush()
             with errors:
                 self._apply(hook, hook.after_step(step, loop.state, loop.metrics))
                 if errors.all:
                     continue
-                loop.set_calling(Calling(hook, "next_due"))
+                loop.calling = Calling(hook, "next_due")
                 schedule.reschedule(step)
                 self._record(calling, began)
         if watch.current != STEPPING:
@@ -163,7 +165,7 @@ class HookRunner:
         """Apply the result of a hook; return whether it ends the run."""
         loop = self._setup.loop
         stop, state = check_hook_result(result, loop.state, loop.step, f"{hook_name(hook)}.{method}")
-        loop.set_state(state)
+        loop.state = state
         return stop
 
     def before_save(self, step: int) -> bool:
@@ -193,14 +195,15 @@ class HookRunner:
         self._was_last = True
         due = [schedule.hook for schedule in self._schedules if schedule.at_last(loop.step)]
         last = {id(hook): hook for hook in due}  # each once
-        for hook, check in [*loop.take_pending(), *((hook, None) for hook in last.values())]:
-            loop.set_calling(Calling(hook, "after_step"))
+        pending, loop.pending = loop.pending, []
+        for hook, check in [*pending, *((hook, None) for hook in last.values())]:
+            loop.calling = Calling(hook, "after_step")
             with errors, self._setup.watch.part(HOOKS):
                 if check is not None:
                     check(wait=True)
                 else:
                     self._apply(hook, hook.after_step(loop.step, loop.state, loop.metrics))
-        loop.set_calling(None)
+        loop.calling = None
         is_delivered = False
         while not is_delivered:  # a row that fails is dropped, the others are delivered
             with errors:
@@ -245,7 +248,7 @@ class HookRunner:
                     errors.add(error, loop.calling)
                     continue
                 if not trees.is_donated(before):
-                    loop.set_state(before)  # the next start calls all of them again
+                    loop.state = before  # the next start calls all of them again
                 raise
         errors.end()
 
@@ -261,12 +264,12 @@ class HookRunner:
 
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
         watch, calling = self._setup.watch, Calling(hook, method)
-        self._setup.loop.set_calling(calling)
+        self._setup.loop.calling = calling
         began = watch.clock()
         with contextlib.nullcontext() if calling.part == STEPPING else watch.part(calling.part):
             result = getattr(hook, method)(*args)
         self._record(calling, began)
-        self._setup.loop.set_calling(None)
+        self._setup.loop.calling = None
         return result
 
     def _record(self, calling: Calling, began: float) -> None:
@@ -283,12 +286,14 @@ class HookRunner:
         def due_after(step: int) -> int:
             due = lines.next_multiple(step)
             for hook in hooks:
-                with loop.during(Calling(hook, "next_due")):
-                    try:
-                        due = min(due, next_call(hook, step)[1])
-                    except Exception as error:  # raised when the run gets there
-                        note(error, f"jstep: in {hook_name(hook)}.next_due({step}), which says where calls end")
-                        raise
+                loop.calling = Calling(hook, "next_due")
+                try:
+                    due = min(due, next_call(hook, step)[1])
+                except Exception as error:  # raised when the run gets there
+                    note(error, f"jstep: in {hook_name(hook)}.next_due({step}), which says where calls end")
+                    raise
+                finally:
+                    loop.calling = None
             return due
 
         self._ends = EndsAhead(boundaries.ends(loop.first, options.stop_step, due_after))
@@ -337,7 +342,7 @@ class Errors:
 
     def end(self, failed: Callable[[Exception], None] | None = None) -> None:
         """Pass the errors to `failed`, or raise the first, with the others as notes."""
-        self._loop.set_calling(self._calling)  # of the first error
+        self._loop.calling = self._calling  # of the first error
         if failed is not None:
             for error in self.all:
                 failed(error)

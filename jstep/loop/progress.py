@@ -5,7 +5,6 @@ import functools
 import importlib.util
 import logging
 import operator
-import os
 import sys
 import time
 import weakref
@@ -118,11 +117,11 @@ class ProgressHook(RunHook):
         self._transfers = TransferQueue()
         self._names = frozenset({LOSS, *held_values(state.slots)})
         first = state_step(state)
-        unknown = _is_of_no_size(self._file or sys.stderr)
-        size: dict[str, Any] = {"ncols": 80, "nrows": 24} if unknown else {"dynamic_ncols": True}
         is_over = self._last_step is not None and first >= self._last_step
         words = {} if is_over else {"postfix": _COMPILING.format(0)}
-        self._bar = self._new_bar(total=self._last_step, initial=first, unit="step", file=self._file, **words, **size)
+        self._bar = self._new_bar(
+            total=self._last_step, initial=first, unit="step", file=self._file, dynamic_ncols=True, **words
+        )
         if not is_over:
             self._tick()
         self.run.poll(self, self._restart_clock)
@@ -254,11 +253,3 @@ _WIDTH = 100
 """The maximum number of characters of metrics beside the bar of a notebook."""
 _TICK_SECS = 1.0
 """The interval between two updates of the clock, in seconds."""
-
-
-def _is_of_no_size(file: Any) -> bool:
-    """Return whether a terminal does not report its size, in which case tqdm would show an empty line."""
-    try:
-        return os.get_terminal_size(file.fileno()).columns == 0
-    except (OSError, ValueError, AttributeError):
-        return False

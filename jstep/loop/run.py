@@ -22,7 +22,7 @@ from jstep.hooks.numbers import host
 from jstep.hooks.run_hook import Poll, RunHook, RunInfo
 from jstep.loop.branch import RUN_KEY, Trunk
 from jstep.loop.calls import Call
-from jstep.loop.dispatch import AfterCall, Dispatch
+from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchFeeder
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.setup import Setup
@@ -77,8 +77,7 @@ class Origin:
 class Observer(contextlib.AbstractContextManager["Observer"]):
     """An observer of a run: a context manager that exits once the run has closed.
 
-    Methods are roughly in the order of a run; `after_each`, `flush`, `about_to_save` and `checkpoint_extra` are called
-    many times.
+    Methods are roughly in the order of a run; `flush`, `about_to_save` and `checkpoint_extra` are called many times.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -115,9 +114,6 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
     def after_first(self, call: Call, state: Tree) -> None:
         """Called after the first call of each stage, with the state that it returned."""
 
-    def after_each(self, call: Call, state: Tree) -> None:
-        """Called after each call, with the state that it returned."""
-
     def flush(self) -> None:
         """Called in the background before each checkpoint appears: flush anything that must not be older."""
 
@@ -141,11 +137,6 @@ def compiling_for(observers: Observers, name: str) -> Iterator[None]:
         for observer in observers:
             contexts.enter_context(observer.compiling(name))
         yield
-
-
-def overriding(observers: Observers, method: str) -> list[AfterCall]:
-    """Return this method of those observers that override it."""
-    return [getattr(one, method) for one in observers if getattr(type(one), method) is not getattr(Observer, method)]
 
 
 def name_of_run(setup: Setup, origin: Origin) -> str:
@@ -204,7 +195,7 @@ class Run(RunInfo):
         return next((meter for meter in meters if meter is not None), None)
 
     def poll(self, hook: RunHook, check: Poll) -> None:
-        self.setup.loop.poll(hook, check)
+        self.setup.loop.pending.append((hook, check))
 
     def stop(self, by: str) -> None:
         if not self.setup.loop.is_over:
@@ -240,17 +231,15 @@ class Run(RunInfo):
         bad = self.nonfinite_params()
         # All processes end here together: one that left alone would leave the others waiting in their save.
         if not processes.any_process(bool(bad)):
-            self.setup.loop.record_finite(step)
+            self.setup.loop.finite_at = step
             return True
         if saver.allow_nonfinite:
             return False
         raise NanLossDuringTrainingError(
             f"the parameters are not finite at step {step}, where a checkpoint is due, which is not saved: "
-            f"{in_words(bad) or _ELSEWHERE}. The cause is one of the updates {self.setup.loop.finite_at} → {step}. A "
-            "restart meets the same batch: jstep.NanLossHook() among the hooks names its batch N, and data.skip(N, "
-            "N + 1) leaves it out of jstep.batches; or jstep.skip_nonfinite skips such updates. To save such "
-            "parameters, as those of a population with a diverged member, give checkpoint_dir=jstep.Saver(directory, "
-            "allow_nonfinite=True).",
+            f"{in_words(bad) or _ELSEWHERE}. The cause is one of the updates {self.setup.loop.finite_at} → {step}: "
+            "jstep.NanLossHook() among the hooks names its batch; to save such parameters, give "
+            "checkpoint_dir=jstep.Saver(directory, allow_nonfinite=True)",
             step,
         )
 

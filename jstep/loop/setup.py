@@ -5,12 +5,11 @@ import dataclasses
 import functools
 import secrets
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.exceptions import context_manager
 from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING, Stopwatch
 from jstep.hooks.background import BackgroundHooks
 from jstep.hooks.hook import Hook
@@ -18,9 +17,8 @@ from jstep.hooks.in_flight import InFlight
 from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.numbers import TransferQueue
-from jstep.hooks.run_hook import Poll, RunCall, RunHook
+from jstep.hooks.run_hook import Poll, RunHook
 from jstep.loop.arguments import Options
-from jstep.loop.calls import Call
 from jstep.loop.compiler import StartTimes
 from jstep.loop.feeder import FetchCounter
 from jstep.loop.signals import StopSignals
@@ -69,7 +67,8 @@ class LoopState:
         is_restored: Whether the loop began from a checkpoint.
         calling: The call of a hook that is in progress, or that raised.
         stopped_by: The hook that ended the run.
-        pending: The polls of hooks, called after each call.
+        pending: The polls of hooks: `check()` is called after each call while it returns True, and `check(wait=True)`
+            after the last step.
         failures: The errors of logs, raised after the next call or save; any thread may add one.
     """
 
@@ -100,45 +99,12 @@ class LoopState:
         self.is_restored = restored
         self.state, self.is_known, self.restoring = state, True, None
 
-    def set_phase(self, phase: str) -> None:
-        self.phase = phase
-
-    def take(self, run_call: RunCall, call: Call) -> None:
-        """Run a call, without waiting for the device; nothing changes if it raises."""
-        self.state, self.metrics = run_call(self.state, call)
-        self.step, self.rows = call.first + call.steps, call.program.rows
-
-    def set_state(self, state: Tree) -> None:
-        self.state = state
-
-    def record_finite(self, step: int) -> None:
-        self.finite_at = step
-
     def record_stop(self, by: str | None) -> None:
         """End the run, and keep the name of the first hook that does so."""
         self.stopped_by = self.stopped_by or by
 
-    def poll(self, hook: Hook, check: Poll) -> None:
-        """Call `check` after each call while it returns True, and `check(wait=True)` after the last step."""
-        self.pending.append((hook, check))
-
     def record_failure(self, log: Any, error: Exception) -> None:
         self.failures.append((Calling(log, "flush"), error))
-
-    def set_calling(self, calling: Calling | None) -> None:
-        self.calling = calling
-
-    @context_manager
-    def during(self, calling: Calling) -> Iterator[None]:
-        self.calling = calling
-        try:
-            yield
-        finally:
-            self.calling = None
-
-    def take_pending(self) -> list[tuple[Hook, Callable[..., bool | None]]]:
-        pending, self.pending = self.pending, []
-        return pending
 
     def release(self) -> None:
         """Drop the arrays; only pending writes are left."""

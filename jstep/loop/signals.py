@@ -8,19 +8,16 @@
 | `stop_secs` | a timer acts like SIGTERM | all use the clock of process 0 |
 
 In the main thread, the first signal also interrupts the start of a run, the wait for a batch, and the tracing of a
-program. Python drops exceptions in finalizers, and in callbacks of weak references and of the garbage collector: a
-signal that arrives there is raised a moment later.
+program. Where Python drops exceptions, as in finalizers, it is obeyed at the end of that wait.
 """
 
 import _thread
 import contextlib
 import ctypes
-import gc
 import itertools
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -36,8 +33,6 @@ from jstep.distributed import processes
 
 _logger = logging.getLogger("jstep")
 
-_LATER_SECS = 0.01
-"""The seconds after which an exception that could not be raised is raised, or postponed again."""
 _OTHERS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGHUP") if hasattr(signal, name))
 """Signals that schedulers and terminals send; they stop a run only if they have their default action."""
 
@@ -73,25 +68,25 @@ class StopSignals:
     An ignored SIGINT or SIGHUP, as under `nohup` or in a background job, stays ignored. A process forked during
     the run gets the previous handlers.
 
-    The first signal ends the start of a run and, between `start_raising` and `stop_raising`, a wait of the loop, unless
-    processes have to agree (`to_stop`). A second SIGINT interrupts anything.
+    The first signal ends the start of a run, and a wait of the loop that `interrupts` is set for, unless processes have
+    to agree (`to_stop`). A second SIGINT interrupts anything.
+
+    Attributes:
+        interrupts: Makes the exception that the first signal raises; None where it only is recorded.
+        received: The first signal.
     """
 
     def __init__(self, stop_secs: float | None = None) -> None:
-        self._alone = processes.is_single_process()
+        self.is_alone = processes.is_single_process()
         self._before: dict[signal.Signals, Any] = {}
-        self._raise: Callable[[], BaseException] | None = None  # makes the exception that the first signal raises
+        self.interrupts: Callable[[], BaseException] | None = None
         self.received: signal.Signals | None = None
         self.received_twice = self._is_limit = self._has_agreed = False
         self._timer: threading.Timer | None = None
         self._limit: processes.AgreedClock | None = None
         self._polls = 0
         self._ending = threading.Lock()
-        self._raised: BaseException | None = None  # by the handler, most recently
-        self._postponed: BaseException | None = None
-        self._again: threading.Timer | None = None
-        self._hook_before: Any = sys.unraisablehook
-        if stop_secs is not None and self._alone:
+        if stop_secs is not None and self.is_alone:
             # threading rejects longer waits than this one of 292 years.
             self._timer = threading.Timer(min(stop_secs, threading.TIMEOUT_MAX), self._expire)
             self._timer.daemon = True
@@ -100,24 +95,22 @@ class StopSignals:
 
     def begin(self) -> None:
         """Handle signals and start the time limit; `end` must follow, even if a signal interrupts this call."""
-        self._raise = lambda: self.stop_error("before its first step")
+        self.interrupts = lambda: self.stop_error("before its first step")
         if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
-            handled = [signal.SIGTERM] if self._alone else []
+            handled = [signal.SIGTERM] if self.is_alone else []
             handled += [signal.SIGINT] if signal.getsignal(signal.SIGINT) != signal.SIG_IGN else []
             for number in itertools.chain(handled, filter(_is_free, _OTHERS)):
                 self._before[number] = signal.getsignal(number)  # recorded before a signal can interrupt this
                 signal.signal(number, self._note)
             _active.append(self)
-            self._hook_before, sys.unraisablehook = sys.unraisablehook, self._note_dropped
         if self._timer is not None:
             self._timer.start()
 
     def end(self) -> None:
-        with self._ending:  # the timers have sent their signals, or never will
-            for timer in (self._timer, self._again):
-                if timer is not None:
-                    timer.cancel()
-            self._timer = self._again = None
+        with self._ending:  # the timer has sent its signal, or never will
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = None
         if self in _active:
             _active.remove(self)
         self.restore()
@@ -128,9 +121,6 @@ class StopSignals:
             # None: the handler was not set from Python, so Python cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
-        if sys.unraisablehook == self._note_dropped:
-            sys.unraisablehook = self._hook_before
-        self._raised = self._postponed = None
 
     def _expire(self) -> None:
         with self._ending:
@@ -153,66 +143,26 @@ class StopSignals:
         return True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        error, self._postponed = self._postponed, None
-        if error is None:
-            error = self._answer(number)
-        elif self._raise is None and not self.received_twice:
-            return  # the wait that it would have interrupted is over: `check` and `to_stop` report the signal
-        if error is None:
-            return
-        if not _may_raise(frame):
-            self._postpone(error)
-            return
-        self._raised = error
-        raise error.with_traceback(None)
-
-    def _answer(self, number: int) -> BaseException | None:
-        """Record a signal; return the exception to raise, if any."""
+        """Record a signal; raise an exception if it interrupts something."""
         if self.received is not None:
             if number != signal.SIGINT:
-                return None
+                return
             self.received_twice = True
-            return KeyboardInterrupt()
+            raise KeyboardInterrupt
         self.received = signal.Signals(number)
-        if not self._alone:
+        if not self.is_alone:
             processes.request_stop()
-        elif self._raise is not None:
-            return self._raise()
-        return None
-
-    def _postpone(self, error: BaseException) -> None:
-        """Raise an exception a moment later, by another signal."""
-
-        def again() -> None:
-            with self._ending:
-                if self._again is not None and self.received is not None:
-                    self._interrupt(self.received)
-
-        self._postponed = error
-        self._again = threading.Timer(_LATER_SECS, again)
-        self._again.daemon = True
-        self._again.start()
-
-    def _note_dropped(self, dropped: Any) -> None:
-        """The hook for exceptions that Python drops: postpone that of a signal."""
-        raised = self._raised
-        if raised is not None and dropped.exc_value is raised:
-            self._postpone(raised)
-        else:
-            self._hook_before(dropped)
+        elif self.interrupts is not None:
+            raise self.interrupts()
 
     # Waits that a signal interrupts.
 
-    def start_raising(self) -> None:
-        """Let the first signal raise StopWaiting from now on, or now if it was received."""
-        self._raise = StopWaiting
-        self.check()
-
-    def stop_raising(self) -> None:
-        self._raise = None
+    def finish(self) -> None:
+        """Let no signal interrupt what follows."""
+        self.interrupts = None
 
     def check(self) -> None:
-        if self._alone and self.received is not None:
+        if self.is_alone and self.received is not None:
             raise StopWaiting
 
     def wait_for(self, future: "Future[Any]", *, may_leave: bool = True) -> None:
@@ -221,7 +171,7 @@ class StopSignals:
 
     def to_stop(self) -> bool:
         """Return whether the run stops; called after each call and between evaluation batches."""
-        if self._alone:
+        if self.is_alone:
             return self.received is not None
         if not self._has_agreed:
             self._polls += 1
@@ -238,7 +188,7 @@ class StopSignals:
 
         Must be called on all processes whose run ended without an error.
         """
-        if not self._alone and processes.any_process(self.received is not None):
+        if not self.is_alone and processes.any_process(self.received is not None):
             self._agree_on_signal()
 
     def _agree_on_signal(self) -> None:
@@ -257,26 +207,6 @@ class StopSignals:
         message = f"{self.reason} stopped the run {when}"
         _logger.info(message)
         return KeyboardInterrupt(message) if received == signal.SIGINT else Preempted(message, 128 + received)
-
-
-_FINALIZING = frozenset({"weakref", "_weakrefset"})
-"""The modules whose functions are called when an object dies."""
-
-
-def _may_raise(frame: FrameType | None) -> bool:
-    """Return whether an exception would leave the interrupted function.
-
-    Python drops it in finalizers and in callbacks of the garbage collector. A weak reference can have any function as
-    its callback, which shows only when the exception is dropped (`_note_dropped`); it is dropped there, too.
-    """
-    dropping = {getattr(callback, "__code__", None) for callback in gc.callbacks} | {StopSignals._note_dropped.__code__}
-    while frame is not None:
-        if frame.f_code.co_name == "__del__" or frame.f_code in dropping:
-            return False
-        if frame.f_globals.get("__name__") in _FINALIZING:
-            return False
-        frame = frame.f_back
-    return True
 
 
 def _is_free(number: signal.Signals) -> bool:

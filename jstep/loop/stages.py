@@ -49,12 +49,13 @@ def lanes_of(step: object) -> int | None:
 
 @dataclasses.dataclass(eq=False)
 class Stage:
-    """A training step of a run, from step `first` on. `single` runs one step, compiled if loops are used."""
+    """A training step of a run, from `first` to before `stop`. `single` runs one step, compiled if loops are used."""
 
     step: Any
     name: str
     first: int
     single: Any
+    stop: float = NEVER
 
     @property
     def is_compiled(self) -> bool:
@@ -77,8 +78,9 @@ def make_stages(stages: TrainSteps, *, compiled: bool) -> list[Stage]:
             name_of_step(step) if len(stages.values) > 1 else getattr(step, "__name__", "train_step"),
             first,
             step if hasattr(step, "lower") or not compiled else TrainStep(step, donate=False),
+            NEVER if stop is None else stop,
         )
-        for step, first in zip(stages.values, stages.firsts, strict=True)
+        for first, stop, step in stages.stages()
     ]
 
 

@@ -39,8 +39,6 @@ _BATCH, _COMPILE, _EVALUATION, _HOOK, _START, _CLOSE = "batch", "compile", "eval
 _SAVE = "save"
 _OF_HOST = (_BATCH, _COMPILE, _START)
 """The kinds of waits of the main thread that are not for the device."""
-_MAY_BE_RARE = (_SAVE, _EVALUATION, _HOOK)
-"""The kinds of waits with rare slow calls, which recorded durations may miss: their reported stalls are remembered."""
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = (*(path + os.sep for name, path in sysconfig.get_paths().items() if "lib" in name), "<frozen")
 _logger = logging.getLogger("jstep")
@@ -55,11 +53,10 @@ class StallHook(RunHook):
 
     limit = max(warn_secs, min(factor · usual, usual + 10 · warn_secs)), for calls in flight at least 2 · usual · steps,
 
-    where *usual* is the longest of the last 64 durations of the same thing (for batches and calls, the median) and of
-    all reported stalls of a hook, an evaluation or a save that have ended. Something that has not been seen before,
-    such as the first compilation or a restore, may take 10 · warn_secs, and time in which the process computes counts a
-    tenth. Time in which the process was stopped, or the machine slept, does not count. A stall that holds the
-    interpreter's lock is seen by the other processes only.
+    where *usual* is the longest of the last 64 durations of the same thing (for batches and calls, the median).
+    Something that has not been seen before, such as the first compilation or a restore, may take 10 · warn_secs, and
+    time in which the process computes counts a tenth. Time in which the process was stopped, or the machine slept, does
+    not count. A stall that holds the interpreter's lock is seen by the other processes only.
 
     Each stall is a warning, repeated at twice, four times, eight times … its age. If the run has a directory, the stall
     is also a file `stalls/PROCESS.json` there, which the other processes and `python -m jstep stalls` read; see [When a
@@ -134,17 +131,91 @@ class Wait:
         self.next_line, self.reads, self.part = 2 * self.age, None, part
 
 
-class _MainThread:
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-        self._run: Run | None = None
-        self.ident, self.caller = threading.get_ident(), sys._getframe(2).f_code
+class StallWatch(Observer):
+    """The thread that watches one run, whose loop runs in the thread that creates it."""
 
-    def set_run(self, run: Run) -> None:
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._hook = next((hook for hook in setup.options.hooks if isinstance(hook, StallHook)), StallHook())
+        self._index, self._count, options = jax.process_index(), jax.process_count(), setup.options
+        self._name = f"process {self._index} of {self._count} (host {socket.gethostname()})"
+        self._files = StallFiles(options.where, self._index, self._warn, options.checkpoint_prefix)
+        self._over = threading.Event()
+        self._thread = threads.Thread(target=self._watch, name="jstep-stalls", daemon=True)
+        self._ident, self._caller = threading.get_ident(), sys._getframe(1).f_code
+        self._run: Run | None = None
+        self._main_wait: Wait | None = None
+        self._device_wait: Wait | None = None
+        self._step, self._quiet = -1, 0.0  # how long the step has been unchanged
+        if self._warn:
+            try:
+                self._thread.start()
+            except BaseException:  # Ctrl-C, before `__enter__`, so nobody else can stop the thread
+                self._over.set()
+                raise
+
+    @property
+    def _warn(self) -> float:
+        return self._hook.warn_secs or 0.0
+
+    @property
+    def _is_shared(self) -> bool:
+        """Return whether processes read each other's files."""
+        return bool(self.setup.options.where) and self._count > 1
+
+    def before_begin(self, run: Run) -> None:
         self._run = run
 
-    def current_wait(self) -> Wait:
-        now, step = threads.activities_of(self.ident), self._setup.loop.step
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not self._warn:
+            return
+        self._over.set()
+        self._thread.join(timeout=10)
+        self._end_wait(self._main_wait)
+        self._end_wait(self._device_wait)
+        failed = Wait("failed", f"leaving after {type(error).__name__}: {error_text(error)[:200]}", None)
+        is_waited_for = isinstance(error, Exception) and self._count > 1
+        self._files.finish((lambda: self._fields(failed, stall=False)) if is_waited_for else None)
+
+    def _watch(self) -> None:
+        every, then, cpu = min(1.0, self._warn / 4), time.monotonic(), time.process_time()
+        while not self._over.wait(every):
+            now, used = time.monotonic(), time.process_time()
+            # If this thread did not run either, the process was stopped, or the machine slept.
+            passed, computes = min(now - then, 2 * every), used - cpu > 0.1 * (now - then)
+            then, cpu = now, used
+            try:
+                self._check(passed, 0.1 * passed if computes else passed)
+            except Exception:  # an error here must not end the run
+                _logger.debug("a look for stalls failed", exc_info=True)
+
+    def _check(self, passed: float, idle: float) -> None:
+        now, files, step = self._wait_of_thread(), self._files, self.setup.loop.step
+        self._main_wait = self._update_wait(self._main_wait, now, passed, idle)
+        self._device_wait = self._update_wait(self._device_wait, self._wait_of_device(), passed, idle)
+        self._quiet, self._step = self._quiet + passed if step == self._step else 0.0, step
+        # A wait that may be for the device is a stall only if the device stalls.
+        is_of_host = self._device_wait is None or now.kind in _OF_HOST
+        waits = [wait for wait in (self._main_wait if is_of_host else None, self._device_wait) if wait is not None]
+        stall = next(filter(self._is_stall, waits), None)
+        if stall is None:  # others may wait for this process, though it does not stall
+            is_quiet = self._is_shared and self._quiet > self._warn
+            hang = is_quiet and any(other["stall"] for other in files.others)
+            files.exchange((lambda: self._fields(waits[0], stall=False)) if hang else None, read=is_quiet)
+            return
+        is_due = stall.is_due(files.reads)
+        files.exchange(lambda: self._fields(stall), read=is_due, at_once=is_due)
+        # The other processes, stalled for as long, need a moment to write their files.
+        has_read = not self.setup.options.where or files.reads > (stall.reads or 0) + self._is_shared
+        if is_due and (has_read or stall.age > stall.next_line + 4):
+            stall.mark_reported(self.setup.watch.current)
+            _log_in_time(self._line(stall))
+        if self._hook.exit_secs is not None and stall.age > self._hook.exit_secs:
+            self._exit(stall)
+
+    def _wait_of_thread(self) -> Wait:
+        """Return what the loop's thread waits for."""
+        now, step = threads.activities_of(self._ident), self.setup.loop.step
         wait = self._wait_of_run(is_tracing=threads.TRACING in now)
         if threads.AGREEING not in now:
             return wait
@@ -155,8 +226,8 @@ class _MainThread:
         return Wait(WITH_OTHERS, what, (WITH_OTHERS, wait.key), WITH_OTHERS)
 
     def _wait_of_run(self, *, is_tracing: bool) -> Wait:
-        loop, run, part = self._setup.loop, self._run, self._setup.watch.current
-        step, calling, owner = loop.step, loop.calling, self._setup.transfers.owner
+        loop, run, part = self.setup.loop, self._run, self.setup.watch.current
+        step, calling, owner = loop.step, loop.calling, self.setup.transfers.owner
         if owner is not None:  # a hook may deliver the metrics of another
             calling = Calling(owner, "" if calling is None else calling.method)
         thing = None if calling is None else calling.thing
@@ -186,113 +257,10 @@ class _MainThread:
         if table.tracing.locked() or (compiles and not feeder.waiting):
             return Wait(_COMPILE, f"compiling step {step}'s program", (_COMPILE, step), _COMPILE)
         if feeder.waiting:
-            number = loop.first + self._setup.fetched.count
+            number = loop.first + self.setup.fetched.count
             return Wait(_BATCH, f"waiting for batch {number}", (_BATCH, number))
         first = step - feeder.steps if is_checking else step
         return _call(first, first + feeder.steps - 1)
-
-    def steps_of_call(self) -> int:
-        return 1 if self._run is None else self._run.feeder.steps
-
-    def save(self) -> str | None:
-        """Save the last complete state and return the outcome; None if there is nothing to save."""
-        run = self._run
-        if run is None or run.saver is None or run.step <= self._setup.loop.first:
-            return None
-        return save_while_it_hangs(run)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Process:
-    index: int
-    count: int
-
-    @property
-    def name(self) -> str:
-        return f"process {self.index} of {self.count} (host {socket.gethostname()})"
-
-
-class StallWatch(Observer):
-    """The thread that watches one run, whose loop runs in the thread that creates it."""
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self._hook = next((hook for hook in setup.options.hooks if isinstance(hook, StallHook)), StallHook())
-        self._process = _Process(jax.process_index(), jax.process_count())
-        options = setup.options
-        self._files = StallFiles(options.where, self._process.index, self._warn, options.checkpoint_prefix)
-        self._over = threading.Event()
-        self._thread = threads.Thread(target=self._watch, name="jstep-stalls", daemon=True)
-        self._main_thread = _MainThread(setup)
-        self._main_wait: Wait | None = None
-        self._device_wait: Wait | None = None
-        self._step, self._quiet = -1, 0.0  # how long the step has been unchanged
-        self._survived: dict[Hashable, float] = {}  # the longest reported stall of each thing
-        if self._warn:
-            try:
-                self._thread.start()
-            except BaseException:  # Ctrl-C, before `__enter__`, so nobody else can stop the thread
-                self._over.set()
-                raise
-
-    @property
-    def _warn(self) -> float:
-        return self._hook.warn_secs or 0.0
-
-    @property
-    def _is_shared(self) -> bool:
-        """Return whether processes read each other's files."""
-        return bool(self.setup.options.where) and self._process.count > 1
-
-    def before_begin(self, run: Run) -> None:
-        self._main_thread.set_run(run)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not self._warn:
-            return
-        self._over.set()
-        self._thread.join(timeout=10)
-        self._end_wait(self._main_wait)
-        self._end_wait(self._device_wait)
-        failed = Wait("failed", f"leaving after {type(error).__name__}: {error_text(error)[:200]}", None)
-        is_waited_for = isinstance(error, Exception) and self._process.count > 1
-        self._files.finish((lambda: self._fields(failed, stall=False)) if is_waited_for else None)
-
-    def _watch(self) -> None:
-        every, then, cpu = min(1.0, self._warn / 4), time.monotonic(), time.process_time()
-        while not self._over.wait(every):
-            now, used = time.monotonic(), time.process_time()
-            # If this thread did not run either, the process was stopped, or the machine slept.
-            passed, computes = min(now - then, 2 * every), used - cpu > 0.1 * (now - then)
-            then, cpu = now, used
-            try:
-                self._check(passed, 0.1 * passed if computes else passed)
-            except Exception:  # an error here must not end the run
-                _logger.debug("a look for stalls failed", exc_info=True)
-
-    def _check(self, passed: float, idle: float) -> None:
-        now, files, step = self._main_thread.current_wait(), self._files, self.setup.loop.step
-        self._main_wait = self._update_wait(self._main_wait, now, passed, idle)
-        self._device_wait = self._update_wait(self._device_wait, self._wait_of_device(), passed, idle)
-        self._quiet, self._step = self._quiet + passed if step == self._step else 0.0, step
-        # A wait that may be for the device is a stall only if the device stalls.
-        is_of_host = self._device_wait is None or now.kind in _OF_HOST
-        waits = [wait for wait in (self._main_wait if is_of_host else None, self._device_wait) if wait is not None]
-        stall = next(filter(self._is_stall, waits), None)
-        if stall is None:  # others may wait for this process, though it does not stall
-            is_quiet = self._is_shared and self._quiet > self._warn
-            hang = is_quiet and any(other["stall"] for other in files.others)
-            files.exchange((lambda: self._fields(waits[0], stall=False)) if hang else None, read=is_quiet)
-            return
-        is_due = stall.is_due(files.reads)
-        files.exchange(lambda: self._fields(stall), read=is_due, at_once=is_due)
-        # The other processes, stalled for as long, need a moment to write their files.
-        has_read = not self.setup.options.where or files.reads > (stall.reads or 0) + self._is_shared
-        if is_due and (has_read or stall.age > stall.next_line + 4):
-            stall.mark_reported(self.setup.watch.current)
-            _log_in_time(self._line(stall))
-        if self._hook.exit_secs is not None and stall.age > self._hook.exit_secs:
-            self._exit(stall)
 
     def _wait_of_device(self) -> Wait | None:
         unfinished = self.setup.in_flight.unfinished()
@@ -308,17 +276,15 @@ class StallWatch(Observer):
 
     def _end_wait(self, wait: Wait | None) -> None:
         if wait is not None and wait.part:
-            _log_in_time(f"{self._process.name}, which was {wait.what}, resumed after {_secs(wait.age)} s")
+            _log_in_time(f"{self._name}, which was {wait.what}, resumed after {_secs(wait.age)} s")
             self._record(wait)
-            if wait.kind in _MAY_BE_RARE:
-                self._survived[wait.thing] = max(wait.age, self._survived.get(wait.thing, 0.0))
 
     def _record(self, wait: Wait) -> None:
         fields = {
             "part": wait.part or self.setup.watch.current,
             "stalled": round(wait.age, 3),
             "what": wait.what,
-            "process": self._process.index,
+            "process": self._index,
         }
         self.setup.lines.add_stall(time=round(time.time(), 6), step=self.setup.loop.step, **fields)
 
@@ -338,21 +304,21 @@ class StallWatch(Observer):
         """Return the usual seconds of the same thing; None the first time."""
         watch = self.setup.watch
         if wait.thing is not None:
-            reported = [self._survived[wait.thing]] if wait.thing in self._survived else []
-            return max([*watch.lasted[wait.thing], *reported], default=None)
+            return max(watch.lasted[wait.thing], default=None)
         visits = watch.visits(WAITING) if wait.kind == _BATCH else watch.visits(STEPPING, after=WAITING)
         if wait is not self._device_wait:
             return statistics.median(visits) if visits else None
         each = [*self.setup.in_flight.per_step]
         if not each and visits:
-            each = [max(statistics.median(visits) / self._main_thread.steps_of_call(), *watch.lasted[FIRST_CALL])]
+            steps = 1 if self._run is None else self._run.feeder.steps
+            each = [max(statistics.median(visits) / steps, *watch.lasted[FIRST_CALL])]
         return statistics.median(each) if each else None
 
     # Messages.
 
     def _line(self, wait: Wait) -> str:
         usual, place = self._usual(wait), self._place(wait)
-        text = f"{self._process.name} has been {wait.what} for {_secs(wait.age)} s"
+        text = f"{self._name} has been {wait.what} for {_secs(wait.age)} s"
         text += "" if usual is None else f" (usually {_secs(usual)} s)"
         return "; ".join([f"{text}: {place}" if place else text, *self._elsewhere(wait)])
 
@@ -364,13 +330,10 @@ class StallWatch(Observer):
             same = [other for other in others if other["kind"] == kind]
             if len(same) < 2:
                 rest += same
-            elif kind == CALL:  # the common steps
-                steps = max(other["steps"][0] for other in same), min(other["steps"][1] for other in same)
-                yield f"{len(same)} others are {_short(_call(*sorted(steps)))}"
             else:
                 yield f"{len(same)} others are {same[0]['what']}"
         yield from (f"process {other['process']} (host {other['host']}) is {other['what']}" for other in rest[:8])
-        missing = silent([{"process": self._process.index}, *others], self._process.count) if self._is_shared else []
+        missing = silent([{"process": self._index}, *others], self._count) if self._is_shared else []
         can_answer = shown is not None and time.monotonic() - shown >= 2.5 * self._files.period
         if missing and can_answer and wait.age >= 2 * self._warn:
             yield f"no sign of life from process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))}"
@@ -383,11 +346,7 @@ class StallWatch(Observer):
         ]
         callbacks = [i for i in frames if i not in python_threads]  # threads of XLA
         first = makers if wait.kind in (_BATCH, _COMPILE) else callbacks if wait.kind == CALL else []
-        stacks = [
-            frame
-            for i in [*first, self._main_thread.ident]
-            for frame in _stack(frames.get(i), self._main_thread.caller)
-        ]
+        stacks = [frame for i in [*first, self._ident] for frame in _stack(frames.get(i), self._caller)]
         outside = [frame for frame in stacks if not frame.f_code.co_filename.startswith(_OWN)]
         users = [frame for frame in outside if not frame.f_code.co_filename.startswith(_LIBRARIES)]
         return next((os.path.basename(_as_line(frame)) for frame in users or outside or stacks), "")
@@ -399,7 +358,7 @@ class StallWatch(Observer):
             for i, frame in sys._current_frames().items()
         }
         return {
-            "processes": self._process.count, "step": self.setup.loop.step, "part": self.setup.watch.current,
+            "processes": self._count, "step": self.setup.loop.step, "part": self.setup.watch.current,
             "kind": wait.kind,
             "what": _short(wait), "since": time.time() - wait.age, "stall": stall,
             "line": self._place(wait), "steps": wait.steps, "threads": stacks,
@@ -410,23 +369,27 @@ class StallWatch(Observer):
     def _exit(self, wait: Wait) -> None:
         """End the process; nothing here may wait long for the stalled code."""
         calling, step, watch = self.setup.loop.calling, self.setup.loop.step, self.setup.watch
-        _log_in_time(
-            f"{self._process.name} has been {wait.what} for {_secs(wait.age)} s: it ends with exit code {EXIT_CODE}"
-        )
+        _log_in_time(f"{self._name} has been {wait.what} for {_secs(wait.age)} s: it ends with exit code {EXIT_CODE}")
         _in_time(lambda: faulthandler.dump_traceback(2, all_threads=True))
         _in_time(lambda: self._record(wait))
         self._files.finish(lambda: {**self._fields(wait, most=1000), "exit_code": EXIT_CODE})
         is_users = wait.kind in (_BATCH, _EVALUATION) or (wait.kind == _HOOK and (calling is None or calling.is_users))
-        if is_users and self._process.count == 1:
+        if is_users and self._count == 1:
             usual = max(watch.lasted[SAVING], default=None)
             limit = 10 * self._warn if usual is None else max(self._warn, 3 * usual)
-            if not _in_time(lambda: _log(self._main_thread.save()), limit):
+            if not _in_time(self._save, limit):
                 _log_in_time(f"step {step} could not be saved within {_secs(limit)} s")
         _in_time(lambda: print(end="", flush=True))
         _in_time(logging.shutdown)
-        if self._process.count > 1:  # let the others get here; without process 0, JAX aborts them
-            time.sleep(max(1.5, min(5.0, self._warn)) * (1 if self._process.index else 2))
+        if self._count > 1:  # let the others get here; without process 0, JAX aborts them
+            time.sleep(max(1.5, min(5.0, self._warn)) * (1 if self._index else 2))
         os._exit(EXIT_CODE)
+
+    def _save(self) -> None:
+        """Save the last complete state and log the outcome."""
+        run = self._run
+        if run is not None and run.saver is not None and run.step > self.setup.loop.first:
+            _logger.warning("%s", save_while_it_hangs(run))
 
 
 def _call(first: int, last: int) -> Wait:
@@ -451,11 +414,6 @@ def _stack(frame: FrameType | None, until: CodeType | None = None) -> Iterator[F
 
 def _as_line(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-def _log(text: str | None) -> None:
-    if text is not None:
-        _logger.warning("%s", text)
 
 
 def _log_in_time(text: str) -> None:

@@ -26,11 +26,11 @@ from jstep.hooks.speed import StepCounterHook
 from jstep.hooks.states import check_owners, get_states
 from jstep.loop.arguments import Options
 from jstep.loop.compile_ahead import compile_ahead, compile_first_program, shapes_of_batch
-from jstep.loop.dispatch import Dispatch
+from jstep.loop.dispatch import Dispatch, warn_of_ended_rate
 from jstep.loop.feeder import BatchFeeder, FirstBatch, copy_batches
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.programs import ProgramTable
-from jstep.loop.run import ENDED, STOPPED, Observers, Origin, Run, compiling_for, name_of_run, overriding
+from jstep.loop.run import ENDED, STOPPED, Observers, Origin, Run, compiling_for, name_of_run
 from jstep.loop.saving import RunContents, RunSaverHook, open_checkpoints, restore, restore_hooks
 from jstep.loop.setup import Setup
 from jstep.loop.stages import StageBoundaries
@@ -144,14 +144,16 @@ def _dispatch_of(setup: Setup, observers: Observers) -> Dispatch:
     table = ProgramTable(
         setup.train_steps, options.steps_per_call, state=setup.loop.state, sums=setup.sums, compiling=compiling
     )
-    first = overriding(observers, "after_first")
     return Dispatch(
         table,
         signals=setup.signals,
         first_call=setup.times.compiling,
         watch=setup.watch,
-        after_first=[lambda call, state: interactive.forget(), *first],
-        after_each=overriding(observers, "after_each"),
+        after_first=[
+            lambda call, state: interactive.forget(),
+            functools.partial(warn_of_ended_rate, setup.train_steps, options.last_step),
+            *(observer.after_first for observer in observers),
+        ],
     )
 
 
@@ -251,8 +253,7 @@ def _open_writer(setup: Setup, saver: Saver | None, origin: Origin) -> SummaryWr
         # The point of a restored step is kept. A run that begins again may evaluate before its first step again.
         first = setup.loop.first + (origin.restored is not None)
         own = origin.restored if origin.trunk is None else None
-        same_place = own is not None or not _is_another_run(setup)
-        if starts_here(writer.path, first, same_place=same_place):
+        if starts_here(writer.path, first, same_place=own is not None or not _is_another_run(setup)):
             for _ in range(STARTS):
                 writer.add_session_log("START", first)
     if setup.options.config and jax.process_index() == 0:

@@ -47,11 +47,9 @@ def report_early_end(run: Run) -> None:
         _logger.info("the batches are used up at step %d, at which the run was restored: it is finished", start)
         return
     if run.step == start:
-        lower = "" if last_step is None else ", or a lower last_step"
         raise ValueError(
             f"batches: there is no batch for step {start}, the first of this run (last_step={last_step}); give "
-            "batches up to that step, such as jstep.batches(…), or a list of all of them (a list is indexed from "
-            f"step 0){lower}"
+            "batches up to that step, such as jstep.batches(…), or a list of all of them, which begins with step 0"
         )
     if last_step is None:
         _logger.info("the batches ended after step %d, and so does the run", run.step)
@@ -69,18 +67,8 @@ def report_done(run: Run) -> None:
     """Log why no step is run; a last_step before the state is probably a mistake."""
     first, last_step, by = run.setup.loop.first, run.setup.options.stop_step, run.origin.extra.get(STOPPED)
     if first > last_step:
-        of, other = "the given state", "state"
-        if run.saver is not None and run.restored is not None:
-            of, other = f"{checkpoint_name(run.saver.prefix, first)}, the newest checkpoint", "checkpoint_dir"
-        _logger.warning(
-            "last_step=%d: the run is already at step %d (%s); there is nothing left to run. Give a larger "
-            "last_step, or another %s",
-            last_step,
-            first,
-            of,
-            other,
-            extra=BELOW_BAR,
-        )
+        text = "last_step=%d: the run is already at step %d; there is nothing left to run. Give a larger last_step"
+        _logger.warning(text, last_step, first, extra=BELOW_BAR)
         return
     why = ""
     if first < last_step and by is not None:
@@ -215,13 +203,13 @@ def _saved(run: Run, error: BaseException) -> str:
             if outcomes and not is_same:
                 note(error, f"Additionally, {hook_name(hook)} could not save step {run.step}: {_text(failure)}")
         outcomes.append(outcome)
-    run.setup.loop.set_calling(None)
+    run.setup.loop.calling = None
     return f", and {outcomes[0]}"
 
 
 def _save(run: Run, hook: CheckpointSaverHook, where: str = "") -> str:
     """Let a hook save the state; return the outcome. That of the first hook, the run's own if any, is reported."""
-    run.setup.loop.set_calling(Calling(hook, "save"))
+    run.setup.loop.calling = Calling(hook, "save")
     if hook.save(run.step, run.state, wait=True):
         return f"is saved{where}; start the run again to resume"
     return "is not saved: a hook prevented it"

@@ -245,9 +245,9 @@ def _run(setup: Setup, batches: Tree) -> TrainState:
                 _finish(run, is_stopped=begin(run) and _take_steps(run))
                 state = run.state
             except BaseException as error:
-                signals.stop_raising()
+                signals.finish()
                 is_handled = signals.received is not None
-                setup.loop.set_phase(ENDING)
+                setup.loop.phase = ENDING
                 if run is None:
                     keep_state(setup, error)
                 else:
@@ -278,26 +278,26 @@ def _take_steps(run: Run) -> bool:
     """Run the calls and hooks until the run ends; return whether a signal ended it."""
     loop, signals, runner, in_flight = run.setup.loop, run.setup.signals, run.runner, run.setup.in_flight
     last_step = run.setup.options.stop_step
-    signals.stop_raising()
-    loop.set_phase(RUNNING)
+    signals.finish()
+    loop.phase = RUNNING
     run_call = runner.around_calls(run.dispatch, run.dispatch.repeated)
     try:
         for call in fetch_by_all(run.feeder):
             in_flight.make_room()
-            if not call.must_run:
-                signals.check()  # for a signal that arrived meanwhile
-            runner.before()
-            loop.take(run_call, call)
+            if signals.received is not None and not call.must_run:
+                signals.check()  # it arrived meanwhile
+            loop.state, loop.metrics = run_call(loop.state, call)
+            loop.step, loop.rows = call.first + call.steps, call.program.rows
             in_flight.add(call.first, loop.step, loop.state, loop.metrics)
             is_over = runner.after(call.first)
-            if signals.to_stop():
+            if (signals.received is not None or not signals.is_alone) and signals.to_stop():
                 return True
             if is_over or loop.step >= last_step:
                 break
     except StopWaiting:
         return True
     if loop.step < last_step and loop.stopped_by is None:
-        loop.set_phase(ENDING)
+        loop.phase = ENDING
         report_early_end(run)
     return False
 
@@ -315,8 +315,8 @@ def fetch_by_all(calls: Iterable[Call]) -> Iterable[Call]:
 
 def _finish(run: Run, *, is_stopped: bool) -> None:
     """End the hooks, which save the last state, or leave if a signal was received."""
-    run.setup.signals.stop_raising()
-    run.setup.loop.set_phase(LEAVING if is_stopped else ENDING)
+    run.setup.signals.finish()
+    run.setup.loop.phase = LEAVING if is_stopped else ENDING
     run.runner.last()
     check_step(run.step, run.state)
     if not is_stopped:

@@ -16,7 +16,8 @@ from jstep.core.annotations import Tree
 from jstep.core.jaxprs import Product, body_of, has_remat
 from jstep.core.placement import device_count, device_of
 from jstep.loop.calls import Call
-from jstep.loop.run import Observer
+from jstep.loop.dispatch import AfterCall
+from jstep.loop.run import Observer, Run
 from jstep.loop.setup import Setup
 from jstep.loop.work import work_of
 from jstep.state.train_state import TrainState
@@ -149,9 +150,13 @@ class Meters(Observer):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self._is_metered = self._is_traced = False
+        self._is_traced = False
+        self._after_each: list[AfterCall] = []  # of the dispatch
         self.work: dict[Hashable, StepWork] = {}
         self._steps: dict[Hashable, int] = {}
+
+    def before_begin(self, run: Run) -> None:
+        self._after_each = run.dispatch.after_each
 
     def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
         """Make a meter; None if the device's peak is unknown."""
@@ -160,19 +165,19 @@ class Meters(Observer):
             if device.platform != "cpu" or flops_per_step is not None:
                 _log_unknown(f"the peak of the device {device.device_kind!r} is not known")
             return None
-        self._is_metered = True
+        if self._count not in self._after_each:
+            self._after_each.append(self._count)
         self._is_traced = self._is_traced or peak_flops is None or flops_per_step is None
         return UtilizationMeter(self, peak_flops, flops_per_step)
 
     def steps(self) -> Steps:
         return dict(self._steps)
 
-    def after_each(self, call: Call, state: Tree) -> None:
+    def _count(self, call: Call, state: Tree) -> None:
         program = call.program
-        if self._is_metered:
-            if program not in self.work:
-                self.work[program] = self._of(call, state)
-            self._steps[program] = self._steps.get(program, 0) + call.steps
+        if program not in self.work:
+            self.work[program] = self._of(call, state)
+        self._steps[program] = self._steps.get(program, 0) + call.steps
 
     def _of(self, call: Call, state: Tree) -> StepWork:
         tree = state, call.step_args

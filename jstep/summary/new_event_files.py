@@ -170,8 +170,8 @@ def starts_here(path: str, step: int, *, same_place: bool) -> bool:
         for name, writer in there.items()
         if writer.run is not None and (writer.run == mine.run or (same_place and writer.place == mine.place))
     ]
-    process = process_mark(socket.gethostname(), os.getpid())
     if not own:
+        process = process_mark(socket.gethostname(), os.getpid())
         others = [name for name, writer in there.items() if writer.run is not None or process not in name]
         if others:
             _logger.warning(

@@ -140,7 +140,8 @@ def replay(
     dispatch = Dispatch(table)
     ends = StageBoundaries(stages, source.next_change).ends(start, step)
     for call in table.calls(items, start, ends, batch_sharding):
-        loop.take(dispatch, call)
+        loop.state, _ = dispatch(loop.state, call)
+        loop.step = call.first + call.steps
     last = next(table.calls(items, step, [step + 1], batch_sharding, one_step=True), None)
     if loop.step < step or last is None:
         raise ValueError(

@@ -62,7 +62,7 @@ def explain(error: BaseException, state: Tree, args: Any, *, donates: bool) -> N
 
 def is_spent(state: Tree) -> bool:
     step = getattr(state, "global_step", None)
-    return isinstance(step, jax.Array) and not trees.is_traced(step) and step.is_deleted()
+    return isinstance(step, jax.Array) and not isinstance(step, jax.core.Tracer) and step.is_deleted()
 
 
 def refuse_what_crashes(state: Tree, args: Any, *, is_known: bool, donates: bool) -> None:

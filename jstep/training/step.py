@@ -204,7 +204,7 @@ class TrainStep:
 
     def _program(self, layout: StateLayout, args: tuple[Any, ...], kind: str = "call", *, donates: bool) -> Any:
         """Return the program for some layouts; `kind="merged"` returns all metrics together."""
-        batch_specs = self._pure.batch_specs(args)
+        batch_specs = self._pure.batch_specs(args) if self._pure.looks_at_rows else None
         specs = () if batch_specs is None else (trees.structure(batch_specs), *jax.tree.leaves(batch_specs))
         key = kind, donates, layout, *specs
         if key not in self._programs:
@@ -271,7 +271,7 @@ class TrainStep:
 
 def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
     """Call the program of a step; return `(state, Metrics)`, or `(state, Metrics, sums)` for a `LoopedStep`."""
-    layout = returned_layout(state)
+    layout = getattr(state, "_layout", None)  # as `returned_layout`, without a call at each step
     is_known = layout is not None
     if layout is None:
         state = device_values.from_host(trees.copy_numpy(state, "state"), "state")  # a handmade state

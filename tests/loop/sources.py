@@ -1,7 +1,8 @@
 """Sources of batches, for tests."""
 
 import math
-from typing import NamedTuple
+import types
+from typing import Any, NamedTuple
 
 import numpy as np
 import positioned
@@ -16,11 +17,13 @@ class Program(NamedTuple):
 
     max_steps: int = 1
     is_stacked: bool = False
+    is_looped: bool = False
+    stage: Any = types.SimpleNamespace(stop=math.inf)
 
 
 def in_loops(most):
     """Make calls of up to `most` steps."""
-    return lambda step, shapes, args: Program(most, is_stacked=most > 1)
+    return lambda step, shapes, args: Program(most, is_stacked=most > 1, is_looped=most > 1)
 
 
 def handed_out(source, ends=(math.inf,), most=1):

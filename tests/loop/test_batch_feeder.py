@@ -49,19 +49,21 @@ each_way = pytest.mark.parametrize("way", WAYS)
 @pytest.fixture(autouse=True)
 def no_time(monkeypatch):
     """The thread starts after as many calls as a test says, whatever they take."""
-    monkeypatch.setattr(feeder_module._Waits, "are_long", are_long)
+    monkeypatch.setattr(feeder_module, "_SECOND", -math.inf)
+    monkeypatch.setattr(BatchFeeder, "_check_waits", check_waits)
 
 
-def are_long(waits, asked, got):
-    waits.looks = getattr(waits, "looks", 0) + 1
-    return waits.looks == waits.starts_after
+def check_waits(feeder, got):
+    feeder.looks = getattr(feeder, "looks", 0) + 1
+    if feeder.looks == feeder.starts_after:
+        feeder._read_ahead()
 
 
 def make_feeder(batches, way, ends=(math.inf,), signals=None):
     source = open_source(batches, 0, 100, None)
     made = make_calls(copy_batches(source), 0, in_loops(9 if ends[0] < math.inf else 1), ends=ends)
     feeder = BatchFeeder(source, made, signals or StopSignals(), Stopwatch())
-    feeder._waits.starts_after = {"direct": None, "ahead": 1, "later": 3}.get(way, way)
+    feeder.starts_after = {"direct": None, "ahead": 1, "later": 3}.get(way, way)
     return feeder
 
 

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cards import card_of, loss
+from jstep.hooks.card_differences import card_difference
+from jstep.stores.timeline_writer import Timeline
 from processes import python
 
 import jstep
-from jstep.hooks.card_differences import card_difference
 from jstep.loop import card
-from jstep.stores.timeline_writer import Timeline
 from jstep.training.metrics import StepMetrics
 
 

@@ -12,12 +12,12 @@ import time
 
 import jax.numpy as jnp
 import pytest
+from jstep.hooks.cards import read_starts
 from processes import python
 from repositories import at, git
 from waiting import wait_until
 
 import jstep
-from jstep.hooks.cards import read_starts
 from jstep.stores import repository as code
 
 optimizer = jstep.gradient_descent(0.1)

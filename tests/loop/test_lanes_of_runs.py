@@ -6,9 +6,9 @@ import logging
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jstep.hooks.card_differences import card_difference
 
 import jstep
-from jstep.hooks.card_differences import card_difference
 
 OPTIMIZER = jstep.gradient_descent(0.1)
 DATA = jstep.batches(np.ones((64, 2), np.float32), 8, seed=0)

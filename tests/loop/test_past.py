@@ -5,10 +5,10 @@ import logging
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import jstep
 from jstep.hooks.card_differences import Changes, changes
 from jstep.loop.card import Cards, past_changes, record_past, report_changes
+
+import jstep
 
 OPTIMIZER = jstep.gradient_descent(0.1)
 STEP = jstep.minimize(lambda params, x: params["w"] * jnp.mean(x), OPTIMIZER)

@@ -1,6 +1,7 @@
 """A log directory that others write to: a run hides the steps that it repeats, and nothing of what others wrote."""
 
 import contextlib
+import json
 import logging
 import os
 import pathlib
@@ -147,21 +148,21 @@ PLACES = {
 }
 
 
-@pytest.mark.thorough(except_for=["beside it-whole", "the same-missing"])
-@pytest.mark.parametrize("timeline", ["whole", "missing", "torn"])
+@pytest.mark.thorough(except_for=["beside it-kept", "the same-missing"])
+@pytest.mark.parametrize("record", ["kept", "missing", "torn"])
 @pytest.mark.parametrize("places", PLACES)
 def test_a_start_that_died_before_its_first_checkpoint(
-    tmp_path: pathlib.Path, places: str, timeline: str, caplog: Any
+    tmp_path: pathlib.Path, places: str, record: str, caplog: Any
 ) -> None:
-    """Also after a power cut, which may leave event files without a timeline."""
+    """Also after a power cut, which may leave event files without a record."""
     logs, checkpoints = (None if name is None else tmp_path / name for name in PLACES[places])
     for stop in (3, 7, None):
         run(logs, checkpoints, 20, stop=stop, saves=20)
-        path = tmp_path / "run/timeline.jsonl"
-        if timeline == "missing":
-            path.unlink()
-        elif timeline == "torn":
-            path.write_bytes(bytes(100) + path.read_bytes()[100:-9])
+        for path in (tmp_path / "run/starts").iterdir():
+            if record == "missing":
+                path.unlink()
+            elif record == "torn":
+                path.write_bytes(bytes(100) + path.read_bytes()[100:-9])
     assert shown(logs)["loss"] == ALL
     assert not warnings_of(caplog)
 
@@ -222,10 +223,10 @@ def test_a_start_that_was_killed_before_its_first_checkpoint(tmp_path: pathlib.P
 def test_a_run_of_a_living_process_is_another_one(tmp_path: pathlib.Path, caplog: Any, monkeypatch: Any) -> None:
     """Two programs with one logdir, of which neither has a checkpoint_dir."""
     run(tmp_path, None, 20, stop=3)
-    path = tmp_path / "timeline.jsonl"
-    lines = [line for line in path.read_text().splitlines(keepends=True) if '"end"' not in line]
-    path.write_text("".join(lines).replace(f'"pid": {os.getpid()},', '"pid": 7,'))
-    for module in ("start", "timeline"):
+    (path,) = (path for path in (tmp_path / "starts").iterdir() if "card" not in path.name)
+    start = json.loads(path.read_text())
+    path.write_text(json.dumps(start | {"end": None, "process": start["process"] | {"pid": 7}}))
+    for module in ("start", "recorder"):
         monkeypatch.setattr(f"jstep.loop.{module}.is_alive", lambda process: process["pid"] == 7)
     run(tmp_path, None, 5)
     assert len(warnings_of(caplog)) == 1

@@ -45,13 +45,12 @@ def dispatch_of(*, begun: Any = (), unfinished: float = 0, locked: bool = False)
 
 def watch_of(run: Any, *, warn: float = 2.0, process: int = 0, count: int = 3, **more: Any) -> StallWatch:
     """A watch of a stand-in for a run, without a thread."""
-    watch, main = (object.__new__(one) for one in (StallWatch, stalls._MainThread))
+    watch = object.__new__(StallWatch)
     files = types.SimpleNamespace(others=[], shown=None, period=1.0, finish=lambda fields: None)
-    named = types.SimpleNamespace(index=process, count=count, name="process 0 of 3")
-    vars(main).update({"_setup": run, "_run": run, "ident": 1, "caller": None})
     fields = {
-        "setup": run, "_hook": jstep.StallHook(warn_secs=warn), "_process": named, "_survived": {},
-        "_device_wait": None, "_main_wait": None, "_files": files, "_main_thread": main,
+        "setup": run, "_hook": jstep.StallHook(warn_secs=warn), "_index": process, "_count": count,
+        "_name": "process 0 of 3", "_run": run, "_ident": 1, "_caller": None,
+        "_device_wait": None, "_main_wait": None, "_files": files,
         "_step": 5, "_quiet": 0.0,
     }  # fmt: skip
     vars(watch).update(fields | more)
@@ -92,15 +91,15 @@ def waits() -> dict[str, Any]:
 @pytest.mark.parametrize("what", waits())
 def test_what_is_waited_for(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: ())
-    assert watch_of(waits()[what])._main_thread.current_wait().what == what.partition(" #")[0]
+    assert watch_of(waits()[what])._wait_of_thread().what == what.partition(" #")[0]
 
 
 def test_tracing_is_compiling_unless_a_batch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: (TRACING,))
     runs = waits()
-    assert watch_of(runs["in a call of steps 5 to 6"])._main_thread.current_wait().kind == "compile"
-    assert watch_of(runs["waiting for batch 6"])._main_thread.current_wait().kind == "batch"
-    assert watch_of(runs["in the hook Mine at step 5"])._main_thread.current_wait().kind == "hook"
+    assert watch_of(runs["in a call of steps 5 to 6"])._wait_of_thread().kind == "compile"
+    assert watch_of(runs["waiting for batch 6"])._wait_of_thread().kind == "batch"
+    assert watch_of(runs["in the hook Mine at step 5"])._wait_of_thread().kind == "hook"
 
 
 @pytest.mark.parametrize(
@@ -114,13 +113,13 @@ def test_tracing_is_compiling_unless_a_batch_is_waited_for(monkeypatch: pytest.M
 )
 def test_what_processes_agree_on(what: str, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: (AGREEING,))
-    wait = watch_of(waits()[what])._main_thread.current_wait()
+    wait = watch_of(waits()[what])._wait_of_thread()
     assert (wait.kind, wait.thing, wait.what) == (
         *(stalls.WITH_OTHERS, stalls.WITH_OTHERS),
         f"waiting for other processes to agree on {topic}",
     )
     monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: (AGREEING, AGREEING_ON_SHAPES))
-    assert watch_of(waits()[what])._main_thread.current_wait().what.endswith("agree on the new shapes of batch 5")
+    assert watch_of(waits()[what])._wait_of_thread().what.endswith("agree on the new shapes of batch 5")
 
 
 def other(process: int, what: str = "waiting for batch 7", kind: str = "batch", **more: Any) -> dict[str, Any]:
@@ -137,7 +136,7 @@ def test_the_others_are_named_or_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     files: Any = watch._files
     files.others = [*in_calls, *agreeing, other(5)]
     assert list(watch._elsewhere(wait)) == [
-        *("2 others are in steps 2 to 4", f"2 others are {agree}", "process 5 (host h5) is waiting for batch 7"),
+        *("2 others are in steps 1 to 4", f"2 others are {agree}", "process 5 (host h5) is waiting for batch 7"),
     ]
     files.others = [in_calls[0], agreeing[0]]  # one of each is named
     assert list(watch._elsewhere(wait)) == ["process 1 (host h1) is in steps 1 to 4", f"process 3 (host h3) is {agree}"]
@@ -162,8 +161,8 @@ def test_the_seconds_that_a_thing_usually_takes() -> None:
     run = run_of()
     run.watch.visits = lambda part, after=None: visits.get((part,) if after is None else (part, after), [])
     run.watch.lasted |= {"thing": [1.0, 5.0], "other": []}
-    watch = watch_of(run, _survived={"thing": 7.0})
-    assert watch._usual(Wait("hook", "", 0, "thing")) == 7.0  # what was reported stays known
+    watch = watch_of(run)
+    assert watch._usual(Wait("hook", "", 0, "thing")) == 5.0
     assert watch._usual(Wait("hook", "", 0, "other")) is None
     assert watch._usual(Wait("batch", "", 0)) == 2.0
     assert watch._usual(Wait(stalls.CALL, "", 0)) == 4.0
@@ -204,7 +203,7 @@ def looked(
     files: Any = watch._files
     files.exchange = lambda fields, read, at_once=False: exchanged.append((fields and fields(), read, at_once))
     stand_ins = {
-        "_main_thread": types.SimpleNamespace(current_wait=lambda: Wait("batch", "waiting for batch 6", "key")),
+        "_wait_of_thread": lambda: Wait("batch", "waiting for batch 6", "key"),
         "_wait_of_device": lambda: None,
         "_line": lambda wait: f"line at {wait.age:g}",
         "_exit": lambda wait: says.append(f"exit at {wait.age:g}"),
@@ -282,8 +281,8 @@ def ended(watch: StallWatch, wait: Wait, said: list[str]) -> list[str]:
     written: list[Any] = []
     files: Any = watch._files
     files.finish = lambda fields: written.append(fields())
-    lines = lambda kind, **fields: said.append(f"{kind} {fields['part']} {fields['stalled']}")  # noqa: E731
-    watch.setup.lines = types.SimpleNamespace(write=lines)  # type: ignore[misc,assignment]
+    add = lambda **fields: said.append(f"stall {fields['part']} {fields['stalled']}")  # noqa: E731
+    watch.setup.lines = types.SimpleNamespace(add_stall=add)  # type: ignore[misc,assignment]
     with pytest.raises(LeftError):
         watch._exit(wait)
     assert (written[0]["exit_code"], written[0]["stall"], written[0]["what"]) == (75, True, wait.what)

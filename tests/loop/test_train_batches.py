@@ -168,8 +168,8 @@ class PythonCalls(jstep.Hook):
         return next((at for at in (self.begin_at, self.end_at) if at > step), 2**62)
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-def test_a_step_makes_no_more_calls_than_it_did(on_device, request):
+@pytest.mark.parametrize(("on_device", "bound"), [(False, 33), (True, 30)])
+def test_a_step_makes_no_more_calls_than_it_did(on_device, bound, request):
     """Each costs some tenths of a microsecond, which no bound on a ratio of noisy times has noticed."""
     request.addfinalizer(functools.partial(sys.setprofile, sys.getprofile()))
     batch = np.ones((8, 4), np.float32), np.arange(8)
@@ -177,4 +177,4 @@ def test_a_step_makes_no_more_calls_than_it_did(on_device, request):
     step = jstep.minimize(lambda params, x, y: jnp.sum(params["w"] ** 2) * x.mean() - y.mean(), OPTIMIZER)
     calls = PythonCalls()
     train(50, lambda step: batch, [calls], step=step, log_steps=None)
-    assert 0 < calls.count / 20 <= 64
+    assert 0 < calls.count / 20 <= bound

@@ -1,6 +1,7 @@
 """`train`: runs are identical whether the loop reads the batches or a thread does, and however often that changes."""
 
 import itertools
+import math
 import os
 import signal
 import threading
@@ -20,11 +21,13 @@ UNDECIDED = 7
 def way(request, monkeypatch):
     """Sets how batches are read, whatever that takes."""
 
-    def are_long(waits, asked, got):
-        waits.looks = getattr(waits, "looks", 0) + 1
-        return request.param == "ahead" and waits.looks == UNDECIDED
+    def check_waits(calls, got):
+        calls.looks = getattr(calls, "looks", 0) + 1
+        if request.param == "ahead" and calls.looks == UNDECIDED:
+            calls._read_ahead()
 
-    monkeypatch.setattr(feeder._Waits, "are_long", are_long)
+    monkeypatch.setattr(feeder, "_SECOND", -math.inf)
+    monkeypatch.setattr(feeder.BatchFeeder, "_check_waits", check_waits)
     yield request.param
     assert not any(thread.name == "jstep-prefetch" for thread in threading.enumerate())
 

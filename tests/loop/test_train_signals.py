@@ -127,7 +127,7 @@ say(saver.all_steps())
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("progress", ["True", "False", "None"])
-def test_a_process_says_after_its_traceback_that_it_waits_for_a_compilation(progress, tmp_path):
+def test_a_process_says_that_it_waits_for_a_compilation(progress, tmp_path):
     script = f"""
     compile_it = jax.stages.Lowered.compile
     def slowly(self, *args, **kwargs):
@@ -139,6 +139,4 @@ def test_a_process_says_after_its_traceback_that_it_waits_for_a_compilation(prog
     """
     process = signalled(textwrap.dedent(script), tmp_path, "compiling", signal.SIGINT)
     _, err = end(process, -signal.SIGINT if process.wait(60) < 0 else 1)
-    lines = [line for line in err.splitlines() if "cannot be stopped" in line]
-    assert len(lines) == 1
-    assert err.index("Traceback") < err.index("cannot be stopped")
+    assert sum("cannot be stopped" in line for line in err.splitlines()) == 1
