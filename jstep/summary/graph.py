@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -16,42 +17,63 @@ GRADIENTS = "gradients"
 """The scope of operations that reverse-mode differentiation adds, named as in TensorFlow."""
 
 
-def graph_def(graph: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the GraphDef of a graph, or of a function traced with `args` and `kwargs`."""
-    staged = _staged(graph, args, kwargs)
-    if isinstance(staged, jax.stages.Lowered):
-        raise TypeError("graph: a jax.stages.Lowered has no equations; give jax.jit(f).trace(*args)")
-    return _of_equations(staged) if isinstance(staged, jax.stages.Traced) else staged
+class _Graph:
+    """A GraphDef under construction: its nodes have unique names, and `refs` are those of the values they produce."""
 
+    def __init__(self) -> None:
+        self.proto, self.refs = proto("GraphDef")(), dict[Any, str]()
+        self.proto.versions.producer = 22
+        self._names = set[str]()
 
-def _of_equations(traced: Any) -> Any:
-    """One node for each argument, equation and result of a traced function; calls and loops are one node each."""
-    graph, names = proto("GraphDef")(), set[str]()
-    graph.versions.producer = 22
-
-    def add(name: str, op: str, atoms: Any = ()) -> str:
+    def add(self, name: str, op: str, operands: Iterable[Any] = (), results: Iterable[Any] = ()) -> None:
         # A GraphDef has letters, digits and these characters in names.
         base = "/".join(filter(None, (re.sub(r"[^\w.\-]", "_", part, flags=re.A) for part in name.split("/"))))
         base = base if re.match(r"[A-Za-z0-9.]", base) else f"op{base}"
         numbered = itertools.chain([base], (f"{base}_{n}" for n in itertools.count(1)))
-        full = next(each for each in numbered if each not in names)
-        names.add(full)
-        graph.node.add(name=full, op=op, input=[refs[var] for var in jaxprs.variables(atoms)])
-        return full
+        full = next(each for each in numbered if each not in self._names)
+        self._names.add(full)
+        self.proto.node.add(name=full, op=op, input=[self.refs[value] for value in operands])
+        self.refs.update((result, f"{full}:{i}" if i else full) for i, result in enumerate(results))
 
-    refs: dict[Any, str] = {}
-    program = traced.jaxpr.jaxpr
+
+def graph_def(graph: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the GraphDef of a graph, or of a function traced with `args` and `kwargs`."""
+    staged = _staged(graph, args, kwargs)
+    if isinstance(staged, jax.stages.Traced):
+        return _of_equations(staged)
+    return _of_operations(staged) if isinstance(staged, jax.stages.Lowered) else staged
+
+
+def _of_equations(traced: Any) -> Any:
+    """One node for each argument, equation and result of a traced function; calls and loops are one node each."""
+    graph, program = _Graph(), traced.jaxpr.jaxpr
     # Paths in (positional arguments, keyword arguments): the first key tells which of them.
     paths = [path.partition("/")[2] for path in trees.leaf_paths(traced.args_info, is_leaf=_is_info)]
-    refs.update((var, add(path, "Parameter")) for var, path in zip(program.invars, paths, strict=True))
-    refs.update((var, add("constant", "Const")) for var in program.constvars)
+    for var, path in zip(program.invars, paths, strict=True):
+        graph.add(path, "Parameter", results=[var])
+    for var in program.constvars:
+        graph.add("constant", "Const", results=[var])
     for eqn in program.eqns:
         op = eqn.primitive.name
-        name = add(f"{_scope(jaxprs.name_stack(eqn))}/{eqn.params.get('name') or op}", op, eqn.invars)
-        refs.update((var, f"{name}:{i}" if i else name) for i, var in enumerate(eqn.outvars))
+        name = f"{_scope(jaxprs.name_stack(eqn))}/{eqn.params.get('name') or op}"
+        graph.add(name, op, jaxprs.variables(eqn.invars), eqn.outvars)
     for atom, path in zip(program.outvars, trees.leaf_paths(traced.out_info), strict=True):
-        add(f"result/{path}", "Result", [atom])
-    return graph
+        graph.add(f"result/{path}", "Result", jaxprs.variables([atom]))
+    return graph.proto
+
+
+def _of_operations(lowered: Any) -> Any:
+    """The same of a lowered function, whose operations have no scopes and whose arguments have no paths."""
+    operations = [view.operation for view in lowered.compiler_ir("stablehlo").body.operations]
+    main = next(op for op in operations if op.name == "func.func" and str(op.attributes["sym_name"]) == '"main"')
+    graph, block = _Graph(), main.regions[0].blocks[0]
+    for argument in block.arguments:
+        graph.add("arg", "Parameter", results=[argument])
+    for view in block.operations:
+        op = view.operation
+        called = str(op.attributes["callee"]) if "callee" in op.attributes else op.name.rpartition(".")[2]
+        graph.add(called.strip('@"'), op.name, op.operands, op.results)
+    return graph.proto
 
 
 def _is_info(x: object) -> bool:
@@ -68,11 +90,11 @@ def write_graph(graph: object, logdir: str | os.PathLike[str], name: str, as_tex
     """Write a graph to the file `logdir/name` atomically.
 
     As text, the graph is written as StableHLO, which XLA compiles. As binary, it is written as a GraphDef, which
-    TensorBoard and Netron draw: a node for each equation of the traced function. If the name ends in `.pbtxt` or a
+    TensorBoard and Netron draw: a node for each equation of the function. If the name ends in `.pbtxt` or a
     GraphDef is given, text means a GraphDef in protobuf's text format.
 
     Args:
-        graph: A `jax.stages.Traced`, a `GraphDef`, a function of no arguments or, as text, a `jax.stages.Lowered`.
+        graph: A `jax.stages.Traced` or `Lowered`, a `GraphDef`, or a function of no arguments.
         logdir: The directory; created if it does not exist.
         name: The name of the file, in `logdir` or below it.
         as_text: Whether to write text instead of binary.

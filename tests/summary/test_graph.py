@@ -86,6 +86,15 @@ def test_names_of_scopes_calls_and_gradients():
     assert by_name["blocks/block_1"].op == by_name["blocks/block"].op
 
 
+def test_nodes_of_a_lowered_function():
+    by_name = nodes(graph_def(train_step.lower(STATE, BATCH, rate=0.5)))
+    assert [node.op for node in by_name.values()].count("Parameter") == 4
+    assert by_name["dot_general"].op == "stablehlo.dot_general"
+    assert set(by_name["dot_general"].input) <= {"arg", "arg_1", "arg_2", "arg_3"}
+    assert by_name["block_1"].input[0] == "block"
+    assert len(by_name["return"].input) == 4
+
+
 def test_constants_prng_keys_and_special_characters():
     table = jnp.arange(5.0)
 

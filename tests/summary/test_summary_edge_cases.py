@@ -14,13 +14,14 @@ from jstep import summary
 from jstep.stores.event_files import proto
 
 
-@pytest.mark.parametrize("kind", ["traced", "function", "proto"])
+@pytest.mark.parametrize("kind", ["traced", "lowered", "function", "proto"])
 def test_a_pbtxt_is_a_graph_def_as_text(tmp_path, kind):
     from google.protobuf import text_format
 
     traced = jax.jit(lambda x: jnp.tanh(x) * 2.0).trace(jnp.ones(3))
     graph = {
         "traced": traced,
+        "lowered": traced.lower(),
         "function": lambda: jnp.tanh(jnp.ones(3)),
         "proto": proto("GraphDef")(node=[{"name": "tanh", "op": "tanh"}]),
     }[kind]
