@@ -149,7 +149,7 @@ def train(
             checkpoint_dir has none yet: with the state, positions of loaders and states of hooks with which that run
             would have continued. Its own checkpoint of that step is saved first; from then on start_from is not read.
             Nothing is written to the other run's directory. A state passed at the step of that checkpoint, if not 0,
-            replaces the checkpoint's state, with other values or shapes, such as one that `carry` made from it.
+            replaces the checkpoint's state, with other values or shapes.
 
     Returns:
         The state after the last step.

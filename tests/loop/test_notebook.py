@@ -97,7 +97,7 @@ def test_a_run_that_takes_no_step_says_so(kernel, tmp_path, capfd):
     assert "the run is already at step 10; there is nothing left to run" in last
     assert "compiling" not in last
     train(5, checkpoint_dir=tmp_path)
-    assert "the run is already at step 10 (model-10, the newest checkpoint); there is nothing" in kernel[2].shown[-1]
+    assert "the run is already at step 10; there is nothing" in kernel[2].shown[-1]
 
 
 def test_what_has_changed_is_below_the_bar(kernel, tmp_path):
