@@ -92,6 +92,16 @@ def test_a_run_in_two_parts_is_a_whole_one(tmp_path: Path, kind: type[Buffer]) -
     np.testing.assert_array_equal(found.args[0], after(17, found.state)[0])
 
 
+def test_saves_on_their_cadence_hold_what_hooks_tell(tmp_path: Path) -> None:
+    run(Buffer(), 40, tmp_path, save_checkpoint_steps=10)
+    for step in (10, 20, 30):
+        with jstep.Saver(tmp_path) as saver:
+            names = {step: saver.extra(step)["batches"] for step in saver.all_steps()}
+        other = tmp_path / str(step)
+        run(Buffer(), step, other)
+        assert jstep.Saver(other).extra()["batches"] == names[step]
+
+
 class ToldError(Exception):
     """A failure of a hook, a step or a batch."""
 
@@ -160,3 +170,103 @@ def test_a_batch_that_could_not_be_made(tmp_path: Path, how: Any) -> None:
             run(Breaks(how), 40, tmp_path)
     assert jstep.Saver(tmp_path).latest_step() == 23
     assert_resumes(tmp_path)
+
+
+def test_a_signal_in_a_hook(tmp_path: Path) -> None:
+    def kill(step: int, state: Any, metrics: Any) -> None:
+        if step == 23:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    for before in (True, False):  # before or after the hook that tells
+        buffer, directory = Buffer(), tmp_path / str(before)
+        hooks = [jstep.every(1, kill), jstep.every(1, buffer.tell)][:: 1 if before else -1]
+        with pytest.raises(jstep.Preempted):
+            jstep.train(STEP, make_state(), jstep.from_state(buffer), 40, hooks=hooks, checkpoint_dir=directory)
+        assert_resumes(directory)
+
+
+class Course:
+    """Batches of a level, which an evaluation raises."""
+
+    def __init__(self) -> None:
+        self.level, self.rng = 1, np.random.default_rng(0)
+
+    def __call__(self, step: int, state: jstep.TrainState) -> Any:
+        x = self.level * self.rng.normal(size=(8, 4)).astype(np.float32)
+        return x, x @ np.array([1, -1, 2, 0.5], np.float32)
+
+    def raise_level(self, step: int, state: Any, results: Any) -> None:
+        self.level += results["error"] < 6 / self.level
+
+    def get_state(self) -> Any:
+        return {"level": int(self.level), "rng": self.rng}
+
+    def set_state(self, position: Any) -> None:
+        self.level, self.rng = position["level"], position["rng"]
+
+
+class Tells(jstep.Hook):
+    """A hook that tells a course something at the end."""
+
+    def __init__(self, course: Course) -> None:
+        self.course = course
+
+    def end(self, step: int, state: Any) -> None:
+        self.course.level = 9
+
+
+def taught(directory: Path | None, last: int, hooks: Any = (), callbacks: Any = (), **kwargs: Any) -> Any:
+    course = Course()
+    evaluation = jstep.EvaluationHook(
+        lambda state: {"error": float(jnp.abs(state.params["w"]).sum())},
+        every_n_steps=20,
+        callbacks=[course.raise_level, *callbacks],
+    )
+    state = jstep.train(
+        STEP,
+        make_state(),
+        jstep.from_state(course),
+        last,
+        hooks=[evaluation, *(hook(course) for hook in hooks)],
+        checkpoint_dir=directory,
+        progress=False,
+        **kwargs,
+    )
+    return state, course.level
+
+
+@pytest.mark.thorough(except_for=["50-50"])
+@pytest.mark.parametrize(("stop", "saves"), [(40, None), (50, None), (50, 50), (60, 20)])
+def test_an_evaluation_that_tells(tmp_path: Path, stop: int, saves: int | None) -> None:
+    """What an evaluation tells that is made only because the run ends (at 50) is not in the checkpoint."""
+    best = [jstep.KeepBest(tmp_path / "best", "error")]
+    whole = taught(None, 80)
+    assert whole[1] > 2
+    taught(tmp_path, stop, save_checkpoint_steps=saves, callbacks=best)
+    assert taught(tmp_path, 80, callbacks=best) == whole
+    assert taught(tmp_path, 80, callbacks=best)[0] == whole[0]  # a run that has ended
+
+
+def test_what_a_hook_tells_at_the_end_is_saved_too(tmp_path: Path) -> None:
+    for saves in (None, 20):  # also if the step was saved before
+        directory = tmp_path / str(saves)
+        taught(directory, 40, hooks=[Tells], save_checkpoint_steps=saves)
+        extra = jstep.Saver(directory).extra()
+        assert extra["batches"]["value"]["level"] == 9
+        course = Course()
+        jstep.train(STEP, make_state(), jstep.from_state(course), 41, checkpoint_dir=directory, progress=False)
+        assert course.level == 9
+
+
+def test_a_step_is_saved_again_only_if_something_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[int] = []
+    save = jstep.Saver.save
+    monkeypatch.setattr(
+        jstep.Saver,
+        "save",
+        lambda self, state, **kwargs: saved.append(int(state.global_step)) or save(self, state, **kwargs),
+    )
+    run(Buffer(), 20, tmp_path, save_checkpoint_steps=10)
+    assert saved == [10, 20]
+    run(Buffer(), 20, tmp_path)
+    assert saved == [10, 20]
