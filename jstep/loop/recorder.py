@@ -29,7 +29,6 @@ from jstep.core.jaxprs import hash_strings, part_for, without_addresses
 from jstep.core.logs import BELOW_BAR
 from jstep.core.meshes import internal_transfers, sharding_text
 from jstep.core.plain import command_line, error_text, hide, is_secret, number, plain
-from jstep.core.recorded_calls import named_optimizers
 from jstep.core.tables import printable
 from jstep.core.threads import in_background, wait_until_done
 from jstep.data.loaders import ReplayedBatches, StateBatches
@@ -52,7 +51,6 @@ from jstep.stores.repository import GIT_TIMEOUT_SECS, code_version
 from jstep.stores.starts import FINISHED, KILLED, StartFile, has_trained, read_starts, totals, valid, with_card
 from jstep.stores.urls import absolute, location
 from jstep.training.metrics import LOSS, StepMetrics
-from jstep.training.step import step_function
 
 PAST, START = "past", "start"
 """The key of a checkpoint's `extra` with the batches before it, and in it that of the start that made it."""
@@ -294,8 +292,7 @@ class Recorder(Observer):
     def _add_program(
         self, stage: Any, traced: Any, constants: Mapping[str, Any], args: Any, *, is_idle: bool = False
     ) -> None:
-        pure = step_function(stage.step)
-        program = program_card(traced, constants, args, None if pure is None else pure.optimizer)
+        program = program_card(traced, constants, args)
         self._card["programs"] = [*self._card.get("programs", ()), {"stage": stage.first, **program}]
         if not is_idle:
             self._write_card()
@@ -405,14 +402,10 @@ def _argument(name: str, value: Any) -> Any:
         return plain(type(value))
 
 
-def program_card(traced: Any, constants: Mapping[str, Any], args: Any, optimizer: object) -> dict[str, Any]:
-    """Return the record of a program: the optimizers with their numbers, and a hash of all that its results need."""
+def program_card(traced: Any, constants: Mapping[str, Any], args: Any) -> dict[str, Any]:
+    """Return the record of a program: its constant hyperparameters, and a hash of all that its results need."""
     shapes = [f"{path or 'batch'}: {type_text(leaf)}" for path, leaf in trees.leaves_with_paths(args)]
     record: dict[str, Any] = {"batch": _short(shapes), "hyperparameters": {k: plain(v) for k, v in constants.items()}}
-    if optimizer is not None:
-        with internal_transfers():
-            elements = {name: {k: plain(v) for k, v in of.items()} for name, of in named_optimizers(optimizer).items()}
-        record["optimizer"] = elements
     return record | {"hash": None if traced is None else program_hash(traced)}
 
 
