@@ -28,6 +28,7 @@ _RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+=-]{16,}")
 _TOKEN = re.compile(
     r"-----BEGIN[\s\S]*|\b(?:sk-|hf_|gh[po]_|github_pat_|AKIA|xoxb-|glpat-)[\w-]{12,}|\b(?:Bearer|Basic)\s+\S{8,}"
 )
+_PAIR = re.compile(r"([\w.-]+)=([^\s,;&]+)")
 _LOGIN = re.compile(r"(\w://)[^\s/]*@")
 
 
@@ -41,7 +42,8 @@ def hide(name: str, text: str) -> str:
 def error_text(error: BaseException | None) -> str:
     """Return the text of an exception without secrets; it may be user-defined and raise."""
     with contextlib.suppress(Exception):
-        return hide("", str(error)[:20_000])
+        text = "" if error is None else str(error)[:20_000]
+        return hide("", _PAIR.sub(lambda pair: f"{pair[1]}={hide(pair[1], pair[2])}", text))
     return ""
 
 
@@ -51,7 +53,7 @@ def command_line() -> list[str]:
     for word in argv[:_MAX_WORDS]:
         name, equals, value = word.partition("=")
         option = name if word.startswith("-") else option
-        text = f"{name}={hide(name, value)}" if equals else hide("" if word.startswith("-") else option, word)
+        text = f"{hide('', name)}={hide(name, value)}" if equals else hide("" if word.startswith("-") else option, word)
         shown.append(cut(text))
     return shown if len(argv) <= _MAX_WORDS else [*shown, f"… and {len(argv) - _MAX_WORDS} more"]
 
@@ -84,8 +86,8 @@ def plain(value: Any, name: str = "") -> Any:
             shown = [plain(item, name) for item in value[:MAX_TEXT]]
             return shown if len(str(shown)) <= MAX_TEXT else f"{type(value).__name__} ({len(value)} items)"
         if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
-            if value.shape == () and value.dtype.kind in "biuf":
-                return plain(value.item() if value.dtype.kind != "f" else float(str(value)))
+            if value.shape == () and isinstance(item := value.item(), bool | int | float):
+                return plain(float(str(value)) if value.dtype.kind == "f" else item)  # a float32 0.1 is 0.1
             return f"{value.dtype}{list(value.shape)}"
         if callable(value) and hasattr(value, "__qualname__"):
             return f"{value.__module__}.{value.__qualname__}"
@@ -140,5 +142,6 @@ def _entries(value: Any) -> list[tuple[Any, Any]] | None:
         for kind in ("_fields", "__attrs_attrs__", "model_fields", "__struct_fields__"):  # attrs, pydantic, msgspec
             fields = getattr(type(value), kind, fields)
         if isinstance(fields, list | tuple | dict):
-            return [(name, getattr(value, name)) for item in fields for name in [getattr(item, "name", item)]]
+            names = [str(getattr(item, "name", item)) for item in fields]
+            return [(name, getattr(value, name)) for name in names]
     return None

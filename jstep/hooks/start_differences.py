@@ -126,7 +126,7 @@ def changes(
     said = {part for name, (section, *_) in differ.items() for part in (section, _stem(name)) if name not in HASHES}
     of_train = [values for section, *values in differ.values() if section == "arguments"]  # such as last_step
     for name, (section, one, other) in differ.items():
-        if section == "config" and [one, other] in of_train:
+        if (section == "config" and [one, other] in of_train) or (section == "state" and "jax_enable_x64" in differ):
             continue
         if (stem := _stem(name)) in HASHES:
             causes = _TRACED if section == "programs" else {section, "devices"}

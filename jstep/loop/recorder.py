@@ -333,14 +333,13 @@ class Recorder(Observer):
             found = changes(with_card(file.where, before), own, leave_out=("batches", "lanes"))
             bits, place = found.bits, found.place
         elif earlier:
-            _logger.info(
-                "%s: the start that made it is not recorded, so only lanes and batches are compared", name
-            )
+            _logger.info("%s: the start that made it is not recorded, so only lanes and batches are compared", name)
         if step and kept.get("lanes") != now["lanes"]:
             bits.append(f"lanes: {kept.get('lanes')} before, {now['lanes']} now")
         if "rows" in kept and "rows" in now and kept["rows"] != now["rows"]:
             then, new = ({"card": {"batches": past["batches"]}} for past in (kept, now))
-            why = "; ".join(changes(then, new).lines) or "their definition is the same, but not the rows it takes"
+            lines = [line.removeprefix("batches: ") for line in changes(then, new).lines]
+            why = "; ".join(lines) or "their definition is the same, but not the rows it takes"
             bits.append(
                 f"batches: those before step {step} are not the ones that {name} was trained on: {why}. The run "
                 f"continues with batch {step} of the new definition, so rows may be repeated or left out."
@@ -348,9 +347,8 @@ class Recorder(Observer):
         if bits:
             every = [printable(line) for line in (*bits, *place)]
             more = [f"and {len(every) - _MAX_LINES} more"] if len(every) > _MAX_LINES else []
-            lines = "".join(f"\n  {line}" for line in (*every[:_MAX_LINES], *more, *[_UNTRAINED] * is_idle))
-            text = "%s: this run has changed since the start that made it:%s"
-            _logger.warning(text, name, lines, extra=BELOW_BAR)
+            text = "".join(f"\n  {line}" for line in (*every[:_MAX_LINES], *more, *[_UNTRAINED] * is_idle))
+            _logger.warning("%s: this run has changed since the start that made it:%s", name, text, extra=BELOW_BAR)
         elif place:
             _logger.info("%s: since the start that made it, %s", name, "; ".join(map(printable, place)))
 
