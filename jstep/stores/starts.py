@@ -45,6 +45,7 @@ from jstep.core.checks import format_value
 from jstep.core.stopwatch import PARTS
 from jstep.stores.files import foreign_file, make_folders, names_in, read_small, replace_file
 from jstep.stores.objects import ABSENT, Objects
+from jstep.stores.owners import remove_temporary
 from jstep.stores.urls import is_url, join_path
 
 FOLDER, VERSION = "starts", 1
@@ -147,6 +148,7 @@ class StartFile:
             if os.path.islink(folder):
                 raise foreign_file(folder, "is a link")
             make_folders(folder)
+            remove_temporary(folder)  # of starts that were killed
         while not self._is_made:
             path = path_of(self.where, self.prefix, self.fields["number"])
             if self.is_url:
