@@ -327,7 +327,8 @@ _CARD_FILE = _dict(
     config=_any,
     card=_dict(
         step=is_step, versions=_any, settings=_any, environment=_any, devices=_any, state=_any, batches=_any,
-        stages=_any, arguments=_any, lanes=_any, programs=_each(_dict(hash=_is_text, hyperparameters=_any)),
+        stages=_any, arguments=_any,
+        lanes=lambda x: is_step(x) or type(x) is dict, programs=_each(_dict(hash=_is_text, hyperparameters=_any)),
     ),
 )  # fmt: skip
 

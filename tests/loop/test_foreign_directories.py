@@ -18,7 +18,7 @@ from jstep.checkpoint.claims import claim_path, read_claim
 from jstep.stores import owners
 from jstep.stores.files import ForeignFileError
 
-FILES = (".model.jstep-writer", ".best.jstep-writer", "timeline.jsonl", "fingerprints.jsonl")
+FILES = (".model.jstep-writer", ".best.jstep-writer", "fingerprints.jsonl")
 """What a run opens for writing: an error before its first step."""
 FOLDERS = ("model-2.orbax-checkpoint-tmp", "model-2.jstep-deleted", "model-2.jstep-replaced")
 """What a run makes, or removes: a link is removed, and anything else that is no folder is an error."""

@@ -3,8 +3,9 @@
 import json
 import os
 
-from jstep.stores.owners import this_process
 from jstep.stores.timeline import START, TIMES, VERSION
+
+from jstep.stores.owners import this_process
 
 ELSEWHERE = {"host": "elsewhere", "space": "", "pid": 7, "started": "1"}
 NOTHING = {"since": None, "step": None, "parent": None, "peak_bytes": None, "mfu": None}
