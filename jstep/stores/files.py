@@ -5,7 +5,6 @@ import contextlib
 import errno
 import io
 import os
-import shlex
 import stat
 import sys
 import time
@@ -138,7 +137,7 @@ def open_own(path: str, beginning: bytes, *, append: bool = True, writable: bool
         writable: Whether it is opened for writing, and created.
 
     Raises:
-        ForeignFileError: It is a link, has several links, is not a regular file, or has other content.
+        ForeignFileError: It is a link, is not a regular file, or has other content.
     """
     with contextlib.suppress(FileNotFoundError):
         _check_own(path, os.lstat(path))  # before it is opened, as opening a device may have effects
@@ -177,16 +176,10 @@ _BLOCK = 2**20
 def _check_own(path: str, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise foreign_file(path, "is a link" if stat.S_ISLNK(found.st_mode) else "is not a regular file")
-    if found.st_nlink > 1:
-        copy = shlex.join(["cp", "-p", path, f"{path}.copy"]), shlex.join(["mv", f"{path}.copy", path])
-        what = "has another name (a hard link, as a backup by `cp -al` makes)"
-        raise foreign_file(path, what, f"replace it by a copy of its own: `{' && '.join(copy)}`")
 
 
-def foreign_file(path: str, what: str, remedy: str = "move it away") -> ForeignFileError:
-    return ForeignFileError(
-        f"{path}: jstep writes a file of this name, but it {what}, and writing would change something else; {remedy}"
-    )
+def foreign_file(path: str, what: str) -> ForeignFileError:
+    return ForeignFileError(f"{path}: jstep writes a file of this name, but it {what}; move it away")
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ def test_an_incomplete_last_line_is_removed(log, rest):
 
 
 def test_two_runs_append_to_one_file(tmp_path):
-    first, second = open_lines(str(tmp_path / "log")), open_lines(str(tmp_path / "log"))
+    first, second = (open_lines(str(tmp_path / "log"), b"{", bool) for _ in range(2))
     for lines in (first, second, first):
         lines.write(b"{}\n")
     first.close()
@@ -65,7 +65,7 @@ def test_two_runs_append_to_one_file(tmp_path):
 def test_a_directory_that_cannot_be_created_is_an_error_at_once(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
-        open_lines(str(tmp_path / "file" / "log"))
+        open_lines(str(tmp_path / "file" / "log"), b"{", bool)
 
 
 @pytest.mark.thorough
@@ -81,7 +81,7 @@ def test_after_ctrl_c_the_next_upload_waits_for_the_one_before(gcs, fast_retries
         uploads.append("ended")
         return result
 
-    lines = open_lines("gs://bkt/run/log.jsonl", resume=False)
+    lines = open_lines("gs://bkt/run/log.jsonl", b"", bool)
     monkeypatch.setattr(Objects, "write", held)
     lines.write(b"1\n")
     lines.sync(to_disk=False)
@@ -90,4 +90,4 @@ def test_after_ctrl_c_the_next_upload_waits_for_the_one_before(gcs, fast_retries
     threading.Timer(0.2, released.set).start()
     lines.close()
     assert uploads == ["begun", "ended"] * 2
-    assert read(lines.path) == b"1\n2\n"
+    assert read("gs://bkt/run/log.jsonl") == b"1\n2\n"
