@@ -43,7 +43,7 @@ def test_a_start_says_what_it_was_and_did(tmp_path):
     assert (start["logdir"], start["last_step"], start["config"]) == (str(tmp_path / "logs"), 8, {"lr": 0.1})
     assert (start["devices"], start["parameters"], start["end"]) == ("1×cpu", 3, ["finished", ""])
     assert (start["parent"], start["copied"], start["stalls"], start["exception"]) == (None, False, [], None)
-    assert start["values"]["validation/accuracy"] == 0.5
+    assert start["values"]["eval/accuracy"] == 0.5
     assert start["values"]["learning_rate"] == pytest.approx(0.1)
     assert [best[:2] for best in start["best"].values()] == [[0.5, 4]]
     assert [saved[0] for saved in start["saved"]] == [4, 8]
