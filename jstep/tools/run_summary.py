@@ -13,10 +13,10 @@ from typing import Any
 from jstep.checkpoint.claims import read_claim
 from jstep.checkpoint.open_store import open_store
 from jstep.hooks.stall_files import exit_reason, read_stalls
-from jstep.stores.growing_files import seconds_since_write
+from jstep.stores.files import seconds_since_write
 from jstep.stores.owners import is_alive
-from jstep.stores.starts import KILLED, Start, folder_of, has_trained, last_trained, original_of, read_starts, totals
-from jstep.stores.urls import is_url, join_path, split_path
+from jstep.stores.starts import KILLED, Start, has_trained, last_trained, original_of, path_of, read_starts, totals
+from jstep.stores.urls import is_url, split_path
 from jstep.tools.goodput import of_run
 
 RUNNING, HANGS, FINISHED, UNREADABLE = "running", "hangs", "finished", "unreadable"
@@ -292,7 +292,7 @@ def _life(where: str, prefix: str, start: Start) -> tuple[str, str] | None:
         silent = time.time() - start["now"]
         if not is_url(where):
             with contextlib.suppress(OSError):
-                path = join_path(folder_of(where), f"{prefix}.{start['number']:06d}.json")
+                path = path_of(where, prefix, start["number"])
                 silent = abs(seconds_since_write(path))
         alive = silent < _SILENT
     if not alive:

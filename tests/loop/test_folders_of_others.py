@@ -1,4 +1,4 @@
-"""What an adversary's folder leads to: `stalls` as a link, a cache with a FIFO, a file of rows without end."""
+"""What an adversary's folder leads to: `stalls` as a link, a file of rows without end."""
 
 import jax.numpy as jnp
 import pytest

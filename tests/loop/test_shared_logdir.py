@@ -5,8 +5,12 @@ import json
 import logging
 import os
 import pathlib
+import re
+import shutil
+import signal
 from typing import Any
 
+import forked
 import jax.numpy as jnp
 import pytest
 from tensorboard.backend.event_processing import event_accumulator, plugin_event_accumulator
@@ -120,6 +124,15 @@ def test_a_log_directory_that_was_moved_is_known(tmp_path: pathlib.Path, caplog:
     assert not warnings_of(caplog)
 
 
+@pytest.mark.parametrize("name", ["../x", {"a": 1}])
+def test_a_name_that_is_not_one_of_a_run_is_ignored(tmp_path: pathlib.Path, name: Any) -> None:
+    optimizer = jstep.sgd(0.1)
+    with jstep.Saver(tmp_path / "run") as saver:
+        saver.save(jstep.TrainState.create({"w": jnp.ones(2)}, optimizer, global_step=3), extra={"run": name})
+    run(tmp_path / "logs", tmp_path / "run", 5)
+    assert shown(tmp_path / "logs")["loss"] == [4, 5]
+
+
 def others(path: pathlib.Path, pid: int = 1) -> pathlib.Path:
     """Let another process have written an event file."""
     return path.rename(path.with_name(path.name.replace(f".{os.getpid()}.", f".{pid}.")))
@@ -137,8 +150,8 @@ PLACES = {
 }
 
 
-@pytest.mark.thorough(except_for=["beside it-kept", "the same-missing"])
-@pytest.mark.parametrize("record", ["kept", "missing", "torn"])
+@pytest.mark.thorough(except_for=["beside it-whole", "the same-missing"])
+@pytest.mark.parametrize("record", ["whole", "missing", "torn"])
 @pytest.mark.parametrize("places", PLACES)
 def test_a_start_that_died_before_its_first_checkpoint(
     tmp_path: pathlib.Path, places: str, record: str, caplog: Any
@@ -147,10 +160,10 @@ def test_a_start_that_died_before_its_first_checkpoint(
     logs, checkpoints = (None if name is None else tmp_path / name for name in PLACES[places])
     for stop in (3, 7, None):
         run(logs, checkpoints, 20, stop=stop, saves=20)
-        for path in (tmp_path / "run/starts").iterdir():
-            if record == "missing":
-                path.unlink()
-            elif record == "torn":
+        if record == "missing":
+            shutil.rmtree(tmp_path / "run/starts")
+        elif record == "torn":
+            for path in (tmp_path / "run/starts").iterdir():
                 path.write_bytes(bytes(100) + path.read_bytes()[100:-9])
     assert shown(logs)["loss"] == ALL
     assert not warnings_of(caplog)
@@ -163,6 +176,18 @@ def test_an_evaluation_before_the_first_step_is_shown_once(tmp_path: pathlib.Pat
     assert shown(tmp_path)["eval/loss"] == [0, 4, 8]
 
 
+def test_what_the_program_wrote_before_the_run_is_not_of_others(tmp_path: pathlib.Path, caplog: Any) -> None:
+    """Also what an earlier start wrote there that died before its first checkpoint."""
+    for stop in (3, None):
+        with jstep.summary.SummaryWriter(tmp_path) as mine:
+            mine.add_graph(lambda x: x + 1, jnp.ones(2))
+        run(tmp_path, tmp_path, 20, stop=stop, saves=20)
+        for path in events(tmp_path):
+            others(path, pid=1 if stop else 2)
+    assert not warnings_of(caplog)
+    assert shown(tmp_path)["loss"] == ALL
+
+
 def test_what_another_program_wrote_is(tmp_path: pathlib.Path, caplog: Any) -> None:
     with jstep.summary.SummaryWriter(tmp_path) as mine:
         mine.add_summary(jstep.summary.scalar("theirs", 1.0), 1)
@@ -172,12 +197,37 @@ def test_what_another_program_wrote_is(tmp_path: pathlib.Path, caplog: Any) -> N
     assert shown(tmp_path)["theirs"] == [1]
 
 
+KILLED = """
+import os, signal, sys, jax.numpy as jnp, jstep
+def hook(step, state, metrics):
+    if step == int(sys.argv[4]):
+        os.kill(os.getpid(), signal.SIGKILL)
+optimizer = jstep.sgd(0.1)
+step = jstep.minimize(lambda p: jnp.sum(p["w"] ** 2), optimizer)
+jstep.train(step, jstep.TrainState.create({"w": jnp.ones(2)}, optimizer), lambda n: (), 60, logdir=sys.argv[1],
+            checkpoint_dir=sys.argv[2] or None, save_checkpoint_steps=int(sys.argv[3]) or None, save_summaries_steps=1,
+            hooks=[jstep.every(1, hook)], log_steps=None)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("places", PLACES)
+def test_a_start_that_was_killed_before_its_first_checkpoint(tmp_path: pathlib.Path, places: str) -> None:
+    logs, checkpoints = (None if name is None else tmp_path / name for name in PLACES[places])
+    for step in (35, 20, 0):
+        program = forked.start(KILLED, logs, checkpoints or "", 50 if checkpoints else 0, step)
+        _, errors = program.communicate(120)
+        assert program.returncode == (-signal.SIGKILL if step else 0), errors
+        assert "of others" not in errors
+    assert shown(logs)["loss"] == list(range(1, 61))
+
+
 def test_a_run_of_a_living_process_is_another_one(tmp_path: pathlib.Path, caplog: Any, monkeypatch: Any) -> None:
     """Two programs with one logdir, of which neither has a checkpoint_dir."""
     run(tmp_path, None, 20, stop=3)
-    (path,) = (path for path in (tmp_path / "starts").iterdir() if "card" not in path.name)
+    path = tmp_path / "starts/model.000001.json"
     start = json.loads(path.read_text())
-    path.write_text(json.dumps(start | {"end": None, "process": start["process"] | {"pid": 7}}))
+    path.write_text(json.dumps({**start, "end": None, "process": {**start["process"], "pid": 7}}))
     for module in ("start", "recorder"):
         monkeypatch.setattr(f"jstep.loop.{module}.is_alive", lambda process: process["pid"] == 7)
     run(tmp_path, None, 5)
@@ -190,3 +240,18 @@ def test_a_run_without_checkpoints_that_finished_is_another_one(tmp_path: pathli
     run(tmp_path, None, 5)
     assert shown(tmp_path)["loss"] == [*ALL, *range(1, 6)]
     assert len(warnings_of(caplog)) == 1
+
+
+@pytest.mark.thorough(except_for=["stops0"])
+@pytest.mark.parametrize("stops", [(13,), (13, 14)])
+def test_a_run_of_an_earlier_version_is_resumed(tmp_path: pathlib.Path, stops: Any, caplog: Any) -> None:
+    """Its event files had no name of a run, and it had no record; also where a start saved no checkpoint."""
+    for stop in stops:
+        run(tmp_path / "logs", tmp_path / "run", 20, stop=stop)
+    for path in events(tmp_path / "logs"):
+        others(path.rename(re.sub(r"(\.again)?(\.[0-9a-f]{8}){2}$", "", str(path))))
+    shutil.rmtree(tmp_path / "run/starts")
+    run(tmp_path / "logs", tmp_path / "run", 20, stop=17)
+    run(tmp_path / "logs", tmp_path / "run", 20)
+    assert shown(tmp_path / "logs")["loss"] == ALL
+    assert not warnings_of(caplog)

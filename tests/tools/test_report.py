@@ -12,11 +12,11 @@ import html5lib
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jstep.stores.run_record import read_timeline
 
 import jstep
 from jstep import summary
 from jstep.core.curves import Curve, Mark, picture
-from jstep.stores.run_record import read_timeline
 from jstep.tools.cli import main
 from jstep.tools.goodput import by_start
 
