@@ -7,9 +7,7 @@ optimizers needs none of it. `tests/core/test_jaxprs.py` lists every name that i
 the installed JAX lacks it.
 """
 
-import collections
 import dataclasses
-import enum
 import functools
 import hashlib
 import itertools
@@ -35,8 +33,6 @@ _OPAQUE = {"pallas_call", "custom_linear_solve"}
 """Operations treated as opaque: their inner programs work on blocks of arrays or run in special ways."""
 _OPTIONS = {"scan": ("length", "reverse", "unroll"), "shard_map": ("mesh", "in_specs", "out_specs", "check_vma")}
 """Kind of an operation → the parameters from which it can be rebuilt."""
-
-"""Parameters that do not affect the result of an operation."""
 
 _REMAT = {"remat", "remat2", "checkpoint"}
 """Names of the operation of `jax.checkpoint` in different versions of JAX."""
@@ -270,7 +266,7 @@ def apply(operation: Operation, values: Sequence[Any]) -> list[Any]:
 
 
 def operation_hash(operation: Operation) -> str:
-    return program_hash(_alone(operation)).digest
+    return program_hash(_alone(operation))
 
 
 def _alone(operation: Operation) -> core.ClosedJaxpr:
@@ -425,31 +421,8 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _FILE = re.compile(r"[^\s'\"<>()\[\],=]*\.py\b(?::\d+)*")
 
 
-class ProgramHash(NamedTuple):
-    """A hash, and counts of operations, constants and inner jitted functions, whose names are not hashed."""
-
-    digest: str
-    operations: collections.Counter[str]
-    numbers: collections.Counter[str]
-    functions: collections.Counter[str]
-
-
-def program_hash(closed: object) -> ProgramHash:
+def program_hash(closed: object) -> str:
     return _Hasher().program(closed)
-
-
-def gradients_hash(closed: object) -> ProgramHash:
-    """Hash the forward and backward passes of a traced step, without its update.
-
-    Example:
-        >>> import jax
-        >>> from jstep.core.jaxprs import gradients_hash
-        >>> steps = [lambda x, a=a, b=b: x - a * jax.grad(lambda y: b * y**2)(x) for a, b in ((1, 3), (2, 3), (1, 4))]
-        >>> one, other, third = (gradients_hash(jax.make_jaxpr(step)(1.0)).digest for step in steps)
-        >>> one == other, one == third
-        (True, False)
-    """
-    return _Hasher().gradients(closed)
 
 
 def hash_strings(*parts: str) -> str:
@@ -460,40 +433,17 @@ def hash_strings(*parts: str) -> str:
     return digest.hexdigest()
 
 
-def _no_counts() -> ProgramHash:
-    return ProgramHash("", collections.Counter(), collections.Counter(), collections.Counter())
-
-
 class _Hasher:
     def __init__(self) -> None:
-        self._seen: dict[int, ProgramHash] = {}
+        self._seen: dict[int, str] = {}
         self._type = functools.cache(_type_text)  # few types, many variables
-        self._counts = _no_counts()
 
-    def program(self, closed: object) -> ProgramHash:
+    def program(self, closed: object) -> str:
         if id(closed) not in self._seen:
-            outer, self._counts = self._counts, _no_counts()
             jaxpr = closed.jaxpr if isinstance(closed, core.ClosedJaxpr) else closed
             parts = self._jaxpr(jaxpr) + [self.text(const) for const in getattr(closed, "consts", ())]
-            self._seen[id(closed)] = self._counts._replace(digest=hash_strings(*parts))
-            self._counts = outer
-        result = self._seen[id(closed)]
-        for total, counts in zip(self._counts[1:], result[1:], strict=True):
-            total.update(counts)
-        return result
-
-    def gradients(self, closed: Any) -> ProgramHash:
-        """Hash the outermost differentiated operations."""
-        consts = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        numbers: dict[Any, int] = {}
-        parts: list[str] = []
-        for *within, eqn in all_equations(closed):
-            if not is_differentiated(eqn) or any(map(is_differentiated, within)):
-                continue
-            # Results of other operations, arguments, or constants.
-            new = [var for var in eqn.invars if not isinstance(var, core.Literal) and var not in numbers]
-            parts += [self._bound(new, numbers), *map(self.text, map(consts.get, new)), *self._operation(eqn, numbers)]
-        return self._counts._replace(digest=hash_strings(*parts))
+            self._seen[id(closed)] = hash_strings(*parts)
+        return self._seen[id(closed)]
 
     def _jaxpr(self, jaxpr: Any) -> list[str]:
         numbers: dict[Any, int] = {}
@@ -502,11 +452,8 @@ class _Hasher:
         return [*inputs, *computed, self._used(jaxpr.outvars, numbers)]
 
     def _operation(self, eqn: Any, numbers: dict[Any, int]) -> list[str]:
-        name = _name(eqn)
-        self._counts.operations[name] += 1
-        if name in ("jit", "pjit"):
-            self._counts.functions[eqn.params["name"]] += 1
-        return [name, self._used(eqn.invars, numbers), self._fields(eqn.params), self._bound(eqn.outvars, numbers)]
+        used, fields = self._used(eqn.invars, numbers), self._fields(eqn.params)
+        return [_name(eqn), used, fields, self._bound(eqn.outvars, numbers)]
 
     def _bound(self, variables: Any, numbers: dict[Any, int]) -> str:
         for variable in variables:
@@ -517,37 +464,31 @@ class _Hasher:
         return " ".join(self._literal(atom) if isinstance(atom, core.Literal) else str(numbers[atom]) for atom in atoms)
 
     def _literal(self, atom: Any) -> str:
-        dtype = atom.aval.dtype
-        if isinstance(dtype, np.dtype) and np.ndim(atom.val) == 0:
-            number = str(np.asarray(atom.val).astype(dtype))
-            self._counts.numbers[number] += 1
-            return f"{self._type(atom.aval)}={number}"
-        return f"{self._type(atom.aval)}={self.text(atom.val)}"
+        dtype, value = atom.aval.dtype, atom.val
+        is_number = isinstance(dtype, np.dtype) and np.ndim(value) == 0
+        text = str(np.asarray(value).astype(dtype)) if is_number else self.text(value)
+        return f"{self._type(atom.aval)}={text}"
 
     def _fields(self, fields: Mapping[str, Any]) -> str:
         return ", ".join(f"{name}={self.text(fields[name])}" for name in sorted(fields) if name not in _UNSAID)
 
     def text(self, x: object) -> str:
-        if isinstance(x, enum.Enum):
-            return f"{type(x).__qualname__}.{x.name}"
-        if x is None or isinstance(x, bool | int | float | complex | str | bytes):
-            return repr(x)
         if isinstance(x, core.Jaxpr | core.ClosedJaxpr):
-            return self.program(x).digest
+            return self.program(x)
         if isinstance(x, np.ndarray | np.generic | jax.Array):
             return _array_text(x)
         if isinstance(x, Mapping):
-            return "{" + ", ".join(sorted(f"{self.text(key)}: {self.text(x[key])}" for key in x)) + "}"
+            return f"{{{', '.join(sorted(f'{self.text(key)}: {self.text(x[key])}' for key in x))}}}"
         if isinstance(x, tuple | list):
             return f"({', '.join(map(self.text, x))})"
         if isinstance(x, set | frozenset):
-            return "{" + ", ".join(sorted(map(self.text, x))) + "}"
-        if isinstance(x, Mesh | AbstractMesh):
+            return f"{{{', '.join(sorted(map(self.text, x)))}}}"
+        if isinstance(x, functools.partial):
+            return f"partial({self.text((x.func, x.args, x.keywords))})"
+        if isinstance(x, Mesh | AbstractMesh):  # the repr of one has devices, of the other none
             return f"mesh({mesh_text(x)})"
         if isinstance(x, Sharding):
             return sharding_text(x)
-        if isinstance(x, functools.partial):
-            return f"partial({self.text(x.func)}, {self.text(x.args)}, {self.text(x.keywords)})"
         if dataclasses.is_dataclass(x) and not isinstance(x, type):
             fields = {field.name: getattr(x, field.name, None) for field in dataclasses.fields(x)}
             return f"{type(x).__qualname__}({self._fields(fields)})"

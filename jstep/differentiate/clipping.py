@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.lib.array_utils import normalize_axis_tuple
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
@@ -44,43 +45,33 @@ def clip_by_value(t: object, min: Number | Array, max: Number | Array) -> Any:
 
     Source: `tf.clip_by_value`.
     """
-    low, high = _bound("min", min), _bound("max", max)
-    try:
-        np.broadcast_shapes(np.shape(min), np.shape(max))
-    except ValueError:
-        raise ValueError(
-            f"min and max have shapes {np.shape(min)} and {np.shape(max)}, which do not fit together: they must "
-            "broadcast with each other"
-        ) from None
-    if low is not None and high is not None and np.any(low > high):
+    bounds = [_bound("min", min), _bound("max", max)]
+    if all(trees.concrete(bound) is not None for bound in bounds) and np.any(np.greater(*bounds)):
         raise ValueError(f"min={min!r}: must be ≤ max={max!r}")
 
     def clip(x: Array, shape: tuple[int, ...], path: str) -> Array:
-        for name, bound in (("min", min), ("max", max)):
+        if jnp.iscomplexobj(x):
+            raise TypeError(f"clip_by_value: {trees.leaf_at(path)} is {x.dtype}, and complex numbers have no order")
+        for name, bound in zip(("min", "max"), bounds, strict=True):
             sizes = zip(reversed(np.shape(bound)), reversed(x.shape), strict=False)
             if np.ndim(bound) > x.ndim or any(size not in (1, wanted) for size, wanted in sizes):
                 raise ValueError(
-                    f"{name}: has shape {np.shape(bound)}, which does not broadcast to the leaf at "
-                    f"{trees.quote_path(path)} of shape {x.shape}"
+                    f"{name}: has shape {np.shape(bound)}, which does not broadcast to {trees.leaf_at(path)} of shape "
+                    f"{x.shape}"
                 )
-        if jnp.issubdtype(x.dtype, jnp.complexfloating):
-            raise TypeError(
-                f"clip_by_value: the leaf at {trees.quote_path(path)} is {x.dtype}, and complex numbers have no order"
-            )
-        low, high = (jnp.asarray(bound).astype(x.dtype) for bound in (min, max))
+        low, high = (jnp.asarray(bound).astype(x.dtype) for bound in bounds)
         return jnp.clip(x, *(jnp.broadcast_to(bound, x.shape) if bound.ndim else bound for bound in (low, high)))
 
     return map_arrays(clip, t, "clip_by_value", number)
 
 
 def _bound(name: str, value: object) -> Any:
-    """Return the value on the host; None if traced."""
     if isinstance(value, bool | str) or not (isinstance(value, int | float) or trees.is_array(value)):
         raise TypeError(f"{name}={value!r}: must be a number or an array, got {describe_type(value)}")
-    number = trees.concrete(value)
-    if number is not None and np.any(np.isnan(number)):
+    concrete = trees.concrete(value)
+    if concrete is not None and np.any(np.isnan(concrete)):
         raise ValueError(f"{name}={value!r}: must be a number")
-    return number
+    return value
 
 
 @on_any_mesh("t")
@@ -107,19 +98,13 @@ def clip_by_norm(t: object, clip_norm: Number, axes: int | tuple[int, ...] | Non
     Source: `tf.clip_by_norm`.
     """
     as_scalar(clip_norm, "clip_norm", low=0, above=True, finite=False)
-    listed = axes if axes is None or isinstance(axes, tuple | list) else (axes,)
-    over = None if listed is None else tuple(as_int(axis, "axes") for axis in listed)
 
     def clip(x: Array, shape: tuple[int, ...], path: str) -> Array:
-        rank = len(shape)
-        for axis in over or ():
-            if not -rank <= axis < rank:
-                raise ValueError(
-                    f"axes={axes}: the leaf at {trees.quote_path(path)} has shape {shape}, which has no axis "
-                    f"{axis}; map over the leaves that have it"
-                )
-        if over is not None and len({axis % rank for axis in over}) < len(over):
-            raise ValueError(f"axes={axes}: names an axis twice for the leaf at {trees.quote_path(path)}")
+        try:
+            over = None if axes is None else normalize_axis_tuple(axes, len(shape))
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"axes={axes!r}: {error}, for {trees.leaf_at(path)} of shape {shape}") from None
         return scale_to_norm(x, compute_norm([x], over), clip_norm)
 
     return map_arrays(clip, t, "clip_by_norm")
@@ -275,30 +260,26 @@ def clip_by_global_norm(tree: Tree, clip_norm: Number, use_norm: Array | None = 
     with internal_transfers():
         as_scalar(clip_norm, "clip_norm", low=0, above=True, finite=False)
         norm = _global_norm(tree, "clip_by_global_norm") if use_norm is None else _known_norm(use_norm)
-    return _with_norm(tree, norm, clip_norm), norm
 
+    @on_any_mesh("tree")
+    def clip(tree: Tree, norm: Array) -> Any:
+        return map_arrays(lambda x, *_: scale_to_norm(x, norm, clip_norm), tree, "clip_by_global_norm")
 
-@on_any_mesh("tree")
-def _with_norm(tree: Tree, norm: Array, clip_norm: Number) -> Any:
-    return map_arrays(lambda x, *_: scale_to_norm(x, norm, clip_norm), tree, "clip_by_global_norm")
+    return clip(tree, norm), norm
 
 
 def _known_norm(norm: Any) -> Array:
-    if isinstance(norm, bool | str) or not (isinstance(norm, int | float) or trees.is_array(norm)):
-        raise TypeError(f"use_norm={norm!r}: must be the result of global_norm, got {describe_type(norm)}")
-    if np.ndim(norm):
-        raise ValueError(f"use_norm: must be a scalar, got shape {np.shape(norm)}")
-    value = trees.concrete(norm)
-    if value is not None and np.isfinite(value) and value < 0:
-        raise ValueError(f"use_norm={value}: must be ≥ 0")
-    array = jnp.asarray(norm)
+    array = number(norm, "", "use_norm")
+    if array.ndim:
+        raise ValueError(f"use_norm: must be a scalar, got shape {array.shape}")
+    if not trees.is_traced(array) and array < 0:
+        raise ValueError(f"use_norm={norm}: must be ≥ 0")
     return array if trees.is_floating(array.dtype) else array.astype(jnp.float32)
 
 
 def number(x: Any, path: str, name: str) -> Array:
     if isinstance(x, bool | str) or not (trees.is_array(x) or isinstance(x, int | float)):
-        what = describe_type(x) if isinstance(x, np.ndarray) else f"{type(x).__name__}, which is not an array"
-        raise TypeError(f"{name}: {trees.leaf_at(path)} is {what}")
+        raise TypeError(f"{name}: {trees.leaf_at(path)} is {describe_type(x)}: must be an array")
     if trees.is_key(x):
         raise TypeError(f"{name}: {trees.leaf_at(path)} has dtype {x.dtype}, a PRNG key. Replace it by None.")
     return jnp.asarray(trees.native(x, path, name))
@@ -324,7 +305,6 @@ def map_arrays(
 
     The array of an `IndexedSlices` is its combined rows. `as_array` converts and validates a leaf.
     """
-    refuse_numbers_in_a_row(tree, name)
 
     def leaf(keys: Any, x: object) -> Any:
         path = trees.path_str(keys)
@@ -334,21 +314,12 @@ def map_arrays(
             return trim_slices(dataclasses.replace(rows, values=values))
         if trees.is_none(x):
             return x
+        if keys and isinstance(keys[-1], jax.tree_util.SequenceKey) and isinstance(x, int | float | np.generic):
+            raise TypeError(f"{name}: {trees.leaf_at(path)} is a number in a list; give an array: jnp.array([...])")
         array = as_array(x, path, name)
         return function(array, array.shape, path)
 
     return jax.tree_util.tree_map_with_path(leaf, tree, is_leaf=is_slices)
-
-
-def refuse_numbers_in_a_row(tree: Tree, name: str) -> None:
-    """Reject a list or tuple of numbers, which was probably meant as one array."""
-    for keys, x in jax.tree_util.tree_leaves_with_path(tree):
-        row = bool(keys) and isinstance(keys[-1], jax.tree_util.SequenceKey)
-        if row and isinstance(x, bool | int | float | complex | np.generic):
-            where = f" at {trees.path_str(keys[:-1])!r}" if keys[:-1] else ""
-            raise TypeError(
-                f"{name}: a list or tuple of numbers{where} is a tree of scalars; give an array: jnp.array([...])"
-            )
 
 
 # Norms, and scaling for clipping.

@@ -21,7 +21,6 @@ from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Held, Number, Params
 from jstep.differentiate import microbatches
 from jstep.differentiate.clipping import global_norm
-from jstep.differentiate.integer_sums import Halves, halves, is_integer, join_integers
 from jstep.differentiate.lane_state import Merge, choose_merges, merge_leaf, summand
 from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes, stack_over_lanes, sum_over_lanes
 from jstep.differentiate.lookup import TABLES, Tables
@@ -63,7 +62,7 @@ def compute_gradients(
             that many microbatches, which are processed in one scan. Microbatch i of n consists of rows i, i + n,
             i + 2n, …: on a mesh each device already has its share of the rows, so no row moves between devices, and
             microbatches do not depend on the number of devices. Gradients, loss and floating (also complex) leaves of
-            aux are means in at least float32; integers and bools of aux are sums in at least int32, which saturate.
+            aux are means in at least float32; integers and bools of aux are sums in at least int32.
             They equal the results for the whole batch if the loss is a mean over rows. A loss that compares rows with
             each other (contrastive losses, BatchNorm) sees one microbatch only, so it is another objective for each
             number of microbatches; the recipe "Contrastive losses in parts" computes such a loss exactly.
@@ -306,7 +305,6 @@ class Differentiation:
             grads = [None if g is None else microbatches.weigh(g, weight) for g in dense]
             terms = functools.partial(microbatches.summand, weight)
             others = jax.tree_util.tree_map_with_path(terms, (results.aux, results.summaries))
-            others = jax.tree.map(lambda x: halves(x) if is_integer(x) else x, others)
             state = _by_leaf(functools.partial(summand, i), merges, results.model_state, lane_inputs.model_state)
             norms = None
             if self.squares:
@@ -320,12 +318,11 @@ class Differentiation:
         grads, loss, weight, others, state, norms = summed
         total = jnp.float32(lanes.number) if weight is None else jnp.where(weight == 0, jnp.ones_like(weight), weight)
 
-        def mean(x: Any) -> Array:
-            return join_integers(x) if isinstance(x, Halves) else x / total.astype(x.dtype)
+        def mean(x: Array) -> Array:
+            return x / total.astype(x.dtype) if microbatches.is_inexact(x) else x
 
         state = _by_leaf(functools.partial(merge_leaf, lanes.number), merges, state, inputs.model_state)
-        results = jax.tree.map(mean, (grads, loss, others), is_leaf=lambda x: isinstance(x, Halves))
-        grads, loss, (aux, summaries) = results
+        grads, loss, (aux, summaries) = jax.tree.map(mean, (grads, loss, others))
         squares = None
         if norms is not None:
             squares = Squares(norms[0], norms[1], alike(lanes, microbatches.squared_norm, grads, inputs.scale))

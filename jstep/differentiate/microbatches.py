@@ -18,7 +18,6 @@ from jstep.core.jaxprs import Operation, Subprogram, body_of, evaluate
 from jstep.core.placement import Unroll, scan
 from jstep.core.trees import Array, GradientNoise
 from jstep.data.placement import fitting_spec
-from jstep.differentiate.integer_sums import is_integer, sum_integers
 from jstep.slots.indexed_slices import IndexedSlices, combine_rows
 
 _logger = logging.getLogger("jstep")
@@ -209,7 +208,7 @@ def accumulate(
         result = part_fn(state, batch, i)
         weight = part_weight(weight_fn, batch)
         squared = None if square is None else square(result.gradients)
-        gradients = [jax.tree.map(lambda g: g if is_integer(g) else weigh(g, weight), g) for g in result.gradients]
+        gradients = [jax.tree.map(lambda g: weigh(g, weight) if is_inexact(g) else g, g) for g in result.gradients]
         if running:
             # () marks a gradient that is carried. A sum without gradients is carried unchanged, which costs nothing.
             dense = [isinstance(g, jax.Array) for g in gradients]
@@ -236,7 +235,8 @@ def accumulate(
         return mean(meshes.reduce_unreduced(sums[i]) if running else jnp.sum(stacked, axis=0))
 
     def sum_or_mean(leaf: Array) -> Array:
-        return sum_integers(leaf) if is_integer(leaf) else mean(jnp.sum(leaf, axis=0))
+        total = jnp.sum(leaf, axis=0, dtype=leaf.dtype)
+        return mean(total) if is_inexact(leaf) else total
 
     aux, summaries = jax.tree.map(sum_or_mean, others)
     grads = [gradient(i, stacked) for i, stacked in enumerate(gradients)]
@@ -248,16 +248,19 @@ def accumulate(
 
 def summand(weight: Array | None, keys: Any, leaf: Array) -> Array:
     """Convert a leaf of aux to the form in which microbatches are summed."""
-    if jnp.issubdtype(leaf.dtype, jnp.inexact):
+    if is_inexact(leaf):
         return weigh(leaf, weight)
-    if leaf.dtype == bool or (is_integer(leaf) and leaf.dtype.itemsize < 4):
-        return leaf.astype(jnp.int32)
-    if not is_integer(leaf):
+    if trees.is_key(leaf):
         raise TypeError(
             f"aux: the leaf at {trees.quote_path(trees.path_str(keys[1:]))} is of {leaf.dtype}, of which microbatches "
             "have no mean and no sum; return it in model_state, whose last value is kept, or not at all"
         )
-    return leaf
+    return leaf if leaf.dtype.itemsize >= 4 else leaf.astype(jnp.int32)
+
+
+def is_inexact(leaf: Array) -> bool:
+    """Whether microbatches have a mean of a leaf, not a sum."""
+    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
 def part_weight(weight_fn: Callable[..., Any] | None, batch: tuple[Any, ...]) -> Array | None:

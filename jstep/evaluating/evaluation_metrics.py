@@ -4,7 +4,6 @@ Objects with `merge` and `compute` are merged over the batches on the device; al
 """
 
 import dataclasses
-import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +16,8 @@ from jstep.core import trees
 from jstep.core.checks import describe_type
 from jstep.core.exceptions import note
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh, without_explicit_axes
-from jstep.hooks.numbers import host, is_number, is_numeric, is_saturated, local_copy
+from jstep.hooks.numbers import host, is_number, is_numeric, local_copy
 
-_logger = logging.getLogger("jstep")
 
 _METHODS = ("merge", "compute")
 _MUST_BE = (
@@ -88,7 +86,6 @@ class MetricTotals:
         self._merge = merge
         self._totals: dict[str, Any] = {}
         self._pending: deque[Sequence[Metric]] = deque()
-        self._saturated: dict[str, None] = {}
 
     def add(self, metrics: Sequence[Metric]) -> None:
         """Add the metrics of a batch; wait for those of an earlier batch."""
@@ -107,12 +104,6 @@ class MetricTotals:
     def results(self) -> dict[str, float]:
         while self._pending:
             self._read()
-        if self._saturated and jax.process_index() == 0:
-            _logger.warning(
-                "evaluation: integers of %s are at the bounds of their dtype: they are saturated, and the result is "
-                "not exact; return them as floats, or as parts that are summed on the host",
-                ", ".join(map(repr, self._saturated)),
-            )
         with using_mesh(mesh_of(self._totals)):
             return trees.merge_dicts(
                 ((name, _numbers_of(name, total)) for name, total in self._totals.items()),
@@ -125,8 +116,6 @@ class MetricTotals:
                 if metric.kind == OBJECT:
                     jax.block_until_ready(metric.value)
                     continue
-                if any(is_saturated(host(part)) for part in jax.tree.leaves(metric.value)):
-                    self._saturated[metric.name] = None
                 if metric.kind == PAIR:
                     total, count = map(_sum, metric.value)
                 else:

@@ -24,19 +24,7 @@ def format_number(values: Mapping[str, Any]) -> str:
 
 
 def _short(number: object) -> str:
-    short = str(number) if isinstance(number, int) else f"{number:.4g}"
-    return f"{short} (saturated)" if number in SATURATED else short
-
-
-def is_saturated(numbers: np.ndarray[Any, Any]) -> bool:
-    """Whether integers on the host reach the bounds of their dtype."""
-    if numbers.dtype.kind not in "iu" or numbers.dtype.itemsize < 4 or not numbers.size:
-        return False
-    return not SATURATED.isdisjoint({int(numbers.min()), int(numbers.max())})
-
-
-SATURATED = frozenset(bound for bits in (32, 64) for bound in (2**bits - 1, 2 ** (bits - 1) - 1, -(2 ** (bits - 1))))
-"""The bounds of integers on a device, at which sums of metrics over microbatches saturate."""
+    return str(number) if isinstance(number, int) else f"{number:.4g}"
 
 
 def scalars(metrics: Metrics, leave_out: Collection[str] = ()) -> dict[str, Any]:

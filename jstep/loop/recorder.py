@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import platform
-import secrets
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -30,7 +29,6 @@ from jstep.core.jaxprs import hash_strings, part_for, without_addresses
 from jstep.core.logs import BELOW_BAR
 from jstep.core.meshes import internal_transfers, sharding_text
 from jstep.core.plain import command_line, error_text, hide, is_secret, number, plain
-from jstep.core.recorded_calls import named_optimizers
 from jstep.core.tables import printable
 from jstep.core.threads import in_background, wait_until_done
 from jstep.data.loaders import ReplayedBatches, StateBatches
@@ -50,10 +48,9 @@ from jstep.loop.stages import TrainSteps, lanes_of, name_of_step
 from jstep.state.sharding import describe_devices
 from jstep.stores.owners import is_alive, this_process
 from jstep.stores.repository import GIT_TIMEOUT_SECS, code_version
-from jstep.stores.starts import FINISHED, KILLED, StartFile, has_trained
+from jstep.stores.starts import FINISHED, KILLED, StartFile, has_trained, read_starts, totals, valid, with_card
 from jstep.stores.urls import absolute, location
 from jstep.training.metrics import LOSS, StepMetrics
-from jstep.training.step import step_function
 
 PAST, START = "past", "start"
 """The key of a checkpoint's `extra` with the batches before it, and in it that of the start that made it."""
@@ -69,7 +66,6 @@ class Recorder(Observer):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self._wall = stopwatch.CLOCKS.wall() - sum(setup.watch.seconds().values())
         self._over, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._tick, name="jstep-record", daemon=True)
         self._run: Run | None = None
@@ -100,17 +96,17 @@ class Recorder(Observer):
             self._begin(self._add_code)
 
     def _open(self, where: str, saver: Saver | None, origin: Origin) -> None:
-        options = self.setup.options
+        options, prefix = self.setup.options, self.setup.options.checkpoint_prefix if saver is None else saver.prefix
         try:
-            file = StartFile(where, options.checkpoint_prefix if saver is None else saver.prefix)
+            earlier = read_starts(where).get(prefix, [])
         except (OSError, ValueError) as error:
             _logger.warning("%s: this run cannot be recorded: %s", where, error)
             self.setup.watch.stop()
             return
-        _end_earlier(file, claimed=origin.is_claimed)
-        if not origin.is_copy:
-            _warn_of_no_progress(file, origin.latest or origin.given or 0, options.last_step)
+        newest = next(reversed(valid(earlier)), None)
         self._stopped_by = origin.extra.get(STOPPED)
+        if newest is not None and not origin.is_copy:
+            self._numbers = {name: dict(newest[name]) for name in ("values", "best")}
         state = self.setup.loop.state
         leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
         self._devices = list(next((leaf.sharding.addressable_devices for leaf in leaves), ()))
@@ -120,25 +116,32 @@ class Recorder(Observer):
             devices = describe_devices(state)
             about["devices"] = f"{devices['of_state']}×{devices['kind']}"
             about["parameters"] = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
-        if origin.is_copy:
-            file.fields["before"] = None
-            file.fields["count"] = 1
-        file.write(
-            start=secrets.token_hex(4),
-            run=name_of_run(self.setup, origin),
-            process=this_process(),
-            claims=origin.is_claimed,
-            opened=now,
-            began=now - sum(seconds.values()),
-            directory=absolute(where),
-            logdir=None if options.logdir is None else absolute(location(options.logdir, "logdir")),
-            last_step=options.last_step,
-            argv=command_line(),
-            config=options.config,
-            **{PARENT: origin.parent, PARENT_RUN: origin.parent_run, "copied": origin.is_copy},
+        parent_run = origin.parent_run
+        if parent_run is None and newest is not None and not origin.is_copy:
+            parent_run = newest[PARENT_RUN]
+        fields = {
+            "run": name_of_run(self.setup, origin),
+            "process": this_process(),
+            "began": now - sum(seconds.values()),
+            "directory": absolute(where),
+            "logdir": None if options.logdir is None else absolute(location(options.logdir, "logdir")),
+            "last_step": options.last_step,
+            "argv": command_line(),
+            "config": options.config,
+            "commit": None,
+            "edits": None,
+            PARENT: origin.parent,
+            PARENT_RUN: parent_run,
+            "copied": origin.is_copy,
+            "before": totals([] if origin.is_copy else earlier),
+            "saved": [],
+            "stalls": [],
             **about,
-            **self._newest(),
-        )
+        }
+        file = StartFile(where, prefix, earlier, {**fields, **self._newest()})
+        _end_earlier(file, claimed=origin.is_claimed)
+        if not origin.is_copy:
+            _warn_of_no_progress(file, origin.latest or origin.given or 0, options.last_step)
         self.setup.lines.open(file)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -168,14 +171,15 @@ class Recorder(Observer):
 
     def about_to_save(self) -> None:
         newest = self._newest()
-        saved = [self.setup.loop.step, newest["seconds"].get(stopwatch.STEPPING, 0.0), newest["examples"]]
+        rate = newest["values"].get("learning_rate")
+        saved = [self.setup.loop.step, newest["seconds"].get(stopwatch.STEPPING, 0.0), newest["examples"], rate]
         file = self.setup.lines.file
         if file is not None:
-            file.write(**newest, saved=saved, flush=not file.is_url)
+            file.write({**newest, "saved": [*file.fields["saved"], saved][-20:]}, flush=not file.is_url)
 
     def _write(self, **fields: object) -> None:
         if (file := self.setup.lines.file) is not None:
-            file.write(**self._newest(), **fields)
+            file.write({**self._newest(), **fields})
 
     def _tick(self) -> None:
         while (file := self.setup.lines.file) is not None and not self._over.wait(file.period):
@@ -195,7 +199,6 @@ class Recorder(Observer):
             peaks += [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in self._devices]
         return {
             "now": stopwatch.CLOCKS.wall(),
-            "time": round(self._wall + sum(seconds.values()), 6),
             "step": [loop.first, max(loop.first, loop.step)] if loop.is_known else None,
             "seconds": {part: round(max(0.0, value), 6) for part, value in seconds.items() if value},
             "examples": None if unknown else counted,
@@ -241,9 +244,13 @@ class Recorder(Observer):
 
         self._latest = [in_background(run, name="jstep-card")]
 
+    def _write_card(self) -> None:
+        if (file := self.setup.lines.file) is not None:
+            file.write_card(self._card)
+
     def _add_code(self) -> None:
         if (code := code_version()) is not None and (file := self.setup.lines.file) is not None:
-            file.write(**{name: code.get(name) for name in ("commit", "edits")})
+            file.write({name: code.get(name) for name in ("commit", "edits")})
 
     def restored(self, saver: Saver | None, origin: Origin, dispatch: Dispatch, batches: Tree) -> None:
         self._batches, self._origin, self._stage_of = batches, origin, dispatch.table.stage_of
@@ -256,7 +263,7 @@ class Recorder(Observer):
 
         def record() -> None:
             self._card = {**card(*made_of), "programs": []}
-            self._write(card=self._card)
+            self._write_card()
 
         self._begin(record)
 
@@ -285,11 +292,10 @@ class Recorder(Observer):
     def _add_program(
         self, stage: Any, traced: Any, constants: Mapping[str, Any], args: Any, *, is_idle: bool = False
     ) -> None:
-        pure = step_function(stage.step)
-        program = program_card(traced, constants, args, None if pure is None else pure.optimizer)
+        program = program_card(traced, constants, args)
         self._card["programs"] = [*self._card.get("programs", ()), {"stage": stage.first, **program}]
         if not is_idle:
-            self._write(card=dict(self._card))
+            self._write_card()
         kept, self._kept = self._kept, None
         if kept is not None and self._saver is not None and self._origin.restored is not None:
             self._report(kept, self._saver, self._origin.restored, is_idle=is_idle)
@@ -312,7 +318,7 @@ class Recorder(Observer):
     def _past(self, step: int) -> dict[str, Any]:
         past: dict[str, Any] = {"lanes": lanes_of(self.setup.train_steps.at(max(step - 1, 0)))}
         if (file := self.setup.lines.file) is not None:
-            past[START] = file.fields["start"]
+            past[START] = [file.fields["number"], file.fields["began"]]
         if isinstance(self._batches, BatchSequence):
             before = self._batches[:step]
             definition = {name: _short(part) for name, part in before.definition().items() if name != "num_epochs"}
@@ -323,9 +329,13 @@ class Recorder(Observer):
         """Log what has changed since the start that made the checkpoint: a warning if its bits change."""
         name, now, file = checkpoint_name(saver.prefix, step), self._past(step), self.setup.lines.file
         bits, place = list[str](), list[str]()
-        starts = [] if file is None else [one for one in file.earlier if one.get("start") == kept.get(START)]
-        if starts and file is not None and (starts[-1].get("card") or {}).get("programs"):
-            found = changes(starts[-1], {**file.fields, "card": self._card}, leave_out=("batches", "lanes"))
+        earlier = [] if file is None else valid(file.earlier)
+        starts = [
+            with_card(file.where, one) for one in earlier if file and [one["number"], one["began"]] == kept.get(START)
+        ]
+        if starts and file is not None and starts[-1]["card"].get("programs"):
+            own = {**file.fields, "config": self.setup.options.config, "card": self._card}
+            found = changes(starts[-1], own, leave_out=("batches", "lanes"))
             bits, place = found.bits, found.place
         elif file is not None and file.earlier:
             _logger.info("%s: the start that made it has no card, so only lanes and batches are compared", name)
@@ -392,14 +402,10 @@ def _argument(name: str, value: Any) -> Any:
         return plain(type(value))
 
 
-def program_card(traced: Any, constants: Mapping[str, Any], args: Any, optimizer: object) -> dict[str, Any]:
-    """Return the record of a program: the optimizers with their numbers, and a hash of all that its results need."""
+def program_card(traced: Any, constants: Mapping[str, Any], args: Any) -> dict[str, Any]:
+    """Return the record of a program: its constant hyperparameters, and a hash of all that its results need."""
     shapes = [f"{path or 'batch'}: {type_text(leaf)}" for path, leaf in trees.leaves_with_paths(args)]
     record: dict[str, Any] = {"batch": _short(shapes), "hyperparameters": {k: plain(v) for k, v in constants.items()}}
-    if optimizer is not None:
-        with internal_transfers():
-            elements = {name: {k: plain(v) for k, v in of.items()} for name, of in named_optimizers(optimizer).items()}
-        record["optimizer"] = elements
     return record | {"hash": None if traced is None else program_hash(traced)}
 
 
@@ -477,17 +483,19 @@ def _short(value: object) -> Any:
 def _end_earlier(file: StartFile, *, claimed: bool) -> None:
     """Write the end of the newest start if it was killed before it could."""
     start = file.earlier[-1] if file.earlier else None
-    if start is None or start.get("problem") or start.get("end") or not start.get("process"):
+    if start is None or start["problem"] or start["end"] is not None:
         return
     if claimed or is_alive(start["process"]) is False:
-        file.end_earlier(start, [KILLED, exit_reason(file.where, file.prefix, start["opened"])])
+        end = [KILLED, exit_reason(file.where, file.prefix, start["began"])]
+        start["end"] = end
+        file.end_earlier(start["number"], end)
 
 
 def _warn_of_no_progress(file: StartFile, step: int, last_step: int | None) -> None:
     ends: list[str] = []
     for start in reversed(file.earlier):
         end = start.get("end") or [KILLED, ""]
-        if start.get("problem") or has_trained(start) or end[0] == FINISHED:
+        if start["problem"] or has_trained(start) or end[0] == FINISHED:
             break
         ends.append(": ".join(filter(None, end)))
     if len(ends) >= _IDLE_STARTS and (last_step is None or step < last_step):

@@ -160,7 +160,7 @@ class Lines:
 
     def add_stall(self, **fields: object) -> None:
         if (file := self.file) is not None:
-            file.write(stalls=[*file.fields.get("stalls", ()), fields][-100:])
+            file.write({"stalls": [*file.fields["stalls"], fields][-100:]})
 
     def close(self) -> None:
         file, self.file = self.file, None

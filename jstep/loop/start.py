@@ -282,7 +282,7 @@ def _is_another_run(setup: Setup) -> bool:
 def _last_of_older_versions(setup: Setup, where: str, prefix: str, step: int) -> float:
     """Return the latest time at which an earlier start is known to have lived."""
     file = setup.lines.file
-    times = [0.0, *(start.get("time", 0.0) for start in (file.earlier if file is not None else ()))]
+    times = [0.0, *(start.get("now", 0.0) for start in (file.earlier if file is not None else ()))]
     with contextlib.suppress(Exception):  # the checkpoint was deleted meanwhile
         store = open_store(where)
         times.append(store.manifest(store.at(prefix, step) or "").saved_at)

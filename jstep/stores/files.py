@@ -8,6 +8,7 @@ import os
 import shlex
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO, Literal, overload
 
@@ -69,6 +70,20 @@ def read_small(path: str, limit: int) -> bytes:
     if max(size, len(data)) > limit:
         raise ValueError(f"{path}: has more than {limit} bytes")
     return data
+
+
+def seconds_since_write(path: str) -> float:
+    """Return how long ago a local file was written, by the clock of its file system: those of hosts may differ.
+
+    That clock is read from a file without a name, so nothing that can be seen changes. Where that is not possible (no
+    rights to write, NFS), this host's clock is used.
+    """
+    now = time.time()
+    with contextlib.suppress(OSError, AttributeError):
+        handle = os.open(os.path.dirname(os.path.realpath(path)), os.O_TMPFILE | os.O_WRONLY, 0o600)
+        now = os.fstat(handle).st_mtime
+        os.close(handle)
+    return now - os.stat(path).st_mtime
 
 
 def is_directory(path: str) -> bool:

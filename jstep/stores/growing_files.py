@@ -142,20 +142,6 @@ def _is_json(data: bytes) -> bool:
     return True
 
 
-def seconds_since_write(path: str) -> float:
-    """Return how long ago a local file was written, by the clock of its file system: those of hosts may differ.
-
-    That clock is read from a file without a name, so nothing that can be seen changes. Where that is not possible (no
-    rights to write, NFS), this host's clock is used.
-    """
-    now = time.time()
-    with contextlib.suppress(OSError, AttributeError):
-        handle = os.open(os.path.dirname(os.path.realpath(path)), os.O_TMPFILE | os.O_WRONLY, 0o600)
-        now = os.fstat(handle).st_mtime
-        os.close(handle)
-    return now - os.stat(path).st_mtime
-
-
 MAX_LINE = 2**26
 """The maximum number of bytes of a line: those of jstep have some thousands."""
 _HEAD, _BLOCK = 2**20, 2**13

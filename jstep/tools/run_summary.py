@@ -11,7 +11,7 @@ from typing import Any
 
 from jstep.checkpoint.open_store import open_store
 from jstep.hooks.stall_files import exit_reason, read_stalls
-from jstep.stores.growing_files import seconds_since_write
+from jstep.stores.files import seconds_since_write
 from jstep.stores.owners import is_alive
 from jstep.stores.starts import (
     KILLED,

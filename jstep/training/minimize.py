@@ -179,7 +179,7 @@ def minimize(
             and all sums over elements are computed in one binary tree. State and metrics after each step are identical
             on one process or several, without a mesh, with data parallelism, ZeRO-1 and FSDP, on Auto and Explicit
             axes, and through checkpoints and changes of layout. Loss, gradients and floating leaves of aux are means
-            over the lanes, weighted by `weight_fn`; integers and bools of aux are sums, which saturate at their bounds.
+            over the lanes, weighted by `weight_fn`; integers and bools of aux are sums.
             Lane i gets `fold_in(key, i)` of the key of its loss. `num_microbatches` and `max_rows_per_device` divide
             each lane, and microbatch j gets `fold_in(key, j)` of the key of its lane. Another L gives another run, and
             so do other global batches. With None, the default, the order of sums depends on the devices. The page

@@ -21,7 +21,7 @@ X = jnp.ones((4, 3))
 
 
 def digest(fn, *args):
-    return program_hash(jax.make_jaxpr(fn)(*args)).digest
+    return program_hash(jax.make_jaxpr(fn)(*args))
 
 
 def constant(value):
@@ -93,12 +93,6 @@ def test_the_hash_ignores_names_and_source_locations():
     assert digest(lambda x: scale(x) + 1, X) == digest(lambda z: jax.jit(other_name)(z) + 1, X)
 
 
-def test_operations_and_numbers():
-    found = program_hash(jax.make_jaxpr(lambda x: jax.jit(lambda y: y * 0.1)(x) + 0.1 + jnp.sin(x))(X))
-    assert found.operations == {"jit": 1, "mul": 1, "add": 2, "sin": 1}
-    assert found.numbers == {"0.1": 2}
-
-
 def test_constants_of_all_dtypes():
     dtypes = [jnp.bfloat16, jnp.float8_e4m3fn, jnp.int4, np.bool_, np.complex64, np.uint8]
     values = [jnp.asarray([1, 0, 1]).astype(dtype) for dtype in dtypes]
@@ -118,7 +112,7 @@ def test_constants_of_several_processes_have_their_shape_and_dtype(monkeypatch):
     (at,) = (i for i, const in enumerate(closed.consts) if const is one)
 
     def with_const(value):
-        return program_hash(closed.replace(consts=[*closed.consts[:at], value, *closed.consts[at + 1 :]])).digest
+        return program_hash(closed.replace(consts=[*closed.consts[:at], value, *closed.consts[at + 1 :]]))
 
     assert len(set(map(with_const, (one, same, longer, other)))) == 4
     monkeypatch.setattr(NamedSharding, "is_fully_addressable", False)
@@ -136,7 +130,7 @@ CHILD = """
     sys.path.insert(0, sys.argv[1])
     import test_program_hash as t
     from jstep.core.jaxprs import program_hash
-    print(program_hash(jax.make_jaxpr(t.everything)(t.X)).digest)
+    print(program_hash(jax.make_jaxpr(t.everything)(t.X)))
 """
 
 

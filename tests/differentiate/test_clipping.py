@@ -69,7 +69,7 @@ def test_rows_of_a_table_are_clipped_over_axes(axes: Any) -> None:
 
 def test_an_axis_that_a_table_does_not_have() -> None:
     rows = jstep.IndexedSlices(jnp.ones((1, 2)), jnp.array([2]), (4, 2))
-    with pytest.raises(ValueError, match=r"axes=2: the leaf at 't' has shape \(4, 2\), which has no axis 2"):
+    with pytest.raises(ValueError, match=r"axes=2: axis 2 is out of bounds .*, for the leaf at 't' of shape \(4, 2\)"):
         jstep.clip_by_norm({"t": rows}, 2.0, axes=2)
 
 
@@ -94,9 +94,6 @@ def test_known_values() -> None:
     assert float(size) == 5.0
     assert clipped[1] is None
     np.testing.assert_allclose([float(clipped[0][0]), float(clipped[2][0])], [-2.4, 3.2], rtol=1e-6)
-
-
-# Zeros.
 
 
 # Precision.

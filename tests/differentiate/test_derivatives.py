@@ -78,7 +78,7 @@ def test_bounds_are_broadcast_against_each_other() -> None:
         np.testing.assert_array_equal(clip(x, low, high), np.clip(x, low, high))
         with pytest.raises(ValueError, match=r"max: has shape \(2, 1\).*of shape \(3,\)"):
             clip(jnp.ones(3), low, high)
-        with pytest.raises(ValueError, match=r"do not fit together.*broadcast"):
+        with pytest.raises(ValueError, match="broadcast"):
             clip(x, low, jnp.ones((2, 2)))
     with pytest.raises(ValueError, match="must be ≤ max"):
         jstep.clip_by_value(x, low, jnp.array([[2.5], [1.5]]))
