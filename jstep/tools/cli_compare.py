@@ -98,7 +98,7 @@ def start_differences(places: Iterable[tuple[str, str | None]], problems: list[s
     Each place is a directory and the prefix of a run in it, or None for all. Why a start cannot be read is appended to
     `problems`.
     """
-    of_a, of_b = ([_trained(where, prefix, problems) for where, prefix in places])
+    of_a, of_b = [_trained(where, prefix, problems) for where, prefix in places]
     names = [(prefix, prefix) for prefix in sorted(of_a.keys() & of_b.keys())]
     if not names and len(of_a) == len(of_b) == 1:
         names = list(zip(of_a, of_b, strict=True))

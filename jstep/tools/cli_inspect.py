@@ -177,18 +177,6 @@ def _corrupted(about: Mapping[str, Any], problems: Sequence[str], arguments: arg
     return max(cli.answer(arguments, fields, []), cli.complain("inspect", *problems))
 
 
-<<<<<<< HEAD
-=======
-def _inspect(path: str, arguments: argparse.Namespace) -> int:
-    checkpoint = at(path)
-    if checkpoint is not None:
-        return _checkpoint(checkpoint, arguments)
-    if not is_directory(path):
-        raise FileNotFoundError(f"no checkpoint, and no directory of checkpoints: {path}")
-    return _directory(path, arguments)
-
-
->>>>>>> writer
 def _checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> int:
     about, manifest = _about(checkpoint), checkpoint.manifest
     if problems := _problems(checkpoint, arguments):

@@ -95,9 +95,9 @@ def _percent(share: float) -> str:
 def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
     """Account for all wall time of a run, over all its starts.
 
-    `train` writes the times of each start to a file in `starts/`, next to the checkpoints, or in the logdir if there is no
-    checkpoint_dir: before each checkpoint, and every second (below a URL every ten seconds). If a start was killed, up to
-    its last second counts as `down`. The run may still be in progress.
+    `train` writes the times of each start to a file in `starts/`, next to the checkpoints, or in the logdir if there is
+    no checkpoint_dir: before each checkpoint, and every second (below a URL every ten seconds). If a start was killed,
+    up to its last second counts as `down`. The run may still be in progress.
 
     Equation: total = productive + rewound + before + starting + waiting + saving + evaluating + hooks + down.
 
@@ -182,7 +182,7 @@ def by_start(starts: Sequence[Start]) -> list[Goodput]:
 
 
 def until(start: Start, step: float, whole: float, column: int) -> float:
-    """Return what a start had of `whole` when it reached a step; `column` is that of its saves, between which it grew."""
+    """Return what a start had of `whole` at a step; `column` is that of its saves, between which it grew."""
     first, last = start["step"] or (0, 0)
     if step >= last:
         return whole

@@ -273,9 +273,7 @@ def _examples(starts: Sequence[Start]) -> int | None:
     return None if known[0]["before"]["count"] else round(count)
 
 
-def _best(
-    where: str, newest: Start, *, is_copy: bool
-) -> tuple[dict[str, tuple[float, int]], dict[str, str]]:
+def _best(where: str, newest: Start, *, is_copy: bool) -> tuple[dict[str, tuple[float, int]], dict[str, str]]:
     """Return the best values and their steps, and the checkpoints, of those that are there."""
     best, paths = dict[str, tuple[float, int]](), dict[str, str]()
     for name, (value, step, recorded) in newest["best"].items():
