@@ -18,7 +18,6 @@ from jstep.core.exceptions import note
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh, without_explicit_axes
 from jstep.hooks.numbers import host, is_number, is_numeric, local_copy
 
-
 _METHODS = ("merge", "compute")
 _MUST_BE = (
     "must be a vector with a value for each example, a scalar, a pair of scalars (sum, count), or an object with the "

@@ -30,7 +30,9 @@ A `Start` is a dict. `read_starts` checks it once, so that a valid one has all f
 `PREFIX.NNNNNN.card.json` beside it is {"card", "config"}: what does not change while the start lives.
 """
 
+import concurrent.futures
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -60,6 +62,10 @@ def path_of(where: str, prefix: str, number: int) -> str:
     return join_path(where, FOLDER, f"{prefix}.{number:06d}.json")
 
 
+def _card_path(where: str, start: Start) -> str:
+    return f"{path_of(where, start['prefix'], start['number']).removesuffix('.json')}.card.json"
+
+
 # Writing.
 
 
@@ -76,52 +82,50 @@ class StartFile:
 
     Attributes:
         earlier: The earlier starts.
-        fields: What the file holds.
+        fields: What the next write writes.
         period: The seconds between two writes while the start lives.
+        due: Set if it should be written sooner.
     """
 
     def __init__(self, where: str, prefix: str, earlier: Sequence[Start], fields: Mapping[str, Any]) -> None:
         self.where, self.prefix, self.is_url, self.earlier = where, prefix, is_url(where), earlier
-        self.period = 10.0 if self.is_url else 1.0
-        self._lock, self._is_made, self._is_failing, self._is_closed = threading.Lock(), False, False, False
-        self._config = fields["config"]
+        self.period, self.due = (10.0 if self.is_url else 1.0), threading.Event()
+        self._updating, self._writing = threading.Lock(), threading.Lock()
+        self._is_made, self._is_failing, self._is_closed = False, False, False
         number = earlier[-1]["number"] + 1 if earlier else 1
-        self.fields: Start = {"version": VERSION, "prefix": prefix, "number": number, **fields}
-        is_large = len(json.dumps(self._config)) > _MAX_CONFIG
-        self.write({"config": _IN_CARD if is_large else self._config})
-        if is_large:
-            self.write_card({})
+        self._config, config = fields["config"], fields["config"]
+        self._card: dict[str, Any] | None = None  # what is not written yet
+        if len(json.dumps(config)) > _MAX_CONFIG:
+            self._card, config = {}, _IN_CARD
+        self.fields: Start = {"version": VERSION, "prefix": prefix, "number": number, **fields, "config": config}
+        self.write()
 
-    @property
-    def path(self) -> str:
-        return path_of(self.where, self.prefix, self.fields["number"])
+    def update(self, fields: Mapping[str, Any]) -> None:
+        """Change what the next write writes, without waiting for a disk."""
+        with self._updating:
+            self.fields = {**self.fields, **fields}
 
-    def write(self, fields: Mapping[str, Any], *, flush: bool = False) -> None:
-        with self._lock:
-            self.fields |= fields
-            self._try(lambda: self._replace(self.path, self.fields, flush=flush))
+    def write(self, fields: Mapping[str, Any] | None = None, *, flush: bool = False) -> None:
+        self.update(fields or {})
+        with self._writing:
+            if not self._is_closed:
+                self._try(lambda: self._write(flush))
 
     def write_card(self, card: Mapping[str, Any]) -> None:
-        with self._lock:
-            whole = {"card": card, "config": self._config}
-            self._try(lambda: self._replace(f"{self.path.removesuffix('.json')}.card.json", whole))
+        self._card = dict(card)
+        self.write()
 
     def end_earlier(self, number: int, end: Sequence[str]) -> None:
         """Write how an earlier start ended, which was killed before it could."""
         path = path_of(self.where, self.prefix, number)
-        with self._lock:
-            self._try(lambda: self._replace(path, {**_load(path), "end": list(end)}))
+        self._try(lambda: _replace(path, {**_load(path), "end": list(end)}))
 
     def close(self) -> None:
-        with self._lock:
+        with self._writing:
             self._is_closed = True
 
     def _try(self, write: Callable[[], None]) -> None:
-        if self._is_closed:
-            return
         try:
-            if not self._is_made:
-                self._make()
             write()
             self._is_failing = False
         except Exception as error:
@@ -129,27 +133,38 @@ class StartFile:
                 _logger.warning("%s: the record of this run cannot be written: %s", self.where, error)
             self._is_failing = True
 
-    def _make(self) -> None:
-        """Make the file with the next free number, exclusively; an empty one is a start that was killed at once."""
+    def _write(self, flush: bool) -> None:
+        if self._is_made or not self._make():
+            _replace(path_of(self.where, self.prefix, self.fields["number"]), self.fields, flush=flush)
+        if (card := self._card) is not None:
+            _replace(_card_path(self.where, self.fields), {"card": card, "config": self._config})
+            self._card = None if self._card is card else self._card
+
+    def _make(self) -> bool:
+        """Make the file with the next free number, exclusively; return whether it has its contents: an object does."""
         folder = join_path(self.where, FOLDER)
         if not self.is_url:
             if os.path.islink(folder):
                 raise foreign_file(folder, "is a link")
             make_folders(folder)
         while not self._is_made:
+            path = path_of(self.where, self.prefix, self.fields["number"])
             if self.is_url:
-                data = json.dumps(self.fields, allow_nan=False).encode()
-                self._is_made = Objects(folder).write_if(self.path.removeprefix(f"{folder}/"), data, ABSENT) is not None
+                claim = json.dumps(self.fields).encode()
+                self._is_made = Objects(folder).write_if(path.removeprefix(f"{folder}/"), claim, ABSENT) is not None
             else:
-                with contextlib.suppress(FileExistsError), open(self.path, "xb"):
+                with contextlib.suppress(FileExistsError), open(path, "xb"):
                     self._is_made = True
-            self.fields["number"] += not self._is_made
+            if not self._is_made:
+                self.update({"number": self.fields["number"] + 1})
+        return self.is_url
 
-    def _replace(self, path: str, value: Mapping[str, Any], *, flush: bool = False) -> None:
-        data = json.dumps(value, allow_nan=False).encode()
-        if len(data) > MAX_BYTES:
-            raise ValueError(f"{path} would have {len(data)} bytes; at most {MAX_BYTES} are read")
-        replace_file(path, data, flush=flush)
+
+def _replace(path: str, value: Mapping[str, Any], *, flush: bool = False) -> None:
+    data = json.dumps(value, allow_nan=False).encode()
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{path} would have {len(data)} bytes; at most {MAX_BYTES} are read")
+    replace_file(path, data, flush=flush)
 
 
 # Reading.
@@ -174,13 +189,11 @@ def read_starts(where: str) -> dict[str, list[Start]]:
 
 
 def _read_newest(where: str, prefix: str, numbers: Sequence[int]) -> list[Start]:
-    starts: list[Start] = []
-    for number in reversed(numbers):
-        if (start := _read(where, prefix, number)) is not None:
-            starts.append(start)
-            if start.get("copied"):
-                break
-    return starts[::-1]
+    with concurrent.futures.ThreadPoolExecutor(16) if is_url(where) else contextlib.nullcontext() as pool:
+        read = functools.partial(_read, where, prefix)
+        starts = [start for start in (pool.map if pool else map)(read, numbers) if start is not None]
+    first = next((i for i in reversed(range(len(starts))) if starts[i].get("copied")), 0)
+    return starts[first:]
 
 
 def _read(where: str, prefix: str, number: int) -> Start | None:
@@ -219,7 +232,7 @@ def with_card(where: str, start: Start) -> Start:
 
 def _load_card(where: str, start: Start) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        whole = _load(f"{path_of(where, start['prefix'], start['number']).removesuffix('.json')}.card.json")
+        whole = _load(_card_path(where, start))
         if _CARD_FILE(whole):
             return dict(whole)
     return {}

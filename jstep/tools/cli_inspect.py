@@ -15,7 +15,7 @@ from jstep.checkpoint.listing import has_data, misnaming_text, missing
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Leaf, LeftOut, Manifest
 from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.store import Store
-from jstep.core.checks import format_bytes, truncate_path
+from jstep.core.checks import format_bytes
 from jstep.core.tables import printable
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.urls import absolute, is_url, location, split_path
