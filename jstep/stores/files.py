@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import errno
 import io
+import json
 import os
 import shlex
 import stat
@@ -70,6 +71,27 @@ def read_small(path: str, limit: int) -> bytes:
     if max(size, len(data)) > limit:
         raise ValueError(f"{path}: has more than {limit} bytes")
     return data
+
+
+def decode_json(raw: bytes) -> Any:
+    """Return the value of JSON; None if it is corrupted, or nested too deeply for recursive functions."""
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    if raw.count(b"[") + raw.count(b"{") > _MAX_DEPTH:
+        level = [value]
+        for _ in range(_MAX_DEPTH):
+            below = (
+                item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)
+            )
+            level = [item for items in below for item in items]
+        return value if not level else None
+    return value
+
+
+_MAX_DEPTH = 200
+"""The maximum depth of nested values: a config may have lists of lists."""
 
 
 def seconds_since_write(path: str) -> float:

@@ -43,7 +43,7 @@ from typing import Any, TypeGuard
 
 from jstep.core.checks import format_value
 from jstep.core.stopwatch import PARTS
-from jstep.stores.files import foreign_file, make_folders, names_in, read_small, replace_file
+from jstep.stores.files import decode_json, foreign_file, make_folders, names_in, read_small, replace_file
 from jstep.stores.objects import ABSENT, Objects
 from jstep.stores.urls import is_url, join_path
 
@@ -222,7 +222,11 @@ def _load(path: str) -> Any:
     if not is_url(path) and os.path.islink(path):
         raise OSError(f"{path} is a link")
     data = read_small(path, MAX_BYTES)
-    return json.loads(data) if data.strip(b"\0") else None
+    if not data.strip(b"\0"):
+        return None
+    if (value := decode_json(data)) is None:
+        raise ValueError("it is no JSON")
+    return value
 
 
 def with_card(where: str, start: Start) -> Start:

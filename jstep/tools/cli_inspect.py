@@ -16,7 +16,6 @@ from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Leaf, Left
 from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.store import Store
 from jstep.core.checks import format_bytes
-from jstep.core.tables import printable
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.urls import absolute, is_url, location, split_path
 from jstep.tools import cli
@@ -191,7 +190,7 @@ def _checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> int:
     kinds = {"leaf": "path", "dtype": "dtype", "shape": "shape"}
     figures = {"bytes": "bytes", "min": "min", "max": "max", "mean": "mean", "non-finite": "nonfinite"}
     lines = [
-        _path_line(checkpoint.path),
+        checkpoint.path,
         f"step {checkpoint.step}, saved {about['time']}, by jstep {manifest.jstep}, {len(rows)} leaves, "
         f"{format_bytes(about['bytes'])}{', every byte as it was written' if arguments.verify else ''}",
         *_extra_lines(manifest.extra),
@@ -246,7 +245,7 @@ def _directory(path: str, arguments: argparse.Namespace) -> int:
         rows.append({"name": name, **_about(checkpoint), "leaves": leaves, "sound": not wrong})
     keys = {"checkpoint": "name", "saved": "time", "step": "step", "leaves": "leaves", "size": "size", "": "note"}
     shown = [{**row, "size": format_bytes(row["bytes"]), "note": _note(row, arguments)} for row in rows]
-    lines = [_path_line(path)] if len(arguments.paths) > 1 else []
+    lines = [path] if len(arguments.paths) > 1 else []
     lines += cli.table(keys, shown, left=2) if rows else []
     if arguments.verify:
         rows += [{"name": split_path(place)[1], "path": place, "sound": False} for place in broken]
@@ -260,10 +259,6 @@ def _note(row: Mapping[str, Any], arguments: argparse.Namespace) -> str:
     sound = ("as written" if row["sound"] else "CORRUPTED") if arguments.verify else ""
     finite = "" if row["finite"] else "NOT FINITE"
     return ", ".join(filter(None, (sound, finite, "until the next one" if row["passing"] else "")))
-
-
-def _path_line(path: str) -> str:
-    return truncate_path(printable(path), cli.terminal_width())
 
 
 def _about(checkpoint: Checkpoint) -> dict[str, Any]:

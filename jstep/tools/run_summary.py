@@ -124,7 +124,7 @@ def summary_fields(run: RunSummary) -> dict[str, Any]:
     def finite(value: float) -> float | None:
         return value if math.isfinite(value) else None
 
-    return dataclasses.asdict(run) | {
+    return vars(run) | {
         "metrics": {name: finite(value) for name, value in run.metrics.items()},
         "best": {name: (finite(value), step) for name, (value, step) in run.best.items()},
         "nonfinite": run.nonfinite,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import as_string, format_list, truncate
 from jstep.core.tables import breadth, columns, html_table, printable
-from jstep.hooks.start_differences import SECTIONS, same, values_of
+from jstep.hooks.start_differences import same, values_of
 from jstep.stores.files import is_absent, is_directory, walk
 from jstep.stores.starts import FOLDER, Start, read_starts
 from jstep.stores.urls import absolute, is_url, location, resolve_path, split_path
@@ -43,15 +43,21 @@ class RunList(list[RunSummary]):
 
 
 def differences_of(starts: Sequence[Start]) -> dict[str, list[Any]]:
-    every = [{name: value for name, (_, value) in values_of(start).items()} if start else {} for start in starts]
+    every = [values_of(start) if start else {} for start in starts]
     present = [named for named in every if named]
-    names = dict.fromkeys(name for named in present for name in named)
-    differ = [name for name in names if not all(same(of.get(name), present[0].get(name)) for of in present)]
-    differ.sort(key=lambda name: not name.startswith(SECTIONS["config"]))
+    names = {name: section for named in present for name, (section, _) in named.items()}
+    values = {name: [named[name][1] if name in named else None for named in every] for name in names}
+    known = [i for i, named in enumerate(every) if named]
+    differ = [name for name, of in values.items() if not all(same(of[i], of[known[0]]) for i in known)]
+    differ.sort(key=lambda name: names[name] != "config")
     # A hash is shown only if no other value of its section differs.
-    sections = {name.partition(": ")[0] for name in differ if not name.endswith("hash")}
-    kept = [name for name in differ if not name.endswith("hash") or name.partition(": ")[0] not in sections]
-    return {name: [named.get(name) for named in every] for name in kept}
+    sections = {names[name] for name in differ if not _is_hash(name)}
+    kept = [name for name in differ if not (_is_hash(name) and names[name] in sections)]
+    return {name: [of and of[:8] if _is_hash(name) else of for of in values[name]] for name in kept}
+
+
+def _is_hash(name: str) -> bool:
+    return name.endswith(": hash") or name.startswith("the traced step")
 
 
 # Finding runs.
@@ -344,11 +350,13 @@ def _run(arguments: argparse.Namespace) -> int:
         summaries.sort(key=_key(summaries, arguments.sort))
         rows = list(map(Row, summaries))
     differences = RunList(summaries).differences() if arguments.differences else {}
-    fields = [summary_fields(run) for run in summaries]
-    for i, of_run in enumerate(fields if arguments.differences else ()):
-        of_run["differences"] = {name: values[i] for name, values in differences.items()}
-    # Without a terminal, lines are whole.
-    print(as_strict_json(fields) if arguments.json else "\n".join(_lines(_cells(rows, metrics, differences))))
+    if arguments.json:
+        fields = [summary_fields(run) for run in summaries]
+        for i, of_run in enumerate(fields if arguments.differences else ()):
+            of_run["differences"] = {name: values[i] for name, values in differences.items()}
+        print(as_strict_json(fields))
+    else:  # without a terminal, lines are whole
+        print("\n".join(_lines(_cells(rows, metrics, differences))))
     return DIFFERENT if any(run.error for run in summaries) else OK
 
 
