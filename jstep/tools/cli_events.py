@@ -52,7 +52,7 @@ def _print_scalars(paths: Sequence[str], arguments: argparse.Namespace) -> int:
         where = ", ".join(paths)
         raise ValueError(f"{where}: no event files (events.out.tfevents.*) with scalars, as train(logdir=…) writes")
     chosen = choose(there, arguments.names or ["*"], "--name", "a scalar")
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"run": run, "name": name, "step": point.step, "value": point.value}
         for run, series in of_runs.items()
         for name in chosen

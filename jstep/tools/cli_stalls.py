@@ -18,9 +18,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     now, where = time.time(), absolute(location(arguments.path, "RUN"))
-    if is_directory(join_path(where, FOLDER)) and not runs(where):  # it hung before its record began
-        places = [(split_path(where)[1], where, None)]
-    else:
+    places: list[tuple[str, str, str | None]] = [(split_path(where)[1], where, None)]
+    if not is_directory(join_path(where, FOLDER)) or runs(where):  # otherwise it hung before its record began
         found = find_runs([where])
         places = [(name, run.path, run.prefix or None) for name, run in zip(run_names(found), found, strict=True)]
     groups, rows, problems = list[dict[str, Any]](), list[dict[str, Any]](), dict[str, None]()

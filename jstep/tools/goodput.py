@@ -160,8 +160,9 @@ def by_start(starts: Sequence[Start]) -> list[Goodput]:
     """Account for the time of each start and the downtime before it."""
     found: list[Goodput] = []
     ended: float | None = None
-    for start in starts:
+    for start, kept_until in zip(starts, _kept_until(starts), strict=True):
         own, began, down = dict.fromkeys(PARTS, 0.0) | start["seconds"], start["began"], 0.0
+        stepping, last = own.pop(STEPPING), began + sum(start["seconds"].values())
         if ended is not None:
             down = max(0.0, began - ended)
             # If the process was already running before the previous start ended, that time is counted once.
@@ -169,16 +170,20 @@ def by_start(starts: Sequence[Start]) -> list[Goodput]:
             for part in ("before", "starting"):
                 cut = min(own[part], left)
                 own[part], left = own[part] - cut, left - cut
-        ended = max(began + sum(start["seconds"].values()), ended or 0.0)
-        found.append(Goodput(**{part: own[part] for part in _COPIED}, down=down, starts=1))
-    limit = math.inf
-    for i, start in reversed(list(enumerate(starts))):
-        first, last = start["step"] or (0, 0)
-        stepping, end = start["seconds"].get(STEPPING, 0.0), max(first, min(last, limit))
-        kept = until(start, end, stepping, 1)
-        found[i] = dataclasses.replace(found[i], productive=kept, rewound=stepping - kept, steps=int(end) - first)
-        limit = limit if start["step"] is None else min(limit, first)
+        ended = last if ended is None else max(ended, last)
+        first, kept = (start["step"] or (0, 0))[0], until(start, kept_until, stepping, 1)
+        times = {"productive": kept, "rewound": stepping - kept, "down": down}
+        found.append(Goodput(**own, **times, starts=1, steps=kept_until - first))
     return found
+
+
+def _kept_until(starts: Sequence[Start]) -> list[int]:
+    """The last step of each start that no later start made again."""
+    limit, steps = math.inf, list[int]()
+    for first, last in (start["step"] or (0, 0) for start in reversed(starts)):
+        steps.append(int(max(first, min(last, limit))))
+        limit = min(limit, first) if last else limit
+    return steps[::-1]
 
 
 def until(start: Start, step: float, whole: float, column: int) -> float:

@@ -232,7 +232,7 @@ def _mean_cells(
 
 def _mean(some: Iterable[float | None]) -> float | None:
     known = [value for value in some if value is not None]
-    return sum(value / len(known) for value in known) if len(known) > 1 else (known or [None])[0]
+    return sum(value / len(known) for value in known) if known else None
 
 
 def _range_cell(sweep: Sweep, line: Line) -> str:

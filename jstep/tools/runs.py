@@ -107,13 +107,12 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> RunList:
     Raises:
         FileNotFoundError: A directory does not exist, or has no run.
     """
-    found = RunList()
+    found = list[RunList]()
     for path in paths:
-        some = runs(path)
-        if not some:
+        found.append(runs(path))
+        if not found[-1]:
             raise FileNotFoundError(f"{os.fspath(path)}: no run is there; a run has a folder {FOLDER}/")
-        found += some
-    return distinct(found)
+    return found[0] if len(found) == 1 else distinct(run for some in found for run in some)
 
 
 def distinct(found: Iterable[RunSummary]) -> RunList:
@@ -153,10 +152,10 @@ def _places(above: str) -> list[tuple[str, OSError | None]]:
             if MANIFEST_FILE in below:
                 continue
             links += [entry.path for entry in below.values() if entry.is_symlink()]
-            folders = [entry for entry in below.values() if entry.is_dir(follow_symlinks=False)]
-            waiting += sorted((entry.path for entry in folders if entry.name != FOLDER), reverse=True)
-            if any(entry.name == FOLDER for entry in folders):
+            inner = {name: entry.path for name, entry in below.items() if entry.is_dir(follow_symlinks=False)}
+            if inner.pop(FOLDER, None) is not None:
                 found.append((folder, None))
+            waiting += sorted(inner.values(), reverse=True)
         except OSError as error:
             if not is_absent(error):
                 found.append((folder, error))
@@ -218,9 +217,10 @@ _DRAWN = 16
 def _parents_among(summaries: Sequence[RunSummary]) -> Callable[[RunSummary], RunSummary | None]:
     by_place: dict[tuple[str, str | None], RunSummary] = {}
     by_id: dict[str | None, RunSummary] = {}
-    for run in summaries:
-        by_place.setdefault((resolve_path(run.path), run.prefix), run)
-        by_place.setdefault((resolve_path(run.path), None), run)  # for other checkpoints, such as the best ones
+    for run in summaries if any(run.parent for run in summaries) else ():
+        where = resolve_path(run.path)
+        by_place.setdefault((where, run.prefix), run)
+        by_place.setdefault((where, None), run)  # for other checkpoints, such as the best ones
         by_id.setdefault(run.run, run)
 
     def parent(run: RunSummary) -> RunSummary | None:
