@@ -8,10 +8,10 @@ import time
 import tracemalloc
 
 import pytest
+from jstep.hooks.cards import read_starts
 from written_runs import PROGRAM, card_line, start_line, times_line, write_lines, write_run
 
 import jstep
-from jstep.hooks.cards import read_starts
 from jstep.stores.owners import this_process
 from jstep.tools import cli
 from jstep.tools.cli_compare import differences

@@ -12,11 +12,11 @@ import forked
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jstep.stores.timeline import START, TIMES, VERSION
+from jstep.stores.timeline_writer import Timeline
 from waiting import wait_until
 
 import jstep
-from jstep.stores.timeline import START, TIMES, VERSION
-from jstep.stores.timeline_writer import Timeline
 from jstep.tools import cli
 
 optimizer = jstep.gradient_descent(0.25)

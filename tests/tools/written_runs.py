@@ -14,7 +14,13 @@ BEFORE = {"count": 0, "since": None, "seconds": {}, "step": None}
 
 def start(folder, number=1, prefix="model", **fields):
     """The fields of a start that took ten steps and is killed, unless `fields` say otherwise."""
-    own = {"version": VERSION, "prefix": prefix, "number": number, "run": "a", "process": this_process() | {"pid": 2**30}}
+    own = {
+        "version": VERSION,
+        "prefix": prefix,
+        "number": number,
+        "run": "a",
+        "process": this_process() | {"pid": 2**30},
+    }
     own |= {"began": TIME, "now": TIME + 10, "directory": str(folder), "last_step": 100, "config": {"lr": 0.1}}
     own |= {"devices": "1×cpu", "parameters": 3, "step": [0, 10], "seconds": {"starting": 1.0, "stepping": 9.0}}
     own |= {"values": {"loss": 0.5}, "peak_bytes": 9, "mfu": 0.5, "commit": f"{'abc':40}", "end": ["finished", ""]}
