@@ -273,8 +273,8 @@ def _list(*of: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda x: type(x) is list and len(x) == len(of) and all(check(y) for check, y in zip(of, x, strict=True))
 
 
-def _each(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda x: type(x) in (list, dict) and all(map(of, x if type(x) is list else x.values()))
+def _each(kind: type, of: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda x: type(x) is kind and all(map(of, x.values() if kind is dict else x))
 
 
 def _dict(**of: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -310,13 +310,13 @@ _is_text, _any = _is(str), _dict()
 _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "run": _is_text, "process": _dict(host=_is_text, pid=lambda x: type(x) is int and 0 < x < 2**31),
     "began": is_seconds, "now": is_seconds, "directory": _is_path, "logdir": _is_path, "last_step": is_step,
-    "argv": _each(_is_text), "config": lambda x: type(x) is dict or x == _IN_CARD, "commit": _is_text,
+    "argv": _each(list, _is_text), "config": lambda x: type(x) is dict or x == _IN_CARD, "commit": _is_text,
     "edits": _is_text, "parent": lambda x: type(x) is dict and _is_path(x.get("path")) and is_step(x.get("step")),
     "parent_run": _is_text, "copied": _is(bool), "devices": _is_text, "parameters": is_step, "step": _is_span,
-    "seconds": _are_parts, "examples": is_step, "values": _each(_is_number),
-    "best": _each(_list(_is_number, is_step, _is_path)), "peak_bytes": is_step, "mfu": is_seconds,
-    "saved": _each(_list(is_step, is_seconds, _or_none(is_step), _or_none(_is_number))),
-    "stalls": _each(_dict(time=is_seconds, step=is_step, part=_is_text, stalled=is_seconds, what=_is_text)),
+    "seconds": _are_parts, "examples": is_step, "values": _each(dict, _is_number),
+    "best": _each(dict, _list(_is_number, is_step, _is_path)), "peak_bytes": is_step, "mfu": is_seconds,
+    "saved": _each(list, _list(is_step, is_seconds, _or_none(is_step), _or_none(_is_number))),
+    "stalls": _each(list, _dict(time=is_seconds, step=is_step, part=_is_text, stalled=is_seconds, what=_is_text)),
     "end": _list(_is_text, _is_text), "exception": _is_text,
     "before": _is_before,
 }  # fmt: skip
@@ -329,7 +329,7 @@ _CARD_FILE = _dict(
     config=_any,
     card=_dict(
         step=is_step, versions=_any, settings=_any, environment=_any, devices=_any, state=_any, batches=_any,
-        stages=_any, arguments=_any, lanes=_any, programs=_each(_dict(hash=_is_text, hyperparameters=_any)),
+        stages=_any, arguments=_any, lanes=_any, programs=_each(list, _dict(hash=_is_text, hyperparameters=_any)),
     ),
 )  # fmt: skip
 
