@@ -151,10 +151,10 @@ def _summary(where: str, prefix: str, starts: Sequence[Start]) -> RunSummary:
     newest = valid(starts)[-1]
     trained = last_trained(starts) or newest
     facts = [_facts(where, start, is_copy=source is not None) for start in starts]
-    shown = facts[starts.index(trained)]
     if source is not None and not newest["end"]:
-        shown["reason"] = shown["reason"] or f"a copy of {source}"
-    doing = facts[-1] if facts[-1]["status"] in (RUNNING, HANGS) else shown
+        last = facts[starts.index(newest)]
+        last["reason"] = last["reason"] or f"a copy of {source}"
+    doing = facts[-1] if facts[-1]["status"] in (RUNNING, HANGS) else facts[starts.index(trained)]
     reason = doing["reason"] if newest is starts[-1] else f"its newest start {starts[-1]['problem']}"
     best, paths = _best(where, newest, is_copy=source is not None)
     parent = newest["parent"]

@@ -12,9 +12,8 @@ import forked
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jstep.stores.timeline import START, TIMES, VERSION
-from jstep.stores.timeline_writer import Timeline
 from waiting import wait_until
+from written_runs import starts_of, write_start
 
 import jstep
 from jstep.tools import cli
@@ -255,36 +254,24 @@ def test_differences_as_json(tmp_path, capsys):
 def test_after_a_hundred_starts(tmp_path):
     train(tmp_path / "a", 5, config={"width": 3})
     train(tmp_path / "b", 5, config={"width": 3})
-    for width in range(110):
-        with contextlib.closing(Timeline(str(tmp_path / "a"), "model")) as refused:
-            times = {"time": time.time(), "step": None, "seconds": {}}
-            refused.write(START, version=VERSION, config={"width": width}, **times)
-            refused.write("card", card=1, programs=[], config={"width": width})
-            refused.write(TIMES, end=["failed", ""], **times)
+    (first,) = starts_of(tmp_path / "a")
+    for number in range(2, 112):
+        before = {"count": number - 1, "since": first["began"], "seconds": first["seconds"], "step": 5}
+        later = {"config": {"width": number}, "step": None, "end": ["failed", ""], "seconds": {}, "before": before}
+        write_start(tmp_path / "a", first | later | {"number": number})
     first, _second = jstep.runs(tmp_path)
     assert (first.config, first.step, first.starts_count, len(first.starts)) == ({"width": 3}, 5, 111, 100)
     assert jstep.runs(tmp_path).differences() == {}
 
 
 def test_a_start_that_is_stopped_while_it_opens_is_recorded(tmp_path):
-    """Whenever the signal comes: the timeline has no line without its start."""
+    """Whenever the signal comes."""
     for n in range(12):
         with contextlib.suppress(jstep.Preempted):
             train(tmp_path / f"{n}", 5, stop_secs=0.004 * n + 0.001)
     for run in jstep.runs(tmp_path):
         assert run.error is None
         assert run.status in ("interrupted", "finished")
-
-
-def test_starts_of_an_older_version_that_a_new_one_follows(tmp_path):
-    """Older versions recorded neither the process nor how it ended: the last step of the card tells whether it did."""
-    train(tmp_path, 5)
-    lines = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_bytes().splitlines()]
-    lines = [{name: line[name] for name in line if name not in ("process", "claims", "end")} for line in lines]
-    (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "timeline.model.json").unlink()
-    train(tmp_path, 10)
-    assert [(start["status"], start["last"]) for start in only(tmp_path).starts] == [("finished", 5), ("finished", 10)]
 
 
 # Copies and moves.
@@ -456,16 +443,13 @@ def test_a_copy_of_a_living_run_that_has_taken_steps(waiting, tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("left", ["the small file", "lines alone"])
-def test_starts_that_were_killed(left, waiting, tmp_path):
+def test_starts_that_were_killed(waiting, tmp_path):
     for at, last in ((7, 7), (12, 12)):
         program = waiting(tmp_path, at)
         wait_until(lambda last=last: only(tmp_path).starts[-1]["last"] == last)
         program.kill()
         program.communicate(60)
     train(tmp_path, 20)
-    if left == "lines alone":
-        (tmp_path / "timeline.model.json").unlink()
     run = only(tmp_path)
     assert [(start["status"], start["first"], start["last"]) for start in run.starts] == [
         ("killed", 0, 7), ("killed", 5, 12), ("finished", 10, 20),
