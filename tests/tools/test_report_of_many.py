@@ -8,7 +8,7 @@ import re
 import html5lib
 import numpy as np
 import pytest
-from written_runs import write_run, write_start
+from written_runs import write_checkpoint, write_run, write_start
 from written_sweep import losses, write_run_of_sweep, write_sweep
 
 import jstep
@@ -102,9 +102,7 @@ def test_the_tree_is_padding(tmp_path):
     ],
 )
 def test_the_metric_and_its_direction(best, name, mode, words, tmp_path):
-    with jstep.Saver(tmp_path / "best", prefix="best", async_save=False) as saver:
-        path = saver.save({"global_step": 10})
-    best = {metric: [*value, str(path)] for metric, value in best.items()}
+    best = {metric: [*value, write_checkpoint(tmp_path / "best")] for metric, value in best.items()}
     values = {"loss": 1.0, "validation/acc": 0.5, "other": 0.5}
     for i in range(6):
         write_run_of_sweep(tmp_path / f"r{i}", {"lr": i}, {"loss": losses(i)}, best=best, values=values)
