@@ -154,7 +154,8 @@ def _value_text(value: dict[str, Any]) -> str:
     tag, kind = value.pop("tag"), value.pop("kind")
     if kind == "scalar":
         return f"{tag} = {value['value']:.7g}"
-    return f"{tag} = {kind} {', '.join(f'{key} {_short(x)}' for key, x in value.items())}".rstrip()
+    shown = [f"{key} {_short(x)}" for key, x in value.items() if not key.startswith("bucket")]
+    return f"{tag} = {kind} {', '.join(shown)}".rstrip()
 
 
 def _short(x: object) -> str:
