@@ -274,7 +274,10 @@ def _list(*of: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _each(kind: type, of: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda x: type(x) is kind and all(map(of, x.values() if kind is dict else x))
+    def check(value: Any) -> bool:
+        return type(value) is kind and all(map(of, value.values() if kind is dict else value))
+
+    return check
 
 
 def _dict(**of: Callable[[Any], bool]) -> Callable[[Any], bool]:
