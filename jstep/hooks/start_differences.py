@@ -71,12 +71,8 @@ def values_of(start: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
         for section, begins in SECTIONS.items()
         for name, value in _flat(begins, parts.get(section) or {})
         if name.removeprefix("train: ") not in _PLACES
-        and not (section in ("config", "environment") and isinstance(value, str) and _is_place(value))
+        and not (section in ("config", "environment") and isinstance(value, str) and _PATH.match(value))
     }
-
-
-def _is_place(value: str) -> bool:
-    return value == NOT_RECORDED or _PATH.match(value) is not None
 
 
 def _flat(begins: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -120,7 +116,7 @@ def changes(
         name: (section, one, other)
         for name in dict.fromkeys([*a, *b])
         for section, one, other in [((a.get(name) or b[name])[0], *(of.get(name, ("", _ABSENT))[1] for of in (a, b)))]
-        if section in sections and not same(one, other)
+        if section in sections and not same(one, other) and NOT_RECORDED not in (one, other)
         if _ABSENT not in (one, other) or section not in ("settings", "programs")
     }
     said = {part for name, (section, *_) in differ.items() for part in (section, _stem(name)) if name not in HASHES}

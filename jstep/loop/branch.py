@@ -27,9 +27,9 @@ from jstep.stores.starts import original_of, read_starts, valid
 from jstep.stores.urls import is_url, join_path, resolve_path, split_path
 
 PARENT = "parent"
-"""The key, in a checkpoint's `extra`, in cards and in timelines, of the checkpoint that the run began from."""
+"""The key, in a checkpoint's `extra` and in starts, of the checkpoint that the run began from."""
 RUN_KEY, PARENT_RUN = "run", "parent_run"
-"""The keys of the name of the run, also in `extra`, and in timelines of that of its parent."""
+"""The keys of the name of the run, also in `extra`, and of that of its parent."""
 _NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
 _PROBLEM = "start_from cannot be read"
 _TRIES = 5
@@ -91,7 +91,7 @@ def as_copy(where: str, prefix: str, step: int | None, extra: dict[str, Any], ne
     """
     if is_url(where):
         return None
-    with contextlib.suppress(OSError, ValueError, LookupError):  # there is no timeline, or it is damaged
+    with contextlib.suppress(OSError, ValueError, LookupError):  # there is no valid start
         starts = read_starts(where)[prefix]
         own, newest = extra.get(RUN_KEY), valid(starts)[-1]
         if (source := original_of(where, starts)) is not None:

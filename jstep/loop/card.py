@@ -62,7 +62,7 @@ def _argument(name: str, value: Any) -> Any:
         if name == "batch_sharding":
             leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
             texts = [sharding_text(leaf) if isinstance(leaf, jax.sharding.Sharding) else str(leaf) for leaf in leaves]
-            return short(texts) or None
+            return shortened(texts) or None
     return plain(value, name)
 
 
@@ -105,10 +105,10 @@ def _batches(batches: Tree) -> dict[str, Any]:
         with contextlib.suppress(Exception):  # a user-defined loader: it is endless, or its length is not known
             definition["length"] = len(batches)
     whole = hash_strings(json.dumps(definition, sort_keys=True))
-    return {"hash": whole, **{key: short(part) for key, part in definition.items()}}
+    return {"hash": whole, **{key: shortened(part) for key, part in definition.items()}}
 
 
-def short(value: object) -> Any:
+def shortened(value: object) -> Any:
     text = json.dumps(value, sort_keys=True)
     return value if len(text) <= _MAX_ENTRY else f"hash {hash_strings(text)}"
 
@@ -118,7 +118,7 @@ def program_card(stage: int, traced: Any, constants: Mapping[str, Any], args: An
     shapes = [f"{path or 'batch'}: {type_text(leaf)}" for path, leaf in trees.leaves_with_paths(args)]
     return {
         "stage": stage,
-        "batch": short(shapes),
+        "batch": shortened(shapes),
         "hyperparameters": {name: plain(value) for name, value in constants.items()},
         "hash": None if traced is None else program_hash(part_for(traced.jaxpr, _results_with_bits(*traced.out_info))),
     }

@@ -28,7 +28,7 @@ from jstep.hooks.stall_files import exit_reason
 from jstep.hooks.start_differences import changes
 from jstep.loop.branch import PARENT, PARENT_RUN
 from jstep.loop.calls import Call
-from jstep.loop.card import card, program_card, short
+from jstep.loop.card import card, program_card, shortened
 from jstep.loop.compiler import shapes_of
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.run import STOPPED, Observer, Origin, Run, name_of_run
@@ -318,7 +318,7 @@ class Recorder(Observer):
             past[START] = [file.fields["number"], file.fields["began"]]
         if isinstance(self._batches, BatchSequence):
             before = self._batches[:step]
-            definition = {name: short(part) for name, part in before.definition().items() if name != "num_epochs"}
+            definition = {name: shortened(part) for name, part in before.definition().items() if name != "num_epochs"}
             past |= {"rows": before.rows_hash(), "batches": definition}
         return past
 

@@ -6,7 +6,6 @@ import errno
 import io
 import json
 import os
-import shlex
 import stat
 import sys
 import time
@@ -79,15 +78,12 @@ def decode_json(raw: bytes) -> Any:
         value = json.loads(raw)
     except (ValueError, RecursionError):
         return None
-    if raw.count(b"[") + raw.count(b"{") > _MAX_DEPTH:
-        level = [value]
-        for _ in range(_MAX_DEPTH):
-            below = (
-                item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)
-            )
-            level = [item for items in below for item in items]
-        return value if not level else None
-    return value
+    return value if raw.count(b"[") + raw.count(b"{") <= _MAX_DEPTH or _fits(value, _MAX_DEPTH) else None
+
+
+def _fits(value: object, depth: int) -> bool:
+    items: Iterable[object] = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return depth > 0 and all(_fits(item, depth - 1) for item in items)
 
 
 _MAX_DEPTH = 200
@@ -160,7 +156,7 @@ def open_own(path: str, beginning: bytes, *, append: bool = True, writable: bool
         writable: Whether it is opened for writing, and created.
 
     Raises:
-        ForeignFileError: It is a link, has several links, is not a regular file, or has other content.
+        ForeignFileError: It is a link, is not a regular file, or has other content.
     """
     with contextlib.suppress(FileNotFoundError):
         _check_own(path, os.lstat(path))  # before it is opened, as opening a device may have effects
@@ -199,16 +195,10 @@ _BLOCK = 2**20
 def _check_own(path: str, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise foreign_file(path, "is a link" if stat.S_ISLNK(found.st_mode) else "is not a regular file")
-    if found.st_nlink > 1:
-        copy = shlex.join(["cp", "-p", path, f"{path}.copy"]), shlex.join(["mv", f"{path}.copy", path])
-        what = "has another name (a hard link, as a backup by `cp -al` makes)"
-        raise foreign_file(path, what, f"replace it by a copy of its own: `{' && '.join(copy)}`")
 
 
-def foreign_file(path: str, what: str, remedy: str = "move it away") -> ForeignFileError:
-    return ForeignFileError(
-        f"{path}: jstep writes a file of this name, but it {what}, and writing would change something else; {remedy}"
-    )
+def foreign_file(path: str, what: str) -> ForeignFileError:
+    return ForeignFileError(f"{path}: jstep writes a file of this name, but it {what}; move it away")
 
 
 @contextlib.contextmanager

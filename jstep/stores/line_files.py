@@ -12,7 +12,7 @@ from jstep.stores.growing_files import ObjectAppender, sync_growing
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.urls import is_url, split_path
 
-_BLOCK = 2**16
+_BLOCK, _MAX_LINE = 2**16, 2**26
 
 
 def open_lines(path: str, beginning: bytes, is_line: Callable[[bytes], bool]) -> "LocalLines | ObjectLines":
@@ -53,9 +53,13 @@ class LocalLines:
         try:
             self._file.seek(0)
             _check_first(path, self._file.read(2**20) or b"", beginning, is_line)
-            end = self._file.seek(0, os.SEEK_END)
-            while end and not (tail := self._block_before(end)).endswith(b"\n"):  # an incomplete last line
+            size = end = self._file.seek(0, os.SEEK_END)
+            while (
+                end and end > size - _MAX_LINE and not (tail := self._block_before(end)).endswith(b"\n")
+            ):  # an incomplete last line
                 end -= len(tail) - (tail.rfind(b"\n") + 1)
+            if size - end >= _MAX_LINE:
+                raise foreign_file(path, f"has a line of more than {_MAX_LINE} bytes")
             self._file.truncate(end)
         except BaseException:
             self._file.close()

@@ -45,6 +45,7 @@ from jstep.core.checks import format_value
 from jstep.core.stopwatch import PARTS
 from jstep.stores.files import decode_json, foreign_file, make_folders, names_in, read_small, replace_file
 from jstep.stores.objects import ABSENT, Objects
+from jstep.stores.owners import remove_temporary
 from jstep.stores.urls import is_url, join_path
 
 FOLDER, VERSION = "starts", 1
@@ -147,6 +148,7 @@ class StartFile:
             if os.path.islink(folder):
                 raise foreign_file(folder, "is a link")
             make_folders(folder)
+            remove_temporary(folder)  # of starts that were killed
         while not self._is_made:
             path = path_of(self.where, self.prefix, self.fields["number"])
             if self.is_url:
@@ -332,7 +334,8 @@ _CARD_FILE = _dict(
     config=_any,
     card=_dict(
         step=is_step, versions=_any, settings=_any, environment=_any, devices=_any, state=_any, batches=_any,
-        stages=_any, arguments=_any, lanes=_any, programs=_each(list, _dict(hash=_is_text, hyperparameters=_any)),
+        stages=_any, arguments=_any,
+        lanes=lambda x: is_step(x) or type(x) is dict, programs=_each(list, _dict(hash=_is_text, hyperparameters=_any)),
     ),
 )  # fmt: skip
 

@@ -53,7 +53,7 @@ def differences_of(starts: Sequence[Start]) -> dict[str, list[Any]]:
     # A hash is shown only if no other value of its section differs.
     sections = {names[name] for name in differ if not _is_hash(name)}
     kept = [name for name in differ if not (_is_hash(name) and names[name] in sections)]
-    return {name: [of and of[:8] if _is_hash(name) else of for of in values[name]] for name in kept}
+    return {name: [of[:8] if _is_hash(name) and isinstance(of, str) else of for of in values[name]] for name in kept}
 
 
 def _is_hash(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""A log that cannot be written never prevents a checkpoint: a History, event files, fingerprints, a timeline."""
+"""A log that cannot be written never prevents a checkpoint: a History, event files, fingerprints."""
 
 import contextlib
 import errno
@@ -10,7 +10,7 @@ from loop_runs import train
 
 import jstep
 from jstep.hooks import history_file
-from jstep.stores import growing_files
+from jstep.stores import line_files
 from jstep.summary import new_event_files
 
 
@@ -31,7 +31,7 @@ class Full:
         self._monkeypatch.setattr(kind, method, write)
 
     def named(self, log):
-        return [] if isinstance(log, growing_files.LocalLines) else [getattr(log, "path", None) or log._path]
+        return [] if isinstance(log, line_files.LocalLines) else [getattr(log, "path", None) or log._path]
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def of_rare_event_files(full, where):
 
 
 def of_fingerprints(full, where):
-    full.fills(growing_files.LocalLines, "write")
-    full.fills(growing_files.LocalLines, "sync")
+    full.fills(line_files.LocalLines, "write")
+    full.fills(line_files.LocalLines, "sync")
     hook = jstep.FingerprintHook(where / "fingerprints.jsonl", every_n_steps=1)
     return {"hooks": [hook]}, "fingerprints.jsonl", "FingerprintHook.flush"
 

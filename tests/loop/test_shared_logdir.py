@@ -1,10 +1,12 @@
 """A log directory that others write to: a run hides the steps that it repeats, and nothing of what others wrote."""
 
 import contextlib
+import json
 import logging
 import os
 import pathlib
 import re
+import shutil
 import signal
 from typing import Any
 
@@ -149,20 +151,20 @@ PLACES = {
 
 
 @pytest.mark.thorough(except_for=["beside it-whole", "the same-missing"])
-@pytest.mark.parametrize("timeline", ["whole", "missing", "torn"])
+@pytest.mark.parametrize("record", ["whole", "missing", "torn"])
 @pytest.mark.parametrize("places", PLACES)
 def test_a_start_that_died_before_its_first_checkpoint(
-    tmp_path: pathlib.Path, places: str, timeline: str, caplog: Any
+    tmp_path: pathlib.Path, places: str, record: str, caplog: Any
 ) -> None:
-    """Also after a power cut, which may leave event files without a timeline."""
+    """Also after a power cut, which may leave event files without a record."""
     logs, checkpoints = (None if name is None else tmp_path / name for name in PLACES[places])
     for stop in (3, 7, None):
         run(logs, checkpoints, 20, stop=stop, saves=20)
-        path = tmp_path / "run/timeline.jsonl"
-        if timeline == "missing":
-            path.unlink()
-        elif timeline == "torn":
-            path.write_bytes(bytes(100) + path.read_bytes()[100:-9])
+        if record == "missing":
+            shutil.rmtree(tmp_path / "run/starts")
+        elif record == "torn":
+            for path in (tmp_path / "run/starts").iterdir():
+                path.write_bytes(bytes(100) + path.read_bytes()[100:-9])
     assert shown(logs)["loss"] == ALL
     assert not warnings_of(caplog)
 
@@ -223,10 +225,10 @@ def test_a_start_that_was_killed_before_its_first_checkpoint(tmp_path: pathlib.P
 def test_a_run_of_a_living_process_is_another_one(tmp_path: pathlib.Path, caplog: Any, monkeypatch: Any) -> None:
     """Two programs with one logdir, of which neither has a checkpoint_dir."""
     run(tmp_path, None, 20, stop=3)
-    path = tmp_path / "timeline.jsonl"
-    lines = [line for line in path.read_text().splitlines(keepends=True) if '"end"' not in line]
-    path.write_text("".join(lines).replace(f'"pid": {os.getpid()},', '"pid": 7,'))
-    for module in ("start", "timeline"):
+    path = tmp_path / "starts/model.000001.json"
+    start = json.loads(path.read_text())
+    path.write_text(json.dumps({**start, "end": None, "process": {**start["process"], "pid": 7}}))
+    for module in ("start", "recorder"):
         monkeypatch.setattr(f"jstep.loop.{module}.is_alive", lambda process: process["pid"] == 7)
     run(tmp_path, None, 5)
     assert len(warnings_of(caplog)) == 1
@@ -243,13 +245,12 @@ def test_a_run_without_checkpoints_that_finished_is_another_one(tmp_path: pathli
 @pytest.mark.thorough(except_for=["stops0"])
 @pytest.mark.parametrize("stops", [(13,), (13, 14)])
 def test_a_run_of_an_earlier_version_is_resumed(tmp_path: pathlib.Path, stops: Any, caplog: Any) -> None:
-    """Its event files had no name of a run, and its timeline no process; also where a start saved no checkpoint."""
+    """Its event files had no name of a run, and it had no record; also where a start saved no checkpoint."""
     for stop in stops:
         run(tmp_path / "logs", tmp_path / "run", 20, stop=stop)
     for path in events(tmp_path / "logs"):
         others(path.rename(re.sub(r"(\.again)?(\.[0-9a-f]{8}){2}$", "", str(path))))
-    timeline = tmp_path / "run/timeline.jsonl"
-    timeline.write_text(re.sub(r'"process": \{.*?\}, |"run": "\w*", ', "", timeline.read_text()))
+    shutil.rmtree(tmp_path / "run/starts")
     run(tmp_path / "logs", tmp_path / "run", 20, stop=17)
     run(tmp_path / "logs", tmp_path / "run", 20)
     assert shown(tmp_path / "logs")["loss"] == ALL

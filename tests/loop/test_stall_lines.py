@@ -60,7 +60,7 @@ def test_what_was_reported_and_ended_stays_usual(kind):
     watch.setup = types.SimpleNamespace(
         watch=types.SimpleNamespace(lasted=lasted),
         loop=types.SimpleNamespace(step=7),
-        lines=types.SimpleNamespace(write=lambda *_, **__: None),
+        lines=types.SimpleNamespace(add_stall=lambda **_: None),
     )
 
     def slow(thing, age, part="hooks"):

@@ -282,8 +282,8 @@ def ended(watch: StallWatch, wait: Wait, said: list[str]) -> list[str]:
     written: list[Any] = []
     files: Any = watch._files
     files.finish = lambda fields: written.append(fields())
-    lines = lambda kind, **fields: said.append(f"{kind} {fields['part']} {fields['stalled']}")  # noqa: E731
-    watch.setup.lines = types.SimpleNamespace(write=lines)  # type: ignore[misc,assignment]
+    lines = lambda **fields: said.append(f"stall {fields['part']} {fields['stalled']}")  # noqa: E731
+    watch.setup.lines = types.SimpleNamespace(add_stall=lines)  # type: ignore[misc,assignment]
     with pytest.raises(LeftError):
         watch._exit(wait)
     assert (written[0]["exit_code"], written[0]["stall"], written[0]["what"]) == (75, True, wait.what)

@@ -1,6 +1,5 @@
 """Runs that branch: `train(start_from=…)`."""
 
-import json
 import logging
 import os
 import pathlib
@@ -11,6 +10,7 @@ import pytest
 from positioned import Positioned
 
 import jstep
+from jstep.stores.starts import read_starts
 
 optimizer = jstep.adam(jstep.held("learning_rate", 0.1))
 train_step = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), optimizer)
@@ -246,8 +246,7 @@ def test_the_newest_checkpoint_of_a_living_run_is_taken_again(temporary, tmp_pat
     assert living.reads == [11, 12, 13]
     with jstep.Saver(tmp_path / "branch") as saver:
         assert saver.extra(13)["parent"]["step"] == saver.extra(20)["parent"]["step"] == 13
-    starts = (tmp_path / "branch" / "timeline.jsonl").read_text().splitlines()
-    assert [json.loads(line)["parent"]["step"] for line in starts if '"kind": "start"' in line] == [13]
+    assert [start["parent"]["step"] for start in read_starts(str(tmp_path / "branch"))["model"]] == [13]
 
 
 def test_the_newest_permanent_checkpoint_is_taken_at_last(tmp_path, monkeypatch):

@@ -58,7 +58,7 @@ def test_a_step_that_does_not_advance_the_global_step_by_one_ends_the_run_after_
         train(1000, step=step, hooks=[calls], checkpoint_dir=tmp_path, steps_per_call=steps_per_call)
     assert len(calls.calls) == 1
     assert calls.steps("end") == []  # `end` is called only after success
-    assert sorted(os.listdir(tmp_path)) == ["timeline.jsonl", "timeline.model.json"]
+    assert sorted(os.listdir(tmp_path)) == ["starts"]
     assert f"jstep: at step {steps_per_call}, after the update" in raised.value.__notes__[0]
 
 

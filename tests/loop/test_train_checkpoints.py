@@ -20,7 +20,7 @@ def test_resume_is_bitwise(tmp_path):
 
 def test_saves_during_the_run_and_at_the_end(tmp_path):
     train(11, checkpoint_dir=tmp_path, checkpoint_prefix="net", save_checkpoint_steps=4)
-    assert sorted(os.listdir(tmp_path)) == ["net-11", "net-4", "net-8", "timeline.jsonl", "timeline.net.json"]
+    assert sorted(os.listdir(tmp_path)) == ["net-11", "net-4", "net-8", "starts"]
     train(11, checkpoint_dir=tmp_path, checkpoint_prefix="other")
     assert jstep.Saver(tmp_path, prefix="other").all_steps() == [11]
 

@@ -140,8 +140,8 @@ def test_options_of_starts_that_took_steps(tmp_path):
     for last_step, lr in ((5, 0.1), (10, 0.1), (15, 0.2)):
         train(tmp_path, last_step, config={"lr": lr})
     page = jstep.report(tmp_path).html
-    assert "config, steps 0 to 10" in page
-    assert "config, steps 10 to 15" in page
+    assert "options, steps 0 to 10" in page
+    assert "options, steps 10 to 15" in page
     assert only(tmp_path).config == {"lr": 0.2}
 
 
