@@ -275,11 +275,12 @@ def _list(*of: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda x: type(x) is list and len(x) == len(of) and all(check(y) for check, y in zip(of, x, strict=True))
 
 
-def _each(kind: type, of: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    def check(value: Any) -> bool:
-        return type(value) is kind and all(map(of, value.values() if kind is dict else value))
+def _list_of(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda x: type(x) is list and all(map(of, x))
 
-    return check
+
+def _dict_of(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda x: type(x) is dict and all(map(of, x.values()))
 
 
 def _dict(**of: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -315,13 +316,13 @@ _is_text, _any = _is(str), _dict()
 _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "run": _is_text, "process": _dict(host=_is_text, pid=lambda x: type(x) is int and 0 < x < 2**31),
     "began": is_seconds, "now": is_seconds, "directory": _is_path, "logdir": _is_path, "last_step": is_step,
-    "argv": _each(list, _is_text), "config": lambda x: type(x) is dict or x == _IN_CARD, "commit": _is_text,
+    "argv": _list_of(_is_text), "config": lambda x: type(x) is dict or x == _IN_CARD, "commit": _is_text,
     "edits": _is_text, "parent": lambda x: type(x) is dict and _is_path(x.get("path")) and is_step(x.get("step")),
     "parent_run": _is_text, "copied": _is(bool), "devices": _is_text, "parameters": is_step, "step": _is_span,
-    "seconds": _are_parts, "examples": is_step, "values": _each(dict, _is_number),
-    "best": _each(dict, _list(_is_number, is_step, _is_path)), "peak_bytes": is_step, "mfu": is_seconds,
-    "saved": _each(list, _list(is_step, is_seconds, _or_none(is_step), _or_none(_is_number))),
-    "stalls": _each(list, _dict(time=is_seconds, step=is_step, part=_is_text, stalled=is_seconds, what=_is_text)),
+    "seconds": _are_parts, "examples": is_step, "values": _dict_of(_is_number),
+    "best": _dict_of(_list(_is_number, is_step, _is_path)), "peak_bytes": is_step, "mfu": is_seconds,
+    "saved": _list_of(_list(is_step, is_seconds, _or_none(is_step), _or_none(_is_number))),
+    "stalls": _list_of(_dict(time=is_seconds, step=is_step, part=_is_text, stalled=is_seconds, what=_is_text)),
     "end": _list(_is_text, _is_text), "exception": _is_text,
     "before": _is_before,
 }  # fmt: skip
@@ -335,7 +336,7 @@ _CARD_FILE = _dict(
     card=_dict(
         step=is_step, versions=_any, settings=_any, environment=_any, devices=_any, state=_any, batches=_any,
         stages=_any, arguments=_any,
-        lanes=lambda x: is_step(x) or type(x) is dict, programs=_each(list, _dict(hash=_is_text, hyperparameters=_any)),
+        lanes=lambda x: is_step(x) or type(x) is dict, programs=_list_of(_dict(hash=_is_text, hyperparameters=_any)),
     ),
 )  # fmt: skip
 
