@@ -1,7 +1,6 @@
 """The command line, `python -m jstep`: its commands, each in a module imported only when used, and their interface."""
 
 import argparse
-import contextlib
 import fnmatch
 import io
 import json
@@ -12,7 +11,7 @@ import pkgutil
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -161,9 +160,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help()
         return OK
+    if logging.lastResort is not None:  # it prints warnings of jstep if there is no handler
+        logging.lastResort.setFormatter(_PrintableFormatter())
     try:
-        with _printable_warnings():
-            code: int = arguments.run(arguments)
+        code: int = arguments.run(arguments)
         print(end="", flush=True)  # unlike sys.stdout.flush(), it works if stdout is closed
     except BrokenPipeError:
         # The reader, such as `head`, has closed the pipe; nothing must be flushed to it at exit.
@@ -180,20 +180,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _PrintableFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(map(printable, super().format(record).split("\n")))
-
-
-@contextlib.contextmanager
-def _printable_warnings() -> Iterator[None]:
-    """Print warnings of jstep as Python does without a handler, but as printable text."""
-    logger, handler = logging.getLogger("jstep"), logging.StreamHandler()
-    handler.setFormatter(_PrintableFormatter())
-    handler.setLevel(logging.WARNING)
-    if not logger.hasHandlers():
-        logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
 
 
 def _parser(command_line: Sequence[str]) -> argparse.ArgumentParser:

@@ -266,8 +266,6 @@ def _side(path: str) -> _Side:
             return _Side(path, _DIRECTORY, by_step, list(problems.values()))
     elif not is_url(path) and not os.path.lexists(path):
         raise FileNotFoundError(f"no such checkpoint, directory or log: {path}")
-    elif not is_url(path) and not os.path.isfile(path):
-        raise ValueError(f"{path} is neither a directory nor a regular file")
     return _log_at(path, in_directory)
 
 
