@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import errno
 import io
+import json
 import os
 import stat
 import sys
@@ -69,6 +70,24 @@ def read_small(path: str, limit: int) -> bytes:
     if max(size, len(data)) > limit:
         raise ValueError(f"{path}: has more than {limit} bytes")
     return data
+
+
+def decode_json(raw: bytes) -> Any:
+    """Return the value of JSON; None if it is corrupted, or nested too deeply for recursive functions."""
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return value if raw.count(b"[") + raw.count(b"{") <= _MAX_DEPTH or _fits(value, _MAX_DEPTH) else None
+
+
+def _fits(value: object, depth: int) -> bool:
+    items: Iterable[object] = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return depth > 0 and all(_fits(item, depth - 1) for item in items)
+
+
+_MAX_DEPTH = 200
+"""The maximum depth of nested values: a config may have lists of lists."""
 
 
 def seconds_since_write(path: str) -> float:

@@ -43,7 +43,7 @@ from typing import Any, TypeGuard
 
 from jstep.core.checks import format_value
 from jstep.core.stopwatch import PARTS
-from jstep.stores.files import foreign_file, make_folders, names_in, read_small, replace_file
+from jstep.stores.files import decode_json, foreign_file, make_folders, names_in, read_small, replace_file
 from jstep.stores.objects import ABSENT, Objects
 from jstep.stores.owners import remove_temporary
 from jstep.stores.urls import is_url, join_path
@@ -224,7 +224,11 @@ def _load(path: str) -> Any:
     if not is_url(path) and os.path.islink(path):
         raise OSError(f"{path} is a link")
     data = read_small(path, MAX_BYTES)
-    return json.loads(data) if data.strip(b"\0") else None
+    if not data.strip(b"\0"):
+        return None
+    if (value := decode_json(data)) is None:
+        raise ValueError("it is no JSON")
+    return value
 
 
 def with_card(where: str, start: Start) -> Start:
@@ -271,8 +275,12 @@ def _list(*of: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda x: type(x) is list and len(x) == len(of) and all(check(y) for check, y in zip(of, x, strict=True))
 
 
-def _each(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda x: type(x) in (list, dict) and all(map(of, x if type(x) is list else x.values()))
+def _list_of(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda x: type(x) is list and all(map(of, x))
+
+
+def _dict_of(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda x: type(x) is dict and all(map(of, x.values()))
 
 
 def _dict(**of: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -308,13 +316,13 @@ _is_text, _any = _is(str), _dict()
 _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "run": _is_text, "process": _dict(host=_is_text, pid=lambda x: type(x) is int and 0 < x < 2**31),
     "began": is_seconds, "now": is_seconds, "directory": _is_path, "logdir": _is_path, "last_step": is_step,
-    "argv": _each(_is_text), "config": lambda x: type(x) is dict or x == _IN_CARD, "commit": _is_text,
+    "argv": _list_of(_is_text), "config": lambda x: type(x) is dict or x == _IN_CARD, "commit": _is_text,
     "edits": _is_text, "parent": lambda x: type(x) is dict and _is_path(x.get("path")) and is_step(x.get("step")),
     "parent_run": _is_text, "copied": _is(bool), "devices": _is_text, "parameters": is_step, "step": _is_span,
-    "seconds": _are_parts, "examples": is_step, "values": _each(_is_number),
-    "best": _each(_list(_is_number, is_step, _is_path)), "peak_bytes": is_step, "mfu": is_seconds,
-    "saved": _each(_list(is_step, is_seconds, _or_none(is_step), _or_none(_is_number))),
-    "stalls": _each(_dict(time=is_seconds, step=is_step, part=_is_text, stalled=is_seconds, what=_is_text)),
+    "seconds": _are_parts, "examples": is_step, "values": _dict_of(_is_number),
+    "best": _dict_of(_list(_is_number, is_step, _is_path)), "peak_bytes": is_step, "mfu": is_seconds,
+    "saved": _list_of(_list(is_step, is_seconds, _or_none(is_step), _or_none(_is_number))),
+    "stalls": _list_of(_dict(time=is_seconds, step=is_step, part=_is_text, stalled=is_seconds, what=_is_text)),
     "end": _list(_is_text, _is_text), "exception": _is_text,
     "before": _is_before,
 }  # fmt: skip
@@ -328,7 +336,7 @@ _CARD_FILE = _dict(
     card=_dict(
         step=is_step, versions=_any, settings=_any, environment=_any, devices=_any, state=_any, batches=_any,
         stages=_any, arguments=_any,
-        lanes=lambda x: is_step(x) or type(x) is dict, programs=_each(_dict(hash=_is_text, hyperparameters=_any)),
+        lanes=lambda x: is_step(x) or type(x) is dict, programs=_list_of(_dict(hash=_is_text, hyperparameters=_any)),
     ),
 )  # fmt: skip
 

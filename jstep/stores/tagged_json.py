@@ -24,7 +24,7 @@ _DEEPEST = 80  # levels of nested JSON; a checkpoint accepts 100 in all
 _MAX_BITS = 4096  # bits of an integer: Python refuses to write much longer ones in decimal
 
 SUPPORTED = (
-    "numbers, strings, bytes, None, lists, tuples, dicts, NumPy arrays, scalars and random generators, "
+    "numbers, strings, bytes, None, lists, tuples, sets, dicts, NumPy arrays, scalars and random generators, "
     "random.Random, JAX arrays and keys, and torch tensors"
 )
 """The types that can be encoded, for error messages."""
@@ -160,6 +160,10 @@ def _encoded(value: Any, depth: int, seen: set[int]) -> Any:
         return list(value) if _are_plain(value) else _each(enumerate(value), depth + 1, seen)
     if of is tuple:
         return {"$tuple": list(value) if _are_plain(value) else _each(enumerate(value), depth + 2, seen)}
+    if of is set or of is frozenset:
+        items = _each((("element", item) for item in value), depth + 2, seen)
+        items.sort(key=lambda item: json.dumps(as_json(item)))  # equal sets become equal JSON
+        return {f"${of.__name__}": items}
     if of is dict and all(type(key) is str for key in value) and not _is_tagged(value):
         return dict(zip(value, _each(value.items(), depth + 1, seen), strict=True))
     if of is dict or of is collections.OrderedDict:
@@ -334,6 +338,8 @@ _TENSOR = _Tag("$tensor", tagged_arrays.tensor_parts, tagged_arrays.decode_tenso
 _TAGS: dict[type, _Tag] = {
     int: _Tag("$int", hex, lambda text: int(text, 16)),
     float: _Tag("$float", repr, float),
+    complex: _Tag("$complex", lambda number: [number.real, number.imag], lambda parts: complex(*parts)),
+    bytearray: _Tag("$bytearray", bytes, bytearray),
     np.ndarray: _Tag("$array", tagged_arrays.array_parts, tagged_arrays.decode_array),
     np.random.Generator: _Tag("$generator", lambda generator: generator.bit_generator, _generator),
     np.random.RandomState: _Tag("$random_state", lambda generator: generator.get_state(legacy=False), _random_state),
@@ -344,10 +350,8 @@ _TAGS: dict[type, _Tag] = {
 _WHOLE: dict[str, Callable[[Any], Any]] = {
     "$bytes": _bytes,
     "$tuple": tuple,
-    "$set": set,  # this and the next three were written by earlier versions
+    "$set": set,
     "$frozenset": frozenset,
-    "$complex": lambda parts: complex(*parts),
-    "$bytearray": bytearray,
     "$dict": dict,
     "$ordered_dict": collections.OrderedDict,
     "$view": tagged_arrays.decode_view,
@@ -366,21 +370,3 @@ def _tag_of(value: object) -> _Tag:
     if torch is not None and of is torch.Tensor:
         return _TENSOR
     raise UnsupportedError(f"is a value of type {of.__module__}.{of.__qualname__}")
-
-
-_MAX_DEPTH = 200
-"""The maximum depth of nested values: a config may have lists of lists."""
-
-
-def decode_json(raw: bytes) -> Any:
-    """Return the value of JSON; None if it is corrupted, or nested too deeply for recursive functions."""
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    return value if raw.count(b"[") + raw.count(b"{") <= _MAX_DEPTH or _fits(value, _MAX_DEPTH) else None
-
-
-def _fits(value: object, depth: int) -> bool:
-    items: Iterable[object] = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return depth > 0 and all(_fits(item, depth - 1) for item in items)
