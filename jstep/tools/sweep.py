@@ -92,7 +92,7 @@ class Option(NamedTuple):
     values: Sequence[Any]
 
     @property
-    def is_finite_number(self) -> bool:
+    def is_number(self) -> bool:
         """Whether all of its values are finite numbers."""
         return all(is_finite_number(value) for value in self.values if value is not None)
 
