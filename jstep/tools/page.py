@@ -15,7 +15,7 @@ from jstep.tools.cli import utc_text
 from jstep.tools.goodput import Goodput, by_start, of_run
 from jstep.tools.run_files import RunFiles
 from jstep.tools.runs import duration_text, main_metrics
-from jstep.tools.sweep import Line, Option, Sweep, is_number, value_text
+from jstep.tools.sweep import Line, Option, Sweep, is_finite_number, value_text
 
 _MAX_CELL, _MAX_NAME, _MAX_TITLE = 24, 40, 2000
 """The maximum number of characters of a cell, of a name, and of the tooltip that has the whole text."""
@@ -243,7 +243,7 @@ def _range_cell(sweep: Sweep, line: Line) -> str:
 def _option_cells(option: Option) -> Callable[[Line], str]:
     def cell(line: Line) -> str:
         values = _distinct(option.values[i] for i in line.members)
-        if len(values) == 1 and is_number(values[0]):
+        if len(values) == 1 and is_finite_number(values[0]):
             return _number(values[0], value_text)
         return _cell(", ".join(map(value_text, values)))
 

@@ -94,10 +94,10 @@ class Option(NamedTuple):
     @property
     def is_number(self) -> bool:
         """Whether all of its values are finite numbers."""
-        return all(is_number(value) for value in self.values if value is not None)
+        return all(is_finite_number(value) for value in self.values if value is not None)
 
 
-def is_number(value: object) -> bool:
+def is_finite_number(value: object) -> bool:
     return type(value) in (int, float) and abs(value) < 1e300  # type: ignore[arg-type]
 
 
@@ -112,7 +112,7 @@ def options(rows: Sequence[RunFiles], differ: Mapping[str, Sequence[Any]]) -> li
     names = [name for name in differ if name.startswith(SECTIONS["config"])]
     if not any(row.run.config for row in rows):
         every = [item for row in rows if row.trained for item in values_of(row.trained).items()]
-        numbers = {name for name, (section, value) in every if section == "programs" and is_number(value)}
+        numbers = {name for name, (section, value) in every if section == "programs" and is_finite_number(value)}
         names = [name for name in differ if name in numbers]
     own = [name.removeprefix(SECTIONS["config"]) for name in names]
     last = [name.rpartition("/")[2] for name in own]
