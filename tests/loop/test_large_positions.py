@@ -83,7 +83,6 @@ def test_a_run_in_parts_is_a_whole_one(tmp_path: Path, stops: tuple[int, ...]) -
         state = train(buffer, stop, tmp_path, save_checkpoint_steps=5)
         assert buffer.newest.base is not None
         assert np.shares_memory(buffer.newest, buffer.rows)
-        assert buffer.environment["rng"] is buffer.rng
         assert files_of(tmp_path, stop) == {"position.process_0.0": ROWS * 8, "position.process_0.1": LARGE + 1}
         assert os.path.getsize(tmp_path / f"model-{stop}" / "manifest.json") < 20_000
     assert state == by_hand(20)
