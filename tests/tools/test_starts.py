@@ -424,9 +424,10 @@ def test_a_copy_of_a_living_run_that_has_taken_steps(waiting, tmp_path):
 
 @pytest.mark.thorough
 def test_starts_that_were_killed(waiting, tmp_path):
-    for at, last in ((7, 7), (12, 12)):
+    for at, saved in ((7, 5), (12, 10)):
         program = waiting(tmp_path, at)
-        wait_until(lambda last=last: only(tmp_path).starts[-1]["last"] == last)
+        wait_until(lambda at=at: only(tmp_path).starts[-1]["last"] == at)
+        wait_until(lambda saved=saved: jstep.latest_checkpoint(tmp_path) == str(tmp_path / f"model-{saved}"))
         program.kill()
         program.communicate(60)
     train(tmp_path, 20)
