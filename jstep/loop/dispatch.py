@@ -30,7 +30,7 @@ from jstep.slots.roles import roles_in
 from jstep.state.train_state import TrainState
 from jstep.training.explain import explain, explain_one_argument
 from jstep.training.metrics import Constants
-from jstep.training.step import TrainStep, refuse_a_loss, step_function
+from jstep.training.step import TrainStep, step_function
 
 _ROUNDING = 2**-24
 """What rounding leaves of a rate, as a share of the largest, where a schedule ends at 0."""

@@ -26,7 +26,7 @@ from jstep.checkpoint.saver import Saver
 from jstep.core import stopwatch, trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import cut_text, truncate
-from jstep.core.jaxprs import hash_strings, part_for, without_addresses
+from jstep.core.jaxprs import hash_strings, part_for, program_text, without_addresses
 from jstep.core.logs import BELOW_BAR
 from jstep.core.meshes import internal_transfers, sharding_text
 from jstep.core.plain import command_line, error_text, hide, is_secret, number, plain
@@ -406,11 +406,8 @@ def program_hash(traced: Any) -> str:
         parts = jax.tree.map(lambda _: True, parts)
     flags = [*jax.tree.leaves(jax.tree.map(lambda _: True, state)), *jax.tree.leaves(parts)]
     flags += jax.tree.leaves(jax.tree.map(lambda _: True, others))
-    closed = part_for(traced.jaxpr, flags)
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(
-        without_addresses(closed.jaxpr.pretty_print(source_info=False, name_stack=False, use_color=False)).encode()
-    )
+    closed, _ = part_for(traced.jaxpr, flags)
+    digest = hashlib.blake2b(program_text(closed).encode(), digest_size=16)
     for const in closed.consts:
         with contextlib.suppress(Exception), internal_transfers():
             digest.update(np.asarray(const).tobytes())
