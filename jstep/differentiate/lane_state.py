@@ -6,6 +6,7 @@ one that depends on the rows of a lane, on their number or on its key is an erro
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,13 +48,13 @@ def check_integers(
             )
 
 
-def summand(i: Array, new: object) -> Array:
+def summand(i: Array, new: Any) -> Array:
     """Return the term of lane i in the sum for a leaf of model_state."""
     new = trees.key_data(jnp.asarray(new))
     return new.astype(trees.compute_dtype(new.dtype)) if _is_mean(new) else jnp.where(i == 0, new, jnp.zeros_like(new))
 
 
-def merge_leaf(number: int, total: Array, old: object) -> Array:
+def merge_leaf(number: int, total: Array, old: Any) -> Array:
     """Return the new leaf from the sum over the lanes."""
     if trees.is_key(old):
         return jax.random.wrap_key_data(total, impl=jax.random.key_impl(old))
