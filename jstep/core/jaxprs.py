@@ -1,4 +1,4 @@
-"""Traced programs: their operations, and their text.
+"""Traced programs: their operations, and the hash that identifies them.
 
 JAX documents equations with their variables, and how to evaluate a custom program. It documents neither the names of
 its operations nor their parameters, positions or internal names, which other versions may change. Only this file reads
@@ -19,9 +19,10 @@ import jax
 import numpy as np
 from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr_consts
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from jstep.core.meshes import dims_of, mesh_axes_of
+from jstep.core.meshes import dims_of, internal_transfers, mesh_axes_of, mesh_text, sharding_text
+from jstep.core.trees import is_key
 
 # Traced programs: their operations, including nested ones, numbered in execution order, and their evaluation.
 
@@ -385,20 +386,22 @@ def _is_explicit(var: Any) -> bool:
     return spec is not None and any(axis is not None for axis in dims_of(spec))
 
 
-# The text of a traced program, equal in every process, and hashes.
+# Hashes of traced functions, equal in every process and on every machine.
+#
+# Variables are numbered in the order in which they appear. Names, source positions, memory addresses, and rules of
+# differentiation that were not used are left out; constants count by value, host callbacks by their qualified name.
+
+_ORIGINS = {"name", "debug_info", "ctx_mesh", "name_and_src_info", "src_info", "source_info", "origin"}
+_RULES = {"jvp_jaxpr_fun", "jvp", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "fwd", "bwd"}
+_UNSAID = _ORIGINS | _RULES | {"callback_id", "call_id"}
+"""Parameters of operations that describe the source of a program, or its rules of differentiation."""
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _FILE = re.compile(r"[^\s'\"<>()\[\],=]*\.py\b(?::\d+)*")
 
 
-def program_text(closed: Any) -> str:
-    """Print a program without source positions; constants that are arrays are named, not shown."""
-    return without_addresses(closed.jaxpr.pretty_print(source_info=False, name_stack=False, use_color=False))
-
-
-def without_addresses(text: str) -> str:
-    """Remove addresses and file names from a repr."""
-    return _FILE.sub("*.py", _ADDRESS.sub("0x", text))
+def program_hash(closed: object) -> str:
+    return _Hasher().program(closed)
 
 
 def hash_strings(*parts: str) -> str:
@@ -407,6 +410,92 @@ def hash_strings(*parts: str) -> str:
         data = part.encode("utf-8", "surrogatepass")
         digest.update(b"%d:" % len(data) + data)
     return digest.hexdigest()
+
+
+class _Hasher:
+    def __init__(self) -> None:
+        self._seen: dict[int, str] = {}
+        self._type = functools.cache(_type_text)  # few types, many variables
+
+    def program(self, closed: object) -> str:
+        if id(closed) not in self._seen:
+            jaxpr = closed.jaxpr if isinstance(closed, core.ClosedJaxpr) else closed
+            parts = self._jaxpr(jaxpr) + [self.text(const) for const in getattr(closed, "consts", ())]
+            self._seen[id(closed)] = hash_strings(*parts)
+        return self._seen[id(closed)]
+
+    def _jaxpr(self, jaxpr: Any) -> list[str]:
+        numbers: dict[Any, int] = {}
+        inputs = [self._bound(jaxpr.constvars, numbers), self._bound(jaxpr.invars, numbers)]
+        computed = [part for eqn in jaxpr.eqns for part in self._operation(eqn, numbers)]
+        return [*inputs, *computed, self._used(jaxpr.outvars, numbers)]
+
+    def _operation(self, eqn: Any, numbers: dict[Any, int]) -> list[str]:
+        used, fields = self._used(eqn.invars, numbers), self._fields(eqn.params)
+        return [_name(eqn), used, fields, self._bound(eqn.outvars, numbers)]
+
+    def _bound(self, variables: Any, numbers: dict[Any, int]) -> str:
+        for variable in variables:
+            numbers[variable] = len(numbers)
+        return " ".join(self._type(variable.aval) for variable in variables)
+
+    def _used(self, atoms: Any, numbers: Mapping[Any, int]) -> str:
+        return " ".join(self._literal(atom) if isinstance(atom, core.Literal) else str(numbers[atom]) for atom in atoms)
+
+    def _literal(self, atom: Any) -> str:
+        dtype, value = atom.aval.dtype, atom.val
+        is_number = isinstance(dtype, np.dtype) and np.ndim(value) == 0
+        text = str(np.asarray(value).astype(dtype)) if is_number else self.text(value)
+        return f"{self._type(atom.aval)}={text}"
+
+    def _fields(self, fields: Mapping[str, Any]) -> str:
+        return ", ".join(f"{name}={self.text(fields[name])}" for name in sorted(fields) if name not in _UNSAID)
+
+    def text(self, x: object) -> str:
+        if isinstance(x, core.Jaxpr | core.ClosedJaxpr):
+            return self.program(x)
+        if isinstance(x, np.ndarray | np.generic | jax.Array):
+            return _array_text(x)
+        if isinstance(x, Mapping):
+            return f"{{{', '.join(sorted(f'{self.text(key)}: {self.text(x[key])}' for key in x))}}}"
+        if isinstance(x, tuple | list):
+            return f"({', '.join(map(self.text, x))})"
+        if isinstance(x, set | frozenset):
+            return f"{{{', '.join(sorted(map(self.text, x)))}}}"
+        if isinstance(x, functools.partial):
+            return f"partial({self.text((x.func, x.args, x.keywords))})"
+        if isinstance(x, Mesh | AbstractMesh):  # the repr of one has devices, of the other none
+            return f"mesh({mesh_text(x)})"
+        if isinstance(x, Sharding):
+            return sharding_text(x)
+        if dataclasses.is_dataclass(x) and not isinstance(x, type):
+            fields = {field.name: getattr(x, field.name, None) for field in dataclasses.fields(x)}
+            return f"{type(x).__qualname__}({self._fields(fields)})"
+        if callable(x) and hasattr(x, "__qualname__"):
+            return f"{x.__module__}.{x.__qualname__}"
+        return f"{type(x).__qualname__} {without_addresses(repr(x))}"
+
+
+def without_addresses(text: str) -> str:
+    """Remove addresses and file names from a repr."""
+    return _FILE.sub("*.py", _ADDRESS.sub("0x", text))
+
+
+def _type_text(aval: object) -> str:
+    weak = "~" if getattr(aval, "weak_type", False) else ""
+    return weak + without_addresses(str(aval))
+
+
+def _array_text(x: Any) -> str:
+    if isinstance(x, jax.Array):
+        if is_key(x):
+            return f"{x.dtype} {_array_text(jax.random.key_data(x))}"
+        if not x.is_fully_addressable:  # its values are on other hosts
+            return f"{x.dtype}{list(x.shape)} of several processes"
+    with internal_transfers():
+        array = np.ascontiguousarray(x)
+    values = array.view(np.uint8) if array.dtype.kind == "V" else array
+    return f"{array.dtype}{list(np.shape(x))} {hashlib.blake2b(values.tobytes(), digest_size=16).hexdigest()}"
 
 
 # The arithmetic of one operation, and its number format.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.jaxprs import part_for, program_text
+from jstep.core.jaxprs import part_for, program_hash
 from jstep.core.trees import Array
 from jstep.differentiate.lanes import Lanes, trace_lane, trace_on_lanes
 
@@ -39,8 +39,8 @@ def check_integers(
         part, (is_numbered, *used) = part_for(of_lane, results, keeps_arguments=False)
         is_of_rows = any(used[len(leaves) + len(others) :])
         whole_part, _ = part_for(of_whole, results, keeps_arguments=False)
-        # A number of rows is a constant of the program's text.
-        if is_numbered or is_of_rows or program_text(part) != program_text(whole_part):
+        # A number of rows is a constant of the program.
+        if is_numbered or is_of_rows or program_hash(part) != program_hash(whole_part):
             raise TypeError(
                 f"lanes={lanes.number}: the leaf {trees.quote_path(trees.leaf_paths(old)[i])} of model_state must not "
                 f"depend on the rows or the key of a lane, because it is {leaves[i].dtype}; return it in aux, whose "
