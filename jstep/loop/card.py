@@ -120,7 +120,9 @@ def program_card(stage: int, traced: Any, constants: Mapping[str, Any], args: An
         "stage": stage,
         "batch": shortened(shapes),
         "hyperparameters": {name: plain(value) for name, value in constants.items()},
-        "hash": None if traced is None else program_hash(part_for(traced.jaxpr, _results_with_bits(*traced.out_info))),
+        "hash": None
+        if traced is None
+        else program_hash(part_for(traced.jaxpr, _results_with_bits(*traced.out_info))[0]),
     }
 
 

@@ -16,7 +16,7 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import stopwatch
 from jstep.core.annotations import Tree
-from jstep.core.checks import cut_text
+from jstep.core.checks import truncate
 from jstep.core.logs import BELOW_BAR
 from jstep.core.meshes import internal_transfers
 from jstep.core.plain import command_line, error_text, number
@@ -373,7 +373,7 @@ def _outcome(setup: Setup, error: BaseException | None, stopped_by: object) -> t
     kind = None if error is None else type(error).__name__
     if error is not None and (isinstance(error, Exception) or not is_signal):
         first = error_text(error).strip().partition("\n")[0]
-        return "failed", cut_text(f"{kind}: {first}".rstrip(": "), 1000), kind
+        return "failed", truncate(f"{kind}: {first}".rstrip(": "), 1000), kind
     if is_signal and not is_done:
         return "interrupted", "SIGINT" if signals.received is None else signals.reason, kind
     by = loop.stopped_by or (stopped_by if loop.step <= loop.first else None)  # an earlier start of this run, or now
