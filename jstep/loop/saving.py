@@ -140,7 +140,7 @@ def _of_copy(setup: Setup, where: str, saver: Saver | None, origin: Origin) -> O
 
 
 def _reach(logdir: str | None) -> None:
-    """Ask a bucket without checkpoints for its keys: the timeline and the event files would each wait for it."""
+    """Ask a bucket without checkpoints for its keys: the record and the event files would each wait for it."""
     if logdir is not None and is_url(logdir) and jax.process_index() == 0:
         objects = Objects(logdir)
         with objects.within(START_TIMEOUT_SECS):

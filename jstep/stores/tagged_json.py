@@ -370,24 +370,3 @@ def _tag_of(value: object) -> _Tag:
     if torch is not None and of is torch.Tensor:
         return _TENSOR
     raise UnsupportedError(f"is a value of type {of.__module__}.{of.__qualname__}")
-
-
-_MAX_DEPTH = 200
-"""The maximum depth of nested values: a config may have lists of lists."""
-
-
-def decode_json(raw: bytes) -> Any:
-    """Return the value of JSON; None if it is corrupted, or nested too deeply for recursive functions."""
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    if raw.count(b"[") + raw.count(b"{") > _MAX_DEPTH:
-        level = [value]
-        for _ in range(_MAX_DEPTH):
-            below = (
-                item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)
-            )
-            level = [item for items in below for item in items]
-        return value if not level else None
-    return value

@@ -187,13 +187,13 @@ def test_graphs_and_plots_of_objects(store, tmp_path, capsys):
 
 
 def test_a_bucket_out_of_reach_is_waited_for_once(monkeypatch):
-    """The timeline and the event files would each try for half a minute."""
+    """The record and the event files would each try for half a minute."""
 
     def cannot(*_: object) -> None:
         raise ConnectionError("s3://bucket/run: cannot list: Could not resolve hostname")
 
     monkeypatch.setattr(Objects, "list", cannot)
-    monkeypatch.setattr("jstep.loop.timeline.Timeline", lambda *_: pytest.fail("waits for the bucket again"))
+    monkeypatch.setattr("jstep.loop.recorder.StartFile", lambda *_: pytest.fail("waits for the bucket again"))
     optimizer = jstep.gradient_descent(0.1)
     step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
     state = jstep.TrainState.create({"w": 0.0}, optimizer)

@@ -6,7 +6,7 @@ import threading
 import pytest
 from waiting import TIMEOUT, interrupt
 
-from jstep.stores.growing_files import open_lines
+from jstep.stores.line_files import open_lines
 from jstep.stores.objects import Objects
 
 
@@ -36,7 +36,7 @@ def put(path, data):
 
 def test_lines_are_appended_to_those_of_earlier_runs(log):
     for n in range(3):
-        lines = open_lines(log)
+        lines = open_lines(log, b'{"n": ', bool)
         lines.write(b'{"n": %d}\n' % n)
         lines.sync(to_disk=True)
         assert read(log).count(b"\n") == n + 1
@@ -47,22 +47,14 @@ def test_lines_are_appended_to_those_of_earlier_runs(log):
 @pytest.mark.parametrize("rest", [b'{"n"', b'{"n": 1', b"\xff", b'{"n": [[', b"x"])
 def test_an_incomplete_last_line_is_removed(log, rest):
     put(log, b'{"n": 0}\n' + rest)
-    lines = open_lines(log)
+    lines = open_lines(log, b'{"n": ', bool)
     lines.write(b'{"n": 2}\n')
     lines.close()
     assert read(log) == b'{"n": 0}\n{"n": 2}\n'
 
 
-def test_a_last_line_that_lacks_its_newline_is_kept(log):
-    put(log, b'{"n": 0}\n{"n": 1}')
-    lines = open_lines(log)
-    lines.write(b'{"n": 2}\n')
-    lines.close()
-    assert read(log) == b'{"n": 0}\n{"n": 1}\n{"n": 2}\n'
-
-
 def test_two_runs_append_to_one_file(tmp_path):
-    first, second = open_lines(str(tmp_path / "log")), open_lines(str(tmp_path / "log"))
+    first, second = (open_lines(str(tmp_path / "log"), b"{", bool) for _ in range(2))
     for lines in (first, second, first):
         lines.write(b"{}\n")
     first.close()
@@ -73,7 +65,7 @@ def test_two_runs_append_to_one_file(tmp_path):
 def test_a_directory_that_cannot_be_created_is_an_error_at_once(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
-        open_lines(str(tmp_path / "file" / "log"))
+        open_lines(str(tmp_path / "file" / "log"), b"{", bool)
 
 
 @pytest.mark.thorough
@@ -89,7 +81,7 @@ def test_after_ctrl_c_the_next_upload_waits_for_the_one_before(gcs, fast_retries
         uploads.append("ended")
         return result
 
-    lines = open_lines("gs://bkt/run/log.jsonl", resume=False)
+    lines = open_lines("gs://bkt/run/log.jsonl", b"", bool)
     monkeypatch.setattr(Objects, "write", held)
     lines.write(b"1\n")
     lines.sync(to_disk=False)
@@ -98,4 +90,4 @@ def test_after_ctrl_c_the_next_upload_waits_for_the_one_before(gcs, fast_retries
     threading.Timer(0.2, released.set).start()
     lines.close()
     assert uploads == ["begun", "ended"] * 2
-    assert read(lines.path) == b"1\n2\n"
+    assert read("gs://bkt/run/log.jsonl") == b"1\n2\n"

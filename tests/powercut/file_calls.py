@@ -197,7 +197,7 @@ def _carrying(submit: Any) -> Any:
 _thread = threading.local()
 
 
-_FILES = {os.path.join("stores", name) for name in ("files.py", "growing_files.py")}
+_FILES = {os.path.join("stores", name) for name in ("files.py", "growing_files.py", "line_files.py")}
 
 
 def _places() -> Iterator[str]:

@@ -16,7 +16,8 @@ MOST = 3000
 SPARE = {
     "LocalLines.sync < LocalLines.close": "lines that nobody has flushed: nothing was promised of them",
     "LocalLines.close < FingerprintHook.end": "all lines have been flushed before; a close after an error needs it",
-    "LocalLines.close < Timeline.close": "the times after the last save of a run: nothing was promised of them",
+    "replace_file < _replace": "the record before a checkpoint: the next second replaces it without a flush",
+    "make_folders < StartFile._make": "the folder of the record, likewise",
     "sync_folder < sync_growing < LocalLines.sync < FingerprintHook._finish_all": (
         "the checkpoints of the run flush the same folder"
     ),
