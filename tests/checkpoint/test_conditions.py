@@ -103,18 +103,5 @@ def test_folders_that_are_hidden_moved_or_stay(tmp_path: Any, caplog: Any) -> No
     ]
 
 
-def test_an_error_before_anything_is_written_names_the_newest(tmp_path: Any, monkeypatch: Any) -> None:
-    with Saver(tmp_path) as saver:
-        for there in ("there are none yet.", f"the newest is {tmp_path}/model-1."):
-            with monkeypatch.context() as patch:
-                patch.setattr(saver._store, "save", raising(OSError(28, "No space left", "file")))
-                with pytest.raises(CheckpointError) as caught:
-                    saver.save(state_at(2))
-            assert str(caught.value) == (
-                f"{tmp_path}/model-2 was not saved: No space left: file. Earlier checkpoints are unchanged; {there}"
-            )
-            saver.save(state_at(1))
-
-
 def test_the_owner_in_a_lock() -> None:
     assert [owner_in(data) for data in (None, b"", b"{", b"[1]", b'{"pid": 3}')] == [{}, {}, {}, {}, {"pid": 3}]

@@ -92,15 +92,6 @@ def test_json_nested_deeper_than_the_recursion_limit(saved):
         saver.restore(state_at(0))
 
 
-def test_a_link_out_of_the_checkpoint_is_refused(saved, tmp_path):
-    saver, path = saved
-    (tmp_path / "secret").write_bytes(b"1234")
-    os.symlink(tmp_path / "secret", f"{path}/seen")
-    edit_manifest(path, lambda data: data["files"].update(seen={"bytes": 4, "crc32": [f"{zlib.crc32(b'1234'):08x}"]}))
-    with pytest.raises(CheckpointError, match=r"model-2/seen: a link out of the checkpoint"):
-        saver.restore(state_at(0))
-
-
 def test_array_data_that_contradict_the_manifest(tmp_path):
     """The shape and dtype of the stored data are compared with the manifest before anything is decoded."""
     with Saver(tmp_path, compress=False) as saver:
