@@ -479,7 +479,7 @@ class RunSaverHook(CheckpointSaverHook):
         self._saved_host_state = self._host_state
         # For `save_alone`, when they are no longer in memory:
         for name, file in self._host_state.hooks.files.items():
-            file.read_with(functools.partial(self.saver.read_file, name, step))
+            file.load = functools.partial(self.saver.read_file, name, step)
 
     def has_saved(self, step: int, state: TrainState) -> bool:
         return super().has_saved(step, state) and self._contents.has_same(self._saved_host_state)

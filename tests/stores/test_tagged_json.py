@@ -153,18 +153,6 @@ def test_the_json_is_that_of_earlier_versions():
     assert encode(value) == expected
 
 
-def test_objects_in_several_places_are_read_as_earlier_versions_wrote_them():
-    block = {"$array": {"dtype": "|u1", "shape": [8], "data": {"$bytes": "AAABAAIAAwA="}}}
-
-    def view(offset):
-        return {"$view": {"of": {"$same": 1}, "offset": offset, "dtype": "<i2", "shape": [3], "strides": [2]}}
-
-    found = decode({"$aliased": [[[1], block], {"same": 2 * [{"$same": 0}], "views": [view(0), view(2)]}]})
-    assert found["same"][0] is found["same"][1]
-    assert np.shares_memory(*found["views"])
-    assert [view.tolist() for view in found["views"]] == [[0, 1, 2], [1, 2, 3]]
-
-
 @pytest.mark.parametrize("value", [{1}, frozenset({1}), 1j, bytearray(b"a")], ids=str)
 def test_values_that_only_earlier_versions_wrote(value):
     with pytest.raises(UnsupportedError, match=type(value).__name__):
@@ -202,7 +190,7 @@ def test_depth_is_limited_to_what_a_checkpoint_accepts(tmp_path):
 
 @pytest.mark.parametrize("text", NOT_ENCODED.read_text(encoding="utf-8").splitlines())
 def test_what_was_not_encoded_is_refused(text):
-    with pytest.raises(ValueError, match=r"^the tag '\$new' is not known|^\$[a-z_]+: "):
+    with pytest.raises(ValueError, match=r"^the tag '\$(new|same|aliased|view)' is not known|^\$[a-z_]+: "):
         decode({"a": [json.loads(text)]})
 
 
@@ -226,15 +214,6 @@ def test_a_generator_is_in_one_place(make):
     shared = [1]
     assert round_trip([shared, shared, make(1), make(1)])[:2] == [[1], [1]]
 
-
-@pytest.mark.parametrize(
-    "changed", [{"offset": -8}, {"offset": 40}, {"shape": [9]}, {"shape": [-1]}, {"strides": [99]}, {"dtype": "O"}]
-)
-def test_a_view_cannot_reach_outside_its_array(changed):
-    block = {"$array": {"dtype": "|u1", "shape": [8], "data": {"$bytes": "AAABAAIAAwA="}}}
-    view = {"of": {"$same": 0}, "offset": 2, "dtype": "<i2", "shape": [3], "strides": [2]} | changed
-    with pytest.raises(ValueError, match=r"^\$view: "):
-        decode({"$aliased": [[block], {"$view": view}]})
 
 
 # Arrays and keys of JAX.
