@@ -137,7 +137,9 @@ class EvaluationHook(RunHook):
         kept = (
             (getattr(callback, "metric", None), getattr(callback, "best_kept", None)) for callback in self._callbacks
         )
-        return {f"{self.prefix}/{name.removeprefix(f'{self.prefix}/')}": best for name, best in kept if best is not None}
+        return {
+            f"{self.prefix}/{name.removeprefix(f'{self.prefix}/')}": best for name, best in kept if best is not None
+        }
 
     def use_run(self, run: RunInfo) -> None:
         """Pass the run to callbacks; reject a duplicate prefix."""

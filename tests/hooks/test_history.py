@@ -5,7 +5,6 @@ import math
 import os
 import pathlib
 import signal
-import threading
 
 import forked
 import jax.numpy as jnp
