@@ -55,8 +55,8 @@ class History(ReportingHook):
         rows: A dict for each row, with its `step`.
 
     Raises:
-        ValueError: The path is a URL, or not a regular file. Before the first step: another History, or another run,
-            writes it, or it has something other than the rows of a History (a torn last line aside).
+        ValueError: The path is a URL, or not a regular file. Before the first step: it has something other
+            than the rows of a History (a torn last line aside).
         OSError: The file cannot be written. The rows are kept, and are in the checkpoints.
 
     Example:
