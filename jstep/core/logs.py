@@ -10,18 +10,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-
 from jstep.core.checks import as_int
 from jstep.core.exceptions import context_manager
 
 _logger = logging.getLogger("jstep")
-
-
-def log_warning(text: str, *args: Any) -> None:
-    """Log a warning on process 0, without starting a backend."""
-    if not jax.distributed.is_initialized() or jax.process_index() == 0:
-        _logger.warning(text, *args)
 
 
 # The output of a notebook's cell: a bar, and below it the log lines except warnings, which standard error shows.

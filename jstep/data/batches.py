@@ -8,6 +8,7 @@ import numpy as np
 
 from jstep.core.annotations import T
 from jstep.core.checks import as_bool, as_int, as_mapping, as_string, check_choice, format_value
+from jstep.core.trees import structure
 from jstep.data.plan import ROWS, RowPlan, Share, Sizes, StepRange, check_process, derive_seed
 from jstep.data.proportions import Weights, as_weights, count_stages
 from jstep.data.sequence import BatchSequence, as_row_numbers
@@ -297,7 +298,7 @@ def _open(sources: Any) -> dict[str, Rows]:
     samples = {name: each.take(slice(0, 1)) for name, each in rows.items()}
     (name, first), *others = ((name, _described(sample)) for name, sample in samples.items())
     for other, batch in others:
-        if batch != first or jax.tree.structure(batch) != jax.tree.structure(first):
+        if batch != first or structure(batch) != structure(first):
             raise ValueError(
                 f"sources: must be batches of one structure, dtype and shape, got rows of {batch} from {other!r} and "
                 f"of {first} from {name!r}"

@@ -60,7 +60,10 @@ class ItemSource:
         return len(self._items)
 
     def rows(self, rows: RowNumbers) -> Any:
-        return all_native(self._rows(rows), self._what)
+        try:
+            return all_native(self._rows(rows), self._what)
+        except NotImplementedError as error:  # raised by __getitem__ of PyTorch's IterableDataset
+            raise TypeError(f"{self._what} {_NO_ORDER}: its __getitem__ is not implemented{_ITERABLE}") from error
 
     def _rows(self, rows: RowNumbers) -> Any:
         numbers = list(range(rows.start, rows.stop)) if isinstance(rows, slice) else rows.tolist()

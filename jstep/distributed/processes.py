@@ -1,7 +1,6 @@
 """The processes of a run: initialization, and agreement on values, times and when to stop."""
 
 import itertools
-import json
 import os
 import signal
 import socket
@@ -155,18 +154,13 @@ class AgreedShapes:
         if not any(map(_spans_processes, (*jax.tree.leaves(args), getattr(state, "global_step", None)))):
             return  # not recorded either: one process may run steps by itself
         with doing(AGREEING_ON_SHAPES):
-            each = [json.loads(text) for text in gather_texts(json.dumps(_described(args)))]
-        other = next((i for i, described in enumerate(each) if described["whole"] != each[0]["whole"]), None)
-        if other is not None:
-            kind = "here" if each[0]["here"] != each[other]["here"] else "whole"
-            first, second = (
-                ", ".join(item for item in mine if item not in others) or "no such array"
-                for mine, others in itertools.permutations((each[0][kind], each[other][kind]))
-            )
-            raise ValueError(
-                f"batch: its arrays must have the same shapes on all processes, got {first} on process 0 and {second} "
-                f"on process {other}; give each process as many rows, as jstep.batches does"
-            )
+            each = gather_texts(_described(args))
+        for process, described in enumerate(each):
+            if described != each[0]:
+                raise ValueError(
+                    f"batch: its arrays must have the same shapes on all processes, got {each[0]} on process 0 and "
+                    f"{described} on process {process}; give each process as many rows, as jstep.batches does"
+                )
         self._known.add(shapes)
 
 
@@ -174,19 +168,11 @@ def _spans_processes(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and not trees.is_traced(leaf) and not leaf.is_fully_addressable
 
 
-def _described(args: tuple[Any, ...]) -> dict[str, list[str]]:
-    """Return the shapes over all processes and on this one."""
-    shapes: dict[str, list[str]] = {"whole": [], "here": []}
-    for path, leaf in trees.leaves_with_paths(trees.args_to_batch(args)):
-        dtype, shape = np.dtype(jax.dtypes.result_type(leaf)).name, np.shape(leaf)
-        here = shape
-        if _spans_processes(leaf):
-            parts = zip(*leaf.sharding.addressable_devices_indices_map(shape).values(), strict=True)
-            sizes = [{part.indices(size)[:2] for part in each} for each, size in zip(parts, shape, strict=True)]
-            here = tuple(sum(stop - start for start, stop in each) for each in sizes)
-        for kind, of in (("whole", shape), ("here", here)):
-            shapes[kind].append(array_type(of, dtype) + (f" at {path!r}" if path else ""))
-    return shapes
+def _described(args: tuple[Any, ...]) -> str:
+    """Name the type of each array over all processes, and its path."""
+    named = trees.leaves_with_paths(trees.args_to_batch(args))
+    types = [array_type(np.shape(leaf), np.dtype(jax.dtypes.result_type(leaf)).name) for _, leaf in named]
+    return ", ".join(kind + (f" at {path!r}" if path else "") for kind, (path, _) in zip(types, named, strict=True))
 
 
 def broadcast_bytes(data: bytes) -> bytes:
@@ -423,9 +409,8 @@ def initialize(
             return  # no cluster detected: one process
         settings = ", ".join(str(config.get(name, Setting(None, name))) for name in (ADDRESS, COUNT, INDEX))
         raise ValueError(
-            f"{settings if config or not size else size}: {error} Missing: {missing(config)}. Give all "
-            "three as arguments or variables, or start the processes under SLURM (srun), Open MPI or on a TPU slice, "
-            "where they are detected; num_processes=1 trains with a single process."
+            f"{settings if config or not size else size}: {error} Missing: {missing(config)}; give all three as "
+            "arguments or variables, or num_processes=1 to train with a single process"
         ) from error
 
 
@@ -445,8 +430,5 @@ def _wait_for(host: str, port: int, address: Setting, timeout: float) -> None:
                 return
         except OSError as error:
             if time.monotonic() >= end:
-                raise TimeoutError(
-                    f"{address} could not be reached within {timeout} s ({error}). Is process 0 "
-                    "running there, and is the port open?"
-                ) from error
+                raise TimeoutError(f"{address} could not be reached within {timeout} s ({error})") from error
             time.sleep(0.1)

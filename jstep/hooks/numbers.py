@@ -20,11 +20,8 @@ from jstep.training.metrics import LOSS
 
 def format_number(values: Mapping[str, Any]) -> str:
     """Format values as `loss 0.1234  learning_rate 0.001`; waits for the device."""
-    return "  ".join([f"{name} {_short(number)}" for name, number in read_values(values).items()])
-
-
-def _short(number: object) -> str:
-    return str(number) if isinstance(number, int) else f"{number:.4g}"
+    numbers = read_values(values).items()
+    return "  ".join([f"{name} {x}" if isinstance(x, int) else f"{name} {x:.4g}" for name, x in numbers])
 
 
 def scalars(metrics: Metrics, leave_out: Collection[str] = ()) -> dict[str, Any]:

@@ -135,10 +135,8 @@ def _matched(same_key: Sequence[Any], records: Sequence[Any], where: str) -> Ite
         yield hook, match
 
 
-def _settings(hook: object) -> dict[str, Any]:
-    """Return a built-in object's settings, which match objects with the same key."""
-    settings = getattr(hook, "identifying_settings", None)
-    return settings if isinstance(settings, dict) else {}
+def _settings(hook: object) -> Any:
+    return getattr(hook, "identifying_settings", {})
 
 
 def hook_key(hook: object) -> str:

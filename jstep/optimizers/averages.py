@@ -362,14 +362,12 @@ def as_average_names(use_averages: object) -> tuple[str, ...] | None:
     if isinstance(use_averages, bool | np.bool_):
         return (AVERAGE_SLOT,) if use_averages else None
     names = tuple(use_averages) if isinstance(use_averages, list | tuple) else (use_averages,)
-    if not all(isinstance(entry, str) for entry in names):
+    if not names or not all(isinstance(entry, str) and entry for entry in names):
         raise TypeError(
             f"use_averages={format_value(use_averages)}: must be True or False, the name of a slot of averages, or "
             f"a list of names, got {describe_type(use_averages)}"
         )
-    if not names:
-        raise ValueError(f"use_averages={use_averages!r}: must have a name; pass False for no averages")
-    return tuple(as_string(entry, "use_averages") for entry in names)
+    return names
 
 
 def averaged_params(state: TrainState[P], name: str | Sequence[str] = AVERAGE_SLOT) -> P:

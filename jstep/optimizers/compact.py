@@ -536,8 +536,7 @@ def _check(argument: str, have: Slots, wanted: Slots) -> None:
     if differing:
         raise ValueError(
             f"{argument}: must be the optimizer of the state, with or without jstep.compact or jstep.master_weights; "
-            f"slots differ at {differing[:5]}, where the state has {kinds[0].get(differing[0])} and the optimizer "
-            f"{kinds[1].get(differing[0])}"
+            f"slots differ at {differing[:5]}"
         )
 
 

@@ -303,10 +303,7 @@ class _Partition:
         for label, (path, _) in zip(names, named, strict=True):
             if not (label is None or (isinstance(label, str) and label in self.parts)):
                 where = f"labels({path!r}, …) returned" if is_function else f"labels: the leaf at {path!r} has"
-                raise ValueError(
-                    f"{where} {label!r}, which has no optimizer{trees.suggest_names(str(label), self.parts)}; "
-                    f"optimizers has {sorted(self.parts)}, and None freezes a leaf"
-                )
+                raise ValueError(f"{where} {label!r}, must be one of {sorted(self.parts)}, or None to freeze the leaf")
         return names
 
     def inner_labels(self, params: Params) -> Labels:
@@ -368,8 +365,7 @@ def _filled(labels: Any, params: Params) -> list[Any]:
         jax.tree.map(fill, labels, params, is_leaf=trees.is_none)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"labels={format_value(labels)}: a tree of labels must have the structure of params (or a prefix of "
-            f"it), whose paths are {trees.leaf_paths(params)[:20]}"
+            f"labels={format_value(labels)}: a tree of labels must have the structure of params or a prefix of it"
         ) from error
     return names
 

@@ -85,11 +85,8 @@ def _reported(reported: object) -> Any:
     if reported is None:
         return lambda step: {}
     if isinstance(reported, Mapping):
-        for key, value in reported.items():
-            if not isinstance(key, str):
-                raise TypeError(f"hyperparameters: {format_value(key)} must be a string, got {describe_type(key)}")
-            if isinstance(value, Held):
-                raise TypeError(f"hyperparameters: {key!r} is held, which Optax does not read")
+        if any(isinstance(value, Held) for value in reported.values()):
+            raise TypeError("hyperparameters: must not be held, because Optax does not read them")
         return hyper.report({key: hyper.check_hyperparameter(key, value) for key, value in reported.items()})
     if not callable(reported):
         raise TypeError(

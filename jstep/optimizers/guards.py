@@ -213,12 +213,9 @@ def dynamic_loss_scale(
 def current_loss_scale(roles: Roles, slots: Slots) -> Array | None:
     hidden = [name for name in roles.of(Role.LOSS_SCALE) if name in roles.hidden]
     if hidden:
-        names = ", ".join(map(repr, hidden))
-        several = f"several loss scales, {names}" if len(hidden) > 1 else f"the loss scale {names}"
         raise ValueError(
-            f"dynamic_loss_scale: must be outermost, got {several}, below a label, beside other elements or in "
-            "update_every. The loss is multiplied by one scale, and the other parts would see scaled gradients. Put it "
-            "around the whole optimizer: dynamic_loss_scale(partition(...)), dynamic_loss_scale(chain(...))"
+            f"dynamic_loss_scale: must be outermost, got {hidden} below a label, beside other elements or in "
+            "update_every; put it around the whole optimizer: dynamic_loss_scale(chain(...))"
         )
     return next((slots[name] for name in roles.of(Role.LOSS_SCALE) if name in slots), None)
 
@@ -315,19 +312,15 @@ def noise_slots(roles: Roles) -> list[str]:
     hidden = [name for name in names if name in roles.hidden]
     if hidden:
         raise ValueError(
-            f"with_noise_scale: must wrap the whole optimizer, got the slot {hidden[0]!r} below a label or "
-            "beside other elements; it measures the noise of all gradients. Put it around the whole optimizer: "
-            "with_noise_scale(partition(...)), with_noise_scale(chain(...))"
+            f"with_noise_scale: must wrap the whole optimizer, got {hidden} below a label or beside other elements; "
+            "put it around the whole optimizer: with_noise_scale(chain(...))"
         )
     return names
 
 
 def require_noise_slots(roles: Roles) -> None:
     if not noise_slots(roles):
-        raise ValueError(
-            "metrics: 'noise_scale' is averaged over steps in slots of the state, which this optimizer does not have; "
-            "create state and step with jstep.with_noise_scale(optimizer)"
-        )
+        raise ValueError("metrics: 'noise_scale' needs jstep.with_noise_scale(optimizer), for the state and the step")
 
 
 def noise_metrics(roles: Roles, slots: Slots) -> dict[str, Array]:

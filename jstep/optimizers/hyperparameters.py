@@ -203,12 +203,9 @@ def check_hyperparameter(name: str, value: ScalarOrSchedule, **bounds: Unpack[Bo
     """Check a number, an array or the initial value of a held one; return schedules as they are."""
     if isinstance(value, Held):
         return dataclasses.replace(value, value=check_hyperparameter(name, value.value, **bounds))
-    candidate: Any = value
-    if isinstance(candidate, type):
-        raise TypeError(f"{name}={candidate.__name__}: must be a number, an array or a schedule, got a class")
-    if callable(candidate):
-        return candidate
-    return as_scalar(candidate, name, expected="a number, an array or a schedule", **bounds)
+    if callable(value):
+        return value
+    return as_scalar(value, name, expected="a number, an array or a schedule", **bounds)
 
 
 def constant(name: str, value: Any, **bounds: Any) -> float:
@@ -243,10 +240,8 @@ def value_at(name: str, value: Any, step: Step, slots: Slots | None = None) -> A
             )
         return slots[slot].astype(trees.default_float())
     number = value(step) if callable(value) else value
-    if isinstance(number, bool | str) or not (isinstance(number, int | float) or trees.is_array(number)):
-        raise TypeError(f"{name}: the schedule returned {number!r}; it must return a number")
-    if np.ndim(number):
-        raise ValueError(f"{name}: the schedule returned shape {np.shape(number)} at one step; it must be a scalar")
+    if isinstance(number, bool) or not trees.is_array_or_number(number) or np.ndim(number):
+        raise TypeError(f"{name}: the schedule must return a number at each step, got {describe_type(number)}")
     return jnp.asarray(number).astype(trees.default_float())
 
 

@@ -260,12 +260,7 @@ def merge(parts: Iterable[tuple[str, Mapping[str, Any]]], what: str) -> dict[str
     """Merge dicts, named for errors; raise if a name occurs twice. `what` is the kind of their entries."""
 
     def refusal(name: str, first: str, second: str) -> str:
-        shown = hyperparameters.display_name(name) if what == "slot" else None
-        of = "" if shown is None else f", that of the held hyperparameter {shown!r}"
-        return (
-            f"{first} and {second} both have a {what} named {name!r}{of}; give one of them a prefix "
-            f"with jstep.scope('name', optimizer), which makes it 'name/{name}'"
-        )
+        return f"{first} and {second} both have a {what} named {name!r}; rename one with jstep.scope('name', optimizer)"
 
     return trees.merge_dicts(parts, refusal)
 

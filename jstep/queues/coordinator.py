@@ -59,12 +59,9 @@ class Coordinator:
 
     def __init__(self, clean_stop_exception_types: Iterable[type[BaseException]] | None = None) -> None:
         types: Any = (OutOfRangeError,) if clean_stop_exception_types is None else clean_stop_exception_types
-        each = (types,) if isinstance(types, type) else tuple(types) if isinstance(types, Iterable) else None
-        if each is None or not all(isinstance(t, type) and issubclass(t, BaseException) for t in each):
-            raise TypeError(
-                f"clean_stop_exception_types={format_value(types)}: must be exception types, such as "
-                f"(jstep.OutOfRangeError,), got {describe_type(types)}"
-            )
+        each = tuple(types) if isinstance(types, Iterable) else (types,)
+        if not all(isinstance(t, type) and issubclass(t, BaseException) for t in each):
+            raise TypeError(f"clean_stop_exception_types={format_value(types)}: must be exception types")
         self._clean_stop_types = each
         # Reentrant: a signal handler may request a stop while the main thread holds the lock.
         self._changed = threading.Condition(threading.RLock())
@@ -223,10 +220,7 @@ class Coordinator:
             log.warning(still)
         self.raise_requested_exception()
         if alive and not ignore_live_threads:
-            raise RuntimeError(
-                f"{still} (stop_grace_period_secs={stop_grace_period_secs}). Let them check "
-                "coord.should_stop() more often, or join with ignore_live_threads=True"
-            )
+            raise RuntimeError(f"{still}; let them check coord.should_stop(), or join with ignore_live_threads=True")
 
     def _wait_for_end(self, passed: set[threading.Thread], grace_secs: float) -> None:
         deadline: float | None = None
@@ -270,10 +264,7 @@ def _as_exc_info(ex: object) -> ExcInfo | None:
         return type(ex), ex, ex.__traceback__
     if isinstance(ex, tuple) and len(ex) == 3 and isinstance(ex[1], BaseException):
         return type(ex[1]), ex[1], ex[2]
-    raise TypeError(
-        f"ex={format_value(ex)}: must be an exception or the sys.exc_info() of one; pass the exception that was "
-        "caught: `except Exception as ex: coord.request_stop(ex)`"
-    )
+    raise TypeError(f"ex={format_value(ex)}: must be an exception or the sys.exc_info() of one")
 
 
 def _as_thread(thread: object, argument: str) -> threading.Thread:
@@ -286,9 +277,6 @@ def _check_joinable(threads: Iterable[threading.Thread]) -> None:
     current = threading.current_thread()
     idle = sorted(t.name for t in threads if t.ident is None)
     if idle:
-        raise RuntimeError(
-            f"threads: {', '.join(idle)} never started, so there is nothing to wait for; call start() on each "
-            "before coord.join()"
-        )
+        raise RuntimeError(f"threads: {', '.join(idle)} never started; call start() on each before coord.join()")
     if current in threads:
         raise RuntimeError(f"threads: {current.name} is the thread that joins; it cannot join itself")

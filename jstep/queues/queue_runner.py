@@ -61,18 +61,12 @@ class QueueRunner:
             raise TypeError(
                 f"queue={format_value(queue)}: must be a FIFOQueue or a RandomShuffleQueue, got {describe_type(queue)}"
             )
-        if callable(enqueue_ops) or not isinstance(enqueue_ops, Iterable):
-            got = "one callable" if callable(enqueue_ops) else describe_type(enqueue_ops)
-            raise TypeError(f"enqueue_ops={format_value(enqueue_ops)}: must be a list of callables, got {got}")
-        ops = tuple(enqueue_ops)
-        if not ops:
-            raise ValueError(f"enqueue_ops={enqueue_ops!r}: must hold one callable for each thread")
-        for i, op in enumerate(ops):
-            if not callable(op):
-                raise TypeError(
-                    f"enqueue_ops[{i}]={op!r}: must be callable; pass a function that enqueues, such as "
-                    "`lambda: queue.enqueue(next(iterator))`, not its result"
-                )
+        ops = tuple(enqueue_ops) if isinstance(enqueue_ops, Iterable) else ()
+        if not ops or not all(map(callable, ops)):
+            raise TypeError(
+                f"enqueue_ops={format_value(enqueue_ops)}: must be a list of functions that enqueue, one for each "
+                "thread, such as [lambda: queue.enqueue(next(iterator))]"
+            )
         self._queue = queue
         self._ops = ops
         self._lock = threading.Lock()
@@ -115,15 +109,11 @@ class QueueRunner:
         _check_coordinator(coord)
         daemon, start = as_bool(daemon, "daemon"), as_bool(start, "start")
         with self._lock:
-            busy = [t.name for t in self._threads if t.is_alive()]
-            idle = [t.name for t in self._threads if t.ident is None]
-            if busy or idle:
-                which = (
-                    f"have not ended yet: {', '.join(busy)}; join them"
-                    if busy
-                    else f"were never started: {', '.join(idle)}; start and join them"
+            if self.is_running():
+                names = ", ".join(t.name for t in self._threads)
+                raise RuntimeError(
+                    f"create_threads: threads of an earlier call have not ended: {names}; join them first"
                 )
-                raise RuntimeError(f"create_threads: threads of an earlier call {which} before you create others")
             self._exceptions, self._coord, self._left = [], coord, len(self._ops)
             # If the queue was closed before, CancelledError is an error; otherwise it is the normal end of a run.
             self._closed_before = self._queue.is_closed()

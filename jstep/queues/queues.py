@@ -100,7 +100,7 @@ class BoundedQueue:
         if self._min_after >= self._capacity:
             raise ValueError(
                 f"min_after_dequeue={self._min_after}: must be less than capacity={self._capacity}, or a dequeue would "
-                "wait forever. A capacity of min_after_dequeue plus a few batches is usual"
+                "wait forever"
             )
         self._items: deque[Any] = deque()
         self._pool: list[Any] = []
@@ -176,10 +176,7 @@ class BoundedQueue:
             rows = unstack_trees(elements, "elements")
         n = len(rows)
         if n > self._capacity:
-            raise ValueError(
-                f"elements has {n} rows: must be at most {self._capacity}, the capacity of the queue; add them in "
-                "parts, or make a queue of a larger capacity"
-            )
+            raise ValueError(f"elements has {n} rows: must be at most {self._capacity}, the capacity of the queue")
         if not n:
             return
         with self._mutex:
@@ -301,8 +298,7 @@ class BoundedQueue:
                 if self._has_ended():
                     self._refuse(0)
                 raise ValueError(
-                    "n=0: an empty batch has the structure, shapes and dtypes of the first element, and this "
-                    f"{type(self).__name__} has had none that can be stacked; call dequeue_many if size() is positive"
+                    "n=0: an empty batch is made like the first element; none that can be stacked was there"
                 )
             (batch,) = self._empty_batch
 

@@ -15,7 +15,7 @@ from jstep.core.checks import Bounds, as_number, check_choice
 from jstep.core.trees import Number, Schedule, Step
 from jstep.schedules import arithmetic
 from jstep.schedules.arithmetic import as_steps
-from jstep.schedules.compose import constant, join, linear_warmup, shift
+from jstep.schedules.compose import join, linear_warmup, shift
 
 # Decays of `tf.train` (exponential, natural exponential, inverse time, polynomial) and the linear schedule.
 
@@ -466,7 +466,7 @@ def one_cycle(
         raise ValueError(f"pct_start={pct_start}: must be ≤ 1, a fraction of total_steps")
     shape = "cosine" if check_choice(anneal, "anneal", ["cos", "linear"]) == "cos" else "linear"
     peak, end = share * length - 1, length - 1
-    falling = _curve(top, last, end - peak, shape, peak) if end > peak else constant(top)
+    falling = _curve(top, last, end - peak, shape, peak) if end > peak else _curve(top, top, Fraction(1), shape)
     rising = _curve(first, top, peak, shape)
     if peak <= 0:
         return falling

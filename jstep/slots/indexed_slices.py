@@ -117,18 +117,13 @@ def check(slices: IndexedSlices, path: str = "", shape: tuple[int, ...] | None =
         raise ValueError(f"{where}: indices must have shape (n,), got {np.shape(slices.indices)}")
     expected = (np.shape(slices.indices)[0], *slices.dense_shape[1:])
     if np.shape(slices.values) != expected:
-        raise ValueError(
-            f"{where}: values must have shape {expected} (one row of dense_shape={slices.dense_shape} for each of "
-            f"the indices), got {np.shape(slices.values)}"
-        )
+        raise ValueError(f"{where}: values must have shape {expected}, got {np.shape(slices.values)}")
     indices = concrete(slices.indices)
     if indices is not None and indices.size:
         low, high = int(indices.min()), int(indices.max())
         if low < 0 or high >= slices.dense_shape[0]:
-            raise ValueError(
-                f"{where}: index {low if low < 0 else high} is out of range for a table of "
-                f"{slices.dense_shape[0]} rows (0 ≤ index < {slices.dense_shape[0]})"
-            )
+            wrong = low if low < 0 else high
+            raise ValueError(f"{where}: indices must be ≥ 0 and < {slices.dense_shape[0]}, got {wrong}")
 
 
 def trim_slices(rows: IndexedSlices) -> IndexedSlices:

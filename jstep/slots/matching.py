@@ -65,18 +65,13 @@ def _checked_gradient(gradient: Tree, leaf: Any, path: str) -> Any:
         dtype = jnp.result_type(gradient.values)
     else:
         if not (trees.is_array(gradient) or isinstance(gradient, float | int)):
-            got = describe_type(gradient) if isinstance(gradient, np.ndarray) else type(gradient).__name__
-            raise TypeError(f"{where} must be an array, got {got}")
+            raise TypeError(f"{where} must be an array, got {describe_type(gradient)}")
         gradient = trees.native(gradient, path, "gradients")
         if not trees.is_array(gradient):
             gradient = jnp.asarray(gradient, jnp.result_type(leaf))
         dtype = gradient.dtype
         if gradient.shape != np.shape(leaf):
-            by_example = gradient.shape[1:] == np.shape(leaf)
-            raise ValueError(
-                f"{where} has shape {gradient.shape}, its parameter has shape {np.shape(leaf)}"
-                + ("; take the mean of gradients per example over axis 0" if by_example else "")
-            )
+            raise ValueError(f"{where} has shape {gradient.shape}, its parameter has shape {np.shape(leaf)}")
     if not trees.is_floating(dtype):
         raise TypeError(f"{where} has dtype {dtype}; it must be floating point")
     return gradient

@@ -26,8 +26,6 @@ def require_optimizer(name: str, value: object) -> Optimizer:
     if is_transformation(value):
         return from_optax(value)
     hint = f"; call it: {value.__name__}(...)" if callable(value) and hasattr(value, "__name__") else ""
-    if type(value).__module__.startswith("flax.nnx"):
-        hint = "; pass jstep.from_optax(tx), and the parameters of nnx.split: see the page 'From Flax'"
     raise TypeError(f"{name}={value!r:.60}: must be a jstep.Optimizer, got {describe_type(value)}{hint}")
 
 
@@ -48,7 +46,7 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
                 state = transformation.init(seen(params))
             except (AttributeError, TypeError) as error:
                 raise _other_params("init", error) from error
-        _refuse_impossible(state)
+        _refuse_private(state)
         slots = _StateSlots(name, state, params).slots
         return {slot: jax.tree.map(_own_copy, tree) for slot, tree in slots.items()}
 
@@ -135,27 +133,19 @@ def _other_params(function: str, error: Exception) -> TypeError:
 _ORIGINS = ("x0", "init_particles")
 """Fields of Optax's states (MADGRAD, COCOB, Mechanic) to which an update adds sums of gradients."""
 
-_IMPOSSIBLE = {
-    "LookaheadState": "optax.lookahead needs LookaheadParams, two copies of the parameters; give plain parameters and "
-    "use jstep.lookahead(jstep.from_optax(fast_optimizer), sync_period, slow_step_size), which keeps the slow copy in "
-    "a slot",
-    "DifferentiallyPrivateAggregateState": "optax.contrib.differentially_private_aggregate (dpsgd) needs the gradient "
-    "of each example, and a step has those of the mean, whose first axis it would take for the examples; call its "
-    "update on jax.vmap(jax.grad(loss_fn), in_axes=(None, 0)) in a step of your own, and give the result to "
-    "jstep.apply_gradients with an optimizer for what follows it, such as jstep.sgd",
-}
-"""Optax states, by class name, of transformations that no step can serve, and what to do instead."""
 
+def _refuse_private(state: Tree) -> None:
+    """Raise for `dpsgd`, which would take the first axis of a mean gradient for the examples."""
 
-def _refuse_impossible(state: Tree) -> None:
-    """Raise for a transformation that would fail in the step, or return wrong numbers there."""
+    def is_private(node: object) -> bool:
+        return type(node).__name__ == "DifferentiallyPrivateAggregateState"
 
-    def reason(node: object) -> str | None:
-        return _IMPOSSIBLE.get(type(node).__name__) if type(node).__module__.startswith("optax.") else None
-
-    for node in jax.tree.leaves(state, is_leaf=lambda node: reason(node) is not None):
-        if problem := reason(node):
-            raise TypeError(f"transformation: {problem}")
+    if any(map(is_private, jax.tree.leaves(state, is_leaf=is_private))):
+        raise TypeError(
+            "transformation: optax.contrib.differentially_private_aggregate (dpsgd) needs the gradient of each "
+            "example, and a step has their mean; call its update on jax.vmap(jax.grad(loss_fn), (None, 0)) in a "
+            "custom step"
+        )
 
 
 # The state of a transformation as slots.

@@ -42,9 +42,7 @@ def _as_count(value: Any, argument: str) -> Array:
     dtype = trees.default_int()
     as_scalar(value, argument, low=0, integer=True, meaning="it counts updates")
     if not trees.is_traced(value) and value > np.iinfo(dtype).max:
-        raise ValueError(
-            f"{argument}={value}: does not fit {np.dtype(dtype).name}; enable jax_enable_x64 for int64 steps"
-        )
+        raise ValueError(f"{argument}={value}: does not fit {np.dtype(dtype).name}; enable jax_enable_x64")
     return jnp.array(value, dtype=dtype, copy=True)
 
 
@@ -94,10 +92,7 @@ def step_array(state: Tree, *, scalar: bool = False) -> Array:
             "the state has no global step: give it one with state.replace(global_step=jstep.create_global_step())"
         )
     if scalar and np.ndim(step):
-        raise ValueError(
-            f"global_step: must be a scalar, got shape {np.shape(step)}; select one of the stacked states, or map over "
-            "them with jax.vmap"
-        )
+        raise ValueError(f"global_step: must be a scalar, got shape {np.shape(step)}; map over states with jax.vmap")
     return step
 
 
@@ -207,9 +202,6 @@ def later_step(step: Any, by: Any = 1) -> Array:
     last = int(np.iinfo(step.dtype).max)
     before, more = trees.concrete(step), trees.concrete(by)
     if before is not None and more is not None and int(before) + int(more) > last:
-        raise ValueError(
-            f"global_step: {before} + {more} does not fit {step.dtype}, whose last step is {last}; enable "
-            "jax_enable_x64 for int64 steps"
-        )
+        raise ValueError(f"global_step: {before} + {more} does not fit {step.dtype}; enable jax_enable_x64")
     by = jnp.asarray(by).astype(step.dtype)
     return jnp.minimum(step, jnp.asarray(last, step.dtype) - by) + by

@@ -83,10 +83,7 @@ def axis_size(mesh: AnyMesh, axis: object, argument: str) -> int:
     names = axis if isinstance(axis, tuple) else (axis,)
     for name in names:
         if not isinstance(name, str):
-            raise TypeError(
-                f"{argument}: must be the name of an axis or a tuple of names, got {axis!r}; the mesh has the axes "
-                f"{dict(mesh.shape)}"
-            )
+            raise TypeError(f"{argument}: must be the name of an axis or a tuple of names, got {axis!r}")
         if name not in mesh.shape:
             hint = trees.suggest_names(str(name), map(str, mesh.axis_names))
             raise ValueError(f"{argument}: the mesh has no axis {name!r}{hint}; its axes are {dict(mesh.shape)}")
@@ -149,8 +146,7 @@ def check_sharding(mesh: AnyMesh, spec: PartitionSpec, shape: tuple[int, ...], p
         size = axis_size(mesh, axis, where)
         if shape[dim] % size:
             raise ValueError(
-                f"{where}: dimension {dim} of shape {shape} does not divide into {size} parts (axis {axis!r}); choose "
-                "another dimension, or leave this leaf replicated"
+                f"{where}: dimension {dim} of shape {shape} does not divide into {size} parts (axis {axis!r})"
             )
     return NamedSharding(mesh, spec)
 

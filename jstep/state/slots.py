@@ -150,9 +150,7 @@ def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], 
     if name in matches:
         return name
     if len(matches) > 1:
-        raise ValueError(
-            f"name={name!r}: the state has several such slots, {sorted(matches)}; give the full name of one"
-        )
+        raise ValueError(f"name={name!r}: the state has several such slots, {sorted(matches)}; give a full name")
     if not matches:
         raise ValueError(
             f"name={name!r}: the state has no such slot{trees.suggest_names(str(name), slots)}; it has "

@@ -1,10 +1,12 @@
-"""`inspect` of the command line: checkpoints, and directories of them."""
+"""`inspect` of the command line: checkpoints, directories of checkpoints, safetensors files."""
 
 import argparse
 import dataclasses
 import functools
+import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +23,7 @@ from jstep.stores.files import is_directory, names_in
 from jstep.stores.urls import absolute, is_url, location, split_path
 from jstep.tools import cli
 from jstep.tools.ranges import array_range, is_inexact
+from jstep.weights.files import INDEX, SUFFIX, arrays_folder, read_headers, weights_kind
 from jstep.weights.tensors import in_groups
 
 # Finding and reading checkpoints for the command line, leaf by leaf.
@@ -171,12 +174,104 @@ def _corrupted(about: Mapping[str, Any], problems: Sequence[str], arguments: arg
 
 
 def _inspect(path: str, arguments: argparse.Namespace) -> int:
+    if _are_weights(path):
+        return _safetensors(path, arguments)
+    folder, problem = None, None
+    if not is_url(path) and os.path.isdir(path) and not os.path.lexists(os.path.join(path, MANIFEST_FILE)):
+        try:
+            folder = arrays_folder(path)
+        except ValueError as error:  # this may be a directory of checkpoints of jstep
+            problem = error
+    if folder is not None:
+        return _orbax(folder, arguments)
     checkpoint = at(path)
     if checkpoint is not None:
         return _checkpoint(checkpoint, arguments)
     if not is_directory(path):
-        raise FileNotFoundError(f"no checkpoint, and no directory of checkpoints: {path}")
-    return _directory(path, arguments)
+        raise FileNotFoundError(f"no checkpoint, directory of checkpoints or safetensors file: {path}")
+    return _directory(path, arguments, problem)
+
+
+# Safetensors files and Orbax checkpoints, without reading any tensor.
+
+
+def _are_weights(path: str) -> bool:
+    """Whether a path has weights: a file, or a folder with weights and without checkpoints."""
+    if is_url(path) or not os.path.isdir(path):
+        return not is_url(path) and (os.path.isfile(path) or os.path.isfile(path + INDEX))
+    if not any(name.endswith((SUFFIX, SUFFIX + INDEX)) for name in os.listdir(path)):
+        return False
+    try:
+        return at(path) is None and not below(path)[0]
+    except CheckpointError:
+        return True  # a folder such as gpt-2, which is named like a checkpoint
+
+
+def _safetensors(path: str, arguments: argparse.Namespace) -> int:
+    """Print the tensors of a file, or of an index and its shards."""
+    if arguments.verify:
+        raise ValueError("--verify: safetensors files have no checksums; leave it out, and headers are checked anyway")
+    weights = read_headers(weights_kind(path)[1])
+    folder = os.path.dirname(weights.path) or "."
+    rows = [
+        {
+            "name": tensor.name,
+            "dtype": str(tensor.dtype or tensor.code),
+            "stored_as": tensor.code,
+            "shape": list(tensor.shape),
+            "bytes": tensor.nbytes,
+            "file": os.path.relpath(tensor.file, folder),
+        }
+        for tensor in weights.tensors.values()
+    ]
+    held = Counter(tensor.file for tensor in weights.tensors.values())
+    files = [{"path": file, "tensors": held[file]} for file in weights.files]
+    several = len(files) > 1
+    columns = ["dtype", "stored_as", "shape", "bytes"] + ["file"] * several
+    about = {"format": "safetensors", **_sums(rows), "metadata": dict(weights.metadata), "files": files}
+    where = f"in {len(files)} file{'s' * several}"
+    return _tensors({"path": weights.path, **about}, rows, where, columns, arguments)
+
+
+def _orbax(folder: str, arguments: argparse.Namespace) -> int:
+    if arguments.verify:
+        raise ValueError("--verify: Orbax checkpoints have no checksums; leave it out")
+    from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow
+
+    arrays, _ = orbax_checkpoint.open_checkpoint(folder)
+    rows = [
+        {"name": array.name, "dtype": array.code, "shape": list(array.shape), "bytes": array.nbytes}
+        for array in arrays.values()
+    ]
+    about = {"path": folder, "format": "orbax", **_sums(rows), "metadata": {}}
+    return _tensors(about, rows, "in a checkpoint of Orbax", ["dtype", "shape", "bytes"], arguments)
+
+
+def _sums(rows: list[dict[str, Any]]) -> dict[str, int]:
+    return {"bytes": sum(row["bytes"] for row in rows), "parameters": sum(math.prod(row["shape"]) for row in rows)}
+
+
+def _tensors(
+    about: dict[str, Any], rows: list[dict[str, Any]], where: str, columns: list[str], arguments: argparse.Namespace
+) -> int:
+    rows = sorted(rows, key=lambda row: row["name"])
+    keys = {"tensor": "name"} | {column.replace("_", " "): column for column in columns}
+    lines = [
+        _path_line(about["path"]),
+        f"{len(rows)} tensor{'s' * (len(rows) != 1)}, {about['parameters']} parameters, "
+        f"{format_bytes(about['bytes'])}, {where}",
+        *([f"metadata {printable(cli.as_strict_json(about['metadata']))}"] if about["metadata"] else []),
+        "",
+        *cli.table(keys, rows, left=list(keys).index("bytes")),
+    ]
+    return cli.answer(arguments, {**about, "tensors": rows}, lines)
+
+
+def _path_line(path: str) -> str:
+    return truncate_path(printable(path), cli.terminal_width())
+
+
+# Checkpoints of jstep.
 
 
 def _checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> int:

@@ -85,8 +85,7 @@ def refuse_shared_buffers(state: Tree, args: Any, cause: BaseException | None = 
         buffer = _buffer(leaf)
         if buffer is not None and seen.setdefault(buffer, path) != path:
             raise ValueError(
-                f"state: {seen[buffer]!r} and {path!r} share one buffer, which a compiled step cannot donate twice; "
-                f"copy one of them: jnp.copy(state.{path.split('/')[0]}…)"
+                f"state: {seen[buffer]!r} and {path!r} share one buffer, which cannot be donated twice; copy one"
             ) from cause
     for path, leaf in trees.leaves_with_paths(args):
         buffer = _buffer(leaf)

@@ -76,8 +76,9 @@ def test_shapes_are_compared_once_and_errors_name_what_differs(three: Fellows, m
     assert three.each(lambda i: agreed[i].check(None, (other if i else same,), "known")) == [None] * 3
     errors = three.each(lambda i: agreed[i].check(None, (other if i == 1 else same,), "new"))
     assert {str(error) for error in errors} == {
-        "batch: its arrays must have the same shapes on all processes, got float32[2,3] at 'x' on process 0 and "
-        "float32[2,4] at 'x' on process 1; give each process as many rows, as jstep.batches does"
+        "batch: its arrays must have the same shapes on all processes, got float32[2,3] at 'x', float32[2] at 'y' on "
+        "process 0 and float32[2,4] at 'x', float32[2] at 'y' on process 1; give each process as many rows, as "
+        "jstep.batches does"
     }
     fewer = three.each(lambda i: agreed[i].check(None, (same["x"],) if i < 2 else (same["x"], same["y"]), "other"))
     assert "got float32[2,3] on process 0 and float32[2,3] at '0', float32[2] at '1' on process 2" in str(fewer[0])
@@ -162,10 +163,7 @@ def test_process_0_is_waited_for_until_the_time_is_over(monkeypatch: Any) -> Non
     with pytest.raises(TimeoutError) as error:
         processes._wait_for("host", 2, processes.Setting("host:2", "coordinator_address"), 2)
     assert [secs for _, secs in tried] == [2.0, 1.0, 0.1]
-    assert str(error.value) == (
-        "coordinator_address='host:2' could not be reached within 2 s (refused). Is process 0 running there, and is "
-        "the port open?"
-    )
+    assert str(error.value) == "coordinator_address='host:2' could not be reached within 2 s (refused)"
     assert sleeps == [0.1] * 3
 
 

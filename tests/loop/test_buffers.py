@@ -1,7 +1,6 @@
 """Loaders that reuse their buffers, tensors of other libraries, and ragged batches."""
 
 import itertools
-import threading
 import time
 
 import jax
@@ -51,21 +50,6 @@ def test_a_loader_can_reuse_its_buffer(wait, kwargs, offset):
     np.testing.assert_allclose(state.params["a"][0], expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("offset", [0, 1])
-def test_prefetch_to_device_copies_reused_buffers(offset):
-    last_read = threading.Event()
-
-    def source():
-        for n, buffer in enumerate(itertools.islice(reused_buffer(offset=offset), 8), 1):
-            if n == 8:
-                last_read.set()
-            yield buffer
-
-    items = jstep.prefetch_to_device(source(), size=8)
-    assert last_read.wait(60)
-    assert [float(item[0]) for item in items] == list(range(8))
-
-
 class Tensor:
     """Like a tensor of PyTorch: it converts to NumPy by `numpy()`, or only by `__dlpack__`."""
 
@@ -103,13 +87,6 @@ def test_tensors_give_the_results_of_arrays(kind, steps_per_call):
     np.testing.assert_allclose(tensors.params["a"], expected.params["a"], rtol=1e-6)
 
 
-def test_tensors_are_converted_without_a_copy():
-    array = np.ones(8, np.float32)
-    for kind in (WithNumpy, WithDlpack):
-        assert np.shares_memory(copy_batch({"x": kind(array)}, fresh=True)["x"], array)
-        assert not np.shares_memory(copy_batch({"x": kind(array)})["x"], array)
-
-
 @pytest.mark.parametrize("make", [lambda x: x, lambda x: (x, 1.5), lambda x: {"b": x, "a": x}, lambda x: Pair(x, [x])])
 @pytest.mark.parametrize(
     "array",
@@ -137,12 +114,6 @@ def test_a_copy_has_the_values_and_the_structure_of_the_batch(make, array):
     assert all(a is b for a, b in zip(jax.tree.leaves(fresh), jax.tree.leaves(batch), strict=True))
 
 
-def test_a_copy_is_in_the_byte_order_of_this_machine():
-    found = copy_batch({"x": np.arange(6).astype(">i4")}, fresh=True)["x"]
-    assert found.dtype == np.dtype("=i4")
-    assert found.tolist() == list(range(6))
-
-
 def test_jax_arrays_are_not_copied_wherever_they_are():
     array, host = jnp.ones(3), np.ones(3)
     for batch in (array, (array, host), {"x": host, "y": array}, ({"x": array}, host)):
@@ -157,12 +128,3 @@ def test_the_copy_of_a_large_array_is_where_a_program_can_use_it():
         assert copy.ctypes.data % 64 == 0
         assert copy.flags.c_contiguous
         assert copy.flags.writeable
-
-
-def test_a_list_instead_of_a_tuple_gets_a_note():
-    step = jstep.minimize(lambda params, x, y: jnp.mean((params["a"] * x - y) ** 2), OPTIMIZER)
-    with pytest.raises(TypeError) as caught:
-        train(3, lambda n: [np.ones(1024), np.ones(1024)], step=step, state=make_state())
-    notes = "\n".join(caught.value.__notes__)
-    assert "a list, which is one argument; a tuple is several" in notes
-    assert "collate_fn=lambda rows: tuple(default_collate(rows))" in notes

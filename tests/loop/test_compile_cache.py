@@ -3,8 +3,6 @@
 import contextlib
 import logging
 import os
-import stat
-import threading
 
 import jax
 import pytest
@@ -87,40 +85,6 @@ def test_settings_are_restored(hooks, ends, tmp_path):
     assert settings() == before
 
 
-def test_the_last_of_overlapping_runs_restores_the_settings(tmp_path, caplog):
-    before, during, latest = settings(), [], []
-    inside, first_ended = threading.Event(), threading.Event()
-
-    def second():
-        def wait(*_):
-            inside.set()
-            assert first_ended.wait(60)
-            during.append(settings())
-            # A third run joins the cache in use, which is that of a run that has ended.
-            train(1, compile_cache=tmp_path / "first")
-
-        latest.append(train(1, hooks=[jstep.every(1, wait)], compile_cache=tmp_path / "second"))
-
-    thread = threading.Thread(target=second, daemon=True)
-
-    def start_the_second(*_):
-        thread.start()
-        assert inside.wait(60)
-
-    train(1, hooks=[jstep.every(1, start_the_second)], compile_cache=tmp_path / "first")
-    first_ended.set()
-    thread.join(60)
-    assert during == [[str(tmp_path / "first"), True, 0.0, -1]]
-    assert settings() == before
-    assert jstep.global_step(latest[0]) == 1
-    assert [record.args for record in caplog.records if "both use it" in record.message] == [
-        (str(tmp_path / "second"), str(tmp_path / "first"))
-    ]
-    # The cache is free: a later run has its own.
-    train(1, hooks=[jstep.every(1, lambda *_: during.append(settings()))], compile_cache=tmp_path / "second")
-    assert (during[1][0], settings()) == (str(tmp_path / "second"), before)
-
-
 def test_none_does_not_change_the_settings_of_jax(tmp_path):
     during = []
     before = settings()
@@ -151,10 +115,3 @@ def test_bad_arguments_are_rejected_before_files_are_created(given, where, error
     with pytest.raises(error, match=message):
         train(2, compile_cache=given, checkpoint_dir=where, logdir=tmp_path / "log")
     assert not (tmp_path / "log").exists()
-
-
-def test_the_cache_is_in_the_directory_of_a_saver(tmp_path):
-    with jstep.Saver(tmp_path) as saver:
-        train(1, checkpoint_dir=saver, compile_cache=True)
-    assert stat.S_ISDIR(os.stat(tmp_path / "compile_cache").st_mode)
-    assert jstep.Saver(tmp_path).all_steps() == [1]

@@ -130,31 +130,6 @@ def test_a_signal_saves(kind, full, tmp_path):
     assert "is saved as model-6" in " ".join(info.value.__notes__)
 
 
-def test_a_temporary_checkpoint_is_saved(full, tmp_path, monkeypatch):
-    options, _, method = of_history(full, tmp_path)
-    monkeypatch.setattr("jstep.loop.saving.FIRST_SECS", 0.0)
-    hooks = [filling(full, 3), *options["hooks"]]
-    with pytest.raises(OSError, match="No space left") as info:
-        train(10_000, hooks=hooks, checkpoint_dir=tmp_path / "run", save_checkpoint_secs="auto")
-    assert steps_in(tmp_path / "run")[-1] == int(info.value.state.global_step) < 10_000
-    assert method in " ".join(info.value.__notes__)
-
-
-def test_another_error_stays_the_one_of_the_run(full, tmp_path):
-    options, file, _ = of_history(full, tmp_path)
-
-    def fail(step, state, metrics):
-        if step == 6:
-            full.now = True
-            raise KeyError("mine")
-
-    hooks = [jstep.every(1, fail), *options["hooks"]]
-    with pytest.raises(KeyError, match="mine") as info:
-        train(40, hooks=hooks, checkpoint_dir=tmp_path / "run", save_checkpoint_steps=100)
-    assert steps_in(tmp_path / "run") == [6]
-    assert [file in note for note in info.value.__notes__ if note.startswith("Additionally")] == [True]
-
-
 def test_what_fails_when_the_run_closes_has_the_state(tmp_path, monkeypatch):
     close_it = history_file.HistoryFile.close
 

@@ -2,14 +2,12 @@
 
 import json
 import logging
-import types
 
 import jax
-import numpy as np
 import pytest
 from sources import Positioned, Stateful
 
-from jstep.data.loaders import loader_position, open_source
+from jstep.data.loaders import open_source
 from jstep.data.positions import POSITION, POSITIONS, gather_positions, restore_position
 from jstep.stores.tagged_json import AttachedFiles
 
@@ -57,14 +55,6 @@ def test_equal_positions_fit_any_number_of_processes(process, count, caplog):
     assert not caplog.records
 
 
-def test_a_value_that_users_saved_under_the_same_name(process):
-    for count in (1, 2):
-        process(0, count)
-        assert next(open_source([0, 1, 2, 3, 4], 4, 9, restore_position({POSITION: 3})).items) == 4
-        with pytest.raises(ValueError, match="Stateful must be a position, got an int"):
-            open_source(Stateful(), 4, 9, restore_position({POSITION: 3}))
-
-
 def test_an_old_checkpoint_has_only_the_position_of_process_0(process, caplog):
     for index in range(2):
         process(index, 2)
@@ -75,14 +65,6 @@ def test_an_old_checkpoint_has_only_the_position_of_process_0(process, caplog):
     process(0, 1)
     assert next(open_source(Stateful(), 4, 9, restore_position({POSITION: A})).items) == 30
     assert not caplog.records
-
-
-def test_one_process_without_a_position(process, caplog):
-    process(1, 2)
-    open_source(Stateful(), 4, 9, restore_position(positions_of(A, None)))
-    assert "the checkpoint has no position for the Stateful" in caplog.text
-    assert restore_position({}) is None
-    assert restore_position({"hooks": {}}) is None
 
 
 def test_gather_positions(process, monkeypatch):
@@ -99,14 +81,3 @@ def test_gather_positions(process, monkeypatch):
     assert gather_positions(None, AttachedFiles()) == {}
     monkeypatch.setattr("jstep.distributed.processes.gather_texts", lambda text: [text, json.dumps(B)])
     assert gather_positions(None, AttachedFiles()) == {POSITIONS: {"processes": 2, "positions": [None, B]}}
-
-
-def test_large_arrays_of_equal_positions_are_written_by_the_first_process(process, monkeypatch):
-    state = {"buffer": np.zeros(10**5, np.uint8)}
-    large = loader_position(types.SimpleNamespace(get_state=lambda: state, set_state=print))
-    for index, of_first, written in ((0, None, 1), (1, None, 0), (1, json.dumps(A), 1)):
-        process(index, 2)
-        gathered = lambda text, of_first=of_first: [of_first or text, text]  # noqa: E731
-        monkeypatch.setattr("jstep.distributed.processes.gather_texts", gathered)
-        gather_positions(large, files := AttachedFiles())
-        assert [name.startswith(f"position.process_{index}.") for name in files] == [True] * written

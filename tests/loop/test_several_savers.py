@@ -1,6 +1,5 @@
 """Several savers: each is tried when due, at a signal, at the end and in a rescue; the run's own first."""
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 from loop_runs import train
 
 import jstep
-from jstep.hooks.run_hook import RunHook
 
 
 def fails(name: str) -> Any:
@@ -51,13 +49,6 @@ def test_at_a_signal(tmp_path: Path) -> None:
     assert "at step 5, after the update with batch 4, in CheckpointSaverHook.save" in caught.value.__notes__[-1]
 
 
-def test_what_the_run_says_at_a_signal_is_the_outcome_of_its_own_saver(tmp_path: Path) -> None:
-    prevented = jstep.CheckpointSaverHook(tmp_path / "first", before_save=(lambda step: True,))
-    hooks = [prevented, breaks(5, signal.SIGTERM)]
-    with pytest.raises(jstep.Preempted, match="after step 5, which is saved; start the run again"):
-        train(50, hooks=hooks, checkpoint_dir=tmp_path / "own")
-
-
 def test_when_due(tmp_path: Path) -> None:
     hooks = savers(tmp_path, "first second", save_steps=7)
     with pytest.raises(OSError, match="the disk of first is full") as caught:
@@ -74,21 +65,6 @@ def test_in_a_rescue(tmp_path: Path) -> None:
     first, last = caught.value.__notes__
     assert first == ("Additionally, CheckpointSaverHook could not save step 5: OSError: the disk of first is full")
     assert "and is saved as model-5" in last
-
-
-def test_a_rescue_in_which_the_own_saver_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, save = tmp_path / "own", jstep.Saver.save
-
-    def full(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if Path(self.directory) == own:
-            raise OSError("the own disk is full")
-        return save(self, *args, **kwargs)
-
-    monkeypatch.setattr(jstep.Saver, "save", full)
-    with pytest.raises(ValueError, match="my hook") as caught:
-        train(50, hooks=[*savers(tmp_path, ""), breaks(5, ValueError("my hook"))], checkpoint_dir=own)
-    assert "and could not be saved: OSError: the own disk is full" in caught.value.__notes__[-1]
-    assert steps_in(tmp_path) == [[], [5], [5]]
 
 
 @pytest.mark.thorough(except_for=["1-end", "9-signal", "1-due"])
@@ -117,21 +93,3 @@ def test_a_write_that_fails_while_the_run_waits_for_it(ends_by: str, fails: int,
     assert ("is saved as model-5" in caught.value.__notes__[-1]) == is_there
     assert ("not saved" in caught.value.__notes__[-1]) != is_there
     saver.close()
-
-
-class Prevents(RunHook):
-    """Prevents saves at some steps."""
-
-    def __init__(self, *steps: int) -> None:
-        self.steps = steps
-
-    def before_save(self, step: int) -> bool:
-        return step in self.steps
-
-
-def test_a_save_that_a_hook_prevents_leaves_no_line_in_the_timeline(tmp_path: Path) -> None:
-    hook = Prevents(2, 4)
-    train(6, hooks=[hook], checkpoint_dir=tmp_path, save_checkpoint_steps=2)
-    lines = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
-    assert [line["checkpoint"] for line in lines if "checkpoint" in line] == [6]
-    assert jstep.Saver(tmp_path).all_steps() == [6]

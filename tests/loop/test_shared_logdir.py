@@ -5,10 +5,8 @@ import json
 import logging
 import os
 import pathlib
-import signal
 from typing import Any
 
-import forked
 import jax.numpy as jnp
 import pytest
 from tensorboard.backend.event_processing import event_accumulator, plugin_event_accumulator
@@ -122,15 +120,6 @@ def test_a_log_directory_that_was_moved_is_known(tmp_path: pathlib.Path, caplog:
     assert not warnings_of(caplog)
 
 
-@pytest.mark.parametrize("name", ["../x", {"a": 1}])
-def test_a_name_that_is_not_one_of_a_run_is_ignored(tmp_path: pathlib.Path, name: Any) -> None:
-    optimizer = jstep.sgd(0.1)
-    with jstep.Saver(tmp_path / "run") as saver:
-        saver.save(jstep.TrainState.create({"w": jnp.ones(2)}, optimizer, global_step=3), extra={"run": name})
-    run(tmp_path / "logs", tmp_path / "run", 5)
-    assert shown(tmp_path / "logs")["loss"] == [4, 5]
-
-
 def others(path: pathlib.Path, pid: int = 1) -> pathlib.Path:
     """Let another process have written an event file."""
     return path.rename(path.with_name(path.name.replace(f".{os.getpid()}.", f".{pid}.")))
@@ -174,18 +163,6 @@ def test_an_evaluation_before_the_first_step_is_shown_once(tmp_path: pathlib.Pat
     assert shown(tmp_path)["eval/loss"] == [0, 4, 8]
 
 
-def test_what_the_program_wrote_before_the_run_is_not_of_others(tmp_path: pathlib.Path, caplog: Any) -> None:
-    """Also what an earlier start wrote there that died before its first checkpoint."""
-    for stop in (3, None):
-        with jstep.summary.SummaryWriter(tmp_path) as mine:
-            mine.add_graph(lambda x: x + 1, jnp.ones(2))
-        run(tmp_path, tmp_path, 20, stop=stop, saves=20)
-        for path in events(tmp_path):
-            others(path, pid=1 if stop else 2)
-    assert not warnings_of(caplog)
-    assert shown(tmp_path)["loss"] == ALL
-
-
 def test_what_another_program_wrote_is(tmp_path: pathlib.Path, caplog: Any) -> None:
     with jstep.summary.SummaryWriter(tmp_path) as mine:
         mine.add_summary(jstep.summary.scalar("theirs", 1.0), 1)
@@ -193,31 +170,6 @@ def test_what_another_program_wrote_is(tmp_path: pathlib.Path, caplog: Any) -> N
     run(tmp_path, tmp_path, 5)
     assert path.name in warnings_of(caplog)[0]
     assert shown(tmp_path)["theirs"] == [1]
-
-
-KILLED = """
-import os, signal, sys, jax.numpy as jnp, jstep
-def hook(step, state, metrics):
-    if step == int(sys.argv[4]):
-        os.kill(os.getpid(), signal.SIGKILL)
-optimizer = jstep.sgd(0.1)
-step = jstep.minimize(lambda p: jnp.sum(p["w"] ** 2), optimizer)
-jstep.train(step, jstep.TrainState.create({"w": jnp.ones(2)}, optimizer), lambda n: (), 60, logdir=sys.argv[1],
-            checkpoint_dir=sys.argv[2] or None, save_checkpoint_steps=int(sys.argv[3]) or None, save_summaries_steps=1,
-            hooks=[jstep.every(1, hook)], log_steps=None)
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("places", PLACES)
-def test_a_start_that_was_killed_before_its_first_checkpoint(tmp_path: pathlib.Path, places: str) -> None:
-    logs, checkpoints = (None if name is None else tmp_path / name for name in PLACES[places])
-    for step in (35, 20, 0):
-        program = forked.start(KILLED, logs, checkpoints or "", 50 if checkpoints else 0, step)
-        _, errors = program.communicate(120)
-        assert program.returncode == (-signal.SIGKILL if step else 0), errors
-        assert "of others" not in errors
-    assert shown(logs)["loss"] == list(range(1, 61))
 
 
 def test_a_run_of_a_living_process_is_another_one(tmp_path: pathlib.Path, caplog: Any, monkeypatch: Any) -> None:

@@ -13,7 +13,6 @@ from loop_runs import train
 import jstep
 from jstep.loop.compiler import BackgroundCompiler, CompileJob, in_silence
 from jstep.loop.signals import StopSignals, StopWaiting
-from jstep.loop.stages import Segment, StageBoundaries, as_stages
 
 BATCHES = [np.full(3, n, np.float32) for n in range(40)]
 
@@ -98,30 +97,6 @@ def test_a_stage_with_another_state_structure(other):
         train_stages({0: NEAR, 6: jstep.minimize(near, other)}, 10)
 
 
-@pytest.mark.parametrize(
-    ("result", "words"),
-    [
-        (lambda state: None, r"must return \(state, metrics\).*got None; "),
-        (lambda state: (state, None), r"must return \(state, metrics\).*got \(TrainState, NoneType\); "),
-        (lambda state: (state, {3: 1.0}), "the name of a metric must be a string, got 3"),
-    ],
-)
-def test_a_function_of_a_later_stage_that_returns_a_wrong_result(result, words):
-
-    def other(state, x):
-        return result(jstep.increment_global_step(state))
-
-    with pytest.raises(TypeError, match=words) as raised:
-        train_stages({0: NEAR, 6: other}, 10)
-    assert jstep.global_step(raised.value.state) == 6
-
-
-def test_a_stage_whose_batch_has_another_shape():
-    batches = [*BATCHES[:7], *[np.ones((2, 2), np.float32)] * 33]
-    with pytest.raises(ValueError, match=r"train_step\[7\]"):
-        train_stages({0: NEAR, 7: FAR}, 10, batches)
-
-
 @pytest.mark.parametrize("kind", ["list", "jstep.batches"])
 def test_batches_that_end_before_a_stage(kind, caplog):
     rows = np.zeros((8, 3), np.float32)
@@ -182,12 +157,6 @@ def test_the_next_stage_is_compiled_before_it_is_due(source, steps_per_call, com
     assert not any("again" in m for m in messages)
 
 
-def test_each_stage_after_the_first_is_compiled_before_it_is_due(compiling_threads):
-    first, second, third = steps_of(2.0, 3.0, 4.0)
-    train_stages({0: first, 6: second, 12: third}, 16, BATCHES)
-    assert compiling_threads.count("jstep-compile") == 2
-
-
 def test_batch_shapes_are_compiled_before_they_are_due(compiling_threads):
     step = jstep.minimize(lambda params, x: jnp.mean((x @ params["w"]) ** 2), OPTIMIZER)
     rows = np.arange(50, dtype=np.float32).reshape(50, 1) * np.ones(3, np.float32)
@@ -246,20 +215,3 @@ def test_only_a_compilation_in_progress_is_reported_at_the_end_of_the_process(is
     compiler.close()
     finish.set()
     assert caplog.text.count("cannot be stopped") == (not is_finished)
-
-
-def test_jobs_that_did_not_start_are_left_to_the_step():
-    compiler = BackgroundCompiler(StopSignals())
-    compiler.jobs.append(CompileJob(5, "late", lambda *_: pytest.fail("began")))
-    compiler.before(5, in_silence, may_leave=True)
-    compiler.after(())
-
-
-def test_of_a_stage_only_so_many_changes_of_shapes_are_compiled_ahead():
-    """The stages after it are compiled ahead whatever it has."""
-    boundaries = StageBoundaries(as_stages({0: NEAR, 100: FAR}), lambda step: step + 1)
-    first = [Segment(n, n + 1, 0, n == 0) for n in range(65)]
-    second = [Segment(n, n + 1, 1, n == 100) for n in range(100, 165)]
-    assert list(boundaries.segments(0, 300)) == first + second
-    assert list(boundaries.segments(0, 100)) == first
-    assert list(boundaries.segments(70, 80)) == [Segment(n, n + 1, 0, False) for n in range(70, 80)]

@@ -1,6 +1,5 @@
 """Runs that branch: `train(start_from=…)`."""
 
-import logging
 import os
 import pathlib
 
@@ -96,14 +95,6 @@ def test_the_first_checkpoint_exists_before_the_first_step(tmp_path):
     assert seen[0] == ["model-10"]
 
 
-def test_without_a_directory_it_is_read_at_every_start(tmp_path):
-    whole = train(15, tmp_path / "whole")
-    train(10, tmp_path / "trunk")
-    for _ in range(2):
-        options = {"log_steps": None, "start_from": tmp_path / "trunk"}
-        assert jstep.train(train_step, make_state(), loader(), 15, **options) == whole
-
-
 def test_what_stopped_the_trunk_is_not_inherited_and_its_memory_is(tmp_path):
     def early():
         stop = jstep.EarlyStopping("w", patience=2, mode="max")
@@ -143,17 +134,6 @@ def test_a_branch_of_a_stopped_run_has_a_fresh_count_and_the_best_of_its_trunk(t
     assert int(train(50, tmp_path / "early", hook, start_from=tmp_path / "trunk" / "model-15").global_step) == 20
 
 
-def test_a_branch_of_a_branch_and_its_lines(tmp_path, caplog):
-    train(10, tmp_path / "a")
-    train(20, tmp_path / "b", start_from=tmp_path / "a")
-    with caplog.at_level(logging.INFO, "jstep"):
-        train(30, tmp_path / "c", start_from=tmp_path / "b" / "model-15")
-    assert caplog.messages[0] == f"this run begins from {tmp_path}/b/model-15"
-    with jstep.Saver(tmp_path / "c") as saver:
-        assert saver.extra(30)["parent"] == {"path": f"{tmp_path}/b/model-15", "step": 15}
-        assert saver.extra(30)["run"] != jstep.Saver(tmp_path / "b").extra(20)["run"]
-
-
 @pytest.mark.parametrize(
     ("start", "options", "error", "said"),
     [
@@ -173,12 +153,6 @@ def test_bad_input(start, options, error, said, tmp_path, monkeypatch):
     with pytest.raises(error, match=said):
         train(options.pop("last_step"), "branch", start_from=start, **options)
     assert not list(tmp_path.glob("branch/model-*"))
-
-
-def test_a_directory_with_a_name_like_a_checkpoint_is_not_one_of_the_directory_above(tmp_path):
-    train(10, tmp_path / "exp-1")
-    train(12, tmp_path / "exp-2", start_from=tmp_path / "exp-1", logdir=tmp_path)
-    assert jstep.Saver(tmp_path / "exp-2").extra(12)["parent"]["step"] == 10
 
 
 @pytest.mark.thorough
@@ -251,22 +225,3 @@ def test_a_checkpoint_that_was_named_is_not_exchanged(tmp_path, monkeypatch):
     Living.go_on(living, True)
     with pytest.raises(jstep.CheckpointError, match="model-11 was deleted or replaced"):
         train(20, tmp_path / "branch", start_from=tmp_path / "trunk" / "model-11")
-
-
-@pytest.mark.parametrize("lost", ["manifest.json", "all but the manifest"])
-def test_a_branch_with_damaged_checkpoints_is_the_error_of_any_run(lost, tmp_path, caplog):
-    train(10, tmp_path / "trunk")
-    train(20, tmp_path / "branch", start_from=tmp_path / "trunk")
-    for checkpoint in (tmp_path / "branch").glob("model-*"):
-        for path in [path for path in checkpoint.rglob("*") if path.is_file()]:
-            if lost in str(path.relative_to(checkpoint)) or (lost[0] == "a" and path.name != "manifest.json"):
-                path.unlink()
-    errors = []
-    for options in ({"start_from": tmp_path / "trunk"}, {}):
-        caplog.clear()
-        with pytest.raises(jstep.CheckpointError, match="model-20 is corrupted") as info:
-            train(30, tmp_path / "branch", **options)
-        errors.append(str(info.value))
-        lines = [line for line in caplog.messages if "is ignored" in line]
-        assert len(lines) == len(set(lines))
-    assert errors[0] == errors[1]

@@ -4,7 +4,6 @@ import faulthandler
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ import pytest
 from loop_runs import DATA, train
 
 import jstep
-from jstep.loop import signals
-from jstep.loop.signals import StopSignals
 
 
 def kill(number: int, at: int = 5) -> Any:
@@ -32,18 +29,6 @@ def test_a_signal_saves_and_leaves_with_its_code(number: int, tmp_path: Path) ->
     assert signal.getsignal(number) == before
 
 
-def test_a_limit_that_is_over_when_the_run_begins(tmp_path: Path) -> None:
-    """Devices may take longer to start. The handlers of before are there again: later signals must not be ignored."""
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    for _ in range(5):
-        with pytest.raises(jstep.Preempted, match="stop_secs stopped the run before its first step") as caught:
-            train(50, checkpoint_dir=tmp_path, stop_secs=1e-9)
-        assert jstep.global_step(caught.value.state) == 0
-        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
-    with pytest.raises(jstep.Preempted, match="SIGTERM stopped the run after step 5"):
-        train(50, hooks=[kill(signal.SIGTERM)], checkpoint_dir=tmp_path)
-
-
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_that_is_ignored_or_handled_is_left_alone(number: int, tmp_path: Path) -> None:
     seen: list[int] = []
@@ -55,16 +40,6 @@ def test_a_signal_that_is_ignored_or_handled_is_left_alone(number: int, tmp_path
         finally:
             signal.signal(number, before)
     assert seen == [number]
-
-
-def test_an_ignored_sigint_stays_ignored() -> None:
-    """As under nohup, or in a background job of a shell script."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        assert jstep.global_step(train(6, hooks=[kill(signal.SIGINT)])) == 6
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_a_handler_of_c_is_left_alone(tmp_path: Path) -> None:
@@ -79,31 +54,6 @@ def test_a_handler_of_c_is_left_alone(tmp_path: Path) -> None:
         assert "most recent call first" in file.read()
 
 
-def slowly(step: int) -> Any:
-    time.sleep(0.005)
-    return DATA[step]
-
-
-def test_a_limit_that_ends_after_a_signal_or_the_run_stops_nothing() -> None:
-    stop = StopSignals(1000.0)
-    stop.received = signal.SIGINT
-    stop._expire()
-    assert not stop._is_limit
-    stop.received = None
-    stop.end()
-    stop._expire()
-    assert (stop._is_limit, stop.received) == (False, None)
-    stop.check()
-
-
-def test_without_proc_a_signal_with_its_default_action_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(path: str) -> Any:
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(signals, "open", missing, raising=False)
-    assert [signals._is_free(number) for number in (signal.SIGUSR1, signal.SIGINT)] == [True, False]
-
-
 def test_the_time_limit_ends_a_wait(tmp_path: Path) -> None:
     def hangs(step: int) -> Any:
         if step == 4:
@@ -113,29 +63,6 @@ def test_the_time_limit_ends_a_wait(tmp_path: Path) -> None:
     with pytest.raises(jstep.Preempted, match="stop_secs stopped the run after step 4"):
         train(9, hangs, checkpoint_dir=tmp_path, stop_secs=2)
     assert jstep.Saver(tmp_path).all_steps() == [4]
-
-
-def test_the_time_limit_in_another_thread(tmp_path: Path) -> None:
-    found: list[BaseException] = []
-    train(3)  # the limit counts compiling, too
-
-    def run() -> None:
-        try:
-            train(10**6, slowly, checkpoint_dir=tmp_path, stop_secs=2.0)
-        except BaseException as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(60)
-    (error,) = found
-    assert isinstance(error, jstep.Preempted)
-    assert error.code == 143
-    assert jstep.Saver(tmp_path).latest_step() == jstep.global_step(error.state)
-
-
-def test_a_limit_of_centuries_is_none() -> None:
-    assert jstep.global_step(train(6, stop_secs=1e12)) == 6  # an error in a thread would be a warning here
 
 
 @pytest.mark.filterwarnings("ignore")

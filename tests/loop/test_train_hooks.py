@@ -9,8 +9,6 @@ import pytest
 from loop_runs import by_hand, make_state, same, train
 
 import jstep
-from jstep.hooks.cadence import Cadence
-from jstep.hooks.run_hook import RunHook
 
 # Functions
 
@@ -103,22 +101,3 @@ def test_a_run_keeps_no_reference_to_its_state():
         assert reference() is None
     finally:
         gc.enable()
-
-
-def test_what_a_hook_returns_at_the_last_step_counts(tmp_path):
-    """Also if it is due there only because the run ends."""
-
-    class AtLast(RunHook):
-        cadence = Cadence(steps=100, at_last=True)
-
-        def when_due(self, step, state, metrics):
-            return state.replace(params={"w": jnp.full(2, 123.0)})
-
-    class Stops(AtLast):
-        def when_due(self, step, state, metrics):
-            return True
-
-    state = train(10, hooks=[AtLast(), Stops()], checkpoint_dir=tmp_path)
-    assert state.params["w"].tolist() == [123.0, 123.0]
-    assert same(jstep.Saver(tmp_path).restore(train(0)), state)
-    assert jstep.Saver(tmp_path).extra()["stopped"].endswith("Stops")

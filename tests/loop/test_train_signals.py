@@ -80,52 +80,6 @@ train(100, jstep.batches(Rows(), 8), checkpoint_dir=directory)
 
 
 @pytest.mark.thorough
-def test_a_second_sigint_during_a_save_has_a_short_traceback(tmp_path):
-    script = """
-def interrupt(step, state, metrics):
-    os.kill(os.getpid(), signal.SIGINT)
-def save(self, state, extra=None):
-    def deep(n):
-        if n:
-            return deep(n - 1)
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(5)
-    deep(200)
-jstep.Saver.save = save
-train(100, hooks=[jstep.every(5, interrupt)], checkpoint_dir=directory)
-"""
-    _, err = end(start(script, tmp_path), -signal.SIGINT)
-    assert "KeyboardInterrupt: SIGINT was received twice: the run ended immediately, at step 5" in err
-    assert len(err.splitlines()) < 40
-    assert "deep" not in err
-
-
-@pytest.mark.thorough
-def test_a_save_in_progress_ends_after_a_second_sigint(tmp_path):
-    script = """
-class Interrupts(jstep.Hook):
-    def after_step(self, step, state, metrics):
-        if step == 3:
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-import threading
-left = threading.Event()
-saver = jstep.Saver(directory)
-with saver.flushing(lambda: left.wait(60)):  # the disk is slow
-    try:
-        train(10, hooks=[Interrupts()], checkpoint_dir=saver, save_checkpoint_steps=2)
-    except KeyboardInterrupt as error:
-        say("left", error)
-    left.set()
-    saver.wait()
-say(saver.all_steps())
-"""
-    out, _ = end(start(script, tmp_path))
-    assert "the run ended immediately, at step 3" in out
-    assert out.endswith("[2]\n")
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("progress", ["True", "False", "None"])
 def test_a_process_says_that_it_waits_for_a_compilation(progress, tmp_path):
     script = f"""

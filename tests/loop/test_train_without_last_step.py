@@ -1,6 +1,5 @@
 """`train(last_step=None)`: the batches, a hook or a signal end the run."""
 
-import io
 import logging
 from typing import Any
 
@@ -48,11 +47,6 @@ def test_the_batches_end_the_run(source: str, steps_per_call: int, tmp_path: Any
     assert not [record.getMessage() for record in caplog.records if "ended" in record.getMessage()]
 
 
-def test_a_finished_run_stays_finished_and_more_batches_continue_it(tmp_path: Any) -> None:
-    for number, expected in ((5, 5), (5, 5), (8, 8)):
-        assert int(run([X] * number, checkpoint_dir=tmp_path).global_step) == expected
-
-
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_a_hook_ends_the_run(steps_per_call: int) -> None:
     class Stop(jstep.Hook):
@@ -61,17 +55,3 @@ def test_a_hook_ends_the_run(steps_per_call: int) -> None:
 
     hooks = [Stop(), jstep.AuditHook(every_n_steps=3), jstep.NanLossHook(), jstep.LoggingHook(every_n_steps=4)]
     assert int(run(lambda step: X, hooks=hooks, steps_per_call=steps_per_call).global_step) == 8
-
-
-def test_the_progress_bar_has_no_total(capsys: Any) -> None:
-    pytest.importorskip("tqdm")
-    file = io.StringIO()
-    run([X] * 5, hooks=[jstep.ProgressHook(last_step=None, file=file)], progress=False)
-    assert "5step" in file.getvalue().replace(" ", "")
-    assert "%" not in file.getvalue()
-
-
-def test_no_batch_at_all_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"no batch for step 0, the first of this run \(last_step=None\)") as raised:
-        run([])
-    assert "lower last_step" not in str(raised.value)

@@ -20,14 +20,6 @@ def state_of(optimizer: Any) -> jstep.TrainState:
     return jstep.TrainState.create({"w": 1.0}, optimizer)
 
 
-def test_hyperparameters_of_others_have_names() -> None:
-    transformation = type("T", (), {"init": lambda p: (), "update": lambda u, s, p: (u, s)})
-    for key, got in ((3, "an int"), (None, "None")):
-        with pytest.raises(TypeError) as caught:
-            jstep.from_optax(transformation(), hyperparameters={key: 0.1})
-        assert str(caught.value) == f"hyperparameters: {key} must be a string, got {got}"
-
-
 RATE = jstep.gradient_descent(0.1)
 
 

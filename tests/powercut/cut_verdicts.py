@@ -24,7 +24,7 @@ import jstep
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.state import fingerprints
 from jstep.stores.event_files import read_scalars
-from jstep.stores.run_record import read_timeline
+from jstep.stores.starts import read_starts
 
 ACCEPTABLE = "acceptable"
 REFUSED = "refused"
@@ -242,10 +242,10 @@ def _has_records(folder: str, restored: int) -> bool:
     try:
         series = read_scalars(logs, on_corrupted=lambda error: None)  # what comes before it is kept
         logged = fingerprints.read_log(os.path.join(logs, fingerprints.FINGERPRINTS_FILE)).entries
-        times = read_timeline(cut_runs.checkpoints(folder))
+        starts = read_starts(cut_runs.checkpoints(folder))
     except (OSError, ValueError):
         return False
-    timed = max((line["step"][1] for lines in times.values() for line in lines if line["step"] is not None), default=0)
+    timed = max((start["step"][1] for of in starts.values() for start in of if start.get("step")), default=0)
     return steps <= {point.step for point in series.get("loss", ())} and steps <= set(logged) and timed >= restored
 
 

@@ -118,7 +118,7 @@ class TestEnqueueMany:
         queue = make(4)
         queue.enqueue_many(rows(0, 4))
         assert sorted(drain_closed(queue)) == [0, 1, 2, 3]
-        with pytest.raises(ValueError, match=r"elements has 5 rows: must be at most 4, the capacity of the queue; add"):
+        with pytest.raises(ValueError, match=r"elements has 5 rows: must be at most 4, the capacity of the queue"):
             make(4).enqueue_many(rows(0, 5))
 
     @both_queues

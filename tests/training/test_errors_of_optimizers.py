@@ -33,11 +33,3 @@ def test_errors_of_the_step_get_no_note_about_gradients_that_are_there() -> None
     with pytest.raises(TypeError, match="None of this") as caught:
         jstep.minimize(loss_fn, broken)(jstep.TrainState.create({"w": 1.0}, broken))
     assert not any("gradients of" in line for line in getattr(caught.value, "__notes__", []))
-
-
-def test_an_optimizer_of_flax_points_to_its_page() -> None:
-    nnx = pytest.importorskip("flax.nnx")
-    optax = pytest.importorskip("optax")
-    given = nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)
-    with pytest.raises(TypeError, match=r"pass jstep.from_optax\(tx\).*the page 'From Flax'"):
-        jstep.minimize(loss_fn, given)

@@ -142,14 +142,12 @@ def test_several_names_with_the_same_leaf(tmp_path):
             saver.restore(state, use_averages=["other", "third"])
 
 
-@pytest.mark.parametrize(
-    ("value", "error"), [([], ValueError), (["a", 3], TypeError), ([""], ValueError), (3, TypeError)]
-)
-def test_invalid_lists(value, error, tmp_path):
+@pytest.mark.parametrize("value", [[], ["a", 3], [""], 3])
+def test_invalid_lists(value, tmp_path):
     for call in (
         lambda: jstep.minimize(distance, jstep.adam(), use_averages=value),
         lambda: jstep.evaluator(distance, [X], use_averages=value),
         lambda: jstep.Saver(tmp_path).restore(None, use_averages=value),
     ):
-        with pytest.raises(error, match="use_averages="):
+        with pytest.raises(TypeError, match="use_averages="):
             call()

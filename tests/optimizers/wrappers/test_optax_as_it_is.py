@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -152,9 +151,3 @@ def test_anything_else_is_refused(wrong: Any, message: str) -> None:
         for make in makes:
             with pytest.raises(TypeError, match=f"^{argument}=.*: must be a jstep.Optimizer, {message}"):
                 make()
-
-
-def test_what_optax_cannot_do_in_a_step_is_refused_as_by_hand() -> None:
-    with pytest.raises(TypeError, match=r"transformation: optax\.lookahead needs LookaheadParams"):
-        jstep.TrainState.create({"w": jnp.ones(2)}, optax.lookahead(optax.sgd(0.1), 5, 0.5))
-    np.testing.assert_equal(jstep.TrainState.create({"w": 1.0}, Unmade()).slots, {})
