@@ -18,6 +18,7 @@ PROGRAMS = {
     "self-supervision": ("self-supervision", "BYOL and DINO"),
     "wgan": ("gan", "WGAN with five critic steps"),
 }
+ORIGINALS = pathlib.Path(__file__).parent / "originals"
 NUMBER = re.compile(r"-?\d+\.?\d*")
 
 
@@ -26,9 +27,14 @@ def place_of(name: str) -> tuple[pathlib.Path, str | None]:
     return DOCS / "recipes" / f"{page}.md", section
 
 
+def original_of(name: str) -> str:
+    """Return the original program and its comparison, which run after the page: they use its model and its data."""
+    return text_of(ORIGINALS / f"{name}.txt")
+
+
 def run_program(name: str, change: Callable[[str], str] = str) -> None:
     page, section = place_of(name)
-    run_page(page, change, section)
+    run_page(page, change, section, original_of(name))
 
 
 def listing_of(name: str) -> list[str]:
@@ -42,12 +48,12 @@ def listing_of(name: str) -> list[str]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_each_page_compares_two_programs_and_shows_the_numbers(name: str) -> None:
-    blocks = blocks_of(*place_of(name))
-    assert "assert_allclose" in blocks[-1].code
-    assert blocks[-1].needs == ("optax",)
-    alone = "\n".join(block.code for block in blocks if not block.needs)
+    alone = "\n".join(block.code for block in blocks_of(*place_of(name)) if not block.needs)
     assert "jstep.train(" in alone, "jstep's program must run without Optax"
-    assert "jstep" not in next(block.code for block in blocks if "import optax" in block.code)
+    original, comparison = original_of(name).split("# The comparison.\n")
+    assert "import optax" in original
+    assert "jstep" not in original
+    assert "assert_allclose" in comparison
     assert sum(len(NUMBER.findall(line)) for line in listing_of(name)) >= 4
 
 
