@@ -19,11 +19,13 @@ PROGRAMS = {
     "wgan": ("gan", "WGAN with five critic steps"),
 }
 ORIGINALS = pathlib.Path(__file__).parent / "originals"
+UNLISTED = {"dqn": ("dqn", "DQN"), "ppo": ("ppo", "PPO")}
+"""Programs whose originals are compared, but not shown with their numbers."""
 NUMBER = re.compile(r"-?\d+\.?\d*")
 
 
 def place_of(name: str) -> tuple[pathlib.Path, str | None]:
-    page, section = PROGRAMS[name]
+    page, section = (PROGRAMS | UNLISTED)[name]
     return DOCS / "recipes" / f"{page}.md", section
 
 
@@ -70,3 +72,11 @@ def test_the_listing_is_what_the_page_prints(name: str, tmp_path: pathlib.Path) 
     for line, expected in zip(found, shown, strict=True):
         values = [[float(number) for number in NUMBER.findall(each)] for each in (line, expected)]
         assert values[0] == pytest.approx(values[1], abs=0.02), line
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", UNLISTED)
+def test_returns_are_those_of_the_original(name: str, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("optax")
+    with contextlib.chdir(tmp_path):
+        run_program(name)

@@ -3,7 +3,6 @@
 import contextlib
 import pathlib
 import shutil
-from typing import Any
 
 import pytest
 from pages import DOCS, blocks_of, run_page
