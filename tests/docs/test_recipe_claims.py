@@ -3,7 +3,6 @@
 import contextlib
 import pathlib
 import shutil
-from typing import Any
 
 import pytest
 from pages import DOCS, blocks_of, run_page
@@ -55,18 +54,3 @@ def test_a_loop_that_rolls_back_can_be_started_again(steps_per_call: int, tmp_pa
             again = dict(names)
             exec(loop, again)
             assert (again["skipped"], again["state"]) == (3, names["state"])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("ends", "code", "starts"),
-    [("exit 143", None, 2), ("exit 3", 3, 1), ("kill -9 $$", 137, 2), ("kill -2 $$", 130, 1), ("kill -15 $$", None, 2)],
-)
-def test_the_loop_for_scripts(ends: str, code: int | None, starts: int, tmp_path: pathlib.Path) -> None:
-    page = DOCS / "recipes" / "branches.md"
-    (loop,) = (block.code for block in blocks_of(page) if "def keep" in block.code)
-    names: dict[str, Any] = {"jstep": jstep}
-    exec(loop.partition("\nprint(keep")[0], names)
-    log = tmp_path / "log"
-    assert names["keep"](tmp_path / "run", ["sh", "-c", f"echo >> {log}; {ends}"]) == code
-    assert len(log.read_text()) == starts
