@@ -177,8 +177,6 @@ def test_values_that_are_not_finite_are_strings(tmp_path):
     np.testing.assert_array_equal(jstep.History.read(path)["loss"][1], [1.0, math.nan, math.inf, -math.inf])
 
 
-
-
 def test_a_path_is_written_as_that_of_a_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
