@@ -135,7 +135,7 @@ class EvaluationHook(RunHook):
     def best(self) -> dict[str, Best]:
         """The best checkpoints that callbacks keep, by the logged name of their metric."""
         kept = (
-            (str(getattr(callback, "metric", "")), getattr(callback, "best_kept", None)) for callback in self._callbacks
+            (getattr(callback, "metric", ""), getattr(callback, "best_kept", None)) for callback in self._callbacks
         )
         return {
             f"{self.prefix}/{name.removeprefix(f'{self.prefix}/')}": best for name, best in kept if best is not None

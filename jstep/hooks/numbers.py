@@ -59,6 +59,13 @@ def is_numeric(value: object) -> bool:
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
 
 
+def in_own_digits(value: float) -> float:
+    """Return a number as a float; one that a float32 holds with the digits of that one, 0.9 for 0.8999999761581421."""
+    with np.errstate(over="ignore"):
+        single = np.float32(value)
+    return float(str(single)) if float(single) == value and value % 1 else float(value)
+
+
 # Their way to the host.
 
 

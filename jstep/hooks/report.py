@@ -19,6 +19,8 @@ from jstep.hooks.numbers import (
     PendingTransfer,
     begin_transfer,
     format_number,
+    in_own_digits,
+    is_number,
     is_ready,
     names_of_arrays,
     read_values,
@@ -175,15 +177,20 @@ class MetricsHook(ReportingHook):
     Rows are passed in the order of steps when their values have arrived from the device, so that the loop never waits.
     Rows of earlier steps are passed before the results of an evaluation and before a checkpoint is saved, and all rows
     before `train` returns or raises. The last step is always passed. On several processes, only the first one writes.
-    Metrics that are arrays are omitted, and named once in the log.
+    Metrics that are arrays are omitted, and named once in the log. Hyperparameters that never change are not in the
+    rows but in `constants`.
 
     Args:
-        write: `write(step, values)`, where values is a dict of floats. If it raises, the run stops with that exception
-            and a note that names the step.
+        write: `write(step, values)`, where values is a dict of floats, those of float32 with its own digits. If it
+            raises, the run stops with that exception and a note that names the step.
         every_n_steps: Interval in steps; due at its multiples.
         mean: Whether to pass means over the steps since the last row, in place of the values of the step. They are
             accumulated on the device. A value that is not finite is ignored if the update of its step was skipped. The
             last row of an interrupted run and the first one after the restart cover the two parts of the interval.
+
+    Attributes:
+        constants: Name → value of the numbers that the program was compiled with, from the first row on; for a config,
+            as in `wandb.config.update(hook.constants)`.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -217,6 +224,7 @@ class MetricsHook(ReportingHook):
     ) -> None:
         self._write = as_function(write, "write", "(step, values)")
         self._named: set[str] = set()
+        self.constants: dict[str, float] = {}
         super().__init__(mean=mean)
         self.cadence = make_cadence(steps=("every_n_steps", every_n_steps), at_last=True)
 
@@ -234,13 +242,15 @@ class MetricsHook(ReportingHook):
                 "norms, or handle them in a custom hook (jstep.every).",
                 ", ".join(map(repr, names)),
             )
-        return super()._numbers(metrics, leave_out)
+        constants = {name: value for name, value in self.run.constant_metrics().items() if is_number(value)}
+        self.constants = {name: in_own_digits(value) for name, value in read_values(constants).items()}
+        return super()._numbers(metrics, {*leave_out, *constants})
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
         if jax.process_index() != 0:
             return
         try:
-            self._write(step, {name: float(value) for name, value in values.items()})
+            self._write(step, {name: in_own_digits(value) for name, value in values.items()})
         except Exception as error:
             note(error, f"raised by the `write` of a MetricsHook, given the metrics of step {step}")
             raise

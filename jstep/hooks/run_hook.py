@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from jstep.checkpoint.retention import Listener
@@ -105,8 +105,8 @@ class RunInfo(Protocol):
     @property
     def is_over(self) -> bool: ...
 
-    def constant_metrics(self) -> Collection[str]:
-        """The names of metrics that never change; known after the first step."""
+    def constant_metrics(self) -> Mapping[str, Any]:
+        """The metrics that never change; known after the first step."""
 
     def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
         """Make a meter of the utilization, before the first step."""

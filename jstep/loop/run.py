@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -187,8 +187,8 @@ class Run(RunInfo):
     def is_over(self) -> bool:
         return self.setup.loop.is_over
 
-    def constant_metrics(self) -> Collection[str]:
-        return self.dispatch.constants.values.keys()
+    def constant_metrics(self) -> Mapping[str, Any]:
+        return self.dispatch.constants.values
 
     def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
         meters = (observer.meter(state, peak_flops, flops_per_step) for observer in self.observers)

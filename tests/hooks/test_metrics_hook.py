@@ -10,6 +10,7 @@ import pytest
 from hooked_runs import batches, train
 
 import jstep
+from jstep.hooks.numbers import in_own_digits
 from jstep.hooks.run_hook import RunHook
 
 
@@ -173,3 +174,30 @@ def test_a_metric_that_is_an_array_is_named_once_in_each_run(caplog):
             "MetricsHook leaves out the metrics 'second'",
         ]
     assert rows == 2 * [(step, ["learning_rate", "loss"]) for step in (2, 4, 6, 8)]
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_constants_are_in_no_row_and_float32_has_its_own_digits(mean):
+    optimizer = jstep.adamw(1e-3, weight_decay=0.1)
+    state = jstep.TrainState.create({"w": jnp.float32(1.0)}, optimizer)
+    step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2 * 0 + 0.1, optimizer)
+    rows = []
+    hook = jstep.MetricsHook(lambda step, values: rows.append((step, values)), every_n_steps=1, mean=mean)
+    jstep.train(step, state, lambda n: jnp.float32(n), 2, hooks=[hook])
+    assert {name: rows[0][1][name] for name in ("loss", "learning_rate")} == {"loss": 0.1, "learning_rate": 0.001}
+    assert not {"beta1", "beta2", "epsilon", "weight_decay"} & {*rows[0][1]}
+    assert hook.constants["beta1"] == 0.9
+    assert hook.constants["weight_decay"] == 0.1
+    assert "loss" not in hook.constants
+
+
+@pytest.mark.parametrize("value", [0.9, 1e-8, 1 / 3, 2.0**40, 16777217, 1e300, math.inf, 3])
+def test_numbers_keep_their_value(value):
+    assert in_own_digits(value) == value
+    assert type(in_own_digits(value)) is float
+
+
+@pytest.mark.parametrize("value", [0.9, 1e-8, 1e-45, 3e38, 1234.5678])
+def test_a_float32_has_its_own_digits(value):
+    single = np.float32(value)
+    assert str(single) in (str(shown := in_own_digits(float(single))), f"{shown:g}")
