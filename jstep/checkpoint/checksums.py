@@ -94,14 +94,6 @@ def size_differences(checkpoint: str, expected: Mapping[str, Record]) -> dict[st
     return results
 
 
-def find_problems(checkpoint: str, problems: Mapping[str, str], *, every: bool) -> tuple[list[str], list[str]]:
-    """Return the problems of files that are read (with `every`, of all files), and of files that nothing reads."""
-    unread = frozenset[str]() if every else UNUSED
-    bad = {path: why for path, why in problems.items() if why}
-    read = [f"{checkpoint}/{path}: {why}" for path, why in bad.items() if path not in unread]
-    return read, [f"{path} ({why})" for path, why in bad.items() if path in unread]
-
-
 def describe_mismatch(expected: Mapping[str, Any], actual: Mapping[str, Any] | None) -> str:
     """Describe how a file differs from its record, or "". Without checksums, only sizes are compared."""
     if actual is None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jstep.checkpoint import checksums
+from jstep.checkpoint.listing import UNUSED
 from jstep.checkpoint.manifest import Manifest
 
 
@@ -57,4 +58,7 @@ class OrbaxContents(Contents):
 
     def find_corruption(self, share: tuple[int, int], *, every: bool) -> tuple[list[str], list[str]]:
         differences = self._differences(checksums.process_share(self._manifest, share))
-        return checksums.find_problems(self._path, differences, every=every)
+        unread = frozenset[str]() if every else UNUSED
+        bad = {path: why for path, why in differences.items() if why}
+        read = [f"{self._path}/{path}: {why}" for path, why in bad.items() if path not in unread]
+        return read, [f"{path} ({why})" for path, why in bad.items() if path in unread]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from jstep.checkpoint import checksums, listing
 from jstep.checkpoint.claims import FileClaim
 from jstep.checkpoint.contents import Contents, OrbaxContents
-from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, encode
+from jstep.checkpoint.manifest import MANIFEST_FILE, Manifest, encode
 from jstep.checkpoint.retention import evict
 from jstep.checkpoint.store import Commit, Store
 from jstep.checkpoint.writes import IN_FLIGHT, Write
@@ -92,12 +92,6 @@ class DirectoryStore(Store):
         if not self._is_cleaned:
             self._remove_leftovers()
             self._is_cleaned = True
-
-    def clean(self) -> None:
-        if not self.holds_claim():
-            with contextlib.suppress(CheckpointError, OSError):  # another one writes, or nobody may
-                self.claim()
-                self.release_claim()
 
     def lock(self) -> FileClaim:
         self._is_cleaned = False

@@ -24,8 +24,6 @@ from jstep.distributed import processes
 from jstep.stores.objects import START_TIMEOUT_SECS, Directory, PendingOperation, pipelined, spec
 from jstep.stores.urls import parts_of_url
 
-_HURRIED = 5.0
-"""Seconds for the removal of a failed save's objects."""
 _AT_ONCE = 16
 
 _logger = logging.getLogger("jstep")
@@ -42,7 +40,6 @@ class ObjectStore(Store):
         self._objects = Directory(url)
         self._listed: listing.Checkpoints | None = None
         """The list of a save in progress, while it decides which checkpoints to keep."""
-        self._saving = ""
         self._warned = self._forbidden = False
 
     def _name(self, path: str) -> str:
@@ -112,9 +109,9 @@ class ObjectStore(Store):
         attempt = f"data.{began}-{number:08x}"
         blocks = itertools.chain(packs.own_blocks(arrays), packs.file_blocks(files))
         end = functools.partial(self._commit, name, attempt, commit)
-        self._saving = f"{name}/{attempt}"
-        part = ObjectSave(self._objects, name, self._saving, blocks, compress, end)
-        self._write = Write(self._saving, part.run, f"jstep-save-{name}")
+        folder = f"{name}/{attempt}"
+        part = ObjectSave(self._objects, name, folder, blocks, compress, end)
+        self._write = Write(folder, part.run, f"jstep-save-{name}")
 
     def _commit(self, name: str, attempt: str, commit: Commit, files: Files, before: bytes) -> None:
         listed = self._listed = self._list(self._prefix)  # one list request per save
@@ -147,7 +144,6 @@ class ObjectStore(Store):
         except CheckpointError:
             self._objects.delete(key, stamp)
             raise
-        self._saving = ""
         return []  # a reader may still read the replaced objects
 
     def _clean_up(self, listed: listing.Checkpoints, new: str, attempt: str, now: float) -> None:
@@ -163,14 +159,6 @@ class ObjectStore(Store):
                 data = self.manifest(self.path(name)).data
                 victims = [folder for folder in old if folder != data]
             self.erase([key for victim in victims for key in attempts[victim]])
-
-    def abandon(self, path: str) -> None:
-        """See `Store.abandon`. The next save removes what remains."""
-        folder, self._saving = self._saving, ""
-        if folder:
-            with contextlib.suppress(OSError), self._objects.within(_HURRIED):
-                left = self._objects.list(f"{folder}/", f"{folder}0")
-                self.erase([key for key in left if not key.endswith(f"/{OUTCOME}")])  # others may still read it
 
     def command_to_set_aside(self, path: str) -> str:
         aside = f"{path}{listing.ASIDE}{int(time.time())}"

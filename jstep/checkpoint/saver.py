@@ -149,12 +149,6 @@ class Saver:
             self.wait()
             self._claim(state)
 
-    def clean(self) -> None:
-        """Remove what an interrupted save or deletion left behind, if no other Saver writes; `claim` also does."""
-        with self._lock:
-            if jax.process_index() == 0 and not self._closed:
-                self._store.clean()
-
     def save(self, state: Tree, extra: object = None, *, step: int | None = None) -> str:
         """Save a state under the name of its global_step.
 

@@ -130,9 +130,6 @@ class Store(abc.ABC):
             self._claim.release(wait)
             self._claim = None
 
-    def clean(self) -> None:  # noqa: B027  a bucket leaves it to `claim`, which may wait there
-        """Remove what an interrupted writer left behind, if nobody writes."""
-
     @abc.abstractmethod
     def lock(self) -> FileClaim | ObjectClaim:
         """Take the claim; see `claim`."""
@@ -156,8 +153,7 @@ class Store(abc.ABC):
             write, self._write = self._write, None
             write.wait()
 
-    @abc.abstractmethod
-    def abandon(self, path: str) -> None:
+    def abandon(self, path: str) -> None:  # noqa: B027  in a bucket, the next save does it
         """Remove the leftovers of a failed save, as far as possible; never raises."""
 
     @abc.abstractmethod

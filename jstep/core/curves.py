@@ -357,20 +357,6 @@ def label_ticks(values: Iterable[float]) -> list[str]:
         return _labels([(tick / unit).to_integral_value() * unit for tick in ticks])
 
 
-def label_axis(axis: Any) -> None:
-    """Label the ticks of an axis of matplotlib by `label_ticks`, without an offset or a common factor."""
-    from matplotlib.ticker import Formatter
-
-    class Labels(Formatter):
-        def __call__(self, x: float, pos: int | None = None) -> str:
-            return label_ticks([x])[0]
-
-        def format_ticks(self, values: Iterable[float]) -> list[str]:
-            return label_ticks(values)
-
-    axis.set_major_formatter(Labels())
-
-
 def thin(steps: Numbers, values: Numbers, columns: int) -> Numbers:
     """Return the indices of the points that show in so many columns: their ends, extremes and first nonfinite one."""
     if values.size <= 4 * columns:

@@ -232,7 +232,6 @@ def check_returned_state(other: TrainState, state: TrainState, step: int, by: st
                 f"{by} returned a state at step {int(np.asarray(other.global_step))}: must be at step {step}; only the "
                 "run counts steps"
             )
-        leaves = _without_aliases(leaves)
     return jax.tree.unflatten(trees.structure(state), leaves)
 
 
@@ -244,24 +243,9 @@ def _placed_like(leaf: Any, was: Any, path: str, by: str) -> Any:
         want = f"{was.dtype} of shape {was.shape}"
         got = f"{leaf.dtype} of shape {leaf.shape}" if trees.is_array(leaf) else describe_type(leaf)
         raise ValueError(f"{by} returned a state whose {path!r} is {got}: must be {want}, as before")
-    if isinstance(leaf, jax.Array) and leaf.is_deleted():
-        raise RuntimeError(
-            f"{by} returned a state whose {path!r} was donated to a step and deleted. Return the state that the "
-            "step returned, or create the step with minimize(..., donate=False)"
-        )
     if isinstance(leaf, jax.Array) and leaf.weak_type:
         leaf = leaf.astype(leaf.dtype)  # otherwise the step would be compiled again
     if isinstance(leaf, jax.Array) and leaf.sharding == was.sharding:
         return leaf
     is_placed = getattr(was, "committed", True) or isinstance(leaf, jax.Array)
     return jax.device_put(trees.copy_numpy(leaf, by), was.sharding if is_placed else None)
-
-
-def _without_aliases(leaves: list[Any]) -> list[Any]:
-    """Copy leaves that occur more than once: an array cannot be donated twice."""
-    seen: set[int] = set()
-    distinct = []
-    for leaf in leaves:
-        distinct.append(leaf.copy() if id(leaf) in seen else leaf)
-        seen.add(id(leaf))
-    return distinct

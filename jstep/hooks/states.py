@@ -27,21 +27,13 @@ class _Owner(NamedTuple):
 
 
 def check_owners(objects: Sequence[Any], where: str = "hooks") -> None:
-    """Reject states that could not be restored."""
+    """Reject hooks whose state could not be restored."""
     for hook in objects:
         if _has(hook, "get_state") and not _has(hook, "set_state"):
             raise TypeError(
                 f"{where}: {hook_key(hook)} has get_state() without set_state(value), so its state would be saved and "
                 "never restored; add set_state, or rename get_state if no state has to be kept"
             )
-    seen: dict[str, Any] = {}
-    for owner, hook in _stateful(objects):
-        if owner.made_by is not None:
-            continue
-        if owner.key in seen:
-            both = " and ".join(_class_names(each)[0] for each in (seen[owner.key], hook))
-            raise ValueError(f"{where}: key={owner.key!r}: is the key of both {both}; give each its own key")
-        seen[owner.key] = hook
 
 
 def get_states(objects: Iterable[Any], where: str = "hooks") -> Any:

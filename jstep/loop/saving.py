@@ -97,7 +97,6 @@ def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, 
             origin = dataclasses.replace(origin, is_claimed=True)
         else:
             StateLeaves(state).left_out(saver.leave_out)
-            processes.on_all_processes(saver.clean, "the checkpoints cannot be claimed")
     reads = saver if trunk is None else trunk.saver
     if trunk is not None:
         if not trunk.is_named:  # before anything depends on which one it is

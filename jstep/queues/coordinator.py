@@ -71,12 +71,6 @@ class Coordinator:
         self._threads: set[threading.Thread] = set()
         self._callbacks: list[Callable[[], object]] = []
 
-    def __repr__(self) -> str:
-        what = "stopped" if self._stopped else "running"
-        if self._exc_info:
-            what += f" by {self._exc_info[1]!r}"
-        return f"<Coordinator {what}{', joined' if self._joined else ''}, {len(self._threads)} threads>"
-
     def request_stop(self, ex: BaseException | ExcInfo | None = None) -> None:
         """Request all threads to stop; `should_stop` returns True from now on.
 
@@ -86,13 +80,9 @@ class Coordinator:
 
         Raises:
             BaseException: `ex` itself, if the coordinator was joined already, because no later `join` would raise it.
-            TypeError: `ex` is not an exception; the stop is requested anyway, and `join` raises this error too.
+            TypeError: `ex` is not an exception; no stop is requested.
         """
-        wrong: TypeError | None = None
-        try:
-            exc_info = _as_exc_info(ex)
-        except TypeError as error:
-            wrong, exc_info = error, _as_exc_info(error)
+        exc_info = _as_exc_info(ex)
         if exc_info and isinstance(exc_info[1], self._clean_stop_types):
             exc_info = None
         with self._changed:
@@ -109,8 +99,6 @@ class Coordinator:
             log.info("Error reported to Coordinator: %r", exc_info[1])
         elif exc_info and not isinstance(exc_info[1], CancelledError):
             log.warning("Error reported to Coordinator after it had stopped", exc_info=exc_info)
-        if wrong:
-            raise wrong
 
     def should_stop(self) -> bool:
         """Return whether a stop was requested."""

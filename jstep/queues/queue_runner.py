@@ -73,10 +73,6 @@ class QueueRunner:
         self._threads: list[threading.Thread] = []
         self._exceptions: list[BaseException] = []
 
-    def __repr__(self) -> str:
-        alive = sum(t.is_alive() for t in self._threads)
-        return f"<QueueRunner of {self._queue!r}, {len(self._ops)} ops, {alive} threads alive>"
-
     @property
     def queue(self) -> FIFOQueue | RandomShuffleQueue:
         """The queue that the ops feed."""

@@ -9,7 +9,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import array_type, describe_type
-from jstep.core.exceptions import Picklable, note
+from jstep.core.exceptions import Picklable
 from jstep.core.trees import Params, Slots, Updates
 from jstep.slots import indexed_slices
 
@@ -19,24 +19,6 @@ class NoGradientsError(Picklable, ValueError):
 
     def __init__(self, params: Params, why: str) -> None:
         super().__init__(f"No gradients provided for any variable: {trees.leaf_paths(params)[:20]}. {why}")
-
-
-def explain_missing_gradients(error: Exception, params: Params, gradients: Updates) -> None:
-    """Add a note if the error of a custom optimizer comes from a gradient that is None."""
-    if "None" not in str(error) or isinstance(error, NoGradientsError):
-        return
-    matched = trees.flatten_like(params, gradients, "gradients", is_leaf=indexed_slices.is_slices)
-    leaves = zip(trees.leaves_with_paths(params), matched, strict=True)
-    missing = [path for (path, leaf), g in leaves if trees.is_none(g) and trees.is_trainable(leaf)]
-    if missing:
-        note(error, _MISSING.format(missing[:5]))
-
-
-_MISSING = (
-    "The gradients of {} are None, because the loss does not depend on them, var_list leaves them out or a partition "
-    "freezes them. A custom optimizer returns the update None for them and keeps their slots: test for None, write it "
-    "with jstep.leafwise, or use jstep.map_gradients and jstep.map_leaves, which pass over None."
-)
 
 
 def match_gradients(updates: Updates, params: Params) -> list[Any]:

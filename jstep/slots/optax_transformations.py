@@ -1,6 +1,5 @@
 """Optax transformations as optimizers, for every argument that is an optimizer. Optax itself is not imported."""
 
-import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -42,10 +41,7 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
 
     def init(params: Params, global_step: Step = 0) -> Slots:
         with standard_promotion():
-            try:
-                state = transformation.init(seen(params))
-            except (AttributeError, TypeError) as error:
-                raise _other_params("init", error) from error
+            state = transformation.init(seen(params))
         _refuse_private(state)
         slots = _StateSlots(name, state, params).slots
         return {slot: jax.tree.map(_own_copy, tree) for slot, tree in slots.items()}
@@ -65,18 +61,18 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
         inferred = infer_roles(shapes, params, copies, lambda both: skeleton(both).slots)
         return inferred.joined(Roles(details=origins)).ordered()
 
-    def of_leaves(gradients: list[Any], slots: Slots, params: Params, context: Context, whole: Params) -> Any:
-        """The updates and slots of leaves that all have gradients; the loss needs whole params."""
+    def update(
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
+    ) -> tuple[Updates, Slots]:
+        gradients, shape = match_gradients(updates, params), skeleton(params)
+        require_slots(shape.slots, slots)
         leaves, treedef = trees.flatten(params)
         pairs = zip(gradients, leaves, strict=True)
         grads = treedef.unflatten([dense(g, p) if trees.is_trainable(p) else None for g, p in pairs])
-        shape = skeleton(params)
         with standard_promotion():
-            extra = {key: value for key, value in _extra_arguments(context, grads, whole).items() if takes(key)}
+            extra = {key: value for key, value in _extra_arguments(context, grads, params).items() if takes(key)}
             try:
                 new_updates, after = transformation.update(grads, shape.state_from(slots), seen(params), **extra)
-            except AttributeError as error:
-                raise _other_params("update", error) from error
             except TypeError as error:
                 missing = [key for key in EXTRA if takes(key) and key not in extra and f"'{key}'" in str(error)]
                 if not missing:
@@ -92,42 +88,12 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
                 f"transformation: its update returned {sorted(new)}, its init returned {sorted(shape.slots)}; a "
                 "compiled step needs the same structure after each update"
             )
-        return new_updates, new
-
-    def update(
-        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
-    ) -> tuple[Updates, Slots]:
-        gradients, treedef, shape = match_gradients(updates, params), trees.structure(params), skeleton(params)
-        require_slots(shape.slots, slots)
         absent = [g is None for g in gradients]
-        computed = None
-        if any(g is None and trees.is_trainable(p) for g, p in zip(gradients, jax.tree.leaves(params), strict=True)):
-
-            def without(tree: Tree) -> Any:
-                pairs = zip(treedef.flatten_up_to(tree), absent, strict=True)
-                return treedef.unflatten([None if out else leaf for leaf, out in pairs])
-
-            # Optax must not see leaves without a gradient: the loss of a line search does not depend on them, and
-            # L-BFGS compares parameters with the previous ones. But a mask that is a tree needs all leaves.
-            with contextlib.suppress(Exception):
-                fewer = {
-                    slot: without(slots[slot]) if shape.is_of_leaves(slot) else slots[slot] for slot in shape.slots
-                }
-                present = [g for g in gradients if g is not None]
-                computed = of_leaves(present, fewer, without(params), context, params)
-        new_updates, new = of_leaves(gradients, slots, params, context, params) if computed is None else computed
         kept = {slot: _unless_absent(slots[slot], new[slot], treedef, absent) for slot in new}
         added = trees.flatten_like(params, new_updates, "updates")
         return treedef.unflatten([None if out else u for u, out in zip(added, absent, strict=True)]), kept
 
     return Optimizer(Init(init, roles), update, lambda step: {}, any(map(takes, EXTRA)))
-
-
-def _other_params(function: str, error: Exception) -> TypeError:
-    return TypeError(
-        f"transformation: its {function} does not take a plain tree of parameters ({error}): from_optax gives it the "
-        "tree of the trainable leaves of params, and gradients of the same structure"
-    )
 
 
 _ORIGINS = ("x0", "init_particles")
@@ -181,9 +147,6 @@ class _StateSlots:
             return None
         fits = any(map(_is_array, parts)) and all(_is_array(part) or not jax.tree.leaves(part) for part in parts)
         return parts if fits else None
-
-    def is_of_leaves(self, slot: str) -> bool:
-        return self._parts_of[slot] is not None
 
     def _slot(self, node: object, parts: list[Any] | None) -> Any:
         if parts is None:

@@ -1,7 +1,6 @@
 """Shardings of states, from specs, rules or FSDP."""
 
 import itertools
-import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,18 +15,11 @@ from jstep.core.checks import as_int
 from jstep.core.trees import Params, Slots
 from jstep.slots.roles import NO_ROLES, Role, Roles
 
-_logger = logging.getLogger("jstep")
-
 # Partition specs for fully sharded data parallelism (FSDP).
 
-_LARGE = 2**16
-"""The number of elements from which a leaf that is not split causes a warning; also the default of `min_size`."""
 
-
-def fsdp_specs(params: Params, mesh: object, axis: object = "data", min_size: int = _LARGE) -> Any:
+def fsdp_specs(params: Params, mesh: object, axis: object = "data", min_size: int = 2**16) -> Any:
     """Return specs that split each large parameter over a mesh axis, along its largest divisible dimension.
-
-    If no leaf is split, or one of 2**16 elements or more is not, a warning names the largest.
 
     Args:
         params: Arrays, or shapes from `jax.eval_shape`.
@@ -58,15 +50,7 @@ def fsdp_specs(params: Params, mesh: object, axis: object = "data", min_size: in
         dim = largest_divisible(shape, size) if math.prod(shape) >= min_size else None
         return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axis)
 
-    specs = jax.tree.map(spec, params)
-    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    pairs = zip(trees.leaves_with_paths(params), leaves, strict=True)
-    whole = {path: np.shape(leaf) for (path, leaf), spec_of_leaf in pairs if spec_of_leaf == PartitionSpec()}
-    path, shape = max(whole.items(), key=lambda item: math.prod(item[1]), default=("", ()))
-    if size > 1 and (math.prod(shape) >= _LARGE or (whole and len(whole) == len(leaves))):
-        text = "fsdp_specs: %s of shape %s is not split over axis=%r (%d devices), with min_size=%d"
-        _logger.warning(text, trees.quote_path(path), shape, axis, size, min_size)
-    return specs
+    return jax.tree.map(spec, params)
 
 
 # Shardings of the leaves of a state, from the user's specs and rules.

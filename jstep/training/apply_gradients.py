@@ -24,7 +24,7 @@ from jstep.optimizers.host_slots import TRANSFERS, Transfers, with_small_ones_lo
 from jstep.optimizers.nested import StepInputs, call_update, inner_context, is_guarded
 from jstep.optimizers.updates import apply_in_order, moves
 from jstep.slots.indexed_slices import IndexedSlices, is_slices
-from jstep.slots.matching import NoGradientsError, describe_difference, explain_missing_gradients, match_gradients
+from jstep.slots.matching import NoGradientsError, describe_difference, match_gradients
 from jstep.slots.optax_transformations import require_optimizer
 from jstep.slots.roles import COUNTS, Role, Roles, roles_of
 from jstep.state.global_step import later_step, require_alive, step_array
@@ -128,11 +128,7 @@ def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
     guarding = [name for name in roles.of(Role.LAST_FINITE) if name in held]
     not_reached = {name: jnp.full_like(held[name], guards.NOT_REACHED) for name in guarding}
     inputs = StepInputs(state.params, step, context)
-    try:
-        updates, own = call_update(optimizer, grads, held | not_reached, inputs, exact=True)
-    except (AttributeError, TypeError, ValueError) as error:
-        explain_missing_gradients(error, state.params, grads)
-        raise
+    updates, own = call_update(optimizer, grads, held | not_reached, inputs, exact=True)
     _check_slots(held, own)
     skipped_by = {name: own[name] == guards.SKIPPED_MARK for name in guarding}
     own |= {name: jnp.where(own[name] < 0, held[name], own[name]) for name in guarding}

@@ -79,24 +79,16 @@ def without_step_axis(sharding: object) -> Any:
 
 
 def _leading_size(stacked: object, length: int | None) -> int:
-    sizes = {}
-    for path, leaf in trees.leaves_with_paths(stacked):
-        if np.ndim(leaf) == 0:
-            raise ValueError(f"scan_steps: argument {path} is a scalar; stack the values of K steps on a leading axis")
-        sizes[path] = np.shape(leaf)[0]
+    sizes = {path: np.shape(leaf)[:1] for path, leaf in trees.leaves_with_paths(stacked)}
     if length is not None:
-        sizes["length"] = length
+        sizes["length"] = (length,)
     if not sizes:
         raise ValueError("scan_steps: the step takes no args, so give the number: scan_steps(train_step, length=K)")
-    (first, k), *rest = sizes.items()
-    for path, size in rest:
-        if size != k:
-            raise ValueError(
-                f"scan_steps: the leading axes differ: argument {first} has {k}, argument {path} has {size}"
-            )
-    if k == 0:
-        raise ValueError(f"scan_steps: the leading axis of argument {first} is empty; there is no step to run")
-    return k
+    first, *others = sizes.values()
+    if any(size != first for size in others) or first in ((), (0,)):
+        shown = ", ".join(f"{path}: {size[0] if size else 'none'}" for path, size in sizes.items())
+        raise ValueError(f"scan_steps: all arguments must have a leading axis of K steps, got {shown}; stack K values")
+    return first[0]
 
 
 # One compiled program that runs any number of steps, from one to K.

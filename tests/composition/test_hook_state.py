@@ -165,39 +165,6 @@ def test_hooks_with_the_same_key_start_fresh_if_their_number_changed(before, aft
     assert f"the checkpoint has the states of {before} Recorder, but the run has {after}" in caplog.text
 
 
-def test_callbacks_of_one_class_are_identified_by_settings(tmp_path):
-    """Each one restores its own state when the order changes."""
-
-    def then():
-        return [
-            jstep.EarlyStopping("a", 30, mode="min", min_delta=0.4),
-            jstep.EarlyStopping("a", 30, mode="max"),
-            jstep.EarlyStopping("a", 20, mode="min"),
-        ]
-
-    def run(last_step, then):
-        hook = jstep.EvaluationHook(
-            lambda state: results_at(jstep.global_step(state)), every_n_steps=1, callbacks=then, prefix="x"
-        )
-        train(last_step, [hook], tmp_path)
-        return then
-
-    run(3, then())
-    swapped = run(6, then()[::-1])[::-1]
-    for make, one in zip(range(3), swapped, strict=True):
-        assert one.get_state() == standalone_state(lambda make=make: then()[make], range(1, 7))
-
-
-def test_duplicate_keys_are_rejected(tmp_path):
-    for hooks in (
-        [Recorder("mine"), Other("mine")],
-        [jstep.EvaluationHook(lambda s: {}, every_n_steps=1, callbacks=[Recorder("mine"), Recorder("mine")])],
-    ):
-        for directory in (tmp_path, None):
-            with pytest.raises(ValueError, match="key='mine': is the key of both "):
-                train(2, hooks, directory)
-
-
 # State that cannot be restored
 
 

@@ -160,12 +160,3 @@ def test_callbacks_run_once_and_can_be_removed():
     remove = coord.call_on_stop(lambda: calls.append("late"))
     assert calls == ["kept", "late"]
     remove()
-
-
-def test_repr_shows_the_state():
-    coord = Coordinator()
-    assert "running" in repr(coord)
-    fail_with(coord, ValueError("v"))
-    with pytest.raises(ValueError):
-        coord.join()
-    assert "stopped by ValueError('v'), joined" in repr(coord)

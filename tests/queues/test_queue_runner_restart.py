@@ -102,4 +102,3 @@ def test_names_and_repr():
         "QueueRunnerThread-FIFOQueue-1-<lambda>",
     ]
     assert runner.queue is queue
-    assert repr(runner) == "<QueueRunner of <FIFOQueue 0 of 1>, 2 ops, 0 threads alive>"

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.slots.matching import NoGradientsError, explain_missing_gradients, match_gradients, require_slots
+from jstep.slots.matching import match_gradients, require_slots
 
 PARAMS = {"n": jnp.int32(3), "w": jnp.ones((2, 3), jnp.bfloat16)}
 SLICES = jstep.IndexedSlices(jnp.ones((1, 3)), jnp.array([1]), (2, 3))
@@ -40,21 +40,6 @@ def test_gradients_of_the_same_paths_in_other_containers() -> None:
         "PyTreeDef([*]) instead of PyTreeDef((*,)). Give gradients the structure of params, with None for a leaf to "
         "leave out."
     )
-
-
-def test_a_note_explains_errors_about_none_alone() -> None:
-    """Only where a trainable leaf has no gradient, and not for the error that says so itself."""
-    missing, complete = of(None, None), of(None, jnp.ones((2, 3)))
-    about_none = "unsupported operand type(s) for *: 'NoneType' and 'float'"
-    for error, grads, notes in (
-        (TypeError(about_none), missing, 1),
-        (TypeError(about_none), complete, 0),
-        (TypeError("another"), missing, 0),
-        (NoGradientsError(PARAMS, "All are None."), missing, 0),
-    ):
-        explain_missing_gradients(error, PARAMS, grads)
-        found = getattr(error, "__notes__", [])
-        assert [text[:30] for text in found] == ["The gradients of ['w'] are Non"] * notes
 
 
 def test_slots_that_a_state_lacks() -> None:
