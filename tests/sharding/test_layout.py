@@ -170,21 +170,6 @@ def test_fsdp_specs_warns_about_large_replicated_leaves(caplog):
     assert not caplog.records
 
 
-def test_fsdp_specs_warns_if_nothing_is_sharded(caplog):
-    params = {"odd": jax.ShapeDtypeStruct((63, 129), np.float32), "w": jnp.ones((64, 8))}
-    jstep.fsdp_specs(params, DATA, min_size=512)
-    jstep.fsdp_specs(params, jax.make_mesh((1, 8), ("data", "model")))
-    jstep.fsdp_specs({}, DATA)
-    assert not caplog.records
-
-    jstep.fsdp_specs(params, DATA)
-    jstep.fsdp_specs(params, BOTH, axis="model", min_size=513)
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
-    small, odd = (record.getMessage() for record in caplog.records)
-    assert "'odd' of shape (63, 129) is not split over axis='data' (8 devices), with min_size=65536" in small
-    assert "axis='model' (2 devices), with min_size=513" in odd
-
-
 def test_donating_a_sharded_state_keeps_its_source():
     """The new state shares no memory with its source."""
     optimizer = jstep.adam(0.1)
