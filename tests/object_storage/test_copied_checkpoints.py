@@ -144,15 +144,3 @@ def test_a_link_out_of_a_copied_checkpoint_is_refused(store, tmp_path):
     os.symlink(tmp_path / "elsewhere", tmp_path / "copy" / pack)
     with pytest.raises(CheckpointError, match="a link out of the checkpoint"):
         jstep.Saver(made.copy).restore(state_at(0))
-
-
-def test_an_interrupted_save_in_a_copied_run_is_to_be_set_aside(store, tmp_path):
-    made = OnDisk(store, tmp_path)
-    with jstep.Saver(made.url) as saver:
-        saver.save(state_at(1))
-        saver.save(state_at(2))
-    del store.objects["bkt"]["run/model-2/manifest.json"]
-    made.fill()
-    with pytest.raises(CheckpointError, match=r"model-2 .*: manifest\.json is missing.* step 1 .*`mv "):
-        jstep.Saver(made.copy).restore(state_at(0))
-    assert same(jstep.Saver(made.copy).restore(state_at(0), 1), state_at(1))

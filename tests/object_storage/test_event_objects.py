@@ -2,13 +2,11 @@
 
 import contextlib
 
-import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.stores import growing_files, objects, urls
+from jstep.stores import growing_files, objects
 from jstep.stores.event_files import event_files, find_runs, read_scalars
-from jstep.stores.objects import Objects
 from jstep.summary import SummaryWriter, scalar, summary_iterator
 
 
@@ -164,38 +162,3 @@ def test_a_start_that_died_before_its_first_checkpoint(store, caplog):
     starts = [event.step for event in summary_iterator(second) if event.HasField("session_log")]
     assert (starts, caplog.text.count("of others")) == ([0, 0], 0)
     assert "<td>loss</td><td>8</td>" in jstep.report(f"{store.run}/a").html
-
-
-@pytest.mark.thorough
-def test_graphs_and_plots_of_objects(store, tmp_path, capsys):
-    from jstep.summary import write_graph
-    from jstep.tools.cli import main
-
-    path = write_graph(lambda: 1.0, store.run, "sub/graph.pbtxt")
-    assert path == f"{store.run}/sub/graph.pbtxt"
-    parent, name = urls.split_path(path)
-    assert b"node" in objects.Objects(parent).read(name).data
-    for run in ("a", "b"):
-        with SummaryWriter(f"{store.run}/{run}") as writer:
-            writer.add_summary(scalar("loss", 0.5), 3)
-    out = tmp_path / "loss.svg"
-    assert main(["plot", store.run, "-o", str(out)]) == 0
-    assert "<!-- a -->" in out.read_text()
-    assert main(["plot", f"{store.run}/missing", "-o", str(out)]) == 2
-    assert main(["events", f"{store.run}/missing"]) == 2
-    capsys.readouterr()
-
-
-def test_a_bucket_out_of_reach_is_waited_for_once(monkeypatch):
-    """The timeline and the event files would each try for half a minute."""
-
-    def cannot(*_: object) -> None:
-        raise ConnectionError("s3://bucket/run: cannot list: Could not resolve hostname")
-
-    monkeypatch.setattr(Objects, "list", cannot)
-    monkeypatch.setattr("jstep.loop.timeline.Timeline", lambda *_: pytest.fail("waits for the bucket again"))
-    optimizer = jstep.gradient_descent(0.1)
-    step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
-    state = jstep.TrainState.create({"w": 0.0}, optimizer)
-    with pytest.raises(ConnectionError, match="cannot list"):
-        jstep.train(step, state, [jnp.ones(())] * 2, 2, logdir="s3://bucket/run", progress=False)
