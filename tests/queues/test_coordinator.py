@@ -115,15 +115,6 @@ def test_stop_on_exception():
     assert "work" in function_names(info.value.__traceback__)
 
 
-@pytest.mark.parametrize("ex", [KeyboardInterrupt(), SystemExit(3)])
-def test_stop_on_exception_catches_interrupts(ex):
-    coord = Coordinator()
-    with coord.stop_on_exception():
-        raise ex
-    with pytest.raises(type(ex)):
-        coord.join()
-
-
 def test_request_stop_after_join_raises_at_once():
     coord = Coordinator()
     coord.join([])
@@ -160,12 +151,3 @@ def test_callbacks_run_once_and_can_be_removed():
     remove = coord.call_on_stop(lambda: calls.append("late"))
     assert calls == ["kept", "late"]
     remove()
-
-
-def test_repr_shows_the_state():
-    coord = Coordinator()
-    assert "running" in repr(coord)
-    fail_with(coord, ValueError("v"))
-    with pytest.raises(ValueError):
-        coord.join()
-    assert "stopped by ValueError('v'), joined" in repr(coord)
