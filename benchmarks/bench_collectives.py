@@ -1,6 +1,6 @@
 """Bytes that a compiled step exchanges between 8 devices, compared with a jitted Optax step of the same shardings.
-They are those of XLA's CPU backend. The one ratio below 1 is a habit of this backend: it sums the gradients of all
-devices in each of 4 microbatches, unless the sum is outside of its loop; the GPU backend moves it out by itself.
+They are those of XLA's CPU backend, which sums the gradients of all devices in each of 4 microbatches, unless the sum
+is outside of their loop; the GPU backend moves it out by itself.
 
     python benchmarks/bench_collectives.py
 

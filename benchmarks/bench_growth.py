@@ -5,12 +5,9 @@ python benchmarks/bench_growth.py
 
 import contextlib
 import io
-import json
 import math
 import os
-import pathlib
 import tempfile
-import tracemalloc
 from collections.abc import Callable
 
 import jax
@@ -24,8 +21,6 @@ from jstep import summary
 from jstep.checkpoint.manifest import RetainedSteps
 from jstep.checkpoint.retention import evictions
 from jstep.data.batches import Mixture
-from jstep.stores.timeline import TIMELINE_FILE as TIMELINE
-from jstep.stores.timeline_writer import Timeline
 from jstep.tools.cli import main as command
 
 QUICK = bool(os.environ.get("JSTEP_QUICK_BENCHMARKS"))
@@ -34,52 +29,6 @@ QUICK = bool(os.environ.get("JSTEP_QUICK_BENCHMARKS"))
 def params_of(count: int) -> dict[str, jax.Array]:
     """Return leaves of ten shapes."""
     return {f"{i}": jnp.ones((i % 10 + 1, 8)) for i in range(count)}
-
-
-def timeline(count: int) -> float:
-    """Return the bytes a second of a timeline whose times are updated once in each of so many seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        lines = Timeline(folder, "model")
-        lines.write("start", version=1, time=1.0, step=None, seconds={})
-        for n in range(count):
-            seconds = {"stepping": 0.9 * n, "saving": 0.1 * n}
-            lines.update(step=[0, n], time=1.0 + n, seconds=seconds)
-        lines.close()
-        return pathlib.Path(folder, TIMELINE).stat().st_size / count
-
-
-def memory_for(count: int, read: Callable[[str], object]) -> float:
-    """Return the memory of reading a folder with a timeline of so many lines, in times the file."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = pathlib.Path(folder, TIMELINE)
-        step = {"start": "a", "prefix": "model", "kind": "parts", "process_count": 1, "step": [0, 1]}
-        lines = ({**step, "time": 1.0 + n, "seconds": {"stepping": 0.9 * n, "saving": 0.1 * n}} for n in range(count))
-        first = {
-            "version": 1,
-            "start": "a",
-            "prefix": "model",
-            "kind": "start",
-            "time": 1.0,
-            "step": None,
-            "seconds": {},
-        }
-        file.write_text("".join(json.dumps(line) + "\n" for line in (first, *lines)))
-        read(folder)
-        tracemalloc.start()
-        read(folder)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        return peak / file.stat().st_size
-
-
-def goodput(count: int) -> float:
-    """Return the memory of `goodput`, in times the file."""
-    return memory_for(count, jstep.goodput)
-
-
-def start(count: int) -> float:
-    """Return the memory of a start beside a timeline, in times the file."""
-    return memory_for(count, lambda folder: Timeline(folder, "model").close())
 
 
 def diff(count: int) -> float:
@@ -150,9 +99,6 @@ def compile_piecewise(count: int) -> float:
 
 
 ROWS: dict[str, tuple[Callable[[int], float], int, int, str]] = {
-    "timeline.jsonl, seconds of a run": (timeline, 2_000, 20_000, "bytes a second"),
-    "goodput, seconds of a run": (goodput, 2_000, 20_000, "times the file"),
-    "a start beside it, seconds": (start, 2_000, 20_000, "times the file"),
     "diff, Adam leaves": (diff, 500, 2_000, "s"),
     "a save, kept": (save, 500, 5_000, "s"),
     "summary.scalar, tags": (scalar, 1_000, 10_000, "s"),

@@ -1,24 +1,24 @@
-"""Whole runs: the same three networks in five toolkits, each with the features that its users would choose. In each
-task all start from the same weights, take the same batches in the same order without dropout, with the same AdamW,
-clipping and schedule, and their losses on the test set agree at the end, to 1e-4 on JAX and to 1e-2 on PyTorch (Keras
-adds a smaller epsilon in another place); all save checkpoints and the best one, write TensorBoard's events, evaluate,
-stop early and resume. Each run is a separate process, one after the other and interleaved; a figure is the median of
-the rounds. Seconds count from the start of the process. A step is the mean over the second half of the steps, including
-evaluations and checkpoints between them; compare jstep's row with one step per call with Flax's loop, and its row with
-"auto" with Keras's 10 steps per call. Lines are those of the program and its network, without comments, docstrings,
-blank lines and what measures or loads the weights. Finally a run is killed by SIGKILL halfway between two checkpoints,
-after about 70 % of its steps, and started again: the table shows whether the loss of the last weights on the test set
-is the same, to the last digit, as without the SIGKILL. The second table splits the first step: imports, reading the
-task, initialization as the toolkit's guide shows it, tracing and compilation, and the rest, with an empty compilation
-cache; then the first step after the SIGKILL, with the restore, and with JAX's programs in the cache.
+"""Whole runs: the same three networks in five toolkits, each with the features that its users would choose. All start
+from the same weights and take the same batches in the same order without dropout, with the same AdamW, clipping and
+schedule; their losses on the test set agree to 1e-4 on JAX and to 1e-2 on PyTorch (Keras adds a smaller epsilon in
+another place). All save checkpoints and the best one, write TensorBoard's events, evaluate, stop early and resume. Each
+run is a separate process; a figure is the median of the rounds, and seconds count from the start of the process. A step
+is the mean over the second half of the steps, including evaluations and checkpoints; compare jstep's row with one step
+per call with Flax's loop, and its row with "auto" with Keras's 10 steps per call. Lines are those of the program and
+its network, without comments, docstrings and blank lines. Finally a run is killed by SIGKILL halfway between two
+checkpoints, after about 70 % of its steps, and started again: "the same" means that the loss of the last weights on the
+test set is identical to the last digit.
 
     python benchmarks/bench_whole_runs.py --environment DIR       # creates it if it does not exist
     python benchmarks/bench_whole_runs.py                         # in .whole_runs
     python benchmarks/bench_whole_runs.py --only jstep --only flax --task digits --rounds 1
 
 The programs are in `whole_runs/`; each is written as its toolkit's documentation recommends for speed, and what that
-gave is in the file. The peers are installed by pip in their own environment, in the versions below; jstep is that of
-this checkout. PyTorch for CPUs is smaller: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
+gave is in the file. A last table, which the page does not show, splits the first step: imports, reading the task,
+initialization as the toolkit's guide shows it, tracing and compilation, and the rest, with an empty compilation cache;
+then the first step after the SIGKILL, with the restore, and with JAX's programs in the cache. The peers are installed
+by pip in their own environment, in the versions that the page shows; jstep is that of this checkout.
+PyTorch for CPUs is smaller: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
 """
 
 import argparse
@@ -168,14 +168,13 @@ def python_of(environment):
     return environment / "bin" / "python"
 
 
-def title_of(environment, toolkit):
-    """Return the title of a toolkit, with the versions of its packages in the environment."""
+def versions_of(environment, toolkit):
+    """Return the versions of the packages of a toolkit in the environment."""
     packages = TOOLKITS[toolkit].packages
     code = "import importlib.metadata, sys; print(*map(importlib.metadata.version, sys.argv[1:]))"
     command = [python_of(environment), "-c", code, *packages]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    shown = ", ".join(f"{name} {version}" for name, version in zip(packages, found, strict=True))
-    return f"{TOOLKITS[toolkit].title} ({shown})" if shown else TOOLKITS[toolkit].title
+    return ", ".join(f"{name} {version}" for name, version in zip(packages, found, strict=True))
 
 
 def run(python, toolkit, data, directory, killed=None):
@@ -371,7 +370,7 @@ def main():
     is_quick = bool(os.environ.get("JSTEP_QUICK_BENCHMARKS"))
     rounds, share = (1, 0.1) if is_quick else (given.rounds, given.share)
     toolkits = given.only or list(TOOLKITS)
-    titles = {name: title_of(environment, name) for name in toolkits}
+    versions = {TOOLKITS[name].title: versions_of(environment, name) for name in toolkits}
     rows, stages, is_good = [], [], True
     with tempfile.TemporaryDirectory() as root:
         for name in given.task or whole_run_tasks.TASKS:
@@ -380,12 +379,14 @@ def main():
             refuse_another_training(name, done)
             reference = done["jstep"][0].loss if "jstep" in done else None
             for toolkit in toolkits:
-                given_row = titles[toolkit], done[toolkit], resumed[toolkit]
+                given_row = TOOLKITS[toolkit].title, done[toolkit], resumed[toolkit]
                 rows.append(row(task, toolkit, *given_row, reference))
                 stages.append(stages_row(task, *given_row))
             is_good = report_task(task, done, resumed) and is_good
-    for header, lines in ((HEADER, rows), (STAGES_HEADER, stages)):
-        print(f"\n{header}", *lines, sep="\n")
+    print(f"\n{HEADER}", *rows, sep="\n")
+    peers = {title: shown for title, shown in versions.items() if shown}
+    print("\n| toolkit | versions |\n|---|---|", *(f"| {title} | {peers[title]} |" for title in peers), sep="\n")
+    print(*("  " + line for line in (*STAGES_HEADER.splitlines(), *stages)), sep="\n")  # indented: not on the page
     return is_good
 
 

@@ -18,7 +18,7 @@ BEGIN, END = "<!-- figures: written by benchmarks/overview.py -->", "<!-- end of
 LEVEL = 0.03
 """Ratios that differ from 1 by less than this are called level."""
 _SECTION = re.compile(r"<!-- benchmark: (\w+) -->\n(.*?)(?=<!-- benchmark: |<!-- end of benchmarks -->|\Z)", re.DOTALL)
-_RATIO = re.compile(r"\| (.*?) \| (.*?) \| (.*?) \| \**([\d.]+)\** \| [\d.]* ?\|.*")
+_RATIO = re.compile(r"\| (.*?) ?\| (.*?) \| (.*?) \| \**([\d.]+)\** \| [\d.]* ?\|.*")
 _RUN = re.compile(r"^\| (?:digits|transformer|mlp) \|.*", re.MULTILINE)
 
 
@@ -53,11 +53,22 @@ ROWS = tuple(Row(**row) for row in tomllib.loads(_FILE.read_text(encoding="utf-8
 def ratios_of(row: Row, page: str) -> list[float]:
     """Return the ratio of each case of a row to the quickest of its peers, as the page shows them."""
     cases: dict[tuple[str, str], float] = {}
-    for title, ours, peer, ratio in _RATIO.findall(dict(_SECTION.findall(page)).get(row.benchmark, "")):
+    title = ""
+    for measured, ours, peer, ratio in _RATIO.findall(dict(_SECTION.findall(page)).get(row.benchmark, "")):
+        title = measured or title  # an empty cell is the one above
         texts = ((row.title, title), (row.ours, ours), (row.peers, peer))
         if all(re.fullmatch(pattern, text) for pattern, text in texts):
             cases[title, ours] = max(float(ratio), cases.get((title, ours), 0.0))
     return sorted(cases.values())
+
+
+def is_read(benchmark: str, ratio: Sequence[object]) -> bool:
+    """Say whether a row has this ratio of a benchmark: its title, program and peer."""
+    return any(
+        row.benchmark == benchmark
+        and all(re.fullmatch(*pair) for pair in zip((row.title, row.ours, row.peers), map(str, ratio[:3]), strict=True))
+        for row in ROWS
+    )
 
 
 def span(ratios: Sequence[float]) -> str:

@@ -12,13 +12,14 @@ The page gives the date and the machine of each measurement, and the benchmarks 
 import argparse
 import ast
 import datetime
+import functools
 import importlib.metadata
 import os
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +34,10 @@ ENVIRONMENTS = {"whole_runs": HERE.parent / ".whole_runs"}
 """Environments that benchmarks run programs in; these benchmarks run by default only if theirs exists."""
 PACKAGES = ("jax", "numpy", "optax", "flax", "orbax-checkpoint", "tensorboardX")
 _RATIO = re.compile(r"\s*(\S.*?) / (\S.*?): (\d+(?:\.\d+)?)(?:\s+\(bound ([\d.]+)\))?(?:\s+(?:ok|OVER))?\s*")
-_SECTION = re.compile(r"<!-- benchmark: (\w+) -->\n(.*?)(?=<!-- benchmark: |\Z)", re.DOTALL)
+_DIGITS = re.compile(r"\d+(?:\.\d+)?")
+_SECTION = re.compile(r"<!-- benchmark: (\w+) -->\n(.*?)(?=<!-- benchmark: |<!-- versions -->|\Z)", re.DOTALL)
+_WHERE = re.compile(r"^\*(\d{4}-\d\d-\d\d, .*?)\.(?: Python ([^*]+?)\.)?( [A-Z][^*]*)?\*$", re.MULTILINE)
+_VERSIONS = "Versions, if a section does not list others: Python "
 
 
 class Ratio(NamedTuple):
@@ -69,11 +73,17 @@ def ratios_in(output: str) -> list[Ratio]:
 
 def tables_in(output: str) -> str:
     """Return the Markdown tables that a benchmark printed."""
-    return "\n".join(line for line in output.splitlines() if line.startswith("|"))
+    lines = "\n".join(line for line in output.splitlines() if line.startswith("|"))
+    return re.sub(r"\n(?=\|.*\n\|-)", "\n\n", lines)  # a blank line before each header
 
 
 def section(
-    source: str, output: str, failure: str | None, where: str, reasons: Mapping[tuple[str, str], str] | None = None
+    source: str,
+    output: str,
+    failure: str | None,
+    where: str,
+    reasons: Mapping[tuple[str, str], str] | None = None,
+    is_read: Callable[[Ratio], bool] = lambda _: True,
 ) -> str:
     """Return the Markdown section of a benchmark.
 
@@ -82,28 +92,68 @@ def section(
         output: Its output.
         failure: The reason why it could not run, in one line; None if it ran.
         where: Date, machine and versions.
-        reasons: (Program, compared with) → why a ratio is above its bound; the table then has a column for it.
+        reasons: (Program, compared with) → why a ratio is above its bound: numbered notes below the table.
+        is_read: Whether overview.py reads a row. Of the others, rows without a bound are left out, and those within
+            it are joined if they differ in sizes only.
     """
     about = " ".join((ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0].split())
     heading, description = _heading(about)
     lines = [f"## {heading}", "", *([description, ""] if description else [])]
-    if found := ratios_in(output):
+    notes: list[str] = []
+    if found := [one for one in ratios_in(output) if one.bound is not None or is_read(one)]:
+        rows = [(group, _note(group[0], reasons or {}, notes)) for group in _joined(found, is_read)]
         lines += ["| measured | program | compared with | ratio | bound |", "|---|---|---|---:|---:|"]
-        if reasons:
-            lines[-2:] = [f"{lines[-2]} why above it |", f"{lines[-1]}---|"]
-        for one in found:
-            cells = [_cell(one.title), _cell(one.ours), _cell(one.peer), _number(one)]
+        if notes:
+            lines[-2:] = [f"{lines[-2]} note |", f"{lines[-1]}---|"]
+        above = ""
+        for group, note in rows:
+            title = _span([one.title for one in group])
+            one, last = group[0], max(group, key=_ratio)
+            number = _number(one) if len(group) == 1 else f"{_number(min(group, key=_ratio))} to {_number(last)}"
+            cells = ["" if title == above else _cell(title), _cell(one.ours), _cell(one.peer), number]
             cells.append("" if one.bound is None else f"{one.bound:g}")
-            if reasons:
-                is_above = one.ratio > (1.0 if one.bound is None else one.bound)
-                cells.append(reasons.get((one.ours, one.peer), "") if is_above else "")
-            lines.append(f"| {' | '.join(cells)} |")
+            lines.append(f"| {' | '.join([*cells, note] if notes else cells)} |")
+            above = title
         lines.append("")
+    if notes:
+        lines += [*(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""]
     if table := tables_in(output):
         lines += [table, ""]
     if failure is not None:
         lines += [f"Not complete: {_cell(failure)}", ""]
     return "\n".join([*lines, f"*{where}*", ""])
+
+
+def _joined(found: Sequence[Ratio], is_read: Callable[[Ratio], bool]) -> list[list[Ratio]]:
+    """Join ratios within their bound that no other page reads, if only numbers in their titles differ."""
+    groups: dict[object, list[Ratio]] = {}
+    for number, one in enumerate(found):
+        is_alone = is_read(one) or one.bound is None or one.ratio > one.bound
+        key = number if is_alone else (_DIGITS.sub("0", one.title), one.ours, one.peer, one.bound)
+        groups.setdefault(key, []).append(one)
+    return list(groups.values())
+
+
+def _span(titles: Sequence[str]) -> str:
+    """Return a title for several that differ in numbers only: "of 16 to 256 MB"."""
+    numbers = zip(*(_DIGITS.findall(title) for title in titles), strict=True)
+    ends = [(min(column, key=float), max(column, key=float)) for column in numbers]
+    spans = iter([low if low == high else f"{low} to {high}" for low, high in ends])
+    return _DIGITS.sub(lambda match: next(spans), titles[0])
+
+
+def _ratio(one: Ratio) -> float:
+    return one.ratio
+
+
+def _note(one: Ratio, reasons: Mapping[tuple[str, str], str], notes: list[str]) -> str:
+    """Return the number of the note that says why a ratio is above its bound, and add it to the notes if it is new."""
+    reason = reasons.get((one.ours, one.peer))
+    if reason is None or one.ratio <= (1.0 if one.bound is None else one.bound):
+        return ""
+    if reason not in notes:
+        notes.append(reason)
+    return str(notes.index(reason) + 1)
 
 
 def written(page: str, sections: dict[str, str], order: Sequence[str]) -> str:
@@ -117,8 +167,25 @@ def written(page: str, sections: dict[str, str], order: Sequence[str]) -> str:
     head, rest = page.split(BEGIN)
     inside, tail = rest.split(END)
     known = {name: text.strip() for name, text in _SECTION.findall(inside)} | sections
-    body = "\n\n".join(f"<!-- benchmark: {name} -->\n{known[name].strip()}" for name in order if name in known)
-    return f"{head}{BEGIN}\n\n{body}\n\n{END}{tail}"
+    known = {name: known[name] for name in order if name in known}
+    shared = inside.partition(_VERSIONS)[2].partition(".\n")[0]
+    versions = [match[2] or shared for text in known.values() for match in _WHERE.finditer(text)]
+    most = max(versions, key=lambda line: sum(_within(one, line) for one in versions), default="")
+    for name, text in known.items():
+
+        def with_versions(match: re.Match[str]) -> str:
+            own = match[2] or shared
+            listed = "" if _within(own, most) else f" Python {own}."
+            return f"*{match[1]}.{listed}{match[3] or ''}*"
+
+        known[name] = f"<!-- benchmark: {name} -->\n{_WHERE.sub(with_versions, text).strip()}"
+    common = [f"<!-- versions -->\n{_VERSIONS}{most}."] if most else []
+    return "\n\n".join([f"{head}{BEGIN}", *known.values(), *common, f"{END}{tail}"])
+
+
+def _within(some: str, versions: str) -> bool:
+    """Say whether all packages of a list of versions are in another one, in the same versions."""
+    return set(some.split(", ")) <= set(versions.split(", "))
 
 
 def _heading(about: str) -> tuple[str, str]:
@@ -204,7 +271,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(output if failure is None else f"{output}\n{name}: {failure}", flush=True)
         failures += failure is not None
         source = (HERE / f"bench_{name}.py").read_text(encoding="utf-8")
-        text = section(source, output, failure, where, REASONS.get(name))
+        is_read = functools.partial(overview.is_read, name)
+        text = section(source, output, failure, where, REASONS.get(name), is_read)
         given.page.write_text(written(given.page.read_text(encoding="utf-8"), {name: text}, names), encoding="utf-8")
     if given.page == PAGE:
         overview.write()

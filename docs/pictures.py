@@ -137,16 +137,6 @@ def _text(pair) -> str:
     return f"{high:08x}{low:08x}"
 
 
-def digits_loss(path: pathlib.Path) -> None:
-    """The logs of the digits example, drawn by the command line."""
-    with tempfile.TemporaryDirectory() as directory:
-        run = [sys.executable, EXAMPLES / "digits.py", "--dir", directory]
-        subprocess.run(run, check=True, cwd=directory, stdout=subprocess.DEVNULL)
-        tags = [word for tag in ("loss", "learning_rate", "grad_norm") for word in ("-t", tag)]
-        plot = [sys.executable, "-m", "jstep", "plot", directory, "--log-y", *tags, "-o", path]
-        subprocess.run(plot, check=True)
-
-
 def report(path: pathlib.Path) -> None:
     """A trunk that is killed and started again, two cooldowns that begin from it, and one more rate, as one page."""
     images, labels = _digits()
@@ -687,7 +677,6 @@ MAKERS = {
     "optimizers.png": optimizers,
     "early_stopping.png": early_stopping,
     "layouts.svg": layouts,
-    "digits_loss.png": digits_loss,
     "report.png": report,
     "schedules.png": schedules,
     "width_transfer.png": width_transfer,

@@ -1,7 +1,7 @@
 """Handwritten digits: train a small convolutional network to more than 99 % accuracy in less than a minute.
 
     python examples/digits.py                          # press Ctrl-C and start it again: it resumes
-    python -m jstep plot runs/digits -o digits.png     # plot the curves
+    python -m jstep report runs/digits -o digits.html  # the curves on a page
     tensorboard --logdir runs/digits                   # also shows histograms, the hardest digits and the graph
 
 The images are the UCI handwritten digits that come with scikit-learn (1797 images of 8×8 pixels, no download).

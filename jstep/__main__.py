@@ -1,4 +1,4 @@
-"""Entry point of the command line: `python -m jstep plot LOGDIR -o loss.png`, `python -m jstep events FILE`."""
+"""Entry point of the command line: `python -m jstep runs DIR`, `python -m jstep report RUN`."""
 
 from jstep.tools.cli import main
 

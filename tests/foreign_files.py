@@ -19,10 +19,6 @@ def _linked_to_a_folder(path: pathlib.Path, victim: pathlib.Path) -> None:
     path.symlink_to(victim.parent)
 
 
-def _hard_linked(path: pathlib.Path, victim: pathlib.Path) -> None:
-    path.hardlink_to(victim)
-
-
 def _fifo(path: pathlib.Path, victim: pathlib.Path) -> None:
     os.mkfifo(path)
 
@@ -50,7 +46,6 @@ KINDS = {
         _linked,
         _linked_to_nothing,
         _linked_to_a_folder,
-        _hard_linked,
         _fifo,
         _folder,
         _text,
@@ -59,7 +54,7 @@ KINDS = {
     )
 }
 """What may have the name of a file of jstep."""
-NOT_FILES = ("linked", "linked_to_nothing", "linked_to_a_folder", "hard_linked", "fifo", "folder")
+NOT_FILES = ("linked", "linked_to_nothing", "linked_to_a_folder", "fifo", "folder")
 
 
 def put(kind: str, path: pathlib.Path, victims: pathlib.Path) -> pathlib.Path:

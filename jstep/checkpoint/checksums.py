@@ -5,7 +5,6 @@ process on another mesh, or with other shards, can verify them.
 """
 
 import concurrent.futures
-import contextlib
 import json
 import logging
 import os
@@ -79,15 +78,11 @@ def process_share(manifest: Manifest, share: tuple[int, int]) -> dict[str, Recor
 
 def differences(checkpoint: str, expected: Mapping[str, Record]) -> dict[str, str]:
     """Return how each file differs from its record, or "". If a size differs, no checksum is computed."""
-    root = os.path.realpath(checkpoint)
-    results = {path: "a link out of the checkpoint" for path in expected if not is_below(root, path)}
-    for path in [path for path in expected if path in UNUSED and path not in results]:
-        try:
-            results |= _differences(checkpoint, {path: expected[path]})
-        except OSError as error:
-            results[path] = error.strerror or "it cannot be read"
-    results |= _differences(checkpoint, {path: record for path, record in expected.items() if path not in results})
-    return {path: results[path] for path in expected}
+    results = size_differences(checkpoint, expected)
+    if not any(why for path, why in results.items() if path not in UNUSED):
+        for path, actual in records(checkpoint, [path for path in expected if not results[path]], threads=8).items():
+            results[path] = describe_mismatch(expected[path], actual)
+    return results
 
 
 def size_differences(checkpoint: str, expected: Mapping[str, Record]) -> dict[str, str]:
@@ -99,43 +94,12 @@ def size_differences(checkpoint: str, expected: Mapping[str, Record]) -> dict[st
     return results
 
 
-def _differences(checkpoint: str, expected: Mapping[str, Record]) -> dict[str, str]:
-    results = size_differences(checkpoint, expected)
-    if not any(results.values()):
-        for path, actual in records(checkpoint, expected, threads=8).items():
-            results[path] = describe_mismatch(expected[path], actual)
-    return results
-
-
 def find_problems(checkpoint: str, problems: Mapping[str, str], *, every: bool) -> tuple[list[str], list[str]]:
     """Return the problems of files that are read (with `every`, of all files), and of files that nothing reads."""
     unread = frozenset[str]() if every else UNUSED
     bad = {path: why for path, why in problems.items() if why}
     read = [f"{checkpoint}/{path}: {why}" for path, why in bad.items() if path not in unread]
     return read, [f"{path} ({why})" for path, why in bad.items() if path in unread]
-
-
-def is_below(root: str, path: str) -> bool:
-    return os.path.realpath(os.path.join(root, path)).startswith(root + os.sep)
-
-
-def unreadable(checkpoint: str) -> list[str]:
-    """Return what must not be opened below a checkpoint, listed in its manifest or not, since it may wait or lead out.
-
-    A FIFO, a device, and a link out of the checkpoint.
-    """
-    root, folders, found = os.path.realpath(checkpoint), [""], []
-    for folder in folders:
-        with contextlib.suppress(OSError), os.scandir(os.path.join(checkpoint, folder)) as entries:
-            for entry in entries:
-                path = folder + entry.name
-                if entry.is_symlink() and not is_below(root, path):
-                    found.append(f"{checkpoint}/{path}: a link out of the checkpoint")
-                elif entry.is_dir(follow_symlinks=False):
-                    folders.append(f"{path}/")
-                elif not entry.is_dir() and not may_be_file(entry.path) and os.path.exists(entry.path):
-                    found.append(f"{checkpoint}/{path}: is not a regular file")
-    return sorted(found)
 
 
 def describe_mismatch(expected: Mapping[str, Any], actual: Mapping[str, Any] | None) -> str:

@@ -4,7 +4,6 @@ A checkpoint is written under a temporary name, its manifest last, and then rena
 """
 
 import contextlib
-import errno
 import functools
 import itertools
 import logging
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 from jstep.checkpoint import checksums, listing
 from jstep.checkpoint.claims import FileClaim
 from jstep.checkpoint.contents import Contents, OrbaxContents
-from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, CorruptedError, Manifest, encode
+from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, encode
 from jstep.checkpoint.retention import evict
 from jstep.checkpoint.store import Commit, Store
 from jstep.checkpoint.writes import IN_FLIGHT, Write
@@ -82,21 +81,13 @@ class DirectoryStore(Store):
         def read_arrays(manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
             from jstep.checkpoint import orbax_arrays  # not at the top: importing tensorstore is slow
 
-            if problems := checksums.unreadable(path):
-                raise CorruptedError(problems)
             return orbax_arrays.read_arrays(orbax_arrays.in_folder(path), manifest, shardings)
 
         differences = functools.partial(checksums.differences, path)
         return OrbaxContents(path, manifest, start_read, differences, read_arrays)
 
     def claim(self) -> None:
-        try:
-            make_folders(self.directory)
-        except OSError as error:
-            what = f"the directory of checkpoints cannot be created: {error.strerror}"
-            raise OSError(error.errno, what, self.directory) from error
-        if not os.access(self.directory, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
-            raise PermissionError(errno.EACCES, "the directory of checkpoints cannot be written", self.directory)
+        make_folders(self.directory)
         super().claim()
         if not self._is_cleaned:
             self._remove_leftovers()
@@ -234,8 +225,6 @@ class LocalRead(NamedTuple):
         """Do nothing: the file is read only on request."""
 
     def read(self) -> ReadResult:
-        if not checksums.is_below(os.path.realpath(self.folder), self.key):
-            raise ValueError(f"{self.url}: a link out of the checkpoint")
         try:
             with open_regular(self.url) as file:
                 file.seek(self.start)

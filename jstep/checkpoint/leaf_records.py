@@ -203,10 +203,7 @@ def zero_leaf(record: Leaf) -> np.ndarray[Any, Any]:
         shape, dtype = shape_and_dtype(record)
         return np.zeros(shape, jnp.dtype(dtype))
     except (TypeError, ValueError, MemoryError) as error:  # a malicious manifest
-        raise CheckpointError(
-            f"the manifest is not what jstep writes: {record.path!r} is {record.dtype} of shape {record.shape!s:.50} "
-            f"({error!s:.100})"
-        ) from None
+        raise CheckpointError(f"the manifest is not what jstep writes: {record.path!r:.50}: {error!s:.100}") from None
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jstep.core.checks import describe_type, format_value
 from jstep.core.exceptions import Picklable
-from jstep.stores.tagged_json import decode_json
+from jstep.stores.files import decode_json
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1

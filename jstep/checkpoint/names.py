@@ -146,13 +146,9 @@ def _next(store: Store, prefix: str, above: int, timeout: float) -> int:
 
 def check_directory(directory: object) -> str:
     path = absolute(location(directory, "directory"))
-    if not is_utf8(path):
+    if not is_utf8(path) or ("\\" in path and os.sep != "\\"):
         raise ValueError(
-            f"directory={path!r}: must be encodable as UTF-8, or tensorstore cannot write there; give another one"
-        )
-    if "\\" in path and os.sep != "\\":
-        raise ValueError(
-            f"directory={path!r}: must not contain a backslash, which tensorstore reads as a slash; give another one"
+            f"directory={path!r}: must be UTF-8 without backslashes, or tensorstore cannot write there; give another"
         )
     if not is_url(path) and os.path.lexists(path) and not os.path.isdir(path):
         raise NotADirectoryError(f"directory={path!r}: must be a directory, but there is a file of that name")
@@ -167,12 +163,9 @@ def is_utf8(text: str) -> bool:
 def as_prefix(prefix: object) -> str:
     hint = "the beginning of a file name, such as 'model'"
     text = as_string(prefix, "prefix", hint)
-    if text in (".", "..") or any(c in text for c in ("/", "\\", os.sep, "\0")):
-        raise ValueError(f"prefix={text!r}: must be {hint}; pass directories as `directory`")
-    if not is_utf8(text):
-        raise ValueError(f"prefix={text!r}: must be encodable as UTF-8")
-    if (length := len(text.encode())) > _MAX_LENGTH:
+    is_name = text not in (".", "..") and not any(c in text for c in ("/", "\\", os.sep, "\0"))
+    if not is_name or not is_utf8(text) or len(text.encode()) > _MAX_LENGTH:
         raise ValueError(
-            f"prefix={format_value(text)}: must be at most {_MAX_LENGTH} bytes, got {length}; file systems refuse it"
+            f"prefix={format_value(text)}: must be {hint}, at most {_MAX_LENGTH} bytes; a path is `directory`"
         )
     return text

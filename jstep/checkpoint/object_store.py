@@ -6,7 +6,6 @@ import functools
 import itertools
 import json
 import logging
-import math
 import secrets
 import shlex
 import time
@@ -23,11 +22,10 @@ from jstep.checkpoint.store import Commit, Files, Store
 from jstep.checkpoint.writes import Write
 from jstep.distributed import processes
 from jstep.stores.objects import START_TIMEOUT_SECS, Directory, PendingOperation, pipelined, spec
-from jstep.stores.owners import owner_in
 from jstep.stores.urls import parts_of_url
 
-HURRIED = 5.0
-"""Seconds for optional requests."""
+_HURRIED = 5.0
+"""Seconds for the removal of a failed save's objects."""
 _AT_ONCE = 16
 
 _logger = logging.getLogger("jstep")
@@ -44,7 +42,6 @@ class ObjectStore(Store):
         self._objects = Directory(url)
         self._listed: listing.Checkpoints | None = None
         """The list of a save in progress, while it decides which checkpoints to keep."""
-        self._hurried = False
         self._saving = ""
         self._warned = self._forbidden = False
 
@@ -57,10 +54,8 @@ class ObjectStore(Store):
 
     def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
         """See `Store.newest_first`. Missing objects are found on restore."""
-        hurried, self._hurried = self._hurried, False
-        with self._objects.within(HURRIED if hurried else math.inf):
-            listed = self._list(prefix)
-        for step, name in sorted(((step, name) for name, step in listed.committed.items()), reverse=True):
+        committed = self._list(prefix).committed
+        for step, name in sorted(((step, name) for name, step in committed.items()), reverse=True):
             yield step, self.path(name)
 
     def at(self, prefix: str, step: int) -> str | None:
@@ -171,10 +166,9 @@ class ObjectStore(Store):
 
     def abandon(self, path: str) -> None:
         """See `Store.abandon`. The next save removes what remains."""
-        self._hurried = True  # the error names the newest checkpoint only if the store responds quickly
         folder, self._saving = self._saving, ""
         if folder:
-            with contextlib.suppress(OSError), self._objects.within(HURRIED):
+            with contextlib.suppress(OSError), self._objects.within(_HURRIED):
                 left = self._objects.list(f"{folder}/", f"{folder}0")
                 self.erase([key for key in left if not key.endswith(f"/{OUTCOME}")])  # others may still read it
 
@@ -221,19 +215,16 @@ class ObjectStore(Store):
 #     1. Every process writes its packs below data.<attempt>, and then its part: the index of its packs.
 #     2. The first process waits for all parts, checks that its claim still holds, and writes the manifest, on the
 #        condition that the previous manifest is unchanged. From here on the checkpoint exists.
-#     3. The first process removes old objects, which never fails the save, and reports the outcome to the others. If
-#        its network is down, they see that it no longer renews its claim.
+#     3. The first process removes old objects, which never fails the save, and reports the outcome to the others.
 #
 # A crash before 2 leaves unreferenced objects, which the next save removes.
 
 OUTCOME = "outcome.json"
 """The object in which the first process reports the outcome of a save to the others."""
 _OUTCOME_TIMEOUT = 1800.0
-"""Seconds that the others wait for the outcome while the first process is alive: it may have much more to write."""
-_SILENT = 60.0
-"""Seconds without a heartbeat of the first process after which the others give up."""
+"""Seconds that the others wait for the outcome: the first process may have much more to write."""
 _PEER_SECS = 120.0
-"""Seconds that processes wait for each other without heartbeats, plus ten times the time of their own part."""
+"""Seconds that the first process waits for the others, plus ten times the time of its own part."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,11 +262,8 @@ class ObjectSave:
         if is_first:
             self._report("")
         else:
-            data = self._polled(
-                f"{self.folder}/{OUTCOME}",
-                self._silence(_PEER_SECS + 10 * (time.monotonic() - began)),
-                "the first process has not reported the outcome",
-            )
+            missing = "the first process has not reported the outcome"
+            data = self._polled(f"{self.folder}/{OUTCOME}", began + _OUTCOME_TIMEOUT, missing)
             if failed := json.loads(data)["failed"]:
                 raise CheckpointError(f"on the first process: {failed}")
 
@@ -285,17 +273,17 @@ class ObjectSave:
         for index in range(jax.process_count()):
             key = f"part.{index}.json"
             late = f"process {index} has not written"
-            data = own if index == 0 else self._polled(f"{self.folder}/{key}", lambda: time.monotonic() > until, late)
+            data = own if index == 0 else self._polled(f"{self.folder}/{key}", until, late)
             if data.startswith(b'{"failed"'):
                 raise CheckpointError(f"process {index}: {json.loads(data)['failed']}")
             files |= packs.read_index(data)[0]
             files[key] = {"bytes": len(data), "crc32": [f"{zlib.crc32(data):08x}"]}
         return dict(sorted(files.items()))
 
-    def _polled(self, key: str, is_late: Callable[[], bool], missing: str) -> bytes:
+    def _polled(self, key: str, until: float, missing: str) -> bytes:
         pause = 0.02
         while (data := self.objects.read(key).data) is None:
-            if is_late():
+            if time.monotonic() > until:
                 raise CheckpointError(f"{self.objects.at(key)}: {missing}")
             time.sleep(pause)
             pause = min(1.0, 1.5 * pause)
@@ -311,26 +299,3 @@ class ObjectSave:
                 _logger.warning(
                     "the outcome of %s could not be reported to the other processes: %s", self.folder, error
                 )
-
-    def _silence(self, patience: float) -> Callable[[], bool]:
-        """Return a function that reports whether the first process has been silent for too long.
-
-        A first process without the right to replace objects cannot renew its claim.
-        """
-        key = claims.claim_key(self.name.rpartition("-")[0])
-        began = time.monotonic()
-        latest, next_look = began + _OUTCOME_TIMEOUT, began + claims.BEAT
-        stamp, changed, renews = b"", began, False
-
-        def is_late() -> bool:
-            nonlocal next_look, stamp, changed, renews
-            now = time.monotonic()
-            if now >= next_look:
-                next_look = now + claims.BEAT
-                current = self.objects.read(key)
-                if current.stamp != stamp:
-                    renews = bool(stamp) or current.data is None or owner_in(current.data).get("beat", 0) != 0
-                    stamp, changed = current.stamp, now
-            return now > (min(latest, changed + _SILENT) if renews else began + patience)
-
-        return is_late

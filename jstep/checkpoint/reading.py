@@ -289,14 +289,6 @@ def first_problem(problems: Sequence[str]) -> str:
     return "; ".join(problems[:SHOWN]) + more
 
 
-def newest_in_words(store: Store, prefix: str) -> str:
-    try:
-        newest = next(store.newest_first(prefix), None)
-    except OSError as error:
-        return f"they cannot be listed now ({error})."
-    return f"the newest is {newest[1]}." if newest else "there are none yet."
-
-
 def is_usable(store: Store, path: str, step: int, max_bytes: int) -> tuple[bool | None, int]:
     """Return whether a checkpoint seems intact, None if it was deleted; and the bytes read, none above `max_bytes`."""
     try:

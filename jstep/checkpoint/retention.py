@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -10,8 +9,6 @@ from typing import Protocol
 from jstep.checkpoint.listing import format_name
 from jstep.checkpoint.manifest import CheckpointError, LeftOut, Manifest, RetainedSteps
 from jstep.checkpoint.store import Commit, Files, Store
-
-_logger = logging.getLogger("jstep")
 
 
 def evictions(
@@ -75,7 +72,6 @@ class Retention:
         self._max_to_keep, self._every_n_hours = max_to_keep, every_n_hours
         self._since = since
         self._retained: RetainedSteps | None = None
-        self._warned = False
         self._complete: set[int] = set()
         """Steps of checkpoints that are known to be complete."""
         self._known: dict[int, Manifest] = {}
@@ -148,13 +144,6 @@ class Retention:
         times = {step: self._saved_at(step, path, retained) for step, path in paths.items()}
         times[manifest.step] = manifest.saved_at
         victims, retained = evictions(times, manifest.step, retained, self._max_to_keep, self._every_n_hours, finite)
-        if manifest.step < max(times) and not self._warned:
-            self._warned = True
-            _logger.warning(
-                "step %d was saved, and there is %s: restoring resumes from the latter unless it is deleted",
-                manifest.step,
-                format_name(self._prefix, max(times)),
-            )
         return [*replaced, *(paths[step] for step in victims)], retained, False
 
     def _kept_at(self, paths: Mapping[int, str]) -> float | None:

@@ -5,7 +5,6 @@ import functools
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, overload
 
@@ -18,7 +17,7 @@ from jstep.checkpoint.listing import format_name
 from jstep.checkpoint.manifest import CheckpointError, Extra, Manifest, json_copy
 from jstep.checkpoint.match import Names
 from jstep.checkpoint.open_store import open_store
-from jstep.checkpoint.reading import CheckpointReader, newest_in_words, short
+from jstep.checkpoint.reading import CheckpointReader, short
 from jstep.checkpoint.retention import Listener, Retention
 from jstep.core import exceptions, meshes, placement, trees
 from jstep.core.annotations import T, Tree
@@ -130,7 +129,6 @@ class Saver:
         self._reader = CheckpointReader(self._store, self.prefix, as_bool(verify, "verify"))
         self._lock = threading.RLock()
         self._closed = False
-        weakref.finalize(self, self._store.leave).atexit = False
 
     def claim(self, state: Tree = None) -> None:
         """Claim the prefix before the first save: check that this Saver can write and that no other one does.
@@ -528,10 +526,8 @@ class Saver:
         path, self._saving = self._saving, None
         if path is not None and jax.process_index() == 0:
             self._store.abandon(path)
-        failure = CheckpointError(
-            f"{path or 'the last checkpoint'} was not saved: {short(error)}. Earlier checkpoints are unchanged; "
-            + newest_in_words(self._store, self.prefix)
-        )
+        what = path or "the last checkpoint"
+        failure = CheckpointError(f"{what} was not saved: {short(error)}. Earlier checkpoints are unchanged.")
         for text in getattr(error, "__notes__", ()):  # such as the hook whose `flush` raised it
             exceptions.note(failure, text)
         raise failure from error

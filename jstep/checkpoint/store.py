@@ -5,9 +5,9 @@ happens, a path holds a complete checkpoint or none.
 """
 
 import abc
+import contextlib
 import gc
 import logging
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,11 +16,9 @@ from jstep.checkpoint.claims import FileClaim, ObjectClaim
 from jstep.checkpoint.contents import Contents
 from jstep.checkpoint.manifest import CheckpointError, Manifest
 from jstep.checkpoint.writes import Write
-from jstep.stores.urls import join_path, resolve_path
+from jstep.stores.urls import join_path
 
 _logger = logging.getLogger("jstep")
-_HOLDERS: "weakref.WeakValueDictionary[tuple[str, str], Store]" = weakref.WeakValueDictionary()
-"""The claims of this process: directory and prefix → the store that has it."""
 
 Files = Mapping[str, checksums.Record]
 """Path below a checkpoint → record of that file or object: its `bytes`, and checksums or a stamp."""
@@ -50,7 +48,6 @@ class Store(abc.ABC):
     _prefix: str
     _claim: FileClaim | ObjectClaim | None = None
     _write: Write | None = None
-    _is_left: bool = False
 
     def __init__(self, directory: str, prefix: str | None) -> None:
         self.directory, self._prefix = directory, prefix or ""
@@ -122,19 +119,11 @@ class Store(abc.ABC):
         """
         if self.holds_claim():
             return
-        key = resolve_path(self.directory), self._prefix
-        holder = _HOLDERS.get(key)  # a reference: it may end meanwhile, with its write
-        try:
+        with contextlib.suppress(CheckpointError):
             self._claim = self.lock()
-        except CheckpointError:
-            if holder is None:
-                raise
-            del holder
-            gc.collect()  # an unreferenced Saver releases its claim here, or at the end of its write
-            if (holder := _HOLDERS.get(key)) is not None and holder._is_left:
-                holder.finish()
-            self._claim = self.lock()
-        _HOLDERS[key] = self
+            return
+        gc.collect()  # an unreferenced Saver releases its claim
+        self._claim = self.lock()
 
     def release_claim(self, wait: bool = True) -> None:
         if self._claim is not None:
@@ -189,18 +178,6 @@ class Store(abc.ABC):
         _logger.warning("%s could not be deleted: %s", path, error)
 
     # The end.
-
-    def leave(self) -> None:
-        """Let the next writer finish the save of a Saver that was not closed, but is unreferenced."""
-        self._is_left = True
-
-    def finish(self) -> None:
-        """Finish the save of an unreferenced Saver; log an error, since no call can raise it."""
-        try:
-            self.wait()
-        except Exception:
-            _logger.exception("the save in progress in %s was not saved", self.directory)
-        self.close()
 
     def close(self, wait: bool = True) -> None:
         """End the threads and release the claim, after any write that Ctrl-C has left running. Reading still works.

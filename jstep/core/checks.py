@@ -40,14 +40,6 @@ def truncate(text: str, max_length: int) -> str:
     return text if len(text) <= max_length else text[: max_length - 1] + "…"
 
 
-def cut_text(text: str, max_length: int) -> str:
-    """Cut a text between words."""
-    if len(text) <= max_length:
-        return text
-    cut = text[:max_length]
-    return (cut[: cut.rfind(" ")] if " " in cut[max_length // 2 :] else cut[:-1]) + "…"
-
-
 def truncate_path(path: str, max_length: int = 36) -> str:
     """Truncate a long path on the left: its end tells leaves apart."""
     return path if len(path) <= max_length else "…" + path[1 - max_length :]

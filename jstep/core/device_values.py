@@ -60,7 +60,7 @@ def number(value: object, what: str) -> np.ndarray[Any, Any]:
 
 def from_host(tree: Tree, argument: str) -> Any:
     """Convert host arrays to native byte order; reject masked arrays and integers that do not fit a device."""
-    if all(map(_is_as_on_device, jax.tree.leaves(tree))):
+    if all(map(is_plain, jax.tree.leaves(tree))):
         return tree
 
     def converted(keys: Any, leaf: Any) -> Any:
@@ -81,20 +81,12 @@ def arguments_from_host(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def is_plain(leaf: object) -> bool:
-    """Whether a leaf is an array that needs no conversion for a device: of most, this is known quickly."""
+    """Whether a leaf needs no conversion for a device: of most, this is known quickly."""
     if type(leaf) is not np.ndarray:
-        return isinstance(leaf, jax.Array)
+        return isinstance(leaf, jax.Array | float) or (isinstance(leaf, int) and first_wide(leaf) is None)
     dtype = leaf.dtype
     kind = dtype.kind
     return dtype.isnative and kind in "biufc" and (dtype.itemsize < 8 or kind not in "iu" or first_wide(leaf) is None)
-
-
-def _is_as_on_device(leaf: object) -> bool:
-    if is_plain(leaf):
-        return True
-    if isinstance(leaf, np.ndarray) and not (leaf.dtype.isnative and trees.is_array(leaf)):
-        return False
-    return not isinstance(leaf, _OF_HOST) or first_wide(leaf) is None
 
 
 def _refuse_wide(leaf: object, path: str, argument: str) -> None:

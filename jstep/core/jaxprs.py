@@ -61,11 +61,6 @@ HARMLESS = MOVES.union([
 # fmt: on
 """Operations whose results are finite if their operands are finite."""
 
-_IN_ORDER = frozenset(
-    ["copy", "copy_p", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "sharding_constraint", "name", "pvary"]
-)
-"""Operations that keep the order of elements, if the result has as many as the operand."""
-
 _PLACING = {"sharding_constraint", "shard_map", "reshard", "mesh_cast"}
 """Operations that set the sharding of an array."""
 
@@ -131,12 +126,6 @@ class Operation:
     def is_of_platforms(self) -> bool:
         """Whether a cond selects by platform: the compiler sees only one branch."""
         return self.eqn.params.get("branches_platforms") is not None
-
-    @property
-    def keeps_order(self) -> bool:
-        operand, result = self.eqn.invars[0].aval, self.eqn.outvars[0].aval
-        is_reordered = self.name == "reshape" and self.eqn.params.get("dimensions") is not None
-        return self.name in _IN_ORDER and operand.size == result.size and not is_reordered
 
 
 def _name(eqn: Any) -> str:
@@ -265,10 +254,6 @@ def apply(operation: Operation, values: Sequence[Any]) -> list[Any]:
     return [results.get(var) for var in operation.eqn.outvars]
 
 
-def operation_hash(operation: Operation) -> str:
-    return program_hash(_alone(operation))
-
-
 def _alone(operation: Operation) -> core.ClosedJaxpr:
     eqn = operation.eqn
     inputs = list(dict.fromkeys(variables(eqn.invars)))
@@ -280,9 +265,11 @@ def subprogram(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any], eqns: 
     return jaxpr.replace(constvars=[], invars=list(inputs), outvars=list(outputs), eqns=list(eqns))
 
 
-def part_for(closed: Any, results: list[bool]) -> Any:
-    jaxpr, used, _ = dce_jaxpr_consts(closed.jaxpr, results, True)
-    return core.ClosedJaxpr(jaxpr, [const for const, is_used in zip(closed.consts, used, strict=True) if is_used])
+def part_for(closed: Any, results: list[bool], *, keeps_arguments: bool = True) -> tuple[Any, list[bool]]:
+    """Return the part of a program that computes some results, and which arguments it has."""
+    jaxpr, used, arguments = dce_jaxpr_consts(closed.jaxpr, results, keeps_arguments)
+    consts = [const for const, is_used in zip(closed.consts, used, strict=True) if is_used]
+    return core.ClosedJaxpr(jaxpr, consts), arguments
 
 
 def with_consts_as_arguments(closed: Any) -> Any:
@@ -516,7 +503,6 @@ def _array_text(x: Any) -> str:
 
 _FREE = MOVES | {"gather", "convert_element_type", "bitcast_convert_type"}
 """Operations that move data without arithmetic."""
-
 
 _PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
 

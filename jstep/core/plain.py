@@ -1,9 +1,13 @@
-"""What a run records of values of its program, as JSON without secrets: its config, its arguments, its command line."""
+"""What a run was given, as JSON without secrets: its config, its arguments, its command line.
+
+What JSON cannot say is recorded by the name of its type.
+"""
 
 import argparse
 import contextlib
 import dataclasses
 import enum
+import itertools
 import math
 import os
 import re
@@ -13,59 +17,53 @@ from typing import Any
 
 NOT_RECORDED = "(not recorded)"
 """The placeholder for a secret."""
-MAX_OPTIONS, _MAX_TEXT, _MAX_ARGUMENTS, _MAX_DEPTH = 10_000, 1000, 100, 20
+MAX_OPTIONS, MAX_TEXT, _MAX_WORDS, _MAX_DEPTH, _MAX_CONFIG = 10_000, 1000, 100, 20, 2**19
+"""The maximum numbers of options, of characters of a value, of words of a command line, of levels, of characters."""
 
-# Secrets: one rule for values, command lines, environment variables and texts.
+# Secrets: one rule for configs, command lines, environment variables and messages.
 
-_NAME = re.compile(r"secret|passw|passphrase|pwd|credential|private_?key|authori[sz]ation|token|(api|auth|access)_?key")
-_IN_TEXT = re.compile(
-    r"-----BEGIN[\s\S]*|\b(?:sk-|hf_|gh[pos]_|github_pat_|AKIA|xox[bp]-|glpat-)[\w-]{12,}|(?i:\b(?:bearer|basic)\s+)\S{8,}"
+_ALWAYS = re.compile(r"secret|passw|passphrase|credential|private[_-]?key|authorization", re.IGNORECASE)
+_IF_RANDOM = re.compile(r"(?:key|token|auth)s?$", re.IGNORECASE)
+_RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+=-]{16,}")
+_TOKEN = re.compile(
+    r"-----BEGIN[\s\S]*|\b(?:sk-|hf_|gh[po]_|github_pat_|AKIA|xoxb-|glpat-)[\w-]{12,}|\b(?:Bearer|Basic)\s+\S{8,}"
 )
-_LOGIN = re.compile(r"(\w://)[^\s/?#]*@")
-_QUERY = re.compile(r"(\w://[^\s?#]*)[?#]\S*")
-_PAIR = re.compile(r"(-{0,2}[\w.-]+)([\"']?\s*[=:]\s*[\"']?|(?<=\w)\s+(?=[^-\s]))([^\s,;'\"]+)")
+_PAIR = re.compile(r"([\w.-]+)=([^\s,;&]+)")
+_LOGIN = re.compile(r"(\w://)[^\s/]*@")
 
 
-def is_secret(name: str, value: object) -> bool:
-    """Whether a text must not be recorded, by its name and those of its parents; numbers are no secrets."""
-    return isinstance(value, str) and bool(_NAME.search(name.lower().replace("-", "_")))
-
-
-def hide(text: str) -> str:
-    """Remove logins and queries of URLs, what looks like a token, and the values of pairs with such a name."""
-    text = _QUERY.sub(r"\1", _LOGIN.sub(r"\1", text))
-
-    def shown(pair: re.Match[str]) -> str:
-        is_pair = pair[2].strip() or pair[1].startswith("--")
-        return f"{pair[1]}{pair[2]}{NOT_RECORDED}" if is_pair and is_secret(pair[1], pair[3]) else pair[0]
-
-    return _IN_TEXT.sub(NOT_RECORDED, _PAIR.sub(shown, text) if _NAME.search(text.lower().replace("-", "_")) else text)
+def hide(name: str, text: str) -> str:
+    """Return the text of an option, a variable or a message (`name=""`) without what must not be recorded."""
+    if _ALWAYS.search(name) or (_IF_RANDOM.search(name) and _RANDOM.fullmatch(text.strip())):
+        return NOT_RECORDED
+    return _TOKEN.sub(NOT_RECORDED, _LOGIN.sub(r"\1", text))
 
 
 def error_text(error: BaseException | None) -> str:
     """Return the text of an exception without secrets; it may be user-defined and raise."""
     with contextlib.suppress(Exception):
-        return hide(str(error)[:20_000])
+        text = "" if error is None else str(error)[:20_000]
+        return hide("", _PAIR.sub(lambda pair: f"{pair[1]}={hide(pair[1], pair[2])}", text))
     return ""
 
 
 def command_line() -> list[str]:
-    """Return the first arguments without secrets."""
-    argv, shown, before = [str(word) for word in getattr(sys, "argv", ())], list[str](), ""
-    for word in argv[:_MAX_ARGUMENTS]:
-        is_value = before.startswith("-") and "=" not in before and not word.startswith("-")
-        shown.append(NOT_RECORDED if is_value and is_secret(before, word) else text_of(hide(word)))
-        before = word
-    more = len(argv) - len(shown)
-    return [*shown, f"… and {more} more"] if more else shown
+    """Return the first words of the command line; one without a dash belongs to the option before it."""
+    argv, shown, option = [str(word) for word in getattr(sys, "argv", ())], list[str](), ""
+    for word in argv[:_MAX_WORDS]:
+        name, equals, value = word.partition("=")
+        option = name if word.startswith("-") else option
+        text = f"{hide('', name)}={hide(name, value)}" if equals else hide("" if word.startswith("-") else option, word)
+        shown.append(cut(text))
+    return shown if len(argv) <= _MAX_WORDS else [*shown, f"… and {len(argv) - _MAX_WORDS} more"]
 
 
 # Values.
 
 
-def text_of(text: str) -> str:
+def cut(text: str) -> str:
     text = text.encode("utf-8", "replace").decode()
-    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}… ({len(text)} characters)"
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}… ({len(text)} characters)"
 
 
 def number(value: float) -> float | str:
@@ -73,98 +71,77 @@ def number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-def plain(value: object, name: str = "") -> Any:
-    """Return a value as JSON; one that raises, or of an unknown type, is the name of its type."""
-    try:
-        return _plain(value, name, 0)
-    except Exception:
-        return _type_name(type(value))
+def plain(value: Any, name: str = "") -> Any:
+    """Return a value as JSON; one that raises, or of another kind, is the name of its type."""
+    with contextlib.suppress(Exception):
+        if isinstance(value, enum.Enum):
+            return value.name
+        if value is None or isinstance(value, bool) or (isinstance(value, int) and abs(value) < 2**63):
+            return value
+        if isinstance(value, float):
+            return number(float(value))
+        if isinstance(value, str | os.PathLike):
+            return cut(hide(name, str(os.fspath(value))))
+        if isinstance(value, list | tuple):
+            shown = [plain(item, name) for item in value[:MAX_TEXT]]
+            return shown if len(str(shown)) <= MAX_TEXT else f"{type(value).__name__} ({len(value)} items)"
+        if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
+            if value.shape == () and isinstance(item := value.item(), bool | int | float):
+                return plain(float(str(value)) if value.dtype.kind == "f" else item)  # a float32 0.1 is 0.1
+            return f"{value.dtype}{list(value.shape)}"
+        if callable(value) and hasattr(value, "__qualname__"):
+            return f"{value.__module__}.{value.__qualname__}"
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _plain(value: Any, name: str, depth: int) -> Any:
-    kind = type(value)
-    if value is None or kind is bool or (kind is int and abs(value) < 2**63):
-        return value
-    if kind is float:
-        return number(value)
-    if isinstance(value, enum.Enum):
-        return str(value)
-    if isinstance(value, str | os.PathLike):
-        return NOT_RECORDED if is_secret(name, text := os.fspath(value)) else text_of(hide(str(text)))
-    if isinstance(value, list | tuple | set | frozenset) and depth < _MAX_DEPTH:
-        items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-        shown, length = list[Any](), 0
-        for item in items:
-            shown.append(_plain(item, name, depth + 1))
-            length += len(str(shown[-1])) + 2
-            if length > _MAX_TEXT:
-                return [*shown, f"… ({len(value)} items)"]
-        return shown
-    if isinstance(value, Mapping) and depth < _MAX_DEPTH:
-        return {str(key): _plain(item, f"{name}/{key}", depth + 1) for key, item in list(value.items())[:_MAX_TEXT]}
-    if hasattr(kind, "__array__") or hasattr(kind, "shape"):
-        if value.shape == () and hasattr(value, "item") and isinstance(item := value.item(), bool | int | float):
-            return _plain(item, name, depth)
-        return f"{value.dtype}{list(value.shape)}"
-    if callable(value) and hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
-    return _type_name(kind)
-
-
-def _type_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def fields_of(value: Any) -> list[tuple[Any, Any]] | None:
-    """The names and values of an object that is a set of options, or None."""
-    kind = type(value)
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if isinstance(value, type) or kind.__module__ == "builtins":
-        return None
-    if isinstance(value, argparse.Namespace):
-        return list(vars(value).items())
-    names = (
-        [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value)
-        else getattr(kind, "_fields", None) or getattr(kind, "__struct_fields__", None)
-        or getattr(kind, "model_fields", None) or [item.name for item in getattr(kind, "__attrs_attrs__", ())]
-    )  # fmt: skip
-    return [(name, getattr(value, name)) for name in names] if names else None
-
-
-def flat(options: Any, above: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the options of a config with their names, those of nested ones joined by `/`."""
-    for key, value in options:
-        name = f"{above}{key}"
-        try:
-            below = fields_of(value) if depth < _MAX_DEPTH else None
-        except Exception:
-            below = None
-        if below:
-            yield from flat(below, f"{name}/", depth + 1)
-        else:
-            yield name, {} if below is not None and not below else plain(value, name)
+# Configs.
 
 
 def as_config(config: Any) -> dict[str, Any] | None:
-    """Return the record of a config: name → JSON value."""
+    """Return the record of a config: name → JSON value, the names of nested options joined by `/`."""
     if config is None:
         return None
-    if type(config).__name__ == "FlagValues" and hasattr(type(config), "flag_values_dict"):
-        raise TypeError("config: must be a mapping, got the FLAGS of absl; give FLAGS.flag_values_dict()")
-    options = fields_of(config)
-    if options is None:
+    entries = _entries(config)
+    if entries is None:
         raise TypeError(
             "config: must be a mapping, a dataclass instance, a namedtuple or an argparse.Namespace, got "
             f"{type(config).__name__}; give the attributes of another object as vars(config)"
         )
     record: dict[str, Any] = {}
-    more = 0
-    for name, value in flat(options):
-        if len(record) >= MAX_OPTIONS:
-            more += 1
-        elif name in record:
+    size = 0
+    for name, value in itertools.chain.from_iterable(_flat(str(key), item, 1) for key, item in entries):
+        if name in record:
             raise ValueError(f"config: two of its values are called {name!r}; give one of them another name")
-        else:
-            record[text_of(name)] = value
-    return record | ({"…": f"and {more} more"} if more else {})
+        size += len(name) + len(str(value))
+        if len(record) == MAX_OPTIONS or size > _MAX_CONFIG:
+            return {**record, "…": f"more than {len(record)} options"}
+        record[cut(name)] = value
+    return record
+
+
+def _flat(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    entries = _entries(value) if depth < _MAX_DEPTH else None
+    if not entries:
+        yield name, plain(value, name) if entries is None else {}
+    for key, item in entries or ():
+        yield from _flat(f"{name}/{key}", item, depth + 1)
+
+
+def _entries(value: Any) -> list[tuple[Any, Any]] | None:
+    """Return the entries of a mapping, or the names and values of an object that has named fields; else None."""
+    if isinstance(value, type):
+        return None
+    with contextlib.suppress(Exception):
+        if isinstance(value, Mapping):
+            return list(value.items())
+        if hasattr(value, "keys") and hasattr(value, "__getitem__") and not hasattr(value, "shape"):  # ml_collections
+            return [(key, value[key]) for key in value.keys()]  # noqa: SIM118
+        if isinstance(value, argparse.Namespace):
+            return list(vars(value).items())
+        fields: Any = dataclasses.fields(value) if dataclasses.is_dataclass(value) else None
+        for kind in ("_fields", "__attrs_attrs__", "model_fields", "__struct_fields__"):  # attrs, pydantic, msgspec
+            fields = getattr(type(value), kind, fields)
+        if isinstance(fields, list | tuple | dict):
+            names = [str(getattr(item, "name", item)) for item in fields]
+            return [(name, getattr(value, name)) for name in names]
+    return None

@@ -33,14 +33,10 @@ def is_named(names: tuple[str, ...], entry: str) -> bool:
 
 def find_leaf(tree: Tree, path: str, what: str) -> int | None:
     """Return the index of the leaf at its full path, or at the path of its box; None if there is none."""
-    everything = leaf_names(tree)
-    for depth in (0, 1):
-        indices = [i for i, names in enumerate(everything) if len(names) > depth and names[depth] == path]
-        if len(indices) > 1:
-            raise ValueError(ambiguous(what, path, len(indices)))
-        if indices:
-            return indices[0]
-    return None
+    indices = [i for i, names in enumerate(leaf_names(tree)) if path in names]
+    if len(indices) > 1:
+        raise ValueError(ambiguous(what, path, len(indices)))
+    return indices[0] if indices else None
 
 
 def ambiguous(what: str, path: str, leaves: int) -> str:

@@ -99,18 +99,16 @@ def html_table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = 
     parts = [f'<div style="margin: 0.4em 0"><div style="font-weight: 600">{html_text(title)}</div>']
     parts.append('<table style="border-collapse: collapse; background: none; color: inherit; font-size: 0.92em">')
     if head:
-        cells = "".join(f'<th style="{_side(i)}; {_RULE}">{html_text(name)}</th>' for i, name in enumerate(head))
+        cells = "".join(
+            f'<th style="{_RIGHT if i else _LEFT}; {_RULE}">{html_text(name)}</th>' for i, name in enumerate(head)
+        )
         parts.append(f"<tr>{cells}</tr>")
     for row in rows:
         cells = "".join(
-            f'<td style="{_side(i)}">{html_text(cell.strip() if i else cell.rstrip())}</td>'
+            f'<td style="{_RIGHT if i else _LEFT}">{html_text(cell.strip() if i else cell.rstrip())}</td>'
             for i, cell in enumerate(row)
         )
         parts.append(f'<tr style="background: none">{cells}</tr>')
     parts.append("</table>")
     parts += [f'<div style="font-size: 0.92em; margin-top: 0.3em">{html_text(note)}</div>' for note in notes]
     return "".join([*parts, "</div>"])
-
-
-def _side(column: int) -> str:
-    return _RIGHT if column else _LEFT

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -32,11 +32,16 @@ _PASSED: tuple[str, ...] = (
 """The files through which jstep calls itself and the user's functions."""
 
 
-def shortens_tracebacks(fn: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorator of public functions that call user code: errors show few frames of jstep. It may be nested."""
+def shortens_tracebacks(fn: Callable[_P, _T], instead: Mapping[str, str] = {}) -> Callable[_P, _T]:
+    """Decorator of public functions that call user code: errors show few frames of jstep. It may be nested.
+
+    `instead` says what to pass in place of arguments that other libraries have.
+    """
 
     @functools.wraps(fn)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        for name in instead.keys() & kwargs.keys():
+            raise TypeError(f"{name}: {fn.__name__} has no such argument; {instead[name]}")
         try:
             return fn(*args, **kwargs)
         except BaseException as error:

@@ -100,11 +100,10 @@ def batches(
     def check(value: object, name: str) -> int:
         size = as_int(value, name, 1)
         if size > len(rows) and drop_remainder:
-            hint = "drop_remainder=False gives them as one smaller batch"
-            hint = (
-                "a list is one source of examples: give several arrays as a tuple" if isinstance(arrays, list) else hint
+            raise ValueError(
+                f"{name}={size}: must not be more than the {len(rows)} rows of arrays, of which a list is one; "
+                "drop_remainder=False gives them as one smaller batch"
             )
-            raise ValueError(f"{name}={size}: must not be more than the {len(rows)} rows of arrays; {hint}")
         return size
 
     sizes = as_staircase(batch_size, "batch_size", check)

@@ -173,9 +173,10 @@ def check_batches(batches: Tree) -> None:
     if isinstance(batches, StateBatches):
         return
     if callable(batches) and not hasattr(batches, "__iter__") and not may_take(batches, 1):
-        ways_out = {2: "jstep.from_state(fn)", 0: "jstep.replayed(fn), or what fn() returns"}
-        advice = next((f"give {way}" for count, way in ways_out.items() if can_take(batches, count)), "wrap it")
-        raise TypeError(f"batches={format_value(batches)}: a function must take the step alone; {advice}")
+        raise TypeError(
+            f"batches={format_value(batches)}: a function must take the step alone; for fn(step, state) give "
+            "jstep.from_state(fn), for fn() jstep.replayed(fn)"
+        )
     if isinstance(batches, type) or not (
         callable(batches)
         or _has(batches, *_OWN_STATE, "__next__")
@@ -328,9 +329,6 @@ class StateBatches:
     def __init__(self, make: Callable[[int, Any], Any]) -> None:
         self.make = make
 
-    def __repr__(self) -> str:
-        return f"<jstep.from_state({getattr(self.make, '__qualname__', type(self.make).__qualname__)})>"
-
 
 # Batches of an iterable without a position, which a restart reads again up to the restored step.
 
@@ -376,9 +374,6 @@ class ReplayedBatches(Iterable[Any]):
 
     def __iter__(self) -> "ReplayedIterator":
         return ReplayedIterator(self.make)
-
-    def __repr__(self) -> str:
-        return f"<jstep.replayed({getattr(self.make, '__qualname__', type(self.make).__qualname__)})>"
 
 
 class ReplayedIterator(Iterator[Any]):

@@ -8,11 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
-
 from jstep.core.checks import as_function, as_int, format_value
-from jstep.core.exceptions import note
 from jstep.core.threads import MAKING, Thread, doing
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.placement import copy_batch, make_placer
@@ -144,12 +140,7 @@ class PrefetchIterator(Iterator[Any], contextlib.AbstractContextManager["Prefetc
 def _read(source: Iterator[Any], place: Callable[[Any], Any], state_fn: Callable[[], Any] | None) -> tuple[Any, Any]:
     item = next(source)
     state = state_fn() if state_fn else None
-    try:
-        return place(item), state
-    except Exception as error:
-        shapes = jax.tree.map(lambda leaf: f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(np.shape(leaf))}", item)
-        note(error, f"raised by prefetch_to_device for the item {format_value(shapes)}")
-        raise
+    return place(item), state
 
 
 class ReaderThread:

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core import meshes, trees
-from jstep.core.annotations import T, Tree
+from jstep.core import meshes
+from jstep.core.annotations import T
 from jstep.core.checks import as_int
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.permutation import RowNumbers
@@ -259,16 +259,12 @@ def _read(numbers: Callable[[int], list[SourceRows]], sources: Sequence[Rows], s
     if len(picked) == 1:
         return sources[picked[0].source].take(picked[0].rows)
     parts, indices = [sources[of.source].take(of.rows) for of in picked], [of.indices for of in picked]
-    if any(_row_shapes(part) != _row_shapes(parts[0]) for part in parts):
-        firsts = [of.rows.start if isinstance(of.rows, slice) else int(of.rows[0]) for of in picked]
-        names = [f"row {row} of {sources[of.source].name!r}" for row, of in zip(firsts, picked, strict=True)]
-        trees.stack_trees([jax.tree.map(lambda leaf: leaf[0], part) for part in parts], "sources", names.__getitem__)
+    shapes = [[leaf.shape[1:] for leaf in jax.tree.leaves(part)] for part in parts]
+    for of, each in zip(picked, shapes, strict=True):
+        if each != shapes[0]:
+            first, other = (sources[of.source].name for of in (picked[0], of))
+            raise ValueError(f"sources: must have rows of one shape, got {shapes[0]} of {first!r}, {each} of {other!r}")
     return jax.tree.map(lambda *leaves: _merge_leaves(leaves, indices), *parts)
-
-
-def _row_shapes(rows: Tree) -> Any:
-    leaves, treedef = trees.flatten(rows)
-    return treedef, [leaf.shape[1:] for leaf in leaves]
 
 
 def _merge_leaves(leaves: Sequence[Any], indices: Sequence[Any]) -> Any:

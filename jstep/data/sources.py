@@ -60,10 +60,7 @@ class ItemSource:
         return len(self._items)
 
     def rows(self, rows: RowNumbers) -> Any:
-        try:
-            return all_native(self._rows(rows), self._what)
-        except NotImplementedError as error:  # raised by __getitem__ of PyTorch's IterableDataset
-            raise TypeError(f"{self._what} {_NO_ORDER}: its __getitem__ is not implemented{_ITERABLE}") from error
+        return all_native(self._rows(rows), self._what)
 
     def _rows(self, rows: RowNumbers) -> Any:
         numbers = list(range(rows.start, rows.stop)) if isinstance(rows, slice) else rows.tolist()
@@ -145,8 +142,6 @@ def _open(leaf: Any, path: str, argument: str) -> Source:
         if leaf.ndim == 0:
             raise TypeError(f"{what} is a scalar and has no rows")
         return ArraySource(leaf, path)
-    if isinstance(leaf, str | bytes):
-        raise TypeError(f"{what} is a string, not a source of rows; give a list of strings")
     if hasattr(leaf, "columns"):
         raise TypeError(
             f"{what} is indexed by column, not by row; give its columns, such as `dict(frame)`, or an array, such as "

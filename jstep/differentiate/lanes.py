@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jstep.core import jaxprs, meshes, trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_int
-from jstep.core.exceptions import explain_jax, setting
+from jstep.core.exceptions import explain_jax, note, setting
 from jstep.core.jaxprs import Operation
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh, without_explicit_axes
 from jstep.core.placement import SHARDINGS, traced_shardings
@@ -296,24 +296,13 @@ def trace_lane(lanes: Lanes, part: Callable[..., Any], blocks: object, args: tup
     try:
         trace = trace_on_lanes(lanes, part, *args[:-1], blocks)
     except Exception as error:
-        named: set[str] = set()
-        for kind in (AxisType.Auto, AxisType.Explicit):  # does it work on the mesh, without lanes?
-            with contextlib.suppress(Exception):
-                sizes = [(name, lanes.mesh.shape[name]) for name in lanes.manual]
-                with jax.sharding.use_abstract_mesh(lanes.mesh.update_axis_types({name: kind for name, _ in sizes})):
-                    named |= jaxprs.named_axes(jax.make_jaxpr(part, axis_env=sizes)(*jax.tree.map(_shape, args)))
-        _refuse_axes(lanes, named, error)
         explain_jax(error)
+        if lanes.manual:
+            note(error, f"lanes={lanes.number}: {_ONE_DEVICE} {', '.join(map(repr, sorted(lanes.manual)))}")
         raise
-    _refuse_axes(lanes, jaxprs.named_axes(trace[0]))
+    if named := jaxprs.named_axes(trace[0]) & lanes.manual:
+        raise ValueError(f"lanes={lanes.number}: {_ONE_DEVICE} {', '.join(map(repr, sorted(named)))}")
     return trace
 
 
-def _refuse_axes(lanes: Lanes, named: set[str], error: Exception | None = None) -> None:
-    """Reject a program, or an error of its trace, that names mesh axes which a lane does not have."""
-    if named & lanes.manual:
-        raise ValueError(
-            f"lanes={lanes.number}: the loss names the mesh axes {', '.join(map(repr, sorted(named)))}, over which "
-            "the lanes are spread; one device computes a lane: leave these constraints and collectives out of the "
-            "loss"
-        ) from error
+_ONE_DEVICE = "one device computes a lane: leave out of the loss all constraints and collectives over the mesh axes"

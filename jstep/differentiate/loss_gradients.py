@@ -21,7 +21,7 @@ from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Number, Params
 from jstep.differentiate import microbatches
 from jstep.differentiate.clipping import global_norm
-from jstep.differentiate.lane_state import Merge, choose_merges, merge_leaf, summand
+from jstep.differentiate.lane_state import check_integers, merge_leaf, summand
 from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes, stack_over_lanes, sum_over_lanes
 from jstep.differentiate.lookup import TABLES, Tables
 from jstep.differentiate.loss_outputs import COLLECTORS, SUMMARIES, Collector, unpack_outputs
@@ -295,7 +295,7 @@ class Differentiation:
         size = microbatches.rows_of_part(inputs.args, lanes.number, f"lanes={lanes.number}", "use a multiple of it")
         rows, of_rows = trees.flatten(inputs.args)
         whole, filled = trees.partition_arrays(inputs._replace(args=(), batch_specs=None, lanes=None))
-        merges = self._merges(lanes, inputs, size)
+        self._check_integers(lanes, inputs, size)
 
         def part(i: Array, whole: list[Array], rows: list[Array]) -> Any:
             lane_inputs = filled(whole).for_lane(i, of_rows.unflatten(rows))
@@ -305,7 +305,7 @@ class Differentiation:
             grads = [None if g is None else microbatches.weigh(g, weight) for g in dense]
             terms = functools.partial(microbatches.summand, weight)
             others = jax.tree_util.tree_map_with_path(terms, (results.aux, results.summaries))
-            state = _by_leaf(functools.partial(summand, i), merges, results.model_state, lane_inputs.model_state)
+            state = jax.tree.map(functools.partial(summand, i), results.model_state)
             norms = None
             if self.squares:
                 of_lane = jnp.float32(size) if weight is None else weight
@@ -321,15 +321,15 @@ class Differentiation:
         def mean(x: Array) -> Array:
             return x / total.astype(x.dtype) if microbatches.is_inexact(x) else x
 
-        state = _by_leaf(functools.partial(merge_leaf, lanes.number), merges, state, inputs.model_state)
+        state = jax.tree.map(functools.partial(merge_leaf, lanes.number), state, inputs.model_state)
         grads, loss, (aux, summaries) = jax.tree.map(mean, (grads, loss, others))
         squares = None
         if norms is not None:
             squares = Squares(norms[0], norms[1], alike(lanes, microbatches.squared_norm, grads, inputs.scale))
         return LossResult(loss, state, aux, grads, summaries, squares)
 
-    def _merges(self, lanes: Lanes, inputs: Inputs, size: int) -> list[Merge]:
-        """Return how the leaves of model_state are merged, from the traced loss of a lane."""
+    def _check_integers(self, lanes: Lanes, inputs: Inputs, size: int) -> None:
+        """Reject integers of model_state that depend on a lane, as its traced loss shows."""
         rows, of_rows = trees.flatten(inputs.args)
         of_state = trees.structure(inputs.model_state)
         others, filled = trees.partition_arrays(
@@ -347,7 +347,7 @@ class Differentiation:
             lane_inputs = filled(others).for_lane(i, of_rows.unflatten(rows), model_state=of_state.unflatten(old))
             return jax.tree.leaves(one_lane._choose_method(lane_inputs)(lane_inputs, []).model_state)
 
-        return choose_merges(lanes, new_state, inputs.model_state, others, [jnp.asarray(x) for x in rows], size)
+        check_integers(lanes, new_state, inputs.model_state, others, [jnp.asarray(x) for x in rows], size)
 
     def _differentiate_once(self, inputs: Inputs, indices: list[int]) -> LossResult:
         leaves, treedef = trees.flatten(inputs.params)
@@ -394,12 +394,6 @@ def track_connected(leaves: list[Array], connected: set[int]) -> list[Array]:
     identity = jax.custom_vjp(lambda leaves: leaves)
     identity.defvjp(forward, backward, symbolic_zeros=True)
     return list(identity(leaves))
-
-
-def _by_leaf(fn: Callable[..., Array], merges: Sequence[Merge], tree: Tree, old: object) -> Any:
-    """Map over a tree like model_state, whose classes get only arrays."""
-    leaves, treedef = trees.flatten(tree)
-    return treedef.unflatten(map(fn, merges, leaves, jax.tree.leaves(old)))
 
 
 # Sharpness-aware minimization.

@@ -66,20 +66,12 @@ def _kind(x: Any) -> str:
     return f"an array of shape {np.shape(x)}" if trees.is_array(x) else f"a {type(x).__name__}"
 
 
-def _refuse_other_structure(old: object, new: object) -> None:
-    before, after = trees.leaf_paths(old), trees.leaf_paths(new)
-    both = (("lacks", trees.only_in(before, after)), ("adds", trees.only_in(after, before)))
-    differences = [f"{what} {', '.join(map(trees.quote_path, some[:5]))}" for what, some in both if some]
-    what = " and ".join(differences) or f"is {_kind(new)} with the same leaves as {_kind(old)} of the state"
-    raise ValueError(
-        f"loss_fn returned a model_state of another structure: it {what}; return all of the state's, changed or not, "
-        "and nothing else (a loss takes and returns it with has_model_state=True)"
-    )
-
-
 def _like(old: object, new: object) -> Any:
     if trees.structure(old) != trees.structure(new):
-        _refuse_other_structure(old, new)
+        raise ValueError(
+            f"loss_fn returned a model_state that is not like that of the state: must have the structure "
+            f"{trees.structure(old)}, got {trees.structure(new)}; return all of it, changed or not, and nothing else"
+        )
 
     def leaf(keys: Any, before: object, after: object) -> Array:
         before, after = jnp.asarray(before), jnp.asarray(after)

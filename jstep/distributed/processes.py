@@ -202,11 +202,8 @@ def _broadcast_from_0(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 ADDRESS, COUNT, INDEX = FIELDS = ("coordinator_address", "num_processes", "process_id")
 _JAX = {ADDRESS: "JAX_COORDINATOR_ADDRESS", COUNT: "JAX_NUM_PROCESSES", INDEX: "JAX_PROCESS_ID"}
 _SKYPILOT = {ADDRESS: "SKYPILOT_NODE_IPS", COUNT: "SKYPILOT_NUM_NODES", INDEX: "SKYPILOT_NODE_RANK"}
-_SLURM = {COUNT: "SLURM_NTASKS", INDEX: "SLURM_PROCID"}
-_SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
-"""The variables that JAX needs under SLURM; `srun` sets all of them."""
-_SIZES = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-_TPU_HOSTS = "TPU_WORKER_HOSTNAMES"
+_SIZES = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "TPU_WORKER_HOSTNAMES")
+"""Variables of launchers that indicate several processes, by a number or by a list with commas."""
 
 
 class Setting(NamedTuple):
@@ -219,41 +216,22 @@ class Setting(NamedTuple):
         return f"{self.name}={self.value!r}"
 
 
-Known = Mapping[str, Setting]
-"""The known values of `FIELDS`."""
-
-
-def known_settings(arguments: Known) -> Known:
-    """Combine arguments and variables: arguments take precedence over `JAX_*`, and these over SkyPilot's.
-
-    SLURM's variables, which JAX reads, are only checked, if the others are incomplete.
-    """
-    settings: dict[str, Setting] = {**_numbers(_JAX), **arguments}
+def known_settings(arguments: dict[str, Setting]) -> dict[str, Setting]:
+    """Combine arguments and variables: arguments take precedence over `JAX_*`, and these over SkyPilot's."""
+    settings = _numbers(_JAX) | arguments
+    if not settings.keys() >= set(FIELDS):
+        settings = _read_skypilot() | settings
     check_range(settings)
-    for launcher, is_read_here in ((_read_skypilot, True), (_read_slurm, False)):
-        if settings.keys() >= set(FIELDS):
-            break
-        other = launcher()
-        for field in (COUNT, INDEX):
-            if field in settings and field in other and settings[field].value != other[field].value:
-                both, names = f"{settings[field]}, {other[field]}", ", ".join(_JAX.values())
-                raise ValueError(f"{both}: they disagree; set {names}, all three, or none")
-        check_range({**other, **settings})
-        settings = {**other, **settings} if is_read_here else settings
     return settings
 
 
 def several() -> str | None:
     """Return a variable that indicates several processes, as `NAME=value`, or None."""
-    for name in _SIZES:
-        text = os.environ.get(name, "")
-        if text.isdigit() and int(text) > 1:
-            return f"{name}={text}"
-    hosts = os.environ.get(_TPU_HOSTS, "")
-    return f"{_TPU_HOSTS}={hosts}" if "," in hosts else None
+    texts = ((name, os.environ.get(name, "")) for name in _SIZES)
+    return next((f"{name}={text}" for name, text in texts if "," in text or (text.isdigit() and int(text) > 1)), None)
 
 
-def check_range(settings: Known) -> None:
+def check_range(settings: Mapping[str, Setting]) -> None:
     count, index = settings.get(COUNT), settings.get(INDEX)
     for setting, low in ((count, 1), (index, 0)):
         if setting is not None and setting.value < low:
@@ -262,53 +240,27 @@ def check_range(settings: Known) -> None:
         raise ValueError(f"{index}: must be < {count}")
 
 
-def missing(settings: Known) -> str:
-    """List the unknown fields, and the variables that would set them."""
-    text = ", ".join(f"{field} ({_JAX[field]})" for field in FIELDS if field not in settings)
-    step = [name for name in _SLURM_STEP if not os.environ.get(name)]
-    if 0 < len(step) < len(_SLURM_STEP):
-        text += f"; of what srun sets: {', '.join(step)}"
-    return text
-
-
 def _numbers(names: Mapping[str, str]) -> dict[str, Setting]:
     """Read variables; an empty one is unset."""
     settings: dict[str, Setting] = {}
     for field, name in names.items():
-        text = os.environ.get(name, "").strip()
-        if not text:
-            continue
-        try:
-            settings[field] = Setting(text if field == ADDRESS else int(text), name)
-        except ValueError:
-            raise ValueError(f"{name}={text!r}: must be an integer") from None
+        if text := os.environ.get(name, "").strip():
+            try:
+                settings[field] = Setting(text if field == ADDRESS else int(text), name)
+            except ValueError:
+                raise ValueError(f"{name}={text!r}: must be an integer") from None
     return settings
 
 
 def _read_skypilot() -> dict[str, Setting]:
     """Read SkyPilot's variables: one process for each node, process 0 on the first."""
     settings = _numbers(_SKYPILOT)
-    check_range(settings)
-    if not settings or (COUNT in settings and settings[COUNT].value == 1 and ADDRESS not in settings):
-        return settings
-    absent = [name for field, name in _SKYPILOT.items() if field not in settings]
-    if absent:
-        names = ", ".join(map(str, settings.values()))
-        raise ValueError(f"{names}: {', '.join(absent)} must be set as well, as SkyPilot sets all of them")
-    nodes = settings[ADDRESS].value.split()
-    if len(nodes) != settings[COUNT].value:
-        raise ValueError(
-            f"{settings[COUNT]}: must be the number of addresses in {settings[ADDRESS]}, which is {len(nodes)}"
-        )
-    host = f"[{nodes[0]}]" if ":" in nodes[0] else nodes[0]
-    # JAX's variable for the port, or one derived from the task, above Linux's ephemeral ports.
-    task = os.environ.get("SKYPILOT_TASK_ID", "")
-    port = os.environ.get("JAX_COORDINATOR_PORT") or str(61440 + zlib.crc32(task.encode()) % 4096)
-    return {**settings, ADDRESS: Setting(f"{host}:{port}", _SKYPILOT[ADDRESS])}
-
-
-def _read_slurm() -> dict[str, Setting]:
-    return _numbers(_SLURM) if all(os.environ.get(name) for name in _SLURM_STEP) else {}
+    if ADDRESS in settings:
+        # JAX's variable for the port, or one derived from the task, above Linux's ephemeral ports.
+        task = os.environ.get("SKYPILOT_TASK_ID", "")
+        port = os.environ.get("JAX_COORDINATOR_PORT") or str(61440 + zlib.crc32(task.encode()) % 4096)
+        settings[ADDRESS] = Setting(f"{settings[ADDRESS].value.split()[0]}:{port}", _SKYPILOT[ADDRESS])
+    return settings
 
 
 _LOOPBACK = {"localhost", "127.0.0.1", "::1", "[::1]"}
@@ -374,10 +326,9 @@ def initialize(
     if num_processes == 1:
         return
     config = known_settings(arguments)
-    total = config.get(COUNT) or _read_slurm().get(COUNT)
-    if total is not None and total.value == 1:
+    address, count, index = (config[name].value if name in config else None for name in FIELDS)
+    if count == 1 or (count is None and os.environ.get("SLURM_NTASKS") == "1"):
         return
-    address, count, index = (config[name].value if name in config else None for name in (ADDRESS, COUNT, INDEX))
     complete = config.keys() >= set(FIELDS)  # all that JAX needs
     bind = None
     if address is not None:
@@ -407,10 +358,9 @@ def initialize(
         size = several()
         if not config and not size and "should be defined" in str(error):
             return  # no cluster detected: one process
-        settings = ", ".join(str(config.get(name, Setting(None, name))) for name in (ADDRESS, COUNT, INDEX))
         raise ValueError(
-            f"{settings if config or not size else size}: {error} Missing: {missing(config)}; give all three as "
-            "arguments or variables, or num_processes=1 to train with a single process"
+            f"{', '.join(map(str, config.values())) or size}: {error} Set {', '.join(_JAX.values())}, all three, or "
+            "start the processes with srun; or pass num_processes=1 to train with a single process"
         ) from error
 
 

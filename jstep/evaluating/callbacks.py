@@ -4,8 +4,8 @@ import logging
 import math
 import operator
 import os
-from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple, Self
 
 import jax
 
@@ -50,13 +50,35 @@ def check_metric(metric: Any, mode: Any) -> tuple[str, str]:
     return metric, mode
 
 
-def score(results: Mapping[str, Any], metric: str, by: str) -> float:
-    """Return the value of a metric; raise a KeyError that lists the metrics if it is missing."""
-    if metric not in results:
-        raise KeyError(f"{by}: metric={metric!r}: evaluate does not return it; it returns {list(results)}")
-    if not is_number(results[metric]):
-        raise TypeError(f"{by}: metric={metric!r}: must be a number, evaluate returned {results[metric]!r}")
-    return float(read_values({metric: results[metric]})[metric])
+class MetricReader(ShownAsTyped):
+    """Base class of callbacks that read a metric, by the name that evaluate returns or the one that is logged."""
+
+    metric: str
+    _logged = ""
+    """What precedes its name in the log."""
+
+    def use_names(self, prefix: str, names: Collection[str] | None) -> None:
+        """Reject, before the first step, a metric that is not among these; None if they are not known."""
+        self._logged = f"{prefix}/"
+        if names is not None and not any(f"{self._name_in(names)}/".startswith(f"{name}/") for name in names):
+            raise self._missing(names)  # an object has numbers with names of their own: name/key
+
+    def score(self, results: Mapping[str, Any]) -> float:
+        name = self._name_in(results)
+        if name not in results:
+            raise self._missing(results)
+        if not is_number(results[name]):
+            raise TypeError(
+                f"{type(self).__name__}: metric={name!r}: must be a number, evaluate returned {results[name]!r}"
+            )
+        return float(read_values({name: results[name]})[name])
+
+    def _name_in(self, names: Collection[str]) -> str:
+        return self.metric if self.metric in names else self.metric.removeprefix(self._logged)
+
+    def _missing(self, names: Collection[str]) -> KeyError:
+        by = f"{type(self).__name__}: metric={self.metric!r}"
+        return KeyError(f"{by}: evaluate does not return it; it returns {list(names)}")
 
 
 def is_better(value: float, than: float | None, mode: str, margin: float = 0.0) -> bool:
@@ -87,23 +109,21 @@ class CallbackState(NamedTuple):
         return cls(None if best is None else float(best), bad, None if at is None else operator.index(at), cooling)
 
 
-class MetricCallback(ShownAsTyped):
+class MetricCallback(MetricReader):
     """Base class of callbacks that react to a metric, and whose state is saved in checkpoints.
 
-    `watches`, and then the attributes named in `_settings`, identify the callback among others of its class.
+    `watches` identifies the callback among others of its class.
     """
 
     on_cadence_only: bool = True
     key: str | None = None
     _progress = CallbackState()
-    _settings: ClassVar[tuple[str, ...]]
 
     def __init__(self, watched: Mapping[str, Any], key: str | None) -> None:
         self.metric, self._mode = check_metric(watched["metric"], watched["mode"])
         self.key = None if key is None else as_string(key, "key", "the name of its state in checkpoints, or None")
         self._watched = {**watched, "mode": self._mode}  # the resolved mode, as in earlier checkpoints
         self.watches = ", ".join(name for argument, name in watched.items() if argument != "mode")
-        self.identifying_settings = {"mode": self._mode, **{name: getattr(self, f"_{name}") for name in self._settings}}
 
     @property
     def best(self) -> float | None:
@@ -144,7 +164,7 @@ class EarlyStopping(MetricCallback):
     of a stopped run (`train(start_from=…)`) begins with its best value, and counts from 0.
 
     Args:
-        metric: The name of a metric that evaluate returns.
+        metric: The name of a metric that evaluate returns, or its logged name such as `eval/loss`.
         patience: Number of consecutive evaluations without improvement after which training stops, ≥ 1.
         mode: `"min"` if lower values are better, `"max"` if higher values are. None means `"min"` for names that end in
             loss, error or perplexity, and is an error for others.
@@ -170,8 +190,6 @@ class EarlyStopping(MetricCallback):
 
     Source: Keras' `EarlyStopping`, with the same count; Keras loses the state in a restart.
     """
-
-    _settings = ("patience", "min_delta")
 
     def __init__(
         self,
@@ -209,7 +227,7 @@ class EarlyStopping(MetricCallback):
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> bool | None:
         """Return True when patience is exhausted."""
-        value, progress = score(results, self.metric, type(self).__name__), self._progress
+        value, progress = self.score(results), self._progress
         if is_better(value, progress.best, self._mode, self._min_delta):
             self._progress = CallbackState(value)
             return None
@@ -244,7 +262,7 @@ class ReduceOnPlateau(MetricCallback):
     hyperparameter is part of the state.
 
     Args:
-        metric: The name of a metric that evaluate returns.
+        metric: The name of a metric that evaluate returns, or its logged name such as `eval/loss`.
         name: The name of the held hyperparameter, `jstep.held(name, value)` in the optimizer, with its prefix if any.
         factor: The factor to multiply it by, 0 < factor < 1.
         patience: Number of consecutive bad evaluations to tolerate, ≥ 0.
@@ -277,8 +295,6 @@ class ReduceOnPlateau(MetricCallback):
     Source: `torch.optim.lr_scheduler.ReduceLROnPlateau`.
     """
 
-    _settings = ("factor", "patience", "threshold", "cooldown", "min_value")
-
     def __init__(
         self,
         metric: str,
@@ -308,7 +324,7 @@ class ReduceOnPlateau(MetricCallback):
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> TrainState | None:
         """Return the state with the reduced value if a reduction is due, or None."""
-        value, progress = score(results, self.metric, type(self).__name__), self._progress
+        value, progress = self.score(results), self._progress
         by = self._threshold if self._mode == "max" else -self._threshold
         than = (-math.inf if self._mode == "max" else math.inf) if progress.best is None else progress.best * (1.0 + by)
         is_good = is_better(value, than, self._mode)
@@ -353,7 +369,7 @@ class _Complete:
             self.notifier.wait(path)
 
 
-class KeepBest(ShownAsTyped):
+class KeepBest(MetricReader):
     """Keep the checkpoints of the best evaluations, such as `best-1200`; a callback of `EvaluationHook`.
 
     Each checkpoint stores its value (`saver.extra()` returns `{"accuracy": 0.93}`), so a resumed run knows the best
@@ -364,7 +380,7 @@ class KeepBest(ShownAsTyped):
 
     Args:
         directory: The directory or URL to keep the checkpoints in.
-        metric: The name of a metric that evaluate returns.
+        metric: The name of a metric that evaluate returns, or its logged name such as `eval/loss`.
         mode: `"min"` if lower values are better, `"max"` if higher values are. None means `"min"` for names that end in
             loss, error or perplexity, and is an error for others.
         keep: Number of checkpoints to keep, ≥ 1; worse ones are deleted.
@@ -446,7 +462,7 @@ class KeepBest(ShownAsTyped):
 
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> None:
         """Save the state if it is among the best, and delete checkpoints that no longer are."""
-        value = score(results, self.metric, "KeepBest")
+        value = self.score(results)
         saver = self._saver or self._open()
         # The step already has a value if the run resumed from an earlier step.
         has_rival = step in self.values or len(self.values) >= self._keep

@@ -135,9 +135,11 @@ class EvaluationHook(RunHook):
     def best(self) -> dict[str, Best]:
         """The best checkpoints that callbacks keep, by the logged name of their metric."""
         kept = (
-            (getattr(callback, "metric", None), getattr(callback, "best_kept", None)) for callback in self._callbacks
+            (str(getattr(callback, "metric", "")), getattr(callback, "best_kept", None)) for callback in self._callbacks
         )
-        return {f"{self.prefix}/{name}": best for name, best in kept if best is not None}
+        return {
+            f"{self.prefix}/{name.removeprefix(f'{self.prefix}/')}": best for name, best in kept if best is not None
+        }
 
     def use_run(self, run: RunInfo) -> None:
         """Pass the run to callbacks; reject a duplicate prefix."""
@@ -155,8 +157,8 @@ class EvaluationHook(RunHook):
         require_alive(state)
         self.results, self.newest, self._reported_step = {}, None, None
         self._interrupted_step = self._interrupted_last_step = None
-        if isinstance(self._evaluate, Evaluator):
-            self._evaluate.check(state)
+        names = self._evaluate.check(state) if isinstance(self._evaluate, Evaluator) else None
+        self._call_each("use_names", self.prefix, names)
         check_owners(self._callbacks, _WHERE)
         self.stopped_by = None
         return any(self._call_each("begin", state))

@@ -181,18 +181,20 @@ class Evaluator:
                     totals.add(each)
         return totals.results()
 
-    def check(self, state: TrainState) -> None:
+    def check(self, state: TrainState) -> list[str] | None:
+        """Raise the errors of an evaluation; return the names of the metrics, if they can be known without one."""
         self._check_state(state)
         params: Any = state.params
         if as_average_names(self.use_averages):
             params = jax.eval_shape(functools.partial(_params_of, use_averages=self.use_averages), state)
         params = (params, *_model_state_of(state, self.has_model_state))
         if not processes.is_single_process():
-            return
+            return None
         args = self.batches.first_shapes(batch_shardings(self.batch_sharding, state))
-        if args is not None:
-            with using_mesh(mesh_of((state, args))), _explained(state, self.has_model_state, args):
-                jax.eval_shape(self.compute, params, args)
+        if args is None:
+            return None
+        with using_mesh(mesh_of((state, args))), _explained(state, self.has_model_state, args):
+            return [metric.name for metric in jax.eval_shape(self.compute, params, args)[0]]
 
     def _check_state(self, state: TrainState) -> None:
         require_alive(require_state(state))

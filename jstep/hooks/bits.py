@@ -23,7 +23,7 @@ from jstep.state import fingerprints
 from jstep.state.fingerprints import ByDevice, Difference, Entry, by_device, leaves_with_hash_keys
 from jstep.state.train_state import TrainState
 from jstep.stores.files import is_directory
-from jstep.stores.growing_files import LocalLines, ObjectLines, open_lines
+from jstep.stores.line_files import LocalLines, ObjectLines, open_lines
 from jstep.stores.urls import join_path, location
 
 _logger = logging.getLogger("jstep")

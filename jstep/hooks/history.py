@@ -1,19 +1,18 @@
 """A history of the metrics of a run: rows in memory, in the checkpoints or in a file, and their plots."""
 
 import contextlib
-import fnmatch
 import logging
 import math
 import os
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Self
 
 import jax
 import numpy as np
 
 from jstep.core.checks import as_int
-from jstep.core.curves import Curve, is_logarithmic, label_axis, picture
+from jstep.core.curves import Curve, picture
 from jstep.core.tables import html_table
 from jstep.distributed import processes
 from jstep.hooks.cadence import make_cadence
@@ -28,8 +27,6 @@ from jstep.stores.urls import location
 
 _logger = logging.getLogger("jstep")
 
-MAX_ROWS = 10_000
-"""The number of training rows in a checkpoint at which every second one is dropped."""
 _SHOWN = 10
 _DIGITS = 9
 """The significant digits of a mean: as many as float32 has, so that it does not depend on where its sum was cut."""
@@ -49,8 +46,7 @@ class History(ReportingHook):
         path: A file for the rows, one line of JSON each; each step occurs once over all restarts; infinite values and
             NaN are strings. A run that resumes from step N keeps the rows up to N, and drops later ones. The file is
             flushed before each checkpoint exists. If any other run finds rows in the file, it is renamed to `PATH.1`
-            (`PATH.2`, …), with a warning. Without a path the rows are in the checkpoints; there, at 10,000 of them,
-            every second one is dropped, except for results of evaluations.
+            (`PATH.2`, …), with a warning. Without a path the rows are in the checkpoints.
         every_n_steps: Interval in steps.
         mean: Whether rows have means over the steps since the last row, in place of the values of their step.
 
@@ -59,8 +55,8 @@ class History(ReportingHook):
         rows: A dict for each row, with its `step`.
 
     Raises:
-        ValueError: The path is a URL, or not a regular file. Before the first step: another History, or another run,
-            writes it, or it has something other than the rows of a History (a torn last line aside).
+        ValueError: The path is a URL, or not a regular file. Before the first step: it has something other
+            than the rows of a History (a torn last line aside).
         OSError: The file cannot be written. The rows are kept, and are in the checkpoints.
 
     Example:
@@ -87,7 +83,6 @@ class History(ReportingHook):
         self._file: HistoryFile | None = None
         self._rows: Rows = {}
         self._since = math.inf  # the first step whose row is not in the file
-        self._prefixes = {"eval"}
         self._sums: dict[str, tuple[float, float]] = {}  # of the unfinished row
         self._reached = self._last_row = 0  # the steps at which these sums, and the rows, end
         self._pulled: dict[str, int] = {}
@@ -105,19 +100,6 @@ class History(ReportingHook):
         history._rows = read_rows(location(path, "path"))
         return history
 
-    # Copies, which belong to no run.
-
-    def __getstate__(self) -> dict[str, Any]:
-        with self._lock:
-            state = {name: value for name, value in vars(self).items() if name not in ("_lock", "_file", "_run")}
-            rows = {step: dict(row) for step, row in self._rows.items()}
-            return state | {"_rows": rows, "_prefixes": set(self._prefixes), "_sums": dict(self._sums), "_pulled": {}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.RLock(), _file=None)
-
-    # The hook.
-
     def use_run(self, run: RunInfo) -> None:
         super().use_run(run)
         every = self._every or (100 if run.last_step is None else max(1, -(-run.last_step // 100)))
@@ -127,7 +109,6 @@ class History(ReportingHook):
         """Keep the rows up to the step at which the run begins."""
         super().begin(state)
         step, self._pulled = self.run.step, {}
-        self._prefixes |= {hook.prefix for hook in self.run.evaluations}
         self._rows = {at: row for at, row in self._rows.items() if at <= step} if step else {}
         if self._path is not None:
             processes.on_all_processes(self._open, "the file of a History cannot be opened", ValueError)
@@ -178,7 +159,6 @@ class History(ReportingHook):
                 "at": self._reached,
                 "last_row": self._last_row,
                 "sums": {name: list(pair) for name, pair in self._sums.items()},
-                "prefixes": sorted(self._prefixes),
                 "rows": _columns(rows),
             }
 
@@ -186,7 +166,6 @@ class History(ReportingHook):
         with self._lock:
             self._reached, self._last_row = value["at"], value["last_row"]
             self._sums = {name: (total, count) for name, (total, count) in value["sums"].items()}
-            self._prefixes |= set(value["prefixes"])
             rows = _from_columns(value["rows"])
             if self._path is None:
                 self._rows = {}
@@ -260,22 +239,6 @@ class History(ReportingHook):
             if is_late:  # an evaluation older than the last row
                 self._rows = dict(sorted(self._rows.items()))
             self._since = min(self._since, step)
-            if self._path is None:
-                self._thin()
-
-    def _thin(self) -> None:
-        if len(self._rows) < MAX_ROWS:
-            return
-        trained = [step for step, row in self._rows.items() if not all(map(self._is_evaluation, row))]
-        if len(trained) >= MAX_ROWS:
-            for step in trained[::2]:
-                row = {name: value for name, value in self._rows[step].items() if self._is_evaluation(name)}
-                self._rows[step] = row
-            self._rows = {step: row for step, row in self._rows.items() if row}
-
-    def _is_evaluation(self, name: str) -> bool:
-        prefix, slash, _ = name.partition("/")
-        return bool(slash) and prefix in self._prefixes
 
     # What it shows.
 
@@ -314,61 +277,15 @@ class History(ReportingHook):
 
         return pandas.DataFrame(self.rows, columns=["step", *self.names]).set_index("step")
 
-    def plot(self, *globs: str) -> Any:
-        """Draw metrics with matplotlib, training and evaluation of one metric in one picture.
-
-        Args:
-            *globs: The metrics to draw, such as `"loss"` or `"*norm"`; none for all. A name comes before a glob.
-
-        Returns:
-            The `Axes`, or an array of them if there are several pictures.
-
-        Raises:
-            ImportError: matplotlib is not installed: `pip install 'jstep[plot]'`.
-            KeyError: A glob matches nothing.
-        """
-        try:
-            from matplotlib import pyplot
-        except ImportError as error:
-            raise ImportError("History.plot needs matplotlib: pip install 'jstep[plot]'") from error
-        pictures = self._pictures(globs)
-        figure, axes = pyplot.subplots(len(pictures) or 1, figsize=(7, 2.6 * (len(pictures) or 1)), squeeze=False)
-        for axis, (title, names) in zip(axes[:, 0], pictures.items(), strict=False):
-            values = [self[name] for name in names]
-            for name, pair in zip(names, values, strict=True):
-                style = "--" if self._is_evaluation(name) else "-"
-                axis.plot(*pair, style, label=name, marker="." if len(pair[0]) == 1 else None)
-            every = np.concatenate([curve for _, curve in values])
-            if is_logarithmic(every[np.isfinite(every)]):
-                axis.set_yscale("log")
-            else:
-                label_axis(axis.yaxis)
-            label_axis(axis.xaxis)
-            axis.set(xlabel="step", title=title)
-            if len(names) > 1:
-                axis.legend()
-        figure.tight_layout()
-        return axes[0, 0] if len(axes) == 1 else axes[:, 0]
-
-    def _pictures(self, globs: Iterable[str] = ()) -> dict[str, list[str]]:
-        """Metric → the names of its curves, training first."""
-        names, chosen = self.names, dict[str, None]()
-        for glob in globs:
-            matching = [glob] if glob in names else fnmatch.filter(names, glob)
-            if not matching:
-                raise KeyError(f"{glob!r} matches nothing; the history has {', '.join(map(repr, names)) or 'no rows'}")
-            chosen |= dict.fromkeys(matching)
-        pictures: dict[str, list[str]] = {}
-        for name in sorted(chosen or names, key=self._is_evaluation):
-            metric = name.partition("/")[2] if self._is_evaluation(name) else name
-            pictures.setdefault(metric, []).append(name)
-        return pictures
-
     def svg(self, *, style: bool = True) -> str:
         """The plots of all metrics, as HTML."""
         parts = list[str]()
-        for title, names in self._pictures().items():
-            curves = [Curve(name, *self[name], 0, i * self._is_evaluation(name)) for i, name in enumerate(names, 1)]
+        pictures: dict[str, list[str]] = {}
+        for name in self.names:  # results of evaluations, such as `eval/loss`, are beside their metric
+            metric = name.partition("/")[2]
+            pictures.setdefault(metric if metric in self.names else name, []).append(name)
+        for title, names in pictures.items():
+            curves = [Curve(name, *self[name], 0, i) for i, name in enumerate(sorted(names, key=title.__ne__))]
             parts.append(picture(title, curves, style=style and not parts))
         return "".join(parts)
 

@@ -8,8 +8,6 @@ import os
 import stat
 from typing import Any
 
-from jstep.checkpoint.claims import FileClaim
-from jstep.checkpoint.manifest import CheckpointError
 from jstep.core.checks import describe_type, format_value
 from jstep.core.plain import number as json_float
 from jstep.hooks.run_hook import RunInfo
@@ -84,28 +82,20 @@ class HistoryFile:
 
     def __init__(self, path: str, run: RunInfo) -> None:
         self._path = check_path(path)
-        folder, name = os.path.split(path)
+        folder = os.path.dirname(path)
         files.make_folders(folder)
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.callback(FileClaim(folder, name).release)
-            except CheckpointError:
-                raise ValueError(
-                    f"path={path!r}: another History writes this file; give each one a file of its own"
-                ) from None
-            found = read_rows(path) if os.path.exists(path) else {}
-            if found and (run.restored is None or run.is_new_branch):
-                moved = next(new for i in itertools.count(1) if not os.path.lexists(new := f"{path}.{i}"))
-                os.rename(path, moved)
-                _logger.warning("%s: has rows of another run, or of an earlier start; it is now %s", path, moved)
-                found = {}
-            self.rows = {step: row for step, row in found.items() if step <= run.step}
-            ends = itertools.accumulate(len(_line(*row)) for row in self.rows.items())
-            self._ends = dict(zip(self.rows, ends, strict=True))
-            self._opened = stack.enter_context(files.open_own(path, _BEGINNING))
-            self._opened.truncate(self._size)
-            files.sync_folder(folder)
-            self._closing = stack.pop_all()
+        found = read_rows(path) if os.path.exists(path) else {}
+        if found and (run.restored is None or run.is_new_branch):
+            moved = next(new for i in itertools.count(1) if not os.path.lexists(new := f"{path}.{i}"))
+            os.rename(path, moved)
+            _logger.warning("%s: has rows of another run, or of an earlier start; it is now %s", path, moved)
+            found = {}
+        self.rows = {step: row for step, row in found.items() if step <= run.step}
+        ends = itertools.accumulate(len(_line(*row)) for row in self.rows.items())
+        self._ends = dict(zip(self.rows, ends, strict=True))
+        self._opened = files.open_own(path, _BEGINNING)
+        self._opened.truncate(self._size)
+        files.sync_folder(folder)
 
     @property
     def _size(self) -> int:
@@ -133,4 +123,4 @@ class HistoryFile:
         files.sync(self._opened.fileno(), self._path, data_only=True)
 
     def close(self) -> None:
-        self._closing.close()
+        self._opened.close()

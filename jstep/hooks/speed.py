@@ -10,6 +10,7 @@ from jstep.core.stopwatch import STEPPING
 from jstep.hooks.cadence import UNSET, make_cadence
 from jstep.hooks.hook import Clock, Metrics
 from jstep.hooks.run_hook import RunHook, check_writer
+from jstep.state.global_step import get_global_step
 from jstep.state.train_state import TrainState
 
 TAG = "global_step/sec"
@@ -139,6 +140,8 @@ class StepCounterHook(RunHook):
         return next((figure for figure in reversed(self._figures) if figure.step <= step), latest)
 
     def begin(self, state: TrainState) -> None:
+        if get_global_step(state) is None:
+            raise RuntimeError("Global step should be created to use StepCounterHook.")
         super().begin(state)
         self._reset()
         self._meter = self.run.meter(state, self._peak, self._flops)

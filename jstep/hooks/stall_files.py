@@ -11,12 +11,19 @@ from concurrent import futures
 from typing import Any
 
 from jstep.core.checks import format_value
-from jstep.stores.files import foreign_file, is_directory, names_in, read_small, remove_file, replace_file
-from jstep.stores.growing_files import seconds_since_write
+from jstep.stores.files import (
+    decode_json,
+    foreign_file,
+    is_directory,
+    names_in,
+    read_small,
+    remove_file,
+    replace_file,
+    seconds_since_write,
+)
 from jstep.stores.objects import Objects
 from jstep.stores.owners import is_alive, this_process
 from jstep.stores.starts import is_seconds, is_step
-from jstep.stores.tagged_json import decode_json
 from jstep.stores.urls import absolute, is_url, join_path
 
 _logger = logging.getLogger("jstep")

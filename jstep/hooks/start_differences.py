@@ -1,10 +1,8 @@
 """The differences of two starts, name by name, and which of these change the bits of a resumed run."""
 
 import json
-import os
 import re
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jstep.core.checks import truncate
@@ -17,72 +15,72 @@ SETTINGS = (
     "jax_disable_most_optimizations", "jax_optimization_level", "jax_exec_time_optimization_effort",
 )  # fmt: skip
 """Settings of JAX that change numerical results, wherever they were set."""
-PLACES = ("checkpoint_dir", "logdir", "compile_cache", "start_from")
-"""Arguments that name the directories of a run: recorded, never compared."""
 SECTIONS = {
     "versions": "", "settings": "", "environment": "", "devices": "devices: ", "state": "state: ",
-    "batches": "batches: ", "stages": "stages: ", "arguments": "train: ", "lanes": "", "programs": "",
+    "batches": "batches: ", "stages": "the stage from step ", "arguments": "train: ", "lanes": "", "programs": "",
     "config": "config: ", "code": "",
 }  # fmt: skip
 """The sections that are compared, and how the names of their values begin."""
-_BITS = ("settings", "state", "batches", "lanes", "programs", "config")
-_PLACE = ("versions", "devices", "code", "state: sharding", "train: batch_sharding")
-"""Sections and values whose differences change the bits, or only the place; others are on purpose."""
-_TRACED = {"settings", "versions", "devices", "state", "lanes", "programs"}
-"""Sections that enter the trace of a step."""
-_HARMLESS_FLAG = re.compile("dump|log|profil|path|dir$|device_count")
-_PATH = re.compile(r"(~|\.{0,2})[/\\]|[A-Za-z]:[\\/]|\w+://")
-_ABSENT = object()
+HASHES = {
+    "state: hash": "state: paths, shapes or dtypes of its leaves differ",
+    "state: sharding": "state: its leaves are sharded differently",
+    "batches: hash": "batches: the definition differs",
+    "the traced step": "the traced step differs",
+}
+"""Values that only tell whether something differs, and the line for each."""
 IN_A_AND_B, BEFORE_AND_NOW = ("in A", "in B"), ("before", "now")
+
+# Which differences change the bits, and which only the place where the same run is computed; others are on purpose.
+
+_BITS = {"settings", "state", "batches", "lanes", "programs", "config"}
+_PLACE = {"versions", "devices", "code"}
+_EFFECTS = {"state: sharding": _PLACE, "train: batch_sharding": _PLACE, "batch": set[str]()}
+"""Values whose effect is not that of their section; the rows of a batch are those of its definition."""
+_HARMLESS_FLAG = re.compile("dump|log|profil|path|dir|device_count")
+_PLACES = ("checkpoint_dir", "logdir", "compile_cache", "start_from")
+_PATH = re.compile(r"(~|\.{0,2})[/\\]|[A-Za-z]:[\\/]|\w+://")
+_TRACED = {"settings", "versions", "devices", "state", "lanes", "batch", "train: batch_sharding"}
+"""Sections and values that enter the trace of a step, so that the same step is traced differently."""
+_ABSENT = object()
 
 
 def values_of(start: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Return the values of a start that are compared, by name, each with its section."""
-    card = start.get("card") or {}
-    named: dict[str, tuple[str, Any]] = {}
-    code = " ".join(filter(None, (start.get("commit"), start.get("edits") and f"with edits {start['edits'][:8]}")))
-    parts = {
+    """Return the values of a start, with its card, that are compared: name → section and value. Paths are left out."""
+    card, commit, edits = start.get("card") or {}, start.get("commit"), start.get("edits")
+    code = None if commit is None else f"commit {commit[:8]}{f' with edits {edits} not committed' if edits else ''}"
+    flags = (word.partition("=") for word in str((card.get("environment") or {}).get("XLA_FLAGS", "")).split())
+    variables = {name: value for name, value in (card.get("environment") or {}).items() if name != "XLA_FLAGS"}
+    parts: dict[str, Any] = {
         **card,
+        "environment": {**{f"XLA_FLAGS {name}": value or "set" for name, _, value in flags}, **variables},
         "config": start.get("config"),
-        "code": {"code": code or None},
-        "lanes": {"lanes": card.get("lanes")},
+        "code": {} if code is None else {"code": code},
+        "lanes": {"lanes": card.get("lanes")} if "lanes" in card else {},
+        "programs": {
+            f"{name}{f'[{stage}]' if (stage := program.get('stage')) else ''}": value
+            for program in card.get("programs") or ()
+            for name, value in {
+                **(program.get("hyperparameters") or {}),
+                "batch": program.get("batch"),
+                "the traced step": program.get("hash"),
+            }.items()
+        },
     }
-    parts["programs"] = {key: of for program in card.get("programs") or () for key, of in _program(program).items()}
-    for section, begins in SECTIONS.items():
-        for name, value in _flat("", parts.get(section) or {}).items():
-            if not (name in PLACES or (section in ("config", "environment") and _is_place(value))):
-                named[f"{begins}{name}"] = section, value
-    return named
+    return {
+        name: (section, value)
+        for section, begins in SECTIONS.items()
+        for name, value in _flat(begins, parts.get(section) or {})
+        if name.removeprefix("train: ") not in _PLACES
+        and not (section in ("config", "environment") and isinstance(value, str) and _PATH.match(value))
+    }
 
 
-def _program(program: Mapping[str, Any]) -> dict[str, Any]:
-    stage, elements = f"[{program['stage']}]" if program.get("stage") else "", program.get("optimizer") or {}
-    if elements:  # these have the hyperparameters
-        often = Counter(name for of in elements.values() for name in of)
-        pairs = [
-            (name if often[name] == 1 else f"{element}.{name}", of[name])
-            for element, of in elements.items()
-            for name in of
-        ]
-        values = {"optimizer": ", ".join(elements), **dict(pairs)}
-    else:
-        values = program.get("hyperparameters") or {}
-    values = {**values, "batch": program.get("batch"), "the traced step": program.get("hash")}
-    return {f"{name}{stage}": value for name, value in values.items()}
-
-
-def _is_place(value: Any) -> bool:
-    return isinstance(value, str) and bool(_PATH.match(value) or value == NOT_RECORDED or os.path.isabs(value))
-
-
-def _flat(begins: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flat(begins: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
-        if not isinstance(value, dict) or not value:
-            flat[f"{begins}{name}"] = value
+        if isinstance(value, dict) and value:
+            yield from _flat(f"{begins}{name}", {f"[{key}]": entry for key, entry in value.items()})
         else:
-            flat |= _flat(f"{begins}{name}", {f"[{key}]": entry for key, entry in value.items()})
-    return flat
+            yield f"{begins}{name}", value
 
 
 class Changes(NamedTuple):
@@ -101,51 +99,57 @@ def changes(
     before: Mapping[str, Any],
     now: Mapping[str, Any],
     words: tuple[str, str] = BEFORE_AND_NOW,
-    leave_out: tuple[str, ...] = (),
+    leave_out: Collection[str] = (),
 ) -> Changes:
-    """Describe the differences of two starts, each in a line.
+    """Describe the differences of two starts with their cards, each in a line; `leave_out` are sections.
+
+    What only one of the two has recorded is compared in configs, batches, stages and arguments.
 
     Example:
         >>> from jstep.hooks.start_differences import changes
         >>> changes({"card": {"batches": {"seed": 0}}}, {"card": {"batches": {"seed": 1}}}).bits
         ['batches: seed: 0 before, 1 now']
     """
-    a, b = values_of(before), values_of(now)
-    found = Changes([], [], [])
-    differ = [name for name in a | b if not same(a.get(name, (0, _ABSENT))[1], b.get(name, (0, _ABSENT))[1])]
-    sections = {(a.get(name) or b[name])[0] for name in differ if not _is_hash(name)}
-    for name in differ:
-        section = (a.get(name) or b[name])[0]
-        one, other = (of[name][1] if name in of else _ABSENT for of in (a, b))
-        # A version that does not record a setting, and a start without a program, say nothing about it.
-        is_unknown = any(x is _ABSENT or (x is None and section != "settings") for x in (one, other))
-        if section in leave_out or (section in ("settings", "programs", "code") and is_unknown):
+    a, b, found = values_of(before), values_of(now), Changes([], [], [])
+    sections = {section for section, _ in a.values()} & {section for section, _ in b.values()} - {*leave_out}
+    differ = {
+        name: (section, one, other)
+        for name in dict.fromkeys([*a, *b])
+        for section, one, other in [((a.get(name) or b[name])[0], *(of.get(name, ("", _ABSENT))[1] for of in (a, b)))]
+        if section in sections and not same(one, other) and NOT_RECORDED not in (one, other)
+        if _ABSENT not in (one, other) or section not in ("settings", "programs")
+    }
+    said = {part for name, (section, *_) in differ.items() for part in (section, _stem(name)) if name not in HASHES}
+    of_train = [values for section, *values in differ.values() if section == "arguments"]  # such as last_step
+    for name, (section, one, other) in differ.items():
+        if (section == "config" and [one, other] in of_train) or (section == "state" and "jax_enable_x64" in differ):
             continue
-        if name.startswith("the traced step") and sections & _TRACED:
-            continue  # they say why
-        if _is_hash(name):
-            if section in sections:
-                continue  # its other values say why
-            line = f"{name.removesuffix(': hash')} differ{'s' if name.startswith('the traced') else ''}"
-        else:
+        if (stem := _stem(name)) in HASHES:
+            causes = _TRACED if section == "programs" else {section, "devices"}
+            if not causes & said and HASHES[stem] not in found.lines:
+                _list_of(found, stem, section).append(HASHES[stem])
+        elif not (stem == "train: batch_sharding" and "devices" in said):  # its meshes are those of the devices
             line = f"{name}: {_shown(one, other)} {words[0]}, {_shown(other, one)} {words[1]}"
-        is_flag = name.startswith("XLA_FLAGS") and not _HARMLESS_FLAG.search(f"{one} {other}")
-        effect = (
-            found.place if section in _PLACE or name in _PLACE else found.bits if section in _BITS else found.others
-        )
-        (found.bits if is_flag else effect).append(line)
+            _list_of(found, stem, section).append(line)
     return found
 
 
-def _is_hash(name: str) -> bool:
-    return name.endswith(": hash") or name.startswith("the traced step")
+def _stem(name: str) -> str:
+    """The name of a value without the stage of its program."""
+    return name.partition("[")[0]
+
+
+def _list_of(found: Changes, name: str, section: str) -> list[str]:
+    effect = _EFFECTS.get(name, {section})
+    is_flag = name.startswith("XLA_FLAGS ") and not _HARMLESS_FLAG.search(name)
+    return found.bits if is_flag or effect & _BITS else found.place if effect & _PLACE else found.others
 
 
 def same(one: Any, other: Any) -> bool:
     """Whether two values are the same JSON: 1 is not true."""
-    return one is other or (
-        _ABSENT not in (one, other) and json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
-    )
+    if one is _ABSENT or other is _ABSENT:
+        return one is other
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def _shown(value: Any, other: Any) -> str:

@@ -1,8 +1,7 @@
 """The states of hooks and of evaluation callbacks in checkpoints, matched by key or class, not by position.
 
 A hook is identified by its `key` if it has one, whatever its class, and otherwise by its class and its attribute
-`watches` (`EarlyStopping(loss)`). Hooks of one class with equal `watches` share a key: they are matched by their
-settings, and by order if these are equal too.
+`watches` (`EarlyStopping(loss)`). Hooks of one class with equal `watches` share a key: they are matched by order.
 """
 
 import logging
@@ -65,9 +64,7 @@ def _record(owner: _Owner, hook: Any, where: str) -> dict[str, Any]:
             "back in set_state"
         ) from None
     made_by, is_given = _class_names(hook)[1], owner.made_by is None
-    record = {"key": owner.key, "class": made_by, "is_given": is_given, "state": state, _TAGGED: True}
-    settings = _settings(hook)
-    return record | {"settings": settings} if settings else record
+    return {"key": owner.key, "class": made_by, "is_given": is_given, "state": state, _TAGGED: True}
 
 
 def set_states(objects: Iterable[Any], saved: object, where: str = "hooks") -> bool:
@@ -94,7 +91,7 @@ def set_states(objects: Iterable[Any], saved: object, where: str = "hooks") -> b
             text = "%s: the checkpoint has %d state(s) of %s, and the run has %d of them: they start fresh"
             _logger.warning(text, where, len(records), owner.key, len(same_key))
             continue
-        for hook, record in _matched(same_key, records, where):
+        for hook, record in zip(same_key, records, strict=True):
             stop = bool(hook.set_state(_state_in(record, where))) or stop
     return stop
 
@@ -116,27 +113,6 @@ def _state_in(record: Mapping[str, Any], where: str) -> Any:
             f"{where}: the checkpoint's state of {record['key']} cannot be decoded ({error}); it was not saved by "
             "jstep, or was changed"
         ) from None
-
-
-def _matched(same_key: Sequence[Any], records: Sequence[Any], where: str) -> Iterator[tuple[Any, Any]]:
-    """Pair each object with its record: by settings, and by order if these are equal."""
-    if len(same_key) == 1:
-        yield same_key[0], records[0]
-        return
-    left = list(records)
-    for hook in same_key:
-        settings = _settings(hook)
-        match = next((record for record in left if record.get("settings", {}) == settings), None)
-        if match is None:
-            text = "%s: none of the %d %s in the checkpoint was made with %s: it starts fresh"
-            _logger.warning(text, where, len(records), hook_key(hook), settings)
-            continue
-        left.remove(match)
-        yield hook, match
-
-
-def _settings(hook: object) -> Any:
-    return getattr(hook, "identifying_settings", {})
 
 
 def hook_key(hook: object) -> str:

@@ -2,8 +2,8 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, as_int, as_number, describe_type, format_value
 from jstep.core.placement import refuse_compile_only
 from jstep.core.plain import as_config
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.loaders import StateBatches
 from jstep.data.placement import make_placer
 from jstep.hooks.cadence import make_cadence
@@ -21,6 +22,9 @@ from jstep.loop.calls import AUTO
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import require_state
 from jstep.stores.urls import absolute, is_url, location
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 LARGEST_STEP = int(np.iinfo(np.int32).max)
 _NO_END = "or None if the batches, a hook or a signal end the run"
@@ -135,6 +139,21 @@ def check_locations(checkpoint_dir: object, checkpoint_prefix: str, logdir: obje
     make_placer(batch_sharding, "batch_sharding")
 
 
+_EPOCHS = "give last_step, in steps: the epochs times the batches of one"
+_RESUME = "a run with a checkpoint_dir resumes by itself, and start_from is another run's checkpoint"
+_INSTEAD = {
+    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "num_train_epochs"), _EPOCHS),
+    **dict.fromkeys(("max_steps", "num_steps", "steps"), "give last_step, the step at which the run ends"),
+    **dict.fromkeys(("ckpt_path", "resume", "resume_from_checkpoint"), _RESUME),
+}
+"""Arguments of other libraries' training loops → what `train` has."""
+
+
+def explains_arguments(fn: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorator of `train`: its errors show few frames, and name the argument to give in place of others."""
+    return shortens_tracebacks(fn, _INSTEAD)
+
+
 def check(state: Tree, last_step: int) -> None:
     """Reject a state without a scalar global step, or a last_step that its dtype cannot hold."""
     refuse_compile_only(require_state(state), "state")
@@ -145,7 +164,9 @@ def check(state: Tree, last_step: int) -> None:
         )
     step = get_global_step(state)
     if step is None:
-        raise RuntimeError("Global step should be created to use StepCounterHook.")  # which every run has
+        raise RuntimeError(
+            "state: has no global step; give it one: state.replace(global_step=jstep.create_global_step())"
+        )
     last = np.iinfo(step.dtype).max
     if last_step > last:
         raise ValueError(

@@ -22,13 +22,13 @@ from jstep.loop.arguments import Options
 from jstep.state.train_state import TrainState
 from jstep.stores import tagged_json
 from jstep.stores.files import is_directory
-from jstep.stores.starts import original_of, read_starts, totals
+from jstep.stores.starts import original_of, read_starts, valid
 from jstep.stores.urls import is_url, join_path, resolve_path, split_path
 
 PARENT = "parent"
-"""The key, in a checkpoint's `extra`, in cards and in timelines, of the checkpoint that the run began from."""
+"""The key, in a checkpoint's `extra` and in starts, of the checkpoint that the run began from."""
 RUN_KEY, PARENT_RUN = "run", "parent_run"
-"""The keys of the name of the run, also in `extra`, and in timelines of that of its parent."""
+"""The keys of the name of the run, also in `extra`, and of that of its parent."""
 _NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
 _PROBLEM = "start_from cannot be read"
 
@@ -75,8 +75,9 @@ def run_of(trunk: Trunk) -> str | None:
     for where in () if is_url(folder) else (folder, os.path.dirname(os.path.abspath(folder))):
         with contextlib.suppress(OSError, ValueError):
             for starts in read_starts(where).values():
-                if any(resolve_path(best[-1]) == path for best in totals(starts)["best"].values()):
-                    return starts[-1].get(RUN_KEY)
+                for start in valid(starts)[-1:]:
+                    if any(resolve_path(best[-1]) == path for best in start["best"].values()):
+                        return str(start[RUN_KEY])
     return None
 
 
@@ -87,15 +88,15 @@ def as_copy(where: str, prefix: str, step: int | None, extra: dict[str, Any], ne
     """
     if is_url(where):
         return None
-    with contextlib.suppress(OSError, ValueError, LookupError):  # there is no timeline, or it is damaged
+    with contextlib.suppress(OSError, ValueError, LookupError):  # there is no valid start
         starts = read_starts(where)[prefix]
-        own, known = extra.get(RUN_KEY), totals(starts)
+        own, newest = extra.get(RUN_KEY), valid(starts)[-1]
         if (source := original_of(where, starts)) is not None:
             parent = None if step is None else {"path": join_path(source, checkpoint_name(prefix, step)), "step": step}
             return {**extra, RUN_KEY: new_name, PARENT: parent, PARENT_RUN: own}
-        name = starts[-1].get(RUN_KEY)
-        if own is not None and own == known[PARENT_RUN] != name:  # no earlier start of this copy has saved anything
-            return {**extra, RUN_KEY: name, PARENT: known[PARENT], PARENT_RUN: own}
+        name = newest[RUN_KEY]
+        if own is not None and own == newest[PARENT_RUN] != name:  # no earlier start of this copy has saved anything
+            return {**extra, RUN_KEY: name, PARENT: newest[PARENT], PARENT_RUN: own}
     return None
 
 

@@ -25,12 +25,11 @@ from jstep.loop.programs import Program, ProgramTable
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.stages import TrainSteps
 from jstep.optimizers.hyperparameters import LEARNING_RATE, is_learning_rate
-from jstep.optimizers.nested import is_rated
 from jstep.slots.roles import roles_in
 from jstep.state.train_state import TrainState
 from jstep.training.explain import explain, explain_one_argument
 from jstep.training.metrics import Constants
-from jstep.training.step import TrainStep, refuse_a_loss, step_function
+from jstep.training.step import TrainStep, step_function
 
 _ROUNDING = 2**-24
 """What rounding leaves of a rate, as a share of the largest, where a schedule ends at 0."""
@@ -167,9 +166,8 @@ def warn_of_ended_rate(train_steps: TrainSteps, last_step: int | None, call: Cal
         return
     optimizer, roles = step.optimizer, roles_in(state)
     is_last = train_steps.index(last_step - 1) == train_steps.index(call.first)
-    if not is_last or not is_rated(optimizer) or roles.with_detail(LEARNING_RATE):  # a held one is no schedule
+    if not is_last or roles.with_detail(LEARNING_RATE):  # a held one is no schedule
         return
-
     scheduled: list[bool] = []
 
     def largest(step: Any) -> Any:

@@ -1,73 +1,59 @@
 """The observer that records a start of a run in a file of its own, and reports what has changed since the last one."""
 
-import collections
 import contextlib
-import dataclasses
 import functools
-import hashlib
-import importlib.metadata
-import json
 import logging
 import math
 import os
-import platform
-import secrets
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
-import numpy as np
 
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
-from jstep.core import stopwatch, trees
+from jstep.core import stopwatch
 from jstep.core.annotations import Tree
-from jstep.core.checks import cut_text, truncate
-from jstep.core.jaxprs import hash_strings, part_for, without_addresses
+from jstep.core.checks import truncate
 from jstep.core.logs import BELOW_BAR
-from jstep.core.meshes import internal_transfers, sharding_text
-from jstep.core.plain import command_line, error_text, hide, is_secret, number, plain
+from jstep.core.meshes import internal_transfers
+from jstep.core.plain import command_line, error_text, number
 from jstep.core.tables import printable
 from jstep.core.threads import in_background, wait_until_done
-from jstep.data.loaders import ReplayedBatches, StateBatches
 from jstep.data.sequence import BatchSequence
 from jstep.hooks.numbers import is_ready, read_values, scalars
 from jstep.hooks.stall_files import exit_reason
-from jstep.hooks.start_differences import SETTINGS, changes
-from jstep.hooks.states import hook_key
-from jstep.loop.arguments import Options
+from jstep.hooks.start_differences import changes
 from jstep.loop.branch import PARENT, PARENT_RUN
 from jstep.loop.calls import Call
-from jstep.loop.compiler import shapes_of, type_text
+from jstep.loop.card import card, program_card, shortened
+from jstep.loop.compiler import shapes_of
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.run import STOPPED, Observer, Origin, Run, name_of_run
 from jstep.loop.setup import Setup
-from jstep.loop.stages import TrainSteps, lanes_of, name_of_step
+from jstep.loop.stages import lanes_of
 from jstep.state.sharding import describe_devices
 from jstep.stores.owners import is_alive, this_process
 from jstep.stores.repository import GIT_TIMEOUT_SECS, code_version
-from jstep.stores.starts import FINISHED, KILLED, StartFile, has_trained
-from jstep.stores.urls import absolute, location
-from jstep.training.metrics import LOSS, StepMetrics
+from jstep.stores.starts import FINISHED, FOLDER, KILLED, Start, StartFile, read_starts, totals, valid, with_card
+from jstep.stores.urls import absolute, is_url, location
 
 PAST, START = "past", "start"
-"""The key of a checkpoint's `extra` with the batches before it, and in it that of the start that made it."""
-_MAX_VALUES, _MAX_STALLS, _IDLE_STARTS, _MAX_ENTRY = 64, 100, 2, 1000
+"""The key of a checkpoint's `extra` with what was before it, and in it the start that made it: its number, `began`."""
+_MAX_VALUES, _MAX_SAVES, _MAX_LINES = 64, 20, 40
 _logger = logging.getLogger("jstep")
 
 
 class Recorder(Observer):
-    """The observer that keeps the file of a start: at its events, and every second while steps are made.
+    """The observer that keeps the file of a start: at its events, and every second while it lives.
 
-    Only process 0 writes, and only if the run has a checkpoint_dir or a logdir.
+    Only process 0 writes, and only if the run has a checkpoint_dir or a logdir. The card is made in background threads.
     """
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self._wall = stopwatch.CLOCKS.wall() - sum(setup.watch.seconds().values())
         self._over, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._tick, name="jstep-record", daemon=True)
         self._run: Run | None = None
@@ -77,10 +63,11 @@ class Recorder(Observer):
         self._stopped_by: object = None  # the hook that stopped an earlier start
         self._devices: list[Any] = []
         self._saver: Saver | None = None
-        self._origin, self._batches = Origin(), None
+        self._origin = Origin()
+        self._batches: Any = None
         self._card: dict[str, Any] = {}
         self._kept: Mapping[str, Any] | None = None  # the past of the restored checkpoint, until it is compared
-        self._latest: list[Future[None]] = []  # the newest task; each waits for the one before
+        self._latest: list[Future[None]] = []  # the newest task of the card; each waits for the one before
 
     # The start and the end.
 
@@ -98,46 +85,58 @@ class Recorder(Observer):
             self._begin(self._add_code)
 
     def _open(self, where: str, saver: Saver | None, origin: Origin) -> None:
-        options = self.setup.options
+        prefix = self.setup.options.checkpoint_prefix if saver is None else saver.prefix
         try:
-            file = StartFile(where, options.checkpoint_prefix if saver is None else saver.prefix)
+            earlier = read_starts(where).get(prefix, [])
         except (OSError, ValueError) as error:
             _logger.warning("%s: this run cannot be recorded: %s", where, error)
             self.setup.watch.stop()
             return
-        _end_earlier(file, claimed=origin.is_claimed)
-        if not origin.is_copy:
-            _warn_of_no_progress(file, origin.latest or origin.given or 0, options.last_step)
+        old = os.path.join(where, "timeline.jsonl")
+        if not is_url(where) and os.path.exists(old) and not os.path.lexists(os.path.join(where, FOLDER)):
+            _logger.info("%s is of an earlier version, and is not read: the record of this run begins anew", old)
+        own = [] if origin.is_copy else earlier
+        newest = next(reversed(valid(own)), None)
         self._stopped_by = origin.extra.get(STOPPED)
-        state = self.setup.loop.state
+        if newest is not None:
+            values = {name: number(value) for name, value in newest["values"].items()}
+            best = {name: [number(value), *of] for name, (value, *of) in newest["best"].items()}
+            self._numbers = {"values": values, "best": best}
+        file = StartFile(where, prefix, earlier, {**self._given(where, origin, own, newest), **self._newest()})
+        _end_earlier(file, claimed=origin.is_claimed)
+        self.setup.lines.open(file)
+
+    def _given(self, where: str, origin: Origin, earlier: list[Start], newest: Start | None) -> dict[str, Any]:
+        """Return what is known when the file is made, and does not change."""
+        options, state = self.setup.options, self.setup.loop.state
         leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
         self._devices = list(next((leaf.sharding.addressable_devices for leaf in leaves), ()))
-        now, seconds = stopwatch.CLOCKS.wall(), self.setup.watch.seconds()
         about: dict[str, Any] = {}
         with contextlib.suppress(Exception):  # the state may be shapes, or donated
             devices = describe_devices(state)
             about["devices"] = f"{devices['of_state']}×{devices['kind']}"
             about["parameters"] = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
-        if origin.is_copy:
-            file.fields["before"] = None
-            file.fields["count"] = 1
-        file.write(
-            start=secrets.token_hex(4),
-            run=name_of_run(self.setup, origin),
-            process=this_process(),
-            claims=origin.is_claimed,
-            opened=now,
-            began=now - sum(seconds.values()),
-            directory=absolute(where),
-            logdir=None if options.logdir is None else absolute(location(options.logdir, "logdir")),
-            last_step=options.last_step,
-            argv=command_line(),
-            config=options.config,
-            **{PARENT: origin.parent, PARENT_RUN: origin.parent_run, "copied": origin.is_copy},
+        return {
+            "run": name_of_run(self.setup, origin),
+            "process": this_process(),
+            "began": stopwatch.CLOCKS.wall() - sum(self.setup.watch.seconds().values()),
+            "directory": absolute(where),
+            "logdir": None if options.logdir is None else absolute(location(options.logdir, "logdir")),
+            "last_step": options.last_step,
+            "argv": command_line(),
+            "config": options.config,
+            "commit": None,
+            "edits": None,
+            PARENT: origin.parent,
+            PARENT_RUN: newest[PARENT_RUN] if origin.parent_run is None and newest is not None else origin.parent_run,
+            "copied": origin.is_copy,
+            "saved": [],
+            "stalls": [],
+            "end": None,
+            "exception": None,
+            "before": totals(earlier),
             **about,
-            **self._newest(),
-        )
-        self.setup.lines.open(file)
+        }
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._over.set()
@@ -145,10 +144,12 @@ class Recorder(Observer):
             wait([self._opening], timeout=10)
         if not self.setup.signals.received_twice:
             wait(self._latest, timeout=GIT_TIMEOUT_SECS + 1)
-        if self._thread.is_alive():
-            self._thread.join(timeout=10)  # it may be blocked on an object store
-        status, reason, exception = _outcome(self.setup, error, self._stopped_by)
-        self._write(end=[status, reason], exception=exception)
+        if (file := self.setup.lines.file) is not None:
+            file.due.set()
+            if self._thread.is_alive():
+                self._thread.join(timeout=10)  # it may be blocked on an object store
+            status, reason, exception = _outcome(self.setup, error, self._stopped_by)
+            file.write({**self._newest(), "end": [status, reason], "exception": exception})
         self.setup.lines.close()
         self.setup.watch.stop()
 
@@ -162,23 +163,24 @@ class Recorder(Observer):
             self._read_numbers()
 
     def flush(self) -> None:
-        self._write()
+        if (file := self.setup.lines.file) is not None:
+            file.write(self._newest(), flush=True)
 
     def about_to_save(self) -> None:
-        newest = self._newest()
-        saved = [self.setup.loop.step, newest["seconds"].get(stopwatch.STEPPING, 0.0), newest["examples"]]
-        file = self.setup.lines.file
-        if file is not None:
-            file.write(**newest, saved=saved, flush=not file.is_url)
-
-    def _write(self, **fields: object) -> None:
         if (file := self.setup.lines.file) is not None:
-            file.write(**self._newest(), **fields)
+            newest = self._newest()
+            stepping, rate = newest["seconds"].get(stopwatch.STEPPING, 0.0), newest["values"].get("learning_rate")
+            saved = [*file.fields["saved"], [self.setup.loop.step, stepping, newest["examples"], rate]]
+            file.update({**newest, "saved": saved[-_MAX_SAVES:]})
 
     def _tick(self) -> None:
-        while (file := self.setup.lines.file) is not None and not self._over.wait(file.period):
+        while (file := self.setup.lines.file) is not None:
+            file.due.wait(file.period)
+            file.due.clear()
+            if self._over.is_set():
+                return
             try:
-                self._write()
+                file.write(self._newest())
             except Exception as error:  # an error here must not end the run
                 _logger.warning("the record of this run cannot be kept: %s", error)
                 return
@@ -193,7 +195,6 @@ class Recorder(Observer):
             peaks += [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in self._devices]
         return {
             "now": stopwatch.CLOCKS.wall(),
-            "time": round(self._wall + sum(seconds.values()), 6),
             "step": [loop.first, max(loop.first, loop.step)] if loop.is_known else None,
             "seconds": {part: round(max(0.0, value), 6) for part, value in seconds.items() if value},
             "examples": None if unknown else counted,
@@ -208,19 +209,18 @@ class Recorder(Observer):
         if run is None or self.setup.lines.file is None:
             return
         with self._lock, contextlib.suppress(Exception), internal_transfers():
+            values, best = dict(self._numbers["values"]), dict(self._numbers["best"])
             if self._pending is None:
                 numbers = scalars(run.metrics or {}, run.constant_metrics())
                 self._pending = dict(list(numbers.items())[:_MAX_VALUES])
             if is_ready(self._pending.values()):
                 numbers, self._pending = self._pending, None
-                self._numbers["values"] |= {name: number(value) for name, value in read_values(numbers).items()}
+                values |= {name: number(value) for name, value in read_values(numbers).items()}
             for hook in run.evaluations:
                 newest = {} if hook.newest is None else read_values(hook.newest[1])
-                self._numbers["values"] |= {name: number(value) for name, value in newest.items()}
-                self._numbers["best"] |= {
-                    name: [number(best.value), best.step, absolute(best.path)] for name, best in hook.best.items()
-                }
-            self._numbers["values"] = dict(list(self._numbers["values"].items())[: 2 * _MAX_VALUES])
+                values |= {name: number(value) for name, value in newest.items()}
+                best |= {name: [number(one.value), one.step, absolute(one.path)] for name, one in hook.best.items()}
+            self._numbers = {"values": dict(list(values.items())[: 2 * _MAX_VALUES]), "best": best}
 
     # The card, in background threads, in order.
 
@@ -241,7 +241,7 @@ class Recorder(Observer):
 
     def _add_code(self) -> None:
         if (code := code_version()) is not None and (file := self.setup.lines.file) is not None:
-            file.write(**{name: code.get(name) for name in ("commit", "edits")})
+            file.write(code)
 
     def restored(self, saver: Saver | None, origin: Origin, dispatch: Dispatch, batches: Tree) -> None:
         self._batches, self._origin, self._stage_of = batches, origin, dispatch.table.stage_of
@@ -250,19 +250,23 @@ class Recorder(Observer):
         if origin.restored is not None and isinstance(kept := origin.extra.get(PAST), dict):
             self._kept = kept
         loop = self.setup.loop
-        made_of = self.setup.options, self.setup.train_steps, loop.first, shapes_of(loop.state), origin.held, batches
+        made_of = self.setup.options, self.setup.train_steps, loop.first, shapes_of(loop.state), batches
 
         def record() -> None:
-            self._card = {**card(*made_of), "programs": []}
-            self._write(card=self._card)
+            self._card = card(*made_of)
+            self._write_card()
 
         self._begin(record)
+
+    def _write_card(self) -> None:
+        if (file := self.setup.lines.file) is not None:
+            file.write_card(self._card)
 
     def after_first(self, call: Call, state: Tree) -> None:
         if self._is_active():
             with contextlib.suppress(Exception):
-                traced, args, program = call.trace(state), call.step_args, call.program
-                stage, constants = program.stage, program.constants.values
+                traced, args, stage = call.trace(state), call.step_args, call.program.stage.first
+                constants = call.program.constants.values
                 self._begin(lambda: self._add_program(stage, traced, constants, args))
 
     def idle(self, shapes: Callable[[int], Any]) -> None:
@@ -276,20 +280,22 @@ class Recorder(Observer):
                 with contextlib.suppress(Exception):  # there is no batch, or it does not fit the step
                     args = shapes(last)
                     traced = None if args is None else stage.trace(state, args)
-                self._add_program(stage, traced, {}, args, is_idle=True)
+                self._add_program(stage.first, traced, {}, args, is_idle=True)
 
             self._begin(record)
 
     def _add_program(
-        self, stage: Any, traced: Any, constants: Mapping[str, Any], args: Any, *, is_idle: bool = False
+        self, stage: int, traced: Any, constants: Mapping[str, Any], args: Any, *, is_idle: bool = False
     ) -> None:
-        program = program_card(traced, constants, args)
-        self._card["programs"] = [*self._card.get("programs", ()), {"stage": stage.first, **program}]
+        programs = [*self._card.get("programs", ()), program_card(stage, traced, constants, args)]
+        self._card = {**self._card, "programs": programs}
         if not is_idle:
-            self._write(card=dict(self._card))
+            self._write_card()
         kept, self._kept = self._kept, None
         if kept is not None and self._saver is not None and self._origin.restored is not None:
             self._report(kept, self._saver, self._origin.restored, is_idle=is_idle)
+
+    # What a restart says.
 
     def checkpoint_extra(self, step: int) -> dict[str, Any]:
         """Return the past to save with a checkpoint, as `{PAST: …}`."""
@@ -302,17 +308,17 @@ class Recorder(Observer):
         if self.setup.options.config is not None:
             kept["config"] = dict(self.setup.options.config)
         file = self.setup.lines.file
-        if file is not None and (commit := file.fields.get("commit")) is not None:
-            kept["code"] = {"commit": commit, "edits": file.fields.get("edits")}
+        if file is not None and file.fields["commit"] is not None:
+            kept["code"] = {name: file.fields[name] for name in ("commit", "edits")}
         return kept
 
     def _past(self, step: int) -> dict[str, Any]:
         past: dict[str, Any] = {"lanes": lanes_of(self.setup.train_steps.at(max(step - 1, 0)))}
         if (file := self.setup.lines.file) is not None:
-            past[START] = file.fields["start"]
+            past[START] = [file.fields["number"], file.fields["began"]]
         if isinstance(self._batches, BatchSequence):
             before = self._batches[:step]
-            definition = {name: _short(part) for name, part in before.definition().items() if name != "num_epochs"}
+            definition = {name: shortened(part) for name, part in before.definition().items() if name != "num_epochs"}
             past |= {"rows": before.rows_hash(), "batches": definition}
         return past
 
@@ -320,25 +326,29 @@ class Recorder(Observer):
         """Log what has changed since the start that made the checkpoint: a warning if its bits change."""
         name, now, file = checkpoint_name(saver.prefix, step), self._past(step), self.setup.lines.file
         bits, place = list[str](), list[str]()
-        starts = [] if file is None else [one for one in file.earlier if one.get("start") == kept.get(START)]
-        if starts and file is not None and (starts[-1].get("card") or {}).get("programs"):
-            found = changes(starts[-1], {**file.fields, "card": self._card}, leave_out=("batches", "lanes"))
+        earlier = [] if file is None else valid(file.earlier)
+        before = next((one for one in earlier if [one["number"], one["began"]] == kept.get(START)), None)
+        if file is not None and before is not None:
+            own = {**file.fields, "config": self.setup.options.config, "card": self._card}
+            found = changes(with_card(file.where, before), own, leave_out=("batches", "lanes"))
             bits, place = found.bits, found.place
-        elif file is not None and file.earlier:
-            _logger.info("%s: the start that made it has no card, so only lanes and batches are compared", name)
+        elif earlier:
+            _logger.info("%s: the start that made it is not recorded, so only lanes and batches are compared", name)
         if step and kept.get("lanes") != now["lanes"]:
             bits.append(f"lanes: {kept.get('lanes')} before, {now['lanes']} now")
         if "rows" in kept and "rows" in now and kept["rows"] != now["rows"]:
             then, new = ({"card": {"batches": past["batches"]}} for past in (kept, now))
-            why = "; ".join(changes(then, new).lines) or "their definition is the same, but not the rows it takes"
+            lines = [line.removeprefix("batches: ") for line in changes(then, new).lines]
+            why = "; ".join(lines) or "their definition is the same, but not the rows it takes"
             bits.append(
                 f"batches: those before step {step} are not the ones that {name} was trained on: {why}. The run "
                 f"continues with batch {step} of the new definition, so rows may be repeated or left out."
             )
         if bits:
-            lines = "".join(f"\n  {printable(line)}" for line in (*bits, *place, *[_UNTRAINED] * is_idle))
-            text = "%s: this run has changed since the start that made it:%s"
-            _logger.warning(text, name, lines, extra=BELOW_BAR)
+            every = [printable(line) for line in (*bits, *place)]
+            more = [f"and {len(every) - _MAX_LINES} more"] if len(every) > _MAX_LINES else []
+            text = "".join(f"\n  {line}" for line in (*every[:_MAX_LINES], *more, *[_UNTRAINED] * is_idle))
+            _logger.warning("%s: this run has changed since the start that made it:%s", name, text, extra=BELOW_BAR)
         elif place:
             _logger.info("%s: since the start that made it, %s", name, "; ".join(map(printable, place)))
 
@@ -346,151 +356,13 @@ class Recorder(Observer):
 _UNTRAINED = "none of this was trained, as the run takes no step: give another checkpoint_dir, or a larger last_step"
 
 
-# The contents of a card.
-
-
-def card(
-    options: Options, stages: TrainSteps, step: int, state: Tree, held: Mapping[str, float], batches: Tree
-) -> dict[str, Any]:
-    lanes = {str(stage.first): lanes_of(stage.value) for stage in stages.stages()}
-    variables = [name for name in sorted(os.environ) if name == "XLA_FLAGS" or name.startswith("JAX_")]
-    return {
-        "step": step,
-        "versions": _versions(),
-        "environment": {k: "(not recorded)" if is_secret(k, os.environ[k]) else hide(os.environ[k]) for k in variables},
-        "settings": {name: plain(getattr(jax.config, name, None)) for name in SETTINGS},
-        "devices": describe_devices(state),
-        "state": _state(state, held),
-        "batches": _batches(batches),
-        "stages": {str(stage.first): name_of_step(stage.value) for stage in stages.stages()},
-        "lanes": lanes if len(set(lanes.values())) > 1 else next(iter(lanes.values())),
-        "arguments": {
-            field.name: _argument(field.name, getattr(options, field.name))
-            for field in dataclasses.fields(options)
-            if field.name != "config"
-        },
-    }
-
-
-def _argument(name: str, value: Any) -> Any:
-    try:
-        if isinstance(value, Saver):
-            return plain(value.directory)
-        if name == "hooks":
-            return [without_addresses(hook_key(hook)) for hook in value]
-        if name == "batch_sharding":
-            is_leaf = lambda x: isinstance(x, jax.sharding.PartitionSpec)  # noqa: E731
-            leaves = jax.tree.leaves(value, is_leaf=is_leaf)
-            return [
-                sharding_text(one) if isinstance(one, jax.sharding.Sharding) else str(one) for one in leaves
-            ] or None
-        return plain(value, name)
-    except Exception:
-        return plain(type(value))
-
-
-def program_card(traced: Any, constants: Mapping[str, Any], args: Any) -> dict[str, Any]:
-    """Return the record of a program: its constant hyperparameters, and a hash of all that its results need."""
-    shapes = [f"{path or 'batch'}: {type_text(leaf)}" for path, leaf in trees.leaves_with_paths(args)]
-    record: dict[str, Any] = {"batch": _short(shapes), "hyperparameters": {k: plain(v) for k, v in constants.items()}}
-    return record | {"hash": None if traced is None else program_hash(traced)}
-
-
-def program_hash(traced: Any) -> str:
-    """Hash a traced step by its text, and its constants by value; of the metrics, only the loss counts."""
-    state, metrics, *others = traced.out_info
-    parts = metrics.computed if isinstance(metrics, StepMetrics) else metrics
-    if isinstance(parts, dict):
-        parts = {name: jax.tree.map(lambda _, name=name: name == LOSS, part) for name, part in parts.items()}
-    else:
-        parts = jax.tree.map(lambda _: True, parts)
-    flags = [*jax.tree.leaves(jax.tree.map(lambda _: True, state)), *jax.tree.leaves(parts)]
-    flags += jax.tree.leaves(jax.tree.map(lambda _: True, others))
-    closed = part_for(traced.jaxpr, flags)
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(
-        without_addresses(closed.jaxpr.pretty_print(source_info=False, name_stack=False, use_color=False)).encode()
-    )
-    for const in closed.consts:
-        with contextlib.suppress(Exception), internal_transfers():
-            digest.update(np.asarray(const).tobytes())
-    return digest.hexdigest()
-
-
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {
-        "python": platform.python_version(),
-        "jstep": str(sys.modules["jstep"].__version__),
-    }
-    for name in ("jax", "jaxlib", "orbax-checkpoint"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # such as a checkout on the path
-            versions[name] = getattr(sys.modules.get(name), "__version__", None)
-    return versions
-
-
-def _state(state: Tree, held: Mapping[str, float]) -> dict[str, Any]:
-    leaves = trees.leaves_with_paths(shapes_of(state))
-    where = [
-        f"{path} {'anywhere' if leaf.sharding is None else sharding_text(leaf.sharding)}"
-        for path, leaf in leaves
-        if isinstance(leaf, jax.ShapeDtypeStruct)
-    ]
-    return {
-        "hash": hash_strings(*(f"{path} {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves)),
-        "sharding": hash_strings(*where),
-        "params": sum(math.prod(leaf.shape) for path, leaf in leaves if path.split("/")[0] == "params"),
-        "leaves": len(leaves),
-        "dtypes": dict(sorted(collections.Counter(str(leaf.dtype) for _, leaf in leaves).items())),
-        "slots": sorted(state.slots or ()),
-    }
-
-
-def _batches(batches: Tree) -> dict[str, Any]:
-    if isinstance(batches, BatchSequence):
-        definition = batches.definition()
-    else:
-        source = batches.make if isinstance(batches, ReplayedBatches | StateBatches) else batches
-        definition = {"kind": plain(source if hasattr(source, "__qualname__") else type(source)), "length": None}
-        with contextlib.suppress(Exception):  # a user-defined loader: it is endless, or its length is not known
-            definition["length"] = len(batches)
-    whole = hash_strings(json.dumps(definition, sort_keys=True))
-    return {"hash": whole, **{key: _short(part) for key, part in definition.items()}}
-
-
-def _short(value: object) -> Any:
-    text = json.dumps(value, sort_keys=True)
-    return value if len(text) <= _MAX_ENTRY else f"hash {hash_strings(text)}"
-
-
-# Earlier starts, and the end.
-
-
 def _end_earlier(file: StartFile, *, claimed: bool) -> None:
     """Write the end of the newest start if it was killed before it could."""
     start = file.earlier[-1] if file.earlier else None
-    if start is None or start.get("problem") or start.get("end") or not start.get("process"):
+    if start is None or start["problem"] or start["end"] is not None:
         return
     if claimed or is_alive(start["process"]) is False:
-        file.end_earlier(start, [KILLED, exit_reason(file.where, file.prefix, start["opened"])])
-
-
-def _warn_of_no_progress(file: StartFile, step: int, last_step: int | None) -> None:
-    ends: list[str] = []
-    for start in reversed(file.earlier):
-        end = start.get("end") or [KILLED, ""]
-        if start.get("problem") or has_trained(start) or end[0] == FINISHED:
-            break
-        ends.append(": ".join(filter(None, end)))
-    if len(ends) >= _IDLE_STARTS and (last_step is None or step < last_step):
-        _logger.warning(
-            "the last %d starts of this run took no step: %s. One that is stopped or killed while it restores and "
-            "compiles needs more time (stop_secs of train, or the limit of the job), or compiled programs that are kept "
-            "(compile_cache=True); one that fails or hangs will do so again",
-            len(ends),
-            "; ".join(truncate(printable(end), 200) for end in list(dict.fromkeys(ends))[:3]),
-        )
+        file.end_earlier(start["number"], [KILLED, exit_reason(file.where, file.prefix, start["began"])])
 
 
 def _outcome(setup: Setup, error: BaseException | None, stopped_by: object) -> tuple[str, str, str | None]:
@@ -501,7 +373,7 @@ def _outcome(setup: Setup, error: BaseException | None, stopped_by: object) -> t
     kind = None if error is None else type(error).__name__
     if error is not None and (isinstance(error, Exception) or not is_signal):
         first = error_text(error).strip().partition("\n")[0]
-        return "failed", cut_text(f"{kind}: {first}".rstrip(": "), 1000), kind
+        return "failed", truncate(f"{kind}: {first}".rstrip(": "), 1000), kind
     if is_signal and not is_done:
         return "interrupted", "SIGINT" if signals.received is None else signals.reason, kind
     by = loop.stopped_by or (stopped_by if loop.step <= loop.first else None)  # an earlier start of this run, or now

@@ -140,7 +140,7 @@ def _of_copy(setup: Setup, where: str, saver: Saver | None, origin: Origin) -> O
 
 
 def _reach(logdir: str | None) -> None:
-    """Ask a bucket without checkpoints for its keys: the timeline and the event files would each wait for it."""
+    """Ask a bucket without checkpoints for its keys: the record and the event files would each wait for it."""
     if logdir is not None and is_url(logdir) and jax.process_index() == 0:
         objects = Objects(logdir)
         with objects.within(START_TIMEOUT_SECS):
@@ -479,7 +479,7 @@ class RunSaverHook(CheckpointSaverHook):
         self._saved_host_state = self._host_state
         # For `save_alone`, when they are no longer in memory:
         for name, file in self._host_state.hooks.files.items():
-            file.read_with(functools.partial(self.saver.read_file, name, step))
+            file.load = functools.partial(self.saver.read_file, name, step)
 
     def has_saved(self, step: int, state: TrainState) -> bool:
         return super().has_saved(step, state) and self._contents.has_same(self._saved_host_state)

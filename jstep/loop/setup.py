@@ -126,7 +126,8 @@ class Lines:
 
     def add_stall(self, **fields: object) -> None:
         if (file := self.file) is not None:
-            file.write(stalls=[*file.fields.get("stalls", ()), fields][-100:])
+            file.update({"stalls": [*file.fields["stalls"], fields][-100:]})
+            file.due.set()
 
     def close(self) -> None:
         file, self.file = self.file, None

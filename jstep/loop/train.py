@@ -17,13 +17,12 @@ from jstep.core.interactive import is_notebook
 from jstep.core.logs import log_to_stderr
 from jstep.core.meshes import mesh_of, overriding_mesh
 from jstep.core.stopwatch import SAVING, new_watch
-from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.warned import WARNED
 from jstep.data.loaders import check_batches
 from jstep.data.placement import over_axes
 from jstep.distributed import processes
 from jstep.hooks.hook import check_step
-from jstep.loop.arguments import Options, as_steps_per_call, cache_directory, check
+from jstep.loop.arguments import Options, as_steps_per_call, cache_directory, check, explains_arguments
 from jstep.loop.calls import Call
 from jstep.loop.compiler import StartTimes
 from jstep.loop.hook_runner import close_hooks
@@ -58,7 +57,7 @@ OBSERVERS: tuple[type[Observer], ...] = (
 what the others log until then. If a line and its file are deleted, only the output of that observer is missing."""
 
 
-@shortens_tracebacks
+@explains_arguments
 def train(
     train_step: Callable[..., tuple[TrainState, Any]] | Mapping[int, Callable[..., tuple[TrainState, Any]]],
     state: TrainState[P],

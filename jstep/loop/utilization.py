@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib.resources
 import logging
-import re
 import tomllib
 from collections import Counter
 from collections.abc import Hashable, Mapping
@@ -31,7 +30,6 @@ _logger = logging.getLogger("jstep")
 _NEGLIGIBLE = 0.01
 """Products of formats without a figure are ignored below this share of all operations."""
 
-_PRESET = re.compile(r"(BF16|F16|TF32|F32|F64)_\1_\w+?(?:_X(\d))?")
 _FORMATS = {"bfloat16": "bf16", "float16": "f16", "float64": "f64", "int8": "int8", "uint8": "int8"}
 _PASSES = {"DEFAULT": 1, "HIGH": 3, "HIGHEST": 6}
 """bfloat16 passes that a TPU runs for a float32 product, by precision."""
@@ -58,19 +56,13 @@ def peak_rate(device_kind: str, products: Mapping[Product, float]) -> float | No
 
 
 def format_rate(device_kind: str, product: Product) -> float | None:
-    preset = _PRESET.fullmatch(product.precision)
-    if preset is None and product.precision not in (*_PASSES, "ANY_F8"):
+    if product.precision not in (*_PASSES, "ANY_F8"):
         return None
     on_tpu, rates = device_kind.startswith("TPU"), PEAKS.get(device_kind, {})
     is_float8 = product.dtype.startswith("float8") or product.precision == "ANY_F8"
     name, passes = "f8" if is_float8 else _FORMATS.get(product.dtype, ""), 1
-    if on_tpu and preset is not None:
-        name = "bf16" if preset[1] in ("BF16", "F32") else ""
-        passes = int(preset[2] or 1) if preset[1] == "BF16" else _PASSES["HIGHEST"]
-    elif on_tpu and product.dtype in ("float32", "float16"):
+    if on_tpu and product.dtype in ("float32", "float16"):
         name, passes = "bf16", _PASSES[product.precision]
-    elif preset is not None:
-        name, passes = preset[1].lower(), int(preset[2] or 1)
     elif not on_tpu and product.dtype == "float32":
         name = "tf32" if "tf32" in rates and product.precision != "HIGHEST" else "f32"
     return rates[name] / passes if name in rates else None

@@ -4,10 +4,11 @@ import concurrent.futures
 import contextlib
 import errno
 import io
+import json
 import os
-import shlex
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO, Literal, overload
 
@@ -71,6 +72,38 @@ def read_small(path: str, limit: int) -> bytes:
     return data
 
 
+def decode_json(raw: bytes) -> Any:
+    """Return the value of JSON; None if it is corrupted, or nested too deeply for recursive functions."""
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return value if raw.count(b"[") + raw.count(b"{") <= _MAX_DEPTH or _fits(value, _MAX_DEPTH) else None
+
+
+def _fits(value: object, depth: int) -> bool:
+    items: Iterable[object] = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return depth > 0 and all(_fits(item, depth - 1) for item in items)
+
+
+_MAX_DEPTH = 200
+"""The maximum depth of nested values: a config may have lists of lists."""
+
+
+def seconds_since_write(path: str) -> float:
+    """Return how long ago a local file was written, by the clock of its file system: those of hosts may differ.
+
+    That clock is read from a file without a name, so nothing that can be seen changes. Where that is not possible (no
+    rights to write, NFS), this host's clock is used.
+    """
+    now = time.time()
+    with contextlib.suppress(OSError, AttributeError):
+        handle = os.open(os.path.dirname(os.path.realpath(path)), os.O_TMPFILE | os.O_WRONLY, 0o600)
+        now = os.fstat(handle).st_mtime
+        os.close(handle)
+    return now - os.stat(path).st_mtime
+
+
 def is_directory(path: str) -> bool:
     return bool(Directory(path).listing()) if is_url(path) else os.path.isdir(path)
 
@@ -123,7 +156,7 @@ def open_own(path: str, beginning: bytes, *, append: bool = True, writable: bool
         writable: Whether it is opened for writing, and created.
 
     Raises:
-        ForeignFileError: It is a link, has several links, is not a regular file, or has other content.
+        ForeignFileError: It is a link, is not a regular file, or has other content.
     """
     with contextlib.suppress(FileNotFoundError):
         _check_own(path, os.lstat(path))  # before it is opened, as opening a device may have effects
@@ -162,16 +195,10 @@ _BLOCK = 2**20
 def _check_own(path: str, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise foreign_file(path, "is a link" if stat.S_ISLNK(found.st_mode) else "is not a regular file")
-    if found.st_nlink > 1:
-        copy = shlex.join(["cp", "-p", path, f"{path}.copy"]), shlex.join(["mv", f"{path}.copy", path])
-        what = "has another name (a hard link, as a backup by `cp -al` makes)"
-        raise foreign_file(path, what, f"replace it by a copy of its own: `{' && '.join(copy)}`")
 
 
-def foreign_file(path: str, what: str, remedy: str = "move it away") -> ForeignFileError:
-    return ForeignFileError(
-        f"{path}: jstep writes a file of this name, but it {what}, and writing would change something else; {remedy}"
-    )
+def foreign_file(path: str, what: str) -> ForeignFileError:
+    return ForeignFileError(f"{path}: jstep writes a file of this name, but it {what}; move it away")
 
 
 @contextlib.contextmanager

@@ -1,5 +1,36 @@
-"""The record of runs: a file for each start, `starts/PREFIX.NNNNNN.json` in the directory of the run."""
+"""The record of runs: each start of a run is a file, `starts/PREFIX.NNNNNN.json`, below the directory of the run.
 
+A `Start` is a dict. `read_starts` checks it once, so that a valid one has all fields below; what is not known is None
+(an empty value for dicts, lists, and `devices`). A start that is not valid has only `prefix`, `number` and `problem`.
+
+    version, prefix, number     the format (1); the prefix of the run's checkpoints; the number in the file's name
+    run, parent_run             the IDs of the run, and of the run that its parent is of
+    parent                      {"path", "step"} of the checkpoint that the run branched from
+    copied                      whether this is the first start in a copy of another run's directory
+    process                     {"host", "space", "pid", "started"} of process 0
+    began, now                  when its process began (its call, unless that is the first one of the process), and
+                                when this was written, in seconds since 1970; began + sum(seconds) is about now
+    directory, logdir           absolute paths or URLs: where the record is, and the event files
+    last_step, argv, config     what the run was given, without secrets; a config above 4 kB is in the card's file
+    commit, edits               of the code; `edits` is None without any
+    devices, parameters         such as "8×cpu"; the number of parameters
+    step                        [first, last]: the step that it began from, and reached; None before the restore
+    seconds                     part → seconds; a part may be missing
+    examples                    the number of examples that it trained on; None if not known
+    values, best                those of the run, which a start inherits: name → float; name → [value, step, path]
+    peak_bytes, mfu             of this start
+    saved                       the last 20 saves: [step, seconds of stepping, examples, learning rate]
+    stalls                      the last 100: {"time", "step", "part", "stalled", "what", "process"}
+    end, exception              [status, reason], None while it lives or after a SIGKILL; the class of the exception
+    before                      what all starts before this one add up to, as `totals`; readers use that of the oldest
+                                start they read, for those that they do not read any more
+    card                        {} until `with_card`
+    problem                     "" of a valid start, otherwise why it is not, as the end of a sentence
+
+`PREFIX.NNNNNN.card.json` beside it is {"card", "config"}: what does not change while the start lives.
+"""
+
+import concurrent.futures
 import contextlib
 import functools
 import json
@@ -12,172 +43,209 @@ from typing import Any, TypeGuard
 
 from jstep.core.checks import format_value
 from jstep.core.stopwatch import PARTS
-from jstep.stores.files import foreign_file, make_folders, names_in, read_small, replace_file
+from jstep.stores.files import decode_json, foreign_file, make_folders, names_in, read_small, replace_file
 from jstep.stores.objects import ABSENT, Objects
+from jstep.stores.owners import remove_temporary
 from jstep.stores.urls import is_url, join_path
 
-FOLDER = "starts"
-VERSION = 1
+FOLDER, VERSION = "starts", 1
 KILLED, FINISHED = "killed", "finished"
-MAX_BYTES, KEPT = 2**20, 100
-"""The size of a file that is read, and the number of starts that readers see."""
-_NAME = re.compile(r"(?P<prefix>.+)\.(?P<number>\d{6})\.json")
-_BYTES_PER_SECOND = 2**16
+KEPT, MAX_BYTES = 100, 2**20
+"""The number of the newest starts that are read, and the size of a file that is."""
+_MAX_CONFIG, _IN_CARD = 2**12, "in the card"
+_NAME = re.compile(r"(?P<prefix>.+)\.(?P<number>\d{6,})\.json", re.DOTALL)
 _logger = logging.getLogger("jstep")
 
 Start = dict[str, Any]
 
 
-def folder_of(where: str) -> str:
-    return join_path(where, FOLDER)
+def path_of(where: str, prefix: str, number: int) -> str:
+    return join_path(where, FOLDER, f"{prefix}.{number:06d}.json")
+
+
+def _card_path(where: str, start: Start) -> str:
+    return f"{path_of(where, start['prefix'], start['number']).removesuffix('.json')}.card.json"
 
 
 # Writing.
 
 
 class StartFile:
-    """The file of a start, which only this process replaces. It is thread-safe, and a failed write never ends the run.
+    """The file of a start, which only its process writes, and replaces as a whole. Thread-safe.
+
+    A write that fails is logged once, and tried again at the next one; it never ends the run.
+
+    Args:
+        where: The directory or bucket of the run.
+        prefix: The prefix of its checkpoints.
+        earlier: The earlier starts of the run, as `read_starts` returns them.
+        fields: What the file holds from its beginning, besides its name.
 
     Attributes:
-        earlier: The newest earlier starts of the run, oldest first.
-        fields: What the file holds.
+        earlier: The earlier starts.
+        fields: What the next write writes.
+        period: The seconds between two writes while the start lives.
+        due: Set if it should be written sooner.
     """
 
-    def __init__(self, where: str, prefix: str) -> None:
-        self.where, self.prefix, self.is_url = where, prefix, is_url(where)
-        self._folder, self._lock, self._failing, self._closed = folder_of(where), threading.Lock(), False, False
-        self._period, self._last = (10.0 if self.is_url else 1.0), b""
-        if not self.is_url:
-            if os.path.islink(self._folder):
-                raise foreign_file(self._folder, "is a link")
-            make_folders(self._folder)
-        numbers = _numbers(where).get(prefix, [])
-        self.earlier = _read(where, prefix, numbers)
-        before = next((one for one in reversed(self.earlier) if not one.get("problem")), None)
-        self.number = self._claim(numbers[-1] + 1 if numbers else 1)
-        self.fields: Start = {
-            "version": VERSION, "prefix": prefix, "number": self.number, "count": self.number,
-            "before": None if before is None else totals([before]),
-        }  # fmt: skip
+    def __init__(self, where: str, prefix: str, earlier: Sequence[Start], fields: Mapping[str, Any]) -> None:
+        self.where, self.prefix, self.is_url, self.earlier = where, prefix, is_url(where), earlier
+        self.period, self.due = (10.0 if self.is_url else 1.0), threading.Event()
+        self._updating, self._writing = threading.Lock(), threading.Lock()
+        self._is_made, self._is_failing, self._is_closed = False, False, False
+        number = earlier[-1]["number"] + 1 if earlier else 1
+        self._config, config = fields["config"], fields["config"]
+        self._card: dict[str, Any] | None = None  # what is not written yet
+        if len(json.dumps(config)) > _MAX_CONFIG:
+            self._card, config = {}, _IN_CARD
+        self.fields: Start = {"version": VERSION, "prefix": prefix, "number": number, **fields, "config": config}
+        self.write()
 
-    @property
-    def period(self) -> float:
-        """The seconds between two writes; more if the file is large."""
-        return max(self._period, len(self._last) / _BYTES_PER_SECOND)
+    def update(self, fields: Mapping[str, Any]) -> None:
+        """Change what the next write writes, without waiting for a disk."""
+        with self._updating:
+            self.fields = {**self.fields, **fields}
 
-    @property
-    def path(self) -> str:
-        return join_path(self._folder, f"{self.prefix}.{self.number:06d}.json")
+    def write(self, fields: Mapping[str, Any] | None = None, *, flush: bool = False) -> None:
+        self.update(fields or {})
+        with self._writing:
+            if not self._is_closed:
+                self._try(lambda: self._write(flush))
 
-    def _claim(self, number: int) -> int:
-        """Make the file with the next free number, exclusively; an empty one is a start that was killed at once."""
-        while True:
-            name = f"{self.prefix}.{number:06d}.json"
-            if self.is_url:
-                token = json.dumps({"claim": os.urandom(8).hex()}).encode()
-                if Objects(self._folder).write_if(name, token, ABSENT) is not None:
-                    return number
-            else:
-                try:
-                    with open(join_path(self._folder, name), "xb"):
-                        return number
-                except FileExistsError:
-                    pass
-            number += 1
+    def write_card(self, card: Mapping[str, Any]) -> None:
+        self._card = dict(card)
+        self.write()
 
-    def write(self, *, flush: bool = False, **fields: object) -> None:
-        with self._lock:
-            self.fields |= fields
-            if not self._closed:
-                self._replace(self.path, self.fields, flush=flush)
-
-    def end_earlier(self, start: Start, end: Sequence[str]) -> None:
+    def end_earlier(self, number: int, end: Sequence[str]) -> None:
         """Write how an earlier start ended, which was killed before it could."""
-        start["end"] = list(end)
-        path = join_path(self._folder, f"{self.prefix}.{start['number']:06d}.json")
-        with self._lock:
-            self._replace(path, start, flush=False)
-
-    def _replace(self, path: str, fields: Start, *, flush: bool) -> None:
-        try:
-            data = json.dumps(fields, allow_nan=False).encode()
-            if len(data) > MAX_BYTES:  # the config or the card is what is large
-                fields = {**fields, "config": None, "card": None, "cut": True}
-                data = json.dumps(fields).encode()
-            if data != self._last:
-                replace_file(path, data, flush=flush)
-                self._last = data
-            self._failing = False
-        except Exception as error:
-            if not self._failing:
-                _logger.warning("%s: the record of this run cannot be written: %s", self.where, error)
-            self._failing = True
+        path = path_of(self.where, self.prefix, number)
+        self._try(lambda: _replace(path, {**_load(path), "end": list(end)}))
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
+        with self._writing:
+            self._is_closed = True
+
+    def _try(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+            self._is_failing = False
+        except Exception as error:
+            if not self._is_failing:
+                _logger.warning("%s: the record of this run cannot be written: %s", self.where, error)
+            self._is_failing = True
+
+    def _write(self, flush: bool) -> None:
+        if self._is_made or not self._make():
+            _replace(path_of(self.where, self.prefix, self.fields["number"]), self.fields, flush=flush)
+        if (card := self._card) is not None:
+            _replace(_card_path(self.where, self.fields), {"card": card, "config": self._config})
+            self._card = None if self._card is card else self._card
+
+    def _make(self) -> bool:
+        """Make the file with the next free number, exclusively; return whether it has its contents: an object does."""
+        folder = join_path(self.where, FOLDER)
+        if not self.is_url:
+            if os.path.islink(folder):
+                raise foreign_file(folder, "is a link")
+            make_folders(folder)
+            remove_temporary(folder)  # of starts that were killed
+        while not self._is_made:
+            path = path_of(self.where, self.prefix, self.fields["number"])
+            if self.is_url:
+                claim = json.dumps(self.fields).encode()
+                self._is_made = Objects(folder).write_if(path.removeprefix(f"{folder}/"), claim, ABSENT) is not None
+            else:
+                with contextlib.suppress(FileExistsError), open(path, "xb"):
+                    self._is_made = True
+            if not self._is_made:
+                self.update({"number": self.fields["number"] + 1})
+        return self.is_url
+
+
+def _replace(path: str, value: Mapping[str, Any], *, flush: bool = False) -> None:
+    data = json.dumps(value, allow_nan=False).encode()
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{path} would have {len(data)} bytes; at most {MAX_BYTES} are read")
+    replace_file(path, data, flush=flush)
 
 
 # Reading.
 
 
-def _numbers(where: str) -> dict[str, list[int]]:
-    """The numbers of the starts of each run, ascending, by the names of their files."""
-    try:
-        folder = folder_of(where)
-        if not is_url(where) and os.path.islink(folder):
-            return {}
-        names = Objects(folder).list() if is_url(where) else names_in(folder)
-    except FileNotFoundError:
-        return {}
-    except NotADirectoryError:
-        return {}
-    found: dict[str, list[int]] = {}
-    for name in names:
-        if match := _NAME.fullmatch(name):
-            found.setdefault(match["prefix"], []).append(int(match["number"]))
-    return {prefix: sorted(numbers) for prefix, numbers in found.items()}
-
-
 def read_starts(where: str) -> dict[str, list[Start]]:
     """Return the newest starts of each run of a directory or bucket by its prefix, oldest first.
 
-    A start that is not valid has only a `number` and a `problem`. A copy of another run begins with the start that
-    says so.
+    Those of a copy of another run's directory begin with the start that says so.
     """
-    return {prefix: starts for prefix, numbers in _numbers(where).items() if (starts := _read(where, prefix, numbers))}
+    folder, numbers = join_path(where, FOLDER), dict[str, list[int]]()
+    names: Sequence[str] = ()
+    if is_url(where):
+        names = Objects(folder).list()
+    elif not os.path.islink(folder):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            names = names_in(folder)
+    for match in filter(None, map(_NAME.fullmatch, names)):
+        numbers.setdefault(match["prefix"], []).append(int(match["number"]))
+    found = {prefix: _read_newest(where, prefix, sorted(own)[-KEPT:]) for prefix, own in numbers.items()}
+    return {prefix: starts for prefix, starts in found.items() if starts}
 
 
-def _read(where: str, prefix: str, numbers: Sequence[int]) -> list[Start]:
-    starts: list[Start] = []
-    for number in reversed(numbers[-KEPT:]):
-        start = _read_one(where, prefix, number)
-        if start is not None:
-            starts.append(start)
-            if start.get("copied"):
-                break
-    return starts[::-1]
+def _read_newest(where: str, prefix: str, numbers: Sequence[int]) -> list[Start]:
+    with concurrent.futures.ThreadPoolExecutor(16) if is_url(where) else contextlib.nullcontext() as pool:
+        read = functools.partial(_read, where, prefix)
+        starts = [start for start in (pool.map if pool else map)(read, numbers) if start is not None]
+    first = next((i for i in reversed(range(len(starts))) if starts[i].get("copied")), 0)
+    return starts[first:]
 
 
-def _read_one(where: str, prefix: str, number: int) -> Start | None:
-    problem = ""
+def _read(where: str, prefix: str, number: int) -> Start | None:
+    """Return a start; None if it was killed before it was written."""
     try:
-        data = read_small(join_path(folder_of(where), f"{prefix}.{number:06d}.json"), MAX_BYTES)
-        if not data.strip(b"\0"):
+        start = _load(path_of(where, prefix, number))
+        if start is None:
             return None
-        start = json.loads(data)
-        if isinstance(start, dict) and start.keys() == {"claim"}:
-            return None
-        problem = problem_of(start, prefix, number)
+        if not (problem := _problem(start, prefix, number)):
+            own = {name: start[name] for name in _CHECKS if start.get(name) is not None}
+            start = {"version": VERSION, "prefix": prefix, "number": number, **dict.fromkeys(_CHECKS), **_EMPTY, **own}
+            start["values"] = {name: float(value) for name, value in start["values"].items()}
+            start["best"] = {name: [float(best), *of] for name, (best, *of) in start["best"].items()}
+            if start["config"] == _IN_CARD:
+                start["config"] = _load_card(where, start).get("config")
+            return start
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
         problem = f"cannot be read: {error}"
-    return {"number": number, "prefix": prefix, "problem": problem} if problem else start
+    return {"prefix": prefix, "number": number, "problem": problem}
 
 
-def problem_of(start: Any, prefix: str, number: int) -> str:
-    """Return why a start is not valid, as the end of a sentence; the only check of values of records."""
+def _load(path: str) -> Any:
+    """Return the JSON of a file, but not through a link; None if it is empty, as after a power cut."""
+    if not is_url(path) and os.path.islink(path):
+        raise OSError(f"{path} is a link")
+    data = read_small(path, MAX_BYTES)
+    if not data.strip(b"\0"):
+        return None
+    if (value := decode_json(data)) is None:
+        raise ValueError("it is no JSON")
+    return value
+
+
+def with_card(where: str, start: Start) -> Start:
+    """Return a valid start with its card; a card that is missing or not valid is empty."""
+    return {**start, "card": _load_card(where, start).get("card") or {}}
+
+
+def _load_card(where: str, start: Start) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        whole = _load(_card_path(where, start))
+        if _CARD_FILE(whole):
+            return dict(whole)
+    return {}
+
+
+def _problem(start: Any, prefix: str, number: int) -> str:
+    """Return why a start is not valid, as the end of a sentence; the only check of the values of records."""
     if not isinstance(start, dict):
         return "holds no start"
     if start.get("version") != VERSION:
@@ -186,38 +254,33 @@ def problem_of(start: Any, prefix: str, number: int) -> str:
     if (start.get("prefix"), start.get("number")) != (prefix, number):
         return "has another prefix or number than its name"
     for name, is_valid in _CHECKS.items():
-        value = start.get(name)
-        if not (is_valid(value) or (value is None and name not in _NEEDED)):
+        if not (is_valid(value := start.get(name)) or (value is None and name not in _NEEDED)):
             return f"has {name}={format_value(value)}, which is not valid"
     return ""
 
 
-def is_time(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e15
-
-
 def is_seconds(value: Any) -> bool:
-    return is_time(value) and value >= 0
+    return type(value) in (int, float) and 0 <= value < 1e15
 
 
 def is_step(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _is_path(value: Any) -> bool:
-    return type(value) is str and 0 < len(value) < 2**15 and "\0" not in value
-
-
-def _is_text(value: Any) -> bool:
-    return type(value) is str
+def _is(*types: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) in types
 
 
 def _list(*of: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda x: type(x) is list and len(x) == len(of) and all(check(y) for check, y in zip(of, x, strict=True))
 
 
-def _each(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda x: all(map(of, x if type(x) is list else x.values())) if type(x) in (list, dict) else False
+def _list_of(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda x: type(x) is list and all(map(of, x))
+
+
+def _dict_of(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda x: type(x) is dict and all(map(of, x.values()))
 
 
 def _dict(**of: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -228,82 +291,99 @@ def _or_none(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda x: x is None or of(x)
 
 
+def _is_path(value: Any) -> bool:
+    return type(value) is str and 0 < len(value) < 2**15 and "\0" not in value
+
+
 def _is_number(value: Any) -> bool:
-    return (
-        type(value) in (float, bool) or (type(value) is int and abs(value) < 2**1000) or value in ("nan", "inf", "-inf")
-    )
+    return type(value) is float or (type(value) is int and abs(value) < 2**1000) or value in ("nan", "inf", "-inf")
 
 
 def _is_span(value: Any) -> bool:
     return _list(is_step, is_step)(value) and value[0] <= value[1]
 
 
-_any = _dict()
-_values = _each(_is_number)
-_best = _each(_list(_is_number, is_step, _is_path))
-_parent = _dict(path=_is_path, step=is_step)
-_seconds = lambda x: type(x) is dict and all(part in PARTS and is_seconds(s) for part, s in x.items())  # noqa: E731
-_TOTALS = {
-    "count": is_step, "since": is_time, "wall": is_seconds, "seconds": _seconds, "step": is_step, "values": _values,
-    "best": _best, "parent": _parent, "parent_run": _is_text, "peak_bytes": is_step, "mfu": is_seconds,
-    "examples": is_step,
-}  # fmt: skip
-_CARD = _dict(
-    step=is_step, versions=_any, settings=_any, environment=_any, devices=_any, state=_any, batches=_any, stages=_any,
-    arguments=_any, lanes=lambda x: is_step(x) or type(x) is dict, programs=_each(_dict(hash=_is_text, optimizer=_any)),
-)  # fmt: skip
+def _are_parts(value: Any) -> bool:
+    return type(value) is dict and all(part in PARTS and is_seconds(seconds) for part, seconds in value.items())
+
+
+def _is_before(value: Any) -> bool:
+    is_known = type(value) is dict and is_step(value.get("count")) and _are_parts(value.get("seconds"))
+    return is_known and {"since", "step"} <= value.keys() and _dict(since=is_seconds, step=is_step)(value)
+
+
+_is_text, _any = _is(str), _dict()
 _CHECKS: Mapping[str, Callable[[Any], bool]] = {
-    "start": _is_text, "run": _is_text, "process": _dict(pid=lambda x: type(x) is int and 0 < x < 2**31, host=_is_text),
-    "began": is_time, "opened": is_time, "now": is_seconds, "time": is_seconds, "directory": _is_path, "logdir": _is_path,
-    "last_step": is_step, "argv": _each(_is_text), "config": _any, "commit": _is_text, "edits": _is_text,
-    "parent": _parent, "parent_run": _is_text, "copied": lambda x: type(x) is bool, "devices": _is_text,
-    "parameters": is_step, "card": _CARD, "step": _is_span, "seconds": _seconds, "examples": is_step,
-    "values": _values, "best": _best, "peak_bytes": is_step, "mfu": is_seconds, "claims": lambda x: type(x) is bool,
-    "saved": _list(is_step, is_seconds, _or_none(is_step)), "stalls": _each(_dict(part=_is_text, stalled=is_seconds)),
-    "end": _list(_is_text, _is_text), "exception": _is_text, "before": _dict(**_TOTALS), "count": is_step,
+    "run": _is_text, "process": _dict(host=_is_text, pid=lambda x: type(x) is int and 0 < x < 2**31),
+    "began": is_seconds, "now": is_seconds, "directory": _is_path, "logdir": _is_path, "last_step": is_step,
+    "argv": _list_of(_is_text), "config": lambda x: type(x) is dict or x == _IN_CARD, "commit": _is_text,
+    "edits": _is_text, "parent": lambda x: type(x) is dict and _is_path(x.get("path")) and is_step(x.get("step")),
+    "parent_run": _is_text, "copied": _is(bool), "devices": _is_text, "parameters": is_step, "step": _is_span,
+    "seconds": _are_parts, "examples": is_step, "values": _dict_of(_is_number),
+    "best": _dict_of(_list(_is_number, is_step, _is_path)), "peak_bytes": is_step, "mfu": is_seconds,
+    "saved": _list_of(_list(is_step, is_seconds, _or_none(is_step), _or_none(_is_number))),
+    "stalls": _list_of(_dict(time=is_seconds, step=is_step, part=_is_text, stalled=is_seconds, what=_is_text)),
+    "end": _list(_is_text, _is_text), "exception": _is_text,
+    "before": _is_before,
 }  # fmt: skip
-_NEEDED = ("start", "began", "opened", "now", "time", "seconds", "count")
+_NEEDED = ("run", "process", "began", "now", "seconds", "before")
+_EMPTY: Start = {
+    "devices": "", "argv": (), "saved": (), "stalls": (), "values": {}, "best": {}, "copied": False, "card": {},
+    "problem": "",
+}  # fmt: skip
+_CARD_FILE = _dict(
+    config=_any,
+    card=_dict(
+        step=is_step, versions=_any, settings=_any, environment=_any, devices=_any, state=_any, batches=_any,
+        stages=_any, arguments=_any,
+        lanes=lambda x: is_step(x) or type(x) is dict, programs=_list_of(_dict(hash=_is_text, hyperparameters=_any)),
+    ),
+)  # fmt: skip
 
 
 # What starts add up to.
 
 
+def valid(starts: Sequence[Start]) -> list[Start]:
+    return [start for start in starts if not start["problem"]]
+
+
 def has_trained(start: Mapping[str, Any]) -> bool:
-    return start.get("step") is not None and start["step"][0] < start["step"][1]
+    return start["step"] is not None and start["step"][0] < start["step"][1]
 
 
 def last_trained(starts: Sequence[Start]) -> Start | None:
-    """Return the newest start that took a step, or None."""
-    return next(filter(has_trained, reversed(starts)), None)
+    """Return the newest valid start that took a step, or None."""
+    return next(filter(has_trained, reversed(valid(starts))), None)
 
 
 def totals(starts: Sequence[Start]) -> dict[str, Any]:
-    """What the run adds up to, of its newest starts: the newest one has what was before it."""
-    return functools.reduce(_with, starts[-1:], starts[-1].get("before") if starts else None) or {}
+    """Return what starts add up to, with those before the oldest one.
 
-
-def _with(before: Mapping[str, Any] | None, start: Mapping[str, Any]) -> dict[str, Any]:
-    old = before or {}
-    seconds = {part: old.get("seconds", {}).get(part, 0.0) + start["seconds"].get(part, 0.0) for part in PARTS}
+    Returns:
+        `count`: the number of starts, also of those that are not valid; `since`: when the first one began, or None;
+        `seconds`: part → seconds; `step`: the step that the last one reached, or None.
+    """
+    known = valid(starts)
+    if not known:
+        return {"count": len(starts), "since": None, "seconds": {}, "step": None}
+    oldest, before = known[0], known[0]["before"]
     return {
-        "count": old.get("count", 0) + 1,
-        "since": start["began"] if old.get("since") is None else old["since"],
-        "wall": old.get("wall", 0.0) + sum(start["seconds"].values()),
-        "seconds": seconds,
-        "step": start["step"][1] if start.get("step") is not None else old.get("step"),
-        **{key: {**old.get(key, {}), **(start.get(key) or {})} for key in ("values", "best")},
-        **{key: start.get(key) or old.get(key) for key in ("parent", "parent_run", "mfu")},
-        "peak_bytes": max(filter(None, (old.get("peak_bytes"), start.get("peak_bytes"))), default=None),
+        "count": before["count"] + len(starts) - starts.index(oldest),
+        "since": oldest["began"] if before["since"] is None else before["since"],
+        "seconds": {part: sum(one["seconds"].get(part, 0.0) for one in (before, *known)) for part in PARTS},
+        "step": next((one["step"][1] for one in reversed(known) if one["step"] is not None), before["step"]),
     }
 
 
 def original_of(where: str, starts: Sequence[Start]) -> str | None:
     """Return the directory that a run was copied from; None if it was not, or was moved."""
-    start = starts[-1] if starts else {}
-    source, run, prefix = start.get("directory"), start.get("run"), start.get("prefix")
-    if source in (None, where) or run is None or is_url(where) or is_url(source):
+    start = next(reversed(valid(starts)), None)
+    if start is None or start["directory"] in (None, where) or is_url(where) or is_url(start["directory"]):
         return None
+    source: str = start["directory"]
     with contextlib.suppress(OSError, ValueError):
         if not os.path.samefile(source, where):
-            return source if any(one.get("run") == run for one in read_starts(source).get(prefix, ())) else None
+            others = valid(read_starts(source).get(start["prefix"], ()))
+            return source if any(one["run"] == start["run"] for one in others) else None
     return None

@@ -57,17 +57,6 @@ def decode_array(parts: Any) -> np.ndarray[Any, Any]:
     return np.ndarray(shape, dtype, data).copy()
 
 
-def decode_view(parts: Any) -> np.ndarray[Any, Any]:
-    """Decode an array that overlaps others, as earlier versions wrote them."""
-    dtype, memory = npy.descr_to_dtype(parts["dtype"]), parts["of"]
-    if type(memory) is not np.ndarray or memory.dtype != np.uint8 or memory.ndim != 1:
-        raise ValueError("it is not a view of an array of bytes")
-    if dtype.hasobject or not dtype.itemsize:
-        raise ValueError(f"a view has no dtype {dtype}")
-    # NumPy rejects a view beyond the memory.
-    return np.ndarray(_shape(parts["shape"]), dtype, memory, parts["offset"], tuple(parts["strides"]))
-
-
 def _shape(value: Any) -> tuple[int, ...]:
     if not all(type(size) is int and size >= 0 for size in value):
         raise ValueError(f"{value!r:.50} is not a shape")

@@ -6,12 +6,11 @@ Decoding builds values of the types of this module and no others. Unlike unpickl
 import base64
 import collections
 import hashlib
-import json
 import math
 import random
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,7 +23,7 @@ _DEEPEST = 80  # levels of nested JSON; a checkpoint accepts 100 in all
 _MAX_BITS = 4096  # bits of an integer: Python refuses to write much longer ones in decimal
 
 SUPPORTED = (
-    "numbers, strings, bytes, None, lists, tuples, sets, dicts, NumPy arrays, scalars and random generators, "
+    "numbers, strings, bytes, None, lists, tuples, dicts, NumPy arrays, scalars and random generators, "
     "random.Random, JAX arrays and keys, and torch tensors"
 )
 """The types that can be encoded, for error messages."""
@@ -40,9 +39,6 @@ class LargeBytes:
     def __init__(self, data: bytes | None = None, load: Callable[[], bytes] | None = None) -> None:
         self._data, self.load = data, load
         self._digest: bytes | None = None
-
-    def read_with(self, load: Callable[[], bytes]) -> None:
-        self.load = load
 
     @property
     def nbytes(self) -> int:
@@ -143,9 +139,6 @@ def copy_encodable(value: object) -> Any:
 
 
 _PLAIN = frozenset({str, bool, type(None)})
-_ALIASED, _SAME = "$aliased", "$same"
-"""The keys of a value with objects in several places, `[[object, …], value]`, and of such an object, by its number:
-earlier versions wrote them."""
 
 
 def _encoded(value: Any, depth: int, seen: set[int]) -> Any:
@@ -160,10 +153,6 @@ def _encoded(value: Any, depth: int, seen: set[int]) -> Any:
         return list(value) if _are_plain(value) else _each(enumerate(value), depth + 1, seen)
     if of is tuple:
         return {"$tuple": list(value) if _are_plain(value) else _each(enumerate(value), depth + 2, seen)}
-    if of is set or of is frozenset:
-        items = _each((("element", item) for item in value), depth + 2, seen)
-        items.sort(key=lambda item: json.dumps(as_json(item)))  # equal sets become equal JSON
-        return {f"${of.__name__}": items}
     if of is dict and all(type(key) is str for key in value) and not _is_tagged(value):
         return dict(zip(value, _each(value.items(), depth + 1, seen), strict=True))
     if of is dict or of is collections.OrderedDict:
@@ -174,13 +163,20 @@ def _encoded(value: Any, depth: int, seen: set[int]) -> Any:
         return {"$bytes": value}
     if isinstance(value, jax.Array):
         return tagged_arrays.jax_parts(value)
-    tag = _tag_of(value)
+    torch = sys.modules.get("torch")  # if there is a tensor, it was imported
+    if torch is not None and of is torch.Tensor:
+        of = _TENSOR
+    elif isinstance(value, np.generic):
+        of = np.generic
+    if of not in _PARTS:
+        raise UnsupportedError(f"is a value of type {of.__module__}.{of.__qualname__}")
     if of in _RANDOM:
         own = getattr(value, "_bit_generator", value) if of is np.random.RandomState else value
         if id(own) in seen:
             raise UnsupportedError(f"is a {of.__name__} that is in several places, which would draw the same numbers")
         seen.add(id(own))
-    return {tag.key: _encoded(tag.parts(value), depth + 1, seen)}
+    key, parts = _PARTS[of]
+    return {key: _encoded(parts(value), depth + 1, seen)}
 
 
 def _each(items: Iterable[tuple[Any, Any]], depth: int, seen: set[int]) -> list[Any]:
@@ -204,50 +200,26 @@ def _are_plain(values: list[Any] | tuple[Any, ...]) -> bool:
 
 def decode(value: object) -> Any:
     """Decode a value from `as_json` or `copy_encodable`, which is not trusted."""
-    return _decoded(value, [])
-
-
-def _decoded(value: object, table: list[Any]) -> Any:
     if isinstance(value, list):
-        return [_decoded(item, table) for item in value]
+        return list(map(decode, value))
     if isinstance(value, LargeBytes):
         return value.read()
     if not isinstance(value, dict):
         return value
     if not _is_tagged(value):
-        return {key: _decoded(item, table) for key, item in value.items()}
+        return {key: decode(item) for key, item in value.items()}
     ((key, parts),) = value.items()
-    if key == _ALIASED:
-        return _aliased(parts)
-    if key == _SAME:
-        if type(parts) is not int or not 0 <= parts < len(table):
-            raise ValueError(f"{key}: {parts!r:.50} is not the number of an object")
-        return table[parts]
     if key == FILE:
         raise ValueError(f"{key}: {parts!r:.50} is in a file of its checkpoint, which is not at hand")
-    if key not in _WHOLE:
-        raise ValueError(f"the tag {key!r:.50} is not known; a newer version of jstep may have written it")
-    parts = _decoded(parts, table)
+    if key not in _WHOLE:  # also objects in several places, and arrays that overlap, of early versions
+        raise ValueError(f"the tag {key!r:.50} is not known; another version of jstep may have written it")
+    parts = decode(parts)
     try:
         return _WHOLE[key](parts)
     except ImportError as error:
         raise ValueError(str(error)) from None
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, MemoryError) as error:
         raise ValueError(f"{key}: {type(error).__name__}: {error!s:.200}") from None
-
-
-def _aliased(parts: object) -> Any:
-    """Decode a value with shared objects, each of which refers only to those before it."""
-    if not (isinstance(parts, list) and len(parts) == 2 and isinstance(parts[0], list)):
-        raise ValueError(f"{_ALIASED}: it must be a list of objects and a value")
-    table: list[Any] = []
-    for item in parts[0]:
-        decoded = _decoded(item, table)
-        # Hashing tuples of tuples of one tuple would take forever.
-        if type(decoded) in (str, bool, type(None), int, float, complex, bytes, tuple, frozenset):
-            raise ValueError(f"{_ALIASED}: a {type(decoded).__name__} is not in several places")
-        table.append(decoded)
-    return _decoded(parts[1], table)
 
 
 def _is_tagged(value: dict[Any, Any]) -> bool:
@@ -259,10 +231,6 @@ def _bytes(data: Any) -> bytes:
 
 
 # Random generators
-
-
-_SHARED_BITS = "bits"
-"""The key of a bit generator that a `RandomState` shares, in positions of earlier versions."""
 
 
 def _bits_parts(bits: np.random.BitGenerator) -> dict[str, Any]:
@@ -291,13 +259,8 @@ def _generator(bits: object) -> np.random.Generator:
     return np.random.Generator(bits)
 
 
-def _random_state(parts: Any) -> np.random.RandomState:
-    state, bits = parts, parts.get(_SHARED_BITS)
-    if bits is None:
-        bits = _bits({"state": state, "seed": None})
-    elif not isinstance(bits, np.random.BitGenerator):
-        raise ValueError("it has no bit generator")
-    generator = np.random.RandomState(bits)
+def _random_state(state: Any) -> np.random.RandomState:
+    generator = np.random.RandomState(_bits({"state": state, "seed": None}))
     generator.set_state(state)
     return generator
 
@@ -318,12 +281,8 @@ def _python_random(state: Tree) -> random.Random:
 # All types
 
 
-class _Tag(NamedTuple):
-    """Conversion of values of one type to simpler values; `whole` inverts `parts`, and rejects all else."""
-
-    key: str
-    parts: Callable[[Any], Any]
-    whole: Callable[[Any], Any]
+class _TENSOR:
+    """Stands for `torch.Tensor`, as torch need not be installed."""
 
 
 _BIT_GENERATORS: dict[str, type[np.random.BitGenerator]] = {
@@ -331,63 +290,38 @@ _BIT_GENERATORS: dict[str, type[np.random.BitGenerator]] = {
     for of in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
 }
 _RANDOM = frozenset({np.random.Generator, np.random.RandomState, random.Random, *_BIT_GENERATORS.values()})
-_SCALAR = _Tag(
-    "$scalar", lambda x: tagged_arrays.array_parts(np.asarray(x)), lambda x: tagged_arrays.decode_array(x)[()]
-)
-_TENSOR = _Tag("$tensor", tagged_arrays.tensor_parts, tagged_arrays.decode_tensor)
-_TAGS: dict[type, _Tag] = {
-    int: _Tag("$int", hex, lambda text: int(text, 16)),
-    float: _Tag("$float", repr, float),
-    complex: _Tag("$complex", lambda number: [number.real, number.imag], lambda parts: complex(*parts)),
-    bytearray: _Tag("$bytearray", bytes, bytearray),
-    np.ndarray: _Tag("$array", tagged_arrays.array_parts, tagged_arrays.decode_array),
-    np.random.Generator: _Tag("$generator", lambda generator: generator.bit_generator, _generator),
-    np.random.RandomState: _Tag("$random_state", lambda generator: generator.get_state(legacy=False), _random_state),
-    np.random.SeedSequence: _Tag("$seed_sequence", lambda seed: dict(seed.state), _seed),
-    random.Random: _Tag("$random", random.Random.getstate, _python_random),
-    **{of: _Tag("$bit_generator", _bits_parts, _bits) for of in _BIT_GENERATORS.values()},
+_PARTS: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    int: ("$int", hex),
+    float: ("$float", repr),
+    np.generic: ("$scalar", lambda x: tagged_arrays.array_parts(np.asarray(x))),
+    np.ndarray: ("$array", tagged_arrays.array_parts),
+    _TENSOR: ("$tensor", tagged_arrays.tensor_parts),
+    np.random.Generator: ("$generator", lambda generator: generator.bit_generator),
+    np.random.RandomState: ("$random_state", lambda generator: generator.get_state(legacy=False)),
+    np.random.SeedSequence: ("$seed_sequence", lambda seed: dict(seed.state)),
+    random.Random: ("$random", random.Random.getstate),
+    **dict.fromkeys(_BIT_GENERATORS.values(), ("$bit_generator", _bits_parts)),
 }
+"""By type: the tag, and the conversion to simpler values."""
 _WHOLE: dict[str, Callable[[Any], Any]] = {
     "$bytes": _bytes,
     "$tuple": tuple,
-    "$set": set,
-    "$frozenset": frozenset,
     "$dict": dict,
     "$ordered_dict": collections.OrderedDict,
-    "$view": tagged_arrays.decode_view,
+    "$int": lambda text: int(text, 16),
+    "$float": float,
+    "$scalar": lambda parts: tagged_arrays.decode_array(parts)[()],
+    "$array": tagged_arrays.decode_array,
+    "$tensor": tagged_arrays.decode_tensor,
     "$jax": tagged_arrays.decode_jax_array,
-    **{tag.key: tag.whole for tag in (*_TAGS.values(), _SCALAR, _TENSOR)},
+    "$generator": _generator,
+    "$random_state": _random_state,
+    "$seed_sequence": _seed,
+    "$random": _python_random,
+    "$bit_generator": _bits,
+    "$set": set,
+    "$frozenset": frozenset,
+    "$complex": lambda parts: complex(*parts),
+    "$bytearray": bytearray,
 }
-
-
-def _tag_of(value: object) -> _Tag:
-    of = type(value)
-    torch = sys.modules.get("torch")  # if there is a tensor, it was imported
-    if of in _TAGS:
-        return _TAGS[of]
-    if isinstance(value, np.generic):
-        return _SCALAR
-    if torch is not None and of is torch.Tensor:
-        return _TENSOR
-    raise UnsupportedError(f"is a value of type {of.__module__}.{of.__qualname__}")
-
-
-_MAX_DEPTH = 200
-"""The maximum depth of nested values: a config may have lists of lists."""
-
-
-def decode_json(raw: bytes) -> Any:
-    """Return the value of JSON; None if it is corrupted, or nested too deeply for recursive functions."""
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    if raw.count(b"[") + raw.count(b"{") > _MAX_DEPTH:
-        level = [value]
-        for _ in range(_MAX_DEPTH):
-            below = (
-                item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)
-            )
-            level = [item for items in below for item in items]
-        return value if not level else None
-    return value
+"""By tag: the inverse, which rejects all else. Only earlier versions wrote the last four."""

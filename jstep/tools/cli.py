@@ -1,7 +1,6 @@
 """The command line, `python -m jstep`: its commands, each in a module imported only when used, and their interface."""
 
 import argparse
-import contextlib
 import fnmatch
 import io
 import json
@@ -11,21 +10,20 @@ import os
 import pkgutil
 import shutil
 import sys
-import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from jstep.core.checks import format_list
-from jstep.core.tables import breadth, columns, fold, printable
+from jstep.core.tables import columns, fold, printable
 from jstep.stores.event_files import DataLossError
 
 # What the commands have in common: interface, exit codes, and output as text, strict JSON and tables.
 
 OK = 0
 DIFFERENT = 1
-"""`diff` found a difference, or `stalls` a stalled process."""
+"""`diff` found a difference, `stalls` a stalled process, or `runs` an unreadable run."""
 TROUBLE = 2
 """A missing path, corrupted data, nothing in common, or wrong usage."""
 
@@ -43,74 +41,31 @@ def as_strict_json(value: object) -> str:
     return json.dumps(_plain(value), allow_nan=False).replace("\x7f", "\\u007f")  # the others are escaped already
 
 
+def _plain(x: object) -> Any:
+    if isinstance(x, float) and not math.isfinite(x):
+        return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
+    x = x._asdict() if hasattr(x, "_asdict") else x
+    if isinstance(x, Mapping):
+        return {str(key): _plain(y) for key, y in x.items()}
+    return [_plain(y) for y in x] if isinstance(x, list | tuple) else x
+
+
+def answer(arguments: argparse.Namespace, fields: object, lines: Iterable[str], code: int = OK) -> int:
+    """Print the fields with `--json`, otherwise the lines, folded at the width of the terminal; return the code."""
+    if arguments.json:
+        print(as_strict_json(fields))
+        return code
+    most = terminal_width()
+    for line in (printable(line) for text in lines for line in text.split("\n")):
+        print("\n".join(fold(line, most, len(line) - len(line.lstrip()) + 4)))
+    return code
+
+
 def complain(command: str, *problems: object) -> int:
     """Print the problems to stderr, if any, and return the exit code."""
     for problem in problems:
         print(f"jstep {command}: {printable(problem)}", file=sys.stderr)
     return TROUBLE if problems else OK
-
-
-def check_span(first: int | None, last: int | None) -> None:
-    """Reject `--from A --to B` with A after B."""
-    if first is not None and last is not None and first > last:
-        raise ValueError(f"--from {first} --to {last}: A must not be after B")
-
-
-def cell(value: object, digits: int = 6) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, float):
-        return f"{value:.{digits}g}"
-    if isinstance(value, list):
-        return f"[{','.join(map(str, value))}]"
-    return printable(value)
-
-
-def time_text(seconds: float, separator: str, precision: str) -> str:
-    """Format a time in UTC, like `datetime.isoformat`."""
-    try:
-        return datetime.fromtimestamp(seconds, UTC).isoformat(separator, precision)
-    except (OverflowError, ValueError, OSError):  # outside the range of datetime
-        return f"{seconds:g} s"
-
-
-def utc_text(seconds: float, precision: str) -> str:
-    """Format a time in UTC, without the zone."""
-    return time_text(seconds, " ", precision).removesuffix("+00:00")
-
-
-def local_text(seconds: float, precision: str) -> tuple[str, str]:
-    """Format a time in the reader's time zone; return it and the zone."""
-    try:
-        at = time.localtime(seconds)
-        text = time.strftime("%Y-%m-%d %H:%M:%S" if precision == "seconds" else "%Y-%m-%d %H:%M", at)
-    except (OverflowError, ValueError, OSError):  # outside the range of the C library
-        return f"{seconds:g} s", ""
-    hours, minutes = divmod(abs(at.tm_gmtoff) // 60, 60)
-    offset = f"UTC{'-' if at.tm_gmtoff < 0 else '+'}{hours:02}:{minutes:02}" if at.tm_gmtoff else "UTC"
-    is_named = at.tm_zone[:1].isalpha() and at.tm_zone != "UTC"
-    return text, f"{at.tm_zone}, {offset}" if is_named else offset
-
-
-def matching(names: Iterable[str], pattern: str) -> list[str]:
-    """Return the name that is the pattern, or else those that match it."""
-    names = list(names)
-    return [pattern] if pattern in names else [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-
-
-def choose(names: Iterable[str], patterns: Iterable[str], option: str, what: str) -> list[str]:
-    """Return the names that some patterns match.
-
-    Raises:
-        ValueError: A pattern matches none.
-    """
-    names, chosen = list(names), list[str]()
-    for pattern in patterns:
-        if not (some := matching(names, pattern)):
-            there = format_list(names, 30) or "none"
-            raise ValueError(f"{option} {pattern}: must be {what}, or a pattern that matches some; there are {there}")
-        chosen += some
-    return list(dict.fromkeys(chosen))
 
 
 def terminal_width() -> int:
@@ -122,55 +77,70 @@ def table(keys: Mapping[str, str], rows: Iterable[Mapping[str, Any]], left: int)
 
     `keys` maps the heads of columns to the keys of rows. The first `left` columns are left-aligned.
     """
-    most, rows = terminal_width(), list(rows)
-    tables = [[list(keys), *([cell(row.get(key), n) for key in keys.values()] for row in rows)] for n in (6, 4, 3)]
-    # The first column may have lines of its own, above the others.
-    cells = next((lines for lines in tables if breadth([row[1:] for row in lines]) + 2 <= most), tables[0])
-    return columns(cells, left, most)
+    cells = [list(keys), *([cell(row.get(key)) for key in keys.values()] for row in rows)]
+    return columns(cells, left, terminal_width())
 
 
-def answer(arguments: argparse.Namespace, fields: Mapping[str, Any], lines: Iterable[str], code: int = OK) -> int:
-    """Print the fields with `--json`, otherwise the lines; return the exit code."""
-    if arguments.json:
-        print(as_strict_json(fields))
-    else:
-        show(lines)
-    return code
+def cell(value: object) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return f"{value:.6g}" if isinstance(value, float) else printable(value)
 
 
-def show(lines: Iterable[str]) -> None:
-    """Print lines, as printable text, folded with an indent at the width of the terminal."""
-    most = terminal_width()
-    for line in (printable(line) for text in lines for line in text.split("\n")):
-        print("\n".join(fold(line, most, len(line) - len(line.lstrip()) + 4)))
+def choose(names: Iterable[str], patterns: Iterable[str], option: str, what: str) -> list[str]:
+    """Return the names that some patterns match; a name that is a pattern comes before those that match it.
+
+    Raises:
+        ValueError: A pattern matches none.
+    """
+    names, chosen = list(names), list[str]()
+    for pattern in patterns:
+        some = [pattern] if pattern in names else [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if not some:
+            there = format_list(names, 30) or "none"
+            raise ValueError(f"{option} {pattern}: must be {what}, or a pattern that matches some; there are {there}")
+        chosen += some
+    return list(dict.fromkeys(chosen))
 
 
-def _plain(x: object) -> Any:
-    if isinstance(x, float) and not math.isfinite(x):
-        return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
-    x = x._asdict() if hasattr(x, "_asdict") else x
-    if isinstance(x, Mapping):
-        return {str(key): _plain(y) for key, y in x.items()}
-    return [_plain(y) for y in x] if isinstance(x, list | tuple) else x
+def utc_text(seconds: float, precision: str = "seconds") -> str:
+    """Format a time in UTC, without the zone."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat(" ", precision).removesuffix("+00:00")
+    except (OverflowError, ValueError, OSError):  # outside the range of datetime
+        return f"{seconds:g} s"
+
+
+def local_text(seconds: float, precision: str = "seconds") -> tuple[str, str]:
+    """Format a time in the reader's time zone; return it and the zone."""
+    try:
+        at = datetime.fromtimestamp(seconds, UTC).astimezone()
+    except (OverflowError, ValueError, OSError):
+        return utc_text(seconds), ""
+    text, name, offset = at.isoformat(" ", precision), at.tzname() or "", f"UTC{at.isoformat()[-6:]}"
+    offset = offset.removesuffix("+00:00")
+    return text[:-6], f"{name}, {offset}" if name[:1].isalpha() and name != "UTC" else offset
 
 
 # The commands.
 
 COMMANDS = {
-    "inspect": ("show a checkpoint, a directory of checkpoints, or safetensors", "cli_inspect:INSPECT"),
-    "diff": ("find where two runs diverge: checkpoints, directories, logs", "cli_compare:DIFF"),
-    "plot": ("plot the scalars of one or several runs to a file", "cli_events:PLOT"),
-    "events": ("print the events of files, or the scalars of runs by step", "cli_events:EVENTS"),
-    "cost": ("estimate the cost of a step: operations, memory, transfers", "cli_cost:COST"),
-    "goodput": ("account for the wall time of a run, over all its starts", "goodput:GOODPUT"),
     "runs": ("show all runs below directories: status, metrics, parents", "runs:RUNS"),
     "report": ("show runs on one page of HTML: what, how, time, oddities", "report:REPORT"),
-    "stalls": ("show the processes that hang (exit code 1) and their waits", "cli_events:STALLS"),
+    "inspect": ("show a checkpoint, or a directory of checkpoints", "cli_inspect:INSPECT"),
+    "diff": ("find where two runs diverge: checkpoints, directories, logs", "cli_compare:DIFF"),
+    "events": ("print the events of files, or the scalars of runs by step", "cli_events:EVENTS"),
+    "stalls": ("show the processes that hang (exit code 1) and their waits", "cli_stalls:STALLS"),
+    "goodput": ("account for the wall time of a run, over all its starts", "goodput:GOODPUT"),
+    "cost": ("estimate the cost of a step: operations and memory", "cli_cost:COST"),
 }
 """Name → description, in the order and wording of `--help`, and where in `jstep.tools` the `Command` is."""
 
 _EPILOG = """\
 examples:
+  python -m jstep runs runs/
   python -m jstep inspect run/model-1000 --verify
   python -m jstep cost train.py:step_and_shapes --topology v5e:16x16
 A path may be a URL (gs://, s3://). `python -m jstep COMMAND --help`: options.
@@ -190,9 +160,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help()
         return OK
+    if logging.lastResort is not None:  # it prints warnings of jstep if there is no handler
+        logging.lastResort.setFormatter(_PrintableFormatter())
     try:
-        with _printable_warnings():
-            code: int = arguments.run(arguments)
+        code: int = arguments.run(arguments)
         print(end="", flush=True)  # unlike sys.stdout.flush(), it works if stdout is closed
     except BrokenPipeError:
         # The reader, such as `head`, has closed the pipe; nothing must be flushed to it at exit.
@@ -209,20 +180,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _PrintableFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(map(printable, super().format(record).split("\n")))
-
-
-@contextlib.contextmanager
-def _printable_warnings() -> Iterator[None]:
-    """Print warnings of jstep as Python does without a handler, but as printable text."""
-    logger, handler = logging.getLogger("jstep"), logging.StreamHandler()
-    handler.setFormatter(_PrintableFormatter())
-    handler.setLevel(logging.WARNING)
-    if not logger.hasHandlers():
-        logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
 
 
 def _parser(command_line: Sequence[str]) -> argparse.ArgumentParser:

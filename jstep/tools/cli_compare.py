@@ -1,4 +1,4 @@
-"""`diff` of the command line: comparison of checkpoints, arrays and run cards."""
+"""`diff` of the command line: comparison of checkpoints, arrays and starts of runs."""
 
 import argparse
 import contextlib
@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jstep.checkpoint.manifest import LeftOut
-from jstep.core.tables import columns, printable
+from jstep.core.checks import format_list
+from jstep.core.tables import columns
 from jstep.hooks.start_differences import IN_A_AND_B, changes
 from jstep.stores.files import is_directory, names_in
-from jstep.stores.starts import Start, last_trained, read_starts
+from jstep.stores.starts import Start, read_starts, with_card
 from jstep.stores.urls import is_url, join_path, location, split_path
 from jstep.tools import cli
 from jstep.tools.cli_inspect import Checkpoint, at, below
@@ -25,8 +26,7 @@ from jstep.tools.run_summary import start_with_card
 class LeafDifference(NamedTuple):
     """The difference of a leaf; `why` is its kind, such as "dtype" or "only in A".
 
-    `max_abs` is the largest difference of two finite numbers. `max_ulps`, in units in the last place, ignores NaNs and
-    infinities of opposite signs.
+    `max_abs` and `max_ulps`, in units in the last place, are the largest differences of two finite numbers.
     """
 
     path: str
@@ -52,20 +52,9 @@ def array_difference(path: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]
     words = [f"{number} of {a.size} differ" if a.size > 1 else "differs"]
     words += [] if max_abs is None else [f"by up to {max_abs:.6g}" if a.size > 1 else f"by {max_abs:.6g}"]
     words += [] if ulps is None else [f"({ulps} ULP{'s' if ulps != 1 else ''})"]
-    if is_inexact(a.dtype):
-        opposite = _are_opposite(of_a, of_b)
-        nans = int(np.isnan(of_a).sum() + np.isnan(of_b).sum())
-        infinities = int(np.isinf(of_a[~opposite]).sum() + np.isinf(of_b[~opposite]).sum())
-        flips = int(opposite.sum())
-        more = [f"{nans} NaN"] * bool(nans) + [f"{infinities} infinite"] * bool(infinities)
-        more += [f"{flips} infinite of opposite sign"] * bool(flips)
-        words += [f"with {' and '.join(more)}"] if more else []
+    if is_inexact(a.dtype) and (bad := int(np.sum(~(np.isfinite(of_a) & np.isfinite(of_b))))):
+        words.append(f"with {bad} not finite")
     return LeafDifference(path, "values", " ".join(words), number, int(a.size), max_abs, ulps)
-
-
-def _are_opposite(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return a mask of infinities of opposite signs."""
-    return np.asarray(np.isinf(a) & np.isinf(b) & (a != b))
 
 
 def _bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -79,13 +68,12 @@ def _by_how_much(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[floa
         if a.dtype == np.bool_:
             return None, None
         return float(_gap(a, b)), None
-    wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
-    finite = np.isfinite(wide_a) & np.isfinite(wide_b)
+    finite = np.isfinite(a) & np.isfinite(b)
+    if not finite.any():
+        return None, None
     with np.errstate(over="ignore"):
-        max_abs = float(np.abs(wide_a[finite] - wide_b[finite]).max()) if finite.any() else None
-    numbers = ~(np.isnan(wide_a) | np.isnan(wide_b) | _are_opposite(wide_a, wide_b))
-    ulps = _gap(_order(a[numbers]), _order(b[numbers])) if numbers.any() else None
-    return (None if max_abs is None or not np.isfinite(max_abs) else max_abs), ulps
+        max_abs = float(np.abs(a[finite].astype(np.float64) - b[finite].astype(np.float64)).max())
+    return (max_abs if np.isfinite(max_abs) else None), _gap(_order(a[finite]), _order(b[finite]))
 
 
 def _gap(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
@@ -101,28 +89,16 @@ def _order(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.where(bits & ~magnitude, -(bits & magnitude), bits)
 
 
-# Reading and comparing the run cards that are stored next to checkpoints or logs.
+# Comparison of the starts of runs, as the next start of a run does it.
 
 
-def differences(places: Iterable[tuple[str, str | None]], problems: list[str]) -> list[str] | None:
-    """Describe the differences between the cards of two runs, as they were trained; None if a card is missing.
+def start_differences(places: Iterable[tuple[str, str | None]], problems: list[str]) -> list[str] | None:
+    """Describe the differences between two runs, as they were trained; None if there is no record of one.
 
-    Why a card cannot be compared is appended to `problems`.
+    Each place is a directory and the prefix of a run in it, or None for all. Why a start cannot be read is appended to
+    `problems`.
     """
-    both: list[dict[str, Start]] = []
-    for where, prefix in places:
-        found: dict[str, Start] = {}
-        with contextlib.suppress(OSError):  # a directory that cannot be read is reported by the comparison itself
-            for name, starts in read_starts(where).items():
-                problems += [
-                    f"{where}: its start {one['number']} {one['problem']}" for one in starts if one.get("problem")
-                ]
-                valid = [start for start in starts if not start.get("problem")]
-                if start := start_with_card(valid, (last_trained(valid) or {}).get("start")):
-                    found[name] = start
-        # Only the start of the prefix; all if the run has none for it, such as for the best checkpoints.
-        both.append({prefix: found[prefix]} if prefix in found else found)
-    of_a, of_b = both
+    of_a, of_b = [_trained(where, prefix, problems) for where, prefix in places]
     names = [(prefix, prefix) for prefix in sorted(of_a.keys() & of_b.keys())]
     if not names and len(of_a) == len(of_b) == 1:
         names = list(zip(of_a, of_b, strict=True))
@@ -135,58 +111,63 @@ def differences(places: Iterable[tuple[str, str | None]], problems: list[str]) -
     ]
 
 
+def _trained(where: str, prefix: str | None, problems: list[str]) -> dict[str, Start]:
+    """The newest start that was trained, with its card, of each run in a directory."""
+    found: dict[str, Start] = {}
+    with contextlib.suppress(OSError):  # a directory that cannot be read is reported by the comparison itself
+        for name, starts in read_starts(where).items():
+            problems += [f"{where}: its start {one['number']} {one['problem']}" for one in starts if one["problem"]]
+            if start := start_with_card(where, starts):
+                found[name] = start
+    # Only the run of the prefix; all if there is none with it, such as for the best checkpoints.
+    return {prefix: found[prefix]} if prefix in found else found
+
+
 _SHOWN = 40
 
 
 def changes_text(lines: list[str] | None) -> list[str]:
-    if lines is None:
-        return []
     if not lines:
-        return ["the cards of the last starts do not differ"]
-    return ["the cards of the last starts differ:", *_first(lines[:_SHOWN], len(lines) - _SHOWN)]
+        return [] if lines is None else ["the last starts do not differ"]
+    return ["the last starts differ:", *_first(lines)]
 
 
-def _first(lines: Sequence[str], others: int) -> list[str]:
+def _first(lines: Sequence[str], shown: Sequence[str] | None = None) -> list[str]:
+    """The first lines, or those that are shown for them, and how many more there are."""
+    others = len(lines) - _SHOWN
     more = [f"and {others} more (--json lists all)"] if others > 0 else []
-    return [f"  {line}" for line in (*lines, *more)]
-
-
-# `diff` of one run: the changes from each of its starts to the next one.
+    return [f"  {line}" for line in (*(shown or lines[:_SHOWN]), *more)]
 
 
 def read_changes(where: str) -> list[dict[str, Any]]:
-    """Return the starts of the runs in a directory, each with the changes since the previous one of its prefix.
-
-    The `changes` of a first start are None.
-    """
+    """Return the starts of the runs in a directory, each with the changes since the one before; None of a first one."""
     found: list[dict[str, Any]] = []
     for prefix, starts in read_starts(where).items():
         before: Start | None = None
         for start in starts:
-            if start.get("problem"):
-                lines, is_known = [f"its start {start['problem']}"], False
-            elif start.get("card"):
-                lines, is_known = None if before is None else changes(before, start).lines, True
-                before = start
-            else:
-                continue
-            time, step = start.get("opened"), (start.get("card") or {}).get("step") or 0
-            found.append({"prefix": prefix, "time": time, "step": step, "known": is_known, "changes": lines})
+            about = {"prefix": prefix, "number": start["number"], "problem": start["problem"] or None}
+            if start["problem"]:
+                found.append({**about, "time": None, "step": None, "changes": None})
+            elif (now := with_card(where, start))["card"]:
+                lines = None if before is None else changes(before, now).lines
+                found.append({**about, "time": now["began"], "step": (now["step"] or [0])[0], "changes": lines})
+                before = now
     if not found:
         raise ValueError(f"{where}: no start of a run is there; give the checkpoint_dir of a run, or its logdir")
-    return sorted(found, key=lambda start: start["time"] or 0.0)
+    return found
 
 
 def _text_of_starts(starts: list[dict[str, Any]]) -> list[str]:
     lines: list[str] = []
     several = len({start["prefix"] for start in starts}) > 1
     for start in starts:
-        own = start["changes"]
-        date = "" if start["time"] is None else f"{cli.local_text(start['time'], 'seconds')[0]}, "
-        what = "nothing has changed" if own == [] else "changed since the start before:" if own else "the first start"
-        what = what if start["known"] else "its card cannot be read:" if own else "a card of another version"
-        lines.append(f"{start['prefix'] + ': ' if several else ''}{date}from step {start['step']}: {what}")
-        lines += _first((own or [])[:_SHOWN], len(own or []) - _SHOWN)
+        own, begin = start["changes"], f"{start['prefix']}: " if several else ""
+        if start["problem"]:
+            lines.append(f"{begin}its start {start['number']} {start['problem']}")
+            continue
+        what = "the first start" if own is None else "changed since the start before:" if own else "nothing has changed"
+        lines.append(f"{begin}{cli.local_text(start['time'])[0]}, from step {start['step']}: {what}")
+        lines += _first(own or [])
     return lines
 
 
@@ -236,53 +217,55 @@ class _Side(NamedTuple):
     steps: Mapping[tuple[int, str], Any]
     problems: Sequence[str] = ()
 
+    @property
+    def folder(self) -> str:
+        """The directory of the run."""
+        return self.path if self.kind == _DIRECTORY else split_path(self.path)[0] or "."
+
+    @property
+    def prefix(self) -> str | None:
+        return next(prefix for _, prefix in self.steps) if self.kind == _CHECKPOINT else None
+
+
+_CHECKPOINT, _DIRECTORY, _LOG = "a checkpoint", "a directory of checkpoints", "a log of fingerprints"
+
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.b is None:
-        # Each start of a run is compared with the one before. As for two runs, cards do not decide the exit code.
+        # As for two runs, the starts do not decide the exit code.
         run = location(arguments.a, "A")
         starts = read_changes(run)
-        return cli.answer(arguments, {"run": run, "starts": starts}, map(printable, _text_of_starts(starts)))
+        return cli.answer(arguments, {"run": run, "starts": starts}, _text_of_starts(starts))
     a, b = (_side(location(path, name)) for path, name in ((arguments.a, "A"), (arguments.b, "B")))
     if a.kind != b.kind:
         raise ValueError(f"{a.path} is {a.kind}, and {b.path} is {b.kind}: pass two of the same kind")
-    # The directories in which the runs keep their cards, and the prefixes of single checkpoints.
-    folders = [x.path if x.kind == "a directory of checkpoints" else split_path(x.path)[0] or "." for x in (a, b)]
-    prefixes = [next(prefix for _, prefix in x.steps) if x.kind == "a checkpoint" else None for x in (a, b)]
-    invalid: list[str] = []
-    of_cards = differences(zip(folders, prefixes, strict=True), invalid)
-    if not arguments.json:
-        cli.show(map(printable, [*invalid, *changes_text(of_cards)]))
-    if a.kind == "a checkpoint":
+    problems: list[str] = []
+    of_starts = start_differences([(x.folder, x.prefix) for x in (a, b)], problems)
+    if a.kind == _CHECKPOINT:
         (first,), (second,) = a.steps.values(), b.steps.values()
         every = {name for x in (first, second) for name in (*x.left_out, *x.named)}
         steps = {"a": first.step, "b": second.step}
         result = _result(a, b, _leaves(first, second), steps=steps, compared=len(every))
     else:
         result = _runs(a, b)
-    code = cli.answer(
-        arguments,
-        result | ({} if of_cards is None else {"cards": of_cards}) | ({"invalid_cards": invalid} if invalid else {}),
-        _text(result),
-        cli.OK if result["same"] else cli.DIFFERENT,
-    )
+    lines = [*problems, *changes_text(of_starts), *_text(result)]
+    result |= ({} if of_starts is None else {"starts": of_starts}) | ({"unreadable": problems} if problems else {})
+    code = cli.answer(arguments, result, lines, cli.OK if result["same"] else cli.DIFFERENT)
     return cli.complain("diff", *a.problems, *b.problems) or code
 
 
 def _side(path: str) -> _Side:
     checkpoint = at(path)
     if checkpoint is not None:
-        return _Side(path, "a checkpoint", {(checkpoint.step, checkpoint.prefix): checkpoint})
+        return _Side(path, _CHECKPOINT, {(checkpoint.step, checkpoint.prefix): checkpoint})
     in_directory = is_directory(path)
     if in_directory:
         checkpoints, problems = below(path)
         if checkpoints or problems:
             by_step = {(checkpoint.step, checkpoint.prefix): checkpoint for checkpoint in checkpoints}
-            return _Side(path, "a directory of checkpoints", by_step, list(problems.values()))
+            return _Side(path, _DIRECTORY, by_step, list(problems.values()))
     elif not is_url(path) and not os.path.lexists(path):
         raise FileNotFoundError(f"no such checkpoint, directory or log: {path}")
-    elif not is_url(path) and not os.path.isfile(path):
-        raise ValueError(f"{path} is neither a directory nor a regular file")
     return _log_at(path, in_directory)
 
 
@@ -296,11 +279,8 @@ def _log_at(path: str, in_directory: bool) -> _Side:
     log = fingerprints.read_log(path)
     problems = [f"{path}: {problem}; the other lines are compared" for problem in log.corrupted]
     if not log.entries:
-        why = problems[0] if problems else f"{path} has no complete line"
-        raise ValueError(
-            f"{why}. A log of fingerprints, as written by jstep.FingerprintHook, has one JSON object per line"
-        )
-    return _Side(path, "a log of fingerprints", {(step, ""): entry for step, entry in log.entries.items()}, problems)
+        raise ValueError(problems[0] if problems else f"{path} has no complete line of a FingerprintHook")
+    return _Side(path, _LOG, {(step, ""): entry for step, entry in log.entries.items()}, problems)
 
 
 def _runs(a: _Side, b: _Side) -> dict[str, Any]:
@@ -310,15 +290,11 @@ def _runs(a: _Side, b: _Side) -> dict[str, Any]:
         of_a, of_b = ({(step, ""): item for (step, _), item in of.items()} for of in (of_a, of_b))
     keys = sorted(of_a.keys() & of_b.keys())
     if not keys:
-        some = []
-        for of in (of_a, of_b):
-            steps = sorted(step for step, _ in of)
-            shown = ", ".join(map(str, steps[:4])) + (f", …, {steps[-1]}" if len(steps) > 4 else "")
-            some.append(shown or "none")
+        some = [format_list([str(step) for step, _ in sorted(of)], 5) or "none" for of in (of_a, of_b)]
         raise ValueError(f"no step in common: {a.path} has {some[0]}, and {b.path} has {some[1]}")
     common = [step for step, _ in keys]
     for before, key in enumerate(keys):
-        if a.kind == "a log of fingerprints":
+        if a.kind == _LOG:
             differing = _of_entries(of_a[key], of_b[key])
         else:
             leaves = _leaves(of_a[key], of_b[key])
@@ -332,9 +308,9 @@ def _runs(a: _Side, b: _Side) -> dict[str, Any]:
 
 def _of_entries(a: Any, b: Any) -> tuple[list[LeafDifference], dict[str, bool]] | None:
     """Return the leaves that differ, and further fields of the result."""
-    from jstep.state.fingerprints import compare_logs as log_difference
+    from jstep.state.fingerprints import compare_logs
 
-    result = log_difference(a, b)
+    result = compare_logs(a, b)
     if result is None:
         return None
     if result.leaves is None:
@@ -389,7 +365,7 @@ def _text(result: dict[str, Any]) -> list[str]:
         else:
             lines.append("which leaves differ is not known: a log was written with per_leaf=False")
     shown = [(leaf["path"], leaf["detail"]) for leaf in leaves[:_SHOWN]]
-    return lines + _first(columns(shown, 2, cli.terminal_width() - 2), len(leaves) - _SHOWN)
+    return lines + _first(leaves, columns(shown, 2, cli.terminal_width() - 2))
 
 
 def _place_among(before: int, common: int) -> str:

@@ -1,12 +1,10 @@
-"""`inspect` of the command line: checkpoints, directories of checkpoints, safetensors files."""
+"""`inspect` of the command line: checkpoints, and directories of them."""
 
 import argparse
 import dataclasses
 import functools
-import math
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,13 +15,11 @@ from jstep.checkpoint.listing import has_data, misnaming_text, missing
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Leaf, LeftOut, Manifest
 from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.store import Store
-from jstep.core.checks import format_bytes, truncate_path
-from jstep.core.tables import printable
+from jstep.core.checks import format_bytes
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.urls import absolute, is_url, location, split_path
 from jstep.tools import cli
 from jstep.tools.ranges import array_range, is_inexact
-from jstep.weights.files import INDEX, SUFFIX, arrays_folder, read_headers, weights_kind
 from jstep.weights.tensors import in_groups
 
 # Finding and reading checkpoints for the command line, leaf by leaf.
@@ -147,10 +143,9 @@ OWN_EXTRA = frozenset({"batches", "batches_of_processes", "ended", "held", "hook
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "a checkpoint (run/model-1000), a directory of checkpoints, or safetensors"
+    what = "a checkpoint (run/model-1000), or a directory of checkpoints"
     parser.add_argument("paths", metavar="PATH", nargs="+", help=what)
     parser.add_argument("--verify", action="store_true", help="compare every byte with the checksums, not only sizes")
-    parser.add_argument("--all", action="store_true", help="also show what jstep itself keeps in `extra`")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -167,133 +162,38 @@ def _run(arguments: argparse.Namespace) -> int:
     return max(codes)
 
 
+def _inspect(path: str, arguments: argparse.Namespace) -> int:
+    if (checkpoint := at(path)) is not None:
+        return _checkpoint(checkpoint, arguments)
+    if not is_directory(path):
+        raise FileNotFoundError(f"no checkpoint or directory of checkpoints: {path}")
+    return _directory(path, arguments)
+
+
 def _corrupted(about: Mapping[str, Any], problems: Sequence[str], arguments: argparse.Namespace) -> int:
     """Complain about a corrupted checkpoint, with `--json` also in the output."""
     fields = {**about, "problems": problems} | ({"sound": False} if arguments.verify else {})
     return max(cli.answer(arguments, fields, []), cli.complain("inspect", *problems))
 
 
-def _inspect(path: str, arguments: argparse.Namespace) -> int:
-    if _are_weights(path):
-        return _safetensors(path, arguments)
-    folder, problem = None, None
-    if not is_url(path) and os.path.isdir(path) and not os.path.lexists(os.path.join(path, MANIFEST_FILE)):
-        try:
-            folder = arrays_folder(path)
-        except ValueError as error:  # this may be a directory of checkpoints of jstep
-            problem = error
-    if folder is not None:
-        return _orbax(folder, arguments)
-    checkpoint = at(path)
-    if checkpoint is not None:
-        return _checkpoint(checkpoint, arguments)
-    if not is_directory(path):
-        raise FileNotFoundError(f"no checkpoint, directory of checkpoints or safetensors file: {path}")
-    return _directory(path, arguments, problem)
-
-
-# Safetensors files and Orbax checkpoints, without reading any tensor.
-
-
-def _are_weights(path: str) -> bool:
-    """Whether a path has weights: a file, or a folder with weights and without checkpoints."""
-    if is_url(path) or not os.path.isdir(path):
-        return not is_url(path) and (os.path.isfile(path) or os.path.isfile(path + INDEX))
-    if not any(name.endswith((SUFFIX, SUFFIX + INDEX)) for name in os.listdir(path)):
-        return False
-    try:
-        return at(path) is None and not below(path)[0]
-    except CheckpointError:
-        return True  # a folder such as gpt-2, which is named like a checkpoint
-
-
-def _safetensors(path: str, arguments: argparse.Namespace) -> int:
-    """Print the tensors of a file, or of an index and its shards."""
-    if arguments.verify:
-        raise ValueError("--verify: safetensors files have no checksums; leave it out, and headers are checked anyway")
-    weights = read_headers(weights_kind(path)[1])
-    folder = os.path.dirname(weights.path) or "."
-    rows = [
-        {
-            "name": tensor.name,
-            "dtype": str(tensor.dtype or tensor.code),
-            "stored_as": tensor.code,
-            "shape": list(tensor.shape),
-            "bytes": tensor.nbytes,
-            "file": os.path.relpath(tensor.file, folder),
-        }
-        for tensor in weights.tensors.values()
-    ]
-    held = Counter(tensor.file for tensor in weights.tensors.values())
-    files = [{"path": file, "tensors": held[file]} for file in weights.files]
-    several = len(files) > 1
-    columns = ["dtype", "stored_as", "shape", "bytes"] + ["file"] * several
-    about = {"format": "safetensors", **_sums(rows), "metadata": dict(weights.metadata), "files": files}
-    where = f"in {len(files)} file{'s' * several}"
-    return _tensors({"path": weights.path, **about}, rows, where, columns, arguments)
-
-
-def _orbax(folder: str, arguments: argparse.Namespace) -> int:
-    if arguments.verify:
-        raise ValueError("--verify: Orbax checkpoints have no checksums; leave it out")
-    from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow
-
-    arrays, _ = orbax_checkpoint.open_checkpoint(folder)
-    rows = [
-        {"name": array.name, "dtype": array.code, "shape": list(array.shape), "bytes": array.nbytes}
-        for array in arrays.values()
-    ]
-    about = {"path": folder, "format": "orbax", **_sums(rows), "metadata": {}}
-    return _tensors(about, rows, "in a checkpoint of Orbax", ["dtype", "shape", "bytes"], arguments)
-
-
-def _sums(rows: list[dict[str, Any]]) -> dict[str, int]:
-    return {"bytes": sum(row["bytes"] for row in rows), "parameters": sum(math.prod(row["shape"]) for row in rows)}
-
-
-def _tensors(
-    about: dict[str, Any], rows: list[dict[str, Any]], where: str, columns: list[str], arguments: argparse.Namespace
-) -> int:
-    rows = sorted(rows, key=lambda row: row["name"])
-    keys = {"tensor": "name"} | {column.replace("_", " "): column for column in columns}
-    lines = [
-        _path_line(about["path"]),
-        f"{len(rows)} tensor{'s' * (len(rows) != 1)}, {about['parameters']} parameters, "
-        f"{format_bytes(about['bytes'])}, {where}",
-        *([f"metadata {printable(cli.as_strict_json(about['metadata']))}"] if about["metadata"] else []),
-        "",
-        *cli.table(keys, rows, left=list(keys).index("bytes")),
-    ]
-    return cli.answer(arguments, {**about, "tensors": rows}, lines)
-
-
-def _path_line(path: str) -> str:
-    return truncate_path(printable(path), cli.terminal_width())
-
-
-# Checkpoints of jstep.
-
-
 def _checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> int:
-    about = _about(checkpoint)
+    about, manifest = _about(checkpoint), checkpoint.manifest
     if problems := _problems(checkpoint, arguments):
         return _corrupted(about, problems, arguments)
     rows = [
         {"path": name, "dtype": leaf.dtype, "shape": list(leaf.shape), "bytes": leaf.nbytes, **_numbers(leaf, array)}
         for name, leaf, array in checkpoint.leaves()
     ]
-    absent = [leaf.to_json() for leaf in checkpoint.manifest.left_out]
-    sound = {"sound": True} if arguments.verify else {}
-    left_out = {"left_out": absent} if absent else {}
-    fields = {**about, "extra": checkpoint.manifest.extra, "leaves": rows, **left_out, **sound}
+    absent = [leaf.to_json() for leaf in manifest.left_out]
+    fields = {**about, "extra": manifest.extra, "leaves": rows}
+    fields |= ({"left_out": absent} if absent else {}) | ({"sound": True} if arguments.verify else {})
     kinds = {"leaf": "path", "dtype": "dtype", "shape": "shape"}
     figures = {"bytes": "bytes", "min": "min", "max": "max", "mean": "mean", "non-finite": "nonfinite"}
     lines = [
-        _path_line(checkpoint.path),
-        f"step {checkpoint.step}, saved {about['time']}, by jstep {printable(checkpoint.manifest.jstep)}, "
-        f"{len(rows)} leaves, "
+        checkpoint.path,
+        f"step {checkpoint.step}, saved {about['time']}, by jstep {manifest.jstep}, {len(rows)} leaves, "
         f"{format_bytes(about['bytes'])}{', every byte as it was written' if arguments.verify else ''}",
-        *_extra_lines(checkpoint.manifest.extra, with_own=arguments.all),
+        *_extra_lines(manifest.extra),
         "",
         *cli.table(kinds | figures, rows, left=3),
     ]
@@ -303,16 +203,14 @@ def _checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> int:
     return cli.answer(arguments, fields, lines)
 
 
-def _extra_lines(extra: Any, *, with_own: bool) -> list[str]:
-    own = [] if with_own or not isinstance(extra, dict) else [key for key in extra if key in OWN_EXTRA]
+def _extra_lines(extra: Any) -> list[str]:
+    own = [key for key in extra if key in OWN_EXTRA] if isinstance(extra, dict) else []
     shown = {key: value for key, value in extra.items() if key not in own} if own else extra
-    is_shown = shown or (shown is not None and not own)
-    lines = [f"extra {printable(cli.as_strict_json(shown))}"] if is_shown else []
-    number = f"{len(own)} {'entry' if len(own) == 1 else 'entries'}"
-    return [*lines, f"{number} of jstep in extra (--all shows them)"] if own else lines
+    lines = [f"extra {cli.as_strict_json(shown)}"] if shown or not (own or extra is None) else []
+    return [*lines, *[f"entries of jstep in extra, which --json shows: {', '.join(own)}"] * bool(own)]
 
 
-def _numbers(leaf: Any, array: np.ndarray[Any, Any]) -> dict[str, Any]:
+def _numbers(leaf: Leaf, array: np.ndarray[Any, Any]) -> dict[str, Any]:
     numbers = None if leaf.key_impl is not None else array_range(array)
     nonfinite = None if numbers is None else numbers.nans + numbers.infinities
     if numbers is None or numbers.low is None:
@@ -332,58 +230,48 @@ def _problems(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[str
     return [f"{checkpoint.path} is corrupted: {problem}" for problem in found]
 
 
-def _directory(path: str, arguments: argparse.Namespace, not_one: ValueError | None) -> int:
+def _directory(path: str, arguments: argparse.Namespace) -> int:
     checkpoints, broken = below(path)
     if not checkpoints and not broken:
         from jstep.tools.runs import directory_of_runs, runs
 
-        if sentence := directory_of_runs(path, runs(path)):
-            raise ValueError(sentence)
-        if not_one is not None:
-            raise not_one
-        raise FileNotFoundError(
-            f"no checkpoints in {path}: they are folders such as model-1000, in the checkpoint_dir of train"
-        )
-    rows, problems = [], list(broken.values())
+        none = f"no checkpoints in {path}: they are folders such as model-1000, in the checkpoint_dir of train"
+        raise FileNotFoundError(directory_of_runs(path, runs(path)) or none)
+    rows, problems = list[dict[str, Any]](), list(broken.values())
     for checkpoint in checkpoints:
         wrong = _problems(checkpoint, arguments)
         problems += wrong
-        sound = {"sound": not wrong} if arguments.verify else {}
-        name = f"{checkpoint.prefix}-{checkpoint.step}"
-        rows.append({"name": name, **_about(checkpoint), "leaves": len(checkpoint.manifest.leaves), **sound})
-    keys = {"checkpoint": "name", "saved": "time", "step": "step", "leaves": "leaves", "size": "bytes"}
-    keys |= {"every byte": "sound"} if arguments.verify else {}
-    keys |= {} if all(row["finite"] for row in rows) else {"parameters": "finite"}
-    keys |= {"kept": "passing"} if any(row["passing"] for row in rows) else {}
-    shown = [
-        {
-            **row,
-            "bytes": format_bytes(row["bytes"]),
-            "sound": "as written" if row.get("sound") else "CORRUPTED",
-            "finite": "finite" if row["finite"] else "NOT FINITE",
-            "passing": "until the next" if row["passing"] else "",
-        }
-        for row in rows
-    ]
-    lines = cli.table(keys, shown, left=2) if rows else []
-    if len(arguments.paths) > 1:
-        lines = [_path_line(path), *lines]
+        name, leaves = f"{checkpoint.prefix}-{checkpoint.step}", len(checkpoint.manifest.leaves)
+        rows.append({"name": name, **_about(checkpoint), "leaves": leaves, "sound": not wrong})
+    keys = {"checkpoint": "name", "saved": "time", "step": "step", "leaves": "leaves", "size": "size", "": "note"}
+    shown = [{**row, "size": format_bytes(row["bytes"]), "note": _note(row, arguments)} for row in rows]
+    lines = [path] if len(arguments.paths) > 1 else []
+    lines += cli.table(keys, shown, left=2) if rows else []
     if arguments.verify:
         rows += [{"name": split_path(place)[1], "path": place, "sound": False} for place in broken]
+    else:
+        rows = [{key: value for key, value in row.items() if key != "sound"} for row in rows]
     cli.answer(arguments, {"path": path, "checkpoints": rows, "problems": problems}, lines)
     return cli.complain("inspect", *problems)
 
 
+def _note(row: Mapping[str, Any], arguments: argparse.Namespace) -> str:
+    sound = ("as written" if row["sound"] else "CORRUPTED") if arguments.verify else ""
+    finite = "" if row["finite"] else "NOT FINITE"
+    return ", ".join(filter(None, (sound, finite, "until the next one" if row["passing"] else "")))
+
+
 def _about(checkpoint: Checkpoint) -> dict[str, Any]:
+    manifest = checkpoint.manifest
     return {
         "path": checkpoint.path,
         "step": checkpoint.step,
-        "saved_at": checkpoint.manifest.saved_at,
-        "time": cli.time_text(checkpoint.manifest.saved_at, " ", "seconds").replace("+00:00", " UTC"),
-        "jstep": checkpoint.manifest.jstep,
-        "bytes": sum(leaf.nbytes for leaf in checkpoint.manifest.leaves),
-        "finite": checkpoint.manifest.finite,
-        "passing": checkpoint.manifest.temporary,
+        "saved_at": manifest.saved_at,
+        "time": f"{cli.utc_text(manifest.saved_at)} UTC",
+        "jstep": manifest.jstep,
+        "bytes": sum(leaf.nbytes for leaf in manifest.leaves),
+        "finite": manifest.finite,
+        "passing": manifest.temporary,
     }
 
 

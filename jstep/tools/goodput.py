@@ -2,13 +2,14 @@
 
 import argparse
 import dataclasses
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
 
 from jstep.core.stopwatch import PARTS, STEPPING
 from jstep.core.tables import Tabular
-from jstep.stores.starts import Start, read_starts
+from jstep.stores.starts import Start, read_starts, totals, valid
 from jstep.stores.urls import absolute, location
 from jstep.tools.cli import Command, answer
 
@@ -19,7 +20,7 @@ _ALL = ("productive", "rewound", *_COPIED, "down")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Goodput(Tabular):
-    """Breakdown of the wall time of a run in seconds, from its first start to the last line of its timeline.
+    """Breakdown of the wall time of a run in seconds, from its first start to the last write of its record.
 
     Attributes:
         productive: Time of the steps that led to the final state, also if a built-in hook, a save or an evaluation
@@ -35,7 +36,7 @@ class Goodput(Tabular):
         evaluating: Time of `EvaluationHook`s, including their callbacks.
         hooks: Time of all other hooks, including the device time that yours waited for and the repeated updates of
             `AuditHook`.
-        down: Time from the last line of one start to the next start.
+        down: Time from the last write of one start to the next start.
         starts: Number of starts of the run.
         steps: Number of steps that led to the final state.
         stalled: Part → its seconds in which process 0 was stalled, as `StallHook` reported. They are included in the
@@ -94,10 +95,9 @@ def _percent(share: float) -> str:
 def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
     """Account for all wall time of a run, over all its starts.
 
-    `train` writes the times to `timeline.jsonl` next to the checkpoints, or in the logdir if there is no
-    checkpoint_dir; below a URL each start has an object `timeline.….jsonl`. A line is written before each checkpoint,
-    and a small file beside it is replaced every second. If a start was killed, up to its last second (ten seconds below
-    a URL) counts as `down`. The run may still be in progress.
+    `train` writes the times of each start to a file in `starts/`, next to the checkpoints, or in the logdir if there is
+    no checkpoint_dir: before each checkpoint, and every second (below a URL every ten seconds). If a start was killed,
+    up to its last second counts as `down`. The run may still be in progress.
 
     Equation: total = productive + rewound + before + starting + waiting + saving + evaluating + hooks + down.
 
@@ -109,8 +109,8 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
         The seconds of each part.
 
     Raises:
-        FileNotFoundError: There is no timeline.
-        ValueError: The timeline has no run with this prefix, or was written by a newer version of jstep.
+        FileNotFoundError: There is no run.
+        ValueError: No run there has this prefix, or none of its starts can be read.
 
     Example:
         >>> import jax.numpy as jnp, jstep, tempfile
@@ -138,33 +138,31 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
 
 
 def of_run(starts: Sequence[Start]) -> Goodput:
-    """Account for the time of a run, of its newest starts; of earlier ones, the seconds of steps count as productive."""
-    starts = [start for start in starts if not start.get("problem")]
-    if not starts:
+    """Account for the time of a run; of starts that are not read any more, all seconds of steps count as productive."""
+    known = valid(starts)
+    if not known:
         raise ValueError("none of its starts can be read")
-    whole, older = sum_starts(by_start(starts)), starts[0].get("before")
-    if older is not None and not starts[0].get("copied"):
-        parts = {name: getattr(whole, name) + older["seconds"].get(name, 0.0) for name in _COPIED}
-        productive = whole.productive + older["seconds"].get(STEPPING, 0.0)
-        down = whole.down + max(0.0, starts[0]["began"] - older["since"] - older["wall"])
-        parts |= {"productive": productive, "down": down}
-        whole = dataclasses.replace(whole, **parts, starts=whole.starts + older["count"])
+    whole, before, oldest = sum_starts(by_start(known)), known[0]["before"], known[0]["began"]
+    seconds = before["seconds"]
+    parts = {part: getattr(whole, part) + seconds.get(part, 0.0) for part in _COPIED}
+    parts["productive"] = whole.productive + seconds.get(STEPPING, 0.0)
+    if before["since"] is not None:
+        parts["down"] = whole.down + max(0.0, oldest - before["since"] - sum(seconds.values()))
     stalled: dict[str, float] = {}
-    for stall in (stall for start in starts for stall in start.get("stalls") or ()):
+    for stall in (stall for start in known for stall in start["stalls"]):
         if (part := stall.get("part")) in PARTS:
             name = "productive" if part == STEPPING else str(part)
             stalled[name] = stalled.get(name, 0.0) + (stall.get("stalled") or 0.0)
-    return dataclasses.replace(whole, stalled=stalled)
+    return dataclasses.replace(whole, **parts, starts=totals(starts)["count"], stalled=stalled)
 
 
-def by_start(every: Sequence[Start]) -> list[Goodput]:
+def by_start(starts: Sequence[Start]) -> list[Goodput]:
     """Account for the time of each start and the downtime before it."""
-    starts: list[Goodput] = []
+    found: list[Goodput] = []
     ended: float | None = None
-    for start in every:
-        own = dict.fromkeys(PARTS, 0.0) | start["seconds"]
-        last, down = start["time"], 0.0
-        began = last - sum(own.values())
+    for start, kept_until in zip(starts, _kept_until(starts), strict=True):
+        own, began, down = dict.fromkeys(PARTS, 0.0) | start["seconds"], start["began"], 0.0
+        stepping, last = own.pop(STEPPING), began + sum(start["seconds"].values())
         if ended is not None:
             down = max(0.0, began - ended)
             # If the process was already running before the previous start ended, that time is counted once.
@@ -173,35 +171,36 @@ def by_start(every: Sequence[Start]) -> list[Goodput]:
                 cut = min(own[part], left)
                 own[part], left = own[part] - cut, left - cut
         ended = last if ended is None else max(ended, last)
-        starts.append(Goodput(**{part: own[part] for part in _COPIED}, down=down, starts=1))
-    limit = math.inf
-    for i, start in reversed(list(enumerate(every))):
-        kept, steps = _kept(start, limit)
-        rewound = max(0.0, start["seconds"].get(STEPPING, 0.0) - kept)
-        starts[i] = dataclasses.replace(starts[i], productive=kept, rewound=rewound, steps=steps)
-        if start.get("step") is not None:
-            limit = min(limit, start["step"][0])
-    return starts
+        first, kept = (start["step"] or (0, 0))[0], until(start, kept_until, stepping, 1)
+        times = {"productive": kept, "rewound": stepping - kept, "down": down}
+        found.append(Goodput(**own, **times, starts=1, steps=kept_until - first))
+    return found
+
+
+def _kept_until(starts: Sequence[Start]) -> list[int]:
+    """The last step of each start that no later start made again."""
+    limit, steps = math.inf, list[int]()
+    for first, last in (start["step"] or (0, 0) for start in reversed(starts)):
+        steps.append(int(max(first, min(last, limit))))
+        limit = min(limit, first) if last else limit
+    return steps[::-1]
+
+
+def until(start: Start, step: float, whole: float, column: int) -> float:
+    """Return what a start had of `whole` at a step; `column` is that of its saves, between which it grew."""
+    first, last = start["step"] or (0, 0)
+    if step >= last:
+        return whole
+    saves = [(save[0], save[column]) for save in start["saved"] if first < save[0] < last and save[column] is not None]
+    for (a, low), (b, high) in itertools.pairwise([(first, 0.0), *sorted(saves), (last, whole)]):
+        if step <= b:
+            return min(whole, max(0.0, low + (high - low) * (step - a) / (b - a)))
+    return whole
 
 
 def sum_starts(starts: Sequence[Goodput]) -> Goodput:
     names = (*_ALL, "starts", "steps")
     return Goodput(**{name: sum(getattr(start, name) for start in starts) for name in names})
-
-
-def _kept(start: Start, limit: float) -> tuple[float, int]:
-    """The step time and the number of steps of a start, up to the step that a later start resumed from."""
-    first, last = start.get("step") or (0, 0)
-    seconds = start["seconds"].get(STEPPING, 0.0)
-    if limit >= last or last == first:
-        return seconds, last - first
-    if limit <= first:
-        return 0.0, 0
-    # The newest checkpoint was written after the device had run its steps; up to an earlier one, it is a share.
-    saved = start.get("saved")
-    if saved is not None and first < saved[0] <= last and limit <= saved[0]:
-        return saved[1] * (int(limit) - first) / (saved[0] - first), int(limit) - first
-    return seconds * (int(limit) - first) / (last - first), int(limit) - first
 
 
 # `goodput` of the command line.

@@ -46,3 +46,165 @@ for (const figure of document.querySelectorAll("figure.curves")) {
     key.addEventListener("keydown", (event) => event.key === "Enter" && turn());
   }
 }
+// Sorting, filtering, hiding, smoothing and time for pages of several runs.
+if (document.getElementById("runs")) {
+  const table = document.getElementById("runs"), body = table.tBodies[0], rows = [...body.rows];
+  const runs = rows.filter((row) => row.dataset.r), hidden = new Set();
+  const members = ({dataset}) => (dataset.g ?? dataset.r ?? dataset.i).split(" "), drawn = new Map();
+  for (const path of document.querySelectorAll("figure [data-i]")) {
+    if (!drawn.has(path.dataset.i)) drawn.set(path.dataset.i, []);
+    drawn.get(path.dataset.i).push(path);
+  }
+  const bands = [...document.querySelectorAll("figure [data-g]")];
+  const make = (kind, fields, ...inside) => {
+    const made = Object.assign(document.createElement(kind), fields);
+    made.append(...inside);
+    return made;
+  };
+
+  // Hiding: a tick in each row, in those of groups, and one in the head for all rows that the filter shows.
+  const ticks = new Map(), keys = [...document.querySelectorAll("#legend .key[data-i]")];
+  const show = (some, isOn) => {
+    for (const run of some) {
+      isOn ? hidden.delete(run) : hidden.add(run);
+      for (const path of drawn.get(run) ?? []) path.style.display = isOn ? "" : "none";
+    }
+    for (const band of bands) band.style.display = members(band).every((run) => hidden.has(run)) ? "none" : "";
+    for (const [row, tick] of ticks) {
+      const off = members(row).filter((run) => hidden.has(run)).length;
+      [tick.checked, tick.indeterminate] = [!off, off > 0 && off < members(row).length];
+    }
+    for (const key of keys) {
+      key.classList.toggle("off", hidden.has(key.dataset.i));
+      key.setAttribute("aria-pressed", String(!hidden.has(key.dataset.i)));
+    }
+  };
+  for (const row of rows) {
+    const tick = make("input", {type: "checkbox", checked: true, ariaLabel: `show ${row.cells[0].textContent}`});
+    tick.addEventListener("change", () => show(members(row), tick.checked));
+    ticks.set(row, tick);
+    row.cells[0].prepend(tick, " ");
+  }
+  for (const key of keys) {
+    Object.assign(key, {tabIndex: 0, role: "button"});
+    const turn = () => show([key.dataset.i], hidden.has(key.dataset.i));
+    key.addEventListener("click", turn);
+    key.addEventListener("keydown", (event) => event.key === "Enter" && turn());
+  }
+
+  // Sorting: by a click on a head, again for the other direction, and once more for the first order.
+  const heads = [...table.tHead.rows[0].cells];
+  const value = (row, column) => row.cells[column].dataset.v ?? row.cells[column].textContent.trim();
+  const compare = (column, sign) => {
+    const isNumeric = runs.every((row) => !Number.isNaN(Number(value(row, column))));
+    return (a, b) => {
+      const [one, other] = [value(a, column), value(b, column)];
+      if (!one || !other) return !one - !other;
+      return sign * (isNumeric ? one - other : one.localeCompare(other, undefined, {numeric: true}));
+    };
+  };
+  const sort = (column) => {
+    const now = heads[column].getAttribute("aria-sort"), next = {ascending: "descending", descending: null}[now];
+    const order = next === undefined ? "ascending" : next;
+    for (const head of heads) head.removeAttribute("aria-sort");
+    table.classList.toggle("sorted", order !== null);
+    if (order === null) return body.append(...rows);
+    heads[column].setAttribute("aria-sort", order);
+    const by = compare(column, order === "ascending" ? 1 : -1), blocks = new Map();
+    for (const row of rows) {
+      const block = row.dataset.b ?? `${row.dataset.r} alone`;
+      blocks.has(block) ? blocks.get(block).push(row) : blocks.set(block, [row]);
+    }
+    const sorted = [...blocks.values()].sort((a, b) => by(a[0], b[0]));
+    body.append(...sorted.flatMap(([first, ...others]) => [first, ...others.sort(by)]));
+  };
+  heads.forEach((head, column) => {
+    Object.assign(head, {tabIndex: 0});
+    head.addEventListener("click", () => sort(column));
+    head.addEventListener("keydown", (event) => event.key === "Enter" && sort(column));
+  });
+
+  // The filter: rows with all of its words.
+  const filter = make("input", {type: "search", placeholder: "filter", ariaLabel: "filter the rows"});
+  const count = make("output", {});
+  const texts = new Map(rows.map((row) => {
+    const titles = [...row.cells].map((cell) => `${cell.textContent} ${cell.title}`);
+    return [row, titles.join(" ").toLowerCase()];
+  }));
+  filter.addEventListener("input", () => {
+    const words = filter.value.toLowerCase().split(/\s+/);
+    for (const row of rows) row.hidden = !words.every((word) => texts.get(row).includes(word));
+    count.textContent = ` ${runs.filter((row) => !row.hidden).length} of ${runs.length} runs `;
+  });
+  const button = (text, isOn) => {
+    const made = make("button", {type: "button"}, text);
+    made.addEventListener("click", () => show(runs.filter((row) => !row.hidden).map((row) => row.dataset.r), isOn));
+    return made;
+  };
+  document.getElementById("controls").append(filter, count, button("show these", true), button("hide these", false));
+
+  // Smoothing, and the axis: paths are drawn anew from what the page had.
+  const drawing = document.getElementById("drawing");
+  if (drawing) {
+    const smooth = make("input", {type: "range", min: 0, max: 0.99, step: 0.01, value: 0, ariaLabel: "smoothing"});
+    const axis = make("select", {ariaLabel: "axis"}, make("option", {}, "step"), make("option", {}, "relative time"));
+    drawing.append(make("label", {}, "smoothing ", smooth), " ", make("label", {}, "axis ", axis));
+    const clocks = new Map(runs.map((row) => {
+      const points = row.dataset.t.split(" ").filter(Boolean).map((point) => point.split(",").map(Number));
+      return [row.dataset.r, points];
+    }));
+    const seconds = (run, step) => {
+      const points = clocks.get(run) ?? [];
+      if (points.length < 2) return NaN;
+      const found = points.findIndex(([at], i) => i > 0 && at >= step), i = found < 0 ? points.length - 1 : found;
+      const [before, after] = [points[i - 1], points[i]];
+      return Math.max(0, before[1] + ((step - before[0]) / (after[0] - before[0])) * (after[1] - before[1]));
+    };
+    const each = /(-?[\d.]+),(-?[\d.]+)/g, plots = [...document.querySelectorAll("svg[data-x]")];
+    const all = (plot, selector, of) => [...plot.querySelectorAll(selector)].map((one) => [one, of(one)]);
+    const lines = plots.map((plot) => all(plot, "[data-i], [data-g]", (path) => path.getAttribute("d")));
+    const steps = plots.map((plot) => [plot.dataset.x, ...plot.dataset.x.split(" ").map(Number)]);
+    const labels = plots.map((plot) => all(plot.parentNode, "text.x", (text) => text.textContent));
+    const draw = () => {
+      const isTime = axis.selectedIndex === 1, share = +smooth.value;
+      plots.forEach((plot, n) => {
+        const width = plot.viewBox.baseVal.width, [text, first, last] = steps[n];
+        const at = (run, x) => seconds(run, first + (x / width) * (last - first));
+        const runOf = (path) => members(path)[0];
+        let most = 0;
+        if (isTime) {
+          for (const [path, d] of lines[n]) {
+            for (const [, x] of d.matchAll(each)) most = Math.max(most, at(runOf(path), +x) || 0);
+          }
+        }
+        for (const [path, d] of lines[n]) {
+          let before = null, weight = 0;
+          const smoothed = (y) => {
+            [before, weight] = [share * (before ?? 0) + (1 - share) * y, share * weight + 1 - share];
+            return before / weight;
+          };
+          const isLine = path.classList.contains("line");
+          const one = (_, x, y) => {
+            const place = isTime ? ((at(runOf(path), +x) / (most || 1)) * width).toFixed(1) : x;
+            return `${place},${isLine && share ? smoothed(+y).toFixed(1) : y}`;
+          };
+          const isKnown = !isTime || clocks.get(runOf(path))?.length > 1;
+          path.setAttribute("d", isKnown ? d.replace(each, one) : "");
+        }
+        plot.dataset.x = isTime ? `0 ${most}` : text;
+        plot.dataset.unit = isTime ? "time" : "step";
+        for (const [label, words] of labels[n]) {
+          label.textContent = isTime ? duration((parseFloat(label.getAttribute("x")) / 100) * most) : words;
+        }
+        plot.parentNode.querySelector("text.unit").textContent = isTime ? "time" : "step";
+      });
+    };
+    let waiting = 0;
+    const soon = () => {
+      cancelAnimationFrame(waiting);
+      waiting = requestAnimationFrame(draw);
+    };
+    smooth.addEventListener("input", soon);
+    axis.addEventListener("change", soon);
+  }
+}

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
 import os
@@ -10,25 +9,33 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jstep.checkpoint.claims import read_claim
 from jstep.checkpoint.open_store import open_store
 from jstep.hooks.stall_files import exit_reason, read_stalls
-from jstep.stores.growing_files import seconds_since_write
+from jstep.stores.files import seconds_since_write
 from jstep.stores.owners import is_alive
-from jstep.stores.starts import KILLED, Start, folder_of, has_trained, last_trained, original_of, read_starts, totals
-from jstep.stores.urls import is_url, join_path, split_path
-from jstep.tools.goodput import of_run
+from jstep.stores.starts import (
+    KILLED,
+    Start,
+    has_trained,
+    last_trained,
+    original_of,
+    path_of,
+    read_starts,
+    totals,
+    valid,
+    with_card,
+)
+from jstep.stores.urls import is_url, split_path
+from jstep.tools.goodput import of_run, until
 
-RUNNING, HANGS, FINISHED, UNREADABLE = "running", "hangs", "finished", "unreadable"
-_ENDS = (FINISHED, "interrupted", "failed", KILLED)
-"""The ends that a timeline records."""
+RUNNING, HANGS, UNREADABLE = "running", "hangs", "unreadable"
 _SILENT = 120.0
-"""Seconds after which a run on another host, whose times do not change, counts as dead."""
+"""Seconds after which a run on another host, whose file does not change, counts as dead."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunSummary:
-    """Summary of one run: a directory and a checkpoint prefix with a timeline.
+    """Summary of one run: a directory and a checkpoint prefix with a record of starts.
 
     A run is what was trained: `last_step`, `config`, `commit`, `edits`, `devices` and `parameters` are those of the
     newest start that took a step, whatever was tried later; of the newest one where none did. `status`, `reason` and
@@ -38,7 +45,8 @@ class RunSummary:
         path: The directory or URL.
         prefix: The prefix of its checkpoints.
         status: `"running"`, `"hangs"`, `"finished"`, `"interrupted"`, `"failed"`, `"killed"`, or `"unreadable"`.
-        reason: Why it finished, which signal or exception ended it, or what it is waiting for; may be empty.
+        reason: Why it finished, which signal or exception ended it, what it is waiting for, or that its newest start
+            cannot be read; may be empty.
         step: The last step that is known; 0 before the first one.
         last_step: The step at which it ends; None if the batches, a hook or a signal end it, or if it is not known.
         metrics: Name → last value, of scalar metrics and of evaluations.
@@ -65,10 +73,9 @@ class RunSummary:
         best_checkpoints: Name → path of the checkpoint with the best value, which `start_from` takes.
         refused: The newest later start that took no step and has ended, such as one whose model does not fit: `time`,
             `status`, `reason`, `exception` and `config`.
-        start: The name, in its timeline, of the start that the run is.
         starts: The starts, oldest first, at most the last 100, each with `began`, `ended`, `first` and `last` (the
             steps before its first and after its last update), `status`, `reason`, `exception`, `config`, `argv`,
-            `commit`, `edits`, `host`, `pid` and `devices`.
+            `commit`, `edits`, `host`, `pid` and `devices`; the `status` of one that cannot be read is `"unreadable"`.
         starts_count: The number of all starts.
     """
 
@@ -101,7 +108,6 @@ class RunSummary:
     examples: int | None = None
     best_checkpoints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     refused: Mapping[str, Any] | None = None
-    start: str | None = None
     starts: Sequence[Mapping[str, Any]] = ()
     starts_count: int = 0
 
@@ -118,7 +124,7 @@ def summary_fields(run: RunSummary) -> dict[str, Any]:
     def finite(value: float) -> float | None:
         return value if math.isfinite(value) else None
 
-    return dataclasses.asdict(run) | {
+    return vars(run) | {
         "metrics": {name: finite(value) for name, value in run.metrics.items()},
         "best": {name: (finite(value), step) for name, (value, step) in run.best.items()},
         "nonfinite": run.nonfinite,
@@ -126,137 +132,157 @@ def summary_fields(run: RunSummary) -> dict[str, Any]:
 
 
 def unreadable_run(where: str, prefix: str, error: Exception) -> RunSummary:
-    why = str(error) if isinstance(error, OSError | ValueError) else f"its timeline is damaged: {error!r}"
+    why = str(error) if isinstance(error, OSError | ValueError) else f"its record is damaged: {error!r}"
     return RunSummary(where, prefix, UNREADABLE, error=why)
 
 
-def summarize(where: str, starts: Sequence[Start]) -> RunSummary:
+def summarize(where: str, prefix: str, starts: Sequence[Start]) -> RunSummary:
     """Summarize a run of its newest starts; whatever its files hold, this raises nothing."""
-    prefix = starts[-1]["prefix"]
     try:
-        if problem := starts[-1].get("problem"):
-            raise ValueError(f"its newest start {problem}")
-        return _summary(where, [start for start in starts if not start.get("problem")])
+        if not valid(starts):
+            raise ValueError(f"its newest start {starts[-1]['problem']}")
+        return _summary(where, prefix, starts)
     except Exception as error:
         return unreadable_run(where, prefix, error)
 
 
-def _summary(where: str, starts: Sequence[Start]) -> RunSummary:
-    newest, known, prefix = starts[-1], totals(starts), starts[-1]["prefix"]
-    trained, source = last_trained(starts), original_of(where, starts)
-    start = trained or newest
-    life = None if source is not None else _life(where, prefix, newest)
-    lives = {id(newest): life, **{id(one): (RUNNING, "") for one in starts[:-1] if _lives_unclaimed(one)}}
-    facts = [_facts(one, lives.get(id(one))) for one in starts]
-    if life is None and not newest.get("end"):  # an earlier one has its reason from a later one
-        facts[-1]["reason"] = exit_reason(where, prefix, newest["opened"])
-        if source is not None:
-            facts[-1]["reason"] = facts[-1]["reason"] or f"a copy of {source}"
-    fact = next(facts[i] for i, one in enumerate(starts) if one is start)
-    shown = fact if life is None else facts[-1]
-    parent, process = known["parent"], newest.get("process") or {}
-    of = functools.partial(_moved, before=newest.get("directory"), where=where, is_copy=source is not None)
-    moved = {name: of(item[2]) for name, item in known["best"].items()}
-    moved = {name: path for name, path in moved.items() if _is_there(path)}
-    best = {name: item for name, item in known["best"].items() if name in moved}
+def _summary(where: str, prefix: str, starts: Sequence[Start]) -> RunSummary:
+    source, sums = original_of(where, starts), totals(starts)
+    newest = valid(starts)[-1]
+    trained = last_trained(starts) or newest
+    facts = [_facts(where, start, is_copy=source is not None) for start in starts]
+    if source is not None and not newest["end"]:
+        last = facts[starts.index(newest)]
+        last["reason"] = last["reason"] or f"a copy of {source}"
+    doing = facts[-1] if facts[-1]["status"] in (RUNNING, HANGS) else facts[starts.index(trained)]
+    reason = doing["reason"] if newest is starts[-1] else f"its newest start {starts[-1]['problem']}"
+    best, paths = _best(where, newest, is_copy=source is not None)
+    parent = newest["parent"]
     return RunSummary(
         path=where,
         prefix=prefix,
-        status=shown["status"],
-        reason=shown["reason"],
-        step=known["step"] or 0 if trained is None else trained["step"][1],
-        last_step=start.get("last_step"),
-        metrics={name: float(value) for name, value in known["values"].items()},
-        best={name: (float(value), at) for name, (value, at, *_) in best.items()},
-        started=known["since"],
-        ended=None if life is not None else facts[-1]["ended"],
-        wall_seconds=known["wall"],
-        devices=fact["devices"],
-        parent=parent and (_moved(parent["path"], newest.get("directory"), where), parent["step"]),
-        parameters=start.get("parameters"),
-        peak_bytes=known["peak_bytes"],
-        mfu=known["mfu"],
+        status=doing["status"],
+        reason=reason,
+        step=trained["step"][1] if has_trained(trained) else sums["step"] or 0,
+        last_step=trained["last_step"],
+        metrics=newest["values"],
+        best=best,
+        started=sums["since"],
+        ended=facts[-1]["ended"],
+        wall_seconds=sum(sums["seconds"].values()),
+        devices=trained["devices"],
+        parent=parent and (_moved(parent["path"], newest["directory"], where), parent["step"]),
+        parameters=trained["parameters"],
+        peak_bytes=max((start["peak_bytes"] or 0 for start in valid(starts)), default=0) or None,
+        mfu=next((start["mfu"] for start in reversed(valid(starts)) if start["mfu"]), None),
         goodput=of_run(starts).fraction,
-        config=fact["config"],
-        commit=fact["commit"],
-        edits=fact["edits"],
-        exception=shown["exception"],
-        run=newest.get("run"),
-        parent_run=known["parent_run"],
-        host=process.get("host"),
-        pid=process.get("pid"),
+        **{name: trained[name] for name in ("config", "commit", "edits")},
+        exception=doing["exception"],
+        run=newest["run"],
+        parent_run=newest["parent_run"],
+        host=newest["process"].get("host"),
+        pid=newest["process"].get("pid"),
         examples=_examples(starts),
-        best_checkpoints=moved,
-        start=start["start"],
-        refused=_refused(facts if life is None else facts[:-1]),
+        best_checkpoints=paths,
+        refused=_refused(facts),
         starts=facts,
-        starts_count=newest["count"],
+        starts_count=sums["count"],
     )
 
 
+def start_with_card(where: str, starts: Sequence[Start]) -> Start:
+    """Return the newest start that has a card, up to the one that the run is; an empty one if there is none."""
+    known = valid(starts)
+    trained = last_trained(known)
+    if trained is not None:
+        known = known[: known.index(trained) + 1]
+    return next((full for start in reversed(known) if (full := with_card(where, start))["card"]), {})
+
+
 def trained_start(run: RunSummary) -> Start:
-    """Return the newest start, up to the one that the run is, that has a card; an empty one if there is none."""
-    starts: Sequence[Start] = ()
+    """Return the start that the run is, with its card; an empty one if it cannot be read."""
     with contextlib.suppress(OSError):
-        starts = read_starts(run.path).get(run.prefix, ())
-    return start_with_card(starts, run.start)
+        return start_with_card(run.path, read_starts(run.path).get(run.prefix, ()))
+    return {}
 
 
-def start_with_card(starts: Sequence[Start], name: str | None = None) -> Start:
-    last = next((i for i, start in enumerate(starts) if start.get("start") == name), len(starts) - 1)
-    return next((start for start in reversed(starts[: last + 1]) if start.get("card")), {})
-
-
-def _facts(start: Mapping[str, Any], life: tuple[str, str] | None) -> dict[str, Any]:
-    """Return the facts about a start, `life` being what it does, if it lives."""
-    status, reason = life or start.get("end") or (KILLED, "")
-    process = start.get("process") or {}
+def _facts(where: str, start: Start, *, is_copy: bool) -> dict[str, Any]:
+    """Return the facts about a start."""
+    if start["problem"]:
+        reason = f"its start {start['number']} {start['problem']}"
+        unknown = dict.fromkeys(("began", "ended", "first", "last", *_GIVEN, "host", "pid"))
+        return {**unknown, "status": UNREADABLE, "reason": reason, "devices": ""}
+    life = None if is_copy or start["end"] else _life(where, start)
+    status, reason = life or start["end"] or (KILLED, exit_reason(where, start["prefix"], start["began"]))
     first, last = start["step"] if has_trained(start) else (None, None)
     return {
         "began": start["began"],
-        "ended": None if life is not None else start.get("now") or start["time"],
+        "ended": start["now"] if life is None else None,
         "first": first,
         "last": last,
-        "status": status if life is not None or status in _ENDS else KILLED,
+        "status": status,
         "reason": reason,
-        **{name: start.get(name) for name in ("exception", "config", "argv")},
-        **{name: start.get(name) for name in ("commit", "edits")},
-        "host": process.get("host"),
-        "pid": process.get("pid"),
-        "devices": start.get("devices") or "",
+        **{name: start[name] for name in _GIVEN},
+        "host": start["process"].get("host"),
+        "pid": start["process"].get("pid"),
+        "devices": start["devices"],
     }
 
 
-def _refused(ended: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    later = list(itertools.takewhile(lambda fact: fact["first"] is None, reversed(ended)))
-    if not later or len(later) == len(ended):  # nothing was tried later, or nothing trained
+_GIVEN = ("exception", "config", "argv", "commit", "edits")
+
+
+def _life(where: str, start: Start) -> tuple[str, str] | None:
+    """Return what a start without an end does; None if its process is gone."""
+    process, prefix = start["process"], start["prefix"]
+    alive = is_alive(process)
+    if alive is None:  # on another host
+        silent = time.time() - start["now"]
+        if not is_url(where):
+            with contextlib.suppress(OSError):
+                silent = abs(seconds_since_write(path_of(where, prefix, start["number"])))
+        alive = silent < _SILENT
+    if not alive:
         return None
-    return {"time": later[0]["ended"], **{name: later[0][name] for name in ("status", "reason", "exception", "config")}}
+    with contextlib.suppress(OSError):
+        for waiting in read_stalls(where, prefix)[0]:
+            if waiting["stall"] and (waiting["process"] or waiting["pid"] == process.get("pid")):
+                return HANGS, f"process {waiting['process']} at step {waiting.get('step')}: {waiting['what']}"
+    return RUNNING, ""
+
+
+def _refused(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the newest start that ended without a step, if it is later than those that took one."""
+    later = list(itertools.takewhile(lambda fact: fact["first"] is None, reversed(facts)))
+    ended = [fact for fact in later if fact["ended"] is not None]
+    if not ended or len(later) == len(facts):  # nothing was tried later, or nothing trained
+        return None
+    return {"time": ended[0]["ended"], **{name: ended[0][name] for name in ("status", "reason", "exception", "config")}}
 
 
 def _examples(starts: Sequence[Start]) -> int | None:
     """Return the examples of the steps that led to the last one; None if the rows of a batch are not known."""
-    count, limit = 0, math.inf
-    for start in reversed(starts):
-        first, last = start.get("step") or (0, 0)
+    known, count, limit = valid(starts), 0.0, math.inf
+    for start in reversed(known):
+        first, last = start["step"] or (0, 0)
         if first < min(last, limit):
-            saved, examples = start.get("saved") or (None, 0.0, None), start.get("examples")
-            if examples is None:
+            if start["examples"] is None:
                 return None
-            if limit < last:
-                share = round(examples * (int(limit) - first) / (last - first))
-                examples = saved[2] if saved[0] == limit and saved[2] is not None else share
-            count += examples
+            count += until(start, limit, start["examples"], 2)
             limit = first
-    return count if starts[0].get("before") is None or starts[0].get("copied") else None
+    return None if known[0]["before"]["count"] else round(count)
 
 
-def _is_there(path: str) -> bool:
-    above, name = split_path(path)
-    with contextlib.suppress(Exception):
-        prefix, _, step = name.rpartition("-")
-        return open_store(above).at(prefix, int(step)) is not None
-    return False
+def _best(where: str, newest: Start, *, is_copy: bool) -> tuple[dict[str, tuple[float, int]], dict[str, str]]:
+    """Return the best values and their steps, and the checkpoints, of those that are there."""
+    best, paths = dict[str, tuple[float, int]](), dict[str, str]()
+    for name, (value, step, recorded) in newest["best"].items():
+        path = _moved(recorded, newest["directory"], where, is_copy=is_copy)
+        above, checkpoint = split_path(path)
+        with contextlib.suppress(Exception):
+            if open_store(above).at(checkpoint.rpartition("-")[0], int(checkpoint.rpartition("-")[2])) is not None:
+                best[name], paths[name] = (value, step), path
+    return best, paths
 
 
 def _moved(path: str, before: str | None, where: str, *, is_copy: bool = False) -> str:
@@ -269,36 +295,3 @@ def _moved(path: str, before: str | None, where: str, *, is_copy: bool = False) 
         return moved if not os.path.isdir(os.path.dirname(path)) and os.path.isdir(os.path.dirname(moved)) else path
     # At `before` there may be another run by now; but a copy may lack what the original has.
     return path if is_copy and not os.path.isdir(moved) else moved
-
-
-def _lives_unclaimed(start: Mapping[str, Any]) -> bool:
-    """Whether a start lives that is not the newest one: several may, if there are no checkpoints."""
-    process = start.get("process")
-    return not start.get("end") and not start.get("claims", True) and bool(process and is_alive(process))
-
-
-def _life(where: str, prefix: str, start: Start) -> tuple[str, str] | None:
-    """Return what a start does, from its claim and process; None if it has ended."""
-    if start.get("end"):
-        return None
-    owner: Mapping[str, Any] | None = start.get("process")
-    if start.get("claims", True) and not is_url(where):
-        claims = None
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            claims = read_claim(where, prefix)
-        owner = claims if owner in (None, claims) else None
-    alive = is_alive(owner) if owner else False
-    if alive is None:  # on another host
-        silent = time.time() - start["now"]
-        if not is_url(where):
-            with contextlib.suppress(OSError):
-                path = join_path(folder_of(where), f"{prefix}.{start['number']:06d}.json")
-                silent = abs(seconds_since_write(path))
-        alive = silent < _SILENT
-    if not alive:
-        return None
-    with contextlib.suppress(OSError):
-        for waiting in read_stalls(where, prefix)[0]:
-            if waiting["stall"] and (waiting["process"] or waiting["pid"] == (owner or {}).get("pid")):
-                return HANGS, f"process {waiting['process']} at step {waiting.get('step')}: {waiting['what']}"
-    return RUNNING, ""

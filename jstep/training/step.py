@@ -99,6 +99,12 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
     return PureStep(body, name=name)
 
 
+def step_function(step: object) -> PureStep | None:
+    """Return the pure function of a step of `minimize`, compiled or not, or of its loop over steps."""
+    pure_step = step._pure if isinstance(step, TrainStep) else step
+    return pure_step if isinstance(pure_step, PureStep) and pure_step.optimizer is not None else None
+
+
 def with_constants(body: Body, state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, Any]:
     state, metrics = body(state, args, batch_specs)
     return state, metrics.merged()

@@ -1,10 +1,8 @@
 """The save of several processes to an object store, with threads in their place and a dict for the store."""
 
 import json
-import types
 from typing import Any
 
-import pytest
 from doubles import raising
 from fellows import Fellows
 
@@ -71,39 +69,10 @@ def test_an_error_of_one_process_is_an_error_of_both(monkeypatch: Any, caplog: A
 
     store.failing = (f"{FOLDER}/outcome.json",)
     del store[f"{FOLDER}/outcome.json"]
-    monkeypatch.setattr(ObjectSave, "_silence", lambda self, patience: lambda: True)
+    monkeypatch.setattr(object_store, "_OUTCOME_TIMEOUT", -1.0)
     first, second = saved(monkeypatch, store, raising(OSError("full")))
     assert repr(first) == "OSError('full')"
     assert str(second) == f"gs://bkt/{FOLDER}/outcome.json: the first process has not reported the outcome"
     assert [record.getMessage() for record in caplog.records] == [
         f"the outcome of {FOLDER} could not be reported to the other processes: no right to write {FOLDER}/outcome.json"
     ]
-
-
-@pytest.mark.parametrize(
-    ("read", "late_at"),
-    [
-        (lambda now: (b'{"beat": 0}', b"a"), 31),  # it has no right to replace objects, or does not renew yet
-        (lambda now: (b"{}", b"a"), 31),
-        (lambda now: (b'{"beat": 0}', b"a" if now < 20 else b"b"), 81),
-        (lambda now: (b'{"beat": 3}', b"a"), 71),
-        (lambda now: (None, ABSENT), 71),
-        (lambda now: (b'{"beat": 3}', b"a%d" % (min(now, 100) // 10)), 161),
-        (lambda now: (b'{"beat": 3}', b"a%d" % (now // 10)), 1801),
-    ],
-)
-def test_how_long_the_others_wait_for_the_first_process(monkeypatch: Any, read: Any, late_at: int) -> None:
-    """A minute after its last sign of life, half an hour at most; without any as long as they were told."""
-    now, looks = [0], []
-    monkeypatch.setattr(object_store.time, "monotonic", lambda: now[0])
-
-    def look(key: str) -> ReadResult:
-        looks.append((key, now[0]))
-        return ReadResult(*read(now[0]))
-
-    save = ObjectSave(types.SimpleNamespace(read=look), "a-b-3", "a-b-3/data.1", (), False, raising(AssertionError))
-    is_late = save._silence(30)
-    while not is_late():
-        now[0] += 1
-    assert now[0] == late_at
-    assert looks == [("~claims/a-b", at) for at in range(10, late_at + 1, 10)]

@@ -22,7 +22,7 @@ class TestErrors:
             "restore": lambda: saver.restore(state_at(0)),
             "last": lambda: saver.last_checkpoints,
         }
-        message = r"model-2 was not saved.*No space left.*newest is .*model-1"
+        message = r"model-2 was not saved.*No space left.*Earlier checkpoints are unchanged"
         with failing_saves(tmp_path):
             saver.save(state_at(2))
             with pytest.raises(CheckpointError, match=message) as error:

@@ -1,13 +1,11 @@
 """Saves in progress: of Savers that are garbage-collected without `close`, and after Ctrl-C while one is waited for."""
 
-import contextlib
 import os
 import threading
 
 import pytest
 from checkpoint_scripts import run
 from checkpoint_states import held_saves, listing, save_all, state_at
-from file_operations import before, disk_is_full, until
 from waiting import interrupt
 
 from jstep.checkpoint.names import latest_checkpoint
@@ -21,39 +19,6 @@ def test_an_unreferenced_saver_releases_its_claim(tmp_path):
     with Saver(tmp_path) as other:
         save_all(other, [2])
         assert other.all_steps() == [1, 2]
-
-
-@contextlib.contextmanager
-def save_in_progress(directory, end=lambda path: None):
-    """Begin a save of an unreferenced Saver; another Saver's attempt to lock the prefix in the block lets it end."""
-    attempted = threading.Event()
-
-    def hold(path):
-        until(attempted)(path)
-        end(path)
-
-    with before("open", f"{directory}/*/manifest.json*", hold, mode="w", times=1):
-        Saver(directory).save(state_at(1))
-        with before("fcntl.flock", f"{directory}/*", lambda path: attempted.set()):
-            try:
-                yield
-                assert attempted.is_set()
-            finally:
-                attempted.set()
-
-
-def test_the_next_saver_waits_for_a_save_in_progress(tmp_path):
-    with save_in_progress(tmp_path), Saver(tmp_path) as other:
-        save_all(other, [2])
-        assert other.all_steps() == [1, 2]
-
-
-def test_a_failed_save_is_logged(tmp_path, caplog):
-    with save_in_progress(tmp_path, disk_is_full), Saver(tmp_path) as other:
-        other.claim()
-        assert "was not saved" in caplog.text
-        save_all(other, [2])
-        assert other.all_steps() == [2]
 
 
 @pytest.mark.parametrize("call", [Saver.wait, Saver.latest_step, Saver.close])

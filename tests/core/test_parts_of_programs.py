@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.core.jaxprs import body_of, is_elementwise, on_slices, without_calls
+from jstep.core.jaxprs import is_elementwise, on_slices, without_calls
 from jstep.slots import indexed_slices
 
 SHAPE = (4, 3)
@@ -43,23 +43,6 @@ def test_a_part_of_an_elementwise_program_is_the_part_of_its_result() -> None:
 def test_what_is_elementwise(fn: Any, expected: bool) -> None:
     body, _ = without_calls(fn, "cpu", jnp.ones(SHAPE), jnp.ones(SHAPE))
     assert is_elementwise(body, SHAPE) is expected
-
-
-@pytest.mark.parametrize(
-    ("fn", "expected"),
-    [
-        (lambda x: x.reshape(2, 6), True),
-        (lambda x: jnp.copy(x), True),
-        (lambda x: jax.lax.reshape(x, (12,), (1, 0)), False),
-        (lambda x: jax.lax.broadcast_in_dim(x, (1, 4, 3), (1, 2)), True),
-        (lambda x: jax.lax.broadcast_in_dim(x, (2, 4, 3), (1, 2)), False),
-        (lambda x: jax.lax.transpose(x, (1, 0)), False),
-        (lambda x: -x, False),
-    ],
-)
-def test_what_keeps_the_order_of_elements(fn: Any, expected: bool) -> None:
-    (operation,) = body_of(jax.make_jaxpr(fn)(jnp.ones(SHAPE))).operations
-    assert operation.keeps_order is expected
 
 
 def test_rows_in_order() -> None:

@@ -33,22 +33,3 @@ def test_transfer_guard_applies_only_to_the_source(sharding, level):
         (item,) = items
     assert seen == [level]
     np.testing.assert_array_equal(item["x"], np.arange(3))
-
-
-def test_iterable_datasets_are_only_prefetched():
-    class Streaming:
-        """Like PyTorch's IterableDataset, whose __getitem__ raises NotImplementedError."""
-
-        def __len__(self):
-            return 10
-
-        def __iter__(self):
-            return iter(range(10))
-
-        def __getitem__(self, index):
-            raise NotImplementedError("Subclasses of Dataset should implement __getitem__.")
-
-    with pytest.raises(TypeError, match=r"items of the Streaming at .* cannot be taken in any order.*jstep\.train"):
-        batches(Streaming(), 2)[0]
-    with prefetch_to_device(Streaming()) as items:
-        assert [int(item) for item in items] == list(range(10))

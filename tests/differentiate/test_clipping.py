@@ -69,7 +69,7 @@ def test_rows_of_a_table_are_clipped_over_axes(axes: Any) -> None:
 
 def test_an_axis_that_a_table_does_not_have() -> None:
     rows = jstep.IndexedSlices(jnp.ones((1, 2)), jnp.array([2]), (4, 2))
-    with pytest.raises(ValueError, match=r"axes=2: axis 2 is out of bounds .*, for the leaf at 't' of shape \(4, 2\)"):
+    with pytest.raises(ValueError, match=r"axes: axis 2 is out of bounds"):
         jstep.clip_by_norm({"t": rows}, 2.0, axes=2)
 
 

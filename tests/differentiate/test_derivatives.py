@@ -76,7 +76,7 @@ def test_bounds_are_broadcast_against_each_other() -> None:
     x = jnp.arange(-2.0, 4.0).reshape(2, 3)
     for clip in (jstep.clip_by_value, jax.jit(jstep.clip_by_value)):
         np.testing.assert_array_equal(clip(x, low, high), np.clip(x, low, high))
-        with pytest.raises(ValueError, match=r"max: has shape \(2, 1\).*of shape \(3,\)"):
+        with pytest.raises(ValueError, match="broadcast"):
             clip(jnp.ones(3), low, high)
         with pytest.raises(ValueError, match="broadcast"):
             clip(x, low, jnp.ones((2, 2)))

@@ -53,8 +53,10 @@ def blocks_of(page: pathlib.Path, section: str | None = None) -> list[Block]:
     return found
 
 
-def run_page(page: pathlib.Path, change: Callable[[str], str] = str, section: str | None = None) -> dict[str, object]:
-    """Run the code blocks of a page in order, after applying `change` to each; return the names they define."""
+def run_page(
+    page: pathlib.Path, change: Callable[[str], str] = str, section: str | None = None, more: str = ""
+) -> dict[str, object]:
+    """Run the code blocks of a page in order, after applying `change` to each, and more code; return the names."""
     names: dict[str, object] = {"__name__": "__main__"}
     # Pages run with JAX's default settings, not those of the tests; changes to the environment are undone.
     with (
@@ -70,4 +72,5 @@ def run_page(page: pathlib.Path, change: Callable[[str], str] = str, section: st
         for line, code, needs in blocks_of(page, section):
             if all(importlib.util.find_spec(module) for module in needs):
                 exec(compile("\n" * line + change(code), str(page), "exec"), names)
+        exec(more, names)
     return names

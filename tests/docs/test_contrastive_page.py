@@ -33,12 +33,6 @@ def test_gradients_of_clip_in_parts(page):
     params, rows = page["init_params"](), (page["images"], page["texts"])
     expected = jax.grad(page["whole_loss"])(params, *rows)
     assert_same_gradients(jax.jit(jax.grad(page["clip_loss"]))(params, *rows), expected)
-    loss, grads = page["clip_gradients_of"](params, *rows)
-    assert float(loss) == pytest.approx(loss_by_hand(page, params, *rows), rel=1e-5)
-    assert_same_gradients(grads, expected)
-    for count in (1, 512):
-        loss, grads = page["gradients_in_parts"](page["encode_both"], page["loss_of"], count)(params, *rows)
-        assert_same_gradients(grads, expected)
     # The gradients of the microbatches are others.
     _, others = jstep.compute_gradients(page["whole_loss"], num_microbatches=8)(params, *rows)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):

@@ -18,17 +18,25 @@ PROGRAMS = {
     "self-supervision": ("self-supervision", "BYOL and DINO"),
     "wgan": ("gan", "WGAN with five critic steps"),
 }
+ORIGINALS = pathlib.Path(__file__).parent / "originals"
+UNLISTED = {"dqn": ("dqn", "DQN"), "ppo": ("ppo", "PPO")}
+"""Programs whose originals are compared, but not shown with their numbers."""
 NUMBER = re.compile(r"-?\d+\.?\d*")
 
 
 def place_of(name: str) -> tuple[pathlib.Path, str | None]:
-    page, section = PROGRAMS[name]
+    page, section = (PROGRAMS | UNLISTED)[name]
     return DOCS / "recipes" / f"{page}.md", section
+
+
+def original_of(name: str) -> str:
+    """Return the original program and its comparison, which run after the page: they use its model and its data."""
+    return text_of(ORIGINALS / f"{name}.txt")
 
 
 def run_program(name: str, change: Callable[[str], str] = str) -> None:
     page, section = place_of(name)
-    run_page(page, change, section)
+    run_page(page, change, section, original_of(name))
 
 
 def listing_of(name: str) -> list[str]:
@@ -42,12 +50,12 @@ def listing_of(name: str) -> list[str]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_each_page_compares_two_programs_and_shows_the_numbers(name: str) -> None:
-    blocks = blocks_of(*place_of(name))
-    assert "assert_allclose" in blocks[-1].code
-    assert blocks[-1].needs == ("optax",)
-    alone = "\n".join(block.code for block in blocks if not block.needs)
+    alone = "\n".join(block.code for block in blocks_of(*place_of(name)) if not block.needs)
     assert "jstep.train(" in alone, "jstep's program must run without Optax"
-    assert "jstep" not in next(block.code for block in blocks if "import optax" in block.code)
+    original, comparison = original_of(name).split("# The comparison.\n")
+    assert "import optax" in original
+    assert "jstep" not in original
+    assert "assert_allclose" in comparison
     assert sum(len(NUMBER.findall(line)) for line in listing_of(name)) >= 4
 
 
@@ -64,3 +72,11 @@ def test_the_listing_is_what_the_page_prints(name: str, tmp_path: pathlib.Path) 
     for line, expected in zip(found, shown, strict=True):
         values = [[float(number) for number in NUMBER.findall(each)] for each in (line, expected)]
         assert values[0] == pytest.approx(values[1], abs=0.02), line
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", UNLISTED)
+def test_returns_are_those_of_the_original(name: str, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("optax")
+    with contextlib.chdir(tmp_path):
+        run_program(name)

@@ -109,6 +109,32 @@ def test_a_wrong_callback_result_is_reported_at_the_first_evaluation(then, error
     assert jstep.global_step(caught.value.state) == 2
 
 
+@pytest.mark.parametrize("name", ["f1", "eval/acc", "val/f1", "auc2"])
+def test_a_metric_that_the_evaluator_lacks_is_rejected_before_the_first_step(name, tmp_path):
+    def metrics(params, x):
+        return {"acc": x, "auc": jstep.metrics.auc(x, x > 0)}
+
+    for callback in (jstep.KeepBest(tmp_path, name, "max"), jstep.EarlyStopping(name, 2, "max")):
+        evaluation = jstep.EvaluationHook(
+            jstep.evaluator(metrics, [np.ones(4, np.float32)]), every_n_steps=2, callbacks=[callback], prefix="val"
+        )
+        with pytest.raises(KeyError, match=f"metric='{name}': evaluate does not return it; it returns .'acc', 'auc'"):
+            train(3, [evaluation, jstep.every(1, fail_on_step)])
+
+
+@pytest.mark.parametrize("name", ["acc", "val/acc"])
+@pytest.mark.parametrize("is_traced", [True, False])
+def test_a_metric_is_taken_by_its_logged_name_too(name, is_traced, tmp_path):
+    evaluate = jstep.evaluator(lambda params, x: {"acc": x}, [np.ones(4, np.float32)])
+    best = jstep.KeepBest(tmp_path, name, "max")
+    evaluation = jstep.EvaluationHook(
+        evaluate if is_traced else lambda state: {"acc": 1.0}, every_n_steps=2, callbacks=[best], prefix="val"
+    )
+    train(5, [evaluation])
+    assert best.values == {2: 1.0}
+    assert [*evaluation.best] == ["val/acc"]
+
+
 def test_a_wrong_callback_is_rejected_before_the_first_step():
     hook = jstep.EvaluationHook(
         lambda state: {"loss": 1.0}, every_n_steps=1, callbacks=[jstep.ReduceOnPlateau("loss", "rate")]

@@ -76,18 +76,6 @@ def test_which_codes_are_followed_by_another_start(codes, steps, result, starts,
     assert log == [["train"]] * starts
 
 
-@pytest.mark.parametrize(("name", "code"), [("nosuchcommand", 127), ("program.py", 126)])
-def test_a_command_that_cannot_be_started(name, code, tmp_path, monkeypatch, capsys):
-    (tmp_path / "program.py").touch()
-    keep = load()
-    monkeypatch.setattr(keep, "progress", lambda run: (0, ""))
-    with pytest.raises(SystemExit) as found:
-        keep.keep("runs/a", [str(tmp_path / name), "x"])
-    err = capsys.readouterr().err
-    assert (found.value.code, err.count("\n")) == (code, 1)
-    assert f"keep.py: {tmp_path / name} cannot be started: " in err
-
-
 IN_A_TERMINAL = """
 import fcntl, os, sys, termios
 os.setsid()
@@ -136,35 +124,6 @@ def test_a_program_that_was_ended_is_started_again(number, tmp_path):
     assert re.search(r"keep\.py: exit code (137|143), step \d+: (killed|interrupted)", out)
     assert re.search(r"restored model-\d+", out)
     assert "keep.py: exit code 0, step 100: finished" in out
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("how", "code", "starts", "said"),
-    [
-        ("stall", 0, 2, r"exit code 75, step 8: killed process 0 hung at step 8"),
-        ("nan", 1, 1, r"exit code 1, step \d+: failed NanLossDuringTrainingError"),
-        ("no progress", 1, 2, r"exit code 143, step 0: .*\n.*two starts without a step: \S+ program.py .* again"),
-        ("no train", 1, 2, r"exit code 143, step 0: there is no run"),
-    ],
-)
-def test_how_a_program_ends(how, code, starts, said, tmp_path):
-    with kept(how, tmp_path) as process:
-        out, _ = process.communicate(timeout=180)
-    assert process.returncode == code, out
-    assert out.count("pid ") == starts
-    assert re.search(said, out), out
-
-
-@pytest.mark.thorough
-def test_a_refused_model_is_not_started_again(tmp_path):
-    with kept("", tmp_path) as process:
-        process.communicate(timeout=120)
-    assert process.returncode == 0
-    with kept("refused", tmp_path) as process:
-        out, _ = process.communicate(timeout=120)
-    assert (process.returncode, out.count("pid ")) == (1, 1), out
-    assert "ValueError" in out
 
 
 @pytest.mark.thorough

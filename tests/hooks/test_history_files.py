@@ -1,18 +1,16 @@
 """The file of a `History`: what is not its own stays."""
 
-import copy
 import errno
 import io
 import json
 import math
 import os
-import pickle
 import shutil
 
 import numpy as np
 import pytest
 from fake_runs import FakeRun
-from test_history import StopError, batch, evaluation, run, stop_at, train_step
+from test_history import StopError, batch, run, stop_at, train_step
 
 import jstep
 from jstep.hooks import history_file as module
@@ -248,31 +246,3 @@ def test_a_metric_called_step_has_another_name(tmp_path):
     pandas = pytest.importorskip("pandas")
     assert isinstance(histories[0].to_pandas(), pandas.DataFrame)
     assert histories[0].to_pandas().index.tolist() == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("made", [copy.copy, copy.deepcopy, lambda history: pickle.loads(pickle.dumps(history))])
-@pytest.mark.parametrize("has_path", [False, True])
-def test_copies_have_the_rows_and_belong_to_no_run(made, has_path, tmp_path):
-    history = jstep.History(tmp_path / "history.jsonl" if has_path else None, every_n_steps=2)
-    copies = []
-    run(6, history, evaluation(3), jstep.every(4, lambda *_: copies.append(made(history))))
-    copies.append(made(history))
-    assert copies[0].rows[:2] == history.rows[:2]  # those at 3 and 4 may not have arrived
-    assert copies[1].rows == history.rows
-    assert len(history) == 4
-    assert copies[1].names == history.names
-    assert [each._run for each in copies] == [None, None]
-    before = copies[1].rows
-    run(4, history)
-    assert copies[1].rows == before
-    run(4, copies[0])
-    assert copies[0].rows == history.rows
-
-
-def test_a_name_comes_before_a_pattern():
-    history = jstep.History()
-    history._rows = {1: {"val[top1]": 1.0, "valt": 2.0, "loss": 3.0}}
-    assert history._pictures(["val[top1]"]) == {"val[top1]": ["val[top1]"]}
-    assert history._pictures(["val*"]) == {"val[top1]": ["val[top1]"], "valt": ["valt"]}
-    with pytest.raises(KeyError, match=r"'val\[xy\]' matches nothing; the history has 'val\[top1\]', 'valt', 'loss'"):
-        history.plot("val[xy]")

@@ -10,6 +10,7 @@ import pytest
 
 import jstep
 from jstep.hooks.stall_files import StallFiles, find_waited_for, read_stalls, silent
+from jstep.stores.starts import StartFile, totals
 from jstep.tools.cli import main
 
 
@@ -158,14 +159,14 @@ def test_a_missing_run_is_an_error(tmp_path, capsys):
     assert main(["stalls", str(tmp_path / "nowhere")]) == 2
     assert "no such directory" in capsys.readouterr().err
     assert main(["stalls", str(tmp_path)]) == 2
-    assert "no run is there; a run has a timeline.jsonl" in capsys.readouterr().err
+    assert "no run is there; a run has a folder starts/" in capsys.readouterr().err
 
 
 def test_all_runs_below_a_directory(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     for run in "abc":
-        (tmp_path / run).mkdir()
-        (tmp_path / run / "timeline.jsonl").write_text("torn")
+        (tmp_path / run / "starts").mkdir(parents=True)
+        (tmp_path / run / "starts" / "model.000001.json").write_text("torn")
     assert main(["stalls", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "no process hangs\n"
     write(tmp_path / "a", process=3)
@@ -197,24 +198,15 @@ def test_the_odd_one_out():
 
 
 def test_goodput_shows_stalled_time_in_its_part(tmp_path):
-    start = {"kind": "start", "version": 1, "start": "a", "prefix": "model", "time": 1010.0, "step": None}
-    stall = {"kind": "stall", "start": "a", "prefix": "model", "time": 1100.0}
-    lines = [
-        {**start, "seconds": {"starting": 10.0}},
-        {**stall, "part": "waiting", "stalled": 32.0},
-        {**stall, "part": "waiting", "stalled": 8.0},
-        {**stall, "part": "stepping", "stalled": 5.0},
-        {**stall, "part": "waiting", "stalled": 8.0, "prefix": "other"},
-        {**stall, "part": "unknown", "stalled": "x"},
-        {
-            **start,
-            "kind": "parts",
-            "time": 1110.0,
-            "step": [0, 9],
-            "seconds": {"starting": 10.0, "stepping": 50.0, "waiting": 50.0},
-        },
+    stalls = [
+        {"part": "waiting", "stalled": 32.0},
+        {"part": "waiting", "stalled": 8.0},
+        {"part": "stepping", "stalled": 5.0},
+        {"part": "unknown", "stalled": 1.0},
     ]
-    (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    seconds = {"starting": 10.0, "stepping": 50.0, "waiting": 50.0}
+    fields = {"run": "0a1b2c3d", "process": {}, "began": 1000.0, "now": 1110.0, "config": None, "step": [0, 9]}
+    StartFile(str(tmp_path), "model", [], {**fields, "seconds": seconds, "stalls": stalls, "before": totals([])})
     found = jstep.goodput(tmp_path)
     assert found.stalled == {"waiting": 40.0, "productive": 5.0}
     assert found.total == 110.0

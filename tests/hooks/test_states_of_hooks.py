@@ -13,9 +13,8 @@ from jstep.hooks.states import get_states, set_states
 class Kept(jstep.Hook):
     """A hook whose state is its name."""
 
-    def __init__(self, name: str, *, ends: bool = False, key: Any = None, **settings: Any) -> None:
+    def __init__(self, name: str, *, ends: bool = False, key: Any = None) -> None:
         self.name, self.ends, self.got, self.key = name, ends, None, key
-        self.identifying_settings = settings
 
     def get_state(self) -> Any:
         return (self.name,)
@@ -33,14 +32,6 @@ class Other(Kept):
     ("saved", "here", "got", "said"),
     [
         ([Kept("a"), Kept("b")], [Kept("1"), Kept("2")], ["a", "b"], []),
-        ([Kept("a", n=1), Kept("b", n=2)], [Kept("1", n=2), Kept("2", n=1)], ["b", "a"], []),
-        ([Kept("a", n=1)], [Kept("1", n=2)], ["a"], []),  # alone it needs no settings
-        (
-            [Kept("a", n=1), Kept("b", n=2)],
-            [Kept("1", n=3), Kept("2", n=2)],
-            [None, "b"],
-            ["hooks: none of the 2 Kept in the checkpoint was made with {'n': 3}: it starts fresh"],
-        ),
         (
             [Kept("a"), Kept("b")],
             [Kept("1")],

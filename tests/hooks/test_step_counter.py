@@ -114,3 +114,9 @@ def test_examples_per_sec_of_batches_of_many_shapes():
         assert examples == pytest.approx(6 * steps)
         assert rate((jnp.ones((6, 2)), jnp.ones(5)), steps_per_call=steps_per_call)[0] is None
         assert rate(jnp.float32(1), steps_per_call=steps_per_call)[0] is None
+
+
+def test_a_state_without_a_global_step():
+    state = jstep.TrainState.create({"w": 1.0}, jstep.adam()).replace(global_step=None)
+    with pytest.raises(RuntimeError, match=r"^Global step should be created to use StepCounterHook\.$"):
+        jstep.StepCounterHook(every_n_steps=1).begin(state)

@@ -1,6 +1,5 @@
 """Time accounting of `train`, with a fake clock that only steps, hooks, batches and callbacks advance."""
 
-import errno
 import logging
 import os
 import time
@@ -12,7 +11,6 @@ import pytest
 import jstep
 from jstep.core import stopwatch
 from jstep.hooks.run_hook import RunHook
-from jstep.stores import growing_files
 
 BATCH = 1 / 32
 """The seconds that a batch takes; a step takes one second."""
@@ -160,12 +158,3 @@ def test_a_run_without_directories_writes_nothing(clock, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train(clock, 2)
     assert os.listdir(tmp_path) == []
-
-
-def test_a_timeline_that_cannot_be_written_is_a_warning(clock, tmp_path, caplog, monkeypatch):
-    def open_own(path, *args, **kwargs):
-        raise PermissionError(errno.EACCES, "Permission denied", path)
-
-    monkeypatch.setattr(growing_files, "open_own", open_own)
-    assert train(clock, 2, checkpoint_dir=tmp_path).global_step == 2
-    assert "the times of this run cannot be kept" in caplog.text

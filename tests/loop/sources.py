@@ -67,13 +67,6 @@ class Positioned(positioned.Positioned):
         return self.shared if self.kind is dict else super().get_state()
 
 
-class PositionedLoader:
-    """An iterable whose iterator has a position, like the loaders of Grain and PyTorch."""
-
-    def __iter__(self):
-        return Positioned()
-
-
 class Stateful:
     """A loader like those of torchdata and datasets: it has a state, which takes effect in the next `iter`.
 

@@ -60,12 +60,6 @@ def test_calls_that_compile_do_not_count_and_the_shortest_decides(caplog: pytest
     assert caplog.messages == ['steps_per_call="auto": up to 4 steps per call (one step takes 1 ms)']
 
 
-def test_long_steps_stay_alone(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    assert timed(*[0.2] * 7) == []
-    assert caplog.messages == ['steps_per_call="auto": 1 step per call (one step takes 200 ms)']
-
-
 @pytest.mark.parametrize(("fails_on", "switched"), [(None, [("switch", 4, 9)]), (1, [])])
 def test_all_processes_take_as_many_steps_as_the_slowest(
     fails_on: int | None, switched: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -142,18 +136,3 @@ def test_a_program_belongs_to_the_length_for_which_it_was_made(monkeypatch: pyte
     monkeypatch.setattr(programs, "_loop", while_it_is_chosen)
     assert programs.program_for(4, "shapes", lambda: (shape,)).max_steps == 1
     assert [programs.program_for(n, "shapes", lambda: (shape,)).max_steps for n in (3, 4, 5, 6)] == [1, 1, 32, 32]
-
-
-@pytest.mark.thorough
-def test_the_stages_that_are_compiled_ahead_are_compiled_for_longer_calls_too() -> None:
-    first, second, third = (
-        jstep.minimize(lambda params, x, by=by: ((params["w"] - by * x) ** 2).mean(), OPTIMIZER)
-        for by in (1.0, 2.0, 3.0)
-    )
-    programs = ProgramTable(as_stages({0: first, 50: second, 100: third}), "auto", state=make_state())
-    shape = jax.ShapeDtypeStruct((2,), np.float32)
-    for step in (0, 50, 100):
-        programs.program_for(step, "shapes", lambda: (shape,))
-    programs.compile_longer(8, programs.stage_of(50))
-    longer = [stage.first for stage, most, _ in programs._programs if most == 8]
-    assert longer == [50, 100]

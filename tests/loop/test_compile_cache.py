@@ -87,7 +87,7 @@ def test_settings_are_restored(hooks, ends, tmp_path):
     assert settings() == before
 
 
-def test_the_last_of_overlapping_runs_restores_the_settings(tmp_path, caplog):
+def test_the_last_of_overlapping_runs_restores_the_settings(tmp_path):
     before, during, latest = settings(), [], []
     inside, first_ended = threading.Event(), threading.Event()
 
@@ -113,9 +113,6 @@ def test_the_last_of_overlapping_runs_restores_the_settings(tmp_path, caplog):
     assert during == [[str(tmp_path / "first"), True, 0.0, -1]]
     assert settings() == before
     assert jstep.global_step(latest[0]) == 1
-    assert [record.args for record in caplog.records if "both use it" in record.message] == [
-        (str(tmp_path / "second"), str(tmp_path / "first"))
-    ]
     # The cache is free: a later run has its own.
     train(1, hooks=[jstep.every(1, lambda *_: during.append(settings()))], compile_cache=tmp_path / "second")
     assert (during[1][0], settings()) == (str(tmp_path / "second"), before)
@@ -133,7 +130,7 @@ def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     before = settings()
     assert jstep.global_step(train(2, compile_cache=tmp_path / "file" / "cache")) == 2
-    assert "cannot be written" in caplog.text
+    assert "compiles its programs without a cache" in caplog.text
     assert caplog.records[0].levelno == logging.WARNING
     assert settings() == before
 
@@ -141,9 +138,9 @@ def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("given", "where", "error", "message"),
     [
-        (True, None, ValueError, "compile_cache=True: must have a local checkpoint_dir"),
+        (True, None, ValueError, "compile_cache=True: must have a checkpoint_dir"),
         ("s3://bucket/cache", None, ValueError, "must be a local directory"),
-        ("", None, ValueError, "must be a local directory"),
+        ("", None, ValueError, "must be a directory"),
         (3, None, TypeError, "compile_cache=3"),
     ],
 )

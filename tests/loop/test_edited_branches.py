@@ -1,10 +1,7 @@
 """Runs that begin with a state made from a checkpoint: `train(start_from=…)` with a state at that step."""
 
 import logging
-import pathlib
-import signal
 
-import children
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,43 +92,6 @@ def test_a_branch_begins_with_the_state_passed(given, steps_per_call, tmp_path, 
     assert "is ignored" not in caplog.text
 
 
-def test_a_branch_of_an_edited_branch_is_edited_again(tmp_path):
-    train(10, tmp_path / "a")
-    train(20, tmp_path / "b", state=grown(tmp_path / "a", 10), start_from=tmp_path / "a")
-    twice = grown(tmp_path / "b", 15, rows=6, before=5)
-    expected = continued(grown(tmp_path / "b", 15, rows=6, before=5), 25)
-    assert train(25, tmp_path / "c", state=twice, start_from=tmp_path / "b" / "model-15") == expected
-    with jstep.Saver(tmp_path / "c") as saver:
-        assert saver.extra(25)["parent"] == {"path": f"{tmp_path}/b/model-15", "step": 15}
-    whole = train(25, tmp_path / "d", state=make_state(rows=6), start_from=tmp_path / "c" / "model-20")
-    assert whole == expected  # a state at step 0 is a template, as ever
-
-
-@pytest.mark.parametrize(
-    "edit", [lambda state: state.with_params({"table": jnp.ones((3, 1))}), lambda state: state], ids=["params", "none"]
-)
-def test_other_edits_and_no_directory(edit, tmp_path):
-    train(10, tmp_path / "trunk")
-    for _ in range(2):
-        state = edit(restored(tmp_path / "trunk", 10))
-        options = {"start_from": tmp_path / "trunk", "log_steps": None}
-        found = jstep.train(train_step, state, loader(), 15, **options)
-        assert found == continued(edit(restored(tmp_path / "trunk", 10)), 15)
-
-
-def test_in_stages(tmp_path):
-    train(10, tmp_path / "trunk")
-    slow = jstep.minimize(loss_fn, jstep.adam(0.01))
-    step = {0: train_step, 12: slow}
-    branch = train(
-        15, tmp_path / "branch", state=grown(tmp_path / "trunk", 10), step=step, start_from=tmp_path / "trunk"
-    )
-    batches = loader()
-    batches.at = 12
-    state = continued(grown(tmp_path / "trunk", 10), 12)
-    assert branch == jstep.train(slow, state, batches, 15, log_steps=None)
-
-
 def test_on_other_devices(tmp_path):
     train(10, tmp_path / "trunk")
     mesh = jax.make_mesh((2,), ("data",))
@@ -161,61 +121,3 @@ def test_what_is_refused(start, make, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         train(20, tmp_path / "branch", state=make(tmp_path / "trunk"), start_from=tmp_path / start)
     assert not list(tmp_path.glob("branch/model-*"))
-
-
-def test_an_abstract_state_at_that_step_is_a_template(tmp_path):
-    whole = train(15, tmp_path / "whole")
-    train(10, tmp_path / "trunk")
-    shapes = jax.eval_shape(lambda: make_state())
-    mixed = shapes.replace(global_step=jnp.asarray(10, shapes.global_step.dtype))
-    assert train(15, tmp_path / "one", state=shapes, start_from=tmp_path / "trunk") == whole
-    assert train(15, tmp_path / "two", state=mixed, start_from=tmp_path / "trunk") == whole
-
-
-def test_the_checkpoint_of_a_living_run_moves_on(tmp_path, monkeypatch):
-    """The newest checkpoint is replaced by one at another step while it is read."""
-    train(10, tmp_path / "trunk")
-    extra = jstep.Saver.extra
-    seen = []
-
-    def replaced(self, step=None):
-        if self.directory == str(tmp_path / "trunk"):
-            seen.append(step)
-            if len(seen) == 2:
-                with jstep.Saver(tmp_path / "trunk", max_to_keep=1) as saver:
-                    saver.save(make_state().replace(global_step=11), extra={})
-        return extra(self, step)
-
-    state = grown(tmp_path / "trunk", 10)
-    monkeypatch.setattr(jstep.Saver, "extra", replaced)
-    with pytest.raises(ValueError, match="10, got one at step 11"):
-        train(20, tmp_path / "branch", state=state, start_from=tmp_path / "trunk")
-    assert not list(tmp_path.glob("branch/model-*"))
-
-
-KILLED = """
-state = train(4, checkpoint_dir=f"{directory}/trunk")
-def edited():
-    with jstep.Saver(f"{directory}/trunk") as saver:
-        state = saver.restore(make_state(), 4)
-    return state.with_params({"w": state.params["w"] * 2})
-class Slow(jstep.Hook):
-    def begin(self, state):
-        if %r:
-            say("begun")
-            time.sleep(60)
-where = {"checkpoint_dir": f"{directory}/branch", "start_from": f"{directory}/trunk"}
-branch = train(8, progress=None, state=edited(), hooks=[Slow()], **where)
-say("same", digest(branch) == digest(train(8, state=edited())))
-"""
-
-
-@pytest.mark.thorough
-def test_killed_before_its_first_checkpoint(tmp_path):
-    """It begins in the same way again."""
-    process = children.signalled(KILLED % True, tmp_path, "begun", signal.SIGKILL)
-    children.end(process, -signal.SIGKILL)
-    assert not list(pathlib.Path(tmp_path).glob("branch/model-*"))
-    out, err = children.end(children.start(KILLED % False, tmp_path))
-    assert out == "same True\n"
-    assert "with the state passed" in err

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from children import end, read_until, start
-from loop_runs import DATA, train
+from loop_runs import train
 
 import jstep
 
@@ -46,15 +46,6 @@ def test_a_run_that_is_continued_ends_again(tmp_path: Path) -> None:
     assert hook.ends == [5, 8]
     assert ends[0] == ends[1]
     assert ends[2][1] == ends[3][1] == ends[4][1]
-
-
-@pytest.mark.thorough(except_for=["5"])
-@pytest.mark.parametrize("last", [5, None])
-def test_a_run_whose_batches_end(last: int | None, tmp_path: Path) -> None:
-    hook, batches = Doubles(), [DATA[n] for n in range(5)]
-    for _ in range(2):
-        train(last, batches, hooks=[hook], checkpoint_dir=tmp_path, save_checkpoint_steps=5)
-    assert hook.ends == [5]
 
 
 def test_a_start_that_takes_no_step_saves_nothing(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -11,14 +10,14 @@ import time
 
 import jax.numpy as jnp
 import pytest
-from foreign_files import KINDS, NOT_FILES, contents, put
+from foreign_files import KINDS, contents, put
 
 import jstep
-from jstep.checkpoint.claims import claim_path, read_claim
+from jstep.checkpoint.claims import read_claim
 from jstep.stores import owners
 from jstep.stores.files import ForeignFileError
 
-FILES = (".model.jstep-writer", ".best.jstep-writer", "timeline.jsonl", "fingerprints.jsonl")
+FILES = (".model.jstep-writer", ".best.jstep-writer", "fingerprints.jsonl")
 """What a run opens for writing: an error before its first step."""
 FOLDERS = ("model-2.orbax-checkpoint-tmp", "model-2.jstep-deleted", "model-2.jstep-replaced")
 """What a run makes, or removes: a link is removed, and anything else that is no folder is an error."""
@@ -86,25 +85,10 @@ def test_a_file_of_somebody_else_is_an_error_before_the_first_step(tmp_path, nam
     assert isinstance(attempt(tmp_path, name, kind), ForeignFileError)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"linked", "other_json"}))
-@pytest.mark.parametrize("name", FILES)
-def test_any_file_of_somebody_else_is_an_error(tmp_path, name, kind):
-    assert attempt(tmp_path, name, kind) is not None
-
-
 @pytest.mark.parametrize("kind", ["linked_to_a_folder", "fifo"])
 def test_a_temporary_folder_of_somebody_else(tmp_path, kind):
     error = attempt(tmp_path, FOLDERS[0], kind)
     assert (error is None) == (kind == "linked_to_a_folder")
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", NOT_FILES)
-@pytest.mark.parametrize("name", FOLDERS)
-def test_any_temporary_folder_of_somebody_else(tmp_path, name, kind):
-    error = attempt(tmp_path, name, kind)
-    assert (error is None) == (("linked" in kind and kind != "hard_linked") or kind == "folder")
 
 
 @pytest.mark.thorough
@@ -166,20 +150,3 @@ def test_nothing_to_do_while_another_writer_is_alive(tmp_path):
             train(tmp_path)
         assert (tmp_path / "model-9.orbax-checkpoint-tmp").exists()
         assert read_claim(str(tmp_path), "model") == owners.this_process()
-
-
-def test_what_a_reader_of_claims_gets(tmp_path):
-    assert read_claim(str(tmp_path), "model") is None
-    path = claim_path(str(tmp_path), "model")
-    for data, expected in ((b"", {}), (b"[1]", {}), (b'{"host": "a", "pid": 3}', {"host": "a", "pid": 3})):
-        with open(path, "wb") as file:
-            file.write(data)
-        assert read_claim(str(tmp_path), "model") == expected
-    with open(path, "wb") as file:
-        file.truncate(2**16 + 1)
-    with pytest.raises(ValueError, match=re.escape(path)):
-        read_claim(str(tmp_path), "model")
-    os.unlink(path)
-    os.mkfifo(path)
-    with pytest.raises(OSError, match=re.escape(path)):
-        read_claim(str(tmp_path), "model")

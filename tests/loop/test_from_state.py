@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from points import STEP, make_state
@@ -121,39 +120,6 @@ def test_each_run_reads_them_from_the_beginning(tmp_path: Path) -> None:
         assert jstep.replay(STEP, make_state(), batches, tmp_path, step).state == trained(step, batches)
     assert jstep.verify_resume(make_state, STEP, batches, at=3, steps=6)
     assert repr(batches) == "<jstep.replayed(stream)>"
-
-
-def test_the_position_of_another_loader_is_refused() -> None:
-    for position in ({"epoch": 3}, 3):
-        with pytest.raises(ValueError, match=r"state=.*: must be a position of jstep.replayed"):
-            iter(jstep.replayed(stream)).set_state(position)  # type: ignore[arg-type]
-
-
-def test_decorated_functions_are_taken() -> None:
-    """A decorator may supply arguments itself, while `inspect` reports the signature of what it decorates."""
-
-    def with_scale(fn):
-        @functools.wraps(fn)
-        def call(*args):
-            return fn(*args, 2.0)
-
-        return call
-
-    @with_scale
-    def by_step(step, scale):
-        return jnp.float32(step * scale)
-
-    @with_scale
-    def by_state(step, state, scale):
-        return jnp.float32(step * scale)
-
-    @with_scale
-    def made(scale):
-        return [jnp.float32(step * scale) for step in range(5)]
-
-    sources = by_step, jstep.from_state(by_state), jstep.replayed(made)
-    first, *others = (trained(5, batches) for batches in sources)
-    assert others == [first] * 2
 
 
 def test_what_may_keep_something_without_a_position_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
-from jstep.core import interactive, stopwatch
 
 optimizer = jstep.gradient_descent(0.1)
 train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
@@ -55,12 +54,6 @@ def test_it_goes_on_as_a_run_that_was_never_stopped(error, steps_per_call):
     assert jstep.interrupted_state() is None
 
 
-def test_the_end_of_stop_secs_keeps_it():
-    with pytest.raises(jstep.Preempted):
-        jstep.train(train_step, make_state(), batch, None, log_steps=None, stop_secs=0.2)
-    assert int(jstep.interrupted_state().global_step) > 0
-
-
 def test_a_run_that_fails_before_its_first_step_leaves_it():
     stopped_at(5)
     kept = jstep.interrupted_state()
@@ -70,14 +63,6 @@ def test_a_run_that_fails_before_its_first_step_leaves_it():
     with pytest.raises(ZeroDivisionError):
         jstep.train(train_step, make_state(), lambda step: 1 / 0, 10, log_steps=None)
     assert jstep.interrupted_state() is kept
-
-
-def test_the_first_step_of_another_run_drops_it():
-    stopped_at(5)
-    seen = []
-    hook = jstep.every(1, lambda *_: seen.append(jstep.interrupted_state()))
-    jstep.train(train_step, make_state(), batch, 1, hooks=[hook], log_steps=None)
-    assert seen == [None]
 
 
 def test_a_donated_state_points_to_it():
@@ -97,19 +82,3 @@ def test_a_program_keeps_nothing(monkeypatch):
     raised = stopped_at(5)
     assert jstep.interrupted_state() is None
     assert not any("interrupted_state" in note for note in raised.__notes__)
-
-
-def test_the_time_of_a_session_is_not_that_of_a_run(monkeypatch):
-    monkeypatch.setattr(stopwatch, "_trained", set())
-    assert stopwatch.seconds_before_training() == 0
-    monkeypatch.delattr(sys, "ps1")
-    assert stopwatch.seconds_before_training() >= 0
-    assert stopwatch._trained
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("shell", "expected"), [(None, (False, False)), (object(), (True, False))])
-def test_ipython_without_a_kernel_is_no_notebook(shell, expected, monkeypatch):
-    monkeypatch.delattr(sys, "ps1")
-    monkeypatch.setitem(sys.modules, "IPython", type("IPython", (), {"get_ipython": staticmethod(lambda: shell)}))
-    assert (interactive.is_interactive(), interactive.is_notebook()) == expected

@@ -1,14 +1,14 @@
 """Runs in lanes: their cards, and the warning if a run resumes with another number."""
 
-import json
 import logging
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jstep.hooks.card_differences import card_difference
+from cards import recorded
 
 import jstep
+from jstep.hooks.start_differences import changes
 
 OPTIMIZER = jstep.gradient_descent(0.1)
 DATA = jstep.batches(np.ones((64, 2), np.float32), 8, seed=0)
@@ -23,20 +23,13 @@ def run(directory, train_step, last_step):
     return jstep.train(train_step, state, DATA, last_step, checkpoint_dir=directory, progress=False)
 
 
-def cards(directory):
-    lines = map(json.loads, (directory / "timeline.jsonl").read_text().splitlines())
-    return [line for line in lines if line["kind"] == "card" and "devices" in line]
-
-
 def test_the_card_has_the_lanes(tmp_path):
     run(tmp_path / "a", step(4), 2)
     run(tmp_path / "b", step(None), 2)
     run(tmp_path / "c", {0: step(None), 1: step(8)}, 2)
-    (a,), (b,), (c,) = (cards(tmp_path / name) for name in "abc")
+    (a,), (b,), (c,) = (recorded(tmp_path / name) for name in "abc")
     assert (a["lanes"], b["lanes"], c["lanes"]) == (4, None, {"0": None, "1": 8})
-    assert "lanes: 4 in A, null in B" in card_difference(a, b)
-    before = {name: value for name, value in b.items() if name != "lanes"}  # of an earlier version
-    assert not [line for line in card_difference(b, before) if "lanes" in line]
+    assert "lanes: 4 before, null now" in changes({"card": a}, {"card": b}).bits
 
 
 @pytest.mark.thorough

@@ -3,7 +3,6 @@
 import base64
 import json
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,6 @@ def test_a_run_in_parts_is_a_whole_one(tmp_path: Path, stops: tuple[int, ...]) -
         state = train(buffer, stop, tmp_path, save_checkpoint_steps=5)
         assert buffer.newest.base is not None
         assert np.shares_memory(buffer.newest, buffer.rows)
-        assert buffer.environment["rng"] is buffer.rng
         assert files_of(tmp_path, stop) == {"position.process_0.0": ROWS * 8, "position.process_0.1": LARGE + 1}
         assert os.path.getsize(tmp_path / f"model-{stop}" / "manifest.json") < 20_000
     assert state == by_hand(20)
@@ -131,19 +129,6 @@ def test_a_step_that_fails_with_its_batch_saves_nothing(tmp_path: Path) -> None:
     assert train(Buffer(), 20, tmp_path) == by_hand(20)
 
 
-def test_a_signal_in_fn_lets_batch_and_step_end(tmp_path: Path) -> None:
-    class Killed(Buffer):
-        def __call__(self, step: int, state: jstep.TrainState) -> Any:
-            if step == 6:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return super().__call__(step, state)
-
-    with pytest.raises(jstep.Preempted):
-        train(Killed(), 20, tmp_path)
-    assert jstep.Saver(tmp_path).all_steps() == [7]
-    assert train(Buffer(), 20, tmp_path) == by_hand(20)
-
-
 class Remembers(jstep.Hook):
     """A hook with a large memory."""
 
@@ -179,22 +164,6 @@ def test_large_memories_of_hooks_are_files(tmp_path: Path) -> None:
     np.testing.assert_array_equal(callback.memory[:10, 0], [0, 0, 2, 0, 4, 0, 6, 0, 8, 0])
 
 
-def test_a_checkpoint_that_is_saved_again_without_a_step_keeps_its_files(tmp_path: Path) -> None:
-    """A hook changes the state at the end of a run that a signal stopped at its last step."""
-    kill = jstep.every(5, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(jstep.Preempted):
-        train(Buffer(), 5, tmp_path, [Remembers(), kill])
-    before = {name: (tmp_path / "model-5" / name).read_bytes() for name in files_of(tmp_path, 5)}
-    train(Buffer(), 5, tmp_path, [Remembers(changes_at_end=True)])
-    assert {name: (tmp_path / "model-5" / name).read_bytes() for name in files_of(tmp_path, 5)} == before
-    assert float(jstep.Saver(tmp_path).restore(make_state()).params["w"][0]) == pytest.approx(
-        float(by_hand(5).params["w"][0]) + 1
-    )
-    buffer = Buffer()
-    train(buffer, 6, tmp_path, [Remembers()])
-    assert (buffer.size, buffer.loads) == (6, 1)
-
-
 def test_a_corrupted_file_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(Buffer(), 5, tmp_path)
     assert main(["inspect", str(tmp_path), "--verify"]) == 0
@@ -212,18 +181,6 @@ def test_a_corrupted_file_is_found(tmp_path: Path, capsys: pytest.CaptureFixture
     path.unlink()
     assert jstep.Saver(tmp_path).all_steps() == []
     capsys.readouterr()
-
-
-def test_only_files_of_the_checkpoint_are_read(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("a secret")
-    with jstep.Saver(tmp_path / "run") as saver:
-        for extra in ({"batches": {"value": {"$bytes": {"$file": "../../secret"}}}}, {"a": 1}):
-            saver.save(make_state(), extra=extra)
-        for name in ("../../secret", str(tmp_path / "secret"), "position.process_0.0"):
-            with pytest.raises(jstep.CheckpointError, match="missing"):
-                saver.read_file(name, 0)
-        with pytest.raises(FileNotFoundError, match="step=3"):
-            saver.read_file("position.process_0.0", 3)
 
 
 def test_checkpoints_with_positions_as_text_resume(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ The lines are in lines_of_runs.txt beside this file: a change of a message, of a
 that file, to be looked at. Times and paths are masked.
 """
 
-import itertools
 import json
 import logging
 import os
@@ -21,6 +20,7 @@ import pytest
 
 import jstep
 from jstep.stores import event_files
+from jstep.stores.starts import read_starts, with_card
 
 FILE = pathlib.Path(__file__).with_name("lines_of_runs.txt")
 OPTIMIZER = jstep.momentum(jstep.exponential_decay(0.1, 10, 0.5), 0.9)
@@ -64,13 +64,13 @@ class Recorded(logging.Handler):
 def run(
     folder: str, last_step: int = 6, *, step: Any = STEP, state: Any = None, batches: Any = DATA, **options: Any
 ) -> list[str]:
-    """Return what a run says and leaves behind: the log, its end, the timeline, the files and the events."""
+    """Return what a run says and leaves behind: the log, its end, the record, the files and the events."""
     logger, log = logging.getLogger("jstep"), Recorded()
     before = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(log)
     where = os.path.join(folder, "run")
-    known = len(timeline(where))
+    known = len(record(where))
     options = {"checkpoint_dir": where, "save_checkpoint_steps": 3, "log_steps": 2, "progress": False} | options
     try:
         state = jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER) if state is None else state
@@ -84,28 +84,23 @@ def run(
         logger.removeHandler(log)
         logger.setLevel(before)
     files = [f"file {os.path.relpath(path, folder)}" for path in sorted(map(str, pathlib.Path(where).glob("*")))]
-    return [*log.lines, *end, *timeline(where)[known:], *files]
+    return [*log.lines, *end, *record(where)[known:], *files]
 
 
 MASKED = {
     *("time", "pid", "began", "versions", "environment", "devices", "settings", "hash", "sharding"),
     *("argv", "directory", "logdir", "process", "run", "since", "wall", "now", "values"),
-    *("operations", "numbers"),  # of the traced program, which other versions of JAX trace otherwise
 }
 
 
-_KINDS = ("start", "card", "parts")
-
-
-def timeline(where: str) -> list[str]:
-    """Return the lines of the timeline."""
-    path = pathlib.Path(where, "timeline.jsonl")
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    kept = [line for line in lines if line["kind"] != "code"]  # the commit of the repository, when git has told it
-    # A program is described when it is compiled, in the background.
-    starts = list(itertools.accumulate(line["kind"] == "start" for line in kept))
-    kept = [kept[i] for i in sorted(range(len(kept)), key=lambda i: (starts[i], _KINDS.index(kept[i]["kind"])))]
-    return [f"timeline {json.dumps(_masked(line), ensure_ascii=False)}" for line in kept]
+def record(where: str) -> list[str]:
+    """Return the starts of the run and their cards."""
+    lines = []
+    for start in read_starts(where).get("model", ()):
+        own = {name: value for name, value in with_card(where, start).items() if value not in (None, "", {}, [], ())}
+        saved = [[step, examples] for step, _, examples, _ in start["saved"]]
+        lines.append(f"start {json.dumps(_masked({**own, 'saved': saved}), ensure_ascii=False)}")
+    return lines
 
 
 def _masked(value: Any) -> Any:
@@ -113,7 +108,7 @@ def _masked(value: Any) -> Any:
         return [_masked(one) for one in value]
     if not isinstance(value, dict):
         return value
-    kept = {name: one for name, one in value.items() if name not in ("start", "commit")}
+    kept = {name: one for name, one in value.items() if name not in ("commit", "edits")}
     found = {name: "…" if one and name in MASKED else _masked(one) for name, one in kept.items()}
     return found | ({"seconds": sorted(found["seconds"].keys() - {"before"})} if "seconds" in found else {})
 

@@ -1,4 +1,4 @@
-"""A log that cannot be written never prevents a checkpoint: a History, event files, fingerprints, a timeline."""
+"""A log that cannot be written never prevents a checkpoint: a History, event files, fingerprints."""
 
 import contextlib
 import errno
@@ -10,7 +10,7 @@ from loop_runs import train
 
 import jstep
 from jstep.hooks import history_file
-from jstep.stores import growing_files
+from jstep.stores import line_files
 from jstep.summary import new_event_files
 
 
@@ -31,7 +31,7 @@ class Full:
         self._monkeypatch.setattr(kind, method, write)
 
     def named(self, log):
-        return [] if isinstance(log, growing_files.LocalLines) else [getattr(log, "path", None) or log._path]
+        return [] if isinstance(log, line_files.LocalLines) else [getattr(log, "path", None) or log._path]
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def of_rare_event_files(full, where):
 
 
 def of_fingerprints(full, where):
-    full.fills(growing_files.LocalLines, "write")
-    full.fills(growing_files.LocalLines, "sync")
+    full.fills(line_files.LocalLines, "write")
+    full.fills(line_files.LocalLines, "sync")
     hook = jstep.FingerprintHook(where / "fingerprints.jsonl", every_n_steps=1)
     return {"hooks": [hook]}, "fingerprints.jsonl", "FingerprintHook.flush"
 
@@ -128,31 +128,6 @@ def test_a_signal_saves(kind, full, tmp_path):
     assert file in str(info.value)
     assert steps_in(tmp_path / "run") == [6]
     assert "is saved as model-6" in " ".join(info.value.__notes__)
-
-
-def test_a_temporary_checkpoint_is_saved(full, tmp_path, monkeypatch):
-    options, _, method = of_history(full, tmp_path)
-    monkeypatch.setattr("jstep.loop.saving.FIRST_SECS", 0.0)
-    hooks = [filling(full, 3), *options["hooks"]]
-    with pytest.raises(OSError, match="No space left") as info:
-        train(10_000, hooks=hooks, checkpoint_dir=tmp_path / "run", save_checkpoint_secs="auto")
-    assert steps_in(tmp_path / "run")[-1] == int(info.value.state.global_step) < 10_000
-    assert method in " ".join(info.value.__notes__)
-
-
-def test_another_error_stays_the_one_of_the_run(full, tmp_path):
-    options, file, _ = of_history(full, tmp_path)
-
-    def fail(step, state, metrics):
-        if step == 6:
-            full.now = True
-            raise KeyError("mine")
-
-    hooks = [jstep.every(1, fail), *options["hooks"]]
-    with pytest.raises(KeyError, match="mine") as info:
-        train(40, hooks=hooks, checkpoint_dir=tmp_path / "run", save_checkpoint_steps=100)
-    assert steps_in(tmp_path / "run") == [6]
-    assert [file in note for note in info.value.__notes__ if note.startswith("Additionally")] == [True]
 
 
 def test_what_fails_when_the_run_closes_has_the_state(tmp_path, monkeypatch):

@@ -47,12 +47,3 @@ def test_train_passes_one_argument(steps_per_call, tmp_path):
     jstep.train(STEP, make_state(), BATCHES, 3, **options)
     state = jstep.train(STEP, make_state(), lambda n: BATCHES[n], 6, **options)
     np.testing.assert_allclose(state.params["w"], by_hand(6).params["w"], rtol=1e-6)
-
-
-@pytest.mark.thorough
-def test_evaluators_and_prefetching_keep_the_type():
-    state = by_hand(2)
-    evaluate = jstep.evaluator(lambda params, batch: {"loss": loss_fn(params, batch)}, BATCHES[:2])
-    want = np.mean([loss_fn(state.params, batch) for batch in BATCHES[:2]])
-    np.testing.assert_allclose(evaluate(state)["loss"], want, rtol=1e-6)
-    assert {type(batch) for batch in jstep.prefetch_to_device(iter(BATCHES))} == {Batch}

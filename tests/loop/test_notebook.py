@@ -2,9 +2,7 @@
 
 import logging
 import re
-import signal
 import sys
-import threading
 import types
 
 import jax.numpy as jnp
@@ -71,12 +69,6 @@ def test_a_history_shows_nothing_by_itself(kernel):
     assert kernel == []
 
 
-def test_updates_are_few(kernel):
-    train(2000)
-    (handle,) = kernel
-    assert len(handle.shown) < 50
-
-
 def test_log_lines_go_to_handlers_of_the_users_own_and_warnings_are_lines(kernel, capfd):
     handler = logging.Handler()
     lines = []
@@ -96,11 +88,6 @@ def test_log_lines_go_to_handlers_of_the_users_own_and_warnings_are_lines(kernel
     assert "The batches ended after step 3" in capfd.readouterr().err
 
 
-def stopping(patience=1):
-    stop = jstep.EarlyStopping("w", patience=patience, mode="max")
-    return jstep.EvaluationHook(lambda state: {"w": float(state.params["w"])}, every_n_steps=5, callbacks=[stop])
-
-
 def test_a_run_that_takes_no_step_says_so(kernel, tmp_path, capfd):
     train(10, checkpoint_dir=tmp_path)
     train(10, checkpoint_dir=tmp_path)
@@ -110,7 +97,7 @@ def test_a_run_that_takes_no_step_says_so(kernel, tmp_path, capfd):
     assert "the run is already at step 10; there is nothing left to run" in last
     assert "compiling" not in last
     train(5, checkpoint_dir=tmp_path)
-    assert "the run is already at step 10 (model-10, the newest checkpoint); there is nothing" in kernel[2].shown[-1]
+    assert "the run is already at step 10; there is nothing" in kernel[2].shown[-1]
 
 
 def test_what_has_changed_is_below_the_bar(kernel, tmp_path):
@@ -119,64 +106,7 @@ def test_what_has_changed_is_below_the_bar(kernel, tmp_path):
         step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, changed)
         state = jstep.TrainState.create({"w": 1.0}, changed)
         jstep.train(step, state, lambda step: jnp.float32(0), 10, checkpoint_dir=tmp_path)
-    assert "<div>  learning_rate: 0.1 before, 0.5 now</div>" in kernel[1].shown[-1]
-
-
-def test_a_run_that_was_stopped_early_says_so_at_each_start(kernel, tmp_path):
-    for _ in range(2):
-        train(100, stopping(), checkpoint_dir=tmp_path)
-    first, again = (handle.shown[-1] for handle in kernel)
-    assert "stopped at step 10 of 100" in first
-    assert "w has not improved on" in first
-    assert "stopped at step 10 of 100" in again
-    assert "EarlyStopping(w) stopped" in again
-    assert "compiling" not in again
-
-
-def test_the_end_of_the_batches_and_a_signal_are_lines(kernel, tmp_path):
-    state = jstep.TrainState.create({"w": 1.0}, optimizer)
-    jstep.train(train_step, state, [jnp.float32(0)] * 3, 5)
-    assert "stopped at step 3 of 5" in kernel[0].shown[-1]
-    assert "<div>The batches ended after step 3, before last_step=5" in kernel[0].shown[-1]
-    with pytest.raises(KeyboardInterrupt):
-        train(50, jstep.every(7, lambda *_: signal.raise_signal(signal.SIGINT)), checkpoint_dir=tmp_path)
-    assert "stopped at step 7 of 50" in kernel[1].shown[-1]
-    assert "<div>SIGINT stopped the run after step 7, which is saved" in kernel[1].shown[-1]
-    assert not any(type(handler).__name__ == "ShownLines" for handler in logging.getLogger("jstep").handlers)
-
-
-def test_the_caller_says_what_is_below_the_bar(kernel):
-    """Not the beginning of a line, nor the module that logs it."""
-
-    def log(step, state, metrics):
-        logging.getLogger("jstep").info("step %d  is mine", step)
-
-    train(10, jstep.every(7, log), jstep.LoggingHook(every_n_steps=7, level="WARNING"))
-    last = kernel[0].shown[-1]
-    assert "<div>step 7  is mine</div>" in last
-    assert "<div>step 7  loss" not in last
-
-
-def test_the_metrics_of_a_log_line_that_fit_are_beside_the_bar(kernel):
-    def loss(params, x):
-        loss = (params["w"] - x) ** 2
-        return loss, {f"metric_{i}": loss * i for i in range(2)} | {"a" * 200: loss, "z": loss}
-
-    step = jstep.minimize(loss, optimizer, has_aux=True, metrics=["grad_norm"])
-    state = jstep.TrainState.create({"w": 1.0}, optimizer)
-    jstep.train(step, state, lambda step: jnp.float32(0), 10)
-    bar = kernel[0].shown[-1].partition("</div>")[0]
-    assert re.search(r"loss \S+  learning_rate \S+  grad_norm \S+  metric_0", bar)
-    assert " z " in bar
-    assert "aaa" not in bar
-    assert len(bar) < 300
-
-
-def test_a_run_in_a_thread(kernel):
-    thread = threading.Thread(target=train, args=(50,))
-    thread.start()
-    thread.join(timeout=100)
-    assert "step 50 of 50" in kernel[0].shown[-1]
+    assert "<div>  the traced step differs</div>" in kernel[1].shown[-1]
 
 
 def test_names_are_escaped(kernel):

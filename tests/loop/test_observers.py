@@ -13,8 +13,7 @@ from jstep.loop.train import OBSERVERS
 
 PACKAGE = pathlib.Path(jstep.__file__).parent
 OF = {
-    "loop/timeline": {"timeline", "cards", "goodput"},  # cards are lines of the timeline, and goodput reads it
-    "loop/card": {"cards"},
+    "loop/recorder": {"record", "goodput"},  # goodput reads the record
     "loop/stalls": {"stalls"},
     "loop/utilization": {"utilization"},
     "loop/progress": {"progress"},
@@ -46,8 +45,7 @@ assert counter.steps_per_sec and jstep.Saver(run).all_steps() == [6] and float(s
 seen.update(["utilization"] * (counter.mfu is not None), ["progress"] * ("6/6" in open(run + "/stderr").read()))
 seen.update(["audits"] * hasattr(jstep, "AuditHook"))
 with contextlib.suppress(FileNotFoundError):
-    kinds = {json.loads(line)["kind"] for line in open(run + "/timeline.jsonl")}
-    seen.update(["timeline"] * ("parts" in kinds), ["cards"] * ("card" in kinds))
+    seen.update(["record"] * (len(json.load(open(run + "/starts/model.000001.card.json"))["card"]["programs"]) == 1))
 with contextlib.suppress(AttributeError, FileNotFoundError):
     seen.update(["goodput"] * (jstep.goodput(run).steps == 6))
 print(json.dumps(sorted(seen)))

@@ -5,10 +5,9 @@ import logging
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jstep.hooks.card_differences import Changes, changes
-from jstep.loop.card import Cards, past_changes, record_past, report_changes
 
 import jstep
+from jstep.hooks.start_differences import changes
 
 OPTIMIZER = jstep.gradient_descent(0.1)
 STEP = jstep.minimize(lambda params, x: params["w"] * jnp.mean(x), OPTIMIZER)
@@ -43,7 +42,7 @@ CHANGED = {
     "weights": (
         mixture({0: WEB, 2: BOTH}),
         mixture({0: WEB, 3: BOTH}),
-        'weights[2]: {"code": 0.5, "web": 0.5} before, absent now; weights[3]: absent before, {"code"',
+        "weights[2][code]: 0.5 before, absent now; weights[2][web]: 0.5 before, absent now; weights[3][code]: absent",
     ),
     "dropped rows after another batch size": (
         batches(22, batch_size={0: 4, 1: 8}),
@@ -99,17 +98,6 @@ def test_checkpoints_without_a_past_are_resumed_silently(extra, tmp_path, caplog
     assert not warnings(caplog)
 
 
-def test_a_checkpoint_without_its_start_is_compared_with_the_newest_start_before_it(tmp_path, caplog, monkeypatch):
-    past = Cards._past
-    monkeypatch.setattr(Cards, "_past", lambda *args: {**past(*args), "start": None})
-    state = jstep.TrainState.create({"w": 1.0}, OPTIMIZER)
-    doubled = jstep.minimize(lambda params, x: 2 * params["w"] * jnp.mean(x), OPTIMIZER)
-    for step, last_step, lines in ((STEP, 2, 0), (doubled, 4, 1), (doubled, 6, 1)):
-        jstep.train(step, state, batches(), last_step, checkpoint_dir=tmp_path, progress=False)
-        assert len(warnings(caplog)) == lines
-    assert "step: the traced train_step" in warnings(caplog)[0]
-
-
 @pytest.mark.parametrize("size", [4, {0: 4, 1: 2}, {0: 2, 3: 4}, {0: 4, 2: 3, 4: 5}, {0: 3, 1: 4, 5: 1}])
 def test_drop_remainder_counts_from_the_first_batch_that_differs(size):
     for rows in (5, 8, 12, 13):
@@ -127,56 +115,10 @@ def test_the_past_does_not_depend_on_the_number_of_processes(make):
     assert len(hashes) == 1
 
 
-def run_with(directory, optimizer, last_step):
-    """Run with an optimizer, or with one for each stage."""
-    stages = optimizer if isinstance(optimizer, dict) else {0: optimizer}
-    state = jstep.TrainState.create({"w": 1.0}, next(iter(stages.values())))
-    steps = {first: jstep.minimize(lambda params, x: params["w"] * x, one) for first, one in stages.items()}
-    options = {"checkpoint_dir": directory, "progress": False}
-    jstep.train(steps, state, lambda step: np.float32(1), last_step, **options)
-
-
-ADAM, ADAMW = jstep.adam(0.1), jstep.adamw(0.1)
-
-
-@pytest.mark.thorough(except_for=["before3-after3-None"])
-@pytest.mark.parametrize(
-    ("before", "after", "names"),
-    [
-        (ADAM, ADAMW, "adam only before; adamw only now"),
-        ({0: ADAM, 2: ADAM}, {0: ADAM, 2: ADAMW}, "adam only before; adamw only now"),
-        ({0: ADAM, 4: ADAMW}, {0: ADAM, 4: ADAMW}, None),
-        (ADAM, {0: ADAM, 4: ADAMW}, None),
-    ],
-)
-def test_a_changed_optimizer_with_the_same_slots_is_named_once(before, after, names, tmp_path, caplog):
-    run_with(tmp_path, before, 4)
-    run_with(tmp_path, after, 6)
-    found = warnings(caplog)
-    assert len(found) == (names is not None), found
-    if names:
-        assert found[0].splitlines()[1:] == [f"  optimizer: {names}"]
-    run_with(tmp_path, after, 8)  # it continues with the optimizer of the previous run
-    assert warnings(caplog) == found
-
-
-def test_rows_that_changed_for_another_reason_are_reported(caplog):
-    """Such as another version of jstep."""
-    kept = record_past(batches(), 4, {})
-    report_changes("model-4", Changes(past_changes(4, "model-4", {**kept, "rows": "other"}, kept), []))
-    assert "their definition is the same" in warnings(caplog)[0]
-
-
 def test_a_setting_that_one_version_does_not_record_is_no_change():
-    before, now = ({"settings": {"jax_disable_jit": False, **more}} for more in ({}, {"jax_new": "on"}))
-    assert changes(before, now, 4) == changes(now, before, 4) == Changes([], [])
-    other = {"settings": {"jax_disable_jit": True}}
-    assert changes(before, other, 4) == Changes(["jax_disable_jit: false before, true now"], [])
+    def of(**settings):
+        return {"card": {"settings": settings}}
 
-
-def test_changes_are_printable(caplog):
-    with caplog.at_level("INFO", "jstep"):
-        report_changes("model-4", Changes(["train: \x1b[31m before, \u202e now"], ["b\x9b"]))
-        report_changes("model-4", Changes([], ["versions: \x1b[31m\x7f before"]))
-    assert all(c.isprintable() or c == "\n" for record in caplog.records for c in record.getMessage())
-    assert "train: \\x1b[31m before, \\u202e now" in caplog.text
+    before, now = of(jax_disable_jit=False), of(jax_disable_jit=False, jax_new="on")
+    assert changes(before, now).lines == changes(now, before).lines == []
+    assert changes(before, of(jax_disable_jit=True)).bits == ["jax_disable_jit: false before, true now"]

@@ -77,8 +77,6 @@ def test_formats_are_read_from_jaxprs():
         (A100, "bfloat16", "DEFAULT", 312),
         (A100, "float32", "DEFAULT", 156),
         (A100, "float32", "HIGHEST", 19.5),
-        (A100, "float32", "TF32_TF32_F32_X3", 52),
-        (A100, "float32", "F32_F32_F32", 19.5),
         (A100, "int8", "DEFAULT", 624),
         (A100, "float8_e4m3fn", "DEFAULT", None),
         ("NVIDIA H200", "bfloat16", "ANY_F8", 1978.9),
@@ -86,8 +84,6 @@ def test_formats_are_read_from_jaxprs():
         (V5E, "bfloat16", "DEFAULT", 197),
         (V5E, "float32", "HIGH", 197 / 3),
         (V5E, "float32", "HIGHEST", 197 / 6),
-        (V5E, "float32", "BF16_BF16_F32_X3", 197 / 3),
-        (V5E, "float32", "TF32_TF32_F32", None),
         ("TPU v3", "bfloat16", "DEFAULT", 61.5),  # a device is half a chip
         ("cpu", "float32", "DEFAULT", None),
         (A100, "float32", "NEW_NEW_F32", None),

@@ -46,5 +46,5 @@ def test_a_population_with_one_step(tmp_path):
 
 
 def test_the_error_of_a_population_with_several_steps_names_the_way():
-    with pytest.raises(ValueError, match=r"shape \(8,\).*replace\(global_step=None\).*out_axes=axes.*sweeps with vmap"):
+    with pytest.raises(ValueError, match=r"shape \(8,\), must be a scalar.*sweeps with vmap"):
         jstep.train(step_of_all, jax.vmap(create)(jnp.arange(8)), DATA, 4)

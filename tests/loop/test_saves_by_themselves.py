@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 from children import end, signalled, start
-from loop_runs import DATA, make_state, same, train
+from loop_runs import make_state, same, train
 
 import jstep
 from jstep.checkpoint.listing import read_manifest
 from jstep.loop import saving
 from jstep.loop.saving import SaveInterval
-from jstep.tools.cli import main
 
 
 class FakeSaver:
@@ -42,23 +41,6 @@ def test_the_interval(still: float, write: float, directory: str, secs: float) -
         now[0] += still
     saver.write_secs = write
     assert interval() == pytest.approx(secs)
-
-
-def test_a_write_that_takes_longer_than_was_known() -> None:
-    now = [0.0]
-    saver = FakeSaver()
-    interval = SaveInterval(saver, lambda: now[0])
-    with interval.saving():
-        pass
-    assert interval() == 10.0
-    now[0] = 10.0
-    assert interval.is_too_early()  # it is still being written
-    assert interval() == 90.0  # from now
-    saver.write_secs = 12.0
-    now[0] = 110.0
-    assert interval.is_too_early()
-    now[0] = 120.0
-    assert not interval.is_too_early()
 
 
 class Clock:
@@ -167,26 +149,6 @@ def test_a_run(tmp_path: Path, quick: None) -> None:
     assert same(jstep.Saver(tmp_path).restore(make_state()), state)
 
 
-def test_the_last_step_is_kept_although_it_was_due(tmp_path: Path, quick: None, monkeypatch: Any) -> None:
-    """Also if it was not known to be the last one: the batches end."""
-    monkeypatch.setattr(saving, "FIRST_SECS", 0.0)
-    found: list[dict[int, bool]] = []
-    hook = jstep.Hook()
-    hook.end = lambda *_: found.append(passing_in(tmp_path))  # type: ignore[method-assign]
-    saver = jstep.Saver(tmp_path, async_save=False)
-    train(None, [DATA[n] for n in range(5)], hooks=[hook], checkpoint_dir=saver)
-    assert [*found, passing_in(tmp_path)] == [{1: False, 5: True}, {1: False, 5: False}]
-
-
-@pytest.mark.thorough(except_for=["kwargs1"])
-@pytest.mark.parametrize(
-    "kwargs", [{"save_checkpoint_secs": 600}, {"save_checkpoint_secs": None}, {"save_checkpoint_steps": 1000}]
-)
-def test_a_cadence_that_is_given_is_as_it_was(kwargs: Any, tmp_path: Path, quick: None) -> None:
-    train(40, hooks=slowly(), checkpoint_dir=tmp_path, **kwargs)
-    assert passing_in(tmp_path) == {40: False}
-
-
 @pytest.mark.thorough
 def test_a_run_that_is_killed(tmp_path: Path) -> None:
     """It resumes from what it has saved by itself, and ends with the same bits."""
@@ -206,15 +168,3 @@ say("end", digest(state) == digest(train(80)))
     assert newest is not None
     assert newest >= 1
     assert end(start(script, tmp_path))[0].endswith("end True\n")
-
-
-def test_inspect_marks_what_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with jstep.Saver(tmp_path) as saver:
-        for n in (1, 2):
-            with saver.knowing(True, 600.0):
-                saver.save(make_state(n))
-    assert main(["inspect", str(tmp_path)]) == 0
-    head, kept, passing = capsys.readouterr().out.splitlines()
-    assert head.split()[-1] == "kept"
-    assert "until the next" in passing
-    assert "until the next" not in kept

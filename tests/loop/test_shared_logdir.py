@@ -5,6 +5,8 @@ import json
 import logging
 import os
 import pathlib
+import re
+import shutil
 import signal
 from typing import Any
 
@@ -148,8 +150,8 @@ PLACES = {
 }
 
 
-@pytest.mark.thorough(except_for=["beside it-kept", "the same-missing"])
-@pytest.mark.parametrize("record", ["kept", "missing", "torn"])
+@pytest.mark.thorough(except_for=["beside it-whole", "the same-missing"])
+@pytest.mark.parametrize("record", ["whole", "missing", "torn"])
 @pytest.mark.parametrize("places", PLACES)
 def test_a_start_that_died_before_its_first_checkpoint(
     tmp_path: pathlib.Path, places: str, record: str, caplog: Any
@@ -158,10 +160,10 @@ def test_a_start_that_died_before_its_first_checkpoint(
     logs, checkpoints = (None if name is None else tmp_path / name for name in PLACES[places])
     for stop in (3, 7, None):
         run(logs, checkpoints, 20, stop=stop, saves=20)
-        for path in (tmp_path / "run/starts").iterdir():
-            if record == "missing":
-                path.unlink()
-            elif record == "torn":
+        if record == "missing":
+            shutil.rmtree(tmp_path / "run/starts")
+        elif record == "torn":
+            for path in (tmp_path / "run/starts").iterdir():
                 path.write_bytes(bytes(100) + path.read_bytes()[100:-9])
     assert shown(logs)["loss"] == ALL
     assert not warnings_of(caplog)
@@ -223,9 +225,9 @@ def test_a_start_that_was_killed_before_its_first_checkpoint(tmp_path: pathlib.P
 def test_a_run_of_a_living_process_is_another_one(tmp_path: pathlib.Path, caplog: Any, monkeypatch: Any) -> None:
     """Two programs with one logdir, of which neither has a checkpoint_dir."""
     run(tmp_path, None, 20, stop=3)
-    (path,) = (path for path in (tmp_path / "starts").iterdir() if "card" not in path.name)
+    path = tmp_path / "starts/model.000001.json"
     start = json.loads(path.read_text())
-    path.write_text(json.dumps(start | {"end": None, "process": start["process"] | {"pid": 7}}))
+    path.write_text(json.dumps({**start, "end": None, "process": {**start["process"], "pid": 7}}))
     for module in ("start", "recorder"):
         monkeypatch.setattr(f"jstep.loop.{module}.is_alive", lambda process: process["pid"] == 7)
     run(tmp_path, None, 5)
@@ -238,3 +240,18 @@ def test_a_run_without_checkpoints_that_finished_is_another_one(tmp_path: pathli
     run(tmp_path, None, 5)
     assert shown(tmp_path)["loss"] == [*ALL, *range(1, 6)]
     assert len(warnings_of(caplog)) == 1
+
+
+@pytest.mark.thorough(except_for=["stops0"])
+@pytest.mark.parametrize("stops", [(13,), (13, 14)])
+def test_a_run_of_an_earlier_version_is_resumed(tmp_path: pathlib.Path, stops: Any, caplog: Any) -> None:
+    """Its event files had no name of a run, and it had no record; also where a start saved no checkpoint."""
+    for stop in stops:
+        run(tmp_path / "logs", tmp_path / "run", 20, stop=stop)
+    for path in events(tmp_path / "logs"):
+        others(path.rename(re.sub(r"(\.again)?(\.[0-9a-f]{8}){2}$", "", str(path))))
+    shutil.rmtree(tmp_path / "run/starts")
+    run(tmp_path / "logs", tmp_path / "run", 20, stop=17)
+    run(tmp_path / "logs", tmp_path / "run", 20)
+    assert shown(tmp_path / "logs")["loss"] == ALL
+    assert not warnings_of(caplog)

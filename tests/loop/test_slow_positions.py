@@ -108,15 +108,6 @@ def test_data_that_ended_have_ended_after_a_restart(tmp_path: Path) -> None:
     assert train(Rows(20), 30, tmp_path) == train(Rows(20, slow=0), 30, tmp_path / "whole")
 
 
-def test_a_large_position_of_a_loader_is_a_file(tmp_path: Path) -> None:
-    for stop in (7, 13, 30):
-        loader = Rows(size=20_000)
-        state = train(loader, 30, tmp_path, stop)
-        assert (tmp_path / f"model-{stop}" / "position.process_0.0").stat().st_size == 160_000
-    assert state == train(Rows(slow=0), 30, tmp_path / "whole")
-    np.testing.assert_array_equal(loader.seen[:32], [0, *[1] * 30, 0])
-
-
 class Clock:
     """A clock of tests: each position takes `cost` to read, and each batch `batch` to make."""
 
@@ -148,24 +139,3 @@ def test_reading_takes_at_most_a_twentieth_of_the_time(cost: float, batch: float
     clock.run(rare, 20_000)
     assert clock.spent <= 0.05 * clock.now + cost
     assert clock.reads > 1
-
-
-def test_quick_positions_and_positions_due_are_read_at_once() -> None:
-    quick = Clock(1e-5, 1e-5)
-    assert not any(
-        "after" in one for one in quick.run(RarePosition(quick.ask, lambda n: math.inf, lambda: quick.now), 99)
-    )
-    rare_batches = Clock(0.01, 10.0)
-    rare = RarePosition(rare_batches.ask, lambda n: math.inf, lambda: rare_batches.now)
-    assert not any("after" in one for one in rare_batches.run(rare, 99))
-    slow = Clock(0.1, 1e-3)
-    found = slow.run(RarePosition(slow.ask, lambda n: (n // 10 + 1) * 10, lambda: slow.now), 30)
-    assert [n for n, one in enumerate(found, 1) if "after" not in one] == [1, 10, 20, 30]
-
-
-def test_a_number_of_batches_that_is_none_is_refused() -> None:
-    for after in (-1, "2", True, 1.5):
-        with pytest.raises(ValueError, match=r"after=.*: must be a number of batches"):
-            open_source(
-                Rows(), 4, 9, restore_position({"batches": {"value": Rows(slow=0).state_dict(), "after": after}})
-            )

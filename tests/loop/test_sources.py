@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from sources import Indexed, Positioned, PositionedLoader, numbers
+from sources import Indexed, numbers
 
 from jstep.data.loaders import open_source
 from jstep.data.positions import SavedPosition
@@ -43,15 +43,6 @@ def test_generators_and_iterables_continue_from_their_position():
     assert numbers({5: None}.keys()) == [5]
 
 
-def test_a_position_is_a_copy():
-    """An iterator can return a dict that it modifies later."""
-    source = open_source(Positioned(state="shared"), 0, 100, None)
-    next(source.items)
-    saved = source.position()
-    next(source.items)
-    assert saved == {"value": {"at": 1}}
-
-
 def test_a_grain_loader():
     grain = pytest.importorskip("grain")
 
@@ -67,59 +58,11 @@ def test_a_grain_loader():
     assert [next(resumed.items).tolist() for _ in range(3)] == expected[3:]
 
 
-def test_resuming_without_a_position_is_a_warning(caplog):
-    open_source((x for x in [1]), 0, 10, None)
-    open_source([1], 5, 10, None)
-    open_source(Positioned(), 5, 10, SavedPosition({"value": 5}))
-    assert not caplog.records
-    open_source((x for x in [1]), 5, 10, None)
-    assert "a generator has no position to resume from" in caplog.text
-    caplog.clear()
-    open_source(Positioned(), 5, 10, None)
-    assert "no position for the Positioned" in caplog.text
-
-
-def test_which_sources_are_seekable():
-    def seekable(batches):
-        return open_source(batches, 0, 1).seekable
-
-    assert all(map(seekable, ([1], Indexed(), lambda step: step, Positioned(), PositionedLoader())))
-    assert not any(map(seekable, (iter([1]), {1}, (x for x in []))))
-
-
-class IterableDataset:
-    """Like PyTorch's: it inherits a `__getitem__` that raises."""
-
-    def __getitem__(self, index):
-        raise NotImplementedError
-
-    def __iter__(self):
-        return iter([0, 10, 20])
-
-
-class Frame:
-    """Like a data frame: columns by name, batches by iteration, and a length that is not that of the batches."""
-
-    def __getitem__(self, name):
-        return {"x": 1}[name]
-
-    def __iter__(self):
-        return iter([0, 10, 20])
-
-    def __len__(self):
-        return 2
-
-
 class IndexedAndIterable(Indexed):
     """A sequence of batches that also has `__iter__`, which must not be used."""
 
     def __iter__(self):
         raise AssertionError("it is indexed")
-
-
-@pytest.mark.parametrize("batches", [IterableDataset(), Frame()])
-def test_objects_with_another_getitem_are_iterated_over(batches):
-    assert numbers(batches) == [0, 10, 20]
 
 
 def test_objects_with_an_item_for_the_first_step_are_indexed():

@@ -45,20 +45,6 @@ def test_it_ends_with_75_and_saves(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_disk_that_blocks(tmp_path):
-    """The process ends all the same."""
-    end(start("train(3, checkpoint_dir=directory)", tmp_path))
-    hang = HANG.replace("0.2, exit_secs=0.6", "0.1, exit_secs=1.5")
-    hang += """
-import queue
-from jstep.checkpoint import listing
-listing.read_small = queue.SimpleQueue().get  # it takes two arguments, and waits
-"""
-    errors = end(start(hang + "train(30, hooks=hooks, checkpoint_dir=directory)", tmp_path), 75)[1]
-    assert re.search(r"has been starting: it looks for checkpoints for [\d.]+ s: \S+\.py:\d+ in \w+", errors)
-
-
-@pytest.mark.thorough
 def test_the_loader_continues_where_it_was(tmp_path):
     script = """
 class Stuck(Counted):

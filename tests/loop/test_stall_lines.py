@@ -1,8 +1,10 @@
 """`StallHook`: the line of each place in which a single process can hang."""
 
+import collections
 import json
 import re
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +51,28 @@ def test_a_hook_that_hangs_is_named():
     place = r"hangs\.py:\d+ in __call__"
     name = r"every\(1, test_a_hook_that_hangs_is_named\.<locals>\.<lambda>\)"
     assert re.fullmatch(line_of(f"in the hook {name} at step 9", place), stuck.lines[0])
+
+
+@pytest.mark.parametrize("kind", ["hook", "evaluation", "save", "batch"])
+def test_what_was_reported_and_ended_stays_usual(kind):
+    watch = watch_of(warn_secs=60.0)
+    lasted = collections.defaultdict(lambda: [0.1])  # the slow call has left the last ones
+    watch.setup = types.SimpleNamespace(
+        watch=types.SimpleNamespace(lasted=lasted),
+        loop=types.SimpleNamespace(step=7),
+        lines=types.SimpleNamespace(add_stall=lambda **_: None),
+    )
+
+    def slow(thing, age, part="hooks"):
+        return Wait(kind, "", (thing, age), thing, age=age, idle=age, part=part)
+
+    watch._end_wait(slow("other", 500.0))
+    watch._end_wait(slow("this", 70.0, part=""))  # not reported
+    assert watch._is_stall(slow("this", 80.0))
+    for age in (80.0, 70.0):
+        watch._end_wait(slow("this", age))
+    assert watch._is_stall(slow("this", 681.0))
+    assert watch._is_stall(slow("this", 679.0)) is (kind == "batch")
 
 
 class Blocks:
@@ -124,8 +148,8 @@ def test_the_line_of_each_place(name, tmp_path):
 def watch_of(**settings):
     """A watch without a run."""
     watch = object.__new__(StallWatch)
-    watch._hook, watch._device_wait = jstep.StallHook(**settings), None
-    watch._index, watch._name = 0, "process 0"
+    watch._hook, watch._device_wait, watch._survived = jstep.StallHook(**settings), None, {}
+    watch._process = types.SimpleNamespace(index=0, name="process 0")
     return watch
 
 

@@ -178,15 +178,6 @@ def test_the_seconds_that_a_thing_usually_takes() -> None:
     assert watch._usual(device) is None
 
 
-def test_the_call_that_the_device_has_not_finished() -> None:
-    watch = watch_of(run_of())
-    assert watch._wait_of_device() is None
-    watch.setup.in_flight.unfinished = lambda: (2, 5)  # type: ignore[method-assign]
-    wait = watch._wait_of_device()
-    assert wait is not None
-    assert (wait.what, wait.steps) == ("in a call of steps 2 to 4", (2, 4))
-
-
 def looked(
     says: list[str],
     *,
@@ -240,17 +231,6 @@ def test_a_line_is_written_at_twice_the_age_of_the_last_one(monkeypatch: pytest.
     says.clear()
     looked(says, looks=6, has_files=False, _hook=jstep.StallHook(warn_secs=1.0, exit_secs=3.5))
     assert says == ["line at 3", "exit at 4", "exit at 5", over[0].replace("13", "5"), "recorded after 5"]
-
-
-def test_who_does_not_hang_tells_those_who_do_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StallWatch, "_is_stall", lambda self, wait: False)
-    for stall, shared in ((True, True), (False, True), (True, False)):
-        says: list[str] = []
-        files = types.SimpleNamespace(others=[{"stall": stall}], reads=0)
-        found = looked(says, looks=4, _files=files, shared=shared, has_files=True)
-        told = [((age, False) if stall else None, True, False) for age in (2.0, 3.0)]
-        assert found == [(None, False, False)] * 2 + (told if shared else [(None, False, False)] * 2)
-        assert says == []
 
 
 class LeftError(Exception):
@@ -322,17 +302,3 @@ def test_several_processes_save_nothing_and_leave_process_0_last(
 ) -> None:
     watch = watch_of(run_of(saver=object()), process=process, warn=warn)
     assert ended(watch, Wait("batch", "hanging", 0, age=61.0), said)[-3:] == ["shutdown", f"sleep {secs}", "exit 75"]
-
-
-@pytest.mark.parametrize(("usual", "limit"), [([], 20.0), ([0.5, 0.1], 2.0), ([4.0], 12.0)])
-def test_a_save_may_take_three_times_as_long_as_before(
-    usual: list[float], limit: float, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits = []
-    monkeypatch.setattr(stalls, "_in_time", lambda fn, seconds=5.0: (limits.append(seconds), fn(), seconds == 5.0)[-1])
-    run = run_of(saver=object())
-    run.watch.lasted[SAVING] = usual
-    done = ended(watch_of(run, count=1), Wait("batch", "hanging", 0, age=61.0), said)
-    assert limits.count(5.0) == len(limits) - 1
-    assert max(limits, key=lambda one: one != 5.0) == limit
-    assert f"step 5 could not be saved within {stalls._secs(limit)} s" in done

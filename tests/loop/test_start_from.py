@@ -10,6 +10,7 @@ import pytest
 from positioned import Positioned
 
 import jstep
+from jstep.stores.starts import read_starts
 
 optimizer = jstep.adam(jstep.held("learning_rate", 0.1))
 train_step = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), optimizer)
@@ -235,14 +236,25 @@ class Living:
                 saver.save(state, extra=saver.extra(step))
 
 
-def test_the_newest_permanent_checkpoint_of_a_living_run_is_taken_if_the_newest_is_replaced(tmp_path, monkeypatch):
+@pytest.mark.thorough(except_for=["True"])
+@pytest.mark.parametrize("temporary", [True, False])
+def test_the_newest_checkpoint_of_a_living_run_is_taken_again(temporary, tmp_path, monkeypatch):
+    train(10, tmp_path / "trunk")
+    living = Living(tmp_path / "trunk", monkeypatch, times=2, temporary=temporary)
+    Living.go_on(living, temporary)
+    train(20, tmp_path / "branch", start_from=tmp_path / "trunk", save_checkpoint_steps=100)
+    assert living.reads == [11, 12, 13]
+    with jstep.Saver(tmp_path / "branch") as saver:
+        assert saver.extra(13)["parent"]["step"] == saver.extra(20)["parent"]["step"] == 13
+    assert [start["parent"]["step"] for start in read_starts(str(tmp_path / "branch"))["model"]] == [13]
+
+
+def test_the_newest_permanent_checkpoint_is_taken_at_last(tmp_path, monkeypatch):
     train(10, tmp_path / "trunk")
     living = Living(tmp_path / "trunk", monkeypatch, times=100)
     Living.go_on(living, True)
-    train(20, tmp_path / "branch", start_from=tmp_path / "trunk", save_checkpoint_steps=100)
-    assert living.reads == [11, 10]
-    with jstep.Saver(tmp_path / "branch") as saver:
-        assert saver.extra(10)["parent"]["step"] == saver.extra(20)["parent"]["step"] == 10
+    train(20, tmp_path / "branch", start_from=tmp_path / "trunk")
+    assert living.reads == [11, 12, 13, 14, 10]
 
 
 def test_a_checkpoint_that_was_named_is_not_exchanged(tmp_path, monkeypatch):
@@ -270,3 +282,12 @@ def test_a_branch_with_damaged_checkpoints_is_the_error_of_any_run(lost, tmp_pat
         lines = [line for line in caplog.messages if "is ignored" in line]
         assert len(lines) == len(set(lines))
     assert errors[0] == errors[1]
+
+
+def test_a_branch_whose_checkpoints_have_no_file_left_does_not_begin_again(tmp_path):
+    train(10, tmp_path / "trunk")
+    train(20, tmp_path / "branch", start_from=tmp_path / "trunk")
+    for path in [path for path in (tmp_path / "branch").glob("model-*/**/*") if path.is_file()]:
+        path.unlink()
+    with pytest.raises(jstep.CheckpointError, match="branch/model-20 has no checkpoint, only its name"):
+        train(30, tmp_path / "branch", start_from=tmp_path / "trunk")

@@ -88,12 +88,6 @@ def test_a_state_that_cannot_be_saved_names_the_loader(tmp_path, loader):
     jstep.train(STEP, state(), batches, 5, progress=False)
 
 
-def test_a_position_that_cannot_be_read_names_the_loader():
-    for saved in ({"pickle": "gASVEgAAAAAAAACMBW5vb25llIwEbm9uZZSTlC4="}, {"base64": "?"}, {}):
-        with pytest.raises(ValueError, match="position for the Stateful"):
-            open_source(Stateful(), 3, 9, SavedPosition(saved))
-
-
 def test_a_loader_with_only_one_of_the_methods_warns(caplog):
     class Half:
         def __iter__(self):

@@ -112,12 +112,6 @@ def test_an_out_of_range_error_with_a_cause_is_an_error():
     assert isinstance(raised.value.__cause__, OSError)
 
 
-def test_a_generator_can_be_used_after_the_run():
-    batches = (DATA[n] for n in range(6))
-    train(3, batches)
-    assert len(list(batches)) == 3
-
-
 def test_empty_batches_are_an_error():
     calls = Calls()
     with pytest.raises(

@@ -59,16 +59,3 @@ def test_another_base_is_a_warning_and_shapes_are_an_error(tmp_path, caplog):
         train(tmp_path, 8, jax.eval_shape(state))
     train(tmp_path, 8, state(2.0))
     assert "target has other values" in caplog.text
-
-
-@pytest.mark.thorough(except_for=["lora/*"])
-@pytest.mark.parametrize("leave_out", [None, "lora/*"])
-def test_keep_best_uses_leave_out_of_the_run(tmp_path, leave_out):
-    best = jstep.KeepBest(tmp_path / "best", "loss", leave_out=leave_out)
-    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2, callbacks=[best])
-    train(tmp_path / "run", 4, hooks=[hook])
-    (name,) = (name for name in os.listdir(tmp_path / "best") if name.startswith("best-") and "." not in name)
-    absent = leaves(tmp_path / "best" / name)[1]
-    assert "params/base/w" in absent if leave_out is None else "params/lora/a" in absent
-    with jstep.Saver(tmp_path / "best", prefix="best") as saver:
-        assert saver.restore(state()).params["base"]["w"][0, 0] == 1

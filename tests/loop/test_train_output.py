@@ -6,7 +6,7 @@ import sys
 
 import jax.numpy as jnp
 import pytest
-from loop_runs import DATA, OPTIMIZER, Calls, train
+from loop_runs import OPTIMIZER, Calls, train
 
 import jstep
 
@@ -26,29 +26,6 @@ def test_lines_are_shown_without_logging_configuration(capsys, monkeypatch):
     assert "learning_rate 0.0" in lines[1]
     assert "beta1" not in err
     assert "steps/s)" in lines[1]
-
-
-def test_the_logging_configuration_of_the_program_is_kept(capsys, caplog):
-    caplog.set_level(logging.INFO)
-    train(4, log_steps=2, progress=None)
-    assert capsys.readouterr().err == ""
-    assert [record.getMessage()[:6] for record in caplog.records if record.name == "jstep"] == [
-        "first ",
-        "step 2",
-        "step 4",
-    ]
-
-
-def test_warnings_still_reach_a_file_handler(tmp_path, monkeypatch):
-    """If the root logger writes warnings to a file, log lines go to the terminal and warnings to both."""
-    file = logging.FileHandler(tmp_path / "log")
-    monkeypatch.setattr(logging.getLogger(), "handlers", [file])
-    train(3, checkpoint_dir=tmp_path / "c", progress=None)
-    train(6, (DATA[n] for n in range(9)), checkpoint_dir=tmp_path / "c", progress=None, log_steps=1)
-    file.close()
-    text = (tmp_path / "log").read_text()
-    assert "has no position to resume from" in text
-    assert "step 5" not in text
 
 
 @pytest.mark.parametrize("kwargs", [{"progress": False, "log_steps": 1}, {"progress": None, "log_steps": None}])

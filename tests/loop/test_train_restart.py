@@ -146,20 +146,12 @@ def test_a_fresh_start_beside_checkpoints_of_another_prefix_is_reported(tmp_path
     assert f"no checkpoint other-* in {tmp_path / 'a'}: starts at step 0" in messages(caplog)
 
 
-def test_a_last_step_before_the_newest_checkpoint_is_a_warning_that_names_both(tmp_path, caplog):
+def test_a_last_step_before_the_newest_checkpoint_is_a_warning(tmp_path, caplog):
     train(10, checkpoint_dir=tmp_path)
     caplog.set_level(logging.INFO)
     assert train(5, checkpoint_dir=tmp_path).global_step == 10
     (line,) = messages(caplog, logging.WARNING)
-    assert line == (
-        "last_step=5: the run is already at step 10 (model-10, the newest checkpoint); there is nothing left to run. "
-        "Give a larger last_step, or another checkpoint_dir"
-    )
-    caplog.clear()
-    train(5, state=make_state(8))
-    assert messages(caplog, logging.WARNING)[0].startswith(
-        "last_step=5: the run is already at step 8 (the given state)"
-    )
+    assert line == ("last_step=5: the run is already at step 10; there is nothing left to run. Give a larger last_step")
     caplog.clear()
     train(10, checkpoint_dir=tmp_path)
     assert messages(caplog, logging.WARNING) == []

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from doubles import ImmutableError
 from loop_runs import DATA, STEP, Counted, by_hand, make_state, same, train
 
 import jstep
@@ -72,34 +71,6 @@ def test_the_last_state_is_in_the_exception_and_saved(name, saves, tmp_path):
     if saves:
         assert jstep.Saver(tmp_path).all_steps() == [5]
         assert same(train(12, checkpoint_dir=tmp_path), by_hand(12))
-
-
-def eager_step(state, batch):
-    if jstep.global_step(state) == 5:
-        raise ImmutableError("mine")
-    return jstep.increment_global_step(state), {"loss": np.float32(1)}
-
-
-def evaluate(*_):
-    raise ImmutableError("mine")
-
-
-IMMUTABLE = {
-    "loader": lambda: {"batches": raising(ImmutableError("mine"))},
-    "prefetch": lambda: {"batches": jstep.prefetch_to_device(map(raising(ImmutableError("mine")), range(12)))},
-    "numbers": lambda: {"hooks": [jstep.MetricsHook(evaluate, every_n_steps=1)]},
-    "step": lambda: {"step": eager_step},
-    "evaluation": lambda: {"hooks": [jstep.EvaluationHook(evaluate, every_n_steps=5)]},
-    "function": lambda: {"hooks": hook_failing(ImmutableError("mine"))},
-}
-
-
-@pytest.mark.thorough(except_for=["loader", "function", "numbers"])
-@pytest.mark.parametrize("name", IMMUTABLE)
-def test_an_exception_that_takes_no_attributes_is_raised_as_it_is(name, tmp_path):
-    kwargs = IMMUTABLE[name]() | {"checkpoint_dir": tmp_path, "logdir": tmp_path / "logs", "compile_cache": True}
-    with pytest.raises(ImmutableError, match=r"^mine$"):
-        train(12, progress=None, **kwargs)
 
 
 def test_the_batch_that_does_not_fit_is_named_also_in_a_call_of_several(tmp_path):
@@ -173,16 +144,6 @@ def test_a_state_after_a_nan_is_not_saved_by_a_signal(skipped, steps, tmp_path):
     assert jstep.global_step(caught.value.state) == 4
 
 
-def test_a_loss_that_cannot_be_read_is_the_reason_why_nothing_is_saved(tmp_path, monkeypatch):
-    def host(values):
-        raise RuntimeError("the device failed")
-
-    monkeypatch.setattr("jstep.loop.run.host", host)
-    with pytest.raises(KeyError) as caught:
-        train(12, hooks=hook_failing(KeyError("no")), checkpoint_dir=tmp_path)
-    assert ", and is not saved: its loss cannot be read: RuntimeError: the device failed." in note_of(caught.value)
-
-
 def test_the_note_names_the_hook_that_failed_first_not_one_whose_numbers_were_delivered_later():
     def fail(step, state, metrics):
         jax.block_until_ready(metrics)  # the numbers are there when they are queued
@@ -195,17 +156,6 @@ def test_the_note_names_the_hook_that_failed_first_not_one_whose_numbers_were_de
         train(12, hooks=[jstep.every(5, fail), jstep.MetricsHook(write, every_n_steps=5)])
     assert any(text.startswith("Additionally, OSError: also\nraised by the `write`") for text in caught.value.__notes__)
     assert "in every(5, " in note_of(caught.value)
-
-
-def test_the_note_names_the_hook_whose_last_numbers_could_not_be_delivered(monkeypatch):
-    monkeypatch.setattr("jstep.hooks.numbers.is_ready", lambda values: False)
-
-    def write(step, values):
-        raise OSError("full")
-
-    with pytest.raises(OSError, match="full") as caught:
-        train(5, hooks=[jstep.MetricsHook(write, every_n_steps=5)])
-    assert "in MetricsHook.after_step" in note_of(caught.value)
 
 
 def test_a_donated_state_is_reported_as_lost():
@@ -225,24 +175,7 @@ def test_a_donated_state_is_reported_as_lost():
 # Batches that end early
 
 
-@pytest.mark.parametrize("hooks", [[], [jstep.StopAtStepHook(last_step=5)]])
-def test_batches_that_do_not_end_early_are_not_a_warning(hooks, caplog):
-    train(12 if hooks else 5, [DATA[n] for n in range(5)], hooks=hooks)
-    assert caplog.records == []
-
-
 # Too many steps, and populations
-
-
-class OtherBitsError(RuntimeError):
-    prevents_saving = True
-
-
-def test_a_saver_that_allows_nonfinite_parameters_does_not_save_bits_that_are_wrong(tmp_path):
-    with jstep.Saver(tmp_path, allow_nonfinite=True) as saver, pytest.raises(OtherBitsError) as raised:
-        train(10, checkpoint_dir=saver, hooks=hook_failing(OtherBitsError("no")))
-    assert note_of(raised.value).endswith("is in the exception's `state`, and is not saved.")
-    assert saver.all_steps() == []
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 4])

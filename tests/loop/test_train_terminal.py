@@ -4,29 +4,10 @@ import contextlib
 import os
 import pty
 import select
-import sys
 import time
-import types
 
 import pytest
 from children import start
-from loop_runs import train
-
-import jstep
-
-
-@pytest.mark.parametrize("isatty", [None, lambda: False])
-@pytest.mark.parametrize("progress", [None, True])
-def test_a_stream_that_a_program_puts_in_place_of_stderr(monkeypatch, progress, isatty):
-    """It has `write` and `flush`, as the class Tee of many programs; without `isatty`, it is not a terminal."""
-    written = []
-    stream = types.SimpleNamespace(write=written.append, flush=lambda: None)
-    if isatty is not None:
-        stream.isatty = isatty
-    monkeypatch.setattr(sys, "stderr", stream)
-    assert jstep.global_step(train(5, log_steps=5, progress=progress)) == 5
-    assert ("5/5" in "".join(written)) == (progress is True)
-    assert "loss" in "".join(written)
 
 
 def on_terminal(script, directory):

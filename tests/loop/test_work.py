@@ -49,7 +49,3 @@ def test_products_add_up_by_their_format() -> None:
     assert found.plus(found).products == {one: 2 * flops for one, flops in found.products.items()}
     assert found.times(2, 5)[:5] == (2 * found.once, 5 * found.all, 2 * found.once_bytes, 5 * found.all_bytes, 0)
     assert found.times(2, 5).products == {one: 5 * flops for one, flops in found.products.items()}
-
-
-def test_what_is_no_array_has_no_bytes() -> None:
-    assert of(lambda x: jax.lax.create_token(x), X) == Work(1, 1)

@@ -118,7 +118,7 @@ def test_a_copy_that_lacks_data_is_refused_everywhere(copies, lost, capsys):
         assert main(["inspect", *arguments]) == 2
         assert "model-3" in capsys.readouterr().err
     if isinstance(copies, OnDisk):
-        with pytest.raises(CheckpointError, match="missing.* newest intact checkpoint is step 2"):
+        with pytest.raises(CheckpointError, match=r"missing.* newest intact checkpoint is step 2"):
             jstep.load_weights(f"{copies.copy}/model-3", state_at(0).params)
     assert same(jstep.Saver(copies.copy).restore(state_at(0), step=2), state_at(2))
 
@@ -132,15 +132,3 @@ def test_weights_of_a_copy(store, tmp_path):
     made.edit("model-1/manifest.json", lambda data: None)
     with pytest.raises(FileNotFoundError, match="model-1': the folder has no weights"):
         jstep.load_weights(f"{made.copy}/model-1", state_at(0).params)
-
-
-def test_a_link_out_of_a_copied_checkpoint_is_refused(store, tmp_path):
-    made = OnDisk(store, tmp_path / "copy")
-    with jstep.Saver(made.url) as saver:
-        saver.save(state_at(1))
-    made.fill()
-    pack = next(file for file in made.files("model-1") if "pack." in file)
-    os.rename(tmp_path / "copy" / pack, tmp_path / "elsewhere")
-    os.symlink(tmp_path / "elsewhere", tmp_path / "copy" / pack)
-    with pytest.raises(CheckpointError, match="a link out of the checkpoint"):
-        jstep.Saver(made.copy).restore(state_at(0))

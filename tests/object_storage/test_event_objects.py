@@ -1,11 +1,12 @@
 """Event files in object stores: growing objects, their segments, and readers."""
 
 import contextlib
+import re
 
 import pytest
 
 import jstep
-from jstep.stores import growing_files, objects
+from jstep.stores import growing_files, objects, urls
 from jstep.stores.event_files import event_files, find_runs, read_scalars
 from jstep.summary import SummaryWriter, scalar, summary_iterator
 
@@ -161,4 +162,19 @@ def test_a_start_that_died_before_its_first_checkpoint(store, caplog):
     _, second = event_files(f"{store.run}/logs")
     starts = [event.step for event in summary_iterator(second) if event.HasField("session_log")]
     assert (starts, caplog.text.count("of others")) == ([0, 0], 0)
-    assert "<td>loss</td><td>8</td>" in jstep.report(f"{store.run}/a").html
+    page = jstep.report(f"{store.run}/a").html
+    curve = re.search(r'<figcaption>loss</figcaption>.*?class="line [^"]*" data-i="\d+" d="([^"]*)"', page, re.DOTALL)
+    assert curve[1].count(",") == 8
+
+
+@pytest.mark.thorough
+def test_graphs_are_objects(store, capsys):
+    from jstep.summary import write_graph
+    from jstep.tools.cli import main
+
+    path = write_graph(lambda: 1.0, store.run, "sub/graph.pbtxt")
+    assert path == f"{store.run}/sub/graph.pbtxt"
+    parent, name = urls.split_path(path)
+    assert b"node" in objects.Objects(parent).read(name).data
+    assert main(["events", f"{store.run}/missing"]) == 2
+    capsys.readouterr()

@@ -10,6 +10,8 @@ import pytest
 import jstep
 from jstep.hooks.stall_files import StallFiles, read_stalls
 from jstep.state import fingerprints
+from jstep.stores.owners import this_process
+from jstep.stores.starts import StartFile, read_starts, totals, with_card
 from jstep.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
@@ -79,6 +81,54 @@ def test_keep_best_on_objects(store):
     assert jstep.latest_checkpoint(best).startswith(f"{best}/best-")
 
 
+GIVEN = {
+    "run": "0a1b2c3d", "process": this_process(), "began": 1e9, "now": 1e9, "seconds": {"stepping": 1.0},
+    "config": {"x": "y" * 5000},
+}  # fmt: skip
+
+
+def start_file(where, **fields):
+    earlier = read_starts(where).get("model", [])
+    return StartFile(where, "model", earlier, {**GIVEN, "before": totals(earlier), **fields})
+
+
+def test_a_store_that_refuses_is_reported_once(gcs, one_retry, caplog):
+    gcs.fail = [("", "", 403, 10**6)]
+    file = StartFile("gs://bkt/run", "model", [], {**GIVEN, "before": totals([])})
+    for n in range(5):
+        file.write({"step": [0, n]})
+    assert len(caplog.records) == 1
+    assert "the record of this run cannot be written" in caplog.text
+    gcs.fail = []
+    file.write()
+    assert read_starts("gs://bkt/run")["model"][0]["step"] == [0, 4]
+
+
+def test_a_start_is_an_object_that_is_made_once(store):
+    first, second = start_file(store.run), start_file(store.run)
+    together = StartFile(store.run, "model", [], {**GIVEN, "before": totals([]), "now": 2e9})
+    assert [file.fields["number"] for file in (first, second, together)] == [1, 2, 3]
+    first.write({"step": [0, 5]})
+    first.write_card({"step": 0})
+    second.end_earlier(1, ["killed", ""])
+    (one, *_) = read_starts(store.run)["model"]
+    assert (one["step"], one["end"], one["config"]) == ([0, 5], ["killed", ""], GIVEN["config"])
+    assert with_card(store.run, one)["card"] == {"step": 0}
+    assert store.keys("run/starts/") == [
+        f"run/starts/model.00000{n}.{end}" for n in (1, 2, 3) for end in ("card.json", "json")
+    ]
+
+
+def test_the_record_of_a_run_is_below_its_url(store):
+    for last_step in (5, 10):
+        run(store.run, last_step)
+    first, second = read_starts(store.run)["model"]
+    assert (first["step"], second["step"], first["run"]) == ([0, 5], [5, 10], second["run"])
+    assert (first["end"], second["before"]["step"]) == (["finished", ""], 5)
+    assert with_card(store.run, second)["card"]["programs"]
+    assert jstep.Saver(store.run).extra(10)["past"]["start"] == [2, second["began"]]
+
+
 def fields():
     return {"processes": 1, "kind": "batch", "what": "waiting for batch 7", "line": "", "stall": True, "since": 1.0}
 
@@ -94,3 +144,21 @@ def test_an_object_is_written_read_and_removed(store, capsys):
     files.finish(None)
     assert not store.keys("run/stalls")
     assert main(["stalls", store.run]) == 2, "no run is there"
+
+
+@pytest.mark.parametrize("clocks", [(1e9, 1e9 - 600, 1e9 - 300, 1e9 - 300), (4e9, 1e9, 253402300799.9, 2e9)])
+@pytest.mark.parametrize("in_bucket", [True, False])
+def test_starts_are_in_the_order_in_which_they_were_made(clocks, in_bucket, gcs, tmp_path):
+    where = "gs://bkt/run" if in_bucket else str(tmp_path)
+    for number, clock in enumerate(clocks):
+        start_file(where, began=clock, now=clock, step=[10 * number, 10 * number + 10])
+    found = read_starts(where)["model"]
+    assert [start["step"] for start in found] == [[0, 10], [10, 20], [20, 30], [30, 40]]
+    assert (totals(found)["step"], totals(found)["seconds"]["stepping"]) == (40, 4.0)
+
+
+def test_names_of_objects_that_are_not_ours_do_not_matter(gcs):
+    for name in ("model.json", "model.00001.json", ".000001.json", "model.000001.json.tmp", "a/model.000001.json"):
+        gcs.put("bkt", f"run/starts/{name}", b"")
+    start_file("gs://bkt/run")
+    assert [start["number"] for start in read_starts("gs://bkt/run")["model"]] == [1]

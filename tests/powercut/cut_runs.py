@@ -19,7 +19,7 @@ from file_calls import mark
 import jstep
 from jstep.state import fingerprints
 from jstep.stores.files import replace_file
-from jstep.stores.growing_files import open_lines
+from jstep.stores.line_files import open_lines
 
 ACKNOWLEDGED = "acknowledged "
 """Begin of the mark of a save after `wait` returned: the number of the save, or the step of a run."""
@@ -197,7 +197,9 @@ RECORDS = 3
 
 def keep_records(folder: str) -> None:
     """Write summaries, lines and a file that is replaced, each with its own new folders; flush them three times."""
-    lines = open_lines(os.path.join(folder, "lines", "a", fingerprints.FINGERPRINTS_FILE))
+    lines = open_lines(
+        os.path.join(folder, "lines", "a", fingerprints.FINGERPRINTS_FILE), b'{"step": ', fingerprints.is_line
+    )
     with jstep.summary.SummaryWriter(os.path.join(folder, "events", "a")) as writer:
         for number in range(RECORDS):
             writer.add_summary(jstep.summary.scalar("loss", 0.5), number)

@@ -232,7 +232,7 @@ def _has_best(folder: str, restored: int) -> bool:
 
 
 def _has_records(folder: str, restored: int) -> bool:
-    """Return whether summaries, fingerprints and times have all steps before a checkpoint: no run repeats them."""
+    """Return whether summaries, fingerprints and the record have all steps before a checkpoint: no run repeats them."""
     steps = set(range(1, restored + 1))
     logs = os.path.join(folder, "logs")
     if not steps:
@@ -240,11 +240,13 @@ def _has_records(folder: str, restored: int) -> bool:
     try:
         series = read_scalars(logs, on_corrupted=lambda error: None)  # what comes before it is kept
         logged = fingerprints.read_log(os.path.join(logs, fingerprints.FINGERPRINTS_FILE)).entries
-        starts = read_starts(cut_runs.checkpoints(folder))
+        starts = read_starts(cut_runs.checkpoints(folder)).get("model", [])
     except (OSError, ValueError):
         return False
-    timed = max((start["step"][1] for of in starts.values() for start in of if start.get("step")), default=0)
-    return steps <= {point.step for point in series.get("loss", ())} and steps <= set(logged) and timed >= restored
+    # Between two checkpoints a start is replaced without a flush: a power cut may cost it, but not the others.
+    timed = max((start["step"][1] for start in starts if not start["problem"] and start["step"]), default=restored)
+    is_timed = timed >= restored or any(start["problem"] for start in starts)
+    return steps <= {point.step for point in series.get("loss", ())} and steps <= set(logged) and is_timed
 
 
 def _programs(folder: str) -> list[bool]:

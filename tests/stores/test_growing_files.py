@@ -3,18 +3,16 @@
 import contextlib
 import errno
 import io
-import json
 import logging
 import math
 
 import pytest
 from doubles import raising
 
-from jstep.stores import files, growing_files, timeline
+from jstep.stores import files, growing_files
 from jstep.stores.files import may_be_file
-from jstep.stores.growing_files import LocalLines, ObjectAppender
-from jstep.stores.timeline import START, TIMES, VERSION
-from jstep.stores.timeline_writer import Timeline
+from jstep.stores.growing_files import ObjectAppender
+from jstep.stores.line_files import LocalLines
 
 
 class Bucket:
@@ -38,16 +36,15 @@ class Bucket:
             raise self.error
 
 
-def appender(bucket, *, segmented=True, at_once=True, secs=0.0):
+def appender(bucket):
     names = iter("abcdef")
-    return ObjectAppender(bucket, lambda: next(names), b"H", secs, segmented=segmented, at_once=at_once)
+    return ObjectAppender(bucket, lambda: next(names), b"H", 0.0)
 
 
-def test_an_upload_that_may_fail_delays_its_caller_for_seconds(caplog):
-    """The first one, if the object was not uploaded at once, and those after a failure."""
+def test_an_upload_after_a_failure_delays_its_caller_for_seconds(caplog):
     caplog.set_level(logging.INFO, "jstep")
     bucket = Bucket()
-    lines = appender(bucket, at_once=False)
+    lines = appender(bucket)
     lines.write(b"1")
     assert lines.sync()
     lines.write(b"2")
@@ -58,7 +55,8 @@ def test_an_upload_that_may_fail_delays_its_caller_for_seconds(caplog):
     lines.write(b"3")
     lines.close()
     assert bucket.calls == [
-        ("a", b"H1", 5),
+        ("a", b"H", None),
+        ("a", b"H1", math.inf),
         ("a", b"H12", math.inf),
         ("a", b"H12", 5),
         ("a", b"H12", 5),
@@ -97,7 +95,7 @@ def test_a_line_that_does_not_fit_on_the_disk_is_a_line_of_its_own(tmp_path):
         def write(self, data):
             return super().write(data[:3])
 
-    lines = LocalLines(str(tmp_path / "log"))
+    lines = LocalLines(str(tmp_path / "log"), b'{"n"', bool)
     whole = lines._file
     with Full(whole.name, "a") as lines._file, pytest.raises(OSError, match=r"3 of 9 bytes were written"):
         lines.write(b'{"n": 1}\n')
@@ -105,96 +103,6 @@ def test_a_line_that_does_not_fit_on_the_disk_is_a_line_of_its_own(tmp_path):
     lines.write(b"2\n")
     lines.close()
     assert (tmp_path / "log").read_bytes() == b'{"n\n2\n'
-
-
-def test_times_that_cannot_be_kept_are_one_warning_until_they_can(tmp_path, caplog):
-    writer, errors = Timeline(str(tmp_path), "model.ckpt"), []
-
-    class Lines:
-        path = str(tmp_path / "timeline.jsonl")
-
-        def __init__(self):
-            self.calls = []
-
-        def write(self, line):
-            found = json.loads(line)
-            self.calls.append((found.pop("kind"), found.pop("prefix"), found.pop("start") == writer.start, found))
-
-        def sync(self, *, to_disk):
-            self.calls.append(to_disk)
-            if errors:
-                raise errors.pop()
-
-        close = sync
-
-    writer.close()
-    writer._lines = lines = Lines()
-    for act in (writer.flush, lambda: writer.write(TIMES, a=1)):
-        for _ in range(2):
-            errors.append(OSError("full"))
-            act()
-            assert len(caplog.records) == 1
-    writer.write(TIMES, checkpoint="c")
-    errors.append(OSError("full"))
-    writer.write(START)
-    kept = (TIMES, {"a": 1}), (TIMES, {"checkpoint": "c"}), (START, {})
-    a, b, c = ((kind, "model.ckpt", True, fields) for kind, fields in kept)
-    assert lines.calls == [True, True, a, False, a, False, b, False, c, False]
-    warning = f"{lines.path}: the times of this run cannot be kept: full"
-    assert [(record.levelno, record.getMessage()) for record in caplog.records] == 2 * [(logging.WARNING, warning)]
-
-
-GOOD = {"kind": TIMES, "start": "s", "prefix": "p", "time": 2.0, "seconds": {"stepping": 1.0}, "step": [0, 3]}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"time": math.inf},
-        {"time": True},
-        {"seconds": [1.0]},
-        {"seconds": {"sleeping": 1.0}},
-        {"seconds": {"stepping": "1"}},
-        {"step": 3},
-        {"step": [0, 1, 2]},
-        {"step": [0, 2**63]},
-        {"step": [0, 1.0]},
-        {"step": [3, 2]},
-        {"kind": START, "version": VERSION, "time": "now"},
-        {"kind": START, "version": VERSION + 1, "time": "now"},
-        {"kind": START, "version": "1"},
-        {"kind": START},
-    ],
-    ids=str,
-)
-def test_a_line_with_times_that_is_not_valid(change):
-    line = timeline.parse_line(json.dumps(GOOD | change).encode())
-    assert timeline.problem_of(line)
-
-
-def test_torn_lines_are_left_out():
-    for line in (GOOD | {"kind": 1}, GOOD | {"time_again": 3.0}, [GOOD], 3):
-        assert timeline.parse_line(json.dumps(line).encode()) is None
-    assert timeline.parse_line(json.dumps(GOOD).encode()[:-1]) is None
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {},
-        {"step": None},
-        {"step": [0, 2**63 - 1]},
-        {"time": 0},
-        {"seconds": {}},
-        {"time_again": 2.0},
-        {"kind": START, "version": VERSION},
-        {"kind": "later", "time": "now"},
-    ],
-    ids=str,
-)
-def test_a_line_of_times_is_read(change):
-    assert timeline.parse_line(json.dumps(GOOD | change).encode()) == (line := GOOD | change)
-    assert timeline.problem_of(line) == ""
 
 
 def test_whether_there_may_be_a_file(tmp_path, monkeypatch):

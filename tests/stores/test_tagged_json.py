@@ -40,9 +40,8 @@ def round_trip(value):
     [
         {"a": [1, 2.5, "x", None, True, {"b": []}]}, {"a": (1,)}, {1: 2}, b"\x00\xff", {"a": b"\x00"}, (), [()],
         {"\ud800": 1}, {"n": 10**3000}, {"n": -(2**70)}, {None: 1}, {(1, b"x"): {}, "1": 0, 1: 1},
-        {"a": float("inf")}, float("nan"), -0.0, "x", 1 + 2j, complex("nan-infj"), {3, 1}, frozenset({(1,)}),
-        set(),
-        {"$tuple": [1]}, {"$": {"$set": 2}}, {"$a": 1, "b": 2}, bytearray(b"ab"), [True, 1, 2**63], (None, "a"),
+        {"a": float("inf")}, float("nan"), -0.0, "x",
+        {"$tuple": [1]}, {"$": {"$set": 2}}, {"$a": 1, "b": 2}, [True, 1, 2**63], (None, "a"),
         collections.OrderedDict([("b", 1), ("a", 2)]), {"b": 1, "a": 2},
         np.float64(0.5), np.float32("nan"), np.str_(""), np.bytes_(b"x"), np.bool_(True), np.datetime64("2026-11-22"),
         np.int64(3), ml_dtypes.bfloat16(2), np.zeros(1, [("a", "i4")])[0],
@@ -126,9 +125,9 @@ def test_tensors_survive():
 def test_the_json_is_that_of_earlier_versions():
     """Checkpoints hold it."""
     value = {
-        "plain": [1, 2.5, "x", None, True], "tuple": (1, (2.5,)), "set": {3, 1}, "frozen": frozenset({"a"}),
+        "plain": [1, 2.5, "x", None, True], "tuple": (1, (2.5,)),
         "keys": {1: 2, "b": None}, "tag": {"$a": 1}, "ordered": collections.OrderedDict(b=1), "bytes": b"\x00\xff",
-        "bytearray": bytearray(b"a"), "int": 2**70, "floats": [float("nan"), float("-inf")], "complex": 1 - 2j,
+        "int": 2**70, "floats": [float("nan"), float("-inf")],
         "array": np.array([[1, 2]], ">i2"), "fields": np.zeros(1, [("a", "i1")]),
         "scalar": np.float32(0.5), "jax": jnp.ones(2, jnp.bfloat16),
         "weak": jnp.asarray(2.0), "key": jax.random.key(1),
@@ -141,11 +140,10 @@ def test_the_json_is_that_of_earlier_versions():
         return {"$jax": {"data": {"$array": array}, "impl": impl, "weak": weak}}
 
     expected = {
-        "plain": [1, 2.5, "x", None, True], "tuple": {"$tuple": [1, {"$tuple": [2.5]}]}, "set": {"$set": [1, 3]},
-        "frozen": {"$frozenset": ["a"]}, "keys": {"$dict": [[1, 2], ["b", None]]}, "tag": {"$dict": [["$a", 1]]},
+        "plain": [1, 2.5, "x", None, True], "tuple": {"$tuple": [1, {"$tuple": [2.5]}]},
+        "keys": {"$dict": [[1, 2], ["b", None]]}, "tag": {"$dict": [["$a", 1]]},
         "ordered": {"$ordered_dict": [["b", 1]]}, "bytes": {"$bytes": "AP8="},
-        "bytearray": {"$bytearray": {"$bytes": "YQ=="}}, "int": 2**70,
-        "floats": [{"$float": "nan"}, {"$float": "-inf"}], "complex": {"$complex": [1.0, -2.0]},
+        "int": 2**70, "floats": [{"$float": "nan"}, {"$float": "-inf"}],
         "array": {"$array": array(">i2", [1, 2], "AAEAAg==")},
         "fields": {"$array": array([{"$tuple": ["a", "|i1"]}], [1], "AA==")},
         "scalar": {"$scalar": array("<f4", [], "AAAAPw==")},
@@ -155,21 +153,12 @@ def test_the_json_is_that_of_earlier_versions():
     assert encode(value) == expected
 
 
-def test_objects_in_several_places_are_read_as_earlier_versions_wrote_them():
-    block = {"$array": {"dtype": "|u1", "shape": [8], "data": {"$bytes": "AAABAAIAAwA="}}}
-
-    def view(offset):
-        return {"$view": {"of": {"$same": 1}, "offset": offset, "dtype": "<i2", "shape": [3], "strides": [2]}}
-
-    found = decode({"$aliased": [[[1], block], {"same": 2 * [{"$same": 0}], "views": [view(0), view(2)]}]})
-    assert found["same"][0] is found["same"][1]
-    assert np.shares_memory(*found["views"])
-    assert [view.tolist() for view in found["views"]] == [[0, 1, 2], [1, 2, 3]]
-
-
-def test_equal_sets_are_equal_json():
-    names = [f"shard-{n}" for n in range(20)]
-    assert json.dumps(encode(set(names))) == json.dumps(encode({*reversed(names)}))
+@pytest.mark.parametrize("value", [{1}, frozenset({1}), 1j, bytearray(b"a")], ids=str)
+def test_values_that_only_earlier_versions_wrote(value):
+    with pytest.raises(UnsupportedError, match=type(value).__name__):
+        encode(value)
+    parts = {"set": [1], "frozenset": [1], "complex": [0.0, 1.0], "bytearray": {"$bytes": "YQ=="}}
+    assert decode({f"${type(value).__name__}": parts[type(value).__name__]}) == value
 
 
 Named = collections.namedtuple("Named", "a")
@@ -201,7 +190,7 @@ def test_depth_is_limited_to_what_a_checkpoint_accepts(tmp_path):
 
 @pytest.mark.parametrize("text", NOT_ENCODED.read_text(encoding="utf-8").splitlines())
 def test_what_was_not_encoded_is_refused(text):
-    with pytest.raises(ValueError, match=r"^the tag '\$new' is not known|^\$[a-z_]+: "):
+    with pytest.raises(ValueError, match=r"^the tag '\$(new|same|aliased|view)' is not known|^\$[a-z_]+: "):
         decode({"a": [json.loads(text)]})
 
 
@@ -224,16 +213,6 @@ def test_a_generator_is_in_one_place(make):
         encode({"a": one, "b": [one]})
     shared = [1]
     assert round_trip([shared, shared, make(1), make(1)])[:2] == [[1], [1]]
-
-
-@pytest.mark.parametrize(
-    "changed", [{"offset": -8}, {"offset": 40}, {"shape": [9]}, {"shape": [-1]}, {"strides": [99]}, {"dtype": "O"}]
-)
-def test_a_view_cannot_reach_outside_its_array(changed):
-    block = {"$array": {"dtype": "|u1", "shape": [8], "data": {"$bytes": "AAABAAIAAwA="}}}
-    view = {"of": {"$same": 0}, "offset": 2, "dtype": "<i2", "shape": [3], "strides": [2]} | changed
-    with pytest.raises(ValueError, match=r"^\$view: "):
-        decode({"$aliased": [[block], {"$view": view}]})
 
 
 # Arrays and keys of JAX.
@@ -309,8 +288,8 @@ def test_large_arrays_are_files():
 def test_the_limit_is_64_kb():
     for size, number in ((LARGE, 0), (LARGE + 1, 1)):
         files = AttachedFiles()
-        as_json(copy_encodable([np.zeros(size, np.uint8), bytes(size), bytearray(size)]), files)
-        assert len(files) == 3 * number
+        as_json(copy_encodable([np.zeros(size, np.uint8), bytes(size)]), files)
+        assert len(files) == 2 * number
     sizes = {b"abc": 9, "abc": 3, 1: 8, None: 8, (1, 2): 22, ("a", 1): 15, (1.5, 2): 22, (): 6}
     assert {value: encoded_size(copy_encodable(value)) for value in sizes} == sizes
     assert [encoded_size(copy_encodable(jnp.ones(5))), encoded_size(LargeBytes(b"a"))] == [52, LARGE + 1]

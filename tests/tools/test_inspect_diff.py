@@ -117,7 +117,7 @@ def test_several_paths(save, tmp_path, cli):
     assert f"\n\n{path}\nstep 2" in out
     output = cli("inspect", path, tmp_path / "nowhere", f"{directory}/model-1", "--json", code=2)
     assert [strict(line)["step"] for line in output.out.splitlines()] == [2, 1]
-    assert "no checkpoint, directory of checkpoints" in output.err
+    assert "no checkpoint or directory of checkpoints" in output.err
 
 
 def test_a_directory_of_runs_is_called_so(tmp_path, cli):
@@ -212,7 +212,7 @@ def test_incomplete_and_invalid_logs(tmp_path, cli):
     b.write_text('{"step": 2, "state"\n' + entry(4, w=2))
     assert "line 1 is not a fingerprint" in cli("diff", a, b, code=2).err
     b.write_text("notes")
-    assert "has no complete line. A log of fingerprints" in cli("diff", a, b, code=2).err
+    assert "has no complete line of a FingerprintHook" in cli("diff", a, b, code=2).err
     b.write_text(entry(2, w=1) + entry(4, w=3)[:-9])  # the run is still writing, or was killed
     cli("diff", a, b)
     b.write_text(json.dumps({"step": 2, "state": "f" * 16}) + "\n")

@@ -53,7 +53,6 @@ def test_unusual_events_are_shown(tmp_path, cli, name):
     assert len(cli("events", path).out.splitlines()) == 2
     for line in cli("events", path, "--json").out.splitlines():
         json.loads(line, parse_constant=pytest.fail)
-    cli("plot", tmp_path / "run", "-o", tmp_path / "loss.png")
 
 
 def test_tags_are_escaped_for_the_terminal(tmp_path, cli):
@@ -63,7 +62,6 @@ def test_tags_are_escaped_for_the_terminal(tmp_path, cli):
     )
     printed = [
         *cli("events", path),
-        *cli("plot", tmp_path / "run\x1b", "-o", tmp_path / "loss.png"),
         *cli("events", tmp_path / "missing\x1b", code=2),
     ]
     text = "".join(printed)
@@ -82,17 +80,6 @@ def partly_corrupted(tmp_path):
     write_events(tmp_path / "run" / "events.out.tfevents.4.c", scalar_event(3, 3.0, "last"))
     write_events(tmp_path / "other" / "events.out.tfevents.1.d", scalar_event(1, 1.0))
     return tmp_path
-
-
-def test_plot_draws_what_is_not_corrupted(partly_corrupted, cli):
-    out = partly_corrupted / "loss.svg"
-    captured = cli("plot", partly_corrupted, "-o", out, code=2)
-    assert captured.out == f"{out}: loss, last\n"
-    assert "<!-- run -->" in out.read_text()
-    assert "<!-- other -->" in out.read_text()
-    errors = captured.err.splitlines()
-    assert len(errors) == 2
-    assert all("corrupted record at offset" in line and "is not drawn" in line for line in errors)
 
 
 def test_events_prints_what_is_not_corrupted(partly_corrupted, cli):
@@ -117,7 +104,7 @@ def test_a_pipe_does_not_block(tmp_path):
             summary.summary_iterator(pipe)
         except OSError as error:
             print(error)
-        commands = ["events", pipe], ["events", run], ["plot", run, "-o", f"{run}/loss.png"]
+        commands = ["events", pipe], ["events", run]
         print(*map(main, commands))
     """
     code, out, err = run_program(program, tmp_path / "run", pipe)
@@ -137,7 +124,7 @@ def test_output_escapes_and_valid_json():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("command", ["plot", "events"])
+@pytest.mark.parametrize("command", ["runs", "events"])
 def test_urls_of_other_schemes(tmp_path, cli, command):
-    arguments = [command, "ftp://host/run", *(["-o", str(tmp_path / "x.png")] if command == "plot" else [])]
+    arguments = [command, "ftp://host/run"]
     assert "must be a path, gs://bucket/… or s3://bucket/…" in cli(*arguments, code=2).err

@@ -45,7 +45,6 @@ WRITERS: dict[str, tuple[str, bytes, Callable[[pathlib.Path, pathlib.Path], Any]
     "report -o": ("page.html", b"<!doctype", lambda run, path: main(["report", str(run), "-o", str(path)])),
     "report(file)": ("page.html", b"<!doctype", lambda run, path: jstep.report(run, path)),
     "Report.save": ("page.html", b"<p>", lambda run, path: Report("<p>").save(path)),
-    "plot -o": ("x.svg", b"<?xml", lambda run, path: main(["plot", str(run), "-t", "loss", "-o", str(path)])),
     "save_weights": ("x.safetensors", b"", lambda run, path: jstep.save_weights(path, {"w": jnp.ones(2)})),
     "write_graph": ("x.mlir", b"module", write_graph),
     "CoordCheck.plot": ("x.pdf", b"%PDF", draw_check),

@@ -5,10 +5,10 @@ import os
 import time
 
 import pytest
-from written_runs import ELSEWHERE, TIME, write_lines, write_run
+from written_runs import ELSEWHERE, TIME, write_checkpoint, write_run
 
 import jstep
-from jstep.stores import growing_files
+from jstep.stores import files
 from jstep.tools import cli
 
 
@@ -30,7 +30,7 @@ def test_links_are_followed_and_each_directory_is_listed_once(tmp_path):
         "root": "/",
         "dangling": tmp_path / "nothing",
         "circle": "circle",
-        "file": elsewhere / "exp1" / "timeline.jsonl",
+        "file": elsewhere / "exp1" / "starts" / "model.000001.json",
     }.items():
         (top / name).symlink_to(target)
     assert paths_of(top) == ["exp1", "real/exp2"]
@@ -40,7 +40,7 @@ def test_links_are_followed_and_each_directory_is_listed_once(tmp_path):
 
 def test_branches_are_found_behind_links(tmp_path):
     write_run(tmp_path / "disk" / "trunk")
-    write_run(tmp_path / "top" / "branch", start={"parent": {"path": f"{tmp_path}/disk/trunk/model-5", "step": 5}})
+    write_run(tmp_path / "top" / "branch", parent={"path": f"{tmp_path}/disk/trunk/model-5", "step": 5})
     (tmp_path / "top" / "a-trunk").symlink_to(tmp_path / "disk" / "trunk")
     assert str(jstep.runs(tmp_path / "top")).splitlines()[2].startswith("└─ branch @5")
 
@@ -71,7 +71,7 @@ def test_a_directory_that_cannot_be_opened_is_a_row(tmp_path, monkeypatch, capsy
 
 def test_a_run_that_is_given_twice_is_one_row(tmp_path, monkeypatch, capsys):
     for name in ("a", "b"):
-        write_run(tmp_path / "top" / name, times={"values": {"loss": "nan"}})
+        write_run(tmp_path / "top" / name, values={"loss": "nan"})
     (tmp_path / "link").symlink_to(tmp_path / "top")
     monkeypatch.chdir(tmp_path)
     for given in (["top", "top/a"], ["top/a", f"{tmp_path}/top/"], ["link", "top"], ["top/", "link/a", "top"]):
@@ -86,13 +86,7 @@ def chain(where, count, *, closed=False):
     for n in range(count):
         above = where / f"r{(n - 1) % count}" / "model-5"
         parent = {"path": str(above), "step": 5} if n or closed else None
-        write_lines(where / f"r{n}", *_ends(where / f"r{n}", parent))
-
-
-def _ends(folder, parent):
-    from written_runs import start_line, times_line
-
-    return start_line(folder, parent=parent), times_line()
+        write_run(where / f"r{n}", parent=parent)
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -117,8 +111,12 @@ def test_thousands_of_branches(tmp_path):
     assert len(text) < 1e6
 
 
+def best_at(folder):
+    return {"norm": [2.0, 8, write_checkpoint(folder / "best")]}
+
+
 def test_metrics_are_chosen_by_name_and_by_pattern(tmp_path, capsys):
-    write_run(tmp_path, times={"values": {"val[top1]": 1.5, "valt": 2.5, "loss": 3.5, "a,b": 4.5}})
+    write_run(tmp_path, values={"val[top1]": 1.5, "valt": 2.5, "loss": 3.5, "a,b": 4.5}, best=best_at(tmp_path))
 
     def heads(*options):
         assert cli.main(["runs", str(tmp_path), *options]) == 0
@@ -138,7 +136,7 @@ def test_metrics_are_chosen_by_name_and_by_pattern(tmp_path, capsys):
 
 def test_the_metric_of_which_the_best_is_kept_is_shown(tmp_path):
     for values in ({"norm": 3.0}, {}, {f"{n}/loss": 1.0 for n in range(9)}):
-        write_run(tmp_path, times={"values": values})
+        write_run(tmp_path, values=values, best=best_at(tmp_path))
         assert " norm" in str(jstep.runs(tmp_path)).splitlines()[0]
         assert "(best 2 at 8)" in str(jstep.runs(tmp_path))
 
@@ -177,16 +175,16 @@ def test_times_are_those_of_the_readers_zone(name, shown, head, zone, tmp_path):
 def test_a_table_that_spans_summer_and_winter_names_each_zone(zone, tmp_path):
     zone("CET-1CEST,M3.5.0,M10.5.0/3")
     write_run(tmp_path / "a")
-    write_run(tmp_path / "b", start={"time": TIME - 150 * 86400, "time_again": TIME - 150 * 86400})
+    write_run(tmp_path / "b", began=TIME - 150 * 86400)
     head, a, b = str(jstep.runs(tmp_path)).splitlines()
     assert "since  " in head
     assert "2023-11-14 23:13 CET, UTC+01:00" in a
     assert "2023-06-18 00:13 CEST, UTC+02:00" in b
 
 
-@pytest.mark.parametrize("at", [1e14, 0.0, -1.0])
+@pytest.mark.parametrize("at", [1e14, 0.0])
 def test_times_out_of_range_are_no_error(at, tmp_path):
-    write_run(tmp_path, start={"time": at + 1.0, "time_again": at + 1.0, "seconds": {"starting": 1.0}})
+    write_run(tmp_path, began=at)
     (run,) = jstep.runs(tmp_path)
     assert run.started == at
     assert run.status in str(jstep.runs(tmp_path))
@@ -195,34 +193,20 @@ def test_times_out_of_range_are_no_error(at, tmp_path):
 @pytest.mark.parametrize(("age", "status"), [(0.0, "running"), (600.0, "killed")])
 @pytest.mark.parametrize("offset", [-180.0, 864000.0, 0.0])
 def test_a_run_of_another_host_is_judged_by_the_clock_of_the_file_system(age, status, offset, tmp_path):
-    claim = {"process": ELSEWHERE, "claims": False}
-    write_run(tmp_path, start=claim, times={"now": time.time() + offset - age, "end": None})
+    write_run(tmp_path, process=ELSEWHERE, now=time.time() + offset - age, end=None)
     written = time.time() - age
-    os.utime(tmp_path / "timeline.jsonl", (written, written))
+    os.utime(tmp_path / "starts" / "model.000001.json", (written, written))
     (run,) = jstep.runs(tmp_path)
     assert run.status == status
-    assert os.listdir(tmp_path) == ["timeline.jsonl"]
+    assert len(os.listdir(tmp_path / "starts")) == 2, "the start and its card"
 
 
 @pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="files without a name")
 def test_the_clock_of_this_host_does_not_matter(tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(b"")
     before = os.stat(tmp_path).st_mtime_ns
-    monkeypatch.setattr(growing_files.time, "time", lambda: 0.0)
-    assert abs(growing_files.seconds_since_write(str(tmp_path / "file"))) < 60.0
+    monkeypatch.setattr(files.time, "time", lambda: 0.0)
+    assert abs(files.seconds_since_write(str(tmp_path / "file"))) < 60.0
     assert os.stat(tmp_path).st_mtime_ns == before
     monkeypatch.delattr(os, "O_TMPFILE")
-    assert growing_files.seconds_since_write(str(tmp_path / "file")) < -1e9, "where it cannot be asked"
-
-
-def test_runs_that_share_a_file_are_judged_by_their_own_lines(tmp_path):
-    from written_runs import start_line, times_line
-
-    process = {"process": ELSEWHERE, "claims": False}
-    lines = []
-    for prefix, age in (("dead", 600.0), ("alive", 1.0)):
-        start = {"start": prefix, "prefix": prefix}
-        lines += [start_line(tmp_path, **start, **process, shared=1)]
-        lines += [times_line(**start, now=time.time() - age, end=None, shared=1)]
-    write_lines(tmp_path, *lines)
-    assert {run.prefix: run.status for run in jstep.runs(tmp_path)} == {"dead": "killed", "alive": "running"}
+    assert files.seconds_since_write(str(tmp_path / "file")) < -1e9, "where it cannot be asked"

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from waiting import wait_until
+from written_runs import starts_of, write_start
 
 import jstep
-from jstep.stores.timeline import START, TIMES, VERSION
-from jstep.stores.timeline_writer import Timeline
 from jstep.tools import cli
 
 optimizer = jstep.gradient_descent(0.25)
@@ -136,33 +135,13 @@ def test_a_run_of_which_no_start_took_a_step(tmp_path):
     assert (run.refused, run.step, run.config) == (None, 0, {"of": "second"})
 
 
-def test_two_starts_without_a_step_are_one_warning(tmp_path, caplog):
-    for left in (2, 1, 0):
-        caplog.clear()
-        with pytest.raises(OSError, match="no batch"):
-            train(tmp_path, 10, batches=raising)
-        warned = [record.getMessage() for record in caplog.records if "took no step" in record.getMessage()]
-        assert len(warned) == (left == 0)
-    assert "the last 2 starts of this run took no step: failed: OSError: no batch 0" in warned[0]
-    assert "stop_secs" in warned[0]
-    assert "compile_cache" in warned[0]
-
-
-@pytest.mark.thorough
-def test_nothing_left_is_no_lack_of_progress(tmp_path, caplog):
-    for _ in range(4):
-        train(tmp_path, 5)
-    train(tmp_path, 10)
-    assert "took no step" not in caplog.text
-
-
 @pytest.mark.thorough
 def test_options_of_starts_that_took_steps(tmp_path):
     for last_step, lr in ((5, 0.1), (10, 0.1), (15, 0.2)):
         train(tmp_path, last_step, config={"lr": lr})
     page = jstep.report(tmp_path).html
-    assert "config, steps 0 to 10" in page
-    assert "config, steps 10 to 15" in page
+    assert "options, steps 0 to 10" in page
+    assert "options, steps 10 to 15" in page
     assert only(tmp_path).config == {"lr": 0.2}
 
 
@@ -255,36 +234,24 @@ def test_differences_as_json(tmp_path, capsys):
 def test_after_a_hundred_starts(tmp_path):
     train(tmp_path / "a", 5, config={"width": 3})
     train(tmp_path / "b", 5, config={"width": 3})
-    for width in range(110):
-        with contextlib.closing(Timeline(str(tmp_path / "a"), "model")) as refused:
-            times = {"time": time.time(), "step": None, "seconds": {}}
-            refused.write(START, version=VERSION, config={"width": width}, **times)
-            refused.write("card", card=1, programs=[], config={"width": width})
-            refused.write(TIMES, end=["failed", ""], **times)
+    (first,) = starts_of(tmp_path / "a")
+    for number in range(2, 112):
+        before = {"count": number - 1, "since": first["began"], "seconds": first["seconds"], "step": 5}
+        later = {"config": {"width": number}, "step": None, "end": ["failed", ""], "seconds": {}, "before": before}
+        write_start(tmp_path / "a", first | later | {"number": number})
     first, _second = jstep.runs(tmp_path)
-    assert (first.config, first.step, first.starts_count, len(first.starts)) == ({"width": 3}, 5, 111, 100)
-    assert jstep.runs(tmp_path).differences() == {}
+    assert (first.status, first.step, first.starts_count, len(first.starts)) == ("failed", 5, 111, 100)
+    assert first.wall_seconds == pytest.approx(jstep.goodput(tmp_path / "a").total, abs=1e-3)
 
 
 def test_a_start_that_is_stopped_while_it_opens_is_recorded(tmp_path):
-    """Whenever the signal comes: the timeline has no line without its start."""
+    """Whenever the signal comes."""
     for n in range(12):
         with contextlib.suppress(jstep.Preempted):
             train(tmp_path / f"{n}", 5, stop_secs=0.004 * n + 0.001)
     for run in jstep.runs(tmp_path):
         assert run.error is None
         assert run.status in ("interrupted", "finished")
-
-
-def test_starts_of_an_older_version_that_a_new_one_follows(tmp_path):
-    """Older versions recorded neither the process nor how it ended: the last step of the card tells whether it did."""
-    train(tmp_path, 5)
-    lines = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_bytes().splitlines()]
-    lines = [{name: line[name] for name in line if name not in ("process", "claims", "end")} for line in lines]
-    (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "timeline.model.json").unlink()
-    train(tmp_path, 10)
-    assert [(start["status"], start["last"]) for start in only(tmp_path).starts] == [("finished", 5), ("finished", 10)]
 
 
 # Copies and moves.
@@ -456,16 +423,14 @@ def test_a_copy_of_a_living_run_that_has_taken_steps(waiting, tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("left", ["the small file", "lines alone"])
-def test_starts_that_were_killed(left, waiting, tmp_path):
-    for at, last in ((7, 7), (12, 12)):
+def test_starts_that_were_killed(waiting, tmp_path):
+    for at, saved in ((7, 5), (12, 10)):
         program = waiting(tmp_path, at)
-        wait_until(lambda last=last: only(tmp_path).starts[-1]["last"] == last)
+        wait_until(lambda at=at: only(tmp_path).starts[-1]["last"] == at)
+        wait_until(lambda saved=saved: jstep.latest_checkpoint(tmp_path) == str(tmp_path / f"model-{saved}"))
         program.kill()
         program.communicate(60)
     train(tmp_path, 20)
-    if left == "lines alone":
-        (tmp_path / "timeline.model.json").unlink()
     run = only(tmp_path)
     assert [(start["status"], start["first"], start["last"]) for start in run.starts] == [
         ("killed", 0, 7), ("killed", 5, 12), ("finished", 10, 20),

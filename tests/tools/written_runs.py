@@ -1,53 +1,74 @@
-"""Timelines as `train` writes them, without training."""
+"""Starts of runs as `train` records them, without training."""
 
 import json
 import os
 
-from jstep.stores.timeline import START, TIMES, VERSION
-
+import jstep
 from jstep.stores.owners import this_process
+from jstep.stores.starts import VERSION, path_of
 
 ELSEWHERE = {"host": "elsewhere", "space": "", "pid": 7, "started": "1"}
-NOTHING = {"since": None, "step": None, "parent": None, "peak_bytes": None, "mfu": None}
-BEFORE = {**NOTHING, "wall": 0.0, "values": {}, "best": {}}
 TIME = 1.7e9
+PROGRAM = {"stage": 0, "batch": ["x: float32[2]"], "hyperparameters": {"learning_rate": 0.1}, "hash": "0123456789"}
+BEFORE = {"count": 0, "since": None, "seconds": {}, "step": None}
 
 
-def start_line(folder, start="a", prefix="model", **fields):
-    line = {"kind": START, "start": start, "prefix": prefix, "begins": f"{-1:014}", "shared": 0, "version": VERSION}
-    line |= {"directory": str(folder), "last_step": 100, "process": this_process() | {"pid": 2**30}, "claims": True}
-    line |= {"before": BEFORE, "parent": None, "config": {"lr": 0.1}, "devices": "1×cpu", "parameters": 3}
-    return line | {"time": TIME, "step": [0, 0], "seconds": {"starting": 1.0}, "time_again": TIME} | fields
+def start(folder, number=1, prefix="model", **fields):
+    """The fields of a start that took ten steps and is killed, unless `fields` say otherwise."""
+    own = {
+        "version": VERSION,
+        "prefix": prefix,
+        "number": number,
+        "run": "a",
+        "process": this_process() | {"pid": 2**30},
+    }
+    own |= {"began": TIME, "now": TIME + 10, "directory": str(folder), "last_step": 100, "config": {"lr": 0.1}}
+    own |= {"devices": "1×cpu", "parameters": 3, "step": [0, 10], "seconds": {"starting": 1.0, "stepping": 9.0}}
+    own |= {"values": {"loss": 0.5}, "peak_bytes": 9, "mfu": 0.5, "commit": f"{'abc':40}", "end": ["finished", ""]}
+    return own | {"before": BEFORE, "argv": ["a"]} | fields
 
 
-def times_line(start="a", prefix="model", **fields):
-    line = {"kind": TIMES, "start": start, "prefix": prefix, "begins": f"{0:014}", "shared": 0}
-    line |= {"values": {"loss": 0.5}, "best": {"norm": [2.0, 8]}, "now": TIME + 9, "peak_bytes": 9, "mfu": 0.5}
-    line |= {"commit": f"{'abc':40}", "end": ["finished", ""]}
-    seconds = {"starting": 1.0, "stepping": 9.0}
-    return line | {"time": TIME + 9, "step": [0, 10], "seconds": seconds, "time_again": TIME + 9} | fields
+def card(**fields):
+    own = {"versions": {"jax": "0.10"}, "environment": {"XLA_FLAGS": "--a=1"}, "settings": {"jax_enable_x64": False}}
+    own |= {"devices": {"kind": "cpu"}, "state": {"hash": "1", "sharding": "2"}, "batches": {"hash": "1", "seed": 0}}
+    own |= {"stages": {"0": "step"}, "lanes": None, "arguments": {"last_step": 100}}
+    return own | {"programs": [PROGRAM]} | fields
 
 
-PROGRAM = {"stage": 0, "steps": 1, "batch": ["x: float32[2]"], "hyperparameters": {"learning_rate": 0.1}}
-PROGRAM |= {"elements": {"adam": {"b1": 0.9}}, "optimizer": ["adam"], "hash": "0123456789", "operations": {"add": 1}}
-PROGRAM |= {"numbers": {"1.0": 1}, "gradients": {"hash": "1", "operations": {}, "numbers": {}}}
+def write_start(folder, start, card=None):
+    """Write a start, or bytes in place of one, and its card."""
+    fields = start if isinstance(start, dict) else {"prefix": "model", "number": 1}
+    path = path_of(str(folder), fields["prefix"] or "model", fields["number"])
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    for name, value in ((path, start), (f"{path.removesuffix('.json')}.card.json", {"card": card})):
+        if name == path or card is not None:
+            with open(name, "wb") as file:
+                file.write(value if isinstance(value, bytes) else json.dumps(value).encode())
 
 
-def card_line(start="a", prefix="model", **fields):
-    line = {"kind": "card", "start": start, "prefix": prefix, "card": 1, "step": 0, "versions": {"jax": "0.10"}}
-    line |= {"environment": {"XLA_FLAGS": "--a=1"}, "settings": {"jax_enable_x64": False}, "devices": {"kind": "cpu"}}
-    line |= {"state": {"hash": "1", "sharding": "2"}, "batches": {"hash": "1", "seed": 0}, "stages": {"0": "step"}}
-    line |= {"lanes": None, "arguments": {"last_step": 100}, "config": {"lr": 0.1}, "argv": ["a"], "parent": None}
-    return line | {"programs": [PROGRAM]} | fields
+def write_run(folder, number=1, card_fields=None, **fields):
+    """Write a start and its card; `fields` replace its own."""
+    write_start(folder, start(folder, number, **fields), card(**(card_fields or {})))
 
 
-def write_lines(folder, *lines):
-    os.makedirs(folder, exist_ok=True)
-    data = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
-    (folder / "timeline.jsonl").write_bytes(b"".join(line + b"\n" for line in data))
+def starts_of(folder, prefix="model"):
+    """The starts that a run has recorded, as JSON."""
+    names = sorted(name for name in os.listdir(folder / "starts") if name.endswith(".json") and ".card." not in name)
+    return [json.loads((folder / "starts" / name).read_text()) for name in names if name.startswith(f"{prefix}.")]
 
 
-def write_run(folder, *, start=None, times=None, card=None):
-    """Write the timeline of a run; the mappings replace fields of its lines."""
-    first, last = start_line(folder, **(start or {})), times_line(**(times or {}))
-    write_lines(folder, first, card_line(**(card or {})), last)
+def change(folder, number=1, prefix="model", **fields):
+    """Replace fields of a recorded start."""
+    path = path_of(str(folder), prefix, number)
+    with open(path) as file:
+        recorded = json.load(file)
+    with open(path, "w") as file:
+        json.dump(recorded | fields, file)
+
+
+def write_checkpoint(folder):
+    """Write a checkpoint, unless it is there, and return its path."""
+    if not (folder / "best-10").exists():
+        with jstep.Saver(folder, prefix="best", async_save=False) as saver:
+            saver.save({"global_step": 10})
+    return str(folder / "best-10")

@@ -1,4 +1,4 @@
-"""The page of six runs and more: its order, table, metric, options, groups by seed, colors, and text of others."""
+"""The page of several runs: its order, table, metric, options, groups by seed, colors, and text of others."""
 
 import html
 import itertools
@@ -8,7 +8,7 @@ import re
 import html5lib
 import numpy as np
 import pytest
-from written_runs import write_run
+from written_runs import write_checkpoint, write_run, write_start
 from written_sweep import losses, write_run_of_sweep, write_sweep
 
 import jstep
@@ -42,20 +42,22 @@ def figure(page, title):
 def write_six(above, configs, least=lambda i: 1.0 + i, **fields):
     for i, config in enumerate(configs):
         scalars = {"loss": losses(least(i))}
-        write_run_of_sweep(above / f"r{i}", config, scalars, start=f"{i:08x}", **fields)
+        write_run_of_sweep(above / f"r{i}", config, scalars, run=f"{i:08x}", **fields)
 
 
 RATES = [{"lr": rate} for rate in (0.1, 0.01, 0.001, 0.0002, 0.3, 0.05)]
 
 
-def test_the_order_of_the_page(tmp_path):
-    write_sweep(tmp_path, 14)
+@pytest.mark.parametrize("count", [2, 14])
+def test_the_order_of_the_page(count, tmp_path):
+    """It is one design for any number of runs."""
+    write_sweep(tmp_path, count)
     page = jstep.report(tmp_path).html
     heads = [text(head) for head in parsed(page).iter("h2")]
-    assert heads == [
-        "What is odd", "The runs", "Options against the least validation/loss", "How they went", "What differs",
-        "Where their time went",
+    assert heads[-5:] == [
+        "The runs", "Options against the least validation/loss", "How it went", "What differs", "Where the time went",
     ]  # fmt: skip
+    assert heads[:-5] == ["What is odd"] * (count > 2)
     assert page.index('id="runs"') < page.index('class="small"') < page.index('class="pictures"')
 
 
@@ -64,20 +66,15 @@ def test_where_nothing_is_odd_the_table_is_first(tmp_path):
     assert text(next(parsed(jstep.report(tmp_path).html).iter("h2"))) == "The runs"
 
 
-def test_five_runs_have_the_page_of_few(tmp_path):
-    write_six(tmp_path, RATES[:5])
-    assert "What it was" in jstep.report(tmp_path, metric="loss", mode="max").html
-    with pytest.raises(ValueError, match="metric='lss': must be a metric of the runs; there are loss"):
-        jstep.report(tmp_path, metric="lss")
-
-
 def test_a_row_has_its_numbers_and_the_options_that_vary(tmp_path):
-    write_six(tmp_path, [config | {"same": 1} for config in RATES], values={"loss": 2.5})
+    """What was chosen stands left of what was measured; numbers have four digits, and all in the tooltip."""
+    write_six(tmp_path, [config | {"same": 1} for config in RATES], values={"loss": 2.54321})
     page = jstep.report(tmp_path).html
     heads, rows = table(page)
-    assert heads == ["name", "status", "step", "best loss", "at step", "last loss", "lr", "wall time", "goodput"]
-    assert rows[0] == ["r0", "finished", "300/300", "1.032", "290", "2.5", "0.1000", "10 s", "90.0%"]
-    assert [row[6] for row in rows] == ["0.1000", "0.0100", "0.0010", "0.0002", "0.3000", "0.0500"], "points align"
+    assert heads == ["name", "status", "step", "lr", "best loss", "at step", "last loss", "wall time", "goodput"]
+    assert rows[0] == ["r0", "finished", "300/300", "0.1", "1.032", "290", "2.543", "10 s", "90.0%"]
+    assert '<td class="n" data-v="2.54321" title="2.54321">2.543</td>' in page
+    assert [row[3] for row in rows] == ["0.1", "0.01", "0.001", "0.0002", "0.3", "0.05"]
     assert "same" not in page.partition("What differs")[2]
 
 
@@ -105,6 +102,7 @@ def test_the_tree_is_padding(tmp_path):
     ],
 )
 def test_the_metric_and_its_direction(best, name, mode, words, tmp_path):
+    best = {metric: [*value, write_checkpoint(tmp_path / "best")] for metric, value in best.items()}
     values = {"loss": 1.0, "validation/acc": 0.5, "other": 0.5}
     for i in range(6):
         write_run_of_sweep(tmp_path / f"r{i}", {"lr": i}, {"loss": losses(i)}, best=best, values=values)
@@ -121,9 +119,8 @@ def test_runs_without_the_metric_and_with_nan_come_last(tmp_path):
     write_six(tmp_path, RATES)
     write_run_of_sweep(tmp_path / "nan", {"lr": 1}, {"loss": [math.nan] * 9}, values={"loss": "nan"})
     write_run_of_sweep(tmp_path / "other", {"lr": 2}, {"other": [1.0] * 9})
-    write_run(tmp_path / "nothing", times={"values": {}})
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "timeline.jsonl").write_text("{}\n")
+    write_run(tmp_path / "nothing", values={})
+    write_start(tmp_path / "broken", b"{}")
     page = jstep.report(tmp_path, metric="loss").html
     best = column(page, "best loss")
     assert [best[name] for name in ("nan", "other", "nothing", "broken")] == [""] * 4
@@ -193,13 +190,15 @@ def test_an_option_that_some_runs_have_is_drawn_beside_none(value, tmp_path):
     assert drawn.count("<title>r") == 6
 
 
-def test_what_repeats_an_option_of_config_is_no_column(tmp_path):
-    for i, rate in enumerate((0.1, 0.2, 0.3, 0.4, 0.5, 0.6)):
-        config = {"a": {"lr": rate, "step": i}, "b": {"lr": rate}} | ({"only": rate} if i == 3 else {})
-        write_run_of_sweep(tmp_path / f"r{i}", config, {"loss": losses(i)}, rate=rate)
-    heads, _ = table(jstep.report(tmp_path).html)
-    assert heads[5:-2] == ["a[lr]", "a[step]", "b[lr]", "only"]
-    assert "step: learning_rate" in jstep.report(tmp_path).html.partition("What differs</h2>")[2]
+def test_options_are_those_of_the_config(tmp_path):
+    """Hyperparameters are, where no run has one; what derives from the model never is."""
+    for kind in ("config", "none"):
+        for i, rate in enumerate((0.1, 0.2, 0.3)):
+            config = {"a/lr": rate, "a/step": i, "b/lr": rate} if kind == "config" else None
+            write_run_of_sweep(tmp_path / kind / f"r{i}", config, {"loss": losses(i)}, rate=rate, parameters=i)
+    assert table(jstep.report(tmp_path / "config").html)[0][3:6] == ["a/lr", "a/step", "b/lr"]
+    assert table(jstep.report(tmp_path / "none").html)[0][3:5] == ["learning_rate", "best loss"]
+    assert "learning_rate" in jstep.report(tmp_path / "config").html.partition("What differs</h2>")[2]
 
 
 def test_text_of_others_is_escaped_and_cut(tmp_path):
@@ -208,7 +207,7 @@ def test_text_of_others_is_escaped_and_cut(tmp_path):
         config = {words: f"{i}{words}", "short": i}
         folder = tmp_path / f"<b>{i}" / ("n" * 200)
         scalars = {"loss": losses(i), "<script>t": [1.0, 2.0]}
-        write_run_of_sweep(folder, config, scalars, end=("failed", f"{words}: \x1b[31m"))
+        write_run_of_sweep(folder, config, scalars, end=["failed", f"{words}: \x1b[31m"])
     page = jstep.report(tmp_path).html
     parsed(page)
     assert page.count("<script>") == 1
@@ -263,7 +262,7 @@ def test_a_table_is_as_wide_as_the_terminal(width, tmp_path, capsys, monkeypatch
 
 
 def test_reasons_are_cut_before_rows_fold(tmp_path, monkeypatch):
-    write_six(tmp_path, RATES, end=("failed", "ValueError: " + "why " * 99), values={"loss": 1.0})
+    write_six(tmp_path, RATES, end=["failed", "ValueError: " + "why " * 99], values={"loss": 1.0})
     monkeypatch.setenv("COLUMNS", "100")
     lines = str(jstep.runs(tmp_path)).splitlines()
     assert len(lines) == 7

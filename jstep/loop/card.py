@@ -1,0 +1,137 @@
+"""The card of a start: what its program is made of, as JSON, to compare starts and runs by."""
+
+import collections
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jstep.checkpoint.saver import Saver
+from jstep.core import trees
+from jstep.core.annotations import Tree
+from jstep.core.jaxprs import hash_strings, part_for, program_hash, without_addresses
+from jstep.core.meshes import sharding_text
+from jstep.core.plain import cut, hide, plain
+from jstep.data.loaders import ReplayedBatches, StateBatches
+from jstep.data.sequence import BatchSequence
+from jstep.hooks.start_differences import SETTINGS
+from jstep.hooks.states import hook_key
+from jstep.loop.arguments import Options
+from jstep.loop.compiler import shapes_of, type_text
+from jstep.loop.stages import TrainSteps, lanes_of, name_of_step
+from jstep.state.sharding import describe_devices
+from jstep.training.metrics import LOSS, StepMetrics
+
+_MAX_ENTRY = 1000
+
+
+def card(options: Options, stages: TrainSteps, step: int, state: Tree, batches: Tree) -> dict[str, Any]:
+    """Return the card of a start from a step, without its programs."""
+    lanes = {str(stage.first): lanes_of(stage.value) for stage in stages.stages()}
+    variables = [name for name in sorted(os.environ) if name == "XLA_FLAGS" or name.startswith("JAX_")]
+    arguments = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    return {
+        "step": step,
+        "versions": _versions(),
+        "environment": {name: cut(hide(name, os.environ[name])) for name in variables},
+        "settings": {name: plain(getattr(jax.config, name, None)) for name in SETTINGS},
+        "devices": describe_devices(state),
+        "state": _state(state),
+        "batches": _batches(batches),
+        "stages": {str(stage.first): name_of_step(stage.value) for stage in stages.stages()},
+        "lanes": lanes if len(set(lanes.values())) > 1 else next(iter(lanes.values())),
+        "arguments": {name: _argument(name, value) for name, value in arguments.items() if name != "config"},
+        "programs": [],
+    }
+
+
+def _argument(name: str, value: Any) -> Any:
+    with contextlib.suppress(Exception):
+        if isinstance(value, Saver):
+            return plain(value.directory)
+        if name == "hooks":
+            return [without_addresses(hook_key(hook)) for hook in value]
+        if name == "batch_sharding":
+            leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
+            texts = [sharding_text(leaf) if isinstance(leaf, jax.sharding.Sharding) else str(leaf) for leaf in leaves]
+            return shortened(texts) or None
+    return plain(value, name)
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "jstep": str(sys.modules["jstep"].__version__),
+    }
+    for name in ("jax", "jaxlib", "orbax-checkpoint"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # such as a checkout on the path
+            versions[name] = getattr(sys.modules.get(name), "__version__", None)
+    return versions
+
+
+def _state(state: Tree) -> dict[str, Any]:
+    leaves = trees.leaves_with_paths(shapes_of(state))
+    where = [
+        f"{path} {'anywhere' if leaf.sharding is None else sharding_text(leaf.sharding)}"
+        for path, leaf in leaves
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
+    return {
+        "hash": hash_strings(*(f"{path} {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves)),
+        "sharding": hash_strings(*where),
+        "params": sum(math.prod(leaf.shape) for path, leaf in leaves if path.split("/")[0] == "params"),
+        "leaves": len(leaves),
+        "dtypes": dict(sorted(collections.Counter(str(leaf.dtype) for _, leaf in leaves).items())),
+        "slots": sorted(state.slots or ()),
+    }
+
+
+def _batches(batches: Tree) -> dict[str, Any]:
+    if isinstance(batches, BatchSequence):
+        definition = batches.definition()
+    else:
+        source = batches.make if isinstance(batches, ReplayedBatches | StateBatches) else batches
+        definition = {"kind": plain(source if hasattr(source, "__qualname__") else type(source)), "length": None}
+        with contextlib.suppress(Exception):  # a user-defined loader: it is endless, or its length is not known
+            definition["length"] = len(batches)
+    whole = hash_strings(json.dumps(definition, sort_keys=True))
+    return {"hash": whole, **{key: shortened(part) for key, part in definition.items()}}
+
+
+def shortened(value: object) -> Any:
+    text = json.dumps(value, sort_keys=True)
+    return value if len(text) <= _MAX_ENTRY else f"hash {hash_strings(text)}"
+
+
+def program_card(stage: int, traced: Any, constants: Mapping[str, Any], args: Any) -> dict[str, Any]:
+    """Return the record of a program: its constant hyperparameters, and a hash of all that the run's bits need."""
+    shapes = [f"{path or 'batch'}: {type_text(leaf)}" for path, leaf in trees.leaves_with_paths(args)]
+    return {
+        "stage": stage,
+        "batch": shortened(shapes),
+        "hyperparameters": {name: plain(value) for name, value in constants.items()},
+        "hash": None
+        if traced is None
+        else program_hash(part_for(traced.jaxpr, _results_with_bits(*traced.out_info))[0]),
+    }
+
+
+def _results_with_bits(state: Tree, metrics: Any, *others: object) -> list[bool]:
+    """Return, for each result of a program, whether the bits of the run depend on it: of the metrics, only the loss."""
+    parts = metrics.computed if isinstance(metrics, StepMetrics) else metrics
+    if isinstance(parts, dict):
+        parts = {name: jax.tree.map(lambda _, name=name: name == LOSS, part) for name, part in parts.items()}
+    else:
+        parts = jax.tree.map(lambda _: True, parts)
+    state, others = jax.tree.map(lambda _: True, (state, others))
+    return [*jax.tree.leaves(state), *jax.tree.leaves(parts), *jax.tree.leaves(others)]
