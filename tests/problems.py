@@ -31,15 +31,3 @@ def make_state(step: int = 0) -> jstep.TrainState:
 # A loss that draws with keys of the model state, and returns their successors.
 
 ROWS = np.linspace(-1.0, 1.0, 32, dtype=np.float32).reshape(8, 4)
-
-
-def loss_with_keys(params: Any, keys: Any, x: Any) -> Any:
-    key, dropout = jax.random.split(keys["key"])
-    keep = jax.random.bernoulli(keys["many"][1], 0.5, x.shape)
-    loss = jnp.mean((jnp.where(keep, x, 0.0) @ params["w"] + jax.random.normal(dropout)) ** 2)
-    return loss, {"key": key, "many": jax.vmap(jax.random.fold_in, (0, None))(keys["many"], 1)}
-
-
-def state_with_keys(optimizer: jstep.Optimizer, /, mesh: Any = None, **params: Any) -> jstep.TrainState:
-    keys = {"key": jax.random.key(0), "many": jax.random.split(jax.random.key(1), 3)}
-    return jstep.TrainState.create({"w": jnp.ones(4), **params}, optimizer, model_state=keys, mesh=mesh)

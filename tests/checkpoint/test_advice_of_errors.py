@@ -6,9 +6,8 @@ import os
 import pytest
 from checkpoint_states import edit_manifest, flip, save_all, state_at
 
-from jstep.checkpoint.directory import DirectoryStore
 from jstep.checkpoint.manifest import CheckpointError
-from jstep.checkpoint.reading import VERIFIED, CheckpointReader
+from jstep.checkpoint.reading import VERIFIED
 from jstep.checkpoint.saver import Saver
 from jstep.tools.cli import main
 
@@ -45,20 +44,6 @@ def test_a_format_of_a_newer_version_is_not_to_be_deleted(saved):
     assert "read it with that version of jstep" in str(error.value)
     assert "newest intact checkpoint is step 2" in str(error.value)
     assert str(error.value).endswith(f"to resume from it, set aside what cannot be used: {moved(saved, 3)}.")
-
-
-def test_what_cannot_be_read_now_is_not_called_corrupted(saved):
-    class Failing(DirectoryStore):
-        def find_corruption(self, path, manifest, share=(0, 1)):
-            raise PermissionError(13, "Permission denied", f"{path}/d")
-
-    with pytest.raises(CheckpointError, match="model-3 could not be read: Permission denied") as error:
-        CheckpointReader(Failing(saved, None), "model", verify=True).restore(None, None, False, None, None)
-    assert "delete" not in str(error.value)
-    flip(f"{saved}/model-3/manifest.json", 9)
-    with pytest.raises(CheckpointError) as error:
-        CheckpointReader(Failing(saved, None), "model", verify=True).restore(None, None, False, None, None)
-    assert str(error.value).endswith(f"set aside what cannot be used: {moved(saved, 3, 2, 1)}.")
 
 
 @pytest.mark.parametrize("unreadable", ["manifest.json", "manifest.ocdbt"])

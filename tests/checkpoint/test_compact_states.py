@@ -7,7 +7,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jstep
-from jstep.state.slots import master_params
 
 EMA = jstep.ExponentialMovingAverage(0.9)
 AVERAGE = "ExponentialMovingAverage"
@@ -69,17 +68,3 @@ def test_a_partial_restore_into_another_format_shows_repack(dtype, other, tmp_pa
             is_same(saver.restore_params(trained(new, dtype, 0).params), trained(old, dtype).params)
             target = {"params": trained(new, dtype, 0).params}
             is_same(saver.restore(target, partial=True)["params"], trained(old, dtype).params)
-
-
-@pytest.mark.thorough(except_for=["bfloat16"])
-@both_dtypes
-def test_averages_that_a_checkpoint_lacks_begin_at_both_halves_of_its_masters(dtype, tmp_path, caplog):
-    state = trained(jstep.compact(INNER), dtype)
-    with jstep.Saver(tmp_path) as saver:
-        saver.save(state)
-        restored = saver.restore(trained(AVERAGED, dtype, 5), partial=True)
-    assert "Fresh slots" not in caplog.text
-    for average, master in zip(
-        *map(jax.tree.leaves, (jstep.get_slot(restored, AVERAGE), master_params(state))), strict=True
-    ):
-        assert np.max(np.abs(average - master) / np.abs(master)) <= 2**-16

@@ -10,9 +10,7 @@ import pytest
 from checkpoint_states import assert_same
 
 import jstep
-from jstep.checkpoint.leaf_records import StateLeaves
 from jstep.checkpoint.saver import Saver
-from jstep.core import trees
 
 EMA = jstep.ExponentialMovingAverage(0.5)
 
@@ -35,33 +33,6 @@ def saved_paths(saver):
     with open(os.path.join(path, "manifest.json")) as file:
         manifest = json.load(file)
     return [leaf["path"] for leaf in manifest["leaves"]], manifest.get("left_out")
-
-
-BASE = {"params/base/scale", "params/base/w"} | {
-    f"slots/{name}/base/w" for name in ("m", "v", "ExponentialMovingAverage")
-}
-FORMS = {
-    "glob": "base/*",
-    "globs": ["base/w", "base/s*"],
-    "predicate": lambda path, leaf: path.startswith("base/"),
-    "bools": {"base": True, "base_norm": False, "lora": False},
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("leave_out", FORMS.values(), ids=FORMS)
-def test_every_form_selects_the_same_leaves(tmp_path, leave_out):
-    with Saver(tmp_path, leave_out=leave_out) as saver:
-        saver.save(state_of())
-        saved, absent = saved_paths(saver)
-        assert {leaf["path"] for leaf in absent} == BASE
-        assert not BASE & set(saved)
-        everything = trees.leaf_paths(state_of())
-        assert sorted([*saved, *BASE]) == sorted(everything)
-        prints = jstep.fingerprint(state_of(), per_leaf=True)
-        assert {leaf["path"]: leaf["fingerprint"] for leaf in absent} == {
-            path: "".join(f"{int(word):08x}" for word in prints[path]) for path in BASE
-        }
 
 
 @pytest.mark.parametrize("options", [{"leave_out": "base/*"}, {}], ids=["same Saver", "any Saver"])
@@ -110,27 +81,6 @@ def test_a_target_without_values_is_an_error(tmp_path, options):
             saver.restore(donated, **options)
 
 
-@pytest.mark.parametrize(
-    ("leave_out", "error", "match"),
-    [
-        (3, TypeError, "leave_out=3: must be None"),
-        ("bse/*", ValueError, "leave_out: 'bse/\\*' matches no parameter"),
-        (lambda path, leaf: 1, TypeError, "leave_out: at 'base/scale'"),
-        ({"other": True}, ValueError, "leave_out=.*: a tree of bools must have the structure"),
-    ],
-    ids=["number", "glob", "result", "tree"],
-)
-def test_bad_input(tmp_path, leave_out, error, match):
-    with pytest.raises(error, match=match), Saver(tmp_path, leave_out=leave_out) as saver:
-        saver.save(state_of())
-    assert not [name for name in os.listdir(tmp_path) if name.startswith("model-")]
-
-
-def test_a_state_without_params_is_an_error(tmp_path):
-    with Saver(tmp_path, leave_out="w") as saver, pytest.raises(ValueError, match="leave_out"):
-        saver.save({"global_step": jnp.int32(3), "w": jnp.zeros(3)})
-
-
 def test_the_state_may_be_donated_after_save(tmp_path):
     """The fingerprints are those of the state as it was passed, although the next steps reuse its memory."""
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
@@ -143,23 +93,3 @@ def test_the_state_may_be_donated_after_save(tmp_path):
         (record, *_) = [leaf for leaf in saved_paths(saver)[1] if leaf["path"] == "params/base/w"]
         expected = jstep.fingerprint({"params": {"base": {"w": state_of().params["base"]["w"]}}}, per_leaf=True)
         assert record["fingerprint"] == "".join(f"{int(word):08x}" for word in expected["params/base/w"])
-
-
-def test_a_bare_leaf_does_not_leave_out_scalars(tmp_path):
-    state = jstep.TrainState.create(jnp.zeros(()), jstep.adam())
-    paths = trees.leaf_paths(state)
-    assert sorted(paths[i] for i in StateLeaves(state).left_out(True)) == ["params", "slots/m", "slots/v"]
-
-
-@pytest.mark.thorough
-def test_on_a_mesh(tmp_path, caplog):
-    mesh = jax.make_mesh((4,), ("data",))
-    for specs in (None, [("w", jax.P("data"))]):
-        state = jstep.TrainState.create({"w": jnp.arange(8.0), "a": jnp.ones(2)}, jstep.adam())
-        with Saver(tmp_path, leave_out="w") as saver:
-            saver.save(jstep.shard_state(state, mesh, specs))
-            restored = saver.restore(jstep.shard_state(state, mesh, [("w", jax.P("data"))]))
-            assert_same(restored, state)
-            assert restored.params["w"].sharding.spec == jax.P("data")
-            assert_same(saver.restore(state), state)
-    assert not caplog.records

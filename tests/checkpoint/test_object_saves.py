@@ -6,7 +6,7 @@ from typing import Any
 from doubles import raising
 from fellows import Fellows
 
-from jstep.checkpoint import listing, object_store
+from jstep.checkpoint import object_store
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.object_store import ObjectSave
 from jstep.stores.objects import ABSENT, ReadResult
@@ -76,21 +76,3 @@ def test_an_error_of_one_process_is_an_error_of_both(monkeypatch: Any, caplog: A
     assert [record.getMessage() for record in caplog.records] == [
         f"the outcome of {FOLDER} could not be reported to the other processes: no right to write {FOLDER}/outcome.json"
     ]
-
-
-def test_checkpoints_in_a_list_of_keys() -> None:
-    keys = [
-        "model-3/manifest.json", "model-3/data.1-a/pack.0", "model-3/data.1-a/part.0.json", "model-3/data.2-b/x",
-        "model-3/data.3", "model-3/other", "model-03/manifest.json", "model/manifest.json", "best-7/manifest.json",
-        "my-model-0/data.x/y", "model-4/data.5/pack.0", "~claims/model", "model-3/manifest.json/x",
-    ]  # fmt: skip
-    found = listing.Checkpoints(keys, "model")
-    assert found.committed == {"model-3": 3}
-    attempts = {
-        "model-3": {"data.1-a": keys[1:3], "data.2-b": keys[3:4]},
-        "model-4": {"data.5": ["model-4/data.5/pack.0"]},
-    }
-    assert found.attempts == attempts
-    every = listing.Checkpoints(keys, None)
-    assert every.committed == {"model-3": 3, "best-7": 7}
-    assert every.attempts == attempts | {"my-model-0": {"data.x": ["my-model-0/data.x/y"]}}

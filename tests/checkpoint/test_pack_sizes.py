@@ -7,43 +7,12 @@ import numpy as np
 import pytest
 
 from jstep.checkpoint import packs
-from jstep.checkpoint.packs import FILE, Block, BlockPosition
-from jstep.stores.tagged_json import LargeBytes
+from jstep.checkpoint.packs import BlockPosition
 
 
 @pytest.fixture(autouse=True)
 def small_packs(monkeypatch: Any) -> None:
     monkeypatch.setattr(packs, "PACK", 8)
-
-
-def block(size: int, name: str = "a") -> Block:
-    return Block(name, (0,), np.zeros(size, np.uint8))
-
-
-def test_blocks_of_files_release_them() -> None:
-    files = {"x": LargeBytes(bytes(range(17))), "y": LargeBytes(bytes(8))}
-    found = [(one.array, one.start, one.data.tobytes(), one.dtype) for one in packs.file_blocks(files)]
-    x = bytes(range(17))
-    assert found == [
-        ("x", (0,), x[:8], FILE),
-        ("x", (8,), x[8:16], FILE),
-        ("x", (16,), x[16:], FILE),
-        ("y", (0,), bytes(8), FILE),
-    ]
-    assert [one.nbytes for one in files.values()] == [0, 0]
-
-
-def test_groups_hold_as_much_as_a_pack() -> None:
-    sizes = [3, 5, 1, 8, 9, 2, 2, 4, 1]
-    found = [[len(body) for _, body in group] for group in packs._groups(map(block, sizes), False)]
-    assert found == [[3, 5], [1], [8], [9], [2, 2, 4], [1]]
-    assert list(packs._groups([], False)) == []
-    ((_, body),) = next(packs._groups([block(100)], True))
-    assert zlib.decompress(body) == bytes(100)
-
-
-def stored(offset: int, nbytes: int, pack: str = "p", zipped: int = 0) -> BlockPosition:
-    return BlockPosition("a", "|u1", (0,), (nbytes,), pack, offset, nbytes, "", zipped)
 
 
 def test_a_block_is_verified() -> None:

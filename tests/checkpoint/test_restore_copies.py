@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -101,46 +100,6 @@ def test_parameters_that_are_not_restored_keep_their_copies(saver):
     assert values_of(back.slots["master"]["head"]) == values_of(target.slots["master"]["head"])
 
 
-def test_custom_optimizers(saver):
-    """A copy is recognized where `init` is traced, or declared."""
-
-    def update(updates, slots, params, step):
-        return jax.tree.map(lambda g: -g, updates), slots
-
-    def traced(params, global_step=0):
-        return {
-            "slow": jstep.map_leaves(lambda path, p: p.astype("float32").copy(), params),
-            "zero": jstep.map_leaves(lambda path, p: p - p, params),
-            "other": {"first": jnp.array(params["a"])},
-        }
-
-    def concrete(params, global_step=0):
-        assert bool(params["b"]["n"] == 3)
-        return traced(params)
-
-    def declared(params, global_step=0):
-        return concrete(params)
-
-    declared.copies = ("slow",)
-    for init, want in ((traced, 10.0), (concrete, 0.0), (declared, 10.0)):
-        optimizer = jstep.scope("mine", jstep.Optimizer(init, update, lambda step: {}))
-        back = save(saver).restore(target_of(optimizer), partial=True)
-        assert values_of(back.slots["mine/slow"]) == {want}, init.__name__
-        assert values_of(back.slots["mine/zero"]) == values_of(back.slots["mine/other"]) == {0.0}
-        saver.delete(STEP)
-
-
-def test_optax(saver):
-    """The states of Optax that are copies of the parameters are found by tracing its `init`."""
-    optimizer = jstep.from_optax(optax.contrib.schedule_free(optax.sgd(0.1), 0.1))
-    back = save(saver).restore(target_of(optimizer), partial=True)
-    assert values_of(back.slots["optax/z"]) == {10.0}
-    optimizer = jstep.from_optax(optax.contrib.prodigy())
-    back = saver.restore(target_of(optimizer), partial=True)
-    copies = [name for name in jstep.get_slot_names(back) if values_of(back.slots[name]) == {10.0}]
-    assert copies == ["optax/params0"]
-
-
 @pytest.mark.parametrize("slots_memory", [None, "pinned_host"])
 def test_copies_are_sharded_like_the_slot(saver, slots_memory):
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
@@ -152,14 +111,3 @@ def test_copies_are_sharded_like_the_slot(saver, slots_memory):
         assert back.slots[name]["a"].sharding.is_equivalent_to(split, 2)
         assert back.slots[name]["a"].sharding.memory_kind == target.slots[name]["a"].sharding.memory_kind
         assert values_of(back.slots[name]) == {10.0}
-
-
-def test_numpy_leaves_and_several_states(saver):
-    optimizer = jstep.master_weights(base())
-    state = {"one": target_of(base(), 10.0), "two": target_of(base(), 20.0), "global_step": jnp.int32(STEP)}
-    saver.save(state)
-    host = jax.tree.map(np.asarray, target_of(optimizer))
-    back = saver.restore({**state, "one": host, "two": target_of(optimizer)}, partial=True)
-    assert isinstance(back["one"].slots["master"]["a"], np.ndarray)
-    assert values_of(back["one"].slots["master"]) == {10.0}
-    assert values_of(back["two"].slots["master"]) == {20.0}

@@ -97,23 +97,6 @@ def test_a_guard_added_later(tmp_path: Any, caplog: Any, name: str, abstract: bo
     assert updated.params["a"].tolist() == [1, 1, 1]
 
 
-def test_other_slots_with_the_names_of_guards_are_missing(tmp_path: Any) -> None:
-    saver = _save(tmp_path, _state(ADAM, 6))
-    state = _state(ADAM)
-    for name, value in {
-        "loss_scale": jnp.float32(3),  # without the other slot of dynamic_loss_scale
-        "scale_since": jnp.int32(3),
-        "last_finite_step": {"a": jnp.ones(3)},
-        "my_last_finite_step": jnp.int32(3),
-        "x/last_finite_step": jnp.int32(3),  # the optimizer has no such guard
-    }.items():
-        with pytest.raises(ValueError, match=rf"missing in the checkpoint \(1\): 'slots/{name}"):
-            saver.restore(state.replace(slots={**state.slots, name: value}))
-    guarded = _state(GUARDS["skip"])
-    with pytest.raises(ValueError, match=r"missing in the checkpoint \(1\): 'slots/ema"):
-        saver.restore(guarded.replace(slots={**guarded.slots, "ema": jnp.float32(0)}))
-
-
 EMA = jstep.ExponentialMovingAverage(0.5, zero_debias=True)
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import types
 
 import pytest
 from checkpoint_states import assert_same, edit_manifest, flip, save_all, state_at
@@ -128,45 +127,3 @@ class TestRetention:
                 del existing[victim]
             assert sorted(kept.steps) == kept_by_tf
             assert sorted(existing) == sorted(kept_by_tf + [step for step, _ in last])
-
-    def test_borders_of_an_interval_and_what_is_spared(self):
-        none = retention.RetainedSteps(frozenset(), 0.0)
-        times = {1: 3600.0, 2: 3600.5, 3: 4000.0, 4: 4001.0}
-        kept = retention.RetainedSteps(frozenset({2}), 3600.0)
-        assert retention.evictions(times, 4, none, 1, 1.0) == ([1, 3], kept)
-        assert retention.evictions(times, 4, none, 2, 1.0) == ([1], kept)
-        assert retention.evictions(times, 4, none, 3, None) == ([1], none)
-        assert retention.evictions(times, 4, none, 4, None) == ([], none)
-        assert retention.evictions(times, 4, none, None, None) == ([], none)
-        assert retention.evictions(times, 2, none, 1, None, 1) == ([3], none)  # saved, the highest, and finite
-        saved_again = retention.RetainedSteps(frozenset({1, 2, 9}), 0.0)
-        assert retention.evictions(times, 2, saved_again, 1, None) == (
-            [3],
-            retention.RetainedSteps(frozenset({1}), 0.0),
-        )
-
-    @pytest.mark.parametrize(
-        ("saved_at", "within", "is_temporary"),
-        [(100.0, 10.0, True), (109.5, 10.0, True), (110.0, 10.0, False), (99.5, 10.0, False), (105.0, None, False)],
-    )
-    def test_a_checkpoint_passes_within_a_time_after_the_last_kept_one(self, saved_at, within, is_temporary):
-        def head(**fields):
-            return types.SimpleNamespace(**{"leaves": (), "finite": True, "temporary": False} | fields)
-
-        store = types.SimpleNamespace(newest_first=lambda prefix, trusted: [(2, "model-2"), (1, "model-1")])
-        found = retention.Retention(store, "model", None, None, 0.0)
-        found._retained = retention.RetainedSteps(frozenset(), 0.0)
-        found._known = {1: head(saved_at=100.0, step=1), 2: head(saved_at=104.0, step=2, temporary=True)}
-        decided = found._decide(head(step=3, saved_at=saved_at), within)
-        assert decided == (["model-2"], found._retained, is_temporary)
-
-    def test_what_may_be_evicted_before_a_save(self):
-        kept = retention.RetainedSteps(frozenset({2}), 0.0)
-        store = types.SimpleNamespace(
-            newest_first=lambda prefix: [(step, f"model-{step}") for step in (4, 2, 1)],
-            manifest=lambda path: types.SimpleNamespace(retention=kept if path == "model-4" else None),
-        )
-        found = retention.Retention(store, "model", None, None, 0.0)
-        assert found.evictable() == ["model-1", "model-4"]
-        found._retained = retention.RetainedSteps(frozenset({1}), 0.0)
-        assert found.evictable() == ["model-2", "model-4"]

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import threading
 
 import pytest
 from checkpoint_states import failing_saves, listing, save_all, state_at
@@ -72,16 +71,6 @@ class TestErrors:
             assert logging.getLogger("absl").filters == filters
             save_all(saver, [3])
         assert listing(tmp_path) == ["model-1", "model-3"]
-
-    def test_saves_from_many_threads(self, tmp_path):
-        with Saver(tmp_path, max_to_keep=None) as saver:
-            threads = [threading.Thread(target=saver.save, args=(state_at(step, step),)) for step in range(8)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert saver.all_steps() == list(range(8))
-            assert all(saver.restore(step=step)["params"]["w"][0, 0] == step for step in range(8))
 
     def test_repr(self, tmp_path):
         assert repr(Saver(tmp_path)) == f"<jstep.Saver {tmp_path}/model-*>"

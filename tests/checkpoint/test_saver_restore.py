@@ -96,16 +96,6 @@ class TestRestore:
             with pytest.raises(ValueError, match=r"'params/x' stays as it is.* got a deleted array"):
                 saver.restore(target.replace(params={"x": deleted}), partial=True)
 
-    def test_an_abstract_mesh_is_an_error(self, tmp_path):
-        auto = (jax.sharding.AxisType.Auto,)
-        abstract = jax.sharding.AbstractMesh((1,), ("x",), axis_types=auto)
-        sharding = jax.sharding.NamedSharding(abstract, jax.sharding.PartitionSpec())
-        with Saver(tmp_path) as saver:
-            saver.save(state_at(1))
-            bad = jax.ShapeDtypeStruct((3, 2), jnp.float32, sharding=sharding)
-            with pytest.raises(ValueError, match="'params/w' is over an abstract mesh"):
-                saver.restore(state_at(0).replace(params={"w": bad}))
-
     def test_abstract_shapes_use_the_current_mesh(self, tmp_path):
         """Under jax.set_mesh, jax.eval_shape returns abstract meshes, which refer to the mesh that is set."""
 
@@ -124,12 +114,11 @@ class TestRestore:
             with pytest.raises(ValueError, match=r"abstract mesh.*jax.set_mesh\(mesh\)"):
                 saver.restore(shapes)
 
-    @pytest.mark.parametrize("guard", ["disallow", "disallow_explicit"])
-    def test_under_a_transfer_guard(self, tmp_path, guard):
+    def test_under_a_transfer_guard(self, tmp_path):
         mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
         state = jstep.shard_state(state_at(1, 2.0), mesh, jax.sharding.PartitionSpec())
         with Saver(tmp_path) as saver:
-            with jax.transfer_guard(guard):
+            with jax.transfer_guard("disallow_explicit"):
                 saver.save(state)
                 with jax.set_mesh(mesh):  # shapes of arrays on Explicit axes are over an abstract mesh
                     shapes = jax.eval_shape(lambda: state)

@@ -77,6 +77,7 @@ def test_close_without_wait_releases_the_claim(tmp_path):
     assert saver.all_steps() == [1]  # the save in progress was completed
 
 
+@pytest.mark.thorough
 def test_sigkill_releases_the_claim(tmp_path):
     """The claim ends with its process, even if child processes, such as those of a loader, outlive it.
 
@@ -157,18 +158,6 @@ def test_a_forked_process_does_not_own_the_claim(tmp_path):
             print("held")
     """
     assert run(script, tmp_path, PYTHONWARNINGS="ignore") == ["refused", "held"]
-
-
-def test_the_claim_outlives_its_deleted_directory(tmp_path):
-    import shutil
-
-    with Saver(tmp_path / "run") as saver:
-        save_all(saver, [1])
-        shutil.rmtree(tmp_path / "run")
-        save_all(saver, [2])
-        assert saver.all_steps() == [2]
-        with Saver(tmp_path / "run") as other, pytest.raises(CheckpointError):
-            other.claim()
 
 
 class TestWithoutLocks:

@@ -195,34 +195,6 @@ def test_other_modes_or_metrics_and_foreign_states_start_fresh_and_warn(first, s
     assert any("starts fresh" in record.getMessage() for record in caplog.records if record.name == "jstep")
 
 
-def test_state_of_older_versions_is_ignored_with_a_warning(tmp_path, caplog):
-    state = jstep.TrainState.create({"w": jnp.zeros(2)}, OPTIMIZER, global_step=2)
-    old = {"EvaluationHook": {"step": 2, "then": {"EarlyStopping": {"best": 1.0, "bad": 30}}}, "Recorder#1": [1]}
-    with jstep.Saver(tmp_path) as saver:
-        saver.save(state, extra={"hooks": old})
-    assert run_with_callback(tmp_path, jstep.EarlyStopping("a", 30, mode="min")) == standalone_state(
-        CALLBACKS["stop a"], [3, 4]
-    )
-    assert "written by an older version of jstep: all start fresh" in caplog.text
-
-
-@pytest.mark.parametrize("value", [None, {"metric": "a", "mode": "min"}])
-@pytest.mark.parametrize("invalid", [{}, {"best": "low"}, {"bad": -1}, {"cooling": 0.5}])
-def test_builtin_callbacks_start_fresh_from_invalid_state(value, invalid, caplog):
-    for one in (CALLBACKS["stop a"](), CALLBACKS["plateau a"]()):
-        fresh = one.get_state()
-        invalid_state = {**fresh, **invalid} if invalid else value
-        if invalid and not (invalid.keys() <= fresh.keys()):
-            continue
-        caplog.clear()
-        assert not one.set_state(invalid_state)
-        assert one.get_state() == fresh
-        assert "starts fresh" in caplog.text
-    hook = evaluation("eval")
-    assert not hook.set_state(value)
-    assert "starts fresh" in caplog.text
-
-
 @pytest.mark.thorough
 def test_state_of_a_missing_hook_is_logged(tmp_path, caplog):
     caplog.set_level(logging.WARNING)

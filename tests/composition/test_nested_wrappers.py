@@ -174,23 +174,6 @@ def test_slot_names_are_known_and_structure_is_preserved(plan: Any, params: Any,
     assert all(tree.dtype == jnp.float32 for tree in slots.values())
 
 
-@pytest.mark.thorough
-@examples(20)
-@hypothesis.given(optimizers)
-def test_gradients_of_frozen_leaves_change_nothing(plan: Any) -> None:
-    params = {"a": jnp.ones((2, 3)), "bb": jnp.ones(3, jnp.bfloat16), "ccc": jnp.ones(()), "dddd": jnp.ones(4)}
-    optimizer = build(plan)
-    if first_error(plan, params) is not None:
-        return
-    state = jstep.TrainState.create(params, optimizer)
-    step = jax.jit(lambda grads: jstep.apply_gradients(state, grads, optimizer))
-    without = {path: gradient(leaf) if is_trained(plan, path) else None for path, leaf in params.items()}
-    huge = {
-        path: jnp.full_like(leaf, jnp.inf) if without[path] is None else without[path] for path, leaf in params.items()
-    }
-    jax.tree.map(np.testing.assert_array_equal, step(huge), step(without))
-
-
 @examples(15)
 @hypothesis.given(plan=optimizers, other=optimizers)
 @hypothesis.example(plan=(jstep.lookahead, (PLAIN[2],)), other=(partitioned, [(PLAIN[1],), (PLAIN[5],)]))

@@ -13,7 +13,6 @@ import jstep
 PARAMS = {"w": jnp.array([1.0, -2.0]), "v": jnp.float32(0.5)}
 ODD = ("loss_scale", "start_step", "last_finite_step", "scale_since", "skipped", "held/x")
 PLAIN = ("s1", "s2", "s3", "s4", "s5", "s6/x")
-KEY = jax.random.key(5)
 
 
 def counting(names: tuple[str, ...], kind: str) -> jstep.Optimizer:
@@ -99,63 +98,6 @@ def test_names_of_custom_slots_have_no_special_meaning(wrapper: str, kind: str) 
 # Guards in all positions.
 
 GUARD = jstep.skip_nonfinite
-GUARDS: dict[str, tuple[Callable[[], jstep.Optimizer], tuple[str, ...], bool]] = {
-    "outermost": (lambda: GUARD(jstep.adam()), ("",), True),
-    "loss-scale": (lambda: jstep.dynamic_loss_scale(jstep.adam()), ("",), True),
-    "both": (lambda: jstep.dynamic_loss_scale(GUARD(jstep.adam())), ("",), True),
-    "both-turned": (lambda: GUARD(jstep.dynamic_loss_scale(jstep.adam())), ("",), True),
-    "behind-a-trace": (lambda: jstep.chain(jstep.trace(0.9), GUARD(jstep.scale(0.1))), ("",), False),
-    "each-label": (
-        lambda: jstep.partition({"a": GUARD(jstep.adam()), "a/b": GUARD(jstep.adam())}, by_label("a", "a/b")),
-        ("a/", "a/b/", ""),
-        True,
-    ),
-    "one-label": (
-        lambda: jstep.partition({"a": GUARD(jstep.adam()), "a/b": jstep.adam()}, by_label("a", "a/b")),
-        ("a/", ""),
-        True,
-    ),
-    "nested": (
-        lambda: GUARD(
-            jstep.partition(
-                {
-                    "p": jstep.scope("q", jstep.partition({"r": GUARD(jstep.adam())}, by_label("r"))),
-                    "p/q": jstep.master_weights(jstep.adam()),
-                },
-                by_label("p", "p/q"),
-            )
-        ),
-        ("p/q/r/", ""),
-        True,
-    ),
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("counted", [True, False])
-@pytest.mark.parametrize("name", GUARDS)
-def test_steps_are_skipped_only_if_no_nan_passed_the_guards(name: str, counted: bool) -> None:
-    make, prefixes, protects_all = GUARDS[name]
-    optimizer = make()
-    state, history = run(optimizer, increment_global_step=counted)
-    names = {f"{prefix}skipped" for prefix in prefixes}
-    assert {key for key in history[0] if key.endswith("skipped")} == names
-    spoiled = not protects_all  # a NaN then reached state that no guard protects
-    assert [float(one["skipped"]) for one in history][:2] == [0, 0 if spoiled else 1]
-    if not spoiled:
-        assert [float(one["skipped"]) for one in history][2:] == [0, 0]
-        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
-    assert int(state.global_step) == 4 * counted
-    constants = jstep.minimize(loss_fn, optimizer, jit=False).body(state, (jnp.float32(1.0),), None)[1].constants
-    assert constants.skipped == constants.repeated(3).skipped == "skipped"
-
-
-def test_skipped_is_not_reported_without_a_guard() -> None:
-    optimizer = jstep.scope("a", counting(ODD, "floats"))
-    state, history = run(optimizer)
-    assert sorted(history[0]) == ["loss"]
-    metrics = jstep.minimize(loss_fn, optimizer, jit=False).body(state, (jnp.float32(1.0),), None)[1]
-    assert metrics.constants.skipped is None
 
 
 def test_labels_without_gradients_are_not_reported_as_skipped() -> None:
@@ -192,34 +134,3 @@ def test_slots_inside_a_custom_wrapper_keep_their_roles() -> None:
     np.testing.assert_allclose(scaled.params["w"], want.params["w"], rtol=1e-5)
     assert [float(one["skipped"]) for one in history] == [0, 1, 0, 0]
     assert float(history[0]["my/loss_scale"]) == 8
-
-
-def partition_of(inner: jstep.Optimizer) -> jstep.Optimizer:
-    return jstep.partition({"w": inner, "w/v": jstep.adam(0.1)}, by_label("w", "w/v"))
-
-
-def test_no_gradients_in_any_label_raise() -> None:
-    optimizer = partition_of(jstep.partition({"x": jstep.adam()}, lambda path, leaf: None))
-    state = jstep.TrainState.create(PARAMS, optimizer)
-    with pytest.raises(ValueError, match="No gradients provided for any variable"):
-        jstep.apply_gradients(state, {"w": jnp.ones(2), "v": None}, optimizer)
-    moved = jstep.apply_gradients(state, {"w": jnp.ones(2), "v": jnp.float32(1.0)}, optimizer)
-    np.testing.assert_array_equal(moved.params["w"], PARAMS["w"])
-
-
-def test_slots_that_need_values_belong_to_their_optimizer() -> None:
-    def init(params: Any, global_step: Any = 0) -> Any:
-        return {"sum": jnp.float32(np.sum(np.asarray(params["w"]))), "b/x": jnp.zeros(())}  # needs concrete values
-
-    def update(updates: Any, slots: Any, params: Any, step: Any) -> Any:
-        return jax.tree.map(lambda g: -g * slots["sum"], updates), {name: slots[name] + 1 for name in ("sum", "b/x")}
-
-    custom = jstep.Optimizer(init, update, lambda step: {})
-    for labels in (("a", "a/b"), ("a/b", "a")):
-        optimizer = jstep.partition({labels[1]: jstep.adam(0.1), labels[0]: custom}, by_label(*labels))
-        step = jax.jit(lambda state, grads, optimizer=optimizer: jstep.apply_gradients(state, grads, optimizer))
-        state = jstep.TrainState.create(PARAMS, optimizer)
-        state = step(state, {"w": None, "v": jnp.float32(1.0)})
-        state = step(state, {"w": jnp.ones(2), "v": jnp.float32(1.0)})
-        assert float(state.slots[f"{labels[0]}/sum"]) == 0.0
-        np.testing.assert_allclose(state.params["v"], 0.3, rtol=1e-5)

@@ -59,23 +59,6 @@ def test_a_period_ends_exactly_with_its_last_second() -> None:
     assert exact.due(16.0)
 
 
-def test_another_period_begins_with_the_seconds_that_are_given() -> None:
-    two = Two()
-    assert two.due(10.5)
-    for clock in two.clocks:
-        clock.done(2.0)
-    assert not two.due(1.5)
-    assert two.due(1.0)
-
-
-def test_many_short_steps_are_not_skipped_for_ever() -> None:
-    """The processes communicate again after 100 000 steps at most, however short they were."""
-    two = Two(secs=1e6)
-    assert not two.due(1e-9)
-    two.step += 99_999
-    assert two.due(2e6)
-
-
 def test_one_process_communicates_nothing() -> None:
     now = [0.0]
     clock = AgreedClock(1.0, lambda: now[0])

@@ -1,7 +1,6 @@
 """What processes agree on, with threads in their place: values, texts, errors, shapes, signals and the time limit."""
 
 import signal
-import socket
 import types
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 from fellows import Fellows
 
-import jstep
 from jstep.distributed import processes
 from jstep.loop import signals
 from jstep.loop.signals import StopSignals
@@ -140,39 +138,3 @@ def test_a_signal_that_comes_too_late_for_the_others(three: Fellows) -> None:
     assert three.each(lambda i: left(i, None)) == [None] * 3
     assert three.each(lambda i: left(i, signal.SIGHUP)) == [signal.SIGHUP] * 3
     assert three.each(lambda i: left(i, signal.SIGINT)) == [signal.SIGTERM, signal.SIGINT, signal.SIGTERM]
-
-
-def test_process_0_is_waited_for_until_the_time_is_over(monkeypatch: Any) -> None:
-    now, sleeps = [0.0], []
-    monkeypatch.setattr(processes.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(processes.time, "sleep", lambda secs: (sleeps.append(secs), now.append(now.pop() + 1.0)))
-    tried: list[tuple[Any, float]] = []
-
-    def connect(address: Any, timeout: float) -> Any:
-        tried.append((address, timeout))
-        if len(tried) == 2 and address[1] == 1:
-            return socket.socket()
-        raise ConnectionRefusedError("refused")
-
-    monkeypatch.setattr(socket, "create_connection", connect)
-    where = processes.Setting("[::1]:1", "coordinator_address")
-    processes._wait_for("[::1]", 1, where, 3)
-    assert tried == [(("::1", 1), 3.0), (("::1", 1), 2.0)]
-    now[0] = 0.0
-    tried.clear()
-    with pytest.raises(TimeoutError) as error:
-        processes._wait_for("host", 2, processes.Setting("host:2", "coordinator_address"), 2)
-    assert [secs for _, secs in tried] == [2.0, 1.0, 0.1]
-    assert str(error.value) == "coordinator_address='host:2' could not be reached within 2 s (refused)"
-    assert sleeps == [0.1] * 3
-
-
-def test_what_jax_was_initialized_with_is_kept(monkeypatch: Any) -> None:
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    jstep.distributed.initialize(num_processes=jax.process_count(), process_id=jax.process_index())
-    jstep.distributed.initialize()
-    with pytest.raises(RuntimeError) as error:
-        jstep.distributed.initialize("h:1", 4, 0)
-    assert str(error.value) == "num_processes=4: JAX is already initialized with num_processes=1; initialize only once"
-    with pytest.raises(RuntimeError, match=r"^process_id=1: JAX is already initialized with process_id=0;"):
-        jstep.distributed.initialize("h:1", process_id=1)

@@ -65,15 +65,6 @@ def test_arguments_for_jax(calls, monkeypatch, variables, arguments, want):
     assert calls == [want]
 
 
-def test_each_skypilot_task_has_its_own_port(calls, monkeypatch):
-    for task in ("sky-1", "sky-2", "sky-1"):
-        with_environment(monkeypatch, SKY | {"SKYPILOT_TASK_ID": task})
-        jstep.distributed.initialize()
-    first, second, third = (int(address.removeprefix("10.0.0.1:")) for address, *_ in calls)
-    assert first == third != second
-    assert all(61440 <= port < 65536 for port in (first, second))
-
-
 @pytest.mark.parametrize(
     "variables",
     [

@@ -2,12 +2,11 @@
 
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import peer_numbers
 import pytest
-from pages import DOCS, blocks_of, run_page
+from pages import DOCS, blocks_of
 
 import jstep
 
@@ -76,20 +75,3 @@ def test_patience_in_keras() -> None:
     assert ours == theirs[: len(losses)]
     assert ours[-1] < 1.0
     assert stopped.index(True) == theirs[len(losses) :].index(1.0)
-
-
-@pytest.mark.thorough
-def test_generation_with_a_cache_is_that_without() -> None:
-    page = DOCS / "from" / "pytorch.md"
-    first, *others = (block.code for block in blocks_of(page))
-    (ours,) = (code for code in others if "def generate(" in code)
-    untrained = ours.split("\nlm = ")[0]
-    names = run_page(page, lambda code: {first: first, ours: untrained}.get(code, ""))
-    prompt = jnp.array([[3, 1, 4], [1, 5, 9]])
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        params = names["init_lm"](jax.random.key(3))
-        tokens = names["generate"](params, prompt, 24, jax.random.key(0), temperature=1e-6)
-        most_probable = names["lm_logits"](params, tokens).argmax(axis=-1)
-    np.testing.assert_array_equal(tokens[:, :3], prompt)
-    np.testing.assert_array_equal(tokens[:, 3:], most_probable[:, 2:-1])
-    assert len(np.unique(tokens)) > 3

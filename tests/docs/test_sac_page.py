@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from killed import assert_same_bits_after_kills
 from pages import DOCS, blocks_of, run_page
 
 import jstep
@@ -75,18 +74,3 @@ def test_the_updates_of_a_step_are_those_of_a_plain_loop(page, standard):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5), one, other)
     moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), targets, params["critic"])
     assert min(jax.tree.leaves(moved)) > 2e-5 * 2
-
-
-@pytest.mark.parametrize("where", ["host", "both"])
-def test_environments_on_the_host_are_killed_and_end_with_the_same_bits(where, tmp_path):
-    """Without the runs on the page; the buffer is on the host or on the device."""
-    first, updates, environments, device, host, _, both = (block.code for block in blocks_of(PAGE, SECTION))
-    device = device[: device.index("device_step =")]
-    host = host[: host.index("host_state, host_returns")]
-    both = both[: both.index("both_state, both_returns")]
-    code = first + updates + environments + device + host + both
-    assert code.count("save_checkpoint_steps=50") == 2
-    code = code.replace("save_checkpoint_steps=50", "save_checkpoint_steps=10")
-    program = f"import sys\n{code}\nprint(jstep.fingerprint(train_on_{where}(sys.argv[1], 120)[0]))"
-
-    assert_same_bits_after_kills(program, tmp_path)

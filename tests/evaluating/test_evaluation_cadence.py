@@ -101,23 +101,3 @@ def test_two_hooks_with_the_same_prefix_are_rejected():
     with pytest.raises(ValueError, match="prefix='eval'"):
         train(2, [hook, hook])
     train(2, two("test", "test/a"))
-
-
-def test_callbacks_are_checked():
-    seen = StepRecorder()
-    train(2, [jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=[seen])])
-    assert seen.steps == [1, 2]
-    twice = [jstep.EarlyStopping("loss", 2, key="same") for _ in range(2)]
-    with pytest.raises(ValueError, match=r"EvaluationHook\(callbacks=…\): key='same'"):
-        train(2, [jstep.EvaluationHook(evaluate, every_n_steps=1, callbacks=twice)])
-
-
-@pytest.mark.parametrize(("key", "error"), [(3, TypeError), ("", ValueError)])
-def test_a_key_must_be_a_nonempty_string(key, error):
-    for make in (
-        lambda: jstep.EarlyStopping("loss", key=key),
-        lambda: jstep.ReduceOnPlateau("loss", "rate", key=key),
-        lambda: jstep.EvaluationHook(evaluate, every_n_steps=1, key=key),
-    ):
-        with pytest.raises(error, match="key="):
-            make()

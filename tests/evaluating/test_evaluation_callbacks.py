@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import re
 import types
 
 import jax
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.checkpoint.listing import read_manifest
 
 
 def state_at(step=0, rate=0.5):
@@ -265,24 +263,6 @@ def test_what_is_kept_is_on_the_disk_before_a_checkpoint_of_the_run(tmp_path, mo
     best.close()
 
 
-@pytest.mark.parametrize("is_so_at_start", [True, False])
-def test_infinities_that_a_run_begins_with_count_as_finite(is_so_at_start, tmp_path):
-    state = state_at(1)
-    infinite = state.replace(params=jax.tree.map(lambda x: x * math.inf, state.params))
-    best = jstep.KeepBest(tmp_path, "error")
-    best.begin(infinite if is_so_at_start else state)
-    best(1, infinite, {"error": 0.5})
-    best.close()
-    assert read_manifest(str(tmp_path / "best-1")).finite is is_so_at_start
-
-
-def test_a_directory_that_cannot_be_written(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("")
-    with pytest.raises(OSError, match=re.escape(str(path))):
-        jstep.KeepBest(path, "loss").begin(state_at())
-
-
 # Metrics that are missing or no numbers, and states that cannot be used
 
 D = "directory"
@@ -307,21 +287,6 @@ def test_without_a_mode_only_losses_errors_and_perplexities_are_minimized(name):
             make(metric, mode=None)
         make(metric, mode="max")
     make("loss", mode="max")
-
-
-@pytest.mark.parametrize("kind", ["stop", "plateau"])
-def test_the_mode_that_is_meant_is_remembered(kind):
-    """Checkpoints that name the mode, and callbacks that do not, agree."""
-    given, meant = CALLBACKS[kind]("loss", mode="min"), CALLBACKS[kind]("loss")
-    for callback in (given, meant):
-        callback.begin(jstep.TrainState.create({"w": 1.0}, jstep.adam(jstep.held("learning_rate", 0.5))))
-    assert given.get_state() == meant.get_state()
-    assert given.get_state()["mode"] == "min"
-    meant.set_state({**given.get_state(), "best": 0.25, "bad": 1})
-    assert (meant.best, meant.bad) == (0.25, 1)
-    other = CALLBACKS[kind]("loss", mode="max")
-    other.set_state(meant.get_state())
-    assert other.best is None
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_runs import FakeRun
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jstep
 from jstep.distributed import processes
-from jstep.evaluating.evaluation_batches import EvaluationBatches
 
 X = np.arange(24.0, dtype=np.float32).reshape(12, 2)
 OWN = jstep.batches(X, 4, shuffle=False, num_epochs=1)
@@ -117,53 +115,6 @@ def test_the_check_runs_and_reads_nothing_twice():
     assert hook.results == by_list.results
 
 
-class Places(Loader):
-    """A loader that keeps a position."""
-
-    def state_dict(self):
-        return {}
-
-
-def test_which_first_batches_are_known_before_an_evaluation():
-    """The one that was read is the first of the evaluation; positions, iterators and what fails are left alone."""
-    for source in (OWN, [X[:4], X[4:8], X[8:]], Loader()):
-        passes = EvaluationBatches(source)
-        for _ in range(2):
-            (shape,) = passes.first_shapes(None)
-            assert (shape.shape, shape.dtype, shape.sharding) == ((4, 2), np.float32, None)
-        assert [batch[0, 0] for batch in passes] == [0.0, 8.0, 16.0]
-        assert [batch[0, 0] for batch in passes] == [0.0, 8.0, 16.0]
-    for source in (Places(), iter([X]), []):
-        passes = EvaluationBatches(source)
-        assert passes.first_shapes(None) is None
-    assert len(list(EvaluationBatches(Places()))) == 3
-    rows = NamedSharding(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]), P("data"))
-    fits, does_not = (EvaluationBatches([X[:n]]).first_shapes(rows)[0].sharding.spec for n in (4, 3))
-    assert (fits, does_not) == (P("data"), P(None))
-    assert EvaluationBatches([(X, 3)]).first_shapes(None)[1] == 3  # a Python number stays one, as in the evaluation
-
-
-def test_batches_that_are_left_alone():
-    """An iterator, which can be used only once, and what evaluates otherwise than by `jstep.evaluator`."""
-    given = []
-
-    def batches():
-        for start in range(0, 12, 4):
-            given.append(start)
-            yield X[start : start + 4]
-
-    class Looks(jstep.Hook):
-        def begin(self, state):
-            assert given == []
-
-    _, hook = run(jstep.evaluator(metric_fn, batches()), hooks=[Looks()])
-    assert given == [0, 4, 8]
-    assert hook.results[4]["loss"] > 0
-    calls = []
-    run(lambda state: calls.append(int(state.global_step)) or {"loss": 1.0})
-    assert calls == [4]
-
-
 def test_batches_of_several_processes(monkeypatch):
     """Rows of each process need a sharding; others are not read, since processes may have different numbers of them."""
     monkeypatch.setattr(processes, "is_single_process", lambda: False)
@@ -202,22 +153,3 @@ def test_meshes(axis_type, use_averages):
         state=jstep.shard_state(jstep.TrainState.create({"w": jnp.ones(2)}, optimizer), mesh, P()),
         batch_sharding=rows,
     )
-
-
-def test_the_state_of_a_hook_in_a_checkpoint(caplog):
-    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2)
-    FakeRun(hook, jstep.TrainState.create({"w": 0.0}, jstep.sgd(0.1)))
-    fresh = hook.get_state()
-    assert (fresh["step"], fresh["owed"], "left" in fresh) == (None, None, False)
-    assert not hook.set_state(fresh | {"step": 2, "owed": 4, "left": 5})
-    assert hook.get_state() == fresh | {"step": 2, "owed": 4, "left": 5}
-    assert (hook.owes_end(5), hook.owes_end(4)) == (True, False)
-    assert hook.evaluate_owed(6, None) is None  # of another step
-    assert not caplog.records
-    for bad in (None, [], {"owed": None}, {"step": None}, {"step": "2", "owed": None}, fresh | {"left": 1.0}):
-        assert not hook.set_state(bad)
-        assert hook.get_state()["step"] == 2
-    assert {record.getMessage() for record in caplog.records} == {
-        "hooks: EvaluationHook(eval) cannot read its state in the checkpoint: it starts fresh"
-    }
-    assert len(caplog.records) == 6

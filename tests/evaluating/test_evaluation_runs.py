@@ -1,6 +1,5 @@
 """Runs with evaluation callbacks: early stopping, hyperparameter changes, saved results, and restarts."""
 
-import gc
 import logging
 
 import jax
@@ -11,7 +10,6 @@ from evaluated_runs import make_state, rate, scripted, train
 from positioned import Positioned
 
 import jstep
-from jstep.hooks.numbers import TransferQueue
 from jstep.loop.run import Run
 
 
@@ -183,38 +181,7 @@ def test_results_are_logged_once_in_a_line_of_their_own(caplog):
     assert all("learning_rate 0.25" in line for line in others)
 
 
-def test_a_failed_evaluation_restores_the_transfer_guard():
-    """The guard is restored while the exception is still referenced, and after it is garbage-collected."""
-
-    def metrics(params, x):
-        guards.append(jax.config.jax_transfer_guard_host_to_device)
-        raise ZeroDivisionError
-
-    guards, state = [], make_state()
-    with jax.transfer_guard("disallow"):
-        with pytest.raises(ZeroDivisionError) as caught:
-            jstep.evaluator(metrics, [np.ones(2)])(state)
-        guards.append(jax.config.jax_transfer_guard_host_to_device)
-    del caught
-    gc.collect()
-    assert guards == ["disallow", "disallow"]
-    assert jax.config.jax_transfer_guard_host_to_device is None
-
-
 # The order around an evaluation
-
-
-def test_rows_of_earlier_steps_come_before_an_evaluation(monkeypatch):
-    order = []
-    deliver = TransferQueue.deliver_all
-
-    def delivers(queue, *args, **kwargs):
-        order.append("delivered")
-        return deliver(queue, *args, **kwargs)
-
-    monkeypatch.setattr(TransferQueue, "deliver_all", delivers)
-    train(3, [jstep.EvaluationHook(lambda state: order.append("evaluated") or {"x": 1.0}, every_n_steps=1)])
-    assert order[:6] == ["delivered", "evaluated"] * 3
 
 
 def test_positions_are_kept_before_callbacks_of_an_evaluation_off_the_cadence(monkeypatch):
@@ -226,22 +193,3 @@ def test_positions_are_kept_before_callbacks_of_an_evaluation_off_the_cadence(mo
     )
     train(3, [hook])
     assert order == [2, "kept", 3]
-
-
-def test_a_state_of_a_callback_that_cannot_be_kept_is_an_error_of_the_first_evaluation(tmp_path):
-    class Odd:
-        value = None
-
-        def __call__(self, step, state, results):
-            self.value = object()
-
-        def get_state(self):
-            return self.value
-
-        def set_state(self, value):
-            pass
-
-    hook = jstep.EvaluationHook(lambda state: {"x": 1.0}, every_n_steps=1, callbacks=[Odd()])
-    with pytest.raises(TypeError, match="Odd cannot be kept with a checkpoint"):
-        train(9, [hook], checkpoint_dir=tmp_path, save_checkpoint_steps=9, save_checkpoint_secs=None)
-    assert list(hook.results) == [1]

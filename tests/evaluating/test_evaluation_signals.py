@@ -4,10 +4,9 @@ import logging
 import os
 import signal
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from evaluated_runs import make_state, rate, train
+from evaluated_runs import rate, train
 
 import jstep
 
@@ -122,28 +121,3 @@ def test_an_evaluation_that_raised_is_run_after_the_restart(tmp_path):
         train(9, hooks(), checkpoint_dir=tmp_path)
     train(9, hooks(), checkpoint_dir=tmp_path)
     assert [step for step, _ in seen] == [3, 6, 9]
-
-
-def test_a_custom_evaluate_function_is_not_interrupted(tmp_path):
-    def evaluate(state):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return {"loss": float(jnp.sum(state.params["w"]))}
-
-    seen = []
-    with pytest.raises(jstep.Preempted):
-        train(9, [jstep.EvaluationHook(evaluate, every_n_steps=3, callbacks=[lambda *args: seen.append(args[0])])])
-    assert seen == [3]
-
-
-@pytest.mark.thorough
-def test_an_evaluator_outside_of_evaluation_hook_ignores_signals():
-    """It is not interrupted when called directly, or in another hook of a run that is about to stop."""
-    evaluate, found = jstep.evaluator(loss, Validation()), []
-
-    def by_hand(step, state, metrics):
-        os.kill(os.getpid(), signal.SIGTERM)
-        found.append(evaluate(state))
-
-    with pytest.raises(jstep.Preempted):
-        train(9, [jstep.every(3, by_hand)])
-    assert found == [{"loss": 1.0}] == [evaluate(make_state())]

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparisons import aligned
-from fake_runs import FakeRun
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jstep
@@ -122,28 +121,3 @@ def test_dropped_rows_are_a_warning(make, dropped, caplog):
 
 def averaged():
     return jstep.with_moving_average(jstep.gradient_descent(0.5), jstep.ExponentialMovingAverage(0.5))
-
-
-def test_averages_and_schedule_free_parameters_are_ambiguous():
-    parts = {"a": averaged(), "b": jstep.schedule_free_sgd(0.5)}
-    optimizer = jstep.partition(parts, lambda path, leaf: path)
-    state = jstep.TrainState.create({"a": 1.0, "b": 2.0}, optimizer)
-
-    def metrics(params, x):
-        return {"a": (params["a"], 1), "b": (params["b"], 1)}
-
-    with pytest.raises(ValueError, match=r"averages \(a/ExponentialMovingAverage\) and schedule-free "):
-        jstep.evaluator(metrics, [ROWS], use_averages=True)(state)
-    found = jstep.evaluator(metrics, [ROWS], use_averages="a/ExponentialMovingAverage")(state)
-    assert found == {"a": 1.0, "b": 2.0}
-
-
-def test_a_list_is_evaluated_as_it_is_then():
-    batches = [np.ones((2, 4), np.float32), np.ones((2, 4), np.float32)]
-    evaluate = jstep.evaluator(lambda params, x: {"mean": jnp.mean(x, 1)}, batches)
-    hook = jstep.EvaluationHook(evaluate, every_n_steps=2)
-    run = FakeRun(hook, make_state())
-    batches[0] = np.full((2, 4), 3, np.float32)
-    batches[1][:] = 5
-    run.after_step(2, make_state(), {})
-    assert hook.results[2]["mean"] == 4

@@ -1,13 +1,11 @@
 """Metrics that are objects with `merge` and `compute`."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from doubles import raising
 from evaluated_runs import in_batches
 
 import jstep
@@ -188,42 +186,6 @@ def test_an_invalid_object_is_named(cls, error, words):
         return {"m": cls(x[0, 0]), "m/n": 1.0}
 
     with pytest.raises(error, match=words):
-        jstep.evaluator(metrics, in_batches(5, X))(make_state())
-
-
-@pytest.mark.parametrize("method", ["merge", "compute"])
-def test_an_error_in_an_object_names_the_metric(method):
-    cls = make(**{"merge": first, "compute": x_of, method: raising(ZeroDivisionError())})
-    with pytest.raises(ZeroDivisionError) as caught:
-        jstep.evaluator(lambda params, x: {"m": cls(x[0, 0])}, in_batches(5, X))(make_state())
-    assert any(note.startswith(f"metric_fn: in {method} of the metric 'm'") for note in caught.value.__notes__)
-
-
-def test_shapes_that_cannot_be_merged_are_explained():
-    cls = make(lambda self, other: type(self)(self.x + other.x), x_of)
-    batches = jstep.batches(X[:10], 4, shuffle=False, num_epochs=1, drop_remainder=False)
-    with pytest.raises(TypeError, match="broadcast") as caught:
-        jstep.evaluator(lambda params, x: {"m": cls(x[:, 0])}, batches)(make_state())
-    (found,) = (note for note in caught.value.__notes__ if "in merge of the metric 'm'" in note)
-    assert "one shape for batches of any number of rows" in found
-
-
-def test_leaves_that_are_not_arrays_are_named():
-    cls = make(lambda self, other: type(self)("text"), x_of)
-    state, words = make_state(), "a Mine: the leaf at .* is a str, 'text', .*; register other fields as static"
-    with pytest.raises(TypeError, match=f"the metric 'm' is {words}"):
-        jstep.evaluator(lambda params, x: {"m": cls("text")}, in_batches(5, X))(state)
-    with pytest.raises(TypeError, match=f"the metric 'm': merge of a Mine returned {words}"):
-        jstep.evaluator(lambda params, x: {"m": cls(x[0, 0])}, in_batches(5, X))(state)
-
-
-def test_a_structure_that_differs_between_batches():
-    cls = functools.partial(make(first, x_of))
-
-    def metrics(params, x):
-        return {"m": cls((x[0, 0],) * len(x))}
-
-    with pytest.raises(TypeError, match="'m': merge of a Mine was given a Mine of another structure"):
         jstep.evaluator(metrics, in_batches(5, X))(make_state())
 
 

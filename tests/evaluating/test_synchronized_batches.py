@@ -7,8 +7,7 @@ from fellows import Fellows
 from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
-from jstep.core.threads import evaluation_batches_taken
-from jstep.evaluating.evaluation_batches import _ENDED, _FAILED, _GLOBAL, _synchronized, place_batches
+from jstep.evaluating.evaluation_batches import _ENDED, _FAILED, _synchronized, place_batches
 
 ROWS = np.arange(6.0, dtype=np.float32).reshape(3, 2)
 
@@ -57,27 +56,6 @@ def test_an_error_of_this_process_is_sent_before_it_is_raised(monkeypatch):
     with pytest.raises(OSError, match="a file is gone"):
         next(_synchronized(broken(), None))
     assert sent == [_FAILED]
-
-
-def test_rows_of_several_arguments_and_of_batches_that_are_global(monkeypatch):
-    """Arrays without rows are kept when a process has no batch any more; no batch that is global is placed again."""
-    sent = iter([[3, 3], [_ENDED, 2], [_ENDED, _ENDED]])
-    asked = []
-    monkeypatch.setattr(
-        multihost_utils, "process_allgather", lambda one: asked.append(one.tolist()) or np.array(next(sent))
-    )
-    place, before = SingleDeviceSharding(jax.devices()[1]), evaluation_batches_taken.count
-    batches = list(_synchronized(iter([({"x": ROWS, "scale": np.float32(2)},)]), place))
-    assert [(batch["x"].shape, batch["scale"].tolist()) for (batch,) in batches] == [((3, 2), 2.0), ((0, 2), 2.0)]
-    assert asked == [[3], [_ENDED], [_ENDED]]
-    assert evaluation_batches_taken.count - before == 2
-    for counts in ([_GLOBAL, _GLOBAL], [0, _GLOBAL]):
-        sent = iter([counts, [_ENDED, _ENDED]])
-        assert list(_synchronized(iter([("global",)]), place)) == [("global",)]
-    sent = iter([[_FAILED, 3]])
-    with pytest.raises(ValueError, match="batches: the arguments have leading axes of different sizes"):
-        next(_synchronized(iter([(ROWS, ROWS[:2])]), place))
-    assert asked[-1] == [_FAILED]
 
 
 def test_only_batches_with_a_sharding_are_those_of_all_processes(monkeypatch):

@@ -1,6 +1,5 @@
 """Object stores tested against moto, which implements much more of S3 than the fake store of the other tests."""
 
-import gc
 import http.client
 import subprocess
 import sys
@@ -8,9 +7,7 @@ import time
 
 import pytest
 
-from jstep.stores import growing_files
 from jstep.stores.objects import ABSENT, Objects
-from jstep.summary import SummaryWriter, scalar
 
 pytestmark = pytest.mark.thorough
 
@@ -77,26 +74,3 @@ def test_conditional_writes(moto):
     assert directory.read("a b%~").data is None
     with pytest.raises(FileNotFoundError, match="no bucket 'nope'"):
         Objects("s3://nope/verbs").write_if("a", b"", ABSENT)
-
-
-@pytest.mark.filterwarnings("ignore")  # imports of TensorBoard and boto3 raise warnings
-def test_tensorboard_follows_growing_event_objects(moto, port, monkeypatch):
-    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    files = pytest.importorskip("tensorboard.compat.tensorflow_stub.io.gfile")
-    pytest.importorskip("boto3")
-    # TensorBoard reads S3_ENDPOINT at import, and another test may have imported it.
-    monkeypatch.setattr(files.get_filesystem("s3://bkt"), "_s3_endpoint", f"http://127.0.0.1:{port}")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setattr(growing_files, "SEGMENT", 600)
-    with SummaryWriter("s3://bkt/board") as writer:
-        board, counts = None, []
-        for step in range(20):
-            writer.add_summary(scalar("loss", float(step)), step)
-            if step % 5 == 4:
-                writer.flush()
-                board = board or accumulators.EventAccumulator("s3://bkt/board")
-                counts.append(len(board.Reload().Scalars("loss")))
-    del board
-    gc.collect()  # frees its unclosed connections here, where warnings are ignored
-    assert counts == [5, 10, 15, 20]
-    assert len([name for name in Objects("s3://bkt/board").list() if "tfevents" in name]) > 1

@@ -44,20 +44,3 @@ def test_a_branch_of_a_run_in_a_bucket(store, tmp_path):
     page = jstep.report([trunk, f"{trunk}-branch"], f"{trunk}/page.html").html
     assert "(step 10)" in page
     assert store.data("run/page.html").decode() == page
-
-
-def test_a_branch_that_begins_with_a_state_made_from_a_checkpoint(store, tmp_path):
-    trunk = store.run
-    train(10, trunk)
-
-    def edited(step=10):
-        with jstep.Saver(trunk) as saver:
-            return saver.restore(jstep.TrainState.create({"w": 0.0}, optimizer), step).with_params({"w": 3.0})
-
-    expected = train(15, None, state=edited())
-    for where in (f"{trunk}-branch", tmp_path / "branch"):
-        assert train(15, where, state=edited(), start_from=trunk) == expected
-        with jstep.Saver(where) as saver:
-            assert saver.extra(15)["parent"] == {"path": f"{trunk}/model-10", "step": 10}
-    with pytest.raises(ValueError, match="the state passed, 5, got one at step 10"):
-        train(15, f"{trunk}-other", state=edited(5), start_from=f"{trunk}/model-10")

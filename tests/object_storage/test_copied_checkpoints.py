@@ -132,15 +132,3 @@ def test_weights_of_a_copy(store, tmp_path):
     made.edit("model-1/manifest.json", lambda data: None)
     with pytest.raises(FileNotFoundError, match="model-1': the folder has no weights"):
         jstep.load_weights(f"{made.copy}/model-1", state_at(0).params)
-
-
-def test_an_interrupted_save_in_a_copied_run_is_to_be_set_aside(store, tmp_path):
-    made = OnDisk(store, tmp_path)
-    with jstep.Saver(made.url) as saver:
-        saver.save(state_at(1))
-        saver.save(state_at(2))
-    del store.objects["bkt"]["run/model-2/manifest.json"]
-    made.fill()
-    with pytest.raises(CheckpointError, match=r"model-2 .*: manifest\.json is missing.* step 1 .*`mv "):
-        jstep.Saver(made.copy).restore(state_at(0))
-    assert same(jstep.Saver(made.copy).restore(state_at(0), 1), state_at(1))

@@ -3,13 +3,11 @@
 import contextlib
 import re
 
-import jax.numpy as jnp
 import pytest
 
 import jstep
 from jstep.stores import growing_files, objects, urls
 from jstep.stores.event_files import event_files, find_runs, read_scalars
-from jstep.stores.objects import Objects
 from jstep.summary import SummaryWriter, scalar, summary_iterator
 
 
@@ -180,18 +178,3 @@ def test_graphs_are_objects(store, capsys):
     assert b"node" in objects.Objects(parent).read(name).data
     assert main(["events", f"{store.run}/missing"]) == 2
     capsys.readouterr()
-
-
-def test_a_bucket_out_of_reach_is_waited_for_once(monkeypatch):
-    """The record and the event files would each try for half a minute."""
-
-    def cannot(*_: object) -> None:
-        raise ConnectionError("s3://bucket/run: cannot list: Could not resolve hostname")
-
-    monkeypatch.setattr(Objects, "list", cannot)
-    monkeypatch.setattr("jstep.loop.recorder.StartFile", lambda *_: pytest.fail("waits for the bucket again"))
-    optimizer = jstep.gradient_descent(0.1)
-    step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
-    state = jstep.TrainState.create({"w": 0.0}, optimizer)
-    with pytest.raises(ConnectionError, match="cannot list"):
-        jstep.train(step, state, [jnp.ones(())] * 2, 2, logdir="s3://bucket/run", progress=False)

@@ -1,10 +1,8 @@
 """Growing files of JSON lines, on a disk and below a URL."""
 
 import os
-import threading
 
 import pytest
-from waiting import TIMEOUT, interrupt
 
 from jstep.stores.line_files import open_lines
 from jstep.stores.objects import Objects
@@ -60,34 +58,3 @@ def test_two_runs_append_to_one_file(tmp_path):
     first.close()
     second.close()
     assert read(str(tmp_path / "log")) == b"{}\n" * 3
-
-
-def test_a_directory_that_cannot_be_created_is_an_error_at_once(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="file"):
-        open_lines(str(tmp_path / "file" / "log"), b"{", bool)
-
-
-@pytest.mark.thorough
-def test_after_ctrl_c_the_next_upload_waits_for_the_one_before(gcs, fast_retries, monkeypatch):
-    write, released, uploads = Objects.write, threading.Event(), []
-
-    def held(objects, *args):
-        is_first = not uploads
-        uploads.append("begun")
-        if is_first:
-            released.wait(TIMEOUT)
-        result = write(objects, *args)
-        uploads.append("ended")
-        return result
-
-    lines = open_lines("gs://bkt/run/log.jsonl", b"", bool)
-    monkeypatch.setattr(Objects, "write", held)
-    lines.write(b"1\n")
-    lines.sync(to_disk=False)
-    lines.write(b"2\n")
-    interrupt(lines.close)
-    threading.Timer(0.2, released.set).start()
-    lines.close()
-    assert uploads == ["begun", "ended"] * 2
-    assert read("gs://bkt/run/log.jsonl") == b"1\n2\n"

@@ -63,32 +63,6 @@ def test_aws_profiles(tmp_path):
     assert "c" not in str(work).split()
 
 
-@pytest.mark.parametrize(
-    ("variable", "of_profile", "is_ignored"),
-    [
-        (None, None, False),
-        ("true", None, True),
-        ("True", None, True),
-        ("1", None, False),
-        (None, "TRUE", True),
-        (None, "yes", False),
-        ("false", "true", False),
-        ("", "true", False),  # it is set
-    ],
-)
-@pytest.mark.parametrize("endpoint", [{}, {"AWS_ENDPOINT_URL": "http://a"}, {"AWS_ENDPOINT_URL_S3": "http://b"}])
-def test_configured_endpoints_are_ignored_as_by_botocore(variable, of_profile, is_ignored, endpoint, tmp_path):
-    config = tmp_path / "config"
-    ignores = "" if of_profile is None else f"ignore_configured_endpoint_urls = {of_profile}\n"
-    config.write_text(f"[profile work]\nregion = eu-1\nendpoint_url = http://own\n{ignores}")
-    files = {"AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "none"), "AWS_CONFIG_FILE": str(config)}
-    environment = files | endpoint | {"AWS_PROFILE": "work"}
-    if variable is not None:
-        environment["AWS_IGNORE_CONFIGURED_ENDPOINT_URLS"] = variable
-    want = {} if is_ignored else {"endpoint": next(iter(endpoint.values()), "http://own")}
-    assert s3_fields(environment) == want | {"aws_region": "eu-1"}
-
-
 def test_requests_are_signed_with_the_profile(s3, tmp_path, monkeypatch):
     credentials = tmp_path / "credentials"
     credentials.write_text("[work]\naws_access_key_id = AKIAOFTHEPROFILE\naws_secret_access_key = c\n")

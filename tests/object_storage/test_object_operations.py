@@ -121,24 +121,6 @@ def test_a_store_that_does_not_respond_times_out(store):
     assert directory.read("a").data == b"1"
 
 
-def test_timeouts_are_shorter_while_a_store_is_down(store, fast_retries):
-    directory = Objects(store.run)
-    store.fail = [("", "", 503, 99)]
-    with pytest.raises(StoreError, match="HTTP 503"):
-        directory.read("a")
-    bucket = store.run.removesuffix("/run")
-    assert objects.recent_outage(bucket) is not None
-    store.fail = [("", "", -1, 1)]
-    with (
-        directory.within(0.1),
-        pytest.raises(ConnectionError, match=r"cannot write: the store did not accept it \(HTTP 503"),
-    ):
-        directory.write("b", b"")
-    store.fail = []
-    assert directory.read("a").data is None
-    assert objects.recent_outage(bucket) is None
-
-
 def test_s3_reports_expired_keys_as_400(s3, fast_retries):
     s3.code, s3.fail = "ExpiredToken", [("", "", 400, 99)]
     with pytest.raises(PermissionError, match="expired"):
@@ -146,19 +128,6 @@ def test_s3_reports_expired_keys_as_400(s3, fast_retries):
     s3.code, s3.fail = "PermanentRedirect", [("", "", 301, 99)]
     with pytest.raises(StoreError, match="AWS_REGION"):
         Objects("s3://bkt/run").write("a", b"")
-
-
-def test_an_unexpected_status_is_an_error(store, fast_retries):
-    directory = Objects(store.run)
-    store.fail = [("", "", 412, 1)]
-    with pytest.raises(StoreError, match="unmet condition"):
-        directory.write("a", b"1")
-    store.fail = [("", "", 412, 1)]
-    with pytest.raises(StoreError, match="unexpected response"):
-        directory.read("a")
-    store.fail = [("", "", 412, 1)]
-    assert directory.write_if("a", b"1", ABSENT)
-    assert directory.read("a").data == b"1"
 
 
 # Lists.
@@ -189,23 +158,6 @@ def test_a_list_that_ends_early_is_an_error(gcs, fast_retries, status, page):
     gcs.fail = [("GET", "/o$", None, page), ("GET", "/o$", status, 99)]
     with pytest.raises(PermissionError, match="gs://bkt/run: cannot list"):
         directory.listing()
-
-
-def test_a_list_from_before_the_marker_is_repeated(gcs, fast_retries):
-    directory = Directory("gs://bkt/run")
-    directory.write("a", b"")
-    requests = []
-
-    def first_writer(number):
-        if "/o prefix" in gcs.seen[-1] and not requests:
-            requests.append(number)
-        elif requests and len(requests) == 1:
-            requests.append(number)
-            with gcs.lock:
-                gcs.put("bkt", "run/~jstep", b"")
-
-    gcs.watch = first_writer
-    assert directory.listing() == ["a"]
 
 
 class Operation:

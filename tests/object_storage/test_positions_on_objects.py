@@ -1,7 +1,6 @@
 """Large arrays of positions and hooks in object stores: blocks of the packs, each with its checksum."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from points import STEP, Remembering, make_state
@@ -9,8 +8,6 @@ from test_copied_checkpoints import InBucket, OnDisk
 
 import jstep
 from jstep.checkpoint import packs
-from jstep.checkpoint.manifest import Extra
-from jstep.stores.tagged_json import LargeBytes
 from jstep.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
@@ -96,13 +93,3 @@ def test_corrupted_blocks_are_found(store, small_packs):
             saver.read_file(name, 5)
     with pytest.raises(jstep.CheckpointError, match=r"model-5 is corrupted: .*pack\.0\.\d+: the checksum"):
         train(store.run, 9)
-
-
-def test_a_file_named_like_a_leaf_is_another_thing(store):
-    with jstep.Saver(store.run) as saver:
-        state = {"global_step": jnp.int32(1), "hooks.0": jnp.arange(3.0)}
-        saver.save(state, extra=Extra({"a": {"$file": "hooks.0"}}, {"hooks.0": LargeBytes(b"abc")}))
-        saver.wait()
-        assert saver.read_file("hooks.0", 1) == b"abc"
-        np.testing.assert_array_equal(saver.restore(state)["hooks.0"], np.arange(3.0))
-        assert saver.extra() == {"a": {"$file": "hooks.0"}}

@@ -190,21 +190,3 @@ def test_a_fault_at_each_request(each_store, status, lasts):
     each_store.fail = []
     # A single 404 is taken as a missing object, except for lists.
     assert status == 404 or not wrong
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("prefix", ["my model%25", "a+b&c=d;?#", "модель", "~~", "model-1"])
-def test_unusual_prefixes(store, prefix):
-    """A prefix that sorts after the marker object has a marker of its own."""
-    store.page = 1000
-    with jstep.Saver(store.run, prefix=prefix, max_to_keep=2) as saver:
-        for step in (1, 2, 3):
-            path = saver.save(state_at(step))
-        assert saver.all_steps() == [2, 3]
-        assert path == f"{store.run}/{prefix}-3"
-        assert saver.restore(state_at(0)).params["w"][0, 0] == 3
-    with jstep.Saver(store.run) as saver:
-        saver.save(state_at(1))
-    assert jstep.latest_checkpoint(store.run) == path
-    assert jstep.latest_checkpoint(store.run, "model") == f"{store.run}/model-1"
-    assert jstep.Saver(store.run, prefix=prefix).all_steps() == [2, 3]

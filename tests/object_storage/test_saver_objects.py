@@ -11,12 +11,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from object_states import same, state_at
-from processes import running_program
 from waiting import interrupt
 
 import jstep
 from jstep.checkpoint import packs
-from jstep.checkpoint.writes import IN_FLIGHT
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
 
@@ -91,18 +89,6 @@ def test_the_saved_state_may_be_donated_before_it_is_written(store, monkeypatch,
         assert int(stepped.global_step) == 2
 
 
-def test_the_interpreter_does_not_wait_for_a_saver_that_was_closed_without_waiting(gcs, monkeypatch):
-    write, released = packs.write, threading.Event()
-    monkeypatch.setattr(packs, "write", lambda *args: released.wait(30) and write(*args))
-    saver = jstep.Saver("gs://bkt/run")
-    saver.save(state_at(1))
-    assert len(IN_FLIGHT) == 1
-    saver.close(wait=False)
-    assert not IN_FLIGHT
-    released.set()
-    assert saver.all_steps() == [1]
-
-
 @pytest.fixture
 def interrupted(gcs):
     """A Saver whose second save is in progress until `released` is set, after Ctrl-C in `wait`."""
@@ -132,15 +118,6 @@ def test_the_call_after_ctrl_c_waits_for_the_save_in_progress(interrupted, gcs, 
     assert "run/~claims/model" in there, "the claim is held while the save is in progress"
     assert "run/model-2/manifest.json" not in there
     assert gcs.keys("run/model-2/manifest.json")
-
-
-def test_a_second_ctrl_c_while_a_saver_is_closed_does_not_release_the_claim_of_a_save_in_progress(interrupted, gcs):
-    saver, released = interrupted
-    there = []
-    threading.Timer(0.2, lambda: (there.extend(gcs.keys()), released.set())).start()
-    saver._store.close()
-    assert "run/~claims/model" in there
-    assert not gcs.keys("run/~claims/model")
 
 
 @pytest.mark.parametrize("compress", [pytest.param(False, marks=pytest.mark.thorough), True])
@@ -274,37 +251,3 @@ def test_an_array_is_divided_into_runs_of_its_bytes(shape, most):
     np.testing.assert_array_equal(np.concatenate(parts), numbers.ravel())
     assert max(part.size for part in parts) * 4 <= most
     assert len(parts) == 1 or numbers.size * 4 > most
-
-
-FORK = """
-import multiprocessing
-import numpy as np, jstep
-saver = jstep.Saver("gs://bkt/run")
-saver.save({"global_step": np.int32(1), "w": np.ones(3, np.float32)})
-children = [multiprocessing.get_context("fork").Process(target=target) for target in (int, saver.wait)]
-for child in children:
-    child.start()
-    child.join(10)
-    print(child.exitcode, flush=True)
-    child.kill()
-saver.close()
-"""
-
-
-@pytest.mark.thorough
-def test_a_child_that_is_forked_during_a_save_does_not_wait_for_it(gcs):
-    saved = threading.Event()
-
-    def hold(number):
-        if "pack" in gcs.seen[number - 1]:
-            saved.wait(60)
-
-    gcs.watch = hold
-    try:
-        with running_program(FORK) as parent:
-            assert [parent.stdout.readline() for _ in range(2)] == ["0\n", "0\n"]
-            saved.set()
-            assert parent.wait(timeout=60) == 0
-    finally:
-        saved.set()
-    assert jstep.Saver("gs://bkt/run").all_steps() == [1]

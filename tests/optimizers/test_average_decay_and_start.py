@@ -1,7 +1,5 @@
 """Moving averages with a decay that changes, and with initial values of their own."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,25 +138,3 @@ def test_invalid_initial_values():
         optimizer = jstep.with_moving_average(sgd, jstep.ExponentialMovingAverage(0.9), initial=initial)
         with pytest.raises(ValueError, match=message):
             jstep.TrainState.create(PARAMS, optimizer)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Model:
-    """A tree with `__call__`, as a module of Equinox."""
-
-    w: jax.Array
-
-    def __call__(self, x):
-        return self.w * x
-
-
-def test_initial_values_of_a_model_that_can_be_called():
-    ema = jstep.ExponentialMovingAverage(0.9)
-    optimizer = jstep.with_moving_average(jstep.adam(), ema, initial=Model(jnp.full(2, 7.0)))
-    state = jstep.TrainState.create(Model(jnp.zeros(2)), optimizer)
-    np.testing.assert_array_equal(state.slots[AVERAGES].w, [7.0, 7.0])
-    with pytest.raises(
-        TypeError, match=r"initial=.*: must be a function \(params\) -> params, got one that takes \(\)"
-    ):
-        jstep.with_moving_average(jstep.adam(), ema, initial=lambda: PARAMS)

@@ -159,9 +159,3 @@ def test_apply_gradients_passes_the_context() -> None:
     assert float(seen["context"].loss) == 3
     with pytest.raises(TypeError, match=r"context: must be a jstep.Context or None, got a float"):
         jstep.apply_gradients(state, grads, optimizer, context=3.0)  # type: ignore[arg-type]
-
-
-@pytest.mark.thorough
-def test_takes_context_of_combined_optimizers() -> None:
-    assert jstep.adam().takes_context is jstep.partition({"a": jstep.adam()}, by_path).takes_context is False
-    assert jstep.partition({"a": jstep.adam(), "b": recording({})}, by_path).takes_context

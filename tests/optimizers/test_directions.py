@@ -63,12 +63,3 @@ def test_values_are_attributes_and_those_of_a_dict(name: str, sparse: bool) -> N
     np.testing.assert_array_equal(new.params["w"][1], np.full(3, -4.0))  # −0.5·3 − 0.5·5
     np.testing.assert_array_equal(new.slots["m"]["w"][1], np.full(3, 5.0))
     assert type(new.slots) is dict
-
-
-def test_a_name_that_is_a_method_of_dicts_is_read_by_its_name() -> None:
-    rule = lambda g, p, s, h: (-h["copy"] * g + 0 * s["items"], {"items": s["items"] + 1})  # noqa: E731
-    optimizer = jstep.leafwise(rule, hyper={"copy": 0.5}, slots={"items": 0.0}, finished=True)
-    state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
-    new = jstep.apply_gradients(state, {"w": jnp.ones(2)}, optimizer)
-    np.testing.assert_array_equal(new.params["w"], np.full(2, 0.5))
-    np.testing.assert_array_equal(new.slots["items"]["w"], np.ones(2))

@@ -36,14 +36,6 @@ def test_the_basis_of_a_zero_matrix_is_the_identity():
     np.testing.assert_array_equal(np.abs(soap.orthonormal(jnp.zeros((5, 5)), 2)), np.eye(5))
 
 
-@pytest.mark.thorough
-def test_double_precision(x64):
-    a = matrix(20, 20).astype(np.float64)
-    q = np.asarray(soap.orthonormal(jnp.asarray(a), 8))
-    assert q.dtype == np.float64
-    np.testing.assert_allclose(q.T @ q, np.eye(20), atol=1e-14)
-
-
 def test_the_slots_are_those_of_two_axes_or_as_many_as_there_are():
     for shape, axes in (((), 2), ((3, 2), 2), ((2, 2, 2), 3)):
         state = jstep.TrainState.create({"w": jnp.ones(shape)}, jstep.soap(0.01))

@@ -25,7 +25,6 @@ from golden import (
 import jstep
 
 MASK = list(DECAYED)
-ADAM = {"beta1": 0.9, "beta2": 0.99, "epsilon": 1e-8}
 MOVING = {"beta1": RISING, "beta2": RISING, "epsilon": 1e-3}
 FREE = {"beta1": 0.9, "weight_lr_power": 2.0, "r": 0.0}
 

@@ -27,12 +27,6 @@ DECAYING = {"weight_decay": WD, "weight_decay_mask": MASK}
 OPTAX_DECAY = {"weight_decay": WD, "mask": OPTAX_MASK}
 
 
-# Optimizers without an equation in `equations.py`, and a variant of each other one.
-QUICK = [
-    *("radam", "radam-early", "adafactor-without-rate", "adabelief", "yogi", "novograd", "adopt"),
-    *("sgd", "sgd-momentum", "sgd-nesterov", "amsgrad", "nadam", "adamax", "rprop"),
-    *("prodigy-guard", "soap-wide", "free-adamw-4-1.0", "muon"),
-]
 BY_OPTAX: dict[str, tuple[Any, Any]] = {
     "lion": (lambda: jstep.lion(LR, **DECAYING), lambda: optax.lion(LR, **OPTAX_DECAY)),
     "radam": (lambda: jstep.radam(LR, **ADAM), lambda: optax.radam(LR, **OPTAX_ADAM)),

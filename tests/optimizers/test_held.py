@@ -97,13 +97,3 @@ def test_held_values_of_a_population_are_arrays() -> None:
         jstep.set_hyperparameter(population, "net/rate", jnp.ones(3))
     with pytest.raises(ValueError, match="finite"):
         jstep.set_hyperparameter(population, "net/rate", rates.at[2].set(jnp.nan))
-
-
-@pytest.mark.thorough
-def test_a_slot_that_is_a_tree_is_not_a_held_value() -> None:
-    def init(params: Any, global_step: Any = 0) -> Any:
-        return {"held/x": jax.tree.map(jnp.zeros_like, params)}
-
-    custom = jstep.Optimizer(init, lambda updates, slots, params, step: (updates, slots), lambda step: {})
-    with pytest.raises(KeyError, match=r"it holds \[\]"):
-        jstep.get_hyperparameter(state_of(custom), "x")

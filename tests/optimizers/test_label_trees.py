@@ -46,44 +46,6 @@ def test_each_leaf_has_the_label_of_the_tree(params: Any, labels: Any, wanted: l
     assert rates(params, labels, lambda one: jstep.chain(jstep.clip_gradients(by_global_norm=1e9), one)) == wanted
 
 
-@pytest.mark.thorough
-def test_a_module_that_can_be_called() -> None:
-    import equinox as eqx
-
-    model = eqx.filter(eqx.nn.MLP(2, 2, 3, 1, key=jax.random.key(0)), eqx.is_inexact_array)
-    labels = jax.tree.map(lambda leaf: "x" if leaf.ndim == 2 else "y", model)
-    assert rates(model, labels) == [1 + (leaf.ndim == 1) for leaf in jax.tree.leaves(model)]
-    mask = jax.tree.map(lambda leaf: leaf.ndim == 2, model)
-    optimizer = jstep.adamw(1e-9, weight_decay=5e8, weight_decay_mask=mask)
-    state = jstep.TrainState.create(model, optimizer)
-    after = jstep.apply_gradients(state, jax.tree.map(jnp.zeros_like, model), optimizer)
-    changed = [bool((a != b).any()) for a, b in zip(*map(jax.tree.leaves, (state.params, after.params)), strict=True)]
-    assert changed == jax.tree.leaves(mask)
-
-
-def test_inside_another_partition_and_in_steps() -> None:
-    params = {"a": {"w": w(), "b": w()}, "c": w()}
-    inner = jstep.partition({"x": jstep.adam(0.1), "y": jstep.sgd(0.1)}, {"a": {"w": "x", "b": "y"}, "c": None})
-    tree = jstep.partition({"in": inner, "out": jstep.adamw(0.1)}, {"a": "in", "c": "out"})
-    by_path = jstep.partition(
-        {
-            "in": jstep.partition(
-                {"x": jstep.adam(0.1), "y": jstep.sgd(0.1)}, lambda path, leaf: "x" if path == "a/w" else "y"
-            ),
-            "out": jstep.adamw(0.1),
-        },
-        lambda path, leaf: "in" if path.startswith("a") else "out",
-    )
-    found = []
-    for optimizer in (tree, by_path):
-        step = jstep.minimize(lambda p: sum(jnp.sum(x**2) for x in jax.tree.leaves(p)), optimizer)
-        state = jstep.TrainState.create(params, optimizer)
-        for _ in range(3):
-            state, _ = step(state)
-        found.append(state)
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize(
     ("labels", "error", "text"),
     [

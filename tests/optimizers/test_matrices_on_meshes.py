@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jstep.optimizers.muon import Iteration, MatrixLayout, distribute_matrices, layout_of_matrix, orthogonalize_matrices
+from jstep.optimizers.muon import MatrixLayout, distribute_matrices, layout_of_matrix
 
 CUBE = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
 AXES = (0, 1), (2,)
@@ -70,17 +70,3 @@ def test_a_stack_is_resharded_one_axis_at_a_time(
     assert found == [*hops, *hops[::-1]]
     for one, member in zip(jax.jit(run)(members) if is_set else (), members, strict=is_set):
         np.testing.assert_allclose(one, member + np.sum(np.abs(member), (-2, -1), keepdims=True), rtol=1e-6)
-
-
-def test_matrices_of_one_shape_are_batched_if_they_are_small() -> None:
-    """Or where the platform is no CPU; one by itself is not."""
-    iteration = Iteration(((3.0, -3.2, 1.2),), None, 1.0, False)
-    for shape, number, is_batched, is_of_platform in (
-        ((64, 64), 2, True, False), ((64, 65), 2, True, True), ((64, 64), 1, False, False), ((64, 65), 1, False, False),
-    ):  # fmt: skip
-        program = jax.make_jaxpr(lambda *x: orthogonalize_matrices(x, iteration, 1e-7, [None] * len(x)))(
-            *[jnp.ones(shape)] * number
-        )
-        text = str(program)
-        found = "f32[2,64," in text, "platform_index" in text
-        assert found == (is_batched, is_of_platform), (shape, number)

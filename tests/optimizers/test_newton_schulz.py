@@ -3,7 +3,6 @@
 from typing import Any
 
 import equations
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -90,27 +89,6 @@ def test_bounds_of_singular_values(name: str, steps: Any, least: float, low: flo
             assert found[len(values) :].max(initial=0.0) < 1e-2  # rounding errors grow at most a hundredfold
 
 
-def test_other_numbers_of_steps() -> None:
-    x = with_spectrum(np.linspace(0.3, 1.0, 6), (6, 9))
-    for name, count in (("dion", 2), ("polar_express", 3)):
-        expected = orthogonalized(
-            x / LISTS[name][1] if name == "dion" else x, ns_steps=count, ns_coefficients=LISTS[name][0][:count]
-        )
-        if name == "dion":
-            np.testing.assert_array_equal(orthogonalized(x, ns_steps=count, ns_coefficients=name), expected)
-        else:  # its safety factor is applied additionally
-            by = equations.polynomials(x / (1.01 * np.linalg.norm(x)), POLAR[:3])
-            np.testing.assert_allclose(orthogonalized(x, ns_steps=3, ns_coefficients=name), by, rtol=1e-4, atol=1e-5)
-    np.testing.assert_array_equal(
-        orthogonalized(x, ns_steps=7, ns_coefficients="jordan"), orthogonalized(x, ns_steps=7)
-    )
-    np.testing.assert_array_equal(orthogonalized(x, ns_coefficients="jordan"), orthogonalized(x))
-    twelve = equations.polynomials(
-        x / (1.01 * np.linalg.norm(x)), (*POLAR, POLAR[-1], (1.875, -1.25, 0.375), *[(1.875, -1.25, 0.375)] * 2)
-    )
-    np.testing.assert_allclose(orthogonalized(x, ns_steps=12, ns_coefficients="polar_express"), twelve, atol=1e-5)
-
-
 @pytest.mark.thorough(except_for=["dion-schatten"])
 @pytest.mark.parametrize("normalization", ["frobenius", "schatten"])
 @pytest.mark.parametrize("name", LISTS)
@@ -127,17 +105,3 @@ def test_zero_tiny_stacked_and_low_precision_matrices(name: str, normalization: 
     low = orthogonalized(x, ns_dtype=jnp.bfloat16, **arguments)
     assert singular(low).min() > 0.6
     assert singular(low).max() < 1.2
-
-
-def test_muon_with_presets_in_a_partition_under_jit() -> None:
-    optimizer = jstep.partition(
-        {"a": jstep.muon(0.1, ns_coefficients="polar_express", normalization="schatten", weight_decay=0.0)},
-        lambda path, leaf: "a",
-    )
-    params = {"w": jnp.zeros((4, 6)), "x": jnp.zeros((4, 6))}
-    x = with_spectrum([1.0, 0.5, 0.2, 0.1], (4, 6))
-    grads = {"w": jnp.float32(x), "x": jnp.float32(-2 * x)}
-    step = jax.jit(lambda state: jstep.apply_gradients(state, grads, optimizer))
-    new = step(jstep.TrainState.create(params, optimizer)).params
-    np.testing.assert_allclose(singular(new["w"]), 0.1 * 0.2 * 6**0.5, rtol=1e-3)
-    np.testing.assert_allclose(new["x"], -new["w"], atol=1e-6)

@@ -121,24 +121,6 @@ def test_nothing_is_projected_where_the_inner_update_was_skipped(compiled):
     )
 
 
-def test_guards_in_a_program_of_a_custom_optimizer():
-    """Their conditions belong to that program: the projection cannot see them."""
-    guarded = jstep.skip_nonfinite(jstep.gradient_descent(0.5))
-    custom = jstep.Optimizer(guarded.init, jax.jit(guarded.update), guarded.hyperparameters)
-    custom = custom._replace(init=lambda params, global_step=0: guarded.init(params, global_step))
-    state = stepped(jstep.with_projection(custom, clip))
-    assert float(jnp.abs(state.params["w"]).max()) == np.float32(0.1)
-
-
-def test_results_for_leaves_that_are_not_trainable_are_ignored():
-    params = {"w": jnp.ones(3), "n": jnp.int32(3), "key": jax.random.key(0)}
-    optimizer = jstep.with_projection(jstep.gradient_descent(0.5), lambda p: {**p, "w": p["w"] * 0, "n": None})
-    state = stepped(optimizer, {"w": jnp.ones(3), "n": None, "key": None}, params=params)
-    assert state.params["w"].tolist() == [0, 0, 0]
-    assert int(state.params["n"]) == 3
-    assert bool(jnp.all(jax.random.key_data(state.params["key"]) == jax.random.key_data(params["key"])))
-
-
 def test_other_parts_of_a_partition():
     optimizer = jstep.partition(
         {

@@ -4,8 +4,6 @@ Repeated ids add up first, traced ids out of range are dropped, and rows that no
 bit for bit, unless the optimizer changes rows without a gradient by design (Adam's moments decay everywhere).
 """
 
-import itertools
-from functools import partial
 from typing import Any
 
 import jax
@@ -50,21 +48,8 @@ WRAPPERS = {
 }
 
 
-# Blocks that change no gradient, and optimizers behind them.
-IDLE_BLOCKS = {
-    "by_value": lambda: jstep.clip_gradients(by_value=(-1e6, 1e6)),
-    "by_global_norm": lambda: jstep.clip_gradients(by_global_norm=1e6),
-    "two": lambda: jstep.chain(jstep.clip_gradients(by_global_norm=1e6), jstep.clip_gradients(by_value=1e6)),
-}
-BEHIND = ("gradient_descent", "momentum", "nesterov", "rmsprop_centered", "adagrad", "ftrl_l1_l2")
-
-
 def momentum() -> jstep.Optimizer:
     return jstep.momentum(jstep.held("rate", 0.1), 0.9)
-
-
-def behind(block: str, name: str) -> jstep.Optimizer:
-    return jstep.chain(IDLE_BLOCKS[block](), TABLE[name].make(0.1))
 
 
 TABLE_BY_ROWS = (
@@ -77,9 +62,6 @@ BY_ROWS: dict[str, Any] = {
     **{f"block {name}": lambda make=make: jstep.chain(make(), momentum()) for name, make in BLOCKS.items()},
     **{f"wrapper {name}": lambda wrap=wrap: wrap(momentum()) for name, wrap in WRAPPERS.items()},
     **{name: lambda name=name: TABLE[name].make(0.1) for name in TABLE_BY_ROWS},
-    **{
-        f"{name} behind {block}": partial(behind, block, name) for block, name in itertools.product(IDLE_BLOCKS, BEHIND)
-    },
 }
 """Optimizers that change the named rows alone."""
 

@@ -166,36 +166,6 @@ def test_low_precision_is_accumulated_in_float32():
     assert step(state).params["w"] == -1.0
 
 
-def test_nested_ones_update_when_both_are_due():
-    both = run(jstep.update_every(2, jstep.update_every(3, jstep.adam(0.1))), [gradients(n) for n in range(12)])
-    reference = run(jstep.adam(0.1), [gradients(5), gradients(11)])
-    assert_close(both[-1].params, reference[-1].params)
-    assert both[-1].slots["start_step"] == 10
-
-
-WRAPPERS = {
-    "scale": lambda one: jstep.dynamic_loss_scale(one, initial=1.0),
-    "scope": lambda one: jstep.scope("s", one),
-    "chain": lambda one: jstep.chain(jstep.clip_gradients(by_value=1e6), one),
-}
-
-
-@pytest.mark.thorough(except_for=["chain-False"])
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_wrappers_do_not_change_updates(wrapper, accumulate):
-    inner = jstep.update_every(2, jstep.adam(jstep.held("rate", 0.1)), phase=1, accumulate=accumulate)
-    optimizer = WRAPPERS[wrapper](inner)
-    state = jstep.TrainState.create(PARAMS, optimizer)
-    scale = state.slots.get("loss_scale", 1.0)
-    grads = [gradients(n) for n in range(5)]
-    outer = run(optimizer, [jax.tree.map(lambda g: g * scale, one) for one in grads])[-1]
-    plain = run(inner, grads)[-1]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), outer.params, plain.params)
-    ages = [int(tree) for name, tree in outer.slots.items() if name.endswith("start_step")]
-    assert ages == [int(plain.slots["start_step"])]
-
-
 def test_skipped_steps_inside_a_guard_do_not_age():
     optimizer = jstep.skip_nonfinite(jstep.update_every(2, jstep.adam(0.1)))
     grads = [gradients(0), gradients(1, np.nan), gradients(2), gradients(3), gradients(4)]
@@ -212,25 +182,3 @@ def test_a_guard_inside_skips_only_updates_that_are_due():
         state, metrics = step(state, jnp.float32(jnp.nan))
         skipped.append(float(metrics["skipped"]))
     assert skipped == [0.0, 1.0]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("zero", [0.0, -0.0])
-def test_rows_whose_gradients_are_zero_are_named(compiled, zero):
-    optimizer = jstep.update_every(2, jstep.momentum(1.0, 0.5), accumulate=True)
-    step = lambda state, grad: jstep.apply_gradients(state, {"t": grad}, optimizer)  # noqa: E731
-    step = jax.jit(step) if compiled else step
-    state = jstep.TrainState.create({"t": jnp.zeros((3, 1))}, optimizer)
-    for values, ids in (
-        ([1.0, 1.0], [0, 1]),
-        ([1.0, 1.0], [0, 1]),
-        ([zero], [0]),
-        ([zero], [0]),
-        ([1.0], [1]),
-        ([-1.0], [1]),
-    ):
-        grad = jstep.IndexedSlices(jnp.array(values)[:, None], jnp.array(ids, jnp.int32), (3, 1))
-        state = step(state, grad)
-    # Row 0 has zero gradients, row 1 gradients that add up to zero: momentum continues in both.
-    assert state.params["t"].ravel().tolist() == [-1.5, -1.5, 0.0]

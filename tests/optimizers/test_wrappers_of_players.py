@@ -14,9 +14,7 @@ EMA = jstep.ExponentialMovingAverage
 NAME = EMA(0.9).name
 PLAYERS = ("d", "g")
 ORDERS = {
-    "in turn": [("d", False), ("g", True)],
     "critic twice": [("d", False), ("d", False), ("g", True)],
-    "by steps": [("d", True), ("d", True), ("d", True), ("g", True)],
     "then a step": [("g", False), ("d", False), (None, True)],
 }
 """Updates of a cycle: the player, and whether the update increments the step."""
@@ -42,7 +40,6 @@ def run(optimizer: jstep.Optimizer, order: Sequence[Any]) -> Any:
     return states
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("order", ORDERS)
 def test_lookahead_counts_the_updates_of_each_leaf(order: str) -> None:
     states = run(jstep.lookahead(players(), 3, 0.5), ORDERS[order])
@@ -93,32 +90,3 @@ def test_averages_from_zeros_of_leaves_that_are_not_trained() -> None:
         for _ in range(3):
             state = jstep.apply_gradients(state, {"d": jnp.float32(1), "g": None}, optimizer)
         assert jstep.averaged_params(state)["g"] == 2.0
-
-
-@pytest.mark.thorough
-def test_frozen_leaves_have_no_average() -> None:
-    def label(path: str, leaf: Any) -> str | None:
-        return "x" if path == "w" else None
-
-    def frozen(optimizer: jstep.Optimizer) -> jstep.Optimizer:
-        return jstep.chain(jstep.partition({"x": optimizer}, label), jstep.decay_weights(0.1))
-
-    params = {"w": jnp.ones(2), "frozen": jnp.full(3, 7.0), "n": jnp.array(3)}
-    for wrap, slot in (
-        (lambda one: jstep.with_moving_average(one, EMA(0.9)), NAME),
-        (
-            lambda one: jstep.with_moving_average(one, EMA(0.9), initial={"w": jnp.ones(2), "frozen": None, "n": None}),
-            NAME,
-        ),
-        (lambda one: jstep.lookahead(one, 2), "slow"),
-        (lambda one: jstep.master_weights(jstep.scope("s", jstep.lookahead(one, 2))), "s/slow"),
-    ):
-        optimizer = wrap(frozen(jstep.gradient_descent(0.5)))
-        state = jstep.TrainState.create(params, optimizer)
-        assert state.slots[slot]["frozen"] is None
-        grads = {"w": jnp.ones(2), "frozen": jnp.ones(3), "n": None}
-        after = jax.jit(lambda s, g, optimizer=optimizer: jstep.apply_gradients(s, g, optimizer))(state, grads)
-        assert jax.tree.structure(after) == jax.tree.structure(state)
-        assert after.params["frozen"].tolist() == [7.0] * 3
-        averaged = jstep.slow_params(after) if "slow" in slot else jstep.averaged_params(after)
-        assert averaged["frozen"].tolist() == [7.0] * 3

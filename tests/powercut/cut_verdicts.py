@@ -52,8 +52,8 @@ Judge = Callable[[State, str], str]
 """A function of a state and the folder that holds it, which returns one of the words above."""
 
 
-def judged(states: Iterable[State], judge: Judge, until_first: bool = False) -> dict[str, list[State]]:
-    """Return the states by verdict; with `until_first` only until the first unacceptable one."""
+def judged(states: Iterable[State], judge: Judge) -> dict[str, list[State]]:
+    """Return the states by verdict."""
     found = collections.defaultdict(list)
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # in memory: nothing here needs a disk
     with tempfile.TemporaryDirectory(dir=shared) as above:
@@ -64,8 +64,6 @@ def judged(states: Iterable[State], judge: Judge, until_first: bool = False) -> 
                 verdict = judge(state, folder)
             shutil.rmtree(folder)
             found[verdict].append(state)
-            if verdict != ACCEPTABLE and until_first:
-                break
     return dict(found)
 
 

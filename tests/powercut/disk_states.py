@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from file_calls import SYNC_PLACE, Call, Kind, read
+from file_calls import Call, Kind, read
 
 Tree = Mapping[str, bytes | None]
 """The path of each file and folder below the recorded folder → bytes; None for a folder."""
@@ -81,8 +81,7 @@ class History:
         """The numbers of calls after which something differs."""
         for at, call in enumerate(calls[1:], 1):
             self._add(at, call)
-            if not call.path.startswith(SYNC_PLACE):
-                self.moments.append(at)
+            self.moments.append(at)
         self.begin = next((at for at, text in self.marks if text == "start"), 0)
 
     def _add(self, at: int, call: Call) -> None:
@@ -139,7 +138,7 @@ class History:
                 yield from self._states_at(at, model, rng)
 
     def _states_at(self, at: int, model: str, rng: random.Random) -> Iterator[State]:
-        marks = tuple(text for when, text in self.marks if when <= at and not text.startswith(SYNC_PLACE))
+        marks = tuple(text for when, text in self.marks if when <= at)
         done = [change for change in self._changes if change.at <= at]
         choose = {PREFIX: self._all, ORDERED: self._first, POSIX: self._any}[model]
         for changes, why in choose(done, at, rng):
@@ -283,23 +282,9 @@ def _replayed(data: Sequence[_Data], durable: int, fate: str) -> bytes:
     return bytes(content)
 
 
-Key = frozenset[tuple[str, bytes | None]]
-
-
-def by_content(states: Iterable[State]) -> dict[Key, State]:
-    """Return the states by what the disk holds; of equal ones the last, which has the most marks."""
-    return {frozenset(state.tree.items()): state for state in states}
-
-
 def distinct(states: Iterable[State]) -> list[State]:
-    """Return the states without repetitions."""
-    return list(by_content(states).values())
-
-
-def more_than(states: Iterable[State], others: Mapping[Key, State]) -> list[State]:
-    """Return the distinct states that are not among others, or are so only after fewer marks."""
-    found = by_content(states)
-    return [one for key, one in found.items() if key not in others or len(others[key].marks) < len(one.marks)]
+    """Return the states that differ in what the disk holds; of equal ones the last, which has the most marks."""
+    return list({frozenset(state.tree.items()): state for state in states}.values())
 
 
 def sampled(states: Sequence[State], count: int, seed: int = 0) -> list[State]:
@@ -327,11 +312,6 @@ def write(tree: Tree, folder: str) -> None:
         else:
             with open(os.path.join(folder, path), "wb") as file:
                 file.write(content)
-
-
-def without_syncs(calls: Sequence[Call], places: Mapping[int, str], place: str) -> list[Call]:
-    """Return the record of the code without the flush at a place."""
-    return [call for i, call in enumerate(calls) if places.get(i) != place]
 
 
 def complete(log: str | Path, folder: str | Path) -> list[Call]:

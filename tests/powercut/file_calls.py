@@ -17,16 +17,12 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import jstep
 
 HERE = pathlib.Path(__file__).parent
-SYNC_PLACE = "sync "
-"""Begin of the mark of a flush: the lines of jstep that caused it, the innermost one first."""
 _PACKAGE = os.path.dirname(os.path.abspath(jstep.__file__))
 _HEAD = struct.Struct("=IIIIQqQ")
 
@@ -137,15 +133,11 @@ def recording(folder: str | os.PathLike[str], log: str | os.PathLike[str] | None
     if fd >= 0:
         for call in _existing(folder):
             _append(fd, call)
-    before = os.fsync, os.fdatasync, ThreadPoolExecutor.submit
-    os.fsync, os.fdatasync = (_marked(sync) for sync in before[:2])
-    ThreadPoolExecutor.submit = _carrying(before[2])  # type: ignore[method-assign]
     _loaded().calls_record(folder.encode(), fd)
     try:
         yield
     finally:
         _loaded().calls_record(b"", -1)
-        os.fsync, os.fdatasync, ThreadPoolExecutor.submit = before  # type: ignore[method-assign]
         if fd >= 0:
             os.close(fd)
 
@@ -171,49 +163,6 @@ def _append(fd: int, call: Call) -> None:
     os.write(fd, head + a + b + call.data)
 
 
-def _marked(sync: Any) -> Any:
-    def synced(fd: Any) -> None:
-        mark(SYNC_PLACE + " < ".join(_places()))
-        sync(fd)
-
-    return synced
-
-
-def _carrying(submit: Any) -> Any:
-    """Return a method of thread pools whose threads know the lines that gave them their work."""
-
-    def submitted(pool: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        places = list(_places())
-
-        def work(*args: Any, **kwargs: Any) -> Any:
-            _thread.places = places
-            return function(*args, **kwargs)
-
-        return submit(pool, work, *args, **kwargs)
-
-    return submitted
-
-
-_thread = threading.local()
-
-
-_FILES = {os.path.join("stores", name) for name in ("files.py", "growing_files.py", "line_files.py")}
-
-
-def _places() -> Iterator[str]:
-    """Yield the lines of jstep that are being run, up to the first one that is not in `_FILES`."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        name = os.path.abspath(frame.f_code.co_filename)
-        if name.startswith(_PACKAGE):
-            inner = os.path.relpath(name, _PACKAGE)
-            yield f"{inner}:{frame.f_lineno} {frame.f_code.co_qualname}"
-            if inner not in _FILES:
-                return
-        frame = frame.f_back
-    yield from getattr(_thread, "places", ())
-
-
 def read(log: str | os.PathLike[str]) -> list[Call]:
     """Read a record."""
     data, at, calls = pathlib.Path(log).read_bytes(), 0, []
@@ -226,18 +175,6 @@ def read(log: str | os.PathLike[str]) -> list[Call]:
             at += length
         calls.append(Call(Kind(kind), parts[0].decode(), parts[1].decode(), inode, position, parts[2], thread))
     return calls
-
-
-def sync_places(calls: Sequence[Call]) -> dict[int, str]:
-    """Return the position of each flush by jstep in a record → the lines of jstep that caused it."""
-    found: dict[int, str] = {}
-    marked: dict[int, str] = {}
-    for i, call in enumerate(calls):
-        if call.kind == Kind.MARK and call.path.startswith(SYNC_PLACE):
-            marked[call.thread] = call.path.removeprefix(SYNC_PLACE)
-        elif call.kind == Kind.SYNC and marked.get(call.thread):
-            found[i] = marked.pop(call.thread)
-    return found
 
 
 CHANGES = frozenset(Kind) - {Kind.MARK, Kind.OPEN}

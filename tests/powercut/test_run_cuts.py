@@ -1,9 +1,6 @@
 """Power cuts during a training run with everything on, and while weights are saved."""
 
-import random
-
 import cut_runs
-import kernel_cuts
 import pytest
 from cut_verdicts import judge_of, judged, restart_judge, unacceptable
 from disk_states import MODELS, PREFIX, History, distinct, sampled
@@ -39,15 +36,4 @@ def test_restarts(name, model, record):
 @pytest.mark.parametrize("name", OTHERS)
 def test_states_of_weights_and_records(name, model, record):
     problems = unacceptable(judged(distinct(History(record(name)).states(model)), judge_of(name)))
-    assert not problems
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["ext4", "xfs"])
-def test_a_run_ends_with_the_bits_of_one_without_a_cut(kind):
-    if reason := kernel_cuts.unavailable(kind):
-        pytest.skip(reason)
-    expected, rng = kernel_cuts.uninterrupted(), random.Random(0)
-    trials = [kernel_cuts.trial(kind, rng) for _ in range(5)]
-    problems = [one for one in trials if one.ended != expected or one.restored < one.acknowledged]
     assert not problems

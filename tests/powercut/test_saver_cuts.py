@@ -19,7 +19,7 @@ SAVERS = [f"saver, {name}" for name in cut_runs.SAVES]
 def test_a_sample_of_states(record):
     """Two saves, of which the second evicts the first."""
     history = History(record(QUICK))
-    states = sampled(distinct(history.states(PREFIX)), 20) + sampled(distinct(history.states(ORDERED, share=0.3)), 40)
+    states = sampled(distinct(history.states(PREFIX)), 10) + sampled(distinct(history.states(ORDERED, share=0.3)), 15)
     problems = unacceptable(judged(states, saver_judge(cut_runs.SAVES["quick"], every=None)))
     assert not problems
 
@@ -51,7 +51,7 @@ def test_a_cut_after_a_cut(record, tmp_path):
     for number, start in enumerate(starts):
         history = History(complete(os.path.join(folder, f"log{number}"), os.path.join(folder, f"disk{number}")))
         for model in MODELS:
-            found = judged(sampled(distinct(history.states(model, share=0.3)), 40), judge_of(f"saver, {name}"))
+            found = judged(sampled(distinct(history.states(model, share=0.3)), 15), judge_of(f"saver, {name}"))
             problems += [(start.why, start.at, model, words) for words in unacceptable(found).items()]
     assert not problems
 

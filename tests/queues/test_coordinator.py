@@ -115,15 +115,6 @@ def test_stop_on_exception():
     assert "work" in function_names(info.value.__traceback__)
 
 
-@pytest.mark.parametrize("ex", [KeyboardInterrupt(), SystemExit(3)])
-def test_stop_on_exception_catches_interrupts(ex):
-    coord = Coordinator()
-    with coord.stop_on_exception():
-        raise ex
-    with pytest.raises(type(ex)):
-        coord.join()
-
-
 def test_request_stop_after_join_raises_at_once():
     coord = Coordinator()
     coord.join([])

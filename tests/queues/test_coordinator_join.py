@@ -6,7 +6,7 @@ import threading
 import pytest
 from coordinator_threads import blocking_event, fail_with, start_thread
 from processes import running_program
-from waiting import TIMEOUT, interrupt
+from waiting import TIMEOUT
 
 from jstep.queues.coordinator import Coordinator
 
@@ -20,19 +20,6 @@ def test_registered_and_given_threads_are_joined(release):
     coord.request_stop()
     with pytest.raises(RuntimeError, match="given, registered"):
         coord.join([given], stop_grace_period_secs=0.01)
-
-
-def test_threads_registered_by_threads_are_joined(release):
-    coord = Coordinator()
-    children = []
-
-    def parent():
-        children.append(start_thread(release.wait))
-        coord.register_thread(children[0])
-        release.set()
-
-    coord.join([start_thread(parent)])
-    assert not children[0].is_alive()
 
 
 @pytest.mark.parametrize("grace", [0, 0.05])
@@ -119,15 +106,3 @@ def test_signals_interrupt_join_and_wait_for_stop():
             process.send_signal(signum)
             assert process.stdout.readline() == f"{output}\n"
         assert process.wait(timeout=60) == 0
-
-
-@pytest.mark.thorough
-def test_join_after_an_interrupted_join_waits_for_the_thread(release):
-    coord = Coordinator()
-    thread = start_thread(release.wait)
-    interrupt(lambda: coord.join([thread]))
-    coord.request_stop()
-    threading.Timer(0.2, release.set).start()
-    coord.join([thread], stop_grace_period_secs=TIMEOUT)
-    assert release.is_set()
-    assert not thread.is_alive()

@@ -4,14 +4,12 @@ import signal
 import threading
 import time
 
-import numpy as np
 import pytest
 from processes import running_program
 from queue_calls import Call, both_queues, disable_polling, drain, fifo, filled, wait_until_blocked
 from waiting import wait_until
 
-from jstep.queues import queues
-from jstep.queues.queues import CancelledError, FIFOQueue, OutOfRangeError
+from jstep.queues.queues import CancelledError, OutOfRangeError
 
 no_polling = pytest.fixture(autouse=True)(disable_polling)
 
@@ -47,36 +45,6 @@ class TestClose:
         for call in calls:
             with pytest.raises(CancelledError, match="cancelled"):
                 call.wait()
-        assert drain(queue) == [0]
-
-    @both_queues
-    def test_last_pending_enqueue_wakes_all_consumers(self, make, monkeypatch):
-        queue, may_add = make(1), threading.Event()
-        queue.enqueue(0)
-        monkeypatch.setattr(queue, "_can_add", may_add.is_set)
-        producer = Call(queue.enqueue, 1)
-        wait_until_blocked(queue, enqueues=1)
-        queue.close()
-        assert queue.dequeue() == 0
-        consumers = [Call(queue.dequeue) for _ in range(2)]
-        wait_until_blocked(queue, enqueues=1, dequeues=2)  # as long as an element may arrive
-        may_add.set()
-        with queue._mutex:
-            queue._wake()
-        producer.wait()
-        wait_until(lambda: not any(call.thread.is_alive() for call in consumers))
-        assert [call.result for call in consumers if call.error is None] == [1]
-
-    @both_queues
-    def test_second_close_may_cancel_pending_enqueues(self, make):
-        queue = filled(make(1), [0])
-        call = Call(queue.enqueue, 1)
-        wait_until_blocked(queue, enqueues=1)
-        queue.close()
-        queue.close(cancel_pending_enqueues=True)
-        with pytest.raises(CancelledError):
-            call.wait()
-        queue.close()
         assert drain(queue) == [0]
 
 
@@ -135,32 +103,6 @@ class TestInterrupts:
         assert {type(call.error) for call in calls} == {KeyboardInterrupt, type(None)}
         assert {call.result for call in calls} == {"x", None}
 
-    def test_interrupted_enqueue_many_lets_those_behind_it_go_on(self):
-        queue = filled(fifo(2), [0])
-        queue._changed = InterruptedOnce(queue._mutex)
-        many = Call(queue.enqueue_many, np.arange(2))
-        wait_until_blocked(queue, fills=1)
-        with queue._mutex:
-            queue._changed.notify_all()
-        with pytest.raises(KeyboardInterrupt):
-            many.wait()
-        queue.enqueue(3)
-        assert [queue.dequeue(), queue.dequeue()] == [0, 3]
-
-    def test_closing_by_a_signal_just_before_the_wait(self, monkeypatch):
-        """The wake-up arrives before the call waits."""
-        monkeypatch.setattr(queues, "_POLL_SECS", 0.01)
-        queue = fifo()
-
-        class ClosedBefore(threading.Condition):
-            def wait(self, timeout=None):
-                queue.close()  # on this thread, between its check and its wait
-                return super().wait(timeout)
-
-        queue._changed = ClosedBefore(queue._mutex)
-        with pytest.raises(OutOfRangeError):
-            Call(queue.dequeue).wait()
-
     def test_closing_from_a_signal_handler(self):
         queue = fifo()
         handler = signal.signal(signal.SIGUSR1, lambda *_: queue.close())
@@ -171,12 +113,3 @@ class TestInterrupts:
             signal.signal(signal.SIGUSR1, handler)
         with pytest.raises(OutOfRangeError):
             queue.dequeue()
-
-
-class TestMisuse:
-    def test_repr(self):
-        queue = filled(FIFOQueue(5), [1])
-        assert repr(queue) == "<FIFOQueue 1 of 5>"
-        queue.close()
-        assert repr(queue) == "<FIFOQueue 1 of 5, closed>"
-        assert queue.capacity == 5

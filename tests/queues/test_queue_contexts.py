@@ -3,7 +3,6 @@
 import contextvars
 
 import jax
-import numpy as np
 import pytest
 from waiting import TIMEOUT
 
@@ -58,27 +57,3 @@ def test_threads_started_manually():
         thread.start()
     thread.join(TIMEOUT)
     assert queue.dequeue()[1] is True
-
-
-@pytest.mark.parametrize("value", ["no", 1, None, np.ones(2)])
-def test_flags_must_be_booleans(value):
-    queue = FIFOQueue(1)
-    runner = QueueRunner(queue, [lambda: None])
-    for call in (
-        lambda: queue.close(cancel_pending_enqueues=value),
-        lambda: runner.create_threads(daemon=value),
-        lambda: runner.create_threads(start=value),
-        lambda: start_queue_runners(start=value),
-        lambda: Coordinator().join(ignore_live_threads=value),
-    ):
-        with pytest.raises(TypeError, match=r"=.*: must be True or False, got"):
-            call()
-    assert not queue.is_closed()
-    assert not runner.is_running()
-
-
-def test_numbers_out_of_range():
-    with pytest.raises(ValueError, match="timeout=nan"):
-        Coordinator().wait_for_stop(float("nan"))
-    assert Coordinator().wait_for_stop(-1) is False
-    assert Coordinator().wait_for_stop(np.float32(0)) is False

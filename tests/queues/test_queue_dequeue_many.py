@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from queue_calls import Call, both_queues, disable_polling, fifo, filled, shuffle, wait_until_blocked
 
-from jstep.queues import queues
 from jstep.queues.queues import OutOfRangeError
 
 no_polling = pytest.fixture(autouse=True)(disable_polling)
@@ -26,19 +25,11 @@ class TestDequeueMany:
         assert batch["none"] is None
         assert queue.size() == 1
 
-    def test_strings_of_different_lengths(self):
-        queue = filled(fifo(), [np.array(["a"]), np.array(["bcd"])])
-        assert queue.dequeue_many(2).tolist() == [["a"], ["bcd"]]
-
     def test_jax_arrays_stay_on_the_device(self):
         queue = filled(fifo(), [jnp.full(2, i) for i in range(3)])
         batch = queue.dequeue_many(3)
         assert isinstance(batch, jax.Array)
         np.testing.assert_array_equal(batch, [[0, 0], [1, 1], [2, 2]])
-
-    def test_bfloat16_is_preserved(self):
-        queue = filled(fifo(), [np.ones(2, jnp.bfloat16)] * 2)
-        assert queue.dequeue_many(2).dtype == jnp.bfloat16
 
     @both_queues
     def test_waits_until_n_elements_are_available(self, make):
@@ -122,33 +113,6 @@ class TestDequeueMany:
                 queue.dequeue_many(2)
         assert queue.size() == 2
 
-    def test_refused_batch_wakes_other_waiting_calls(self):
-        queue = fifo()
-        batch = Call(queue.dequeue_many, 2)
-        wait_until_blocked(queue, batches=1)
-        others = [Call(queue.dequeue), Call(queue.dequeue)]
-        wait_until_blocked(queue, dequeues=2, batches=1)
-        queue.enqueue(1)
-        queue.enqueue("one")
-        with pytest.raises(ValueError, match="dtypes differ"):
-            batch.wait()
-        assert [{call.wait() for call in others}] == [{1, "one"}]
-
-    def test_elements_put_back_wake_a_call_that_found_none(self, monkeypatch):
-        queue, others = fifo(), []
-        for i in range(2):
-            queue.enqueue(i)
-
-        def stack(*_):
-            others.append(Call(queue.dequeue))
-            wait_until_blocked(queue, dequeues=1)
-            raise ValueError("shapes differ")
-
-        monkeypatch.setattr(queues, "stack_trees", stack)
-        with pytest.raises(ValueError, match="shapes differ"):
-            queue.dequeue_many(2)
-        assert others[0].wait() == 0
-
 
 class TestDequeueNone:
     """`dequeue_many(0)`, as for `dequeue_many(queue.size())` of an empty queue."""
@@ -167,18 +131,6 @@ class TestDequeueNone:
                 whole = queue.dequeue_many(1)
                 assert jax.tree.map(lambda leaf: (type(leaf), leaf.shape[1:], leaf.dtype), whole) == one
 
-    @both_queues
-    def test_it_never_waits(self, make):
-        queue = filled(make(), [1.0])
-        call = Call(queue.dequeue_many, 3)
-        wait_until_blocked(queue, batches=1)
-        assert queue.dequeue_many(0).shape == (0,)
-        queue.enqueue(2.0)
-        queue.enqueue(3.0)
-        call.wait()
-        queue.close()
-        assert queue.dequeue_many(0).tolist() == queue.dequeue_many(queue.size()).tolist() == []
-
     def test_before_the_first_element(self):
         queue = fifo()
         with pytest.raises(ValueError, match="n=0: an empty batch is made like the first element"):
@@ -187,9 +139,3 @@ class TestDequeueNone:
         queue.close()
         with pytest.raises(OutOfRangeError, match=r"requested 0, current size 0\); its input failed: KeyError"):
             queue.dequeue_many(0)
-
-    def test_elements_that_cannot_be_stacked_are_queued_all_the_same(self):
-        queue = filled(fifo(), [{1: 0, "a": 0}])
-        with pytest.raises(ValueError, match="none that can be stacked"):
-            queue.dequeue_many(0)
-        assert queue.dequeue() == {1: 0, "a": 0}

@@ -32,13 +32,6 @@ class TestEnqueueMany:
         rest = queue.dequeue_many(2)
         jax.tree.map(np.testing.assert_array_equal, rest, jax.tree.map(lambda leaf: leaf[1:], stacked))
 
-    def test_prng_keys_of_either_kind(self):
-        keys = jax.random.split(jax.random.key(0), 3)
-        queue = fifo()
-        queue.enqueue_many({"key": keys})
-        found = queue.dequeue_many(3)["key"]
-        np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys))
-
     def test_the_arrays_can_be_reused(self):
         queue, whole = fifo(), np.zeros((2, 3))
         queue.enqueue_many(whole)
@@ -101,17 +94,6 @@ class TestEnqueueMany:
         queue.enqueue_many(rows(0, 10))
         queue.enqueue_many(rows(0, 10))
         assert len(batch.wait()) == 25
-
-    def test_rows_that_min_after_dequeue_leaves_no_room_for(self):
-        queue = shuffle(10, 8)
-        queue.enqueue_many(rows(0, 9))
-        many = Call(queue.enqueue_many, rows(9, 14))
-        wait_until_blocked(queue, fills=1)
-        queue.dequeue()  # of the eight left none can be taken
-        many.wait()
-        assert queue.size() == 13
-        queue.enqueue_many(rows(0, 0))
-        assert len(drain_closed(queue)) == 13
 
     @both_queues
     def test_a_full_capacity_fits_into_an_empty_queue(self, make):
@@ -235,13 +217,3 @@ def test_stress_of_all_calls_together(make):
     queue.close()
     found = [x for call in consumers for x in call.wait()] + drain(queue)
     assert sorted(found) == list(range(6 * items))
-
-
-@pytest.mark.thorough
-def test_shuffled_rows_come_in_the_order_of_single_elements():
-    single, many = shuffle(64, 31, 3), shuffle(64, 31, 3)
-    for i in range(64):
-        single.enqueue(i)
-    many.enqueue_many(rows(0, 40))
-    many.enqueue_many(rows(40, 64))
-    assert drain_closed(many) == drain_closed(single) != list(range(64))

@@ -1,11 +1,8 @@
 """`QueueRunner`: threads, completion, and errors."""
 
-import threading
-
 import pytest
 from queue_calls import drain
 from runner_ops import check_no_leftover_threads, counting_op, failing_op, join_all
-from waiting import TIMEOUT
 
 from jstep.queues.coordinator import Coordinator
 from jstep.queues.queue_runner import QueueRunner, add_queue_runner, start_queue_runners
@@ -91,40 +88,6 @@ def test_closing_by_the_consumer_is_not_an_error(caplog):
     assert join_all(threads)
     assert runner.exceptions_raised == []
     assert not caplog.records
-
-
-def test_closed_queue_at_the_start_is_an_error():
-    queue = FIFOQueue(2)
-    queue.close()
-    runner = QueueRunner(queue, [counting_op(queue)])
-    assert join_all(runner.create_threads(start=True))
-    assert [type(ex) for ex in runner.exceptions_raised] == [CancelledError]
-
-
-def test_coordinator_that_has_already_stopped():
-    queue = FIFOQueue(2)
-    coord = Coordinator()
-    coord.request_stop()
-    threads = QueueRunner(queue, [counting_op(queue)]).create_threads(coord, start=True)
-    coord.join(threads)
-    assert drain(queue) == []
-
-
-def test_error_after_join_is_logged(caplog):
-    queue = FIFOQueue(2)
-    coord = Coordinator()
-    go = threading.Event()
-
-    def late():
-        go.wait(TIMEOUT)
-        raise ValueError("nobody joins any more")
-
-    threads = QueueRunner(queue, [late]).create_threads(coord, start=True)
-    coord.request_stop()
-    coord.join(threads, stop_grace_period_secs=0, ignore_live_threads=True)
-    go.set()
-    assert join_all(threads)
-    assert "nobody joins any more" in caplog.text
 
 
 def test_runners_of_one_queue_are_created_before_one_of_them_closes_it():

@@ -1,7 +1,6 @@
 """Restarting a `QueueRunner`, collections, and invalid arguments."""
 
 import pytest
-from queue_calls import drain
 from runner_ops import check_no_leftover_threads, counting_op, join_all
 
 from jstep.queues.coordinator import Coordinator
@@ -23,12 +22,6 @@ class TestRestart:
         coord.join(threads)
         assert len(runner.create_threads(coord, start=True)) == 1
         coord.clear_stop()
-
-    def test_not_while_threads_have_not_been_started(self):
-        runner = QueueRunner(FIFOQueue(2), [print])
-        runner.create_threads()
-        with pytest.raises(RuntimeError, match="have not ended"):
-            runner.create_threads()
 
     def test_restart_clears_the_recorded_exceptions(self):
         def broken():
@@ -56,14 +49,6 @@ class TestCollections:
         coord.join(threads)
         assert all(queue.is_closed() for queue in queues)
 
-    def test_collections_are_separate(self, request):
-        default, other = FIFOQueue(3), FIFOQueue(3)
-        add_queue_runner(QueueRunner(default, [counting_op(default, 1)]))
-        add_queue_runner(QueueRunner(other, [counting_op(other, 1)]), collection=request.node.name)
-        assert join_all(start_queue_runners())
-        assert drain(default) == [0]
-        assert other.size() == 0
-
     def test_running_are_skipped_and_closed_are_removed(self, request, caplog):
         name = request.node.name
         queue = FIFOQueue(3)
@@ -79,26 +64,3 @@ class TestCollections:
         coord.join(threads)
         assert start_queue_runners(coord, collection=name) == []
         assert name in caplog.text
-
-    def test_threads_created_but_not_started(self, request):
-        queue = FIFOQueue(3)
-        add_queue_runner(QueueRunner(queue, [counting_op(queue, 3)]), request.node.name)
-        (thread,) = start_queue_runners(start=False, daemon=False, collection=request.node.name)
-        assert not thread.daemon
-        thread.start()
-        assert drain(queue) == [0, 1, 2]
-
-
-def test_names_and_repr():
-    queue = FIFOQueue(1)
-
-    def read_lines():
-        raise StopIteration
-
-    runner = QueueRunner(queue, [read_lines, counting_op(queue, 1)])
-    threads = runner.create_threads()
-    assert [t.name for t in threads] == [
-        "QueueRunnerThread-FIFOQueue-0-read_lines",
-        "QueueRunnerThread-FIFOQueue-1-<lambda>",
-    ]
-    assert runner.queue is queue

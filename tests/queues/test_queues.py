@@ -11,7 +11,7 @@ from queue_calls import Call, both_queues, disable_polling, drain, filled, shuff
 from waiting import wait_until
 
 from jstep.queues import queues
-from jstep.queues.queues import FIFOQueue, OutOfRangeError, RandomShuffleQueue
+from jstep.queues.queues import FIFOQueue, RandomShuffleQueue
 
 no_polling = pytest.fixture(autouse=True)(disable_polling)
 
@@ -81,9 +81,6 @@ class TestShuffle:
         orders = [self.shuffled(7, min_after_dequeue=min_after_dequeue, threads=i > 0) for i in range(4)]
         assert orders[0] == orders[1] == orders[2] == orders[3]
 
-    def test_order_does_not_depend_on_the_capacity(self):
-        assert self.shuffled(7, capacity=32) == self.shuffled(7, capacity=400)
-
     def test_dequeue_many_gives_the_order_of_dequeue(self):
         single = self.shuffled(3)
         queue = RandomShuffleQueue(64, 31, 3)
@@ -92,22 +89,6 @@ class TestShuffle:
         producer.wait()
         queue.close()
         assert out + drain(queue) == single
-
-    def test_failed_dequeue_many_does_not_change_the_order(self):
-        """A dequeue_many that fails draws no random numbers."""
-        expected = self.shuffled(5, n=40)
-        queue = RandomShuffleQueue(64, 31, 5)
-        call = Call(queue.dequeue_many, 50)
-        for i in range(40):
-            queue.enqueue(i)
-        queue.close()
-        with pytest.raises(OutOfRangeError):
-            call.wait()
-        assert drain(queue) == expected
-
-    def test_seeds_differ(self):
-        assert self.shuffled(1) != self.shuffled(2)
-        assert self.shuffled(None) != self.shuffled(None)
 
     def test_elements_of_the_window_are_equally_likely(self):
         counts = collections.Counter()

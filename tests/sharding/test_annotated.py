@@ -84,23 +84,3 @@ def test_one_reduction_for_all_microbatches():
     assert reduced_bytes(8) <= 1.1 * once
     weighted = reduced_bytes(8, weight_fn=lambda x, y: jnp.float32(1))
     assert 1.1 * once < weighted <= 9 * once
-
-
-def test_one_reduction_for_a_scan_over_layers():
-    """Layers that a scan slices are used in products only, in whatever way a version of JAX describes its scans."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    optimizer = jstep.gradient_descent(0.1)
-    state = jstep.TrainState.create({"layers": jnp.ones((3, 8, 8))}, optimizer, mesh=mesh)
-    x = jstep.shard_batch(np.ones((64, 8), np.float32), mesh)
-
-    def loss_fn(params, x):
-        def layer(h, w):
-            return jnp.tanh(jnp.einsum("bi,ij->bj", h, w, out_sharding=P("data"))), None
-
-        return jnp.mean(jax.lax.scan(layer, x, params["layers"])[0])
-
-    def reduced_bytes(n):
-        step = jstep.minimize(loss_fn, optimizer, num_microbatches=n)
-        return collectives(step.lower(state, x).compile().as_text())["all-reduce"].bytes
-
-    assert reduced_bytes(4) <= 1.1 * reduced_bytes(1)

@@ -91,16 +91,6 @@ def test_errors_on_both_axis_types_raise_the_first():
     assert [note for note in caught.value.__notes__ if "axis_types=" in note]
 
 
-def test_different_error_on_auto_axes_is_a_note():
-    def other_axis(params, x, ids):
-        rows = params["table"][ids] + x  # ambiguous on Explicit axes
-        return jnp.mean((jax.lax.with_sharding_constraint(rows, P("rows")) @ params["w"]) ** 2)
-
-    with pytest.raises(Exception, match="out_sharding") as caught:
-        jstep.minimize(other_axis, OPTIMIZER)(create(EXPLICIT), *jstep.shard_batch((X, IDS), EXPLICIT))
-    assert [note for note in caught.value.__notes__ if "On Auto axes: ValueError: Resource axis: rows" in note]
-
-
 @pytest.mark.parametrize("gradients", [False, True], ids=["step", "gradients"])
 def test_what_is_computed_on_auto_axes_is_sharded_like_the_state(gradients):
     """Replicated parameters, slots or gradients would not fit where the state is sharded."""

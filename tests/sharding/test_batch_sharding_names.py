@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from doubles import Pair
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -68,16 +67,6 @@ def test_names_are_the_sharding_over_the_mesh_of_the_state(names, kind):
     assert bits[0] == bits[1] == bits[2]
 
 
-def test_names_of_each_part_of_a_namedtuple():
-    mesh = mesh_of()
-    SEEN.clear()
-    step = watched(lambda state, batch: (jstep.increment_global_step(state), {}))
-    batch = Pair(X[:8], X[:4])
-    jstep.train(step, make_state(mesh), lambda n: batch, 1, batch_sharding=Pair("data", None), progress=False)
-    jstep.train(step, make_state(mesh), lambda n: batch, 1, batch_sharding=Pair("data", "data2"), progress=False)
-    assert SEEN[1] == Pair(NamedSharding(mesh, P("data")), NamedSharding(mesh, P("data2")))
-
-
 def test_the_mesh_of_the_state_counts_and_not_the_one_that_is_set():
     mesh = mesh_of()
     other = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
@@ -85,15 +74,6 @@ def test_the_mesh_of_the_state_counts_and_not_the_one_that_is_set():
     with jax.set_mesh(other):
         jstep.train(watched(STEP), make_state(mesh), DATA, 1, batch_sharding="data", progress=False)
     assert SEEN[0]["x"] == NamedSharding(mesh, P("data"))
-
-
-def test_an_abstract_state_has_the_mesh_of_its_shapes(tmp_path):
-    mesh = mesh_of()
-    jstep.train(STEP, make_state(mesh), DATA, 2, batch_sharding="data", checkpoint_dir=tmp_path, progress=False)
-    state = make_state(mesh)
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
-    resumed = jstep.train(STEP, shapes, DATA, 4, batch_sharding="data", checkpoint_dir=tmp_path, progress=False)
-    assert resumed.global_step == 4
 
 
 def test_an_evaluator_takes_the_mesh_of_each_state():
@@ -106,14 +86,6 @@ def test_an_evaluator_takes_the_mesh_of_each_state():
     hook = jstep.EvaluationHook(evaluate, every_n_steps=2)
     jstep.train(STEP, make_state(mesh_of()), DATA, 2, batch_sharding="data", hooks=[hook], progress=False)
     assert hook.results[2]["x"] == pytest.approx(whole)
-
-
-def test_replay_takes_names(tmp_path):
-    mesh = mesh_of()
-    jstep.train(STEP, make_state(mesh), DATA, 4, batch_sharding="data", checkpoint_dir=tmp_path, progress=False)
-    replayed = jstep.replay(STEP, make_state(mesh), DATA, tmp_path, 2, batch_sharding="data")
-    assert replayed.args[0]["x"].sharding == NamedSharding(mesh, P("data"))
-    assert replayed.state.global_step == 2
 
 
 USES = {

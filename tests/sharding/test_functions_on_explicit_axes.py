@@ -56,13 +56,6 @@ def test_results_are_sharded_like_the_tree(name: str, params: Any) -> None:
     assert specs(FUNCTIONS[name](params)) == SPECS
 
 
-@pytest.mark.thorough(except_for=["clip_by_global_norm", "apply"])
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if "host" not in name and "elsewhere" not in name])
-def test_results_of_programs_are_sharded_like_the_tree(name: str, mesh: Any, params: Any) -> None:
-    with jax.set_mesh(mesh):  # JAX requires one of a program that reads shapes only
-        assert specs(jax.jit(FUNCTIONS[name])(params)) == SPECS
-
-
 def test_a_path_of_a_tree_is_not_one_of_its_result(params: Any) -> None:
     """The clipped tree is the first of two results, whose paths are those of other leaves of this tree."""
     tree = ((params["a"], params["b"]), params["c"])
@@ -73,50 +66,3 @@ def test_a_path_of_a_tree_is_not_one_of_its_result(params: Any) -> None:
 def test_averages_keep_their_own_sharding(params: Any) -> None:
     moved = {"a": params["b"], "b": params["a"], "c": params["c"]}
     assert specs(EMA.apply(moved, params, 3)) == specs(moved)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("optimizer", "name"),
-    [
-        (jstep.schedule_free_adamw(0.1), None),
-        (jstep.scope("x", jstep.schedule_free_sgd(0.1)), "x/z"),
-        (jstep.compact(jstep.schedule_free_adamw(0.1), min_size=1), None),
-        (jstep.master_weights(jstep.schedule_free_adamw(0.1)), None),
-    ],
-    ids=["plain", "scope", "compact", "master"],
-)
-@pytest.mark.parametrize("jit", [False, True])
-def test_schedule_free_params(optimizer: Any, name: str | None, jit: bool, params: Any) -> None:
-    state = jstep.TrainState.create(params, optimizer)
-    found = jax.jit(lambda state: jstep.schedule_free_params(state, name)) if jit else jstep.schedule_free_params
-    assert specs(found(state) if jit else found(state, name=name)) == SPECS
-    with pytest.raises(TypeError, match="must be a TrainState"):
-        jstep.schedule_free_params(params)
-
-
-PLAIN = jstep.with_moving_average(jstep.adamw(0.1), EMA)
-COMPACT, MASTERS = jstep.compact(PLAIN, min_size=1), jstep.master_weights(PLAIN)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("zero", [False, True], ids=["plain", "zero"])
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [(PLAIN, COMPACT), (COMPACT, PLAIN), (MASTERS, COMPACT), (COMPACT, MASTERS)],
-    ids=["PLAIN-COMPACT", "COMPACT-PLAIN", "MASTERS-COMPACT", "COMPACT-MASTERS"],
-)
-def test_a_converted_state_is_sharded_like_a_new_one(old: Any, new: Any, zero: bool, mesh: Any, params: Any) -> None:
-    low = jax.tree.map(lambda p: jax.device_put(p.astype(jnp.bfloat16), p.sharding), params)
-
-    def create(optimizer: Any) -> Any:
-        if not zero:
-            return jstep.TrainState.create(low, optimizer, model_state={"seen": 3})
-        whole = jax.device_get(low)
-        return jstep.TrainState.create(whole, optimizer, model_state={"seen": 3}, mesh=mesh, slot_axis="data")
-
-    made, want = jstep.repack(create(old), old, new), create(new)
-    assert specs(made.params) == specs(want.params)
-    for name in want.slots:
-        if name != "model_state":
-            assert specs(made.slots[name]) == specs(want.slots[name]), name

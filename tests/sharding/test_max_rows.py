@@ -89,60 +89,6 @@ def test_the_number_of_microbatches_is_logged_once(caplog):
     assert found == ["max_rows_per_device=5: batches of 34 rows are split into 17 microbatches"]
 
 
-@pytest.mark.thorough
-def test_one_step_on_several_meshes():
-    """Batches on other devices compile separate programs of one step."""
-    loss = Loss()
-    step = jstep.minimize(loss, OPTIMIZER, max_rows_per_device=4)
-    for devices in (8, 2, 8, 1):
-        mesh = mesh_over(devices)
-        step(fresh(mesh), shard(mesh, DATA[:32]))
-    assert sorted(set(loss.rows)) == [4, 8, 32]
-    loss.rows.clear()
-    step(fresh(), DATA[:32])  # without a mesh
-    mesh = mesh_over(8)
-    step(fresh(mesh), DATA[:32])  # NumPy arrays: each device has all rows
-    assert loss.seen == 4
-    loss.rows.clear()
-    step(fresh(), shard(mesh, DATA[:32]))  # the state moves to the mesh of its batch
-    assert loss.seen == 32
-    loss.rows.clear()
-    state, _ = step(fresh(mesh), shard(mesh, DATA[:16]))
-    step(state, shard(mesh, DATA[:64]))  # a larger batch
-    assert loss.rows[0] == 16
-    assert loss.rows[-1] == 32
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("types", TYPES)
-def test_scans_shapes_and_costs(types):
-    mesh = mesh_over(8, types)
-    loss = Loss()
-    step = jstep.minimize(loss, OPTIMIZER, max_rows_per_device=2)
-    stacked = shard(mesh, DATA[:192].reshape(3, 64, 4), P(None, "data"))
-    scanned = jstep.scan_steps(step)
-    state, metrics = scanned(fresh(mesh), stacked)
-    single = fresh(mesh)
-    for x in DATA[:192].reshape(3, 64, 4):
-        single, last = step(single, shard(mesh, x))
-    np.testing.assert_allclose(state.params["a"], single.params["a"], rtol=1e-5)
-    assert float(last["loss"]) == pytest.approx(float(metrics["loss"][-1]), rel=1e-5)
-    batch = shard(mesh, DATA[:64])
-    step.lower(fresh(mesh), jax.ShapeDtypeStruct(batch.shape, batch.dtype, sharding=batch.sharding))
-    jstep.minimize(loss, OPTIMIZER, max_rows_per_device=2, jit=False)(fresh(mesh), batch)
-    assert loss.seen == 16
-
-
-@pytest.mark.thorough
-def test_max_rows_in_a_custom_jit():
-    """In a custom `jax.jit`, the sharding of traced arrays is known only on Explicit axes."""
-    for types, want in ((AxisType.Explicit, 16), (AxisType.Auto, 2)):
-        mesh, loss = mesh_over(8, types), Loss()
-        step = jax.jit(jstep.minimize(loss, OPTIMIZER, max_rows_per_device=2, jit=False))
-        step(fresh(mesh), shard(mesh, DATA[:64]))
-        assert loss.seen == want
-
-
 def test_max_rows_matches_num_microbatches():
     def loss(params, model_state, x, rng):
         noise = jax.random.normal(rng, x.shape)
@@ -160,15 +106,6 @@ def test_max_rows_matches_num_microbatches():
     assert int(metrics_a["count"]) == 32
     jax.tree.map(np.testing.assert_array_equal, state_a.params, state_b.params)
     jax.tree.map(np.testing.assert_array_equal, (metrics_a, state_a.slots), (metrics_b, state_b.slots))
-
-
-def test_max_rows_with_stages_and_batch_sizes():
-    mesh = mesh_over(8)
-    first, second = Loss(), Loss()
-    steps = {n: jstep.minimize(f, OPTIMIZER, max_rows_per_device=2) for n, f in ((0, first), (3, second))}
-    batches = jstep.batches(DATA, {0: 16, 3: 64}, seed=0)
-    jstep.train(steps, fresh(mesh), batches, 6, batch_sharding=NamedSharding(mesh, P("data")), progress=False)
-    assert (first.seen, second.seen) == (16, 16)
 
 
 @pytest.mark.parametrize(

@@ -93,17 +93,6 @@ def test_microbatches_take_every_nth_row(case, rows, types):
     np.testing.assert_array_equal(microbatches_of([x], mesh), want)
 
 
-@pytest.mark.thorough(except_for=["AxisType.Explicit"])
-@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
-def test_all_leaves_are_split_equally(types):
-    """A replicated leaf is split like a sharded one."""
-    mesh, (x,) = shard("one axis", types, ids(32))
-    replicated = jax.device_put(ids(32), NamedSharding(mesh, P()))
-    want = np.arange(32).reshape(8, 4).T
-    np.testing.assert_array_equal(microbatches_of([replicated, x], mesh), want)
-    np.testing.assert_array_equal(microbatches_of([x, replicated], mesh), want)
-
-
 def test_rows_that_are_not_sharded_are_split_equally():
     want = np.arange(32).reshape(8, 4).T
     np.testing.assert_array_equal(microbatches_of([ids(32)]), want)

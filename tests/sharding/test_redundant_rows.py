@@ -44,13 +44,6 @@ def test_the_remedy_of_the_warning_works(caplog, mesh):
     assert not warnings(caplog, mesh, batch_sharding=NamedSharding(mesh, P("examples")))
 
 
-@pytest.mark.thorough
-def test_batches_on_the_mesh_are_the_choice_of_the_user(caplog, mesh):
-    for spec in P("examples"), P():
-        placed = [jax.device_put(ROWS[:16], NamedSharding(mesh, spec))] * 4
-        assert not warnings(caplog, mesh, batches=placed)
-
-
 def test_split_parameters_give_no_warning(caplog):
     mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
     assert not warnings(caplog, mesh, P(None, "model"))
@@ -72,12 +65,3 @@ def test_a_loss_that_shards_its_activations_gives_no_warning(caplog, mesh):
     assert not warnings(caplog, mesh, loss_fn=sharded)
     if AxisType.Auto in mesh.axis_types:  # on Explicit axes JAX refuses an unsharded batch here
         assert not warnings(caplog, mesh, loss_fn=mapped)
-
-
-@pytest.mark.thorough
-def test_a_single_device_and_batches_without_rows_give_no_warning(caplog, mesh):
-    assert not warnings(caplog, mesh, params={"w": jnp.ones((8, 8))})
-    keys = [jax.random.key(i) for i in range(4)]
-    assert not warnings(caplog, mesh, loss_fn=lambda p, key: jnp.sum(p["w"]) * jax.random.normal(key), batches=keys)
-    numbers = [np.float32(i) for i in range(4)]
-    assert not warnings(caplog, mesh, loss_fn=lambda p, x: jnp.sum(p["w"]) * x, batches=numbers)

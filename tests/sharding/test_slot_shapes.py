@@ -1,9 +1,7 @@
 """Sharding of slots whose shape differs from the parameter's, and of callable models."""
 
-import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -49,41 +47,8 @@ def test_factored_slots_of_square_parameters(shape: Any) -> None:
         assert leaf.sharding.is_equivalent_to(want, leaf.ndim), slot
 
 
-def test_the_name_of_a_slot_says_nothing_of_its_sharding() -> None:
-    """A state that was made by hand has no roles."""
-    slots = {name: {"w": jnp.ones(8)} for name in ("v_row", "v_col", "other")}
-    state = jstep.shard_state(jstep.TrainState({"w": jnp.ones((8, 8))}, slots, jnp.int32(0)), MESH, P("data", "model"))
-    assert len({tuple(tree["w"].sharding.spec) for tree in state.slots.values()}) == 1
-
-
 def test_factored_slots_of_replicated_parameters_are_split_if_divisible() -> None:
     optimizer = jstep.adafactor(0.1, min_dim_size_to_factor=1)
     state = jstep.TrainState.create({"w": jnp.ones((16, 6))}, optimizer, mesh=DATA, slot_axis="data")
     leaves = [state.slots[name]["w"] for name in ("v_row", "v_col")]
     assert {leaf.shape: leaf.sharding.is_fully_replicated for leaf in leaves} == {(16,): False, (6,): True}
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Linear:
-    """A model as in Equinox: a callable pytree."""
-
-    w: Any
-    b: Any
-
-    def __call__(self, x: Any) -> Any:
-        return x @ self.w + self.b[None]
-
-
-@pytest.mark.thorough
-def test_callable_models_are_pytrees() -> None:
-    model = Linear(jnp.ones((8, 2)), jnp.zeros(2))
-    specs = jstep.fsdp_specs(model, DATA, min_size=4)
-    optimizer = jstep.momentum(0.1, 0.9)
-    for state in (
-        jstep.shard_state(jstep.TrainState.create(model, optimizer), DATA, specs),
-        jstep.TrainState.create(model, optimizer, mesh=DATA, param_specs=specs),
-    ):
-        assert tuple(state.params.w.sharding.spec) == ("data",)
-        state, _ = jstep.minimize(lambda m, x: jnp.mean(m(x)), optimizer)(state, np.ones((8, 8), np.float32))
-        assert tuple(state.slots["momentum"].w.sharding.spec) == ("data",)

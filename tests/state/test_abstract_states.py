@@ -81,22 +81,6 @@ def test_program_from_shapes_is_that_of_arrays(mesh, num_microbatches, options):
     assert costs[0].alias_bytes == costs[1].alias_bytes
 
 
-def test_arrays_beside_shapes_become_shapes():
-    given = {
-        "a": jnp.ones((8, 2), jnp.bfloat16),
-        "b": jax.ShapeDtypeStruct((3,), jnp.float32),
-        "c": 1.0,
-        "d": np.ones(4),
-    }
-    found = jstep.TrainState.create(given, jstep.gradient_descent(0.1), mesh=AUTO, param_specs=[("a", P("data"))])
-    assert {name: (type(leaf), leaf.shape, leaf.dtype, leaf.sharding.spec) for name, leaf in found.params.items()} == {
-        "a": (jax.ShapeDtypeStruct, (8, 2), jnp.bfloat16, P("data")),
-        "b": (jax.ShapeDtypeStruct, (3,), jnp.float32, P()),
-        "c": (jax.ShapeDtypeStruct, (), jnp.float32, P()),
-        "d": (jax.ShapeDtypeStruct, (4,), jnp.float32, P()),
-    }
-
-
 def test_abstract_states_cannot_run():
     train_step = jstep.minimize(loss_fn, OPTIMIZER)
     shapes = jstep.TrainState.create(jax.eval_shape(init), OPTIMIZER, mesh=AUTO)
@@ -115,14 +99,3 @@ def test_abstract_states_cannot_run():
     for given in ((shapes, state.params), (state, shapes.params)):
         with pytest.raises(ValueError, match=r"^state and gradients: must be arrays, got shapes"):
             jstep.apply_gradients(*given, OPTIMIZER)
-
-
-def test_state_and_batch_on_different_devices():
-    half = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-    state = jstep.TrainState.create(jax.eval_shape(init), OPTIMIZER, mesh=AUTO)
-    with pytest.raises(ValueError, match=r"state is on a mesh of 8 .* and args\[0\] on a mesh of 4"):
-        jstep.cost(jstep.minimize(loss_fn, OPTIMIZER), state, *jstep.shard_batch((X, Y), half))
-    # The same devices with other axis types, and a batch without a mesh.
-    batch = jstep.shard_batch((X, Y), EXPLICIT)
-    assert jstep.cost(jstep.minimize(loss_fn, OPTIMIZER), state, *batch).devices == 8
-    assert jstep.cost(jstep.minimize(loss_fn, OPTIMIZER), state, X, Y).devices == 8

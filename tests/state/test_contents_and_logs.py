@@ -12,12 +12,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jstep
-from jstep.slots.roles import NO_ROLES
 from jstep.state import contents, fingerprints
 from jstep.state.contents import FINITE, INFINITE, NAN, StateContents, briefly, in_words
 from jstep.state.fingerprints import Difference, Entry, compare_logs
 from jstep.state.sharding import put_leaf
-from jstep.state.slots import owners
 
 
 def state_of(**slots: Any) -> dict[str, Any]:
@@ -99,43 +97,6 @@ def test_differences_of_two_fingerprints() -> None:
     assert found == Difference(3, ("a", "c", "d"), ("c",), ("d",))
     assert found.text() == "3 leaves differ: a, c, d; 2 of them in only one of the two: fingerprints of another model"
     assert Difference(3, ("a",)).text() == "1 leaf differs: a"
-
-
-class Strange:
-    """A static part whose comparison has no answer."""
-
-    def __init__(self) -> None:
-        self.values = np.ones(2)
-
-    def __eq__(self, other: object) -> Any:
-        return self.values == getattr(other, "values", None)
-
-    def __hash__(self) -> int:
-        return 1
-
-
-def test_states_that_cannot_be_compared_are_not_equal() -> None:
-    class Holder:
-        def __init__(self, static: Any) -> None:
-            self.static = static
-
-    jax.tree_util.register_pytree_node(Holder, lambda one: ((1.0,), one.static), lambda static, _: Holder(static))
-    first, second = (jstep.TrainState({"w": Holder(Strange())}, {}, None) for _ in range(2))
-    assert first == first
-    assert not first == second  # noqa: SIM201  the operator is what is tested
-    assert jstep.TrainState({"w": 1.0}, {}, None) == jstep.TrainState({"w": 1.0}, {}, None)
-    deleted = jnp.ones(2)
-    deleted.delete()
-    assert jstep.TrainState({"w": deleted}, {}, None) != jstep.TrainState({"w": jnp.ones(2)}, {}, None)
-
-
-def test_slots_of_another_structure_belong_to_no_parameter() -> None:
-    params = {"a": jnp.ones(2), "b": jnp.ones(3)}
-    assert owners("m", {"a": 1.0, "c": 1.0}, params, NO_ROLES) == [None, None]
-    assert owners("m", {"a": 1.0, "b": (1.0, 2.0)}, params, NO_ROLES) == [0, 1, 1]
-    assert owners("m", {"a": None, "b": 1.0}, params, NO_ROLES) == [1]
-    assert owners("model_state", params, params, NO_ROLES) == [None, None]
-    assert owners("count", jnp.int32(1), params, NO_ROLES) == [None]
 
 
 def test_a_leaf_of_several_processes_is_made_of_the_parts_of_each(monkeypatch: Any) -> None:

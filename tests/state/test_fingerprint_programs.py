@@ -1,6 +1,5 @@
 """The programs of fingerprints: how many are compiled, what they hold, and their bits."""
 
-import contextlib
 import json
 
 import golden_fingerprints
@@ -39,11 +38,6 @@ def test_recorded_fingerprints_of_jax_arrays(name):
     assert texts(committed) == KNOWN[name]
 
 
-def test_recorded_sums_of_more_positions_than_32_bits_count():
-    """By rows of four positions, as those of an array of more than 2³² elements are."""
-    assert fingerprints._sums(np.arange(11, dtype=np.uint32), 4, 1).tolist() == [7014690802, 10152985857]
-
-
 @pytest.mark.thorough
 def test_recorded_fingerprints_of_64_bits(x64):
     for name in golden_fingerprints.WIDE:
@@ -54,20 +48,6 @@ def test_recorded_fingerprints_of_64_bits(x64):
 def test_recorded_fingerprints_of_keys():
     for name, tree in golden_fingerprints.key_trees().items():
         assert texts(tree) == KNOWN[name]
-
-
-def test_a_first_fingerprint_compiles_a_program_for_each_shape(compilations):
-    tree = {f"w{i}": jnp.ones((i % 2 + 2, 17)) for i in range(30)}
-    with compilations() as seen:
-        total = jstep.fingerprint(tree)
-    assert len(seen) == 4
-    with compilations() as seen:
-        leaves = jstep.fingerprint(tree, per_leaf=True)
-    assert len(seen) <= 2
-    assert hexadecimal(total) == hexadecimal(sum(np.asarray(pair, np.uint64) for pair in leaves.values()) % 2**32)
-    with compilations() as seen:
-        jstep.fingerprint(tree, per_leaf=True)
-    assert seen == []
 
 
 def test_small_leaves_of_a_shape_are_read_together(monkeypatch):
@@ -134,29 +114,3 @@ def test_on_a_mesh_each_device_reads_its_own_copy():
     column = [one[1] for one in values]
     assert len(set(column[1::2])) == len(set(column[::2])) == 1
     assert column[0] != column[1]
-
-
-def test_on_a_mesh_a_program_belongs_to_a_shape(compilations):
-    mesh = jax.make_mesh((8,), ("a",))
-    places = [NamedSharding(mesh, PartitionSpec("a")), NamedSharding(mesh, PartitionSpec())]
-    tree = {f"{i}": jax.device_put(np.full((8, 3 + i % 2), i, "f"), places[i // 2 % 2]) for i in range(80)}
-    with compilations() as seen:
-        jstep.fingerprint(tree)
-    assert len(seen) <= 6  # two shapes, each in two places, and two for all
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("current", [None, 1, 8], ids=["no mesh", "a mesh of one device", "a mesh of eight"])
-def test_on_a_mesh_of_one_device_the_bits_are_those_of_the_device(kind, current):
-    """Types with Explicit axes, which an array keeps when it moves, and the current mesh do not matter."""
-    host = {"w": np.arange(32, dtype="f").reshape(8, 4), "v": np.ones((8, 4), "f"), "n": np.float32(3)}
-    place = NamedSharding(jax.make_mesh((1,), ("a",), axis_types=(kind,)), PartitionSpec())
-    tree = on_devices(host, lambda leaf: jax.device_put(leaf, place))
-    moved = on_devices(tree, lambda leaf: jax.device_put(leaf, jax.devices()[0]))
-    expected = texts(host)
-    with contextlib.ExitStack() as stack:
-        if current:
-            stack.enter_context(jax.set_mesh(jax.make_mesh((current,), ("a",), axis_types=(kind,))))
-        for one in (tree, moved, on_devices(host), {**tree, "n": jnp.asarray(host["n"])}):
-            assert texts(one) == expected

@@ -44,16 +44,6 @@ def test_states_with_and_without_a_step() -> None:
             function(empty)
 
 
-def test_mappings_and_populations() -> None:
-    assert jstep.global_step({"global_step": jnp.int32(3)}) == 3
-    assert int(jstep.increment_global_step({"global_step": jnp.int32(3), "w": 1})["global_step"]) == 4
-    population = jax.vmap(lambda w: jstep.TrainState.create({"w": w}, OPTIMIZER, 2))(jnp.ones(3))
-    assert jstep.get_global_step(population).shape == (3,)
-    with pytest.raises(ValueError, match=r"must be a scalar, got shape \(3,\)"):
-        jstep.global_step(population)
-    assert jax.vmap(jstep.increment_global_step)(population).global_step.tolist() == [3, 3, 3]
-
-
 def test_a_step_that_is_not_a_scalar() -> None:
     """As in TensorFlow: 'Existing "global_step" is not scalar'."""
     for wrong in (jnp.zeros(1, jnp.int32), state().replace(global_step=jnp.zeros(1, jnp.int32))):
@@ -100,18 +90,3 @@ def test_steps_under_x64(x64: None) -> None:
     assert jstep.global_step(current) == LAST + 1
     assert jstep.create_global_step(2**40).dtype == jnp.int64
     assert jstep.global_step(jstep.increment_global_step(state(2**40))) == 2**40 + 1
-
-
-def test_steps_of_numpy() -> None:
-    for dtype in (np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64):
-        for step in (dtype(10), np.array(10, dtype)):
-            for amount in (dtype(3), np.array(3, dtype)):
-                later = jstep.increment_global_step(step, amount)
-                assert isinstance(later, jax.Array)
-                assert (later.dtype, int(later)) == (jnp.int32, 13)
-    with pytest.raises(ValueError, match="does not fit int32"):
-        jstep.increment_global_step(np.array(2**31 - 1))
-    state = jstep.TrainState.create({"w": 1.0}, jstep.adam())
-    by_hand = state.replace(global_step=np.array(10))
-    assert int(jstep.increment_global_step(by_hand).global_step) == 11
-    assert int(jstep.apply_gradients(by_hand, {"w": jnp.float32(1)}, jstep.adam()).global_step) == 11

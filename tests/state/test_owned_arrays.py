@@ -155,11 +155,3 @@ def test_memory_is_copied(name: str, tmp_path: Path) -> None:
     state = DOORS[name](array, tmp_path)
     filled(array, 1000.0)
     np.testing.assert_array_equal(np.asarray(state.params["w"]), np.full(SIZE, 5.0, np.float32))
-
-
-@pytest.mark.thorough
-def test_a_held_value() -> None:
-    array = aligned(())
-    state = jstep.set_hyperparameter(make_state(), "learning_rate", filled(array, 0.5))
-    filled(array, 1000.0)
-    assert jstep.get_hyperparameter(state, "learning_rate") == 0.5

@@ -53,16 +53,6 @@ def test_roles_stay_through_everything_that_makes_a_new_state() -> None:
         assert len(one.roles) == 3, name
 
 
-def test_roles_are_neither_leaf_nor_field() -> None:
-    state = jstep.TrainState.create({"w": jnp.ones(4)}, jstep.adam())
-    assert len(jax.tree.leaves(state)) == 5
-    with pytest.raises(TypeError, match=r"replace\(roles=…\)"):
-        state.replace(roles={})
-    same = jstep.TrainState.create({"w": jnp.ones(4)}, jstep.update_every(2, jstep.adamw(0.5)))
-    assert jax.tree.structure(state) == jax.tree.structure(same)
-    assert hash(state.roles) == hash(same.roles)
-
-
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_slots_of_square_matrices_lie_by_what_they_keep(axis_type: AxisType) -> None:
     mesh = jax.make_mesh((2,), ("data",), (axis_type,))
@@ -100,15 +90,6 @@ def test_a_state_made_by_hand_in_a_step_keeps_the_roles(jit: bool, steps_per_cal
     assert int(after.global_step) == 4
 
 
-def test_an_init_that_is_compiled_keeps_the_roles() -> None:
-    made = jstep.adam()
-    optimizer = jstep.Optimizer(jax.jit(made.init), jax.jit(made.update), made.hyperparameters)
-    params = {"w": jnp.ones(4)}
-    state = jstep.TrainState.create(params, optimizer)
-    assert dict(state.roles) == dict(jstep.TrainState.create(params, made).roles)
-    assert int(jstep.increment_global_step(state, 3).slots["start_step"]) == 3
-
-
 def test_a_state_made_by_hand_has_the_structure_of_one_that_was_created() -> None:
     state = jstep.TrainState.create({"w": jnp.ones(4)}, jstep.adam())
     assert len(state.roles) == 3
@@ -140,12 +121,3 @@ def test_slots_of_a_state_by_hand_are_found_by_shape_and_dtype(name: str) -> Non
     ):
         state = jstep.TrainState(params, {name: slot}, jnp.int32(0))
         assert jstep.get_slot_names(state) == ([] if is_shared else [name])
-
-
-@pytest.mark.thorough
-def test_wrappers_whose_updates_need_an_order_on_a_cpu_say_so():
-    params = {"w": jnp.ones(3)}
-    for wrap in (jstep.skip_nonfinite, jstep.master_weights):
-        roles = jstep.TrainState.create(params, wrap(jstep.adam(0.1))).roles
-        assert {"m", "v"} <= set(roles.in_order)
-    assert not jstep.TrainState.create(params, jstep.adam(0.1)).roles.in_order

@@ -170,15 +170,6 @@ def test_on_a_mesh_each_leaf_is_placed_as_before(axes: AxisType, slot_axis: str 
         assert state.with_params(params_of(3.0, jnp.bfloat16)).params["w"].sharding == state.params["w"].sharding
 
 
-def test_in_a_compiled_function() -> None:
-    optimizer = WITH_COPIES["compact schedule_free"]()
-    state = jstep.TrainState.create(params_of(1.0, jnp.bfloat16), optimizer)
-    given = params_of(2.5, jnp.bfloat16)
-    assert jax.jit(lambda s, p: s.with_params(p))(state, given) == state.with_params(given)
-    many = jax.vmap(lambda w: state.with_params({**given, "w": w}))(jnp.ones((3, 8, 4), jnp.bfloat16))
-    assert many.slots["z"]["w"].shape == (3, 8, 4)
-
-
 # The warning of a replacement that slots undo.
 
 
@@ -233,9 +224,3 @@ def test_a_state_that_a_hook_returns_is_one_warning_in_a_run(returned: Any, capl
     for runs in (1, 2):
         hooked(jstep.every(1, returned))
         assert len(warnings_of(caplog)) == runs
-
-
-def test_a_hook_that_sets_them_all_is_silent(caplog: pytest.LogCaptureFixture) -> None:
-    state = hooked(jstep.every(2, lambda n, state, m: state.with_params(params_of(float(n)))))
-    assert not warnings_of(caplog)
-    np.testing.assert_array_equal(state.slots["z"]["w"], 6.0)

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -60,21 +59,6 @@ def test_named_collections():
     assert merge_all("train").tags == ("a", "b")
     assert merge_all().tags == ("c",)
     assert merge_all("nothing") is None
-
-
-def test_nested_collects_with_different_keys():
-    def inner(x):
-        scalar("train", x, collections=("train",))
-        scalar("default", x)
-        return x
-
-    def outer(x):
-        y, train = collect(inner, key="train")(x)
-        scalar("outer", y)
-        return train
-
-    train, collected = jax.jit(collect(outer))(1.0)
-    assert (train.tags, collected.tags) == (("train",), ("default", "outer"))
 
 
 def test_an_exception_discards_the_summaries():
@@ -154,17 +138,6 @@ def test_tracers_do_not_leak():
         gc.collect()
 
 
-def test_merge_all_inside_a_collect():
-    def fn(x):
-        scalar("a", x)
-        first = merge_all()
-        scalar("b", x)
-        return first
-
-    first, rest = jax.jit(collect(fn))(1.0)
-    assert (values(first), values(rest)) == ({"a": 1.0}, {"b": 1.0})
-
-
 def test_error_of_merge_all_while_tracing_suggests_collect():
     def step(x):
         scalar("a", x)
@@ -174,18 +147,3 @@ def test_error_of_merge_all_while_tracing_suggests_collect():
         jax.jit(step)(1.0)
     with pytest.raises(RuntimeError, match="tracing"):
         collect(lambda x: jax.grad(lambda x: (merge_all(), x)[1])(x))(1.0)
-
-
-@pytest.mark.thorough
-def test_collect_does_not_receive_summaries_of_threads():
-    def in_thread():
-        scalar("thread", 1.0)
-
-    def fn():
-        thread = threading.Thread(target=in_thread)
-        thread.start()
-        thread.join()
-        scalar("main", 1.0)
-
-    assert collect(fn)()[1].tags == ("main",)
-    assert merge_all().tags == ("thread",)

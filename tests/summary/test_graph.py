@@ -95,24 +95,6 @@ def test_nodes_of_a_lowered_function():
     assert len(by_name["return"].input) == 4
 
 
-def test_constants_prng_keys_and_special_characters():
-    table = jnp.arange(5.0)
-
-    def fn(key, **kwargs):
-        with jax.named_scope("a b/ü?/c"):
-            return {"x y": jax.random.normal(key, (2,)) + table[1], "in": kwargs["in put"] * 2}
-
-    by_name = nodes(graph_def(fn, jax.random.key(0), **{"in put": jnp.ones(2)}))
-    assert {"0", "in_put", "constant", "result/x_y", "result/in"} <= by_name.keys()
-    assert any(name.startswith("a_b/") for name in by_name)
-
-
-def test_deleted_arguments_can_be_traced():
-    state = jax.tree.map(jnp.copy, STATE)
-    jax.tree.map(lambda x: x.delete(), state)
-    assert "0/params/square" in nodes(graph_def(train_step, state, BATCH))
-
-
 def test_write_graph_as_text_is_stablehlo(tmp_path):
     traced = train_step.trace(STATE, BATCH)
     path = summary.write_graph(traced, tmp_path / "new", "step.mlir")

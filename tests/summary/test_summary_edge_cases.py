@@ -14,24 +14,6 @@ from jstep import summary
 from jstep.stores.event_files import proto
 
 
-@pytest.mark.parametrize("kind", ["traced", "lowered", "function", "proto"])
-def test_a_pbtxt_is_a_graph_def_as_text(tmp_path, kind):
-    from google.protobuf import text_format
-
-    traced = jax.jit(lambda x: jnp.tanh(x) * 2.0).trace(jnp.ones(3))
-    graph = {
-        "traced": traced,
-        "lowered": traced.lower(),
-        "function": lambda: jnp.tanh(jnp.ones(3)),
-        "proto": proto("GraphDef")(node=[{"name": "tanh", "op": "tanh"}]),
-    }[kind]
-    path = summary.write_graph(graph, tmp_path, "sub/graph.pbtxt")
-    assert path == str(tmp_path / "sub" / "graph.pbtxt")
-    with open(path, encoding="utf-8") as file:
-        parsed = text_format.Parse(file.read(), proto("GraphDef")())
-    assert any("tanh" in node.op for node in parsed.node)
-
-
 def all_kinds(number, integers):
     return summary.merge(
         [
@@ -73,15 +55,6 @@ def test_a_removed_logdir_is_logged_and_recreated(tmp_path, caplog):
     assert f"{first} was removed while a SummaryWriter wrote to it" in record.getMessage()
     assert os.listdir(logdir) == [os.path.basename(writer.path)]
     assert [e.step for e in events_of(writer)] == [0, 2, 3]
-
-
-def test_the_thread_inherits_the_jax_settings_of_its_creator(tmp_path):
-    with jax.enable_x64(True), summary.SummaryWriter(tmp_path) as writer:
-        x64_enabled = []
-        encode = writer._worker._encode
-        writer._worker._encode = lambda *args: x64_enabled.append(jax.config.jax_enable_x64) or encode(*args)
-        writer.add_summary(summary.scalar("loss", jnp.float64(1.0)), 1)
-    assert x64_enabled == [True]
 
 
 def test_to_proto():

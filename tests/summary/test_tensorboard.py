@@ -9,6 +9,8 @@ import pytest
 from google.protobuf import text_format
 from tensorboard.compat.proto import graph_pb2
 
+pytestmark = pytest.mark.thorough  # they start a server
+
 
 @pytest.fixture(scope="module")
 def get(tensorboard_url):

@@ -37,14 +37,6 @@ def test_add_summary_accepts_pytrees_protos_and_bytes(tmp_path, accumulate):
     assert scalars(accumulate(tmp_path)) == [(1, 1.0), (2, 3.0), (3, 4.0)]
 
 
-def test_add_event_accepts_protos_and_bytes(tmp_path):
-    event = event_pb2.Event(step=7, wall_time=12.5, file_version="mine")
-    with SummaryWriter(tmp_path) as writer:
-        writer.add_event(event)
-        writer.add_event(event.SerializeToString())
-    assert events_of(writer)[1:] == [event, event]
-
-
 @pytest.mark.parametrize(
     ("method", "argument", "message"),
     [
@@ -76,15 +68,6 @@ def test_a_step_array_may_be_donated_after_the_call(tmp_path, accumulate):
 def test_a_step_must_be_an_integer(tmp_path, step):
     with SummaryWriter(tmp_path) as writer, pytest.raises(TypeError, match=r"global_step=.*: must be an integer"):
         writer.add_summary(summary.scalar("loss", 1.0), step)
-
-
-def test_the_default_step_is_0(tmp_path, accumulate):
-    with SummaryWriter(tmp_path) as writer:
-        writer.add_summary(summary.scalar("loss", 1.0))
-        writer.add_summary(jax.vmap(lambda x: summary.scalar("many", x))(jnp.arange(3.0)))
-    events = accumulate(tmp_path)
-    assert scalars(events) == [(0, 1.0)]
-    assert scalars(events, "many") == [(0, 0.0), (1, 1.0), (2, 2.0)]
 
 
 def test_the_last_of_stacked_summaries_is_at_global_step(tmp_path, accumulate):

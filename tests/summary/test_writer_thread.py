@@ -97,36 +97,6 @@ def test_number_of_pending_events_is_bounded(tmp_path, accumulate, patient):
     assert len(accumulate(tmp_path).Scalars("loss")) == 20
 
 
-def test_a_flush_makes_room_as_any_job(tmp_path, monkeypatch):
-    monkeypatch.setattr(worker, "MAX_JOBS", 4)
-    released = threading.Event()
-    with SummaryWriter(tmp_path) as writer:
-        encode, jobs, changed = writer._worker._encode, writer._worker._jobs, writer._worker._changed
-        look = writer._worker._do_what_is_due
-
-        def look_when_none_has_room():
-            if len(jobs) > worker.MAX_JOBS:
-                wait_until(lambda: changed._waiters)  # the one who was woken in vain waits again
-            look()
-
-        writer._worker._encode = lambda *args: released.wait(60) and encode(*args)
-        writer._worker._do_what_is_due = look_when_none_has_room
-        writer.add_session_log("CHECKPOINT", 0)
-        wait_until(lambda: not jobs)  # the thread is busy
-        threads = [threading.Thread(target=writer.flush, daemon=True)]
-        threads[0].start()
-        wait_until(lambda: len(jobs) == 1)
-        for step in range(1, 5):
-            writer.add_session_log("CHECKPOINT", step)
-        threads += [threading.Thread(target=writer.add_session_log, args=("CHECKPOINT", 5), daemon=True)]
-        threads[1].start()
-        wait_until(lambda: changed._waiters)  # for room, which the flush makes
-        released.set()
-        for thread in threads:
-            thread.join(30)
-        assert not any(thread.is_alive() for thread in threads)
-
-
 def test_memory_of_pending_events_is_bounded(tmp_path, accumulate, monkeypatch, patient):
     monkeypatch.setattr(worker, "MAX_BYTES", 3000)
     picture = np.zeros((1, 32, 32, 1), np.uint8)
@@ -137,17 +107,6 @@ def test_memory_of_pending_events_is_bounded(tmp_path, accumulate, monkeypatch, 
             assert writer._worker._bytes <= 3000 + 1024
     events = accumulate(tmp_path)
     assert len(events.Images("x/image")) == len(events.Scalars("loss")) == 20
-
-
-def test_writers_of_the_same_second_have_ordered_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(new_event_files.time, "time", lambda: 1000.7)
-    writers = [SummaryWriter(tmp_path) for _ in range(12)]
-    for writer in writers:
-        writer.close()
-    names = [os.path.basename(writer.path) for writer in writers]
-    assert names == sorted(os.listdir(tmp_path))
-    assert len(set(names)) == 12
-    assert f".{os.getpid()}." in names[0]
 
 
 def test_files_sort_in_order_despite_a_clock_that_is_ahead(tmp_path, monkeypatch):
@@ -188,19 +147,6 @@ def test_what_follows_an_interrupted_close_waits_for_the_events(tmp_path, accumu
     threading.Timer(0.2, released.set).start()
     worker._close_all() if at_exit else writer.close()
     assert scalars(accumulate(tmp_path)) == [(1, 2.0)]
-
-
-def test_a_writer_that_was_told_to_end_twice_is_closed_once(tmp_path, caplog):
-    released = threading.Event()
-    writer = SummaryWriter(tmp_path)
-    encode = writer._worker._encode
-    writer._worker._encode = lambda *args: released.wait(60) and encode(*args)
-    writer.add_summary(summary.scalar("loss", 2.0), 1)
-    wait_until(lambda: not writer._worker._jobs)
-    writer._worker.request_close()  # as when it is garbage-collected
-    threading.Timer(0.2, released.set).start()
-    worker._close_all()
-    assert caplog.text == ""
 
 
 def test_the_thread_keeps_nothing_of_what_it_has_written(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from regression import X, Y, fresh, loss_fn
 
 import jstep
-from jstep.hooks.metric_sums import Accumulate, DeviceSums, choose_columns
+from jstep.hooks.metric_sums import Accumulate
 from jstep.training.looped import loop_step
 from jstep.training.metrics import split_metrics
 from jstep.training.step import call_step
@@ -68,23 +68,6 @@ def test_numbers_that_32_bits_hold_are_constants() -> None:
 # Steps in the loop of a call.
 
 
-def looped(step: Any) -> Any:
-    """A function that runs all steps of the stacked arguments in one call, as `train` with steps_per_call=3 does."""
-
-    def accumulate(one: Any) -> Any:
-        return choose_columns(one.metrics, None)
-
-    program = loop_step(step, 3, accumulate)
-
-    def run_all(state: Any, *stacked: Any) -> Any:
-        one = program.prepare(state, tuple(x[0] for x in stacked))
-        sums = DeviceSums(accumulate(one).empty(), np.int32(0))
-        state, metrics, _ = call_step(program, state, (np.int32(len(stacked[0])), sums, *stacked))
-        return state, *metrics
-
-    return run_all
-
-
 def test_decorated_step_is_another_step() -> None:
     optimizer = jstep.gradient_descent(0.1)
     step = jstep.minimize(loss_fn, optimizer)
@@ -101,27 +84,6 @@ def test_decorated_step_is_another_step() -> None:
     batches = [(X, Y)] * 4
     trained = jstep.train(frozen, fresh(optimizer), batches, 4, steps_per_call=2, progress=False)
     np.testing.assert_array_equal(trained.params["w"], 1.0)
-
-
-def test_partial_and_bound_steps() -> None:
-    optimizer = jstep.gradient_descent(0.1)
-    pure = jstep.minimize(loss_fn, optimizer, jit=False)
-
-    class Trainer:
-        def __init__(self, scale: float) -> None:
-            self.scale = scale
-
-        def step(self, state: Any, *args: Any) -> Any:
-            state, metrics = pure(state, *args)
-            return state, metrics | {"loss": metrics["loss"] * self.scale}
-
-    a, b = Trainer(1.0), Trainer(2.0)
-    stacked = jnp.stack([X] * 3), jnp.stack([Y] * 3)
-    losses = [looped(trainer.step)(fresh(optimizer), *stacked)[1]["loss"] for trainer in (a, b)]
-    np.testing.assert_allclose(losses[1], 2 * losses[0])
-    partial = functools.partial(lambda k, state, *args: b.step(state, *args), 3)
-    np.testing.assert_allclose(looped(partial)(fresh(optimizer), *stacked)[1]["loss"], losses[1])
-    assert loop_step(partial, 2, Accumulate()) is loop_step(partial, 2, Accumulate())
 
 
 # Returned metrics do not share memory with the step.
@@ -145,15 +107,3 @@ def test_metrics_may_be_donated_and_deleted(optimizer: jstep.Optimizer) -> None:
     assert float(metrics["beta1"]) == pytest.approx(0.9)
     with pytest.raises((TypeError, ValueError)):
         metrics["beta1"][...] = 0
-
-
-@pytest.mark.thorough
-def test_stacked_constants_are_read_only() -> None:
-    optimizer = jstep.adam(0.1)
-    step = jstep.scan_steps(jstep.minimize(loss_fn, optimizer))
-    _, metrics = step(fresh(optimizer), jnp.stack([X] * 3), jnp.stack([Y] * 3))
-    assert metrics["beta1"].shape == (3,)
-    with pytest.raises(ValueError, match="read-only"):
-        metrics["beta1"][0] = 0
-    again = step(fresh(optimizer), jnp.stack([X] * 3), jnp.stack([Y] * 3))[1]
-    np.testing.assert_allclose(again["beta1"], 0.9, rtol=1e-6)

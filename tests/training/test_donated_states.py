@@ -1,6 +1,5 @@
 """A state that other code donated is refused by name, by every kind of step and on every kind of mesh."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -90,38 +89,3 @@ def test_in_a_run(kind: str, name: str) -> None:
         )
     assert "at step 6, after the update with batch 5, while running the step on batch" in caught.value.__notes__[-1]
     assert "it is lost" in caught.value.__notes__[-1]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("where", ["begin", "after_step", "end"])
-def test_a_hook_that_donates_before_others_look(kind: str, where: str, tmp_path: Path) -> None:
-    """The evaluation and the save after it say so, as the next step would."""
-
-    class Forgets(jstep.Hook):
-        def donate(self, at: str, state: Any) -> None:
-            if at == where:
-                jax.jit(lambda params: params, donate_argnums=0)(state.params)
-
-        def begin(self, state: Any) -> None:
-            self.donate("begin", state)
-
-        def after_step(self, step: int, state: Any, metrics: Any) -> None:
-            self.donate("after_step", state)
-
-        def next_due(self, step: int) -> int:
-            return (step // 3 + 1) * 3
-
-        def end(self, step: int, state: Any) -> None:
-            self.donate("end", state)
-
-    evaluate = jax.jit(lambda state: {"x": jnp.sum(state.params["w"])})
-    for name, other in (
-        ("EvaluationHook", jstep.EvaluationHook(evaluate, every_n_steps=3)),
-        ("CheckpointSaverHook", jstep.CheckpointSaverHook(tmp_path, save_steps=3)),
-    ):
-        if (name, where) == ("CheckpointSaverHook", "begin"):  # the first step says so
-            continue
-        with pytest.raises(RuntimeError, match=MESSAGE) as caught:
-            jstep.train(make_step(), make_state(kind), lambda n: X, 5, hooks=[Forgets(), other], progress=False)
-        assert f"in {name}.{where}. The state was donated to a step: it is lost" in caught.value.__notes__[-1]

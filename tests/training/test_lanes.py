@@ -67,18 +67,8 @@ def constrained(params, x, y):
     return loss_fn(params, jax.lax.with_sharding_constraint(x, P("data")), y)
 
 
-def constrained_on_devices(params, x, y):
-    return loss_fn(params, jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P("data"))), y)
-
-
 def averaged(params, x, y):
     return jax.lax.pmean(loss_fn(params, x, y), "data")
-
-
-def mapped(params, x, y):
-    spec = P("data")
-    one = jax.shard_map(lambda x, y: x * y[:, None], mesh=mesh(), in_specs=(spec, spec), out_specs=spec)
-    return loss_fn(params, one(x, y), y)
 
 
 def resharded(params, x, y):
@@ -86,7 +76,7 @@ def resharded(params, x, y):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("loss", [constrained, constrained_on_devices, averaged, mapped, resharded])
+@pytest.mark.parametrize("loss", [constrained, averaged, resharded])
 def test_a_loss_that_names_the_axis_of_the_rows(loss, kind):
     if loss is resharded and jax.__version_info__ < (0, 10, 2):
         pytest.skip("JAX before 0.10.2 refuses this product also on the mesh, so that its own error is raised")
@@ -218,10 +208,3 @@ def test_cost_counts_lanes():
     plain, lanes, micro = figures(), figures(lanes=8), figures(num_microbatches=8)
     assert 0.8 < lanes.flops / plain.flops < 1.3
     assert 0.8 < lanes.flops / micro.flops < 1.3
-
-
-@pytest.mark.thorough
-def test_step_and_its_wrappers_know_their_lanes():
-    step = jstep.minimize(loss_fn, SGD, lanes=4)
-    assert step.lanes == jstep.scan_steps(step).lanes == jstep.minimize(loss_fn, SGD, lanes=4, jit=False).lanes == 4
-    assert jstep.minimize(loss_fn, SGD).lanes is None

@@ -1,14 +1,11 @@
 """`minimize(metrics=…)` with functions of gradients, updates and parameters."""
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import jstep
 
@@ -101,46 +98,6 @@ def test_a_skipped_update_is_zero_and_a_frozen_leaf_is_none() -> None:
     assert found == [(None, None)]
     assert (float(metrics["u"]), float(metrics["p"]), float(metrics["g"])) == (0.0, 0.0, float("inf"))
     assert float(metrics["a/skipped"]) == 1.0
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_on_a_mesh(kind: str) -> None:
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType[kind],))
-    optimizer = jstep.adam(0.1)
-    state = jstep.TrainState.create(
-        PARAMS, optimizer, mesh=mesh, param_specs=[("a/w", P(None, "data"))], slot_axis="data"
-    )
-    batch = jstep.shard_batch(X, mesh)
-    step = jstep.minimize(loss_fn, optimizer, metrics=[norms, product, lambda g, u, p: {"one": 1.0}])
-    for _ in range(2):
-        state, metrics = step(state, batch)
-    _, want = run(optimizer, metrics=[norms, product])
-    for key in ("grad/a", "update/a", "new/a", "product"):
-        np.testing.assert_allclose(metrics[key], want[key], rtol=1e-4)
-        assert metrics[key].sharding.is_fully_replicated
-    assert metrics["one"] == 1.0
-
-
-def test_a_function_changes_neither_the_state_nor_what_the_next_one_is_given() -> None:
-    def empty(gradients: Any, updates: Any, params: Any) -> dict[str, Any]:
-        for tree in (gradients, updates, params):
-            tree["a"].clear()
-            del tree["still"]
-        return {"one": 1.0}
-
-    optimizer = jstep.gradient_descent(0.5)
-    for jit in (True, False):
-        step = jstep.minimize(loss_fn, optimizer, metrics=[empty, norms], jit=jit)
-        state, metrics = step(jstep.TrainState.create(PARAMS, optimizer), X)
-        assert jax.tree.structure(state.params) == jax.tree.structure(PARAMS)
-        assert {"grad/a", "update/a", "new/a"} < metrics.keys()
-
-
-def test_two_functions_with_one_name() -> None:
-    one, two = (functools.partial(lambda g, u, p, value: {"same": value}, value=i) for i in range(2))
-    with pytest.raises(ValueError, match=r"metrics\[1\]=partial.* and metrics\[0\]=partial.* both have 'same'"):
-        run(jstep.gradient_descent(0.5), metrics=[one, two])
 
 
 class Refusal(Exception):  # noqa: N818

@@ -152,39 +152,6 @@ def test_skipped_steps_keep_the_averages(place: str, bad: float) -> None:
     assert all(np.isfinite(value) for value in slots_of(state).values())
 
 
-OUTER_WRAPPERS = {
-    "update_every": lambda inner: jstep.update_every(2, jstep.with_noise_scale(inner)),
-    "update_every, accumulating": lambda inner: jstep.update_every(2, jstep.with_noise_scale(inner), accumulate=True),
-}
-
-
-@pytest.mark.thorough(except_for=["update_every, accumulating"])
-@pytest.mark.parametrize("name", OUTER_WRAPPERS)
-def test_outer_update_every_leaves_out_steps(name: str) -> None:
-    step, state = make(OUTER_WRAPPERS[name](jstep.adam(1e-3)))
-    for seed in range(4):
-        state, metrics = step(state, draw_rows(seed))
-    check(metrics, average([estimate(draw_rows(1)), estimate(draw_rows(3))]))
-
-
-OTHER_WRAPPERS = {
-    "update_every": lambda: jstep.with_noise_scale(jstep.update_every(2, jstep.adam(1e-3))),
-    "partition": lambda: jstep.with_noise_scale(
-        jstep.partition({"a": jstep.adam(1e-3), "b": jstep.adam(1e-2)}, lambda path, leaf: "ab"["b" in path])
-    ),
-    "held": lambda: jstep.with_noise_scale(jstep.adam(jstep.held("learning_rate", 1e-3))),
-}
-
-
-@pytest.mark.thorough(except_for=["update_every", "held"])
-@pytest.mark.parametrize("place", OTHER_WRAPPERS)
-def test_other_wrappers_do_not_change_the_estimates(place: str) -> None:
-    step, state = make(OTHER_WRAPPERS[place]())
-    for seed in range(2):
-        state, metrics = step(state, draw_rows(seed))
-    check(metrics, average([estimate(draw_rows(0)), estimate(draw_rows(1))]))
-
-
 def test_squares_are_computed_in_float32() -> None:
     """In bfloat16, the difference of the squares would be only rounding error."""
     optimizer = jstep.with_noise_scale(jstep.gradient_descent(0.1))
@@ -208,14 +175,3 @@ def test_several_losses_form_one_gradient() -> None:
     step = jstep.minimize(losses, optimizer, num_microbatches=N, metrics=("noise_scale",))
     _, metrics = step(jstep.TrainState.create(params(), optimizer), draw_rows(0))
     check(metrics, average([estimate(draw_rows(0))]))
-
-
-@pytest.mark.thorough
-def test_var_list_rng_and_sharpness() -> None:
-    optimizer = jstep.with_noise_scale(jstep.adam(1e-3))
-    for kwargs in ({"var_list": ["w"]}, {"sharpness": 0.1}, {"sharpness": jstep.constant(0.1)}):
-        step, state = make(optimizer, **kwargs)
-        _, metrics = step(state, draw_rows(0))
-        noise, square = estimate(draw_rows(0))
-        square -= 0.25 if "var_list" in kwargs else 0.0
-        check(metrics, {"gradient_noise": noise, "gradient_square": square, "noise_scale": noise / square})

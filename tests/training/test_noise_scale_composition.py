@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled_text import collectives
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -110,42 +109,6 @@ def test_microbatches_span_all_devices(types: Any, layout: str, loss: Any) -> No
     stacked = [jax.device_put(leaf, jax.NamedSharding(mesh, P(None, "data"))) for leaf in (x, y)]
     sharded, metrics = jstep.scan_steps(step)(sharded, *stacked)
     assert np.isfinite(metrics["gradient_noise"]).all()
-
-
-@pytest.mark.thorough
-def test_measuring_adds_no_collectives() -> None:
-    """On Auto axes, gradients are reduced per microbatch anyway; squares use local gradients."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    costs, moved = [], []
-    for metrics in ((), ("noise_scale",)):
-        optimizer = jstep.with_noise_scale(jstep.adam(1e-3))
-        state = jstep.TrainState.create(mlp_params(), optimizer, mesh=mesh)
-        step = jstep.minimize(mlp, optimizer, num_microbatches=4, metrics=metrics)
-        batch = jstep.shard_batch(rows(0), mesh)
-        moved.append(collectives(step.lower(state, *batch).compile().as_text()))
-        costs.append(jstep.cost(step, state, *batch))
-    plain, measured = costs
-    assert moved[0] == moved[1]
-    assert measured.flops < 1.1 * plain.flops + 6 * sum(leaf.size for leaf in jax.tree.leaves(mlp_params()))
-    assert measured.temp_bytes <= plain.temp_bytes + 1024
-
-
-@pytest.mark.thorough
-def test_optimizers_that_evaluate_the_loss() -> None:
-    """Optimizers that evaluate the loss again, such as L-BFGS, do not measure again."""
-
-    def update(updates: Any, slots: Any, params: Any, step: Any, context: Any) -> Any:
-        loss, again = context.value_and_grad(params)
-        return jax.tree.map(lambda g, h: -0.1 * (g + h) * loss, updates, again), {}
-
-    custom = jstep.Optimizer(lambda params, global_step=0: {}, update, lambda step: {}, takes_context=True)
-    found = []
-    for inner in (custom, SGD()):
-        optimizer = jstep.with_noise_scale(inner)
-        step = jstep.minimize(mlp, optimizer, num_microbatches=4, metrics=("noise_scale",))
-        _, metrics = step(jstep.TrainState.create(mlp_params(), optimizer), *rows(0))
-        found.append([float(metrics[name]) for name in NAMES])
-    np.testing.assert_allclose(*found, rtol=1e-6)
 
 
 # Restarts.

@@ -140,24 +140,6 @@ def test_lookup_gradients_stay_sparse():
     assert_close(state.params["actor"], [0.8, 0.8])
 
 
-def test_losses_of_different_dtypes_and_loss_scales():
-    params = {"critic": jnp.bfloat16(1.0), "actor": jnp.float32(1.0)}
-    losses = {"critic": (lambda p: p["critic"] ** 2, "critic"), "actor": (lambda p: p["actor"] ** 2, "actor")}
-    optimizer = jstep.dynamic_loss_scale(SGD, initial=8.0)
-    state, metrics = jstep.minimize(losses, optimizer)(jstep.TrainState.create(params, optimizer))
-    assert metrics["loss"] == 2.0
-    assert_close(state.params["actor"], 0.8)
-
-
-def test_titles_of_steps():
-    def my_loss(params):
-        return params["critic"]["w"].sum()
-
-    assert jstep.minimize(LOSSES, SGD).title == "critic+actor"
-    assert jstep.minimize(my_loss, SGD).title == "my_loss"
-    assert jstep.minimize(lambda params: 0.0, SGD).title == "train_step"
-
-
 def test_error_names_the_loss():
     losses = {"critic": (critic_loss, "critic/*"), "actor": (lambda p, x: p["actor"]["w"], "actor/*")}
     with pytest.raises(ValueError, match="the loss has shape") as caught:

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jstep
@@ -15,7 +14,6 @@ ROWS = np.linspace(0.1, 1, 32, dtype=np.float32).reshape(8, 4)
 FIRST = np.ones((4, 2), np.float32)
 KEY = jax.random.key(0)
 EXPLICIT = jax.make_mesh((8,), ("data",))
-AUTO = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 OPTIMIZER = jstep.adam(jstep.exponential_decay(0.1, 10, 0.5))
 CONSTANT = jstep.momentum(0.1, 0.9)
 ON_MESH = {"mesh": EXPLICIT, "slot_axis": "data"}
@@ -66,31 +64,6 @@ def test_transfer_guard_allows_states_and_numpy_batches(optimizer: jstep.Optimiz
     assert float(metrics["learning_rate"][0]) > 0
 
 
-def test_transfer_guard_applies_to_user_functions() -> None:
-    def transferring(params: Any, x: Any) -> jax.Array:
-        with jax.ensure_compile_time_eval():
-            return loss_fn(params, x) * jnp.asarray(np.float32(2)).item()
-
-    step = jstep.minimize(transferring, OPTIMIZER)
-    state = make()
-    with jax.transfer_guard("disallow"), pytest.raises(RuntimeError, match="Disallowed"):
-        step(state, ROWS)
-    with jax.transfer_guard("disallow"), pytest.raises(RuntimeError, match="Disallowed"):
-        jstep.TrainState.create(lambda: {"w": jnp.asarray(np.float32(2)) + 1}, OPTIMIZER)
-    step(state, ROWS)
-
-
-def test_loop_on_a_mesh_under_a_transfer_guard() -> None:
-    """Stacked metrics are on the mesh, constants on one device."""
-    step = jstep.minimize(loss_fn, OPTIMIZER)
-    state, rows, hooks = make(**ON_MESH), NamedSharding(AUTO, P("data")), [jstep.NanLossHook()]
-    with jax.transfer_guard("disallow"):
-        state = jstep.train(
-            step, state, lambda n: ROWS, 4, steps_per_call=2, batch_sharding=rows, hooks=hooks, progress=False
-        )
-    assert jstep.global_step(state) == 4
-
-
 def test_debug_nans_with_donating_steps() -> None:
     """JAX runs the step again op by op, so its arguments must not be donated."""
     optimizer = jstep.gradient_descent(0.1)
@@ -111,20 +84,3 @@ def test_debug_nans_with_donating_steps() -> None:
     with jax.debug_infs(True), pytest.raises(FloatingPointError, match=r"\(inf\) encountered in log"):
         step(state, 0 * ones)
     assert not state.params["w"].is_deleted()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("mesh", [EXPLICIT, AUTO, None], ids=["explicit", "auto", "current mesh"])
-def test_loss_with_shard_map(mesh: Any) -> None:
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        def squares(w: jax.Array, rows: jax.Array) -> jax.Array:
-            return jax.lax.psum(jnp.sum((rows @ w) ** 2), "data")
-
-        kwargs = {} if mesh is None else {"mesh": mesh}
-        return jax.shard_map(squares, in_specs=(P(), P("data")), out_specs=P(), **kwargs)(params["w"], x)
-
-    step = jstep.minimize(loss, CONSTANT)
-    state_mesh = mesh or EXPLICIT
-    batch = jstep.shard_batch(ROWS, state_mesh)
-    _, metrics = step(make(CONSTANT, mesh=state_mesh, slot_axis="data"), batch)
-    np.testing.assert_allclose(metrics["loss"], np.sum((ROWS @ FIRST) ** 2), rtol=1e-6)

@@ -1,18 +1,14 @@
 """What a step refuses, and what it asks for before it runs: shapes, wide integers, agreement of processes, losses."""
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, SingleDeviceSharding
-from jax.sharding import PartitionSpec as P
 
 import jstep
 from jstep.training import step as room
-from jstep.training.looped import without_step_axis
 
 OPTIMIZER = jstep.gradient_descent(0.5)
 SHAPES = "must be arrays, got shapes (jax.ShapeDtypeStruct), which cannot be run; use jstep.cost or lower with them"
@@ -62,29 +58,3 @@ def test_processes_agree_on_shapes_before_they_compile(monkeypatch: pytest.Monke
     monkeypatch.setattr(room, "is_single_process", lambda: False)
     step(state, batch)
     assert [(one is state, [arg is batch for arg in args]) for one, args in asked] == [(True, [True])]
-
-
-def test_the_sharding_of_a_row_of_a_stack() -> None:
-    mesh = jax.make_mesh((4, 2), ("x", "y"))
-    one = SingleDeviceSharding(jax.devices()[0])
-    assert without_step_axis(NamedSharding(mesh, P("x", "y"))) == NamedSharding(mesh, P("y"))
-    assert without_step_axis(NamedSharding(mesh, P())) == NamedSharding(mesh, P())
-    assert (without_step_axis(one), without_step_axis(None)) == (one, None)
-
-
-def test_each_step_of_a_scan_knows_how_its_rows_are_split() -> None:
-    mesh = jax.make_mesh((4, 2), ("x", "y"))
-    step, seen = room.as_pure_step(jstep.minimize(loss_fn, OPTIMIZER, max_rows_per_device=2)), []
-
-    def body(state: Any, args: Any, specs: Any) -> Any:
-        seen.append(specs)
-        return step.body(state, args, specs)
-
-    many = jstep.scan_steps(dataclasses.replace(step, body=body))
-    stack = np.ones((3, 16), np.float32)
-    state = jax.device_put(state_of(), NamedSharding(mesh, P()))
-    _, metrics = many(state, jax.device_put(stack, NamedSharding(mesh, P(None, "x"))))
-    assert seen == [(NamedSharding(mesh, P("x")),)]
-    assert metrics["loss"].shape == (3,)
-    many(state_of(), stack)
-    assert seen[1:] == [None]

@@ -38,14 +38,6 @@ def test_second_call_does_not_compile(compilations: Any) -> None:
     assert jstep.global_step(state) == 9
 
 
-def test_programs_can_be_forgotten() -> None:
-    step = jstep.TrainStep(lambda state, x: (state + x, {}))
-    step(jnp.int32(1), 2)
-    assert step._cache_size() == 1
-    step.clear_cache()
-    assert step._cache_size() == 0
-
-
 def test_a_state_and_a_batch_on_different_devices_are_explained() -> None:
     optimizer = jstep.sgd(0.1)
     step = jstep.minimize(lambda params, x: jnp.sum(params["w"] * x), optimizer)
@@ -120,29 +112,3 @@ def test_a_step_that_returns_something_else_keeps_its_state(result: Any, message
     with pytest.raises(TypeError, match=message):
         jstep.TrainStep(result)(state)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("donate", [True, False])
-def test_a_step_that_fails_on_the_device_runs_once(donate: bool) -> None:
-    ran = []
-
-    def fail_at_third(w: Any) -> Any:
-        ran.append(1)
-        if len(ran) == 3:
-            raise ValueError("the third call")
-        return np.float32(0)
-
-    def loss(params: Any) -> Any:
-        return jnp.sum(params["w"]) + jax.lax.stop_gradient(
-            jax.pure_callback(fail_at_third, jax.ShapeDtypeStruct((), np.float32), jax.lax.stop_gradient(params["w"]))
-        )
-
-    optimizer = jstep.gradient_descent(0.1)
-    step = jstep.minimize(loss, optimizer, donate=donate)
-    state = jstep.TrainState.create({"w": jnp.ones(3)}, optimizer)
-    for _ in range(2):
-        state, _ = step(state)
-    with pytest.raises(Exception, match="the third call"):
-        jax.block_until_ready(step(state))
-    assert len(ran) == 3

@@ -16,19 +16,11 @@ TWO = {"a": entry(), "b": entry(offsets=(8, 16))}
 
 MALFORMED = {
     "longer than the file": ({"a": entry()}, 10_000),
-    "oversized": ({"a": entry()}, 2**60),
     "not JSON": (b"{" + b"x" * 30, None),
     "not an object": (b"[1, 2, 3]", None),
-    "not UTF-8": (b'{"\xff":1}', None),
     "deeply nested": (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", None),
-    "not an entry": ({"a": 3}, None),
     "unknown dtype": ({"a": entry("F33")}, None),
-    "another dtype": ({"a": entry("F64")}, None),
-    "negative shape": ({"a": entry(shape=(-2, -1))}, None),
-    "overflow": ({"a": entry(shape=(2**62, 4, 2))}, None),
-    "reversed offsets": ({"a": entry(offsets=(8, 0))}, None),
     "overlap": ({"a": entry(), "b": entry(offsets=(4, 12))}, None),
-    "a gap": ({"a": entry(), "b": entry(offsets=(12, 20))}, None),
     "beyond the end": ({"a": entry(), "b": entry(offsets=(8, 16)), "c": entry(offsets=(16, 24))}, None),
     "metadata": ({"__metadata__": {"a": 1}, **TWO}, None),
 }
@@ -62,25 +54,10 @@ def test_every_truncation_is_detected(tmp_path):
         jstep.load_weights(tmp_path, TARGET)
 
 
-def test_bytes_of_bools_must_be_0_or_1(tmp_path):
-    path = write_raw(tmp_path / "x.safetensors", {"a": entry("BOOL", (2,), (0, 2))}, b"\1\2")
-    with pytest.raises(ValueError, match="neither 0 nor 1"):
-        jstep.load_weights(path, {"a": jax.ShapeDtypeStruct((2,), bool)})
-
-
-@pytest.mark.parametrize(("code", "shape", "nbytes"), [("F4", (4,), 2), ("F6_E2M3", (4,), 3), ("F6_E3M2", (8,), 6)])
-def test_error_names_dtypes_that_jax_lacks(tmp_path, code, shape, nbytes):
-    path = write_raw(tmp_path / "x.safetensors", {"a": entry(code, shape, (0, nbytes))}, bytes(nbytes))
-    with pytest.raises(ValueError, match=f"'a'.*is {code}"):
-        jstep.load_weights(path, {"a": jax.ShapeDtypeStruct(shape, np.float32)}, dtype=np.float32)
-
-
 # Index files.
 
 
-@pytest.mark.parametrize(
-    "file", ["../b.safetensors", "/etc/passwd", "x/../../b.safetensors", "", "..", "a\0b", "..\\b", "C:\\b", "//b"]
-)
+@pytest.mark.parametrize("file", ["../b.safetensors", "/etc/passwd", "x/../../b.safetensors", ""])
 def test_an_index_must_not_leave_its_folder(tmp_path, file):
     write_arrays(tmp_path / "b.safetensors", a=[1, 2])
     (tmp_path / "in").mkdir()

@@ -162,27 +162,6 @@ def test_partial_loads_what_fits_and_logs_the_rest(path, caplog):
 # Trees.
 
 
-def test_numbers_and_lists_and_a_bare_leaf(tmp_path):
-    path = jstep.save_weights(tmp_path / "x", [1, 2.5, (True, None)])
-    loaded = jstep.load_weights(path, [0, 0.0, (False, None)])
-    assert loaded == [1, 2.5, (True, None)]
-    with pytest.raises(ValueError, match="has the name ''"):
-        jstep.save_weights(tmp_path / "y", W)
-    jstep.save_weights(tmp_path / "y", W, {"": "w"})
-    assert same(jstep.load_weights(tmp_path / "y", np.zeros_like(W), {"": "w"}), W)
-
-
-def test_under_a_transfer_guard_and_in_a_thread(path):
-    import concurrent.futures
-
-    with jax.transfer_guard("disallow"):
-        loaded = jstep.load_weights(path, SHAPES, NAMES)
-        jstep.save_weights(path + "2", loaded)
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        for loaded in pool.map(lambda _: jstep.load_weights(path, SHAPES, NAMES), range(8)):
-            assert same(loaded["dense"]["kernel"], W.T)
-
-
 LEAF = np.zeros(4, np.float32)
 
 

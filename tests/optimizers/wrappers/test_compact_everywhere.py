@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from contract import for_each
 from optimizer_table import TABLE
 
@@ -49,31 +48,3 @@ def test_updates_are_nearly_those_of_float32_and_resume(name: str, tmp_path: Any
         for key in before:
             way = np.mean(np.abs(exact[key] - before[key]))
             assert np.mean(np.abs(found[key] - exact[key])) <= 0.05 * way + 1e-7, key
-
-
-@pytest.mark.parametrize(
-    ("make", "holds"),
-    [
-        (lambda: jstep.adamw(amsgrad=True), {"m": "int8", "v": "uint8", "v_max": "uint8"}),
-        (jstep.ademamix, {"m1": "int8", "m2": "int16", "v": "uint8"}),
-        (jstep.prodigy, {"m": "int8", "v": "uint8", "s": "int16", "p0": "bfloat16"}),
-        (lambda: jstep.ftrl(0.1), {"accum": "float32", "linear": "int16"}),
-        (lambda: jstep.madgrad(0.1), {"grad_sum_sq": "float32", "s": "int16", "initial": "bfloat16"}),
-        (lambda: jstep.adan(0.1), {"m": "int8", "d": "int8", "v": "uint8", "previous": "float32"}),
-        (lambda: jstep.rmsprop(0.1), {"rms": "uint8", "momentum": "int8"}),
-        (lambda: jstep.rmsprop(0.1, centered=True), {"rms": "float32", "mg": "float32", "momentum": "int8"}),
-        (jstep.adadelta, {"accum": "uint8", "accum_update": "uint8"}),
-        (lambda: jstep.adagrad(0.1), {"accumulator": "uint8"}),
-        (lambda: jstep.partition({"m": jstep.muon(0.1)}, {"a": "m", "b": None}), {"m/momentum": "int16"}),
-        (jstep.schedule_free_adamw, {"z": "bfloat16", "v": "uint8"}),
-        (lambda: jstep.adafactor(momentum=0.9), {"m": "int8"}),
-        (lambda: jstep.rprop(0.1), {"step_size": "float32", "previous": "float32"}),
-        (lambda: jstep.update_every(2, jstep.sgd(0.1, 0.9), accumulate=True),
-         {"momentum": "int8", "gradient_sum": "float32"}),
-    ],
-)  # fmt: skip
-def test_what_the_slots_of_optimizers_hold(make: Any, holds: dict[str, str]) -> None:
-    state = start(jstep.compact(make()))
-    for name, dtype in holds.items():
-        assert state.slots[name]["a"].dtype == dtype, name
-        assert f"{name}/scale" in state.slots or dtype in ("float32", "bfloat16")

@@ -95,19 +95,6 @@ def values(state):
     return master_params(state), {name: jstep.get_slot(state, name) for name in jstep.get_slot_names(state)}
 
 
-def test_the_shape_of_slices(monkeypatch):
-    from jstep.slots.compact_numbers import Blocks
-
-    def of(*shape, blocks=None):
-        return by_slices.slice_shape("w", shape, blocks)
-
-    assert of(8192, 8192, blocks=Blocks(1, 128)) == (64, 8192)
-    assert of(32, 4096, 3, 4096, blocks=Blocks(3, 128)) == (1, 32, 3, 4096)
-    assert of(2**24, blocks=Blocks(0, 128)) == (2**19,)
-    assert of(2**21, 3, blocks=Blocks(0, 128)) == (2**17, 3)
-    assert of(1021, 1031) == (1021, 1031)  # no axis can be cut
-
-
 def test_axes_that_a_mesh_splits_are_not_cut(monkeypatch):
     """With the layout unknown on several TPUs, no axis is."""
     from jstep.core.exceptions import setting
@@ -126,28 +113,6 @@ def test_axes_that_a_mesh_splits_are_not_cut(monkeypatch):
     assert by_slices.slice_shape("w", (64, 4096, 4096), None) == (1, 128, 4096)
 
 
-def test_arrays_are_replaced_slice_by_slice():
-    """At the positions of the slices, with fewer numbers along an axis for scales, and with scalars for all."""
-    shape, part = (4, 3, 6), (2, 3, 2)
-    rng = np.random.default_rng(0)
-    x, y, scales = (jnp.asarray(rng.normal(size=(4, 3, n)), jnp.float32) for n in (6, 6, 3))
-    shapes = []
-
-    def body(position, now, read):
-        shapes.append([np.shape(leaf) for leaf in (*now, *read)])
-        place = 100 * position[0] + 10 * position[1] + position[2]
-        return now[0] - read[1] * read[0], now[1] + place
-
-    made, found = by_slices.over_slices(body, shape, part, (x, scales), (y, jnp.float32(2)))
-    assert shapes == [[part, (2, 3, 1), part, ()]]
-    np.testing.assert_allclose(made, x - 2 * y, rtol=1e-6)
-    places = np.array([[0.0, 2, 4], [200, 202, 204]]).repeat(2, 0)[:, None]
-    np.testing.assert_allclose(found, scales + places, rtol=1e-6)
-    whole = by_slices.over_slices(body, shape, shape, (x, scales), (y, jnp.float32(2)))
-    np.testing.assert_array_equal(whole[0], x - 2 * y)
-    np.testing.assert_array_equal(whole[1], scales)
-
-
 @pytest.mark.thorough(except_for=["default"])
 @pytest.mark.parametrize("platform", ["tpu", "cuda", "default"])
 def test_conditions_of_an_update_reach_the_wrappers_around_it(platform, monkeypatch):
@@ -162,41 +127,6 @@ def test_conditions_of_an_update_reach_the_wrappers_around_it(platform, monkeypa
     for expected in (1.0, 0.5):
         state = step(state)
         np.testing.assert_array_equal(state.params["w"], np.full((64, 128), expected, jnp.bfloat16))
-
-
-def test_the_end_of_a_program_stops_at_what_is_not_elementwise():
-    from jstep.core.jaxprs import on_slices, without_calls
-
-    def fn(g, p, rate):
-        norm = jnp.sqrt(jnp.sum(g * g))
-        mixed = g @ jnp.ones((8, 8))
-        return p - rate * jnp.tanh(mixed / norm), g * 2.0
-
-    x = jnp.ones((8, 8))
-    program, _ = without_calls(lambda *args: list(fn(*args)), "tpu", x, 2 * x, jnp.float32(0.5))
-    ending = by_slices.find_ending(program, program.jaxpr.outvars[:1], lambda one: by_slices.is_of_leaf((8, 8), one))
-    needed = by_slices.compute_values(program, [x, 2 * x, jnp.float32(0.5)], ending.jaxpr.invars)
-    known = [value[:2] if value.ndim else value for value in needed]
-    assert sorted(map(np.shape, known)) == [(), (), (2, 8), (2, 8)]
-    (part,) = on_slices(ending, known, (2, 8))
-    np.testing.assert_allclose(part, fn(x, 2 * x, jnp.float32(0.5))[0][:2], rtol=1e-6)
-
-
-def test_a_condition_gets_what_was_widened_as_it_was_and_all_else_as_it_is():
-    from jstep.core.jaxprs import without_calls
-
-    def fn(turn, g, p):
-        return [jax.lax.cond(turn, jnp.add, jnp.subtract, g.astype(jnp.float32), 2.0 * p)]
-
-    given = True, jnp.ones(8, jnp.bfloat16), jnp.arange(8.0)
-    program, _ = without_calls(fn, "tpu", *given)
-
-    def values(*given):
-        return by_slices.compute_values(program, given, program.jaxpr.outvars)
-
-    np.testing.assert_array_equal(values(*given)[0], 1 + 2 * np.arange(8.0))
-    (condition,) = (eqn for eqn in jax.make_jaxpr(values)(*given).eqns if eqn.primitive.name == "cond")
-    assert [var.aval.dtype for var in condition.invars[1:]] == [jnp.bfloat16, jnp.float32]
 
 
 def test_gpus_compute_a_leaf_twice_and_tpus_once(monkeypatch):

@@ -1,6 +1,5 @@
 """Transformations of Optax where an optimizer is taken: the same as `from_optax` of them, by hand."""
 
-import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -45,8 +44,6 @@ TAKERS: dict[str, Callable[[Any], Any]] = {
     "with_noise_scale": jstep.with_noise_scale,
     "update_every": lambda one: jstep.update_every(2, one, accumulate=True),
 }
-OTHERS = {"apply_gradients", "repack", "plan", "TrainState.create"}
-"""What takes an optimizer and makes none."""
 
 
 def loss_fn(params: Any, x: jax.Array) -> jax.Array:
@@ -92,26 +89,6 @@ def test_state_and_step_each_convert_their_transformation() -> None:
     for _ in range(2):
         state = compiled(state)
     assert compiled._cache_size() == 1
-
-
-def test_tools_take_it() -> None:
-    adam = optax.adam(1e-2)
-    state = jstep.TrainState.create({"w": jnp.ones(8, jnp.bfloat16)}, adam)
-    masters = jstep.repack(state, adam, jstep.master_weights(adam))
-    assert jstep.repack(masters, jstep.master_weights(adam), adam) == state
-    assert str(jstep.plan(adam, 10)) == str(jstep.plan(jstep.from_optax(adam), 10))
-    assert repr(jstep.skip_nonfinite(adam)).startswith("skip_nonfinite(GradientTransformation")
-
-
-def test_whatever_takes_an_optimizer_is_tested_here() -> None:
-    found = set()
-    for name in jstep.__all__:
-        value = getattr(jstep, name)
-        for place, fn in {name: value, f"{name}.create": getattr(value, "create", None)}.items():
-            if inspect.isfunction(fn) or inspect.ismethod(fn):
-                hints = [str(one.annotation) for one in inspect.signature(fn).parameters.values()]
-                found |= {place for hint in hints if "Optimizer" in hint}
-    assert found == TAKERS.keys() | OTHERS
 
 
 class Named:

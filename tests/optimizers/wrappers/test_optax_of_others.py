@@ -56,30 +56,6 @@ def test_what_does_not_fit(transformation: Any, kind: type[Exception], message: 
     assert str(caught.value) == message
 
 
-class WithoutSignature:
-    __signature__ = "none"
-
-    def __call__(self, updates: Any, state: Any, params: Any) -> Any:
-        return plain(updates, state, params)
-
-
-def test_a_callable_without_a_signature_takes_nothing_else() -> None:
-    transformation = Transformation(lambda params: {}, WithoutSignature())
-    assert not jstep.from_optax(transformation).takes_context
-    assert apply(transformation, {"w": 1.0}, {"w": 0.25}).params == {"w": 0.75}
-
-
-def test_keys_of_an_initial_state_are_copies() -> None:
-    key = jax.random.key(3)
-    transformation = Transformation(lambda params: {"key": key, "n": 2, "same": params}, plain)
-    params = {"w": jnp.ones(2, jnp.bfloat16)}
-    slots = jstep.TrainState.create(params, jstep.from_optax(transformation)).slots
-    assert slots["optax/key"] is not key
-    assert jnp.array_equal(jax.random.key_data(slots["optax/key"]), jax.random.key_data(key))
-    assert (slots["optax/n"].dtype, slots["optax/n"].weak_type, int(slots["optax/n"])) == (jnp.int32, False, 2)
-    assert slots["optax/same"]["w"].dtype == jnp.float32
-
-
 def test_the_loss_as_a_function_is_that_of_the_step_and_has_its_derivative() -> None:
     """In the dtypes of the parameters, without the leaves that are not trained."""
     params = {"n": jnp.int32(3), "w": jnp.array([1.0, 2.0], jnp.bfloat16), "v": jnp.float32(2)}

@@ -70,14 +70,6 @@ def test_a_compact_state_survives_a_round_trip():
     assert np.array_equal(again.params["w"], state.params["w"])
 
 
-def test_other_blocks_and_kept_parameters():
-    other = jstep.compact(PLAIN, block=32, keep=["b"], min_size=0)
-    state = trained(COMPACT)
-    made = jstep.repack(state, COMPACT, other)
-    assert form(made) == form(jstep.TrainState.create(state.params, other))
-    near(jstep.get_slot(made, "v"), jstep.get_slot(state, "v"))
-
-
 def test_labels():
     def labels(path, leaf):
         return "a" if path == "w" else "b"
@@ -105,11 +97,6 @@ def test_a_wrong_optimizer_is_refused(old, new, match):
         jstep.repack(trained(PLAIN), old, new)
 
 
-def test_shapes_are_converted_without_devices():
-    shapes = jax.eval_shape(lambda: trained(PLAIN, steps=0))
-    assert form(jstep.repack(shapes, PLAIN, COMPACT)) == form(trained(COMPACT, steps=0))
-
-
 @pytest.mark.thorough(except_for=["old0-new0-bfloat16"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(
@@ -129,12 +116,3 @@ def test_a_checkpoint_of_another_format_is_an_error_that_shows_repack(dtype, old
         restored = saver.restore(trained(old, dtype, 0))
     assert restored == trained(old, dtype)
     assert int(jstep.repack(restored, old, new).global_step) == 3
-
-
-@pytest.mark.thorough
-def test_other_mismatches_do_not_mention_repack(tmp_path):
-    with jstep.Saver(tmp_path) as saver:
-        saver.save(trained(jstep.adam()))
-        with pytest.raises(ValueError, match="does not fit") as caught:
-            saver.restore(trained(jstep.momentum(0.1, 0.9), steps=0))
-    assert "repack" not in str(caught.value)
