@@ -5,7 +5,7 @@ import math
 import operator
 import os
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 
@@ -112,18 +112,23 @@ class CallbackState(NamedTuple):
 class MetricCallback(MetricReader):
     """Base class of callbacks that react to a metric, and whose state is saved in checkpoints.
 
-    `watches` identifies the callback among others of its class.
+    `watches`, and then the attributes named in `_settings`, identify the callback among others of its class.
     """
 
     on_cadence_only: bool = True
     key: str | None = None
     _progress = CallbackState()
+    _settings: ClassVar[tuple[str, ...]]
 
     def __init__(self, watched: Mapping[str, Any], key: str | None) -> None:
         self.metric, self._mode = check_metric(watched["metric"], watched["mode"])
         self.key = None if key is None else as_string(key, "key", "the name of its state in checkpoints, or None")
         self._watched = {**watched, "mode": self._mode}  # the resolved mode, as in earlier checkpoints
         self.watches = ", ".join(name for argument, name in watched.items() if argument != "mode")
+
+    @property
+    def identifying_settings(self) -> dict[str, Any]:
+        return {"mode": self._mode, **{name: getattr(self, f"_{name}") for name in self._settings}}
 
     @property
     def best(self) -> float | None:
@@ -190,6 +195,8 @@ class EarlyStopping(MetricCallback):
 
     Source: Keras' `EarlyStopping`, with the same count; Keras loses the state in a restart.
     """
+
+    _settings = ("patience", "min_delta")
 
     def __init__(
         self,
@@ -294,6 +301,8 @@ class ReduceOnPlateau(MetricCallback):
 
     Source: `torch.optim.lr_scheduler.ReduceLROnPlateau`.
     """
+
+    _settings = ("factor", "patience", "threshold", "cooldown", "min_value")
 
     def __init__(
         self,

@@ -134,9 +134,7 @@ class EvaluationHook(RunHook):
     @property
     def best(self) -> dict[str, Best]:
         """The best checkpoints that callbacks keep, by the logged name of their metric."""
-        kept = (
-            (getattr(callback, "metric", ""), getattr(callback, "best_kept", None)) for callback in self._callbacks
-        )
+        kept = ((getattr(callback, "metric", ""), getattr(callback, "best_kept", None)) for callback in self._callbacks)
         return {
             f"{self.prefix}/{name.removeprefix(f'{self.prefix}/')}": best for name, best in kept if best is not None
         }

@@ -1,7 +1,8 @@
 """The states of hooks and of evaluation callbacks in checkpoints, matched by key or class, not by position.
 
 A hook is identified by its `key` if it has one, whatever its class, and otherwise by its class and its attribute
-`watches` (`EarlyStopping(loss)`). Hooks of one class with equal `watches` share a key: they are matched by order.
+`watches` (`EarlyStopping(loss)`). Hooks of one class with equal `watches` share a key: they are matched by
+their settings, and by order if these are equal too.
 """
 
 import logging
@@ -56,7 +57,9 @@ def _record(owner: _Owner, hook: Any, where: str) -> dict[str, Any]:
             "back in set_state"
         ) from None
     made_by, is_given = _class_names(hook)[1], owner.made_by is None
-    return {"key": owner.key, "class": made_by, "is_given": is_given, "state": state, _TAGGED: True}
+    record = {"key": owner.key, "class": made_by, "is_given": is_given, "state": state, _TAGGED: True}
+    settings = _settings(hook)
+    return record | {"settings": settings} if settings else record
 
 
 def set_states(objects: Iterable[Any], saved: object, where: str = "hooks") -> bool:
@@ -83,7 +86,7 @@ def set_states(objects: Iterable[Any], saved: object, where: str = "hooks") -> b
             text = "%s: the checkpoint has %d state(s) of %s, and the run has %d of them: they start fresh"
             _logger.warning(text, where, len(records), owner.key, len(same_key))
             continue
-        for hook, record in zip(same_key, records, strict=True):
+        for hook, record in _matched(same_key, records, where):
             stop = bool(hook.set_state(_state_in(record, where))) or stop
     return stop
 
@@ -105,6 +108,23 @@ def _state_in(record: Mapping[str, Any], where: str) -> Any:
             f"{where}: the checkpoint's state of {record['key']} cannot be decoded ({error}); it was not saved by "
             "jstep, or was changed"
         ) from None
+
+
+def _matched(same_key: Sequence[Any], records: Sequence[Any], where: str) -> Iterator[tuple[Any, Any]]:
+    """Pair each object with its record: a single one as it is, several by settings, then by order."""
+    left = list(records)
+    for hook in same_key:
+        alike = [record for record in left if len(records) == 1 or record.get("settings", {}) == _settings(hook)]
+        if alike:
+            left.remove(alike[0])
+            yield hook, alike[0]
+        else:
+            _logger.warning("%s: no %s in the checkpoint had these settings: it starts fresh", where, hook_key(hook))
+
+
+def _settings(hook: object) -> dict[str, Any]:
+    settings = getattr(hook, "identifying_settings", None)
+    return settings if isinstance(settings, dict) else {}
 
 
 def hook_key(hook: object) -> str:

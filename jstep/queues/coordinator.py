@@ -82,7 +82,11 @@ class Coordinator:
             BaseException: `ex` itself, if the coordinator was joined already, because no later `join` would raise it.
             TypeError: `ex` is not an exception; no stop is requested.
         """
-        exc_info = _as_exc_info(ex)
+        wrong: TypeError | None = None
+        try:
+            exc_info = _as_exc_info(ex)
+        except TypeError as error:  # the stop is requested anyway, and `join` raises this error too
+            wrong, exc_info = error, _as_exc_info(error)
         if exc_info and isinstance(exc_info[1], self._clean_stop_types):
             exc_info = None
         with self._changed:
@@ -99,6 +103,8 @@ class Coordinator:
             log.info("Error reported to Coordinator: %r", exc_info[1])
         elif exc_info and not isinstance(exc_info[1], CancelledError):
             log.warning("Error reported to Coordinator after it had stopped", exc_info=exc_info)
+        if wrong:
+            raise wrong
 
     def should_stop(self) -> bool:
         """Return whether a stop was requested."""

@@ -162,7 +162,7 @@ def test_hooks_with_the_same_key_start_fresh_if_their_number_changed(before, aft
     train(4, [*same_key, other], tmp_path)
     assert [one.seen for one in same_key] == [[3, 4]] * after
     assert other.seen == [1, 2, 3, 4]
-    assert f"the checkpoint has the states of {before} Recorder, but the run has {after}" in caplog.text
+    assert f"the checkpoint has {before} state(s) of Recorder, and the run has {after} of them" in caplog.text
 
 
 # State that cannot be restored
@@ -201,3 +201,26 @@ def test_state_of_a_missing_hook_is_logged(tmp_path, caplog):
     train(2, [Recorder(), Other()], tmp_path)
     assert jstep.global_step(train(4, [Other()], tmp_path)) == 4
     assert "hooks: the checkpoint has the state of Recorder, which is not among them any more" in caplog.text
+
+
+def test_callbacks_of_one_class_are_identified_by_settings(tmp_path):
+    """Each one restores its own state when the order changes."""
+
+    def then():
+        return [
+            jstep.EarlyStopping("a", 30, mode="min", min_delta=0.4),
+            jstep.EarlyStopping("a", 30, mode="max"),
+            jstep.EarlyStopping("a", 20, mode="min"),
+        ]
+
+    def run(last_step, then):
+        hook = jstep.EvaluationHook(
+            lambda state: results_at(jstep.global_step(state)), every_n_steps=1, callbacks=then, prefix="x"
+        )
+        train(last_step, [hook], tmp_path)
+        return then
+
+    run(3, then())
+    swapped = run(6, then()[::-1])[::-1]
+    for make, one in zip(range(3), swapped, strict=True):
+        assert one.get_state() == standalone_state(lambda make=make: then()[make], range(1, 7))
