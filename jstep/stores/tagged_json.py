@@ -6,7 +6,6 @@ Decoding builds values of the types of this module and no others. Unlike unpickl
 import base64
 import collections
 import hashlib
-import json
 import math
 import random
 import sys
@@ -24,7 +23,7 @@ _DEEPEST = 80  # levels of nested JSON; a checkpoint accepts 100 in all
 _MAX_BITS = 4096  # bits of an integer: Python refuses to write much longer ones in decimal
 
 SUPPORTED = (
-    "numbers, strings, bytes, None, lists, tuples, sets, dicts, NumPy arrays, scalars and random generators, "
+    "numbers, strings, bytes, None, lists, tuples, dicts, NumPy arrays, scalars and random generators, "
     "random.Random, JAX arrays and keys, and torch tensors"
 )
 """The types that can be encoded, for error messages."""
@@ -160,10 +159,6 @@ def _encoded(value: Any, depth: int, seen: set[int]) -> Any:
         return list(value) if _are_plain(value) else _each(enumerate(value), depth + 1, seen)
     if of is tuple:
         return {"$tuple": list(value) if _are_plain(value) else _each(enumerate(value), depth + 2, seen)}
-    if of is set or of is frozenset:
-        items = _each((("element", item) for item in value), depth + 2, seen)
-        items.sort(key=lambda item: json.dumps(as_json(item)))  # equal sets become equal JSON
-        return {f"${of.__name__}": items}
     if of is dict and all(type(key) is str for key in value) and not _is_tagged(value):
         return dict(zip(value, _each(value.items(), depth + 1, seen), strict=True))
     if of is dict or of is collections.OrderedDict:
@@ -338,8 +333,6 @@ _TENSOR = _Tag("$tensor", tagged_arrays.tensor_parts, tagged_arrays.decode_tenso
 _TAGS: dict[type, _Tag] = {
     int: _Tag("$int", hex, lambda text: int(text, 16)),
     float: _Tag("$float", repr, float),
-    complex: _Tag("$complex", lambda number: [number.real, number.imag], lambda parts: complex(*parts)),
-    bytearray: _Tag("$bytearray", bytes, bytearray),
     np.ndarray: _Tag("$array", tagged_arrays.array_parts, tagged_arrays.decode_array),
     np.random.Generator: _Tag("$generator", lambda generator: generator.bit_generator, _generator),
     np.random.RandomState: _Tag("$random_state", lambda generator: generator.get_state(legacy=False), _random_state),
@@ -350,8 +343,10 @@ _TAGS: dict[type, _Tag] = {
 _WHOLE: dict[str, Callable[[Any], Any]] = {
     "$bytes": _bytes,
     "$tuple": tuple,
-    "$set": set,
+    "$set": set,  # this and the next three were written by earlier versions
     "$frozenset": frozenset,
+    "$complex": lambda parts: complex(*parts),
+    "$bytearray": bytearray,
     "$dict": dict,
     "$ordered_dict": collections.OrderedDict,
     "$view": tagged_arrays.decode_view,
