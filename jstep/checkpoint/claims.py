@@ -16,7 +16,7 @@ from typing import Any
 
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.core.checks import truncate
-from jstep.stores.files import open_own, read_small
+from jstep.stores.files import open_own
 from jstep.stores.objects import ABSENT, Directory
 from jstep.stores.owners import is_alive, owner_in, this_process
 
@@ -65,19 +65,6 @@ _BEGINNING = b'{"host": "'
 
 def claim_path(directory: str, prefix: str) -> str:
     return os.path.join(directory, f".{prefix}.jstep-writer")
-
-
-def read_claim(directory: str, prefix: str) -> dict[str, Any] | None:
-    """Return the process that a claim names, or {} if it names none; None without a claim.
-
-    Raises:
-        OSError: The claim is not a regular file, or cannot be read.
-        ValueError: It is too large.
-    """
-    try:
-        return owner_in(read_small(claim_path(directory, prefix), _LARGEST))
-    except FileNotFoundError:
-        return None
 
 
 class FileClaim:

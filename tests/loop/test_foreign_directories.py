@@ -13,7 +13,7 @@ import pytest
 from foreign_files import KINDS, contents, put
 
 import jstep
-from jstep.checkpoint.claims import read_claim
+from jstep.checkpoint.claims import claim_path
 from jstep.stores import owners
 from jstep.stores.files import ForeignFileError
 
@@ -149,4 +149,5 @@ def test_nothing_to_do_while_another_writer_is_alive(tmp_path):
         with contextlib.suppress(jstep.CheckpointError):
             train(tmp_path)
         assert (tmp_path / "model-9.orbax-checkpoint-tmp").exists()
-        assert read_claim(str(tmp_path), "model") == owners.this_process()
+        with open(claim_path(str(tmp_path), "model")) as claim:
+            assert json.load(claim) == owners.this_process()

@@ -5,10 +5,11 @@ import re
 
 import jax.numpy as jnp
 import pytest
+from scalar_points import read_scalars
 
 import jstep
 from jstep.stores import growing_files, objects, urls
-from jstep.stores.event_files import event_files, find_runs, read_scalars
+from jstep.stores.event_files import event_files, find_runs
 from jstep.stores.objects import Objects
 from jstep.summary import SummaryWriter, scalar, summary_iterator
 
