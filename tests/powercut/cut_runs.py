@@ -130,7 +130,7 @@ def _acknowledging(saver: jstep.Saver, tell: Callable[[str], None]) -> Any:
 def train(
     folder: str, last: int = LAST, tell: Callable[[str], None] = mark, hooks: Sequence[Any] = (), **options: Any
 ) -> Any:
-    """Run with everything on: checkpoints, the best one, summaries, times, fingerprints and cached programs."""
+    """Run with everything on: checkpoints, the best one, summaries, times and fingerprints."""
     run = checkpoints(folder)
     best = jstep.KeepBest(os.path.join(folder, "best"), "loss", keep=KEPT_BEST)
 
@@ -154,7 +154,7 @@ def train(
             logdir=os.path.join(folder, "logs"),
             save_summaries_steps=1,
             progress=False,
-            **{"compile_cache": True, **options},
+            **options,
         )
         tell(ENDED)
         saver.wait()
