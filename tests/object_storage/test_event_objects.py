@@ -166,7 +166,7 @@ def test_a_start_that_died_before_its_first_checkpoint(store, caplog):
     starts = [event.step for event in summary_iterator(second) if event.HasField("session_log")]
     assert (starts, caplog.text.count("of others")) == ([0, 0], 0)
     page = jstep.report(f"{store.run}/a").html
-    curve = re.search(r'<figcaption>loss</figcaption>.*?class="line [^"]*" data-i="\d+" d="([^"]*)"', page, re.DOTALL)
+    curve = re.search(r'<figcaption>loss</figcaption>.*?class="line s[^"]*" data-i="\d+" d="([^"]*)"', page, re.DOTALL)
     assert curve[1].count(",") == 8
 
 

@@ -26,8 +26,6 @@ ACKNOWLEDGED = "acknowledged "
 
 FLUSHED = "flushed "
 """Begin of the mark of a record after it was flushed: its kind and number."""
-ENDED = "ended"
-"""The mark of a run that returned."""
 
 
 def bits(tree: Any) -> bytes:
@@ -156,7 +154,6 @@ def train(
             progress=False,
             **options,
         )
-        tell(ENDED)
         saver.wait()
         tell(f"{ACKNOWLEDGED}{saver.latest_step()}")
     return state
