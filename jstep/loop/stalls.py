@@ -147,6 +147,7 @@ class StallWatch(Observer):
         self._main_wait: Wait | None = None
         self._device_wait: Wait | None = None
         self._step, self._quiet = -1, 0.0  # how long the step has been unchanged
+        self._survived: dict[Hashable, float] = {}  # the longest reported stall of each hook, evaluation or save
         if self._warn:
             try:
                 self._thread.start()
@@ -278,6 +279,8 @@ class StallWatch(Observer):
         if wait is not None and wait.part:
             _log_in_time(f"{self._name}, which was {wait.what}, resumed after {_secs(wait.age)} s")
             self._record(wait)
+            if wait.kind in (_SAVE, _EVALUATION, _HOOK):
+                self._survived[wait.thing] = max(wait.age, self._survived.get(wait.thing, 0.0))
 
     def _record(self, wait: Wait) -> None:
         fields = {
@@ -304,7 +307,8 @@ class StallWatch(Observer):
         """Return the usual seconds of the same thing; None the first time."""
         watch = self.setup.watch
         if wait.thing is not None:
-            return max(watch.lasted[wait.thing], default=None)
+            reported = [self._survived[wait.thing]] if wait.thing in self._survived else []
+            return max([*watch.lasted[wait.thing], *reported], default=None)
         visits = watch.visits(WAITING) if wait.kind == _BATCH else watch.visits(STEPPING, after=WAITING)
         if wait is not self._device_wait:
             return statistics.median(visits) if visits else None

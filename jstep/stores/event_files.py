@@ -282,20 +282,12 @@ class Series:
             del self.steps[first:], self.times[first:], self.values[first:]
 
 
-def read_scalars(
-    path: str | os.PathLike[str], on_corrupted: Callable[[DataLossError], None] | None = None
-) -> dict[str, list[Point]]:
-    """Return tag → points, in the order of the tags' first events.
+def read_series(files: Iterable[str], on_corrupted: Callable[[DataLossError], None] | None = None) -> dict[str, Series]:
+    """Return tag → points of some files, in the order of the tags' first events.
 
     Steps increase within a series: a session that starts at step N replaces the earlier points from N on, and so does a
     repeated step. `on_corrupted` receives the error of each corrupted file, whose earlier events are kept.
     """
-    files = event_files(location(path, "path"))
-    return {tag: series.points() for tag, series in read_series(files, on_corrupted).items()}
-
-
-def read_series(files: Iterable[str], on_corrupted: Callable[[DataLossError], None] | None = None) -> dict[str, Series]:
-    """Like `read_scalars`, but of some files, and with the points that were replaced."""
     series: dict[str, Series] = {}
     for file in files:
         try:

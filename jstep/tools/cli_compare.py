@@ -10,7 +10,7 @@ import numpy as np
 
 from jstep.checkpoint.manifest import LeftOut
 from jstep.core.checks import format_list
-from jstep.core.tables import columns
+from jstep.core.tables import columns, fold
 from jstep.hooks.start_differences import IN_A_AND_B, changes
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.starts import Start, read_starts, with_card
@@ -365,7 +365,8 @@ def _text(result: dict[str, Any]) -> list[str]:
         else:
             lines.append("which leaves differ is not known: a log was written with per_leaf=False")
     shown = [(leaf["path"], leaf["detail"]) for leaf in leaves[:_SHOWN]]
-    return lines + _first(leaves, columns(shown, 2, cli.terminal_width() - 2))
+    width = cli.terminal_width() - 2
+    return lines + _first(leaves, [part for line in columns(shown, 2) for part in fold(line, width, 2)])
 
 
 def _place_among(before: int, common: int) -> str:

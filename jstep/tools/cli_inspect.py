@@ -20,7 +20,6 @@ from jstep.stores.files import is_directory, names_in
 from jstep.stores.urls import absolute, is_url, location, split_path
 from jstep.tools import cli
 from jstep.tools.ranges import array_range, is_inexact
-from jstep.weights.tensors import in_groups
 
 # Finding and reading checkpoints for the command line, leaf by leaf.
 
@@ -52,6 +51,8 @@ class Checkpoint:
 
     def leaves(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:
         """Iterate over leaves, by default all, with names and values; PRNG keys become their data."""
+        from jstep.weights.tensors import in_groups  # it imports JAX
+
         chosen = ((name, self.named[name]) for name in (self.named if names is None else names))
         for group in in_groups(((name, leaf.nbytes, leaf) for name, leaf in chosen), _AT_ONCE):
             yield from self._read(group)

@@ -182,7 +182,7 @@ def test_events_and_times_are_on_the_disk_before_a_checkpoint(tmp_path, flushed)
     manifest = flushed.index(f"{tmp_path}/run/model-2.orbax-checkpoint-tmp/manifest.json")
     for path in (events, f"{tmp_path}/logs"):
         assert flushed.index(path) < manifest, path
-    assert any(path.startswith(f"{tmp_path}/run/starts/") for path in flushed[:manifest])
+    assert any(str(path).startswith(f"{tmp_path}/run/starts/") for path in flushed[:manifest])
 
 
 def test_a_writer_flushes_to_the_disk(tmp_path, flushed):

@@ -4,26 +4,79 @@ One field of the manifest at a time is another value, or random bytes of it and 
 manifest itself are right. Nothing beside the checkpoint changes, and neither time nor memory depend on its numbers.
 """
 
+import copy
 import json
 import os
 import pathlib
+import random
 import resource
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from checkpoint_states import edit_manifest, save_all, state_at
+from checkpoint_states import edit_manifest, files_of, save_all, state_at
 from foreign_files import contents
 
 import jstep
+from jstep.checkpoint.claims import claim_path
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.saver import Saver
 from jstep.tools.cli import main
 
+ODD: list[Any] = [
+    None,
+    True,
+    -1,
+    2**31,
+    2**63,
+    10**400,
+    0.5,
+    1e308,
+    float("nan"),
+    "",
+    "x",
+    "/etc/passwd",
+    "../model-1",
+    "a/../../model-1/manifest.json",
+    "\0",
+    "\x1b[31m",
+    "\ud800",
+    "x" * 100_000,
+    [],
+    [[]],
+    {},
+    {"x": 1},
+    [2**40, 2**40],
+]
+"""Values for any field."""
 EXPECTED = (CheckpointError, ValueError, OSError, TypeError)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the paths of all values in JSON."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+def replaced(data: Any, path: tuple[Any, ...], value: Any) -> Any:
+    inner = data = copy.deepcopy(data)
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return data
+
+
+def renamed(data: Any, path: tuple[Any, ...], name: str) -> Any:
+    inner = data = copy.deepcopy(data)
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[name] = inner.pop(path[-1])
+    return data
 
 
 def raised_by(call: Callable[[], Any]) -> Exception | None:
@@ -95,6 +148,61 @@ def test_a_checkpoint_whose_shape_is_huge(directory: Directory) -> None:
     directory.end(60, 2**29)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("part", range(4))
+def test_one_field_at_a_time(directory: Directory, part: int) -> None:
+    paths = list(places(directory.manifest))
+    cases = [(path, odd) for path in paths for odd in ODD]
+    for path, odd in cases[part::16]:
+        directory.write(replaced(directory.manifest, path, odd))
+        directory.check()
+    directory.end(600, 2**29)
+
+
+@pytest.mark.thorough
+def test_renamed_fields_and_random_bytes(directory: Directory) -> None:
+    draw = random.Random(0)
+    named = [path for path in places(directory.manifest) if isinstance(path[-1], str)]
+    for _ in range(40):
+        directory.write(renamed(directory.manifest, draw.choice(named), draw.choice(["x", "", "/x"])))
+        directory.check()
+    directory.restore_files()
+    for _ in range(60):
+        file = draw.choice(files_of(directory.path))
+        data = bytearray(pathlib.Path(file).read_bytes())
+        for _ in range(draw.choice([1, 10])):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        pathlib.Path(file).write_bytes(data[: draw.choice([len(data), draw.randrange(len(data))])])
+        # With the checksums of its files, as if somebody had computed them.
+        records = jstep.checkpoint.checksums.records(str(directory.path), list(directory.manifest["files"]))
+        edit = directory.manifest | {"files": records}
+        if not file.endswith("manifest.json"):
+            directory.write(edit)
+        directory.check()
+        directory.restore_files()
+    directory.end(600, 2**29)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "out", "out of a folder"])
+def test_data_that_the_manifest_does_not_list(directory: Directory, kind: str, tmp_path: pathlib.Path) -> None:
+    """tensorstore would wait for a FIFO for ever, and reads through links."""
+    manifest = directory.manifest
+    largest = max((name for name in manifest["files"] if "/d/" in name), key=len)
+    file = directory.path / largest
+    edit_manifest(str(directory.path), lambda data: data["files"].pop(largest) and None)
+    if kind == "out of a folder":
+        file, largest = file.parent, os.path.dirname(largest)
+    os.rename(file, tmp_path / "elsewhere")
+    if kind == "fifo":
+        os.mkfifo(file)
+    else:
+        file.symlink_to(tmp_path / "elsewhere")
+    for verify in (True, False):
+        with Saver(directory.run, verify=verify) as saver, pytest.raises(CheckpointError, match=largest):
+            saver.restore(state_at(0))
+    directory.check()
+
+
 @pytest.mark.parametrize("name", ["fifo", "folder", "sparse"])
 def test_what_is_no_manifest(directory: Directory, name: str) -> None:
     path = directory.path / "manifest.json"
@@ -110,3 +218,24 @@ def test_what_is_no_manifest(directory: Directory, name: str) -> None:
         saver.restore(state_at(0))
     directory.check()
     directory.end(30, 2**28)
+
+
+def test_any_claim_is_refused_or_taken(tmp_path: pathlib.Path) -> None:
+    draw, own = random.Random(0), json.dumps(jstep.checkpoint.claims.this_process()).encode()
+    path, begun = pathlib.Path(claim_path(str(tmp_path), "model")), time.monotonic()
+    odd = [json.dumps({"host": value, "pid": value, "space": value, "started": value}).encode() for value in ODD]
+    changed = []
+    for _ in range(200):
+        data = bytearray(own)
+        for _ in range(draw.choice([1, 5])):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        changed.append(bytes(data[: draw.choice([len(data), draw.randrange(len(data))])]))
+    for data in [*odd, *changed, b"[" * 60_000, b'{"host": "' + b"x" * 2**17]:
+        path.write_bytes(data)
+        with_claim = Saver(tmp_path)
+        if (error := raised_by(with_claim.claim)) is not None:
+            assert isinstance(error, ValueError)
+            assert str(path) in str(error)
+            assert path.read_bytes() == data
+        with_claim.close()
+    assert time.monotonic() - begun < 30

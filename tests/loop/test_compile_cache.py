@@ -138,9 +138,9 @@ def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("given", "where", "error", "message"),
     [
-        (True, None, ValueError, "compile_cache=True: must have a checkpoint_dir"),
+        (True, None, ValueError, "compile_cache=True: must have a local checkpoint_dir"),
         ("s3://bucket/cache", None, ValueError, "must be a local directory"),
-        ("", None, ValueError, "must be a directory"),
+        ("", None, ValueError, "must be a local directory"),
         (3, None, TypeError, "compile_cache=3"),
     ],
 )

@@ -13,6 +13,7 @@ import pytest
 from foreign_files import KINDS, contents, put
 
 import jstep
+from jstep.checkpoint.claims import claim_path
 from jstep.stores import owners
 from jstep.stores.files import ForeignFileError
 
@@ -122,20 +123,21 @@ def leave(directory):
     subprocess.run([sys.executable, "-c", lines, str(directory)], timeout=60, check=True)
 
 
-def test_leftovers_go_at_the_next_start(tmp_path):
+def test_leftovers_go_at_the_next_start_even_of_one_with_nothing_to_do(tmp_path):
     run = tmp_path / "run"
     train(run)
     expected = sorted(os.listdir(run))
     leave(tmp_path / "dead")
     other = json.dumps({"host": "elsewhere", "space": "", "pid": 1, "started": "1"})
-    shutil.copytree(tmp_path / "dead", run, dirs_exist_ok=True)
-    (run / ".elsewhere.jstep-writer").write_text(other)
-    (run / ".mine.jstep-writer").write_text(json.dumps(owners.this_process()))
-    assert {".model.jstep-writer", "model-55.jstep-deleted"} <= set(os.listdir(run))
-    train(run, 5)
-    kept = {".elsewhere.jstep-writer", ".mine.jstep-writer", ".worse.jstep-writer", "stalls", "model-5"}
-    assert set(os.listdir(run)) - kept == set(expected)
-    assert os.listdir(run / "stalls") == []
+    for last_step in (4, 5):
+        shutil.copytree(tmp_path / "dead", run, dirs_exist_ok=True)
+        (run / ".elsewhere.jstep-writer").write_text(other)
+        (run / ".mine.jstep-writer").write_text(json.dumps(owners.this_process()))
+        assert {".model.jstep-writer", "model-55.jstep-deleted"} <= set(os.listdir(run))
+        train(run, last_step)
+        kept = {".elsewhere.jstep-writer", ".mine.jstep-writer", ".worse.jstep-writer", "stalls", "model-5"}
+        assert set(os.listdir(run)) - kept == set(expected)
+        assert os.listdir(run / "stalls") == []
 
 
 def test_nothing_to_do_while_another_writer_is_alive(tmp_path):
@@ -147,4 +149,5 @@ def test_nothing_to_do_while_another_writer_is_alive(tmp_path):
         with contextlib.suppress(jstep.CheckpointError):
             train(tmp_path)
         assert (tmp_path / "model-9.orbax-checkpoint-tmp").exists()
-        assert json.loads((tmp_path / ".model.jstep-writer").read_text()) == owners.this_process()
+        with open(claim_path(str(tmp_path), "model")) as claim:
+            assert json.load(claim) == owners.this_process()

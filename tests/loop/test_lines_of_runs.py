@@ -17,9 +17,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scalar_points import read_scalars
 
 import jstep
-from jstep.stores import event_files
 from jstep.stores.starts import read_starts, with_card
 
 FILE = pathlib.Path(__file__).with_name("lines_of_runs.txt")
@@ -137,7 +137,7 @@ def with_stages_and_evaluations(folder: str) -> list[str]:
 
 def events(where: str) -> list[str]:
     """Return the tags of the event files, each with its steps."""
-    found = event_files.read_scalars(where)
+    found = read_scalars(where)
     return [f"event {tag} at {[point.step for point in points]}" for tag, points in sorted(found.items())]
 
 

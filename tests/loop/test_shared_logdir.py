@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import pathlib
-import re
 import shutil
 import signal
 from typing import Any
@@ -13,11 +12,11 @@ from typing import Any
 import forked
 import jax.numpy as jnp
 import pytest
+from scalar_points import read_scalars
 from tensorboard.backend.event_processing import event_accumulator, plugin_event_accumulator
 
 import jstep
 import jstep.summary
-from jstep.stores.event_files import read_scalars
 
 
 def shown(logdir: Any) -> dict[str, list[int]]:
@@ -240,18 +239,3 @@ def test_a_run_without_checkpoints_that_finished_is_another_one(tmp_path: pathli
     run(tmp_path, None, 5)
     assert shown(tmp_path)["loss"] == [*ALL, *range(1, 6)]
     assert len(warnings_of(caplog)) == 1
-
-
-@pytest.mark.thorough(except_for=["stops0"])
-@pytest.mark.parametrize("stops", [(13,), (13, 14)])
-def test_a_run_of_an_earlier_version_is_resumed(tmp_path: pathlib.Path, stops: Any, caplog: Any) -> None:
-    """Its event files had no name of a run, and it had no record; also where a start saved no checkpoint."""
-    for stop in stops:
-        run(tmp_path / "logs", tmp_path / "run", 20, stop=stop)
-    for path in events(tmp_path / "logs"):
-        others(path.rename(re.sub(r"(\.again)?(\.[0-9a-f]{8}){2}$", "", str(path))))
-    shutil.rmtree(tmp_path / "run/starts")
-    run(tmp_path / "logs", tmp_path / "run", 20, stop=17)
-    run(tmp_path / "logs", tmp_path / "run", 20)
-    assert shown(tmp_path / "logs")["loss"] == ALL
-    assert not warnings_of(caplog)

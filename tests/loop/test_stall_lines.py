@@ -149,7 +149,7 @@ def watch_of(**settings):
     """A watch without a run."""
     watch = object.__new__(StallWatch)
     watch._hook, watch._device_wait, watch._survived = jstep.StallHook(**settings), None, {}
-    watch._process = types.SimpleNamespace(index=0, name="process 0")
+    watch._index, watch._name = 0, "process 0"
     return watch
 
 

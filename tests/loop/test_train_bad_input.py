@@ -64,51 +64,11 @@ def test_a_later_stage_that_does_not_advance_the_global_step_ends_the_run_after_
     assert calls.calls == [0, 1, 2, 3]
 
 
-def plain_loss(params, batch):
-    return jnp.sum(params["w"] ** 2) + jnp.sum(batch["x"])
-
-
-def returns_aux(params, batch):
-    return plain_loss(params, batch), {"more": 1.0}
-
-
-def with_model_state(params, model_state, batch):
-    return plain_loss(params, batch), model_state
-
-
 def of_step_that_fails(state, batch):
     raise TypeError("of the user")
 
 
-LOSSES = {
-    "a loss": plain_loss,
-    "compiled": jax.jit(plain_loss),
-    "as a TrainStep": jstep.TrainStep(plain_loss),
-    "aux": returns_aux,
-    "rng": loss_fn,
-    "model_state": with_model_state,
-}
-
-
-@pytest.mark.parametrize("steps_per_call", [1, 3])
-@pytest.mark.parametrize("given", LOSSES)
-def test_a_loss_in_place_of_a_step_names_minimize(given, steps_per_call):
-    with pytest.raises(
-        TypeError, match=r"^train_step=(\w+): must be a training step .* jstep.minimize\(\1, optimizer\)"
-    ):
-        train(4, step=LOSSES[given], steps_per_call=steps_per_call)
-
-
-def test_a_loss_that_takes_any_tree_names_minimize():
-    def decay(state, batch):
-        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(state))
-
-    for loss in (decay, lambda state, batch: (decay(state, batch), {"more": 1.0})):
-        with pytest.raises(TypeError, match=r"^train_step.* jstep.minimize\(\w+, optimizer\)"):
-            train(4, step=loss)
-
-
 @pytest.mark.parametrize("step", [of_step_that_fails, jstep.TrainStep(of_step_that_fails)])
-def test_a_step_that_fails_and_is_not_a_loss_keeps_its_error(step):
+def test_a_step_that_fails_keeps_its_error(step):
     with pytest.raises(TypeError, match=r"^of the user"):
         train(4, step=step)

@@ -3,11 +3,14 @@
 import contextlib
 import re
 
+import jax.numpy as jnp
 import pytest
+from scalar_points import read_scalars
 
 import jstep
 from jstep.stores import growing_files, objects, urls
-from jstep.stores.event_files import event_files, find_runs, read_scalars
+from jstep.stores.event_files import event_files, find_runs
+from jstep.stores.objects import Objects
 from jstep.summary import SummaryWriter, scalar, summary_iterator
 
 
@@ -163,7 +166,7 @@ def test_a_start_that_died_before_its_first_checkpoint(store, caplog):
     starts = [event.step for event in summary_iterator(second) if event.HasField("session_log")]
     assert (starts, caplog.text.count("of others")) == ([0, 0], 0)
     page = jstep.report(f"{store.run}/a").html
-    curve = re.search(r'<figcaption>loss</figcaption>.*?class="line [^"]*" data-i="\d+" d="([^"]*)"', page, re.DOTALL)
+    curve = re.search(r'<figcaption>loss</figcaption>.*?class="line s[^"]*" data-i="\d+" d="([^"]*)"', page, re.DOTALL)
     assert curve[1].count(",") == 8
 
 
@@ -178,3 +181,18 @@ def test_graphs_are_objects(store, capsys):
     assert b"node" in objects.Objects(parent).read(name).data
     assert main(["events", f"{store.run}/missing"]) == 2
     capsys.readouterr()
+
+
+def test_a_bucket_out_of_reach_is_waited_for_once(monkeypatch):
+    """The record and the event files would each try for half a minute."""
+
+    def cannot(*_: object) -> None:
+        raise ConnectionError("s3://bucket/run: cannot list: Could not resolve hostname")
+
+    monkeypatch.setattr(Objects, "list", cannot)
+    monkeypatch.setattr("jstep.loop.recorder.StartFile", lambda *_: pytest.fail("waits for the bucket again"))
+    optimizer = jstep.gradient_descent(0.1)
+    step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+    state = jstep.TrainState.create({"w": 0.0}, optimizer)
+    with pytest.raises(ConnectionError, match="cannot list"):
+        jstep.train(step, state, [jnp.ones(())] * 2, 2, logdir="s3://bucket/run", progress=False)

@@ -26,8 +26,6 @@ ACKNOWLEDGED = "acknowledged "
 
 FLUSHED = "flushed "
 """Begin of the mark of a record after it was flushed: its kind and number."""
-ENDED = "ended"
-"""The mark of a run that returned."""
 
 
 def bits(tree: Any) -> bytes:
@@ -130,7 +128,7 @@ def _acknowledging(saver: jstep.Saver, tell: Callable[[str], None]) -> Any:
 def train(
     folder: str, last: int = LAST, tell: Callable[[str], None] = mark, hooks: Sequence[Any] = (), **options: Any
 ) -> Any:
-    """Run with everything on: checkpoints, the best one, summaries, times, fingerprints and cached programs."""
+    """Run with everything on: checkpoints, the best one, summaries, times and fingerprints."""
     run = checkpoints(folder)
     best = jstep.KeepBest(os.path.join(folder, "best"), "loss", keep=KEPT_BEST)
 
@@ -154,9 +152,8 @@ def train(
             logdir=os.path.join(folder, "logs"),
             save_summaries_steps=1,
             progress=False,
-            **{"compile_cache": True, **options},
+            **options,
         )
-        tell(ENDED)
         saver.wait()
         tell(f"{ACKNOWLEDGED}{saver.latest_step()}")
     return state

@@ -3,27 +3,24 @@
 import collections
 import contextlib
 import functools
-import glob
-import importlib
 import logging
 import os
 import pathlib
 import re
 import shutil
 import tempfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import cut_runs
 import jax
 from cut_runs import ACKNOWLEDGED, EVERY, KEPT_BEST, LAST, LOSSES, Saves, bits
 from disk_states import State, write
+from scalar_points import read_scalars
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import jstep
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.state import fingerprints
-from jstep.stores.event_files import read_scalars
 from jstep.stores.starts import read_starts
 
 ACCEPTABLE = "acceptable"
@@ -43,8 +40,6 @@ BEST_LOST = "best checkpoint lost"
 RECORDS_LOST = "records lost"
 """Summaries, fingerprints or times of steps before the newest checkpoint."""
 SHOWN_OTHERWISE = "TensorBoard shows a step twice, or not at all"
-PROGRAMS_LOST = "cached programs lost"
-"""After the end of the run; and a torn one after the next one."""
 OTHER_END = "another end"
 """The run that resumes from it does not end as one without a stop."""
 
@@ -211,8 +206,6 @@ def train_judge(state: State, folder: str) -> str:
         restored = saver.latest_step() or 0
     if not _has_records(folder, restored):
         return RECORDS_LOST
-    if cut_runs.ENDED in state.marks and (not (found := _programs(folder)) or not all(found)):
-        return PROGRAMS_LOST
     if _has_best(folder, restored):
         return ACCEPTABLE
     return BEST_LOST if restart_judge(state, folder) != ACCEPTABLE else ACCEPTABLE
@@ -247,27 +240,6 @@ def _has_records(folder: str, restored: int) -> bool:
     timed = max((start["step"][1] for start in starts if not start["problem"] and start["step"]), default=restored)
     is_timed = timed >= restored or any(start["problem"] for start in starts)
     return steps <= {point.step for point in series.get("loss", ())} and steps <= set(logged) and is_timed
-
-
-def _programs(folder: str) -> list[bool]:
-    """Return whether each cached program can be read."""
-    found = glob.glob(os.path.join(glob.escape(cut_runs.checkpoints(folder)), "compile_cache", "*-cache"))
-    return [_can_be_decompressed(path) for path in found]
-
-
-def _can_be_decompressed(path: str) -> bool:
-    try:
-        return bool(_decompressed(path))
-    except Exception:  # each library has its own
-        return False
-
-
-def _decompressed(path: str) -> bytes:
-    with open(path, "rb") as file:
-        data = file.read()
-    if not data.startswith(b"\x28\xb5\x2f\xfd"):
-        return zlib.decompress(data)
-    return bytes(importlib.import_module("zstandard").decompress(data))
 
 
 def records_judge(state: State, folder: str) -> str:
@@ -311,8 +283,6 @@ def restart_judge(state: State, folder: str) -> str:
     # An eviction that did not reach the disk leaves one more, which is worse than these.
     if bits(ended) != end or not set(best) <= set(_best_steps(folder)):
         return OTHER_END
-    if not all(_programs(folder)):
-        return PROGRAMS_LOST
     shown = EventAccumulator(os.path.join(folder, "logs"), size_guidance={"scalars": 0}).Reload().Scalars("loss")
     if [point.step for point in shown] != list(range(1, LAST + 1)):
         return SHOWN_OTHERWISE

@@ -68,6 +68,10 @@ def writer(request: Any, run: pathlib.Path, tmp_path: pathlib.Path) -> Any:
 def test_a_fifo_is_written_through(writer: Any) -> None:
     path, write, check = writer
     os.mkfifo(path)
+    if path.suffix == ".safetensors":
+        with pytest.raises(OSError, match="is not a regular file, and would be replaced"):
+            write()
+        return
     found = []
     reader = threading.Thread(target=lambda: found.append(path.read_bytes()), daemon=True)
     reader.start()
@@ -106,16 +110,3 @@ def test_shards_replace_nothing_but_files(tmp_path: pathlib.Path) -> None:
     with pytest.raises(OSError, match="is not a regular file, and would be replaced"):
         jstep.save_weights(tmp_path / "x.safetensors", params, max_shard_bytes=300)
     assert [path.name for path in tmp_path.iterdir()] == [fifo.name]
-
-
-def test_shards_through_a_fifo_are_one_file(tmp_path: pathlib.Path) -> None:
-    params, path = {"a": jnp.ones(64), "b": jnp.zeros(64)}, tmp_path / "x.safetensors"
-    os.mkfifo(path)
-    found = []
-    reader = threading.Thread(target=lambda: found.append(path.read_bytes()), daemon=True)
-    reader.start()
-    assert jstep.save_weights(path, params, max_shard_bytes=300) == str(path)
-    reader.join(20)
-    (tmp_path / "copy.safetensors").write_bytes(found[0])
-    loaded = jstep.load_weights(tmp_path / "copy.safetensors", params)
-    assert (loaded["a"].sum(), loaded["b"].sum()) == (64, 0)
