@@ -8,6 +8,7 @@ the installed JAX lacks it.
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import math
