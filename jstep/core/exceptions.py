@@ -18,8 +18,13 @@ class Picklable(BaseException):
     # By default Python calls the class with `args`: if the constructor has another signature, a `multiprocessing.Pool`
     # that waits for a worker hangs. Here the constructor is not called.
     def __reduce__(self) -> Any:
-        args: Any = super().__reduce__()[1]  # includes the file name of an OSError
-        return _rebuilt, (type(self), args, {name: _or_none(value) for name, value in vars(self).items()})
+        return _rebuilt, (type(self), self._args(), {name: _or_none(value) for name, value in vars(self).items()})
+
+    def __copy__(self) -> Any:
+        return _rebuilt(type(self), self._args(), vars(self))
+
+    def _args(self) -> Any:
+        return super().__reduce__()[1]  # includes the file name of an OSError
 
 
 def _rebuilt(cls: type[BaseException], args: Any, attributes: dict[str, Any]) -> BaseException:

@@ -101,7 +101,7 @@ def batches(
         size = as_int(value, name, 1)
         if size > len(rows) and drop_remainder:
             raise ValueError(
-                f"{name}={size}: must not be more than the {len(rows)} rows of arrays, of which a list is one; "
+                f"{name}={size}: must not be more than the {len(rows)} rows of arrays (of a list, its items); "
                 "drop_remainder=False gives them as one smaller batch"
             )
         return size

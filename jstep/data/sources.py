@@ -142,6 +142,8 @@ def _open(leaf: Any, path: str, argument: str) -> Source:
         if leaf.ndim == 0:
             raise TypeError(f"{what} is a scalar and has no rows")
         return ArraySource(leaf, path)
+    if isinstance(leaf, str | bytes):
+        raise TypeError(f"{what} is a string, not a source of rows; give a list of strings")
     if hasattr(leaf, "columns"):
         raise TypeError(
             f"{what} is indexed by column, not by row; give its columns, such as `dict(frame)`, or an array, such as "

@@ -68,9 +68,10 @@ def _kind(x: Any) -> str:
 
 def _like(old: object, new: object) -> Any:
     if trees.structure(old) != trees.structure(new):
+        wanted, got = (f"a {type(each).__name__} of {trees.leaf_paths(each)[:20]}" for each in (old, new))
         raise ValueError(
-            f"loss_fn returned a model_state that is not like that of the state: must have the structure "
-            f"{trees.structure(old)}, got {trees.structure(new)}; return all of it, changed or not, and nothing else"
+            f"loss_fn returned a model_state of another structure: must be {wanted}, as in the state, got {got}; "
+            "return all of it, changed or not, and nothing else"
         )
 
     def leaf(keys: Any, before: object, after: object) -> Array:

@@ -72,7 +72,7 @@ class TestErrors:
     def test_transfer_error_names_the_leaf(self):
         items = prefetch_to_device([np.ones(2), {"name": "text"}, np.ones(2)])
         next(items)
-        with pytest.raises(TypeError, match="the leaf at 'name' .* got 'text'"):
+        with pytest.raises(TypeError, match=r"the leaf at 'name' .* got 'text'"):
             next(items)
 
     def test_error_of_state_fn_is_raised(self):
