@@ -41,9 +41,9 @@ class Hook(ShownAsTyped):
     the next step, which deletes its arrays: copy what the hook needs later.
 
     A hook keeps its state across restarts if it has both `get_state()` and `set_state(value)`. The value holds numbers,
-    strings, bytes, None, lists, tuples, sets, dicts, NumPy arrays, JAX arrays and random generators. It is read once
+    strings, bytes, None, lists, tuples, dicts, NumPy arrays, JAX arrays and random generators. It is read once
     after `begin`, so that a value of another type raises before the first step, and it is saved with each checkpoint,
-    with arrays above 64 kB as files. An object that occurs twice in the value is a single object again after a restart.
+    with arrays above 64 kB as files. An object that occurs twice in the value is two objects after a restart.
     `set_state` is called with the value after `begin`; if it returns True, no step is run. The value is matched to a
     hook by its attribute `key`, a string that no other hook has, whatever its class. Without a `key`, it is matched by
     the name of the class and the attribute `watches`, such as the name of a metric. The position in the list only

@@ -158,11 +158,6 @@ class Writer(NamedTuple):
         return cls(None, None) if run is None else cls(run["run"], run["place"])
 
 
-def process_mark(host: object, pid: object) -> str:
-    """Return what the names of a process's event files contain, also of those that other libraries write."""
-    return f".{host}.{pid}."
-
-
 def event_files(path: str) -> list[str]:
     """Return the event files of a directory (or URL) in the order they were written, or a single file itself.
 
@@ -177,17 +172,6 @@ def find_runs(logdir: str) -> list[str]:
 
 def _event_files_among(path: str, names: list[str]) -> list[str]:
     return [file for name in filter(is_event_file, names) if _is_file(file := join_path(path, name))]
-
-
-def check_file(path: str) -> None:
-    if is_directory(path):
-        files = list(filter(is_event_file, names_in(path)))
-        content = f"; it holds {', '.join(files[:5])}" if files else "; it holds no event files"
-        raise IsADirectoryError(f"summary_iterator reads one event file, and {path!r} is a directory{content}")
-    if not is_url(path) and os.path.exists(path) and not _is_file(path):
-        raise OSError(f"{path!r} is not a file (a pipe, a socket or a device), and events are read from files")
-    with open_for_reading(path):
-        pass  # a missing file is an error here, not at the first event
 
 
 def _is_file(path: str) -> bool:
@@ -208,7 +192,7 @@ def summary_iterator(path: str | os.PathLike[str]) -> Iterator[Any]:
 
     Raises:
         FileNotFoundError: The file does not exist.
-        IsADirectoryError: The path is a directory; the message lists the event files in it.
+        IsADirectoryError: The path is a directory.
         OSError: The path is not a regular file.
         DataLossError: While iterating: a record is corrupted; the message has the path and the offset.
         ImportError: tensorboard is not installed.
@@ -226,7 +210,12 @@ def summary_iterator(path: str | os.PathLike[str]) -> Iterator[Any]:
     """
     path = location(path, "path")
     event = proto("Event")
-    check_file(path)
+    if is_directory(path):
+        raise IsADirectoryError(f"summary_iterator reads one event file, and {path!r} is a directory")
+    if not is_url(path) and os.path.exists(path) and not _is_file(path):
+        raise OSError(f"{path!r} is not a file (a pipe, a socket or a device), and events are read from files")
+    with open_for_reading(path):
+        pass  # a missing file is an error here, not at the first event
 
     def events() -> Iterator[Any]:
         with open_for_reading(path) as file:
@@ -282,20 +271,12 @@ class Series:
             del self.steps[first:], self.times[first:], self.values[first:]
 
 
-def read_scalars(
-    path: str | os.PathLike[str], on_corrupted: Callable[[DataLossError], None] | None = None
-) -> dict[str, list[Point]]:
-    """Return tag → points, in the order of the tags' first events.
+def read_series(files: Iterable[str], on_corrupted: Callable[[DataLossError], None] | None = None) -> dict[str, Series]:
+    """Return the series of some files by tag, in the order of the tags' first events.
 
     Steps increase within a series: a session that starts at step N replaces the earlier points from N on, and so does a
     repeated step. `on_corrupted` receives the error of each corrupted file, whose earlier events are kept.
     """
-    files = event_files(location(path, "path"))
-    return {tag: series.points() for tag, series in read_series(files, on_corrupted).items()}
-
-
-def read_series(files: Iterable[str], on_corrupted: Callable[[DataLossError], None] | None = None) -> dict[str, Series]:
-    """Like `read_scalars`, but of some files, and with the points that were replaced."""
     series: dict[str, Series] = {}
     for file in files:
         try:

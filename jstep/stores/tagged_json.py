@@ -6,7 +6,6 @@ Decoding builds values of the types of this module and no others. Unlike unpickl
 import base64
 import collections
 import hashlib
-import json
 import math
 import random
 import sys

@@ -13,11 +13,11 @@ from typing import Any
 import forked
 import jax.numpy as jnp
 import pytest
+from scalars import read_scalars
 from tensorboard.backend.event_processing import event_accumulator, plugin_event_accumulator
 
 import jstep
 import jstep.summary
-from jstep.stores.event_files import read_scalars
 
 
 def shown(logdir: Any) -> dict[str, list[int]]:

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from object_states import state_at
+from scalars import read_scalars
 
 import jstep
-from jstep.stores.event_files import read_scalars
 
 pytestmark = pytest.mark.usefixtures("one_retry")
 

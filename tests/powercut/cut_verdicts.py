@@ -18,12 +18,12 @@ import cut_runs
 import jax
 from cut_runs import ACKNOWLEDGED, EVERY, KEPT_BEST, LAST, LOSSES, Saves, bits
 from disk_states import State, write
+from scalars import read_scalars
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import jstep
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.state import fingerprints
-from jstep.stores.event_files import read_scalars
 from jstep.stores.starts import read_starts
 
 ACCEPTABLE = "acceptable"

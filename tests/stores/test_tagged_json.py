@@ -215,7 +215,6 @@ def test_a_generator_is_in_one_place(make):
     assert round_trip([shared, shared, make(1), make(1)])[:2] == [[1], [1]]
 
 
-
 # Arrays and keys of JAX.
 
 

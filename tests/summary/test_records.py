@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scalars import read_scalars
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -123,16 +124,16 @@ def test_an_abandoned_iterator_closes_its_file(file):
 
 
 def test_scalars_before_a_corrupted_record_are_kept_if_somebody_is_told(file):
-    steps = [point.step for point in event_files.read_scalars(file)["loss"]]
+    steps = [point.step for point in read_scalars(file)["loss"]]
     assert steps == [1, 2, 3, 4, 5]
     with open(file, "r+b") as opened:
         opened.seek(-4, os.SEEK_END)  # the checksum of the last record
         opened.write(b"\0\0\0\0")
     errors = []
-    assert [point.step for point in event_files.read_scalars(file, errors.append)["loss"]] == steps[:-1]
+    assert [point.step for point in read_scalars(file, errors.append)["loss"]] == steps[:-1]
     assert [type(error) for error in errors] == [DataLossError]
     with pytest.raises(DataLossError, match="corrupted record"):
-        event_files.read_scalars(file)
+        read_scalars(file)
 
 
 TYPES = proto("DataType")

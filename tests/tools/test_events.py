@@ -7,9 +7,9 @@ import sys
 
 import numpy as np
 import pytest
+from scalars import read_scalars
 
 from jstep import summary
-from jstep.stores.event_files import read_scalars
 from jstep.tools.cli import main
 
 
