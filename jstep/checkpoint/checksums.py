@@ -62,7 +62,7 @@ def _flushed_records(checkpoint: str, paths: Sequence[str]) -> dict[str, dict[st
 def _checksum(path: str, at: int) -> str:
     value, left = 0, BLOCK
     buffer = memoryview(bytearray(_PIECE))
-    with open_regular(path, buffered=False) as file:
+    with open_regular(path, buffering=0) as file:
         file.seek(at)
         while left and (count := file.readinto(buffer[: min(left, _PIECE)])):
             value, left = zlib.crc32(buffer[:count], value), left - count

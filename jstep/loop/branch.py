@@ -1,7 +1,6 @@
 """Branching with `start_from`: find and validate the checkpoint of another run to begin from."""
 
 import contextlib
-import functools
 import os
 import re
 from typing import Any, NamedTuple
@@ -238,10 +237,7 @@ def _trunk_at(path: str, prefix: str) -> tuple[Saver, int, bool]:
         _refuse_damaged(store, prefix, newest)
         if newest >= 0:
             return Saver(path, prefix=prefix), newest, False
-    searches = [functools.partial(latest_checkpoint, path)]
-    if match is not None:
-        searches += [functools.partial(latest_checkpoint, above, match[1]), functools.partial(latest_checkpoint, above)]
-    other = next((latest for search in searches if (latest := search())), None)
+    other = latest_checkpoint(path) or latest_checkpoint(above, prefix if match is None else match[1])
     there = f"the newest checkpoint there is {other}" if other else "there are no checkpoints"
     raise FileNotFoundError(f"start_from={path!r}: must be a checkpoint, or a directory with {prefix}-*; {there}")
 

@@ -184,9 +184,7 @@ class AutoSteps:
 
     def _choose(self, seconds: float, beyond: int) -> None:
         if not processes.is_single_process():
-            micros = round(1e6 * min(seconds, 1000.0))  # int32 ends at half an hour
-            (slowest,) = processes.max_over_processes(np.array([micros], np.int32))
-            seconds = float(slowest) / 1e6
+            seconds = float(processes.max_over_processes(np.array([seconds], np.float32))[0])
         max_steps = choose_max_steps(seconds)
         steps = "1 step" if max_steps == 1 else f"up to {max_steps} steps"
         _logger.info('steps_per_call="auto": %s per call (one step takes %.3g ms)', steps, 1e3 * seconds)

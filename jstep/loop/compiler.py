@@ -187,22 +187,11 @@ class Compiled:
         self.spans.append((begin, now))
         self.seconds += duration_secs
 
-    def count_program(self) -> None:
-        self.programs += 1
-        self.unfinished = 0.0
-
-    def count_hit(self) -> None:
-        self.hits += 1
-
     def add(self, there: "Compiled") -> None:
         self.programs += there.programs
         self.hits += there.hits
         self.seconds += there.seconds
         self.unfinished = 0.0
-
-
-def thread_record() -> Compiled:
-    return _of_thread.compiled
 
 
 class _OfThread(threading.local):
@@ -213,16 +202,21 @@ class _OfThread(threading.local):
 _of_thread = _OfThread()
 
 
+def thread_record() -> Compiled:
+    return _of_thread.compiled
+
+
 def _count_compilation(event: str, duration_secs: float, **_: str | int) -> None:
     if event.startswith("/jax/core/compile/"):
         thread_record().add_span(duration_secs)
     if event == "/jax/core/compile/backend_compile_duration":
-        thread_record().count_program()
+        record = thread_record()
+        record.programs, record.unfinished = record.programs + 1, 0.0
 
 
 def _count_hit(event: str, **_: str | int) -> None:
     if event == "/jax/compilation_cache/cache_hits":
-        thread_record().count_hit()
+        thread_record().hits += 1
 
 
 jax.monitoring.register_event_duration_secs_listener(_count_compilation)
@@ -237,18 +231,13 @@ def in_silence(name: str) -> contextlib.AbstractContextManager[object]:
 
 
 class Compilations:
-    """The log of a run's compilations.
+    """The log of a run's compilations; `has_several` says whether to log why a program is compiled."""
 
-    Args:
-        steps: Returns all steps and loops that have programs.
-        has_several: Whether to log why a program is compiled.
-    """
-
-    def __init__(self, steps: Callable[[], list[Any]], compiling: Compiling, *, has_several: bool) -> None:
-        self._steps, self.compiling, self._has_several = steps, compiling, has_several
+    def __init__(self, compiling: Compiling, *, has_several: bool) -> None:
+        self.compiling, self._has_several = compiling, has_several
         self._begun: set[Stage] = set()
         self._ahead: set[Any] = set()  # stages and programs
-        self._size = 0.0  # of the steps' program caches
+        self._sizes: dict[int, int] = {}  # of the steps' program caches
         self.compiled = thread_record()
 
     def waiting(self, stage: Stage) -> contextlib.AbstractContextManager[object]:
@@ -269,10 +258,11 @@ class Compilations:
         """Log a program that was compiled again, for other arguments; return whether it is the first of its stage."""
         program = call.program
         stage, is_first = program.stage, program.stage not in self._begun
-        size, self._size = self._size, self._size_of_caches()
+        size = getattr(program.step, "_cache_size", lambda: self.compiled.programs)()
+        has_grown, self._sizes[id(program.step)] = size > self._sizes.get(id(program.step), 0), size
         if is_first:
             self._begun.add(stage)
-        elif self._size > size and stage.is_compiled and program not in self._ahead:
+        elif has_grown and stage.is_compiled and program not in self._ahead:
             _logger.info(
                 "compiled %s again for %s: its batch differs from earlier ones in shapes, dtypes or placement (%s), or "
                 "its state in placement",
@@ -282,10 +272,6 @@ class Compilations:
             )
         self._ahead.discard(program)  # it is compiled again only for other arguments
         return is_first
-
-    def _size_of_caches(self) -> float:
-        sizes = [getattr(step, "_cache_size", None) for step in self._steps()]
-        return sum(self.compiled.programs if size is None else size() for size in sizes)
 
 
 def _steps(call: Call) -> str:

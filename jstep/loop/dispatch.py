@@ -124,7 +124,7 @@ class Dispatch:
         if is_first:
             check_result(result)
         if not call.program.is_called:
-            call.program.mark_called(call)
+            call.program.is_called, call.program.rows = True, call.rows()
         self._watch.reassign(STARTING, seconds)
         if is_first:
             if self._latest is None:
@@ -143,8 +143,7 @@ class Dispatch:
 
     def repeated(self, call: Call) -> Callable[..., Any]:
         """Return a function `repeat(state, *call.args) -> (state, metrics)` for a call that was made."""
-        repeat: Callable[..., Any] = call.program.repeated(call, self.table.sums)
-        return repeat
+        return call.program.repeated(call, self.table.sums)
 
     @property
     def constants(self) -> Constants:

@@ -89,28 +89,18 @@ class Program:
         return (jitted_program(self.step, state, args) if isinstance(self.step, TrainStep) else self.step), args
 
     def repeated(self, call: Call, sums: MetricSums) -> Callable[..., Any]:
-        """Return a function `repeat(state, *call.args)` that adds no metrics to the sums."""
+        """Return a function `repeat(state, *call.args)` that adds no metrics; its `donate` is that of the step."""
         if not self.is_looped:
             step: Callable[..., Any] = self.step
             return step
-        return _Repeated(self.step, call.steps, lambda state: sums.empty(self._columns, state.global_step))
 
-    def mark_called(self, call: Call) -> None:
-        self.is_called, self.rows = True, call.rows()
+        def repeat(state: Tree, *args: Any) -> Any:
+            before = sums.empty(self._columns, state.global_step)
+            new, metrics, _ = call_step(self.step, state, (np.int32(call.steps), before, *args))
+            return new, metrics.merged()
 
-    def mark_failed(self) -> None:
-        self.has_failed = True
-
-
-class _Repeated:
-    """A function that repeats a call of several steps; `donate` says whether it donates the state."""
-
-    def __init__(self, step: LoopedStep, steps: int, before: Callable[[Any], Any]) -> None:
-        self._step, self._steps, self._before, self.donate = step, np.int32(steps), before, step.donate
-
-    def __call__(self, state: Tree, *args: Any) -> Any:
-        new, metrics, _ = call_step(self._step, state, (self._steps, self._before(state), *args))
-        return new, metrics.merged()
+        repeat.donate = self.step.donate  # type: ignore[attr-defined]
+        return repeat
 
 
 class _MaxSteps(NamedTuple):
@@ -147,13 +137,10 @@ class ProgramTable:
         self.sums = MetricSums() if sums is None else sums
         self.state_shapes = shapes_of(state)
         self.tracing = threading.Lock()  # held while any thread traces a program for new shapes
-        self.compilations = Compilations(self.steps, compiling, has_several=self.is_looped or len(self.stages) > 1)
+        self.compilations = Compilations(compiling, has_several=self.is_looped or len(self.stages) > 1)
 
     def stage_of(self, step: int) -> Stage:
         return self.stages[self.train_steps.index(step)]
-
-    def steps(self) -> list[Any]:
-        return list({id(program.step): program.step for program in list(self._programs.values())}.values())
 
     # From batches to calls.
 
@@ -161,11 +148,7 @@ class ProgramTable:
         self, items: CopiedBatches, start: int, ends: Iterable[float], sharding: object, *, one_step: bool = False
     ) -> Iterator[Call]:
         """Return the batches from a step on as calls that end at `ends`, or at every step if `one_step`."""
-
-        def alone(step: int, *_: object) -> Program:
-            return Program(self.stage_of(step))
-
-        program_for: ProgramFor = alone if one_step else self.program_for
+        program_for: ProgramFor = (lambda step, *_: Program(self.stage_of(step))) if one_step else self.program_for
         return make_calls(items, start, program_for, sharding, on_device=self.on_device, ends=ends)
 
     def program_for(self, step: int, shapes: Tree, args: Callable[[], tuple[Any, ...]]) -> Program:
@@ -192,7 +175,7 @@ class ProgramTable:
             except Exception as error:  # the step that needs it raises and explains it
                 _logger.debug("%s cannot be looped: %s", stage.name, error)
                 forget_frames(error)
-                program.mark_failed()
+                program.has_failed = True
             self._programs[key] = program
             return program
 
@@ -214,7 +197,7 @@ class ProgramTable:
                 step, args = program.traceable(self.state_shapes, args, self.sums)
                 traced = step.trace(self.state_shapes, *args)
             except Exception:
-                program.mark_failed()
+                program.has_failed = True
                 raise
             traced.lower().compile()
 

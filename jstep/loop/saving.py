@@ -1,16 +1,16 @@
 """The checkpoint of a run: the state, and everything else that a restart needs.
 
-Entries are saved by these methods of `RunContents`:
+Entries are saved by these methods of `RunSaverHook`:
 
 | key of its `extra` | content | saved by | restored by |
 |---|---|---|---|
-| `batches`, `batches_of_processes` | positions of the batches | `positions` | `restore_position`, by `start.py` |
+| `batches`, `batches_of_processes` | positions of the batches | `_positions` | `restore_position`, by `start.py` |
 | `hooks` | the states of the hooks | `_hooks` | `restore_hooks` |
 | `stopped` | the name of the hook that stopped the run | `_hooks` | a log line; it is kept if no step is run |
 | `ended` | the step at which the hooks have ended | `_hooks` | `HookRunner`, which ends them once |
-| `held` | the initial values of held hyperparameters | `extra` | `restore`, which warns if the new ones differ |
-| `run` | the name of the run and of its event files | `extra` | `Run.name` |
-| `parent` | path and step of the checkpoint that the run began from | `extra` | `parent_in`, for `Origin` |
+| `held` | the initial values of held hyperparameters | `_extra_with` | `restore`, which warns if the new ones differ |
+| `run` | the name of the run and of its event files | `_extra_with` | `Run.name` |
+| `parent` | path and step of the checkpoint that the run began from | `_extra_with` | `parent_in`, for `Origin` |
 | others | data of an observer, such as the past of a card | `Observer.checkpoint_extra` | the observer |
 """
 
@@ -21,7 +21,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -117,8 +117,6 @@ def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, 
             origin = dataclasses.replace(origin, parent=origin.parent or parent_in(extra))
     if trunk is None and options.where is not None:
         origin = _of_copy(setup, options.where, saver, origin)
-    if saver is None:
-        processes.on_all_processes(lambda: _reach(options.where), "the logs cannot be opened")
     processes.on_all_processes(lambda: _notify_opened(options, observers, saver, origin), "the logs cannot be opened")
     if reads is None:
         first = _step_of_given(state, "and no checkpoint_dir to restore from")
@@ -138,16 +136,12 @@ def _of_copy(setup: Setup, where: str, saver: Saver | None, origin: Origin) -> O
     return dataclasses.replace(origin, extra=extra, parent=parent, parent_run=extra[PARENT_RUN], is_copy=is_new)
 
 
-def _reach(logdir: str | None) -> None:
-    """Ask a bucket without checkpoints for its keys: the record and the event files would each wait for it."""
-    if logdir is not None and is_url(logdir) and jax.process_index() == 0:
-        objects = Objects(logdir)
-        with objects.within(START_TIMEOUT_SECS):
-            objects.list(FOLDER, f"{FOLDER}~")
-
-
 def _notify_opened(options: Options, observers: Observers, saver: Saver | None, origin: Origin) -> None:
     if jax.process_index() == 0:
+        if saver is None and options.where is not None and is_url(options.where):
+            objects = Objects(options.where)  # asked now, as the record and the event files would each wait for it
+            with objects.within(START_TIMEOUT_SECS):
+                objects.list(FOLDER, f"{FOLDER}~")
         places = {os.fspath(place) for place in (options.where, options.logdir) if place is not None}
         for place in places:
             if not is_url(place):
@@ -348,67 +342,6 @@ class _HostState(NamedTuple):
     hooks: Extra
 
 
-class RunContents:
-    """What the checkpoints of a run contain beside the state: `extra` at a step, and the positions of the batches."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def host_state(self) -> _HostState:
-        return _HostState(self.positions(), self._hooks())
-
-    def has_same(self, saved: _HostState) -> bool:
-        # Only positions of batches made with the state can change after their step; all processes must compare them.
-        is_same = True
-        if self._run.source.is_of_state and self._run.feeder.has_begun:
-            is_same = not processes.any_process(not self.positions().is_same(saved.positions))
-        return self._hooks().is_same(saved.hooks) and is_same
-
-    def is_at_last(self) -> bool:
-        return self._run.setup.is_at_last
-
-    def _hooks(self) -> Extra:
-        run = self._run
-        # A run that takes no step keeps the name of the hook that stopped the earlier one.
-        by = run.setup.loop.stopped_by or (None if run.feeder.has_begun else run.origin.extra.get(STOPPED))
-        states = get_states(run.hooks)
-        entries = {HOOK_STATES: states or None, STOPPED: by, ENDED: run.step if run.runner.has_ended() else None}
-        values = {key: value for key, value in entries.items() if value is not None}
-        files = AttachedFiles("hooks.")
-        return Extra(as_json(values, files), files if jax.process_index() == 0 else {})
-
-    def positions(self) -> Extra:
-        """Return the positions of the batches; must be called on all processes."""
-        run = self._run
-        files = AttachedFiles()
-        if not run.feeder.has_begun:  # the positions have not changed
-            return Extra(positions_elsewhere(run.origin.extra, files), files)
-        # A batch that was fetched but not trained on is fetched again after a restart.
-        return Extra(gather_positions(run.feeder.position_after(run.step - run.setup.loop.first), files), files)
-
-    def extra(self, host_state: Callable[[], _HostState]) -> Extra:
-        """Notify the observers of a save that nothing prevents any more, and return its `extra`."""
-        run = self._run
-        # A run that resumes from a checkpoint does not write earlier summaries again.
-        if (writer := run.reports.writer) is not None:
-            try:
-                writer.drain()
-            except Exception as error:
-                run.log_failed(writer, error)
-        for observer in run.observers:
-            observer.about_to_save()
-        positions, hooks = host_state()
-        observed = {
-            key: value for observer in run.observers for key, value in observer.checkpoint_extra(run.step).items()
-        }
-        held = {HELD_VALUES: run.origin.held} if run.origin.held else {}
-        parent = {} if run.origin.parent is None else {PARENT: run.origin.parent}
-        return Extra(
-            positions.values | observed | hooks.values | held | parent | {RUN_KEY: run.name},
-            {**positions.files, **hooks.files},
-        )
-
-
 # The hook that saves.
 
 
@@ -418,21 +351,19 @@ class RunSaverHook(CheckpointSaverHook):
     A step is saved again if hooks changed any of these after the save.
     """
 
-    _contents: RunContents
-
     def __init__(self, options: Options, saver: Saver) -> None:
         is_auto = options.save_checkpoint_secs == AUTO
         secs: Any = None if is_auto else options.save_checkpoint_secs
-        super().__init__(saver, save_secs=secs, save_steps=options.save_checkpoint_steps, extra=self._make_extra)
+        super().__init__(saver, save_secs=secs, save_steps=options.save_checkpoint_steps, extra=self._extra_of_run)
         self._interval = SaveInterval(saver) if is_auto else None
         if self._interval is not None:
             self.cadence = Cadence(secs=self._interval, together=True)
         self.part = STEPPING  # it measures its own time when it saves
         self._saved_host_state = self._host_state = _HostState(Extra({}, {}), Extra({}, {}))
 
-    def use_contents(self, contents: RunContents) -> None:
-        """Called with `use_run`."""
-        self._contents = contents
+    @property
+    def run(self) -> Run:
+        return cast(Run, super().run)
 
     def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
         """Save, without counting the wait for steps in flight."""
@@ -454,7 +385,7 @@ class RunSaverHook(CheckpointSaverHook):
         interval = self._interval
         if interval is not None and processes.broadcast_ints(interval.is_too_early())[0]:
             return
-        self._temporary_secs = None if interval is None or self._contents.is_at_last() else MAX_SECS
+        self._temporary_secs = None if interval is None or self.run.setup.is_at_last else MAX_SECS
         try:
             self.save(step, state)
         finally:
@@ -464,13 +395,13 @@ class RunSaverHook(CheckpointSaverHook):
         """Save from another thread while the loader or a hook stalls, without calling any hook."""
         if not super().has_saved(step, state):
             hooks = self._saved_host_state.hooks  # as of the latest save
-            extra = self._contents.extra(lambda: _HostState(self._contents.positions(), hooks))
+            extra = self._extra_with(lambda: _HostState(self._positions(), hooks))
             with internal_transfers(), self.saver.knowing(is_finite):
                 self.saver.save(state, extra=extra)
         self.saver.wait()
 
     def restored(self, step: int, state: TrainState) -> None:
-        self._host_state = self._contents.host_state()
+        self._host_state = self._contents()
         self.mark_saved(step, state)
 
     def mark_saved(self, step: int, state: TrainState) -> None:
@@ -481,14 +412,64 @@ class RunSaverHook(CheckpointSaverHook):
             file.load = functools.partial(self.saver.read_file, name, step)
 
     def has_saved(self, step: int, state: TrainState) -> bool:
-        return super().has_saved(step, state) and self._contents.has_same(self._saved_host_state)
+        if not super().has_saved(step, state):
+            return False
+        run, saved, is_same = self.run, self._saved_host_state, True
+        # Only positions of batches made with the state can change after their step; all processes must compare them.
+        if run.source.is_of_state and run.feeder.has_begun:
+            is_same = not processes.any_process(not self._positions().is_same(saved.positions))
+        return self._hooks().is_same(saved.hooks) and is_same
 
-    def _make_extra(self) -> Extra:
-        def host_state() -> _HostState:
-            self._host_state = self._contents.host_state()
+    def _extra_of_run(self) -> Extra:
+        def contents() -> _HostState:
+            self._host_state = self._contents()
             return self._host_state
 
-        return self._contents.extra(host_state)
+        return self._extra_with(contents)
+
+    def _contents(self) -> _HostState:
+        return _HostState(self._positions(), self._hooks())
+
+    def _hooks(self) -> Extra:
+        run = self.run
+        # A run that takes no step keeps the name of the hook that stopped the earlier one.
+        by = run.setup.loop.stopped_by or (None if run.feeder.has_begun else run.origin.extra.get(STOPPED))
+        states = get_states(run.hooks)
+        entries = {HOOK_STATES: states or None, STOPPED: by, ENDED: run.step if run.runner.has_ended() else None}
+        values = {key: value for key, value in entries.items() if value is not None}
+        files = AttachedFiles("hooks.")
+        return Extra(as_json(values, files), files if jax.process_index() == 0 else {})
+
+    def _positions(self) -> Extra:
+        """Return the positions of the batches; must be called on all processes."""
+        run = self.run
+        files = AttachedFiles()
+        if not run.feeder.has_begun:  # the positions have not changed
+            return Extra(positions_elsewhere(run.origin.extra, files), files)
+        # A batch that was fetched but not trained on is fetched again after a restart.
+        return Extra(gather_positions(run.feeder.position_after(run.step - run.setup.loop.first), files), files)
+
+    def _extra_with(self, host_state: Callable[[], _HostState]) -> Extra:
+        """Notify the observers of a save that nothing prevents any more, and return its `extra`."""
+        run = self.run
+        # A run that resumes from a checkpoint does not write earlier summaries again.
+        if (writer := run.reports.writer) is not None:
+            try:
+                writer.drain()
+            except Exception as error:
+                run.log_failed(writer, error)
+        for observer in run.observers:
+            observer.about_to_save()
+        positions, hooks = host_state()
+        observed = {
+            key: value for observer in run.observers for key, value in observer.checkpoint_extra(run.step).items()
+        }
+        held = {HELD_VALUES: run.origin.held} if run.origin.held else {}
+        parent = {} if run.origin.parent is None else {PARENT: run.origin.parent}
+        return Extra(
+            positions.values | observed | hooks.values | held | parent | {RUN_KEY: run.name},
+            {**positions.files, **hooks.files},
+        )
 
 
 def why_position_lost(run: Run) -> str:

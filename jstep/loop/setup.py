@@ -115,24 +115,16 @@ class LoopState:
 # The parts of a run.
 
 
+@dataclasses.dataclass
 class Lines:
-    """The file of this start, once it is open; any thread writes it."""
+    """The file of this start, while it is open; any thread writes it."""
 
-    def __init__(self) -> None:
-        self.file: StartFile | None = None
-
-    def open(self, file: StartFile) -> None:
-        self.file = file
+    file: StartFile | None = None
 
     def add_stall(self, **fields: object) -> None:
         if (file := self.file) is not None:
             file.update({"stalls": [*file.fields["stalls"], fields][-100:]})
             file.due.set()
-
-    def close(self) -> None:
-        file, self.file = self.file, None
-        if file is not None:
-            file.close()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -116,9 +116,6 @@ class Wait:
     reads: int | None = None
     part: str = ""
 
-    def update(self, what: str, passed: float, idle: float) -> None:
-        self.what, self.age, self.idle = what, self.age + passed, self.idle + idle
-
     def is_due(self, reads: int) -> bool:
         """Return whether a line is due, after this many reads of the other processes' files."""
         self.next_line = self.next_line or self.age
@@ -126,9 +123,6 @@ class Wait:
             return False
         self.reads = reads if self.reads is None else self.reads
         return True
-
-    def mark_reported(self, part: str) -> None:
-        self.next_line, self.reads, self.part = 2 * self.age, None, part
 
 
 class StallWatch(Observer):
@@ -209,7 +203,7 @@ class StallWatch(Observer):
         # The other processes, stalled for as long, need a moment to write their files.
         has_read = not self.setup.options.where or files.reads > (stall.reads or 0) + self._is_shared
         if is_due and (has_read or stall.age > stall.next_line + 4):
-            stall.mark_reported(self.setup.watch.current)
+            stall.next_line, stall.reads, stall.part = 2 * stall.age, None, self.setup.watch.current
             _log_in_time(self._line(stall))
         if self._hook.exit_secs is not None and stall.age > self._hook.exit_secs:
             self._exit(stall)
@@ -272,7 +266,7 @@ class StallWatch(Observer):
         if before is None or now is None or before.key != now.key:
             self._end_wait(before)
             return now
-        before.update(now.what, passed, idle)
+        before.what, before.age, before.idle = now.what, before.age + passed, before.idle + idle
         return before
 
     def _end_wait(self, wait: Wait | None) -> None:
@@ -283,13 +277,9 @@ class StallWatch(Observer):
                 self._survived[wait.thing] = max(wait.age, self._survived.get(wait.thing, 0.0))
 
     def _record(self, wait: Wait) -> None:
-        fields = {
-            "part": wait.part or self.setup.watch.current,
-            "stalled": round(wait.age, 3),
-            "what": wait.what,
-            "process": self._index,
-        }
-        self.setup.lines.add_stall(time=round(time.time(), 6), step=self.setup.loop.step, **fields)
+        part, now, stalled = wait.part or self.setup.watch.current, round(time.time(), 6), round(wait.age, 3)
+        fields = {"time": now, "step": self.setup.loop.step, "part": part, "stalled": stalled, "what": wait.what}
+        self.setup.lines.add_stall(**fields, process=self._index)
 
     # The definition of a stall.
 
@@ -322,9 +312,9 @@ class StallWatch(Observer):
 
     def _line(self, wait: Wait) -> str:
         usual, place = self._usual(wait), self._place(wait)
-        text = f"{self._name} has been {wait.what} for {_secs(wait.age)} s"
-        text += "" if usual is None else f" (usually {_secs(usual)} s)"
-        return "; ".join([f"{text}: {place}" if place else text, *self._elsewhere(wait)])
+        usually = "" if usual is None else f" (usually {_secs(usual)} s)"
+        text = f"{self._name} has been {wait.what} for {_secs(wait.age)} s{usually}{place and ': '}{place}"
+        return "; ".join([text, *self._elsewhere(wait)])
 
     def _elsewhere(self, wait: Wait) -> Iterator[str]:
         """Describe the other processes: count those that wait for others, name the rest."""
@@ -364,7 +354,7 @@ class StallWatch(Observer):
         return {
             "processes": self._count, "step": self.setup.loop.step, "part": self.setup.watch.current,
             "kind": wait.kind,
-            "what": _short(wait), "since": time.time() - wait.age, "stall": stall,
+            "what": wait.what.replace("in a call of ", "in "), "since": time.time() - wait.age, "stall": stall,
             "line": self._place(wait), "steps": wait.steps, "threads": stacks,
         }  # fmt: skip
 
@@ -399,10 +389,6 @@ class StallWatch(Observer):
 def _call(first: int, last: int) -> Wait:
     steps = f"step {first}" if last == first else f"steps {first} to {last}"
     return Wait(CALL, f"in a call of {steps}", (CALL, last), steps=(first, last))
-
-
-def _short(wait: Wait) -> str:
-    return wait.what.replace("in a call of ", "in ")
 
 
 def _secs(seconds: float) -> str:

@@ -31,7 +31,7 @@ from jstep.loop.feeder import BatchFeeder, FirstBatch, copy_batches
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.programs import ProgramTable
 from jstep.loop.run import ENDED, STOPPED, Observers, Origin, Run, compiling_for, name_of_run
-from jstep.loop.saving import RunContents, RunSaverHook, open_checkpoints, restore, restore_hooks
+from jstep.loop.saving import RunSaverHook, open_checkpoints, restore, restore_hooks
 from jstep.loop.setup import Setup
 from jstep.loop.stages import StageBoundaries
 from jstep.loop.stopping import report_done
@@ -98,9 +98,6 @@ def open_run(setup: Setup, observers: Observers, batches: Tree) -> Run:
         at_start=_contents_at_start(setup.loop.state, hooks),
     )
     runner.use_run(run)
-    for hook in run.savers:
-        if isinstance(hook, RunSaverHook):
-            hook.use_contents(RunContents(run))
     if saver is not None:  # a run that resumes from a checkpoint does not write earlier lines again
         summaries = [] if reports.writer is None else [reports.writer.settle]
         for flush in (*summaries, *(observer.flush for observer in observers), setup.background.flush):

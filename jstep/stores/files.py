@@ -10,7 +10,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, BinaryIO, Literal, overload
+from typing import Any, BinaryIO
 
 from jstep.core.exceptions import Picklable
 from jstep.stores.objects import Directory, Objects
@@ -29,14 +29,10 @@ def open_for_reading(path: str) -> BinaryIO:
     return io.BytesIO(data)
 
 
-@overload
-def open_regular(path: str) -> BinaryIO: ...
-@overload
-def open_regular(path: str, *, buffered: Literal[False]) -> io.FileIO: ...
-def open_regular(path: str, *, buffered: bool = True) -> Any:
+def open_regular(path: str, buffering: int = -1) -> Any:
     """Open a regular file for reading, through links; never a FIFO, which blocks, or a device."""
     _check_regular(path, os.stat(path))  # before it is opened, as opening a device may have effects
-    file = open(path, "rb", -1 if buffered else 0, opener=_opener())  # noqa: SIM115
+    file = open(path, "rb", buffering, opener=_opener())  # noqa: SIM115
     try:
         _check_regular(path, os.fstat(file.fileno()))
     except BaseException:
@@ -146,23 +142,22 @@ class ForeignFileError(Picklable, ValueError):
     """A file with a name that jstep writes, which is not one that jstep wrote."""
 
 
-def open_own(path: str, beginning: bytes, *, append: bool = True, writable: bool = True) -> io.FileIO:
+def open_own(path: str, beginning: bytes, *, append: bool = True) -> io.FileIO:
     """Open a file with a name of jstep's for reading and writing, and create it if it is missing.
 
     Args:
         path: The file. Folders on the way may be links.
         beginning: The bytes with which it begins, unless it is empty, torn, or begins with null characters.
         append: Whether all bytes are written at its end.
-        writable: Whether it is opened for writing, and created.
 
     Raises:
         ForeignFileError: It is a link, is not a regular file, or has other content.
     """
     with contextlib.suppress(FileNotFoundError):
         _check_own(path, os.lstat(path))  # before it is opened, as opening a device may have effects
-    more = getattr(os, "O_NOFOLLOW", 0) | (os.O_CREAT if writable else 0)
+    opener = _opener(getattr(os, "O_NOFOLLOW", 0) | os.O_CREAT)
     try:
-        file: io.FileIO = open(path, "ab+" if append else "r+b" if writable else "rb", 0, opener=_opener(more))  # noqa: SIM115
+        file: io.FileIO = open(path, "ab+" if append else "r+b", 0, opener=opener)  # noqa: SIM115
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise foreign_file(path, "is a link") from None
@@ -171,8 +166,6 @@ def open_own(path: str, beginning: bytes, *, append: bool = True, writable: bool
         _check_own(path, os.fstat(file.fileno()))
         file.seek(0)
         head = file.read(_BLOCK) or b""
-        while head and not head.strip(b"\0") and (more_nulls := file.read(_BLOCK)):
-            head = b"\0" + more_nulls
         first = head.lstrip(b"\0")[: len(beginning)]
         if not beginning.startswith(first) and not _is_hole(head, beginning):
             raise foreign_file(path, f"begins with {first!r}")
@@ -201,35 +194,22 @@ def foreign_file(path: str, what: str) -> ForeignFileError:
     return ForeignFileError(f"{path}: jstep writes a file of this name, but it {what}; move it away")
 
 
-@contextlib.contextmanager
-def named_file(path: str) -> Iterator[BinaryIO]:
-    """Open a file that the user named for writing; a regular file is replaced atomically, and keeps its mode.
+def write_named(path: str, data: bytes) -> None:
+    """Write a file or object that the user named; a regular file is replaced atomically, and keeps its mode.
 
     Links are followed. What is not a regular file, such as a FIFO or a device, is written through.
     """
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        found = None
-    if found is not None and not stat.S_ISREG(found.st_mode):
+    found = os.stat(path) if not is_url(path) and os.path.exists(path) else None
+    if found is None:
+        replace_file(path if is_url(path) else os.path.realpath(path), data)
+    elif not stat.S_ISREG(found.st_mode):
         with open(path, "wb") as file:
-            yield file
-        return
-    target = os.path.realpath(path)
-    with _replacement(target) as file:
-        if found is not None:
+            file.write(data)
+    else:
+        with _replacement(os.path.realpath(path)) as file:
             with contextlib.suppress(OSError):  # a file system without modes
                 os.chmod(file.name, stat.S_IMODE(found.st_mode))
-        yield file
-
-
-def write_named(path: str, data: bytes) -> None:
-    """Write a file that the user named, as `named_file` does, or an object."""
-    if is_url(path):
-        replace_file(path, data)
-        return
-    with named_file(path) as file:
-        file.write(data)
+            file.write(data)
 
 
 @contextlib.contextmanager

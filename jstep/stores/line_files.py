@@ -1,18 +1,17 @@
 """Logs of JSON lines, to which a later run appends: files, or objects that are uploaded periodically."""
 
 import errno
-import json
 import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
-from jstep.stores.files import foreign_file, make_folders, open_own
+from jstep.stores.files import decode_json, foreign_file, make_folders, open_own
 from jstep.stores.growing_files import ObjectAppender, sync_growing
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.urls import is_url, split_path
 
-_BLOCK, _MAX_LINE = 2**16, 2**26
+_MAX_LINE = 2**26
 
 
 def open_lines(path: str, beginning: bytes, is_line: Callable[[bytes], bool]) -> "LocalLines | ObjectLines":
@@ -31,16 +30,9 @@ def open_lines(path: str, beginning: bytes, is_line: Callable[[bytes], bool]) ->
 
 def _check_first(path: str, data: bytes, beginning: bytes, is_line: Callable[[bytes], bool]) -> None:
     first = data.lstrip(b"\0").partition(b"\n")[0]
-    if first and not (first.startswith(beginning) and is_line(first)) and _is_json(first):  # otherwise it is torn
+    is_one = not first or (first.startswith(beginning) and is_line(first))
+    if not is_one and decode_json(first) is not None:  # otherwise it is torn
         raise foreign_file(path, f"begins with {first[:50]!r}")
-
-
-def _is_json(data: bytes) -> bool:
-    try:
-        json.loads(data)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 class LocalLines:
@@ -53,21 +45,15 @@ class LocalLines:
         try:
             self._file.seek(0)
             _check_first(path, self._file.read(2**20) or b"", beginning, is_line)
-            size = end = self._file.seek(0, os.SEEK_END)
-            while (
-                end and end > size - _MAX_LINE and not (tail := self._block_before(end)).endswith(b"\n")
-            ):  # an incomplete last line
-                end -= len(tail) - (tail.rfind(b"\n") + 1)
-            if size - end >= _MAX_LINE:
+            begin = max(0, self._file.seek(0, os.SEEK_END) - _MAX_LINE)
+            self._file.seek(begin)
+            end = (self._file.read() or b"").rfind(b"\n") + 1
+            if begin and not end:
                 raise foreign_file(path, f"has a line of more than {_MAX_LINE} bytes")
-            self._file.truncate(end)
+            self._file.truncate(begin + end)  # an incomplete last line
         except BaseException:
             self._file.close()
             raise
-
-    def _block_before(self, end: int) -> bytes:
-        self._file.seek(max(0, end - _BLOCK))
-        return self._file.read(min(end, _BLOCK)) or b""
 
     def write(self, line: bytes) -> None:
         data = b"\n" + line if self._is_torn else line

@@ -405,12 +405,8 @@ def translate_error(error: Exception, verb: str, url: str) -> OSError:
             f"{ENDPOINT[scheme]}"
         )
     if status:
-        tries = re.search(r"All ([0-9]+) retry attempts", text)
-        after = f", {int(tries[1]) + 1} tries in half a minute" if tries else ""
-        if tries or status == 429 or status >= 500:
-            return BusyError(
-                f"{what}: the store did not accept it (HTTP {details}{after}). It is busy or down; run again later"
-            )
+        if "retry attempts" in text or status == 429 or status >= 500:
+            return BusyError(f"{what}: the store did not accept it (HTTP {details}). It is down; run again later")
         # S3 returns 400 for expired temporary keys, and gives the reason only in a body, which a HEAD lacks.
         hint = f"; have the credentials expired? {_LOGIN[scheme]}" if status == 400 else "; see the log of the store"
         return StoreError(f"{what}: the store did not accept it (HTTP {details}){hint}")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 from jstep.core.checks import format_list
-from jstep.stores.event_files import Writer, frame, is_event_file, process_mark, proto
+from jstep.stores.event_files import Writer, frame, is_event_file, proto
 from jstep.stores.files import make_folders, names_in, replace_file
 from jstep.stores.growing_files import ObjectAppender, sync_growing
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
@@ -171,7 +171,7 @@ def starts_here(path: str, step: int, *, same_place: bool) -> bool:
         if writer.run is not None and (writer.run == mine.run or (same_place and writer.place == mine.place))
     ]
     if not own:
-        process = process_mark(socket.gethostname(), os.getpid())
+        process = f".{socket.gethostname()}.{os.getpid()}."  # also in the names of files of other libraries
         others = [name for name, writer in there.items() if writer.run is not None or process not in name]
         if others:
             _logger.warning(

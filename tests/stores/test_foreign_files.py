@@ -137,7 +137,7 @@ def test_temporary_files_of_dead_processes_go(tmp_path):
     owners.remove_temporary(str(tmp_path))
     assert not os.path.exists(owners.temporary_path(str(tmp_path / "other.html"), dead))
     assert os.path.exists(kept[0])
-    with files.named_file(str(page)) as file:
+    with files._replacement(str(page)) as file:
         assert owners._TEMPORARY.fullmatch(os.path.basename(file.name))["pid"] == str(os.getpid())
     assert (tmp_path / "victim").read_bytes() == TEXT
 
