@@ -199,9 +199,13 @@ def test_an_error_of_the_card_ends_no_run(tmp_path, monkeypatch, caplog):
     assert record(tmp_path)[0]["end"] == ["finished", ""]
 
 
-def test_a_timeline_of_an_earlier_version_is_left_alone(tmp_path):
+@pytest.mark.parametrize("has_record", [False, True])
+def test_a_timeline_of_an_earlier_version_is_one_line(has_record, tmp_path, caplog):
     (tmp_path / "timeline.jsonl").write_text("whatever")
-    train(tmp_path, 2)
+    (tmp_path / "starts").mkdir() if has_record else None
+    with caplog.at_level(logging.INFO, "jstep"):
+        train(tmp_path, 2)
+    assert ("timeline.jsonl is of an earlier version, and is not read" in caplog.text) is not has_record
     assert [start["number"] for start in record(tmp_path)] == [1]
     assert (tmp_path / "timeline.jsonl").read_text() == "whatever"
 
