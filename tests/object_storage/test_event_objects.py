@@ -166,8 +166,9 @@ def test_a_start_that_died_before_its_first_checkpoint(store, caplog):
     starts = [event.step for event in summary_iterator(second) if event.HasField("session_log")]
     assert (starts, caplog.text.count("of others")) == ([0, 0], 0)
     page = jstep.report(f"{store.run}/a").html
-    curve = re.search(r'<figcaption>loss</figcaption>.*?class="line s[^"]*" data-i="\d+" d="([^"]*)"', page, re.DOTALL)
-    assert curve[1].count(",") == 8
+    figure = re.search(r"<figcaption>loss</figcaption>.*?</figure>", page, re.DOTALL)[0]
+    (curve,) = re.findall(r'class="line s\d d\d" data-i="\d+" d="([^"]*)"', figure)
+    assert curve.count(",") == 8
 
 
 @pytest.mark.thorough
