@@ -1,7 +1,6 @@
 """Curves and dots as SVG: round numbers on the axes, gaps and marks at nonfinite values, spikes preserved."""
 
 import decimal
-import itertools
 import math
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -346,15 +345,6 @@ def _label(tick: Decimal, is_short: bool) -> str:
         power = next(power for power in _UNITS if power <= tick.adjusted())
         return f"{tick.scaleb(-power):f}{_UNITS[power]}"
     return f"{tick:f}" if -5 < tick.adjusted() < (15 if is_short else 20) else f"{tick:e}"
-
-
-def label_ticks(values: Iterable[float]) -> list[str]:
-    """Format the ticks of a plotting library, which have rounding errors, so that they differ from each other."""
-    with decimal.localcontext(_CONTEXT):
-        ticks = [Decimal(repr(float(value))) for value in values]
-        gaps = [b - a for a, b in itertools.pairwise(sorted(ticks)) if a < b] or [Decimal(1)]
-        unit = Decimal(1).scaleb(min(gaps).adjusted() - 3)
-        return _labels([(tick / unit).to_integral_value() * unit for tick in ticks])
 
 
 def thin(steps: Numbers, values: Numbers, columns: int) -> Numbers:

@@ -329,6 +329,9 @@ class StateBatches:
     def __init__(self, make: Callable[[int, Any], Any]) -> None:
         self.make = make
 
+    def __repr__(self) -> str:
+        return f"<jstep.from_state({getattr(self.make, '__qualname__', type(self.make).__qualname__)})>"
+
 
 # Batches of an iterable without a position, which a restart reads again up to the restored step.
 
@@ -374,6 +377,9 @@ class ReplayedBatches(Iterable[Any]):
 
     def __iter__(self) -> "ReplayedIterator":
         return ReplayedIterator(self.make)
+
+    def __repr__(self) -> str:
+        return f"<jstep.replayed({getattr(self.make, '__qualname__', type(self.make).__qualname__)})>"
 
 
 class ReplayedIterator(Iterator[Any]):

@@ -158,11 +158,6 @@ class Writer(NamedTuple):
         return cls(None, None) if run is None else cls(run["run"], run["place"])
 
 
-def process_mark(host: object, pid: object) -> str:
-    """Return what the names of a process's event files contain, also of those that other libraries write."""
-    return f".{host}.{pid}."
-
-
 def event_files(path: str) -> list[str]:
     """Return the event files of a directory (or URL) in the order they were written, or a single file itself.
 

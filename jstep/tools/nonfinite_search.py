@@ -97,11 +97,13 @@ class Search:
             self.found, self.constant = lowest.place, self._constants[lowest.constant] if lowest.constant >= 0 else None
 
     def _run(self, body: Subprogram, args: Sequence[Value]) -> list[Value]:
+        inner = {"call": self._call, "cond": self._cond, "scan": self._scan, "while": self._while}
+
         def by(operation: Operation, ins: list[Value]) -> list[Value]:
             with _mesh_of(operation):
                 if operation.kind in ("operation", "shard_map"):
                     return self._check(body, operation, ins, jaxprs.apply(operation, [item.value for item in ins]))
-                return getattr(self, f"_{operation.kind}")(body, operation, ins)
+                return inner[operation.kind](body, operation, ins)
 
         return jaxprs.evaluate(body, args, by, self._constant)
 

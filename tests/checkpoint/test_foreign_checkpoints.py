@@ -183,26 +183,6 @@ def test_renamed_fields_and_random_bytes(directory: Directory) -> None:
     directory.end(600, 2**29)
 
 
-@pytest.mark.parametrize("kind", ["fifo", "out", "out of a folder"])
-def test_data_that_the_manifest_does_not_list(directory: Directory, kind: str, tmp_path: pathlib.Path) -> None:
-    """tensorstore would wait for a FIFO for ever, and reads through links."""
-    manifest = directory.manifest
-    largest = max((name for name in manifest["files"] if "/d/" in name), key=len)
-    file = directory.path / largest
-    edit_manifest(str(directory.path), lambda data: data["files"].pop(largest) and None)
-    if kind == "out of a folder":
-        file, largest = file.parent, os.path.dirname(largest)
-    os.rename(file, tmp_path / "elsewhere")
-    if kind == "fifo":
-        os.mkfifo(file)
-    else:
-        file.symlink_to(tmp_path / "elsewhere")
-    for verify in (True, False):
-        with Saver(directory.run, verify=verify) as saver, pytest.raises(CheckpointError, match=largest):
-            saver.restore(state_at(0))
-    directory.check()
-
-
 @pytest.mark.parametrize("name", ["fifo", "folder", "sparse"])
 def test_what_is_no_manifest(directory: Directory, name: str) -> None:
     path = directory.path / "manifest.json"

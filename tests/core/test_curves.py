@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jstep.core.curves import Curve, label_ticks, picture
+from jstep.core.curves import Curve, picture
 
 UNITS = {"k": 3, "M": 6, "G": 9}
 
@@ -100,10 +100,3 @@ def test_labels_of_steps(steps, labels):
 @example([1e22, math.nextafter(1e22, 1e23)], 1, 1)
 def test_labels_of_any_range(values, first, gap):
     check(values, [first + i * gap for i in range(len(values))])
-
-
-def test_ticks_of_a_plotting_library():
-    assert label_ticks([0.1, 0.2, 0.30000000000000004]) == ["0.1", "0.2", "0.3"]
-    assert label_ticks([10, 10.0002, 10.0004]) == ["10", "10.0002", "10.0004"]
-    assert label_ticks([12_345_680, 12_345_700]) == ["12345680", "12345700"]
-    assert [label_ticks([]), label_ticks([0.0]), label_ticks([5000.0, 10_000.0])] == [[], ["0"], ["5000", "10k"]]

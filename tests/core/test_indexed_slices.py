@@ -54,11 +54,11 @@ def test_low_precision_rows_are_added_in_float32() -> None:
 def test_indices_out_of_range_raise_or_are_dropped_under_jit() -> None:
     for index in (5, -1):
         bad = jstep.IndexedSlices(jnp.ones((2, 2)), jnp.array([0, index]), (5, 2))
-        with pytest.raises(ValueError, match=rf"{index}.*5 rows"):
+        with pytest.raises(ValueError, match=rf"< 5, got {index}"):
             bad.to_dense()
         optimizer = jstep.gradient_descent(1.0)
         state = jstep.TrainState.create({"t": jnp.zeros((5, 2))}, optimizer)
-        with pytest.raises(ValueError, match=rf"'t'.*{index}.*5 rows"):
+        with pytest.raises(ValueError, match=rf"'t'.*< 5, got {index}"):
             jstep.apply_gradients(state, {"t": bad}, optimizer)
         dense = jax.jit(lambda s: s.to_dense())(bad)
         np.testing.assert_array_equal(dense, [[1, 1], [0, 0], [0, 0], [0, 0], [0, 0]])

@@ -194,8 +194,9 @@ def read_in(module):
             yield "dce_jaxpr"
 
 
-def test_one_file_reads_programs():
-    assert {module for module in MODULES if any(read_in(module))} == {"core.jaxprs"}
+def test_two_files_read_programs():
+    """`core.jaxprs`, and the graph of a program, which is its equations."""
+    assert {module for module in MODULES if any(read_in(module))} == {"core.jaxprs", "summary.graph"}
 
 
 def test_each_parameter_that_is_read_is_named_here():

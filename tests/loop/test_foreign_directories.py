@@ -123,19 +123,19 @@ def leave(directory):
     subprocess.run([sys.executable, "-c", lines, str(directory)], timeout=60, check=True)
 
 
-def test_leftovers_go_at_the_next_start_even_of_one_with_nothing_to_do(tmp_path):
+def test_leftovers_go_at_the_next_start_that_saves(tmp_path):
     run = tmp_path / "run"
     train(run)
     expected = sorted(os.listdir(run))
     leave(tmp_path / "dead")
     other = json.dumps({"host": "elsewhere", "space": "", "pid": 1, "started": "1"})
-    for last_step in (4, 5):
+    for last_step in (5, 6):
         shutil.copytree(tmp_path / "dead", run, dirs_exist_ok=True)
         (run / ".elsewhere.jstep-writer").write_text(other)
         (run / ".mine.jstep-writer").write_text(json.dumps(owners.this_process()))
         assert {".model.jstep-writer", "model-55.jstep-deleted"} <= set(os.listdir(run))
         train(run, last_step)
-        kept = {".elsewhere.jstep-writer", ".mine.jstep-writer", ".worse.jstep-writer", "stalls", "model-5"}
+        kept = {".elsewhere.jstep-writer", ".mine.jstep-writer", ".worse.jstep-writer", "stalls", "model-5", "model-6"}
         assert set(os.listdir(run)) - kept == set(expected)
         assert os.listdir(run / "stalls") == []
 

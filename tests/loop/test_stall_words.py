@@ -51,7 +51,7 @@ def watch_of(run: Any, *, warn: float = 2.0, process: int = 0, count: int = 3, *
         "setup": run, "_hook": jstep.StallHook(warn_secs=warn), "_index": process, "_count": count,
         "_name": "process 0 of 3", "_run": run, "_ident": 1, "_caller": None,
         "_device_wait": None, "_main_wait": None, "_files": files,
-        "_step": 5, "_quiet": 0.0,
+        "_step": 5, "_quiet": 0.0, "_survived": {},
     }  # fmt: skip
     vars(watch).update(fields | more)
     return watch

@@ -169,5 +169,5 @@ def test_microbatches_smaller_than_the_mesh_warn(types, caplog):
     warnings = {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
     assert warnings == {
         "num_microbatches=8: microbatches of 4 rows do not split over 8 devices, so each device computes all of their "
-        "rows; use at most 4 microbatches"
+        "rows; use fewer microbatches, or a larger batch"
     }

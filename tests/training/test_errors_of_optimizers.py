@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import pytest
 
 import jstep
@@ -10,19 +9,6 @@ import jstep
 
 def loss_fn(params: Any) -> Any:
     return params["w"] ** 2
-
-
-def test_an_optimizer_that_computes_with_a_missing_gradient_gets_a_note() -> None:
-    def update(updates: Any, slots: Any, params: Any, step: Any) -> Any:
-        return jax.tree.map(lambda p, g: -0.1 * g, params, updates), {}
-
-    naive = jstep.Optimizer(lambda params, global_step=0: {}, update, lambda step: {})
-    step = jstep.minimize(lambda params: params["w"] ** 2, naive)
-    with pytest.raises(TypeError) as caught:
-        step(jstep.TrainState.create({"w": 1.0, "unused": 2.0}, naive))
-    assert any("gradients of ['unused'] are None" in line and "leafwise" in line for line in caught.value.__notes__)
-    state, _ = step(jstep.TrainState.create({"w": 1.0}, naive))
-    assert float(state.params["w"]) == pytest.approx(0.8)
 
 
 def test_errors_of_the_step_get_no_note_about_gradients_that_are_there() -> None:
