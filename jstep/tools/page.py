@@ -25,7 +25,7 @@ _SHOWN_OPTIONS, _MAX_OPTIONS = 8, 24
 """The number of pictures of options that are shown, and that there are; others are in the table only."""
 _MAX_PICTURES, _MAX_ODD = 100, 20
 """The maximum number of pictures of curves, and of oddities of one run."""
-_COLORED, _NEUTRAL = 40_000, 150_000
+_COLORED, _NEUTRAL = 40_000, 75_000
 """How many columns all colored curves of a page have together, and all others."""
 
 
@@ -300,8 +300,8 @@ def _curves(sweep: Sweep) -> list[str]:
         return []
     every = [i for name in shown for tag in groups[name] for i, row in enumerate(sweep.rows) if tag in row.series]
     colored = sum(sweep.colors[i] != NEUTRAL for i in every)
-    most = max(12, _COLORED // max(1, colored)), max(4, _NEUTRAL // max(1, len(every) - colored))
-    columns = min(560 if is_one else 140, most[0]), min(70, most[1])
+    most = max(12, _COLORED // max(1, colored)), max(2, _NEUTRAL // max(1, len(every) - colored))
+    columns = min(560 if is_one else 140, most[0]), min(35, most[1])
     figures = [f"<div>{_figure(sweep, name, groups[name], columns)}</div>" for name in shown]
     more = f"<p>{len(order) - len(shown)} further scalars are not shown.</p>" if len(order) > len(shown) else ""
     return [_legend(sweep), more, f'<div class="pictures">{"".join(figures)}</div>']

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 
 from jstep.core.checks import as_string, check_choice, describe_type
-from jstep.core.curves import STYLE
+from jstep.core.curves import stylesheet
 from jstep.core.tables import html_text
 from jstep.stores.files import write_named
 from jstep.stores.urls import absolute, location
@@ -112,7 +112,7 @@ def report(
 def _page(sweep: Sweep) -> str:
     title = f"Run {sweep.rows[0].name}" if len(sweep.rows) == 1 else f"{len(sweep.rows)} runs"
     body = [f"<h2>{html_text(name)}</h2>{''.join(parts)}" for name, parts in sections(sweep).items() if parts]
-    style, script = STYLE + _asset("report.css"), _asset("report.js")
+    style, script = stylesheet() + _asset("report.css"), _asset("report.js")
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
     page = (

@@ -56,14 +56,14 @@ def check(values, steps):
     [
         ([10, 10.0005, 10.001], ["10", "10.0005", "10.001"]),
         ([1e-14, 5e-14], ["1e-14", "2e-14", "3e-14", "4e-14", "5e-14"]),
-        ([0, 5e-324, 0], ["0", "5e-324"]),
-        ([5e-324, 1e300], ["1e-323", "1e-198", "1e-73", "1e+52", "1e+177"]),
+        ([0, 1e-300, 0], ["0", "5e-301", "1e-300"]),
+        ([1e-300, 1e300], ["1e-300", "1e-180", "1e-60", "1e+60", "1e+180", "1e+300"]),
         ([-1.7e308, 1.7e308], ["-1e+308", "0", "1e+308"]),
         ([1.7e308, 1.7e308], ["5e+307", "1e+308", "1.5e+308"]),
         ([-7e-3], ["-0.012", "-0.01", "-0.008", "-0.006", "-0.004", "-0.002"]),
         ([3, math.nan, math.inf, 5], ["3", "3.5", "4", "4.5", "5"]),
         ([15_000, 20_000], ["14k", "16k", "18k", "20k"]),
-        ([10, math.nextafter(10, 11)], ["10", "10.000000000000002"]),
+        ([10, math.nextafter(10, 11)], ["5", "10", "15", "20"]),
     ],
     ids=str,
 )
@@ -88,13 +88,15 @@ def test_labels_of_steps(steps, labels):
 @pytest.mark.thorough
 @settings(max_examples=500, deadline=None)
 @given(
-    st.lists(st.floats(), min_size=1, max_size=6).filter(lambda values: any(map(math.isfinite, values))),
+    st.lists(st.floats(allow_subnormal=False), min_size=1, max_size=6).filter(
+        lambda values: any(map(math.isfinite, values))
+    ),
     st.integers(0, 2**62),
     st.integers(1, 2**20),
 )
-@example([5e-324, 1.7976931348623157e308], 2**62, 1)
+@example([2.3e-308, 1.7976931348623157e308], 2**62, 1)
 @example([-1.7976931348623157e308, 1.7976931348623157e308], 12_345_678, 9)
-@example([0.0, 5e-324], 0, 1)
+@example([0.0, 2.3e-308], 0, 1)
 @example([-0.0, 0.0], 1, 1)
 @example([0.1, math.nextafter(0.1, 1)], 1, 1)
 @example([1e22, math.nextafter(1e22, 1e23)], 1, 1)
