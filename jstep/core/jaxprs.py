@@ -401,7 +401,7 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _FILE = re.compile(r"[^\s'\"<>()\[\],=]*\.py\b(?::\d+)*")
 
 
-def program_hash(closed: object) -> str:
+def program_hash(closed: Any) -> str:
     return _Hasher().program(closed)
 
 
@@ -416,38 +416,29 @@ def hash_strings(*parts: str) -> str:
 class _Hasher:
     def __init__(self) -> None:
         self._seen: dict[int, str] = {}
-        self._type = functools.cache(_type_text)  # few types, many variables
 
-    def program(self, closed: object) -> str:
+    def program(self, closed: Any) -> str:
         if id(closed) not in self._seen:
-            jaxpr = closed.jaxpr if isinstance(closed, core.ClosedJaxpr) else closed
-            parts = self._jaxpr(jaxpr) + [self.text(const) for const in getattr(closed, "consts", ())]
+            jaxpr, numbers = getattr(closed, "jaxpr", closed), dict[Any, int]()
+
+            def bound(variables: Sequence[Any]) -> str:
+                numbers.update((variable, len(numbers) + i) for i, variable in enumerate(variables))
+                return " ".join(_type_text(variable.aval) for variable in variables)
+
+            def used(atoms: Sequence[Any]) -> str:
+                return " ".join(
+                    self._literal(atom) if isinstance(atom, core.Literal) else str(numbers[atom]) for atom in atoms
+                )
+
+            parts = [bound(jaxpr.constvars), bound(jaxpr.invars)]
+            for eqn in jaxpr.eqns:
+                parts += [_name(eqn), used(eqn.invars), self._fields(eqn.params), bound(eqn.outvars)]
+            parts += [used(jaxpr.outvars), *map(self.text, getattr(closed, "consts", ()))]
             self._seen[id(closed)] = hash_strings(*parts)
         return self._seen[id(closed)]
 
-    def _jaxpr(self, jaxpr: Any) -> list[str]:
-        numbers: dict[Any, int] = {}
-        inputs = [self._bound(jaxpr.constvars, numbers), self._bound(jaxpr.invars, numbers)]
-        computed = [part for eqn in jaxpr.eqns for part in self._operation(eqn, numbers)]
-        return [*inputs, *computed, self._used(jaxpr.outvars, numbers)]
-
-    def _operation(self, eqn: Any, numbers: dict[Any, int]) -> list[str]:
-        used, fields = self._used(eqn.invars, numbers), self._fields(eqn.params)
-        return [_name(eqn), used, fields, self._bound(eqn.outvars, numbers)]
-
-    def _bound(self, variables: Any, numbers: dict[Any, int]) -> str:
-        for variable in variables:
-            numbers[variable] = len(numbers)
-        return " ".join(self._type(variable.aval) for variable in variables)
-
-    def _used(self, atoms: Any, numbers: Mapping[Any, int]) -> str:
-        return " ".join(self._literal(atom) if isinstance(atom, core.Literal) else str(numbers[atom]) for atom in atoms)
-
     def _literal(self, atom: Any) -> str:
-        dtype, value = atom.aval.dtype, atom.val
-        is_number = isinstance(dtype, np.dtype) and np.ndim(value) == 0
-        text = str(np.asarray(value).astype(dtype)) if is_number else self.text(value)
-        return f"{self._type(atom.aval)}={text}"
+        return f"{_type_text(atom.aval)}={self.text(atom.val)}"
 
     def _fields(self, fields: Mapping[str, Any]) -> str:
         return ", ".join(f"{name}={self.text(fields[name])}" for name in sorted(fields) if name not in _UNSAID)
@@ -457,24 +448,13 @@ class _Hasher:
             return self.program(x)
         if isinstance(x, np.ndarray | np.generic | jax.Array):
             return _array_text(x)
-        if isinstance(x, Mapping):
-            return f"{{{', '.join(sorted(f'{self.text(key)}: {self.text(x[key])}' for key in x))}}}"
+        if isinstance(x, Mapping | set | frozenset):
+            return f"{{{', '.join(sorted(map(self.text, x.items() if isinstance(x, Mapping) else x)))}}}"
         if isinstance(x, tuple | list):
             return f"({', '.join(map(self.text, x))})"
-        if isinstance(x, set | frozenset):
-            return f"{{{', '.join(sorted(map(self.text, x)))}}}"
-        if isinstance(x, functools.partial):
-            return f"partial({self.text((x.func, x.args, x.keywords))})"
         if isinstance(x, Mesh | AbstractMesh):  # the repr of one has devices, of the other none
             return f"mesh({mesh_text(x)})"
-        if isinstance(x, Sharding):
-            return sharding_text(x)
-        if dataclasses.is_dataclass(x) and not isinstance(x, type):
-            fields = {field.name: getattr(x, field.name, None) for field in dataclasses.fields(x)}
-            return f"{type(x).__qualname__}({self._fields(fields)})"
-        if callable(x) and hasattr(x, "__qualname__"):
-            return f"{x.__module__}.{x.__qualname__}"
-        return f"{type(x).__qualname__} {without_addresses(repr(x))}"
+        return sharding_text(x) if isinstance(x, Sharding) else without_addresses(repr(x))
 
 
 def without_addresses(text: str) -> str:
@@ -482,6 +462,7 @@ def without_addresses(text: str) -> str:
     return _FILE.sub("*.py", _ADDRESS.sub("0x", text))
 
 
+@functools.lru_cache(1024)  # few types, many variables
 def _type_text(aval: object) -> str:
     weak = "~" if getattr(aval, "weak_type", False) else ""
     return weak + without_addresses(str(aval))
@@ -494,9 +475,8 @@ def _array_text(x: Any) -> str:
         if not x.is_fully_addressable:  # its values are on other hosts
             return f"{x.dtype}{list(x.shape)} of several processes"
     with internal_transfers():
-        array = np.ascontiguousarray(x)
-    values = array.view(np.uint8) if array.dtype.kind == "V" else array
-    return f"{array.dtype}{list(np.shape(x))} {hashlib.blake2b(values.tobytes(), digest_size=16).hexdigest()}"
+        array = np.asarray(x)
+    return f"{array.dtype}{list(array.shape)} {hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()}"
 
 
 # The arithmetic of one operation, and its number format.
