@@ -405,7 +405,7 @@ class Saver:
             except Exception as error:
                 self._failure = self._failure or error
 
-    @exceptions.context_manager
+    @contextlib.contextmanager
     def flushing(self, flush: Callable[[], None]) -> Iterator[None]:
         r"""A context in which each save calls a function in the background, before its checkpoint exists.
 

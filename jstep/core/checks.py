@@ -162,7 +162,7 @@ def as_function(
     """Check a callable, and with `takes` the number of its positional arguments."""
     if optional and value is None:
         return value
-    wanted = f"must be a function{' ' if form else ''}{form}{' or None' if optional else ''}"
+    wanted = f"must be a function {form}".rstrip() + " or None" * optional
     if not callable(value):
         raise TypeError(f"{argument}={format_value(value)}: {wanted}, got {describe_type(value)}")
     if takes is not None and not may_take(value, takes):
@@ -178,18 +178,14 @@ def as_mapping(value: object, argument: str, contents: str) -> Mapping[Any, Any]
 
 
 def as_functions(functions: Any, argument: str, form: str) -> tuple[Any, ...]:
-    try:
-        if callable(functions):
-            raise TypeError
-        items = tuple(functions)
-    except TypeError:
+    if callable(functions) or not isinstance(functions, Iterable):
         what = f"{argument}: must be a sequence of functions {form}, got {describe_type(functions)}"
-        raise TypeError(f"{what}; give a list: {argument}=[…]") from None
+        raise TypeError(f"{what}; give a list: {argument}=[…]")
+    items = tuple(functions)
     for i, function in enumerate(items):
         if isinstance(function, type) or not callable(function):
-            raise TypeError(
-                f"{argument}[{i}]={format_value(function)}: must be a function {form}, got {describe_type(function)}"
-            )
+            what = f"{argument}[{i}]={format_value(function)}: must be a function {form}"
+            raise TypeError(f"{what}, got {describe_type(function)}")
     return items
 
 

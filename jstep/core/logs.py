@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jstep.core.checks import as_int
-from jstep.core.exceptions import context_manager
 
 _logger = logging.getLogger("jstep")
 
@@ -66,7 +65,7 @@ def as_level(level: object) -> int:
 # Show log lines on standard error if logging is not configured.
 
 
-@context_manager
+@contextlib.contextmanager
 def log_to_stderr(shown: int = logging.NOTSET) -> Iterator[None]:
     """Write log lines to standard error, if logging is not configured for `jstep`."""
     # A handler of the root logger alone does not count: some libraries add one for warnings.
@@ -137,20 +136,14 @@ class Ticker:
         self._thread.join()
 
 
-@context_manager
+@contextlib.contextmanager
 def slow(doing: str, log: Callable[[str], object] | None = None) -> Iterator[None]:
     """Say after five seconds that something takes long: by `log` if given, else on standard error."""
-    timer = threading.Timer(FIRST_SECS, lambda: (log or _write)(f"{doing}: {FIRST_SECS:g} s so far"))
+    text = f"{doing}: {FIRST_SECS:g} s so far"
+    timer = threading.Timer(FIRST_SECS, lambda: log(text) if log else print(text, file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
-
-
-def _write(text: str) -> None:
-    stream: Any = sys.stderr
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # missing or closed
-        stream.write(f"{text}\n")
-        stream.flush()

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core.annotations import Tree
-from jstep.core.exceptions import context_manager, explain_jax
+from jstep.core.exceptions import explain_jax
 from jstep.core.trees import is_traced, partition_arrays
 
 _P = ParamSpec("_P")
@@ -53,7 +53,7 @@ def internal_transfers() -> contextlib.AbstractContextManager[object]:
     return _allowed([name for name in _GUARDS if str(read_setting(name)).startswith("disallow")])
 
 
-@context_manager
+@contextlib.contextmanager
 def _allowed(guards: list[str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in guards:

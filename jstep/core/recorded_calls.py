@@ -31,12 +31,9 @@ class RecordedCall:
         return self  # immutable; an argument may be something that cannot be copied
 
     def __repr__(self) -> str:
-        words = [as_typed(value) for value in self.args]
-        if len(words) > self.positional:
-            names = inspect.signature(self.function).parameters.values()
-            for i, parameter in list(enumerate(names))[self.positional : len(words)]:
-                if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-                    break
+        words = list(map(as_typed, self.args))
+        for i, parameter in enumerate(list(inspect.signature(self.function).parameters.values())[: len(words)]):
+            if i >= self.positional and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
                 words[i] = f"{parameter.name}={words[i]}"
         words += [f"{name}={as_typed(value)}" for name, value in self.kwargs.items()]
         return f"{self.function.__name__}({', '.join(words)})"
@@ -102,9 +99,6 @@ class RememberedFunction:
     @shortens_tracebacks
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
-
-    def __deepcopy__(self, memo: object) -> "RememberedFunction":
-        return self  # as functions
 
     def __repr__(self) -> str:
         return repr(self.call)

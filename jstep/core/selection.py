@@ -10,7 +10,7 @@ from jax.tree_util import GetAttrKey
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import describe_type, format_value
+from jstep.core.checks import as_bool, describe_type, format_value
 
 _BOXED = GetAttrKey("value")
 
@@ -64,11 +64,9 @@ def select_leaves(
     wanted = flags(params, var_list, argument)
     indices = [i for i, is_wanted in enumerate(wanted) if is_wanted and not (frozen and frozen[i])]
     if not indices:
-        why = " that the optimizer does not freeze" if any(wanted) else ""
         raise ValueError(
-            f"No variables to optimize: {argument}={format_value(var_list)} leaves none of "
-            f"{trees.leaf_paths(params)[:20]}, of "
-            f"which only floating-point leaves{why} can be trained"
+            f"No variables to optimize: {argument}={format_value(var_list)} selects no floating-point leaf, which the "
+            f"optimizer does not freeze, of {trees.leaf_paths(params)[:20]}"
         )
     return indices
 
@@ -135,8 +133,4 @@ def _by_globs(params: trees.Params, trainable: list[bool], entries: Sequence[str
 
 
 def _as_bool(flag: object, path: str, argument: str) -> bool:
-    if not isinstance(flag, bool | np.bool_):
-        raise TypeError(
-            f"{argument}: at {trees.quote_path(path)}: must be a bool, got {format_value(flag)}. It takes {_FORMS}."
-        )
-    return bool(flag)
+    return as_bool(flag, f"{argument} at {trees.quote_path(path)}")

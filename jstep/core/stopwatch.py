@@ -1,13 +1,12 @@
 """A stopwatch that assigns all time of a run to categories, without gaps."""
 
+import contextlib
 import os
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
-from jstep.core.exceptions import context_manager
 from jstep.core.interactive import is_interactive
 
 BEFORE, STARTING, STEPPING, WAITING = "before", "starting", "stepping", "waiting"
@@ -26,8 +25,7 @@ _SWITCHES = 256
 class Stopwatch:
     """A stopwatch that assigns elapsed time to categories; one thread switches them, any thread reads the times.
 
-    A switch appends the time to a queue without a lock, in a fraction of a microsecond; `seconds` empties the queue. An
-    exception anywhere, such as from a signal, leaves the times consistent.
+    What another thread reads during a switch may lack the seconds before it, once.
 
     Args:
         before: Seconds of the category `before`, which precede the others.
@@ -43,23 +41,20 @@ class Stopwatch:
     ) -> None:
         self.clock, self.before = clock, before
         self._since = clock() if since is None else since
-        self._folded = STARTING
         self._totals = dict.fromkeys(PARTS, 0.0) | {BEFORE: before}
-        self._marks: deque[tuple[str, float]] = deque()
-        self._mark = self._marks.append
-        self._lock = threading.Lock()
         self.current = self.waiting = STARTING
         self.lasted: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_VISITS))
         self._latest: deque[tuple[str, float]] = deque(maxlen=_SWITCHES)
 
     def switch(self, part: str) -> float:
         """Switch to another category; return the time."""
-        now = self.clock()
-        self._mark((part, now))
-        self.current = part
+        now, before, since = self.clock(), self.current, self._since
+        self.current, self._since = part, now
+        self._totals[before] += now - since
+        self._latest.append((part, now))
         return now
 
-    @context_manager
+    @contextlib.contextmanager
     def part(self, part: str) -> Iterator[None]:
         """Assign the time inside the context to a category; may be nested."""
         before = self.current
@@ -74,8 +69,9 @@ class Stopwatch:
         self.lasted[thing].append(share * (self.clock() - began))
 
     def reassign(self, part: str, seconds: float) -> None:
-        now = self.clock()
-        self._marks.extend(((part, now - seconds), (self.current, now)))
+        """Assign the latest seconds of the current category to another one."""
+        self._totals[self.current] -= seconds
+        self._totals[part] += seconds
 
     def started(self) -> None:
         """End the category `starting`, after the first step."""
@@ -84,9 +80,7 @@ class Stopwatch:
 
     def visits(self, part: str, after: str | None = None) -> list[float]:
         """Return the seconds of the latest visits of a category, or of those that follow another one."""
-        self.seconds()
-        with self._lock:
-            marks = list(self._latest)
+        marks = list(self._latest)
         each = zip(marks, marks[1:], marks[2:], strict=False)
         durations = [
             then - at for (before, _), (this, at), (_, then) in each if this == part and after in (None, before)
@@ -94,22 +88,9 @@ class Stopwatch:
         return durations[-_VISITS:]
 
     def seconds(self) -> dict[str, float]:
-        with self._lock:
-            now = self.clock()
-            totals, current, since, queue = self._totals, self._folded, self._since, self._marks
-            marks = [queue.popleft() for _ in range(len(queue))]
-            for part, at in marks:
-                totals[current] += at - since
-                current, since = part, at
-            totals[current] += now - since
-            self._folded, self._since = current, now
-            self._latest.extend(marks[-_SWITCHES:])
-            return dict(totals)
-
-    def stop(self) -> None:
-        """Keep only the latest switches, when the times are no longer read."""
-        self._marks = deque(maxlen=0)
-        self._mark = self._latest.append
+        totals, current, since = dict(self._totals), self.current, self._since
+        totals[current] += self.clock() - since
+        return totals
 
 
 _trained: set[int] = set()

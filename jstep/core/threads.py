@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import jax
 
-from jstep.core.exceptions import context_manager
 from jstep.core.meshes import SETTINGS, current_mesh, read_setting
 
 _JOIN_SECS, _POLL_SECS = 0.005, 0.1
@@ -127,7 +126,7 @@ _activities: dict[int, list[str]] = {}
 """The identifier of a thread → its activities, the innermost last."""
 
 
-@context_manager
+@contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
     ident = threading.get_ident()
     mine = _activities.setdefault(ident, [])

@@ -490,16 +490,11 @@ def flatten_like(params: Tree, tree: Tree, what: str, *, is_leaf: Any = None, ma
 def _mismatch(params: Tree, tree: Tree, what: str, is_leaf: Any) -> str:
     paths = functools.partial(leaf_paths, is_leaf=lambda x: x is None or bool(is_leaf and is_leaf(x)))
     want, have = paths(params), paths(tree)
-    missing, extra = only_in(want, have), [] if have == [""] else only_in(have, want)
-    text = f"{what} does not have the structure of params"
-    if have == [""]:
-        text += f"; got {describe_type(tree)}"
-    for title, differing in (("missing", missing), ("extra", extra)):
-        text += f"; {title}: {', '.join(map(repr, differing[:20]))}" if differing else ""
-    if not missing and not extra:
-        text += f"; same paths, other containers: {type(params).__name__} and {type(tree).__name__}, or "
-        text += f"{structure(tree)} instead of {structure(params)}"
-    return text
+    problems = [f"got {describe_type(tree)}"] * (have == [""])
+    for title, paths in (("missing", only_in(want, have)), ("extra", only_in(have, [*want, ""]))):
+        problems += [f"{title}: {', '.join(map(repr, paths[:20]))}"] * bool(paths)
+    other = f"same paths, other containers: {structure(tree)} instead of {structure(params)}"
+    return f"{what} does not have the structure of params; {'; '.join(problems) or other}"
 
 
 # Rows: stacking trees on a new leading axis, sizes of leading axes, and unstacking.
@@ -529,29 +524,19 @@ def stack_trees(trees: Sequence[Any], what: str, name: Callable[[int], str] = "e
             return np.stack(arrays)
         return np.stack(arrays, out=np.empty((len(arrays), *arrays[0].shape), arrays[0].dtype))
 
-    return treedef.unflatten(
-        list(map(stacked, zip(*(leaves for leaves, _ in flat), strict=True), leaf_paths(trees[0])))
-    )
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return treedef.unflatten(map(stacked, columns, leaf_paths(trees[0])))
 
 
 def unstack_trees(tree: Tree, what: str) -> list[Any]:
     """Invert `stack_trees`; rows are copies, so that the arrays can be reused."""
-    leaves, treedef = flatten(tree)
-    paths = leaf_paths(tree)
-    pairs = zip(leaves, paths, strict=True)
-    arrays = [leaf if isinstance(leaf, jax.Array) else np.asarray(native(leaf, path, what)) for leaf, path in pairs]
-    for path, array in zip(paths, arrays, strict=True):
-        if not array.ndim:
-            raise ValueError(
-                f"{what}: {leaf_at(path)} has shape (): must have a leading axis, of the elements; stack them, for "
-                "example with np.stack"
-            )
-    sizes = leading_sizes(tree)
-    if len(sizes) != 1:
-        each = ", ".join(sizes.values())
-        problem = f"leaves have leading axes of different sizes ({each})" if each else "the tree has no leaf"
-        raise ValueError(f"{what}: {problem}: must have arrays with a leading axis of one size, the number of elements")
-    return [treedef.unflatten(row) for row in zip(*map(_rows, arrays), strict=True)]
+    named, sizes = leaves_with_paths(tree), leading_sizes(tree)
+    scalars = [f"none at {quote_path(path)}" for path, leaf in named if not np.ndim(leaf)]
+    if len(sizes) != 1 or scalars:
+        got = ", ".join([*sizes.values(), *scalars[:1]]) or "no leaf"
+        raise ValueError(f"{what}: must have arrays with a leading axis of one size, the number of elements, got {got}")
+    arrays = [leaf if isinstance(leaf, jax.Array) else np.asarray(native(leaf, path, what)) for path, leaf in named]
+    return [structure(tree).unflatten(row) for row in zip(*map(_rows, arrays), strict=True)]
 
 
 def no_rows(tree: Tree) -> Any:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import stopwatch
 from jstep.core.annotations import Tree
-from jstep.core.exceptions import context_manager, forget_frames
+from jstep.core.exceptions import forget_frames
 from jstep.core.meshes import dims_of
 from jstep.core.threads import MAKING, doing, in_background
 from jstep.core.trees import shape_of
@@ -293,7 +293,7 @@ class StartTimes:
         """Return how many of these seconds are left since the start began."""
         return max(0.0, self.began + seconds - stopwatch.CLOCKS.seconds())
 
-    @context_manager
+    @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
         then = stopwatch.CLOCKS.seconds()
         try:
@@ -301,7 +301,7 @@ class StartTimes:
         finally:
             self.parts[name] = self.parts.get(name, 0.0) + stopwatch.CLOCKS.seconds() - then
 
-    @context_manager
+    @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
         """Time compilation, and record whether JAX's persistent cache had the programs."""
         here = thread_record()

@@ -12,7 +12,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import describe_type, format_value
-from jstep.core.exceptions import context_manager, forget_frames
+from jstep.core.exceptions import forget_frames
 from jstep.core.jaxprs import shards_arrays
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
 from jstep.core.stopwatch import STARTING, Stopwatch
@@ -132,7 +132,7 @@ class Dispatch:
             for after_call in self._after_first:
                 after_call(call, result[0])
 
-    @context_manager
+    @contextlib.contextmanager
     def _waiting(self, name: str) -> Iterator[None]:
         with self._watch.part(STARTING), self.table.compilations.compiling(name):
             yield

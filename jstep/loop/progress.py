@@ -14,7 +14,6 @@ from typing import Any
 import jax
 
 from jstep.core.checks import as_int, as_number
-from jstep.core.exceptions import context_manager
 from jstep.core.interactive import is_notebook
 from jstep.core.logs import Ticker, slow
 from jstep.hooks.cadence import Cadence
@@ -140,7 +139,7 @@ class ProgressHook(RunHook):
             ticker.stop()
             self._bar.set_postfix_str(words, refresh=False)
 
-    @context_manager
+    @contextlib.contextmanager
     def compiling(self, name: str) -> Iterator[None]:
         """Show that the loop waits for a compilation; before the first step the line shows it anyway."""
         if self._bar is None or self._ticker is not None:

@@ -74,7 +74,6 @@ class Recorder(Observer):
     def opened(self, saver: Saver | None, origin: Origin) -> None:
         self._saver, where = saver, self.setup.options.where
         if where is None or jax.process_index() != 0:
-            self.setup.watch.stop()
             return
         # In a thread: a signal ends this wait, but leaves no start without its file.
         self._opening = in_background(functools.partial(self._open, where, saver, origin), name="jstep-record-open")
@@ -90,7 +89,6 @@ class Recorder(Observer):
             earlier = read_starts(where).get(prefix, [])
         except (OSError, ValueError) as error:
             _logger.warning("%s: this run cannot be recorded: %s", where, error)
-            self.setup.watch.stop()
             return
         old = os.path.join(where, "timeline.jsonl")
         if not is_url(where) and os.path.exists(old) and not os.path.lexists(os.path.join(where, FOLDER)):
@@ -152,7 +150,6 @@ class Recorder(Observer):
             file.write({**self._newest(), "end": [status, reason], "exception": exception})
             self.setup.lines.file = None
             file.close()
-        self.setup.watch.stop()
 
     # What changes all the time.
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from jstep.checkpoint.saver import Saver
 from jstep.core.annotations import Tree
-from jstep.core.exceptions import context_manager
 from jstep.core.meshes import internal_transfers
 from jstep.data.loaders import Source
 from jstep.distributed import processes
@@ -106,7 +105,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
     def idle(self, shapes: Callable[[int], Any]) -> None:
         """Called if the run takes no step; `shapes` maps a step to the shapes of its arguments, or to None."""
 
-    @context_manager
+    @contextlib.contextmanager
     def compiling(self, name: str) -> Iterator[None]:
         """A context for the time in which the loop waits for a program."""
         yield
@@ -131,7 +130,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
 Observers = tuple[Observer, ...]
 
 
-@context_manager
+@contextlib.contextmanager
 def compiling_for(observers: Observers, name: str) -> Iterator[None]:
     with contextlib.ExitStack() as contexts:
         for observer in observers:

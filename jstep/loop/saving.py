@@ -31,7 +31,7 @@ from jstep.checkpoint.manifest import Extra
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
-from jstep.core.exceptions import context_manager, note_other
+from jstep.core.exceptions import note_other
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING, STEPPING
 from jstep.data.positions import gather_positions, positions_elsewhere, with_files
@@ -322,7 +322,7 @@ class SaveInterval:
         """Return whether a due save would cost too much, as the latest one took longer than expected."""
         return self._saved_at is not None and self() > _EARLY
 
-    @context_manager
+    @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         began = self._clock()
         try:

@@ -1,5 +1,6 @@
 """Optimizers made of others: chains with their elements, scopes of names, and partitions of the parameters."""
 
+import contextlib
 import dataclasses
 import functools
 import warnings
@@ -10,7 +11,6 @@ import jax
 
 from jstep.core import trees
 from jstep.core.checks import as_function, as_mapping, as_string, describe_type, format_value
-from jstep.core.exceptions import context_manager
 from jstep.core.placement import on_devices
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.trees import EMPTY_CONTEXT, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
@@ -283,7 +283,7 @@ class _Partition:
         """The optimizers, under their names in errors."""
         return {f"the optimizer of label {label!r}": part for label, part in self.parts.items()}
 
-    @context_manager
+    @contextlib.contextmanager
     def divided(self, params: Params) -> Iterator[tuple[Labels, dict[str, _Part]]]:
         """Yield the label of each leaf, and the leaves of each label; masks inside see all parameters."""
         with leaf_values.partial_params(params):

@@ -1,5 +1,6 @@
 """Optax transformations as optimizers, for every argument that is an optimizer. Optax itself is not imported."""
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +11,6 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import describe_type
-from jstep.core.exceptions import context_manager
 from jstep.core.recorded_calls import has_init_and_update, makes_optimizer
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, Params, Slots, Step, Updates
 from jstep.slots.indexed_slices import IndexedSlices
@@ -117,7 +117,7 @@ def _refuse_private(state: Tree) -> None:
 # The state of a transformation as slots.
 
 
-@context_manager
+@contextlib.contextmanager
 def standard_promotion() -> Iterator[None]:
     """Use JAX's standard dtype promotion, on which Optax relies, whatever the user has configured."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

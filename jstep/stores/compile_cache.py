@@ -1,5 +1,6 @@
 """JAX's persistent compilation cache, enabled for the duration of a run."""
 
+import contextlib
 import logging
 import threading
 from collections.abc import Iterator
@@ -8,7 +9,6 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jstep.core.exceptions import context_manager
 from jstep.stores.files import make_folders
 
 _logger = logging.getLogger("jstep")
@@ -24,7 +24,7 @@ _before: list[dict[str, Any]] = []
 """JAX's settings before each of the present runs; the settings are global, and those of the first run hold for all."""
 
 
-@context_manager
+@contextlib.contextmanager
 def persistent_cache(directory: str | None) -> Iterator[None]:
     """Use a directory as JAX's persistent compilation cache; the last of overlapping runs restores JAX's settings."""
     if directory is None or not _is_made(directory):

@@ -102,5 +102,5 @@ def test_an_optimizer_of_ones_own_is_no_call_of_jstep() -> None:
 
 def test_functions_that_remember_their_call_are_copied_as_functions() -> None:
     made: Callable[..., Any] = RememberedFunction(lambda x, y=0: x - y, RecordedCall(function, 0, (1,), {}))
-    assert copy.deepcopy(made) is made
+    assert repr(copy.deepcopy(made)) == repr(made)
     assert (made(3, y=1), repr(made), as_typed(made)) == (2, "function(a=1)", "function(a=1)")

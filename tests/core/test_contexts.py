@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from doubles import ImmutableError
 
 from jstep.core import meshes, threads
-from jstep.core.exceptions import context_manager
 
 SECS = 60
 
@@ -121,25 +119,3 @@ def test_internal_transfers_pass_a_guard_that_stays_active(level):
 
 def test_internal_transfers_without_a_guard_do_nothing():
     assert isinstance(meshes.internal_transfers(), contextlib.nullcontext)
-
-
-def test_a_scope_closes_its_generator_and_leaves_the_exception_alone():
-    events = []
-
-    @context_manager
-    def scope(name):
-        events.append(name)
-        try:
-            yield name
-        finally:
-            events.append("closed")
-
-    with scope("a") as name:
-        assert name == "a"
-    assert events == ["a", "closed"]
-    for error in (ImmutableError("mine"), StopIteration("mine"), GeneratorExit("mine")):
-        events.clear()
-        with pytest.raises(type(error)) as raised, scope("b"):
-            raise error
-        assert raised.value is error
-        assert events == ["b", "closed"]

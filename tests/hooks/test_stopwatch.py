@@ -17,11 +17,6 @@ def test_the_latest_visits_are_kept():
     assert watch.visits("stepping")[-2:] == [298, 299]
     assert watch.visits("stepping", after="hooks") == []
     assert watch.visits("hooks") == [], "this one lasts"
-    watch.stop()
-    for _ in range(3):
-        watch.switch("stepping")
-        clock.now += 5
-    assert watch.visits("stepping")[-2:] == [5.0, 5.0], "they are kept if the totals are no longer read"
 
 
 def test_only_the_first_run_counts_from_the_start_of_the_process(monkeypatch):

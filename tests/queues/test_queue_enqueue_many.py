@@ -132,10 +132,10 @@ class TestEnqueueMany:
     @pytest.mark.parametrize(
         ("elements", "words"),
         [
-            ([1, 2], r"elements: the leaf at '0' has shape \(\): must have a leading axis"),
-            (1.0, r"elements: the array has shape \(\): must have a leading axis"),
-            ({"x": np.ones(2), "y": jnp.ones((3, 1))}, r"elements: .*different sizes \(2 at 'x', 3 at 'y'\)"),
-            ({"x": None}, "elements: the tree has no leaf"),
+            ([1, 2], "elements: .*, got none at '0'"),
+            (1.0, "elements: .*, got none at the tree itself"),
+            ({"x": np.ones(2), "y": jnp.ones((3, 1))}, "elements: .*, got 2 at 'x', 3 at 'y'"),
+            ({"x": None}, "elements: .*, got no leaf"),
         ],
     )
     def test_wrong_elements(self, elements, words):
