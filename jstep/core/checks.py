@@ -53,10 +53,7 @@ def format_list(words: Sequence[str], max_items: int = 1, between: str = ", ") -
 
 def format_items(title: str, items: Sequence[str], max_items: int = SHOWN) -> str:
     """Format `; title (count): first items`; empty without items."""
-    if not items:
-        return ""
-    more = f", … and {len(items) - max_items} more" if len(items) > max_items else ""
-    return f"; {title} ({len(items)}): " + ", ".join(items[:max_items]) + more
+    return f"; {title} ({len(items)}): {format_list(items, max_items)}" if items else ""
 
 
 # Argument validation. Error messages have the form `name=value: must be …, got …; what to do`.

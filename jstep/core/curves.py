@@ -243,8 +243,8 @@ def _axis(values: Numbers, decades: int = 3) -> _Axis:
     """The axis of finite numbers, which is logarithmic if they are positive and span so many decades."""
     least, most = (float(values.min()), float(values.max())) if values.size else (0.0, 1.0)
     if is_log := least > 0 and least * 10**decades <= most:
-        low, high = math.floor(math.log10(least)), math.ceil(math.log10(most))
-        exponents = range(low, high + 1, max(1, (high - low + 4) // 5))
+        low, high = float(math.floor(math.log10(least))), float(math.ceil(math.log10(most)))
+        exponents = range(int(low), int(high) + 1, max(1, int(high - low + 4) // 5))
         ticks, places = [Decimal(1).scaleb(power) for power in exponents], [*map(float, exponents)]
     else:
         bottom, top = Decimal(repr(least)), Decimal(repr(most))

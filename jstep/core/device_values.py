@@ -90,7 +90,7 @@ def is_plain(leaf: object) -> bool:
 
 
 def _refuse_wide(leaf: object, path: str, argument: str) -> None:
-    if isinstance(leaf, _OF_HOST) and (wide := first_wide(leaf)) is not None:
+    if isinstance(leaf, np.ndarray | np.generic | int) and (wide := first_wide(leaf)) is not None:
         raise OverflowError(
             f"{argument}: {trees.leaf_at(path)} must hold integers that fit {wide[1].name} while 64-bit types are "
             f"off, got {wide[0]}; map them to smaller integers on the host, such as ids % num_buckets, or set "
@@ -105,10 +105,8 @@ def first_wide(leaf: Any) -> tuple[int, np.dtype[Any]] | None:
         return None
     # Not from the dtype itself, whose byte order may differ.
     narrow = np.dtype(jax.dtypes.canonicalize_dtype(np.uint64 if dtype.kind == "u" else np.int64))
-    if narrow.itemsize == 8:
-        return None
     values, (low, high) = np.asarray(leaf), _limits(narrow)
-    if not values.size or low <= values.min() <= values.max() <= high:
+    if narrow.itemsize == 8 or not values.size or low <= values.min() <= values.max() <= high:
         return None
     return int(values[(values < low) | (values > high)][0]), narrow
 
@@ -117,9 +115,6 @@ def first_wide(leaf: Any) -> tuple[int, np.dtype[Any]] | None:
 def _limits(dtype: np.dtype[Any]) -> tuple[int, int]:
     limits = np.iinfo(dtype)  # which takes longer than the comparison of a batch's labels
     return int(limits.min), int(limits.max)
-
-
-_OF_HOST = (np.ndarray, np.generic, int)
 
 
 # Arguments that may be traced: numbers, PRNG keys, and checks deferred until values are concrete.
@@ -135,14 +130,11 @@ def as_scalar(
     hint = f"; {meaning}" if meaning else ""
     wanted = expected or ("an integer" if integer else "a number")
     plain, dtypes = (int, [jnp.integer]) if integer else (float, [jnp.integer, jnp.floating])
-    if isinstance(value, bool | np.bool_) or not (isinstance(value, int | plain) or trees.is_array(value)):
+    of_array = trees.is_array(value) and any(jnp.issubdtype(value.dtype, dtype) for dtype in dtypes)
+    if isinstance(value, bool) or not (of_array or isinstance(value, int | plain)):
         raise TypeError(f"{argument}={format_value(value)}: must be {wanted}, got {describe_type(value)}{hint}")
     if np.ndim(value):
-        raise ValueError(
-            f"{argument}: must be a scalar, got shape {np.shape(value)}; map over several values with jax.vmap"
-        )
-    if trees.is_array(value) and not any(jnp.issubdtype(value.dtype, dtype) for dtype in dtypes):
-        raise TypeError(f"{argument}={format_value(value)}: must be {wanted}, got dtype {value.dtype}{hint}")
+        raise ValueError(f"{argument}: must be a scalar, got shape {np.shape(value)}; map over several with jax.vmap")
     on_mesh = on_host(value)
     with internal_transfers():
         concrete = trees.concrete(value) if on_mesh is None else on_mesh
@@ -161,12 +153,9 @@ def as_key(value: Any, argument: str) -> Any:
     """
     dtype = getattr(value, "dtype", None)
     typed = trees.is_key(value)
-    if not typed and not (dtype == np.uint32 and np.ndim(value) > 0):
-        raise TypeError(
-            f"{argument}={format_value(value)}: must be a key, such as jax.random.key(0), got {describe_type(value)}"
-        )
-    if np.ndim(value) != (0 if typed else 1):
-        raise ValueError(f"{argument}: must be one key, got keys of shape {np.shape(value)}; select one of them")
+    if not (typed or dtype == np.uint32) or np.ndim(value) != (0 if typed else 1):
+        one = "must be one key, such as jax.random.key(0)"
+        raise TypeError(f"{argument}={format_value(value)}: {one}, got {describe_type(value)}")
     data = None if not isinstance(value, jax.Array) or trees.is_traced(value) else on_host(trees.key_data(value))
     if data is None:
         return value
@@ -175,12 +164,11 @@ def as_key(value: Any, argument: str) -> Any:
         return jax.random.wrap_key_data(array, impl=jax.random.key_impl(value)) if typed else array
 
 
-Check: TypeAlias = Callable[..., None]
-Waiting: TypeAlias = dict[tuple[str, Check, tuple[Hashable, ...]], None]
+Waiting: TypeAlias = dict[tuple[str, Callable[..., None], tuple[Hashable, ...]], None]
 _WAITING: contextvars.ContextVar[Waiting | None] = contextvars.ContextVar("jstep_when_concrete", default=None)
 
 
-def when_concrete(path: str, check: Check, *args: Hashable) -> None:
+def when_concrete(path: str, check: Callable[..., None], *args: Hashable) -> None:
     """Defer `check(path, leaf, *args)`: parameters are traced while a compiled function creates slots.
 
     A module-level `check` runs once for equal checks of several traces.

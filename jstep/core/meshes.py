@@ -68,10 +68,9 @@ def read_setting(name: str) -> Any:
 _logger = logging.getLogger("jstep")
 
 _WAYS_OUT = (
-    "The state is on Explicit axes (the default of jax.make_mesh), and JAX refuses this function on Explicit"
-    " and on Auto axes. Annotate what JAX names (out_sharding=, jax.sharding.reshard); or make the mesh with "
-    "axis_types=(jax.sharding.AxisType.Auto, ...); or pass jax.sharding.auto_axes(fn, out_sharding=jax.P()). Pass "
-    "sharded arrays as arguments instead of closing over them."
+    "JAX refuses this function on the Explicit axes of the mesh (the default of jax.make_mesh) and on Auto axes: "
+    "annotate what JAX names (out_sharding=, jax.sharding.reshard), make the mesh with "
+    "axis_types=(jax.sharding.AxisType.Auto, ...), and pass sharded arrays as arguments instead of closing over them."
 )
 
 
@@ -310,8 +309,8 @@ class Attempts:
                     result = without_explicit_axes(fn, *args, place=place)
                 except Exception as error:
                     if _signature(error) != _signature(refusal):
-                        refusal.add_note(f"On Auto axes: {type(error).__name__}: {error}".splitlines()[0])
-                        refusal.add_note(_WAYS_OUT)
+                        on_auto_axes = f"On Auto axes: {type(error).__name__}: {error}".splitlines()[0]
+                        refusal.add_note(f"{on_auto_axes}\n{_WAYS_OUT}")
                     raise refusal from refusal.__cause__
                 finally:
                     reason = f"{type(refusal).__name__}: {refusal}".splitlines()[0]

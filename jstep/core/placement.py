@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_int, as_string, format_value
+from jstep.core.checks import as_int, as_string, check_choice
 from jstep.core.jaxprs import is_slow_in_loops
 from jstep.core.meshes import dims_of, internal_transfers, mesh_of, parts_along, using_mesh
 
@@ -59,11 +59,7 @@ def check_memory(kind: object, mesh: Mesh) -> str | None:
     if kind is None or as_string(kind, "slots_memory") == "device":
         return None
     device = mesh.devices.flat[0]
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if kind not in kinds:
-        raise ValueError(
-            f"slots_memory={format_value(kind)}: {device.device_kind} devices have the memory kinds {kinds}"
-        )
+    check_choice(kind, "slots_memory", [memory.kind for memory in device.addressable_memories()])
     return None if kind == device.default_memory().kind else str(kind)
 
 

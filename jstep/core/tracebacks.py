@@ -52,7 +52,7 @@ def shortens_tracebacks(fn: Callable[_P, _T], instead: Mapping[str, str] = {}) -
 
 
 def shorten(error: BaseException) -> None:
-    """Omit frames of jstep in the tracebacks of an error, its causes and contexts, and its parts if it is a group."""
+    """Omit frames of jstep in the tracebacks of an error, and of its causes or contexts."""
     mode: Any = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]  # created at run time
     if mode == "off":
         return
@@ -71,15 +71,12 @@ def shorten(error: BaseException) -> None:
 
 
 def _all_of(error: BaseException) -> list[BaseException]:
-    exceptions: dict[int, BaseException] = {}
-    left: list[BaseException | None] = [error]
-    while left:
-        exception = left.pop()
-        if exception is not None and id(exception) not in exceptions:
-            exceptions[id(exception)] = exception
-            left += [exception.__cause__, exception.__context__]
-            left += exception.exceptions if isinstance(exception, BaseExceptionGroup) else ()
-    return list(exceptions.values())
+    found: list[BaseException] = []
+    left: BaseException | None = error
+    while left is not None and not any(left is one for one in found):
+        found.append(left)
+        left = left.__cause__ or left.__context__
+    return found
 
 
 def _parts(trace: TracebackType | None) -> Iterator[TracebackType]:

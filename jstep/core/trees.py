@@ -491,8 +491,8 @@ def _mismatch(params: Tree, tree: Tree, what: str, is_leaf: Any) -> str:
     paths = functools.partial(leaf_paths, is_leaf=lambda x: x is None or bool(is_leaf and is_leaf(x)))
     want, have = paths(params), paths(tree)
     problems = [f"got {describe_type(tree)}"] * (have == [""])
-    for title, paths in (("missing", only_in(want, have)), ("extra", only_in(have, [*want, ""]))):
-        problems += [f"{title}: {', '.join(map(repr, paths[:20]))}"] * bool(paths)
+    for title, some in (("missing", only_in(want, have)), ("extra", only_in(have, [*want, ""]))):
+        problems += [f"{title}: {', '.join(map(repr, some[:20]))}"] * bool(some)
     other = f"same paths, other containers: {structure(tree)} instead of {structure(params)}"
     return f"{what} does not have the structure of params; {'; '.join(problems) or other}"
 
@@ -509,10 +509,7 @@ def stack_trees(trees: Sequence[Any], what: str, name: Callable[[int], str] = "e
     treedef = flat[0][1]
     for i, (_, other) in enumerate(flat):
         if other != treedef:
-            raise ValueError(
-                f"{what}: {name(i)} has the structure {other}, {name(0)} has {treedef}. Elements must "
-                "match to be stacked; dequeue or index them individually otherwise."
-            )
+            raise ValueError(f"{what}: {name(i)} must have the structure {treedef} of {name(0)}, got {other}")
 
     def stacked(leaves: Sequence[Any], path: str) -> Any:
         is_on_device = all(isinstance(leaf, jax.Array) for leaf in leaves)
@@ -520,9 +517,7 @@ def stack_trees(trees: Sequence[Any], what: str, name: Callable[[int], str] = "e
         _check_same(arrays, path, what, name)
         if is_on_device:
             return jnp.stack(arrays)  # without blocking on the device
-        if any(a.dtype != arrays[0].dtype for a in arrays):  # strings of different lengths
-            return np.stack(arrays)
-        return np.stack(arrays, out=np.empty((len(arrays), *arrays[0].shape), arrays[0].dtype))
+        return np.stack(arrays)
 
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return treedef.unflatten(map(stacked, columns, leaf_paths(trees[0])))
@@ -567,11 +562,8 @@ def _rows(array: Any) -> list[Any]:
 
 def _check_same(arrays: Sequence[Any], path: str, what: str, name: Callable[[int], str]) -> None:
     # Strings may have different lengths; the dtypes of PRNG keys have no kind.
-    dtypes = [a.dtype.kind if getattr(a.dtype, "kind", "V") in "SU" else a.dtype for a in arrays]
-    for aspect, each in (("shape", [a.shape for a in arrays]), ("dtype", dtypes)):
-        for i, actual in enumerate(each):
-            if actual != each[0]:
-                raise ValueError(
-                    f"{what}: {aspect}s differ at {quote_path(path)}: {each[0]} in {name(0)}, {actual} in {name(i)}. "
-                    "Elements must match to be stacked: pad, crop or cast them before."
-                )
+    each = [(a.shape, a.dtype.kind if getattr(a.dtype, "kind", "V") in "SU" else a.dtype) for a in arrays]
+    i = next((i for i, one in enumerate(each) if one != each[0]), None)
+    if i is not None:
+        both = f"{describe_type(arrays[0])} in {name(0)} and {describe_type(arrays[i])} in {name(i)}"
+        raise ValueError(f"{what}: {leaf_at(path)} must be alike to be stacked, got {both}; pad, crop or cast before")

@@ -105,10 +105,9 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
     def idle(self, shapes: Callable[[int], Any]) -> None:
         """Called if the run takes no step; `shapes` maps a step to the shapes of its arguments, or to None."""
 
-    @contextlib.contextmanager
-    def compiling(self, name: str) -> Iterator[None]:
+    def compiling(self, name: str) -> contextlib.AbstractContextManager[None]:
         """A context for the time in which the loop waits for a program."""
-        yield
+        return contextlib.nullcontext()
 
     def after_first(self, call: Call, state: Tree) -> None:
         """Called after the first call of each stage, with the state that it returned."""

@@ -100,4 +100,4 @@ def test_a_list_in_a_message_has_twenty_entries_at_most() -> None:
     names = [f"w{i}" for i in range(21)]
     assert checks.format_items("missing", []) == ""
     assert checks.format_items("missing", names[:20]) == f"; missing (20): {', '.join(names[:20])}"
-    assert checks.format_items("missing", names) == f"; missing (21): {', '.join(names[:20])}, … and 1 more"
+    assert checks.format_items("missing", names) == f"; missing (21): {', '.join(names[:20])} and 1 more"

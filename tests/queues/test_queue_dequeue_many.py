@@ -99,10 +99,16 @@ class TestDequeueMany:
     @pytest.mark.parametrize(
         ("second", "message"),
         [
-            ({"x": np.zeros(4, np.float32)}, r"shapes differ at 'x': \([34],\) in element 0, \([34],\) in element 1"),
-            ({"x": np.zeros(3, np.float64)}, r"dtypes differ at 'x': float\d\d in element 0, float\d\d in element 1"),
-            ({"y": np.zeros(3, np.float32)}, "element 1 has the structure"),
-            ({"x": "text"}, "shapes differ at 'x'"),
+            (
+                {"x": np.zeros(4, np.float32)},
+                r"the leaf at 'x' .* shape \([34],\) in element 0 and .* shape \([34],\) in element 1",
+            ),
+            (
+                {"x": np.zeros(3, np.float64)},
+                r"the leaf at 'x' .* float\d\d .* in element 0 and .* float\d\d .* in element 1",
+            ),
+            ({"y": np.zeros(3, np.float32)}, "element 1 must have the structure"),
+            ({"x": "text"}, "the leaf at 'x' must be alike"),
         ],
     )
     @both_queues
