@@ -127,30 +127,17 @@ def as_number(
         ) from None
     except OverflowError:
         raise ValueError(f"{argument}={format_value(value)}: must be {expected} that fits in a float{hint}") from None
-    problem = out_of_range(number, **bounds)
-    if problem:
-        raise ValueError(f"{argument}={np.asarray(value).item()}: {problem}{hint}")
-    return number
-
-
-def out_of_range(
-    number: Any,
-    *,
-    low: float = -math.inf,
-    high: float = math.inf,
-    above: bool = False,
-    below: bool = False,
-    finite: bool = True,
-) -> str:
-    """Return the requirement that a number violates, or ""."""
+    low, high, finite = bounds.get("low", -math.inf), bounds.get("high", math.inf), bounds.get("finite", True)
+    above, below = bounds.get("above", False), bounds.get("below", False)
     # NaN never fits.
     fits = (number > low if above else number >= low) and (number < high if below else number <= high)
     if fits and not (finite and abs(number) == math.inf):
-        return ""
+        return number
     wanted = [f"{'>' if above else '≥'} {low:g}"] * (low > -math.inf)
     wanted += [f"{'<' if below else '≤'} {high:g}"] * (high < math.inf)
     wanted += ["finite"] * (finite and len(wanted) < 2)
-    return f"must be {' and '.join(wanted) or 'a number'}"
+    fitting = " and ".join(wanted) or "a number"
+    raise ValueError(f"{argument}={np.asarray(value).item()}: must be {fitting}{hint}")
 
 
 def as_function(
@@ -194,13 +181,9 @@ def may_take(fn: Callable[..., Any], arguments: int) -> bool:
 def can_take(fn: Callable[..., Any], arguments: int) -> bool:
     """Whether a function accepts that many positional arguments, or has no known signature."""
     try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # a built-in without one
-        return True
-    try:
-        signature.bind(*[None] * arguments)
-    except TypeError:
-        return False
+        inspect.signature(fn).bind(*[None] * arguments)
+    except (TypeError, ValueError) as error:
+        return isinstance(error, ValueError)  # a built-in without one
     return True
 
 

@@ -42,17 +42,6 @@ class Curve(NamedTuple):
     key: int | None = None
 
 
-class Band(NamedTuple):
-    """The range of several curves."""
-
-    text: str
-    steps: Numbers
-    low: Numbers
-    high: Numbers
-    color: int
-    keys: Sequence[int]
-
-
 class Dot(NamedTuple):
     """A point of a picture by `dots`, at a number or a category."""
 
@@ -83,7 +72,6 @@ def picture(
     curves: Sequence[Curve],
     marks: Sequence[Mark] = (),
     *,
-    bands: Sequence[Band] = (),
     columns: tuple[int, int] = (_WIDTH, _WIDTH),
     legend: bool = True,
     style: bool = True,
@@ -107,11 +95,6 @@ def picture(
         drawn.append(_tick(x(int(tick))))
         texts.append(_below(x(int(tick)), text, _HEIGHT))
     texts.append(f'<text class="unit" x="100%" y="{_HEIGHT + 32}" text-anchor="end">step</text>')
-    for band in bands:
-        around = zip(x(np.r_[band.steps, band.steps[::-1]]), up.y(np.r_[band.low, band.high[::-1]]), strict=True)
-        d = " ".join(f"{a:.0f},{b:.0f}" for a, b in around if b == b)
-        members, words = " ".join(map(str, band.keys)), html_text(band.text)
-        drawn.append(f'<path class="band s{band.color}" data-g="{members}" d="M{d}z"><title>{words}</title></path>')
     for i, curve in sorted(enumerate(curves), key=lambda each: each[1].color != NEUTRAL):
         kind, key = f"s{curve.color}{' pale' * curve.pale}", i if curve.key is None else curve.key
         is_neutral = curve.color == NEUTRAL

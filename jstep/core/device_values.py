@@ -6,8 +6,8 @@ here.
 
 import contextvars
 import functools
-from collections.abc import Callable, Hashable
-from typing import Any, TypeAlias, Unpack
+from collections.abc import Callable
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +134,8 @@ def as_scalar(
     if isinstance(value, bool) or not (of_array or isinstance(value, int | plain)):
         raise TypeError(f"{argument}={format_value(value)}: must be {wanted}, got {describe_type(value)}{hint}")
     if np.ndim(value):
-        raise ValueError(f"{argument}: must be a scalar, got shape {np.shape(value)}; map over several with jax.vmap")
+        remedy = "map over several values with jax.vmap"
+        raise ValueError(f"{argument}: must be a scalar, got shape {np.shape(value)}; {remedy}")
     on_mesh = on_host(value)
     with internal_transfers():
         concrete = trees.concrete(value) if on_mesh is None else on_mesh
@@ -164,23 +165,19 @@ def as_key(value: Any, argument: str) -> Any:
         return jax.random.wrap_key_data(array, impl=jax.random.key_impl(value)) if typed else array
 
 
-Waiting: TypeAlias = dict[tuple[str, Callable[..., None], tuple[Hashable, ...]], None]
-_WAITING: contextvars.ContextVar[Waiting | None] = contextvars.ContextVar("jstep_when_concrete", default=None)
+_WAITING: contextvars.ContextVar[list[tuple[Any, ...]] | None] = contextvars.ContextVar("jstep_waiting", default=None)
 
 
-def when_concrete(path: str, check: Callable[..., None], *args: Hashable) -> None:
-    """Defer `check(path, leaf, *args)`: parameters are traced while a compiled function creates slots.
-
-    A module-level `check` runs once for equal checks of several traces.
-    """
+def when_concrete(path: str, check: Callable[..., None], *args: object) -> None:
+    """Defer `check(path, leaf, *args)`: parameters are traced while a compiled function creates slots."""
     waiting = _WAITING.get()
     if waiting is not None:
-        waiting[path, check, args] = None
+        waiting.append((path, check, args))
 
 
 def with_checks(make: Callable[..., Any], *args: Any) -> Any:
     """Return `make(*args)` after the deferred checks."""
-    waiting = Waiting()
+    waiting: list[tuple[Any, ...]] = []
     with setting(_WAITING, waiting):
         state = make(*args)
     leaves = dict(trees.leaves_with_paths(state.params)) if waiting else {}

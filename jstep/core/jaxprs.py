@@ -246,19 +246,13 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
 
 def apply(operation: Operation, values: Sequence[Any]) -> list[Any]:
     # Evaluated as a program with one operation, because the API to bind primitives changes between versions of JAX.
-    pairs = zip(operation.eqn.invars, values, strict=True)
-    env = {atom: value for atom, value in pairs if not isinstance(atom, core.Literal)}
-    alone = _alone(operation)
-    outputs = core.jaxpr_as_fun(alone)(*(env[var] for var in alone.jaxpr.invars))
-    results = dict(zip(alone.jaxpr.outvars, outputs, strict=True))
-    return [results.get(var) for var in operation.eqn.outvars]
-
-
-def _alone(operation: Operation) -> core.ClosedJaxpr:
     eqn = operation.eqn
-    inputs = list(dict.fromkeys(variables(eqn.invars)))
+    pairs = zip(eqn.invars, values, strict=True)
+    env = {atom: value for atom, value in pairs if not isinstance(atom, core.Literal)}
     kept = [var for var in eqn.outvars if not isinstance(var, core.DropVar)]
-    return core.ClosedJaxpr(subprogram(operation.jaxpr, inputs, kept, [eqn]).replace(effects=eqn.effects), ())
+    alone = subprogram(operation.jaxpr, list(env), kept, [eqn])
+    results = dict(zip(kept, jax.core.eval_jaxpr(alone, (), *env.values()), strict=True))
+    return [results.get(var) for var in eqn.outvars]
 
 
 def subprogram(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any], eqns: Sequence[Any]) -> Any:

@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jstep.core import meshes, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_bool, as_function, as_int, describe_type, format_value
+from jstep.core.checks import as_bool, as_function, as_int, check_choice
 from jstep.core.device_values import as_scalar
 from jstep.core.exceptions import setting
 from jstep.core.placement import Unroll, as_unroll, sharding_of
@@ -198,15 +198,8 @@ class Differentiation:
             as_int(self.max_rows_per_device, "max_rows_per_device", 1)
         object.__setattr__(self, "lanes", as_lanes(self.lanes))
         as_function(self.weight_fn, "weight_fn", "of a microbatch", optional=True)
-        if isinstance(self.gate_gradients, bool) or self.gate_gradients not in (GATE_NONE, GATE_OP, GATE_GRAPH):
-            raise ValueError(
-                f"gate_gradients={format_value(self.gate_gradients)}: must be GATE_NONE, GATE_OP or GATE_GRAPH"
-            )
-        if not isinstance(self.aggregation_method, AggregationMethod):
-            raise TypeError(
-                f"aggregation_method={format_value(self.aggregation_method)}: must be AggregationMethod.DEFAULT or "
-                f".ADD_N, got {describe_type(self.aggregation_method)}"
-            )
+        check_choice(self.gate_gradients, "gate_gradients", (GATE_NONE, GATE_OP, GATE_GRAPH))
+        check_choice(self.aggregation_method, "aggregation_method", tuple(AggregationMethod))
         if check_radius(self.sharpness) is None and self.adaptive:
             raise ValueError("adaptive=True: specifies how sharpness is measured; give sharpness as well")
         as_unroll(self.unroll)

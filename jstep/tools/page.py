@@ -5,10 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from jstep.core.checks import format_list, truncate
-from jstep.core.curves import NEUTRAL, Band, Curve, Dot, Mark, Numbers, dots, legend_key, picture
+from jstep.core.curves import NEUTRAL, Curve, Dot, Mark, dots, legend_key, picture
 from jstep.core.tables import html_text
 from jstep.hooks.start_differences import values_of
 from jstep.tools.cli import utc_text
@@ -315,7 +313,6 @@ def _legend(sweep: Sweep) -> str:
     keys = [legend_key(truncate(sweep.rows[i].name, _MAX_NAME), sweep.colors[i], sweep.colors[i], i) for i in ranked]
     keys += [legend_key("all others", NEUTRAL, 0)] * (len(sweep.rows) > len(ranked))
     words = f"The best {len(ranked)} are in color, from the first on; dots are their best values."
-    words += " Bands are the ranges of runs that differ in nothing but a seed." * bool(sweep.groups)
     return f'<div id="drawing"></div><p id="legend">{"".join(keys)}</p><p>{html_text(words)}</p>'
 
 
@@ -334,25 +331,7 @@ def _figure(sweep: Sweep, name: str, tags: Sequence[str], columns: tuple[int, in
             if best is not None and color != NEUTRAL:
                 marks.append(Mark("best", best[1], f"{text}: best {best[0]!r} at step {best[1]}", color, best[0], key))
     marks += sweep.rows[0].marks() if is_one else []
-    groups = [] if is_one else [[i for i in group if name in sweep.rows[i].series] for group in sweep.groups]
-    bands = [band for group in groups if (band := _band(sweep, name, group, columns[1])) is not None]
-    return picture(name, curves, marks, bands=bands, columns=columns, legend=is_one, style=False)
-
-
-def _band(sweep: Sweep, tag: str, members: Sequence[int], columns: int) -> Band | None:
-    """The range of a group, at the steps that at least two of its runs have."""
-    each = [sweep.rows[i].series[tag] for i in members]
-    each = [(steps[fine], values[fine]) for steps, values in each if (fine := np.isfinite(values)).sum() > 1]
-    if len(each) < 2:
-        return None
-    begin, end = sorted(steps[0] for steps, _ in each)[1], sorted(steps[-1] for steps, _ in each)[-2]
-    if begin >= end:
-        return None
-    grid = np.unique(np.linspace(begin, end, 2 * columns).astype(np.int64))
-    values: Numbers = np.array([np.interp(grid, *one, left=np.nan, right=np.nan) for one in each])
-    color = min(sweep.colors[i] for i in members)
-    text = f"{len(members)} seeds of {truncate(sweep.rows[members[0]].name, _MAX_NAME)}"
-    return Band(text, grid, np.nanmin(values, 0), np.nanmax(values, 0), color, members)
+    return picture(name, curves, marks, columns=columns, legend=is_one, style=False)
 
 
 # What differs, and times.

@@ -50,12 +50,11 @@ for (const figure of document.querySelectorAll("figure.curves")) {
 if (document.getElementById("runs")) {
   const table = document.getElementById("runs"), body = table.tBodies[0], rows = [...body.rows];
   const runs = rows.filter((row) => row.dataset.r), hidden = new Set();
-  const members = ({dataset}) => (dataset.g ?? dataset.r ?? dataset.i).split(" "), drawn = new Map();
+  const members = ({dataset}) => (dataset.g ?? dataset.r).split(" "), drawn = new Map();
   for (const path of document.querySelectorAll("figure [data-i]")) {
     if (!drawn.has(path.dataset.i)) drawn.set(path.dataset.i, []);
     drawn.get(path.dataset.i).push(path);
   }
-  const bands = [...document.querySelectorAll("figure [data-g]")];
   const make = (kind, fields, ...inside) => {
     const made = Object.assign(document.createElement(kind), fields);
     made.append(...inside);
@@ -69,7 +68,6 @@ if (document.getElementById("runs")) {
       isOn ? hidden.delete(run) : hidden.add(run);
       for (const path of drawn.get(run) ?? []) path.style.display = isOn ? "" : "none";
     }
-    for (const band of bands) band.style.display = members(band).every((run) => hidden.has(run)) ? "none" : "";
     for (const [row, tick] of ticks) {
       const off = members(row).filter((run) => hidden.has(run)).length;
       [tick.checked, tick.indeterminate] = [!off, off > 0 && off < members(row).length];
@@ -162,7 +160,7 @@ if (document.getElementById("runs")) {
     };
     const each = /(-?[\d.]+),(-?[\d.]+)/g, plots = [...document.querySelectorAll("svg[data-x]")];
     const all = (plot, selector, of) => [...plot.querySelectorAll(selector)].map((one) => [one, of(one)]);
-    const lines = plots.map((plot) => all(plot, "[data-i], [data-g]", (path) => path.getAttribute("d")));
+    const lines = plots.map((plot) => all(plot, "[data-i]", (path) => path.getAttribute("d")));
     const steps = plots.map((plot) => [plot.dataset.x, ...plot.dataset.x.split(" ").map(Number)]);
     const labels = plots.map((plot) => all(plot.parentNode, "text.x", (text) => text.textContent));
     const draw = () => {
@@ -170,11 +168,10 @@ if (document.getElementById("runs")) {
       plots.forEach((plot, n) => {
         const width = plot.viewBox.baseVal.width, [text, first, last] = steps[n];
         const at = (run, x) => seconds(run, first + (x / width) * (last - first));
-        const runOf = (path) => members(path)[0];
         let most = 0;
         if (isTime) {
           for (const [path, d] of lines[n]) {
-            for (const [, x] of d.matchAll(each)) most = Math.max(most, at(runOf(path), +x) || 0);
+            for (const [, x] of d.matchAll(each)) most = Math.max(most, at(path.dataset.i, +x) || 0);
           }
         }
         for (const [path, d] of lines[n]) {
@@ -185,10 +182,10 @@ if (document.getElementById("runs")) {
           };
           const isLine = path.classList.contains("line");
           const one = (_, x, y) => {
-            const place = isTime ? ((at(runOf(path), +x) / (most || 1)) * width).toFixed(1) : x;
+            const place = isTime ? ((at(path.dataset.i, +x) / (most || 1)) * width).toFixed(1) : x;
             return `${place},${isLine && share ? smoothed(+y).toFixed(1) : y}`;
           };
-          const isKnown = !isTime || clocks.get(runOf(path))?.length > 1;
+          const isKnown = !isTime || clocks.get(path.dataset.i)?.length > 1;
           path.setAttribute("d", isKnown ? d.replace(each, one) : "");
         }
         plot.dataset.x = isTime ? `0 ${most}` : text;

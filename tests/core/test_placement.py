@@ -127,7 +127,7 @@ def test_shapes_are_refused_where_arrays_are_needed(monkeypatch):
 
 
 @pytest.mark.thorough
-def test_checks_wait_for_parameters_once_each():
+def test_checks_wait_for_parameters():
     """Outside of `with_checks` nothing waits; a path that is not among the parameters is passed over."""
     found = []
 
@@ -135,7 +135,7 @@ def test_checks_wait_for_parameters_once_each():
         found.append((path, float(leaf), *args))
 
     def make(value):
-        for path, *args in (("a",), ("a",), ("a", 2), ("b",), ("c",)):
+        for path, *args in (("a",), ("a", 2), ("b",), ("c",)):
             when_concrete(path, check, *args)
         return types.SimpleNamespace(params={"a": value, "b": 2 * value})
 
