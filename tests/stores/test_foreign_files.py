@@ -74,12 +74,12 @@ def test_lines_of_another_program_are_left_alone(tmp_path):
     assert contents(path) == before
 
 
-def test_a_line_without_end_is_not_read_into_memory(tmp_path):
+def test_a_file_that_is_too_large_is_not_read_into_memory(tmp_path):
     path = tmp_path / "lines"
     with open(path, "wb") as file:
         file.write(LINE)
         file.truncate(2**40)  # it takes no space
-    with pytest.raises(ForeignFileError, match="has a line of more than"):
+    with pytest.raises(ForeignFileError, match="has more than 2147483648 bytes"):
         LocalLines(str(path), BEGINNING, bool)
     assert path.stat().st_size == 2**40
 
