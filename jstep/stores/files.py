@@ -156,12 +156,7 @@ def open_own(path: str, beginning: bytes, *, append: bool = True) -> io.FileIO:
     with contextlib.suppress(FileNotFoundError):
         _check_own(path, os.lstat(path))  # before it is opened, as opening a device may have effects
     opener = _opener(getattr(os, "O_NOFOLLOW", 0) | os.O_CREAT)
-    try:
-        file: io.FileIO = open(path, "ab+" if append else "r+b", 0, opener=opener)  # noqa: SIM115
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise foreign_file(path, "is a link") from None
-        raise
+    file: io.FileIO = open(path, "ab+" if append else "r+b", 0, opener=opener)  # noqa: SIM115
     try:
         _check_own(path, os.fstat(file.fileno()))
         file.seek(0)
@@ -195,21 +190,16 @@ def foreign_file(path: str, what: str) -> ForeignFileError:
 
 
 def write_named(path: str, data: bytes) -> None:
-    """Write a file or object that the user named; a regular file is replaced atomically, and keeps its mode.
+    """Write a file or object that the user named; a regular file is replaced atomically.
 
     Links are followed. What is not a regular file, such as a FIFO or a device, is written through.
     """
-    found = os.stat(path) if not is_url(path) and os.path.exists(path) else None
-    if found is None:
-        replace_file(path if is_url(path) else os.path.realpath(path), data)
-    elif not stat.S_ISREG(found.st_mode):
-        with open(path, "wb") as file:
-            file.write(data)
-    else:
-        with _replacement(os.path.realpath(path)) as file:
-            with contextlib.suppress(OSError):  # a file system without modes
-                os.chmod(file.name, stat.S_IMODE(found.st_mode))
-            file.write(data)
+    place = path if is_url(path) else os.path.realpath(path)
+    if is_url(path) or os.path.isfile(place) or not os.path.exists(place):
+        replace_file(place, data)
+        return
+    with open(place, "wb") as file:
+        file.write(data)
 
 
 @contextlib.contextmanager
@@ -223,23 +213,21 @@ def new_file(path: str, *, flush: bool = True) -> Iterator[BinaryIO]:
 
 
 def replace_file(path: str, data: bytes, *, flush: bool = True) -> None:
-    """Write a file or object atomically, and create its folder; without `flush`, a power cut may empty it."""
+    """Write a file or object atomically, and create its folder; a file keeps its mode.
+
+    Without `flush`, a power cut may empty it.
+    """
     folder, name = split_path(path)
     if is_url(path):
         Objects(folder).write(name, data)
         return
-    with _replacement(path, flush=flush) as file:
-        file.write(data)
-
-
-@contextlib.contextmanager
-def _replacement(path: str, *, flush: bool = True) -> Iterator[BinaryIO]:
-    folder, name = os.path.split(path)
     make_folders(folder)
     partial = temporary_path(path, new_token())
     try:
         with new_file(partial, flush=flush) as file:
-            yield file
+            with contextlib.suppress(OSError):  # it is new, or the file system has no modes
+                os.chmod(partial, stat.S_IMODE(os.stat(path).st_mode))
+            file.write(data)
         os.replace(partial, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -17,8 +17,6 @@ GIT_TIMEOUT_SECS = 2.0
 _SOURCES = tuple(f".{end}".encode() for end in "py pyx sh c cc cpp cu cuh h hpp".split())  # noqa: SIM905
 _DIFF = ("diff", "HEAD", "--binary", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
 _UNTRACKED = ("ls-files", "--others", "--exclude-standard", "-z")
-_OTHERS = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX"}
-"""Variables that point git at another repository, as in its hooks."""
 _logger = logging.getLogger("jstep")
 
 
@@ -47,13 +45,12 @@ def code_version() -> dict[str, Any] | None:
 
 
 def _git(place: str, deadline: float, *words: str) -> bytes:
-    environment = {name: value for name, value in os.environ.items() if name not in _OTHERS}
     done = subprocess.run(
         ["git", "-C", place, *words],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=max(0.01, deadline - time.monotonic()),
-        env={**environment, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},  # git must not refresh the index
+        env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},  # git must not refresh the index
     )
     if done.returncode:
         raise OSError(done.stderr.decode(errors="replace").strip().split("\n")[0])

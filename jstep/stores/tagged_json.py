@@ -37,11 +37,6 @@ class LargeBytes:
         self._data, self.load = data, load
         self._digest: bytes | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes in memory."""
-        return len(self._data or b"")
-
     def read(self) -> bytes:
         data = self._data  # another thread may be writing them
         if data is None and self.load is not None:
@@ -105,17 +100,14 @@ def with_files(encoded: object, load: Callable[[str], LargeBytes]) -> Any:
 
 
 def encoded_size(copy: Any) -> int:
+    """Return about how many bytes a copy has; large ones have more than `LARGE`."""
     of = type(copy)
-    if of is dict:
-        return sum(len(key) + encoded_size(item) for key, item in copy.items())
-    if of is list:
-        is_of_numbers = _are_plain(copy) and str not in set(map(type, copy))
-        return 8 * len(copy) if is_of_numbers else sum(map(encoded_size, copy))
-    if of is bytes or of is str:
-        return len(copy)
+    if of is dict or of is list:
+        is_plain = of is list and _are_plain(copy)
+        return 8 * len(copy) if is_plain else sum(map(encoded_size, copy.values() if of is dict else copy))
     if of is LargeBytes:
         return LARGE + 1
-    return int(copy.nbytes) if isinstance(copy, jax.Array) else 8
+    return len(copy) if of is bytes or of is str else int(getattr(copy, "nbytes", 8))
 
 
 def copy_encodable(value: object) -> Any:
