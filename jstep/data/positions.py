@@ -17,8 +17,8 @@ from jstep.stores.tagged_json import AttachedFiles, LargeBytes
 POSITION, POSITIONS = "batches", "batches_of_processes"
 """Keys of a checkpoint's `extra`: the position of process 0, and of all processes if there are several."""
 _PROCESSES = "processes"
-BYTES = "base64"
-"""The key of a position that consists of bytes."""
+_BYTES = "base64"
+"""The key of a position that consists of bytes, in checkpoints of earlier versions."""
 
 
 class SavedPosition(NamedTuple):
@@ -61,7 +61,7 @@ def gather_positions(position: object) -> tuple[dict[str, Any], Files]:
     if count == 1:
         return {} if encoded is None else {POSITION: encoded}, mine
     # Equal positions differ only in the names of their files.
-    texts = processes.gather_texts(json.dumps([encoded, [file.digest().hex() for file in mine.values()]]))
+    texts = processes.gather_texts(json.dumps([encoded, [file.hash.hex() for file in mine.values()]]))
     are_equal = len({text.replace(_file_stem(process), "") for process, text in enumerate(texts)}) == 1
     positions = [json.loads(text)[0] for text in (texts[:1] if are_equal else texts)]
     if positions == [None]:
@@ -84,7 +84,7 @@ def decode_position(kept: object, owner: str) -> Any:
     if not isinstance(kept, Mapping):
         raise ValueError(f"{what} must be a position, got {describe_type(kept)}")
     try:
-        return tagged_json.decode({"$bytes": kept[BYTES]} if BYTES in kept else kept["value"])
+        return tagged_json.decode({"$bytes": kept[_BYTES]} if _BYTES in kept else kept["value"])
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{what} cannot be decoded ({error}); to continue with the {owner} as it is now, restore the state with "

@@ -26,7 +26,12 @@ _in_use = threading.Lock()
 @context_manager
 def persistent_cache(directory: str | None) -> Iterator[None]:
     """Use a directory as JAX's persistent compilation cache, and restore JAX's settings."""
-    if directory is None or not _is_made(directory) or not _in_use.acquire(blocking=False):
+    try:
+        make_folders(directory or ".")
+    except OSError as error:
+        _logger.warning("compile_cache=%s: %s; the run compiles its programs without a cache", directory, error)
+        directory = None
+    if directory is None or not _in_use.acquire(blocking=False):
         yield
         return
     settings = {**_SETTINGS, "jax_compilation_cache_dir": directory}
@@ -44,12 +49,3 @@ def _set(settings: dict[str, Any]) -> None:
         jax.config.update(name, value)
     # JAX keeps an open cache, even if the settings change.
     compilation_cache.reset_cache()
-
-
-def _is_made(directory: str) -> bool:
-    try:
-        make_folders(directory)
-    except OSError as error:
-        _logger.warning("compile_cache=%s: %s; the run compiles its programs without a cache", directory, error)
-        return False
-    return True

@@ -94,8 +94,6 @@ def masked_crc(data: bytes) -> int:
 
 
 def frame(data: bytes) -> bytes:
-    if len(data) >= MAX_LENGTH:
-        raise ValueError(f"an event of {len(data)} bytes: must be less than 2³¹ bytes, the limit of a proto")
     length = struct.pack("<Q", len(data))
     return b"".join((length, struct.pack("<I", masked_crc(length)), data, struct.pack("<I", masked_crc(data))))
 
@@ -162,11 +160,8 @@ def find_runs(logdir: str) -> list[str]:
 
 
 def _event_files_among(path: str, names: list[str]) -> list[str]:
-    return [file for name in filter(is_event_file, names) if _is_file(file := join_path(path, name))]
-
-
-def _is_file(path: str) -> bool:
-    return is_url(path) or os.path.isfile(path)
+    files = [join_path(path, name) for name in filter(is_event_file, names)]
+    return files if is_url(path) else list(filter(os.path.isfile, files))
 
 
 def summary_iterator(path: str | os.PathLike[str]) -> Iterator[Any]:
@@ -223,9 +218,6 @@ class Point(NamedTuple):
     value: float
 
 
-_MAX_REWOUND = 100
-
-
 class Series:
     """The points of a tag, in arrays, because a list of points takes ten times as much memory.
 
@@ -236,7 +228,7 @@ class Series:
 
     def __init__(self) -> None:
         self.steps, self.times, self.values = array("q"), array("d"), array("d")
-        self.rewound: deque[tuple[array[int], array[float]]] = deque(maxlen=_MAX_REWOUND)
+        self.rewound: deque[tuple[array[int], array[float]]] = deque(maxlen=100)
 
     def points(self) -> list[Point]:
         return list(map(Point, self.steps, self.times, self.values))
@@ -292,11 +284,7 @@ def _number(value: Any) -> float | None:
         number: float = value.simple_value
         return number
     if kind == "tensor" and value.metadata.plugin_data.plugin_name == "scalars":
-        tensor, types = value.tensor, proto("DataType")
-        kinds = {types.DT_FLOAT: ("<f4", tensor.float_val), types.DT_DOUBLE: ("<f8", tensor.double_val)}
-        dtype, values = kinds.get(tensor.dtype, ("u1", ()))
-        if tensor.dtype in kinds and tensor.tensor_content:
-            whole = len(tensor.tensor_content) // np.dtype(dtype).itemsize
-            values = np.frombuffer(tensor.tensor_content, dtype, whole).tolist()
-        return next(iter(values), None)
+        tensor, content = value.tensor, value.tensor.tensor_content
+        if tensor.dtype == proto("DataType").DT_FLOAT:  # the only one that it writes
+            return next(iter(np.frombuffer(content, "<f4", len(content) // 4).tolist() or tensor.float_val), None)
     return None

@@ -77,8 +77,6 @@ class ObjectAppender:
                 _logger.warning("%s; the data is kept, and the upload is retried", error)
             self._failing = True
             return False
-        if self._failing:
-            _logger.info("%s is uploaded again", self.path)
         self._failing = False
         return True
 

@@ -16,7 +16,6 @@ import collections
 import configparser
 import contextlib
 import functools
-import logging
 import os
 import re
 import threading
@@ -83,8 +82,8 @@ class PendingOperation:
         except TimeoutError:
             self._future.cancel()
             store = f"the store of {self._bucket} gave no response in {max(1.0, left):.0f} s"
-            no_response = f"{store}. Check the network and the address: {ENDPOINT[self._bucket.partition('://')[0]]}"
-            reason = recent_outage(self._bucket) or no_response  # the reason of an earlier failure
+            where = f"Check the network and the address: {ENDPOINT[self._bucket.partition('://')[0]]}"
+            reason = recent_outage(self._bucket) or f"{store}. {where}"  # the reason of an earlier failure
             problem: OSError = ConnectionError(f"{self.url}: cannot {self._verb}: {reason}")
         except _ERRORS as error:
             problem = translate_error(error, self._verb, self.url)
@@ -99,15 +98,10 @@ class PendingOperation:
         got = self.result()
         if got.state == "value":
             return ReadResult(bytes(got.value), bytes(got.stamp.generation))
-        if got.state != "missing":
-            raise StoreError(f"{self.url}: cannot read: unexpected response of the store")
         return ReadResult(None, ABSENT)
 
     def stamp(self) -> bytes:
-        generation = bytes(self.result().generation)
-        if not generation:
-            raise StoreError(f"{self.url}: cannot write: the store reports an unmet condition, but none was given")
-        return generation
+        return bytes(self.result().generation)
 
     def give_up(self) -> None:
         """Cancel the operation; its outcome is unknown."""
@@ -228,8 +222,6 @@ MARK = "~jstep"
 LAST = "\U0010fffd~jstep"
 """The mark for keys that sort after `MARK`: prefixes that begin with non-ASCII letters."""
 
-_logger = logging.getLogger("jstep")
-
 
 class Directory(Objects):
     """The objects below a URL, with the mark."""
@@ -250,14 +242,11 @@ class Directory(Objects):
         if not self._ends(keys, start):
             marked = self.read(MARK).data is not None
             again = self.list(start) if marked or keys else keys
-            if not self._ends(again, start):
-                if marked or again != keys:
-                    raise PermissionError(
-                        f"{self.url}: cannot list, or the list is truncated: have the credentials expired, or do they "
-                        f"lack the right storage.objects.list or s3:ListBucket? If not, delete {self.at(MARK)}"
-                    )
-                if keys:
-                    _logger.info("%s has no %s: it was copied without it, and its list is accepted", self.url, MARK)
+            if not self._ends(again, start) and (marked or again != keys):
+                raise PermissionError(
+                    f"{self.url}: cannot list, or the list is truncated: have the credentials expired, or do they "
+                    f"lack the right storage.objects.list or s3:ListBucket? If not, delete {self.at(MARK)}"
+                )
             keys = again
         return [key for key in keys if key not in (MARK, LAST)]
 
@@ -322,10 +311,7 @@ def _profile(files: tuple[str, str], name: str) -> dict[str, str]:
     settings: dict[str, str] = {}
     for path, sections in ((files[0], (name,)), (files[1], (f"profile {name}", name))):
         parser = configparser.RawConfigParser(strict=False, allow_no_value=True)
-        try:
-            parser.read(path, encoding="utf-8")
-        except (configparser.Error, OSError, UnicodeDecodeError):
-            continue
+        parser.read(path, encoding="utf-8")
         for section in filter(parser.has_section, sections):
             settings = {key: (value or "").strip() for key, value in parser.items(section)} | settings
     return settings
@@ -336,11 +322,6 @@ def _profile(files: tuple[str, str], name: str) -> dict[str, str]:
 # tensorstore raises one ValueError for everything: its message begins with a status word and ends with the body of the
 # response. That message is never shown, since bodies contain keys and signatures.
 
-_RIGHTS = {
-    "gs": {"read": "storage.objects.get", "list": "storage.objects.list", "delete": "storage.objects.delete"},
-    "s3": {"read": "s3:GetObject", "list": "s3:ListBucket", "delete": "s3:DeleteObject"},
-}
-_WRITE = {"gs": "storage.objects.create and storage.objects.delete (to replace one)", "s3": "s3:PutObject"}
 _LOGIN = {
     "gs": "`gcloud auth application-default login`, or GOOGLE_APPLICATION_CREDENTIALS",
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; temporary keys expire after some hours",
@@ -350,7 +331,6 @@ _KEYS = (
     "SignatureDoesNotMatch", "AuthFailure", "UnrecognizedClientException",
 )  # fmt: skip
 _REGION = ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
-_NO_BUCKET = "NoSuchBucket"
 ENDPOINT = {
     "gs": "TENSORSTORE_GCS_HTTP_URL, if it is set",
     "s3": "AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and AWS_REGION, if they are set",
@@ -376,7 +356,7 @@ def translate_error(error: Exception, verb: str, url: str) -> OSError:
     what = f"{url}: cannot {verb}"
     codes = re.findall(r"\[http_response_code='([0-9]+)'\]", text)
     status = int(codes[-1]) if codes else 0
-    code = next((code for code in (*_KEYS, *_REGION, _NO_BUCKET) if code in text), "")
+    code = next((code for code in (*_KEYS, *_REGION, "NoSuchBucket") if code in text), "")
     details = f"HTTP {status} {code}".strip()
     if status == 416 or text.startswith("OUT_OF_RANGE"):
         return TruncatedError(f"{url}: it is shorter than it was")
@@ -385,9 +365,8 @@ def translate_error(error: Exception, verb: str, url: str) -> OSError:
     if code in _KEYS or status == 401:
         return PermissionError(f"{what}: the credentials are not valid, or have expired ({details}): {_LOGIN[scheme]}")
     if status == 403 or text.startswith("PERMISSION_DENIED"):
-        right = _RIGHTS[scheme].get(verb, _WRITE[scheme])
-        return PermissionError(f"{what}: it needs the right {right} on {bucket!r} ({details}): {_LOGIN[scheme]}")
-    if code == _NO_BUCKET or (status == 404 and verb != "read"):
+        return PermissionError(f"{what}: grant the right to {verb} in {bucket!r} ({details}), or use {_LOGIN[scheme]}")
+    if code == "NoSuchBucket" or (status == 404 and verb != "read"):
         return no_bucket(url, verb)
     if (curl := re.search(r"CURL error ([^\[\n]*)", text)) is not None:
         why = f"{hide('', curl[1].strip())}, tried for half a minute"

@@ -14,7 +14,7 @@ UNKNOWN = "unknown"
 """The edits of a repository of which git could not tell in time."""
 GIT_TIMEOUT_SECS = 2.0
 """The time limit for git, in seconds."""
-_SOURCES = tuple(f".{end}".encode() for end in "py pyx sh c cc cpp cu cuh h hpp".split())  # noqa: SIM905
+_SOURCES = tuple(f".{end}" for end in "py pyx sh c cc cpp cu cuh h hpp".split())  # noqa: SIM905
 _DIFF = ("diff", "HEAD", "--binary", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
 _UNTRACKED = ("ls-files", "--others", "--exclude-standard", "-z")
 _logger = logging.getLogger("jstep")
@@ -62,10 +62,8 @@ def _edits(place: str, deadline: float) -> str | None:
     root = os.fsdecode(_git(place, deadline, "rev-parse", "--show-toplevel").rstrip(b"\r\n"))
     digest, diff = hashlib.blake2b(digest_size=8), _git(root, deadline, *_DIFF)
     digest.update(diff)
-    new = [path for path in sorted(_git(root, deadline, *_UNTRACKED).split(b"\0")) if path.endswith(_SOURCES)]
-    for path in new:
-        file = os.path.join(root, os.fsdecode(path))
-        if os.path.isfile(file) and time.monotonic() < deadline:  # a FIFO would block
-            with open(file, "rb") as source:
-                digest.update(b"\0%s\0%s" % (path, hashlib.file_digest(source, "blake2b").digest()))
+    paths = map(os.fsdecode, sorted(_git(root, deadline, *_UNTRACKED).split(b"\0")))
+    new = [path for path in paths if path.endswith(_SOURCES) and os.path.isfile(os.path.join(root, path))]
+    if new:
+        digest.update(os.fsencode("\0".join(new)) + _git(root, deadline, "hash-object", "--no-filters", "--", *new))
     return digest.hexdigest() if diff or new else None

@@ -113,7 +113,8 @@ class StartFile:
                 self._try(lambda: self._write(flush))
 
     def write_card(self, card: Mapping[str, Any]) -> None:
-        self._card = dict(card)
+        with self._writing:
+            self._card = dict(card)
         self.write()
 
     def end_earlier(self, number: int, end: Sequence[str]) -> None:
@@ -137,9 +138,9 @@ class StartFile:
     def _write(self, flush: bool) -> None:
         if self._is_made or not self._make():
             _replace(path_of(self.where, self.prefix, self.fields["number"]), self.fields, flush=flush)
-        if (card := self._card) is not None:
-            _replace(_card_path(self.where, self.fields), {"card": card, "config": self._config})
-            self._card = None if self._card is card else self._card
+        if self._card is not None:
+            _replace(_card_path(self.where, self.fields), {"card": self._card, "config": self._config})
+            self._card = None
 
     def _make(self) -> bool:
         """Make the file with the next free number, exclusively; return whether it has its contents: an object does."""
@@ -181,7 +182,7 @@ def read_starts(where: str) -> dict[str, list[Start]]:
     names: Sequence[str] = ()
     if is_url(where):
         names = Objects(folder).list()
-    elif not os.path.islink(folder):
+    else:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             names = names_in(folder)
     for match in filter(None, map(_NAME.fullmatch, names)):
@@ -221,9 +222,7 @@ def _read(where: str, prefix: str, number: int) -> Start | None:
 
 
 def _load(path: str) -> Any:
-    """Return the JSON of a file, but not through a link; None if it is empty, as after a power cut."""
-    if not is_url(path) and os.path.islink(path):
-        raise OSError(f"{path} is a link")
+    """Return the JSON of a file; None if it is empty, as after a power cut."""
     data = read_small(path, MAX_BYTES)
     if not data.strip(b"\0"):
         return None
@@ -249,9 +248,8 @@ def _problem(start: Any, prefix: str, number: int) -> str:
     """Return why a start is not valid, as the end of a sentence; the only check of the values of records."""
     if not isinstance(start, dict):
         return "holds no start"
-    if start.get("version") != VERSION:
-        is_newer = is_step(start.get("version")) and start["version"] > VERSION
-        return "is of a newer version: update jstep to read it" if is_newer else "has no known version"
+    if (version := start.get("version")) != VERSION:
+        return f"has version={format_value(version)}, and this jstep reads {VERSION}: update jstep"
     if (start.get("prefix"), start.get("number")) != (prefix, number):
         return "has another prefix or number than its name"
     for name, kind in _KINDS.items():

@@ -5,6 +5,7 @@ Decoding builds values of the types of this module and no others. Unlike unpickl
 
 import base64
 import collections
+import functools
 import hashlib
 import math
 import random
@@ -35,28 +36,26 @@ class LargeBytes:
 
     def __init__(self, data: bytes | None = None, load: Callable[[], bytes] | None = None) -> None:
         self._data, self.load = data, load
-        self._digest: bytes | None = None
 
     def read(self) -> bytes:
         data = self._data  # another thread may be writing them
-        if data is None and self.load is not None:
-            data = self.load()
         if data is None:
-            raise RuntimeError("these bytes were written to a checkpoint, and are not kept in memory")
+            if self.load is None:
+                raise RuntimeError("these bytes were written to a checkpoint, and are not kept in memory")
+            data = self.load()
         return data
 
-    def digest(self) -> bytes:
-        if self._digest is None:
-            self._digest = hashlib.blake2b(self.read(), digest_size=20).digest()
-        return self._digest
+    @functools.cached_property
+    def hash(self) -> bytes:
+        return hashlib.blake2b(self.read(), digest_size=20).digest()
 
     def written(self) -> None:
         """Release the memory, but keep the hash: a file has the bytes now."""
-        self.digest()
+        self.hash  # noqa: B018
         self._data = None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LargeBytes) and (self is other or self.digest() == other.digest())
+        return isinstance(other, LargeBytes) and (self is other or self.hash == other.hash)
 
     __hash__ = None  # type: ignore[assignment]
 
