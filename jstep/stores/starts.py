@@ -280,18 +280,20 @@ def _fits(value: Any, kind: Any) -> bool:
     `[kind]` is a list of any length, and a tuple one of its length. In a dict, each key may be absent, or None; the key
     `str` stands for any.
     """
-    if isinstance(kind, type):
+    of = type(kind)
+    if of is type:
         return type(value) is kind
-    if isinstance(kind, list | tuple):
-        kinds = kind * len(value) if type(value) is type(kind) else kind
-        return type(value) is list and len(kinds) == len(value) and all(map(_fits, value, kinds))
-    if not isinstance(kind, dict):
+    if of is tuple:
+        return type(value) is list and len(value) == len(kind) and all(map(_fits, value, kind))
+    if of is list:
+        return type(value) is list and all(_fits(each, kind[0]) for each in value)
+    if of is not dict:
         return bool(kind(value))
     if type(value) is not dict:
         return False
     if str in kind:
         return all(_fits(each, kind[str]) for each in value.values())
-    return all(value.get(key) is None or _fits(value[key], of) for key, of in kind.items())
+    return all(value.get(key) is None or _fits(value[key], each) for key, each in kind.items())
 
 
 def _are_parts(value: Any) -> bool:
