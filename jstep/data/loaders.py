@@ -1,7 +1,6 @@
 """Iterators over all sources of batches, including stateful loaders; `from_state` and `replayed`."""
 
 import functools
-import inspect
 import itertools
 import logging
 import time
@@ -15,7 +14,7 @@ import numpy as np
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_function, can_take, describe_type, format_value, may_take
 from jstep.core.exceptions import note
-from jstep.data.positions import BYTES, SavedPosition, batches_since, decode_position
+from jstep.data.positions import SavedPosition, batches_since, decode_position
 from jstep.data.sequence import BatchIterator, BatchSequence
 from jstep.queues.queues import until_end
 from jstep.stores import tagged_json
@@ -28,6 +27,7 @@ _WITHOUT = "(batch for batch in batches)"
 _SEQUENCE = (Sequence, BatchSequence)
 _OWN_STATE, _STATE_DICT = ("get_state", "set_state"), ("state_dict", "load_state_dict")
 """The methods that return and restore a position: generic names, and the names of loaders such as torchdata's."""
+_STATELESS = (types.FunctionType, types.BuiltinFunctionType, functools.partial)
 _USED = "batches"
 """The key of the position of `replayed`: the number of batches that were used."""
 
@@ -85,10 +85,8 @@ def open_source(
         if owner is not None:
             without = "jstep.from_state(lambda step, state: fn(step, state))"
             read, begin = _resumed(owner, position, start, last_step, without)
-        elif _may_keep_something(make):
-            ways_out = "Give jstep.from_state a function, or an object with __call__, state_dict and load_state_dict."
-            name = getattr(make, "__qualname__", type(make).__name__)
-            _warn_without_position(name, start, ways_out, resumable=resumable)
+        elif not (isinstance(make, _STATELESS) or hasattr(make, "__wrapped__")):  # a method, or an object with __call__
+            _warn_without_position(getattr(make, "__qualname__", type(make).__name__), start, resumable=resumable)
         made = map(lambda step: make(step, state()), range(start, last_step))  # noqa: C417  (it may raise StopIteration)
         return Source(made, read, begin, is_of_state=True)
     if owner is None:
@@ -97,8 +95,7 @@ def open_source(
             return Source(items, by_step=batches, fresh=isinstance(batches, BatchSequence))
         items = iter(batches)
         if not keeps_position(items):
-            ways_out = "Use jstep.batches, a function of the step, or a loader with get_state and set_state."
-            _warn_without_position(type(batches).__name__, start, ways_out, resumable=resumable)
+            _warn_without_position(type(batches).__name__, start, resumable=resumable)
             return Source(items, fresh=isinstance(items, BatchIterator))
         owner = items
     read, begin = _resumed(owner, position, start, last_step)
@@ -139,15 +136,7 @@ def _item(batches: Tree, fetch: Callable[[int], Any], step: int) -> Any:
         ) from error
 
 
-def _may_keep_something(make: Callable[..., Any]) -> bool:
-    """Whether a callable may have state: a bound method, or an object with `__call__`."""
-    if isinstance(make, types.MethodType):
-        return not isinstance(make.__self__, type)
-    call = inspect.getattr_static(type(make), "__call__", None)
-    return isinstance(call, types.FunctionType) and not hasattr(make, "__wrapped__")
-
-
-def _warn_without_position(name: str, start: int, ways_out: str, *, resumable: bool) -> None:
+def _warn_without_position(name: str, start: int, *, resumable: bool) -> None:
     """Warn on resuming, or before a resumable run, that batches do not resume where a run stopped."""
     if start:
         what = f"The run resumes at step {start}, but a {name} has no position to resume from: it starts where it is."
@@ -155,21 +144,15 @@ def _warn_without_position(name: str, start: int, ways_out: str, *, resumable: b
         what = f"A {name} has no position to resume from: a restart of this run would continue from where it is then."
     else:
         return
-    _logger.warning("%s %s", what, ways_out)
+    _logger.warning("%s Use jstep.batches, a function of the step, or an object with get_state and set_state.", what)
 
 
 def check_batches(batches: Tree) -> None:
     if _is_array(batches) or (isinstance(batches, tuple) and batches and all(map(_is_array, batches))):
-        what = "a tuple of arrays" if isinstance(batches, tuple) else "an array"
-        raise TypeError(
-            f"batches: must be a source of batches, got {what}; for batches of its rows, use "
-            "jstep.batches(arrays, batch_size)"
-        )
+        raise TypeError("batches: must be a source of batches, got arrays; use jstep.batches(arrays, batch_size)")
     if isinstance(batches, Mapping | str | bytes):
-        raise TypeError(
-            f"batches: must be a source of batches, got a {type(batches).__name__}; to repeat one batch, give "
-            "itertools.repeat(batch)"
-        )
+        what = f"batches: must be a source of batches, got a {type(batches).__name__}"
+        raise TypeError(f"{what}; to repeat one batch, give itertools.repeat(batch)")
     if isinstance(batches, StateBatches):
         return
     if callable(batches) and not hasattr(batches, "__iter__") and not may_take(batches, 1):
@@ -182,10 +165,8 @@ def check_batches(batches: Tree) -> None:
         or _has(batches, *_OWN_STATE, "__next__")
         or any(hasattr(batches, n) for n in ("__getitem__", "__iter__"))
     ):
-        raise TypeError(
-            f"batches={format_value(batches)}: must have batches[N], be a function of the step, or be iterable"
-            + ("; for a step without a batch, give lambda step: ()" if batches is None else "")
-        )
+        what = "must have batches[N], be a function of the step, or be iterable"
+        raise TypeError(f"batches={format_value(batches)}: {what}")
 
 
 def _is_array(value: object) -> bool:
@@ -243,8 +224,6 @@ def loader_position(owner: object, without: str = _WITHOUT) -> Any:
     position = _methods(owner)[0]()
     if position is None:
         return None
-    if isinstance(position, bytes):
-        return {BYTES: bytes(position)}
     try:
         return {"value": tagged_json.copy_encodable(position)}
     except UnsupportedError as error:

@@ -1,8 +1,5 @@
 """Positions of data loaders on each process: in checkpoints, and during a run."""
 
-import collections
-import contextlib
-import functools
 import json
 import math
 import time
@@ -15,13 +12,13 @@ from jstep.core.checks import describe_type
 from jstep.distributed import processes
 from jstep.stores import tagged_json
 from jstep.stores.tagged_arrays import LARGE
-from jstep.stores.tagged_json import FILE, AttachedFiles, LargeBytes
+from jstep.stores.tagged_json import AttachedFiles, LargeBytes
 
 POSITION, POSITIONS = "batches", "batches_of_processes"
 """Keys of a checkpoint's `extra`: the position of process 0, and of all processes if there are several."""
 _PROCESSES = "processes"
-BYTES = "base64"
-"""The key of a position that consists of bytes."""
+_BYTES = "base64"
+"""The key of a position that consists of bytes, in checkpoints of earlier versions."""
 
 
 class SavedPosition(NamedTuple):
@@ -52,43 +49,33 @@ def restore_position(extra: Mapping[str, Any]) -> SavedPosition | None:
     return None if mine is None else SavedPosition(mine)
 
 
-def gather_positions(position: object, files: AttachedFiles) -> dict[str, Any]:
-    """Gather the positions of all processes; must be called on all. Large arrays become `files`."""
+Files = dict[str, LargeBytes]
+"""The files of a checkpoint that this process writes, by their names."""
+
+
+def gather_positions(position: object) -> tuple[dict[str, Any], Files]:
+    """Gather the positions of all processes, and the files of large arrays; must be called on all."""
     index, count = jax.process_index(), jax.process_count()
-    mine = AttachedFiles(by_content=count > 1)
-    gathered = [tagged_json.as_json(position, mine)]
-    if count > 1:
-        gathered = [json.loads(text) for text in processes.gather_texts(json.dumps(gathered[0]))]
-    if all(each is None for each in gathered):
-        return {}
-    are_equal = all(each == gathered[0] for each in gathered)
-    if index == 0 or not are_equal:
-        files |= {f"{_file_stem(index)}{name}": each for name, each in mine.items()}
-    positions = [
-        tagged_json.with_files(each, functools.partial(_reference, process)) for process, each in enumerate(gathered)
-    ]
-    first = {} if positions[0] is None else {POSITION: positions[0]}
+    mine = AttachedFiles(_file_stem(index))
+    encoded = tagged_json.as_json(position, mine)
     if count == 1:
-        return first
-    distinct = positions[:1] if are_equal else positions
-    return first | {POSITIONS: {_PROCESSES: count, "positions": distinct}}
+        return {} if encoded is None else {POSITION: encoded}, mine
+    # Equal positions differ only in the names of their files.
+    texts = processes.gather_texts(json.dumps([encoded, [file.hash.hex() for file in mine.values()]]))
+    are_equal = len({text.replace(_file_stem(process), "") for process, text in enumerate(texts)}) == 1
+    positions = [json.loads(text)[0] for text in (texts[:1] if are_equal else texts)]
+    if positions == [None]:
+        return {}, {}
+    first = {} if positions[0] is None else {POSITION: positions[0]}
+    files = mine if index == 0 or not are_equal else {}
+    return first | {POSITIONS: {_PROCESSES: count, "positions": positions}}, files
 
 
-def positions_elsewhere(extra: Mapping[str, Any], files: AttachedFiles) -> dict[str, Any]:
-    """Return the positions in another checkpoint's `extra`, from `with_files`."""
-    renamed = AttachedFiles(_file_stem(0))
-    kept: dict[str, Any] = tagged_json.as_json(
-        {key: extra[key] for key in (POSITION, POSITIONS) if key in extra}, renamed
-    )
-    if jax.process_index() == 0:
-        files |= renamed
-    return kept
-
-
-def with_files(extra: dict[str, Any], read: Callable[[str], bytes]) -> dict[str, Any]:
-    """Replace references to files in `extra` by large bytes, which are read lazily."""
-    loaded: dict[str, Any] = tagged_json.with_files(extra, lambda name: LargeBytes(load=functools.partial(read, name)))
-    return loaded
+def positions_elsewhere(extra: Mapping[str, Any]) -> tuple[dict[str, Any], Files]:
+    """Return the positions in another checkpoint's `extra`, from `with_files`, and their files."""
+    mine = AttachedFiles(_file_stem(0))
+    kept = {key: tagged_json.as_json(extra[key], mine) for key in (POSITION, POSITIONS) if key in extra}
+    return kept, mine if jax.process_index() == 0 else {}
 
 
 def decode_position(kept: object, owner: str) -> Any:
@@ -97,7 +84,7 @@ def decode_position(kept: object, owner: str) -> Any:
     if not isinstance(kept, Mapping):
         raise ValueError(f"{what} must be a position, got {describe_type(kept)}")
     try:
-        return tagged_json.decode({"$bytes": kept[BYTES]} if BYTES in kept else kept["value"])
+        return tagged_json.decode({"$bytes": kept[_BYTES]} if _BYTES in kept else kept["value"])
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{what} cannot be decoded ({error}); to continue with the {owner} as it is now, restore the state with "
@@ -107,10 +94,6 @@ def decode_position(kept: object, owner: str) -> Any:
 
 def _file_stem(process: int) -> str:
     return f"position.process_{process}."
-
-
-def _reference(process: int, name: str) -> dict[str, str]:
-    return {FILE: f"{_file_stem(process)}{name}"}
 
 
 class StoredPosition:
@@ -160,43 +143,34 @@ class LivePosition(StoredPosition):
     is_live = True
 
     def __init__(self, ask: Callable[[], Any], begin: Callable[[], Any] | None) -> None:
-        super().__init__(None)
-        self._ask = ask
-        self.before = None if begin is None else begin()
-        self._is_large = tagged_json.encoded_size(self.before) > LARGE
-        self._is_frozen = self._is_known = False
+        super().__init__(begin)
+        self._ask, self.before = ask, self._now
+        self._is_large, self._is_frozen = tagged_json.encoded_size(self.before) > LARGE, True
 
     def is_lost(self, is_before: bool) -> bool:
         return self._is_large and self.before is None and (is_before or self._is_frozen)
 
     def begin_fetch(self, finish: Callable[[], object]) -> None:
         if not self._is_large:
-            # An object may not know its position before its first batch.
-            with contextlib.nullcontext() if self._is_known else contextlib.suppress(Exception):
-                self.before = self._ask()
-                self._is_known = True
-                self._is_large = tagged_json.encoded_size(self.before) > LARGE
+            self.before = self._ask()
+            self._is_large = tagged_json.encoded_size(self.before) > LARGE
         if self._is_large:
             finish()
             self.before = None
         self._is_frozen = True
 
     def mark_exhausted(self) -> None:
-        if self._is_large:
-            self._is_frozen, self._is_known = False, True
+        self._is_frozen = not self._is_large
 
     def end_fetch(self, position: object) -> bool:
-        if not self._is_known:  # a position that cannot be saved is rejected after the first batch
-            self._is_large = self._is_large or tagged_json.encoded_size(self._ask()) > LARGE
-            self._is_known = True
         self._is_frozen = False
-        return self.is_lost(True)
+        return self._is_large
 
     def freeze(self) -> None:
         self.before, self._is_frozen = self.now(), True
 
     def now(self) -> Any:
-        return self.before if self._is_frozen or not self._is_known else self._ask()
+        return self.before if self._is_frozen else self._ask()
 
 
 _SHARE = 0.02
@@ -219,9 +193,8 @@ class RarePosition:
     ) -> None:
         self._ask, self._next_due, self._clock = ask, next_due, clock
         self._due = next_due(0)
-        self._took: collections.deque[float] = collections.deque(maxlen=2)
         self._last: Any = None
-        self._number = self._since = 0
+        self._number, self._since, self._took = 0, 0, (math.inf, math.inf)
         self._next = -math.inf
 
     def __call__(self) -> Any:
@@ -239,10 +212,8 @@ class RarePosition:
         began = self._clock()
         position = self._ask()
         now = self._clock()
-        took = now - began
-        self._took.append(took)
-        is_quick = min(self._took) < _QUICK  # one of two may have been interrupted by another process
-        self._next = -math.inf if is_quick else now + took * (1 / _SHARE - 1)
+        self._took = now - began, self._took[0]  # one of two may have been interrupted by another process
+        self._next = -math.inf if min(self._took) < _QUICK else now + self._took[0] * (1 / _SHARE - 1)
         return position
 
 

@@ -145,10 +145,7 @@ def _open(leaf: Any, path: str, argument: str) -> Source:
     if isinstance(leaf, str | bytes):
         raise TypeError(f"{what} is a string, not a source of rows; give a list of strings")
     if hasattr(leaf, "columns"):
-        raise TypeError(
-            f"{what} is indexed by column, not by row; give its columns, such as `dict(frame)`, or an array, such as "
-            "`frame.to_numpy()`"
-        )
+        raise TypeError(f"{what} is indexed by column, not by row; give an array, such as `frame.to_numpy()`")
     if not hasattr(leaf, "__getitem__"):
         raise TypeError(f"{what} has no __getitem__, so its rows {_NO_ORDER}{_ITERABLE}")
     try:

@@ -23,7 +23,8 @@ from jstep.state import fingerprints
 from jstep.state.fingerprints import ByDevice, Difference, Entry, by_device, leaves_with_hash_keys
 from jstep.state.train_state import TrainState
 from jstep.stores.files import is_directory
-from jstep.stores.line_files import LocalLines, ObjectLines, open_lines
+from jstep.stores.growing_files import ObjectAppender
+from jstep.stores.line_files import LocalLines, open_lines
 from jstep.stores.urls import join_path, location
 
 _logger = logging.getLogger("jstep")
@@ -101,7 +102,7 @@ class FingerprintHook(RunHook):
         self._per_leaf = as_bool(per_leaf, "per_leaf")
         self._raises = check_choice(on_divergence, "on_divergence", ("log", "raise")) == "raise"
         self._path = ""
-        self._file: LocalLines | ObjectLines | None = None
+        self._file: LocalLines | ObjectAppender | None = None
         self._before: dict[int, Entry] = {}
         self._pending = TransferQueue()
 
@@ -134,9 +135,6 @@ class FingerprintHook(RunHook):
             self._pending.deliver_all(before=step)
         else:
             self._pending.deliver_ready()
-        if self._file is not None:
-            with self.deferring_errors(self._path):
-                self._file.sync(to_disk=False)
 
     def before_save(self, step: int) -> None:
         self._finish_all()
@@ -170,7 +168,7 @@ class FingerprintHook(RunHook):
         finally:
             if self._file is not None:
                 with self.deferring_errors(self._path):
-                    self._file.sync(to_disk=True)
+                    self._file.sync()
 
     def _finish(self, step: int, entry: Entry) -> None:
         if self._file is not None:

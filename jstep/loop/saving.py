@@ -34,7 +34,7 @@ from jstep.core import trees
 from jstep.core.exceptions import note_other
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING, STEPPING
-from jstep.data.positions import gather_positions, positions_elsewhere, with_files
+from jstep.data.positions import gather_positions, positions_elsewhere
 from jstep.distributed import processes
 from jstep.hooks.cadence import Cadence
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
@@ -65,7 +65,7 @@ from jstep.state.train_state import TrainState
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.owners import remove_temporary
 from jstep.stores.starts import FOLDER
-from jstep.stores.tagged_json import AttachedFiles, as_json
+from jstep.stores.tagged_json import AttachedFiles, LargeBytes, as_json, with_files
 from jstep.stores.urls import is_url
 
 _logger = logging.getLogger("jstep")
@@ -203,7 +203,10 @@ def _begin_from(setup: Setup, origin: Origin, trunk: Trunk) -> Origin:
 def extra_at(saver: Saver, step: int) -> dict[str, Any]:
     """Return the data that `train` saved beside the state at a step, or an empty dict."""
     extra = saver.extra(step)
-    return with_files(extra, functools.partial(saver.read_file, step=step)) if isinstance(extra, dict) else {}
+    if not isinstance(extra, dict):
+        return {}
+    loaded: dict[str, Any] = with_files(extra, lambda name: LargeBytes(load=lambda: saver.read_file(name, step)))
+    return loaded
 
 
 def _with_given(setup: Setup, origin: Origin, why: str) -> Origin:
@@ -443,11 +446,10 @@ class RunSaverHook(CheckpointSaverHook):
     def _positions(self) -> Extra:
         """Return the positions of the batches; must be called on all processes."""
         run = self.run
-        files = AttachedFiles()
         if not run.feeder.has_begun:  # the positions have not changed
-            return Extra(positions_elsewhere(run.origin.extra, files), files)
+            return Extra(*positions_elsewhere(run.origin.extra))
         # A batch that was fetched but not trained on is fetched again after a restart.
-        return Extra(gather_positions(run.feeder.position_after(run.step - run.setup.loop.first), files), files)
+        return Extra(*gather_positions(run.feeder.position_after(run.step - run.setup.loop.first)))
 
     def _extra_with(self, host_state: Callable[[], _HostState]) -> Extra:
         """Notify the observers of a save that nothing prevents any more, and return its `extra`."""

@@ -19,31 +19,29 @@ _SETTINGS = {
     "jax_persistent_cache_enable_xla_caches": "none",  # their keys have the path, so that a moved cache has nothing
 }
 """Every program is cached, whatever its size and compile time."""
-_lock = threading.Lock()
-_before: list[dict[str, Any]] = []
-"""JAX's settings before each of the present runs; the settings are global, and those of the first run hold for all."""
+_in_use = threading.Lock()
+"""Held by a run while its settings hold: JAX's settings are global, and overlapping runs use those of the first."""
 
 
 @contextlib.contextmanager
 def persistent_cache(directory: str | None) -> Iterator[None]:
-    """Use a directory as JAX's persistent compilation cache; the last of overlapping runs restores JAX's settings."""
-    if directory is None or not _is_made(directory):
+    """Use a directory as JAX's persistent compilation cache, and restore JAX's settings."""
+    try:
+        make_folders(directory or ".")
+    except OSError as error:
+        _logger.warning("compile_cache=%s: %s; the run compiles its programs without a cache", directory, error)
+        directory = None
+    if directory is None or not _in_use.acquire(blocking=False):
         yield
         return
     settings = {**_SETTINGS, "jax_compilation_cache_dir": directory}
-    with _lock:
-        _before.append({name: getattr(jax.config, name) for name in settings})
-        if len(_before) == 1:
-            _set(settings)
+    before = {name: getattr(jax.config, name) for name in settings}
     try:
+        _set(settings)
         yield
     finally:
-        with _lock:
-            first = _before.pop(0)
-            if _before:
-                _before[0] = first
-            else:
-                _set(first)
+        _set(before)
+        _in_use.release()
 
 
 def _set(settings: dict[str, Any]) -> None:
@@ -51,12 +49,3 @@ def _set(settings: dict[str, Any]) -> None:
         jax.config.update(name, value)
     # JAX keeps an open cache, even if the settings change.
     compilation_cache.reset_cache()
-
-
-def _is_made(directory: str) -> bool:
-    try:
-        make_folders(directory)
-    except OSError as error:
-        _logger.warning("compile_cache=%s: %s; the run compiles its programs without a cache", directory, error)
-        return False
-    return True

@@ -94,8 +94,6 @@ def masked_crc(data: bytes) -> int:
 
 
 def frame(data: bytes) -> bytes:
-    if len(data) >= MAX_LENGTH:
-        raise ValueError(f"an event of {len(data)} bytes: must be less than 2³¹ bytes, the limit of a proto")
     length = struct.pack("<Q", len(data))
     return b"".join((length, struct.pack("<I", masked_crc(length)), data, struct.pack("<I", masked_crc(data))))
 
@@ -112,7 +110,7 @@ def read_records(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
             raise DataLossError(path, offset, "the checksum of its length does not match")
         if length >= MAX_LENGTH:
             raise DataLossError(path, offset, f"it claims {length} bytes, more than an event can have")
-        data = _read(file, length)
+        data = file.read(length)
         footer = file.read(FOOTER) if len(data) == length else b""
         if len(footer) < FOOTER:
             return
@@ -120,15 +118,6 @@ def read_records(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
             raise DataLossError(path, offset, f"the checksum of its {length} bytes does not match")
         yield offset, data
         offset += HEADER + length + FOOTER
-
-
-def _read(file: BinaryIO, length: int) -> bytes:
-    """Read up to `length` bytes in parts: a malicious length allocates no more than the file holds."""
-    parts = []
-    while length and (part := file.read(min(length, 1 << 24))):
-        parts.append(part)
-        length -= len(part)
-    return b"".join(parts)
 
 
 # Reading of event files: finding them, their events, and their scalars.
@@ -171,22 +160,8 @@ def find_runs(logdir: str) -> list[str]:
 
 
 def _event_files_among(path: str, names: list[str]) -> list[str]:
-    return [file for name in filter(is_event_file, names) if _is_file(file := join_path(path, name))]
-
-
-def check_file(path: str) -> None:
-    if is_directory(path):
-        files = list(filter(is_event_file, names_in(path)))
-        content = f"; it holds {', '.join(files[:5])}" if files else "; it holds no event files"
-        raise IsADirectoryError(f"summary_iterator reads one event file, and {path!r} is a directory{content}")
-    if not is_url(path) and os.path.exists(path) and not _is_file(path):
-        raise OSError(f"{path!r} is not a file (a pipe, a socket or a device), and events are read from files")
-    with open_for_reading(path):
-        pass  # a missing file is an error here, not at the first event
-
-
-def _is_file(path: str) -> bool:
-    return is_url(path) or os.path.isfile(path)
+    files = [join_path(path, name) for name in filter(is_event_file, names)]
+    return files if is_url(path) else list(filter(os.path.isfile, files))
 
 
 def summary_iterator(path: str | os.PathLike[str]) -> Iterator[Any]:
@@ -203,7 +178,7 @@ def summary_iterator(path: str | os.PathLike[str]) -> Iterator[Any]:
 
     Raises:
         FileNotFoundError: The file does not exist.
-        IsADirectoryError: The path is a directory; the message lists the event files in it.
+        IsADirectoryError: The path is a directory.
         OSError: The path is not a regular file.
         DataLossError: While iterating: a record is corrupted; the message has the path and the offset.
         ImportError: tensorboard is not installed.
@@ -221,10 +196,10 @@ def summary_iterator(path: str | os.PathLike[str]) -> Iterator[Any]:
     """
     path = location(path, "path")
     event = proto("Event")
-    check_file(path)
+    file = open_for_reading(path)  # a missing file is an error here, not at the first event
 
     def events() -> Iterator[Any]:
-        with open_for_reading(path) as file:
+        with file:
             for offset, data in read_records(file, path):
                 try:
                     decoded = event.FromString(data)
@@ -243,9 +218,6 @@ class Point(NamedTuple):
     value: float
 
 
-_MAX_REWOUND = 100
-
-
 class Series:
     """The points of a tag, in arrays, because a list of points takes ten times as much memory.
 
@@ -256,7 +228,7 @@ class Series:
 
     def __init__(self) -> None:
         self.steps, self.times, self.values = array("q"), array("d"), array("d")
-        self.rewound: deque[tuple[array[int], array[float]]] = deque(maxlen=_MAX_REWOUND)
+        self.rewound: deque[tuple[array[int], array[float]]] = deque(maxlen=100)
 
     def points(self) -> list[Point]:
         return list(map(Point, self.steps, self.times, self.values))
@@ -277,7 +249,7 @@ class Series:
             del self.steps[first:], self.times[first:], self.values[first:]
 
 
-def read_series(files: Iterable[str], on_corrupted: Callable[[DataLossError], None] | None = None) -> dict[str, Series]:
+def read_series(files: Iterable[str], on_corrupted: Callable[[DataLossError], None]) -> dict[str, Series]:
     """Return tag → points of some files, in the order of the tags' first events.
 
     Steps increase within a series: a session that starts at step N replaces the earlier points from N on, and so does a
@@ -289,8 +261,6 @@ def read_series(files: Iterable[str], on_corrupted: Callable[[DataLossError], No
             for event in summary_iterator(file):
                 _add(series, event)
         except DataLossError as error:
-            if on_corrupted is None:
-                raise
             on_corrupted(error)
     return series
 
@@ -314,11 +284,7 @@ def _number(value: Any) -> float | None:
         number: float = value.simple_value
         return number
     if kind == "tensor" and value.metadata.plugin_data.plugin_name == "scalars":
-        tensor, types = value.tensor, proto("DataType")
-        kinds = {types.DT_FLOAT: ("<f4", tensor.float_val), types.DT_DOUBLE: ("<f8", tensor.double_val)}
-        dtype, values = kinds.get(tensor.dtype, ("u1", ()))
-        if tensor.dtype in kinds and tensor.tensor_content:
-            whole = len(tensor.tensor_content) // np.dtype(dtype).itemsize
-            values = np.frombuffer(tensor.tensor_content, dtype, whole).tolist()
-        return next(iter(values), None)
+        tensor, content = value.tensor, value.tensor.tensor_content
+        if tensor.dtype == proto("DataType").DT_FLOAT:  # the only one that it writes
+            return next(iter(np.frombuffer(content, "<f4", len(content) // 4).tolist() or tensor.float_val), None)
     return None

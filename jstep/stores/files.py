@@ -32,13 +32,7 @@ def open_for_reading(path: str) -> BinaryIO:
 def open_regular(path: str, buffering: int = -1) -> Any:
     """Open a regular file for reading, through links; never a FIFO, which blocks, or a device."""
     _check_regular(path, os.stat(path))  # before it is opened, as opening a device may have effects
-    file = open(path, "rb", buffering, opener=_opener())  # noqa: SIM115
-    try:
-        _check_regular(path, os.fstat(file.fileno()))
-    except BaseException:
-        file.close()
-        raise
-    return file
+    return open(path, "rb", buffering, opener=_opener())
 
 
 def _opener(more: int = 0) -> Callable[[str, int], int]:
@@ -104,12 +98,9 @@ def is_directory(path: str) -> bool:
     return bool(Directory(path).listing()) if is_url(path) else os.path.isdir(path)
 
 
-_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
-
-
 def is_absent(error: OSError) -> bool:
     """Return whether an error of opening a file means that it does not exist, not that it is unreadable."""
-    return error.errno in _ABSENT
+    return error.errno in {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 
 def may_be_file(path: str) -> bool:
@@ -156,16 +147,10 @@ def open_own(path: str, beginning: bytes, *, append: bool = True) -> io.FileIO:
     with contextlib.suppress(FileNotFoundError):
         _check_own(path, os.lstat(path))  # before it is opened, as opening a device may have effects
     opener = _opener(getattr(os, "O_NOFOLLOW", 0) | os.O_CREAT)
+    file: io.FileIO = open(path, "ab+" if append else "r+b", 0, opener=opener)  # noqa: SIM115
     try:
-        file: io.FileIO = open(path, "ab+" if append else "r+b", 0, opener=opener)  # noqa: SIM115
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise foreign_file(path, "is a link") from None
-        raise
-    try:
-        _check_own(path, os.fstat(file.fileno()))
         file.seek(0)
-        head = file.read(_BLOCK) or b""
+        head = file.read(2**20) or b""
         first = head.lstrip(b"\0")[: len(beginning)]
         if not beginning.startswith(first) and not _is_hole(head, beginning):
             raise foreign_file(path, f"begins with {first!r}")
@@ -181,10 +166,6 @@ def _is_hole(head: bytes, beginning: bytes) -> bool:
     return head.startswith(b"\0") and head.lstrip(b"\0").partition(b"\n")[2].startswith(beginning)
 
 
-_BLOCK = 2**20
-"""The bytes that are read at a time, until there are others than null characters."""
-
-
 def _check_own(path: str, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise foreign_file(path, "is a link" if stat.S_ISLNK(found.st_mode) else "is not a regular file")
@@ -195,21 +176,16 @@ def foreign_file(path: str, what: str) -> ForeignFileError:
 
 
 def write_named(path: str, data: bytes) -> None:
-    """Write a file or object that the user named; a regular file is replaced atomically, and keeps its mode.
+    """Write a file or object that the user named; a regular file is replaced atomically.
 
     Links are followed. What is not a regular file, such as a FIFO or a device, is written through.
     """
-    found = os.stat(path) if not is_url(path) and os.path.exists(path) else None
-    if found is None:
-        replace_file(path if is_url(path) else os.path.realpath(path), data)
-    elif not stat.S_ISREG(found.st_mode):
-        with open(path, "wb") as file:
-            file.write(data)
-    else:
-        with _replacement(os.path.realpath(path)) as file:
-            with contextlib.suppress(OSError):  # a file system without modes
-                os.chmod(file.name, stat.S_IMODE(found.st_mode))
-            file.write(data)
+    place = path if is_url(path) else os.path.realpath(path)
+    if is_url(path) or os.path.isfile(place) or not os.path.exists(place):
+        replace_file(place, data)
+        return
+    with open(place, "wb") as file:
+        file.write(data)
 
 
 @contextlib.contextmanager
@@ -223,23 +199,21 @@ def new_file(path: str, *, flush: bool = True) -> Iterator[BinaryIO]:
 
 
 def replace_file(path: str, data: bytes, *, flush: bool = True) -> None:
-    """Write a file or object atomically, and create its folder; without `flush`, a power cut may empty it."""
+    """Write a file or object atomically, and create its folder; a file keeps its mode.
+
+    Without `flush`, a power cut may empty it.
+    """
     folder, name = split_path(path)
     if is_url(path):
         Objects(folder).write(name, data)
         return
-    with _replacement(path, flush=flush) as file:
-        file.write(data)
-
-
-@contextlib.contextmanager
-def _replacement(path: str, *, flush: bool = True) -> Iterator[BinaryIO]:
-    folder, name = os.path.split(path)
     make_folders(folder)
     partial = temporary_path(path, new_token())
     try:
         with new_file(partial, flush=flush) as file:
-            yield file
+            with contextlib.suppress(OSError):  # it is new, or the file system has no modes
+                os.chmod(partial, stat.S_IMODE(os.stat(path).st_mode))
+            file.write(data)
         os.replace(partial, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -286,9 +260,7 @@ def _is_flushed_by_drive(handle: int) -> bool:
 
     try:
         fcntl.fcntl(handle, getattr(fcntl, "F_FULLFSYNC", 51))
-    except OSError as error:
-        if error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
-            raise
+    except OSError:
         return False
     return True
 

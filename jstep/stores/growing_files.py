@@ -1,6 +1,7 @@
-"""Growing objects: event files below a URL, which are uploaded periodically, since stores cannot append."""
+"""Growing files, and growing objects, which are uploaded periodically, since stores cannot append."""
 
 import contextlib
+import io
 import logging
 import math
 import os
@@ -42,12 +43,10 @@ class ObjectAppender:
     ) -> None:
         self._objects, self._next_key, self._header = objects, next_key, header
         self._period, self._segment = max(secs, PERIOD), SEGMENT if segmented else math.inf
-        self._full: list[tuple[str, bytes]] = []
+        self._lock, self._failing, self._last = threading.Lock(), False, -math.inf
+        self._full: list[tuple[str, bytes]] = []  # not uploaded yet
         self._key, self._data = next_key(), bytearray(header)
-        self._changed, self._failing = True, False
-        self._uploaded = 0  # the bytes of `_data` that the store has
-        self._lock = threading.Lock()
-        self._last = -math.inf
+        self._uploaded = -1  # the bytes of `_data` that the store has
         self.path = objects.at(self._key)
         """The URL of the first object."""
         self._put()
@@ -57,17 +56,16 @@ class ObjectAppender:
         with self._lock:
             pending = len(self._data) - self._uploaded + sum(len(full) for _, full in self._full)
             if pending + len(data) > MAX_BUFFERED_BYTES:
-                raise StoreError(f"{self.path}: {MAX_BUFFERED_BYTES} bytes are buffered in memory, since uploads fail")
+                raise StoreError(f"{self.path}: {MAX_BUFFERED_BYTES} bytes are buffered in memory, not uploaded yet")
             self._data += data
-            self._changed = True
             if len(self._data) >= self._segment:
                 self._full.append((self._key, bytes(self._data)))
-                self._key, self._data, self._changed = self._next_key(), bytearray(self._header), False
-                self._uploaded = 0
+                self._key, self._data = self._next_key(), bytearray(self._header)
+                self._uploaded = len(self._header)
 
     def due(self) -> float:
         """Return the monotonic time of the next upload; infinity without new data."""
-        return self._last + self._period if self._changed or self._full else math.inf
+        return self._last + self._period if self._full or len(self._data) > self._uploaded else math.inf
 
     def sync(self) -> bool:
         """Upload new data and return whether that succeeded; a failure is logged once."""
@@ -79,8 +77,6 @@ class ObjectAppender:
                 _logger.warning("%s; the data is kept, and the upload is retried", error)
             self._failing = True
             return False
-        if self._failing:
-            _logger.info("%s is uploaded again", self.path)
         self._failing = False
         return True
 
@@ -90,23 +86,31 @@ class ObjectAppender:
             self._put()
 
     def _put(self) -> None:
-        if not self._changed and not self._full:
+        if self.due() == math.inf:
             return
         self._last = time.monotonic()
         while self._full:
             self._objects.write(*self._full[0])
             del self._full[0]
         with self._lock:
-            key, data, changed, self._changed = self._key, bytes(self._data), self._changed, False
-        try:
-            if changed:
-                self._objects.write(key, data)
-        except BaseException:
-            self._changed = True
-            raise
-        with self._lock:
-            if key == self._key:
-                self._uploaded = len(data)
+            key, data, is_new = self._key, bytes(self._data), len(self._data) > self._uploaded
+        if is_new:
+            self._objects.write(key, data)
+            with self._lock:
+                self._uploaded = len(data) if key == self._key else self._uploaded
+
+
+def append_whole(file: io.FileIO, data: bytes) -> None:
+    """Append all bytes to an unbuffered file, or none of them, as on a full disk."""
+    end = file.seek(0, os.SEEK_END)
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[file.write(left) :]
+    except BaseException:
+        with contextlib.suppress(OSError):
+            file.truncate(end)
+        raise
 
 
 def sync_growing(handle: int, path: str, *, is_named: bool) -> None:

@@ -16,7 +16,6 @@ import collections
 import configparser
 import contextlib
 import functools
-import logging
 import os
 import re
 import threading
@@ -25,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from jstep.core.exceptions import Picklable
+from jstep.core.plain import hide
 from jstep.stores.urls import parts_of_url
 
 ABSENT = b"\x02"
@@ -82,8 +82,8 @@ class PendingOperation:
         except TimeoutError:
             self._future.cancel()
             store = f"the store of {self._bucket} gave no response in {max(1.0, left):.0f} s"
-            no_response = f"{store}. Check the network and the address: {ENDPOINT[self._bucket.partition('://')[0]]}"
-            reason = recent_outage(self._bucket) or no_response  # the reason of an earlier failure
+            where = f"Check the network and the address: {ENDPOINT[self._bucket.partition('://')[0]]}"
+            reason = recent_outage(self._bucket) or f"{store}. {where}"  # the reason of an earlier failure
             problem: OSError = ConnectionError(f"{self.url}: cannot {self._verb}: {reason}")
         except _ERRORS as error:
             problem = translate_error(error, self._verb, self.url)
@@ -98,15 +98,10 @@ class PendingOperation:
         got = self.result()
         if got.state == "value":
             return ReadResult(bytes(got.value), bytes(got.stamp.generation))
-        if got.state != "missing":
-            raise StoreError(f"{self.url}: cannot read: unexpected response of the store")
         return ReadResult(None, ABSENT)
 
     def stamp(self) -> bytes:
-        generation = bytes(self.result().generation)
-        if not generation:
-            raise StoreError(f"{self.url}: cannot write: the store reports an unmet condition, but none was given")
-        return generation
+        return bytes(self.result().generation)
 
     def give_up(self) -> None:
         """Cancel the operation; its outcome is unknown."""
@@ -227,8 +222,6 @@ MARK = "~jstep"
 LAST = "\U0010fffd~jstep"
 """The mark for keys that sort after `MARK`: prefixes that begin with non-ASCII letters."""
 
-_logger = logging.getLogger("jstep")
-
 
 class Directory(Objects):
     """The objects below a URL, with the mark."""
@@ -249,15 +242,11 @@ class Directory(Objects):
         if not self._ends(keys, start):
             marked = self.read(MARK).data is not None
             again = self.list(start) if marked or keys else keys
-            if not self._ends(again, start):
-                if marked or again != keys:
-                    raise PermissionError(
-                        f"{self.url}: cannot list, or the list is truncated. The credentials may have expired, or lack "
-                        f"the right storage.objects.list or s3:ListBucket; if they have it, {self.at(MARK)} is "
-                        "corrupted: delete it, and the next save writes it again"
-                    )
-                if keys:
-                    _logger.info("%s has no %s: it was copied without it, and its list is accepted", self.url, MARK)
+            if not self._ends(again, start) and (marked or again != keys):
+                raise PermissionError(
+                    f"{self.url}: cannot list, or the list is truncated: have the credentials expired, or do they "
+                    f"lack the right storage.objects.list or s3:ListBucket? If not, delete {self.at(MARK)}"
+                )
             keys = again
         return [key for key in keys if key not in (MARK, LAST)]
 
@@ -304,16 +293,9 @@ def s3_fields(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
         paths = {"credentials_file": existing[0], "config_file": existing[1]}
         fields["aws_credentials"] = {"type": "profile", "profile": name, **paths}
     elif env.get("AWS_PROFILE") and not settings:
-        raise PermissionError(
-            f"AWS_PROFILE={name!r}: must be a profile in {files[0]} or {files[1]}, but neither has it; "
-            "set AWS_SHARED_CREDENTIALS_FILE and AWS_CONFIG_FILE to use other files"
-        )
+        raise PermissionError(f"AWS_PROFILE={name!r}: must be a profile in {files[0]} or {files[1]}")
     region = env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or settings.get("region")
     endpoint = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL") or settings.get("endpoint_url")
-    # As in botocore: the variable decides if it is set, even to an empty string, and then the profile.
-    ignored = env.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", settings.get("ignore_configured_endpoint_urls", ""))
-    if ignored.lower() == "true":
-        endpoint = None
     if endpoint:
         fields["endpoint"] = endpoint.rstrip("/")
     if region or endpoint:  # tensorstore requires a region with an endpoint, but uses only its name
@@ -329,10 +311,7 @@ def _profile(files: tuple[str, str], name: str) -> dict[str, str]:
     settings: dict[str, str] = {}
     for path, sections in ((files[0], (name,)), (files[1], (f"profile {name}", name))):
         parser = configparser.RawConfigParser(strict=False, allow_no_value=True)
-        try:
-            parser.read(path, encoding="utf-8")
-        except (configparser.Error, OSError, UnicodeDecodeError):
-            continue
+        parser.read(path, encoding="utf-8")
         for section in filter(parser.has_section, sections):
             settings = {key: (value or "").strip() for key, value in parser.items(section)} | settings
     return settings
@@ -343,18 +322,15 @@ def _profile(files: tuple[str, str], name: str) -> dict[str, str]:
 # tensorstore raises one ValueError for everything: its message begins with a status word and ends with the body of the
 # response. That message is never shown, since bodies contain keys and signatures.
 
-_RIGHTS = {
-    "gs": {"read": "storage.objects.get", "list": "storage.objects.list", "delete": "storage.objects.delete"},
-    "s3": {"read": "s3:GetObject", "list": "s3:ListBucket", "delete": "s3:DeleteObject"},
-}
-_WRITE = {"gs": "storage.objects.create and storage.objects.delete (to replace one)", "s3": "s3:PutObject"}
 _LOGIN = {
     "gs": "`gcloud auth application-default login`, or GOOGLE_APPLICATION_CREDENTIALS",
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; temporary keys expire after some hours",
 }
-_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "RequestExpired"}
-_UNKNOWN_KEYS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthFailure", "UnrecognizedClientException"}
-_REGION = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
+_KEYS = (
+    "ExpiredToken", "TokenRefreshRequired", "InvalidToken", "RequestExpired", "InvalidAccessKeyId",
+    "SignatureDoesNotMatch", "AuthFailure", "UnrecognizedClientException",
+)  # fmt: skip
+_REGION = ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
 ENDPOINT = {
     "gs": "TENSORSTORE_GCS_HTTP_URL, if it is set",
     "s3": "AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and AWS_REGION, if they are set",
@@ -380,61 +356,34 @@ def translate_error(error: Exception, verb: str, url: str) -> OSError:
     what = f"{url}: cannot {verb}"
     codes = re.findall(r"\[http_response_code='([0-9]+)'\]", text)
     status = int(codes[-1]) if codes else 0
-    code = _code(text)
-    details = " ".join(str(part) for part in (status or "", code) if part)
+    code = next((code for code in (*_KEYS, *_REGION, "NoSuchBucket") if code in text), "")
+    details = f"HTTP {status} {code}".strip()
     if status == 416 or text.startswith("OUT_OF_RANGE"):
         return TruncatedError(f"{url}: it is shorter than it was")
     if code in _REGION or status in (301, 307):
         return StoreError(f"{what}: the bucket is in another region ({details}); set AWS_REGION to that of the bucket")
-    if code in _EXPIRED | _UNKNOWN_KEYS or status == 401:
-        expired = "the credentials have expired" if code in _EXPIRED else "no valid credentials"
-        return PermissionError(f"{what}: {expired} ({details}): {_LOGIN[scheme]}")
+    if code in _KEYS or status == 401:
+        return PermissionError(f"{what}: the credentials are not valid, or have expired ({details}): {_LOGIN[scheme]}")
     if status == 403 or text.startswith("PERMISSION_DENIED"):
-        right = _RIGHTS[scheme].get(verb, _WRITE[scheme])
-        return PermissionError(
-            f"{what}: not permitted ({details or 'PERMISSION_DENIED'}). It needs the right {right} on the bucket "
-            f"{bucket!r}; for other credentials, use {_LOGIN[scheme]}"
-        )
+        return PermissionError(f"{what}: grant the right to {verb} in {bucket!r} ({details}), or use {_LOGIN[scheme]}")
     if code == "NoSuchBucket" or (status == 404 and verb != "read"):
         return no_bucket(url, verb)
-    if (curl := re.search(r"CURL error ([^:\[]*)", text)) is not None:
-        host = re.search(r"(?:Failed to connect to|resolve host:) ([^\s\[]+)(?: port ([0-9]+))?", text)
-        where = ":".join(part for part in host.groups() if part) if host else f"the host of {scheme}://{bucket}"
-        return ConnectionError(
-            f"{what}: {curl[1].strip()} ({where}), tried for half a minute. Check the network and the address: "
-            f"{ENDPOINT[scheme]}"
-        )
-    if status:
-        if "retry attempts" in text or status == 429 or status >= 500:
-            return BusyError(f"{what}: the store did not accept it (HTTP {details}). It is down; run again later")
-        # S3 returns 400 for expired temporary keys, and gives the reason only in a body, which a HEAD lacks.
-        hint = f"; have the credentials expired? {_LOGIN[scheme]}" if status == 400 else "; see the log of the store"
-        return StoreError(f"{what}: the store did not accept it (HTTP {details}){hint}")
+    if (curl := re.search(r"CURL error ([^\[\n]*)", text)) is not None:
+        why = f"{hide('', curl[1].strip())}, tried for half a minute"
+        return ConnectionError(f"{what}: {why}. Check the network and the address: {ENDPOINT[scheme]}")
+    if "retry attempts" in text or status == 429 or status >= 500:
+        return BusyError(f"{what}: the store did not accept it ({details}). It is down; run again later")
+    if status:  # S3 returns 400 for expired temporary keys, and gives the reason only in a body, which a HEAD lacks
+        return StoreError(f"{what}: the store did not accept it ({details}); have the credentials expired?")
     return StoreError(f"{what}: {redact(text)}")
 
 
 def no_bucket(url: str, verb: str) -> FileNotFoundError:
     scheme, bucket, _ = parts_of_url(url)
     tool = {"gs": f"gcloud storage buckets create gs://{bucket}", "s3": f"aws s3 mb s3://{bucket}"}[scheme]
-    return FileNotFoundError(
-        f"{url}: cannot {verb}: there is no bucket {bucket!r}; create it (`{tool}`), or correct the name"
-    )
-
-
-def _code(text: str) -> str:
-    match = re.search(r"<Code>(\w{1,60})</Code>", text)
-    if match is None:  # the driver puts the code before the message
-        match = re.match(r"(?:[A-Z_]+: )?(?:All [0-9]+ retry attempts failed: )?([A-Z][A-Za-z]{3,60})\b", text)
-        return match[1] if match and match[1] in _EXPIRED | _UNKNOWN_KEYS | _REGION | {"NoSuchBucket"} else ""
-    return match[1]
+    return FileNotFoundError(f"{url}: cannot {verb}: there is no bucket {bucket!r}; create it (`{tool}`)")
 
 
 def redact(text: str) -> str:
-    """Shorten an error message, without response bodies and values of variables with credentials."""
-    text = re.split(r"\s*\[(?:http_response_body|source locations)", text)[0].split("\n")[0]
-    words = ("SECRET", "TOKEN", "PASSWORD", "ACCESS_KEY", "CREDENTIAL")
-    for key, value in os.environ.items():
-        if len(value) >= 4 and any(word in key.upper() for word in words):
-            text = text.replace(value, "…")
-    text = re.sub(r"(?i)(authorization|signature|token|secret|password)([\"']?\s*[:=]\s*)\S+", r"\1\2…", text)
-    return text[:200]
+    """Shorten an error message, without response bodies and secrets."""
+    return hide("", re.split(r"\s*\[(?:http_response_body|source locations)|\n", text)[0])[:200]

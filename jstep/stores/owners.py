@@ -69,11 +69,10 @@ def space() -> str:
 
 
 def owner_in(data: bytes | None) -> dict[str, Any]:
-    try:
-        who = json.loads(data or b"{}")
-    except (ValueError, RecursionError):
-        return {}
-    return who if isinstance(who, dict) else {}
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(who := json.loads(data or b"{}"), dict):
+            return who
+    return {}
 
 
 # Temporary files, which become other files when they are complete. Their names tell the process that writes them.

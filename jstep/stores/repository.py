@@ -14,11 +14,9 @@ UNKNOWN = "unknown"
 """The edits of a repository of which git could not tell in time."""
 GIT_TIMEOUT_SECS = 2.0
 """The time limit for git, in seconds."""
-_SOURCES = tuple(f".{end}".encode() for end in "py pyx sh c cc cpp cu cuh h hpp".split())  # noqa: SIM905
+_SOURCES = tuple(f".{end}" for end in "py pyx sh c cc cpp cu cuh h hpp".split())  # noqa: SIM905
 _DIFF = ("diff", "HEAD", "--binary", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
 _UNTRACKED = ("ls-files", "--others", "--exclude-standard", "-z")
-_OTHERS = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX"}
-"""Variables that point git at another repository, as in its hooks."""
 _logger = logging.getLogger("jstep")
 
 
@@ -47,13 +45,12 @@ def code_version() -> dict[str, Any] | None:
 
 
 def _git(place: str, deadline: float, *words: str) -> bytes:
-    environment = {name: value for name, value in os.environ.items() if name not in _OTHERS}
     done = subprocess.run(
         ["git", "-C", place, *words],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=max(0.01, deadline - time.monotonic()),
-        env={**environment, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},  # git must not refresh the index
+        env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},  # git must not refresh the index
     )
     if done.returncode:
         raise OSError(done.stderr.decode(errors="replace").strip().split("\n")[0])
@@ -65,10 +62,8 @@ def _edits(place: str, deadline: float) -> str | None:
     root = os.fsdecode(_git(place, deadline, "rev-parse", "--show-toplevel").rstrip(b"\r\n"))
     digest, diff = hashlib.blake2b(digest_size=8), _git(root, deadline, *_DIFF)
     digest.update(diff)
-    new = [path for path in sorted(_git(root, deadline, *_UNTRACKED).split(b"\0")) if path.endswith(_SOURCES)]
-    for path in new:
-        file = os.path.join(root, os.fsdecode(path))
-        if os.path.isfile(file) and time.monotonic() < deadline:  # a FIFO would block
-            with open(file, "rb") as source:
-                digest.update(b"\0%s\0%s" % (path, hashlib.file_digest(source, "blake2b").digest()))
+    paths = map(os.fsdecode, sorted(_git(root, deadline, *_UNTRACKED).split(b"\0")))
+    new = [path for path in paths if path.endswith(_SOURCES) and os.path.isfile(os.path.join(root, path))]
+    if new:
+        digest.update(os.fsencode("\0".join(new)) + _git(root, deadline, "hash-object", "--no-filters", "--", *new))
     return digest.hexdigest() if diff or new else None

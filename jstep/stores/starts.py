@@ -113,7 +113,8 @@ class StartFile:
                 self._try(lambda: self._write(flush))
 
     def write_card(self, card: Mapping[str, Any]) -> None:
-        self._card = dict(card)
+        with self._writing:
+            self._card = dict(card)
         self.write()
 
     def end_earlier(self, number: int, end: Sequence[str]) -> None:
@@ -137,9 +138,9 @@ class StartFile:
     def _write(self, flush: bool) -> None:
         if self._is_made or not self._make():
             _replace(path_of(self.where, self.prefix, self.fields["number"]), self.fields, flush=flush)
-        if (card := self._card) is not None:
-            _replace(_card_path(self.where, self.fields), {"card": card, "config": self._config})
-            self._card = None if self._card is card else self._card
+        if self._card is not None:
+            _replace(_card_path(self.where, self.fields), {"card": self._card, "config": self._config})
+            self._card = None
 
     def _make(self) -> bool:
         """Make the file with the next free number, exclusively; return whether it has its contents: an object does."""
@@ -181,7 +182,7 @@ def read_starts(where: str) -> dict[str, list[Start]]:
     names: Sequence[str] = ()
     if is_url(where):
         names = Objects(folder).list()
-    elif not os.path.islink(folder):
+    else:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             names = names_in(folder)
     for match in filter(None, map(_NAME.fullmatch, names)):
@@ -205,8 +206,9 @@ def _read(where: str, prefix: str, number: int) -> Start | None:
         if start is None:
             return None
         if not (problem := _problem(start, prefix, number)):
-            own = {name: start[name] for name in _CHECKS if start.get(name) is not None}
-            start = {"version": VERSION, "prefix": prefix, "number": number, **dict.fromkeys(_CHECKS), **_EMPTY, **own}
+            own = {name: start[name] for name in _KINDS if start.get(name) is not None}
+            start = {"version": VERSION, "prefix": prefix, "number": number, **_DEFAULTS, **own}
+            start["before"] = {**_BEFORE, **start["before"]}
             start["values"] = {name: float(value) for name, value in start["values"].items()}
             start["best"] = {name: [float(best), *of] for name, (best, *of) in start["best"].items()}
             if start["config"] == _IN_CARD:
@@ -220,9 +222,7 @@ def _read(where: str, prefix: str, number: int) -> Start | None:
 
 
 def _load(path: str) -> Any:
-    """Return the JSON of a file, but not through a link; None if it is empty, as after a power cut."""
-    if not is_url(path) and os.path.islink(path):
-        raise OSError(f"{path} is a link")
+    """Return the JSON of a file; None if it is empty, as after a power cut."""
     data = read_small(path, MAX_BYTES)
     if not data.strip(b"\0"):
         return None
@@ -239,7 +239,7 @@ def with_card(where: str, start: Start) -> Start:
 def _load_card(where: str, start: Start) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, RecursionError):
         whole = _load(_card_path(where, start))
-        if _CARD_FILE(whole):
+        if _fits(whole, _CARD_FILE):
             return dict(whole)
     return {}
 
@@ -248,13 +248,12 @@ def _problem(start: Any, prefix: str, number: int) -> str:
     """Return why a start is not valid, as the end of a sentence; the only check of the values of records."""
     if not isinstance(start, dict):
         return "holds no start"
-    if start.get("version") != VERSION:
-        is_newer = is_step(start.get("version")) and start["version"] > VERSION
-        return "is of a newer version: update jstep to read it" if is_newer else "has no known version"
+    if (version := start.get("version")) != VERSION:
+        return f"has version={format_value(version)}, and this jstep reads {VERSION}: update jstep"
     if (start.get("prefix"), start.get("number")) != (prefix, number):
         return "has another prefix or number than its name"
-    for name, is_valid in _CHECKS.items():
-        if not (is_valid(value := start.get(name)) or (value is None and name not in _NEEDED)):
+    for name, kind in _KINDS.items():
+        if not (_fits(value := start.get(name), kind) or (value is None and name not in _NEEDED)):
             return f"has {name}={format_value(value)}, which is not valid"
     return ""
 
@@ -267,30 +266,6 @@ def is_step(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _is(*types: type) -> Callable[[Any], bool]:
-    return lambda value: type(value) in types
-
-
-def _list(*of: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda x: type(x) is list and len(x) == len(of) and all(check(y) for check, y in zip(of, x, strict=True))
-
-
-def _list_of(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda x: type(x) is list and all(map(of, x))
-
-
-def _dict_of(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda x: type(x) is dict and all(map(of, x.values()))
-
-
-def _dict(**of: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda x: type(x) is dict and all(x.get(key) is None or check(x[key]) for key, check in of.items())
-
-
-def _or_none(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda x: x is None or of(x)
-
-
 def _is_path(value: Any) -> bool:
     return type(value) is str and 0 < len(value) < 2**15 and "\0" not in value
 
@@ -299,46 +274,56 @@ def _is_number(value: Any) -> bool:
     return type(value) is float or (type(value) is int and abs(value) < 2**1000) or value in ("nan", "inf", "-inf")
 
 
-def _is_span(value: Any) -> bool:
-    return _list(is_step, is_step)(value) and value[0] <= value[1]
+def _fits(value: Any, kind: Any) -> bool:
+    """Return whether JSON is of a kind: a type, a predicate, a list or tuple of kinds, or a dict.
+
+    `[kind]` is a list of any length, and a tuple one of its length. In a dict, each key may be absent, or None; the key
+    `str` stands for any.
+    """
+    of = type(kind)
+    if of is type:
+        return type(value) is kind
+    if of is tuple:
+        return type(value) is list and len(value) == len(kind) and all(map(_fits, value, kind))
+    if of is list:
+        return type(value) is list and all(_fits(each, kind[0]) for each in value)
+    if of is not dict:
+        return bool(kind(value))
+    if type(value) is not dict:
+        return False
+    if str in kind:
+        return all(_fits(each, kind[str]) for each in value.values())
+    return all(value.get(key) is None or _fits(value[key], each) for key, each in kind.items())
 
 
 def _are_parts(value: Any) -> bool:
-    return type(value) is dict and all(part in PARTS and is_seconds(seconds) for part, seconds in value.items())
+    return _fits(value, {str: is_seconds}) and value.keys() <= {*PARTS}
 
 
-def _is_before(value: Any) -> bool:
-    is_known = type(value) is dict and is_step(value.get("count")) and _are_parts(value.get("seconds"))
-    return is_known and {"since", "step"} <= value.keys() and _dict(since=is_seconds, step=is_step)(value)
-
-
-_is_text, _any = _is(str), _dict()
-_CHECKS: Mapping[str, Callable[[Any], bool]] = {
-    "run": _is_text, "process": _dict(host=_is_text, pid=lambda x: type(x) is int and 0 < x < 2**31),
-    "began": is_seconds, "now": is_seconds, "directory": _is_path, "logdir": _is_path, "last_step": is_step,
-    "argv": _list_of(_is_text), "config": lambda x: type(x) is dict or x == _IN_CARD, "commit": _is_text,
-    "edits": _is_text, "parent": lambda x: type(x) is dict and _is_path(x.get("path")) and is_step(x.get("step")),
-    "parent_run": _is_text, "copied": _is(bool), "devices": _is_text, "parameters": is_step, "step": _is_span,
-    "seconds": _are_parts, "examples": is_step, "values": _dict_of(_is_number),
-    "best": _dict_of(_list(_is_number, is_step, _is_path)), "peak_bytes": is_step, "mfu": is_seconds,
-    "saved": _list_of(_list(is_step, is_seconds, _or_none(is_step), _or_none(_is_number))),
-    "stalls": _list_of(_dict(time=is_seconds, step=is_step, part=_is_text, stalled=is_seconds, what=_is_text)),
-    "end": _list(_is_text, _is_text), "exception": _is_text,
-    "before": _is_before,
+_BEFORE: Mapping[str, Any] = {"count": 0, "since": None, "seconds": {}, "step": None}
+_KINDS: Mapping[str, Any] = {
+    "run": str, "process": {"host": str, "pid": lambda x: type(x) is int and 0 < x < 2**31}, "began": is_seconds,
+    "now": is_seconds, "seconds": _are_parts, "directory": _is_path, "logdir": _is_path, "last_step": is_step,
+    "argv": [str], "config": lambda x: type(x) is dict or x == _IN_CARD, "commit": str, "edits": str,
+    "parent": lambda x: _fits(x, {"path": _is_path, "step": is_step}) and None not in (x.get("path"), x.get("step")),
+    "parent_run": str, "copied": bool, "devices": str, "parameters": is_step, "step": (is_step, is_step),
+    "examples": is_step, "values": {str: _is_number}, "best": {str: (_is_number, is_step, _is_path)},
+    "peak_bytes": is_step, "mfu": is_seconds,
+    "saved": [(is_step, is_seconds, lambda x: x is None or is_step(x), lambda x: x is None or _is_number(x))],
+    "stalls": [{"time": is_seconds, "step": is_step, "part": str, "stalled": is_seconds, "what": str}],
+    "end": (str, str), "exception": str,
+    "before": {"count": is_step, "since": is_seconds, "seconds": _are_parts, "step": is_step},
+}  # fmt: skip
+_DEFAULTS: Start = {
+    **dict.fromkeys(_KINDS), "devices": "", "argv": (), "saved": (), "stalls": (), "values": {}, "best": {},
+    "copied": False, "card": {}, "problem": "",
 }  # fmt: skip
 _NEEDED = ("run", "process", "began", "now", "seconds", "before")
-_EMPTY: Start = {
-    "devices": "", "argv": (), "saved": (), "stalls": (), "values": {}, "best": {}, "copied": False, "card": {},
-    "problem": "",
-}  # fmt: skip
-_CARD_FILE = _dict(
-    config=_any,
-    card=_dict(
-        step=is_step, versions=_any, settings=_any, environment=_any, devices=_any, state=_any, batches=_any,
-        stages=_any, arguments=_any,
-        lanes=lambda x: is_step(x) or type(x) is dict, programs=_list_of(_dict(hash=_is_text, hyperparameters=_any)),
-    ),
-)  # fmt: skip
+_DICTS = ("versions", "settings", "environment", "devices", "state", "batches", "stages", "arguments")
+_CARD_FILE = {
+    "config": dict,
+    "card": {"step": is_step, "programs": [{"hash": str, "hyperparameters": dict}], **dict.fromkeys(_DICTS, dict)},
+}
 
 
 # What starts add up to.
@@ -366,7 +351,7 @@ def totals(starts: Sequence[Start]) -> dict[str, Any]:
     """
     known = valid(starts)
     if not known:
-        return {"count": len(starts), "since": None, "seconds": {}, "step": None}
+        return {**_BEFORE, "count": len(starts)}
     oldest, before = known[0], known[0]["before"]
     return {
         "count": before["count"] + len(starts) - starts.index(oldest),

@@ -5,10 +5,10 @@ Decoding builds values of the types of this module and no others. Unlike unpickl
 
 import base64
 import collections
+import functools
 import hashlib
 import math
 import random
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -27,9 +27,7 @@ SUPPORTED = (
     "random.Random, JAX arrays and keys, and torch tensors"
 )
 """The types that can be encoded, for error messages."""
-
-
-FILE = "$file"
+_FILE = "$file"
 """The key of a reference to a file, in place of large bytes."""
 
 
@@ -38,52 +36,41 @@ class LargeBytes:
 
     def __init__(self, data: bytes | None = None, load: Callable[[], bytes] | None = None) -> None:
         self._data, self.load = data, load
-        self._digest: bytes | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes in memory."""
-        return len(self._data or b"")
 
     def read(self) -> bytes:
         data = self._data  # another thread may be writing them
-        if data is None and self.load is not None:
-            data = self.load()
         if data is None:
-            raise RuntimeError("these bytes were written to a checkpoint, and are not kept in memory")
+            if self.load is None:
+                raise RuntimeError("these bytes were written to a checkpoint, and are not kept in memory")
+            data = self.load()
         return data
 
-    def digest(self) -> bytes:
-        if self._digest is None:
-            self._digest = hashlib.blake2b(self.read(), digest_size=20).digest()
-        return self._digest
+    @functools.cached_property
+    def hash(self) -> bytes:
+        return hashlib.blake2b(self.read(), digest_size=20).digest()
 
     def written(self) -> None:
         """Release the memory, but keep the hash: a file has the bytes now."""
-        self.digest()
+        self.hash  # noqa: B018
         self._data = None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LargeBytes) and (self is other or self.digest() == other.digest())
+        return isinstance(other, LargeBytes) and (self is other or self.hash == other.hash)
 
     __hash__ = None  # type: ignore[assignment]
 
 
 class AttachedFiles(dict[str, LargeBytes]):
-    """The large bytes of values that become JSON, by the names of their files.
+    """The large bytes of values that become JSON, by the names of their files."""
 
-    With `by_content`, a name ends in a hash of the bytes, so that equal values are equal JSON.
-    """
-
-    def __init__(self, stem: str = "", *, by_content: bool = False) -> None:
+    def __init__(self, stem: str) -> None:
         super().__init__()
-        self._stem, self._by_content = stem, by_content
+        self._stem = stem
 
     def add(self, data: bytes | LargeBytes) -> dict[str, str]:
-        content = data if isinstance(data, LargeBytes) else LargeBytes(data)
-        name = f"{self._stem}{content.digest().hex() if self._by_content else len(self)}"
-        self[name] = content
-        return {FILE: name}
+        name = f"{self._stem}{len(self)}"
+        self[name] = data if isinstance(data, LargeBytes) else LargeBytes(data)
+        return {_FILE: name}
 
 
 def as_json(copy: Any, files: AttachedFiles | None = None) -> Any:
@@ -100,33 +87,26 @@ def as_json(copy: Any, files: AttachedFiles | None = None) -> Any:
     return as_json(tagged_arrays.on_host(copy), files) if isinstance(copy, jax.Array) else copy
 
 
-def with_files(encoded: object, replace: Callable[[str], Any]) -> Any:
-    """Return JSON from `as_json` with each reference to a file replaced.
-
-    `replace(name)` returns another reference, `{"$file": name}`, or `LargeBytes`, which `decode` and `as_json` treat as
-    if the value had just been copied.
-    """
+def with_files(encoded: object, load: Callable[[str], LargeBytes]) -> Any:
+    """Return JSON from `as_json` with references to files replaced, as if the value had just been copied."""
     if type(encoded) is list:
-        return encoded if _are_plain(encoded) else [with_files(item, replace) for item in encoded]
+        return encoded if _are_plain(encoded) else [with_files(item, load) for item in encoded]
     if type(encoded) is not dict:
         return encoded
-    if encoded.keys() == {FILE} and type(encoded[FILE]) is str:
-        return replace(encoded[FILE])
-    return {key: with_files(item, replace) for key, item in encoded.items()}
+    if encoded.keys() == {_FILE} and type(encoded[_FILE]) is str:
+        return load(encoded[_FILE])
+    return {key: with_files(item, load) for key, item in encoded.items()}
 
 
 def encoded_size(copy: Any) -> int:
+    """Return about how many bytes a copy has; large ones have more than `LARGE`."""
     of = type(copy)
-    if of is dict:
-        return sum(len(key) + encoded_size(item) for key, item in copy.items())
-    if of is list:
-        is_of_numbers = _are_plain(copy) and str not in set(map(type, copy))
-        return 8 * len(copy) if is_of_numbers else sum(map(encoded_size, copy))
-    if of is bytes or of is str:
-        return len(copy)
+    if of is dict or of is list:
+        is_plain = of is list and _are_plain(copy)
+        return 8 * len(copy) if is_plain else sum(map(encoded_size, copy.values() if of is dict else copy))
     if of is LargeBytes:
         return LARGE + 1
-    return int(copy.nbytes) if isinstance(copy, jax.Array) else 8
+    return len(copy) if of is bytes or of is str else int(getattr(copy, "nbytes", 8))
 
 
 def copy_encodable(value: object) -> Any:
@@ -163,11 +143,10 @@ def _encoded(value: Any, depth: int, seen: set[int]) -> Any:
         return {"$bytes": value}
     if isinstance(value, jax.Array):
         return tagged_arrays.jax_parts(value)
-    torch = sys.modules.get("torch")  # if there is a tensor, it was imported
-    if torch is not None and of is torch.Tensor:
-        of = _TENSOR
-    elif isinstance(value, np.generic):
+    if isinstance(value, np.generic):
         of = np.generic
+    elif of.__module__ == "torch" and of.__name__ == "Tensor":  # torch need not be installed
+        return {"$tensor": _encoded(tagged_arrays.tensor_parts(value), depth + 1, seen)}
     if of not in _PARTS:
         raise UnsupportedError(f"is a value of type {of.__module__}.{of.__qualname__}")
     if of in _RANDOM:
@@ -209,16 +188,12 @@ def decode(value: object) -> Any:
     if not _is_tagged(value):
         return {key: decode(item) for key, item in value.items()}
     ((key, parts),) = value.items()
-    if key == FILE:
-        raise ValueError(f"{key}: {parts!r:.50} is in a file of its checkpoint, which is not at hand")
     if key not in _WHOLE:  # also objects in several places, and arrays that overlap, of early versions
         raise ValueError(f"the tag {key!r:.50} is not known; another version of jstep may have written it")
     parts = decode(parts)
     try:
         return _WHOLE[key](parts)
-    except ImportError as error:
-        raise ValueError(str(error)) from None
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, MemoryError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, MemoryError, ImportError) as error:
         raise ValueError(f"{key}: {type(error).__name__}: {error!s:.200}") from None
 
 
@@ -239,24 +214,13 @@ def _bits_parts(bits: np.random.BitGenerator) -> dict[str, Any]:
 
 
 def _bits(parts: Any) -> np.random.BitGenerator:
-    state, seed = parts["state"], parts["seed"]
-    make = _BIT_GENERATORS[state["bit_generator"]]
+    state = parts["state"]
     # NumPy does not check the position of a generator in its buffer of random numbers, and would read past its end.
-    if make is np.random.MT19937 and not 0 <= state["state"]["pos"] <= 624:
-        raise ValueError("pos must be from 0 to 624")
-    if make is np.random.Philox and not 0 <= state["buffer_pos"] <= 4:
-        raise ValueError("buffer_pos must be from 0 to 4")
-    if not (seed is None or isinstance(seed, np.random.SeedSequence)):
-        raise ValueError("the seed must be a SeedSequence")
-    bits = make(seed)
+    if not (0 <= state["state"].get("pos", 0) <= 624 and 0 <= state.get("buffer_pos", 0) <= 4):
+        raise ValueError("pos must be from 0 to 624, and buffer_pos from 0 to 4")
+    bits = _BIT_GENERATORS[state["bit_generator"]](parts["seed"])
     bits.state = state
     return bits
-
-
-def _generator(bits: object) -> np.random.Generator:
-    if not isinstance(bits, np.random.BitGenerator):
-        raise ValueError("it has no bit generator")
-    return np.random.Generator(bits)
 
 
 def _random_state(state: Any) -> np.random.RandomState:
@@ -266,10 +230,9 @@ def _random_state(state: Any) -> np.random.RandomState:
 
 
 def _seed(parts: Any) -> np.random.SeedSequence:
-    if not 4 <= parts["pool_size"] <= 1024:  # mixing takes time in proportion to its square
-        raise ValueError("pool_size must be from 4 to 1024")
-    names = ("entropy", "spawn_key", "pool_size", "n_children_spawned")
-    return np.random.SeedSequence(**{name: parts[name] for name in names})
+    if parts["pool_size"] > 1024:  # mixing takes time in proportion to its square
+        raise ValueError("pool_size must be at most 1024")
+    return np.random.SeedSequence(**parts)
 
 
 def _python_random(state: Tree) -> random.Random:
@@ -279,11 +242,6 @@ def _python_random(state: Tree) -> random.Random:
 
 
 # All types
-
-
-class _TENSOR:
-    """Stands for `torch.Tensor`, as torch need not be installed."""
-
 
 _BIT_GENERATORS: dict[str, type[np.random.BitGenerator]] = {
     of.__name__: of
@@ -295,7 +253,6 @@ _PARTS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     float: ("$float", repr),
     np.generic: ("$scalar", lambda x: tagged_arrays.array_parts(np.asarray(x))),
     np.ndarray: ("$array", tagged_arrays.array_parts),
-    _TENSOR: ("$tensor", tagged_arrays.tensor_parts),
     np.random.Generator: ("$generator", lambda generator: generator.bit_generator),
     np.random.RandomState: ("$random_state", lambda generator: generator.get_state(legacy=False)),
     np.random.SeedSequence: ("$seed_sequence", lambda seed: dict(seed.state)),
@@ -314,7 +271,7 @@ _WHOLE: dict[str, Callable[[Any], Any]] = {
     "$array": tagged_arrays.decode_array,
     "$tensor": tagged_arrays.decode_tensor,
     "$jax": tagged_arrays.decode_jax_array,
-    "$generator": _generator,
+    "$generator": np.random.Generator,
     "$random_state": _random_state,
     "$seed_sequence": _seed,
     "$random": _python_random,

@@ -35,10 +35,7 @@ def location(where: object, name: str) -> str:
     match = _SCHEME.match(path)
     if match is None:
         if re.match(rf"(?:{'|'.join(SCHEMES)}):(?:/|$)", path, re.IGNORECASE):
-            raise ValueError(
-                f"{name}={path!r}: must have two slashes after the scheme, which pathlib reduces to one; "
-                f"pass the URL as a string, such as '{path[:2].lower()}://bucket/run'"
-            )
+            raise ValueError(f"{name}={path!r}: must have two slashes after the scheme; pass the URL as a string")
         return os.path.expanduser(path)
     scheme, rest = match[1].lower(), path[match.end() :]
     if scheme == "file":
@@ -47,19 +44,11 @@ def location(where: object, name: str) -> str:
         return rest
     bucket, *parts = rest.split("/")
     if scheme not in SCHEMES:
-        problem = (
-            f"must be a path, gs://bucket/… or s3://bucket/…, got the scheme {scheme!r}; mount other stores as a file "
-            "system and pass the path"
-        )
+        problem = f"must be a path, gs://… or s3://…, got the scheme {scheme!r}; mount other stores as a file system"
     elif "@" in bucket:
-        problem = (
-            "must be a bucket, got a URL with credentials; they are read from where the cloud's own tools keep them, "
-            "never from a URL"
-        )
-    elif not bucket:
-        problem = f"must name a bucket, as in {scheme}://bucket/run"
+        problem = "must be a bucket, got a URL with credentials; leave them where the cloud's own tools keep them"
     elif not _BUCKET.fullmatch(bucket):
-        problem = f"must name a bucket, but {bucket!r} is not a valid name"
+        problem = f"must name a bucket, as in {scheme}://bucket/run, got {bucket!r}"
     elif {".", ".."} & set(parts) or any(c in rest for c in "\0\r\n"):
         problem = "must not contain '.', '..' or line breaks: keys are not paths"
     else:

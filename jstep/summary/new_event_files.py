@@ -14,7 +14,7 @@ from typing import TypeAlias
 from jstep.core.checks import format_list
 from jstep.stores.event_files import Writer, frame, is_event_file, proto
 from jstep.stores.files import make_folders, names_in, replace_file
-from jstep.stores.growing_files import ObjectAppender, sync_growing
+from jstep.stores.growing_files import ObjectAppender, append_whole, sync_growing
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.urls import is_url, join_path, resolve_path, split_path
 from jstep.summary.encode import event_bytes
@@ -36,7 +36,7 @@ class LocalFile:
         self.path, self._is_named = os.path.join(self._logdir, name), False
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115  closed by `close`
         try:
-            self._append(_first_record())
+            append_whole(self._file, _first_record())
         except BaseException:
             self._file.close()
             os.unlink(self.path)
@@ -54,22 +54,9 @@ class LocalFile:
                     removed,
                     self.path,
                 )
-            self._append(data)
+            append_whole(self._file, data)
         except OSError as error:
             raise type(error)(error.errno, error.strerror, self.path) from error
-
-    def _append(self, data: bytes) -> None:
-        start = self._file.tell()
-        try:
-            left = memoryview(data)
-            while left:
-                left = left[self._file.write(left) :]
-        except BaseException:
-            try:
-                self._file.truncate(start)  # leave no incomplete record
-            except OSError:
-                _logger.warning("%s: its last record may be incomplete", self.path)
-            raise
 
     def sync(self) -> None:
         """Flush the records, and the name of a new file, to disk."""

@@ -60,12 +60,6 @@ def test_the_repository_is_that_of_the_program(repository, tmp_path, monkeypatch
     assert code.code_version() is None
 
 
-def test_git_of_another_repository_is_not_followed(repository, tmp_path, monkeypatch):
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other"))
-    monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "index"))
-    assert code.code_version()["commit"] == git(repository, "rev-parse", "HEAD")
-
-
 def test_no_commit_and_no_git_say_nothing(repository, tmp_path, monkeypatch, caplog):
     (tmp_path / "new").mkdir()
     git(tmp_path / "new", "init", "-q")

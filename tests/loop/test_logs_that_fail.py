@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import os
 import signal
 
@@ -31,7 +32,7 @@ class Full:
         self._monkeypatch.setattr(kind, method, write)
 
     def named(self, log):
-        return [] if isinstance(log, line_files.LocalLines) else [getattr(log, "path", None) or log._path]
+        return [] if isinstance(log, line_files.LocalLines | io.FileIO) else [getattr(log, "path", None) or log._path]
 
 
 @pytest.fixture
@@ -45,12 +46,12 @@ def of_history(full, where):
 
 
 def of_event_files(full, where):
-    full.fills(new_event_files.LocalFile, "_append")
+    full.fills(new_event_files, "append_whole")
     return {"logdir": where / "logs", "save_summaries_steps": 1}, "events.out.tfevents", "SummaryWriter.flush"
 
 
 def of_rare_event_files(full, where):
-    full.fills(new_event_files.LocalFile, "_append")
+    full.fills(new_event_files, "append_whole")
     evaluate = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=5)
     options = {"logdir": where / "logs", "save_summaries_steps": None, "hooks": [evaluate]}
     return options, "events.out.tfevents", "SummaryWriter.flush"

@@ -98,7 +98,7 @@ def test_a_loader_with_only_one_of_the_methods_warns(caplog):
 
     open_source(Half(), 3, 9)
     assert "has no position to resume from" in caplog.text
-    assert "a loader with get_state and set_state" in caplog.text
+    assert "an object with get_state and set_state" in caplog.text
 
 
 def test_which_objects_are_loaders_with_a_position():

@@ -39,7 +39,7 @@ def test_points_are_read_as_written(store):
     assert [event.step for event in summary_iterator(writer.path)][1:] == list(range(50))
     assert find_runs(store.run) == [logdir]
     assert event_files(logdir) == [writer.path]
-    with pytest.raises(IsADirectoryError, match="it holds events"):
+    with pytest.raises(FileNotFoundError, match="no such object"):
         summary_iterator(logdir)
     with pytest.raises(FileNotFoundError, match="no such object"):
         summary_iterator(logdir + "/none")
@@ -109,7 +109,7 @@ def test_an_unwritable_location_is_refused_at_creation(store):
     store.fail = []
     with pytest.raises(FileNotFoundError, match="no bucket 'nope'"):
         SummaryWriter(store.run.replace("bkt", "nope"))
-    with pytest.raises(ValueError, match="gs://bucket/… or s3://bucket/…"):
+    with pytest.raises(ValueError, match="gs://… or s3://…"):
         SummaryWriter("az://bkt/run")
 
 

@@ -36,7 +36,7 @@ def test_lines_are_appended_to_those_of_earlier_runs(log):
     for n in range(3):
         lines = open_lines(log, b'{"n": ', bool)
         lines.write(b'{"n": %d}\n' % n)
-        lines.sync(to_disk=True)
+        lines.sync()
         assert read(log).count(b"\n") == n + 1
         lines.close()
     assert read(log) == b'{"n": 0}\n{"n": 1}\n{"n": 2}\n'

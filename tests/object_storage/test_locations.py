@@ -81,15 +81,8 @@ def test_requests_are_signed_with_the_profile(s3, tmp_path, monkeypatch):
     assert "AKIAOFTHEPROFILE" in authorizations[0]
 
 
-def test_messages_keep_no_secret(monkeypatch):
-    values = {"MY_SECRET": "abcd", "AWS_SESSION_TOKEN": "xyz", "DB_PASSWORD": "hunter2", "HOME": "/root"}
-    for name, value in values.items():
-        monkeypatch.setenv(name, value)
-    assert redact("abcd hunter2 xyz /root") == "… … xyz /root"  # three letters are no secret, and are in many words
-    assert redact("failed [http_response_body: <x>]\nmore") == "failed"
-    assert redact("failed\nmore") == "failed"
-    assert redact("failed [source locations='a.cc']") == "failed"
-    texts = ["Authorization: Bearer", "signature=1f", '"token": "1f"', "Secret = x1", "password:1"]
-    found = [redact(f"a {text} z") for text in texts]
-    assert found == ["a Authorization: … z", "a signature=… z", 'a "token": … z', "a Secret = … z", "a password:… z"]
+def test_messages_keep_no_secret():
+    for end in ("[http_response_body: <x>]", "\nmore", "[source locations='a.cc']"):
+        assert redact(f"failed {end}").strip() == "failed"
+    assert redact("read s3://me:hunter2@host with AKIAABCDEFGHIJKLMNOP") == "read s3://host with (not recorded)"
     assert redact("x" * 300) == "x" * 200

@@ -139,9 +139,7 @@ def content(dtype: str, *numbers: float) -> bytes:
     [
         (proto("Summary").Value(tag="loss", simple_value=0.5), 0.5),
         (tensor(dtype=TYPES.DT_FLOAT, float_val=[2.5, 3.0]), 2.5),
-        (tensor(dtype=TYPES.DT_DOUBLE, double_val=[0.1]), 0.1),
         (tensor(dtype=TYPES.DT_FLOAT, tensor_content=content("<f4", 0.25, 7)), 0.25),
-        (tensor(dtype=TYPES.DT_DOUBLE, tensor_content=content("<f8", 0.1)), 0.1),
         (tensor(dtype=TYPES.DT_FLOAT, tensor_content=content("<f4", 0.25) + b"\0"), 0.25),
         (tensor(dtype=TYPES.DT_FLOAT, tensor_content=b"\0"), None),
         (tensor(dtype=TYPES.DT_FLOAT), None),

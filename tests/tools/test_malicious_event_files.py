@@ -110,9 +110,9 @@ def test_a_pipe_does_not_block(tmp_path):
     code, out, err = run_program(program, tmp_path / "run", pipe)
     assert code == 0, err
     message, *_, codes = out.splitlines()
-    assert "is not a file" in message
+    assert "is not a regular file" in message
     assert codes == "2 0 0"
-    assert "is not a file (a pipe" in err
+    assert "is not a regular file" in err
 
 
 def test_output_escapes_and_valid_json():

@@ -106,12 +106,12 @@ def test_a_start_of_a_newer_version(tmp_path):
     write_run(tmp_path, prefix="new", version=99, step={"from": 1})
     old, new = jstep.runs(tmp_path)
     assert (old.status, old.prefix, new.status, new.prefix) == ("finished", "model", "unreadable", "new")
-    assert "is of a newer version: update jstep" in new.error
+    assert "this jstep reads 1: update jstep" in new.error
     with pytest.raises(ValueError, match="none of its starts can be read"):
         jstep.goodput(tmp_path, "new")
 
 
-@pytest.mark.parametrize("kind", ["fifo", "directory", "device", "link"])
+@pytest.mark.parametrize("kind", ["fifo", "directory", "device"])
 def test_what_is_not_a_file_is_never_opened(kind, tmp_path, capsys):
     def put(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,19 +120,16 @@ def test_what_is_not_a_file_is_never_opened(kind, tmp_path, capsys):
         elif kind == "directory":
             path.mkdir()
         else:
-            path.symlink_to("/dev/zero" if kind == "device" else tmp_path / "good" / "starts" / "model.000001.json")
+            path.symlink_to("/dev/zero")
 
     put(tmp_path / "bad" / "starts" / "model.000001.json")
     write_run(tmp_path / "good", end=None)
-    if kind != "link":
-        put(tmp_path / "good" / "stalls" / "model.0.json")
+    put(tmp_path / "good" / "stalls" / "model.0.json")
     bad, good = jstep.runs(tmp_path)
     assert (bad.status, good.status) == ("unreadable", "killed")
     assert cli.main(["goodput", str(tmp_path / "bad")]) == 2
     assert cli.main(["stalls", str(tmp_path / "good")]) == 0
-    assert capsys.readouterr().err.count("Is a directory" if kind == "directory" else "regular file") == (
-        1 if kind in ("directory", "fifo", "device") else 0
-    )
+    assert capsys.readouterr().err.count("Is a directory" if kind == "directory" else "regular file") == 1
 
 
 def stall(**fields):
