@@ -14,7 +14,7 @@ from jstep.hooks.start_differences import values_of
 from jstep.tools.cli import utc_text
 from jstep.tools.goodput import Goodput, by_start, of_run
 from jstep.tools.run_files import RunFiles
-from jstep.tools.runs import duration_text, main_metrics
+from jstep.tools.runs import duration_text, main_metrics, shared_ids
 from jstep.tools.sweep import Line, Option, Sweep, is_finite_number, value_text
 
 _MAX_CELL, _MAX_NAME, _MAX_TITLE = 24, 40, 2000
@@ -81,7 +81,7 @@ def _boxed(names: Iterable[str], rows: Sequence[str], key: str = "") -> str:
 
 
 def _odd(sweep: Sweep) -> list[str]:
-    items = []
+    items = [f"<li>{html_text(line)}</li>" for line in shared_ids([row.run for row in sweep.rows])]
     for row in sweep.rows:
         if row.odd:
             more = [f"and {len(row.odd) - _MAX_ODD} more"] * (len(row.odd) > _MAX_ODD)

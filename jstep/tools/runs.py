@@ -2,6 +2,8 @@
 
 import argparse
 import contextlib
+import dataclasses
+import itertools
 import math
 import os
 import pathlib
@@ -17,8 +19,8 @@ from jstep.core.tables import breadth, columns, html_table, printable
 from jstep.hooks.start_differences import same, values_of
 from jstep.stores.files import is_absent, is_directory, walk
 from jstep.stores.starts import FOLDER, Start, read_starts
-from jstep.stores.urls import absolute, is_url, location, resolve_path, split_path
-from jstep.tools.cli import DIFFERENT, OK, Command, as_strict_json, choose, local_text
+from jstep.stores.urls import absolute, is_url, join_path, location, resolve_path, split_path
+from jstep.tools.cli import DIFFERENT, OK, Command, as_strict_json, choose, complain, local_text
 from jstep.tools.run_summary import RunSummary, summarize, summary_fields, trained_start, unreadable_run
 
 
@@ -98,7 +100,8 @@ def runs(directory: str | os.PathLike[str], *, prefix: str | None = None) -> Run
             found += [summarize(where, prefix, starts) for prefix, starts in read_starts(where).items()]
         except OSError as problem:
             found.append(unreadable_run(where, "", problem))
-    return RunList(row.run for row in tree([run for run in found if wanted in (None, run.prefix) or not run.prefix]))
+    known = [run for run in found if wanted in (None, run.prefix) or not run.prefix]
+    return RunList(row.run for row in tree(_with_moved_parents(known)))
 
 
 def find_runs(paths: Iterable[str | os.PathLike[str]]) -> RunList:
@@ -112,7 +115,7 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> RunList:
         found.append(runs(path))
         if not found[-1]:
             raise FileNotFoundError(f"{os.fspath(path)}: no run is there; a run has a folder {FOLDER}/")
-    return found[0] if len(found) == 1 else distinct(run for some in found for run in some)
+    return found[0] if len(found) == 1 else RunList(_with_moved_parents(distinct(itertools.chain(*found))))
 
 
 def distinct(found: Iterable[RunSummary]) -> RunList:
@@ -215,13 +218,13 @@ _DRAWN = 16
 
 
 def _parents_among(summaries: Sequence[RunSummary]) -> Callable[[RunSummary], RunSummary | None]:
+    """Return a function that finds the parent of a run: at the recorded path, or else the only one with its run ID."""
     by_place: dict[tuple[str, str | None], RunSummary] = {}
-    by_id: dict[str | None, RunSummary] = {}
     for run in summaries if any(run.parent for run in summaries) else ():
         where = resolve_path(run.path)
         by_place.setdefault((where, run.prefix), run)
         by_place.setdefault((where, None), run)  # for other checkpoints, such as the best ones
-        by_id.setdefault(run.run, run)
+    by_id = _by_id(summaries)
 
     def parent(run: RunSummary) -> RunSummary | None:
         if run.parent is None:
@@ -230,10 +233,46 @@ def _parents_among(summaries: Sequence[RunSummary]) -> Callable[[RunSummary], Ru
         folder = resolve_path(folder)
         found = by_place.get((folder, checkpoint.rpartition("-")[0])) or by_place.get((folder, None))
         if run.parent_run is not None and (found is None or found.run not in (None, run.parent_run)):
-            found = by_id.get(run.parent_run)  # it was moved
+            own = by_id.get(run.parent_run, [])
+            around = [one for one in own if join_path(folder, "").startswith(join_path(resolve_path(one.path), ""))]
+            (found,) = some if len(some := around or own) == 1 else (None,)
         return found
 
     return parent
+
+
+def _by_id(summaries: Iterable[RunSummary]) -> dict[str, list[RunSummary]]:
+    found: dict[str, list[RunSummary]] = {}
+    for run in summaries:
+        if run.run is not None:
+            found.setdefault(run.run, []).append(run)
+    return found
+
+
+def _with_moved_parents(summaries: Sequence[RunSummary]) -> list[RunSummary]:
+    """Replace the path of each parent that was moved, and is known by its run ID."""
+    find_parent, found = _parents_among(summaries), list[RunSummary]()
+    for run in summaries:
+        if run.parent is not None and (above := find_parent(run)) is not None:
+            folder, checkpoint = split_path(run.parent[0])
+            if not is_directory(folder):
+                inner = join_path(above.path, split_path(folder)[1])  # such as that of the best checkpoints
+                moved = join_path(inner if is_directory(inner) else above.path, checkpoint)
+                run = dataclasses.replace(run, parent=(moved, run.parent[1]))
+        found.append(run)
+    return found
+
+
+def shared_ids(summaries: Sequence[RunSummary]) -> list[str]:
+    """Return a sentence for the directories that have one run ID, if there are such."""
+    names = {id(run): name for run, name in zip(summaries, run_names(summaries), strict=True)}
+    shared = [
+        f"{format_list([names[id(run)] for run in of], 5)} have the run ID {name}"
+        for name, of in _by_id(summaries).items()
+        if len({run.path for run in of}) > 1
+    ]
+    why = "all but one are copies; a branch is below the one at the path that it recorded, else below none"
+    return [f"{format_list(shared, 5, '; ')}: {why}"] if shared else []
 
 
 _MOST_METRICS = 4
@@ -357,6 +396,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(as_strict_json(fields))
     else:  # without a terminal, lines are whole
         print("\n".join(_lines(_cells(rows, metrics, differences))))
+    complain("runs", *shared_ids(summaries))
     return DIFFERENT if any(run.error for run in summaries) else OK
 
 
