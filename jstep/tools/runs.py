@@ -20,7 +20,7 @@ from jstep.hooks.start_differences import same, values_of
 from jstep.stores.files import is_absent, is_directory, walk
 from jstep.stores.starts import FOLDER, Start, read_starts
 from jstep.stores.urls import absolute, is_url, join_path, location, resolve_path, split_path
-from jstep.tools.cli import DIFFERENT, OK, Command, as_strict_json, choose, complain, local_text
+from jstep.tools.cli import DIFFERENT, OK, Command, as_strict_json, choose, complain, local_text, local_zone
 from jstep.tools.run_summary import RunSummary, summarize, summary_fields, trained_start, unreadable_run
 
 
@@ -302,16 +302,13 @@ def run_names(summaries: Sequence[RunSummary]) -> list[str]:
 
 def _cells(rows: Sequence[Row], metrics: Sequence[str], differences: Mapping[str, Sequence[Any]]) -> list[list[str]]:
     """The cells of a table, with its head; `differences` has the values in the order of the rows."""
-    times = [("", "") if (at := row.run.started) is None else local_text(at, "minutes") for row in rows]
-    zones = {zone for _, zone in times if zone}
-    head = f"since ({next(iter(zones))})" if len(zones) == 1 else "since"
-    cells = [["run", "status", "step", *metrics, *differences, head, "wall", "on"]]
+    cells = [["run", "status", "step", *metrics, *differences, f"since ({local_zone()})", "wall", "on"]]
     names = run_names([row.run for row in rows])
     for i, (run, branch, _) in enumerate(rows):
         name = branch + names[i] + (f" @{run.parent[1]}" if run.parent is not None else "")
         step = f"{run.step}" if run.last_step is None else f"{run.step}/{run.last_step}"
         varied = ["" if values[i] is None else str(values[i]) for values in differences.values()]
-        since = " ".join(times[i] if len(zones) > 1 else times[i][:1])
+        since = "" if run.started is None else local_text(run.started, "minutes")
         wall = "" if run.error else duration_text(run.wall_seconds)
         numbers = [_metric_text(run, metric) for metric in metrics]
         cells.append([name, status_text(run), "" if run.error else step, *numbers, *varied, since, wall, run.devices])

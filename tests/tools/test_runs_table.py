@@ -5,7 +5,7 @@ import os
 import time
 
 import pytest
-from written_runs import ELSEWHERE, TIME, write_checkpoint, write_run
+from written_runs import ELSEWHERE, write_checkpoint, write_run
 
 import jstep
 from jstep.stores import files
@@ -200,11 +200,11 @@ def zone(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "shown", "head"),
     [
-        ("JST-9", "2023-11-15 07:13", "since (JST, UTC+09:00)"),
-        ("XYZ3:30", "2023-11-14 18:43", "since (XYZ, UTC-03:30)"),
+        ("JST-9", "2023-11-15 07:13", "since (UTC+09:00)"),
+        ("XYZ3:30", "2023-11-14 18:43", "since (UTC-03:30)"),
         ("UTC", "2023-11-14 22:13", "since (UTC)"),
         ("<+0545>-5:45", "2023-11-15 03:58", "since (UTC+05:45)"),
-        ("nonsense", "2023-11-14 22:13", "since (nonsense, UTC)"),
+        ("nonsense", "2023-11-14 22:13", "since (UTC)"),
     ],
 )
 def test_times_are_those_of_the_readers_zone(name, shown, head, zone, tmp_path):
@@ -213,16 +213,6 @@ def test_times_are_those_of_the_readers_zone(name, shown, head, zone, tmp_path):
     text = str(jstep.runs(tmp_path))
     assert shown in text
     assert head in text.splitlines()[0]
-
-
-def test_a_table_that_spans_summer_and_winter_names_each_zone(zone, tmp_path):
-    zone("CET-1CEST,M3.5.0,M10.5.0/3")
-    write_run(tmp_path / "a")
-    write_run(tmp_path / "b", began=TIME - 150 * 86400)
-    head, a, b = str(jstep.runs(tmp_path)).splitlines()
-    assert "since  " in head
-    assert "2023-11-14 23:13 CET, UTC+01:00" in a
-    assert "2023-06-18 00:13 CEST, UTC+02:00" in b
 
 
 @pytest.mark.parametrize("at", [1e14, 0.0])
