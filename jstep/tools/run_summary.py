@@ -150,10 +150,7 @@ def _summary(where: str, prefix: str, starts: Sequence[Start]) -> RunSummary:
     source, sums = original_of(where, starts), totals(starts)
     newest = valid(starts)[-1]
     trained = last_trained(starts) or newest
-    facts = [_facts(where, start, is_copy=source is not None) for start in starts]
-    if source is not None and not newest["end"]:
-        last = facts[starts.index(newest)]
-        last["reason"] = last["reason"] or f"a copy of {source}"
+    facts = [_facts(where, start, source) for start in starts]
     doing = facts[-1] if facts[-1]["status"] in (RUNNING, HANGS) else facts[starts.index(trained)]
     reason = doing["reason"] if newest is starts[-1] else f"its newest start {starts[-1]['problem']}"
     best, paths = _best(where, newest, is_copy=source is not None)
@@ -206,14 +203,15 @@ def trained_start(run: RunSummary) -> Start:
     return {}
 
 
-def _facts(where: str, start: Start, *, is_copy: bool) -> dict[str, Any]:
-    """Return the facts about a start."""
+def _facts(where: str, start: Start, source: str | None) -> dict[str, Any]:
+    """Return the facts about a start; `source` is the directory that it is a copy of, which has its process."""
     if start["problem"]:
         reason = f"its start {start['number']} {start['problem']}"
         unknown = dict.fromkeys(("began", "ended", "first", "last", *_GIVEN, "host", "pid"))
         return {**unknown, "status": UNREADABLE, "reason": reason, "devices": ""}
-    life = None if is_copy or start["end"] else _life(where, start)
-    status, reason = life or start["end"] or (KILLED, exit_reason(where, start["prefix"], start["began"]))
+    life = None if source or start["end"] else _life(where, start)
+    killed_by = f"a copy of {source}" if source else exit_reason(where, start["prefix"], start["began"])
+    status, reason = life or start["end"] or (KILLED, killed_by)
     first, last = start["step"] if has_trained(start) else (None, None)
     return {
         "began": start["began"],

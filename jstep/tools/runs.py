@@ -360,15 +360,8 @@ _LEAST_CUT = 16
 
 # `runs` of the command line.
 
-_OWN: Mapping[str, Callable[[RunSummary], Any]] = {
-    "run": lambda run: run.path,
-    "status": lambda run: run.status,
-    "step": lambda run: run.step,
-    "since": lambda run: run.started,
-    "wall": lambda run: run.wall_seconds,
-    "on": lambda run: run.devices,
-}
-"""The columns that are not metrics, and what they are sorted by."""
+_OWN = {"run": "path", "status": "status", "step": "step", "since": "started", "wall": "wall_seconds", "on": "devices"}
+"""The columns that are not metrics, and the fields that they are sorted by."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -404,7 +397,8 @@ def _key(summaries: Sequence[RunSummary], name: str) -> Callable[[RunSummary], t
         raise ValueError(f"--sort {name}: must be a column or a metric; there are {there}")
 
     def key(run: RunSummary) -> tuple[bool, Any]:
-        value = _OWN[name](run) if name in _OWN else run.metrics.get(name, run.best.get(name, (None,))[0])
+        best, *_ = run.best.get(name, (None,))
+        value = getattr(run, _OWN[name]) if name in _OWN else run.metrics.get(name, best)
         is_none = value is None or (isinstance(value, float) and math.isnan(value))
         return is_none, 0 if is_none else value
 
