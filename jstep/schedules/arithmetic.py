@@ -108,7 +108,7 @@ def as_step_count(name: str, value: Any, schedule: Callable[..., Any], *, zero: 
     """Validate a number of steps; a float, as in another library's argument order, is rejected."""
     order = f"the arguments are {schedule.__name__}({', '.join(inspect.signature(schedule).parameters)})"
     is_float = isinstance(value, float) or (trees.is_array(value) and jnp.issubdtype(value.dtype, jnp.floating))
-    if is_float and not (zero and not trees.is_traced(value) and not np.ndim(value) and value == 0):
+    if is_float:
         raise TypeError(
             f"{name}={format_value(value)}: must be an integer, a number of steps, got {describe_type(value)}; {order}"
         )

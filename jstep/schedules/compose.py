@@ -89,10 +89,7 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
     def schedule(step: Step, /) -> Any:
         step = as_steps(step)
         dtype = trees.default_float()
-        if all(isinstance(number, int | float) for number in numbers):  # one constant, not one for each
-            table = jnp.asarray(np.stack([np.asarray(number, dtype) for number in numbers]))
-        else:
-            table = jnp.stack([jnp.asarray(number, dtype) for number in numbers])
+        table = jnp.stack([jnp.asarray(number, dtype) for number in numbers])
         last = np.iinfo(step.dtype).max
         firsts = jnp.asarray(np.array([min(max(edge, -1), last) for edge in edges], step.dtype))
         return table[jnp.searchsorted(firsts, step, side="left")]

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
+import json
 import math
 import os
 import pathlib
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import as_string, format_list, truncate
 from jstep.core.tables import breadth, columns, html_table, printable
-from jstep.hooks.start_differences import same, values_of
+from jstep.hooks.start_differences import values_of
 from jstep.stores.files import is_absent, is_directory, walk
 from jstep.stores.starts import FOLDER, Start, read_starts
 from jstep.stores.urls import absolute, is_url, join_path, location, resolve_path, split_path
@@ -50,7 +51,7 @@ def differences_of(starts: Sequence[Start]) -> dict[str, list[Any]]:
     names = {name: section for named in present for name, (section, _) in named.items()}
     values = {name: [named[name][1] if name in named else None for named in every] for name in names}
     known = [i for i, named in enumerate(every) if named]
-    differ = [name for name, of in values.items() if not all(same(of[i], of[known[0]]) for i in known)]
+    differ = [name for name, of in values.items() if len({json.dumps(of[i], sort_keys=True) for i in known}) > 1]
     differ.sort(key=lambda name: names[name] != "config")
     # A hash is shown only if no other value of its section differs.
     sections = {names[name] for name in differ if not _is_hash(name)}
@@ -146,14 +147,14 @@ def _places(above: str) -> list[tuple[str, OSError | None]]:
             waiting, links = sorted(links, reverse=True), []
         folder = waiting.pop()
         try:
+            if os.path.lexists(os.path.join(folder, MANIFEST_FILE)):
+                continue
             about = os.stat(folder)
             if not stat.S_ISDIR(about.st_mode) or _identity(about) in seen:
                 continue
             seen.add(_identity(about))
             with os.scandir(folder) as entries:
                 below = {entry.name: entry for entry in entries}
-            if MANIFEST_FILE in below:
-                continue
             links += [entry.path for entry in below.values() if entry.is_symlink()]
             inner = {name: entry.path for name, entry in below.items() if entry.is_dir(follow_symlinks=False)}
             if inner.pop(FOLDER, None) is not None:
