@@ -31,8 +31,7 @@ class Coordinator:
     stops the threads and is not raised.
 
     Differences from `tf.train.Coordinator`: `join` returns as soon as the last thread has ended (TF
-    polls once a second), threads that were never started are rejected, and an exception may be
-    reported outside its handler.
+    polls once a second), and an exception may be reported outside its handler.
 
     Args:
         clean_stop_exception_types: Exception types that end a run without an error; by default
@@ -82,11 +81,7 @@ class Coordinator:
             BaseException: `ex` itself, if the coordinator was joined already, because no later `join` would raise it.
             TypeError: `ex` is not an exception; no stop is requested.
         """
-        wrong: TypeError | None = None
-        try:
-            exc_info = _as_exc_info(ex)
-        except TypeError as error:  # the stop is requested anyway, and `join` raises this error too
-            wrong, exc_info = error, _as_exc_info(error)
+        exc_info = _as_exc_info(ex)
         if exc_info and isinstance(exc_info[1], self._clean_stop_types):
             exc_info = None
         with self._changed:
@@ -103,8 +98,6 @@ class Coordinator:
             log.info("Error reported to Coordinator: %r", exc_info[1])
         elif exc_info and not isinstance(exc_info[1], CancelledError):
             log.warning("Error reported to Coordinator after it had stopped", exc_info=exc_info)
-        if wrong:
-            raise wrong
 
     def should_stop(self) -> bool:
         """Return whether a stop was requested."""
@@ -155,11 +148,10 @@ class Coordinator:
         with self._changed:
             self._threads.add(_as_thread(thread, "thread"))
 
-    def call_on_stop(self, callback: Callable[[], object]) -> Callable[[], None]:
+    def call_on_stop(self, callback: Callable[[], object]) -> None:
         """Call `callback()` once when a stop is requested, or immediately if it was requested already.
 
-        Callbacks wake blocked threads: a `QueueRunner` closes its queue in one. Returns a function that removes the
-        callback.
+        Callbacks wake blocked threads: a `QueueRunner` closes its queue in one.
         """
         as_function(callback, "callback", "() -> None")
         with self._changed:
@@ -168,12 +160,6 @@ class Coordinator:
                 self._callbacks.append(callback)
         if stopped:
             callback()
-
-        def remove() -> None:
-            with self._changed, contextlib.suppress(ValueError):
-                self._callbacks.remove(callback)
-
-        return remove
 
     @shortens_tracebacks
     def join(
@@ -191,8 +177,7 @@ class Coordinator:
 
         Raises:
             BaseException: The exception that was passed with the request to stop, with its traceback.
-            RuntimeError: Threads are alive after the grace period; or a thread was never started, or
-                is the current thread.
+            RuntimeError: Threads are alive after the grace period; or one is the current thread.
             TypeError: `threads` is not a list of threads, or another argument is of the wrong type.
             ValueError: `stop_grace_period_secs` is negative.
         """
@@ -224,8 +209,6 @@ class Coordinator:
                 threads = passed | self._threads
             if self._exc_info:
                 threads -= {threading.current_thread()}  # raising the error matters more than reporting misuse
-            else:
-                _check_joinable(threads)
             alive = next((t for t in threads if t.is_alive()), None)
             if alive is None:
                 return
@@ -265,12 +248,3 @@ def _as_thread(thread: object, argument: str) -> threading.Thread:
     if not isinstance(thread, threading.Thread):
         raise TypeError(f"{argument}={format_value(thread)}: must be a threading.Thread, got {describe_type(thread)}")
     return thread
-
-
-def _check_joinable(threads: Iterable[threading.Thread]) -> None:
-    current = threading.current_thread()
-    idle = sorted(t.name for t in threads if t.ident is None)
-    if idle:
-        raise RuntimeError(f"threads: {', '.join(idle)} never started; call start() on each before coord.join()")
-    if current in threads:
-        raise RuntimeError(f"threads: {current.name} is the thread that joins; it cannot join itself")

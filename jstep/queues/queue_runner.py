@@ -111,11 +111,8 @@ class QueueRunner:
                     f"create_threads: threads of an earlier call have not ended: {names}; join them first"
                 )
             self._exceptions, self._coord, self._left = [], coord, len(self._ops)
-            # If the queue was closed before, CancelledError is an error; otherwise it is the normal end of a run.
-            self._closed_before = self._queue.is_closed()
-            self._forget: Callable[[], None] = lambda: None
             if coord:
-                self._forget = coord.call_on_stop(lambda: self._queue.close(cancel_pending_enqueues=True))
+                coord.call_on_stop(lambda: self._queue.close(cancel_pending_enqueues=True))
             threads: list[threading.Thread] = []
             for i, op in enumerate(self._ops):
                 called = getattr(op, "__name__", type(op).__name__)
@@ -143,8 +140,7 @@ class QueueRunner:
             if ex.__cause__:  # the op's input failed: pass the cause on to the consumers of this queue
                 self._queue.fail(ex.__cause__)
         except CancelledError as ex:
-            ended = self._queue.is_closed() or not threading.main_thread().is_alive()
-            if self._closed_before or not ended:
+            if not self._queue.is_closed() and threading.main_thread().is_alive():  # that of another queue
                 self._report(ex)
         except BaseException as ex:
             self._report(ex)
@@ -153,7 +149,6 @@ class QueueRunner:
                 self._left -= 1
                 last = not self._left
             if last:
-                self._forget()
                 self._queue.close()
 
     def _report(self, ex: BaseException) -> None:

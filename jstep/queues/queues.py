@@ -117,10 +117,6 @@ class BoundedQueue:
         self._cancelled: bool = False  # whether enqueues that wait for room must give up
         self._failure: BaseException | None = None
 
-    def __repr__(self) -> str:
-        closed = ", closed" if self._closed else ""
-        return f"<{type(self).__name__} {self.size()} of {self._capacity}{closed}>"
-
     @property
     def capacity(self) -> int:
         """The maximum number of elements in the queue."""

@@ -51,32 +51,28 @@ def _remember(schedule: Any, call: RecordedCall) -> Any:
 
 
 def makes_schedule(positional: int = 0) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Make a decorator of functions, so that the `repr` of their schedules is the call."""
-    return record_calls(_remember, positional)
+    """Make a decorator of functions, so that the `repr` of their schedules is the call.
 
-
-# The order of arguments in `tf.train`, whose schedules accept the step after the rate. Shifted by one, a step is in the
-# place of a number of steps, and a number of steps in the place of a rate or a fraction.
+    An argument too many is explained: schedules of `tf.train` also accept the step.
+    """
+    return record_calls(_remember, positional, _explain_order)
 
 
 def _explain_order(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError
 ) -> NoReturn:
     names = list(inspect.signature(function).parameters)
-    if len(args) > len(names) or not kwargs.keys().isdisjoint([*names[: len(args)], "global_step", "x"]):
+    if len(args) > len(names) > 1 or not kwargs.keys().isdisjoint([*names[: len(args)], "global_step", "x"]):
         raise TypeError(f"{error}; {NO_STEP}") from None
     raise error
 
 
-def makes_schedule_of_tf(positional: int = 0) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """As `makes_schedule`, for `tf.train`: also explain an argument too many, as in TF's order."""
-    return record_calls(_remember, positional, _explain_order)
+# In the order of arguments in `tf.train`, the step comes after the rate: a number of steps is then in the place of a
+# flag, or of a rate, a ratio or a fraction.
 
 
-def refuse_step(name: str, value: Any, *, most: float = math.inf, meaning: str = "a plain number") -> None:
-    """Reject a step, or a number of steps, in TF's order of arguments: an integer array, or an integer above `most`."""
-    if isinstance(value, jax.Array | np.ndarray) and jnp.issubdtype(value.dtype, jnp.integer):
-        raise TypeError(f"{name}={format_value(value)}: must not be a step, got {describe_type(value)}; {NO_STEP}")
+def refuse_count(name: str, value: Any, most: float, meaning: str) -> None:
+    """Reject an integer above `most`."""
     if isinstance(value, int | np.integer) and value > most:
         raise TypeError(f"{name}={format_value(value)}: must be {meaning}, at most {most:g}; {NO_STEP}")
 
@@ -100,16 +96,11 @@ def as_fraction(name: str, value: object, *, zero: bool = False, meaning: str = 
     return Fraction(exact) if isinstance(exact, int) else Fraction(repr(number))
 
 
-def as_tf_interval(name: str, value: Any) -> Fraction:
-    """Convert a number of steps of a schedule of `tf.train`, which has the step in this position."""
-    length = as_fraction(name, value, meaning=NO_STEP)
-    refuse_step(name, value)
-    return length
-
-
 def as_tf_duration(name: str, value: object, schedule: Callable[..., Any]) -> Fraction:
-    """Convert the length of a decay of `tf.train`; below 1 it is a call in another library's order."""
-    length = as_tf_interval(name, value)
+    """Convert the length of a decay of `tf.train`; an array is a step, below 1 it is another library's order."""
+    if isinstance(value, jax.Array | np.ndarray) and jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"{name}={format_value(value)}: must be a plain number, got {describe_type(value)}; {NO_STEP}")
+    length = as_fraction(name, value, meaning=NO_STEP)
     return length if length >= 1 else as_step_count(name, value, schedule)
 
 
@@ -117,7 +108,7 @@ def as_step_count(name: str, value: Any, schedule: Callable[..., Any], *, zero: 
     """Validate a number of steps; a float, as in another library's argument order, is rejected."""
     order = f"the arguments are {schedule.__name__}({', '.join(inspect.signature(schedule).parameters)})"
     is_float = isinstance(value, float) or (trees.is_array(value) and jnp.issubdtype(value.dtype, jnp.floating))
-    if is_float and not (zero and not trees.is_traced(value) and not np.ndim(value) and value == 0):
+    if is_float:
         raise TypeError(
             f"{name}={format_value(value)}: must be an integer, a number of steps, got {describe_type(value)}; {order}"
         )

@@ -19,9 +19,7 @@ from jstep.schedules.arithmetic import (
     as_step_count,
     as_steps,
     makes_schedule,
-    makes_schedule_of_tf,
     ramp,
-    refuse_step,
 )
 
 
@@ -59,7 +57,7 @@ def _floating(value: object) -> Any:
     return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(trees.default_float())
 
 
-@makes_schedule_of_tf(2)
+@makes_schedule(2)
 def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) -> Schedule:
     """Piecewise constant schedule: values[0] through step boundaries[0], then values[1] through boundaries[1], etc.
 
@@ -82,8 +80,6 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
 
     Source: `tf.train.piecewise_constant`.
     """
-    if np.ndim(boundaries) == 0:
-        refuse_step("boundaries", boundaries)
     edges = _increasing("boundaries", boundaries, lambda value, name: as_number(value, name, expected="a plain number"))
     values = _listed("values", values)
     if len(values) != len(edges) + 1:
@@ -93,10 +89,7 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
     def schedule(step: Step, /) -> Any:
         step = as_steps(step)
         dtype = trees.default_float()
-        if all(isinstance(number, int | float) for number in numbers):  # one constant, not one for each
-            table = jnp.asarray(np.stack([np.asarray(number, dtype) for number in numbers]))
-        else:
-            table = jnp.stack([jnp.asarray(number, dtype) for number in numbers])
+        table = jnp.stack([jnp.asarray(number, dtype) for number in numbers])
         last = np.iinfo(step.dtype).max
         firsts = jnp.asarray(np.array([min(max(edge, -1), last) for edge in edges], step.dtype))
         return table[jnp.searchsorted(firsts, step, side="left")]

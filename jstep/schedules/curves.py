@@ -20,7 +20,7 @@ from jstep.schedules.compose import join, linear_warmup, shift
 # Decays of `tf.train` (exponential, natural exponential, inverse time, polynomial) and the linear schedule.
 
 
-@arithmetic.makes_schedule_of_tf()
+@arithmetic.makes_schedule()
 def exponential_decay(
     learning_rate: Number, decay_steps: float, decay_rate: Number, staircase: bool = False
 ) -> Schedule:
@@ -56,7 +56,7 @@ def exponential_decay(
     return schedule
 
 
-@arithmetic.makes_schedule_of_tf()
+@arithmetic.makes_schedule()
 def natural_exp_decay(
     learning_rate: Number, decay_steps: float, decay_rate: Number, staircase: bool = False
 ) -> Schedule:
@@ -92,7 +92,7 @@ def natural_exp_decay(
     return schedule
 
 
-@arithmetic.makes_schedule_of_tf()
+@arithmetic.makes_schedule()
 def inverse_time_decay(
     learning_rate: Number, decay_steps: float, decay_rate: Number, staircase: bool = False
 ) -> Schedule:
@@ -131,18 +131,13 @@ def inverse_time_decay(
 def _checked(
     learning_rate: object, decay_steps: object, decay_rate: object, staircase: object, **bounds: Unpack[Bounds]
 ) -> tuple[Any, Fraction, Any, bool]:
-    (start,), length = (
-        arithmetic.numbers(learning_rate=learning_rate),
-        arithmetic.as_tf_interval("decay_steps", decay_steps),
-    )
+    start = arithmetic.as_float_or_array("learning_rate", learning_rate)
+    length = arithmetic.as_fraction("decay_steps", decay_steps, meaning=arithmetic.NO_STEP)
     rate = arithmetic.as_float_or_array("decay_rate", decay_rate, **bounds)
-    arithmetic.refuse_step("learning_rate", learning_rate)
-    staircase = arithmetic.flag("staircase", staircase)
-    arithmetic.refuse_step("decay_rate", decay_rate, most=10, meaning="a rate")
-    return start, length, rate, staircase
+    return start, length, rate, arithmetic.flag("staircase", staircase)
 
 
-@arithmetic.makes_schedule_of_tf()
+@arithmetic.makes_schedule()
 def polynomial_decay(
     learning_rate: Number,
     decay_steps: float,
@@ -177,10 +172,8 @@ def polynomial_decay(
     length = arithmetic.as_tf_duration("decay_steps", decay_steps, polynomial_decay)
     exponent = arithmetic.as_float_or_array("power", power, low=0, finite=True)
     cycle = arithmetic.flag("cycle", cycle)
-    arithmetic.refuse_step("learning_rate", learning_rate)
     largest = max(1.0, abs(start)) if isinstance(start, float) else 1.0
-    arithmetic.refuse_step("end_learning_rate", end_learning_rate, most=largest, meaning="a rate")
-    arithmetic.refuse_step("power", power)
+    arithmetic.refuse_count("end_learning_rate", end_learning_rate, largest, "a rate")
 
     def schedule(step: Step, /) -> Any:
         step = as_steps(step)
@@ -242,11 +235,10 @@ def _fraction(name: str, value: object) -> Any:
     number = arithmetic.as_float_or_array(name, value)
     if isinstance(number, float) and number > 1:
         raise TypeError(f"{name}={value!r}: must be a fraction, at most 1; {arithmetic.NO_STEP}")
-    arithmetic.refuse_step(name, value)
     return number
 
 
-@arithmetic.makes_schedule_of_tf()
+@arithmetic.makes_schedule()
 def cosine_decay(learning_rate: Number, decay_steps: float, alpha: Number = 0.0) -> Schedule:
     """Cosine decay: learning_rate · ((1 − alpha) · (1 + cos(π · min(step, decay_steps) / decay_steps)) / 2 + alpha).
 
@@ -273,7 +265,6 @@ def cosine_decay(learning_rate: Number, decay_steps: float, alpha: Number = 0.0)
     start = arithmetic.as_float_or_array("learning_rate", learning_rate)
     length = arithmetic.as_tf_duration("decay_steps", decay_steps, cosine_decay)
     floor = _fraction("alpha", alpha)
-    arithmetic.refuse_step("learning_rate", learning_rate)
 
     def schedule(step: Step, /) -> Any:
         _, left = arithmetic.progress(as_steps(step), Fraction(0), length)
@@ -282,7 +273,7 @@ def cosine_decay(learning_rate: Number, decay_steps: float, alpha: Number = 0.0)
     return schedule
 
 
-@arithmetic.makes_schedule_of_tf()
+@arithmetic.makes_schedule()
 def cosine_decay_restarts(
     learning_rate: Number,
     first_decay_steps: float,
@@ -324,8 +315,7 @@ def cosine_decay_restarts(
     floor = _fraction("alpha", alpha)
     stretch = arithmetic.as_fraction("t_mul", t_mul)
     height = as_number(_fraction("m_mul", m_mul), "m_mul", low=0, expected="a plain number")
-    arithmetic.refuse_step("learning_rate", learning_rate)
-    arithmetic.refuse_step("t_mul", t_mul, most=8, meaning="a ratio")
+    arithmetic.refuse_count("t_mul", t_mul, 8, "a ratio")
     if stretch < 1:
         raise ValueError(f"t_mul={t_mul}: must be ≥ 1, or the periods would shrink to nothing")
 
@@ -367,7 +357,7 @@ def _restarts(length: Fraction, stretch: Fraction, last: int) -> list[Fraction]:
     return begins
 
 
-@arithmetic.makes_schedule_of_tf()
+@arithmetic.makes_schedule()
 def linear_cosine_decay(
     learning_rate: Number,
     decay_steps: float,
@@ -404,8 +394,7 @@ def linear_cosine_decay(
     start, count = arithmetic.numbers(learning_rate=learning_rate, num_periods=num_periods)
     length = arithmetic.as_tf_duration("decay_steps", decay_steps, linear_cosine_decay)
     above, floor = _fraction("alpha", alpha), _fraction("beta", beta)
-    arithmetic.refuse_step("learning_rate", learning_rate)
-    arithmetic.refuse_step("num_periods", num_periods, most=100, meaning="a few")
+    arithmetic.refuse_count("num_periods", num_periods, 100, "a few")
 
     def schedule(step: Step, /) -> Any:
         passed, left = arithmetic.progress(as_steps(step), Fraction(0), length)
@@ -455,10 +444,8 @@ def one_cycle(
     Source: Smith and Topin, "Super-Convergence" (2017); `torch.optim.lr_scheduler.OneCycleLR` with its two phases,
     whose `final_div_factor` also divides the first value. Optax's schedule ends at total_steps, one update later.
     """
-    (top,), length = (
-        arithmetic.numbers(max_value=max_value),
-        arithmetic.as_step_count("total_steps", total_steps, one_cycle),
-    )
+    top = arithmetic.as_float_or_array("max_value", max_value)
+    length = arithmetic.as_step_count("total_steps", total_steps, one_cycle)
     first = top / arithmetic.as_float_or_array("div_factor", div_factor, low=0, above=True, finite=True)
     last = first / arithmetic.as_float_or_array("final_div_factor", final_div_factor, low=0, above=True, finite=True)
     share = arithmetic.as_fraction("pct_start", pct_start, zero=True)
@@ -632,10 +619,8 @@ def inverse_sqrt_decay(peak: Number, warmup_steps: int) -> Schedule:
     Source: Vaswani et al., "Attention Is All You Need" (2017); `get_inverse_sqrt_schedule` of Hugging Face, whose
     warmup is step / w.
     """
-    (top,), length = (
-        arithmetic.numbers(peak=peak),
-        arithmetic.as_step_count("warmup_steps", warmup_steps, inverse_sqrt_decay),
-    )
+    top = arithmetic.as_float_or_array("peak", peak)
+    length = arithmetic.as_step_count("warmup_steps", warmup_steps, inverse_sqrt_decay)
 
     def schedule(step: Step, /) -> Any:
         step = as_steps(step)

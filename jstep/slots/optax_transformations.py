@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import describe_type
+from jstep.core.exceptions import note
 from jstep.core.recorded_calls import has_init_and_update, makes_optimizer
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, Params, Slots, Step, Updates
 from jstep.slots.indexed_slices import IndexedSlices
@@ -74,14 +75,9 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
             try:
                 new_updates, after = transformation.update(grads, shape.state_from(slots), seen(params), **extra)
             except TypeError as error:
-                missing = [key for key in EXTRA if takes(key) and key not in extra and f"'{key}'" in str(error)]
-                if not missing:
-                    raise
-                raise TypeError(
-                    f"transformation: needs {', '.join(missing)} of the step's loss, which apply_gradients does not "
-                    "know; train with jstep.minimize, which gives them, or pass context=jstep.Context(loss, "
-                    "value_and_grad)"
-                ) from error
+                if any(takes(key) and key not in extra and f"'{key}'" in str(error) for key in EXTRA):
+                    note(error, "jstep: pass context=jstep.Context(loss, value_and_grad), or train with jstep.minimize")
+                raise
         new = _StateSlots(name, after, params).slots
         if new.keys() != shape.slots.keys():
             raise ValueError(

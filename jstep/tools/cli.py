@@ -113,15 +113,17 @@ def utc_text(seconds: float, precision: str = "seconds") -> str:
         return f"{seconds:g} s"
 
 
-def local_text(seconds: float, precision: str = "seconds") -> tuple[str, str]:
-    """Format a time in the reader's time zone; return it and the zone."""
+def local_text(seconds: float, precision: str = "seconds") -> str:
+    """Format a time in the time zone that the reader has now, `local_zone`."""
     try:
-        at = datetime.fromtimestamp(seconds, UTC).astimezone()
+        return datetime.fromtimestamp(seconds, datetime.now().astimezone().tzinfo).isoformat(" ", precision)[:-6]
     except (OverflowError, ValueError, OSError):
-        return utc_text(seconds), ""
-    text, name, offset = at.isoformat(" ", precision), at.tzname() or "", f"UTC{at.isoformat()[-6:]}"
-    offset = offset.removesuffix("+00:00")
-    return text[:-6], f"{name}, {offset}" if name[:1].isalpha() and name != "UTC" else offset
+        return utc_text(seconds)
+
+
+def local_zone() -> str:
+    offset = f"UTC{datetime.now().astimezone().isoformat()[-6:]}"
+    return offset.removesuffix("+00:00")
 
 
 # The commands.

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jstep.checkpoint.manifest import LeftOut
 from jstep.core.checks import format_list
 from jstep.core.tables import columns, fold
 from jstep.hooks.start_differences import IN_A_AND_B, changes
@@ -166,7 +165,7 @@ def _text_of_starts(starts: list[dict[str, Any]]) -> list[str]:
             lines.append(f"{begin}its start {start['number']} {start['problem']}")
             continue
         what = "the first start" if own is None else "changed since the start before:" if own else "nothing has changed"
-        lines.append(f"{begin}{cli.local_text(start['time'])[0]}, from step {start['step']}: {what}")
+        lines.append(f"{begin}{cli.local_text(start['time'])}, from step {start['step']}: {what}")
         lines += _first(own or [])
     return lines
 
@@ -177,28 +176,15 @@ def _text_of_starts(starts: list[dict[str, Any]]) -> list[str]:
 def differences_left_out(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:
     """Yield the differences of leaves that were left out of one or both checkpoints."""
     of_a, of_b = a.left_out, b.left_out
-    records_a, records_b = of_a | _saved(a, set(of_b)), of_b | _saved(b, set(of_a))
     for path in of_a | of_b:
-        first, second = records_a.get(path), records_b.get(path)
-        where = f"left out of {'both' if path in of_a and path in of_b else 'A' if path in of_a else 'B'}"
+        first, second, where = of_a.get(path), of_b.get(path), "left out of both"
         if first is None or second is None:
-            only = "only in A" if second is None else "only in B"
-            yield LeafDifference(path, only, f"{only}, {where}")
+            yield LeafDifference(path, "left out", f"left out of {'A' if second is None else 'B'} only")
         elif (first.dtype, first.shape) != (second.dtype, second.shape):
             kinds = f"{first.dtype}{list(first.shape)} in A, {second.dtype}{list(second.shape)} in B"
             yield LeafDifference(path, "shape" if first.dtype == second.dtype else "dtype", f"{kinds}, {where}")
         elif first.fingerprint != second.fingerprint:
             yield LeafDifference(path, "values", f"the fingerprint, {where}")
-
-
-def _saved(checkpoint: Checkpoint, paths: set[str]) -> dict[str, LeftOut]:
-    """The records that saved leaves would have if they had been left out."""
-    saved = paths & checkpoint.named.keys()
-    if not saved:
-        return {}
-    from jstep.checkpoint.leaf_records import start_leaf_fingerprints  # imports JAX, which is not needed above
-
-    return {name: start_leaf_fingerprints([(leaf, array)])()[0] for name, leaf, array in checkpoint.leaves(saved)}
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

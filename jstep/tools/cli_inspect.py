@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import functools
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from jstep.checkpoint.checksums import size_differences
-from jstep.checkpoint.listing import has_data, misnaming_text, missing
-from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Leaf, LeftOut, Manifest
+from jstep.checkpoint.listing import misnaming_text
+from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut, Manifest
 from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.store import Store
 from jstep.core.checks import format_bytes
@@ -30,8 +29,6 @@ _AT_ONCE = 2**28
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint; if its name has no step, `step` comes from the manifest."""
-
     path: str
     prefix: str
     step: int
@@ -87,7 +84,7 @@ def at(path: str) -> Checkpoint | None:
     above, last = split_path(path.rstrip("/"))
     match = _NAME.fullmatch(last)
     if match is None:
-        return None if is_url(path) else _renamed(path)
+        return None
     store, step = open_store(above), int(match[2])
     stored = store.at(match[1], step)
     if stored is None:
@@ -102,18 +99,6 @@ def at(path: str) -> Checkpoint | None:
     if manifest.step != step:
         raise CheckpointError(f"{path}: {misnaming_text(match[1], step, manifest.step)}")
     return Checkpoint(stored, match[1], step, manifest, store)
-
-
-def _renamed(path: str) -> Checkpoint | None:
-    """Return the checkpoint in a folder whose name has no step, such as a copy called "pretrained"."""
-    if not os.path.lexists(os.path.join(path, MANIFEST_FILE)) or not has_data(path):
-        return None
-    above, last = split_path(path)
-    store = open_store(above)
-    manifest = store.manifest(path)
-    if lacks := missing(path):
-        raise CheckpointError(f"{path}: {lacks} is missing: the checkpoint is corrupted")
-    return Checkpoint(path, last, manifest.step, manifest, store)
 
 
 def below(directory: str) -> tuple[list[Checkpoint], dict[str, str]]:

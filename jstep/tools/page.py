@@ -12,15 +12,15 @@ from jstep.hooks.start_differences import values_of
 from jstep.tools.cli import utc_text
 from jstep.tools.goodput import Goodput, by_start, of_run
 from jstep.tools.run_files import RunFiles
-from jstep.tools.runs import duration_text, main_metrics
+from jstep.tools.runs import duration_text, main_metrics, shared_ids
 from jstep.tools.sweep import Line, Option, Sweep, is_finite_number, value_text
 
 _MAX_CELL, _MAX_NAME, _MAX_TITLE = 24, 40, 2000
 """The maximum number of characters of a cell, of a name, and of the tooltip that has the whole text."""
 _BOX_ROWS = 20
 """The maximum number of rows of a table that does not scroll in a box of its own."""
-_SHOWN_OPTIONS, _MAX_OPTIONS = 8, 24
-"""The number of pictures of options that are shown, and that there are; others are in the table only."""
+_MAX_OPTIONS, _NAMED_OPTIONS = 16, 8
+"""The number of options that have a picture, and of those of the best run that are named; others are in the table."""
 _MAX_PICTURES, _MAX_ODD = 100, 20
 """The maximum number of pictures of curves, and of oddities of one run."""
 _COLORED, _NEUTRAL = 40_000, 75_000
@@ -79,7 +79,7 @@ def _boxed(names: Iterable[str], rows: Sequence[str], key: str = "") -> str:
 
 
 def _odd(sweep: Sweep) -> list[str]:
-    items = []
+    items = [f"<li>{html_text(line)}</li>" for line in shared_ids([row.run for row in sweep.rows])]
     for row in sweep.rows:
         if row.odd:
             more = [f"and {len(row.odd) - _MAX_ODD} more"] * (len(row.odd) > _MAX_ODD)
@@ -127,7 +127,7 @@ def _facts(row: RunFiles) -> list[str]:
 
 def _recorded(row: RunFiles) -> str:
     """The options, and the program, its arguments, batches and versions."""
-    groups: dict[str, dict[str, Any]] = {f"options{steps}": config for steps, config in _configs(row).items()}
+    groups: dict[str, Any] = {"options": row.run.config} if row.run.config else {}
     for name, (section, value) in values_of(row.trained).items():
         if section not in ("config", "settings") and value is not None:
             group = groups.setdefault("program" if section == "programs" else section, {})
@@ -138,18 +138,6 @@ def _recorded(row: RunFiles) -> str:
         rows.append(f"<tr><td>{html_text(title)}</td><td>{html_text(text)}</td></tr>")
     table = f'<table class="facts"><tbody>{"".join(rows)}</tbody></table>'
     return f"<details open><summary>what it was given</summary>{table}</details>" if rows else ""
-
-
-def _configs(row: RunFiles) -> dict[str, Any]:
-    """The config of the run; where starts that took steps differ, each with its steps."""
-    found: list[tuple[int, int, Any]] = []
-    for start in row.run.starts:
-        if start["first"] is not None and start["config"] is not None:
-            first = found.pop()[0] if found and found[-1][2] == start["config"] else start["first"]
-            found.append((first, start["last"], start["config"]))
-    if len(found) < 2:
-        return {"": row.run.config} if row.run.config else {}
-    return {f", steps {first} to {last}": config for first, last, config in found}
 
 
 # Several runs: a row a run, and one above the runs of each group.
@@ -183,7 +171,7 @@ def _best_words(sweep: Sweep) -> str:
     if i is None or (best := sweep.best[i]) is None:
         return ""
     varied = [(option.short, option.values[i]) for option in sweep.options if option.values[i] is not None]
-    options = ", ".join(f"{name} {truncate(value_text(value), _MAX_NAME)}" for name, value in varied[:_SHOWN_OPTIONS])
+    options = ", ".join(f"{name} {truncate(value_text(value), _MAX_NAME)}" for name, value in varied[:_NAMED_OPTIONS])
     name = truncate(sweep.rows[i].name, _MAX_NAME)
     return f"Best: {name}, {best[0]:.4g} at step {best[1]}{' with ' * bool(options)}{options}. "
 
@@ -258,13 +246,9 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 def _options(sweep: Sweep) -> list[str]:
     """A picture for each option, a point a run."""
     pictures = [drawn for option in sweep.options[:_MAX_OPTIONS] if (drawn := _option(sweep, option))]
-    parts = [f'<div class="small">{"".join(pictures[:_SHOWN_OPTIONS])}</div>'] if pictures else []
-    if more := pictures[_SHOWN_OPTIONS:]:
-        small = f'<div class="small">{"".join(more)}</div>'
-        parts.append(f"<details><summary>{len(more)} more options</summary>{small}</details>")
-    if len(sweep.options) > _MAX_OPTIONS:
-        parts.append(f"<p>{len(sweep.options) - _MAX_OPTIONS} further options are in the table only.</p>")
-    return parts
+    others = len(sweep.options) - _MAX_OPTIONS
+    more = f"<p>{others} further options are in the table only.</p>" if others > 0 else ""
+    return [f'<div class="small">{"".join(pictures)}</div>{more}'] if pictures else []
 
 
 def _option(sweep: Sweep, option: Option) -> str:

@@ -1,7 +1,7 @@
 """`plan`: a preview of a run, as figures and as a table."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -27,28 +27,6 @@ from jstep.slots.optax_transformations import is_transformation, require_optimiz
 T = TypeVar("T")
 
 
-class Due(Mapping[Any, Any]):
-    """Hooks → the steps at which they are due. Hooks need no hash; the name of their class finds them, too."""
-
-    def __init__(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        self._pairs = tuple(pairs)
-
-    def __getitem__(self, hook: object) -> Any:
-        for key, steps in self._pairs:
-            if key is hook or hook_name(key) == hook:
-                return steps
-        raise KeyError(hook)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (hook for hook, _ in self._pairs)
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def __repr__(self) -> str:
-        return f"{{{', '.join(f'{hook_name(hook)}: {steps!r}' for hook, steps in self._pairs)}}}"
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan(Tabular):
     """Preview of a run, returned by `plan`.
@@ -56,7 +34,8 @@ class Plan(Tabular):
     Attributes:
         steps: The steps N of the updates N → N + 1 that were evaluated, int64 `[points]`.
         hyperparameters: Name → values at these steps, `[points]`.
-        due: Hook → the steps after which it is called. Hooks that are due only by time are left out.
+        due: Hook → the steps after which it is called. Hooks that are due only by time are left out. One without a hash
+            is there by the name of its class.
         last_step: The step at which the run ends.
         stages: First step of each stage → the name of its training step; empty if `train_step` was not given.
         batch_size: First step of each batch size → rows of a batch; empty if unknown.
@@ -126,7 +105,8 @@ class Plan(Tabular):
             "weights": weights,
         }
         known = [(name, some) for name, some in words.items() if some]
-        return known + [(hook_name(hook), [_due_text(steps)]) for hook, steps in self.due.items()]
+        names = ((hook if isinstance(hook, str) else hook_name(hook), steps) for hook, steps in self.due.items())
+        return known + [(name, [_due_text(steps)]) for name, steps in names]
 
 
 @shortens_tracebacks
@@ -193,7 +173,7 @@ def plan(
     return Plan(
         steps,
         _values(functions, steps, dtype),
-        Due([(hook, due) for hook, due in pairs if due is not None]),
+        {hook if isinstance(hook, Hashable) else hook_name(hook): due for hook, due in pairs if due is not None},
         last_step,
         {} if train_step is None else _stages(train_step, start, last_step),
         **_data(batches, start, last_step),

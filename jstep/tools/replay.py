@@ -15,9 +15,8 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import array_type, as_function, as_int, describe_type, format_value, truncate
+from jstep.core.checks import array_type, as_function, as_int, format_value, truncate
 from jstep.core.meshes import internal_transfers
-from jstep.core.placement import refuse_shapes
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.loaders import check_batches, loader_position, open_source, position_owner, set_position
 from jstep.data.placement import over_axes
@@ -31,7 +30,7 @@ from jstep.loop.saving import extra_at
 from jstep.loop.setup import LoopState
 from jstep.loop.stages import StageBoundaries, as_stages
 from jstep.loop.train import train
-from jstep.state.global_step import global_step, require_alive
+from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")
@@ -261,7 +260,7 @@ def verify_resume(
 
     def run(count: int, saver: Saver | None = None) -> Bits:
         """Run `count` steps from the step of the initial state."""
-        state = fresh()
+        state = make_state()
         with internal_transfers():
             start = global_step(state)
         last = start + count
@@ -272,14 +271,6 @@ def verify_resume(
             raise ValueError(f"batches ended after {count - missing} steps; steps={steps} of them are needed")
         return _bits_of(state)
 
-    def fresh() -> TrainState:
-        state = make_state()
-        refuse_shapes(state, "make_state()")
-        if not isinstance(state, TrainState):
-            raise TypeError(f"make_state returned {describe_type(state)}; it must return a TrainState")
-        require_alive(state)
-        return state
-
     def again(count: int, saver: Saver | None = None) -> Bits:
         """Run from the first batch again."""
         if position is not None:
@@ -289,7 +280,7 @@ def verify_resume(
     reference = run(steps)  # nothing is loaded, as in a run's first process
     with tempfile.TemporaryDirectory() as directory, Saver(directory, async_save=False) as saver:
         before = again(at, saver)
-        after = _bits_of(saver.restore(fresh()))
+        after = _bits_of(saver.restore(make_state()))
         resumed = run(steps, saver)
     differing = _differing(reference, resumed)
     if not differing:

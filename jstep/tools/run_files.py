@@ -56,10 +56,11 @@ class RunFiles:
             starts = read_starts(run.path).get(run.prefix, ())
             problems += [f"its start {start['number']} {start['problem']}" for start in starts if start["problem"]]
             found = cls(run, name, (), valid(starts), start_with_card(run.path, starts))
+            problems += _oddities(found)
             files, not_shown = events_of_run(run)
             problems += not_shown
             series = read_series(files, lambda error: problems.append(f"{error}; what follows is not shown"))
-            problems += _oddities(found, series)
+            problems += _not_finite(series)
         except Exception as error:
             is_plain = isinstance(error, OSError | ImportError | ValueError)
             problems.append(truncate(str(error) if is_plain else f"a file of it cannot be shown: {error!r}", 300))
@@ -100,7 +101,7 @@ def _clock(series: Series | None) -> list[tuple[int, float]]:
     return [(series.steps[i], float(at)) for i, at in zip(kept, seconds, strict=True)] if is_known else []
 
 
-def _oddities(found: RunFiles, series: Mapping[str, Series]) -> Iterator[str]:
+def _oddities(found: RunFiles) -> Iterator[str]:
     run = found.run
     if run.status not in ("finished", "running"):
         yield f"it is {run.status}: {run.reason}".rstrip(": ")
@@ -119,6 +120,9 @@ def _oddities(found: RunFiles, series: Mapping[str, Series]) -> Iterator[str]:
         for start, later in itertools.pairwise(cards):
             for change in changes(start, later).lines:
                 yield f"changed before the start of {utc_text(later['began'])}: {truncate(change, 300)}"
+
+
+def _not_finite(series: Mapping[str, Series]) -> Iterator[str]:
     for tag, points in series.items():
         bad = np.flatnonzero(~np.isfinite(points.values))
         if bad.size:

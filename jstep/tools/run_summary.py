@@ -20,7 +20,6 @@ from jstep.stores.starts import (
     last_trained,
     original_of,
     path_of,
-    read_starts,
     totals,
     valid,
     with_card,
@@ -73,9 +72,10 @@ class RunSummary:
         best_checkpoints: Name → path of the checkpoint with the best value, which `start_from` takes.
         refused: The newest later start that took no step and has ended, such as one whose model does not fit: `time`,
             `status`, `reason`, `exception` and `config`.
-        starts: The starts, oldest first, at most the last 100, each with `began`, `ended`, `first` and `last` (the
-            steps before its first and after its last update), `status`, `reason`, `exception`, `config`, `argv`,
-            `commit`, `edits`, `host`, `pid` and `devices`; the `status` of one that cannot be read is `"unreadable"`.
+        starts: The starts, oldest first, at most the last 100, each with `number` (in the name of its file), `began`,
+            `ended`, `first` and `last` (the steps before its first and after its last update), `status`, `reason`,
+            `exception`, `config`, `argv`, `commit`, `edits`, `host`, `pid` and `devices`; the `status` of one that
+            cannot be read is `"unreadable"`.
         starts_count: The number of all starts.
     """
 
@@ -150,10 +150,7 @@ def _summary(where: str, prefix: str, starts: Sequence[Start]) -> RunSummary:
     source, sums = original_of(where, starts), totals(starts)
     newest = valid(starts)[-1]
     trained = last_trained(starts) or newest
-    facts = [_facts(where, start, is_copy=source is not None) for start in starts]
-    if source is not None and not newest["end"]:
-        last = facts[starts.index(newest)]
-        last["reason"] = last["reason"] or f"a copy of {source}"
+    facts = [_facts(where, start, source) for start in starts]
     doing = facts[-1] if facts[-1]["status"] in (RUNNING, HANGS) else facts[starts.index(trained)]
     reason = doing["reason"] if newest is starts[-1] else f"its newest start {starts[-1]['problem']}"
     best, paths = _best(where, newest, is_copy=source is not None)
@@ -200,22 +197,24 @@ def start_with_card(where: str, starts: Sequence[Start]) -> Start:
 
 
 def trained_start(run: RunSummary) -> Start:
-    """Return the start that the run is, with its card; an empty one if it cannot be read."""
-    with contextlib.suppress(OSError):
-        return start_with_card(run.path, read_starts(run.path).get(run.prefix, ()))
-    return {}
+    """Return the facts of the start that the run is, with its card; empty if it cannot be read."""
+    known = [{**fact, "prefix": run.prefix} for fact in run.starts if fact["status"] != UNREADABLE]
+    trained = next((i for i in reversed(range(len(known))) if known[i]["first"] is not None), len(known) - 1)
+    return next((full for fact in known[trained::-1] if (full := with_card(run.path, fact))["card"]), {})
 
 
-def _facts(where: str, start: Start, *, is_copy: bool) -> dict[str, Any]:
-    """Return the facts about a start."""
+def _facts(where: str, start: Start, source: str | None) -> dict[str, Any]:
+    """Return the facts about a start; `source` is the directory that it is a copy of, which has its process."""
     if start["problem"]:
         reason = f"its start {start['number']} {start['problem']}"
         unknown = dict.fromkeys(("began", "ended", "first", "last", *_GIVEN, "host", "pid"))
-        return {**unknown, "status": UNREADABLE, "reason": reason, "devices": ""}
-    life = None if is_copy or start["end"] else _life(where, start)
-    status, reason = life or start["end"] or (KILLED, exit_reason(where, start["prefix"], start["began"]))
+        return {"number": start["number"], **unknown, "status": UNREADABLE, "reason": reason, "devices": ""}
+    life = None if source or start["end"] else _life(where, start)
+    killed_by = f"a copy of {source}" if source else exit_reason(where, start["prefix"], start["began"])
+    status, reason = life or start["end"] or (KILLED, killed_by)
     first, last = start["step"] if has_trained(start) else (None, None)
     return {
+        "number": start["number"],
         "began": start["began"],
         "ended": start["now"] if life is None else None,
         "first": first,

@@ -2,6 +2,9 @@
 
 import argparse
 import contextlib
+import dataclasses
+import itertools
+import json
 import math
 import os
 import pathlib
@@ -14,11 +17,11 @@ from typing import Any, NamedTuple
 from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import as_string, format_list, truncate
 from jstep.core.tables import breadth, columns, html_table, printable
-from jstep.hooks.start_differences import same, values_of
+from jstep.hooks.start_differences import values_of
 from jstep.stores.files import is_absent, is_directory, walk
 from jstep.stores.starts import FOLDER, Start, read_starts
-from jstep.stores.urls import absolute, is_url, location, resolve_path, split_path
-from jstep.tools.cli import DIFFERENT, OK, Command, as_strict_json, choose, local_text
+from jstep.stores.urls import absolute, is_url, join_path, location, resolve_path, split_path
+from jstep.tools.cli import DIFFERENT, OK, Command, as_strict_json, choose, complain, local_text, local_zone
 from jstep.tools.run_summary import RunSummary, summarize, summary_fields, trained_start, unreadable_run
 
 
@@ -48,7 +51,7 @@ def differences_of(starts: Sequence[Start]) -> dict[str, list[Any]]:
     names = {name: section for named in present for name, (section, _) in named.items()}
     values = {name: [named[name][1] if name in named else None for named in every] for name in names}
     known = [i for i, named in enumerate(every) if named]
-    differ = [name for name, of in values.items() if not all(same(of[i], of[known[0]]) for i in known)]
+    differ = [name for name, of in values.items() if len({json.dumps(of[i], sort_keys=True) for i in known}) > 1]
     differ.sort(key=lambda name: names[name] != "config")
     # A hash is shown only if no other value of its section differs.
     sections = {names[name] for name in differ if not _is_hash(name)}
@@ -98,7 +101,8 @@ def runs(directory: str | os.PathLike[str], *, prefix: str | None = None) -> Run
             found += [summarize(where, prefix, starts) for prefix, starts in read_starts(where).items()]
         except OSError as problem:
             found.append(unreadable_run(where, "", problem))
-    return RunList(row.run for row in tree([run for run in found if wanted in (None, run.prefix) or not run.prefix]))
+    known = [run for run in found if wanted in (None, run.prefix) or not run.prefix]
+    return RunList(row.run for row in tree(_with_moved_parents(known)))
 
 
 def find_runs(paths: Iterable[str | os.PathLike[str]]) -> RunList:
@@ -112,7 +116,7 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> RunList:
         found.append(runs(path))
         if not found[-1]:
             raise FileNotFoundError(f"{os.fspath(path)}: no run is there; a run has a folder {FOLDER}/")
-    return found[0] if len(found) == 1 else distinct(run for some in found for run in some)
+    return found[0] if len(found) == 1 else RunList(_with_moved_parents(distinct(itertools.chain(*found))))
 
 
 def distinct(found: Iterable[RunSummary]) -> RunList:
@@ -143,14 +147,14 @@ def _places(above: str) -> list[tuple[str, OSError | None]]:
             waiting, links = sorted(links, reverse=True), []
         folder = waiting.pop()
         try:
+            if os.path.lexists(os.path.join(folder, MANIFEST_FILE)):
+                continue
             about = os.stat(folder)
             if not stat.S_ISDIR(about.st_mode) or _identity(about) in seen:
                 continue
             seen.add(_identity(about))
             with os.scandir(folder) as entries:
                 below = {entry.name: entry for entry in entries}
-            if MANIFEST_FILE in below:
-                continue
             links += [entry.path for entry in below.values() if entry.is_symlink()]
             inner = {name: entry.path for name, entry in below.items() if entry.is_dir(follow_symlinks=False)}
             if inner.pop(FOLDER, None) is not None:
@@ -215,13 +219,13 @@ _DRAWN = 16
 
 
 def _parents_among(summaries: Sequence[RunSummary]) -> Callable[[RunSummary], RunSummary | None]:
+    """Return a function that finds the parent of a run: at the recorded path, or else the only one with its run ID."""
     by_place: dict[tuple[str, str | None], RunSummary] = {}
-    by_id: dict[str | None, RunSummary] = {}
     for run in summaries if any(run.parent for run in summaries) else ():
         where = resolve_path(run.path)
         by_place.setdefault((where, run.prefix), run)
         by_place.setdefault((where, None), run)  # for other checkpoints, such as the best ones
-        by_id.setdefault(run.run, run)
+    by_id = _by_id(summaries)
 
     def parent(run: RunSummary) -> RunSummary | None:
         if run.parent is None:
@@ -230,10 +234,46 @@ def _parents_among(summaries: Sequence[RunSummary]) -> Callable[[RunSummary], Ru
         folder = resolve_path(folder)
         found = by_place.get((folder, checkpoint.rpartition("-")[0])) or by_place.get((folder, None))
         if run.parent_run is not None and (found is None or found.run not in (None, run.parent_run)):
-            found = by_id.get(run.parent_run)  # it was moved
+            own = by_id.get(run.parent_run, [])
+            around = [one for one in own if join_path(folder, "").startswith(join_path(resolve_path(one.path), ""))]
+            (found,) = some if len(some := around or own) == 1 else (None,)
         return found
 
     return parent
+
+
+def _by_id(summaries: Iterable[RunSummary]) -> dict[str, list[RunSummary]]:
+    found: dict[str, list[RunSummary]] = {}
+    for run in summaries:
+        if run.run is not None:
+            found.setdefault(run.run, []).append(run)
+    return found
+
+
+def _with_moved_parents(summaries: Sequence[RunSummary]) -> list[RunSummary]:
+    """Replace the path of each parent that was moved, and is known by its run ID."""
+    find_parent, found = _parents_among(summaries), list[RunSummary]()
+    for run in summaries:
+        if run.parent is not None and (above := find_parent(run)) is not None:
+            folder, checkpoint = split_path(run.parent[0])
+            if not is_directory(folder):
+                inner = join_path(above.path, split_path(folder)[1])  # such as that of the best checkpoints
+                moved = join_path(inner if is_directory(inner) else above.path, checkpoint)
+                run = dataclasses.replace(run, parent=(moved, run.parent[1]))
+        found.append(run)
+    return found
+
+
+def shared_ids(summaries: Sequence[RunSummary]) -> list[str]:
+    """Return a sentence for the directories that have one run ID, if there are such."""
+    names = {id(run): name for run, name in zip(summaries, run_names(summaries), strict=True)}
+    shared = [
+        f"{format_list([names[id(run)] for run in of], 5)} have the run ID {name}"
+        for name, of in _by_id(summaries).items()
+        if len({run.path for run in of}) > 1
+    ]
+    why = "all but one are copies; a branch is below the one at the path that it recorded, else below none"
+    return [f"{format_list(shared, 5, '; ')}: {why}"] if shared else []
 
 
 _MOST_METRICS = 4
@@ -263,16 +303,13 @@ def run_names(summaries: Sequence[RunSummary]) -> list[str]:
 
 def _cells(rows: Sequence[Row], metrics: Sequence[str], differences: Mapping[str, Sequence[Any]]) -> list[list[str]]:
     """The cells of a table, with its head; `differences` has the values in the order of the rows."""
-    times = [("", "") if (at := row.run.started) is None else local_text(at, "minutes") for row in rows]
-    zones = {zone for _, zone in times if zone}
-    head = f"since ({next(iter(zones))})" if len(zones) == 1 else "since"
-    cells = [["run", "status", "step", *metrics, *differences, head, "wall", "on"]]
+    cells = [["run", "status", "step", *metrics, *differences, f"since ({local_zone()})", "wall", "on"]]
     names = run_names([row.run for row in rows])
     for i, (run, branch, _) in enumerate(rows):
         name = branch + names[i] + (f" @{run.parent[1]}" if run.parent is not None else "")
         step = f"{run.step}" if run.last_step is None else f"{run.step}/{run.last_step}"
         varied = ["" if values[i] is None else str(values[i]) for values in differences.values()]
-        since = " ".join(times[i] if len(zones) > 1 else times[i][:1])
+        since = "" if run.started is None else local_text(run.started, "minutes")
         wall = "" if run.error else duration_text(run.wall_seconds)
         numbers = [_metric_text(run, metric) for metric in metrics]
         cells.append([name, status_text(run), "" if run.error else step, *numbers, *varied, since, wall, run.devices])
@@ -324,15 +361,8 @@ _LEAST_CUT = 16
 
 # `runs` of the command line.
 
-_OWN: Mapping[str, Callable[[RunSummary], Any]] = {
-    "run": lambda run: run.path,
-    "status": lambda run: run.status,
-    "step": lambda run: run.step,
-    "since": lambda run: run.started,
-    "wall": lambda run: run.wall_seconds,
-    "on": lambda run: run.devices,
-}
-"""The columns that are not metrics, and what they are sorted by."""
+_OWN = {"run": "path", "status": "status", "step": "step", "since": "started", "wall": "wall_seconds", "on": "devices"}
+"""The columns that are not metrics, and the fields that they are sorted by."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -357,6 +387,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(as_strict_json(fields))
     else:  # without a terminal, lines are whole
         print("\n".join(_lines(_cells(rows, metrics, differences))))
+    complain("runs", *shared_ids(summaries))
     return DIFFERENT if any(run.error for run in summaries) else OK
 
 
@@ -367,7 +398,8 @@ def _key(summaries: Sequence[RunSummary], name: str) -> Callable[[RunSummary], t
         raise ValueError(f"--sort {name}: must be a column or a metric; there are {there}")
 
     def key(run: RunSummary) -> tuple[bool, Any]:
-        value = _OWN[name](run) if name in _OWN else run.metrics.get(name, run.best.get(name, (None,))[0])
+        best, *_ = run.best.get(name, (None,))
+        value = getattr(run, _OWN[name]) if name in _OWN else run.metrics.get(name, best)
         is_none = value is None or (isinstance(value, float) and math.isnan(value))
         return is_none, 0 if is_none else value
 

@@ -17,7 +17,6 @@ from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Params
 from jstep.optimizers.leaf_values import pair_of_axes
 from jstep.state.train_state import TrainState
-from jstep.tools.figures import figure, save_figure
 
 # Width ratios of the leaves of two models: fan-in and fan-out of the wide model over the small one.
 
@@ -315,8 +314,9 @@ class CoordCheck:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        fig = figure()
-        fig.set_size_inches(7.5, 3.2)
+        from matplotlib.figure import Figure  # pyplot has global state, and may need a display
+
+        fig = Figure(figsize=(7.5, 3.2), layout="constrained")
         titles = {"before training": self.sizes, f"change after {self.steps} steps": self.changes}
         for axes, (title, values) in zip(fig.subplots(1, 2), titles.items(), strict=True):
             for name, by_width in values.items():
@@ -331,7 +331,7 @@ class CoordCheck:
             axes.grid(alpha=0.3, linewidth=0.5)
             axes.spines[["top", "right"]].set_visible(False)
             axes.legend(fontsize=6.5, frameon=False)
-        save_figure(fig, path, dpi=200)
+        fig.savefig(path, dpi=200)
 
 
 @shortens_tracebacks

@@ -140,14 +140,12 @@ def test_clear_stop_resets_the_coordinator():
         coord.join()
 
 
-def test_callbacks_run_once_and_can_be_removed():
+def test_callbacks_run_once():
     coord = Coordinator()
     calls = []
     coord.call_on_stop(lambda: calls.append("kept"))
-    coord.call_on_stop(lambda: calls.append("removed"))()
     coord.request_stop()
     coord.request_stop()
     assert calls == ["kept"]
-    remove = coord.call_on_stop(lambda: calls.append("late"))
+    coord.call_on_stop(lambda: calls.append("late"))
     assert calls == ["kept", "late"]
-    remove()

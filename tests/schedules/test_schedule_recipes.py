@@ -149,9 +149,7 @@ def test_arguments_in_the_order_of_tf_are_refused(name: str, step: Any) -> None:
 
 def test_steps_where_rates_belong_and_what_is_none() -> None:
     for make in (
-        lambda: jstep.exponential_decay(0.1, 5, 1000),
-        lambda: jstep.exponential_decay(STEP, 10, 0.5),
-        lambda: jstep.cosine_decay(0.1, 100, alpha=STEP),
+        lambda: jstep.cosine_decay(0.1, STEP),
         lambda: jstep.cosine_decay_restarts(0.1, 100, m_mul=2),
         lambda: jstep.linear_cosine_decay(0.1, 100, beta=1000),
     ):

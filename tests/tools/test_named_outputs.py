@@ -15,7 +15,6 @@ import jstep
 from jstep import summary
 from jstep.tools.cli import main
 from jstep.tools.report import Report
-from jstep.tools.transfer import CoordCheck
 
 optimizer = jstep.sgd(0.1)
 
@@ -36,20 +35,14 @@ def write_graph(run: pathlib.Path, path: pathlib.Path) -> None:
     summary.write_graph(jax.jit(lambda x: x + 1).trace(jnp.ones(2)), path.parent, path.name)
 
 
-def draw_check(run: pathlib.Path, path: pathlib.Path) -> None:
-    widths = {"a": {1: 1.0, 2: 2.0}}
-    CoordCheck(widths, widths, {"a": 1.0}, 1).plot(path)
-
-
 WRITERS: dict[str, tuple[str, bytes, Callable[[pathlib.Path, pathlib.Path], Any]]] = {
     "report -o": ("page.html", b"<!doctype", lambda run, path: main(["report", str(run), "-o", str(path)])),
     "report(file)": ("page.html", b"<!doctype", lambda run, path: jstep.report(run, path)),
     "Report.save": ("page.html", b"<p>", lambda run, path: Report("<p>").save(path)),
     "save_weights": ("x.safetensors", b"", lambda run, path: jstep.save_weights(path, {"w": jnp.ones(2)})),
     "write_graph": ("x.mlir", b"module", write_graph),
-    "CoordCheck.plot": ("x.pdf", b"%PDF", draw_check),
 }
-QUICK = [name for name in WRITERS if name not in ("report(file)", "Plan.plot", "CoordCheck.plot")]
+QUICK = [name for name in WRITERS if name != "report(file)"]
 
 
 @pytest.fixture(params=WRITERS)

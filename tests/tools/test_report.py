@@ -17,6 +17,7 @@ import jstep
 from jstep import summary
 from jstep.core.curves import Curve, Mark, picture
 from jstep.stores.starts import read_starts
+from jstep.tools import run_files
 from jstep.tools.cli import main
 from jstep.tools.goodput import by_start
 
@@ -30,6 +31,10 @@ def train(last_step, where, *hooks, **options):
     return jstep.train(
         train_step, state, lambda step: jnp.float32(1.0), last_step, checkpoint_dir=where, hooks=hooks, **options
     )
+
+
+def no_batch(step):
+    raise ValueError("no batch")
 
 
 def fail(*_):
@@ -74,6 +79,22 @@ def restarted(tmp_path_factory):
     train(9, where, evaluation, save_checkpoint_steps=4)
     train(12, above / "branch", start_from=where / "model-8")
     return above
+
+
+def test_a_refused_start_is_odd_also_where_event_files_cannot_be_read(restarted, tmp_path, monkeypatch):
+    where = tmp_path / "run"
+    train(4, where)
+    with pytest.raises(ValueError, match="no batch"):
+        jstep.train(train_step, jstep.TrainState.create({"w": 0.0}, optimizer), no_batch, 9, checkpoint_dir=where)
+
+    def missing(*_):
+        raise ImportError("an event file needs tensorboard")
+
+    monkeypatch.setattr(run_files, "read_series", missing)
+    for paths in ([where], [where, restarted]):
+        odd = jstep.report(paths).html.partition("What is odd")[2].partition("<h2>")[0]
+        assert "took no step: failed: ValueError: no batch" in odd
+        assert "an event file needs tensorboard" in odd
 
 
 def test_the_numbers_are_those_of_the_other_tools(restarted):

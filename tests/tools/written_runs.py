@@ -19,7 +19,7 @@ def start(folder, number=1, prefix="model", **fields):
         "version": VERSION,
         "prefix": prefix,
         "number": number,
-        "run": "a",
+        "run": str(folder),
         "process": this_process() | {"pid": 2**30},
     }
     own |= {"began": TIME, "now": TIME + 10, "directory": str(folder), "last_step": 100, "config": {"lr": 0.1}}

@@ -9,14 +9,14 @@ from jstep.stores.event_files import frame, proto
 from jstep.stores.owners import this_process
 
 
-def write_run_of_sweep(folder, config, scalars, *, run="a", rate=0.1, **fields):
+def write_run_of_sweep(folder, config, scalars, *, rate=0.1, **fields):
     """Write a run whose event file has `scalars`: tag → values, at steps 0, 10, …"""
     folder.mkdir(parents=True, exist_ok=True)
     length = max(map(len, scalars.values()), default=1)
     arguments = {"last_step": 10 * length, "logdir": str(folder), "hooks": ["EvaluationHook(validation)"]}
     program = PROGRAM | {"hyperparameters": {"learning_rate": rate}}
     card = {"arguments": arguments, "programs": [program]}
-    own = {"run": run, "config": config, "last_step": 10 * length, "logdir": str(folder), "step": [0, 10 * length]}
+    own = {"config": config, "last_step": 10 * length, "logdir": str(folder), "step": [0, 10 * length]}
     write_run(folder, card_fields=card, **{**own, "values": {}, **fields})
     events = [proto("Event")(wall_time=TIME, file_version="brain.Event:2")]
     for i in range(length):
