@@ -29,7 +29,7 @@ from jstep.hooks.start_differences import changes
 from jstep.loop.branch import PARENT, PARENT_RUN
 from jstep.loop.card import card, program_card, shortened
 from jstep.loop.dispatch import Dispatch
-from jstep.loop.programs import Chunk, lanes_of, shapes_of
+from jstep.loop.programs import Chunk, lanes_of
 from jstep.loop.run import STOPPED, Observer, Origin, Run, name_of_run
 from jstep.loop.setup import Setup
 from jstep.state.sharding import describe_devices
@@ -243,13 +243,13 @@ class Recorder(Observer):
             file.write(code)
 
     def restored(self, saver: Saver | None, origin: Origin, dispatch: Dispatch, batches: Tree) -> None:
-        self._batches, self._origin, self._stage_of = batches, origin, dispatch.table.stage_of
+        self._batches, self._origin, self._table = batches, origin, dispatch.table
         if not self._is_active():
             return
         if origin.restored is not None and isinstance(kept := origin.extra.get(PAST), dict):
             self._kept = kept
         loop = self.setup.loop
-        made_of = self.setup.options, self.setup.train_steps, loop.first, shapes_of(loop.state), batches
+        made_of = self.setup.options, self.setup.train_steps, loop.first, dispatch.table.state_shapes, batches
 
         def record() -> None:
             self._card = card(*made_of)
@@ -272,7 +272,7 @@ class Recorder(Observer):
         """Compare a start that takes no step with the start that made its checkpoint."""
         if self._kept is not None:
             last = max(self.setup.loop.first - 1, 0)
-            stage, state = self._stage_of(last), shapes_of(self.setup.loop.state)
+            stage, state = self._table.stage_of(last), self._table.state_shapes
 
             def record() -> None:
                 args = traced = None
