@@ -6,8 +6,8 @@ here.
 
 import contextvars
 import functools
-from collections.abc import Callable
-from typing import Any, Unpack
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeAlias, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ def number(value: object, what: str) -> np.ndarray[Any, Any]:
 
 def from_host(tree: Tree, argument: str) -> Any:
     """Convert host arrays to native byte order; reject masked arrays and integers that do not fit a device."""
-    if all(map(is_plain, jax.tree.leaves(tree))):
+    if are_plain(jax.tree.leaves(tree)):
         return tree
 
     def converted(keys: Any, leaf: Any) -> Any:
@@ -76,17 +76,23 @@ def as_array(value: object, argument: str) -> jax.Array:
 
 
 def arguments_from_host(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    if are_plain(jax.tree.leaves(args)):
+        return args
     batch = from_host(trees.args_to_batch(args), "batch")
     return (batch,) if len(args) == 1 else batch
 
 
-def is_plain(leaf: object) -> bool:
-    """Whether a leaf needs no conversion for a device: of most, this is known quickly."""
-    if type(leaf) is not np.ndarray:
-        return isinstance(leaf, jax.Array | float) or (isinstance(leaf, int) and first_wide(leaf) is None)
-    dtype = leaf.dtype
-    kind = dtype.kind
-    return dtype.isnative and kind in "biufc" and (dtype.itemsize < 8 or kind not in "iu" or first_wide(leaf) is None)
+def are_plain(leaves: Iterable[Any]) -> bool:
+    """Whether no leaf needs a conversion for a device; asked at each step, without a call for most leaves."""
+    for leaf in leaves:
+        if type(leaf) is np.ndarray:
+            is_number = leaf.dtype.isnative and leaf.dtype.kind in "biufc"
+            is_wide = leaf.dtype.itemsize == 8 and leaf.dtype.kind in "iu"
+        else:
+            is_number, is_wide = isinstance(leaf, jax.Array | float | int), isinstance(leaf, int)
+        if not is_number or (is_wide and first_wide(leaf) is not None):
+            return False
+    return True
 
 
 def _refuse_wide(leaf: object, path: str, argument: str) -> None:

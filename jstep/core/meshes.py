@@ -38,6 +38,8 @@ SETTINGS = tuple(
 
 _GUARDS = tuple(name for name in SETTINGS if name.startswith("transfer_guard_"))
 _guard_values = operator.attrgetter(*[f"jax_{name}" for name in _GUARDS])
+special_settings = operator.attrgetter(*[f"jax_{name}" for name in (*_GUARDS, "debug_nans", "debug_infs")])
+"""The settings of `jax.config` under which a step is called in another way, if any is set."""
 
 NO_GUARD: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 """The result of `internal_transfers` if the caller has set no guard."""
@@ -83,9 +85,10 @@ def require_mesh(mesh: object) -> Mesh:
 def mesh_of(tree: Tree) -> Mesh | None:
     """Return the mesh of arrays or shapes; None if traced or on a single device."""
     for leaf in jax.tree.leaves(tree):
-        sharding = None if is_traced(leaf) else sharding_on_mesh(leaf)
-        if sharding is not None and isinstance(sharding.mesh, Mesh):
-            return sharding.mesh
+        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not isinstance(leaf, jax.core.Tracer):
+            mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
+            if isinstance(mesh, Mesh) and not mesh.empty:
+                return mesh
     return None
 
 

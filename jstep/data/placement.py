@@ -205,7 +205,7 @@ def copy_batch(item: object, *, fresh: bool = False) -> Any:
     """Copy a batch into arrays that the loader, which may reuse its buffers, cannot overwrite."""
     treedef: Any
     leaves, treedef = jax.tree_util.tree_flatten(item)
-    if not all(map(device_values.is_plain, leaves)):
+    if not device_values.are_plain(leaves):
         if not all(map(trees.is_array_or_number, leaves)):
             item = jax.tree_util.tree_map_with_path(_as_known, item)
         item = device_values.from_host(item, "batch")

@@ -18,7 +18,7 @@ from jstep.data.loaders import StateBatches
 from jstep.data.placement import make_placer
 from jstep.hooks.cadence import make_cadence
 from jstep.hooks.hook import list_of_hooks
-from jstep.loop.calls import AUTO
+from jstep.loop.programs import AUTO
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import require_state
 from jstep.stores.urls import absolute, is_url, location

@@ -25,8 +25,7 @@ from jstep.data.sequence import BatchSequence
 from jstep.hooks.start_differences import SETTINGS
 from jstep.hooks.states import hook_key
 from jstep.loop.arguments import Options
-from jstep.loop.compiler import shapes_of, type_text
-from jstep.loop.stages import TrainSteps, lanes_of, name_of_step
+from jstep.loop.programs import TrainSteps, lanes_of, name_of_step, shapes_of, type_text
 from jstep.state.sharding import describe_devices
 from jstep.training.metrics import LOSS, StepMetrics
 

@@ -1,8 +1,11 @@
-"""Dispatch of calls: compile the program if it is not compiled yet, run it, and explain its errors."""
+"""Dispatch of chunks: compile the program if it is not compiled yet, run it, and explain its errors."""
 
 import contextlib
+import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,35 +15,33 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import describe_type, format_value
-from jstep.core.exceptions import forget_frames
 from jstep.core.jaxprs import shards_arrays
-from jstep.core.meshes import internal_transfers, mesh_of, using_mesh
+from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import STARTING, Stopwatch
+from jstep.core.threads import in_background
 from jstep.data.placement import mesh_without_batch
 from jstep.distributed import processes
 from jstep.hooks.metric_sums import NO_CONSTANTS
-from jstep.loop.calls import AutoSteps, Call
-from jstep.loop.compiler import BackgroundCompiler, compile_apart
-from jstep.loop.programs import Program, ProgramTable
-from jstep.loop.signals import StopSignals, StopWaiting
-from jstep.loop.stages import TrainSteps
+from jstep.loop.compiling import Compiler
+from jstep.loop.programs import READ_AHEAD, Chunk, Program, ProgramTable, TrainSteps
+from jstep.loop.signals import StopSignals
 from jstep.optimizers.hyperparameters import LEARNING_RATE, is_learning_rate
 from jstep.slots.roles import roles_in
 from jstep.state.train_state import TrainState
-from jstep.training.explain import explain, explain_one_argument
+from jstep.training.explain import explain_one_argument
 from jstep.training.metrics import Constants
-from jstep.training.step import TrainStep, step_function
+from jstep.training.step import step_function
 
 _ROUNDING = 2**-24
 """What rounding leaves of a rate, as a share of the largest, where a schedule ends at 0."""
 _logger = logging.getLogger("jstep")
 
-AfterCall = Callable[[Call, Any], None]
-"""`after_call(call, state)`, where the state is the one that the dispatched call returned."""
+AfterCall = Callable[[Chunk, Any], None]
+"""`after_call(chunk, state)`, where the state is the one that the dispatched call returned."""
 
 
 class Dispatch:
-    """The calls of a run: `state, metrics = dispatch(state, call)`. It never waits for the device."""
+    """The calls of a run: `state, metrics = dispatch(state, chunk)`. It waits for the device only to time "auto"."""
 
     def __init__(
         self,
@@ -51,99 +52,60 @@ class Dispatch:
         watch: Stopwatch | None = None,
         after_first: Sequence[AfterCall] = (),
     ) -> None:
-        self.table = table
-        self._signals = StopSignals() if signals is None else signals
-        self.compiler = BackgroundCompiler(self._signals)
-        self._first_call = first_call
+        self.table, self._first_call, self._after_first = table, first_call, after_first
         self._watch = Stopwatch() if watch is None else watch
-        self._after_first = after_first
+        self.compiler = Compiler(table, StopSignals() if signals is None else signals, self._watch)
         self.after_each: list[AfterCall] = []
-        self._auto = AutoSteps(self._compile_longer, table.switch) if table.is_auto else None
+        self._auto = AutoSteps(table) if table.is_auto else None
         self._latest: Program | None = None
         # A step that is not compiled may make arrays of equal shapes from batches of different ones.
         self._agreed = None if processes.is_single_process() or table.on_device else processes.AgreedShapes()
 
-    def __call__(self, state: Tree, call: Call) -> Any:
-        program, compiled = call.program, self.table.compilations.compiled
+    def __call__(self, state: Tree, chunk: Chunk) -> Any:
+        program, compiled = chunk.program, self.compiler.record
         is_new, before, seconds = not program.is_called, compiled.programs, compiled.seconds
         if self._agreed is not None:
-            self._agreed.check(state, call.args, program)
+            self._agreed.check(state, chunk.args, program)
         if self.compiler.begun or self.compiler.jobs:
-            self.compiler.before(call.first, self._waiting, may_leave=not call.must_run)
+            self.compiler.wait(chunk.first, may_leave=not chunk.must_run)
         try:
-            with self._first_call() if self._latest is None else contextlib.nullcontext():
+            with self._first_call() if self._latest is None else _UNMARKED:
                 if is_new:
-                    self._prepare(program, state, call)
-                with jax.profiler.StepTraceAnnotation("train", step_num=call.first) if _is_traced() else _UNMARKED:
+                    self.compiler.compile_due(state, chunk)
+                with jax.profiler.StepTraceAnnotation("train", step_num=chunk.first) if _is_traced() else _UNMARKED:
                     if self._auto is None or self._auto.is_over or not program.is_looped:
-                        result = program.run(state, call, self.table.sums)
+                        result = program.run(state, chunk, self.table.sums)
                     else:
-                        result = self._auto.timed(program.run, state, call, self.table.sums)
+                        result = self._auto.timed(state, chunk)
         except Exception as error:
-            explain_one_argument(error, call.args)
+            explain_one_argument(error, chunk.args)
             raise
         if is_new or compiled.programs != before:
-            self._follow_up(call, result, compiled.seconds - seconds)
+            self._follow_up(chunk, result, compiled.seconds - seconds)
         self._latest = program
         if self.compiler.jobs:
-            self.compiler.after(call.step_args)
+            self.compiler.after(chunk.step_args)
         for after_call in self.after_each:
-            after_call(call, result[0])
+            after_call(chunk, result[0])
         return result
 
-    def _prepare(self, program: Program, state: Tree, call: Call) -> None:
-        """Compile a program before its first call; errors in its step are left to the call, which explains them."""
-        compilations, stage, signals = self.table.compilations, program.stage, self._signals
-        compilations.log_begin(call)
-        if program.has_failed or not stage.is_compiled or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            return
-        with compilations.compiling(stage.name), using_mesh(mesh_of((state, call.args))):
-            try:
-                if not call.must_run:
-                    signals.interrupts = StopWaiting
-                    signals.check()
-                step, args = program.traceable(state, call.args, self.table.sums)
-                traced = step.trace(state, *args)
-                with internal_transfers():
-                    lowered = traced.lower()
-            except Exception as error:
-                forget_frames(error)
-                return
-            finally:
-                signals.finish()
-            try:
-                compile_apart(lowered, signals, may_leave=not call.must_run)
-            except Exception as error:
-                if isinstance(program.step, TrainStep):
-                    explain(error, state, call.args, donates=program.step.donate)
-                raise
-
-    def _follow_up(self, call: Call, result: Any, seconds: float) -> None:
+    def _follow_up(self, chunk: Chunk, result: Any, seconds: float) -> None:
         """Check the first call of a program, and any later one that has compiled."""
-        is_first = self.table.compilations.log_end(call)
+        is_first = self.compiler.log_called(chunk)
         if is_first:
             check_result(result)
-        if not call.program.is_called:
-            call.program.is_called, call.program.rows = True, call.rows()
+        if not chunk.program.is_called:
+            chunk.program.is_called, chunk.program.rows = True, chunk.rows()
         self._watch.reassign(STARTING, seconds)
         if is_first:
             if self._latest is None:
-                warn_of_redundant_rows(call, result[0])
+                warn_of_redundant_rows(chunk, result[0])
             for after_call in self._after_first:
-                after_call(call, result[0])
+                after_call(chunk, result[0])
 
-    @contextlib.contextmanager
-    def _waiting(self, name: str) -> Iterator[None]:
-        with self._watch.part(STARTING), self.table.compilations.compiling(name):
-            yield
-
-    def _compile_longer(self, max_steps: int) -> None:
-        if self._latest is not None:
-            self.table.compile_longer(max_steps, self._latest.stage)
-
-    def repeated(self, call: Call) -> Callable[..., Any]:
-        """Return a function `repeat(state, *call.args) -> (state, metrics)` for a call that was made."""
-        return call.program.repeated(call, self.table.sums)
+    def repeated(self, chunk: Chunk) -> Callable[..., Any]:
+        """Return a function `repeat(state, *chunk.args) -> (state, metrics)` for a chunk that was run."""
+        return chunk.program.repeated(chunk, self.table.sums)
 
     @property
     def constants(self) -> Constants:
@@ -155,16 +117,81 @@ _is_traced = getattr(jax.profiler.StepTraceAnnotation, "is_enabled", lambda: Tru
 """Whether a trace of the profiler is on; costs 40 ns, an annotation without a trace 2.7 µs."""
 
 
+# `steps_per_call="auto"`: the maximum number of steps of a call is chosen from the times of the first calls.
+
+MAX_CALL_SECS, MAX_STEPS_PER_CALL = 5e-3, 64
+"""The maximum duration of a call in seconds, and its maximum number of steps."""
+_UNTIMED, _TIMED = 2, 5
+"""The number of calls for compilation and warm-up, and of timed calls."""
+
+
+def choose_max_steps(seconds: float) -> int:
+    """Return the maximum number of steps of a call, a power of two, from the duration of a step."""
+    return int(min(MAX_STEPS_PER_CALL, 2 ** max(0, math.floor(math.log2(MAX_CALL_SECS / seconds)))))
+
+
+class AutoSteps:
+    """Timer of the first calls of a run, which then switches to longer calls once their program is compiled.
+
+    It waits for the device during the timed calls. All processes switch at the same step, after everything read ahead;
+    for this they wait for the compilation.
+    """
+
+    def __init__(self, table: ProgramTable, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._table, self._clock = table, clock
+        self._left, self._seconds = _UNTIMED + _TIMED, math.inf
+
+    @property
+    def is_over(self) -> bool:
+        return not self._left
+
+    def timed(self, state: Tree, chunk: Chunk) -> Any:
+        self._left -= 1
+        is_timed = self._left < _TIMED
+        if is_timed:
+            jax.block_until_ready(state)
+        began = self._clock()
+        result = chunk.program.run(state, chunk, self._table.sums)
+        if is_timed:
+            jax.block_until_ready(result[0])
+            self._seconds = min(self._seconds, self._clock() - began)
+        if self.is_over:
+            self._choose(self._seconds, chunk.first + 1 + READ_AHEAD)
+        return result
+
+    def _choose(self, seconds: float, first: int) -> None:
+        is_alone = processes.is_single_process()
+        if not is_alone:
+            seconds = float(processes.max_over_processes(np.array([seconds], np.float32))[0])
+        max_steps = choose_max_steps(seconds)
+        steps = "1 step" if max_steps == 1 else f"up to {max_steps} steps"
+        _logger.info('steps_per_call="auto": %s per call (one step takes %.3g ms)', steps, 1e3 * seconds)
+        lengthen = functools.partial(self._lengthen, max_steps, first)
+        if max_steps > 1:
+            in_background(lengthen, name="jstep-compile") if is_alone else lengthen()
+
+    def _lengthen(self, max_steps: int, first: int) -> None:
+        failed = False
+        try:
+            self._table.compile_longer(max_steps)
+        except Exception as error:
+            failed = True
+            text = "the program of %d steps could not be compiled: %s: %s"
+            _logger.warning(text, max_steps, type(error).__name__, error)
+        if not processes.any_process(failed):
+            self._table.switch(max_steps, first)
+
+
 # Checks and warnings.
 
 
-def warn_of_ended_rate(train_steps: TrainSteps, last_step: int | None, call: Call, state: Tree) -> None:
+def warn_of_ended_rate(train_steps: TrainSteps, last_step: int | None, chunk: Chunk, state: Tree) -> None:
     """Warn, in the last stage, if all learning rates of its optimizer are 0 in the last two steps of the run."""
-    step = step_function(call.program.stage.step)
-    if last_step is None or step is None or step.optimizer is None or last_step - call.program.stage.first < 4:
+    step = step_function(chunk.program.stage.step)
+    if last_step is None or step is None or step.optimizer is None or last_step - chunk.program.stage.first < 4:
         return
     optimizer, roles = step.optimizer, roles_in(state)
-    is_last = train_steps.index(last_step - 1) == train_steps.index(call.first)
+    is_last = train_steps.index(last_step - 1) == train_steps.index(chunk.first)
     if not is_last or roles.with_detail(LEARNING_RATE):  # a held one is no schedule
         return
     scheduled: list[bool] = []
@@ -206,19 +233,19 @@ def check_result(result: object) -> None:
         raise TypeError(f"train_step: the name of a metric must be a string, got {format_value(odd)}")
 
 
-def warn_of_redundant_rows(call: Call, state: Tree) -> None:
+def warn_of_redundant_rows(chunk: Chunk, state: Tree) -> None:
     """Warn if every device of the state's mesh does the same work, because nothing is split over them.
 
     This is certain only if the parameters are replicated, no array of the batch is on the mesh, and the step shards
     nothing itself; any other layout may be intended.
     """
     params = jax.tree.leaves(state.params)
-    mesh = mesh_without_batch(params, call.step_args)
+    mesh = mesh_without_batch(params, chunk.step_args)
     if mesh is None or jax.process_index() != 0:
         return
     if not all(isinstance(leaf, jax.Array) and leaf.is_fully_replicated for leaf in params):
         return
-    traced = call.trace(state)
+    traced = chunk.trace(state)
     if traced is None or shards_arrays(traced.jaxpr):
         return
     _logger.warning(

@@ -1,6 +1,5 @@
-"""Feeder of calls: the loop reads the batches, or a thread reads them ahead if waiting takes too long."""
+"""Feeder of chunks: the loop reads the batches, or a thread reads them ahead if waiting takes too long."""
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -9,13 +8,13 @@ from concurrent.futures import Future
 from typing import Any
 
 from jstep.core.stopwatch import Stopwatch
-from jstep.core.threads import MAKING, READER_EXIT_SECS, doing, in_background, wait_until_done
+from jstep.core.threads import MAKING, READER_EXIT_SECS, Counter, doing, in_background, wait_until_done
 from jstep.data.loaders import Source
 from jstep.data.placement import copy_batch
 from jstep.data.positions import LivePosition, StoredPosition
 from jstep.data.prefetch import ReaderThread
-from jstep.loop.calls import AHEAD, Call, CopiedBatches
-from jstep.loop.compiler import StartTimes
+from jstep.loop.compiling import StartTimes
+from jstep.loop.programs import READ_AHEAD, Chunk, CopiedBatches
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.queues.queues import until_end
 
@@ -27,23 +26,23 @@ interpreter's lock twice, which takes tens of microseconds, and longer on a busy
 
 
 class BatchFeeder:
-    """Iterator over the calls of a run; the loop, or a thread ahead of it, reads their batches.
+    """Iterator over the chunks of a run; the loop, or a thread ahead of it, reads their batches.
 
-    The calls and their order do not depend on which thread reads. A thread starts when waiting for batches took more
+    The chunks and their order do not depend on which thread reads. A thread starts when waiting for batches took more
     than a twentieth of the last second, and more than 0.1 ms per call. It never reads batches that are made with the
     state.
 
     Attributes:
-        has_begun: Whether a call was requested; until then the positions are those of the restored checkpoint.
-        waiting: Whether the loop waits for a call.
-        got: The stopwatch time at which the loop received the latest call.
-        steps: The number of steps of that call.
+        has_begun: Whether a chunk was requested; until then the positions are those of the restored checkpoint.
+        waiting: Whether the loop waits for a chunk.
+        got: The stopwatch time at which the loop received the latest chunk.
+        steps: The number of its steps.
         position: The position of the batches.
     """
 
-    def __init__(self, source: Source, calls: Iterator[Call], signals: StopSignals, watch: Stopwatch) -> None:
-        self._made, self._signals, self._watch = calls, signals, watch
-        self._reader, self._has_thread = ReaderThread(functools.partial(next, calls)), False
+    def __init__(self, source: Source, chunks: Iterator[Chunk], signals: StopSignals, watch: Stopwatch) -> None:
+        self._made, self._signals, self._watch = chunks, signals, watch
+        self._reader, self._has_thread = ReaderThread(functools.partial(next, chunks)), False
         self._waited, self._calls, self._checked_at = 0.0, 0, math.inf if source.is_of_state else -math.inf
         self.has_begun = self.waiting = False
         self.got = 0.0
@@ -57,7 +56,7 @@ class BatchFeeder:
     def __iter__(self) -> "BatchFeeder":
         return self
 
-    def __next__(self) -> Call:
+    def __next__(self) -> Chunk:
         self.has_begun = self.waiting = True
         signals, watch, position = self._signals, self._watch, self.position
         signals.interrupts = StopWaiting
@@ -67,15 +66,15 @@ class BatchFeeder:
             if signals.received is not None:
                 signals.check()
             if self._has_thread:
-                call: Call = self._reader.take()
+                chunk: Chunk = self._reader.take()
                 self._reader.request()
             else:
                 if position.is_live:
                     position.begin_fetch(signals.finish)
-                call = next(self._made)
+                chunk = next(self._made)
             signals.interrupts = None
             # If the wait is interrupted, the position stays before the batch, even if it was partly read.
-            call.must_run = position.end_fetch(call.position)
+            chunk.must_run = position.end_fetch(chunk.position)
         except StopIteration:
             position.mark_exhausted()
             self.waiting = False
@@ -83,12 +82,12 @@ class BatchFeeder:
         finally:
             signals.interrupts = None
             got = watch.switch(before)
-        self.waiting, self.got, self.steps = False, got, call.steps
-        self._taken += call.steps
+        self.waiting, self.got, self.steps = False, got, chunk.steps
+        self._taken += chunk.steps
         self._waited, self._calls = self._waited + got - asked, self._calls + 1
         if got - self._checked_at >= _SECOND:
             self._check_waits(got)
-        return call
+        return chunk
 
     def _check_waits(self, got: float) -> None:
         """Start a thread if the waits of about the last second were too long, ignoring the first batch."""
@@ -99,7 +98,7 @@ class BatchFeeder:
 
     def _read_ahead(self) -> None:
         self._has_thread = True
-        self._reader.request(AHEAD)
+        self._reader.request(READ_AHEAD)
 
     def is_position_lost(self, steps: int) -> bool:
         """Return whether the position after these steps was too large to copy."""
@@ -113,19 +112,14 @@ class BatchFeeder:
         self._reader.close()
 
 
-def copy_batches(source: Source, fetched: "FetchCounter | None" = None) -> CopiedBatches:
+def copy_batches(source: Source, fetched: Counter | None = None) -> CopiedBatches:
     """Yield each batch, copied if other code might write to it, and the position after it."""
-    fetched = fetched or FetchCounter()
+    fetched = fetched or Counter()
     # `LivePosition` reads the positions of batches that are made with the state.
     at, fresh = None if source.is_of_state else source.position, source.fresh
     for batch in until_end(source.items):
         yield copy_batch(batch, fresh=fresh), None if at is None else at()
         fetched.count += 1  # after it was placed: errors name the batch that was not
-
-
-@dataclasses.dataclass(slots=True)
-class FetchCounter:
-    count: int = 0
 
 
 class FirstBatch:
@@ -155,13 +149,15 @@ class FirstBatch:
         self._first = None
         return future
 
-    def peek(self, is_over: Callable[[], bool]) -> Any:
-        """Wait for the first batch; return None if there is none, or the run ends first."""
+    def peek(self, shapes: Callable[[], Any] | None, is_over: Callable[[], bool]) -> Any:
+        """Wait for the first batch, or for its `shapes`; return None if there is none, or the run ends first."""
         future = self._first
+        if shapes is not None:  # also read by the user's reader, which may hang
+            future = in_background(shapes, name="jstep-shapes", daemon=True, exit_secs=READER_EXIT_SECS)
         if future is None or not wait_until_done(future, is_over) or future.exception() is not None:
             return None
-        item = future.result()
-        return None if item is None else item[0]
+        result = future.result()
+        return result if shapes is not None or result is None else result[0]
 
     def __iter__(self) -> CopiedBatches:
         return itertools.chain.from_iterable(self._parts())

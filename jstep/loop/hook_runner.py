@@ -18,9 +18,8 @@ from jstep.hooks.hook import NEVER, call_named, check_hook_result, check_step, d
 from jstep.hooks.report import LoggingHook
 from jstep.hooks.run_hook import Repeated, ReportingContext, RunCall, RunHook, RunInfo
 from jstep.hooks.states import is_public
-from jstep.loop.calls import Call
+from jstep.loop.programs import Boundaries, Chunk, EndsAhead
 from jstep.loop.setup import LEAVING, Calling, Setup
-from jstep.loop.stages import EndsAhead, StageBoundaries
 
 
 class HookRunner:
@@ -71,10 +70,10 @@ class HookRunner:
         self._next_due = min((schedule.next for schedule in self._schedules), default=NEVER)
         return is_done
 
-    def _call_after_hooks(self, run_call: RunCall, state: Tree, call: Call) -> Any:
+    def _call_after_hooks(self, run_call: RunCall, state: Tree, chunk: Chunk) -> Any:
         for hook in self._before:
-            self._call(hook, "before_step", call.first, state)
-        return run_call(state, call)
+            self._call(hook, "before_step", chunk.first, state)
+        return run_call(state, chunk)
 
     def evaluate(self, method: str) -> bool:
         """Call `evaluate_first`, or `evaluate_owed` after a restart; return whether that ends the run."""
@@ -276,8 +275,8 @@ class HookRunner:
         if calling.part != STEPPING:
             self._setup.watch.record(calling.thing, began)
 
-    def ends(self, boundaries: StageBoundaries) -> EndsAhead:
-        """Return the steps at which calls must end, also because a hook is due. Close it after the run."""
+    def ends(self, boundaries: Boundaries) -> EndsAhead:
+        """Return the steps at which calls must end, also because a hook is due."""
         loop, options = self._setup.loop, self._setup.options
         hooks = [hook for hook in self._hooks if hasattr(hook, "next_due")]
         # Only process 0 writes lines, but all processes end a call when one is due.

@@ -1,34 +1,129 @@
-"""The programs of a run, and the table in which the program of a call is looked up.
+"""The programs of a run: its stages, the program for the shapes of a batch, and the batches of each call.
 
-A *stage* is a training step, from one step of the run on. A *program* runs one step of a stage, or loops over the steps
-of a call, for batches of some shapes. A *call* is a program, arguments, and a number of steps; see `calls.py`.
-`dispatch.py` runs it.
+A *stage* is a training step, from one step of the run on. A *program* runs one step of a stage, or loops over several,
+for batches of some shapes. A *chunk* is the batches of one call, with their program. `compiling.py` decides when a
+program is compiled, and `dispatch.py` runs it.
 """
 
+import contextlib
+import dataclasses
+import functools
 import logging
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
+from jstep.core.checks import as_function
 from jstep.core.exceptions import forget_frames
-from jstep.core.meshes import mesh_of, using_mesh
+from jstep.core.meshes import dims_of, internal_transfers, mesh_of, using_mesh
+from jstep.core.trees import batch_to_args, shape_of
+from jstep.data.placement import as_shardings, make_placer
+from jstep.data.steps import Staircase, as_staircase
+from jstep.hooks.hook import NEVER
 from jstep.hooks.metric_sums import NO_CONSTANTS, Accumulate, MetricSums, find_skip_metric
-from jstep.loop.calls import AUTO, Call, CopiedBatches, ProgramFor, make_calls, shapes_in
-from jstep.loop.compiler import Compilations, Compiling, in_silence, shapes_of, stack_shapes
-from jstep.loop.stages import Stage, TrainSteps, make_stages
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import keep_roles
 from jstep.training.looped import LoopedStep, TracedStep, loop_step
 from jstep.training.metrics import Constants
-from jstep.training.step import TrainStep, call_step, jitted_program
+from jstep.training.step import TrainStep, call_step, jitted_program, trace_program
 
 _logger = logging.getLogger("jstep")
+
+# Stages.
+
+TrainSteps = Staircase[Callable[..., Any]]
+
+
+def as_stages(train_step: object) -> TrainSteps:
+    """Normalize one training step, or a mapping of stages, to a staircase."""
+    form = "(state, *args) -> (state, metrics)"
+    return as_staircase(train_step, "train_step", lambda value, name: as_function(value, name, form))
+
+
+def name_of_step(step: object) -> str:
+    """Return the name of a training step: that of its loss if it comes from `minimize`."""
+    return str(getattr(step, "title", None) or getattr(step, "__name__", "train_step"))
+
+
+def lanes_of(step: object) -> int | None:
+    """Return the number of lanes of a training step, if it reports them."""
+    lanes = getattr(step, "lanes", None)
+    return lanes if isinstance(lanes, int) else None
+
+
+@dataclasses.dataclass(eq=False)
+class Stage:
+    """A training step of a run, from `first` to before `stop`. `single` runs one step, compiled if loops are used.
+
+    Attributes:
+        is_begun: Whether one of its programs was called.
+        is_ahead: Whether its first program was compiled before it was due.
+        is_slow: Whether XLA runs it much slower in a loop, so that a call takes one step.
+    """
+
+    step: Any
+    name: str
+    first: int
+    single: Any
+    stop: float = NEVER
+    is_begun: bool = False
+    is_ahead: bool = False
+    is_slow: bool = False
+
+    @property
+    def is_compiled(self) -> bool:
+        return hasattr(self.single, "lower")
+
+    def trace(self, state: Tree, args: tuple[Any, ...]) -> Any:
+        """Return the `jax.stages.Traced` of one step, which JAX caches; None if the step is not compiled."""
+        if isinstance(self.single, TrainStep):
+            return trace_program(self.single, state, args)
+        if not hasattr(self.single, "trace"):
+            return None
+        with using_mesh(mesh_of((state, args))):
+            return self.single.trace(state, *args)
+
+
+# Shapes, for which JAX finds the same program as for the arrays.
+
+
+def shapes_of(tree: Tree) -> Any:
+    return jax.tree.map(_shape, tree)
+
+
+def _shape(leaf: object) -> Any:
+    if isinstance(leaf, jax.Array):
+        # Uncommitted arrays are compiled for like NumPy arrays, without a sharding.
+        return shape_of(leaf, leaf.sharding if leaf.committed else None, weak=True)
+    return shape_of(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
+
+
+def type_text(leaf: object) -> str:
+    return f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', ()))}"
+
+
+def _stack_shapes(tree: Tree, steps: int) -> Any:
+    def leaf(shape: Any) -> Any:
+        if not isinstance(shape, jax.ShapeDtypeStruct):
+            return _shape(np.stack([shape] * steps))
+        sharding = shape.sharding
+        if isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *dims_of(sharding.spec)))
+        return jax.ShapeDtypeStruct((steps, *shape.shape), shape.dtype, sharding=sharding)
+
+    return jax.tree.map(leaf, tree)
+
+
+# Programs.
 
 
 class Program:
@@ -38,65 +133,66 @@ class Program:
         is_stacked: Whether the arguments of the steps are stacked.
         step_args: For a loop, the shapes of the arguments of one step.
         rows: The number of rows of a batch, if known.
+        constants: The constant metrics of the latest call.
+        has_failed: Whether it could not be traced or lowered ahead; its first call raises the error.
+        is_ahead: Whether it was compiled before its first call, in place of another of its stage.
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        loop: LoopedStep | None = None,
-        step_args: tuple[Any, ...] = (),
-        traced: TracedStep | None = None,
+        self, stage: Stage, loop: LoopedStep | None = None, step_args: tuple[Any, ...] = (), columns: Any = None
     ) -> None:
-        self.stage, self.step_args = stage, step_args
+        self.stage, self.step_args, self._columns = stage, step_args, columns
         self.step: Any = stage.single if loop is None else loop
         self.is_looped, self.is_stacked = loop is not None, loop is not None and loop.max_steps is not None
         self.max_steps = 1 if loop is None else loop.max_steps or 1
-        self._columns: Any = None if loop is None or traced is None else loop.accumulate(traced)
         self.rows: int | None = None
-        self.constants = NO_CONSTANTS  # of the latest call
-        # A program that could not be traced ahead has failed; its first call raises the error.
-        self.is_called = self.has_failed = False
+        self.constants = NO_CONSTANTS
+        self.is_called = self.has_failed = self.is_ahead = False
 
-    def run(self, state: Tree, call: Call, sums: MetricSums) -> Any:
-        """Run the steps of a call; return state and last metrics."""
+    def run(self, state: Tree, chunk: "Chunk", sums: MetricSums) -> Any:
+        """Run the steps of a chunk; return state and last metrics."""
         if self.is_looped:
             before = sums.begin(self._columns, state.global_step)
-            new, metrics, after = call_step(self.step, state, (np.int32(call.steps), before, *call.args))
+            new, metrics, after = call_step(self.step, state, (np.int32(chunk.steps), before, *chunk.args))
             self.constants = metrics.constants
-            sums.ran(call.first, call.steps, after, metrics.constants)
+            sums.ran(chunk.first, chunk.steps, after, metrics.constants)
             return new, metrics.merged()
         if isinstance(self.step, TrainStep):
-            new, metrics = call_step(self.step, state, call.args)
+            new, metrics = call_step(self.step, state, chunk.args)
             self.constants = metrics.constants
             if sums.is_wanted and type(metrics.computed) is dict:
-                sums.add(call.first, metrics.computed, metrics.constants.skipped, metrics.constants)
+                sums.add(chunk.first, metrics.computed, metrics.constants.skipped, metrics.constants)
             return new, metrics.merged()
         # A step that jstep did not make.
         require_alive(state)  # on a mesh, JAX would crash
-        result = self.step(state, *call.args)
+        result = self.step(state, *chunk.args)
         if not (isinstance(result, tuple) and len(result) == 2):
             return result
         self.constants = Constants({}, find_skip_metric(self.step))
         if sums.is_wanted and isinstance(result[1], Mapping):
-            sums.add(call.first, result[1], self.constants.skipped)
+            sums.add(chunk.first, result[1], self.constants.skipped)
         return trees.copy_numpy(keep_roles(state, result[0]), "the state that the step returned"), result[1]
 
-    def traceable(self, state: Tree, args: tuple[Any, ...], sums: MetricSums) -> tuple[Any, tuple[Any, ...]]:
-        """Return the compiled function of a call, and its arguments after the state; for arrays or shapes."""
-        if self.is_looped:
-            count = jax.ShapeDtypeStruct((), np.int32)
-            args = count, shapes_of(sums.empty(self._columns, state.global_step)), *args
-        return (jitted_program(self.step, state, args) if isinstance(self.step, TrainStep) else self.step), args
+    def lower(self, state: Tree, args: tuple[Any, ...], sums: MetricSums) -> Any:
+        """Return the `jax.stages.Lowered` of a call, for arrays or shapes."""
+        with using_mesh(mesh_of((state, args))):
+            if self.is_looped:
+                count = jax.ShapeDtypeStruct((), np.int32)
+                args = count, shapes_of(sums.empty(self._columns, state.global_step)), *args
+            step = jitted_program(self.step, state, args) if isinstance(self.step, TrainStep) else self.step
+            traced = step.trace(state, *args)
+            with internal_transfers():
+                return traced.lower()
 
-    def repeated(self, call: Call, sums: MetricSums) -> Callable[..., Any]:
-        """Return a function `repeat(state, *call.args)` that adds no metrics; its `donate` is that of the step."""
+    def repeated(self, chunk: "Chunk", sums: MetricSums) -> Callable[..., Any]:
+        """Return a function `repeat(state, *chunk.args)` that adds no metrics; its `donate` is that of the step."""
         if not self.is_looped:
             step: Callable[..., Any] = self.step
             return step
 
         def repeat(state: Tree, *args: Any) -> Any:
             before = sums.empty(self._columns, state.global_step)
-            new, metrics, _ = call_step(self.step, state, (np.int32(call.steps), before, *args))
+            new, metrics, _ = call_step(self.step, state, (np.int32(chunk.steps), before, *args))
             return new, metrics.merged()
 
         repeat.donate = self.step.donate  # type: ignore[attr-defined]
@@ -111,11 +207,21 @@ class _MaxSteps(NamedTuple):
     then: int | None = None
 
 
+AUTO = "auto"
+
+
 class ProgramTable:
     """The programs of a run, by stage, maximum number of steps of a call, and shapes of the batches.
 
     With `steps_per_call` = 1, a program is the training step; otherwise it loops over the steps of a call. Programs are
-    looked up where batches are made into calls, which may be a thread; the first lookup for new shapes traces the step.
+    looked up where batches are made into chunks, perhaps by a thread; the first lookup for new shapes traces the step.
+
+    Attributes:
+        compiling: `compiling(name)` is a context for the time in which the loop waits for the program of that name.
+        has_several: Whether a log says why a program is compiled.
+        on_device: Whether batches without a sharding are put on the default device: a step that is not compiled would
+            otherwise see NumPy or JAX arrays depending on prefetching.
+        tracing: Held while any thread traces a program for new shapes.
     """
 
     def __init__(
@@ -125,51 +231,52 @@ class ProgramTable:
         *,
         state: Tree,
         sums: MetricSums | None = None,
-        compiling: Compiling = in_silence,
+        compiling: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         self.is_auto, self.is_looped = steps_per_call == AUTO, steps_per_call != 1
-        self.train_steps, self.stages = train_steps, make_stages(train_steps, compiled=self.is_looped)
-        # One attribute, because a thread that makes calls reads it.
+        self.train_steps = train_steps
+        self.has_several = self.is_looped or len(train_steps.values) > 1
+        self.stages = [
+            Stage(
+                step,
+                name_of_step(step) if len(train_steps.values) > 1 else getattr(step, "__name__", "train_step"),
+                first,
+                step if hasattr(step, "lower") or not self.is_looped else TrainStep(step, donate=False),
+                NEVER if stop is None else stop,
+            )
+            for first, stop, step in train_steps.stages()
+        ]
+        # One attribute, because a thread that makes chunks reads it.
         self._max_steps = _MaxSteps(None if self.is_auto else int(steps_per_call))
         self._programs: dict[Any, Program] = {}
-        # A step that is not compiled needs its batches on the device.
         self.on_device = not self.is_looped and not all(stage.is_compiled for stage in self.stages)
         self.sums = MetricSums() if sums is None else sums
         self.state_shapes = shapes_of(state)
-        self.tracing = threading.Lock()  # held while any thread traces a program for new shapes
-        self.compilations = Compilations(compiling, has_several=self.is_looped or len(self.stages) > 1)
+        self.tracing = threading.Lock()
+        self.compiling, self._thread = compiling, threading.get_ident()
 
     def stage_of(self, step: int) -> Stage:
         return self.stages[self.train_steps.index(step)]
 
-    # From batches to calls.
-
-    def calls(
-        self, items: CopiedBatches, start: int, ends: Iterable[float], sharding: object, *, one_step: bool = False
-    ) -> Iterator[Call]:
-        """Return the batches from a step on as calls that end at `ends`, or at every step if `one_step`."""
-        program_for: ProgramFor = (lambda step, *_: Program(self.stage_of(step))) if one_step else self.program_for
-        return make_calls(items, start, program_for, sharding, on_device=self.on_device, ends=ends)
-
     def program_for(self, step: int, shapes: Tree, args: Callable[[], tuple[Any, ...]]) -> Program:
-        """Return the program of calls from `step`; trace the step if the shapes are new."""
+        """Return the program of chunks from `step`; trace the step if the shapes are new."""
         stage, max_steps = self.stage_of(step), self._max_steps
         key = stage, max_steps.now if step < max_steps.switch_at else max_steps.then, shapes
-        cached = self._programs.get(key)
-        if cached is not None:
-            return cached
+        if key in self._programs:
+            return self._programs[key]
         if not self.is_looped:
             return self._programs.setdefault(key, Program(stage))
-        with self.compilations.waiting(stage), self.tracing:  # the first program is compiled in another thread
+        waits = threading.get_ident() == self._thread  # the loop; the first program is compiled in another thread
+        with self.compiling(stage.name) if waits else contextlib.nullcontext(), self.tracing:
             if key in self._programs:
                 return self._programs[key]
             program = Program(stage)
             try:
-                loop, step_args = self._loop(*key[:2]), shapes_of(args())
-                traced = loop.prepare(self.state_shapes, step_args)
+                looped, traced = self._looped(stage, key[1], shapes_of(args()))
                 if not traced.is_slow_in_loops:
-                    program = Program(stage, loop, step_args, traced)
-                elif not any(other.stage is stage and not other.is_looped for other in self._programs.values()):
+                    program = looped
+                elif not stage.is_slow:
+                    stage.is_slow = True
                     what = "XLA runs convolutions on a CPU much slower in a loop"
                     _logger.info("%s runs one step per call: %s", stage.name, what)
             except Exception as error:  # the step that needs it raises and explains it
@@ -179,38 +286,208 @@ class ProgramTable:
             self._programs[key] = program
             return program
 
-    def _loop(self, stage: Stage, max_steps: int | None) -> LoopedStep:
-        return loop_step(stage.step, max_steps, Accumulate(self.sums.limit))
+    def _looped(self, stage: Stage, max_steps: int | None, step_args: tuple[Any, ...]) -> tuple[Program, TracedStep]:
+        loop = loop_step(stage.step, max_steps, Accumulate(self.sums.limit))
+        traced = loop.prepare(self.state_shapes, step_args)
+        return Program(stage, loop, step_args, loop.accumulate(traced)), traced
 
     # Compile programs before they are due.
 
     def compile(self, step: int, args: tuple[Any, ...]) -> None:
-        self.compilations.mark_ahead(self.stage_of(step))
+        """Compile the program of chunks from `step`, for the shapes of the arguments of one step."""
+        self.stage_of(step).is_ahead = True
         self._compile(self.program_for(step, shapes_in(trees.args_to_batch(args)), lambda: args), args)
 
     def _compile(self, program: Program, args: tuple[Any, ...]) -> None:
         if program.has_failed:
             return
-        args = stack_shapes(args, program.max_steps) if program.is_stacked else args
-        with using_mesh(mesh_of(self.state_shapes)):
-            try:
-                step, args = program.traceable(self.state_shapes, args, self.sums)
-                traced = step.trace(self.state_shapes, *args)
-            except Exception:
-                program.has_failed = True
-                raise
-            traced.lower().compile()
+        args = _stack_shapes(args, program.max_steps) if program.is_stacked else args
+        try:
+            lowered = program.lower(self.state_shapes, args, self.sums)
+        except Exception:
+            program.has_failed = True
+            raise
+        lowered.compile()
 
-    def compile_longer(self, max_steps: int, since: Stage) -> None:
-        """Compile loops of up to `max_steps` steps for the looped programs of a stage and later ones."""
+    def compile_longer(self, max_steps: int) -> None:
+        """Compile loops of up to `max_steps` steps in place of all looped programs."""
         for (stage, _, shapes), program in list(self._programs.items()):
-            if program.is_looped and stage.first >= since.first:
-                loop = self._loop(stage, max_steps)
+            if program.is_looped:
                 with self.tracing:
-                    longer = Program(stage, loop, program.step_args, loop.prepare(self.state_shapes, program.step_args))
+                    longer, _ = self._looped(stage, max_steps, program.step_args)
                 self._compile(longer, program.step_args)
-                self.compilations.mark_ahead(longer)
+                longer.is_ahead = True
                 self._programs[stage, max_steps, shapes] = longer
 
     def switch(self, max_steps: int, first: int) -> None:
         self._max_steps = _MaxSteps(None, first, max_steps)
+
+
+# Chunks, and the steps at which they end.
+
+
+@dataclasses.dataclass(slots=True)  # not frozen: creating a frozen one takes four times as long
+class Chunk:
+    """The batches of one call, and the program that runs its steps.
+
+    Attributes:
+        args: For one step, or stacked for `program.max_steps` steps and padded at the end.
+        first: The step before its first update.
+        position: The position of the batches after it.
+        must_run: Whether its batches cannot be made again, so no signal may prevent it.
+    """
+
+    program: Any
+    args: tuple[Any, ...]
+    steps: int
+    first: int
+    position: Any = None
+    must_run: bool = False
+
+    @property
+    def step_args(self) -> tuple[Any, ...]:
+        step_args: tuple[Any, ...] = self.program.step_args if self.program.is_looped else self.args
+        return step_args
+
+    def trace(self, state: Tree) -> Any:
+        """Return the trace of one step, or None, given the state that the call returned."""
+        return self.program.stage.trace(state, self.step_args)
+
+    def rows(self) -> int | None:
+        """Return the size of the leading axis of all arguments; None if sizes differ or none has one."""
+        axis = int(self.program.is_stacked)
+        shapes = [getattr(leaf, "shape", None) for leaf in jax.tree.leaves(self.args)]
+        sizes = {shape[axis] for shape in shapes if shape is not None and len(shape) > axis}
+        return sizes.pop() if len(sizes) == 1 else None
+
+
+CopiedBatches = Iterator[tuple[Any, Any]]
+"""Batches that no other code writes to, each with the position after it."""
+ProgramFor = Callable[[int, Any, Callable[[], tuple[Any, ...]]], Any]
+"""`program_for(step, shapes, args)`, such as `ProgramTable.program_for`."""
+
+
+def make_chunks(
+    items: CopiedBatches,
+    start: int,
+    program_for: ProgramFor,
+    sharding: object = None,
+    *,
+    on_device: bool = False,
+    ends: Iterable[float] = (math.inf,),
+) -> Iterator[Chunk]:
+    """Yield batches as chunks, which end where the program, the shapes of the batches or `ends` require it."""
+    place_one = None if sharding is None and not on_device else make_placer(as_shardings(sharding))
+    place_stacked = None if sharding is None else make_placer(as_shardings(sharding, stacked=True))
+    step, item = start, None
+    program: Any = None
+    shapes: Any = None
+    for end in ends:
+        while step < end:
+            item = item or next(items, None)
+            if item is None:
+                return
+            batch, position = item
+            before, shapes = shapes, shapes_in(batch)
+            if program is None or program.is_looped or step >= program.stage.stop or shapes != before:
+                program = program_for(step, shapes, functools.partial(_arguments, batch, place_one))
+            some, item = [batch], None
+            while len(some) < min(program.max_steps, end - step) and (item := next(items, None)) is not None:
+                if shapes_in(item[0]) != shapes:
+                    break
+                some.append(item[0])
+                position, item = item[1], None
+            place = place_one
+            if program.is_stacked:
+                batch, place = _stacked(some, program.max_steps), place_stacked
+            args = batch_to_args(batch if place is None else place(batch))
+            yield Chunk(program, args, len(some), step, position)
+            step += len(some)
+
+
+def _arguments(batch: Tree, place: Callable[[Any], Any] | None) -> tuple[Any, ...]:
+    return batch_to_args(batch if place is None else place(batch))
+
+
+def shapes_in(batch: Tree) -> Any:
+    leaves, structure = jax.tree_util.tree_flatten(batch)
+    shapes: list[Any] = [structure]
+    for leaf in leaves:
+        shapes.append((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf))
+    return tuple(shapes)
+
+
+def _stacked(some: list[Any], max_steps: int) -> Any:
+    """Stack batches; repeat the last one if there are fewer than `max_steps`."""
+
+    def stack(*column: Any) -> Any:
+        return _stack_arrays(column) if isinstance(column[0], jax.Array) else np.stack(column)
+
+    return jax.tree.map(stack, *some, *[some[-1]] * (max_steps - len(some)))
+
+
+_stack_arrays = jax.jit(jnp.stack)  # one dispatch for all leaves of a column
+
+_MAX_CHANGES = 64
+"""The maximum number of changes of batch shapes to compile ahead; later ones are compiled when they are due."""
+
+
+class Boundaries(NamedTuple):
+    """The steps at which another program follows, because another stage begins or the shapes of the batches change."""
+
+    stages: TrainSteps
+    next_change: Callable[[int], int | None]
+
+    def after(self, step: int, last_step: int) -> int:
+        ends = last_step, self.next_change(step), self.stages.edge_after(step)
+        return min(end for end in ends if end is not None)
+
+    def ends(self, start: int, last_step: int, due_after: Callable[[int], int] = lambda step: NEVER) -> Iterator[int]:
+        """Yield the steps at which chunks must end, in order, including the last one."""
+        step = start
+        while step < last_step:
+            step = min(self.after(step, last_step), due_after(step))
+            yield step
+
+    def starts(self, start: int, last_step: int) -> Iterator[int]:
+        """Yield the first step of each program of a run, only the first ones of each stage."""
+        for stage in self.stages.stages():
+            first, end = max(start, stage.first), last_step if stage.stop is None else min(stage.stop, last_step)
+            for _ in range(1 + _MAX_CHANGES):
+                if first < end:
+                    yield first
+                    first = self.after(first, end)
+
+
+READ_AHEAD = 2
+"""The number of chunks that a thread reads ahead of the loop."""
+
+
+class EndsAhead(Iterator[int]):
+    """The steps at which chunks end, computed by the loop's thread for the thread that makes chunks.
+
+    They depend on the user's hooks, which must not be called from another thread. An error in a hook ends the run at
+    the last known step. Each chunk reaches at most one end, so those of all chunks that are read ahead are known.
+    """
+
+    def __init__(self, ends: Iterator[int]) -> None:
+        self._ends = ends
+        self._known: deque[int | Exception] = deque()  # no more follow an exception
+
+    def extend(self) -> None:
+        """Compute the next steps; must be called in the loop's thread after each call."""
+        known = self._known
+        while len(known) < READ_AHEAD + 2 and not (known and isinstance(known[-1], Exception)):
+            try:
+                known.append(next(self._ends))
+            except Exception as error:
+                known.append(error)
+
+    def __next__(self) -> int:
+        if not self._known:  # the first one
+            self.extend()
+        end = self._known[0]
+        if isinstance(end, Exception):
+            raise end
+        self._known.popleft()
+        return end

@@ -27,13 +27,11 @@ from jstep.hooks.numbers import is_ready, read_values, scalars
 from jstep.hooks.stall_files import exit_reason
 from jstep.hooks.start_differences import changes
 from jstep.loop.branch import PARENT, PARENT_RUN
-from jstep.loop.calls import Call
 from jstep.loop.card import card, program_card, shortened
-from jstep.loop.compiler import shapes_of
 from jstep.loop.dispatch import Dispatch
+from jstep.loop.programs import Chunk, lanes_of
 from jstep.loop.run import STOPPED, Observer, Origin, Run, name_of_run
 from jstep.loop.setup import Setup
-from jstep.loop.stages import lanes_of
 from jstep.state.sharding import describe_devices
 from jstep.stores.owners import is_alive, this_process
 from jstep.stores.repository import GIT_TIMEOUT_SECS, code_version
@@ -242,13 +240,13 @@ class Recorder(Observer):
             file.write(code)
 
     def restored(self, saver: Saver | None, origin: Origin, dispatch: Dispatch, batches: Tree) -> None:
-        self._batches, self._origin, self._stage_of = batches, origin, dispatch.table.stage_of
+        self._batches, self._origin, self._table = batches, origin, dispatch.table
         if not self._is_active():
             return
         if origin.restored is not None and isinstance(kept := origin.extra.get(PAST), dict):
             self._kept = kept
         loop = self.setup.loop
-        made_of = self.setup.options, self.setup.train_steps, loop.first, shapes_of(loop.state), batches
+        made_of = self.setup.options, self.setup.train_steps, loop.first, dispatch.table.state_shapes, batches
 
         def record() -> None:
             self._card = card(*made_of)
@@ -260,18 +258,18 @@ class Recorder(Observer):
         if (file := self.setup.lines.file) is not None:
             file.write_card(self._card)
 
-    def after_first(self, call: Call, state: Tree) -> None:
+    def after_first(self, chunk: Chunk, state: Tree) -> None:
         if self._is_active():
             with contextlib.suppress(Exception):
-                traced, args, stage = call.trace(state), call.step_args, call.program.stage.first
-                constants = call.program.constants.values
+                traced, args, stage = chunk.trace(state), chunk.step_args, chunk.program.stage.first
+                constants = chunk.program.constants.values
                 self._begin(lambda: self._add_program(stage, traced, constants, args))
 
     def idle(self, shapes: Callable[[int], Any]) -> None:
         """Compare a start that takes no step with the start that made its checkpoint."""
         if self._kept is not None:
             last = max(self.setup.loop.first - 1, 0)
-            stage, state = self._stage_of(last), shapes_of(self.setup.loop.state)
+            stage, state = self._table.stage_of(last), self._table.state_shapes
 
             def record() -> None:
                 args = traced = None

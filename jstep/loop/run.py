@@ -20,10 +20,10 @@ from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.numbers import host
 from jstep.hooks.run_hook import Poll, RunHook, RunInfo
 from jstep.loop.branch import RUN_KEY, Trunk
-from jstep.loop.calls import Call
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchFeeder
 from jstep.loop.hook_runner import HookRunner
+from jstep.loop.programs import Chunk
 from jstep.loop.setup import Setup
 from jstep.state.contents import NanLossDuringTrainingError, StateContents, in_words
 from jstep.state.train_state import TrainState
@@ -109,7 +109,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         """A context for the time in which the loop waits for a program."""
         return contextlib.nullcontext()
 
-    def after_first(self, call: Call, state: Tree) -> None:
+    def after_first(self, chunk: Chunk, state: Tree) -> None:
         """Called after the first call of each stage, with the state that it returned."""
 
     def flush(self) -> None:

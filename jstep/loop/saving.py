@@ -56,7 +56,7 @@ from jstep.loop.branch import (
     run_of,
     step_of_values,
 )
-from jstep.loop.calls import AUTO
+from jstep.loop.programs import AUTO
 from jstep.loop.run import ENDED, STOPPED, Observers, Origin, Run
 from jstep.loop.setup import Setup
 from jstep.optimizers.hyperparameters import held_values

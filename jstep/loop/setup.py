@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING, Stopwatch
+from jstep.core.threads import Counter
 from jstep.hooks.background import BackgroundHooks
 from jstep.hooks.hook import Hook
 from jstep.hooks.in_flight import InFlight
@@ -19,10 +20,9 @@ from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.numbers import TransferQueue
 from jstep.hooks.run_hook import Poll, RunHook
 from jstep.loop.arguments import Options
-from jstep.loop.compiler import StartTimes
-from jstep.loop.feeder import FetchCounter
+from jstep.loop.compiling import StartTimes
+from jstep.loop.programs import TrainSteps
 from jstep.loop.signals import StopSignals
-from jstep.loop.stages import TrainSteps
 from jstep.state.train_state import TrainState
 from jstep.stores.starts import StartFile
 
@@ -148,7 +148,7 @@ class Setup:
     transfers: TransferQueue
     background: BackgroundHooks
     lines: Lines = dataclasses.field(default_factory=Lines)
-    fetched: FetchCounter = dataclasses.field(default_factory=FetchCounter)
+    fetched: Counter = dataclasses.field(default_factory=Counter)
     in_flight: InFlight = dataclasses.field(default_factory=InFlight)
     closing: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     new_name: str = dataclasses.field(default_factory=functools.partial(secrets.token_hex, 4))

@@ -244,12 +244,12 @@ class StallWatch(Observer):
                 return Wait("restore", f"restoring step {loop.restoring}", "restore", "restore")
             what = f"starting at step {step}" if loop.is_known else "starting: it looks for checkpoints"
             return Wait(_START, what, what, _START)
-        feeder, table, compiler = run.feeder, run.dispatch.table, run.dispatch.compiler
+        feeder, compiler = run.feeder, run.dispatch.compiler
         waits_for_compiler = part == STARTING and (step > loop.first or compiler.begun)
         is_checking = run.runner.is_checking
-        has_traced = table.compilations.compiled.unfinished >= feeder.got
+        has_traced = compiler.record.unfinished >= feeder.got
         compiles = is_tracing or waits_for_compiler or (not is_checking and has_traced)
-        if table.tracing.locked() or (compiles and not feeder.waiting):
+        if compiler.table.tracing.locked() or (compiles and not feeder.waiting):
             return Wait(_COMPILE, f"compiling step {step}'s program", (_COMPILE, step), _COMPILE)
         if feeder.waiting:
             number = loop.first + self.setup.fetched.count

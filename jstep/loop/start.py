@@ -25,15 +25,14 @@ from jstep.hooks.run_hook import ReportingContext
 from jstep.hooks.speed import StepCounterHook
 from jstep.hooks.states import check_owners, get_states
 from jstep.loop.arguments import Options
-from jstep.loop.compile_ahead import compile_ahead, compile_first_program, shapes_of_batch
+from jstep.loop.compiling import shapes_of_batch
 from jstep.loop.dispatch import Dispatch, warn_of_ended_rate
 from jstep.loop.feeder import BatchFeeder, FirstBatch, copy_batches
 from jstep.loop.hook_runner import HookRunner
-from jstep.loop.programs import ProgramTable
+from jstep.loop.programs import Boundaries, ProgramTable, make_chunks
 from jstep.loop.run import ENDED, STOPPED, Observers, Origin, Run, compiling_for, name_of_run
 from jstep.loop.saving import RunSaverHook, open_checkpoints, restore, restore_hooks
 from jstep.loop.setup import Setup
-from jstep.loop.stages import StageBoundaries
 from jstep.loop.stopping import report_done
 from jstep.state.contents import StateContents
 from jstep.state.train_state import TrainState
@@ -71,13 +70,17 @@ def open_run(setup: Setup, observers: Observers, batches: Tree) -> Run:
     )
     runner = HookRunner(setup, hooks, reports, origin.extra.get(ENDED))
     source, items = processes.on_all_processes(lambda: started or opening.opened(origin), _PROBLEM)
-    boundaries = StageBoundaries(setup.train_steps, source.next_change)
-    ends = runner.ends(boundaries) if dispatch.table.is_looped else None
-    calls = dispatch.table.calls(iter(items), setup.loop.first, ends or (math.inf,), setup.options.batch_sharding)
-    feeder = BatchFeeder(source, calls, setup.signals, setup.watch)
+    table = dispatch.table
+    chunks = make_chunks(
+        iter(items),
+        setup.loop.first,
+        table.program_for,
+        setup.options.batch_sharding,
+        on_device=table.on_device,
+        ends=runner.ends(Boundaries(setup.train_steps, source.next_change)) if table.is_looped else (math.inf,),
+    )
+    feeder = BatchFeeder(source, chunks, setup.signals, setup.watch)
     setup.closing.callback(feeder.close)
-    if ends is not None:
-        setup.closing.callback(ends.close)  # before the feeder, whose thread may wait for one
     run = Run(
         setup=setup,
         origin=origin,
@@ -126,7 +129,7 @@ def begin(run: Run) -> bool:
         return False
     if run.origin.extra.get(STOPPED) is not None:
         _logger.info("%s stopped this run at step %d; it resumes", run.origin.extra[STOPPED], first)
-    compile_ahead(run)
+    run.dispatch.compiler.plan(run.source, first, last_step, run.setup.options.batch_sharding)
     return True
 
 
@@ -147,7 +150,7 @@ def _dispatch_of(setup: Setup, observers: Observers) -> Dispatch:
         first_call=setup.times.compiling,
         watch=setup.watch,
         after_first=[
-            lambda call, state: interactive.forget(),
+            lambda chunk, state: interactive.forget(),
             functools.partial(warn_of_ended_rate, setup.train_steps, options.last_step),
             *(observer.after_first for observer in observers),
         ],
@@ -175,8 +178,10 @@ class _Opening:
         # A function of the step is called again if it failed, because it may depend on a hook.
         again = (lambda: copy_batches(self._source(origin), self.setup.fetched)) if source.by_step else None
         first.start(again)
-        shapes = None if own is None else functools.partial(own.shapes, start)
-        compile_first_program(self.setup, self.dispatch, start, first, shapes)
+        sharding = self.setup.options.batch_sharding
+        shapes = None if own is None or sharding is not None else functools.partial(own.shapes, start)
+        peek = functools.partial(first.peek, shapes)
+        self.dispatch.compiler.begin_first(start, sharding, self.setup.times, peek)
         return source, first
 
     def opened(self, origin: Origin) -> tuple[Source, FirstBatch]:

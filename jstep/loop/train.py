@@ -23,15 +23,14 @@ from jstep.data.placement import over_axes
 from jstep.distributed import processes
 from jstep.hooks.hook import check_step
 from jstep.loop.arguments import Options, as_steps_per_call, cache_directory, check, explains_arguments
-from jstep.loop.calls import Call
-from jstep.loop.compiler import StartTimes
+from jstep.loop.compiling import StartTimes
 from jstep.loop.hook_runner import close_hooks
+from jstep.loop.programs import Chunk, as_stages
 from jstep.loop.progress import Progress
 from jstep.loop.recorder import Recorder
 from jstep.loop.run import Observer, Observers, Run
 from jstep.loop.setup import ENDING, LEAVING, RUNNING, Setup, new_setup
 from jstep.loop.signals import StopWaiting
-from jstep.loop.stages import as_stages
 from jstep.loop.stalls import StallWatch
 from jstep.loop.start import begin, open_run
 from jstep.loop.stopping import (
@@ -274,21 +273,21 @@ def _run(setup: Setup, batches: Tree) -> TrainState:
 
 
 def _take_steps(run: Run) -> bool:
-    """Run the calls and hooks until the run ends; return whether a signal ended it."""
+    """Run the chunks and hooks until the run ends; return whether a signal ended it."""
     loop, signals, runner, in_flight = run.setup.loop, run.setup.signals, run.runner, run.setup.in_flight
     last_step = run.setup.options.stop_step
     signals.finish()
     loop.phase = RUNNING
     run_call = runner.around_calls(run.dispatch, run.dispatch.repeated)
     try:
-        for call in fetch_by_all(run.feeder):
+        for chunk in fetch_by_all(run.feeder):
             in_flight.make_room()
-            if signals.received is not None and not call.must_run:
+            if signals.received is not None and not chunk.must_run:
                 signals.check()  # it arrived meanwhile
-            loop.state, loop.metrics = run_call(loop.state, call)
-            loop.step, loop.rows = call.first + call.steps, call.program.rows
-            in_flight.add(call.first, loop.step, loop.state, loop.metrics)
-            is_over = runner.after(call.first)
+            loop.state, loop.metrics = run_call(loop.state, chunk)
+            loop.step, loop.rows = chunk.first + chunk.steps, chunk.program.rows
+            in_flight.add(chunk.first, loop.step, loop.state, loop.metrics)
+            is_over = runner.after(chunk.first)
             if (signals.received is not None or not signals.is_alone) and signals.to_stop():
                 return True
             if is_over or loop.step >= last_step:
@@ -301,11 +300,11 @@ def _take_steps(run: Run) -> bool:
     return False
 
 
-def fetch_by_all(calls: Iterable[Call]) -> Iterable[Call]:
-    """Return the calls once all processes have fetched the first one; an error in one is raised in all."""
+def fetch_by_all(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
+    """Return the chunks once all processes have fetched the first one; an error in one is raised in all."""
     if processes.is_single_process():
-        return calls
-    rest = iter(calls)
+        return chunks
+    rest = iter(chunks)
     first = processes.on_all_processes(lambda: next(rest, None), "batches: the first one cannot be fetched")
     if processes.any_process(first is None) and first is not None:
         raise ValueError("batches: another process has no batch at all; give each process a part")

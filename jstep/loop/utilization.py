@@ -14,8 +14,8 @@ import jax
 from jstep.core.annotations import Tree
 from jstep.core.jaxprs import Product, body_of, has_remat
 from jstep.core.placement import device_count, device_of
-from jstep.loop.calls import Call
 from jstep.loop.dispatch import AfterCall
+from jstep.loop.programs import Chunk
 from jstep.loop.run import Observer, Run
 from jstep.loop.setup import Setup
 from jstep.loop.work import work_of
@@ -165,17 +165,17 @@ class Meters(Observer):
     def steps(self) -> Steps:
         return dict(self._steps)
 
-    def _count(self, call: Call, state: Tree) -> None:
-        program = call.program
+    def _count(self, chunk: Chunk, state: Tree) -> None:
+        program = chunk.program
         if program not in self.work:
-            self.work[program] = self._of(call, state)
-        self._steps[program] = self._steps.get(program, 0) + call.steps
+            self.work[program] = self._of(chunk, state)
+        self._steps[program] = self._steps.get(program, 0) + chunk.steps
 
-    def _of(self, call: Call, state: Tree) -> StepWork:
-        tree = state, call.step_args
+    def _of(self, chunk: Chunk, state: Tree) -> StepWork:
+        tree = state, chunk.step_args
         uncounted = StepWork(device_count(tree), device_of(tree).device_kind)
         try:
-            traced = call.trace(state) if self._is_traced else None
+            traced = chunk.trace(state) if self._is_traced else None
             if traced is None:
                 return uncounted
             body = body_of(traced.jaxpr)

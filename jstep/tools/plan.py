@@ -21,7 +21,7 @@ from jstep.data.sequence import BatchSequence
 from jstep.hooks.cadence import hook_cadence, next_call
 from jstep.hooks.hook import Hook, hook_name, list_of_hooks
 from jstep.hooks.run_hook import RunHook
-from jstep.loop.stages import as_stages, name_of_step
+from jstep.loop.programs import as_stages, name_of_step
 from jstep.slots.optax_transformations import is_transformation, require_optimizer
 
 T = TypeVar("T")

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import tempfile
@@ -25,10 +26,9 @@ from jstep.hooks.hook import check_step
 from jstep.loop.arguments import as_steps_per_call, check, check_locations
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import copy_batches
-from jstep.loop.programs import ProgramTable
+from jstep.loop.programs import Boundaries, Program, ProgramTable, as_stages, make_chunks
 from jstep.loop.saving import extra_at
 from jstep.loop.setup import LoopState
-from jstep.loop.stages import StageBoundaries, as_stages
 from jstep.loop.train import train
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
@@ -137,11 +137,12 @@ def replay(
     items = copy_batches(source._replace(position=None))  # the position is not saved again
     table = ProgramTable(stages, steps_per_call, state=state)
     dispatch = Dispatch(table)
-    ends = StageBoundaries(stages, source.next_change).ends(start, step)
-    for call in table.calls(items, start, ends, batch_sharding):
-        loop.state, _ = dispatch(loop.state, call)
-        loop.step = call.first + call.steps
-    last = next(table.calls(items, step, [step + 1], batch_sharding, one_step=True), None)
+    ends = Boundaries(stages, source.next_change).ends(start, step)
+    make = functools.partial(make_chunks, items, sharding=batch_sharding, on_device=table.on_device)
+    for chunk in make(start, table.program_for, ends=ends):
+        loop.state, _ = dispatch(loop.state, chunk)
+        loop.step = chunk.first + chunk.steps
+    last = next(make(step, lambda step, *_: Program(table.stage_of(step))), None)
     if loop.step < step or last is None:
         raise ValueError(
             f"step={step}: the batches end after {loop.step} of the {step + 1} that it needs; give those of that run"

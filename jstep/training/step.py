@@ -13,7 +13,15 @@ from jstep.core import device_values, trees
 from jstep.core.annotations import P, Tree
 from jstep.core.checks import as_bool, as_function, describe_type
 from jstep.core.exceptions import setting
-from jstep.core.meshes import NO_GUARD, Attempts, internal_transfers, mesh_of, shard_like, using_mesh
+from jstep.core.meshes import (
+    NO_GUARD,
+    Attempts,
+    internal_transfers,
+    mesh_of,
+    shard_like,
+    special_settings,
+    using_mesh,
+)
 from jstep.core.placement import SHARDINGS, refuse_shapes, sharding_of
 from jstep.core.recorded_calls import as_typed
 from jstep.core.threads import TRACING, doing
@@ -203,7 +211,7 @@ class TrainStep:
     def __call__(self, state: TrainState[P], *args: Any) -> tuple[TrainState[P], dict[str, Any]]:
         """Call the compiled step."""
         args = device_values.arguments_from_host(args)
-        if not is_single_process():
+        if getattr(state, "_layout", None) is not _ON_ONE_DEVICE and not is_single_process():
             self._agreed.check(state, args)
         new, metrics = call_step(self, state, args)
         return new, metrics.merged()
@@ -283,10 +291,15 @@ def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
         state = device_values.from_host(trees.copy_numpy(state, "state"), "state")  # a handmade state
         refuse_shapes((state, args), "state and batch")
         layout = inspect_layout(state)
-    if is_spent(state):  # a call that fails while it runs donates it, too
-        require_alive(state)
-    transfers, mesh, donates = internal_transfers(), layout.mesh, _donates(step)
-    program = step._program(layout, args, donates=donates)
+    if is_spent(state) if not is_known else state.global_step.is_deleted():
+        require_alive(state)  # a call that fails while it runs donates it, too
+    transfers, mesh, donates = NO_GUARD, layout.mesh, step.donate
+    if any(special_settings(jax.config)):
+        transfers, donates = internal_transfers(), _donates(step)
+    # As `_program`, without a call at each step.
+    program = None if step._pure.looks_at_rows else step._programs.get(("call", donates, layout))
+    if program is None:
+        program = step._program(layout, args, donates=donates)
     if mesh is None and not is_known:
         mesh = mesh_of(args)
     if mesh is not None:

@@ -8,12 +8,12 @@ import numpy as np
 import positioned
 
 from jstep.data.loaders import open_source
-from jstep.loop.calls import make_calls
 from jstep.loop.feeder import copy_batches
+from jstep.loop.programs import make_chunks
 
 
 class Program(NamedTuple):
-    """What a call must know of a program."""
+    """What a chunk must know of a program."""
 
     max_steps: int = 1
     is_stacked: bool = False
@@ -27,7 +27,7 @@ def in_loops(most):
 
 
 def handed_out(source, ends=(math.inf,), most=1):
-    return list(make_calls(copy_batches(source), 0, in_loops(most), ends=ends))
+    return list(make_chunks(copy_batches(source), 0, in_loops(most), ends=ends))
 
 
 def numbers(batches, start=0, last_step=100, position=None):

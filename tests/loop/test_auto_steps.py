@@ -2,21 +2,20 @@
 
 import logging
 import threading
+import types
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from doubles import raising
 from fellows import Fellows
 from loop_runs import OPTIMIZER, make_state, train
 from waiting import wait_until
 
 import jstep
-from jstep.loop import calls as calls_module
-from jstep.loop.calls import AHEAD, AutoSteps, Call, choose_max_steps
-from jstep.loop.programs import ProgramTable
-from jstep.loop.stages import as_stages
+from jstep.loop import dispatch
+from jstep.loop.dispatch import AutoSteps, choose_max_steps
+from jstep.loop.programs import READ_AHEAD, Chunk, ProgramTable, as_stages
 
 STEP = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).mean(), OPTIMIZER)
 
@@ -32,31 +31,42 @@ def test_a_call_takes_at_most_five_milliseconds(seconds: float, most: int) -> No
     assert choose_max_steps(seconds) == most
 
 
+class Table(types.SimpleNamespace):
+    """Records what is compiled, unless that fails, and the switch."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__(done=[], error=error, sums=None)
+
+    def compile_longer(self, most: int) -> None:
+        self.done.append(("compile", most))
+        if self.error is not None:
+            raise self.error
+
+    def switch(self, most: int, first: int) -> None:
+        self.done.append(("switch", most, first))
+
+
 def timed(*seconds: float) -> list[Any]:
     """What `AutoSteps` does in a run whose first calls take this long."""
-    now, done = [0.0], []
-    auto = AutoSteps(
-        lambda most: done.append(("compile", most)),
-        lambda most, first: done.append(("switch", most, first)),
-        lambda: now[0],
-    )
+    now, table = [0.0], Table()
+    auto = AutoSteps(table, lambda: now[0])  # type: ignore[arg-type]
 
-    def run(state: Any, call: Call) -> Any:
-        now[0] += seconds[call.first]
+    def run(state: Any, chunk: Chunk, sums: Any) -> Any:
+        now[0] += seconds[chunk.first]
         return None, None
 
     for step in range(len(seconds)):
         assert not auto.is_over
-        auto.timed(run, None, Call(None, (), 1, step))
+        auto.timed(None, Chunk(types.SimpleNamespace(run=run), (), 1, step))
     assert auto.is_over
-    return done
+    return table.done  # type: ignore[no-any-return]
 
 
 def test_calls_that_compile_do_not_count_and_the_shortest_decides(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     done = timed(3.0, 1.0, 0.002, 0.001, 0.5, 0.002, 0.002)
     wait_until(lambda: len(done) == 2)
-    assert done == [("compile", 4), ("switch", 4, 7 + AHEAD)]  # beyond what a thread has read after step 6
+    assert done == [("compile", 4), ("switch", 4, 7 + READ_AHEAD)]  # beyond what a thread has read after step 6
     assert caplog.messages == ['steps_per_call="auto": up to 4 steps per call (one step takes 1 ms)']
 
 
@@ -68,24 +78,18 @@ def test_all_processes_take_as_many_steps_as_the_slowest(
     three = Fellows(monkeypatch, 3)
 
     def done_by(index: int) -> list[Any]:
-        done: list[Any] = []
-
-        def compile(most: int) -> None:
-            done.append(("compile", most))
-            if index == fails_on:
-                raise MemoryError("too large")
-
-        auto = AutoSteps(compile, lambda most, first: done.append(("switch", most, first)))
-        auto._choose([1e-4, 1e-3, 5e-4][index], 9)
-        return done
+        table = Table(MemoryError("too large") if index == fails_on else None)
+        AutoSteps(table)._choose([1e-4, 1e-3, 5e-4][index], 9)  # type: ignore[arg-type]
+        return table.done  # type: ignore[no-any-return]
 
     assert three.each(done_by) == [[("compile", 4), *switched]] * 3
 
 
 def test_a_program_that_cannot_be_compiled_is_logged_and_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    auto = AutoSteps(raising(MemoryError("too large")), lambda *_: pytest.fail("switched"), iter(range(100)).__next__)
-    auto._choose(0.001, 9)
+    table = Table(MemoryError("too large"))
+    AutoSteps(table)._choose(0.001, 9)  # type: ignore[arg-type]
     wait_until(lambda: any("could not be compiled: MemoryError: too large" in m for m in caplog.messages))
+    assert table.done == [("compile", 4)]
 
 
 @pytest.mark.thorough
@@ -121,18 +125,18 @@ def test_only_the_first_calls_are_timed(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(AutoSteps, "timed", counted)
     train(100, batches, step=STEP, steps_per_call="auto")
-    assert len(timed) == calls_module._UNTIMED + calls_module._TIMED
+    assert len(timed) == dispatch._UNTIMED + dispatch._TIMED
 
 
 def test_a_program_belongs_to_the_length_for_which_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread makes a program while the longer calls are chosen."""
     programs = ProgramTable(as_stages(STEP), "auto", state=make_state())
-    shape, loop = jax.ShapeDtypeStruct((2,), np.float32), programs._loop
+    shape, looped = jax.ShapeDtypeStruct((2,), np.float32), programs._looped
 
     def while_it_is_chosen(*args: Any) -> Any:
         programs.switch(32, 5)
-        return loop(*args)
+        return looped(*args)
 
-    monkeypatch.setattr(programs, "_loop", while_it_is_chosen)
+    monkeypatch.setattr(programs, "_looped", while_it_is_chosen)
     assert programs.program_for(4, "shapes", lambda: (shape,)).max_steps == 1
     assert [programs.program_for(n, "shapes", lambda: (shape,)).max_steps for n in (3, 4, 5, 6)] == [1, 1, 32, 32]

@@ -17,8 +17,8 @@ from waiting import wait_until
 from jstep.core.stopwatch import Stopwatch
 from jstep.data.loaders import open_source
 from jstep.loop import feeder as feeder_module
-from jstep.loop.calls import make_calls
 from jstep.loop.feeder import BatchFeeder, copy_batches
+from jstep.loop.programs import make_chunks
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.train import fetch_by_all
 
@@ -61,7 +61,7 @@ def check_waits(feeder, got):
 
 def make_feeder(batches, way, ends=(math.inf,), signals=None):
     source = open_source(batches, 0, 100, None)
-    made = make_calls(copy_batches(source), 0, in_loops(9 if ends[0] < math.inf else 1), ends=ends)
+    made = make_chunks(copy_batches(source), 0, in_loops(9 if ends[0] < math.inf else 1), ends=ends)
     feeder = BatchFeeder(source, made, signals or StopSignals(), Stopwatch())
     feeder.starts_after = {"direct": None, "ahead": 1, "later": 3}.get(way, way)
     return feeder

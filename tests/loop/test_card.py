@@ -19,7 +19,7 @@ from processes import python
 import jstep
 from jstep.hooks.start_differences import IN_A_AND_B, changes
 from jstep.loop import card
-from jstep.loop.stages import as_stages
+from jstep.loop.programs import as_stages
 from jstep.training.metrics import StepMetrics
 
 

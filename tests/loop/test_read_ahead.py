@@ -9,8 +9,8 @@ from sources import in_loops
 import jstep
 from jstep.core.stopwatch import Stopwatch
 from jstep.data.loaders import open_source
-from jstep.loop.calls import make_calls
 from jstep.loop.feeder import BatchFeeder, copy_batches
+from jstep.loop.programs import make_chunks
 from jstep.loop.signals import StopSignals
 
 
@@ -31,7 +31,7 @@ def starts(read: Any, step: Any, calls: int = 3000, most: int = 1, batches: Any 
         return n
 
     source = open_source((batches or (lambda fn: fn))(batch), 0, 10**6, None)
-    made = make_calls(copy_batches(source), 0, in_loops(most), ends=range(most, 10**6, most))
+    made = make_chunks(copy_batches(source), 0, in_loops(most), ends=range(most, 10**6, most))
     feeder = BatchFeeder(source, made, StopSignals(), Stopwatch(clock=lambda: now[0]))
     try:
         for n in range(calls):

@@ -124,9 +124,9 @@ def test_while_a_program_is_compiled_for_new_shapes(
     steps_per_call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state before the call is saved, and the run leaves without the program: here, that never comes."""
-    from jstep.loop import dispatch
+    from jstep.loop import compiling
 
-    released, reached, apart = threading.Event(), [], dispatch.compile_apart
+    released, reached, apart = threading.Event(), [], compiling.compile_apart
 
     class NeverCompiled:
         def compile(self) -> None:
@@ -141,7 +141,7 @@ def test_while_a_program_is_compiled_for_new_shapes(
             reached.append(n)
         return np.ones((8 if n < 4 else 16, 2), np.float32)
 
-    monkeypatch.setattr(dispatch, "compile_apart", compile_apart)
+    monkeypatch.setattr(compiling, "compile_apart", compile_apart)
     step = jstep.minimize(mean_of_products, OPTIMIZER)
     try:
         with pytest.raises(jstep.Preempted, match="after step 4, which is saved"):

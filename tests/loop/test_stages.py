@@ -11,9 +11,10 @@ import pytest
 from loop_runs import train
 
 import jstep
-from jstep.loop.compiler import BackgroundCompiler, CompileJob, in_silence
+from jstep.core.stopwatch import Stopwatch
+from jstep.loop.compiling import CompileJob, Compiler
+from jstep.loop.programs import Boundaries, ProgramTable, as_stages
 from jstep.loop.signals import StopSignals, StopWaiting
-from jstep.loop.stages import Segment, StageBoundaries, as_stages
 
 BATCHES = [np.full(3, n, np.float32) for n in range(40)]
 
@@ -218,48 +219,50 @@ def slow():
     return CompileJob(5, "slow", lambda args: started.set() or finish.wait(60)), started, finish
 
 
+def compiler_of(signals):
+    return Compiler(ProgramTable(as_stages(NEAR), state=make_state()), signals, Stopwatch())
+
+
 def test_a_run_that_stops_does_not_wait_for_the_compiler(slow):
     job, started, finish = slow
     stop = StopSignals()
-    compiler = BackgroundCompiler(stop)
+    compiler = compiler_of(stop)
     compiler.jobs.append(job)
-    compiler.before(4, in_silence, may_leave=True)
+    compiler.wait(4, may_leave=True)
     compiler.after((jnp.ones(3),))
     assert started.wait(60)
     stop.received = signal.SIGTERM
     with pytest.raises(StopWaiting):
-        compiler.before(5, in_silence, may_leave=True)
+        compiler.wait(5, may_leave=True)
     finish.set()
-    compiler.before(5, in_silence, may_leave=False)
+    compiler.wait(5, may_leave=False)
 
 
 @pytest.mark.parametrize("is_finished", [False, True])
 def test_only_a_compilation_in_progress_is_reported_at_the_end_of_the_process(is_finished, caplog, slow, monkeypatch):
     job, started, finish = slow
-    compiler = BackgroundCompiler(StopSignals())
+    compiler = compiler_of(StopSignals())
     compiler.jobs.append(job)
     compiler.after((jnp.ones(3),))
     assert started.wait(60)
     if is_finished:
         finish.set()
-        compiler.before(5, in_silence, may_leave=True)
+        compiler.wait(5, may_leave=True)
     compiler.close()
     finish.set()
     assert caplog.text.count("cannot be stopped") == (not is_finished)
 
 
 def test_jobs_that_did_not_start_are_left_to_the_step():
-    compiler = BackgroundCompiler(StopSignals())
+    compiler = compiler_of(StopSignals())
     compiler.jobs.append(CompileJob(5, "late", lambda *_: pytest.fail("began")))
-    compiler.before(5, in_silence, may_leave=True)
+    compiler.wait(5, may_leave=True)
     compiler.after(())
 
 
 def test_of_a_stage_only_so_many_changes_of_shapes_are_compiled_ahead():
     """The stages after it are compiled ahead whatever it has."""
-    boundaries = StageBoundaries(as_stages({0: NEAR, 100: FAR}), lambda step: step + 1)
-    first = [Segment(n, n + 1, 0, n == 0) for n in range(65)]
-    second = [Segment(n, n + 1, 1, n == 100) for n in range(100, 165)]
-    assert list(boundaries.segments(0, 300)) == first + second
-    assert list(boundaries.segments(0, 100)) == first
-    assert list(boundaries.segments(70, 80)) == [Segment(n, n + 1, 0, False) for n in range(70, 80)]
+    boundaries = Boundaries(as_stages({0: NEAR, 100: FAR}), lambda step: step + 1)
+    assert list(boundaries.starts(0, 300)) == [*range(65), *range(100, 165)]
+    assert list(boundaries.starts(0, 100)) == [*range(65)]
+    assert list(boundaries.starts(70, 80)) == [*range(70, 80)]

@@ -38,9 +38,9 @@ def run_of(*, loop: Any = None, **more: Any) -> Any:
 
 
 def dispatch_of(*, begun: Any = (), unfinished: float = 0, locked: bool = False) -> Any:
-    compilations = types.SimpleNamespace(compiled=types.SimpleNamespace(unfinished=unfinished))
-    table = types.SimpleNamespace(compilations=compilations, tracing=types.SimpleNamespace(locked=lambda: locked))
-    return types.SimpleNamespace(compiler=types.SimpleNamespace(begun=begun), table=table)
+    table = types.SimpleNamespace(tracing=types.SimpleNamespace(locked=lambda: locked))
+    record = types.SimpleNamespace(unfinished=unfinished)
+    return types.SimpleNamespace(compiler=types.SimpleNamespace(begun=begun, table=table, record=record))
 
 
 def watch_of(run: Any, *, warn: float = 2.0, process: int = 0, count: int = 3, **more: Any) -> StallWatch:

@@ -64,6 +64,32 @@ def test_transfer_guard_allows_states_and_numpy_batches(optimizer: jstep.Optimiz
     assert float(metrics["learning_rate"][0]) > 0
 
 
+@pytest.mark.parametrize("placement", [{}, {"mesh": EXPLICIT}], ids=["one device", "a mesh"])
+def test_what_is_set_or_changes_after_some_calls_counts_at_the_next(placement: Any) -> None:
+    """Most of a call is known from the one before; what may differ is asked each time."""
+    step, apart = jstep.minimize(loss_fn, OPTIMIZER), jstep.minimize(loss_fn, OPTIMIZER, donate=False)
+    state, expected = make(**placement), make(**placement)
+    for n in range(3):
+        state, expected = step(state, n * ROWS)[0], apart(expected, n * ROWS)[0]
+    with jax.transfer_guard("disallow"):
+        state, expected = step(state, ROWS)[0], apart(expected, ROWS)[0]
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        step(state, np.full_like(ROWS, np.nan))
+    for rows in (ROWS[:4], jnp.asarray(ROWS), ROWS):
+        state, expected = step(state, rows)[0], apart(expected, rows)[0]
+    with pytest.raises(TypeError, match=r"@|dot|matmul|unsupported"):
+        step(state, {"x": ROWS})
+    with pytest.raises(OverflowError, match="64-bit types are off"):
+        step(state, np.full((8, 4), 2**40))
+    before, (state, _) = state, step(state, ROWS)
+    with pytest.raises(RuntimeError, match="was donated to an earlier step"):
+        step(before, ROWS)
+    assert state == apart(expected, ROWS)[0]
+    other = make() if placement else make(mesh=EXPLICIT)
+    assert jstep.global_step(step(step(other, ROWS)[0], ROWS)[0]) == 2
+    assert state == apart(expected, ROWS)[0]
+
+
 def test_debug_nans_with_donating_steps() -> None:
     """JAX runs the step again op by op, so its arguments must not be donated."""
     optimizer = jstep.gradient_descent(0.1)

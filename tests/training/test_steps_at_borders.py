@@ -58,3 +58,6 @@ def test_processes_agree_on_shapes_before_they_compile(monkeypatch: pytest.Monke
     monkeypatch.setattr(room, "is_single_process", lambda: False)
     step(state, batch)
     assert [(one is state, [arg is batch for arg in args]) for one, args in asked] == [(True, [True])]
+    state, _ = step(jstep.shard_state(state, jax.make_mesh((2,), ("data",))), batch)
+    step(state, batch)
+    assert len(asked) == 3

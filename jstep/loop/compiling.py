@@ -1,0 +1,381 @@
+"""When programs are compiled: in the background before they are due, or at their first call; and the times of a start.
+
+All stages are traced before a run begins. A compilation cannot be interrupted, so each runs in a thread of its own, for
+which the loop waits: the wait can be.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import jax
+
+from jstep.core import stopwatch, trees
+from jstep.core.annotations import Tree
+from jstep.core.exceptions import forget_frames, note
+from jstep.core.stopwatch import STARTING, Stopwatch
+from jstep.core.threads import MAKING, doing, in_background
+from jstep.data.loaders import Source
+from jstep.data.placement import as_shardings, copy_batch, make_placer
+from jstep.data.sequence import BatchSequence
+from jstep.loop.programs import Boundaries, Chunk, ProgramTable, Stage, shapes_of, type_text
+from jstep.loop.signals import StopSignals, StopWaiting
+from jstep.slots.matching import describe_difference
+from jstep.training.explain import explain
+from jstep.training.step import TrainStep
+
+_logger = logging.getLogger("jstep")
+
+_MAX_AHEAD = 2
+"""The maximum number of programs compiled ahead; each takes device memory."""
+_HINT = "; if it is the smaller last batch of an epoch, drop_remainder=True leaves it out"
+
+
+class CompileJob(NamedTuple):
+    """A program to be compiled by `make(args)`.
+
+    Attributes:
+        args: The shapes for one step; None for the latest chunk's.
+    """
+
+    first: int
+    name: str
+    make: Callable[[tuple[Any, ...]], None]
+    args: tuple[Any, ...] | None = None
+    is_quiet: bool = False
+
+
+class Compiler:
+    """Compiler of a run's programs: in background threads, one at a time, and at the first call of each.
+
+    Errors in the background are logged only, because the step that needs the program raises them. The process waits for
+    a compilation before it exits.
+
+    Attributes:
+        record: The compilations that the loop's thread has waited for.
+        jobs: The programs to be compiled ahead, in the order of their steps.
+        begun: Those in progress or compiled, which no call has needed yet.
+        closed: Set at the end of the run.
+    """
+
+    def __init__(self, table: ProgramTable, signals: StopSignals, watch: Stopwatch) -> None:
+        self.table, self._signals, self._watch = table, signals, watch
+        self.record = thread_record()
+        self.jobs: deque[CompileJob] = deque()
+        self.begun: deque[tuple[CompileJob, Future[None]]] = deque()
+        self.closed = threading.Event()
+        self._sizes: dict[int, int] = {}  # of the steps' program caches
+
+    # In the background.
+
+    def begin_first(
+        self, start: int, batch_sharding: object, times: "StartTimes", peek: Callable[[Callable[[], bool]], Any]
+    ) -> None:
+        """Compile a run's first program; `peek(is_over)` waits for the first batch or its shapes, or returns None."""
+        stage = self.table.stage_of(start)
+
+        def make(_: tuple[Any, ...]) -> None:
+            batch = peek(self.closed.is_set)
+            if batch is None:
+                return
+            args = _shapes_as_args(batch, batch_sharding)
+            del batch  # so that only the loop holds it
+            with times.compiling():
+                self.table.compile(start, args)
+
+        if stage.is_compiled:
+            self.begin(CompileJob(start, stage.name, make, is_quiet=True))
+
+    def plan(self, source: Source, start: int, last_step: int, batch_sharding: object) -> None:
+        """Trace all stages whose first batch can be indexed, and compile later ones ahead."""
+        table = self.table
+        first, *later = Boundaries(table.train_steps, source.next_change).starts(start, last_step)
+        seen: set[Any] = set()
+        for step in (first, *later) if later else ():
+            stage, args, is_edge = table.stage_of(step), None, step == table.stage_of(step).first
+            if not stage.is_compiled:
+                continue
+            is_indexed = hasattr(source.by_step, "__getitem__") and is_edge and step != first
+            if isinstance(source.by_step, BatchSequence) or is_indexed:
+                args = shapes_of_batch(source, step, batch_sharding)
+                if args is None:  # the batches end earlier
+                    break
+                key = (stage, trees.structure(args), tuple(jax.tree.leaves(args)))
+                if key in seen:
+                    continue
+                seen.add(key)
+                if step != first:
+                    _check(stage, table.state_shapes, args, step)
+            if step != first and (is_edge or args is not None):
+                self.jobs.append(CompileJob(step, stage.name, functools.partial(table.compile, step), args))
+
+    def begin(self, job: CompileJob, args: tuple[Any, ...] = ()) -> None:
+        task = functools.partial(_compile_job, job, args)
+        self.begun.append((job, in_background(task, name="jstep-compile")))
+
+    def after(self, args: tuple[Any, ...]) -> None:
+        """Begin the next compilation, after a step with these arguments."""
+        if not self.jobs or len(self.begun) == _MAX_AHEAD or (self.begun and not self.begun[-1][1].done()):
+            return
+        job = self.jobs.popleft()
+        self.begin(job, shapes_of(args) if job.args is None else job.args)
+
+    def wait(self, step: int, *, may_leave: bool) -> None:
+        """Wait for the programs that are due at this step, unless the run stops and may leave the call."""
+        while self.begun and step >= self.begun[0][0].first:
+            with self._watch.part(STARTING), self.table.compiling(self.begun[0][0].name):
+                self._signals.wait_for(self.begun[0][1], may_leave=may_leave)
+            self.begun.popleft()
+        while self.jobs and step >= self.jobs[0].first:
+            self.jobs.popleft()  # not begun: the step compiles it
+
+    def close(self) -> None:
+        """Begin no further compilations; those in progress go on."""
+        self.jobs.clear()
+        self.closed.set()
+        for _, future in self.begun:
+            _say_at_end(future)
+
+    # At the first call.
+
+    def compile_due(self, state: Tree, chunk: Chunk) -> None:
+        """Compile a program before its first call; errors in its step are left to the call, which explains them."""
+        program, stage, may_leave = chunk.program, chunk.program.stage, not chunk.must_run
+        size = getattr(program.step, "_cache_size", None)
+        is_due = self.table.has_several and not stage.is_begun and not stage.is_ahead
+        if is_due and size is not None and not size():
+            _logger.info("compiling %s for %s", stage.name, _steps(chunk))
+        if program.has_failed or not stage.is_compiled or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return
+        with self.table.compiling(stage.name):
+            try:
+                if may_leave:
+                    self._signals.interrupts = StopWaiting
+                    self._signals.check()
+                lowered = program.lower(state, chunk.args, self.table.sums)
+            except Exception as error:
+                forget_frames(error)
+                return
+            finally:
+                self._signals.finish()
+            try:
+                compile_apart(lowered, self._signals, may_leave=may_leave)
+            except Exception as error:
+                if isinstance(program.step, TrainStep):
+                    explain(error, state, chunk.args, donates=program.step.donate)
+                raise
+
+    def log_called(self, chunk: Chunk) -> bool:
+        """Log a program that was compiled again, for other arguments; return whether it is the first of its stage."""
+        program, stage = chunk.program, chunk.program.stage
+        size = getattr(program.step, "_cache_size", lambda: self.record.programs)()
+        has_grown, self._sizes[id(program.step)] = size > self._sizes.get(id(program.step), 0), size
+        is_first, stage.is_begun = not stage.is_begun, True
+        if has_grown and stage.is_compiled and not is_first and not program.is_ahead:
+            _logger.info(
+                "compiled %s again for %s: its batch differs from earlier ones in shapes, dtypes or placement (%s), or "
+                "its state in placement",
+                stage.name,
+                _steps(chunk),
+                ", ".join(map(type_text, jax.tree.leaves(chunk.args)[:5])),
+            )
+        program.is_ahead = False  # it is compiled again only for other arguments
+        return is_first
+
+
+def _steps(chunk: Chunk) -> str:
+    return "1 step" if chunk.program.max_steps == 1 else f"1 to {chunk.program.max_steps} steps"
+
+
+def _compile_job(job: CompileJob, args: tuple[Any, ...]) -> None:
+    then = time.perf_counter()
+    try:
+        with doing(MAKING):
+            job.make(args)
+    except Exception as error:
+        forget_frames(error)
+        if not job.is_quiet:
+            text = "%s, which step %d needs, could not be compiled ahead: %s: %s"
+            _logger.warning(text, job.name, job.first, type(error).__name__, error)
+    else:
+        if not job.is_quiet:
+            text = "compiled %s ahead of step %d, in the background, in %.1f s"
+            _logger.info(text, job.name, job.first, time.perf_counter() - then)
+
+
+def compile_apart(lowered: Any, signals: StopSignals, *, may_leave: bool) -> None:
+    """Compile in another thread, but count it for this one: the wait can be interrupted, XLA cannot."""
+
+    def compiled() -> Compiled:
+        lowered.compile()
+        return thread_record()
+
+    future = in_background(compiled, name="jstep-compile-due")
+    try:
+        signals.wait_for(future, may_leave=may_leave)
+    except BaseException:
+        _say_at_end(future)
+        raise
+    thread_record().add(future.result())
+
+
+def _say_at_end(future: "Future[Any]") -> None:
+    if not future.done():
+        _logger.warning("a compilation in the background cannot be stopped: the process ends when it has finished")
+
+
+def shapes_of_batch(source: Source, step: int, batch_sharding: object) -> tuple[Any, ...] | None:
+    """Return the shapes of the arguments of a step; None if its batch cannot be made apart from the others."""
+    fetch = getattr(source.by_step, "__getitem__", source.by_step)
+    if fetch is None:
+        return None
+    try:
+        batch = copy_batch(fetch(step), fresh=True)
+    except IndexError:
+        return None
+    try:
+        return _shapes_as_args(batch, batch_sharding)
+    except ValueError as error:
+        note(error, f"This is batch {step}, whose shapes are checked before the first step{_HINT}.")
+        raise
+
+
+def _shapes_as_args(batch: Tree, batch_sharding: object) -> tuple[Any, ...]:
+    placed = batch if batch_sharding is None else make_placer(as_shardings(batch_sharding))(batch)
+    return shapes_of(trees.batch_to_args(placed))
+
+
+def _check(stage: Stage, state: Tree, args: tuple[Any, ...], step: int) -> None:
+    """Trace a stage and check the state that it returns; JAX caches the trace for the compilation."""
+    is_edge = step == stage.first
+    name = f"train_step[{step}]" if is_edge else "train_step"
+    try:
+        new = stage.trace(state, args).out_info[0]
+    except Exception as error:
+        which, hint = (", its first one, with the state and the batch of that step", "")
+        if not is_edge:
+            which, hint = f" with batch {step}, whose shapes differ from those of the batch before", _HINT
+        raise ValueError(f"{name}: it cannot take step {step}{which}: {type(error).__name__}: {error}{hint}") from error
+    if different := describe_difference(new, state):
+        raise ValueError(
+            f"{name}: all training steps of a run share one structure of the state, but this one returns a state "
+            f"{different}; freeze parameters with var_list, and give all stages optimizers with the same slots"
+        )
+
+
+# Counts, by thread, of compiled programs, of cache hits, and of the seconds spent compiling.
+@dataclasses.dataclass(slots=True)
+class Compiled:
+    """The compilations of a thread so far.
+
+    Attributes:
+        programs: The number compiled or found in the persistent cache.
+        hits: The number of those found in the cache.
+        unfinished: The time at which it last traced or lowered a program that is not compiled yet; 0 if there is none.
+        spans: The time spans that add up to `seconds`.
+    """
+
+    programs: int = 0
+    hits: int = 0
+    seconds: float = 0.0
+    unfinished: float = 0.0
+    spans: deque[tuple[float, float]] = dataclasses.field(default_factory=lambda: deque(maxlen=1000))
+
+    def add_span(self, duration_secs: float) -> None:
+        """Count a part of a compilation that has ended."""
+        self.unfinished = now = time.perf_counter()
+        begin = now - duration_secs
+        while self.spans and self.spans[-1][0] >= begin:  # the nested spans, which JAX reports first
+            inner = self.spans.pop()
+            self.seconds -= inner[1] - inner[0]
+        self.spans.append((begin, now))
+        self.seconds += duration_secs
+
+    def add(self, there: "Compiled") -> None:
+        self.programs += there.programs
+        self.hits += there.hits
+        self.seconds += there.seconds
+        self.unfinished = 0.0
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:  # called in each thread that uses it
+        self.compiled = Compiled()
+
+
+_of_thread = _OfThread()
+
+
+def thread_record() -> Compiled:
+    return _of_thread.compiled
+
+
+def _count_compilation(event: str, duration_secs: float, **_: str | int) -> None:
+    if event.startswith("/jax/core/compile/"):
+        thread_record().add_span(duration_secs)
+    if event == "/jax/core/compile/backend_compile_duration":
+        record = thread_record()
+        record.programs, record.unfinished = record.programs + 1, 0.0
+
+
+def _count_hit(event: str, **_: str | int) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        thread_record().hits += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_compilation)
+jax.monitoring.register_event_listener(_count_hit)
+
+
+# The times of a start, in which restoring, compiling and the first batch overlap.
+
+
+@dataclasses.dataclass
+class StartTimes:
+    """The duration of each part of a start, in seconds; parts overlap."""
+
+    began: float = dataclasses.field(default_factory=lambda: stopwatch.CLOCKS.seconds())
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    is_cached: bool = False
+
+    def left(self, seconds: float) -> float:
+        """Return how many of these seconds are left since the start began."""
+        return max(0.0, self.began + seconds - stopwatch.CLOCKS.seconds())
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        then = stopwatch.CLOCKS.seconds()
+        try:
+            yield
+        finally:
+            self.parts[name] = self.parts.get(name, 0.0) + stopwatch.CLOCKS.seconds() - then
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Time compilation, and record whether JAX's persistent cache had the programs."""
+        here = thread_record()
+        hits, before = here.hits, here.programs
+        with self.part("compile"):
+            yield
+        if here.programs > before:
+            self.is_cached = here.programs - before <= here.hits - hits
+
+    def log(self, before: float) -> None:
+        """Log the parts, and the seconds of the process before the call."""
+        names = ("devices", "restore", "compile", "first batch")
+        words = [
+            f"{name} {self.parts[name]:.1f}{' (cached)' if name == 'compile' and self.is_cached else ''}"
+            for name in names
+            if name in self.parts
+        ]
+        if words:
+            also = f"; before {before:.1f} s" if before >= 0.05 else ""
+            seconds = stopwatch.CLOCKS.seconds() - self.began
+            _logger.info("first step after %.1f s: %s%s", seconds, ", ".join(words), also)
