@@ -367,7 +367,7 @@ def _end_earlier(file: StartFile, *, claimed: bool) -> None:
 
 
 def _outcome(setup: Setup, error: BaseException | None, stopped_by: object) -> tuple[str, str, str | None]:
-    """Return how the run ended, why, and the class of its exception."""
+    """Return how the run ended, why, and the class of its exception; a signal is not one of the program."""
     loop, signals = setup.loop, setup.signals
     is_done = loop.is_known and loop.step >= setup.options.stop_step
     is_signal = error is not None and (signals.received is not None or isinstance(error, KeyboardInterrupt))
@@ -376,7 +376,7 @@ def _outcome(setup: Setup, error: BaseException | None, stopped_by: object) -> t
         first = error_text(error).strip().partition("\n")[0]
         return "failed", truncate(f"{kind}: {first}".rstrip(": "), 1000), kind
     if is_signal and not is_done:
-        return "interrupted", "SIGINT" if signals.received is None else signals.reason, kind
+        return "interrupted", "SIGINT" if signals.received is None else signals.reason, None
     by = loop.stopped_by or (stopped_by if loop.step <= loop.first else None)  # an earlier start of this run, or now
     if isinstance(by, str):
         return FINISHED, f"stopped by {by}", None
