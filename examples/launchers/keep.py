@@ -57,10 +57,8 @@ def keep(run, command):
         step, end = progress(run, python)
         if step is not None:  # what cannot be asked is no lack of progress
             reached, idle = max(reached, step), 0 if step > reached else idle + 1
-        print(
-            f"keep.py: exit code {code}, step {'unknown' if step is None else step}: {end or 'there is no run'}",
-            file=sys.stderr,
-        )
+        at = "unknown" if step is None else step
+        print(f"keep.py: exit code {code}, step {at}: {end or 'there is no run'}", file=sys.stderr)
         if received or (code not in AGAIN and (code != KILLED or before == KILLED)):
             return code
         if idle == 2:

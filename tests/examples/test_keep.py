@@ -86,7 +86,9 @@ def test_what_the_run_has_reached_is_asked_of_the_python_of_the_command(tmp_path
     assert keep.keep("run", [str(python), "train.py"]) == 0
     said = f"keep.py: exit code 0, step unknown: {python} -m jstep: -m jstep runs run --json\n"
     assert capsys.readouterr().err == said
-    assert keep.keep(str(tmp_path / "none"), ["./train.py"]) == 0
+    python.write_text("#!/bin/sh\nexit 2\n")  # there is no such directory
+    monkeypatch.setattr(keep.sys, "executable", str(python))
+    assert keep.keep("none", ["./train.py"]) == 0
     assert capsys.readouterr().err == "keep.py: exit code 0, step 0: there is no run\n"
     assert keep.progress("run", str(tmp_path / "missing"))[0] is None
 
