@@ -30,7 +30,6 @@ from jstep.loop.branch import PARENT, PARENT_RUN
 from jstep.loop.calls import Call
 from jstep.loop.card import card, program_card, shortened
 from jstep.loop.compiler import shapes_of
-from jstep.loop.dispatch import Dispatch
 from jstep.loop.run import STOPPED, Observer, Origin, Run, name_of_run
 from jstep.loop.setup import Setup
 from jstep.loop.stages import lanes_of
@@ -64,7 +63,6 @@ class Recorder(Observer):
         self._devices: list[Any] = []
         self._saver: Saver | None = None
         self._origin = Origin()
-        self._batches: Any = None
         self._card: dict[str, Any] = {}
         self._kept: Mapping[str, Any] | None = None  # the past of the restored checkpoint, until it is compared
         self._latest: list[Future[None]] = []  # the newest task of the card; each waits for the one before
@@ -108,7 +106,7 @@ class Recorder(Observer):
 
     def _given(self, where: str, origin: Origin, earlier: list[Start], newest: Start | None) -> dict[str, Any]:
         """Return what is known when the file is made, and does not change."""
-        options, state = self.setup.options, self.setup.loop.state
+        options, state = self.setup.options, self.setup.loop.at.state
         leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
         self._devices = list(next((leaf.sharding.addressable_devices for leaf in leaves), ()))
         about: dict[str, Any] = {}
@@ -156,9 +154,6 @@ class Recorder(Observer):
 
     # What changes all the time.
 
-    def before_begin(self, run: Run) -> None:
-        self._run = run
-
     def before_close(self) -> None:
         for _ in range(2):  # the previous numbers may not have been ready
             self._read_numbers()
@@ -171,7 +166,7 @@ class Recorder(Observer):
         if (file := self.setup.lines.file) is not None:
             newest = self._newest()
             stepping, rate = newest["seconds"].get(stopwatch.STEPPING, 0.0), newest["values"].get("learning_rate")
-            saved = [*file.fields["saved"], [self.setup.loop.step, stepping, newest["examples"], rate]]
+            saved = [*file.fields["saved"], [self.setup.loop.at.step, stepping, newest["examples"], rate]]
             file.update({**newest, "saved": saved[-_MAX_SAVES:]})
 
     def _tick(self) -> None:
@@ -196,7 +191,7 @@ class Recorder(Observer):
             peaks += [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in self._devices]
         return {
             "now": stopwatch.CLOCKS.wall(),
-            "step": [loop.first, max(loop.first, loop.step)] if loop.is_known else None,
+            "step": [loop.first, max(loop.first, loop.at.step)] if loop.is_known else None,
             "seconds": {part: round(max(0.0, value), 6) for part, value in seconds.items() if value},
             "examples": None if unknown else counted,
             **{name: dict(of) for name, of in self._numbers.items()},
@@ -244,14 +239,14 @@ class Recorder(Observer):
         if (code := code_version()) is not None and (file := self.setup.lines.file) is not None:
             file.write(code)
 
-    def restored(self, saver: Saver | None, origin: Origin, dispatch: Dispatch, batches: Tree) -> None:
-        self._batches, self._origin, self._stage_of = batches, origin, dispatch.table.stage_of
+    def before_begin(self, run: Run) -> None:
+        self._run, self._origin, origin = run, run.origin, run.origin
         if not self._is_active():
             return
         if origin.restored is not None and isinstance(kept := origin.extra.get(PAST), dict):
             self._kept = kept
         loop = self.setup.loop
-        made_of = self.setup.options, self.setup.train_steps, loop.first, shapes_of(loop.state), batches
+        made_of = self.setup.options, self.setup.train_steps, loop.first, shapes_of(loop.at.state), self.setup.batches
 
         def record() -> None:
             self._card = card(*made_of)
@@ -272,9 +267,9 @@ class Recorder(Observer):
 
     def idle(self, shapes: Callable[[int], Any]) -> None:
         """Compare a start that takes no step with the start that made its checkpoint."""
-        if self._kept is not None:
+        if self._kept is not None and self._run is not None:
             last = max(self.setup.loop.first - 1, 0)
-            stage, state = self._stage_of(last), shapes_of(self.setup.loop.state)
+            stage, state = self._run.dispatch.table.stage_of(last), shapes_of(self.setup.loop.at.state)
 
             def record() -> None:
                 args = traced = None
@@ -317,8 +312,8 @@ class Recorder(Observer):
         past: dict[str, Any] = {"lanes": lanes_of(self.setup.train_steps.at(max(step - 1, 0)))}
         if (file := self.setup.lines.file) is not None:
             past[START] = [file.fields["number"], file.fields["began"]]
-        if isinstance(self._batches, BatchSequence):
-            before = self._batches[:step]
+        if isinstance(self.setup.batches, BatchSequence):
+            before = self.setup.batches[:step]
             definition = {name: shortened(part) for name, part in before.definition().items() if name != "num_epochs"}
             past |= {"rows": before.rows_hash(), "batches": definition}
         return past
@@ -369,7 +364,7 @@ def _end_earlier(file: StartFile, *, claimed: bool) -> None:
 def _outcome(setup: Setup, error: BaseException | None, stopped_by: object) -> tuple[str, str, str | None]:
     """Return how the run ended, why, and the class of its exception; a signal is not one of the program."""
     loop, signals = setup.loop, setup.signals
-    is_done = loop.is_known and loop.step >= setup.options.stop_step
+    is_done = loop.is_known and loop.at.step >= setup.options.stop_step
     is_signal = error is not None and (signals.received is not None or isinstance(error, KeyboardInterrupt))
     kind = None if error is None else type(error).__name__
     if error is not None and (isinstance(error, Exception) or not is_signal):
@@ -377,7 +372,7 @@ def _outcome(setup: Setup, error: BaseException | None, stopped_by: object) -> t
         return "failed", truncate(f"{kind}: {first}".rstrip(": "), 1000), kind
     if is_signal and not is_done:
         return "interrupted", "SIGINT" if signals.received is None else signals.reason, None
-    by = loop.stopped_by or (stopped_by if loop.step <= loop.first else None)  # an earlier start of this run, or now
+    by = loop.stopped_by or (stopped_by if loop.at.step <= loop.first else None)  # an earlier start of this run, or now
     if isinstance(by, str):
         return FINISHED, f"stopped by {by}", None
     return FINISHED, "" if is_done else "the batches ended", None

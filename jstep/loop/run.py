@@ -25,7 +25,7 @@ from jstep.loop.calls import Call
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchFeeder
 from jstep.loop.hook_runner import HookRunner
-from jstep.loop.setup import Setup
+from jstep.loop.setup import Calling, Setup
 from jstep.state.contents import NanLossDuringTrainingError, StateContents, in_words
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import LOSS
@@ -88,9 +88,6 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
 
     def opened(self, saver: Saver | None, origin: Origin) -> None:
         """Called once the run may write to its directory, before the state is restored."""
-
-    def restored(self, saver: Saver | None, origin: Origin, dispatch: Dispatch, batches: Tree) -> None:
-        """Called when the state is restored, or is the given one."""
 
     def progress_hook(self) -> Any:
         """Return a hook that shows the progress in place of log lines, or None."""
@@ -173,15 +170,15 @@ class Run(RunInfo):
 
     @property
     def step(self) -> int:
-        return self.setup.loop.step
+        return self.setup.loop.at.step
 
     @property
     def state(self) -> Any:
-        return self.setup.loop.state
+        return self.setup.loop.at.state
 
     @property
     def metrics(self) -> Any:
-        return self.setup.loop.metrics
+        return self.setup.loop.at.metrics
 
     @property
     def is_over(self) -> bool:
@@ -199,10 +196,10 @@ class Run(RunInfo):
 
     def stop(self, by: str) -> None:
         if not self.setup.loop.is_over:
-            self.setup.loop.record_stop(by)
+            self.setup.loop.stopped_by = self.setup.loop.stopped_by or by
 
     def log_failed(self, log: Any, error: Exception) -> None:
-        self.setup.loop.record_failure(log, error)
+        self.setup.loop.failures.append((Calling(log, "flush"), error))
 
     def to_stop(self) -> bool:
         return self.setup.signals.to_stop()

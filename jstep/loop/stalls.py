@@ -185,7 +185,7 @@ class StallWatch(Observer):
                 _logger.debug("a look for stalls failed", exc_info=True)
 
     def _check(self, passed: float, idle: float) -> None:
-        now, files, step = self._wait_of_thread(), self._files, self.setup.loop.step
+        now, files, step = self._wait_of_thread(), self._files, self.setup.loop.at.step
         self._main_wait = self._update_wait(self._main_wait, now, passed, idle)
         self._device_wait = self._update_wait(self._device_wait, self._wait_of_device(), passed, idle)
         self._quiet, self._step = self._quiet + passed if step == self._step else 0.0, step
@@ -210,7 +210,7 @@ class StallWatch(Observer):
 
     def _wait_of_thread(self) -> Wait:
         """Return what the loop's thread waits for."""
-        now, step = threads.activities_of(self._ident), self.setup.loop.step
+        now, step = threads.activities_of(self._ident), self.setup.loop.at.step
         wait = self._wait_of_run(is_tracing=threads.TRACING in now)
         if threads.AGREEING not in now:
             return wait
@@ -222,7 +222,7 @@ class StallWatch(Observer):
 
     def _wait_of_run(self, *, is_tracing: bool) -> Wait:
         loop, run, part = self.setup.loop, self._run, self.setup.watch.current
-        step, calling, owner = loop.step, loop.calling, self.setup.transfers.owner
+        step, calling, owner = loop.at.step, loop.calling, self.setup.transfers.owner
         if owner is not None:  # a hook may deliver the metrics of another
             calling = Calling(owner, "" if calling is None else calling.method)
         thing = None if calling is None else calling.thing
@@ -278,7 +278,7 @@ class StallWatch(Observer):
 
     def _record(self, wait: Wait) -> None:
         part, now, stalled = wait.part or self.setup.watch.current, round(time.time(), 6), round(wait.age, 3)
-        fields = {"time": now, "step": self.setup.loop.step, "part": part, "stalled": stalled, "what": wait.what}
+        fields = {"time": now, "step": self.setup.loop.at.step, "part": part, "stalled": stalled, "what": wait.what}
         self.setup.lines.add_stall(**fields, process=self._index)
 
     # The definition of a stall.
@@ -352,7 +352,7 @@ class StallWatch(Observer):
             for i, frame in sys._current_frames().items()
         }
         return {
-            "processes": self._count, "step": self.setup.loop.step, "part": self.setup.watch.current,
+            "processes": self._count, "step": self.setup.loop.at.step, "part": self.setup.watch.current,
             "kind": wait.kind,
             "what": wait.what.replace("in a call of ", "in "), "since": time.time() - wait.age, "stall": stall,
             "line": self._place(wait), "steps": wait.steps, "threads": stacks,
@@ -362,7 +362,7 @@ class StallWatch(Observer):
 
     def _exit(self, wait: Wait) -> None:
         """End the process; nothing here may wait long for the stalled code."""
-        calling, step, watch = self.setup.loop.calling, self.setup.loop.step, self.setup.watch
+        calling, step, watch = self.setup.loop.calling, self.setup.loop.at.step, self.setup.watch
         _log_in_time(f"{self._name} has been {wait.what} for {_secs(wait.age)} s: it ends with exit code {EXIT_CODE}")
         _in_time(lambda: faulthandler.dump_traceback(2, all_threads=True))
         _in_time(lambda: self._record(wait))

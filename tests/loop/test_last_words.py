@@ -62,7 +62,7 @@ def test_a_hang_is_saved_with_who_did_not_return_and_who_was_not_called(tmp_path
 
 def test_a_hang_is_not_saved_if_the_state_must_not_be_or_cannot(tmp_path: Path, monkeypatch: Any) -> None:
     def at_step_3(run: Any) -> str:
-        run.setup.loop.metrics = {"loss": np.float32(math.nan)}
+        run.setup.loop.at = run.setup.loop.at._replace(metrics={"loss": np.float32(math.nan)})
         return stopping.save_while_it_hangs(run)
 
     assert said_in(tmp_path / "a", at_step_3) == "step 3 is not saved: its loss is not finite"

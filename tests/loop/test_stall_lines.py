@@ -59,7 +59,7 @@ def test_what_was_reported_and_ended_stays_usual(kind):
     lasted = collections.defaultdict(lambda: [0.1])  # the slow call has left the last ones
     watch.setup = types.SimpleNamespace(
         watch=types.SimpleNamespace(lasted=lasted),
-        loop=types.SimpleNamespace(step=7),
+        loop=types.SimpleNamespace(at=types.SimpleNamespace(step=7)),
         lines=types.SimpleNamespace(add_stall=lambda **_: None),
     )
 

@@ -11,18 +11,19 @@ from jstep.core.stopwatch import FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
 from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, TRACING
 from jstep.hooks.in_flight import InFlight
 from jstep.loop import stalls
-from jstep.loop.setup import BEGINNING, CLOSING, RUNNING
+from jstep.loop.setup import BEGINNING, CLOSING, RUNNING, At
 from jstep.loop.stalls import StallWatch, Wait
 
 
 def run_of(*, loop: Any = None, **more: Any) -> Any:
     """A run at step 5 of one that began at step 2, in a call of the steps 5 and 6."""
+    loop = loop or {}
     place = {
-        "step": 5, "first": 2, "metrics": None, "calling": None, "phase": RUNNING, "is_over": False, "restoring": None,
+        "at": At(loop.get("step", 5), None), "first": 2, "calling": None, "phase": RUNNING, "is_over": False, "restoring": None,
         "is_known": True,
     }  # fmt: skip
     fields = {
-        "loop": types.SimpleNamespace(**place | (loop or {})),
+        "loop": types.SimpleNamespace(**place | loop),
         "feeder": types.SimpleNamespace(waiting=False, steps=2, got=3), "saver": None,
         "transfers": types.SimpleNamespace(owner=None),
         "options": types.SimpleNamespace(where="runs", checkpoint_prefix="model"),
@@ -33,7 +34,7 @@ def run_of(*, loop: Any = None, **more: Any) -> Any:
         "dispatch": dispatch_of(), "in_flight": InFlight(),
     }  # fmt: skip
     run = types.SimpleNamespace(**fields | more)
-    run.step = run.loop.step
+    run.step = run.loop.at.step
     return run
 
 
