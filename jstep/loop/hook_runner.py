@@ -8,7 +8,7 @@ from typing import Any
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.exceptions import note, note_other
+from jstep.core.exceptions import note_other
 from jstep.core.stopwatch import FIRST_CALL, HOOKS, STEPPING
 from jstep.distributed import processes
 from jstep.evaluating.evaluation_hook import EvaluationHook
@@ -171,15 +171,13 @@ class HookRunner:
 
     def before_save(self, step: int) -> bool:
         """Deliver pending results; return whether a hook prevents the save, on any process."""
-        transfers, is_delivered = self._setup.transfers, False
-        while not is_delivered:  # a row that fails is dropped, the others are delivered
-            try:
-                transfers.deliver_all()
-                is_delivered = True
-            except Exception as error:
-                if not isinstance(error, OSError) and not isinstance(error.__cause__, OSError):
-                    raise
-                self._setup.loop.failures.append((Calling(transfers.take_failed_owner(), "flush"), error))
+
+        def failed(error: Exception) -> None:
+            if not isinstance(error, OSError) and not isinstance(error.__cause__, OSError):
+                raise error
+            self._setup.loop.failures.append((Calling(self._setup.transfers.take_failed_owner(), "flush"), error))
+
+        self._deliver_all(failed)
         built_in = [hook for hook in self._hooks if isinstance(hook, RunHook)]
         own = [hook for hook in self._hooks if not isinstance(hook, RunHook) and defines(hook, "before_save")]
         hooks = [*own, *built_in]
@@ -205,13 +203,17 @@ class HookRunner:
                 else:
                     self._apply(hook, hook.after_step(loop.at.step, loop.at.state, loop.at.metrics))
         loop.calling = None
-        is_delivered = False
-        while not is_delivered:  # a row that fails is dropped, the others are delivered
-            with errors:
-                self._setup.transfers.deliver_all()
-                is_delivered = True
+        self._deliver_all(functools.partial(errors.add, calling=None))
         errors.add_failures()
         errors.end(failed)
+
+    def _deliver_all(self, failed: Callable[[Exception], None]) -> None:
+        """Deliver all numbers; a row that fails is dropped, the others are delivered."""
+        while True:
+            try:
+                return self._setup.transfers.deliver_all()
+            except Exception as error:
+                failed(error)
 
     def settle(self, failed: Callable[[Exception], None] | None = None) -> None:
         """Raise the errors of logs that could not be written before the last checkpoint, or pass them to `failed`."""
@@ -286,25 +288,16 @@ class HookRunner:
 
         def due_after(step: int) -> int:
             due = lines.next_multiple(step)
-            for hook in hooks:
-                loop.calling = Calling(hook, "next_due")
-                try:
-                    due = min(due, next_call(hook, step)[1])
-                except Exception as error:  # raised when the run gets there
-                    note(error, f"jstep: in {hook_name(hook)}.next_due({step}), which says where calls end")
-                    raise
-                finally:
-                    loop.calling = None
+            try:
+                for hook in hooks:
+                    loop.calling = Calling(hook, "next_due")
+                    due = min(due, next_call(hook, step)[1])  # an error is raised when the run gets there
+            finally:
+                loop.calling = None
             return due
 
         self._ends = EndsAhead(boundaries.ends(loop.first, options.stop_step, due_after))
         return self._ends
-
-    def not_called(self) -> list[str]:
-        """Return the names of due hooks that were not called because another one stalls."""
-        step = self._setup.loop.at.step
-        late = [schedule.hook for schedule in self._schedules if schedule.called < step and schedule.next <= step]
-        return [hook_name(hook) for hook in late if not isinstance(hook, CheckpointSaverHook)]
 
 
 class Errors:

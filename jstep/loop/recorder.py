@@ -162,13 +162,6 @@ class Recorder(Observer):
         if (file := self.setup.lines.file) is not None:
             file.write(self._newest(), flush=True)
 
-    def about_to_save(self) -> None:
-        if (file := self.setup.lines.file) is not None:
-            newest = self._newest()
-            stepping, rate = newest["seconds"].get(stopwatch.STEPPING, 0.0), newest["values"].get("learning_rate")
-            saved = [*file.fields["saved"], [self.setup.loop.at.step, stepping, newest["examples"], rate]]
-            file.update({**newest, "saved": saved[-_MAX_SAVES:]})
-
     def _tick(self) -> None:
         while (file := self.setup.lines.file) is not None:
             file.due.wait(file.period)
@@ -293,9 +286,14 @@ class Recorder(Observer):
 
     # What a restart says.
 
-    def checkpoint_extra(self, step: int) -> dict[str, Any]:
-        """Return the past to save with a checkpoint, as `{PAST: …}`."""
-        extra = self._origin.extra
+    def about_to_save(self, step: int) -> dict[str, Any]:
+        """Record the save, and return the past to save with the checkpoint, as `{PAST: …}`."""
+        extra, file = self._origin.extra, self.setup.lines.file
+        if file is not None:
+            newest = self._newest()
+            stepping, rate = newest["seconds"].get(stopwatch.STEPPING, 0.0), newest["values"].get("learning_rate")
+            saved = [*file.fields["saved"], [step, stepping, newest["examples"], rate]]
+            file.update({**newest, "saved": saved[-_MAX_SAVES:]})
         if step <= self.setup.loop.first and (self.setup.loop.is_restored or PAST in extra):  # no step was run
             return {key: extra[key] for key in (PAST, "config", "code") if key in extra}
         if not self._is_active():
@@ -303,7 +301,6 @@ class Recorder(Observer):
         kept: dict[str, Any] = {PAST: self._past(step)}
         if self.setup.options.config is not None:
             kept["config"] = dict(self.setup.options.config)
-        file = self.setup.lines.file
         if file is not None and file.fields["commit"] is not None:
             kept["code"] = {name: file.fields[name] for name in ("commit", "edits")}
         return kept

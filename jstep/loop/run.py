@@ -77,7 +77,7 @@ class Origin:
 class Observer(contextlib.AbstractContextManager["Observer"]):
     """An observer of a run: a context manager that exits once the run has closed.
 
-    Methods are roughly in the order of a run; `flush`, `about_to_save` and `checkpoint_extra` are called many times.
+    Methods are roughly in the order of a run; `flush` and `about_to_save` are called many times.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -114,11 +114,8 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
     def flush(self) -> None:
         """Called in the background before each checkpoint appears: flush anything that must not be older."""
 
-    def about_to_save(self) -> None:
-        """Called before a save that nothing prevents any more."""
-
-    def checkpoint_extra(self, step: int) -> dict[str, Any]:
-        """Return entries for the `extra` of the checkpoint of a step."""
+    def about_to_save(self, step: int) -> dict[str, Any]:
+        """Called before a save that nothing prevents any more; return entries for the checkpoint's `extra`."""
         return {}
 
     def before_close(self) -> None:

@@ -11,7 +11,7 @@ Entries are saved by these methods of `RunSaverHook`:
 | `held` | the initial values of held hyperparameters | `_extra_with` | `restore`, which warns if the new ones differ |
 | `run` | the name of the run and of its event files | `_extra_with` | `Run.name` |
 | `parent` | path and step of the checkpoint that the run began from | `_extra_with` | `parent_in`, for `Origin` |
-| others | data of an observer, such as the past of a card | `Observer.checkpoint_extra` | the observer |
+| others | data of an observer, such as the past of a card | `Observer.about_to_save` | the observer |
 """
 
 import contextlib
@@ -253,12 +253,10 @@ class RunSaverHook(CheckpointSaverHook):
                 writer.drain()
             except Exception as error:
                 run.log_failed(writer, error)
-        for observer in run.observers:
-            observer.about_to_save()
         positions, hooks = host_state()
-        observed = {
-            key: value for observer in run.observers for key, value in observer.checkpoint_extra(run.step).items()
-        }
+        observed: dict[str, Any] = {}
+        for observer in run.observers:
+            observed |= observer.about_to_save(run.step)
         held = {HELD_VALUES: run.origin.held} if run.origin.held else {}
         parent = {} if run.origin.parent is None else {PARENT: run.origin.parent}
         return Extra(

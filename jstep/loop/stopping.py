@@ -164,7 +164,7 @@ def rescue(run: Run, error: BaseException) -> None:
 
 def save_while_it_hangs(run: Run) -> str:
     """Save the last complete state from another thread; return the outcome."""
-    step, calling = run.step, run.setup.loop.calling
+    step = run.step
     try:
         hook = next(hook for hook in run.savers if isinstance(hook, RunSaverHook))
         savers, why = run.may_save()
@@ -173,11 +173,8 @@ def save_while_it_hangs(run: Run) -> str:
         hook.save_alone(step, run.state, is_finite=not run.nonfinite_params())
     except Exception as error:
         return f"step {step} could not be saved: {_text(error)}"
-    missed = [] if calling is None else [f"{hook_name(calling.hook)} did not return"]
-    if calling is not None and calling.method == "after_step":
-        missed += [f"{name} was not called" for name in run.runner.not_called()]
     name = checkpoint_name(hook.saver.prefix, step)
-    return "; ".join([f"step {step} is saved as {name}, with the states of hooks of the save before", *missed])
+    return f"step {step} is saved as {name}, with the states of hooks of the save before"
 
 
 def _saved(run: Run, error: BaseException) -> str:
