@@ -7,6 +7,7 @@ the program itself; a shell script around it should end with `exec python …`.
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -34,22 +35,30 @@ def start(command):
                 passed_on += 1
 
 
-def progress(run):
-    """Return the step that the run has reached, and how its latest start ended."""
-    command = [sys.executable, "-m", "jstep", "runs", run, "--json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
-    found = json.loads(done.stdout or "[]")  # none if the command ended before `train`
+def progress(run, python):
+    """Return the step that the run has reached, None if that cannot be asked, and how its latest start ended."""
+    try:
+        command = [python, "-m", "jstep", "runs", run, "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        found = json.loads(done.stdout or "[]")  # none if the command ended before `train`
+    except (OSError, ValueError) as error:
+        return None, f"{python} -m jstep: {error}"
+    if done.returncode not in (0, 2):  # 2: there is no such directory yet
+        return None, f"{python} -m jstep: {(done.stderr.strip().splitlines() or [done.returncode])[-1]}"
     ends = [(one.get("starts") or [one])[-1] for one in found]
     return sum(one["step"] or 0 for one in found), "; ".join(f"{end['status']} {end['reason'] or ''}" for end in ends)
 
 
 def keep(run, command):
-    reached, idle, code = progress(run)[0], 0, 0
+    python = command[0] if "python" in os.path.basename(command[0]) else sys.executable  # which has jstep
+    reached, idle, code = progress(run, python)[0] or 0, 0, 0
     while True:
         before, code = code, start(command)
-        step, end = progress(run)
-        reached, idle = max(reached, step), 0 if step > reached else idle + 1
-        print(f"keep.py: exit code {code}, step {step}: {end or 'there is no run'}", file=sys.stderr)
+        step, end = progress(run, python)
+        if step is not None:  # what cannot be asked is no lack of progress
+            reached, idle = max(reached, step), 0 if step > reached else idle + 1
+        at = "unknown" if step is None else step
+        print(f"keep.py: exit code {code}, step {at}: {end or 'there is no run'}", file=sys.stderr)
         if received or (code not in AGAIN and (code != KILLED or before == KILLED)):
             return code
         if idle == 2:

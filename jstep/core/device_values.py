@@ -6,8 +6,8 @@ here.
 
 import contextvars
 import functools
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any, TypeAlias, Unpack
+from collections.abc import Callable, Iterable
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from jstep.core.checks import truncate
 from jstep.core.plain import NOT_RECORDED
+from jstep.hooks.numbers import in_own_digits
 
 SETTINGS = (
     "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable",
@@ -78,7 +79,8 @@ def values_of(start: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
 def _flat(begins: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, dict) and value:
-            yield from _flat(f"{begins}{name}", {f"[{key}]": entry for key, entry in value.items()})
+            # A value from step 0 on has no step, as that of the first program.
+            yield from _flat(f"{begins}{name}", {f"[{key}]" * (key != "0"): entry for key, entry in value.items()})
         else:
             yield f"{begins}{name}", value
 
@@ -153,7 +155,10 @@ def same(one: Any, other: Any) -> bool:
 
 
 def _shown(value: Any, other: Any) -> str:
+    """Return a value as text: a number of float32 with its own digits, unless those are also the other's."""
     if value is _ABSENT:
         return "absent"
+    if isinstance(value, float) and isinstance(other, float) and in_own_digits(value) != in_own_digits(other):
+        value = in_own_digits(value)
     is_plain = isinstance(value, str) and value and str(other) != value
     return truncate(value if is_plain else json.dumps(value), 80)

@@ -187,31 +187,28 @@ class AutoSteps:
 
 def warn_of_ended_rate(train_steps: TrainSteps, last_step: int | None, chunk: Chunk, state: Tree) -> None:
     """Warn, in the last stage, if all learning rates of its optimizer are 0 in the last two steps of the run."""
-    step = step_function(chunk.program.stage.step)
-    if last_step is None or step is None or step.optimizer is None or last_step - chunk.program.stage.first < 4:
+    step, first = step_function(chunk.program.stage.step), chunk.program.stage.first
+    if last_step is None or step is None or last_step - first < 4 or jax.process_index() != 0:
         return
-    optimizer, roles = step.optimizer, roles_in(state)
-    is_last = train_steps.index(last_step - 1) == train_steps.index(chunk.first)
-    if not is_last or roles.with_detail(LEARNING_RATE):  # a held one is no schedule
-        return
-    scheduled: list[bool] = []
+    if train_steps.at(last_step - 1) is not train_steps.at(first) or roles_in(state).with_detail(LEARNING_RATE):
+        return  # of a later stage, or held: a held rate is no schedule
+    optimizer: Any = step.optimizer
+    scheduled = list[bool]()
 
-    def largest(step: Any) -> Any:
-        rates = [value for name, value in optimizer.hyperparameters(step).items() if is_learning_rate(name)]
+    def largest(at: Any) -> Any:
+        rates = [value for name, value in optimizer.hyperparameters(at).items() if is_learning_rate(name)]
         scheduled.extend(map(trees.is_traced, rates))
         return jnp.max(jnp.stack([jnp.max(jnp.abs(rate)) for rate in rates]))
 
     steps = np.asarray([1, last_step // 2, last_step - 2, last_step - 1], trees.default_int())
     try:
-        jax.eval_shape(jax.vmap(largest), steps)
-        if not any(scheduled):
-            return
+        traced = jax.jit(jax.vmap(largest)).trace(steps)
         with internal_transfers():
-            *earlier, before, last = np.asarray(jax.jit(jax.vmap(largest))(steps)).tolist()
+            *earlier, before, last = traced.lower().compile()(steps).tolist() if any(scheduled) else [0.0] * 4
     except Exception as error:  # a schedule that needs a concrete step, or a hyperparameter that is no number
         _logger.debug("whether the learning rate is 0 in the end is not known: %s", error)
         return
-    if before == last <= _ROUNDING * max(earlier) and max(earlier) > 0 and jax.process_index() == 0:
+    if before == last <= _ROUNDING * max(earlier) and max(earlier) > 0:
         _logger.warning(
             "the learning rate is 0 in the last steps of the run, before step %d, so these do not train: its schedule "
             "ends before the run does; give it more steps, or end the run earlier (last_step)",

@@ -8,7 +8,7 @@ from typing import Any
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.exceptions import note, note_other
+from jstep.core.exceptions import note_other
 from jstep.core.stopwatch import FIRST_CALL, HOOKS, STEPPING
 from jstep.distributed import processes
 from jstep.evaluating.evaluation_hook import EvaluationHook
@@ -63,7 +63,7 @@ class HookRunner:
     def begin(self) -> bool:
         loop, is_done = self._setup.loop, False
         for hook in self._hooks:
-            if hasattr(hook, "begin") and self._call(hook, "begin", loop.state):
+            if hasattr(hook, "begin") and self._call(hook, "begin", loop.at.state):
                 is_done = True
         self._schedules = [HookSchedule(hook, loop.first) for hook in self._hooks if _acts(hook)]
         self._timed = [schedule for schedule in self._schedules if schedule.deadline != math.inf]
@@ -79,16 +79,16 @@ class HookRunner:
         """Call `evaluate_first`, or `evaluate_owed` after a restart; return whether that ends the run."""
         loop, is_done = self._setup.loop, False
         for hook in self.evaluations:
-            if self._take(hook, method, self._call(hook, method, loop.step, loop.state)):
+            if self._take(hook, method, self._call(hook, method, loop.at.step, loop.at.state)):
                 is_done = True
-                loop.record_stop(hook.stopped_by)
+                loop.stopped_by = loop.stopped_by or hook.stopped_by
         return is_done
 
     def after(self, first: int) -> bool:
         """Run hooks after a call that began at step `first`; return whether one of them ends the run."""
         loop = self._setup.loop
-        step = loop.step
-        self._reports.steps[loop.rows] += step - first
+        step = loop.at.step
+        self._reports.steps[loop.at.rows] += step - first
         if first >= self._next_check:
             self._check_step(first)
         for schedule in self._timed:
@@ -107,14 +107,14 @@ class HookRunner:
             watch.started()
             for schedule in self._schedules:  # the intervals of automatic saves begin with the first step
                 if callable(schedule.cadence.secs):
-                    schedule.reschedule(loop.step)
+                    schedule.reschedule(loop.at.step)
             if any(isinstance(hook, LoggingHook) and hook not in setup.options.hooks for hook in self._hooks):
                 setup.times.log(watch.before)
         self.is_checking = True
         began = watch.clock()
-        check_step(loop.step, loop.state, first)
+        check_step(loop.at.step, loop.at.state, first)
         setup.in_flight.drop_finished()
-        watch.record(FIRST_CALL, began, share=1 / (loop.step - first))
+        watch.record(FIRST_CALL, began, share=1 / (loop.at.step - first))
         self.is_checking = False
         edge = setup.train_steps.edge_after(first)
         self._next_check = NEVER if edge is None else edge
@@ -122,7 +122,7 @@ class HookRunner:
     def _call_due_hooks(self) -> None:
         """Call all due hooks, even if one raises, so that no output is missing after a restart."""
         loop, watch, errors = self._setup.loop, self._setup.watch, Errors(self._setup)
-        step, pending = loop.step, tuple(loop.pending)
+        step, pending = loop.at.step, tuple(loop.pending)
         if pending:
             watch.switch(HOOKS)
         for hook, check in pending:
@@ -144,7 +144,7 @@ class HookRunner:
             if calling.is_users:
                 self._setup.sums.flush()
             with errors:
-                self._apply(hook, hook.after_step(step, loop.state, loop.metrics))
+                self._apply(hook, hook.after_step(step, loop.at.state, loop.at.metrics))
                 if errors.all:
                     continue
                 loop.calling = Calling(hook, "next_due")
@@ -158,26 +158,25 @@ class HookRunner:
 
     def _apply(self, hook: Any, result: Any) -> None:
         if self._take(hook, "after_step", result):
-            self._setup.loop.record_stop(getattr(hook, "stopped_by", None) or hook_name(hook))
+            loop = self._setup.loop
+            loop.stopped_by = loop.stopped_by or getattr(hook, "stopped_by", None) or hook_name(hook)
 
     def _take(self, hook: Any, method: str, result: Any) -> bool:
         """Apply the result of a hook; return whether it ends the run."""
         loop = self._setup.loop
-        stop, state = check_hook_result(result, loop.state, loop.step, f"{hook_name(hook)}.{method}")
-        loop.state = state
+        stop, state = check_hook_result(result, loop.at.state, loop.at.step, f"{hook_name(hook)}.{method}")
+        loop.at = loop.at._replace(state=state)
         return stop
 
     def before_save(self, step: int) -> bool:
         """Deliver pending results; return whether a hook prevents the save, on any process."""
-        transfers, is_delivered = self._setup.transfers, False
-        while not is_delivered:  # a row that fails is dropped, the others are delivered
-            try:
-                transfers.deliver_all()
-                is_delivered = True
-            except Exception as error:
-                if not isinstance(error, OSError) and not isinstance(error.__cause__, OSError):
-                    raise
-                self._setup.loop.record_failure(transfers.take_failed_owner(), error)
+
+        def failed(error: Exception) -> None:
+            if not isinstance(error, OSError) and not isinstance(error.__cause__, OSError):
+                raise error
+            self._setup.loop.failures.append((Calling(self._setup.transfers.take_failed_owner(), "flush"), error))
+
+        self._deliver_all(failed)
         built_in = [hook for hook in self._hooks if isinstance(hook, RunHook)]
         own = [hook for hook in self._hooks if not isinstance(hook, RunHook) and defines(hook, "before_save")]
         hooks = [*own, *built_in]
@@ -189,10 +188,10 @@ class HookRunner:
     def last(self, failed: Callable[[Exception], None] | None = None) -> None:
         """Run hooks after the last call, once; `failed` receives their exceptions if another error is handled."""
         loop, errors = self._setup.loop, Errors(self._setup)
-        if loop.step == loop.first or self._was_last:
+        if loop.at.step == loop.first or self._was_last:
             return
         self._was_last = True
-        due = [schedule.hook for schedule in self._schedules if schedule.at_last(loop.step)]
+        due = [schedule.hook for schedule in self._schedules if schedule.at_last(loop.at.step)]
         last = {id(hook): hook for hook in due}  # each once
         pending, loop.pending = loop.pending, []
         for hook, check in [*pending, *((hook, None) for hook in last.values())]:
@@ -201,15 +200,19 @@ class HookRunner:
                 if check is not None:
                     check(wait=True)
                 else:
-                    self._apply(hook, hook.after_step(loop.step, loop.state, loop.metrics))
+                    self._apply(hook, hook.after_step(loop.at.step, loop.at.state, loop.at.metrics))
         loop.calling = None
-        is_delivered = False
-        while not is_delivered:  # a row that fails is dropped, the others are delivered
-            with errors:
-                self._setup.transfers.deliver_all()
-                is_delivered = True
+        self._deliver_all(functools.partial(errors.add, calling=None))
         errors.add_failures()
         errors.end(failed)
+
+    def _deliver_all(self, failed: Callable[[Exception], None]) -> None:
+        """Deliver all numbers; a row that fails is dropped, the others are delivered."""
+        while True:
+            try:
+                return self._setup.transfers.deliver_all()
+            except Exception as error:
+                failed(error)
 
     def settle(self, failed: Callable[[Exception], None] | None = None) -> None:
         """Raise the errors of logs that could not be written before the last checkpoint, or pass them to `failed`."""
@@ -225,38 +228,38 @@ class HookRunner:
         """
         loop, errors = self._setup.loop, Errors(self._setup)
         hooks, evaluations = self._hooks, self.evaluations
-        if loop.step == loop.first and (not loop.is_restored or self.ended_at == loop.step):
-            left = [hook for hook in evaluations if hook.owes_end(loop.step)]
+        if loop.at.step == loop.first and (not loop.is_restored or self.ended_at == loop.at.step):
+            left = [hook for hook in evaluations if hook.owes_end(loop.at.step)]
             for hook in evaluations:
                 if hook not in left:
-                    self._call(hook, "repeat", loop.step, loop.state)
+                    self._call(hook, "repeat", loop.at.step, loop.at.state)
             savers = [hook for hook in hooks if isinstance(hook, CheckpointSaverHook)]
             hooks = [*left, *savers] if left else []
-        before = loop.state
+        before = loop.at.state
         # Savers come last; all of them run, even if one raises.
         for hook in hooks:
             is_saver = isinstance(hook, CheckpointSaverHook)
             if is_saver:
-                self.ended_at = loop.step
+                self.ended_at = loop.at.step
             if not hasattr(hook, "end"):
                 continue
             try:
-                self._take(hook, "end", self._call(hook, "end", loop.step, loop.state))
+                self._take(hook, "end", self._call(hook, "end", loop.at.step, loop.at.state))
             except Exception as error:
                 if is_saver:
                     errors.add(error, loop.calling)
                     continue
                 if not trees.is_donated(before):
-                    loop.state = before  # the next start calls all of them again
+                    loop.at = loop.at._replace(state=before)  # the next start calls all of them again
                 raise
         errors.end()
 
     def has_ended(self) -> bool:
         """Return whether the hooks have ended at this step, or only need to save there."""
         loop, options = self._setup.loop, self._setup.options
-        if self.ended_at == loop.step:
+        if self.ended_at == loop.at.step:
             return True
-        is_evaluated = all(loop.step in hook.results for hook in self.evaluations)
+        is_evaluated = all(loop.at.step in hook.results for hook in self.evaluations)
         # User-defined hooks may act at the end; what jstep's do there shows in the checkpoint.
         has_ends = any(defines(hook, "end") and not is_public(type(hook)) for hook in options.hooks)
         return self._setup.is_at_last and is_evaluated and not has_ends and loop.phase != LEAVING
@@ -284,25 +287,16 @@ class HookRunner:
 
         def due_after(step: int) -> int:
             due = lines.next_multiple(step)
-            for hook in hooks:
-                loop.calling = Calling(hook, "next_due")
-                try:
-                    due = min(due, next_call(hook, step)[1])
-                except Exception as error:  # raised when the run gets there
-                    note(error, f"jstep: in {hook_name(hook)}.next_due({step}), which says where calls end")
-                    raise
-                finally:
-                    loop.calling = None
+            try:
+                for hook in hooks:
+                    loop.calling = Calling(hook, "next_due")
+                    due = min(due, next_call(hook, step)[1])  # an error is raised when the run gets there
+            finally:
+                loop.calling = None
             return due
 
         self._ends = EndsAhead(boundaries.ends(loop.first, options.stop_step, due_after))
         return self._ends
-
-    def not_called(self) -> list[str]:
-        """Return the names of due hooks that were not called because another one stalls."""
-        step = self._setup.loop.step
-        late = [schedule.hook for schedule in self._schedules if schedule.called < step and schedule.next <= step]
-        return [hook_name(hook) for hook in late if not isinstance(hook, CheckpointSaverHook)]
 
 
 class Errors:
@@ -365,7 +359,7 @@ def close_hooks(setup: Setup, error: BaseException | None) -> None:
     for problem in setup.background.end():
         errors.add(problem, None)
     calls: list[tuple[Any, str, tuple[Any, ...]]] = [
-        (hook, "failed", (setup.loop.step, error)) for hook in hooks if error is not None
+        (hook, "failed", (setup.loop.at.step, error)) for hook in hooks if error is not None
     ]
     calls += [(hook, method, ()) for hook in reversed(hooks) for method in ("closed", "close")]
     for hook, method, args in calls:

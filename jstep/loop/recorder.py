@@ -28,7 +28,6 @@ from jstep.hooks.stall_files import exit_reason
 from jstep.hooks.start_differences import changes
 from jstep.loop.branch import PARENT, PARENT_RUN
 from jstep.loop.card import card, program_card, shortened
-from jstep.loop.dispatch import Dispatch
 from jstep.loop.programs import Chunk, lanes_of
 from jstep.loop.run import STOPPED, Observer, Origin, Run, name_of_run
 from jstep.loop.setup import Setup
@@ -62,7 +61,6 @@ class Recorder(Observer):
         self._devices: list[Any] = []
         self._saver: Saver | None = None
         self._origin = Origin()
-        self._batches: Any = None
         self._card: dict[str, Any] = {}
         self._kept: Mapping[str, Any] | None = None  # the past of the restored checkpoint, until it is compared
         self._latest: list[Future[None]] = []  # the newest task of the card; each waits for the one before
@@ -104,7 +102,7 @@ class Recorder(Observer):
 
     def _given(self, where: str, origin: Origin, earlier: list[Start], newest: Start | None) -> dict[str, Any]:
         """Return what is known when the file is made, and does not change."""
-        options, state = self.setup.options, self.setup.loop.state
+        options, state = self.setup.options, self.setup.loop.at.state
         leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
         self._devices = list(next((leaf.sharding.addressable_devices for leaf in leaves), ()))
         about: dict[str, Any] = {}
@@ -151,9 +149,6 @@ class Recorder(Observer):
 
     # What changes all the time.
 
-    def before_begin(self, run: Run) -> None:
-        self._run = run
-
     def before_close(self) -> None:
         for _ in range(2):  # the previous numbers may not have been ready
             self._read_numbers()
@@ -161,13 +156,6 @@ class Recorder(Observer):
     def flush(self) -> None:
         if (file := self.setup.lines.file) is not None:
             file.write(self._newest(), flush=True)
-
-    def about_to_save(self) -> None:
-        if (file := self.setup.lines.file) is not None:
-            newest = self._newest()
-            stepping, rate = newest["seconds"].get(stopwatch.STEPPING, 0.0), newest["values"].get("learning_rate")
-            saved = [*file.fields["saved"], [self.setup.loop.step, stepping, newest["examples"], rate]]
-            file.update({**newest, "saved": saved[-_MAX_SAVES:]})
 
     def _tick(self) -> None:
         while (file := self.setup.lines.file) is not None:
@@ -191,7 +179,7 @@ class Recorder(Observer):
             peaks += [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in self._devices]
         return {
             "now": stopwatch.CLOCKS.wall(),
-            "step": [loop.first, max(loop.first, loop.step)] if loop.is_known else None,
+            "step": [loop.first, max(loop.first, loop.at.step)] if loop.is_known else None,
             "seconds": {part: round(max(0.0, value), 6) for part, value in seconds.items() if value},
             "examples": None if unknown else counted,
             **{name: dict(of) for name, of in self._numbers.items()},
@@ -239,14 +227,20 @@ class Recorder(Observer):
         if (code := code_version()) is not None and (file := self.setup.lines.file) is not None:
             file.write(code)
 
-    def restored(self, saver: Saver | None, origin: Origin, dispatch: Dispatch, batches: Tree) -> None:
-        self._batches, self._origin, self._table = batches, origin, dispatch.table
+    def before_begin(self, run: Run) -> None:
+        self._run, self._origin, origin = run, run.origin, run.origin
         if not self._is_active():
             return
         if origin.restored is not None and isinstance(kept := origin.extra.get(PAST), dict):
             self._kept = kept
         loop = self.setup.loop
-        made_of = self.setup.options, self.setup.train_steps, loop.first, dispatch.table.state_shapes, batches
+        made_of = (
+            self.setup.options,
+            self.setup.train_steps,
+            loop.first,
+            run.dispatch.table.state_shapes,
+            self.setup.batches,
+        )
 
         def record() -> None:
             self._card = card(*made_of)
@@ -267,9 +261,10 @@ class Recorder(Observer):
 
     def idle(self, shapes: Callable[[int], Any]) -> None:
         """Compare a start that takes no step with the start that made its checkpoint."""
-        if self._kept is not None:
+        if self._kept is not None and self._run is not None:
             last = max(self.setup.loop.first - 1, 0)
-            stage, state = self._table.stage_of(last), self._table.state_shapes
+            table = self._run.dispatch.table
+            stage, state = table.stage_of(last), table.state_shapes
 
             def record() -> None:
                 args = traced = None
@@ -293,9 +288,14 @@ class Recorder(Observer):
 
     # What a restart says.
 
-    def checkpoint_extra(self, step: int) -> dict[str, Any]:
-        """Return the past to save with a checkpoint, as `{PAST: …}`."""
-        extra = self._origin.extra
+    def about_to_save(self, step: int) -> dict[str, Any]:
+        """Record the save, and return the past to save with the checkpoint, as `{PAST: …}`."""
+        extra, file = self._origin.extra, self.setup.lines.file
+        if file is not None:
+            newest = self._newest()
+            stepping, rate = newest["seconds"].get(stopwatch.STEPPING, 0.0), newest["values"].get("learning_rate")
+            saved = [*file.fields["saved"], [step, stepping, newest["examples"], rate]]
+            file.update({**newest, "saved": saved[-_MAX_SAVES:]})
         if step <= self.setup.loop.first and (self.setup.loop.is_restored or PAST in extra):  # no step was run
             return {key: extra[key] for key in (PAST, "config", "code") if key in extra}
         if not self._is_active():
@@ -303,7 +303,6 @@ class Recorder(Observer):
         kept: dict[str, Any] = {PAST: self._past(step)}
         if self.setup.options.config is not None:
             kept["config"] = dict(self.setup.options.config)
-        file = self.setup.lines.file
         if file is not None and file.fields["commit"] is not None:
             kept["code"] = {name: file.fields[name] for name in ("commit", "edits")}
         return kept
@@ -312,8 +311,8 @@ class Recorder(Observer):
         past: dict[str, Any] = {"lanes": lanes_of(self.setup.train_steps.at(max(step - 1, 0)))}
         if (file := self.setup.lines.file) is not None:
             past[START] = [file.fields["number"], file.fields["began"]]
-        if isinstance(self._batches, BatchSequence):
-            before = self._batches[:step]
+        if isinstance(self.setup.batches, BatchSequence):
+            before = self.setup.batches[:step]
             definition = {name: shortened(part) for name, part in before.definition().items() if name != "num_epochs"}
             past |= {"rows": before.rows_hash(), "batches": definition}
         return past
@@ -362,17 +361,17 @@ def _end_earlier(file: StartFile, *, claimed: bool) -> None:
 
 
 def _outcome(setup: Setup, error: BaseException | None, stopped_by: object) -> tuple[str, str, str | None]:
-    """Return how the run ended, why, and the class of its exception."""
+    """Return how the run ended, why, and the class of its exception; a signal is not one of the program."""
     loop, signals = setup.loop, setup.signals
-    is_done = loop.is_known and loop.step >= setup.options.stop_step
+    is_done = loop.is_known and loop.at.step >= setup.options.stop_step
     is_signal = error is not None and (signals.received is not None or isinstance(error, KeyboardInterrupt))
     kind = None if error is None else type(error).__name__
     if error is not None and (isinstance(error, Exception) or not is_signal):
         first = error_text(error).strip().partition("\n")[0]
         return "failed", truncate(f"{kind}: {first}".rstrip(": "), 1000), kind
     if is_signal and not is_done:
-        return "interrupted", "SIGINT" if signals.received is None else signals.reason, kind
-    by = loop.stopped_by or (stopped_by if loop.step <= loop.first else None)  # an earlier start of this run, or now
+        return "interrupted", "SIGINT" if signals.received is None else signals.reason, None
+    by = loop.stopped_by or (stopped_by if loop.at.step <= loop.first else None)  # an earlier start of this run, or now
     if isinstance(by, str):
         return FINISHED, f"stopped by {by}", None
     return FINISHED, "" if is_done else "the batches ended", None

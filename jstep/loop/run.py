@@ -24,7 +24,7 @@ from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchFeeder
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.programs import Chunk
-from jstep.loop.setup import Setup
+from jstep.loop.setup import Calling, Setup
 from jstep.state.contents import NanLossDuringTrainingError, StateContents, in_words
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import LOSS
@@ -76,7 +76,7 @@ class Origin:
 class Observer(contextlib.AbstractContextManager["Observer"]):
     """An observer of a run: a context manager that exits once the run has closed.
 
-    Methods are roughly in the order of a run; `flush`, `about_to_save` and `checkpoint_extra` are called many times.
+    Methods are roughly in the order of a run; `flush` and `about_to_save` are called many times.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -87,9 +87,6 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
 
     def opened(self, saver: Saver | None, origin: Origin) -> None:
         """Called once the run may write to its directory, before the state is restored."""
-
-    def restored(self, saver: Saver | None, origin: Origin, dispatch: Dispatch, batches: Tree) -> None:
-        """Called when the state is restored, or is the given one."""
 
     def progress_hook(self) -> Any:
         """Return a hook that shows the progress in place of log lines, or None."""
@@ -115,11 +112,8 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
     def flush(self) -> None:
         """Called in the background before each checkpoint appears: flush anything that must not be older."""
 
-    def about_to_save(self) -> None:
-        """Called before a save that nothing prevents any more."""
-
-    def checkpoint_extra(self, step: int) -> dict[str, Any]:
-        """Return entries for the `extra` of the checkpoint of a step."""
+    def about_to_save(self, step: int) -> dict[str, Any]:
+        """Called before a save that nothing prevents any more; return entries for the checkpoint's `extra`."""
         return {}
 
     def before_close(self) -> None:
@@ -171,15 +165,15 @@ class Run(RunInfo):
 
     @property
     def step(self) -> int:
-        return self.setup.loop.step
+        return self.setup.loop.at.step
 
     @property
     def state(self) -> Any:
-        return self.setup.loop.state
+        return self.setup.loop.at.state
 
     @property
     def metrics(self) -> Any:
-        return self.setup.loop.metrics
+        return self.setup.loop.at.metrics
 
     @property
     def is_over(self) -> bool:
@@ -197,10 +191,10 @@ class Run(RunInfo):
 
     def stop(self, by: str) -> None:
         if not self.setup.loop.is_over:
-            self.setup.loop.record_stop(by)
+            self.setup.loop.stopped_by = self.setup.loop.stopped_by or by
 
     def log_failed(self, log: Any, error: Exception) -> None:
-        self.setup.loop.record_failure(log, error)
+        self.setup.loop.failures.append((Calling(log, "flush"), error))
 
     def to_stop(self) -> bool:
         return self.setup.signals.to_stop()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING, Stopwatch
+from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING, Stopwatch, new_watch
 from jstep.core.threads import Counter
 from jstep.hooks.background import BackgroundHooks
 from jstep.hooks.hook import Hook
@@ -26,7 +26,7 @@ from jstep.loop.signals import StopSignals
 from jstep.state.train_state import TrainState
 from jstep.stores.starts import StartFile
 
-# The state of a loop over calls: only the loop writes it, all others read it.
+# The state of a loop over calls: only the loop's thread writes it, all others read it.
 
 BEGINNING, RUNNING, ENDING, LEAVING, CLOSING = "beginning", "running", "ending", "leaving", "closing"
 """The phases of a run: before its first call, while it takes steps, after its last call, after a signal, at the end."""
@@ -53,29 +53,38 @@ class Calling(NamedTuple):
         return (id(self.hook), EVALUATING) if self.part == EVALUATING else SAVING
 
 
-@dataclasses.dataclass
-class LoopState:
-    """The position of a loop over calls, in `train` and in `replay`.
+class At(NamedTuple):
+    """Where a loop over calls is; replaced as a whole, so that no thread sees the state of another step.
 
     Attributes:
         state: The latest state, including changes by hooks.
         rows: The number of rows of the last batch; None if unknown.
+    """
+
+    step: int
+    state: Any
+    metrics: Any = None
+    rows: int | None = None
+
+
+@dataclasses.dataclass
+class LoopState:
+    """The position of the loop of a run, and what it is doing.
+
+    Attributes:
         first: The step at which the loop begins; while a checkpoint is restored, an assumption.
         is_known: Whether `first` is set.
         finite_at: The latest step with parameters that were found to be finite.
         restoring: The checkpoint being restored.
         is_restored: Whether the loop began from a checkpoint.
         calling: The call of a hook that is in progress, or that raised.
-        stopped_by: The hook that ended the run.
+        stopped_by: The first hook that ended the run.
         pending: The polls of hooks: `check()` is called after each call while it returns True, and `check(wait=True)`
             after the last step.
         failures: The errors of logs, raised after the next call or save; any thread may add one.
     """
 
-    state: Any
-    step: int = 0
-    metrics: Any = None
-    rows: int | None = None
+    at: At
     first: int = 0
     is_known: bool = False
     finite_at: int = 0
@@ -91,25 +100,10 @@ class LoopState:
     def is_over(self) -> bool:
         return self.phase not in (BEGINNING, RUNNING)
 
-    def set_restoring(self, step: int | None, checkpoint: int | None) -> None:
-        self.first, self.is_known, self.restoring = step or 0, True, checkpoint
-
-    def begin(self, step: int, state: Tree, *, restored: bool = False) -> None:
-        self.first = self.step = self.finite_at = step
-        self.is_restored = restored
-        self.state, self.is_known, self.restoring = state, True, None
-
-    def record_stop(self, by: str | None) -> None:
-        """End the run, and keep the name of the first hook that does so."""
-        self.stopped_by = self.stopped_by or by
-
-    def record_failure(self, log: Any, error: Exception) -> None:
-        self.failures.append((Calling(log, "flush"), error))
-
-    def release(self) -> None:
-        """Drop the arrays; only pending writes are left."""
-        self.state = self.metrics = self.calling = None
-        self.phase = CLOSING
+    def begin(self, step: int, state: Tree, *, restored: bool) -> None:
+        self.at, self.is_restored, self.restoring = At(step, state), restored, None
+        self.first = self.finite_at = step
+        self.is_known = True
 
 
 # The parts of a run.
@@ -140,6 +134,7 @@ class Setup:
 
     options: Options
     train_steps: TrainSteps
+    batches: Tree
     loop: LoopState
     signals: StopSignals
     watch: Stopwatch
@@ -156,17 +151,17 @@ class Setup:
     @property
     def is_at_last(self) -> bool:
         """Whether the run ends at this step, as far as is known: the batches may end earlier."""
-        return self.loop.step >= self.options.stop_step or self.loop.stopped_by is not None
+        return self.loop.at.step >= self.options.stop_step or self.loop.stopped_by is not None
 
 
-def new_setup(
-    options: Options, train_steps: TrainSteps, state: TrainState, times: StartTimes, watch: Stopwatch
-) -> Setup:
+def new_setup(options: Options, train_steps: TrainSteps, state: TrainState, batches: Tree, times: StartTimes) -> Setup:
+    watch = new_watch(times.began)
     limits = [hook.max_skipped_steps for hook in options.hooks if isinstance(hook, NanLossHook)]
     return Setup(
         options=options,
         train_steps=train_steps,
-        loop=LoopState(trees.copy_numpy(state, "state")),
+        batches=batches,
+        loop=LoopState(At(0, trees.copy_numpy(state, "state"))),
         signals=StopSignals(options.stop_secs if options.stop_secs is None else times.left(options.stop_secs)),
         watch=watch,
         times=times,

@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from concurrent import futures
 from types import CodeType, FrameType
@@ -36,7 +37,7 @@ from jstep.loop.stopping import save_while_it_hangs
 EXIT_CODE = 75
 """`EX_TEMPFAIL` of sysexits.h: a launcher may restart the run."""
 _BATCH, _COMPILE, _EVALUATION, _HOOK, _START, _CLOSE = "batch", "compile", "evaluation", "hook", "start", "close"
-_SAVE = "save"
+_SAVE, _RESTORE = "save", "restore"
 _OF_HOST = (_BATCH, _COMPILE, _START)
 """The kinds of waits of the main thread that are not for the device."""
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -94,35 +95,32 @@ class StallHook(RunHook):
 
 @dataclasses.dataclass
 class Wait:
-    """A wait of the main thread or of the device, identified by its key.
+    """What a run waits for.
 
     Attributes:
         thing: The key of its recorded durations; None for those of the stopwatch.
+        steps: The first and the last step of a call.
+        count: What it has done meanwhile, such as batches of an evaluation.
         age: Its seconds so far, except those in which the process was stopped.
         idle: The same, but seconds in which the process computed count a tenth.
         next_line: The age at which the next line is due.
-        reads: The number of reads of the other processes' files when a line became due.
+        reads: The number of reads of the other processes' files for which a due line waits.
         part: The category when a line was written.
     """
 
     kind: str
     what: str
-    key: Hashable
     thing: Hashable = None
     steps: tuple[int, int] | None = None
+    count: int = 0
     age: float = 0.0
     idle: float = 0.0
     next_line: float = 0.0
     reads: int | None = None
     part: str = ""
 
-    def is_due(self, reads: int) -> bool:
-        """Return whether a line is due, after this many reads of the other processes' files."""
-        self.next_line = self.next_line or self.age
-        if self.age < self.next_line:
-            return False
-        self.reads = reads if self.reads is None else self.reads
-        return True
+    def goes_on(self, now: "Wait") -> bool:
+        return (self.what, self.thing, self.count) == (now.what, now.thing, now.count)
 
 
 class StallWatch(Observer):
@@ -138,10 +136,8 @@ class StallWatch(Observer):
         self._thread = threads.Thread(target=self._watch, name="jstep-stalls", daemon=True)
         self._ident, self._caller = threading.get_ident(), sys._getframe(1).f_code
         self._run: Run | None = None
-        self._main_wait: Wait | None = None
-        self._device_wait: Wait | None = None
+        self._wait: Wait | None = None
         self._step, self._quiet = -1, 0.0  # how long the step has been unchanged
-        self._survived: dict[Hashable, float] = {}  # the longest reported stall of each hook, evaluation or save
         if self._warn:
             try:
                 self._thread.start()
@@ -166,9 +162,8 @@ class StallWatch(Observer):
             return
         self._over.set()
         self._thread.join(timeout=10)
-        self._end_wait(self._main_wait)
-        self._end_wait(self._device_wait)
-        failed = Wait("failed", f"leaving after {type(error).__name__}: {error_text(error)[:200]}", None)
+        self._end_wait()
+        failed = Wait("failed", f"leaving after {type(error).__name__}: {error_text(error)[:200]}")
         is_waited_for = isinstance(error, Exception) and self._count > 1
         self._files.finish((lambda: self._fields(failed, stall=False)) if is_waited_for else None)
 
@@ -185,100 +180,93 @@ class StallWatch(Observer):
                 _logger.debug("a look for stalls failed", exc_info=True)
 
     def _check(self, passed: float, idle: float) -> None:
-        now, files, step = self._wait_of_thread(), self._files, self.setup.loop.step
-        self._main_wait = self._update_wait(self._main_wait, now, passed, idle)
-        self._device_wait = self._update_wait(self._device_wait, self._wait_of_device(), passed, idle)
+        wait, files, step = self._follow(self._now(), passed, idle), self._files, self.setup.loop.at.step
         self._quiet, self._step = self._quiet + passed if step == self._step else 0.0, step
-        # A wait that may be for the device is a stall only if the device stalls.
-        is_of_host = self._device_wait is None or now.kind in _OF_HOST
-        waits = [wait for wait in (self._main_wait if is_of_host else None, self._device_wait) if wait is not None]
-        stall = next(filter(self._is_stall, waits), None)
-        if stall is None:  # others may wait for this process, though it does not stall
+        if not self._is_stall(wait):  # others may wait for this process, though it does not stall
             is_quiet = self._is_shared and self._quiet > self._warn
             hang = is_quiet and any(other["stall"] for other in files.others)
-            files.exchange((lambda: self._fields(waits[0], stall=False)) if hang else None, read=is_quiet)
+            files.exchange((lambda: self._fields(wait, stall=False)) if hang else None, read=is_quiet)
             return
-        is_due = stall.is_due(files.reads)
-        files.exchange(lambda: self._fields(stall), read=is_due, at_once=is_due)
-        # The other processes, stalled for as long, need a moment to write their files.
-        has_read = not self.setup.options.where or files.reads > (stall.reads or 0) + self._is_shared
-        if is_due and (has_read or stall.age > stall.next_line + 4):
-            stall.next_line, stall.reads, stall.part = 2 * stall.age, None, self.setup.watch.current
-            _log_in_time(self._line(stall))
-        if self._hook.exit_secs is not None and stall.age > self._hook.exit_secs:
-            self._exit(stall)
+        wait.next_line = wait.next_line or wait.age
+        is_due = wait.age >= wait.next_line
+        if is_due and wait.reads is None:  # the others, stalled for as long, need a moment to write their files
+            wait.reads = files.reads + 1 + self._is_shared if self.setup.options.where else 0
+        files.exchange(lambda: self._fields(wait), read=is_due, at_once=is_due)
+        if is_due and (files.reads >= (wait.reads or 0) or wait.age > wait.next_line + 4):
+            wait.next_line, wait.reads, wait.part = 2 * wait.age, None, self.setup.watch.current
+            _log_in_time(self._line(wait))
+        if self._hook.exit_secs is not None and wait.age > self._hook.exit_secs:
+            self._exit(wait)
+
+    # What the run waits for: the host, or the device where the host may wait for that.
+
+    def _now(self) -> Wait:
+        wait, unfinished = self._wait_of_thread(), self.setup.in_flight.unfinished()
+        if unfinished is None or wait.kind in _OF_HOST:
+            return wait
+        return _call(unfinished[0], unfinished[1] - 1)
 
     def _wait_of_thread(self) -> Wait:
         """Return what the loop's thread waits for."""
-        now, step = threads.activities_of(self._ident), self.setup.loop.step
+        now, step = threads.activities_of(self._ident), self.setup.loop.at.step
         wait = self._wait_of_run(is_tracing=threads.TRACING in now)
         if threads.AGREEING not in now:
             return wait
         topic = f"what is due at step {step}" if wait.kind in (CALL, *_OF_HOST) else wait.what.removeprefix("in ")
         if threads.AGREEING_ON_SHAPES in now:
             topic = f"the new shapes of batch {step}"
-        what = f"waiting for other processes to agree on {topic}"
-        return Wait(WITH_OTHERS, what, (WITH_OTHERS, wait.key), WITH_OTHERS)
+        return Wait(WITH_OTHERS, f"waiting for other processes to agree on {topic}", WITH_OTHERS)
 
     def _wait_of_run(self, *, is_tracing: bool) -> Wait:
         loop, run, part = self.setup.loop, self._run, self.setup.watch.current
-        step, calling, owner = loop.step, loop.calling, self.setup.transfers.owner
+        step, calling, owner = loop.at.step, loop.calling, self.setup.transfers.owner
         if owner is not None:  # a hook may deliver the metrics of another
             calling = Calling(owner, "" if calling is None else calling.method)
         thing = None if calling is None else calling.thing
         if thing == SAVING or (part == SAVING and loop.phase != CLOSING):
-            return Wait(_SAVE, f"saving step {step}", (SAVING, step), SAVING)
+            return Wait(_SAVE, f"saving step {step}", SAVING)
+        if calling is not None and thing == (id(calling.hook), EVALUATING):
+            count = threads.evaluation_batches_taken.count
+            return Wait(_EVALUATION, f"in an evaluation at step {step}", thing, count=count)
         if calling is not None:
-            if thing == (id(calling.hook), EVALUATING):
-                return Wait(
-                    _EVALUATION,
-                    f"in an evaluation at step {step}",
-                    (thing, step, threads.evaluation_batches_taken.count),
-                    thing,
-                )
-            return Wait(_HOOK, f"in the hook {hook_name(calling.hook)} at step {step}", (thing, step), thing)
+            return Wait(_HOOK, f"in the hook {hook_name(calling.hook)} at step {step}", thing)
         if loop.is_over:
-            return Wait(_CLOSE, f"closing after step {step}", _CLOSE, _CLOSE)
+            return Wait(_CLOSE, f"closing after step {step}", _CLOSE)
         if run is None or loop.phase == BEGINNING:
             if loop.restoring is not None:
-                return Wait("restore", f"restoring step {loop.restoring}", "restore", "restore")
+                return Wait(_RESTORE, f"restoring step {loop.restoring}", _RESTORE)
             what = f"starting at step {step}" if loop.is_known else "starting: it looks for checkpoints"
-            return Wait(_START, what, what, _START)
+            return Wait(_START, what, _START)
         feeder, compiler = run.feeder, run.dispatch.compiler
         waits_for_compiler = part == STARTING and (step > loop.first or compiler.begun)
         is_checking = run.runner.is_checking
         has_traced = compiler.record.unfinished >= feeder.got
         compiles = is_tracing or waits_for_compiler or (not is_checking and has_traced)
         if compiler.table.tracing.locked() or (compiles and not feeder.waiting):
-            return Wait(_COMPILE, f"compiling step {step}'s program", (_COMPILE, step), _COMPILE)
+            return Wait(_COMPILE, f"compiling step {step}'s program")
         if feeder.waiting:
-            number = loop.first + self.setup.fetched.count
-            return Wait(_BATCH, f"waiting for batch {number}", (_BATCH, number))
+            return Wait(_BATCH, f"waiting for batch {loop.first + self.setup.fetched.count}")
         first = step - feeder.steps if is_checking else step
         return _call(first, first + feeder.steps - 1)
 
-    def _wait_of_device(self) -> Wait | None:
-        unfinished = self.setup.in_flight.unfinished()
-        return None if unfinished is None else _call(unfinished[0], unfinished[1] - 1)
-
-    def _update_wait(self, before: Wait | None, now: Wait | None, passed: float, idle: float) -> Wait | None:
+    def _follow(self, now: Wait, passed: float, idle: float) -> Wait:
         """Return the present wait: the previous one, now older, or a new one."""
-        if before is None or now is None or before.key != now.key:
-            self._end_wait(before)
-            return now
-        before.what, before.age, before.idle = now.what, before.age + passed, before.idle + idle
-        return before
+        if self._wait is None or not self._wait.goes_on(now):
+            self._end_wait()
+            self._wait = now
+        else:
+            self._wait.age, self._wait.idle = self._wait.age + passed, self._wait.idle + idle
+        return self._wait
 
-    def _end_wait(self, wait: Wait | None) -> None:
+    def _end_wait(self) -> None:
+        wait, self._wait = self._wait, None
         if wait is not None and wait.part:
             _log_in_time(f"{self._name}, which was {wait.what}, resumed after {_secs(wait.age)} s")
             self._record(wait)
-            if wait.kind in (_SAVE, _EVALUATION, _HOOK):
-                self._survived[wait.thing] = max(wait.age, self._survived.get(wait.thing, 0.0))
 
     def _record(self, wait: Wait) -> None:
         part, now, stalled = wait.part or self.setup.watch.current, round(time.time(), 6), round(wait.age, 3)
-        fields = {"time": now, "step": self.setup.loop.step, "part": part, "stalled": stalled, "what": wait.what}
+        fields = {"time": now, "step": self.setup.loop.at.step, "part": part, "stalled": stalled, "what": wait.what}
         self.setup.lines.add_stall(**fields, process=self._index)
 
     # The definition of a stall.
@@ -289,24 +277,20 @@ class StallWatch(Observer):
         usual = self._usual(wait)
         if usual is None:
             return wait.idle > 10 * self._warn
-        first, last = wait.steps if wait is self._device_wait and wait.steps else (1, 0)
+        first, last = wait.steps or (1, 0)
         longer = min(self._hook.factor * usual, usual + 10 * self._warn)
-        return wait.age > max(self._warn, longer, 2 * usual * (last + 1 - first))
+        return wait.age > max(longer, 2 * usual * (last + 1 - first))
 
     def _usual(self, wait: Wait) -> float | None:
-        """Return the usual seconds of the same thing; None the first time."""
+        """Return the usual seconds of the same thing, of a call those of a step; None the first time."""
         watch = self.setup.watch
         if wait.thing is not None:
-            reported = [self._survived[wait.thing]] if wait.thing in self._survived else []
-            return max([*watch.lasted[wait.thing], *reported], default=None)
-        visits = watch.visits(WAITING) if wait.kind == _BATCH else watch.visits(STEPPING, after=WAITING)
-        if wait is not self._device_wait:
-            return statistics.median(visits) if visits else None
-        each = [*self.setup.in_flight.per_step]
-        if not each and visits:
+            return max(watch.lasted[wait.thing], default=None)
+        seconds = watch.visits(WAITING) if wait.kind == _BATCH else [*self.setup.in_flight.per_step]
+        if not seconds and wait.kind != _BATCH and (visits := watch.visits(STEPPING, after=WAITING)):
             steps = 1 if self._run is None else self._run.feeder.steps
-            each = [max(statistics.median(visits) / steps, *watch.lasted[FIRST_CALL])]
-        return statistics.median(each) if each else None
+            seconds = [max([statistics.median(visits) / steps, *watch.lasted[FIRST_CALL]])]
+        return statistics.median(seconds) if seconds else None
 
     # Messages.
 
@@ -314,22 +298,18 @@ class StallWatch(Observer):
         usual, place = self._usual(wait), self._place(wait)
         usually = "" if usual is None else f" (usually {_secs(usual)} s)"
         text = f"{self._name} has been {wait.what} for {_secs(wait.age)} s{usually}{place and ': '}{place}"
-        return "; ".join([text, *self._elsewhere(wait)])
+        return "; ".join([text, *self._elsewhere()])
 
-    def _elsewhere(self, wait: Wait) -> Iterator[str]:
-        """Describe the other processes: count those that wait for others, name the rest."""
+    def _elsewhere(self) -> Iterator[str]:
+        """Describe the other processes: count those that wait for the same, name the rest."""
         others, shown = self._files.others, self._files.shown
-        rest = [other for other in others if other["kind"] not in (CALL, WITH_OTHERS)]
-        for kind in (CALL, WITH_OTHERS):
-            same = [other for other in others if other["kind"] == kind]
-            if len(same) < 2:
-                rest += same
-            else:
-                yield f"{len(same)} others are {same[0]['what']}"
+        often = Counter(other["what"] for other in others)
+        yield from (f"{count} others are {what}" for what, count in often.items() if count > 1)
+        rest = [other for other in others if often[other["what"]] == 1]
         yield from (f"process {other['process']} (host {other['host']}) is {other['what']}" for other in rest[:8])
         missing = silent([{"process": self._index}, *others], self._count) if self._is_shared else []
-        can_answer = shown is not None and time.monotonic() - shown >= 2.5 * self._files.period
-        if missing and can_answer and wait.age >= 2 * self._warn:
+        # Those that live have had the time to write and to be read.
+        if missing and shown is not None and time.monotonic() - shown >= 2.5 * self._files.period:
             yield f"no sign of life from process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))}"
 
     def _place(self, wait: Wait) -> str:
@@ -351,10 +331,10 @@ class StallWatch(Observer):
             f"{names.get(i, '')} {i}": [_as_line(line) for line in _stack(frame)][:most]
             for i, frame in sys._current_frames().items()
         }
+        what = wait.what.replace("in a call of ", "in ")
         return {
-            "processes": self._count, "step": self.setup.loop.step, "part": self.setup.watch.current,
-            "kind": wait.kind,
-            "what": wait.what.replace("in a call of ", "in "), "since": time.time() - wait.age, "stall": stall,
+            "processes": self._count, "step": self.setup.loop.at.step, "part": self.setup.watch.current,
+            "kind": wait.kind, "what": what, "since": time.time() - wait.age, "stall": stall,
             "line": self._place(wait), "steps": wait.steps, "threads": stacks,
         }  # fmt: skip
 
@@ -362,15 +342,14 @@ class StallWatch(Observer):
 
     def _exit(self, wait: Wait) -> None:
         """End the process; nothing here may wait long for the stalled code."""
-        calling, step, watch = self.setup.loop.calling, self.setup.loop.step, self.setup.watch
+        calling, step, watch = self.setup.loop.calling, self.setup.loop.at.step, self.setup.watch
         _log_in_time(f"{self._name} has been {wait.what} for {_secs(wait.age)} s: it ends with exit code {EXIT_CODE}")
         _in_time(lambda: faulthandler.dump_traceback(2, all_threads=True))
         _in_time(lambda: self._record(wait))
         self._files.finish(lambda: {**self._fields(wait, most=1000), "exit_code": EXIT_CODE})
         is_users = wait.kind in (_BATCH, _EVALUATION) or (wait.kind == _HOOK and (calling is None or calling.is_users))
         if is_users and self._count == 1:
-            usual = max(watch.lasted[SAVING], default=None)
-            limit = 10 * self._warn if usual is None else max(self._warn, 3 * usual)
+            limit = max(10 * self._warn, 3 * max(watch.lasted[SAVING], default=0.0))
             if not _in_time(self._save, limit):
                 _log_in_time(f"step {step} could not be saved within {_secs(limit)} s")
         _in_time(lambda: print(end="", flush=True))
@@ -388,7 +367,7 @@ class StallWatch(Observer):
 
 def _call(first: int, last: int) -> Wait:
     steps = f"step {first}" if last == first else f"steps {first} to {last}"
-    return Wait(CALL, f"in a call of {steps}", (CALL, last), steps=(first, last))
+    return Wait(CALL, f"in a call of {steps}", steps=(first, last))
 
 
 def _secs(seconds: float) -> str:

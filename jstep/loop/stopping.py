@@ -111,7 +111,7 @@ def leave_at_once(step: int, error: KeyboardInterrupt) -> NoReturn:
 
 def leave_after_closing(setup: Setup, state: TrainState | None) -> NoReturn:
     """Leave after a signal that arrived when the run had ended, or failed, and closed its resources."""
-    error = setup.signals.stop_error(f"after step {setup.loop.step}, while it closed")
+    error = setup.signals.stop_error(f"after step {setup.loop.at.step}, while it closed")
     error.state = state  # type: ignore[attr-defined]
     if state is not None:
         interactive.keep(state)
@@ -124,15 +124,15 @@ def leave_after_closing(setup: Setup, state: TrainState | None) -> NoReturn:
 def note_closing(setup: Setup, error: Exception, state: TrainState) -> None:
     """Attach the last state to an error of a run that had ended, such as that of a log which it could not close."""
     error.state = state  # type: ignore[attr-defined]
-    step = setup.loop.step
+    step = setup.loop.at.step
     note(error, f"jstep: at step {step}, while the run closed; the state after step {step} is in its `state`.")
 
 
 def keep_state(setup: Setup, error: BaseException) -> bool:
     """Attach the last complete state to an exception; return whether it is lost."""
-    lost = trees.is_donated(setup.loop.state)
+    lost = trees.is_donated(setup.loop.at.state)
     with contextlib.suppress(Exception):
-        error.state = None if lost else setup.loop.state  # type: ignore[attr-defined]
+        error.state = None if lost else setup.loop.at.state  # type: ignore[attr-defined]
     return lost
 
 
@@ -164,7 +164,7 @@ def rescue(run: Run, error: BaseException) -> None:
 
 def save_while_it_hangs(run: Run) -> str:
     """Save the last complete state from another thread; return the outcome."""
-    step, calling = run.step, run.setup.loop.calling
+    step = run.step
     try:
         hook = next(hook for hook in run.savers if isinstance(hook, RunSaverHook))
         savers, why = run.may_save()
@@ -173,11 +173,8 @@ def save_while_it_hangs(run: Run) -> str:
         hook.save_alone(step, run.state, is_finite=not run.nonfinite_params())
     except Exception as error:
         return f"step {step} could not be saved: {_text(error)}"
-    missed = [] if calling is None else [f"{hook_name(calling.hook)} did not return"]
-    if calling is not None and calling.method == "after_step":
-        missed += [f"{name} was not called" for name in run.runner.not_called()]
     name = checkpoint_name(hook.saver.prefix, step)
-    return "; ".join([f"step {step} is saved as {name}, with the states of hooks of the save before", *missed])
+    return f"step {step} is saved as {name}, with the states of hooks of the save before"
 
 
 def _saved(run: Run, error: BaseException) -> str:
@@ -221,9 +218,9 @@ def _text(error: Exception) -> str:
 
 def _doing(run: Run) -> str:
     setup, loop, feeder = run.setup, run.setup.loop, run.feeder
-    at_step = f"at step {loop.step}"
-    if loop.step > loop.first:
-        at_step += f", after the update with batch {loop.step - 1}"
+    at_step = f"at step {loop.at.step}"
+    if loop.at.step > loop.first:
+        at_step += f", after the update with batch {loop.at.step - 1}"
     if loop.calling is not None:
         hook = setup.transfers.failed_owner or loop.calling.hook  # a hook may deliver the metrics of another
         return f"{at_step}, in {hook_name(hook)}.{loop.calling.method}"
@@ -232,6 +229,6 @@ def _doing(run: Run) -> str:
         return f"{at_step}, while batch {loop.first + setup.fetched.count} was fetched"
     if setup.signals.received is not None or not feeder.has_begun or setup.is_at_last or run.runner.is_checking:
         return at_step
-    first, steps = loop.step, feeder.steps
+    first, steps = loop.at.step, feeder.steps
     batches = f"batch {first}" if steps == 1 else f"batches {first} to {first + steps - 1}"
     return f"{at_step}, while running the step on {batches}"

@@ -16,7 +16,7 @@ from jstep.core.exceptions import setting
 from jstep.core.interactive import is_notebook
 from jstep.core.logs import log_to_stderr
 from jstep.core.meshes import mesh_of, overriding_mesh
-from jstep.core.stopwatch import SAVING, new_watch
+from jstep.core.stopwatch import SAVING
 from jstep.core.warned import WARNED
 from jstep.data.loaders import check_batches
 from jstep.data.placement import over_axes
@@ -29,7 +29,7 @@ from jstep.loop.programs import Chunk, as_stages
 from jstep.loop.progress import Progress
 from jstep.loop.recorder import Recorder
 from jstep.loop.run import Observer, Observers, Run
-from jstep.loop.setup import ENDING, LEAVING, RUNNING, Setup, new_setup
+from jstep.loop.setup import CLOSING, ENDING, LEAVING, RUNNING, At, Setup, new_setup
 from jstep.loop.signals import StopWaiting
 from jstep.loop.stalls import StallWatch
 from jstep.loop.start import begin, open_run
@@ -208,12 +208,12 @@ def train(
     log = log_to_stderr(least) if progress is not False and jax.process_index() == 0 else contextlib.nullcontext()
     # Hooks and evaluations run under the mesh of the state, even if another mesh is set.
     with overriding_mesh(mesh_of(state)), log, persistent_cache(cached_in), setting(WARNED, set()):
-        return _train(new_setup(options, stages, state, times, new_watch(times.began)), batches)
+        return _train(new_setup(options, stages, state, batches, times))
 
 
-def _train(setup: Setup, batches: Tree) -> TrainState:
+def _train(setup: Setup) -> TrainState:
     try:
-        state = _run(setup, batches)
+        state = _run(setup)
     except BaseException as error:
         close_hooks(setup, error)
         raise
@@ -226,7 +226,7 @@ def _train(setup: Setup, batches: Tree) -> TrainState:
     return state
 
 
-def _run(setup: Setup, batches: Tree) -> TrainState:
+def _run(setup: Setup) -> TrainState:
     state, is_handled, signals = None, False, setup.signals
     try:
         with contextlib.ExitStack() as stack:
@@ -239,7 +239,7 @@ def _run(setup: Setup, batches: Tree) -> TrainState:
             run = None
             try:
                 signals.begin()
-                run = open_run(setup, observers, batches)
+                run = open_run(setup, observers)
                 _finish(run, is_stopped=begin(run) and _take_steps(run))
                 state = run.state
             except BaseException as error:
@@ -252,14 +252,15 @@ def _run(setup: Setup, batches: Tree) -> TrainState:
                     rescue(run, error)
                 state = getattr(error, "state", None)
                 if signals.received_twice and isinstance(error, KeyboardInterrupt):
-                    leave_at_once(setup.loop.step, error)
+                    leave_at_once(setup.loop.at.step, error)
                 raise
             finally:
                 for observer in observers:
                     observer.before_close()
                 setup.watch.switch(SAVING)  # only pending writes are left
                 # Hooks and signal handlers must not keep the state alive.
-                setup.loop.release()
+                setup.loop.at, setup.loop.calling = At(setup.loop.at.step, None), None
+                setup.loop.phase = CLOSING
                 setup.in_flight.clear()
         signals.agree_at_end()
     except Exception as error:
@@ -284,17 +285,16 @@ def _take_steps(run: Run) -> bool:
             in_flight.make_room()
             if signals.received is not None and not chunk.must_run:
                 signals.check()  # it arrived meanwhile
-            loop.state, loop.metrics = run_call(loop.state, chunk)
-            loop.step, loop.rows = chunk.first + chunk.steps, chunk.program.rows
-            in_flight.add(chunk.first, loop.step, loop.state, loop.metrics)
+            loop.at = At._make((chunk.first + chunk.steps, *run_call(loop.at.state, chunk), chunk.program.rows))
+            in_flight.add(chunk.first, *loop.at[:3])
             is_over = runner.after(chunk.first)
             if (signals.received is not None or not signals.is_alone) and signals.to_stop():
                 return True
-            if is_over or loop.step >= last_step:
+            if is_over or loop.at.step >= last_step:
                 break
     except StopWaiting:
         return True
-    if loop.step < last_step and loop.stopped_by is None:
+    if loop.at.step < last_step and loop.stopped_by is None:
         loop.phase = ENDING
         report_early_end(run)
     return False

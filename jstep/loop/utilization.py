@@ -14,10 +14,7 @@ import jax
 from jstep.core.annotations import Tree
 from jstep.core.jaxprs import Product, body_of, has_remat
 from jstep.core.placement import device_count, device_of
-from jstep.loop.dispatch import AfterCall
-from jstep.loop.programs import Chunk
 from jstep.loop.run import Observer, Run
-from jstep.loop.setup import Setup
 from jstep.loop.work import work_of
 from jstep.state.train_state import TrainState
 
@@ -98,18 +95,23 @@ class Utilization(NamedTuple):
 
 
 class UtilizationMeter:
-    """Meter of the utilization.
+    """Meter of the utilization, from counts of the steps of each program.
 
-    Utilization = Σ over steps of operations / (peak · number of devices), divided by the seconds that they took.
+    Utilization = Σ over steps of operations / (peak · number of devices), divided by the seconds that they took. The
+    operations of a program are counted once, from the trace of its first call.
 
     Args:
         flops_per_step: Operations on all devices; None to count them in the trace.
     """
 
-    def __init__(self, dispatched: "Meters", peak_flops: float | None, flops_per_step: float | None) -> None:
-        self._work, self._peak, self._flops = dispatched.work, peak_flops, flops_per_step
-        self.steps = dispatched.steps
+    def __init__(self, peak_flops: float | None, flops_per_step: float | None) -> None:
+        self._peak, self._flops = peak_flops, flops_per_step
+        self._work: dict[Hashable, StepWork] = {}
+        self._steps: dict[Hashable, int] = {}
         self._log_once = functools.cache(_log_unknown)
+
+    def steps(self) -> Steps:
+        return dict(self._steps)
 
     def between(self, before: Steps, after: Steps, seconds: float) -> Utilization | None:
         """Return the utilization between two counts, if known for all steps."""
@@ -131,6 +133,26 @@ class UtilizationMeter:
             self._log_once(f"the peak of {work.device_kind!r} is not known for matrix products of {formats}")
         return None if flops is None or peak is None else flops / (peak * work.devices)
 
+    def count(self, chunk: Chunk, state: Tree) -> None:
+        program = chunk.program
+        if program not in self._work:
+            self._work[program] = self._of(chunk, state)
+        self._steps[program] = self._steps.get(program, 0) + chunk.steps
+
+    def _of(self, chunk: Chunk, state: Tree) -> StepWork:
+        tree = state, chunk.step_args
+        uncounted = StepWork(device_count(tree), device_of(tree).device_kind)
+        try:
+            traced = None if self._peak is not None and self._flops is not None else chunk.trace(state)
+            if traced is None:
+                return uncounted
+            body = body_of(traced.jaxpr)
+        except Exception as error:  # a failure to count must not stop the run
+            _logger.warning("the operations of a step could not be counted: %s: %s", type(error).__name__, error)
+            return uncounted
+        work = work_of(body)
+        return dataclasses.replace(uncounted, flops=work.all, products=work.products, recomputes=has_remat(body))
+
 
 def _log_unknown(why: str) -> None:
     if jax.process_index() == 0:
@@ -138,14 +160,7 @@ def _log_unknown(why: str) -> None:
 
 
 class Meters(Observer):
-    """Counts of the steps of each program; their operations are counted once, from the trace of the first call."""
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self._is_traced = False
-        self._after_each: list[AfterCall] = []  # of the dispatch
-        self.work: dict[Hashable, StepWork] = {}
-        self._steps: dict[Hashable, int] = {}
+    """The meters of a run."""
 
     def before_begin(self, run: Run) -> None:
         self._after_each = run.dispatch.after_each
@@ -157,30 +172,6 @@ class Meters(Observer):
             if device.platform != "cpu" or flops_per_step is not None:
                 _log_unknown(f"the peak of the device {device.device_kind!r} is not known")
             return None
-        if self._count not in self._after_each:
-            self._after_each.append(self._count)
-        self._is_traced = self._is_traced or peak_flops is None or flops_per_step is None
-        return UtilizationMeter(self, peak_flops, flops_per_step)
-
-    def steps(self) -> Steps:
-        return dict(self._steps)
-
-    def _count(self, chunk: Chunk, state: Tree) -> None:
-        program = chunk.program
-        if program not in self.work:
-            self.work[program] = self._of(chunk, state)
-        self._steps[program] = self._steps.get(program, 0) + chunk.steps
-
-    def _of(self, chunk: Chunk, state: Tree) -> StepWork:
-        tree = state, chunk.step_args
-        uncounted = StepWork(device_count(tree), device_of(tree).device_kind)
-        try:
-            traced = chunk.trace(state) if self._is_traced else None
-            if traced is None:
-                return uncounted
-            body = body_of(traced.jaxpr)
-        except Exception as error:  # a failure to count must not stop the run
-            _logger.warning("the operations of a step could not be counted: %s: %s", type(error).__name__, error)
-            return uncounted
-        work = work_of(body)
-        return dataclasses.replace(uncounted, flops=work.all, products=work.products, recomputes=has_remat(body))
+        meter = UtilizationMeter(peak_flops, flops_per_step)
+        self._after_each.append(meter.count)
+        return meter

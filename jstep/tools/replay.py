@@ -28,7 +28,7 @@ from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import copy_batches
 from jstep.loop.programs import Boundaries, Program, ProgramTable, as_stages, make_chunks
 from jstep.loop.saving import extra_at
-from jstep.loop.setup import LoopState
+from jstep.loop.setup import At
 from jstep.loop.train import train
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
@@ -124,9 +124,9 @@ def replay(
     check_locations(checkpoint_dir, prefix, None, batch_sharding)
 
     start, state, position = _restored_start(state, checkpoint_dir, prefix, step)
-    loop = LoopState(state, start)
+    at = At(start, state)
     check_batches(batches)
-    source = open_source(batches, start, step + 1, position, state=lambda: loop.state)
+    source = open_source(batches, start, step + 1, position, state=lambda: at.state)
     is_lost = source.position is not None and position is None and start > 0
     if is_lost or not source.seekable:
         why = f"the checkpoint of step {start} has no position for them" if is_lost else "they have no position to set"
@@ -140,15 +140,14 @@ def replay(
     ends = Boundaries(stages, source.next_change).ends(start, step)
     make = functools.partial(make_chunks, items, sharding=batch_sharding, on_device=table.on_device)
     for chunk in make(start, table.program_for, ends=ends):
-        loop.state, _ = dispatch(loop.state, chunk)
-        loop.step = chunk.first + chunk.steps
+        at = At(chunk.first + chunk.steps, dispatch(at.state, chunk)[0])
     last = next(make(step, lambda step, *_: Program(table.stage_of(step))), None)
-    if loop.step < step or last is None:
+    if at.step < step or last is None:
         raise ValueError(
-            f"step={step}: the batches end after {loop.step} of the {step + 1} that it needs; give those of that run"
+            f"step={step}: the batches end after {at.step} of the {step + 1} that it needs; give those of that run"
         )
-    check_step(step, loop.state, start if step > start else None)
-    return Replay(loop.state, last.args)
+    check_step(step, at.state, start if step > start else None)
+    return Replay(at.state, last.args)
 
 
 def _restored_start(state: TrainState, checkpoint_dir: Any, prefix: str, step: int) -> tuple[int, TrainState, Any]:

@@ -63,7 +63,7 @@ class RunSummary:
         config: The `config` that `train` was given.
         commit: The commit of its code.
         edits: A hash of uncommitted edits of that code; None without any.
-        exception: The name of the class of the exception that ended it.
+        exception: The name of the class of the exception that ended it; None after a signal.
         run: The name of the run that its checkpoints have.
         parent_run: That name of its parent.
         host: The host of the newest start.

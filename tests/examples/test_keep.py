@@ -65,15 +65,32 @@ def load():
         ([134], [1], 134, 1),
         ([143, 75, 143, 143], [1, 1, 2, 2, 2], "two starts without a step", 5),
         ([143, 143], [0, 0], "two starts without a step", 2),
+        ([143, 143, 143, 0], [None, None, None, None], 0, 4),
     ],
 )
 def test_which_codes_are_followed_by_another_start(codes, steps, result, starts, monkeypatch):
     keep = load()
     log, ends = [], iter([*codes, 143])
     monkeypatch.setattr(keep, "start", lambda command: log.append(command) or next(ends))
-    monkeypatch.setattr(keep, "progress", lambda run: (steps[len(log) - 1] if log else 0, "killed"))
+    monkeypatch.setattr(keep, "progress", lambda run, python: (steps[len(log) - 1] if log else 0, "killed"))
     assert str(result) in str(keep.keep("runs/a", ["train"]))
     assert log == [["train"]] * starts
+
+
+def test_what_the_run_has_reached_is_asked_of_the_python_of_the_command(tmp_path, monkeypatch, capsys):
+    keep = load()
+    python = tmp_path / "python3.99"
+    python.write_text('#!/bin/sh\necho "$@" >&2\nexit 1\n')  # one without jstep
+    python.chmod(0o700)
+    monkeypatch.setattr(keep, "start", lambda command: 0)
+    assert keep.keep("run", [str(python), "train.py"]) == 0
+    said = f"keep.py: exit code 0, step unknown: {python} -m jstep: -m jstep runs run --json\n"
+    assert capsys.readouterr().err == said
+    python.write_text("#!/bin/sh\nexit 2\n")  # there is no such directory
+    monkeypatch.setattr(keep.sys, "executable", str(python))
+    assert keep.keep("none", ["./train.py"]) == 0
+    assert capsys.readouterr().err == "keep.py: exit code 0, step 0: there is no run\n"
+    assert keep.progress("run", str(tmp_path / "missing"))[0] is None
 
 
 IN_A_TERMINAL = """

@@ -67,7 +67,7 @@ CASES: list[tuple[dict[str, Any], list[str], list[str], list[str]]] = [
     (of("state", sharding="i"), [], [SHARDED], []),
     (of("batches", hash="c"), ["batches: the definition differs"], [], []),
     (of("batches", hash="c", seed=4), ["batches: seed: 3 before, 4 now"], [], []),
-    (of("batches", batch_size={"0": 5}), ["batches: batch_size[0]: 4 before, 5 now"], [], []),
+    (of("batches", batch_size={"0": 5}), ["batches: batch_size: 4 before, 5 now"], [], []),
     (of("batches", batch_size={"0": 4, "9": 8}), ["batches: batch_size[9]: absent before, 8 now"], [], []),
     (of("stages", **{"9": "l"}), [], [], ["the stage from step 9: absent before, l now"]),
     (of("arguments", last_step=9, checkpoint_dir="/b"), [], [], ["train: last_step: 6 before, 9 now"]),
@@ -78,6 +78,14 @@ CASES: list[tuple[dict[str, Any], list[str], list[str], list[str]]] = [
     (program(batch=["x"]), [], [], ['batch: ["0/x: float32[4]"] before, ["x"] now']),  # other rows, other traces
     (program(hyperparameters={"learning_rate": 0.2}), ["learning_rate: 0.1 before, 0.2 now", TRACED], [], []),
     (program(hyperparameters={}), [TRACED], [], []),
+    (
+        program(hyperparameters={"learning_rate": 0.30000001192092896}),  # of float32, in its own digits
+        ["learning_rate: 0.1 before, 0.3 now", TRACED], [], [],
+    ),
+    (
+        program(hyperparameters={"learning_rate": 0.10000000149011612}),  # unless these are those of the other
+        ["learning_rate: 0.1 before, 0.10000000149011612 now", TRACED], [], [],
+    ),
     (program(hash=None), [TRACED], [], []),
     (program(stage=9), [], [], []),  # a later stage
     (changed("card", "programs", to=[PROGRAM, PROGRAM | {"stage": 9}]), [], [], []),

@@ -37,7 +37,7 @@ def on_a_mesh(state):
 
 
 DIFFERENCES = {
-    "batch size": ({"batch_size": 16}, "batches: batch_size[0]: 8 in A, 16 in B"),
+    "batch size": ({"batch_size": 16}, "batches: batch_size: 8 in A, 16 in B"),
     "dtype": ({"dtype": jnp.bfloat16}, "state: dtypes[bfloat16]: absent in A, 1 in B"),
     "mesh": ({"place": on_a_mesh}, "devices: mesh: null in A, data: 1 Explicit in B"),
     "optimizer": (

@@ -1,6 +1,5 @@
 """What the watch for stalls says of each wait, of other processes, and in which order it ends a process."""
 
-import dataclasses
 import types
 from typing import Any
 
@@ -11,18 +10,20 @@ from jstep.core.stopwatch import FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
 from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, TRACING
 from jstep.hooks.in_flight import InFlight
 from jstep.loop import stalls
-from jstep.loop.setup import BEGINNING, CLOSING, RUNNING
+from jstep.loop.setup import BEGINNING, CLOSING, RUNNING, At
 from jstep.loop.stalls import StallWatch, Wait
 
 
 def run_of(*, loop: Any = None, **more: Any) -> Any:
     """A run at step 5 of one that began at step 2, in a call of the steps 5 and 6."""
+    loop = loop or {}
     place = {
-        "step": 5, "first": 2, "metrics": None, "calling": None, "phase": RUNNING, "is_over": False, "restoring": None,
+        "at": At(loop.get("step", 5), None), "first": 2,
+        "calling": None, "phase": RUNNING, "is_over": False, "restoring": None,
         "is_known": True,
     }  # fmt: skip
     fields = {
-        "loop": types.SimpleNamespace(**place | (loop or {})),
+        "loop": types.SimpleNamespace(**place | loop),
         "feeder": types.SimpleNamespace(waiting=False, steps=2, got=3), "saver": None,
         "transfers": types.SimpleNamespace(owner=None),
         "options": types.SimpleNamespace(where="runs", checkpoint_prefix="model"),
@@ -33,7 +34,7 @@ def run_of(*, loop: Any = None, **more: Any) -> Any:
         "dispatch": dispatch_of(), "in_flight": InFlight(),
     }  # fmt: skip
     run = types.SimpleNamespace(**fields | more)
-    run.step = run.loop.step
+    run.step = run.loop.at.step
     return run
 
 
@@ -50,8 +51,7 @@ def watch_of(run: Any, *, warn: float = 2.0, process: int = 0, count: int = 3, *
     fields = {
         "setup": run, "_hook": jstep.StallHook(warn_secs=warn), "_index": process, "_count": count,
         "_name": "process 0 of 3", "_run": run, "_ident": 1, "_caller": None,
-        "_device_wait": None, "_main_wait": None, "_files": files,
-        "_step": 5, "_quiet": 0.0, "_survived": {},
+        "_wait": None, "_files": files, "_step": 5, "_quiet": 0.0,
     }  # fmt: skip
     vars(watch).update(fields | more)
     return watch
@@ -129,31 +129,29 @@ def other(process: int, what: str = "waiting for batch 7", kind: str = "batch", 
 def test_the_others_are_named_or_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls.time, "monotonic", lambda: 10.0)
     agree = "waiting for other processes to agree on what is due at step 4"
-    in_calls = [other(i, f"in steps {i} to {i + 3}", stalls.CALL, steps=[i, i + 3]) for i in (1, 2)]
+    in_calls = [other(i, "in steps 1 to 4", stalls.CALL, steps=[1, 4]) for i in (1, 2)]
     agreeing = [other(i, agree, stalls.WITH_OTHERS) for i in (3, 4)]
     watch = watch_of(run_of(), count=7)
-    wait = Wait(stalls.CALL, "in a call of step 2", 0, age=4.0)
     files: Any = watch._files
     files.others = [*in_calls, *agreeing, other(5)]
-    assert list(watch._elsewhere(wait)) == [
+    assert list(watch._elsewhere()) == [
         *("2 others are in steps 1 to 4", f"2 others are {agree}", "process 5 (host h5) is waiting for batch 7"),
     ]
     files.others = [in_calls[0], agreeing[0]]  # one of each is named
-    assert list(watch._elsewhere(wait)) == ["process 1 (host h1) is in steps 1 to 4", f"process 3 (host h3) is {agree}"]
-    files.others = [other(i) for i in range(1, 11)]  # eight at most
-    assert len(list(watch._elsewhere(wait))) == 8
+    assert list(watch._elsewhere()) == ["process 1 (host h1) is in steps 1 to 4", f"process 3 (host h3) is {agree}"]
+    files.others = [other(i, f"waiting for batch {i}") for i in range(1, 11)]  # eight at most
+    assert len(list(watch._elsewhere())) == 8
     same = [other(i, "in step 4", stalls.CALL, steps=[4, 4]) for i in (1, 2)]
     files.others, files.shown = same, 7.5  # 2.5 periods ago, so that the others have had time to answer
     silent = "no sign of life from processes 3, 4, 5, 6"
-    assert list(watch._elsewhere(wait)) == ["2 others are in step 4", silent]
-    files.others = [*same, *map(other, (3, 4, 5))]
-    assert list(watch._elsewhere(wait))[-1] == "no sign of life from process 6"
-    for later, age in ((7.6, 4.0), (7.5, 3.9)):
-        files.shown = later
-        assert "no sign" not in "".join(watch._elsewhere(dataclasses.replace(wait, age=age)))
+    assert list(watch._elsewhere()) == ["2 others are in step 4", silent]
+    files.others = [*same, *(other(i, f"saving step {i}") for i in (3, 4, 5))]
+    assert list(watch._elsewhere())[-1] == "no sign of life from process 6"
+    files.shown = 7.6
+    assert "no sign" not in "".join(watch._elsewhere())
     watch.setup.options.where = None  # type: ignore[misc]
     files.shown = 7.5
-    assert "no sign" not in "".join(watch._elsewhere(wait))
+    assert "no sign" not in "".join(watch._elsewhere())
 
 
 def test_the_seconds_that_a_thing_usually_takes() -> None:
@@ -162,11 +160,11 @@ def test_the_seconds_that_a_thing_usually_takes() -> None:
     run.watch.visits = lambda part, after=None: visits.get((part,) if after is None else (part, after), [])
     run.watch.lasted |= {"thing": [1.0, 5.0], "other": []}
     watch = watch_of(run)
-    assert watch._usual(Wait("hook", "", 0, "thing")) == 5.0
-    assert watch._usual(Wait("hook", "", 0, "other")) is None
-    assert watch._usual(Wait("batch", "", 0)) == 2.0
-    assert watch._usual(Wait(stalls.CALL, "", 0)) == 4.0
-    device = watch._device_wait = Wait(stalls.CALL, "", 0, steps=(5, 6))
+    assert watch._usual(Wait("hook", "", "thing")) == 5.0
+    assert watch._usual(Wait("hook", "", "other")) is None
+    assert watch._usual(Wait("batch", "")) == 2.0
+    assert watch._usual(Wait("compile", "")) == 2.0
+    device = Wait(stalls.CALL, "", steps=(5, 6))
     run.watch.lasted[FIRST_CALL] = [1.0]
     assert watch._usual(device) == 2.0  # half of a call of two steps
     run.watch.lasted[FIRST_CALL] = [3.0]
@@ -194,8 +192,7 @@ def looked(
     files: Any = watch._files
     files.exchange = lambda fields, read, at_once=False: exchanged.append((fields and fields(), read, at_once))
     stand_ins = {
-        "_wait_of_thread": lambda: Wait("batch", "waiting for batch 6", "key"),
-        "_wait_of_device": lambda: None,
+        "_now": lambda: Wait("batch", "waiting for batch 6", "key"),
         "_line": lambda wait: f"line at {wait.age:g}",
         "_exit": lambda wait: says.append(f"exit at {wait.age:g}"),
         "_fields": lambda wait, stall=True: (wait.age, stall),
@@ -206,7 +203,7 @@ def looked(
     for age in range(looks):
         files.reads = reads(age)
         watch._check(1.0, 1.0)
-    watch._main_wait = watch._update_wait(watch._main_wait, None, 1.0, 1.0)
+    watch._end_wait()
     return exchanged
 
 
@@ -271,7 +268,7 @@ def ended(watch: StallWatch, wait: Wait, said: list[str]) -> list[str]:
 
 def test_a_process_ends_after_it_has_said_why_and_saved(said: list[str]) -> None:
     run = run_of(saver=object())
-    wait = Wait("batch", "waiting for batch 6", 0, age=61.2345)
+    wait = Wait("batch", "waiting for batch 6", age=61.2345)
     assert ended(watch_of(run, count=1), wait, said) == [
         "process 0 of 3 has been waiting for batch 6 for 61 s: it ends with exit code 75",
         *("dump 2", f"stall {STEPPING} 61.234", "step 5 is saved", "shutdown", "exit 75"),
@@ -292,7 +289,7 @@ def test_a_process_ends_after_it_has_said_why_and_saved(said: list[str]) -> None
 )
 def test_only_what_hangs_in_code_of_the_user_is_saved(kind: str, more: Any, is_saved: bool, said: list[str]) -> None:
     run = run_of(**{"saver": object(), **more})
-    done = ended(watch_of(run, count=1), Wait(kind, "hanging", 0, age=61.0), said)
+    done = ended(watch_of(run, count=1), Wait(kind, "hanging", age=61.0), said)
     assert any("is saved" in line for line in done) is is_saved
 
 
@@ -301,4 +298,4 @@ def test_several_processes_save_nothing_and_leave_process_0_last(
     process: int, warn: float, secs: float, said: list[str]
 ) -> None:
     watch = watch_of(run_of(saver=object()), process=process, warn=warn)
-    assert ended(watch, Wait("batch", "hanging", 0, age=61.0), said)[-3:] == ["shutdown", f"sleep {secs}", "exit 75"]
+    assert ended(watch, Wait("batch", "hanging", age=61.0), said)[-3:] == ["shutdown", f"sleep {secs}", "exit 75"]

@@ -93,7 +93,7 @@ class Driver:
         ends = {
             "wait": ("killed", *trained, None, ""),
             "raise": ("failed", *trained, "OSError", f"OSError: no batch {at}"),
-            "terminate": ("interrupted", saved, at, "Preempted", "SIGTERM"),
+            "terminate": ("interrupted", saved, at, None, "SIGTERM"),
             "nan": ("failed", saved, at + 1, "NanLossDuringTrainingError", "NanLossDuringTrainingError: "),
             "stop": ("finished", saved, at, None, "stopped by every("),
         }
