@@ -10,7 +10,7 @@ import time
 import jax.numpy as jnp
 import pytest
 from checkpoint_states import files_of, listing, save_all, state_at
-from file_operations import held
+from file_operations import before, failing, held
 
 import jstep
 from jstep.checkpoint.listing import COMMITTED
@@ -222,6 +222,11 @@ class TestFilesThatNothingReads:
             save_all(saver, [3])
         loaded = jstep.load_weights(saved / "model-2", state_at(0).params)
         assert loaded["w"].tolist() == [[2, 2]] * 3
+
+    def test_a_checkpoint_restores_if_one_of_them_cannot_be_opened(self, saved, caplog):
+        with before("open", f"{saved}/model-2/_METADATA", failing(errno.EACCES)), Saver(saved) as saver:
+            assert saver.restore(state_at(0)).params["w"].tolist() == [[2, 2]] * 3
+        assert "_METADATA (cannot be read: Permission denied)" in caplog.text
 
 
 def test_what_can_be_read_of_a_corrupted_checkpoint(tmp_path, caplog):
