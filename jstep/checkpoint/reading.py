@@ -9,15 +9,15 @@ from typing import Any
 
 import jax
 
-from jstep.checkpoint import leaf_records, match
-from jstep.checkpoint.leaf_records import SLOTS
+from jstep.checkpoint import leaf_records, match, targets
 from jstep.checkpoint.listing import format_name, misnaming_text
-from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Manifest, UnsupportedFormatError
+from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Leaf, Manifest, UnsupportedFormatError
 from jstep.checkpoint.store import Store
 from jstep.core import meshes, trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import format_items
 from jstep.distributed import processes
+from jstep.state.leaves import SLOTS
 from jstep.stores.urls import is_url
 
 CORRUPTED, UNREADABLE = "is corrupted", "cannot be restored"
@@ -30,6 +30,7 @@ _AGES = (
     ". Slots that were not restored count as old as the others, and a bias correction then makes their first updates "
     "too large, unless jstep.partition gives them an age of their own"
 )
+_WIDE = {"int64", "uint64", "float64", "complex128"}
 _TRIES = 10  # a concurrent writer evicts one checkpoint per save, and a read takes no longer than a few saves
 _logger = logging.getLogger("jstep")
 
@@ -44,6 +45,8 @@ class GoneError(CheckpointError):
 class CheckpointReader:
     def __init__(self, store: Store, prefix: str, verify: bool) -> None:
         self._store, self._prefix, self._verify = store, prefix, verify
+        self._checked: tuple[Tree, Manifest, match.CheckpointMatch] | None = None
+        """The result of `check_run`, for `restore`."""
 
     def extra(self, step: int | None) -> Any:
         return self._retry(step, lambda path, manifest: copy.deepcopy(manifest.extra))
@@ -76,17 +79,23 @@ class CheckpointReader:
                 return match.nest_values(manifest.leaves, arrays, averages)
             if of_params:
                 matched = match.match_params(target, manifest, averages, names, path)
+            elif checked is not None and checked[0] is target and checked[1] is manifest and not (averages or names):
+                matched = checked[2]
             else:
                 matched = match.match(target, manifest, averages, names, path)
                 match.check(matched, partial, path)
-            values = self._read_leaves(path, manifest, matched)
+            values = self._fill(path, manifest, matched)
             self._log_differences(path, manifest.step, matched)
             return jax.tree.unflatten(trees.structure(target), values)
 
+        checked, self._checked = self._checked, None
         return self._retry(step, read)
 
     def check_run(self, state: Tree, step: int) -> None:
-        self._retry(step, lambda path, manifest: match.check_run(state, manifest, path))
+        def check(path: str, manifest: Manifest) -> None:
+            self._checked = state, manifest, match.check_run(state, manifest, path)
+
+        self._retry(step, check)
 
     def _retry(self, step: int | None, read: Any) -> Any:
         """Read one checkpoint; if it is evicted meanwhile, choose again which one to read."""
@@ -149,31 +158,24 @@ class CheckpointReader:
             raise FileNotFoundError(f"there is no checkpoint {self._prefix}-* in {self._store.directory}")
         return step
 
-    def _read_leaves(self, path: str, manifest: Manifest, matched: match.CheckpointMatch) -> list[Any]:
+    def _fill(self, path: str, manifest: Manifest, matched: match.CheckpointMatch) -> list[Any]:
         """Return the leaves of a target: restored, kept, or copies of others."""
+        wanted = matched.wanted
         with meshes.internal_transfers():
             values = [
                 match.keep_target_leaf(want, manifest.step) if want.source is None and want.copy is None else None
-                for want in matched.wanted
+                for want in wanted
             ]
-            read = [
-                (leaf.array, want) for want in matched.wanted for leaf in (want.source, want.half) if leaf is not None
-            ]
-            uses = Counter(name for name, _ in read)
-            shardings: dict[str, Any] = {}
-            for name, want in read:
-                if name is not None:
-                    shardings.setdefault(name, match.stored_sharding(want))
-            arrays = self.read(path, manifest, shardings, self._verify)
-            for i, want in enumerate(matched.wanted):
-                if want.source is not None:
-                    value = leaf_records.leaf_value(want.source, want.half, arrays)
-                    shared = uses[want.source.array] > 1 and isinstance(value, jax.Array)
-                    values[i] = match.place_leaf(want, value.copy() if shared else value)
-            for i, want in enumerate(matched.wanted):
+            sources = {
+                i: (want.source, want.half, want.sharding_of_data) for i, want in enumerate(wanted) if want.source
+            }
+            read = self.read_leaves(path, manifest, list(sources.values()), self._verify)
+            for i, value in zip(sources, read, strict=True):
+                values[i] = targets.place_leaf(wanted[i], value)
+            for i, want in enumerate(wanted):
                 if want.copy is not None:
                     values[i] = match.copy_leaf(want, values)
-            pairs = zip(matched.wanted, values, strict=True)
+            pairs = zip(wanted, values, strict=True)
             left_out = [(want.left_out, value) for want, value in pairs if want.left_out is not None]
             changed = leaf_records.find_changed_leaves(left_out)
         if changed:
@@ -210,6 +212,30 @@ class CheckpointReader:
             format_items("not used from the checkpoint", [repr(name) for name in matched.unused]),
             _AGES if has_fresh_slots else "",
         )
+
+    def read_leaves(
+        self, path: str, manifest: Manifest, leaves: Sequence[tuple[Leaf, Leaf | None, Any]], verify: bool
+    ) -> list[Any]:
+        """Read leaves, each with its other half if that makes its value, and the sharding to read it with.
+
+        Nothing else uses the arrays returned; those that devices do not support are NumPy's.
+        """
+        shardings: dict[str, Any] = {}
+        uses: Counter[str | None] = Counter()
+        for leaf, half, sharding in leaves:
+            is_wide = leaf.dtype in _WIDE and not jax.config.read("jax_enable_x64")
+            if is_wide or (half is not None and half.shape != leaf.shape):  # scales have fewer numbers
+                sharding = None
+            for part in (leaf, half):
+                if part is not None and part.array is not None:
+                    shardings.setdefault(part.array, sharding)
+            uses[leaf.array] += 1
+        arrays = self.read(path, manifest, shardings, verify)
+        values = []
+        for leaf, half, _ in leaves:
+            value = leaf_records.leaf_value(leaf, half, arrays)
+            values.append(value.copy() if uses[leaf.array] > 1 and isinstance(value, jax.Array) else value)
+        return values
 
     def read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any], verify: bool) -> dict[str, Any]:
         """Read stored arrays by name; corrupted arrays are never returned."""

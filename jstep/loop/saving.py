@@ -26,7 +26,6 @@ from typing import Any, NamedTuple, cast
 import jax
 import numpy as np
 
-from jstep.checkpoint.leaf_records import StateLeaves
 from jstep.checkpoint.manifest import Extra
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
@@ -61,6 +60,7 @@ from jstep.loop.run import ENDED, STOPPED, Observers, Origin, Run
 from jstep.loop.setup import Setup
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.global_step import require_alive
+from jstep.state.leaves import StateLeaves
 from jstep.state.train_state import TrainState
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.owners import remove_temporary
