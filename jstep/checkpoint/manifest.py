@@ -103,7 +103,7 @@ class Recorded:
             else:
                 is_told = value is None or (name == "keys" and list(value) == self.path.split("/"))
             if not is_told:
-                record["bytes" if name == "nbytes" else name] = value
+                record["bytes" if name == "nbytes" else name] = list(value) if isinstance(value, tuple) else value
         return record
 
     @staticmethod

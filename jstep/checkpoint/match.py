@@ -124,7 +124,8 @@ def match(
     if any(leaf.source is None for leaf in leaves):
         for i, copy in _copies(of_target, leaves).items():
             leaves[i] = dataclasses.replace(leaves[i], copy=copy)
-    unused = [name for name in records if name not in own and not _is_of_averages(name, averages)]
+    # Averages are restored into any target, for evaluation.
+    unused = [name for name in records if name not in own and not (averages and name.startswith(f"{SLOTS}/"))]
     return CheckpointMatch(leaves, unused, in_other_format)
 
 
@@ -190,17 +191,16 @@ def _converts(keys: Keys, saved: _Kind, wanted: _Kind, steps: Sequence[int]) -> 
 def check(result: CheckpointMatch, partial: bool, where: str) -> None:
     """Check that a state can be restored from a match; if `partial`, leaves that do not fit are skipped."""
     differences = result.differences()
-    if result.in_other_format:
-        raise ValueError(
-            f"target does not fit {where}{differences}. Nothing was restored. Slots are stored in another format, with "
-            "or without jstep.compact, or in other blocks: restore a target of the optimizer that saved them, then "
-            "state = jstep.repack(state, old_optimizer, new_optimizer)."
+    if result.in_other_format or (differences and not partial):
+        advice = (
+            "Saver.restore(target, partial=True) restores what fits, and names={…} maps leaves that have another path"
         )
-    if not partial and differences:
-        raise ValueError(
-            f"target does not fit {where}{differences}. Nothing was restored; "
-            "Saver.restore(target, partial=True) restores what fits, and names={…} maps leaves that have another path."
-        )
+        if result.in_other_format:
+            advice = (
+                "slots are stored in another format, with or without jstep.compact, or in other blocks: restore a target "
+                "of the optimizer that saved them, then state = jstep.repack(state, old_optimizer, new_optimizer)"
+            )
+        raise ValueError(f"target does not fit {where}{differences}. Nothing was restored; {advice}.")
     if result.wanted and all(want.source is None for want in result.wanted):
         raise ValueError(f"target has nothing in common with {where}{differences}")
     if any(want.path == GLOBAL_STEP and want.source is None for want in result.wanted):
@@ -267,68 +267,15 @@ def find_average(name: str, saved: Mapping[str, Leaf], averages: Sequence[str]) 
     return next((saved[each] for each in found), None)
 
 
-def _is_average(path: str, averages: Sequence[str] | None) -> bool:
-    return any(path == f"slots/{slot}" or path.startswith(f"slots/{slot}/") for slot in averages or ())
-
-
-def _is_of_averages(path: str, averages: Sequence[str] | None) -> bool:
-    """Return whether a path is an average, or may be an age (zero_debias) of one or of its optimizer."""
-    for slot in averages or ():
-        scope = f"slots/{slot}".rpartition("/")[0]
-        own = path.startswith(f"{scope}/with_moving_average/") and path.endswith("/start_step")
-        if own or path == f"{scope}/start_step":
-            return True
-    return _is_average(path, averages)
-
-
 def check_averages(averages: Sequence[str], saved: Sequence[Leaf], where: str) -> None:
     for slot in averages:
-        if not any(_is_average(leaf.path, (slot,)) for leaf in saved):
+        if not any(f"{leaf.path}/".startswith(f"{SLOTS}/{slot}/") for leaf in saved):
             slots = sorted({leaf.keys[1] for leaf in saved if leaf.keys[0] == SLOTS and len(leaf.keys) > 1})
             raise ValueError(
                 f"use_averages: {where} has no slot {slot!r}{trees.suggest_names(slot, slots)}; it has {slots}. Use "
                 "jstep.with_moving_average(optimizer, ema) to keep averages; use_averages also takes the names of "
                 "slots."
             )
-
-
-def match_params(
-    target: Mapping[str, Any], manifest: Manifest, averages: Sequence[str] | None, names: Names | None, where: str
-) -> CheckpointMatch:
-    """Match and check a target `{"params": params}`; `names` may omit `params/`."""
-    if not manifest.left_out and not any(leaf.keys[0] == PARAMS for leaf in manifest.leaves):
-        raise ValueError(
-            f"{where} has no params: its leaves are {sorted({leaf.keys[0] for leaf in manifest.leaves})[:20]}; "
-            "restore(None) returns them"
-        )
-    saved = {leaf.path for leaf in (*manifest.leaves, *manifest.left_out)}
-    whole = _whole_names(names, set(trees.leaf_paths(target)), saved)
-    # A parameter may be restored from any leaf, by name or as its average; only extra params are reported.
-    matched = match(target, manifest, averages, whole, where)
-    extra = {leaf.path for leaf in manifest.leaves if leaf.keys[0] == PARAMS}
-    result = dataclasses.replace(matched, unused=[path for path in matched.unused if path in extra])
-    check(matched, True, where)
-    if differences := result.differences():
-        raise ValueError(
-            f"target_params does not fit the params of {where}{differences}. Nothing was restored. "
-            "names={…} maps leaves with another path; "
-            "Saver.restore({'params': target_params}, partial=True) restores what fits."
-        )
-    return result
-
-
-def _whole_names(names: Names | None, paths: set[str], saved: set[str]) -> Names | None:
-    def whole(path: object, existing: set[str]) -> Any:
-        with_params = f"{PARAMS}/{path}"
-        return with_params if isinstance(path, str) and path not in existing and with_params in existing else path
-
-    if isinstance(names, Mapping):
-        return {whole(path, paths): whole(other, saved) for path, other in names.items()}
-    if names is None or not callable(names):
-        return names
-    rename: Callable[[str], str | None] = names
-
-    return lambda path: whole(rename(path), saved)
 
 
 # The values of leaves that have no source, and of all leaves without a target.

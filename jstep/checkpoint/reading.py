@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import copy
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from jstep.core import meshes, trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import format_items
 from jstep.distributed import processes
-from jstep.state.leaves import SLOTS
+from jstep.state.leaves import PARAMS, SLOTS
 from jstep.stores.urls import is_url
 
 CORRUPTED, UNREADABLE = "is corrupted", "cannot be restored"
@@ -77,12 +78,13 @@ class CheckpointReader:
             if target is None:
                 arrays = self.read(path, manifest, dict.fromkeys(manifest.by_array), self._verify)
                 return match.nest_values(manifest.leaves, arrays, averages)
-            if of_params:
-                matched = match.match_params(target, manifest, averages, names, path)
-            elif checked is not None and checked[0] is target and checked[1] is manifest and not (averages or names):
+            if checked is not None and checked[0] is target and checked[1] is manifest and not (averages or names):
                 matched = checked[2]
             else:
                 matched = match.match(target, manifest, averages, names, path)
+                if of_params:
+                    unused = [name for name in matched.unused if name.startswith(f"{PARAMS}/")]
+                    matched = dataclasses.replace(matched, unused=unused)
                 match.check(matched, partial, path)
             values = self._fill(path, manifest, matched)
             self._log_differences(path, manifest.step, matched)
@@ -200,17 +202,16 @@ class CheckpointReader:
             )
         if not matched.differences():
             return
-        without = [i for i, want in enumerate(matched.wanted) if want.source is None and want.left_out is None]
-        copies = [i for i in without if matched.wanted[i].copy is not None]
-        left = [i for i in without if not matched.wanted[i].is_guard and i not in copies]
-        has_fresh_slots = any(matched.wanted[i].keys[0] == SLOTS for i in left)
+        without = [want for want in matched.wanted if want.source is None and want.left_out is None]
+        copies = [repr(want.path) for want in without if want.copy is not None]
+        left = [want for want in without if want.copy is None and not want.is_guard]
         _logger.warning(
             "%s was restored in part%s%s%s%s",
             path,
-            format_items("started as copies of what was restored", [repr(matched.wanted[i].path) for i in copies]),
-            format_items("left unchanged in target", [repr(matched.wanted[i].path) for i in left]),
+            format_items("started as copies of what was restored", copies),
+            format_items("left unchanged in target", [repr(want.path) for want in left]),
             format_items("not used from the checkpoint", [repr(name) for name in matched.unused]),
-            _AGES if has_fresh_slots else "",
+            _AGES if any(want.keys[0] == SLOTS for want in left) else "",
         )
 
     def read_leaves(

@@ -268,8 +268,7 @@ class Saver:
             target_params: A tree of arrays or of `jax.ShapeDtypeStruct` with the structure of the parameters
                 (including lists and tuples), as `target` of `restore`.
             step: The step to restore; None for the newest.
-            names: Leaves that have another path in the checkpoint, as in `restore`; `params/` may be omitted,
-                except in the paths that a function gets.
+            names: Leaves that have another path in the checkpoint (`"params/dense/kernel"`), as in `restore`.
             use_averages: Whether to restore the moving averages in place of the parameters, in the dtype of the
                 parameters. A string names their slot, a list several, as in `restore`.
 
