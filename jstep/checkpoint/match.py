@@ -26,6 +26,13 @@ _NO_KIND = (
     "pass an array or a shape for each leaf, such as jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))"
 )
 _Kind = tuple[tuple[int, ...], str]
+_OTHER_PATHS = (
+    "Saver.restore(target, partial=True) restores what fits, and names={…} maps leaves that have another path"
+)
+_OTHER_FORMAT = (
+    "slots are stored in another format, with or without jstep.compact, or in other blocks: restore a target of the "
+    "optimizer that saved them, then state = jstep.repack(state, old_optimizer, new_optimizer)"
+)
 _GUARDS = (Role.LAST_FINITE, Role.LOSS_SCALE, Role.SCALE_SINCE)
 
 
@@ -192,14 +199,7 @@ def check(result: CheckpointMatch, partial: bool, where: str) -> None:
     """Check that a state can be restored from a match; if `partial`, leaves that do not fit are skipped."""
     differences = result.differences()
     if result.in_other_format or (differences and not partial):
-        advice = (
-            "Saver.restore(target, partial=True) restores what fits, and names={…} maps leaves that have another path"
-        )
-        if result.in_other_format:
-            advice = (
-                "slots are stored in another format, with or without jstep.compact, or in other blocks: restore a target "
-                "of the optimizer that saved them, then state = jstep.repack(state, old_optimizer, new_optimizer)"
-            )
+        advice = _OTHER_FORMAT if result.in_other_format else _OTHER_PATHS
         raise ValueError(f"target does not fit {where}{differences}. Nothing was restored; {advice}.")
     if result.wanted and all(want.source is None for want in result.wanted):
         raise ValueError(f"target has nothing in common with {where}{differences}")

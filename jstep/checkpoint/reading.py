@@ -239,8 +239,27 @@ class CheckpointReader:
         return values
 
     def read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any], verify: bool) -> dict[str, Any]:
-        """Read stored arrays by name; corrupted arrays are never returned."""
-        arrays, problems, failure = read_and_verify(self._store, path, manifest, shardings, verify)
+        """Read stored arrays by name, and verify all files meanwhile; corrupted arrays are never returned.
+
+        The processes share this work, and agree on its outcome.
+        """
+        share = jax.process_index(), jax.process_count()
+        arrays, problems = dict[str, Any](), list[str]()
+        failure: Exception | None = None
+        contents = self._store.contents(path, manifest)
+        with concurrent.futures.ThreadPoolExecutor(1, "jstep-verify") as pool:
+            is_needed = verify and not contents.verifies
+            verdict = pool.submit(self._store.find_corruption, path, manifest, share) if is_needed else None
+            try:
+                arrays = contents.restore(shardings)
+            except CorruptedError as error:
+                problems = error.problems
+            except Exception as error:
+                failure = error
+            try:
+                problems = (verdict.result() if verdict else []) or problems
+            except OSError as error:  # whether it is corrupted is unknown
+                failure = error
         if processes.any_process(bool(problems) or failure is not None):
             if processes.any_process(self._store.is_gone(path, manifest)):
                 raise GoneError(path)
@@ -280,35 +299,6 @@ class CheckpointReader:
         broken = [path for path, _ in self._store.broken(self._prefix, above)]
         commands = [self._store.command_to_set_aside(path) for path in dict.fromkeys([*in_the_way, *broken])]
         return f"; to {purpose}, set aside what cannot be used: `{' && '.join(commands)}`" if commands else ""
-
-
-def read_and_verify(
-    store: Store, path: str, manifest: Manifest, shardings: Mapping[str, Any], verify: bool
-) -> tuple[dict[str, Any], list[str], Exception | None]:
-    """Read stored arrays by name, and verify all files meanwhile; the processes share this work.
-
-    It returns arrays, problems, and the error if something was unreadable. Processes may differ: the callers agree.
-    """
-    share = jax.process_index(), jax.process_count()
-    failure: Exception | None = None
-    arrays: dict[str, Any] = {}
-    problems: list[str] = []
-    contents = store.contents(path, manifest)
-    verify = verify and not contents.verifies
-    with concurrent.futures.ThreadPoolExecutor(1, "jstep-verify") as pool:
-        verdict = pool.submit(store.find_corruption, path, manifest, share) if verify else None
-        try:
-            arrays = contents.restore(shardings)
-        except CorruptedError as error:
-            problems = error.problems
-        except Exception as error:
-            failure = error
-        if verdict is not None:
-            try:
-                problems = verdict.result() or problems
-            except OSError as error:  # whether it is corrupted is unknown
-                failure = error
-    return arrays, problems, failure
 
 
 def first_problem(problems: Sequence[str]) -> str:

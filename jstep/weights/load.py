@@ -56,7 +56,7 @@ def load_weights(
             machine.
         target: A tree of arrays or of `jax.ShapeDtypeStruct` (from `jax.eval_shape`), for structure, shapes, dtypes and
             shardings. A leaf without a sharding is placed where JAX places new arrays; a NumPy array is loaded as one;
-            typed PRNG keys are made from their stored data; a Python number accepts any integer or float.
+            typed PRNG keys are made from their stored data.
         names: Leaves that have another name in the file: a mapping from paths of target (`"layers/0/wq"`), or a
             function of the path, to the name of a tensor, to None for a leaf to keep unchanged, or to a pair
             `(name, transform)`, where `transform` computes the leaf from the stored tensor, a NumPy array

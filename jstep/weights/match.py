@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -79,7 +78,7 @@ class WantedTensor(targets.TargetLeaf[Any]):
     casts: bool = False
 
     def difference(self, shape: Sequence[int], dtype: DTypeLike) -> str:
-        cast = (self.casts and trees.is_floating(dtype)) or self._is_number_of(dtype)
+        cast = self.casts and trees.is_floating(dtype)
         if tuple(shape) != self.shape or (dtype != self.dtype and not cast):
             own = self.leaf.dtype if hasattr(self.leaf, "dtype") else self.dtype
             here = array_type(np.shape(self.leaf), own)
@@ -87,14 +86,6 @@ class WantedTensor(targets.TargetLeaf[Any]):
         if not self.is_numpy and jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype:
             return f"{self._named} is {array_type(shape, dtype)}, which JAX supports only with jax_enable_x64"
         return ""
-
-    def _is_number_of(self, dtype: DTypeLike) -> bool:
-        """Whether the leaf is a Python number (or its shape), whose dtype is JAX's choice, of the same kind."""
-        is_number = not self.shape and (getattr(self.leaf, "weak_type", False) or not hasattr(self.leaf, "dtype"))
-        kinds = (jnp.integer, jnp.floating)
-        return is_number and any(
-            jnp.issubdtype(dtype, number) and jnp.issubdtype(self.dtype, number) for number in kinds
-        )
 
     @property
     def _named(self) -> str:
