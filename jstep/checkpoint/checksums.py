@@ -80,8 +80,14 @@ def differences(checkpoint: str, expected: Mapping[str, Record]) -> dict[str, st
     """Return how each file differs from its record, or "". If a size differs, no checksum is computed."""
     results = size_differences(checkpoint, expected)
     if not any(why for path, why in results.items() if path not in UNUSED):
-        for path, actual in records(checkpoint, [path for path in expected if not results[path]], threads=8).items():
-            results[path] = describe_mismatch(expected[path], actual)
+        same = [path for path in expected if not results[path]]
+        actual = records(checkpoint, [path for path in same if path not in UNUSED], threads=8)
+        for path in UNUSED.intersection(same):
+            try:
+                actual |= records(checkpoint, [path])
+            except OSError as error:
+                results[path] = f"cannot be read: {error.strerror}"
+        results |= {path: describe_mismatch(expected[path], record) for path, record in actual.items()}
     return results
 
 

@@ -89,6 +89,10 @@ class FileClaim:
                 return True
         return False
 
+    def is_moved(self) -> bool:
+        """Return whether the locked file is elsewhere: somebody has renamed the directory."""
+        return self.finalizer.alive and not self.is_held() and os.fstat(self.file.fileno()).st_nlink > 0
+
     def release(self, wait: bool = True) -> None:
         self.finalizer()
 

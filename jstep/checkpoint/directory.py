@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from jstep.checkpoint import checksums, listing
 from jstep.checkpoint.claims import FileClaim
 from jstep.checkpoint.contents import Contents, OrbaxContents
-from jstep.checkpoint.manifest import MANIFEST_FILE, Manifest, encode
+from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, encode
 from jstep.checkpoint.retention import evict
 from jstep.checkpoint.store import Commit, Store
 from jstep.checkpoint.writes import IN_FLIGHT, Write
@@ -87,11 +87,17 @@ class DirectoryStore(Store):
         return OrbaxContents(path, manifest, start_read, differences, read_arrays)
 
     def claim(self) -> None:
+        self._refuse_moved()
         make_folders(self.directory)
         super().claim()
         if not self._is_cleaned:
             self._remove_leftovers()
             self._is_cleaned = True
+
+    def _refuse_moved(self) -> None:
+        """Raise an error if the directory was renamed: the run would make it again, and continue in two places."""
+        if isinstance(self._claim, FileClaim) and self._claim.is_moved():
+            raise CheckpointError(f"{self.directory} was renamed while it is written; start again with its new path")
 
     def lock(self) -> FileClaim:
         self._is_cleaned = False
@@ -128,6 +134,7 @@ class DirectoryStore(Store):
 
     def _publish(self, temporary: str, final: str, manifest: Manifest) -> list[str]:
         """Add the manifest, rename the folder to its final name, and return the older checkpoint, to be erased."""
+        self._refuse_moved()  # tensorstore has made the folder again
         with new_file(os.path.join(temporary, MANIFEST_FILE)) as file:
             file.write(encode(manifest))
         # Orbax checks only the name of this file, which is flushed with the folder.

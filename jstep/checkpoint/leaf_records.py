@@ -1,121 +1,61 @@
-"""Leaves of a state: one pass over them, their records in a checkpoint, and their stored arrays."""
+"""Records of a state's leaves in a checkpoint, and their stored arrays."""
 
-import dataclasses
 import functools
 import itertools
-import urllib.parse
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import quote
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut, Recorded
 from jstep.core import device_values, selection, trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import describe_type
 from jstep.slots import compact_numbers
-from jstep.slots.roles import Role, roles_in
 from jstep.state.fingerprints import as_hexadecimal, leaf_key, stacked_words, start_fingerprints
-from jstep.state.slots import owners
-from jstep.state.train_state import TrainState
+from jstep.state.leaves import StateLeaves
 
-GLOBAL_STEP = "global_step"
-PARAMS = "params"
-SLOTS = "slots"
 WIDTHS = {"int32", "int64"}
 """The dtypes of counts."""
 
-Keys = tuple[str, ...]
 
-
-class StateLeaves:
-    """The leaves of a tree, such as a state, flattened once, with what their places in states say of them.
+class SavedState(NamedTuple):
+    """What a checkpoint holds of a state.
 
     Attributes:
-        values: The leaves.
-        keys: The keys of each leaf's path.
-        paths: Keys joined by slashes.
+        arrays: Name → array to store.
+        left_out: Records of leaves that are not saved, and their values.
     """
 
-    def __init__(self, tree: Tree) -> None:
-        structure: Any
-        flat, structure = jax.tree_util.tree_flatten_with_path(tree)
-        typed = [[(key, type(getattr(key, "key", None))) for key in entries] for entries, _ in flat]  # 1 equals True
-        names = {key: trees.path_str(key[:1]) for key in {key for keys in typed for key in keys}}
-        self.tree, self._structure = tree, structure
-        self.values = [leaf for _, leaf in flat]
-        self.keys: list[Keys] = [tuple([names[key] for key in keys]) for keys in typed]
-        self.paths = ["/".join(keys) for keys in self.keys]
+    leaves: list[Leaf]
+    arrays: dict[str, Any]
+    left_out: list[tuple[Leaf, Any]]
 
-    @functools.cached_property
-    def _numbers(self) -> Any:
-        """A copy of the tree that holds the indices of the leaves."""
-        return self._structure.unflatten(range(len(self.values)))
-
-    @functools.cached_property
-    def states(self) -> list[tuple[TrainState, TrainState]]:
-        """Each state in the tree, with a copy that holds the indices of its leaves."""
-        both = self.tree, self._numbers
-        nodes = (jax.tree.leaves(root, is_leaf=lambda node: isinstance(node, TrainState)) for root in both)
-        return [pair for pair in zip(*nodes, strict=True) if isinstance(pair[0], TrainState)]
-
-    @functools.cached_property
-    def halves(self) -> dict[int, int]:
-        """The leaves that `compact` stores in two → their other halves, as indices."""
-        halves: dict[int, int] = {}
-        for state, numbers in self.states:
-            roles = roles_in(state)
-            pairs = [(numbers.slots.get(name), numbers.slots.get(half)) for name, half in roles.halves.items()]
-            own = (name for name in roles.of(Role.REMAINDER) if name not in roles.halves.values())
-            for both in [*pairs, *((numbers.params, numbers.slots.get(name)) for name in own)]:
-                if all(trees.is_like(state.params, part) for part in both):
-                    places = zip(*(trees.flatten_like(state.params, part, SLOTS) for part in both), strict=True)
-                    halves |= {place: half for place, half in places if place is not None and half is not None}
-        return halves
-
-    def left_out(self, leave_out: selection.VarList) -> set[int]:
-        """Return the indices of the left-out parameters and of their slots."""
-        if leave_out is None:
-            return set()
-        (params, of_params), (slots, of_slots) = (
-            (_field(self.tree, name), _field(self._numbers, name)) for name in (PARAMS, SLOTS)
-        )
-        if params is None:
-            raise ValueError(
-                f"leave_out: selects among the params of a state, but this {type(self.tree).__name__} has none; save a "
-                "TrainState, or a dict with 'params'"
-            )
-        chosen = selection.resolve(params, leave_out, "leave_out")
-        left_out = {i for i, is_chosen in zip(jax.tree.leaves(of_params), chosen, strict=True) if is_chosen}
-        for name, tree in slots.items() if isinstance(slots, Mapping) else ():
-            places = owners(str(name), tree, params, roles_in(self.tree))
-            of_slot = zip(jax.tree.leaves(of_slots[name]), places, strict=True)
-            left_out |= {i for i, place in of_slot if place is not None and chosen[place]}
-        return left_out
-
-    def records(self) -> list[tuple[Leaf, Any]]:
-        """Return what a checkpoint says of each leaf, and its value."""
+    @classmethod
+    def of(cls, state: Tree, leave_out: selection.VarList) -> "SavedState":
+        found, saved = StateLeaves(state), cls([], {}, [])
+        absent, halves = found.left_out(leave_out), found.halves
+        values = [_with_value(*pair) for pair in zip(found.values, found.paths, strict=True)]
         # Orbax joins keys with dots.
-        quoted = (urllib.parse.quote(path, safe="/", errors="surrogatepass").replace(".", "%2E") for path in self.paths)
-        out = []
-        for keys, path, array, leaf in zip(self.keys, self.paths, unique(quoted), self.values, strict=True):
-            value = _with_value(leaf, path)
-            is_key, dtype = trees.is_key(value), str(value.dtype)
-            nbytes, impl = int(value.nbytes), None
-            if is_key:
-                nbytes, impl = int(trees.key_data(value).nbytes), str(jax.random.key_impl(value))
-            stored, shape = array if value.size else None, tuple(value.shape)
-            out.append((Leaf(path, keys, shape, dtype, nbytes, stored, _CARRIERS.get(dtype), impl), value))
-        for i, half in self.halves.items():
-            out[i] = dataclasses.replace(out[i][0], half=out[half][0].array), out[i][1]
-        return out
-
-
-def _field(state: Tree, name: str) -> Any:
-    return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)
+        quoted = [quote(path, safe="/", errors="surrogatepass").replace(".", "%2E") for path in found.paths]
+        names = [name if value.size else None for name, value in zip(unique(quoted), values, strict=True)]
+        for i, (path, keys, value, name) in enumerate(zip(found.paths, found.keys, values, names, strict=True)):
+            dtype, impl, stored = str(value.dtype), None, value
+            if trees.is_key(value):
+                impl, stored = str(jax.random.key_impl(value)), jax.random.key_data(value)
+            half = names[halves[i]] if i in halves else None
+            nbytes, carrier = int(stored.nbytes), _CARRIERS.get(dtype)
+            leaf = Leaf(path, keys, tuple(value.shape), dtype, nbytes, name, carrier, impl, half)
+            if i in absent:
+                saved.left_out.append((leaf, value))
+                continue
+            saved.leaves.append(leaf)
+            if name is not None:
+                saved.arrays[name] = stored if carrier is None else _carried(leaf, stored, carrier)
+        return saved
 
 
 # Records of leaves, and their conversion to and from stored arrays.
@@ -137,14 +77,14 @@ def require_value(leaf: object, what: str) -> None:
 
 
 def _with_value(leaf: object, path: str) -> Any:
-    require_value(leaf, f"state: {path!r}")
-    if isinstance(leaf, jax.Array):
+    if isinstance(leaf, jax.Array) and not trees.is_traced(leaf) and not leaf.is_deleted():
         if jax.process_count() > 1 and leaf.is_fully_addressable:
             raise ValueError(
                 f"state: {path!r} is on only one of {jax.process_count()} processes; a state that all processes save "
                 "must be sharded over all of them, for example by jstep.shard_state(state, mesh, param_specs)"
             )
         return leaf
+    require_value(leaf, f"state: {path!r}")
     if trees.is_python_number(leaf):
         return device_values.number(leaf, f"state: {path!r}")
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufcV" and leaf.dtype.names is None:
@@ -155,10 +95,6 @@ def _with_value(leaf: object, path: str) -> Any:
         f"state: {path!r} is {what}, which is not an array of numbers, a key or a number, and cannot be saved; "
         "pass it as extra, or remove it from the state"
     )
-
-
-def to_stored(record: Leaf, leaf: object) -> Any:
-    return trees.key_data(leaf) if record.stored_as is None else _carried(record, leaf, record.stored_as)
 
 
 def leaf_value(record: Leaf, half: Leaf | None, arrays: Mapping[str, Any]) -> Any:
@@ -181,16 +117,6 @@ def _carried(record: Leaf, array: Any, dtype: str) -> Any:
     return jax.lax.bitcast_convert_type(array, jnp.dtype(dtype))
 
 
-def as_integers(array: np.ndarray[Any, Any], dtype: DTypeLike, path: str) -> np.ndarray[Any, Any]:
-    """Convert a stored array to the integer dtype of a target's leaf, if it can represent all numbers."""
-    converted = array.astype(dtype)
-    if (converted != array).any():
-        raise ValueError(
-            f"target: {path!r} is {converted.dtype} and cannot represent {array.max()}; enable jax_enable_x64"
-        )
-    return converted
-
-
 def shape_and_dtype(record: Leaf) -> tuple[tuple[int, ...], str]:
     if record.key_impl is not None:
         key = _key_data(record.key_impl)
@@ -211,15 +137,17 @@ def _key_data(impl: str) -> Any:
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
 
 
-def leaves_by_id(saved: Sequence[_Record]) -> dict[tuple[str, int], _Record]:
-    """Return the leaves by path and number, which distinguishes leaves with the same path."""
-    return dict(zip(trees.ids(leaf.path for leaf in saved), saved, strict=True))
+def by_name(saved: Sequence[_Record]) -> dict[str, _Record]:
+    """Return the leaves by their unique paths."""
+    return dict(zip(unique(leaf.path for leaf in saved), saved, strict=True))
 
 
 def unique(paths: Iterable[str]) -> list[str]:
     """Return different names for all paths: numbered from a path's second occurrence on."""
     paths = list(paths)
     names, taken = [], set(paths)
+    if len(taken) == len(paths):
+        return paths
     for path, number in trees.ids(paths):
         numbered = (f"{path}#{n}" for n in itertools.count(number))
         names.append(path if number == 1 else next(name for name in numbered if name not in taken))

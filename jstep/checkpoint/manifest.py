@@ -94,18 +94,23 @@ class Recorded:
     shape: tuple[int, ...]
     dtype: str
 
-    def _json(self, **own: object) -> dict[str, Any]:
-        keys = {} if list(self.keys) == self.path.split("/") else {"keys": list(self.keys)}
-        return {"path": self.path, "shape": list(self.shape), "dtype": self.dtype, **own, **keys}
+    def to_json(self) -> dict[str, Any]:
+        """Return its fields, without those that the path tells or that are empty."""
+        record: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if name == "array":
+                is_told = value == self.path
+            else:
+                is_told = value is None or (name == "keys" and list(value) == self.path.split("/"))
+            if not is_told:
+                record["bytes" if name == "nbytes" else name] = list(value) if isinstance(value, tuple) else value
+        return record
 
     @staticmethod
     def _fields(data: Mapping[str, Any]) -> tuple[str, tuple[str, ...], tuple[int, ...], str]:
         path = _string(data["path"])  # a key of the user's, which UTF-8 may be unable to encode
         keys = tuple(map(_string, data.get("keys", path.split("/")))) or _refuse("a leaf without keys")
         return path, keys, tuple(map(_count, data["shape"])), _word(data["dtype"])
-
-
-_OPTIONAL = ("stored_as", "key_impl", "half")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,18 +131,15 @@ class Leaf(Recorded):
     key_impl: str | None = None
     half: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        array = {} if self.array == self.path else {"array": self.array}
-        others = {name: getattr(self, name) for name in _OPTIONAL if getattr(self, name) is not None}
-        return self._json(bytes=self.nbytes) | array | others
-
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Leaf":
         path, keys, shape, dtype = cls._fields(data)
         array = _text_or_none(data.get("array", path))
         if array is None and (0 not in shape or math.prod(filter(None, shape)) >= _LARGEST):
             _refuse(f"{path!r:.50} of shape {shape!s:.50} has elements, and they are not stored")
-        stored_as, key_impl = (None if data.get(name) is None else _word(data[name]) for name in _OPTIONAL[:2])
+        stored_as, key_impl = (
+            None if data.get(name) is None else _word(data[name]) for name in ("stored_as", "key_impl")
+        )
         half = _text_or_none(data.get("half"))
         return cls(path, keys, shape, dtype, _count(data["bytes"]), array, stored_as, key_impl, half)
 
@@ -147,9 +149,6 @@ class LeftOut(Recorded):
     """A leaf that `Saver(leave_out=…)` did not save, with its `jstep.fingerprint`."""
 
     fingerprint: str
-
-    def to_json(self) -> dict[str, Any]:
-        return self._json(fingerprint=self.fingerprint)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "LeftOut":
@@ -213,7 +212,7 @@ def encode(manifest: Manifest) -> bytes:
         "jstep": manifest.jstep,
         "step": manifest.step,
         "saved_at": manifest.saved_at,
-        "bytes": sum(leaf.nbytes for leaf in manifest.leaves),
+        "bytes": sum([leaf.nbytes for leaf in manifest.leaves]),
         "extra": manifest.extra,
         "retention": {"kept": sorted(manifest.retention.steps), "since": manifest.retention.since},
         "finite": manifest.finite,
@@ -222,8 +221,8 @@ def encode(manifest: Manifest) -> bytes:
         {} if manifest.data is None else {"data": manifest.data}
     )
     lines = [f' "{name}": {json.dumps(value)}' for name, value in head.items()]
-    leaves = ",\n".join(f"  {json.dumps(leaf.to_json())}" for leaf in manifest.leaves)
-    files = ",\n".join(f"  {json.dumps(path)}: {json.dumps(record)}" for path, record in manifest.files.items())
+    leaves = ",\n".join([f"  {json.dumps(leaf.to_json())}" for leaf in manifest.leaves])
+    files = ",\n".join([f"  {json.dumps(path)}: {json.dumps(record)}" for path, record in manifest.files.items()])
     lines += [f' "leaves": [\n{leaves}\n ]', f' "files": {{\n{files}\n }}']
     if manifest.left_out:
         left_out = ",\n".join(f"  {json.dumps(leaf.to_json())}" for leaf in manifest.left_out)

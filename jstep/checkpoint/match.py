@@ -1,8 +1,7 @@
 """Matching of the leaves of a target to the leaves of a checkpoint, and their placement."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.checkpoint import leaf_records, targets
-from jstep.checkpoint.leaf_records import GLOBAL_STEP, PARAMS, SLOTS, Keys
 from jstep.checkpoint.manifest import Leaf, LeftOut, Manifest
 from jstep.core import selection, trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import array_type, describe_type, format_items, format_value
-from jstep.core.placement import is_of_host, on_devices, place_anywhere, target_sharding
+from jstep.core.placement import is_of_host, on_devices
 from jstep.slots import compact_numbers
 from jstep.slots.roles import COPIES, Role, Roles, roles_in
+from jstep.state.leaves import GLOBAL_STEP, PARAMS, SLOTS, Keys, StateLeaves
 from jstep.state.slots import owners
 
 Names = Mapping[str, str] | Callable[[str], str | None]
@@ -26,9 +25,14 @@ _FORM = "a mapping from paths of the target to paths in the checkpoint, or a fun
 _NO_KIND = (
     "pass an array or a shape for each leaf, such as jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))"
 )
-_Id = tuple[str, int]
-"""A path, and the number of the leaf among those with that path."""
 _Kind = tuple[tuple[int, ...], str]
+_OTHER_PATHS = (
+    "Saver.restore(target, partial=True) restores what fits, and names={…} maps leaves that have another path"
+)
+_OTHER_FORMAT = (
+    "slots are stored in another format, with or without jstep.compact, or in other blocks: restore a target of the "
+    "optimizer that saved them, then state = jstep.repack(state, old_optimizer, new_optimizer)"
+)
 _GUARDS = (Role.LAST_FINITE, Role.LOSS_SCALE, Role.SCALE_SINCE)
 
 
@@ -88,43 +92,51 @@ def match(
         averages: The slots of moving averages that replace params.
         names: Paths in the checkpoint for paths of the target.
     """
-    of_target, roles, arrays = leaf_records.StateLeaves(target), roles_in(target), manifest.by_array
-    records = leaf_records.leaves_by_id(manifest.leaves)
-    saved: dict[_Id, Leaf | LeftOut] = {**leaf_records.leaves_by_id(manifest.left_out), **records}
-    renamed = _renamed(names, target, {path for path, _ in saved}, where)
-    kinds = [targets.target_kind(*pair, _NO_KIND) for pair in zip(of_target.values, of_target.paths, strict=True)]
+    of_target, roles, arrays = StateLeaves(target), roles_in(target), manifest.by_array
+    records = leaf_records.by_name(manifest.leaves)
+    saved: dict[str, Leaf | LeftOut] = {**leaf_records.by_name(manifest.left_out), **records}
+    renamed = _renamed(names, target, saved.keys(), where)
+    values, has_roles = of_target.values, bool(roles)
+    kinds = [targets.target_kind(*pair, _NO_KIND) for pair in zip(values, of_target.paths, strict=True)]
     steps = next((kind[0] for keys, kind in zip(of_target.keys, kinds, strict=True) if keys == (GLOBAL_STEP,)), ())
     leaves: list[WantedLeaf] = []
-    own: set[_Id] = set()  # includes parameters that an average replaces
+    own: set[str] = set()  # includes parameters that an average replaces
     in_other_format = False
-    for i, ((path, number), (shape, dtype)) in enumerate(zip(trees.ids(of_target.paths), kinds, strict=True)):
-        keys, key = of_target.keys[i], (renamed.get(path, path), number)
-        own.add(key)
-        average = find_average(key, records, averages)
-        is_average = average is not None and records[average].shape == shape
-        source = records[average] if average is not None and is_average else saved.get(key)
-        kind = shape, str(dtype)
-        problem = "" if source is None or is_average else _difference(path, keys, kind, source, steps)
-        is_guard = source is None and _is_of_guard(keys, roles)
-        leaf = WantedLeaf(path, of_target.values[i], *kind, key[0], None, problem, keys, is_guard)
-        if isinstance(source, Leaf) and not problem:
-            half = arrays.get(source.half or "") if is_average else None
-            leaf = dataclasses.replace(leaf, source=source, half=half)
-        elif isinstance(source, LeftOut) and not problem:
-            leaf = dataclasses.replace(leaf, left_out=source)
+    for i, (path, name) in enumerate(zip(of_target.paths, leaf_records.unique(of_target.paths), strict=True)):
+        keys, kind, name = of_target.keys[i], kinds[i], renamed.get(name, name)
+        own.add(name)
+        source = saved.get(name)
+        average = None if averages is None else find_average(name, records, averages)
+        is_average = average is not None and average.shape == kind[0]
+        if is_average:
+            source = average
+        problem = (
+            "" if source is None or is_average else _difference(path, keys, (kind[0], str(kind[1])), source, steps)
+        )
+        fitting = None if problem else source
+        leaf = WantedLeaf(
+            *(path, values[i], *targets.kind_of_data(values[i], kind), name),
+            source=fitting if isinstance(fitting, Leaf) else None,
+            problem=problem,
+            keys=keys,
+            is_guard=source is None and _is_of_guard(keys, roles),
+            left_out=fitting if isinstance(fitting, LeftOut) else None,
+            half=arrays.get(average.half or "") if is_average and average is not None else None,
+        )
         leaves.append(leaf)
-        if roles and key in records:
-            was, place = arrays.get(records[key].half or ""), of_target.halves.get(i)
+        if has_roles and name in records:
+            was, place = arrays.get(records[name].half or ""), of_target.halves.get(i)
             now = None if place is None else (kinds[place][0], str(kinds[place][1]))
             in_other_format |= (None if was is None else (was.shape, was.dtype)) != now
     if any(leaf.source is None for leaf in leaves):
         for i, copy in _copies(of_target, leaves).items():
             leaves[i] = dataclasses.replace(leaves[i], copy=copy)
-    unused = [key[0] for key in records if key not in own and not _is_of_averages(key[0], averages)]
+    # Averages are restored into any target, for evaluation.
+    unused = [name for name in records if name not in own and not (averages and name.startswith(f"{SLOTS}/"))]
     return CheckpointMatch(leaves, unused, in_other_format)
 
 
-def _copies(target: leaf_records.StateLeaves, leaves: Sequence[WantedLeaf]) -> dict[int, Copy]:
+def _copies(target: StateLeaves, leaves: Sequence[WantedLeaf]) -> dict[int, Copy]:
     """Return the leaves that the checkpoint lacks → the restored leaves that they copy."""
     copies: dict[int, Copy] = {}
     halves = target.halves
@@ -137,7 +149,7 @@ def _copies(target: leaf_records.StateLeaves, leaves: Sequence[WantedLeaf]) -> d
     return copies
 
 
-def _copied(target: leaf_records.StateLeaves) -> dict[int, list[int]]:
+def _copied(target: StateLeaves) -> dict[int, list[int]]:
     """Return the slots that start as copies → their originals in order of preference, as indices.
 
     A slot inside `master_weights` starts as a copy of the master, or if the checkpoint has none, of the parameter.
@@ -186,17 +198,9 @@ def _converts(keys: Keys, saved: _Kind, wanted: _Kind, steps: Sequence[int]) -> 
 def check(result: CheckpointMatch, partial: bool, where: str) -> None:
     """Check that a state can be restored from a match; if `partial`, leaves that do not fit are skipped."""
     differences = result.differences()
-    if result.in_other_format:
-        raise ValueError(
-            f"target does not fit {where}{differences}. Nothing was restored. Slots are stored in another format, with "
-            "or without jstep.compact, or in other blocks: restore a target of the optimizer that saved them, then "
-            "state = jstep.repack(state, old_optimizer, new_optimizer)."
-        )
-    if not partial and differences:
-        raise ValueError(
-            f"target does not fit {where}{differences}. Nothing was restored; "
-            "Saver.restore(target, partial=True) restores what fits, and names={…} maps leaves that have another path."
-        )
+    if result.in_other_format or (differences and not partial):
+        advice = _OTHER_FORMAT if result.in_other_format else _OTHER_PATHS
+        raise ValueError(f"target does not fit {where}{differences}. Nothing was restored; {advice}.")
     if result.wanted and all(want.source is None for want in result.wanted):
         raise ValueError(f"target has nothing in common with {where}{differences}")
     if any(want.path == GLOBAL_STEP and want.source is None for want in result.wanted):
@@ -213,7 +217,7 @@ def check(result: CheckpointMatch, partial: bool, where: str) -> None:
         )
 
 
-def check_run(state: Tree, manifest: Manifest, where: str) -> None:
+def check_run(state: Tree, manifest: Manifest, where: str) -> CheckpointMatch:
     """Like `check`, for resuming a run; the error says whose checkpoint it is."""
     result = match(state, manifest, None, None, where)
     try:
@@ -229,9 +233,10 @@ def check_run(state: Tree, manifest: Manifest, where: str) -> None:
             "state. For a new run, give another checkpoint_dir; Saver.restore_params restores parameters for it. In "
             f"detail, {error}"
         ) from None
+    return result
 
 
-def _renamed(names: Names | None, target: Tree, saved: set[str], where: str) -> dict[str, str]:
+def _renamed(names: Names | None, target: Tree, saved: Collection[str], where: str) -> dict[str, str]:
     """Return path in the target → path in the checkpoint, for paths that differ."""
     renamed = {} if names is None else targets.entries(names, selection.leaf_names(target), "target", _FORM)
     if not isinstance(names, Mapping):
@@ -250,35 +255,21 @@ def _renamed(names: Names | None, target: Tree, saved: set[str], where: str) -> 
     return renamed
 
 
-def find_average(key: _Id, saved: Mapping[_Id, Any], averages: Sequence[str] | None) -> _Id | None:
-    path, number = key
-    if averages is None or (path != "params" and not path.startswith("params/")):
+def find_average(name: str, saved: Mapping[str, Leaf], averages: Sequence[str]) -> Leaf | None:
+    """Return the leaf with the moving average of a parameter."""
+    if name != PARAMS and not name.startswith(f"{PARAMS}/"):
         return None
-    keys = {(f"slots/{slot}{path.removeprefix('params')}", number) for slot in averages} & saved.keys()
-    if len(keys) > 1:
+    found = {f"{SLOTS}/{slot}{name.removeprefix(PARAMS)}" for slot in averages} & saved.keys()
+    if len(found) > 1:
         raise ValueError(
-            f"use_averages={list(averages)}: several of these slots have an average of {path!r}; give one of them"
+            f"use_averages={list(averages)}: several of these slots have an average of {name!r}; give one of them"
         )
-    return next(iter(keys), None)
-
-
-def _is_average(path: str, averages: Sequence[str] | None) -> bool:
-    return any(path == f"slots/{slot}" or path.startswith(f"slots/{slot}/") for slot in averages or ())
-
-
-def _is_of_averages(path: str, averages: Sequence[str] | None) -> bool:
-    """Return whether a path is an average, or may be an age (zero_debias) of one or of its optimizer."""
-    for slot in averages or ():
-        scope = f"slots/{slot}".rpartition("/")[0]
-        own = path.startswith(f"{scope}/with_moving_average/") and path.endswith("/start_step")
-        if own or path == f"{scope}/start_step":
-            return True
-    return _is_average(path, averages)
+    return next((saved[each] for each in found), None)
 
 
 def check_averages(averages: Sequence[str], saved: Sequence[Leaf], where: str) -> None:
     for slot in averages:
-        if not any(_is_average(leaf.path, (slot,)) for leaf in saved):
+        if not any(f"{leaf.path}/".startswith(f"{SLOTS}/{slot}/") for leaf in saved):
             slots = sorted({leaf.keys[1] for leaf in saved if leaf.keys[0] == SLOTS and len(leaf.keys) > 1})
             raise ValueError(
                 f"use_averages: {where} has no slot {slot!r}{trees.suggest_names(slot, slots)}; it has {slots}. Use "
@@ -287,99 +278,17 @@ def check_averages(averages: Sequence[str], saved: Sequence[Leaf], where: str) -
             )
 
 
-def match_params(
-    target: Mapping[str, Any], manifest: Manifest, averages: Sequence[str] | None, names: Names | None, where: str
-) -> CheckpointMatch:
-    """Match and check a target `{"params": params}`; `names` may omit `params/`."""
-    if not manifest.left_out and not any(leaf.keys[0] == PARAMS for leaf in manifest.leaves):
-        raise ValueError(
-            f"{where} has no params: its leaves are {sorted({leaf.keys[0] for leaf in manifest.leaves})[:20]}; "
-            "restore(None) returns them"
-        )
-    saved = {leaf.path for leaf in (*manifest.leaves, *manifest.left_out)}
-    whole = _whole_names(names, set(trees.leaf_paths(target)), saved)
-    # A parameter may be restored from any leaf, by name or as its average; only extra params are reported.
-    matched = match(target, manifest, averages, whole, where)
-    extra = {leaf.path for leaf in manifest.leaves if leaf.keys[0] == PARAMS}
-    result = dataclasses.replace(matched, unused=[path for path in matched.unused if path in extra])
-    check(matched, True, where)
-    if differences := result.differences():
-        raise ValueError(
-            f"target_params does not fit the params of {where}{differences}. Nothing was restored. "
-            "names={…} maps leaves with another path; "
-            "Saver.restore({'params': target_params}, partial=True) restores what fits."
-        )
-    return result
-
-
-def _whole_names(names: Names | None, paths: set[str], saved: set[str]) -> Names | None:
-    def whole(path: object, existing: set[str]) -> Any:
-        with_params = f"{PARAMS}/{path}"
-        return with_params if isinstance(path, str) and path not in existing and with_params in existing else path
-
-    if isinstance(names, Mapping):
-        return {whole(path, paths): whole(other, saved) for path, other in names.items()}
-    if names is None or not callable(names):
-        return names
-    rename: Callable[[str], str | None] = names
-
-    return lambda path: whole(rename(path), saved)
-
-
-# Conversion of arrays read from a checkpoint to the leaves of a target, with its shardings and in their own memory.
-
-
-def stored_sharding(wanted: WantedLeaf) -> Any:
-    """Return the sharding for reading an array; None for NumPy."""
-    record = wanted.source
-    assert record is not None
-    if wanted.is_numpy or (wanted.half is not None and wanted.half.shape != record.shape):
-        return None  # scales have fewer numbers along an axis
-    sharding = target_sharding(wanted.leaf, wanted.path)
-    if record.dtype != wanted.dtype:
-        return None  # a count of another width is converted on the host, which supports both
-    # The data of a key has additional axes, which these two shardings do not split.
-    fits = isinstance(sharding, jax.sharding.NamedSharding | jax.sharding.SingleDeviceSharding)
-    return sharding if fits or record.key_impl is None else None
-
-
-def place_leaf(wanted: WantedLeaf, value: Any) -> Any:
-    """Return a leaf from the value read for it, which may be donated."""
-    leaf, record = wanted.leaf, wanted.source
-    assert record is not None
-    if str(value.dtype) != wanted.dtype and record.key_impl is None and jnp.issubdtype(value.dtype, jnp.integer):
-        value = leaf_records.as_integers(np.asarray(value), wanted.dtype, wanted.path)
-    sharding = target_sharding(leaf, wanted.path)
-    if sharding is None or not isinstance(value, jax.Array):
-        return _from_host(wanted, record, np.asarray(value), sharding)
-    if record.key_impl is not None:
-        wrap = functools.partial(jax.random.wrap_key_data, impl=record.key_impl)
-        value = jax.jit(wrap, out_shardings=sharding)(value)
-    elif value.dtype != leaf.dtype:
-        value = jax.jit(lambda stored: stored.astype(leaf.dtype), out_shardings=sharding)(value)
-    return value if value.sharding == sharding else jax.device_put(value, sharding)
-
-
-def _from_host(wanted: WantedLeaf, record: Leaf, value: np.ndarray[Any, Any], sharding: object) -> Any:
-    if record.key_impl is not None:
-        keys = jax.random.wrap_key_data(place_anywhere(value), impl=record.key_impl)
-        return keys if sharding is None else jax.device_put(keys, sharding)
-    value = value.astype(getattr(wanted.leaf, "dtype", value.dtype), copy=False)
-    if not wanted.is_numpy and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
-        raise ValueError(f"target: {wanted.path!r} is {value.dtype}, which JAX supports only with jax_enable_x64")
-    return targets.place_values(wanted, value)
+# The values of leaves that have no source, and of all leaves without a target.
 
 
 def nest_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: Sequence[str] | None) -> dict[str, Any]:
     """Return nested dicts of NumPy arrays, with `averages`, if given, in place of params."""
-    records, of_arrays = leaf_records.leaves_by_id(leaves), {leaf.array: leaf for leaf in leaves}
+    records, of_arrays = leaf_records.by_name(leaves), {leaf.array: leaf for leaf in leaves}
     values: dict[Keys, Any] = {}
-    for key, record in records.items():
-        average = find_average(key, records, averages)
+    for name, record in records.items():
         value = leaf_records.leaf_value(record, None, arrays)
-        if average is not None:
-            source = records[average]
-            value = leaf_records.leaf_value(source, of_arrays.get(source.half or ""), arrays).astype(value.dtype)
+        if averages and (average := find_average(name, records, averages)) is not None:
+            value = leaf_records.leaf_value(average, of_arrays.get(average.half or ""), arrays).astype(value.dtype)
         values[record.keys] = value
     return nest(values)
 
@@ -398,31 +307,26 @@ def nest(values: Mapping[Keys, Any]) -> dict[str, Any]:
 def copy_leaf(wanted: WantedLeaf, values: Sequence[Any]) -> Any:
     """Return a copy of another restored leaf, in the dtype and sharding of this one."""
     assert wanted.copy is not None
-    leaf, dtype, original, half = wanted.leaf, wanted.dtype, values[wanted.copy.of], wanted.copy.half
-    if half is not None or wanted.copy.part is not None:
+    of, half, part = wanted.copy
+    original, sharding = values[of], wanted.sharding
+    if half is not None or part is not None:
         both = original, None if half is None else values[half]
         top, low = (None if x is None else on_devices(jnp.asarray(x)) for x in both)
         original = compact_numbers.decode_leaf(top, low)
-    if wanted.copy.part is not None:
-        original = compact_numbers.split_halves(original.astype(jnp.float32))[wanted.copy.part]
-    if wanted.is_numpy:
-        return np.array(original, leaf.dtype)
-    array = on_devices(original) if isinstance(original, jax.Array) else place_anywhere(np.array(original, dtype))
-    sharding = target_sharding(leaf, wanted.path)
-
-    def cast(x: object) -> Any:
-        return jnp.array(x, dtype, copy=True)
-
-    if sharding is None or is_of_host(sharding) or sharding.device_set != array.sharding.device_set:
-        copied = jax.jit(cast)(array)
-        return copied if sharding is None else jax.device_put(copied, sharding)
-    return jax.jit(cast, out_shardings=sharding)(array)
+    if part is not None:
+        original = compact_numbers.split_halves(original.astype(jnp.float32))[part]
+    if wanted.is_numpy or not isinstance(original, jax.Array):
+        return targets.place_leaf(wanted, np.asarray(original))
+    array = on_devices(original)
+    is_there = sharding is not None and not is_of_host(sharding) and sharding.device_set == array.sharding.device_set
+    cast = jax.jit(lambda x: jnp.array(x, wanted.dtype, copy=True), out_shardings=sharding if is_there else None)
+    return cast(array) if is_there or sharding is None else jax.device_put(cast(array), sharding)
 
 
 def keep_target_leaf(wanted: WantedLeaf, step: int) -> Any:
     """Return a copy of a leaf that nothing is restored into; a guard's step becomes the checkpoint's."""
     leaf = wanted.leaf
     if wanted.is_guard and jnp.issubdtype(wanted.dtype, jnp.integer):
-        return targets.place_values(wanted, np.full(np.shape(leaf), step, wanted.dtype))
+        return targets.place_leaf(wanted, np.full(np.shape(leaf), step, wanted.dtype))
     targets.require_value(wanted)
     return leaf.copy() if trees.is_array(leaf) else jnp.asarray(leaf, wanted.dtype)

@@ -42,9 +42,9 @@ def own_parts(array: Any, pinned: bool) -> tuple[tuple[int, ...], list[Part]]:
         return array.shape, [((), array)] if jax.process_index() == 0 else []
     shape = list(array.sharding.shard_shape(array.shape))
     replicas = len(array.sharding.device_set) * math.prod(shape) // array.size
-    axis = next((axis for axis, size in enumerate(shape) if size % replicas == 0), None)
-    if replicas == 1 or is_of_host(array.sharding):  # slices of pinned memory may hang
-        axis = None
+    axis = None
+    if replicas > 1 and not is_of_host(array.sharding):  # slices of pinned memory may hang
+        axis = next((axis for axis, size in enumerate(shape) if size % replicas == 0), None)
     if axis is not None:
         shape[axis] //= replicas
     parts = []

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import copy
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,15 +10,15 @@ from typing import Any
 
 import jax
 
-from jstep.checkpoint import leaf_records, match
-from jstep.checkpoint.leaf_records import SLOTS
+from jstep.checkpoint import leaf_records, match, targets
 from jstep.checkpoint.listing import format_name, misnaming_text
-from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Manifest, UnsupportedFormatError
+from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Leaf, Manifest, UnsupportedFormatError
 from jstep.checkpoint.store import Store
 from jstep.core import meshes, trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import format_items
 from jstep.distributed import processes
+from jstep.state.leaves import PARAMS, SLOTS
 from jstep.stores.urls import is_url
 
 CORRUPTED, UNREADABLE = "is corrupted", "cannot be restored"
@@ -30,6 +31,7 @@ _AGES = (
     ". Slots that were not restored count as old as the others, and a bias correction then makes their first updates "
     "too large, unless jstep.partition gives them an age of their own"
 )
+_WIDE = {"int64", "uint64", "float64", "complex128"}
 _TRIES = 10  # a concurrent writer evicts one checkpoint per save, and a read takes no longer than a few saves
 _logger = logging.getLogger("jstep")
 
@@ -44,6 +46,8 @@ class GoneError(CheckpointError):
 class CheckpointReader:
     def __init__(self, store: Store, prefix: str, verify: bool) -> None:
         self._store, self._prefix, self._verify = store, prefix, verify
+        self._checked: tuple[Tree, Manifest, match.CheckpointMatch] | None = None
+        """The result of `check_run`, for `restore`."""
 
     def extra(self, step: int | None) -> Any:
         return self._retry(step, lambda path, manifest: copy.deepcopy(manifest.extra))
@@ -74,19 +78,26 @@ class CheckpointReader:
             if target is None:
                 arrays = self.read(path, manifest, dict.fromkeys(manifest.by_array), self._verify)
                 return match.nest_values(manifest.leaves, arrays, averages)
-            if of_params:
-                matched = match.match_params(target, manifest, averages, names, path)
+            if checked is not None and checked[0] is target and checked[1] is manifest and not (averages or names):
+                matched = checked[2]
             else:
                 matched = match.match(target, manifest, averages, names, path)
+                if of_params:
+                    unused = [name for name in matched.unused if name.startswith(f"{PARAMS}/")]
+                    matched = dataclasses.replace(matched, unused=unused)
                 match.check(matched, partial, path)
-            values = self._read_leaves(path, manifest, matched)
+            values = self._fill(path, manifest, matched)
             self._log_differences(path, manifest.step, matched)
             return jax.tree.unflatten(trees.structure(target), values)
 
+        checked, self._checked = self._checked, None
         return self._retry(step, read)
 
     def check_run(self, state: Tree, step: int) -> None:
-        self._retry(step, lambda path, manifest: match.check_run(state, manifest, path))
+        def check(path: str, manifest: Manifest) -> None:
+            self._checked = state, manifest, match.check_run(state, manifest, path)
+
+        self._retry(step, check)
 
     def _retry(self, step: int | None, read: Any) -> Any:
         """Read one checkpoint; if it is evicted meanwhile, choose again which one to read."""
@@ -149,31 +160,24 @@ class CheckpointReader:
             raise FileNotFoundError(f"there is no checkpoint {self._prefix}-* in {self._store.directory}")
         return step
 
-    def _read_leaves(self, path: str, manifest: Manifest, matched: match.CheckpointMatch) -> list[Any]:
+    def _fill(self, path: str, manifest: Manifest, matched: match.CheckpointMatch) -> list[Any]:
         """Return the leaves of a target: restored, kept, or copies of others."""
+        wanted = matched.wanted
         with meshes.internal_transfers():
             values = [
                 match.keep_target_leaf(want, manifest.step) if want.source is None and want.copy is None else None
-                for want in matched.wanted
+                for want in wanted
             ]
-            read = [
-                (leaf.array, want) for want in matched.wanted for leaf in (want.source, want.half) if leaf is not None
-            ]
-            uses = Counter(name for name, _ in read)
-            shardings: dict[str, Any] = {}
-            for name, want in read:
-                if name is not None:
-                    shardings.setdefault(name, match.stored_sharding(want))
-            arrays = self.read(path, manifest, shardings, self._verify)
-            for i, want in enumerate(matched.wanted):
-                if want.source is not None:
-                    value = leaf_records.leaf_value(want.source, want.half, arrays)
-                    shared = uses[want.source.array] > 1 and isinstance(value, jax.Array)
-                    values[i] = match.place_leaf(want, value.copy() if shared else value)
-            for i, want in enumerate(matched.wanted):
+            sources = {
+                i: (want.source, want.half, want.sharding_of_data) for i, want in enumerate(wanted) if want.source
+            }
+            read = self.read_leaves(path, manifest, list(sources.values()), self._verify)
+            for i, value in zip(sources, read, strict=True):
+                values[i] = targets.place_leaf(wanted[i], value)
+            for i, want in enumerate(wanted):
                 if want.copy is not None:
                     values[i] = match.copy_leaf(want, values)
-            pairs = zip(matched.wanted, values, strict=True)
+            pairs = zip(wanted, values, strict=True)
             left_out = [(want.left_out, value) for want, value in pairs if want.left_out is not None]
             changed = leaf_records.find_changed_leaves(left_out)
         if changed:
@@ -198,22 +202,64 @@ class CheckpointReader:
             )
         if not matched.differences():
             return
-        without = [i for i, want in enumerate(matched.wanted) if want.source is None and want.left_out is None]
-        copies = [i for i in without if matched.wanted[i].copy is not None]
-        left = [i for i in without if not matched.wanted[i].is_guard and i not in copies]
-        has_fresh_slots = any(matched.wanted[i].keys[0] == SLOTS for i in left)
+        without = [want for want in matched.wanted if want.source is None and want.left_out is None]
+        copies = [repr(want.path) for want in without if want.copy is not None]
+        left = [want for want in without if want.copy is None and not want.is_guard]
         _logger.warning(
             "%s was restored in part%s%s%s%s",
             path,
-            format_items("started as copies of what was restored", [repr(matched.wanted[i].path) for i in copies]),
-            format_items("left unchanged in target", [repr(matched.wanted[i].path) for i in left]),
+            format_items("started as copies of what was restored", copies),
+            format_items("left unchanged in target", [repr(want.path) for want in left]),
             format_items("not used from the checkpoint", [repr(name) for name in matched.unused]),
-            _AGES if has_fresh_slots else "",
+            _AGES if any(want.keys[0] == SLOTS for want in left) else "",
         )
 
+    def read_leaves(
+        self, path: str, manifest: Manifest, leaves: Sequence[tuple[Leaf, Leaf | None, Any]], verify: bool
+    ) -> list[Any]:
+        """Read leaves, each with its other half if that makes its value, and the sharding to read it with.
+
+        Nothing else uses the arrays returned; those that devices do not support are NumPy's.
+        """
+        shardings: dict[str, Any] = {}
+        uses: Counter[str | None] = Counter()
+        for leaf, half, sharding in leaves:
+            is_wide = leaf.dtype in _WIDE and not jax.config.read("jax_enable_x64")
+            if is_wide or (half is not None and half.shape != leaf.shape):  # scales have fewer numbers
+                sharding = None
+            for part in (leaf, half):
+                if part is not None and part.array is not None:
+                    shardings.setdefault(part.array, sharding)
+            uses[leaf.array] += 1
+        arrays = self.read(path, manifest, shardings, verify)
+        values = []
+        for leaf, half, _ in leaves:
+            value = leaf_records.leaf_value(leaf, half, arrays)
+            values.append(value.copy() if uses[leaf.array] > 1 and isinstance(value, jax.Array) else value)
+        return values
+
     def read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any], verify: bool) -> dict[str, Any]:
-        """Read stored arrays by name; corrupted arrays are never returned."""
-        arrays, problems, failure = read_and_verify(self._store, path, manifest, shardings, verify)
+        """Read stored arrays by name, and verify all files meanwhile; corrupted arrays are never returned.
+
+        The processes share this work, and agree on its outcome.
+        """
+        share = jax.process_index(), jax.process_count()
+        arrays, problems = dict[str, Any](), list[str]()
+        failure: Exception | None = None
+        contents = self._store.contents(path, manifest)
+        with concurrent.futures.ThreadPoolExecutor(1, "jstep-verify") as pool:
+            is_needed = verify and not contents.verifies
+            verdict = pool.submit(self._store.find_corruption, path, manifest, share) if is_needed else None
+            try:
+                arrays = contents.restore(shardings)
+            except CorruptedError as error:
+                problems = error.problems
+            except Exception as error:
+                failure = error
+            try:
+                problems = (verdict.result() if verdict else []) or problems
+            except OSError as error:  # whether it is corrupted is unknown
+                failure = error
         if processes.any_process(bool(problems) or failure is not None):
             if processes.any_process(self._store.is_gone(path, manifest)):
                 raise GoneError(path)
@@ -253,35 +299,6 @@ class CheckpointReader:
         broken = [path for path, _ in self._store.broken(self._prefix, above)]
         commands = [self._store.command_to_set_aside(path) for path in dict.fromkeys([*in_the_way, *broken])]
         return f"; to {purpose}, set aside what cannot be used: `{' && '.join(commands)}`" if commands else ""
-
-
-def read_and_verify(
-    store: Store, path: str, manifest: Manifest, shardings: Mapping[str, Any], verify: bool
-) -> tuple[dict[str, Any], list[str], Exception | None]:
-    """Read stored arrays by name, and verify all files meanwhile; the processes share this work.
-
-    It returns arrays, problems, and the error if something was unreadable. Processes may differ: the callers agree.
-    """
-    share = jax.process_index(), jax.process_count()
-    failure: Exception | None = None
-    arrays: dict[str, Any] = {}
-    problems: list[str] = []
-    contents = store.contents(path, manifest)
-    verify = verify and not contents.verifies
-    with concurrent.futures.ThreadPoolExecutor(1, "jstep-verify") as pool:
-        verdict = pool.submit(store.find_corruption, path, manifest, share) if verify else None
-        try:
-            arrays = contents.restore(shardings)
-        except CorruptedError as error:
-            problems = error.problems
-        except Exception as error:
-            failure = error
-        if verdict is not None:
-            try:
-                problems = verdict.result() or problems
-            except OSError as error:  # whether it is corrupted is unknown
-                failure = error
-    return arrays, problems, failure
 
 
 def first_problem(problems: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jstep.checkpoint import names as naming
-from jstep.checkpoint.leaf_records import PARAMS, StateLeaves, start_leaf_fingerprints, to_stored
+from jstep.checkpoint.leaf_records import SavedState, start_leaf_fingerprints
 from jstep.checkpoint.listing import format_name
 from jstep.checkpoint.manifest import CheckpointError, Extra, Manifest, json_copy
 from jstep.checkpoint.match import Names
@@ -26,6 +26,7 @@ from jstep.core.selection import VarList, check_form
 from jstep.distributed import processes
 from jstep.optimizers.averages import as_average_names
 from jstep.state.contents import StateContents
+from jstep.state.leaves import PARAMS, StateLeaves
 from jstep.state.train_state import TrainState
 
 
@@ -267,8 +268,7 @@ class Saver:
             target_params: A tree of arrays or of `jax.ShapeDtypeStruct` with the structure of the parameters
                 (including lists and tuples), as `target` of `restore`.
             step: The step to restore; None for the newest.
-            names: Leaves that have another path in the checkpoint, as in `restore`; `params/` may be omitted,
-                except in the paths that a function gets.
+            names: Leaves that have another path in the checkpoint (`"params/dense/kernel"`), as in `restore`.
             use_averages: Whether to restore the moving averages in place of the parameters, in the dtype of the
                 parameters. A string names their slot, a list several, as in `restore`.
 
@@ -485,32 +485,28 @@ class Saver:
 
     def _claim(self, state: Tree = None) -> None:
         """Claim the prefix; if the first process fails, all raise: a process that continued would wait forever."""
-        if state is not None:
+        if state is not None and self.leave_out is not None:
             StateLeaves(state).left_out(self.leave_out)
         problem = f"{self.prefix}-* in {self.directory} cannot be written; see the error of process 0"
         is_first = jax.process_index() == 0
         processes.on_all_processes(self._store.claim if is_first else lambda: None, problem, CheckpointError)
 
     def _save(self, state: Tree, step: int | None, extra: Extra) -> str:
-        saved_at = self._now()
-        leaves = StateLeaves(state)
-        absent, everything = leaves.left_out(self.leave_out), leaves.records()
-        named = [pair for i, pair in enumerate(everything) if i not in absent]
+        saved_at, saved = self._now(), SavedState.of(state, self.leave_out)
         step = _step_of(state, step)
         finite = self._finite
         if finite is None:
             finite = StateContents(state, params_only=True).are_finite()
-        manifest = Manifest(step, saved_at, tuple(leaf for leaf, _ in named), extra.values, finite=finite)
-        arrays = {leaf.array: to_stored(leaf, value) for leaf, value in named if leaf.array is not None}
+        manifest = Manifest(step, saved_at, tuple(saved.leaves), extra.values, finite=finite)
         path = self._store.path(naming.checkpoint_name(self.prefix, step))
         self._claim()
         self._saving = path
         try:
-            records = start_leaf_fingerprints([everything[i] for i in sorted(absent)])
+            records = start_leaf_fingerprints(saved.left_out)
             commit = self._retention.commit_of(
                 manifest, records, tuple(self._flushes), self._temporary_secs, self._listener
             )
-            self._store.save(path, arrays, self._compress, commit, extra.files)
+            self._store.save(path, saved.arrays, self._compress, commit, extra.files)
         except Exception as error:
             self._give_up(error)
         return path

@@ -1,15 +1,20 @@
-"""Matching the leaves of a restore target to saved arrays, in a checkpoint or in files of weights."""
+"""Filling a target from saved arrays, in a checkpoint or in files of weights: its leaves, and their placement."""
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from jstep.core import placement, trees
+from jstep.core import meshes, placement, trees
 from jstep.core.checks import SHOWN, describe_type, format_items, format_value
+
+_logger = logging.getLogger("jstep")
 
 Source = TypeVar("Source")
 
@@ -19,7 +24,7 @@ class TargetLeaf(Generic[Source]):
     """A leaf of a target, and the array that was saved for it.
 
     Attributes:
-        shape: The shape of the array to read, like `dtype`.
+        shape: The shape of the array to read, like `dtype`: for PRNG keys, those of their data.
         name: The name of its source; None for a leaf without one.
         source: None if there is none, or it does not fit.
         problem: Why its source does not fit, or "".
@@ -40,6 +45,18 @@ class TargetLeaf(Generic[Source]):
     @property
     def is_numpy(self) -> bool:
         return isinstance(self.leaf, np.ndarray | np.generic)
+
+    @functools.cached_property
+    def sharding(self) -> Any:
+        """The sharding of the leaf; None to leave the placement to JAX."""
+        return placement.target_sharding(self.leaf, self.path)
+
+    @property
+    def sharding_of_data(self) -> Any:
+        """The sharding to read an array with; None for NumPy."""
+        # The data of a key has additional axes, which these two do not split.
+        fits = isinstance(self.sharding, NamedSharding | SingleDeviceSharding)
+        return self.sharding if fits or not trees.is_key(self.leaf) else None
 
 
 _Wanted = TypeVar("_Wanted", bound=TargetLeaf[Any])
@@ -125,13 +142,64 @@ def target_kind(leaf: Any, path: str, advice: str) -> tuple[tuple[int, ...], Any
     raise TypeError(f"target: {trees.quote_path(path)} is {what}; {advice}")
 
 
-def place_values(wanted: TargetLeaf[Any], values: np.ndarray[Any, Any]) -> Any:
-    """Return a leaf with these values, in its own memory: each device gets its part."""
-    if wanted.is_numpy:
-        return np.array(values)
-    sharding = placement.target_sharding(wanted.leaf, wanted.path)
-    if sharding is None:
-        return placement.place_anywhere(values)
-    own = placement.local_parts(values.shape, sharding)
-    parts = {part: np.asarray(values[placement.slices(part)]) for part in own}  # indexing a scalar gives a NumPy scalar
-    return placement.place(values.shape, values.dtype, sharding, parts)
+def kind_of_data(leaf: Any, kind: tuple[tuple[int, ...], Any]) -> tuple[tuple[int, ...], Any]:
+    """Return the shape and dtype to read for a leaf of a kind: for PRNG keys, those of their data."""
+    if not trees.is_key(leaf):
+        return kind
+    data = jax.eval_shape(jax.random.key_data, leaf)
+    return data.shape, data.dtype
+
+
+def place_leaf(wanted: TargetLeaf[Any], read: Any) -> Any:
+    """Return a leaf in its own memory, with its sharding.
+
+    Args:
+        read: An array of NumPy; its parts in this process; or an array on devices, which nothing else uses.
+    """
+    sharding = wanted.sharding_of_data
+    if isinstance(read, jax.Array) and read.dtype != wanted.dtype:  # the host supports all dtypes
+        sharding, read = read.sharding, parts_of(read)
+    elif not isinstance(read, jax.Array | Mapping) and sharding is not None:
+        own = placement.local_parts(read.shape, sharding)
+        read = {part: np.asarray(read[placement.slices(part)]) for part in own}  # of a scalar, it is a NumPy scalar
+    if isinstance(read, Mapping):
+        parts = {part: _cast(wanted, values) for part, values in read.items()}
+        read = placement.place(wanted.shape, wanted.dtype, sharding, parts)
+    elif not isinstance(read, jax.Array):
+        values = _cast(wanted, np.asarray(read))
+        if wanted.is_numpy:
+            return np.array(values)
+        read = placement.place_anywhere(values)
+    if trees.is_key(wanted.leaf):
+        impl: list[Any] = []
+        jax.eval_shape(lambda keys: impl.append(jax.random.key_impl(keys)), wanted.leaf)  # it takes no shapes
+        wrap = functools.partial(jax.random.wrap_key_data, impl=impl[0])
+        return wrap(read) if wanted.sharding is None else jax.jit(wrap, out_shardings=wanted.sharding)(read)
+    return read if wanted.sharding in (None, read.sharding) else jax.device_put(read, wanted.sharding)
+
+
+def parts_of(array: jax.Array) -> dict[placement.ShardBounds, np.ndarray[Any, Any]]:
+    """Return the parts of an array in this process."""
+    with meshes.internal_transfers():
+        shards = array.addressable_shards
+        return {placement.bounds(shard.index, array.shape): np.asarray(shard.data) for shard in shards}
+
+
+def _cast(wanted: TargetLeaf[Any], array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Cast an array to the leaf's dtype; warn if finite numbers become infinite or NaN."""
+    if not wanted.is_numpy and jax.dtypes.canonicalize_dtype(wanted.dtype) != wanted.dtype:
+        raise ValueError(f"target: {wanted.path!r} is {wanted.dtype}, which JAX supports only with jax_enable_x64")
+    if array.dtype == wanted.dtype:
+        return array
+    with np.errstate(all="ignore"):
+        result = array.astype(wanted.dtype)
+    if not trees.is_floating(wanted.dtype):
+        if (result != array).any():
+            raise ValueError(
+                f"target: {wanted.path!r} is {wanted.dtype} and cannot represent {array.max()}; enable jax_enable_x64"
+            )
+        return result
+    largest, was = (float(jnp.finfo(of.dtype).max) for of in (result, array))  # type: ignore[no-untyped-call]
+    if largest < was and (lost := np.count_nonzero(np.isfinite(array) & ~np.isfinite(result))):
+        _logger.warning("target: %d finite numbers of %r are outside the range of %s", lost, wanted.path, wanted.dtype)
+    return result

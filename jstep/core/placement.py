@@ -194,7 +194,7 @@ def refuse_compile_only(tree: Tree, argument: str) -> None:
     for leaf in jax.tree.leaves(tree):
         sharding = leaf.sharding if is_shape(leaf) else leaf
         mesh: Any = getattr(sharding, "mesh", None)
-        if compiles_only(mesh):
+        if mesh is not None and compiles_only(mesh):
             raise ValueError(
                 f"{argument}: these {mesh.size} {mesh.devices.flat[0].device_kind!r} devices only compile; use "
                 "jstep.cost or lower with them, and run on devices of this machine"

@@ -10,11 +10,11 @@ import numpy as np
 from jstep.core import meshes, placement, trees
 from jstep.core.annotations import Tree
 from jstep.core.exceptions import Picklable
+from jstep.state.leaves import PARAMS, SLOTS, StateLeaves, field_of
 from jstep.state.train_state import MODEL_STATE
 
 FINITE, INFINITE, NAN = range(3)
 """The contents of an array: only finite numbers; infinity but no NaN; NaN."""
-_SLOTS = "slots/"
 
 
 class StateContents:
@@ -25,18 +25,19 @@ class StateContents:
     """
 
     def __init__(self, state: Tree, *, params_only: bool = False, read_cpus: bool = True) -> None:
-        slots = None if params_only else _field(state, "slots")
+        slots = None if params_only else field_of(state, SLOTS)
         slots = {name: tree for name, tree in slots.items() if name != MODEL_STATE} if isinstance(slots, dict) else None
-        named = trees.leaves_with_paths({"params": _field(state, "params"), "slots": slots})
+        leaves = StateLeaves({PARAMS: field_of(state, PARAMS), SLOTS: slots})
         with meshes.internal_transfers():
-            self._found = {path: _found(leaf, read_cpus=read_cpus) for path, leaf in named if _is_inexact(leaf)}
+            found = zip(leaves.paths, [_found(leaf, read_cpus) for leaf in leaves.values], strict=True)
+            self._found = {path: contents for path, contents in found if contents is not None}
 
     def contents(self) -> dict[str, int]:
         with meshes.internal_transfers():
             return {path: int(value) for path, value in self._found.items()}
 
     def are_finite(self) -> bool:
-        return all(contents == FINITE for contents in self.contents().values())
+        return not any(self.contents().values())
 
     def with_nan(self) -> list[str]:
         return [path for path, contents in self.contents().items() if contents == NAN]
@@ -49,12 +50,8 @@ class StateContents:
         """
         then = {} if before is None else before.contents()
         worse = {path: now for path, now in self.contents().items() if now > then.get(path, FINITE)}
-        infinite_slots = [path for path, now in worse.items() if now == INFINITE and path.startswith(_SLOTS)]
+        infinite_slots = [path for path, now in worse.items() if now == INFINITE and path.startswith(f"{SLOTS}/")]
         return {path: now for path, now in worse.items() if path not in infinite_slots}, infinite_slots
-
-
-def _field(state: Tree, name: str) -> Any:
-    return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)
 
 
 def briefly(paths: list[str]) -> str:
@@ -68,12 +65,10 @@ def in_words(worse: Mapping[str, int]) -> str:
     return f"{briefly([*worse])} contain{'s' if len(worse) == 1 else ''} {what}" if worse else ""
 
 
-def _is_inexact(leaf: Any) -> bool:
-    return trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, np.inexact) and leaf.size > 0
-
-
-def _found(leaf: object, *, read_cpus: bool) -> Any:
-    """Return the contents of a leaf: a number, or a device array that will hold it."""
+def _found(leaf: Any, read_cpus: bool) -> Any:
+    """Return the contents of a leaf: a number, a device array that will hold it, or None for integers."""
+    if not (trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, np.inexact) and leaf.size):
+        return None
     if not isinstance(leaf, jax.Array) or (read_cpus and leaf.is_fully_addressable and placement.is_on_cpus(leaf)):
         return _contents_on_host(leaf)
     # One program for all leaves of a shape. All processes that have a part of a leaf know its contents.

@@ -1,7 +1,6 @@
 """Replacing parameters, together with the slots that start as copies of them, such as averages and masters."""
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,7 +39,12 @@ def with_params(state: Tree, params: Params) -> tuple[Params, Slots]:
     if trees.structure(params) != treedef:
         different = describe_difference(params, state.params) or "with the same paths, in other containers"
         raise ValueError(f"params: must have the structure of the state's parameters, got a tree {different}")
-    names = {*roles.of(*_SET), *roles.with_detail(SIGNED)}
+    if computes := [*roles.with_detail(SIGNED), *roles.with_detail(ORIGIN)]:
+        raise ValueError(
+            f"with_params: the optimizer computes the parameters from its slots {sorted(computes)}; make a new state: "
+            "TrainState.create(params, optimizer, global_step=state.global_step)"
+        )
+    names = roles.of(*_SET)
     set_slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items() if name in names}
     leaves = jax.tree.leaves(params)
     for i, (path, old) in enumerate(trees.leaves_with_paths(state.params)):
@@ -59,40 +63,18 @@ def _set(leaf: object, old: Any, path: str, beside: Slots, roles: Roles) -> tupl
     remainders = [n for n in beside if roles[n] is Role.REMAINDER and n not in roles.halves.values()]
     precise = [beside[n].dtype for n in beside if roles[n] is Role.MASTER] + [np.dtype(np.float32)] * bool(remainders)
     whole = _checked(leaf, old, path, precise)
-    old_whole = next((beside[n] for n in beside if roles[n] is Role.MASTER), old)
     with meshes.using_mesh(meshes.mesh_of(whole)):
         stored, new = whole.astype(old.dtype), Slots()
         if remainders:
             stored, low = compact_numbers.split_halves(whole.astype(jnp.float32))
             whole, new = compact_numbers.join_halves(stored, low), dict.fromkeys(remainders, low)
-            old_whole = compact_numbers.join_halves(*placement.on_devices((old, beside[remainders[0]])))
         for name in (n for n in beside if roles[n] is not Role.REMAINDER):
             value, half = whole if remainders or roles[name] in _EXACT else stored, roles.halves.get(name, "")
-            if follow := follows(roles).get(name):
-                slot = compact_numbers.decode_leaf(*placement.on_devices((beside[name], beside.get(half))))
-                value = follow(slot, *(_beside(x, slot) for x in (old_whole, value)))
             if half in beside:
                 new[name], new[half] = compact_numbers.split_halves(value.astype(jnp.float32))
             else:
                 new[name] = value.astype(beside[name].dtype)
     return _placed(stored, old), {name: _placed(value, beside[name]) for name, value in new.items()}
-
-
-def follows(roles: Roles) -> dict[str, Callable[[Any, Any, Any], Any]]:
-    """Name of a slot from which a rule computes the parameter → `follow(slot, old parameter, new)`, the new slot."""
-    marked: dict[str, Callable[[Any, Any, Any], Any]] = dict.fromkeys(
-        roles.with_detail(SIGNED), lambda slot, old, new: -jnp.abs(slot)
-    )
-    return marked | dict.fromkeys(roles.with_detail(ORIGIN), lambda slot, old, new: new + (slot - old))
-
-
-def _beside(value: Any, slot: Any) -> Any:
-    """Return a parameter in the dtype and with the sharding of a slot, so that both can be added."""
-    value = placement.on_devices(value).astype(slot.dtype)
-    sharding = getattr(slot, "sharding", None)
-    if isinstance(sharding, NamedSharding) and not trees.has_tracers((value, slot)):
-        return put_leaf(value, sharding)
-    return value
 
 
 def _checked(leaf: object, old: Any, path: str, precise: list[Any]) -> Any:

@@ -19,6 +19,7 @@ from jstep.core import meshes, trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, describe_type, format_list, format_value
 from jstep.core.placement import compute_on, group_by_devices, on_devices, refuse_shapes
+from jstep.state.leaves import StateLeaves
 from jstep.stores.files import open_for_reading
 
 # Fingerprints (64-bit hashes) of a tree of arrays, for all devices together or for each device.
@@ -83,22 +84,16 @@ def fingerprint(tree: Tree, per_leaf: bool = False) -> Any:
 
 def leaves_with_hash_keys(tree: Tree) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]:
     """Return paths, leaves and keys `[4]`; raises the errors of `fingerprint`."""
-    named = trees.leaves_with_paths(tree)
-    for path, leaf in named:
+    found = StateLeaves(tree)
+    paths, leaves = found.paths, found.values
+    for path, leaf in zip(paths, leaves, strict=True):
         _check(path, leaf)
-    donated = trees.find_donated(tree)
-    if donated is not None:
-        raise RuntimeError(
-            f"tree: {trees.quote_path(donated)} was donated to an earlier step and deleted; take the fingerprint of "
-            "the state that the step returned"
-        )
-    paths = [path for path, _ in named]
     if len(set(paths)) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
         raise ValueError(f"tree: two leaves have the path {twice!r}, which must be unique; rename a key with a '/'")
-    names = [leaf.dtype.name if isinstance(leaf.dtype, np.dtype) else str(leaf.dtype) for _, leaf in named]
-    keys = [leaf_key(path, name, tuple(leaf.shape)) for (path, leaf), name in zip(named, names, strict=True)]
-    return paths, [leaf for _, leaf in named], np.stack(keys) if keys else np.zeros((0, 4), U)
+    names = [leaf.dtype.name if isinstance(leaf.dtype, np.dtype) else str(leaf.dtype) for leaf in leaves]
+    keys = [leaf_key(path, name, tuple(leaf.shape)) for path, leaf, name in zip(paths, leaves, names, strict=True)]
+    return paths, leaves, np.stack(keys) if keys else np.zeros((0, 4), U)
 
 
 def start_fingerprints(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[tuple[list[int], Any]]:
@@ -122,6 +117,11 @@ def as_hexadecimal(pair: object) -> str:
 
 
 def _check(path: str, leaf: Any) -> None:
+    if isinstance(leaf, jax.Array) and not trees.is_traced(leaf) and leaf.is_deleted():
+        raise RuntimeError(
+            f"tree: {trees.quote_path(path)} was donated to an earlier step and deleted; take the fingerprint of "
+            "the state that the step returned"
+        )
     is_supported = isinstance(leaf, jax.Array) or (
         isinstance(leaf, np.ndarray | np.generic)
         and trees.is_array(leaf)

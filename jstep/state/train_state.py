@@ -289,8 +289,7 @@ class TrainState(Generic[P]):
 
         These are averages, masters, the `z` of schedule-free optimizers, the slow weights of lookahead, and others that
         start as copies of the parameters: with the old values they would undo `state.replace(params=…)` in the next
-        updates. If a rule computes the parameters from its slots, as FTRL and MADGRAD do, their next update starts at
-        the new ones. Moments, ages, held values, the step and the model state stay.
+        updates. Moments, ages, held values, the step and the model state stay.
 
         Args:
             params: The new parameters, with the structure, shapes and dtypes of the old ones; NumPy arrays and numbers
@@ -300,7 +299,8 @@ class TrainState(Generic[P]):
 
         Raises:
             TypeError: A leaf is not an array or a number (names its path).
-            ValueError: The structure, a shape or a dtype differs (names the leaf), or the state was made by hand.
+            ValueError: The structure, a shape or a dtype differs (names the leaf), the state was made by hand, or the
+                rule computes the parameters from its slots, as FTRL and MADGRAD do.
 
         Example:
             >>> import jstep

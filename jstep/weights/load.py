@@ -13,14 +13,13 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jstep.checkpoint import leaf_records, targets
-from jstep.checkpoint.manifest import Leaf, Manifest
 from jstep.checkpoint.open_store import open_store
-from jstep.checkpoint.reading import CheckpointReader, first_problem
-from jstep.checkpoint.store import Store
+from jstep.checkpoint.reading import CheckpointReader
 from jstep.core import meshes, placement, trees
 from jstep.core.annotations import T
-from jstep.core.checks import as_bool, describe_type, format_items, format_value
+from jstep.core.checks import as_bool, describe_type, format_value
 from jstep.core.tracebacks import shortens_tracebacks
+from jstep.state.leaves import PARAMS
 from jstep.weights import match
 from jstep.weights.files import FILES, OF_JSTEP, local_path, read_headers, weights_kind
 from jstep.weights.match import Names, WantedTensor
@@ -57,7 +56,7 @@ def load_weights(
             machine.
         target: A tree of arrays or of `jax.ShapeDtypeStruct` (from `jax.eval_shape`), for structure, shapes, dtypes and
             shardings. A leaf without a sharding is placed where JAX places new arrays; a NumPy array is loaded as one;
-            typed PRNG keys are made from their stored data; a Python number accepts any integer or float.
+            typed PRNG keys are made from their stored data.
         names: Leaves that have another name in the file: a mapping from paths of target (`"layers/0/wq"`), or a
             function of the path, to the name of a tensor, to None for a leaf to keep unchanged, or to a pair
             `(name, transform)`, where `transform` computes the leaf from the stored tensor, a NumPy array
@@ -66,8 +65,7 @@ def load_weights(
         dtype: The dtype to cast floating tensors to, whatever the dtypes of target; None to require the dtypes of
             target. Integers and booleans are never cast.
         partial: Whether to load only what fits: the other leaves of target, which then must have values, are kept, and
-            everything missing, unused or mismatched is logged as a warning. Of a corrupted checkpoint of jstep, the
-            arrays that can be read are loaded, with a warning that names the others and the corrupted files.
+            everything missing, unused or mismatched is logged as a warning.
 
     Returns:
         A tree like target. Its new arrays share no memory with anything and may be donated.
@@ -105,7 +103,7 @@ def load_weights(
     """
     partial, float_dtype = as_bool(partial, "partial"), _float_dtype(dtype)
     placement.refuse_compile_only(target, "target")
-    source = open_source(path, partial)
+    source = open_source(path)
     by_name = match.rules(names, target, "target")
     matched = match.match(target, source.tensors, by_name, float_dtype, with_more=source.is_checkpoint)
     leaves = [wanted.leaf for wanted in matched.wanted]
@@ -118,7 +116,7 @@ def load_weights(
             if problem := wanted.difference(array.shape, array.dtype):
                 matched.wanted[i] = dataclasses.replace(wanted, source=None, problem=problem)
             else:
-                leaves[i] = match.from_host(wanted, array)
+                leaves[i] = targets.place_leaf(wanted, array)
     if differences := matched.differences():
         if not partial:
             raise ValueError(
@@ -165,30 +163,20 @@ class TensorSource:
         """Read leaves that have no transform, in order: each device its own part."""
         sized = ((leaf.source.name, leaf.source.nbytes, leaf) for leaf in wanted)
         for group in in_groups(sized, _AT_ONCE if self.is_checkpoint else 0):
-            arrays = self.read({name: self._sharding(leaf) for name, leaf in group.items()})
+            arrays = self.read({name: leaf.sharding_of_data for name, leaf in group.items()})
             for name, leaf in group.items():
-                yield match.place_leaf(leaf, arrays.pop(name))
-
-    def _sharding(self, wanted: WantedTensor) -> Any:
-        """Return the sharding to read a tensor with; None to read all of it into a NumPy array."""
-        dtype = wanted.source.dtype
-        if self.is_checkpoint and jax.dtypes.canonicalize_dtype(dtype) != dtype:
-            return None  # an array on devices would need jax_enable_x64
-        return placement.target_sharding(wanted.leaf, wanted.path)
+                yield targets.place_leaf(leaf, arrays.pop(name))
 
 
-def open_source(path: object, partial: bool = False) -> TensorSource:
-    """Open weights for reading, and check their description; no tensor is read.
-
-    `partial`: of a corrupted checkpoint of jstep, read the readable arrays.
-    """
+def open_source(path: object) -> TensorSource:
+    """Open weights for reading, and check their description; no tensor is read."""
     kind, place = weights_kind(local_path(path))
     if kind == FILES:
         weights = read_headers(place)
         return TensorSource(weights.path, weights.tensors, functools.partial(_read_files, weights.tensors), False)
     place = os.path.abspath(place)
     if kind == OF_JSTEP:
-        return TensorSource(place, *_checkpoint_of_jstep(place, partial), is_checkpoint=True)
+        return TensorSource(place, *_checkpoint_of_jstep(place), is_checkpoint=True)
     from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow
 
     return TensorSource(place, *orbax_checkpoint.open_checkpoint(place), is_checkpoint=True)
@@ -204,11 +192,8 @@ def _read_files(tensors: Mapping[str, Tensor], shardings: Mapping[str, Any]) -> 
 
 # The arrays of checkpoints that jstep wrote.
 
-_Halves = tuple[Leaf, Leaf | None]
-"""A leaf of a checkpoint, and the leaf with its other half, if `compact` stores it in two."""
 
-
-def _checkpoint_of_jstep(path: str, partial: bool) -> tuple[dict[str, Tensor], Read]:
+def _checkpoint_of_jstep(path: str) -> tuple[dict[str, Tensor], Read]:
     """Return the arrays of a checkpoint, and a function that verifies it and reads them.
 
     A slot that `compact` stores in two arrays is one array of its float32 values. A parameter is the value that the
@@ -219,55 +204,25 @@ def _checkpoint_of_jstep(path: str, partial: bool) -> tuple[dict[str, Tensor], R
     reader = CheckpointReader(store, name.rpartition("-")[0] or name, verify=True)
     manifest = store.manifest(path)
     by_array = manifest.by_array
-    halved = [leaf for leaf in manifest.leaves if leaf.half in by_array and leaf.keys[0] != leaf_records.PARAMS]
+    halved = [leaf for leaf in manifest.leaves if leaf.half in by_array and leaf.keys[0] != PARAMS]
+    second = {leaf.half for leaf in halved}
+    saved = {name: leaf for name, leaf in leaf_records.by_name(manifest.leaves).items() if leaf.array not in second}
     halves = {leaf.array: by_array[leaf.half] for leaf in halved if leaf.half is not None}
-    named = zip(leaf_records.unique(leaf.path for leaf in manifest.leaves), manifest.leaves, strict=True)
-    saved = {name: (leaf, halves.get(leaf.array)) for name, leaf in named if leaf not in halves.values()}
-    verified = partial and jax.process_count() == 1
-    if verified:
-        saved = _readable(store, path, manifest, saved)
+    is_verified = False
 
     def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
-        nonlocal verified
-        stored: dict[str, Any] = {}
-        for name, sharding in shardings.items():
-            leaf, half = saved[name]
-            of_both = None if half is not None and half.shape != leaf.shape else sharding  # scales have fewer numbers
-            stored |= dict.fromkeys(_arrays_of(leaf, half), of_both)
-        values = reader.read(path, manifest, stored, verify=not verified)
-        verified = True
+        nonlocal is_verified
+        leaves = [(saved[name], halves.get(saved[name].array), sharding) for name, sharding in shardings.items()]
         with meshes.internal_transfers():
-            return {name: leaf_records.leaf_value(*saved[name], values) for name in shardings}
+            values = reader.read_leaves(path, manifest, leaves, verify=not is_verified)
+        is_verified = True
+        return dict(zip(shardings, values, strict=True))
 
     arrays: dict[str, Tensor] = {}
-    for name, (leaf, half) in saved.items():
+    for name, leaf in saved.items():
         # PRNG keys are stored as their data.
         shape, stored = leaf_records.shape_and_dtype(leaf) if leaf.key_impl is not None else (leaf.shape, leaf.dtype)
-        code, dtype = (leaf.dtype, jnp.dtype(stored)) if half is None else ("float32", np.dtype(np.float32))
+        is_whole = leaf.array not in halves
+        code, dtype = (leaf.dtype, jnp.dtype(stored)) if is_whole else ("float32", np.dtype(np.float32))
         arrays[name] = Tensor(name, code, shape, dtype)
     return arrays, read
-
-
-def _arrays_of(leaf: Leaf, half: Leaf | None) -> list[str]:
-    return [part.array for part in (leaf, half) if part is not None and part.array is not None]
-
-
-def _readable(store: Store, path: str, manifest: Manifest, saved: dict[str, _Halves]) -> dict[str, _Halves]:
-    """Return the leaves whose arrays can be read; if the checkpoint is corrupted, warn and name the others."""
-    problems = store.find_corruption(path, manifest)
-    if not problems or store.is_gone(path, manifest):
-        return saved  # `read` reports it
-    lost, contents = [], store.contents(path, manifest)
-    for name, halves in saved.items():
-        try:
-            contents.restore(dict.fromkeys(_arrays_of(*halves)))
-        except Exception:  # tensorstore has no error types
-            lost.append(name)
-    _logger.warning(
-        "load_weights: %s is corrupted: %s. The arrays that can be read are loaded%s%s",
-        path,
-        first_problem(problems),
-        " unverified: their values may be wrong" if not contents.verifies else "",
-        format_items("cannot be read", [repr(name) for name in lost]),
-    )
-    return {name: halves for name, halves in saved.items() if name not in lost}

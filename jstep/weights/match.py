@@ -1,23 +1,19 @@
 """Matching of tensors to the leaves of a target, and their placement."""
 
 import dataclasses
-import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from jstep.checkpoint import targets
-from jstep.checkpoint.leaf_records import PARAMS, as_integers
-from jstep.core import exceptions, meshes, placement, selection, trees
+from jstep.core import exceptions, meshes, selection, trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import array_type, describe_type, format_value
-
-_logger = logging.getLogger("jstep")
+from jstep.state.leaves import PARAMS
 
 # The `names` argument, the tensor that it gives each leaf, and mismatches.
 
@@ -81,12 +77,8 @@ class WantedTensor(targets.TargetLeaf[Any]):
     transform: Transform | None = None
     casts: bool = False
 
-    @property
-    def is_key(self) -> bool:
-        return trees.is_key(self.leaf)
-
     def difference(self, shape: Sequence[int], dtype: DTypeLike) -> str:
-        cast = (self.casts and trees.is_floating(dtype)) or self._is_number_of(dtype)
+        cast = self.casts and trees.is_floating(dtype)
         if tuple(shape) != self.shape or (dtype != self.dtype and not cast):
             own = self.leaf.dtype if hasattr(self.leaf, "dtype") else self.dtype
             here = array_type(np.shape(self.leaf), own)
@@ -94,14 +86,6 @@ class WantedTensor(targets.TargetLeaf[Any]):
         if not self.is_numpy and jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype:
             return f"{self._named} is {array_type(shape, dtype)}, which JAX supports only with jax_enable_x64"
         return ""
-
-    def _is_number_of(self, dtype: DTypeLike) -> bool:
-        """Whether the leaf is a Python number (or its shape), whose dtype is JAX's choice, of the same kind."""
-        is_number = not self.shape and (getattr(self.leaf, "weak_type", False) or not hasattr(self.leaf, "dtype"))
-        kinds = (jnp.integer, jnp.floating)
-        return is_number and any(
-            jnp.issubdtype(dtype, number) and jnp.issubdtype(self.dtype, number) for number in kinds
-        )
 
     @property
     def _named(self) -> str:
@@ -174,7 +158,11 @@ def _problem(wanted: WantedTensor, tensor: Any) -> str:
     # A checkpoint of jstep knows which of its arrays are PRNG keys, Orbax does not.
     other_keys = tensor.code.startswith("key<") and tensor.code != str(getattr(wanted.leaf, "dtype", ""))
     if tensor.dtype is None or other_keys:
-        what = f"; it is {wanted.leaf.dtype} in target" if wanted.is_key else ", which load_weights cannot load"
+        what = (
+            f"; it is {wanted.leaf.dtype} in target"
+            if trees.is_key(wanted.leaf)
+            else ", which load_weights cannot load"
+        )
         return f"{wanted.path!r} (tensor {tensor.name!r}) is {tensor.code}{what}"
     return "" if wanted.transform else wanted.difference(tensor.shape, tensor.dtype)
 
@@ -182,62 +170,10 @@ def _problem(wanted: WantedTensor, tensor: Any) -> str:
 def _kind(leaf: object, path: str) -> tuple[tuple[int, ...], Any]:
     if trees.is_traced(leaf):
         raise TypeError(f"target: {trees.quote_path(path)} is traced; load weights outside of jit")
-    if trees.is_key(leaf):
-        leaf = jax.eval_shape(jax.random.key_data, leaf)
-    return targets.target_kind(leaf, path, _NO_KIND)
+    return targets.kind_of_data(leaf, targets.target_kind(leaf, path, _NO_KIND))
 
 
 _NO_KIND = (
     "pass an array or a jax.ShapeDtypeStruct for each leaf, such as jax.eval_shape(init, key), and remove other "
     "leaves, for instance by equinox.partition(model, equinox.is_array) or flax.nnx.split(model)"
 )
-
-
-# Conversion of the data read to leaves.
-
-
-def place_leaf(wanted: WantedTensor, read: Any) -> Any:
-    """Return a leaf without transform with its sharding.
-
-    `read` is a NumPy array, an array with the leaf's sharding, or the parts of this process.
-    """
-    if isinstance(read, jax.Array):
-        if read.dtype == wanted.dtype and not placement.is_on_cpus(read):
-            return _as_keys(wanted, read)
-        # On the CPU an array may alias the memory that it was read into; donating it would not reuse that memory.
-        with meshes.internal_transfers():
-            shards = read.addressable_shards
-            read = {placement.bounds(s.index, wanted.shape): np.asarray(s.data) for s in shards}
-    if not isinstance(read, Mapping):
-        return from_host(wanted, read)
-    sharding = placement.target_sharding(wanted.leaf, wanted.path)
-    values = {part: _cast(wanted, array) for part, array in read.items()}
-    return _as_keys(wanted, placement.place(wanted.shape, wanted.dtype, sharding, values))
-
-
-def from_host(wanted: WantedTensor, array: np.ndarray[Any, Any]) -> Any:
-    return _as_keys(wanted, targets.place_values(wanted, _cast(wanted, array)))
-
-
-def _as_keys(wanted: WantedTensor, data: Any) -> Any:
-    if not wanted.is_key:
-        return data
-    impl: list[Any] = []
-    jax.eval_shape(lambda keys: impl.append(jax.random.key_impl(keys)), wanted.leaf)  # it takes no shapes
-    return jax.random.wrap_key_data(data, impl=impl[0])
-
-
-def _cast(wanted: WantedTensor, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Cast an array to the leaf's dtype; warn if finite numbers become infinite or NaN."""
-    if array.dtype == wanted.dtype:
-        return array
-    if not trees.is_floating(wanted.dtype):
-        return as_integers(array, wanted.dtype, wanted.path)
-    with np.errstate(all="ignore"):
-        result = array.astype(wanted.dtype)
-    largest, was = (float(jnp.finfo(of.dtype).max) for of in (result, array))  # type: ignore[no-untyped-call]
-    if largest < was and (lost := np.count_nonzero(np.isfinite(array) & ~np.isfinite(result))):
-        _logger.warning(
-            "load_weights: %d finite numbers of %r are outside the range of %s", lost, wanted.path, wanted.dtype
-        )
-    return result

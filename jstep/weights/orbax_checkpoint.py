@@ -11,7 +11,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jstep.checkpoint.leaf_records import unique
-from jstep.core import meshes, trees
+from jstep.checkpoint.targets import parts_of
+from jstep.core import meshes, placement, trees
 from jstep.weights.tensors import Read, Tensor
 
 
@@ -39,7 +40,8 @@ def open_checkpoint(folder: str) -> tuple[dict[str, Tensor], Read]:
         item = [0 if name in shardings else ocp.PLACEHOLDER for name in names]
         options: list[Any] = [ocp.RestoreArgs(restore_type=np.ndarray)] * len(names)
         for i, name in enumerate(names):
-            if (sharding := shardings.get(name)) is not None:
+            sharding = shardings.get(name)
+            if sharding is not None and jax.dtypes.canonicalize_dtype(arrays[name].dtype) == arrays[name].dtype:
                 shape = arrays[name].shape
                 options[i] = ocp.ArrayRestoreArgs(sharding=sharding, global_shape=shape, strict=True)
         arguments = ocp.args.PyTreeRestore(structure.unflatten(item), structure.unflatten(options))
@@ -48,11 +50,16 @@ def open_checkpoint(folder: str) -> tuple[dict[str, Tensor], Read]:
                 restored = jax.tree.leaves(ocp.PyTreeCheckpointHandler().restore(epath.Path(folder), args=arguments))
                 # With a sharding, Orbax returns typed PRNG keys as such.
                 pairs = zip(names, restored, strict=True)
-                return {name: trees.key_data(value) for name, value in pairs if name in shardings}
+                return {name: _owned(trees.key_data(value)) for name, value in pairs if name in shardings}
         except Exception as error:
             raise _unreadable(folder, error) from error
 
     return arrays, read
+
+
+def _owned(value: Any) -> Any:
+    """Return the parts of an array on CPUs, which may alias the memory that it was read into."""
+    return parts_of(value) if isinstance(value, jax.Array) and placement.is_on_cpus(value) else value
 
 
 def _unreadable(folder: str, error: BaseException) -> ValueError:

@@ -127,7 +127,10 @@ def read_parts(tensor: Tensor, parts: Iterable[ShardBounds]) -> dict[ShardBounds
     assert tensor.dtype is not None
     if tensor.nbytes == 0:  # nothing can be mapped
         return {part: np.empty(lengths(part), tensor.dtype) for part in parts}
-    whole = np.memmap(tensor.file, tensor.dtype, "r", tensor.start, tensor.shape)
+    try:
+        whole = np.memmap(tensor.file, tensor.dtype, "r", tensor.start, tensor.shape)
+    except ValueError as error:
+        raise ValueError(f"{tensor.file}: was truncated after its header was read: {error}; load it again") from None
     arrays = {part: np.array(whole[slices(part)], tensor.dtype, order="C") for part in parts}
     if tensor.code == "BOOL" and any((array.view(np.uint8) > 1).any() for array in arrays.values()):
         raise ValueError(f"{tensor.file}: corrupted: the tensor {tensor.name!r} has bools that are neither 0 nor 1")

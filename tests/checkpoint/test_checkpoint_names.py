@@ -110,7 +110,7 @@ class TestManifest:
  "data": "data.1",
  "leaves": [
   {"path": "params/a", "shape": [2, 3], "dtype": "float32", "bytes": 24},
-  {"path": "params/w/x", "shape": [2], "dtype": "bfloat16", "bytes": 4, "keys": ["params", "w/x"], \
+  {"path": "params/w/x", "keys": ["params", "w/x"], "shape": [2], "dtype": "bfloat16", "bytes": 4, \
 "array": "params.1", "stored_as": "uint16", "key_impl": "fry", "half": "slots/half"},
   {"path": "slots/b", "shape": [0], "dtype": "int8", "bytes": 0, "array": null}
  ],
@@ -119,10 +119,10 @@ class TestManifest:
   "g": {"bytes": 1}
  },
  "left_out": [
-  {"path": "params/w/x", "shape": [2], "dtype": "bfloat16", "fingerprint": "0123456789abcdef", \
-"keys": ["params", "w/x"]}
+  {"path": "params/w/x", "keys": ["params", "w/x"], "shape": [2], "dtype": "bfloat16", \
+"fingerprint": "0123456789abcdef"}
  ],
- "crc32": "4e3fedc5"
+ "crc32": "ac1be78e"
 }
 """
         assert encode(whole).decode() == text

@@ -54,6 +54,17 @@ def test_every_truncation_is_detected(tmp_path):
         jstep.load_weights(tmp_path, TARGET)
 
 
+def test_a_file_that_is_truncated_after_its_header_was_read(tmp_path):
+    path = write_arrays(tmp_path / "model.safetensors", a=[1, 2], b=[3, 4])
+
+    def truncate(array):
+        os.truncate(path, os.path.getsize(path) - 8)
+        return array
+
+    with pytest.raises(ValueError, match=r"model\.safetensors: was truncated"):
+        jstep.load_weights(path, {"a": TARGET["a"], "b": TARGET["a"]}, {"a": ("a", truncate)})
+
+
 # Index files.
 
 

@@ -1,0 +1,97 @@
+"""The leaves of a state: one pass over them, for checkpoints, fingerprints and checks of their contents."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jstep.core import selection, trees
+from jstep.core.annotations import Tree
+from jstep.slots.roles import Role, roles_in
+from jstep.state.slots import owners
+from jstep.state.train_state import TrainState
+
+GLOBAL_STEP = "global_step"
+PARAMS = "params"
+SLOTS = "slots"
+
+Keys = tuple[str, ...]
+
+
+class StateLeaves:
+    """The leaves of a tree, such as a state, flattened once, with what their places in states say of them.
+
+    Attributes:
+        values: The leaves.
+        keys: The keys of each leaf's path.
+        paths: Keys joined by slashes.
+    """
+
+    def __init__(self, tree: Tree) -> None:
+        structure: Any
+        flat, structure = jax.tree_util.tree_flatten_with_path(tree)
+        self.tree, self._structure = tree, structure
+        self.values: list[Any] = []
+        self.keys: list[Keys] = []
+        names: dict[Any, str] = {}
+        for entries, leaf in flat:
+            keys = []
+            for entry in entries:
+                typed = entry, type(getattr(entry, "key", None))  # 1 equals True
+                if typed not in names:
+                    names[typed] = trees.path_str((entry,))
+                keys.append(names[typed])
+            self.keys.append(tuple(keys))
+            self.values.append(leaf)
+        self.paths = ["/".join(keys) for keys in self.keys]
+
+    @functools.cached_property
+    def _numbers(self) -> Any:
+        """A copy of the tree that holds the indices of the leaves."""
+        return self._structure.unflatten(range(len(self.values)))
+
+    @functools.cached_property
+    def states(self) -> list[tuple[TrainState, TrainState]]:
+        """Each state in the tree, with a copy that holds the indices of its leaves."""
+        both = self.tree, self._numbers
+        nodes = (jax.tree.leaves(root, is_leaf=lambda node: isinstance(node, TrainState)) for root in both)
+        return [pair for pair in zip(*nodes, strict=True) if isinstance(pair[0], TrainState)]
+
+    @functools.cached_property
+    def halves(self) -> dict[int, int]:
+        """The leaves that `compact` stores in two → their other halves, as indices."""
+        halves: dict[int, int] = {}
+        for state, numbers in self.states:
+            roles = roles_in(state)
+            pairs = [(numbers.slots.get(name), numbers.slots.get(half)) for name, half in roles.halves.items()]
+            own = (name for name in roles.of(Role.REMAINDER) if name not in roles.halves.values())
+            for both in [*pairs, *((numbers.params, numbers.slots.get(name)) for name in own)]:
+                if all(trees.is_like(state.params, part) for part in both):
+                    places = zip(*(trees.flatten_like(state.params, part, SLOTS) for part in both), strict=True)
+                    halves |= {place: half for place, half in places if place is not None and half is not None}
+        return halves
+
+    def left_out(self, leave_out: selection.VarList) -> set[int]:
+        """Return the indices of the left-out parameters and of their slots."""
+        if leave_out is None:
+            return set()
+        (params, of_params), (slots, of_slots) = (
+            (field_of(self.tree, name), field_of(self._numbers, name)) for name in (PARAMS, SLOTS)
+        )
+        if params is None:
+            raise ValueError(
+                f"leave_out: selects among the params of a state, but this {type(self.tree).__name__} has none; save a "
+                "TrainState, or a dict with 'params'"
+            )
+        chosen = selection.resolve(params, leave_out, "leave_out")
+        left_out = {i for i, is_chosen in zip(jax.tree.leaves(of_params), chosen, strict=True) if is_chosen}
+        for name, tree in slots.items() if isinstance(slots, Mapping) else ():
+            places = owners(str(name), tree, params, roles_in(self.tree))
+            of_slot = zip(jax.tree.leaves(of_slots[name]), places, strict=True)
+            left_out |= {i for i, place in of_slot if place is not None and chosen[place]}
+        return left_out
+
+
+def field_of(state: Tree, name: str) -> Any:
+    return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)
