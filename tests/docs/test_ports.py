@@ -78,7 +78,7 @@ def calls(text: str) -> list[tuple[str, list[str]]]:
     return found
 
 
-@pytest.mark.parametrize("name", PORTS)
+@pytest.mark.parametrize("name", [*PORTS, "lightning"])
 def test_names_in_the_table_exist(name: str) -> None:
     tables = cells(page_of(name))
     assert len(tables) > 10
