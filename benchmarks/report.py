@@ -32,10 +32,10 @@ BEGIN, END = "<!-- benchmarks: written by benchmarks/report.py -->", "<!-- end o
 QUICK_ARGUMENTS = {"checkpoint": ["2", "20"], "start": ["--restore", "1"]}
 ENVIRONMENTS = {"whole_runs": HERE.parent / ".whole_runs"}
 """Environments that benchmarks run programs in; these benchmarks run by default only if theirs exists."""
-NOT_SHOWN = frozenset(
-    "collectives compact_quality compile_growth compilers fingerprint growth import in_flight lanes muon positions queues "
-    "stages start".split()
-)
+NOT_SHOWN = {
+    *("collectives", "compact_quality", "compile_growth", "compilers", "fingerprint", "growth", "import", "in_flight"),
+    *("lanes", "muon", "positions", "queues", "stages", "start"),
+}
 """Benchmarks of jstep's inside: `--only` runs them, and the page leaves them out."""
 PACKAGES = ("jax", "numpy", "optax", "flax", "orbax-checkpoint", "tensorboardX")
 _RATIO = re.compile(r"\s*(\S.*?) / (\S.*?): (\d+(?:\.\d+)?)(?:\s+\(bound ([\d.]+)\))?(?:\s+(?:ok|OVER))?\s*")
