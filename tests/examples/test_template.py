@@ -114,12 +114,13 @@ def test_two_processes_train_as_one_does(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_multirun_that_is_killed_resumes_by_the_same_command(tmp_path):
+def test_a_multirun_that_is_stopped_resumes_by_the_same_command(tmp_path):
     sweep = ("-m", "seed=0,1", "hydra.sweep.subdir=seed-${seed}", *LONG)
     runs = tmp_path / "runs/digits-sweep"
     program = start("template/train.py", *sweep)
-    stop(program, runs / "seed-1", signal.SIGKILL)
+    stop(program, runs / "seed-1", signal.SIGTERM)
     ended(program)
+    assert program.returncode == 143
     run("template/train.py", *sweep)
     found = {run.path.rpartition("/")[2]: run for run in jstep.runs(runs)}
     assert {name: (one.status, one.step) for name, one in found.items()} == {
