@@ -27,7 +27,6 @@ class Call:
 
     Attributes:
         args: For one step, or stacked for `program.max_steps` steps and padded at the end.
-        first: The step before its first update.
         position: The position of the batches after it.
         must_run: Whether its batches cannot be made again, so no signal may prevent it.
     """
@@ -151,8 +150,7 @@ def choose_max_steps(seconds: float) -> int:
 class AutoSteps:
     """Timer of the first calls of a run, which then switches to longer calls once their program is compiled.
 
-    It waits for the device during the timed calls. All processes switch at the same step, after everything read ahead;
-    for this they wait for the compilation.
+    All processes switch at the same step, after everything read ahead; for this they wait for the compilation.
     """
 
     def __init__(

@@ -166,7 +166,6 @@ class Compiled:
 
     Attributes:
         programs: The number compiled or found in the persistent cache.
-        hits: The number of those found in the cache.
         unfinished: The time at which it last traced or lowered a program that is not compiled yet; 0 if there is none.
         spans: The time spans that add up to `seconds`.
     """

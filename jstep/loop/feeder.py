@@ -29,16 +29,13 @@ interpreter's lock twice, which takes tens of microseconds, and longer on a busy
 class BatchFeeder:
     """Iterator over the calls of a run; the loop, or a thread ahead of it, reads their batches.
 
-    The calls and their order do not depend on which thread reads. A thread starts when waiting for batches took more
-    than a twentieth of the last second, and more than 0.1 ms per call. It never reads batches that are made with the
-    state.
+    A thread starts when waiting for batches took more than a twentieth of the last second, and more than 0.1 ms per
+    call. It never reads batches that are made with the state.
 
     Attributes:
         has_begun: Whether a call was requested; until then the positions are those of the restored checkpoint.
-        waiting: Whether the loop waits for a call.
         got: The stopwatch time at which the loop received the latest call.
         steps: The number of steps of that call.
-        position: The position of the batches.
     """
 
     def __init__(self, source: Source, calls: Iterator[Call], signals: StopSignals, watch: Stopwatch) -> None:

@@ -37,7 +37,6 @@ class Program:
     Attributes:
         is_stacked: Whether the arguments of the steps are stacked.
         step_args: For a loop, the shapes of the arguments of one step.
-        rows: The number of rows of a batch, if known.
     """
 
     def __init__(
@@ -114,8 +113,8 @@ class _MaxSteps(NamedTuple):
 class ProgramTable:
     """The programs of a run, by stage, maximum number of steps of a call, and shapes of the batches.
 
-    With `steps_per_call` = 1, a program is the training step; otherwise it loops over the steps of a call. Programs are
-    looked up where batches are made into calls, which may be a thread; the first lookup for new shapes traces the step.
+    Programs are looked up where batches are made into calls, which may be a thread; the first lookup for new shapes
+    traces the step.
     """
 
     def __init__(

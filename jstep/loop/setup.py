@@ -58,15 +58,12 @@ class LoopState:
     """The position of a loop over calls, in `train` and in `replay`.
 
     Attributes:
-        state: The latest state, including changes by hooks.
-        rows: The number of rows of the last batch; None if unknown.
+        rows: The number of rows of the last batch.
         first: The step at which the loop begins; while a checkpoint is restored, an assumption.
         is_known: Whether `first` is set.
         finite_at: The latest step with parameters that were found to be finite.
-        restoring: The checkpoint being restored.
         is_restored: Whether the loop began from a checkpoint.
         calling: The call of a hook that is in progress, or that raised.
-        stopped_by: The hook that ended the run.
         pending: The polls of hooks: `check()` is called after each call while it returns True, and `check(wait=True)`
             after the last step.
         failures: The errors of logs, raised after the next call or save; any thread may add one.
@@ -133,7 +130,6 @@ class Setup:
 
     Attributes:
         transfers: The numbers in transfer from the device, in the order of their delivery.
-        closing: Closes everything that the run opens.
         background: Calls hooks in the background; a `HookRunner` calls them in the loop's thread.
         new_name: Its name, unless an earlier start gave it one.
     """

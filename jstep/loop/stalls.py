@@ -102,7 +102,6 @@ class Wait:
         idle: The same, but seconds in which the process computed count a tenth.
         next_line: The age at which the next line is due.
         reads: The number of reads of the other processes' files when a line became due.
-        part: The category when a line was written.
     """
 
     kind: str
