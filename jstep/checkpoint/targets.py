@@ -19,8 +19,6 @@ class TargetLeaf(Generic[Source]):
     """A leaf of a target, and the array that was saved for it.
 
     Attributes:
-        shape: The shape of the array to read, like `dtype`.
-        name: The name of its source; None for a leaf without one.
         source: None if there is none, or it does not fit.
         problem: Why its source does not fit, or "".
     """
