@@ -207,7 +207,6 @@ def trained_start(run: RunSummary) -> Start:
 
 
 def _facts(where: str, start: Start, *, is_copy: bool) -> dict[str, Any]:
-    """Return the facts about a start."""
     if start["problem"]:
         reason = f"its start {start['number']} {start['problem']}"
         unknown = dict.fromkeys(("began", "ended", "first", "last", *_GIVEN, "host", "pid"))
