@@ -1,13 +1,9 @@
-"""Whole runs: the same three networks in five toolkits, each with the features that its users would choose. All start
-from the same weights and take the same batches in the same order without dropout, with the same AdamW, clipping and
-schedule; their losses on the test set agree to 1e-4 on JAX and to 1e-2 on PyTorch (Keras adds a smaller epsilon in
-another place). All save checkpoints and the best one, write TensorBoard's events, evaluate, stop early and resume. Each
-run is a separate process; a figure is the median of the rounds, and seconds count from the start of the process. A step
-is the mean over the second half of the steps, including evaluations and checkpoints; compare jstep's row with one step
-per call with Flax's loop, and its row with "auto" with Keras's 10 steps per call. Lines are those of the program and
-its network, without comments, docstrings and blank lines. Finally a run is killed by SIGKILL halfway between two
-checkpoints, after about 70 % of its steps, and started again: "the same" means that the loss of the last weights on the
-test set is identical to the last digit.
+"""Whole runs: three networks in five toolkits, from the same weights, on the same batches, with the same AdamW,
+clipping and schedule. All save checkpoints and the best one, write TensorBoard's events, evaluate, stop early and
+resume. Seconds count from the start of the process. A step is the mean over the second half of the steps, with
+evaluations and checkpoints; Keras runs 10 steps per call. Lines are those of code. Finally a run is killed by SIGKILL
+halfway between two checkpoints, and started again: "the same" means that the test loss of its last weights is
+identical.
 
     python benchmarks/bench_whole_runs.py --environment DIR       # creates it if it does not exist
     python benchmarks/bench_whole_runs.py                         # in .whole_runs

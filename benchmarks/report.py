@@ -1,6 +1,6 @@
 """Run the benchmarks, write their ratios into the page `docs/benchmarks.md`, and those of overview.py into README.
 
-    python benchmarks/report.py                  # all: takes hours on an otherwise idle machine
+    python benchmarks/report.py                  # all of the page: takes hours on an otherwise idle machine
     python benchmarks/report.py --only step      # bench_step.py alone; other sections are kept
     python benchmarks/report.py --quick          # few rounds, only to check that they run
 
@@ -32,6 +32,11 @@ BEGIN, END = "<!-- benchmarks: written by benchmarks/report.py -->", "<!-- end o
 QUICK_ARGUMENTS = {"checkpoint": ["2", "20"], "start": ["--restore", "1"]}
 ENVIRONMENTS = {"whole_runs": HERE.parent / ".whole_runs"}
 """Environments that benchmarks run programs in; these benchmarks run by default only if theirs exists."""
+NOT_SHOWN = {
+    *("collectives", "compact_quality", "compile_growth", "compilers", "fingerprint", "growth", "import", "in_flight"),
+    *("lanes", "muon", "positions", "queues", "stages", "start"),
+}
+"""Benchmarks of jstep's inside: `--only` runs them, and the page leaves them out."""
 PACKAGES = ("jax", "numpy", "optax", "flax", "orbax-checkpoint", "tensorboardX")
 _RATIO = re.compile(r"\s*(\S.*?) / (\S.*?): (\d+(?:\.\d+)?)(?:\s+\(bound ([\d.]+)\))?(?:\s+(?:ok|OVER))?\s*")
 _DIGITS = re.compile(r"\d+(?:\.\d+)?")
@@ -259,7 +264,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=PAGE, help="the page to write (default: docs/benchmarks.md)")
     given = parser.parse_args(argv)
     failures = 0
-    for name in given.only or names:
+    shown = [name for name in names if name not in NOT_SHOWN]
+    for name in given.only or shown:
         if not given.only and name in ENVIRONMENTS and not ENVIRONMENTS[name].exists():
             print(f"{name}: skipped, {ENVIRONMENTS[name]} does not exist; its section is kept", flush=True)
             continue
@@ -270,10 +276,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         output, failure = run(name, given.quick, given.limit)
         print(output if failure is None else f"{output}\n{name}: {failure}", flush=True)
         failures += failure is not None
+        if name in NOT_SHOWN:
+            continue
         source = (HERE / f"bench_{name}.py").read_text(encoding="utf-8")
         is_read = functools.partial(overview.is_read, name)
         text = section(source, output, failure, where, REASONS.get(name), is_read)
-        given.page.write_text(written(given.page.read_text(encoding="utf-8"), {name: text}, names), encoding="utf-8")
+        given.page.write_text(written(given.page.read_text(encoding="utf-8"), {name: text}, shown), encoding="utf-8")
     if given.page == PAGE:
         overview.write()
     return int(failures > 0)

@@ -201,7 +201,9 @@ def test_benchmarks_without_their_environment_are_skipped_by_default(tmp_path, m
 def test_the_page_has_its_markers_and_known_sections():
     page = report.PAGE.read_text(encoding="utf-8")
     names = sorted(path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))
-    assert report.written(page, {}, names) == page, "the page was edited, or a benchmark was deleted: run report.py"
+    assert set(names) > report.NOT_SHOWN
+    shown = [name for name in names if name not in report.NOT_SHOWN]
+    assert report.written(page, {}, shown) == page, "the page was edited, or a benchmark was deleted: run report.py"
 
 
 PAGE = """\

@@ -118,7 +118,6 @@ class Leaf(Recorded):
     """A leaf that was saved.
 
     Attributes:
-        nbytes: Its size in memory.
         array: The name of the stored array; None if the leaf has no elements.
         stored_as: The dtype on disk, if it differs.
         key_impl: Set for a PRNG key, whose raw data is stored.
@@ -172,14 +171,12 @@ class Manifest:
     """The content of a checkpoint.
 
     Attributes:
-        saved_at: Seconds since 1970.
         retention: Decided when the save ends.
         files: Path below the checkpoint → size in bytes, and checksums or a stamp, depending on the store.
-        jstep: The version that wrote it.
         data: The folder with the files of a checkpoint written to a bucket; None if they are next to the manifest.
         left_out: Leaves that a target must provide.
         finite: Whether all parameters are finite, or were not when the run began; True if it was not recorded.
-        temporary: Whether it is temporary: the next save replaces it, and no limit counts it.
+        temporary: Whether the next save replaces it, and no limit counts it.
     """
 
     step: int

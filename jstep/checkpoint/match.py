@@ -294,7 +294,6 @@ def nest_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: Seq
 
 
 def nest(values: Mapping[Keys, Any]) -> dict[str, Any]:
-    """Return nested dicts by keys."""
     nested: dict[str, Any] = {}
     for keys, value in values.items():
         at = nested

@@ -220,7 +220,6 @@ class ObjectSave:
     """The part of one process in a save.
 
     Attributes:
-        folder: The folder of the attempt, `name/data.…`.
         blocks: The blocks to write; each is taken once, and then its memory is free.
         commit: Called on the first process at the end, with the records of all objects and the previous manifest's
             stamp.

@@ -196,8 +196,7 @@ def silence_orbax() -> Iterator[None]:
 class _OneTransaction:
     """Mixin of an Orbax handler that writes all arrays of a process in one transaction.
 
-    Orbax can read the result. By itself it opens each array twice and writes half as many files as arrays, at more than
-    twice the CPU time. Started writes are appended to `begun`.
+    By itself, Orbax opens each array twice, at more than twice the CPU time. Started writes are appended to `begun`.
     """
 
     def __init__(self, begun: list[Any], **options: object) -> None:

@@ -92,7 +92,6 @@ class Retention:
 
         Args:
             manifest: Still without files, retention and left-out leaves.
-            flushes: Called before the checkpoint exists.
             temporary_secs: The checkpoint is temporary within this many seconds after the last permanent one.
             listener: Receives a permanent checkpoint, and is waited for before one is deleted.
         """

@@ -114,8 +114,8 @@ class Store(abc.ABC):
     def claim(self) -> None:
         """Claim the prefix, so that only this store writes it, and check that it can.
 
-        The first process calls it before every save and before the first step of a run; it is cheap if nothing has
-        changed. It creates the directory, and removes what an interrupted writer left behind.
+        The first process calls it before every save and before the first step of a run. It creates the directory, and
+        removes what an interrupted writer left behind.
         """
         if self.holds_claim():
             return

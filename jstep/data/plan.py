@@ -21,7 +21,6 @@ class StepRange(NamedTuple):
 
     Attributes:
         period: Steps per epoch; the first epoch begins at `first`.
-        last: Rows of the last batch of each epoch.
         before: Rows of all batches before `first`.
         position: The position of the first batch in the endless stream of a single source's epochs.
         distance: The length of an epoch in that stream.
@@ -154,7 +153,6 @@ class RowPlan(NamedTuple):
 
     Attributes:
         streams: The number of rows and the seed of each source.
-        seed: Determines, with the step, the order within batches.
         counts: The number of rows from each source among the first T rows; None if there is one source.
         drop_remainder: None in a mixture, whose batches continue with the next epoch.
     """

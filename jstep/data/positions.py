@@ -134,10 +134,9 @@ class StoredPosition:
 class LivePosition(StoredPosition):
     """The position of the batches of `from_state`, which are made one at a time, after the hooks of the previous step.
 
-    Hooks send feedback to the object that makes the batches, so its position is read when a checkpoint is written. If a
-    batch could not be made, or its step failed, it is the position before that batch, which a restart makes again.
-    Large positions are copied only when a checkpoint needs them; a position that was large once counts as large, and
-    making its batch must not be interrupted, or it would be lost.
+    It is read when a checkpoint is written. If a batch could not be made, or its step failed, it is the position before
+    that batch. Large positions are copied only when a checkpoint needs them; making the batch of a position that was
+    large once must not be interrupted, or it would be lost.
     """
 
     is_live = True

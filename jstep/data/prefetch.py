@@ -146,8 +146,7 @@ def _read(source: Iterator[Any], place: Callable[[Any], Any], state_fn: Callable
 class ReaderThread:
     """A thread that calls a function once for each request and returns the results in order.
 
-    It starts with the first request, in the caller's contexts. While it is idle, other code may call the function. It
-    ends after an exception, which `take` raises, after `close`, or when the reader is garbage-collected.
+    It starts with the first request, in the caller's contexts. While it is idle, other code may call the function.
     """
 
     def __init__(self, read: Callable[[], Any]) -> None:

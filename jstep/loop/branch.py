@@ -103,11 +103,6 @@ def open_trunk(options: Options, saver: Saver | None, latest: int | None, given:
     """Find the checkpoint to begin from; None if there is none, or the run has its own.
 
     A state passed at another step than 0 (`given`) was made from that checkpoint, and replaces the checkpoint's state.
-
-    Raises:
-        CheckpointError: It is corrupted, or one of the run's own checkpoints is.
-        FileNotFoundError: It does not exist. The message names the newest one.
-        ValueError: It belongs to this run, is not before last_step, or is at another step than the state passed.
     """
     path = options.start_from
     if path is None:

@@ -233,8 +233,7 @@ def check_result(result: object) -> None:
 def warn_of_redundant_rows(chunk: Chunk, state: Tree) -> None:
     """Warn if every device of the state's mesh does the same work, because nothing is split over them.
 
-    This is certain only if the parameters are replicated, no array of the batch is on the mesh, and the step shards
-    nothing itself; any other layout may be intended.
+    Any layout but replicated parameters and a batch that is not on the mesh may be intended.
     """
     params = jax.tree.leaves(state.params)
     mesh = mesh_without_batch(params, chunk.step_args)

@@ -221,11 +221,7 @@ class HookRunner:
         errors.end(failed)
 
     def end(self) -> None:
-        """Call `end` of the hooks after a run that was not interrupted, once for each end of a run.
-
-        A start that takes no step only repeats the last evaluations, so that `results` is filled, unless the hooks of
-        the restored checkpoint had not ended.
-        """
+        """Call `end` of the hooks; a start that takes no step only repeats the last evaluations, to fill `results`."""
         loop, errors = self._setup.loop, Errors(self._setup)
         hooks, evaluations = self._hooks, self.evaluations
         if loop.at.step == loop.first and (not loop.is_restored or self.ended_at == loop.at.step):

@@ -40,13 +40,11 @@ class Origin:
     """The state or checkpoint that a run starts from.
 
     Attributes:
-        latest: The newest checkpoint.
         restored: The step of the restored state; None if the given one is used.
         given: The step of the given state; None if it is abstract or was donated.
         held: Name → initial value of the held hyperparameters.
-        extra: The `extra` of the checkpoint.
         first: The first step, if known before the state is restored.
-        trunk: The checkpoint of another run to begin from; None if this run has its own.
+        trunk: The checkpoint of another run to begin from.
         parent: The path and step of the checkpoint that this run branched from.
         parent_run: The name of the run that saved it, if this is the first start.
         is_claimed: Whether the run holds the claim of its checkpoints, which it needs only if there is a step left.
@@ -210,11 +208,7 @@ class Run(RunInfo):
     # The decision whether the state may be saved: where a save is due, and after a signal, an error or a stall.
 
     def nonfinite_params(self) -> dict[str, int]:
-        """Wait for the contents of the parameters that became NaN or infinite since the run began.
-
-        A finite loss can have a gradient that is not finite, which only a later loss would show, when every finite
-        checkpoint may be gone. Infinities that a run begins with, such as in a mask, do not count.
-        """
+        """Wait for the contents of the parameters that became NaN or infinite since the run began."""
         return StateContents(self.state, params_only=True).worse_since(self.at_start)[0]
 
     def require_finite(self, step: int, saver: Saver) -> bool:

@@ -75,7 +75,6 @@ class LoopState:
         first: The step at which the loop begins; while a checkpoint is restored, an assumption.
         is_known: Whether `first` is set.
         finite_at: The latest step with parameters that were found to be finite.
-        restoring: The checkpoint being restored.
         is_restored: Whether the loop began from a checkpoint.
         calling: The call of a hook that is in progress, or that raised.
         stopped_by: The first hook that ended the run.
@@ -127,7 +126,6 @@ class Setup:
 
     Attributes:
         transfers: The numbers in transfer from the device, in the order of their delivery.
-        closing: Closes everything that the run opens.
         background: Calls hooks in the background; a `HookRunner` calls them in the loop's thread.
         new_name: Its name, unless an earlier start gave it one.
     """

@@ -68,8 +68,8 @@ class StopSignals:
     An ignored SIGINT or SIGHUP, as under `nohup` or in a background job, stays ignored. A process forked during
     the run gets the previous handlers.
 
-    The first signal ends the start of a run, and a wait of the loop that `interrupts` is set for, unless processes have
-    to agree (`to_stop`). A second SIGINT interrupts anything.
+    The first signal ends the start of a run, and a wait that `interrupts` is set for, unless processes have to agree
+    (`to_stop`). A second SIGINT interrupts anything.
 
     Attributes:
         interrupts: Makes the exception that the first signal raises; None where it only is recorded.

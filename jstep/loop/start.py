@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jstep.checkpoint.leaf_records import StateLeaves
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import interactive, trees
@@ -59,6 +58,7 @@ from jstep.loop.stopping import report_done
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.contents import StateContents
 from jstep.state.global_step import require_alive
+from jstep.state.leaves import StateLeaves
 from jstep.state.train_state import TrainState
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.owners import remove_temporary

@@ -221,7 +221,6 @@ def update_masters(
 
 
 def slots_of(optimizer: Optimizer, slots: Slots, params: Params, prefix: str = "") -> Slots:
-    """Return the slots of one optimizer, without the prefix."""
     roles = roles_of(optimizer, params)
     names = roles if roles.complete else [name.removeprefix(prefix) for name in slots if name.startswith(prefix)]
     return {name: slots[prefix + name] for name in names if prefix + name in slots}

@@ -171,9 +171,8 @@ class EigenbasisUpdate(NamedTuple):
 def update_eigenbases(turn: Array, leaves: Sequence[EigenbasisUpdate]) -> list[EigenbasisUpdate]:
     """Update the bases of all leaves, and permute each v if the order of its coordinates changes.
 
-    CPUs and GPUs call a library routine for each matrix. For TPUs XLA compiles a program for each call, which takes
-    five minutes for `eigh` of 512 rows. There one loop processes all matrices of one size, by Jacobi's method and
-    `orthonormal`, whose programs do not grow with the size.
+    For TPUs XLA compiles a program for each call of `eigh`, which takes minutes. There one loop processes all matrices
+    of one size, by Jacobi's method and `orthonormal`, whose programs do not grow with the size.
     """
     if not leaves:
         return []
@@ -270,8 +269,8 @@ WIDTH = 128
 def orthonormal(matrix: Array, width: int = WIDTH) -> Array:
     """The Q of the QR decomposition of a square matrix, by Householder reflections; orthogonal even if it is singular.
 
-    For TPUs XLA unrolls the blocks of `jnp.linalg.qr`, which takes minutes to compile for 1024 rows. Here blocks,
-    columns and tiles are loops, so 1024 rows compile as fast as 256. The signs of columns may differ.
+    For TPUs XLA unrolls the blocks of `jnp.linalg.qr`, which takes minutes to compile. Here they are loops. The signs
+    of columns may differ.
     """
     n = matrix.shape[0]
     width = min(width, n)

@@ -61,8 +61,7 @@ def apply_in_order(params: Params, updates: Updates, slots: Slots, names: Collec
 
     XLA's CPU backend copies a slot that other arrays are computed from, unless a data dependency fixes the order: the
     parameter first, then the slots in the order of the dict. Therefore an optimizer declares a slot after those
-    computed from its old value, and other uses of it by `Slot(in_order=True)`. Only leaves with a slot in `names` are
-    ordered, and only slots of the parameter's shape.
+    computed from its old value. Only leaves with a slot in `names` are ordered, and slots of the parameter's shape.
     """
     leaves, treedef = trees.flatten(params)
     moves = trees.flatten_like(params, updates, "updates", is_leaf=is_update)

@@ -170,8 +170,7 @@ def source_line(eqns: Sequence[Any], later: Sequence[Any]) -> str:
     """Return the source line of an operation, such as "model.py:12 (loss_fn)".
 
     It is the step's innermost line outside of JAX and libraries, or else in the library or jstep's optimizer. `eqns`
-    are the operation and the enclosing ones: a compiled function may have been traced for another caller. `later`
-    operations serve one without a line, such as `jnp.log` passed to a cond under vmap.
+    are the operation and the enclosing ones. `later` operations serve one without a line.
     """
     lines = map(_line, (eqns, *([eqn] for eqn in later)))
     return next(filter(None, lines), "unknown")

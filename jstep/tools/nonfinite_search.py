@@ -50,7 +50,6 @@ class Cause(NamedTuple):
     """Where the non-finite numbers of a value come from. The lowest cause of the operands counts.
 
     Attributes:
-        is_infinite: Whether none is a NaN.
         is_moved: Whether they are infinities of a constant that was only moved, such as a mask.
         order: When the operation ran that made them or read the constant first; −1 before that.
         place: That operation.

@@ -30,9 +30,8 @@ class RunFiles:
 
     Attributes:
         odd: What is odd, as sentences; also why some files are not shown.
-        starts: Its valid starts.
         trained: The start that the run is, with its card; {} if there is none.
-        series: Tag → points, thinned once for all pictures.
+        series: Tag → points, thinned.
         rewound: Tag → points that a later start made again.
         clock: Steps and the seconds since the first one.
     """

@@ -130,8 +130,7 @@ def distinct(found: Iterable[RunSummary]) -> RunList:
 def _places(above: str) -> list[tuple[str, OSError | None]]:
     """The directories with records, at and below a path, and those that cannot be opened, with the error.
 
-    Checkpoints are not searched. Links are followed, after all directories that are not behind one, so that these keep
-    their names. Each directory is searched once, and none above the path is.
+    Checkpoints are not searched. Links are followed last. Each directory is searched once, and none above the path is.
     """
     if is_url(above):
         folders = [split_path(where) for where, names in walk(above) if names]

@@ -160,7 +160,6 @@ class Sweep:
     Attributes:
         best: The best value of each run, and its step.
         colors: The color of each run: its place among the best ten, or `NEUTRAL`.
-        differ: Name → the value of each run.
         groups: Runs that differ by a seed.
     """
 
