@@ -54,7 +54,6 @@ KINDS = {
     )
 }
 """What may have the name of a file of jstep."""
-NOT_FILES = ("linked", "linked_to_nothing", "linked_to_a_folder", "fifo", "folder")
 
 
 def put(kind: str, path: pathlib.Path, victims: pathlib.Path) -> pathlib.Path:

@@ -95,26 +95,6 @@ def trajectory(
     return path, slots
 
 
-def dense(rows: np.ndarray, indices: Sequence[int], shape: tuple[int, ...]) -> np.ndarray:
-    """Return a sparse gradient as a dense array; repeated rows are added."""
-    table = np.zeros(shape)
-    for row, index in zip(rows, indices, strict=True):
-        table[index] += row
-    return table
-
-
-# Averages.
-
-
-def moved_average(avg: Any, p: Any, decay: float, n: int | None, *, num_updates: bool, age: int | None = None) -> Any:
-    """Return the average after one update; with an age, without the bias of an average that starts at zero."""
-    d = min(decay, (1 + n) / (10 + n)) if num_updates and n is not None else decay
-    rate = 1 - d
-    if age is not None:
-        rate = (1 - d) / (1 - d**age)
-    return avg - rate * (avg - p)
-
-
 # Schedules: exact quotients by Fraction, the rest in double precision.
 
 

@@ -8,7 +8,6 @@ import copy
 import json
 import os
 import pathlib
-import random
 import resource
 import shutil
 import time
@@ -17,11 +16,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from checkpoint_states import edit_manifest, files_of, save_all, state_at
+from checkpoint_states import edit_manifest, save_all, state_at
 from foreign_files import contents
 
 import jstep
-from jstep.checkpoint.claims import claim_path
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.saver import Saver
 from jstep.tools.cli import main
@@ -68,14 +66,6 @@ def replaced(data: Any, path: tuple[Any, ...], value: Any) -> Any:
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = value
-    return data
-
-
-def renamed(data: Any, path: tuple[Any, ...], name: str) -> Any:
-    inner = data = copy.deepcopy(data)
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[name] = inner.pop(path[-1])
     return data
 
 
@@ -159,30 +149,6 @@ def test_one_field_at_a_time(directory: Directory, part: int) -> None:
     directory.end(600, 2**29)
 
 
-@pytest.mark.thorough
-def test_renamed_fields_and_random_bytes(directory: Directory) -> None:
-    draw = random.Random(0)
-    named = [path for path in places(directory.manifest) if isinstance(path[-1], str)]
-    for _ in range(40):
-        directory.write(renamed(directory.manifest, draw.choice(named), draw.choice(["x", "", "/x"])))
-        directory.check()
-    directory.restore_files()
-    for _ in range(60):
-        file = draw.choice(files_of(directory.path))
-        data = bytearray(pathlib.Path(file).read_bytes())
-        for _ in range(draw.choice([1, 10])):
-            data[draw.randrange(len(data))] = draw.randrange(256)
-        pathlib.Path(file).write_bytes(data[: draw.choice([len(data), draw.randrange(len(data))])])
-        # With the checksums of its files, as if somebody had computed them.
-        records = jstep.checkpoint.checksums.records(str(directory.path), list(directory.manifest["files"]))
-        edit = directory.manifest | {"files": records}
-        if not file.endswith("manifest.json"):
-            directory.write(edit)
-        directory.check()
-        directory.restore_files()
-    directory.end(600, 2**29)
-
-
 @pytest.mark.parametrize("name", ["fifo", "folder", "sparse"])
 def test_what_is_no_manifest(directory: Directory, name: str) -> None:
     path = directory.path / "manifest.json"
@@ -198,24 +164,3 @@ def test_what_is_no_manifest(directory: Directory, name: str) -> None:
         saver.restore(state_at(0))
     directory.check()
     directory.end(30, 2**28)
-
-
-def test_any_claim_is_refused_or_taken(tmp_path: pathlib.Path) -> None:
-    draw, own = random.Random(0), json.dumps(jstep.checkpoint.claims.this_process()).encode()
-    path, begun = pathlib.Path(claim_path(str(tmp_path), "model")), time.monotonic()
-    odd = [json.dumps({"host": value, "pid": value, "space": value, "started": value}).encode() for value in ODD]
-    changed = []
-    for _ in range(200):
-        data = bytearray(own)
-        for _ in range(draw.choice([1, 5])):
-            data[draw.randrange(len(data))] = draw.randrange(256)
-        changed.append(bytes(data[: draw.choice([len(data), draw.randrange(len(data))])]))
-    for data in [*odd, *changed, b"[" * 60_000, b'{"host": "' + b"x" * 2**17]:
-        path.write_bytes(data)
-        with_claim = Saver(tmp_path)
-        if (error := raised_by(with_claim.claim)) is not None:
-            assert isinstance(error, ValueError)
-            assert str(path) in str(error)
-            assert path.read_bytes() == data
-        with_claim.close()
-    assert time.monotonic() - begun < 30

@@ -1,6 +1,5 @@
 """Hooks and callbacks restore their own state across restarts, whatever else is in the lists."""
 
-import logging
 import random
 
 import jax.numpy as jnp
@@ -193,14 +192,6 @@ def test_other_modes_or_metrics_and_foreign_states_start_fresh_and_warn(first, s
     caplog.clear()
     assert run_with_callback(tmp_path, second()) == standalone_state(second, [3, 4])
     assert any("starts fresh" in record.getMessage() for record in caplog.records if record.name == "jstep")
-
-
-@pytest.mark.thorough
-def test_state_of_a_missing_hook_is_logged(tmp_path, caplog):
-    caplog.set_level(logging.WARNING)
-    train(2, [Recorder(), Other()], tmp_path)
-    assert jstep.global_step(train(4, [Other()], tmp_path)) == 4
-    assert "hooks: the checkpoint has the state of Recorder, which is not among them any more" in caplog.text
 
 
 def test_callbacks_of_one_class_are_identified_by_settings(tmp_path):

@@ -6,8 +6,6 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from jstep.core.curves import Curve, picture
 
@@ -83,22 +81,3 @@ def test_labels_of_values(values, labels):
 )
 def test_labels_of_steps(steps, labels):
     assert check(np.arange(float(len(steps))), steps)[1] == labels
-
-
-@pytest.mark.thorough
-@settings(max_examples=500, deadline=None)
-@given(
-    st.lists(st.floats(allow_subnormal=False), min_size=1, max_size=6).filter(
-        lambda values: any(map(math.isfinite, values))
-    ),
-    st.integers(0, 2**62),
-    st.integers(1, 2**20),
-)
-@example([2.3e-308, 1.7976931348623157e308], 2**62, 1)
-@example([-1.7976931348623157e308, 1.7976931348623157e308], 12_345_678, 9)
-@example([0.0, 2.3e-308], 0, 1)
-@example([-0.0, 0.0], 1, 1)
-@example([0.1, math.nextafter(0.1, 1)], 1, 1)
-@example([1e22, math.nextafter(1e22, 1e23)], 1, 1)
-def test_labels_of_any_range(values, first, gap):
-    check(values, [first + i * gap for i in range(len(values))])

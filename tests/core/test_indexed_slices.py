@@ -2,15 +2,10 @@
 
 from typing import Any
 
-import hypothesis.extra.numpy as hnp
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
-from hypothesis import given
-from hypothesis import strategies as st
-from thorough import examples
 
 import jstep
 
@@ -30,18 +25,6 @@ def test_indexed_slices_are_a_pytree() -> None:
     assert jax.eval_shape(slices).dense_shape == (5, 2)
     paths = [jax.tree_util.keystr(k, simple=True) for k, _ in jax.tree_util.tree_leaves_with_path(slices())]
     assert paths == ["values", "indices"]
-
-
-@pytest.mark.thorough
-@examples(30)
-@given(
-    st.sampled_from([0, 1, 6]).flatmap(lambda size: st.lists(st.integers(0, 4), min_size=size, max_size=size)),
-    hnp.arrays(np.float32, (6, 2), elements=st.floats(-100, 100, width=16)),
-)
-def test_to_dense_adds_repeated_rows(indices: list[int], rows: np.ndarray) -> None:
-    rows = rows[: len(indices)]
-    sparse = jstep.IndexedSlices(rows, np.array(indices, np.int32), (5, 2))
-    np.testing.assert_allclose(sparse.to_dense(), reference.dense(rows, indices, (5, 2)), rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.thorough

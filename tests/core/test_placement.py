@@ -10,7 +10,6 @@ from comparisons import aligned
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jstep.core.device_values import when_concrete, with_checks
 from jstep.core.placement import (
     back,
     check_memory,
@@ -124,21 +123,3 @@ def test_shapes_are_refused_where_arrays_are_needed(monkeypatch):
             "state: these 8 'cpu' devices only compile; use jstep.cost or lower with them, and run on devices of this "
             "machine"
         )
-
-
-@pytest.mark.thorough
-def test_checks_wait_for_parameters():
-    """Outside of `with_checks` nothing waits; a path that is not among the parameters is passed over."""
-    found = []
-
-    def check(path, leaf, *args):
-        found.append((path, float(leaf), *args))
-
-    def make(value):
-        for path, *args in (("a",), ("a", 2), ("b",), ("c",)):
-            when_concrete(path, check, *args)
-        return types.SimpleNamespace(params={"a": value, "b": 2 * value})
-
-    when_concrete("a", check)
-    assert with_checks(make, 1.0).params == {"a": 1.0, "b": 2.0}
-    assert found == [("a", 1.0), ("a", 1.0, 2), ("b", 2.0)]

@@ -73,23 +73,6 @@ def test_lookups_in_other_transformations_are_dense(name: str) -> None:
     np.testing.assert_allclose(grads["t"], dense(TRANSFORMED[name]))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("optimizer", [jstep.gradient_descent(0.1), jstep.adagrad(0.1), jstep.momentum(0.1, 0.9)])
-def test_steps_match_explicit_indexed_slices(optimizer: jstep.Optimizer) -> None:
-    state = jstep.TrainState.create(params(), optimizer)
-    want = jstep.apply_gradients(
-        state,
-        {"t": jstep.IndexedSlices(2 * TABLE[IDS].reshape(-1, 2), jnp.array([1, 4, 1, 5]), (6, 2)), "b": jnp.float32(1)},
-        optimizer,
-    )
-    step = jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "update_norm"))
-    got, metrics = step(state, IDS)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
-    np.testing.assert_array_equal(got.params["t"][0], TABLE[0])
-    assert float(metrics["grad_norm"]) > 0
-    got, _ = jstep.scan_steps(step)(got, jnp.stack([IDS, IDS]))
-
-
 def test_step_does_not_allocate_the_table() -> None:
     """The compiled step needs less than 1 MiB of temporaries for a table of 8 MiB."""
     optimizer = jstep.adagrad(0.1)

@@ -11,17 +11,6 @@ import jstep
 PAGE = DOCS / "recipes" / "large-batches.md"
 
 
-def loss_by_hand(page, params, images, texts):
-    """The loss of CLIP, a loop over rows in float64."""
-    u, v = (np.asarray(page["encode"](params[name], x), np.float64) for name, x in (("image", images), ("text", texts)))
-    logits = np.exp(np.float64(params["scale"])) * u @ v.T
-    total = 0.0
-    for i in range(len(u)):
-        total -= logits[i, i] - np.log(np.sum(np.exp(logits[i])))
-        total -= logits[i, i] - np.log(np.sum(np.exp(logits[:, i])))
-    return total / (2 * len(u))
-
-
 def assert_same_gradients(found, expected):
     """Equal up to the rounding of float32 sums, relative to the largest element of a leaf."""
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

@@ -114,10 +114,3 @@ def test_dropped_rows_are_a_warning(make, dropped, caplog):
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(lines) == (dropped > 0)
     assert all(f"{dropped} of 10 rows are not evaluated" in line and "drop_remainder=False" in line for line in lines)
-
-
-# Averaged and schedule-free parameters in one state
-
-
-def averaged():
-    return jstep.with_moving_average(jstep.gradient_descent(0.5), jstep.ExponentialMovingAverage(0.5))

@@ -53,21 +53,3 @@ def test_seconds_count_from_begin_and_from_the_last_due_time(name):
             due_steps.append(step)
             schedule.reschedule(step)
     assert due_steps == [5, 10, 15]
-
-
-BOTH = {
-    "counter": lambda clock, steps: jstep.StepCounterHook(every_n_steps=steps, every_n_secs=5, clock=clock),
-    "logging": lambda clock, steps: jstep.LoggingHook(every_n_steps=steps, every_n_secs=5, clock=clock),
-    "summary": lambda clock, steps: jstep.SummarySaverHook(Writer(), save_steps=steps, save_secs=5, clock=clock),
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", BOTH)
-@pytest.mark.parametrize("steps", [100, 7])
-def test_explicit_steps_apply_in_addition_to_seconds(name, steps):
-    """100 is the default, but applies in addition to seconds only if it is passed explicitly."""
-    hook = BOTH[name](Clock(), steps)
-    assert next_call(hook, 3)[1] == steps
-    schedule = HookSchedule(hook, 3)
-    assert [schedule.is_due(step) for step in (4, steps)] == [False, True]

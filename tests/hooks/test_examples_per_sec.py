@@ -1,12 +1,9 @@
 """`StepCounterHook.examples_per_sec` for batch sizes that change."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from doubles import Pair
 
 import jstep
 
@@ -34,32 +31,3 @@ def test_examples_per_sec_follows_the_batch_size():
     assert rates[16] == pytest.approx((2 * 8 + 2 * 1) / 4)
     assert rates[12] == pytest.approx((32 * 1 + 8 * 3) / 4)
     assert rates[8] == pytest.approx((4 * 2 + 32 * 2) / 4)
-
-
-STRUCTURES: dict[str, Any] = {
-    "several arguments": lambda x: (np.float32(1), x),
-    "a named tuple": lambda x: Pair(x, {"z": x}),
-    "a scalar first": lambda x: {"a": np.float32(1), "x": x},
-    "only the second changes": lambda x: (1.5, {"y": (2, x)}),
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("steps_per_call", [1, 2])
-@pytest.mark.parametrize("name", STRUCTURES)
-def test_examples_of_batches_of_every_structure(name, steps_per_call):
-    """Counted exactly, whenever the size changes."""
-    optimizer = jstep.gradient_descent(0.1)
-    step = jstep.minimize(lambda params, *batch: params["w"] * sum(map(jnp.mean, jax.tree.leaves(batch))), optimizer)
-    sizes, seen = [8, 8, 4, 4, 2, 2, 2, 8], []
-
-    class Look(jstep.StepCounterHook):
-        def when_due(self, n, state, metrics):
-            seen.append((n, self.run.reports.examples))
-            return super().when_due(n, state, metrics)
-
-    batches = [STRUCTURES[name](np.ones((n, 3), np.float32)) for n in sizes]
-    state = jstep.TrainState.create({"w": 0.0}, optimizer)
-    hooks = [Look(every_n_steps=2)]
-    jstep.train(step, state, batches, 8, hooks=hooks, steps_per_call=steps_per_call, progress=False)
-    assert seen == [(n, (sum(sizes[:n]), 0)) for n in (2, 4, 6, 8)]

@@ -214,16 +214,6 @@ def test_it_goes_on_after_an_interrupt_without_a_directory():
     assert history.rows == whole.rows
 
 
-@pytest.mark.thorough
-def test_pictures(tmp_path):
-    history = jstep.History(every_n_steps=2)
-    hook = jstep.EvaluationHook(lambda state: {"loss": 10.0 ** -int(state.global_step)}, every_n_steps=2)
-    run(10, history, hook)
-    html = history._repr_html_()
-    assert html.count("<figure") == 4
-    assert "History: 5 rows, steps 2 to 10" in html
-
-
 def test_no_name_turns_the_text_of_a_notebook_around(tmp_path):
     file = tmp_path / "history.jsonl"
     file.write_text('{"step": 1, "\\u202e<b>loss": 1.0}\n{"step": 2, "\\u202e<b>loss": 2.0}\n')

@@ -1,7 +1,6 @@
 """`ProgressHook` counts finished steps, waits for none, and shows compilations."""
 
 import io
-import signal
 import threading
 
 import jax.numpy as jnp
@@ -100,19 +99,3 @@ def test_progress_of_a_finished_run_compiles_nothing():
     FakeRun(hook, state_at(10))
     hook.close()
     assert "compiling" not in file.text
-
-
-@pytest.mark.thorough
-def test_progress_ends_with_the_step_at_which_a_signal_ends_the_run():
-    """A run that a signal ends does not end its hooks, and no update was due."""
-    pytest.importorskip("tqdm")
-    file = Terminal()
-    optimizer = jstep.gradient_descent(0.25)
-    step = jstep.minimize(lambda params, x: params["w"] * x, optimizer)
-    stop = jstep.every(3, lambda *given: signal.raise_signal(signal.SIGTERM))
-    hook = jstep.ProgressHook(last_step=10, every_n_secs=3600, file=file)
-    state = jstep.TrainState.create({"w": 1.0}, optimizer)
-    with pytest.raises(jstep.Preempted):
-        jstep.train(step, state, lambda step: 1.0, 10, hooks=[stop, hook], progress=False)
-    assert "3/10" in file.text.split("\r")[-1]
-    assert "loss 0.5" in file.text.split("\r")[-1]

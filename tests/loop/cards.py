@@ -8,16 +8,9 @@ import numpy as np
 import jstep
 from jstep.stores.starts import read_starts, with_card
 
-TABLE = np.arange(12.0, dtype=np.float32).reshape(3, 4)
-"""A large constant that a traced program contains."""
-
 
 def loss(params, x):
     return jnp.mean((x.astype(params["w"].dtype) @ params["w"]) ** 2)
-
-
-def loss_of_a_table(params, x):
-    return loss(params, x) + jnp.mean(TABLE @ params["w"].astype(TABLE.dtype))
 
 
 def card_of(

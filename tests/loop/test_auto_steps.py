@@ -1,8 +1,6 @@
 """`steps_per_call="auto"`: the number of steps of a call is chosen from the times of the first ones."""
 
 import logging
-import threading
-import types
 from typing import Any
 
 import jax
@@ -90,28 +88,6 @@ def test_a_program_that_cannot_be_compiled_is_logged_and_not_used(caplog: pytest
     AutoSteps(table)._choose(0.001, 9)  # type: ignore[arg-type]
     wait_until(lambda: any("could not be compiled: MemoryError: too large" in m for m in caplog.messages))
     assert table.done == [("compile", 4)]
-
-
-@pytest.mark.thorough
-def test_the_choice_changes_no_bit_and_calls_become_longer(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    calls: list[int] = []
-
-    class Calls(jstep.Hook):
-        def before_step(self, step: int, state: Any) -> None:
-            calls.append(step)
-            if step == 20:  # by then, the longer program is being compiled
-                wait_until(lambda: not any(t.name == "jstep-compile" for t in threading.enumerate()))
-
-        def next_due(self, step: int) -> int:
-            return 2**62
-
-    whole = train(200, batches, step=STEP, steps_per_call="auto", hooks=[Calls()])
-    assert calls[:20] == list(range(20))
-    assert len(calls) < 100
-    assert not [m for m in caplog.messages if "again" in m]  # the longer program is for the same batches
-    for steps_per_call in (1, 7, 64):
-        assert train(200, batches, step=STEP, steps_per_call=steps_per_call) == whole
 
 
 def test_only_the_first_calls_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,7 @@
 """Runs in lanes: their cards, and the warning if a run resumes with another number."""
 
-import logging
-
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from cards import recorded
 
 import jstep
@@ -30,25 +27,3 @@ def test_the_card_has_the_lanes(tmp_path):
     (a,), (b,), (c,) = (recorded(tmp_path / name) for name in "abc")
     assert (a["lanes"], b["lanes"], c["lanes"]) == (4, None, {"0": None, "1": 8})
     assert "lanes: 4 before, null now" in changes({"card": a}, {"card": b}).bits
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("first", "second", "warns"),
-    [
-        (None, 8, "lanes: null before, 8 now"),
-        (4, {0: 4, 2: 8}, None),
-        ({0: 4, 1: 8}, 8, None),
-        ({0: 4, 1: 8}, 4, "lanes: 8 before, 4 now"),
-    ],
-)
-def test_a_resume_with_other_lanes_warns(tmp_path, caplog, first, second, warns):
-    def made(lanes):
-        return {at: step(one) for at, one in lanes.items()} if isinstance(lanes, dict) else step(lanes)
-
-    run(tmp_path, made(first), 2)
-    with caplog.at_level(logging.WARNING, "jstep"):
-        run(tmp_path, made(second), 4)
-    found = [record.getMessage() for record in caplog.records if "lanes" in record.getMessage()]
-    assert len(found) == (warns is not None)
-    assert warns is None or warns in found[0]

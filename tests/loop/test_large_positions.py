@@ -6,11 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from points import STEP, Remembering, make_state
+from points import STEP, make_state
 
 import jstep
 from jstep.checkpoint.listing import read_manifest
@@ -198,29 +196,3 @@ def test_checkpoints_with_positions_as_text_resume(tmp_path: Path) -> None:
     train(found, 9, tmp_path / "old")
     assert found.size == 9
     np.testing.assert_array_equal(found.rows[:8], buffer.rows[:8])
-
-
-class OnDevice(Remembering):
-    """Batches that are drawn with a key of JAX, a large array on the device and a scale of a weak type."""
-
-    def __init__(self) -> None:
-        self.key, self.rows, self.scale = jax.random.key(0, impl="rbg"), jnp.zeros((20_000, 2)), jnp.asarray(0.5)
-
-    def __call__(self, step: int, state: jstep.TrainState) -> Any:
-        self.key, key = jax.random.split(self.key)
-        self.rows = self.rows.at[step].set(jax.random.normal(key, 2))
-        self.scale = self.scale * 1.1
-        drawn = self.rows.sum(0).astype(jnp.bfloat16) * self.scale  # bfloat16, because the scale has a weak type
-        return np.asarray(drawn.astype(jnp.float32))
-
-
-@pytest.mark.thorough
-def test_positions_with_arrays_of_jax(tmp_path: Path) -> None:
-    ends = []
-    for stops in ((9,), (4, 9)):
-        for stop in stops:
-            batches = OnDevice()
-            ends.append(train(batches, stop, tmp_path / str(len(stops))))
-    assert ends[0] == ends[-1]
-    assert batches.scale.weak_type
-    assert files_of(tmp_path / "2", 9) == {"position.process_0.0": 160_000}

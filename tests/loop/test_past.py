@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.hooks.start_differences import changes
 
 OPTIMIZER = jstep.gradient_descent(0.1)
 STEP = jstep.minimize(lambda params, x: params["w"] * jnp.mean(x), OPTIMIZER)
@@ -113,12 +112,3 @@ def test_drop_remainder_counts_from_the_first_batch_that_differs(size):
 def test_the_past_does_not_depend_on_the_number_of_processes(make):
     hashes = {make(process_index=i, process_count=n)[:9].rows_hash() for i, n in [(0, 1), (0, 2), (1, 2), (3, 4)]}
     assert len(hashes) == 1
-
-
-def test_a_setting_that_one_version_does_not_record_is_no_change():
-    def of(**settings):
-        return {"card": {"settings": settings}}
-
-    before, now = of(jax_disable_jit=False), of(jax_disable_jit=False, jax_new="on")
-    assert changes(before, now).lines == changes(now, before).lines == []
-    assert changes(before, of(jax_disable_jit=True)).bits == ["jax_disable_jit: false before, true now"]

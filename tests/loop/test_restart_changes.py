@@ -1,7 +1,6 @@
 """A restart says what has changed since the start that made its checkpoint: each change once, and nothing else."""
 
 import functools
-import importlib.metadata
 import logging
 import os
 import shutil
@@ -209,19 +208,6 @@ def test_x64_is_one_line(tmp_path, caplog, x64):
     reported(caplog)
     run(tmp_path, 4, place=lambda state: start, **data)
     assert reported(caplog) == (["jax_enable_x64: false before, true now"], [])
-
-
-def test_versions(tmp_path, caplog, monkeypatch):
-    run(tmp_path, 6)
-    reported(caplog)
-    version = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "jax" else version(name))
-    run(tmp_path, 8)
-    assert reported(caplog) == ([], [f"model-6: since the start that made it, jax: {jax.__version__} before, 9.9 now"])
-    monkeypatch.undo()
-    run(tmp_path, 10, optimizer=jstep.adam(0.2))
-    lines, _ = reported(caplog)
-    assert lines == ["learning_rate: 0.1 before, 0.2 now", f"jax: 9.9 before, {jax.__version__} now"]
 
 
 class LostError(Exception):

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from optimizer_table import TABLE
 
@@ -75,41 +74,6 @@ def test_updates_do_not_depend_on_what_moves_the_clock(name: str) -> None:
             jax.tree_util.tree_leaves_with_path(found.params), jax.tree.leaves(expected.params), strict=True
         ):
             np.testing.assert_array_equal(one, other, err_msg=f"{way}: {path}")
-
-
-def gan(state: jstep.TrainState, g: Any, i: Any, optimizer: jstep.Optimizer) -> jstep.TrainState:
-    """The generator updates first, without a step; every third time the discriminator sits out."""
-
-    def both(state: jstep.TrainState) -> jstep.TrainState:
-        return jstep.apply_gradients(state, {"w": None, "b": g[0]}, optimizer)
-
-    first = jstep.apply_gradients(state, {"w": g, "b": None}, optimizer, increment_global_step=False)
-    return jax.lax.cond(i % 3 == 2, jstep.increment_global_step, both, first)
-
-
-@pytest.mark.thorough
-def test_ages_are_those_of_optax() -> None:
-    """Optax counts updates by itself."""
-    steps = np.random.default_rng(1).normal(size=(50, 4, 3)).astype(np.float32)
-    optimizer = jstep.partition({"w": jstep.adamw(0.1), "b": jstep.adamw(0.1)}, lambda path, leaf: path)
-    state = start(optimizer)
-
-    def one(state: Any, xs: Any) -> Any:
-        return gan(state, *xs, optimizer), None
-
-    state, _ = jax.jit(lambda state: jax.lax.scan(one, state, (steps, np.arange(50))))(state)
-    peer, counts = optax.adamw(0.1, weight_decay=0.01), {}
-    for player, params in start(optimizer).params.items():
-        kept = peer.init(params)
-        for i, g in enumerate(steps):
-            if player == "b" and i % 3 == 2:
-                continue
-            with jax.numpy_dtype_promotion("standard"):
-                updates, kept = peer.update(jnp.asarray(as_grads(g)[player]), kept, params)
-            params = optax.apply_updates(params, updates)
-        counts[f"{player}/start_step"] = int(kept[0].count)
-        np.testing.assert_allclose(state.params[player], params, rtol=2e-4, atol=1e-6)
-    assert ages(state) == counts
 
 
 def test_start_step_is_the_step_minus_the_updates() -> None:

@@ -55,24 +55,6 @@ def test_new_parameters_are_those_of_fn(fn, compiled):
             jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), state.params, plain.params)
 
 
-@pytest.mark.thorough
-def test_wrappers_around_it_keep_it_exact():
-    ema = jstep.ExponentialMovingAverage(0.0)
-    expected = stepped(jstep.with_projection(jstep.adam(0.5), clip), steps=3)
-    inner = jstep.with_projection(jstep.adam(0.5), clip)
-    for name, optimizer in {
-        "average": jstep.with_moving_average(inner, ema),
-        "guard": jstep.skip_nonfinite(inner),
-        "chain": jstep.chain(jstep.clip_gradients(by_global_norm=1e9), inner),
-        "partition": jstep.partition({"all": inner}, labels=lambda path, leaf: "all"),
-        "all": jstep.skip_nonfinite(jstep.with_moving_average(jstep.scope("x", inner), ema)),
-    }.items():
-        state = stepped(optimizer, steps=3)
-        assert bits(state.params) == bits(expected.params), name
-    state = stepped(jstep.with_moving_average(inner, ema), steps=3)
-    assert bits(jstep.averaged_params(state)) == bits(expected.params)
-
-
 def test_master_weights_are_projected():
     optimizer = jstep.master_weights(jstep.with_projection(jstep.gradient_descent(0.5), clip))
     state = stepped(optimizer)
@@ -119,20 +101,6 @@ def test_nothing_is_projected_where_the_inner_update_was_skipped(compiled):
     assert float(jnp.abs(stepped(jstep.with_projection(jstep.skip_nonfinite(sgd), clip), fine)["w"]).max()) == (
         np.float32(0.1)
     )
-
-
-def test_other_parts_of_a_partition():
-    optimizer = jstep.partition(
-        {
-            "bounded": jstep.with_projection(jstep.gradient_descent(0.5), clip),
-            "free": jstep.gradient_descent(0.5),
-        },
-        labels=lambda path, leaf: "bounded" if path == "w" else "free",
-    )
-    state = stepped(optimizer)
-    assert float(jnp.abs(state.params["w"]).max()) == np.float32(0.1)
-    free = stepped(jstep.gradient_descent(0.5))
-    assert bits([state.params[name] for name in ("half", "b")]) == bits([free.params[name] for name in ("half", "b")])
 
 
 def test_update_norm_is_that_of_the_whole_move():

@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -44,20 +43,6 @@ def run_two_steps(optimizer: jstep.Optimizer) -> jstep.TrainState:
     for _ in range(2):
         state = jstep.apply_gradients(state, GRADS, optimizer)
     return state
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_slots_are_found_in_scopes_and_partitions(part: str, wrapper: str) -> None:
-    make, extract, slot = PARTS[part]
-    wrap, prefix = WRAPPERS[wrapper]
-    want, state = extract(run_two_steps(make())), run_two_steps(wrap(make()))
-    found = extract(state), jax.jit(extract)(state), extract(state, name=prefix + slot), extract(state, name=slot)
-    for params in found:
-        np.testing.assert_allclose(params["a"], want["a"])
-        if wrapper != "scope":
-            np.testing.assert_array_equal(params["b"], state.params["b"])
 
 
 @pytest.mark.thorough(except_for=["schedule-free"])

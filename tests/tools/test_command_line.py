@@ -1,6 +1,5 @@
 """The command line: the list of commands, tables that fit the terminal, and what `inspect` hides."""
 
-import json
 import tomllib
 
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ from source_files import ROOT, text_of
 import jstep
 from jstep.core.tables import columns
 from jstep.tools.cli import COMMANDS, main
-from jstep.tools.cli_inspect import OWN_EXTRA
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +70,3 @@ def test_columns_fold_and_lose_nothing() -> None:
     assert columns(rows, 1) == columns(rows, 1, 40)
     assert columns(rows, 1, 39) == ["a/long/path/of/a/leaf  n 12  text of", "  some words", "b  n 3  text"]
     assert columns(rows, 1, 18) == ["a/long/path/of/a/l", "  eaf  n 12  text", "  of some words", "b  n 3  text"]
-
-
-@pytest.mark.thorough
-def test_what_jstep_keeps_in_extra_is_hidden(run, cli) -> None:
-    kept = jstep.Saver(run).extra()
-    assert {"batches", "past", "hooks", "held", "stopped", "ended"} <= kept.keys() <= OWN_EXTRA | {"code"}
-    path = f"{run}/model-4"
-    out = cli("inspect", path).out
-    assert "entries of jstep in extra, which --json shows: " in out
-    assert not [name for name in kept.keys() & OWN_EXTRA if f'"{name}"' in out]  # the commit is shown
-    assert json.loads(cli("inspect", path, "--json").out)["extra"] == kept

@@ -1,11 +1,9 @@
 """`coord_check` on a model with known results; the one of docs/how/width-transfer.md is a real one."""
 
-import pathlib
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import pictures
 import pytest
 
 import jstep
@@ -40,24 +38,6 @@ def test_params_returned_as_activations_survive_donation() -> None:
     """The step donates the state, and the value before training is still needed."""
     check = jstep.coord_check(known_model, (4, 8), lambda params, x: {"w": params["w"]}, steps=1)
     assert check.changes["w"] == {4: 2.0, 8: 4.0}
-
-
-@pytest.mark.thorough
-def test_plot(tmp_path: pathlib.Path) -> None:
-    check = jstep.coord_check(known_model, (4, 8, 16), lambda params, x: {"w": params["w"], "same": x}, steps=1)
-    path = tmp_path / "check.svg"
-    check.plot(str(path))
-    svg = path.read_text()
-    check.plot(path)
-    assert pictures.words(path.read_text()) == pictures.words(svg)
-    words = {"before training", "change after 1 steps", "width", "mean |x|", "w", "same", "w: 1.00", "same: nan"}
-    assert words <= set(pictures.words(svg))
-    # Sizes of both, and the change of w, which doubles with the width: a straight line on two logarithmic axes. No
-    # change cannot be drawn there.
-    (size, change), (same,) = (pictures.lines(svg, color) for color in ("#1f77b4", "#ff7f0e"))
-    assert len(same) == 3
-    assert np.ptp(size[:, 1]) == 0
-    np.testing.assert_allclose(pictures.shares(change), [[0, 0], [0.5, 0.5], [1, 1]], atol=1e-3)
 
 
 # A real model with two hidden layers, one of them with a bias.

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.core.jaxprs import is_annotated
 
 MESH = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 OPTIMIZER = jstep.adam(1e-3)
@@ -34,14 +33,6 @@ def state(mesh=MESH, specs=None):
 
 
 PAIRS = jstep.shard_batch([jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2, MESH)
-
-
-def test_is_annotated_finds_constraints_of_the_loss():
-    def traced(loss):
-        return jstep.minimize(loss, OPTIMIZER, num_microbatches=2).trace(state(), *PAIRS).jaxpr
-
-    assert not is_annotated(traced(regression))  # the constraint for microbatches is not one of the loss
-    assert is_annotated(traced(on_rows))
 
 
 def test_undonated_state_warns():

@@ -206,13 +206,3 @@ def test_sharded_state():
     found = jstep.find_nonfinite(step, state, jstep.shard_batch(np.ones((8, 8), np.float32), mesh))
     assert found.primitive == "div"
     assert found.inputs[-1].shape == (8, 2)
-
-
-@pytest.mark.thorough
-def test_functions_that_move_arrays_between_devices():
-    first, second = jax.devices()[:2]
-    found = jstep.find_nonfinite(
-        lambda x, y: (1 / jax.device_put(y, first)).sum() + x.sum(), jax.device_put(X, first), jax.device_put(X, second)
-    )
-    check(found, "div", here(-2), name="<lambda>")
-    assert "1 infinite" in str(found.outputs[0])

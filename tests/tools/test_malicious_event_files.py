@@ -1,10 +1,8 @@
 """Corrupted and malicious event files: errors are one line each, and all other events are shown."""
 
 import json
-import os
 
 import pytest
-from processes import run_program
 from tensorboard.compat.proto import event_pb2, summary_pb2, types_pb2
 
 from jstep.core.tables import printable
@@ -88,43 +86,9 @@ def test_events_prints_what_is_not_corrupted(partly_corrupted, cli):
     assert len(captured.err.splitlines()) == 2
 
 
-@pytest.mark.thorough
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="FIFOs are not supported here")
-def test_a_pipe_does_not_block(tmp_path):
-    write_events(tmp_path / "run" / "events.out.tfevents.1.a", scalar_event(1, 1.0))
-    pipe = tmp_path / "run" / "events.out.tfevents.2.b"
-    os.mkfifo(pipe)
-    # In a separate process with a timeout, because opening a pipe blocks until another process writes to it.
-    program = """
-        import sys
-        from jstep import summary
-        from jstep.tools.cli import main
-        run, pipe = sys.argv[1:]
-        try:
-            summary.summary_iterator(pipe)
-        except OSError as error:
-            print(error)
-        commands = ["events", pipe], ["events", run]
-        print(*map(main, commands))
-    """
-    code, out, err = run_program(program, tmp_path / "run", pipe)
-    assert code == 0, err
-    message, *_, codes = out.splitlines()
-    assert "is not a regular file" in message
-    assert codes == "2 0 0"
-    assert "is not a regular file" in err
-
-
 def test_output_escapes_and_valid_json():
     assert printable("a\tb\x1b[1m é×\u2028\ud800") == r"a\tb\x1b[1m é×\u2028\ud800"
     assert json.loads(as_strict_json({"a": [float("nan"), float("-inf")], "b": (1, float("inf"))})) == {
         "a": ["NaN", "-Infinity"],
         "b": [1, "Infinity"],
     }
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("command", ["runs", "events"])
-def test_urls_of_other_schemes(tmp_path, cli, command):
-    arguments = [command, "ftp://host/run"]
-    assert "must be a path, gs://bucket/… or s3://bucket/…" in cli(*arguments, code=2).err

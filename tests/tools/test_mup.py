@@ -1,6 +1,5 @@
 """`mup`: the factors of table 3 by path, and the factors in an optimizer."""
 
-import dataclasses
 import math
 from typing import Any
 
@@ -162,18 +161,3 @@ def test_factors_inside_a_partition() -> None:
     optimizer = jstep.partition({"a": scaled, "b": scaled}, lambda path, leaf: path)
     found = step_with(optimizer, {"a": jnp.ones((4, 2)), "b": jnp.ones((8, 2))})
     np.testing.assert_allclose([found["a"][0, 0], found["b"][0, 0]], [0.5, 0.75])
-
-
-@pytest.mark.thorough
-def test_modules_with_a_static_width() -> None:
-    """In Equinox the width is part of the structure, which then differs between the models."""
-
-    @jax.tree_util.register_dataclass
-    @dataclasses.dataclass
-    class Linear:
-        kernel: Any
-        features: int = dataclasses.field(metadata={"static": True})
-
-    factors = jstep.mup({"a": Linear(jnp.zeros((2, 2)), 2)}, {"a": Linear(jnp.zeros((6, 4)), 4)})
-    assert dict(factors.rates) == {"a/kernel": 1 / 3}
-    assert factors.initial({"a": Linear(jnp.ones((6, 4)), 4)})["a"].features == 4

@@ -1,7 +1,6 @@
 """Steps placed on a topology, whose devices are CPUs here: meshes, shapes, the table of `cost`, its compilers."""
 
 import re
-import types
 from typing import Any
 
 import jax
@@ -115,43 +114,6 @@ def test_arrays_elsewhere_are_shapes_for_devices_that_only_compile(monkeypatch: 
     same, (shape, number) = topologies.refuse_other_devices(placed, (x, 3))
     assert same.params["w"] is placed.params["w"]
     assert (type(shape), shape.shape, str(shape.dtype), number) == (jax.ShapeDtypeStruct, (4,), "float32", 3)
-
-
-def test_settings_of_the_compilers(monkeypatch: Any) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(
-        topologies.topologies,
-        "get_topology_desc",
-        lambda **options: asked.append(options) or types.SimpleNamespace(devices=[1, 2]),
-    )
-    assert topologies._tpus(parse_topology("v5e:1x1")) == (1, 2)
-    topologies._tpus(parse_topology("v5e:4x2"))
-    topologies._tpus(parse_topology("v5e:2x2*2"))
-    given = [{k: v for k, v in one.items() if k in ("platform", "topology_name", "num_slices")} for one in asked]
-    assert given == [
-        {"platform": "tpu", "topology_name": "v5e:1x1"},
-        {"platform": "tpu", "topology_name": "v5e:4x2"},
-        {"platform": "tpu", "topology_name": "v5e:2x2", "num_slices": 2},
-    ]
-    assert asked[0]["chips_per_host_bounds"] == (1, 1, 1)
-    assert asked[1].get("chips_per_host_bounds") != (1, 1, 1)
-
-
-def test_folders_of_the_cuda_compiler_in_the_order_of_xla(monkeypatch: Any) -> None:
-    for name in ("CUDA_ROOT", "CUDA_HOME", "CUDA_PATH"):
-        monkeypatch.setenv(name, f"/{name}")
-    found = {"nvidia.cu13": ["/cu13"], "nvidia.cuda_nvcc": None}
-    monkeypatch.setattr(
-        topologies, "_spec_of", lambda name: types.SimpleNamespace(submodule_search_locations=found[name])
-    )
-    monkeypatch.setattr(topologies.shutil, "which", lambda name: f"/opt/cuda/bin/{name}")
-    assert topologies._cuda_roots() == [
-        *("/CUDA_ROOT", "/cu13", "/CUDA_HOME", "/CUDA_PATH", "/usr/local/cuda", "/opt/cuda"),
-    ]
-    monkeypatch.setattr(topologies.shutil, "which", lambda name: None)
-    monkeypatch.setattr(topologies, "_spec_of", lambda name: None)
-    monkeypatch.delenv("CUDA_ROOT")
-    assert topologies._cuda_roots() == ["/CUDA_HOME", "/CUDA_PATH", "/usr/local/cuda"]
 
 
 def test_versions_are_those_of_installed_packages(monkeypatch: Any) -> None:

@@ -11,7 +11,7 @@ import html5lib
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from written_runs import TIME, write_run, write_start
+from written_runs import TIME, write_run
 
 import jstep
 from jstep import summary
@@ -177,14 +177,6 @@ def test_values_that_are_not_finite_are_gaps_and_are_told(tmp_path):
     assert page.count('class="dot') == 1, "points alone"
 
 
-def test_all_values_may_be_nan(tmp_path):
-    train(2, tmp_path, logdir=None)
-    write(tmp_path, [math.nan, math.nan])
-    page = jstep.report(tmp_path).html
-    parsed(page)
-    assert "metric is not finite at 2 of 2 points" in page
-
-
 def test_a_spike_of_one_step_is_seen():
     values = np.ones(1_000_000)
     values[123_456] = 100.0
@@ -220,15 +212,6 @@ def test_a_damaged_event_file(tmp_path):
     assert "what follows is not shown" in page
 
 
-def test_starts_that_cannot_be_read(tmp_path):
-    train(3, tmp_path / "good")
-    write_start(tmp_path / "bad", b"\xff{}")
-    page = jstep.report(tmp_path).html
-    parsed(page)
-    assert "unreadable: its newest start cannot be read" in page
-    assert "<b>bad</b>: its newest start cannot be read" in page
-
-
 def test_what_is_odd_of_a_start(tmp_path):
     stall = {"time": TIME, "process": 3, "stalled": 70.5, "step": 4, "part": "waiting", "what": "waiting " * 30}
     write_run(tmp_path, end=None, stalls=[stall])
@@ -257,16 +240,6 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         out, err = capsys.readouterr()
         assert (out, err.count("\n"), "Traceback" in err) == ("", 1, False)
         assert not (tmp_path / "other.html").exists()
-
-
-def test_wrong_arguments(tmp_path):
-    for paths, error, words in (
-        (3, TypeError, "paths=3"),
-        ([], ValueError, "must be a path or several"),
-        (tmp_path, FileNotFoundError, "no run is there"),
-    ):
-        with pytest.raises(error, match=words):
-            jstep.report(paths)
 
 
 def test_a_report_in_a_notebook_is_a_frame(restarted, tmp_path):

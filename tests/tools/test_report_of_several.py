@@ -217,15 +217,6 @@ def test_text_of_others_is_escaped_and_cut(tmp_path):
     assert html.unescape(cells[0][0]) == f"<b>3/{'n' * 200}"
 
 
-def test_seventy_runs_of_many_kinds(tmp_path):
-    write_sweep(tmp_path, 70)
-    page = jstep.report(tmp_path).html
-    parsed(page)
-    assert len(re.findall('<tr[^>]* data-r="', page)) == 70
-    assert 'class="wide scrolls"' in page
-    assert "src=" not in page.replace("script-src", "")
-
-
 def test_thin_keeps_ends_extremes_and_what_is_not_finite():
     values = np.sin(np.arange(100_000.0))
     values[[12_345, 54_321]] = 9.0, math.nan

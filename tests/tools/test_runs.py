@@ -10,7 +10,7 @@ import time
 import forked
 import jax.numpy as jnp
 import pytest
-from written_runs import change, write_start
+from written_runs import change
 
 import jstep
 from jstep.tools import cli
@@ -183,15 +183,6 @@ def test_values_that_are_not_finite(tmp_path, capsys):
     assert [line.split()[0] for line in lines] == ["run", "b", "a"]
     assert cli.main(["runs", str(tmp_path), "--sort", "less"]) == 2
     assert "--sort less: must be a column or a metric; there are" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("damage", [b"{", b"[]", b'{"version": 99}'])
-def test_what_cannot_be_read_is_a_row(damage, tmp_path, capsys):
-    train(3, tmp_path / "good")
-    write_start(tmp_path / "bad", damage)
-    assert [run.status for run in jstep.runs(tmp_path)] == ["unreadable", "finished"]
-    assert cli.main(["runs", str(tmp_path)]) == 1
-    assert "unreadable: its newest start " in capsys.readouterr().out
 
 
 def test_nothing_there(tmp_path, capsys):

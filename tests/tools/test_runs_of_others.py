@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import time
 import tracemalloc
 
@@ -13,7 +12,6 @@ import jstep
 from jstep.stores.owners import this_process
 from jstep.tools import cli
 
-DEEP = "[" * 3000 + "]" * 3000
 HOSTILE = [
     *(None, True, -1, 0, 1.5, 2**31, 2**63, 10**400, 1e308, float("nan"), float("inf")),
     *("", "many", "\x1b[31mred\x7f\u202e\n", "\ud800", "\0", "x" * 100_000, "../../..", "s3://bucket/x"),
@@ -212,33 +210,6 @@ def test_each_field_with_each_hostile_value(part, tmp_path, capsys):
             assert len(found) >= 2, name
             if n % 40 == part:
                 show(tmp_path, bad, capsys)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(4))
-def test_random_bytes(seed, tmp_path, capsys):
-    bad, rng = tmp_path / "bad", random.Random(seed)
-    for name in ("good", "bad"):
-        write_run(tmp_path / name, end=None)
-        (tmp_path / name / "stalls").mkdir()
-        (tmp_path / name / "stalls" / "model.0.json").write_text(json.dumps(stall()))
-    expected, _ = seen(tmp_path)
-    files = [*(bad / "starts").iterdir(), bad / "stalls" / "model.0.json"]
-    whole = {file: file.read_bytes() for file in files}
-    for n in range(150):
-        for file in files:
-            data = bytearray(whole[file])
-            for _ in range(rng.choice((1, 1, 3, 30))):
-                at = rng.randrange(len(data))
-                data[at : at + rng.choice((0, 1, 1, 8))] = rng.choice(
-                    (b"", rng.randbytes(1), b"9", b"]", b"null", b"-", b"1e999", b'"', b"\xff", b"\n", DEEP.encode())
-                )
-            file.write_bytes(data)
-        good, found = seen(tmp_path)
-        assert good == expected, n
-        assert len(found) >= 2
-        if n % 10 == 0:
-            show(tmp_path, bad, capsys)
 
 
 @pytest.mark.parametrize(("depth", "status"), [(150, "finished"), (300, "unreadable"), (100_000, "unreadable")])

@@ -143,17 +143,6 @@ def test_chains_of_any_length(closed, tmp_path):
     assert max(map(len, lines)) < 200
 
 
-@pytest.mark.thorough
-def test_thousands_of_branches(tmp_path):
-    chain(tmp_path, 4000)
-    begin = time.process_time()
-    found = jstep.runs(tmp_path)
-    text = str(found)
-    assert time.process_time() - begin < 60.0
-    assert len(found) == 4000
-    assert len(text) < 1e6
-
-
 def best_at(folder):
     return {"norm": [2.0, 8, write_checkpoint(folder / "best")]}
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import shutil
 import signal
@@ -12,7 +11,6 @@ import forked
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from waiting import wait_until
 from written_runs import starts_of, write_start
 
 import jstep
@@ -145,17 +143,6 @@ def test_options_of_starts_that_took_steps(tmp_path):
     assert only(tmp_path).config == {"lr": 0.2}
 
 
-@pytest.mark.thorough
-def test_a_rewound_run(tmp_path):
-    """Its first start took more steps than its second one begins with."""
-    train(tmp_path, 12)
-    shutil.rmtree(tmp_path / "model-12")
-    train(tmp_path, 15, batches=jstep.batches(np.ones(64, np.float32), 4, seed=0))
-    run = only(tmp_path)
-    assert [(start["first"], start["last"]) for start in run.starts] == [(0, 12), (10, 15)]
-    assert run.step == 15
-
-
 def test_examples(tmp_path):
     data = np.ones(64, np.float32)
     train(tmp_path / "a", 12, batches=jstep.batches(data, 4, seed=0))
@@ -209,14 +196,6 @@ def test_a_save_of_the_best_that_fails_is_not_the_best(tmp_path, monkeypatch):
         train(tmp_path / "run", 10, hook)
     run = only(tmp_path / "run")
     assert run.best == {"eval/score": (1.0, 5)}
-
-
-def test_metrics_that_are_not_finite(tmp_path, capsys):
-    bad = {"nan": math.nan, "inf": -math.inf, "good": 1.0}
-    train(tmp_path, 5, jstep.EvaluationHook(lambda state: bad, every_n_steps=5))
-    (run,) = as_json(capsys, tmp_path)
-    assert [run["metrics"][f"eval/{name}"] for name in bad] == [None, None, 1.0]
-    assert run["nonfinite"] == only(tmp_path).nonfinite == ["eval/nan", "eval/inf"]
 
 
 def test_differences_as_json(tmp_path, capsys):
@@ -303,19 +282,6 @@ def test_a_copy_without_checkpoints(tmp_path):
     first, second = jstep.runs(tmp_path)
     assert (first.starts_count, second.starts_count) == (1, 1)
     assert second.run != first.run
-
-
-@pytest.mark.thorough
-def test_a_copy_of_a_branch(tmp_path):
-    train(tmp_path / "trunk", 10)
-    train(tmp_path / "branch", 20, start_from=tmp_path / "trunk")
-    shutil.copytree(tmp_path / "branch", tmp_path / "copy")
-    train(tmp_path / "copy", 30)
-    assert [run.parent for run in jstep.runs(tmp_path)] == [
-        None,
-        (str(tmp_path / "trunk/model-10"), 10),
-        (str(tmp_path / "branch/model-20"), 20),
-    ]
 
 
 @pytest.mark.thorough
@@ -411,29 +377,3 @@ def test_a_living_start_and_its_copy(waiting, tmp_path):
     program.communicate(60)
     run = only(tmp_path / "moved")
     assert (run.status, run.refused["status"]) == ("finished", "killed")
-
-
-@pytest.mark.thorough
-def test_a_copy_of_a_living_run_that_has_taken_steps(waiting, tmp_path):
-    waiting(tmp_path / "original", 7)
-    wait_until(lambda: only(tmp_path / "original").starts[-1]["last"] == 7)
-    shutil.copytree(tmp_path / "original", tmp_path / "copy")
-    found = {os.path.basename(run.path): run for run in jstep.runs(tmp_path)}
-    assert (found["original"].status, found["copy"].status) == ("running", "killed")
-    assert found["copy"].reason == f"a copy of {tmp_path / 'original'}"
-
-
-@pytest.mark.thorough
-def test_starts_that_were_killed(waiting, tmp_path):
-    for at, saved in ((7, 5), (12, 10)):
-        program = waiting(tmp_path, at)
-        wait_until(lambda at=at: only(tmp_path).starts[-1]["last"] == at)
-        wait_until(lambda saved=saved: jstep.latest_checkpoint(tmp_path) == str(tmp_path / f"model-{saved}"))
-        program.kill()
-        program.communicate(60)
-    train(tmp_path, 20)
-    run = only(tmp_path)
-    assert [(start["status"], start["first"], start["last"]) for start in run.starts] == [
-        ("killed", 0, 7), ("killed", 5, 12), ("finished", 10, 20),
-    ]  # fmt: skip
-    assert run.goodput == pytest.approx(jstep.goodput(tmp_path).fraction)

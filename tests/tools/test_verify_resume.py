@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from points import Remembering
 from positioned import Positioned
 from problems import DATA, OPTIMIZER, STEP, make_state
 
@@ -169,19 +168,3 @@ def test_what_a_position_does_not_keep_is_found():
     report = jstep.verify_resume(make, step, jstep.from_state(world), at=3, steps=6)
     assert report.differing == ("params/w",)
     assert world.loads == 3  # for the second run, the restart and the search for the cause, none for the first
-
-
-@pytest.mark.thorough
-def test_large_positions_resume():
-    class Buffer(Remembering):
-        def __init__(self):
-            self.rows = np.zeros(40_000)
-
-        def __call__(self, step, state):
-            self.rows[step] += 1 + self.rows[step - 1]
-            return np.float32(self.rows.sum())
-
-    optimizer = jstep.gradient_descent(0.1)
-    step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
-    make = lambda: jstep.TrainState.create({"w": 0.0}, optimizer)  # noqa: E731
-    assert jstep.verify_resume(make, step, jstep.from_state(Buffer()), at=3, steps=6)

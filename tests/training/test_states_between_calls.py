@@ -52,15 +52,6 @@ def test_by_hand_and_in_runs_the_bits_are_the_same_and_a_step_is_compiled_once(o
     assert step._cache_size() == 1
 
 
-def test_a_leaf_that_was_put_in_twice_is_refused() -> None:
-    """On a mesh, XLA would end the process."""
-    state, step = fresh(mesh=jax.make_mesh((2,), ("data",))), jstep.minimize(loss, OPTIMIZER)
-    state, _ = step(state, batch(0))
-    state.slots["m"]["bias"] = state.params["bias"]
-    with pytest.raises(ValueError, match="'params/bias' and 'slots/m/bias' share one buffer"):
-        step(state, batch(1))
-
-
 @pytest.mark.parametrize("first", ["with roles", "without"])
 def test_a_state_made_by_hand_has_the_roles_in_a_run_that_it_has_by_hand(first: str) -> None:
     made = fresh()
