@@ -27,7 +27,8 @@ _in_use = threading.Lock()
 def persistent_cache(directory: str | None) -> Iterator[None]:
     """Use a directory as JAX's persistent compilation cache, and restore JAX's settings."""
     try:
-        make_folders(directory or ".")
+        if directory is not None:
+            make_folders(directory)
     except OSError as error:
         _logger.warning("compile_cache=%s: %s; the run compiles its programs without a cache", directory, error)
         directory = None

@@ -271,16 +271,13 @@ def sync_files(paths: Iterable[str]) -> None:
         list(pool.map(_sync_path, paths))
 
 
-_NOT_FOR_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM, errno.EBADF}
-"""Errors of systems that cannot flush a folder, or that do not let this user open it."""
-
-
 def sync_folder(folder: str) -> None:
     """Flush the entries of a folder to disk, if the system supports that."""
     try:
         _sync_path(folder or ".")
     except OSError as error:
-        if error.errno not in _NOT_FOR_FOLDERS:
+        # Some systems cannot flush a folder, or do not let this user open it.
+        if error.errno not in {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM, errno.EBADF}:
             raise
 
 

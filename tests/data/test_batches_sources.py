@@ -195,5 +195,5 @@ class TestSources:
                 raise AssertionError
 
         assert batches({"a": Column()}, 5)[0]["a"].shape == (5,)
-        with pytest.raises(TypeError, match=r"Frame at the tree itself.*give its columns"):
+        with pytest.raises(TypeError, match=r"Frame at the tree itself.*give an array"):
             batches(Frame(), 5)

@@ -47,9 +47,7 @@ class UnknownAtFirst(Buffer):
     """A buffer that does not know its position before its first batch."""
 
     def state_dict(self) -> Any:
-        if not self.last.any():
-            raise RuntimeError("no batch was made yet")
-        return vars(self)
+        return vars(self) if self.last.any() else None
 
 
 def run(buffer: Any, last: int | None, directory: Path | None, hooks: Any = (), step: Any = STEP, **kwargs: Any) -> Any:
