@@ -64,7 +64,7 @@ def shorten(error: BaseException) -> None:
         short: TracebackType | None = None
         for part in reversed(_kept(list(_parts(exception.__traceback__)))):
             short = TracebackType(short, part.tb_frame, part.tb_lasti, part.tb_lineno)
-        exception.__traceback__ = short
+        BaseException.with_traceback(exception, short)  # also of a class that rejects attributes
 
 
 def _all_of(error: BaseException) -> list[BaseException]:
