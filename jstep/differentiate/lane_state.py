@@ -15,8 +15,8 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.jaxprs import part_for, program_hash
 from jstep.core.trees import Array
+from jstep.differentiate import microbatches
 from jstep.differentiate.lanes import Lanes, trace_lane, trace_on_lanes
-from jstep.differentiate.microbatches import is_inexact
 
 NewState = Callable[[Array, list[Array], list[Array], list[Array]], list[Array]]
 """`new_state(i, old, others, rows)`: the leaves of model_state after lane i, from the old leaves and other arrays."""
@@ -27,7 +27,7 @@ def check_integers(
 ) -> None:
     """Reject integers that depend on a lane; each lane gets `others` as a whole and `size` rows."""
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(old)]
-    integers = [i for i, leaf in enumerate(leaves) if not (is_inexact(leaf) or trees.is_key(leaf))]
+    integers = [i for i, leaf in enumerate(leaves) if not (microbatches.is_inexact(leaf) or trees.is_key(leaf))]
     if not integers:
         return
     held = np.int32(0), leaves, others
@@ -53,7 +53,9 @@ def summand(i: Array, new: Any) -> Array:
     """Return the term of lane i in the sum for a leaf of model_state."""
     new = trees.key_data(jnp.asarray(new))
     return (
-        new.astype(trees.compute_dtype(new.dtype)) if is_inexact(new) else jnp.where(i == 0, new, jnp.zeros_like(new))
+        new.astype(trees.compute_dtype(new.dtype))
+        if microbatches.is_inexact(new)
+        else jnp.where(i == 0, new, jnp.zeros_like(new))
     )
 
 
@@ -62,4 +64,4 @@ def merge_leaf(number: int, total: Array, old: Any) -> Array:
     if trees.is_key(old):
         return jax.random.wrap_key_data(total, impl=jax.random.key_impl(old))
     old = jnp.asarray(old)
-    return (total / number if is_inexact(old) else total).astype(old.dtype)
+    return (total / number if microbatches.is_inexact(old) else total).astype(old.dtype)
