@@ -149,8 +149,7 @@ def test_nothing_is_unpickled() -> None:
     """Unpickling runs code of whoever wrote the file: a checkpoint, weights or an event file may be a stranger's."""
     unpicklers = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "torch"}
     found = [(module, name) for module in MODULES for name in imports(module) if name.split(".")[0] in unpicklers]
-    assert found == [("core.exceptions", "pickle")], "it pickles, and reads nothing"
-    assert set(re.findall(r"pickle\.(\w+)", MODULES["core.exceptions"].read_text())) == {"dumps"}
+    assert found == []
     calls = (node for path in MODULES.values() for node in nodes_of(path) if isinstance(node, ast.Call))
     assert not [ast.unparse(call) for call in calls if any(word.arg == "allow_pickle" for word in call.keywords)]
     loads = re.compile(r"\b(np|numpy|torch)\.load\(")

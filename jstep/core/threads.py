@@ -14,6 +14,7 @@ import contextvars
 import math
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
@@ -139,12 +140,7 @@ def doing(what: str) -> Iterator[None]:
             del _activities[ident]
 
 
-class Counter:
-    def __init__(self) -> None:
-        self.count = 0
-
-
-evaluation_batches_taken = Counter()
+evaluation_batches_taken = types.SimpleNamespace(count=0)
 """The number of batches that evaluators of this process have taken, a sign of life during a long evaluation."""
 
 

@@ -61,13 +61,10 @@ def shorten(error: BaseException) -> None:
         notes = getattr(exception, "__notes__", None)
         if notes:  # JAX adds the same note each time that a function raises the error
             notes[:] = [text for text, _ in itertools.groupby(notes)]
-        parts = list(_parts(exception.__traceback__))
-        kept = _kept(parts)
-        if len(kept) < len(parts):
-            short: TracebackType | None = None
-            for part in reversed(kept):
-                short = TracebackType(short, part.tb_frame, part.tb_lasti, part.tb_lineno)
-            BaseException.with_traceback(exception, short)  # also of a class that rejects attributes
+        short: TracebackType | None = None
+        for part in reversed(_kept(list(_parts(exception.__traceback__)))):
+            short = TracebackType(short, part.tb_frame, part.tb_lasti, part.tb_lineno)
+        BaseException.with_traceback(exception, short)  # also of a class that rejects attributes
 
 
 def _all_of(error: BaseException) -> list[BaseException]:
@@ -81,21 +78,22 @@ def _all_of(error: BaseException) -> list[BaseException]:
 
 def _parts(trace: TracebackType | None) -> Iterator[TracebackType]:
     while trace is not None:
-        yield trace
+        if _file(trace) != __file__:
+            yield trace
         trace = trace.tb_next
 
 
 def _kept(parts: list[TracebackType]) -> list[TracebackType]:
     """Return the visible frames of a traceback: of each run of jstep's frames, the first and the last."""
     kept: list[TracebackType] = []
-    for is_inner, group in itertools.groupby(parts, lambda part: _file(part).startswith((_JSTEP, *_PASSED))):
+    for _, group in itertools.groupby(parts, lambda part: _file(part).startswith((_JSTEP, *_PASSED))):
         row = list(group)
-        own = [i for i, part in enumerate(row) if _file(part).startswith(_JSTEP) and _file(part) != __file__]
-        if is_inner and own:
+        own = [i for i, part in enumerate(row) if _file(part).startswith(_JSTEP)]
+        if own:
             # At the end of the traceback nothing is between jstep and the user's function.
             after = row[own[-1] + 1 :] if row[-1] is parts[-1] else []
             row = [*row[: own[0]], *(row[i] for i in sorted({own[0], own[-1]})), *after]
-        kept += [part for part in row if _file(part) != __file__]
+        kept += row
     return kept
 
 

@@ -537,13 +537,11 @@ def unstack_trees(tree: Tree, what: str) -> list[Any]:
 def no_rows(tree: Tree) -> Any:
     """Stack no elements like `tree`, with shapes in place of JAX arrays."""
 
-    def leaf_of(leaf: object) -> Any:
-        if isinstance(leaf, jax.Array):
-            return jax.ShapeDtypeStruct((0, *leaf.shape), leaf.dtype)
-        array = np.asarray(leaf)
-        return np.empty((0, *array.shape), array.dtype)
+    def empty(leaf: Any) -> Any:
+        kind: Any = jax.ShapeDtypeStruct if isinstance(leaf, jax.Array) else np.empty
+        return kind((0, *np.shape(leaf)), getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
 
-    return jax.tree.map(leaf_of, tree)
+    return jax.tree.map(empty, tree)
 
 
 def leading_sizes(tree: Tree) -> dict[int, str]:

@@ -121,6 +121,7 @@ def clip_by_average_norm(t: object, clip_norm: Number) -> Any:
     return map_arrays(clip, t, "clip_by_average_norm")
 
 
+@on_any_mesh()
 def global_norm(tree: Tree) -> Array:
     """Global L2 norm of a tree: √(Σ ‖leaf‖²) over all leaves.
 
@@ -141,12 +142,7 @@ def global_norm(tree: Tree) -> Array:
 
     Source: `tf.global_norm`.
     """
-    return _global_norm(tree, "global_norm")
-
-
-@on_any_mesh()
-def _global_norm(tree: Tree, name: str) -> Array:
-    return compute_norm([array for _, array in _numbers(tree, name)])
+    return compute_norm([array for _, array in _numbers(tree, "global_norm")])
 
 
 def _numbers(tree: Tree, name: str) -> Iterator[tuple[tuple[Any, ...], Array]]:
@@ -239,7 +235,7 @@ def clip_by_global_norm(tree: Tree, clip_norm: Number, use_norm: Array | None = 
     """
     with internal_transfers():
         as_scalar(clip_norm, "clip_norm", low=0, above=True, finite=False)
-        norm = _global_norm(tree, "clip_by_global_norm") if use_norm is None else _known_norm(use_norm)
+        norm = global_norm(tree) if use_norm is None else _known_norm(use_norm)
 
     @on_any_mesh("tree")
     def clip(tree: Tree, norm: Array) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.jaxprs import part_for, program_hash
 from jstep.core.trees import Array
+from jstep.differentiate import microbatches
 from jstep.differentiate.lanes import Lanes, trace_lane, trace_on_lanes
 
 NewState = Callable[[Array, list[Array], list[Array], list[Array]], list[Array]]
@@ -26,7 +27,7 @@ def check_integers(
 ) -> None:
     """Reject integers that depend on a lane; each lane gets `others` as a whole and `size` rows."""
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(old)]
-    integers = [i for i, leaf in enumerate(leaves) if not (_is_mean(leaf) or trees.is_key(leaf))]
+    integers = [i for i, leaf in enumerate(leaves) if not (microbatches.is_inexact(leaf) or trees.is_key(leaf))]
     if not integers:
         return
     held = np.int32(0), leaves, others
@@ -51,7 +52,11 @@ def check_integers(
 def summand(i: Array, new: Any) -> Array:
     """Return the term of lane i in the sum for a leaf of model_state."""
     new = trees.key_data(jnp.asarray(new))
-    return new.astype(trees.compute_dtype(new.dtype)) if _is_mean(new) else jnp.where(i == 0, new, jnp.zeros_like(new))
+    return (
+        new.astype(trees.compute_dtype(new.dtype))
+        if microbatches.is_inexact(new)
+        else jnp.where(i == 0, new, jnp.zeros_like(new))
+    )
 
 
 def merge_leaf(number: int, total: Array, old: Any) -> Array:
@@ -59,8 +64,4 @@ def merge_leaf(number: int, total: Array, old: Any) -> Array:
     if trees.is_key(old):
         return jax.random.wrap_key_data(total, impl=jax.random.key_impl(old))
     old = jnp.asarray(old)
-    return (total / number if _is_mean(old) else total).astype(old.dtype)
-
-
-def _is_mean(leaf: Array) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+    return (total / number if microbatches.is_inexact(old) else total).astype(old.dtype)

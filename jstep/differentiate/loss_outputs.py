@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import get_opaque_trace_state
 from jax.typing import DTypeLike
 
@@ -54,16 +53,14 @@ def _split(out: object, has_aux: bool, has_model_state: bool) -> tuple[Any, Any,
 
     def pair(value: object, form: str) -> Any:
         if not (isinstance(value, tuple | list) and len(value) == 2):
-            raise TypeError(f"loss_fn returned {form.format(_kind(value))}; with {options} it must return {want}")
+            raise TypeError(
+                f"loss_fn returned {form.format(describe_type(value))}; with {options} it must return {want}"
+            )
         return value
 
     loss, rest = pair(out, "{}")
     model_state, aux = pair(rest, "(loss, {})") if has_model_state and has_aux else (rest, rest)
     return loss, model_state if has_model_state else None, aux if has_aux else None
-
-
-def _kind(x: Any) -> str:
-    return f"an array of shape {np.shape(x)}" if trees.is_array(x) else f"a {type(x).__name__}"
 
 
 def _like(old: object, new: object) -> Any:
