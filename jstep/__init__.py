@@ -32,24 +32,19 @@ Gradients
     slots.indexed_slices: IndexedSlices
     differentiate.microbatches: AggregationMethod
 Clipping
-    differentiate.clipping: clip_by_value clip_by_norm clip_by_average_norm clip_by_global_norm global_norm
-    differentiate.clipping: layer_norms
+    differentiate.clipping: clip_by_value clip_by_norm clip_by_average_norm clip_by_global_norm global_norm layer_norms
 Optimizers, common
     optimizers.classic: gradient_descent momentum sgd
-    optimizers.adam: adam adamw
+    optimizers.adam: adam adamw adafactor
     optimizers.sign: lion
-Optimizers, for matrices or to save memory
     optimizers.muon: muon
     optimizers.soap: soap
-    optimizers.adam: adafactor
 Optimizers, without a schedule
     optimizers.parameter_free: schedule_free_adamw schedule_free_sgd schedule_free_params prodigy
-Optimizers, variants of Adam
-    optimizers.adam: nadam radam ademamix adabelief adamax adan adopt yogi
-    optimizers.layerwise: lamb novograd
 Optimizers, others
+    optimizers.adam: nadam radam ademamix adabelief adamax adan adopt yogi
     optimizers.classic: adagrad adadelta rmsprop ftrl madgrad
-    optimizers.layerwise: lars
+    optimizers.layerwise: lamb lars novograd
     optimizers.sign: rprop signum
 Wrappers of optimizers
     optimizers.compose: chain partition scope
@@ -66,15 +61,13 @@ Elements of a chain
     optimizers.classic: scale_by_rms trace
     optimizers.layerwise: scale_by_trust_ratio
     optimizers.muon: orthogonalize normalize_neurons on_hyperball
-Custom optimizers
+Custom optimizers, and hyperparameters that the state holds
     core.trees: Optimizer Context
     optimizers.rules: from_direction leafwise Slot
     optimizers.compose: stateless
     optimizers.updates: map_leaves apply_updates
-    optimizers.hyperparameters: as_schedule
+    optimizers.hyperparameters: as_schedule held get_hyperparameter set_hyperparameter
     optimizers.from_optax: from_optax
-Hyperparameters that the state holds
-    optimizers.hyperparameters: held get_hyperparameter set_hyperparameter
 Schedules
     core.trees: Schedule
     schedules.compose: constant piecewise_constant join shift times linear_warmup
@@ -120,7 +113,7 @@ Distributed training
     data.placement: shard_batch
     state.sharding: fsdp_specs
     tools.topologies: topology
-Debugging and planning
+Debugging, planning, and transfer to wider models
     tools.replay: verify_resume ResumeReport replay Replay
     state.fingerprints: fingerprint
     tools.find_nonfinite: find_nonfinite NonFinite
@@ -130,7 +123,6 @@ Debugging and planning
     tools.run_summary: RunSummary
     tools.runs: runs RunList
     tools.report: report Report
-Hyperparameter transfer to wider models
     tools.transfer: mup MupFactors coord_check CoordCheck
 Packages of names
     : distributed metrics summary
@@ -139,13 +131,9 @@ Packages of names
 __doc__ = f"{__doc__ or ''}{_NAMES}"
 
 
-def _exports() -> dict[str, str]:
-    """Map each public name to its module."""
-    lines = [line.strip().partition(": ") for line in _NAMES.splitlines()]
-    return {name: f"jstep.{module}".rstrip(".:") for module, _, names in lines for name in names.split()}
-
-
-_EXPORTS = _exports()
+_LINES = [line.strip().partition(": ") for line in _NAMES.splitlines()]
+_EXPORTS = {name: f"jstep.{module}".rstrip(".:") for module, _, names in _LINES for name in names.split()}
+"""Public name → its module."""
 __all__ = sorted(_EXPORTS)
 
 # Names are loaded on first use: `import jstep` is fast, and unused modules cost nothing.
@@ -154,6 +142,7 @@ __all__ = sorted(_EXPORTS)
 def __getattr__(name: str) -> object:
     import importlib
     import sys
+    import types
 
     place = _EXPORTS.get(name)
     if place is None:
@@ -163,21 +152,14 @@ def __getattr__(name: str) -> object:
         raise AttributeError(text, name=name, obj=None if others else sys.modules[__name__])
     if place == "jstep":  # a package of names
         return importlib.import_module(f"jstep.{name}")
-    value: object = getattr(importlib.import_module(place), name)
-    globals()[name] = value
-    _set_public_modules()
-    return value
-
-
-def _set_public_modules() -> None:
-    """Set `__module__` of loaded public functions and classes, so that errors and reprs show a name to type."""
-    import sys
-    import types
-
-    for name, place in _EXPORTS.items():
-        value = vars(sys.modules[place]).get(name) if place in sys.modules else None
+    found: object = getattr(importlib.import_module(place), name)
+    globals()[name] = found
+    # What is loaded now belongs to `jstep`, so that errors and reprs show a name to type.
+    for public, module in _EXPORTS.items():
+        value = vars(sys.modules[module]).get(public) if module in sys.modules else None
         if isinstance(value, type | types.FunctionType):
             value.__module__ = "jstep"
+    return found
 
 
 def __dir__() -> list[str]:

@@ -216,15 +216,6 @@ class Setting(NamedTuple):
         return f"{self.name}={self.value!r}"
 
 
-def known_settings(arguments: dict[str, Setting]) -> dict[str, Setting]:
-    """Combine arguments and variables: arguments take precedence over `JAX_*`, and these over SkyPilot's."""
-    settings = _numbers(_JAX) | arguments
-    if not settings.keys() >= set(FIELDS):
-        settings = _read_skypilot() | settings
-    check_range(settings)
-    return settings
-
-
 def several() -> str | None:
     """Return a variable that indicates several processes, as `NAME=value`, or None."""
     texts = ((name, os.environ.get(name, "")) for name in _SIZES)
@@ -325,7 +316,10 @@ def initialize(
         return
     if num_processes == 1:
         return
-    config = known_settings(arguments)
+    config = _numbers(_JAX) | arguments
+    if not config.keys() >= set(FIELDS):
+        config = _read_skypilot() | config
+    check_range(config)
     address, count, index = (config[name].value if name in config else None for name in FIELDS)
     if count == 1 or (count is None and os.environ.get("SLURM_NTASKS") == "1"):
         return

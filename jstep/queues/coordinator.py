@@ -110,9 +110,8 @@ class Coordinator:
             TypeError: `timeout` is not a number.
             ValueError: It is NaN.
         """
-        deadline = math.inf
-        if timeout is not None:
-            deadline = time.monotonic() + as_number(timeout, "timeout", finite=False, meaning="seconds, or None")
+        secs = math.inf if timeout is None else as_number(timeout, "timeout", finite=False, meaning="seconds, or None")
+        deadline = time.monotonic() + secs
         with self._changed:
             while not self._stopped and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(min(left, 10 * _SLICE_SECS))

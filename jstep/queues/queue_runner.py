@@ -106,10 +106,7 @@ class QueueRunner:
         daemon, start = as_bool(daemon, "daemon"), as_bool(start, "start")
         with self._lock:
             if self.is_running():
-                names = ", ".join(t.name for t in self._threads)
-                raise RuntimeError(
-                    f"create_threads: threads of an earlier call have not ended: {names}; join them first"
-                )
+                raise RuntimeError("create_threads: threads of an earlier call have not ended; join them first")
             self._exceptions, self._coord, self._left = [], coord, len(self._ops)
             if coord:
                 coord.call_on_stop(lambda: self._queue.close(cancel_pending_enqueues=True))
@@ -122,8 +119,7 @@ class QueueRunner:
         for thread in threads:
             if coord:
                 coord.register_thread(thread)
-        if start:
-            for thread in threads:
+            if start:
                 thread.start()
         return list(threads)
 
@@ -229,11 +225,7 @@ def start_queue_runners(
     if not runners:
         log.warning("start_queue_runners: there are no queue runners in the collection %r.", collection)
     idle = [qr for qr in runners if not qr.is_running()]
-    threads = [thread for qr in idle for thread in qr.create_threads(coord, daemon=daemon)]
-    if start:
-        for thread in threads:
-            thread.start()
-    return threads
+    return [thread for qr in idle for thread in qr.create_threads(coord, daemon, start)]
 
 
 def _check_coordinator(coord: object) -> None:

@@ -89,7 +89,8 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
     def schedule(step: Step, /) -> Any:
         step = as_steps(step)
         dtype = trees.default_float()
-        table = jnp.stack([jnp.asarray(number, dtype) for number in numbers])
+        is_plain = all(isinstance(number, float) for number in numbers)  # then one constant, not one for each
+        table = jnp.asarray(numbers, dtype) if is_plain else jnp.stack([jnp.asarray(one, dtype) for one in numbers])
         last = np.iinfo(step.dtype).max
         firsts = jnp.asarray(np.array([min(max(edge, -1), last) for edge in edges], step.dtype))
         return table[jnp.searchsorted(firsts, step, side="left")]

@@ -329,7 +329,7 @@ def _differences(sweep: Sweep) -> list[str]:
         for row, value in zip(sweep.rows, values, strict=True):
             runs.setdefault("none" if value is None else value_text(value), []).append(truncate(row.name, _MAX_NAME))
         each = [f"{truncate(value, 100)}: {format_list(of, 3)}" for value, of in runs.items()]
-        rows.append(f"<tr>{_cell(name, 60)}{_number(len(runs))}{_cell('; '.join(each), 150)}</tr>")
+        rows.append(f"<tr>{_cell(name, 60)}{_number(len(runs))}{_cell('; '.join(each), 120)}</tr>")
     return [_boxed(("what", "values", "values and their runs"), rows)] if rows else []
 
 

@@ -26,10 +26,7 @@ def apply(transformation: Any, params: Any, grads: Any, context: Any = None) -> 
     return jstep.apply_gradients(state, grads, optimizer, **({} if context is None else {"context": context}))
 
 
-NEEDS = (
-    "transformation: needs value, grad of the step's loss, which apply_gradients does not know; train with "
-    "jstep.minimize, which gives them, or pass context=jstep.Context(loss, value_and_grad)"
-)
+NEEDS = "needy() missing 2 required keyword-only arguments: 'value' and 'grad'"
 
 
 def needy(updates: Any, state: Any, params: Any, *, value: Any, grad: Any) -> Any:
@@ -54,6 +51,9 @@ def test_what_does_not_fit(transformation: Any, kind: type[Exception], message: 
     with pytest.raises(kind) as caught:
         apply(transformation, {"w": jnp.ones(2)}, {"w": jnp.ones(2)})
     assert str(caught.value) == message
+    assert any("train with jstep.minimize" in one for one in getattr(caught.value, "__notes__", ())) == (
+        message == NEEDS
+    )
 
 
 def test_the_loss_as_a_function_is_that_of_the_step_and_has_its_derivative() -> None:
