@@ -114,6 +114,13 @@ def test_the_reference_has_every_command_and_exit_code() -> None:
     assert {EXIT_CODE, jstep.Preempted("").code, 128 + signal.SIGINT, 128 + signal.SIGKILL} < set(codes[3:])
 
 
+def test_pages_name_commands_that_exist() -> None:
+    texts = map(text_of, [*PAGES, *ROOT.glob("*.md"), *ROOT.glob("examples/**/*.py")])
+    named = {name for text in texts for name in re.findall(r"python -m jstep ([a-z]\w*)", text)}
+    assert len(named) > 5
+    assert named <= set(COMMANDS)
+
+
 def test_navigation_lists_every_page() -> None:
     _, navigation = text_of(ROOT / "mkdocs.yml").split("\nnav:\n")
     assert set(re.findall(r"[\w./-]+\.md", navigation)) == {os.fspath(name_of(page)) for page in PAGES}
