@@ -156,3 +156,20 @@ def test_muon(nesterov: bool, scale: Any) -> None:
     assert_close(
         run_jstep(optimizer, MATRICES)[0], run_equation(equations.muon, values, MATRICES), rtol=1e-3, atol=1e-4
     )
+
+
+# MADGRAD: its initial parameters, low precision and missing gradients.
+
+HYPER = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0, "epsilon": 1e-6}
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_initial_params_survive_donation(copy: bool) -> None:
+    optimizer = jstep.madgrad(0.05)
+    params = jax.tree.map(jnp.float32, initial_params())
+    state = jstep.TrainState.create(params, optimizer, copy=copy)
+    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0)
+    for n in range(3):
+        state = step(state, jax.tree.map(jnp.float32, gradients(n)))
+    jax.tree.map(np.testing.assert_array_equal, state.slots["initial"], jax.tree.map(np.float32, initial_params()))
+    assert_close([state.params], run_equation(equations.madgrad, HYPER)[2:3])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jstep
 
@@ -118,3 +119,93 @@ def test_leaves_that_are_not_matrices_are_named(make: Any, message: str, leaf: A
     params = {"dense": {"kernel": jnp.ones((2, 3)), "bias": leaf}}
     with pytest.raises(ValueError, match=rf"'dense/bias' has shape \(.*: must have two axes.*{message}.*jstep.adamw"):
         jstep.TrainState.create(params, jstep.scope("s", jstep.chain(jstep.trace(0.9), make())))
+
+
+# `normalize_neurons`, the block of NorMuon: axes, edge cases and sharding of its moments.
+
+
+def reference(u: Any, v: Any, mean: tuple[int, ...], matrix: tuple[int, ...], beta2: float) -> tuple[Any, Any]:
+    u = np.float64(u)
+    v = beta2 * v + (1 - beta2) * np.mean(u * u, axis=mean, keepdims=True)
+    new = u / (np.sqrt(v) + 1e-10)
+
+    def norm(x: Any) -> Any:
+        return np.sqrt(np.sum(x * x, axis=matrix, keepdims=True))
+
+    return new * norm(u) / (norm(new) + 1e-10), v
+
+
+@pytest.mark.thorough(except_for=["shape3-None-short-mean3", "shape7-axes7-neuron-mean7"])
+@pytest.mark.parametrize(
+    ("shape", "axes", "over", "mean"),
+    [
+        ((4, 6), None, "neuron", (0,)),
+        ((6, 4), None, "short", (1,)),
+        ((4, 4), None, "short", (0,)),
+        ((3, 6, 4), None, "short", (2,)),
+        ((5, 2, 6), ((0, 1), 2), "neuron", (0, 1)),
+        ((5, 2, 6), ((0, 1), 2), "short", (2,)),
+        ((2, 3, 6), ((0, 1), 2), "short", (0, 1)),
+        ((6, 4, 2), (1, 0), "neuron", (1,)),
+    ],
+)
+def test_moments_are_means_over_the_expected_axes(shape: Any, axes: Any, over: Any, mean: Any) -> None:
+    optimizer = jstep.normalize_neurons(0.8, axes=None if axes is None else lambda path, leaf: axes, over=over)
+    params = {"w": jnp.ones(shape)}
+    slots = optimizer.init(params)
+    moment_shape = tuple(1 if i in mean else size for i, size in enumerate(shape))
+    assert slots["neuron_v"]["w"].shape == moment_shape
+    assert slots["neuron_v"]["w"].dtype == jnp.float32
+    named = (-2, -1) if axes is None else axes
+    flat = tuple(int(i) for part in named for i in np.ravel(part))
+    v: Any = 0.0
+    update = jax.jit(optimizer.update)
+    for n in range(4):
+        u = random_normal(*shape, seed=n) * 10.0**n
+        expected, v = reference(u, v, mean, flat, 0.8)
+        updates, slots = update({"w": u}, slots, params, jnp.int32(n))
+        np.testing.assert_allclose(updates["w"], expected, rtol=2e-5, atol=1e-6)
+        np.testing.assert_allclose(slots["neuron_v"]["w"], v, rtol=1e-5)
+
+
+def test_dead_neurons_zero_matrices_and_missing_gradients() -> None:
+    optimizer = jstep.normalize_neurons()
+    params = {"w": jnp.ones((3, 4)), "z": jnp.ones((2, 3, 4)), "none": jnp.ones((2, 2)), "n": jnp.int32(3)}
+    u = {
+        "w": random_normal(3, 4).at[:, 1].set(0.0),
+        "z": random_normal(2, 3, 4).at[0].set(0.0),
+        "none": None,
+        "n": None,
+    }
+    updates, slots = optimizer.update(u, optimizer.init(params), params, jnp.int32(0))
+    assert updates["none"] is None
+    np.testing.assert_array_equal(updates["w"][:, 1], 0.0)
+    np.testing.assert_array_equal(updates["z"][0], 0.0)
+    for name in ("w", "z"):
+        np.testing.assert_allclose(jnp.linalg.norm(updates[name]), jnp.linalg.norm(u[name]), rtol=1e-5)
+    np.testing.assert_array_equal(slots["neuron_v"]["none"], 0.0)
+    assert slots["neuron_v"]["n"] is None
+    broken, _ = optimizer.update({**u, "w": u["w"].at[0, 0].set(jnp.nan)}, slots, params, jnp.int32(1))
+    assert np.isnan(broken["w"]).all()
+    assert np.isfinite(broken["z"]).all()
+
+
+def test_low_precision_and_sharded_moments() -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    optimizer = jstep.chain(jstep.normalize_neurons(), jstep.scale_by_learning_rate(0.1))
+    params = {"w": random_normal(8, 8).astype(jnp.bfloat16), "q": random_normal(2, 8, 8)}
+    specs = [("w", P("data", "model")), ("q", P(None, None, "model"))]
+    state = jstep.TrainState.create(params, optimizer, mesh=mesh, param_specs=specs)
+    alone = jstep.TrainState.create(params, optimizer)
+    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
+    grads = {"w": random_normal(8, 8, seed=5).astype(jnp.bfloat16), "q": random_normal(2, 8, 8, seed=6)}
+    for _ in range(2):
+        v = state.slots["neuron_v"]
+        assert v["w"].dtype == jnp.float32
+        assert v["w"].sharding.spec == P(
+            None, "model"
+        )  # with a square matrix only the sharding shows which axis is reduced
+        assert v["q"].sharding.spec == P(None, None, "model")
+        state, alone = step(state, grads), step(alone, grads)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-2 if a.dtype == jnp.bfloat16 else 1e-5)

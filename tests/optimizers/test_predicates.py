@@ -1,7 +1,8 @@
 """Labels, masks and predicates receive the leaves of the state, even inside wrappers."""
 
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,3 +112,162 @@ def test_averages_and_trust_ratios_see_the_dtypes_of_the_state() -> None:
         state = jstep.apply_gradients(jstep.TrainState.create(PARAMS, lars), GRADS, lars)
         np.testing.assert_allclose(state.params["low"].astype(jnp.float32), 0.5, rtol=1e-2)
         np.testing.assert_allclose(state.params["high"], 0.0, atol=1e-6)
+
+
+# The labels of a partition as a tree: in the form of the parameters, or a prefix of it.
+
+
+class Net(NamedTuple):
+    policy: Any
+    value: Any
+
+
+def w() -> jax.Array:
+    return jnp.ones((2, 2))
+
+
+NET = Net({"w": w(), "b": jnp.ones(2)}, [w(), jnp.ones(2), None])
+
+
+def rates(params: Any, labels: Any, wrap: Any = lambda optimizer: optimizer) -> list[int]:
+    """How far each leaf moves: 1 with the label x, 2 with y, 0 if it is frozen."""
+    optimizer = wrap(jstep.partition({"x": jstep.sgd(1.0), "y": jstep.sgd(2.0)}, labels))
+    state = jstep.TrainState.create(params, optimizer)
+    moved = jstep.apply_gradients(state, jax.tree.map(jnp.ones_like, params), optimizer)
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(moved.params), strict=True)
+    return [round(float(jnp.max(jnp.abs(before - after)))) for before, after in pairs]
+
+
+@pytest.mark.parametrize(
+    ("params", "labels", "wanted"),
+    [
+        ({"a": w(), "b": w()}, {"a": "x", "b": "y"}, [1, 2]),
+        ([w(), w()], ["y", "x"], [2, 1]),
+        (NET, Net({"w": "x", "b": None}, ["y", "x", None]), [0, 1, 2, 1]),
+        (NET, Net(None, "x"), [0, 0, 1, 1]),
+        ({"a": w(), "b": w()}, "y", [2, 2]),
+        (w(), "x", [1]),
+    ],
+)
+def test_each_leaf_has_the_label_of_the_tree(params: Any, labels: Any, wanted: list[int]) -> None:
+    assert rates(params, labels) == wanted
+    assert rates(params, labels, lambda one: jstep.chain(jstep.clip_gradients(by_global_norm=1e9), one)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("labels", "error", "text"),
+    [
+        ({"a": "x", "b": {"c": "y"}}, ValueError, "must have the structure of params"),
+        ({"a": "x", "b": "z"}, ValueError, "labels: the leaf at 'b' has 'z', must be one of"),
+        (None, TypeError, "labels=None: must be a function .* or a tree of labels"),
+        (True, TypeError, "labels=True"),
+    ],
+)
+def test_what_is_no_tree_of_labels(labels: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        rates({"a": w(), "b": w()}, labels)
+
+
+# Weight decay that differs from leaf to leaf: mappings, and masks that select nothing.
+
+PARAMS_OF_DECAY = {"a": jnp.float32(2.0), "ab": jnp.float32(2.0), "c": {"d": jnp.float32(2.0)}}
+BLOCKS = {
+    "add_weight_decay": lambda *args: jstep.chain(jstep.add_weight_decay(*args), jstep.scale_by_learning_rate(1.0)),
+    "decay_weights": lambda *args: jstep.chain(jstep.gradient_descent(0.0), jstep.decay_weights(*args)),
+    "cautious": lambda *args: jstep.chain(jstep.gradient_descent(1e-9), jstep.decay_weights(*args, cautious=True)),
+}
+
+
+def decayed(optimizer: jstep.Optimizer, step: int = 0) -> list[float]:
+    """Return the fraction by which an update reduced each weight."""
+    state = jstep.TrainState.create(PARAMS_OF_DECAY, optimizer, global_step=step)
+    train_step = jstep.minimize(lambda params: 1e-9 * sum(jax.tree.leaves(params)), optimizer)
+    state, _ = train_step(state)
+    return [round(float(1 - new / 2), 6) for new in jax.tree.leaves(state.params)]
+
+
+@pytest.mark.thorough(except_for=["add_weight_decay"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_forms_of_decay_and_mask(block: str) -> None:
+    make = BLOCKS[block]
+    cases: list[tuple[Any, list[float]]] = [
+        ((0.1,), [0.1, 0.1, 0.1]),
+        ((0.1, {"a": 2.0, "ab": 0.5, "c/d": 0.0}), [0.2, 0.05, 0.0]),
+        ((0.1, {"a": np.float32(2.0), "a*": 3.0}), [0.2, 0.3, 0.1]),
+        (({"a": 0.1, "c/*": 0.3},), [0.1, 0.0, 0.3]),
+        (({"a": 0.1, "*": 0.2}, {"a": 2.0, "c/d": 0.5}), [0.2, 0.2, 0.1]),
+        (({"a": 0.1, "*": 0.2}, ["a", "c/d"]), [0.1, 0.0, 0.2]),
+        (({"a": jstep.linear(0.0, 1.0, 10), "ab": 0.2},), [0.4, 0.2, 0.0]),
+        ((0.1, {"a": True, "ab": False, "c": {"d": True}}), [0.1, 0.0, 0.1]),
+        ((0.1, {"a": True, "ab": False, "c": True}), [0.1, 0.0, 0.1]),
+    ]
+    for args, expected in cases:
+        assert decayed(make(*args), step=4) == expected, args
+
+
+@pytest.mark.thorough(except_for=["decay_weights"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_held_decay_and_partition(block: str) -> None:
+    make = BLOCKS[block]
+    assert decayed(make({"a": jstep.held("wd", 0.1)}, {"a": 2.0})) == [0.2, 0.0, 0.0]
+    half = make(0.1, {"a": 2.0, "ab": 3.0})
+    optimizer = jstep.partition({"x": half, "y": half}, lambda path, leaf: "x" if path == "a" else "y")
+    assert decayed(optimizer) == [0.2, 0.3, 0.1]
+
+
+def test_hyperparameters_are_reported_by_entry() -> None:
+    optimizer = jstep.chain(jstep.gradient_descent(1.0), jstep.decay_weights({"a": 0.1, "c/*": 0.2}))
+    assert set(optimizer.hyperparameters(0)) == {
+        "decoupled_weight_decay/a", "decoupled_weight_decay/c/*", "learning_rate"
+    }  # fmt: skip
+    assert set(jstep.add_weight_decay(0.1, {"a": 2.0}).hyperparameters(0)) == {"weight_decay"}
+
+
+# Averages, slow weights and schedule-free parameters are found in nested optimizers.
+
+PARAMS_OF_LOOKUP = {"a": jnp.float32(1.0), "b": jnp.float32(2.0)}
+GRADS_OF_LOOKUP = {"a": jnp.float32(1.0), "b": jnp.float32(1.0)}
+FREE = lambda: jstep.schedule_free_sgd(0.5)  # noqa: E731
+PARTS: dict[str, tuple[Callable[[], jstep.Optimizer], Callable[..., Any], str]] = {
+    "averages": (
+        lambda: jstep.with_moving_average(jstep.gradient_descent(0.5), EMA),
+        jstep.averaged_params,
+        "ExponentialMovingAverage",
+    ),
+    "slow": (lambda: jstep.lookahead(jstep.gradient_descent(0.5)), jstep.slow_params, "slow"),
+    "schedule-free": (FREE, jstep.schedule_free_params, "z"),
+}
+WRAPPERS_OF_LOOKUP: dict[str, tuple[Callable[[jstep.Optimizer], jstep.Optimizer], str]] = {
+    "scope": (lambda one: jstep.scope("s", one), "s/"),
+    "label": (
+        lambda one: jstep.partition({"x": one, "x/y": jstep.adam()}, lambda path, leaf: "x" if path == "a" else "x/y"),
+        "x/",
+    ),
+    "deep": (
+        lambda one: jstep.skip_nonfinite(
+            jstep.scope("s/t", jstep.partition({"x": one}, lambda path, leaf: "x" if path == "a" else None))
+        ),
+        "s/t/x/",
+    ),
+}
+
+
+def run_two_steps(optimizer: jstep.Optimizer) -> jstep.TrainState:
+    state = jstep.TrainState.create(PARAMS_OF_LOOKUP, optimizer)
+    for _ in range(2):
+        state = jstep.apply_gradients(state, GRADS_OF_LOOKUP, optimizer)
+    return state
+
+
+@pytest.mark.thorough(except_for=["schedule-free"])
+@pytest.mark.parametrize("part", PARTS)
+def test_several_candidates_raise_and_are_listed(part: str) -> None:
+    make, extract, slot = PARTS[part]
+    candidates = [f"x/{slot}", f"x/y/{slot}"]
+    state = run_two_steps(
+        jstep.partition({"x": make(), "x/y": make()}, lambda path, leaf: "x" if path == "a" else "x/y")
+    )
+    with pytest.raises(ValueError, match=re.escape(f"several such slots, {sorted(candidates)}; give")):
+        extract(state)
+    np.testing.assert_allclose(extract(state, f"x/{slot}")["a"], extract(run_two_steps(make()))["a"])
+    np.testing.assert_array_equal(extract(state, f"x/{slot}")["b"], state.params["b"])
