@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jstep
+from jstep.slots.roles import roles_in
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
 X = np.ones(4, np.float32)
@@ -89,3 +90,117 @@ def test_in_a_run(kind: str, name: str) -> None:
         )
     assert "at step 6, after the update with batch 5, while running the step on batch" in caught.value.__notes__[-1]
     assert "it is lost" in caught.value.__notes__[-1]
+
+
+# Shared buffers that a step would donate twice or donate and read; JAX would crash on a mesh, jstep raises.
+
+MESHES = {
+    "one device": None,
+    "explicit": jax.make_mesh((8,), ("data",)),
+    "auto": jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)),
+}
+OPTIMIZER_OF_BUFFERS = jstep.lookahead(jstep.adam(0.01))
+X_OF_BUFFERS = np.ones((8, 3), np.float32)
+
+
+def loss_fn_of_buffers(params, x, teacher=None):
+    return jnp.mean((x @ params["w"]) ** 2) + (0 if teacher is None else jnp.sum(teacher["w"]))
+
+
+def create(mesh):
+    state = jstep.TrainState.create({"w": jnp.ones((3, 2))}, OPTIMIZER_OF_BUFFERS)
+    return state if mesh is None else jstep.shard_state(state, mesh)
+
+
+@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("alias", [lambda tree: tree, lambda tree: jax.device_put(tree, tree["w"].sharding)])
+@pytest.mark.parametrize("n", [1, 2])
+def test_slots_that_share_buffers_with_parameters(mesh, alias, n):
+    step = jstep.minimize(loss_fn_of_buffers, OPTIMIZER_OF_BUFFERS, num_microbatches=n)
+    state, _ = step(create(mesh), X_OF_BUFFERS)
+    aliased = state.replace(slots={**state.slots, "slow": alias(state.params)})
+    with pytest.raises(ValueError, match="'params/w' and 'slots/slow/w' share one buffer"):
+        step(aliased, X_OF_BUFFERS)
+    with pytest.raises(ValueError, match="'params/w' and 'slots/slow/w' share one buffer"):
+        jstep.scan_steps(step)(aliased, X_OF_BUFFERS[None])
+    copied = state.replace(slots={**state.slots, "slow": jax.tree.map(jnp.copy, state.params)})
+    assert jstep.global_step(step(copied, X_OF_BUFFERS)[0]) == 2
+
+
+@pytest.mark.thorough(except_for=["explicit"])
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_arguments_that_share_buffers_with_parameters(mesh):
+    step = jstep.minimize(loss_fn_of_buffers, OPTIMIZER_OF_BUFFERS)
+    for state in (create(mesh), step(create(mesh), X_OF_BUFFERS, None)[0]):
+        with pytest.raises(ValueError, match="'params/w' and the step's argument '1/w' share one buffer"):
+            step(state, X_OF_BUFFERS, state.params)
+    state = create(mesh)
+    kept, _ = jstep.minimize(loss_fn_of_buffers, OPTIMIZER_OF_BUFFERS, donate=False)(state, X_OF_BUFFERS, state.params)
+    assert jstep.global_step(kept) == 1
+
+
+# A state between two calls of a step: what travels with it, by hand, in runs, and from one step to another.
+
+OPTIMIZER_BETWEEN_CALLS = jstep.adam(0.1)
+
+
+def loss(params: Any, x: Any) -> Any:
+    return jnp.sum((params["dense"]["kernel"] * x + params["bias"]) ** 2)
+
+
+def fresh(**options: Any) -> jstep.TrainState:
+    params = {"dense": {"kernel": jnp.arange(3.0)}, "bias": jnp.ones(3)}
+    return jstep.TrainState.create(params, OPTIMIZER_BETWEEN_CALLS, **options)
+
+
+def by_hand(step: Any, state: Any, count: int) -> Any:
+    for n in range(count):
+        state, _ = step(state, batch(n))
+    return state
+
+
+def run(step: Any, state: Any, last_step: int, **options: Any) -> Any:
+    return jstep.train(step, state, batch, last_step, log_steps=None, progress=False, **options)
+
+
+def batch(step: int) -> Any:
+    return np.full(3, step, np.float32)
+
+
+@pytest.mark.parametrize("order", ["run, hand", "hand, run, hand"])
+def test_by_hand_and_in_runs_the_bits_are_the_same_and_a_step_is_compiled_once(order: str) -> None:
+    expected = by_hand(jstep.minimize(loss, OPTIMIZER_BETWEEN_CALLS), fresh(), 3 * len(order.split(", ")))
+    step, state, done = jstep.minimize(loss, OPTIMIZER_BETWEEN_CALLS), fresh(), 0
+    for how in order.split(", "):
+        if how == "run":
+            state = run(step, state, done + 3)
+        else:
+            for n in range(done, done + 3):
+                state, _ = step(state, batch(n))
+        done += 3
+        assert type(state) is jstep.TrainState
+    assert state == expected
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("first", ["with roles", "without"])
+def test_a_state_made_by_hand_has_the_roles_in_a_run_that_it_has_by_hand(first: str) -> None:
+    made = fresh()
+    without = jstep.TrainState(made.params, made.slots, made.global_step)
+    states = [fresh(), without] if first == "with roles" else [without, fresh()]
+    seen = []
+    for call in (run, by_hand):
+        step = jstep.minimize(loss, OPTIMIZER_BETWEEN_CALLS)
+        ends = [call(step, jax.tree.map(jnp.copy, state), 3) for state in states]
+        seen.append([dict(roles_in(end)) for end in ends])
+        assert ends[0] == ends[1]
+        assert step._cache_size() == 1
+    assert seen[0] == seen[1]
+
+
+def test_a_step_that_was_called_by_hand_is_not_compiled_again_as_a_later_stage() -> None:
+    first, later = jstep.minimize(loss, OPTIMIZER_BETWEEN_CALLS), jstep.minimize(loss, OPTIMIZER_BETWEEN_CALLS)
+    later(fresh(), batch(0))
+    run({0: first, 3: later}, fresh(), 6)
+    assert (first._cache_size(), later._cache_size()) == (1, 1)
