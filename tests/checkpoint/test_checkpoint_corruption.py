@@ -3,7 +3,6 @@
 import builtins
 import os
 import shutil
-from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -160,7 +159,7 @@ def test_files_without_permission_are_not_called_missing(saved, monkeypatch, cap
 # What a reader finds out about checkpoints that it cannot use, with stores that answer as they are told.
 
 
-def test_params_of_another_model_without_slots(tmp_path: Any) -> None:
+def test_params_of_another_model_without_slots(tmp_path):
     optimizer = jstep.gradient_descent(0.1)
     with Saver(tmp_path) as saver:
         saver.save(jstep.TrainState.create({"w": jnp.ones(3)}, optimizer, 2))

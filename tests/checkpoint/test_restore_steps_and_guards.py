@@ -1,7 +1,6 @@
 """Restore converts step counters between 32 and 64 bits, and initializes the slots of a guard added later."""
 
 import logging
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +14,18 @@ from jstep.checkpoint.saver import Saver
 ADAM = jstep.adam(0.1)
 
 
-def _state(optimizer: Any, step: int = 0, params: Any = None) -> Any:
+def _state(optimizer, step=0, params=None):
     return jstep.TrainState.create(params or {"a": jnp.ones(3, jnp.float32)}, optimizer, global_step=step)
 
 
-def _save(directory: Any, state: Any) -> jstep.Saver:
+def _save(directory, state):
     saver = jstep.Saver(directory, async_save=False)
     saver.save(state)
     return saver
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_step_counters_convert_both_ways(tmp_path: Any, partial: bool) -> None:
+def test_step_counters_convert_both_ways(tmp_path, partial):
     saver = _save(tmp_path / "32", _state(ADAM, 6))
     with jax.enable_x64(True):
         wide = saver.restore(_state(ADAM), partial=partial)
@@ -38,7 +37,7 @@ def test_step_counters_convert_both_ways(tmp_path: Any, partial: bool) -> None:
     assert (narrow.slots["start_step"].dtype, int(narrow.slots["start_step"])) == (jnp.int32, 6)
 
 
-def test_a_step_that_overflows_32_bits_is_an_error(tmp_path: Any) -> None:
+def test_a_step_that_overflows_32_bits_is_an_error(tmp_path):
     with jax.enable_x64(True):
         saver = _save(tmp_path, _state(ADAM).replace(global_step=jnp.asarray(2**40)))
     with pytest.raises(
@@ -47,7 +46,7 @@ def test_a_step_that_overflows_32_bits_is_an_error(tmp_path: Any) -> None:
         saver.restore(_state(ADAM))
 
 
-def test_weights_never_convert(tmp_path: Any) -> None:
+def test_weights_never_convert(tmp_path):
     params = {"n": jnp.int32(7), "table": jnp.arange(3, dtype=jnp.int32), "a": jnp.ones(3, jnp.float32)}
     saver = _save(tmp_path, _state(ADAM, 6, params))
     with jax.enable_x64(True):
@@ -59,7 +58,7 @@ def test_weights_never_convert(tmp_path: Any) -> None:
             saver.restore(_state(ADAM, 0, params | {"a": jnp.ones(3, jnp.float64)}))
 
 
-def test_a_partial_restore_requires_a_step_that_fits(tmp_path: Any) -> None:
+def test_a_partial_restore_requires_a_step_that_fits(tmp_path):
     saver = _save(tmp_path, _state(ADAM, 6))
     target = {"global_step": jnp.zeros(2, jnp.int32), "params": {"a": jnp.zeros(3)}}
     with pytest.raises(ValueError, match=r"no global_step that fits.*int32\[2\] in target.*without a step"):
@@ -78,7 +77,7 @@ GUARDS = {
 @pytest.mark.thorough(except_for=["False-both", "True-scale"])
 @pytest.mark.parametrize("name", GUARDS)
 @pytest.mark.parametrize("abstract", [False, True])
-def test_a_guard_added_later(tmp_path: Any, caplog: Any, name: str, abstract: bool) -> None:
+def test_a_guard_added_later(tmp_path, caplog, name, abstract):
     plain = _state(jstep.gradient_descent(0.1) if name == "scope" else ADAM, 6)
     saver = _save(tmp_path, plain)
     target = _state(GUARDS[name])
@@ -102,7 +101,7 @@ def test_a_guard_added_later(tmp_path: Any, caplog: Any, name: str, abstract: bo
 EMA = jstep.ExponentialMovingAverage(0.5, zero_debias=True)
 
 
-def loss(params: Any) -> Any:
+def loss(params):
     return jnp.sum((params["w"] - 1.0) ** 2)
 
 
@@ -110,7 +109,7 @@ def loss(params: Any) -> Any:
 @pytest.mark.parametrize(
     "inner", [jstep.gradient_descent(0.1), jstep.update_every(2, jstep.adam(0.1))], ids=["sgd", "own age"]
 )
-def test_restore_averages_into_a_plain_state(tmp_path: Any, inner: jstep.Optimizer, scope: str | None) -> None:
+def test_restore_averages_into_a_plain_state(tmp_path, inner, scope):
     averaged = jstep.with_moving_average(inner, EMA)
     optimizer = jstep.scope(scope, averaged) if scope else averaged
     state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)

@@ -3,7 +3,6 @@
 import os
 import socket
 import threading
-from typing import Any
 
 import pytest
 from checkpoint_scripts import run
@@ -70,7 +69,7 @@ OWNER = {"host": "here", "space": "boot", "pid": 7, "started": "100"}
         ({"space": "container"}, None),
     ],
 )
-def test_whether_an_owner_is_alive(change: Any, alive: bool | None, monkeypatch: Any) -> None:
+def test_whether_an_owner_is_alive(change, alive, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
     monkeypatch.setattr(owners, "space", lambda: "boot")
     monkeypatch.setattr(owners, "start_time", {7: "100", 0: "100", -7: "100"}.get)
@@ -80,7 +79,7 @@ def test_whether_an_owner_is_alive(change: Any, alive: bool | None, monkeypatch:
     assert owners.this_process() == {"host": "here", "space": "boot", "pid": os.getpid(), "started": None}
 
 
-def test_the_error_of_a_second_writer_names_the_first() -> None:
+def test_the_error_of_a_second_writer_names_the_first():
     once = (
         "one writer at a time, or one run would destroy the other's checkpoints. Give this run its own directory or "
         "prefix, or "

@@ -2,8 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
-from typing import Any
 
 import golden_clips
 import hypothesis.extra.numpy as hnp
@@ -25,23 +23,23 @@ trees = st.tuples(arrays, arrays).map(lambda xy: {"a": xy[0], "none": None, "b":
 limits = st.floats(1e-3, 1e3)
 
 
-def norm(*leaves: np.ndarray) -> float:
+def norm(*leaves):
     return float(np.sqrt(sum(np.sum(np.square(leaf.astype(np.float64))) for leaf in leaves)))
 
 
-def check_structure(before: Any, after: Any) -> None:
+def check_structure(before, after):
     assert jax.tree.structure(before) == jax.tree.structure(after)
     for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         assert a.shape == b.shape
         assert a.dtype == b.dtype
 
 
-def check_scaled(before: np.ndarray, after: np.ndarray, scale: float) -> None:
+def check_scaled(before, after, scale):
     np.testing.assert_allclose(np.asarray(after, np.float64), before.astype(np.float64) * scale, rtol=3e-6, atol=1e-30)
 
 
 @given(trees, st.floats(-100, 100), st.floats(0, 100))
-def test_clip_by_value(tree: Any, low: float, width: float) -> None:
+def test_clip_by_value(tree, low, width):
     low, high = np.float32(low), np.float32(low + width)
     clipped = jstep.clip_by_value(tree, float(low), float(high))
     check_structure(tree, clipped)
@@ -53,7 +51,7 @@ def test_clip_by_value(tree: Any, low: float, width: float) -> None:
 @given(trees, limits)
 @example({"a": np.zeros(3, np.float32)}, 1.0)
 @example({"a": np.array([3.0, 4.0], np.float32)}, 5.0)
-def test_clip_by_norm(tree: Any, limit: float) -> None:
+def test_clip_by_norm(tree, limit):
     clipped = jstep.clip_by_norm(tree, limit)
     check_structure(tree, clipped)
     for before, after in zip(jax.tree.leaves(tree), jax.tree.leaves(clipped), strict=True):
@@ -67,27 +65,27 @@ def test_clip_by_norm(tree: Any, limit: float) -> None:
 
 @pytest.mark.thorough(except_for=["axes3"])
 @pytest.mark.parametrize("axes", [0, 1, -1, (0, 1)])
-def test_rows_of_a_table_are_clipped_over_axes(axes: Any) -> None:
+def test_rows_of_a_table_are_clipped_over_axes(axes):
     rows = jstep.IndexedSlices(jnp.array([[3.0, 4.0], [1.0, 0.0], [6.0, 8.0]]), jnp.array([2, 0, 2]), (4, 2))
     clipped = jstep.clip_by_norm({"t": rows}, 2.0, axes=axes)["t"].to_dense()
     np.testing.assert_allclose(clipped, jstep.clip_by_norm(rows.to_dense(), 2.0, axes=axes), rtol=1e-6)
 
 
-def test_an_axis_that_a_table_does_not_have() -> None:
+def test_an_axis_that_a_table_does_not_have():
     rows = jstep.IndexedSlices(jnp.ones((1, 2)), jnp.array([2]), (4, 2))
     with pytest.raises(ValueError, match=r"axes: axis 2 is out of bounds"):
         jstep.clip_by_norm({"t": rows}, 2.0, axes=2)
 
 
 @given(trees, st.floats(1e-2, 1e2), st.floats(1e-2, 1e2))
-def test_clip_by_global_norm_with_a_known_norm(tree: Any, limit: float, known: float) -> None:
+def test_clip_by_global_norm_with_a_known_norm(tree, limit, known):
     clipped, size = jstep.clip_by_global_norm(tree, limit, use_norm=jnp.float32(known))
     assert float(size) == np.float32(known)
     for before, after in zip(jax.tree.leaves(tree), jax.tree.leaves(clipped), strict=True):
         check_scaled(before, after, min(1.0, limit / known))
 
 
-def test_known_values() -> None:
+def test_known_values():
     np.testing.assert_allclose(jstep.clip_by_norm(np.array([[3.0, 4.0]], np.float32), 4.0), [[2.4, 3.2]], rtol=1e-6)
     rows = jstep.clip_by_norm(np.array([[3.0, 4.0], [0.3, 0.4]], np.float32), 1.0, axes=1)
     np.testing.assert_allclose(rows, [[0.6, 0.8], [0.3, 0.4]], rtol=1e-6)
@@ -107,7 +105,7 @@ def test_known_values() -> None:
 
 @pytest.mark.thorough(except_for=["bfloat16"])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_low_precision_norms_accumulate_in_float32(dtype: Any) -> None:
+def test_low_precision_norms_accumulate_in_float32(dtype):
     # In float16 the squares overflow; in bfloat16 a sum of ones stops at 256.
     many, large = jnp.ones(10_000, dtype), jnp.full(4, 30_000, dtype)
     for x, expected in ((many, 100.0), (large, 2 * float(large[0]))):
@@ -127,7 +125,7 @@ def test_low_precision_norms_accumulate_in_float32(dtype: Any) -> None:
 
 
 @pytest.mark.usefixtures("x64")
-def test_float64_leaves_are_accumulated_in_float64() -> None:
+def test_float64_leaves_are_accumulated_in_float64():
     tree = {"a": np.array([3.0]), "b": np.array([4.0], np.float32), "tiny": np.array([1e-9])}
     assert jstep.global_norm(tree).dtype == jnp.float64
     clipped, size = jstep.clip_by_global_norm(tree, 1.0)
@@ -136,7 +134,7 @@ def test_float64_leaves_are_accumulated_in_float64() -> None:
     assert clipped["b"].dtype == jnp.float32
 
 
-def test_limits_may_be_traced_and_scheduled() -> None:
+def test_limits_may_be_traced_and_scheduled():
     x = jnp.array([3.0, 4.0])
     for clip in (
         lambda c: jstep.clip_by_norm(x, c),
@@ -150,7 +148,7 @@ def test_limits_may_be_traced_and_scheduled() -> None:
 # Clipping in a chain.
 
 
-def update_of(optimizer: jstep.Optimizer, grads: Any, step: int = 0) -> Any:
+def update_of(optimizer, grads, step=0):
     params = jax.tree.map(jnp.zeros_like, grads)
     state = jstep.TrainState.create(params, optimizer, step)
     new = jstep.apply_gradients(state, grads, jstep.chain(optimizer, jstep.gradient_descent(1.0)))
@@ -177,7 +175,7 @@ def update_of(optimizer: jstep.Optimizer, grads: Any, step: int = 0) -> Any:
         ),
     ],
 )
-def test_clip_gradients(given: Any, expected: Any, reported: Any) -> None:
+def test_clip_gradients(given, expected, reported):
     optimizer = jstep.clip_gradients(**given)
     found = update_of(optimizer, {"a": jnp.array([3.0, 4.0]), "b": jnp.array([-12.0])})
     np.testing.assert_allclose(found["a"], expected[0], rtol=1e-6)
@@ -186,7 +184,7 @@ def test_clip_gradients(given: Any, expected: Any, reported: Any) -> None:
     assert {k: float(v) for k, v in optimizer.hyperparameters(0).items()} == reported
 
 
-def test_scheduled_limits_follow_the_step() -> None:
+def test_scheduled_limits_follow_the_step():
     optimizer = jstep.clip_gradients(by_norm=lambda step: jnp.asarray([5.0, 1.0])[step])
     np.testing.assert_allclose(update_of(optimizer, {"a": jnp.array([3.0, 4.0])}, 1)["a"], [0.6, 0.8], rtol=1e-6)
 
@@ -204,7 +202,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_prng_key_is_rejected_with_its_path(name: str) -> None:
+def test_a_prng_key_is_rejected_with_its_path(name):
     key = jax.random.key(0)
     with pytest.raises(TypeError, match=rf"^{name}: the leaf at 'n/key' has dtype key<fry>, a PRNG key\. Replace it"):
         FUNCTIONS[name]({"n": {"key": key}, "w": jnp.ones(2)})
@@ -213,7 +211,7 @@ def test_a_prng_key_is_rejected_with_its_path(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in ("global_norm", "clip_by_value")])
-def test_integers_are_rejected_with_one_path(name: str) -> None:
+def test_integers_are_rejected_with_one_path(name):
     with pytest.raises(TypeError, match=rf"^{name}: the leaf at 'n' has dtype int32; only floating-point arrays"):
         FUNCTIONS[name]({"n": jnp.arange(3)})
 
@@ -228,7 +226,7 @@ def test_integers_are_rejected_with_one_path(name: str) -> None:
         lambda x: jstep.clip_by_value(x, -0.9, 3.5),
     ],
 )
-def test_repeated_rows_are_added_before_they_are_clipped(clip: Any) -> None:
+def test_repeated_rows_are_added_before_they_are_clipped(clip):
     sparse = jstep.IndexedSlices(jnp.array([[1.0], [2.0], [4.0]]), jnp.array([1, 1, 3]), (5, 1))
     assert float(jstep.global_norm({"t": sparse})) == 5.0
     clipped = clip(sparse)
@@ -308,13 +306,13 @@ CLIPS = {
 @pytest.mark.thorough(except_for=["nan-global", "inf-rows", "-inf-global"])
 @pytest.mark.parametrize("name", CLIPS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_nonfinite_norms_turn_clipped_leaves_into_nan(name: str, bad: float) -> None:
+def test_nonfinite_norms_turn_clipped_leaves_into_nan(name, bad):
     assert np.all(np.isnan(CLIPS[name](jnp.array([1.0, bad]), 1.0)))
     tree = CLIPS[name]({"a": jnp.array([1.0, bad]), "b": jnp.array([0.5])}, 1.0)
     assert np.isnan(tree["b"][0]) == (name == "global")
 
 
-def test_clipping_with_debug_nans() -> None:
+def test_clipping_with_debug_nans():
     with jax.debug_nans(True):
         for clip in CLIPS.values():
             clip({"a": jnp.array([3.0, 4.0])}, 1.0)
@@ -324,14 +322,14 @@ CLIPPED = jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam(0.1))
 
 
 @pytest.mark.parametrize("optimizer", [jstep.skip_nonfinite(jstep.adam(0.1)), CLIPPED], ids=["skip", "clip"])
-def test_norms_do_not_copy_leaves(optimizer: jstep.Optimizer) -> None:
+def test_norms_do_not_copy_leaves(optimizer):
     params = {name: jax.ShapeDtypeStruct((1 << 18,), jnp.float32) for name in "abcd"}
     state = jax.eval_shape(lambda params: jstep.TrainState.create(params, optimizer), params)
     step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0)
     assert step.lower(state, params).compile().memory_analysis().temp_size_in_bytes < 1 << 14
 
 
-def test_the_factor_of_a_loss_is_divided_out_before_squaring() -> None:
+def test_the_factor_of_a_loss_is_divided_out_before_squaring():
     """As for the gradient noise scale: float32 does not hold the square of a scaled gradient."""
     gradients, scale = [jnp.array([3e18, 4e18], jnp.float32), None], jnp.float32(1e18)
     assert np.isclose(squared_norm([gradients[0] * 10, None], scale), 2500.0, rtol=1e-5)
@@ -341,7 +339,7 @@ def test_the_factor_of_a_loss_is_divided_out_before_squaring() -> None:
 # Derivatives of norms and of clipping.
 
 WEIGHTS = np.array([1.0, 2.0, 3.0])
-CLIPS_OF_DERIVATIVES: dict[str, tuple[Callable[[Any, Any], Any], int]] = {
+CLIPS_OF_DERIVATIVES = {
     "norm": (jstep.clip_by_norm, 1),
     "rows": (lambda x, c: jstep.clip_by_norm(x[None], c, axes=1)[0], 1),
     "global": (lambda x, c: jstep.clip_by_global_norm({"a": x}, c)[0]["a"], 1),
@@ -350,7 +348,7 @@ CLIPS_OF_DERIVATIVES: dict[str, tuple[Callable[[Any, Any], Any], int]] = {
 SIZES = [1e-3, 1.0, 1e15]
 
 
-def _values(size: float, dtype: str = "float32") -> tuple[Any, Any]:
+def _values(size, dtype="float32"):
     x = (jnp.array([1.0, -0.5, 0.25], jnp.float32) * jnp.float32(size)).astype(dtype)
     return x, np.asarray(x, np.float64)
 
@@ -359,7 +357,7 @@ def _values(size: float, dtype: str = "float32") -> tuple[Any, Any]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_gradient_of_the_global_norm(size: float, dtype: str, wrap: Any) -> None:
+def test_gradient_of_the_global_norm(size, dtype, wrap):
     x, exact = _values(size, dtype)
     found = wrap(jax.grad(jstep.global_norm))({"a": x, "b": jnp.zeros(2), "none": None})
     assert found["a"].dtype == dtype
@@ -372,7 +370,7 @@ def test_gradient_of_the_global_norm(size: float, dtype: str, wrap: Any) -> None
 @pytest.mark.parametrize("name", CLIPS_OF_DERIVATIVES)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("part", [0.1, 3.0], ids=["clipped", "within"])
-def test_gradients_of_clipping(name: str, size: float, part: float) -> None:
+def test_gradients_of_clipping(name, size, part):
     clip, count = CLIPS_OF_DERIVATIVES[name]
     x, exact = _values(size)
     norm = np.linalg.norm(exact) / count
@@ -385,7 +383,7 @@ def test_gradients_of_clipping(name: str, size: float, part: float) -> None:
     np.testing.assert_allclose(by_limit, exact @ WEIGHTS / norm if clips else 0, rtol=1e-4)
 
 
-def test_derivatives_at_zero() -> None:
+def test_derivatives_at_zero():
     zero = jnp.zeros(3)
     assert not jax.jit(jax.grad(jstep.global_norm))(zero).any()
     assert not jax.jit(jax.hessian(jstep.global_norm))(zero).any()
@@ -394,14 +392,14 @@ def test_derivatives_at_zero() -> None:
 
 
 @pytest.mark.thorough
-def test_complex_numbers() -> None:
+def test_complex_numbers():
     z = jnp.array([3 + 4j])
     np.testing.assert_allclose(jax.grad(jstep.global_norm)(z), jax.grad(lambda z: jnp.abs(z).sum())(z), rtol=1e-6)
     found = jax.grad(lambda z: jstep.clip_by_norm(z, 1.0).real.sum())(z)
     np.testing.assert_allclose(found, jax.grad(lambda z: (z.real / jnp.abs(z)).sum())(z), rtol=1e-5)
 
 
-def test_bounds_are_broadcast_against_each_other() -> None:
+def test_bounds_are_broadcast_against_each_other():
     low, high = jnp.array([0.0, 1.0, 2.0]), jnp.array([[2.5], [3.0]])
     x = jnp.arange(-2.0, 4.0).reshape(2, 3)
     for clip in (jstep.clip_by_value, jax.jit(jstep.clip_by_value)):

@@ -15,7 +15,7 @@ from pages import DOCS, blocks_of, section_of
 import jstep
 
 
-def test_comments_and_code_of_tf_train_have_the_same_numbers() -> None:
+def test_comments_and_code_of_tf_train_have_the_same_numbers():
     code = blocks_of(DOCS / "from" / "tf-train.md")[0].code
     calls = re.findall(r"(exponential_decay|[Mm]omentum(?:Optimizer)?)\((.*?)\)", code)
     numbers = [re.findall(r"[\d.]+", arguments) for _, arguments in calls]
@@ -24,7 +24,7 @@ def test_comments_and_code_of_tf_train_have_the_same_numbers() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", peer_numbers.CASES)
-def test_the_libraries_compute_the_stored_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_libraries_compute_the_stored_numbers(name, monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")  # its import needs another one otherwise
     for module in peer_numbers.needed_by(name):
         pytest.importorskip(module)
@@ -32,7 +32,7 @@ def test_the_libraries_compute_the_stored_numbers(name: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("coupled", [True, False])
-def test_adam_with_weight_decay_is_coupled_in_torch(coupled: bool) -> None:
+def test_adam_with_weight_decay_is_coupled_in_torch(coupled):
     optimizer = (
         jstep.chain(jstep.add_weight_decay(0.1), jstep.scale_by_adam(), jstep.scale_by_learning_rate(1e-2))
         if coupled
@@ -57,14 +57,14 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedules_of_transformers_torch_and_keras(name: str) -> None:
+def test_schedules_of_transformers_torch_and_keras(name):
     theirs = peer_numbers.stored(name)
     ours = [float(SCHEDULES[name]()(step)) for step in range(len(theirs))]
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-9)
     assert (ours[0] == 0.0) == ("LR" not in name), "the learning rate of the first update"
 
 
-def test_patience_in_keras() -> None:
+def test_patience_in_keras():
     """The patience of EarlyStopping is the same as in Keras, that of ReduceOnPlateau is one less."""
     losses, theirs = peer_numbers.LOSSES, peer_numbers.stored("patience of Keras")
     optimizer = jstep.gradient_descent(jstep.held("learning_rate", 1.0))

@@ -27,7 +27,7 @@ def test_the_program_learns(last_step, loss, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # The program runs with JAX's default settings, not those of the tests.
     for _ in range(2):  # the second start restores the last step
-        names: dict[str, object] = {}
+        names = {}
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             exec(compile(program, "README.md", "exec"), names)
             assert names["evaluate"](names["state"])["loss"] < loss
@@ -87,7 +87,7 @@ def test_the_files_that_it_names_exist():
 # Names and terms that a reader would stumble over: signatures name types, and errors say what must be.
 
 
-def test_signatures_of_optimizers_and_schedules_name_their_types() -> None:
+def test_signatures_of_optimizers_and_schedules_name_their_types():
     """The files begin with `from __future__ import annotations`, so that `help()` does not expand the type aliases."""
     functions = [getattr(jstep, name) for name in jstep.__all__ if inspect.isfunction(getattr(jstep, name))]
     files = {function: inspect.getsourcefile(inspect.unwrap(function)) or "" for function in functions}
@@ -96,7 +96,7 @@ def test_signatures_of_optimizers_and_schedules_name_their_types() -> None:
     assert not [one.__name__ for one in taken if "numpy.number" in str(inspect.signature(one))]
 
 
-def test_errors_say_what_a_value_must_be() -> None:
+def test_errors_say_what_a_value_must_be():
     """One word for it, not `expected`."""
     wrong = re.compile(r""": expected [a-z\['{0-9]""")
     assert not [f"{path.name}: {found.group()}" for path in MODULES.values() for found in wrong.finditer(text_of(path))]

@@ -1,7 +1,5 @@
 """What processes agree on before each batch of an evaluation, with the numbers that another process would send."""
 
-from typing import Any
-
 import jax
 import numpy as np
 import pytest
@@ -84,9 +82,7 @@ class Spread(NamedSharding):
     [([2, 1, 3], [2, 0, 1]), ([0, 3, 2], [0, 1, 2]), ([2, 2, 2], [0, 1]), ([-1, 1, 1], [1, 2])],
 )
 @pytest.mark.parametrize("dtype", ["float32", "int8", "bool"])
-def test_rows_are_joined_in_the_order_of_the_owners(
-    sizes: list[int], owners: list[int], dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_joined_in_the_order_of_the_owners(sizes, owners, dtype, monkeypatch):
     """Whatever each process has of them, bit by bit, and replicated where they do not divide over the mesh."""
     mesh = jax.make_mesh((8,), ("data",))
     three = Fellows(monkeypatch, 3)
@@ -103,12 +99,12 @@ def test_rows_are_joined_in_the_order_of_the_owners(
         assert one.sharding.spec == PartitionSpec(None)
 
 
-def test_equal_rows_that_divide_are_placed_by_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_rows_that_divide_are_placed_by_each_process(monkeypatch):
     mesh = jax.make_mesh((8,), ("data",))
     monkeypatch.setattr(evaluation_batches, "part_owners", lambda sharding: [0, 1])
     monkeypatch.setattr(evaluation_batches, "place_rows", lambda rows, sharding: ("placed", len(rows)))
     sharding = Spread(mesh, PartitionSpec("data"))
-    found: Any = evaluation_batches._global(np.array([4, 4]), np.ones((4, 2)), sharding)
+    found = evaluation_batches._global(np.array([4, 4]), np.ones((4, 2)), sharding)
     assert found == ("placed", 4)
     scalar = evaluation_batches._global(np.array([4, 4]), np.float32(3), Spread(mesh, PartitionSpec()))
     assert (scalar.shape, scalar.tolist()) == ((), 3.0)

@@ -4,8 +4,6 @@ import io
 import os
 import signal
 import threading
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +23,10 @@ from jstep.loop import progress
 class Device:
     """A device whose calls take some seconds each, one after the other."""
 
-    def __init__(self, each: float) -> None:
+    def __init__(self, each):
         self.now, self.each, self.free, self.waits = 0.0, each, 0.0, 0
 
-    def call(self) -> Any:
+    def call(self):
         self.free = max(self.free, self.now) + self.each
         return Result(self, self.free)
 
@@ -36,21 +34,21 @@ class Device:
 class Result:
     """What a call of it returns."""
 
-    def __init__(self, device: Device, at: float) -> None:
+    def __init__(self, device, at):
         self.device, self.at = device, at
 
-    def is_deleted(self) -> bool:
+    def is_deleted(self):
         return False
 
-    def is_ready(self) -> bool:
+    def is_ready(self):
         return self.device.now >= self.at
 
-    def block_until_ready(self) -> None:
+    def block_until_ready(self):
         self.device.waits += not self.is_ready()
         self.device.now = max(self.device.now, self.at)
 
 
-def most_ahead(device: Device, host: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def most_ahead(device, host, calls, monkeypatch):
     """How many calls are unfinished when each one is handed over by a host that needs some seconds for it."""
     monkeypatch.setattr(in_flight, "_result", lambda state, metrics: metrics)
     flight, ahead = InFlight(lambda: device.now), []
@@ -63,7 +61,7 @@ def most_ahead(device: Device, host: float, calls: int, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("each", "most"), [(2.2, 1), (0.6, 1), (0.4, 2), (0.1, 9), (0.01, 99), (0.001, 999)])
-def test_the_bound(each: float, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bound(each, most, monkeypatch):
     device = Device(each)
     ahead = most_ahead(device, 1e-5, 3000, monkeypatch)
     assert ahead[:3] == [0, 1, 1]  # until it is known how long a call takes
@@ -72,14 +70,14 @@ def test_the_bound(each: float, most: int, monkeypatch: pytest.MonkeyPatch) -> N
     assert device.free <= each * 3001 + 1e-3
 
 
-def test_a_host_that_is_slower_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_is_slower_waits_for_nothing(monkeypatch):
     device = Device(0.001)
     assert max(most_ahead(device, 0.002, 100, monkeypatch)) == 0
     assert device.waits == 0
 
 
 @pytest.mark.parametrize("kind", ["loss", "array", "number", "nothing"])
-def test_what_is_waited_for(kind: str) -> None:
+def test_what_is_waited_for(kind):
     state = jstep.TrainState.create({"w": jnp.zeros(2)}, OPTIMIZER)
     metrics = {
         "loss": {"loss": jnp.ones(()), "big": jnp.ones(9)},
@@ -97,7 +95,7 @@ def test_what_is_waited_for(kind: str) -> None:
     assert flight.finished == 7
 
 
-def test_a_metric_that_the_next_call_donates() -> None:
+def test_a_metric_that_the_next_call_donates():
     """It tells nothing; from then on, a copy of the step does."""
     state = jstep.TrainState.create({"w": jnp.zeros(2)}, OPTIMIZER)
     flight = InFlight()
@@ -115,7 +113,7 @@ def test_a_metric_that_the_next_call_donates() -> None:
     assert flight.finished == 8
 
 
-def flight_of(monkeypatch: pytest.MonkeyPatch, *steps: int) -> tuple[InFlight, list[Marker], list[float]]:
+def flight_of(monkeypatch, *steps):
     """Calls that begin at step 2 and end at the given ones, their results, and the time."""
     monkeypatch.setattr(in_flight, "_result", lambda state, metrics: metrics)
     now, results = [10.0], [Marker() for _ in steps]
@@ -125,12 +123,12 @@ def flight_of(monkeypatch: pytest.MonkeyPatch, *steps: int) -> tuple[InFlight, l
     return flight, results, now
 
 
-def test_another_thread_sees_which_call_is_unfinished(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_thread_sees_which_call_is_unfinished(monkeypatch):
     """And when others finished, of which the loop's thread learns later."""
     flight, (first, second, third), now = flight_of(monkeypatch, 5, 7, 8)
-    found: list[Any] = []
+    found = []
 
-    def look() -> Any:
+    def look():
         thread = threading.Thread(target=lambda: found.append(flight.unfinished()))
         thread.start()
         thread.join()
@@ -153,7 +151,7 @@ def test_another_thread_sees_which_call_is_unfinished(monkeypatch: pytest.Monkey
     assert look() is None
 
 
-def test_a_wait_for_a_step_waits_for_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_a_step_waits_for_no_later_one(monkeypatch):
     flight, results, _ = flight_of(monkeypatch, 5, 7, 8)
     flight.wait_for(6)
     assert (flight.finished, [result.ready for result in results]) == (7, [True, True, False])
@@ -164,13 +162,13 @@ def test_a_wait_for_a_step_waits_for_no_later_one(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.thorough
-def test_a_signal_while_the_loop_waits_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_while_the_loop_waits_for_the_device(tmp_path, monkeypatch):
     """The call for which it waited to make room is not handed over any more."""
     monkeypatch.setattr(in_flight, "_SECONDS", 0.001)
     waits = InFlight.make_room
-    count: list[int] = []
+    count = []
 
-    def make_room(self: Any) -> None:
+    def make_room(self):
         waits(self)
         count.append(1)
         if len(count) == 6:

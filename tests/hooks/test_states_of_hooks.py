@@ -2,7 +2,6 @@
 
 import collections
 import logging
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,13 +17,13 @@ from jstep.state.train_state import TrainState
 class Kept(jstep.Hook):
     """A hook whose state is its name."""
 
-    def __init__(self, name: str, *, ends: bool = False, key: Any = None) -> None:
+    def __init__(self, name, *, ends=False, key=None):
         self.name, self.ends, self.got, self.key = name, ends, None, key
 
-    def get_state(self) -> Any:
+    def get_state(self):
         return (self.name,)
 
-    def set_state(self, value: Any) -> bool:
+    def set_state(self, value):
         self.got = value
         return self.ends
 
@@ -52,14 +51,14 @@ class Other(Kept):
         ([Other("a", key="mine"), Kept("b")], [Kept("1"), Kept("2", key="mine")], ["b", "a"], []),
     ],
 )
-def test_who_gets_which_state(saved: Any, here: Any, got: Any, said: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_gets_which_state(saved, here, got, said, caplog):
     caplog.set_level(logging.INFO, "jstep")
     assert set_states(here, get_states(saved)) is False
     assert [one.got and one.got[0] for one in here] == got
     assert caplog.messages == said
 
 
-def test_one_of_several_ends_the_run() -> None:
+def test_one_of_several_ends_the_run():
     saved = get_states([Kept("a", key="1"), Kept("b", key="2")])
     for ends in ((False, True), (True, False)):
         here = [Kept("", key=str(i + 1), ends=one) for i, one in enumerate(ends)]
@@ -76,14 +75,14 @@ def test_one_of_several_ends_the_run() -> None:
         [None],
     ],
 )
-def test_what_is_no_list_of_states(saved: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_no_list_of_states(saved, caplog):
     hook = Kept("1", ends=True)
     assert set_states([hook], saved, "callbacks") is False
     assert hook.got is None
     assert caplog.messages == ["callbacks: their states in the checkpoint cannot be read: all start fresh"]
 
 
-def test_states_that_are_plain_or_cannot_be_decoded_or_kept() -> None:
+def test_states_that_are_plain_or_cannot_be_decoded_or_kept():
     hook = Kept("1")
     record = {"key": "Kept", "class": f"{__name__}.Kept", "is_given": False, "state": {"t": 1}}
     set_states([hook], [record])
@@ -94,10 +93,10 @@ def test_states_that_are_plain_or_cannot_be_decoded_or_kept() -> None:
     text = str(caught.value)
     assert text.startswith("callbacks: the checkpoint's state of Kept cannot be decoded (")
     assert text.endswith("); it was not saved by jstep, or was changed")
-    hook.get_state = lambda: [collections.deque()]  # type: ignore[method-assign]
+    hook.get_state = lambda: [collections.deque()]
     with pytest.raises(TypeError, match=r"hooks: the state of Kept cannot be kept .*: get_state\(\)\[0\] is a value"):
         get_states([hook])
-    hook.get_state = lambda: 1 // 0  # type: ignore[method-assign]
+    hook.get_state = lambda: 1 // 0
     with pytest.raises(ZeroDivisionError) as failed:
         get_states([hook], "callbacks")
     note = "jstep: callbacks: in Kept.get_state(), whose result is kept with each checkpoint"

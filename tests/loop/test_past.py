@@ -1,8 +1,6 @@
 """A resumed run warns once if its past batches have changed; changes of future batches are not reported."""
 
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -120,12 +118,12 @@ def test_the_past_does_not_depend_on_the_number_of_processes(make):
 # The warning about a learning rate that is 0 in the last steps of a run.
 
 ENDS = jstep.linear(0.1, 0.0, steps=5)
-WARNED: dict[str, Callable[[], Any]] = {
+WARNED = {
     "scheduled": lambda: jstep.adam(ENDS),
     "wrapped": lambda: jstep.skip_nonfinite(jstep.sgd(ENDS)),
     "Optax, whose last rate is -1.5e-9": lambda: jstep.sgd(optax.linear_schedule(0.1, 0.0, 5)),
 }
-NOT_WARNED: dict[str, Callable[[], Any]] = {
+NOT_WARNED = {
     "plain": lambda: jstep.sgd(0.0),
     "held": lambda: jstep.sgd(jstep.held("learning_rate", 0.0)),
     "one part learns": lambda: jstep.partition(
@@ -136,7 +134,7 @@ NOT_WARNED: dict[str, Callable[[], Any]] = {
 }
 
 
-def warnings_of(caplog: Any, *optimizers: Any, **given: Any) -> int:
+def warnings_of(caplog, *optimizers, **given):
     caplog.clear()
     steps = [jstep.minimize(lambda params: (params["w"] + params["v"]) ** 2, optimizer) for optimizer in optimizers]
     state = jstep.TrainState.create({"w": jnp.zeros(()), "v": jnp.zeros(())}, optimizers[0])
@@ -147,10 +145,10 @@ def warnings_of(caplog: Any, *optimizers: Any, **given: Any) -> int:
 
 
 @pytest.mark.parametrize("name", [*WARNED, *NOT_WARNED])
-def test_a_rate_that_is_0_in_the_last_steps(name: str, caplog: Any) -> None:
+def test_a_rate_that_is_0_in_the_last_steps(name, caplog):
     assert warnings_of(caplog, (WARNED | NOT_WARNED)[name]()) == (name in WARNED)
 
 
-def test_only_the_last_stage_counts(caplog: Any) -> None:
+def test_only_the_last_stage_counts(caplog):
     assert warnings_of(caplog, jstep.sgd(ENDS), jstep.sgd(0.1), steps_per_call=2) == 0
     assert warnings_of(caplog, jstep.sgd(0.1), jstep.sgd(ENDS), steps_per_call=2) == 1

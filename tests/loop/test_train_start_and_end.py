@@ -3,7 +3,6 @@
 import gc
 import io
 import logging
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -192,12 +191,12 @@ X = np.ones(3, np.float32)
 STEP = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x.reshape(3)) ** 2), OPTIMIZER_OF_LAST)
 
 
-def run(batches: Any, **options: Any) -> jstep.TrainState:
+def run(batches, **options):
     state = jstep.TrainState.create({"w": jnp.zeros(3)}, OPTIMIZER_OF_LAST)
     return jstep.train(STEP, state, batches, None, **options)
 
 
-def ended_queue() -> Any:
+def ended_queue():
     queue = jstep.FIFOQueue(10)
     for _ in range(5):
         queue.enqueue(X)
@@ -206,7 +205,7 @@ def ended_queue() -> Any:
         yield queue.dequeue()
 
 
-SOURCES: dict[str, Any] = {
+SOURCES = {
     "list": lambda: [X] * 5,
     "generator": lambda: (X for _ in range(5)),
     "queue": ended_queue,
@@ -217,7 +216,7 @@ SOURCES: dict[str, Any] = {
 @pytest.mark.thorough(except_for=["generator-1", "generator-2", "queue-1"])
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 @pytest.mark.parametrize("source", list(SOURCES))
-def test_the_batches_end_the_run(source: str, steps_per_call: int, tmp_path: Any, caplog: Any) -> None:
+def test_the_batches_end_the_run(source, steps_per_call, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "jstep"):
         state = run(SOURCES[source](), checkpoint_dir=tmp_path, steps_per_call=steps_per_call)
     assert int(state.global_step) == 5
@@ -225,22 +224,22 @@ def test_the_batches_end_the_run(source: str, steps_per_call: int, tmp_path: Any
     assert not [record.getMessage() for record in caplog.records if "ended" in record.getMessage()]
 
 
-def test_a_finished_run_stays_finished_and_more_batches_continue_it(tmp_path: Any) -> None:
+def test_a_finished_run_stays_finished_and_more_batches_continue_it(tmp_path):
     for number, expected in ((5, 5), (5, 5), (8, 8)):
         assert int(run([X] * number, checkpoint_dir=tmp_path).global_step) == expected
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 4])
-def test_a_hook_ends_the_run(steps_per_call: int) -> None:
+def test_a_hook_ends_the_run(steps_per_call):
     class Stop(jstep.Hook):
-        def after_step(self, step: int, state: Any, metrics: Any) -> bool:
+        def after_step(self, step, state, metrics):
             return step >= 8
 
     hooks = [Stop(), jstep.AuditHook(every_n_steps=3), jstep.NanLossHook(), jstep.LoggingHook(every_n_steps=4)]
     assert int(run(lambda step: X, hooks=hooks, steps_per_call=steps_per_call).global_step) == 8
 
 
-def test_the_progress_bar_has_no_total(capsys: Any) -> None:
+def test_the_progress_bar_has_no_total(capsys):
     pytest.importorskip("tqdm")
     file = io.StringIO()
     run([X] * 5, hooks=[jstep.ProgressHook(last_step=None, file=file)], progress=False)
@@ -248,7 +247,7 @@ def test_the_progress_bar_has_no_total(capsys: Any) -> None:
     assert "%" not in file.getvalue()
 
 
-def test_no_batch_at_all_is_an_error() -> None:
+def test_no_batch_at_all_is_an_error():
     with pytest.raises(ValueError, match=r"no batch for step 0, the first of this run \(last_step=None\)") as raised:
         run([])
     assert "lower last_step" not in str(raised.value)

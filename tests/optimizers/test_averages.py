@@ -1,8 +1,7 @@
 """Moving averages: their equation in NumPy, and those with an interval, a `var_list` or another name."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equations
 import jax
@@ -21,7 +20,7 @@ EMA = "ExponentialMovingAverage"
 @pytest.mark.parametrize("num_updates", [False, True])
 @pytest.mark.parametrize("zero_debias", [False, True])
 @pytest.mark.parametrize("decay", [0.0, 0.3, 0.9, 0.999])
-def test_apply(decay: float, num_updates: bool, zero_debias: bool) -> None:
+def test_apply(decay, num_updates, zero_debias):
     ema = jstep.ExponentialMovingAverage(decay, num_updates=num_updates, zero_debias=zero_debias)
     averages = ema.init({"w": VALUES[0]})
     np.testing.assert_array_equal(averages["w"], np.zeros(3) if zero_debias else VALUES[0])
@@ -31,7 +30,7 @@ def test_apply(decay: float, num_updates: bool, zero_debias: bool) -> None:
         np.testing.assert_allclose(averages["w"], [one[n - 1] for one in expected], rtol=1e-11)
 
 
-def test_a_decay_near_one_is_precise_in_float32() -> None:
+def test_a_decay_near_one_is_precise_in_float32():
     """In float32, 1 − 0.999999 is wrong in the second digit."""
     ema = jstep.ExponentialMovingAverage(0.999999)
     moved = ema.apply(ema.init({"w": jnp.float32(0)}), {"w": jnp.float32(1)})
@@ -41,7 +40,7 @@ def test_a_decay_near_one_is_precise_in_float32() -> None:
     np.testing.assert_allclose(first["w"], 3.0, rtol=1e-6)
 
 
-def test_num_updates_takes_the_smaller_decay() -> None:
+def test_num_updates_takes_the_smaller_decay():
     ema = jstep.ExponentialMovingAverage(0.9, num_updates=True)
     zero, one = {"w": jnp.float32(0)}, {"w": jnp.float32(1)}
     for n in (0, 1, 5, 79, 80, 81, 10**6, 2**31 - 1):
@@ -51,7 +50,7 @@ def test_num_updates_takes_the_smaller_decay() -> None:
         np.testing.assert_allclose(traced["w"], expected, rtol=1e-6)
 
 
-def test_init_copies_and_widens() -> None:
+def test_init_copies_and_widens():
     params = {"f": jnp.ones(2), "h": jnp.ones(2, jnp.bfloat16), "i": jnp.ones(2, jnp.int32), "n": None}
     averages = jstep.ExponentialMovingAverage(0.9).init(params)
     assert averages["f"] is not params["f"]
@@ -63,7 +62,7 @@ def test_init_copies_and_widens() -> None:
     assert moved["i"] is None
 
 
-def test_names() -> None:
+def test_names():
     ema = jstep.ExponentialMovingAverage(0.9)
     assert ema.name == EMA
     assert ema.average_name("dense/kernel") == "dense/kernel/ExponentialMovingAverage"
@@ -76,7 +75,7 @@ def test_names() -> None:
 PARAMS = {"w": jnp.array([1.0, 2.0]), "deep": {"b": jnp.array(3.0)}, "n": jnp.array(4)}
 
 
-def run(optimizer: Any, steps: int, start: int = 0) -> tuple[Any, list[Any]]:
+def run(optimizer, steps, start=0):
     """Return the last state and the states after each step."""
     state = jstep.TrainState.create(PARAMS, optimizer, start)
     step = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))
@@ -88,7 +87,7 @@ def run(optimizer: Any, steps: int, start: int = 0) -> tuple[Any, list[Any]]:
     return state, states
 
 
-def test_apply_with_every_requires_num_updates() -> None:
+def test_apply_with_every_requires_num_updates():
     ema = jstep.ExponentialMovingAverage(0.5, every=2)
     averages = ema.init({"w": jnp.float32(0.0)})
     with pytest.raises(ValueError, match="num_updates=None"):
@@ -98,7 +97,7 @@ def test_apply_with_every_requires_num_updates() -> None:
         assert float(averages["w"]) == want
 
 
-def test_nonfinite_params_between_updates_are_ignored() -> None:
+def test_nonfinite_params_between_updates_are_ignored():
     """Between two updates the parameters do not enter the average, not even as 0 · ∞."""
     ema = jstep.ExponentialMovingAverage(0.5, every=2)
     averages = ema.apply(ema.init({"w": jnp.float32(1.0)}), {"w": jnp.float32(jnp.inf)}, num_updates=1)
@@ -108,7 +107,7 @@ def test_nonfinite_params_between_updates_are_ignored() -> None:
 @pytest.mark.parametrize(
     "var_list", [["w"], "w*", lambda path, leaf: path == "w", {"w": True, "deep": False, "n": False}]
 )
-def test_var_list_selects_the_averaged_params(var_list: Any) -> None:
+def test_var_list_selects_the_averaged_params(var_list):
     ema = jstep.ExponentialMovingAverage(0.5)
     state, _ = run(jstep.with_moving_average(jstep.gradient_descent(0.1), ema, var_list), 3)
     assert jstep.get_slot(state, ema.name, "deep/b") is None
@@ -117,9 +116,9 @@ def test_var_list_selects_the_averaged_params(var_list: Any) -> None:
     assert not np.array_equal(averaged["w"], state.params["w"])
 
 
-def test_averaged_params_with_invalid_arguments() -> None:
+def test_averaged_params_with_invalid_arguments():
     with pytest.raises(TypeError, match="state=None: must be a TrainState"):
-        jstep.averaged_params(None)  # type: ignore[arg-type]
+        jstep.averaged_params(None)
     ema = jstep.ExponentialMovingAverage(0.5)
     state = run(jstep.scope("x", jstep.with_moving_average(jstep.gradient_descent(0.1), ema)), 1)[0]
     assert jstep.averaged_params(state)["w"] is not None
@@ -130,7 +129,7 @@ def test_averaged_params_with_invalid_arguments() -> None:
 EVERY_SECOND = jstep.ExponentialMovingAverage(1.0, zero_debias=True, every=2)
 
 
-def test_averages_that_wait_have_an_age_of_their_own_which_a_checkpoint_keeps(tmp_path: Any) -> None:
+def test_averages_that_wait_have_an_age_of_their_own_which_a_checkpoint_keeps(tmp_path):
     optimizer = jstep.with_moving_average(jstep.adam(0.1), EVERY_SECOND)
     state, states = run(optimizer, 7, start=3)
     assert int(state.slots["start_step"]) == 3
@@ -146,7 +145,7 @@ def test_averages_that_wait_have_an_age_of_their_own_which_a_checkpoint_keeps(tm
     assert "with_moving_average/ExponentialMovingAverage/start_step" not in jstep.TrainState.create(PARAMS, plain).slots
 
 
-def test_averaged_params_keep_dtypes_and_other_leaves() -> None:
+def test_averaged_params_keep_dtypes_and_other_leaves():
     optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), jstep.ExponentialMovingAverage(0.5))
     params = {"f": jnp.zeros(2), "h": jnp.zeros(2, jnp.bfloat16), "i": jnp.arange(2), "n": None, "k": jax.random.key(0)}
     state = jstep.TrainState.create(params, optimizer)
@@ -327,7 +326,7 @@ PROGRAM = [
 ]
 
 
-def players(wrap: Callable[[jstep.Optimizer], jstep.Optimizer] = lambda part: part) -> jstep.Optimizer:
+def players(wrap=lambda part: part):
     parts = {name: wrap(jstep.gradient_descent(0.5)) for name in PLAYERS}
     return jstep.partition(parts, lambda path, leaf: path)
 
@@ -343,11 +342,11 @@ AVERAGES_OF_PLAYERS = {
 }
 
 
-def with_average(inner: jstep.Optimizer, ema: EMA_OF_PLAYERS) -> jstep.Optimizer:
+def with_average(inner, ema):
     return jstep.with_moving_average(inner, ema)
 
 
-AROUND: dict[str, Callable[[EMA_OF_PLAYERS], jstep.Optimizer]] = {
+AROUND = {
     "guard outside": lambda ema: jstep.skip_nonfinite(with_average(players(), ema)),
     "guard inside": lambda ema: with_average(jstep.skip_nonfinite(players()), ema),
     "guards of all parts": lambda ema: with_average(players(jstep.skip_nonfinite), ema),
@@ -373,18 +372,18 @@ AROUND_GUARDS = ("guard inside", "guards of all parts", "compact inside", "proje
 """Averages that follow updates count those that a guard inside of them skips, as around `update_every`."""
 
 
-def averages_by_hand(states: list[Any], ema: EMA_OF_PLAYERS, player: str, counts_skipped: bool = False) -> Any:
+def averages_by_hand(states, ema, player, counts_skipped=False):
     """The averages after each update of PROGRAM, in float64."""
-    found: list[Any] = []
+    found = []
     for i, update in enumerate(PROGRAM):
         is_made = player in update.leaves and (counts_skipped or not update.is_nan)
         found.append((int(states[i].global_step), float(states[i + 1].params[player])) if is_made else None)
     return equations.averages(ema, float(states[0].params[player]), found)
 
 
-def run_of_players(optimizer: jstep.Optimizer, first: int = 0) -> list[Any]:
-    def update(state: Any, one: Update) -> Any:
-        def gradient(name: str) -> Any:
+def run_of_players(optimizer, first=0):
+    def update(state, one):
+        def gradient(name):
             return jnp.cos(3 * state.params[name] + 1) * (jnp.nan if one.is_nan else 1) if name in one.leaves else None
 
         grads = {name: gradient(name) for name in PLAYERS}
@@ -400,7 +399,7 @@ def run_of_players(optimizer: jstep.Optimizer, first: int = 0) -> list[Any]:
 @pytest.mark.thorough(except_for=["every-guard outside", "swa-guard inside"])
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("name", AVERAGES_OF_PLAYERS)
-def test_every_leaf_moves_once_in_each_update_that_counts(name: str, around: str) -> None:
+def test_every_leaf_moves_once_in_each_update_that_counts(name, around):
     ema = AVERAGES_OF_PLAYERS[name]
     optimizer = AROUND[around](ema)
     states = run_of_players(optimizer, first=7 if name in ("num_updates", "every") else 0)

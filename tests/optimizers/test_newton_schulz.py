@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-from typing import Any
 
 import equations
 import jax
@@ -34,26 +33,26 @@ DION = (
     (2.8366, -3.0525, 1.2012),
 )
 JORDAN = ((3.4445, -4.775, 2.0315),) * 5
-LISTS: dict[str, tuple[Any, float]] = {"jordan": (JORDAN, 1.0), "dion": (DION, 1.0), "polar_express": (POLAR, 1.01)}
+LISTS = {"jordan": (JORDAN, 1.0), "dion": (DION, 1.0), "polar_express": (POLAR, 1.01)}
 
 
-def with_spectrum(values: Any, shape: tuple[int, int], seed: int = 0) -> np.ndarray:
+def with_spectrum(values, shape, seed=0):
     rng = np.random.default_rng(seed)
     rows, columns = (np.linalg.qr(rng.normal(size=(size, len(values))))[0] for size in shape)
     return (rows * np.asarray(values)) @ columns.T
 
 
-def orthogonalized(x: Any, **arguments: Any) -> np.ndarray:
+def orthogonalized(x, **arguments):
     optimizer = jstep.orthogonalize(scale=None, **arguments)
     params = {"w": jnp.ones(np.shape(x))}
     return np.asarray(optimizer.update({"w": jnp.asarray(x, jnp.float32)}, {}, params, jnp.int32(0))[0]["w"])
 
 
-def singular(x: Any) -> np.ndarray:
+def singular(x):
     return np.linalg.svd(np.float64(x), compute_uv=False)
 
 
-def spectrum(least: float) -> np.ndarray:
+def spectrum(least):
     """Return singular values from `least` up, with Frobenius norm 1."""
     values = np.geomspace(least, 0.5, 11)
     return np.append(values, np.sqrt(1 - np.sum(values**2)))
@@ -63,7 +62,7 @@ def spectrum(least: float) -> np.ndarray:
 @pytest.mark.parametrize("normalization", ["frobenius", "schatten"])
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12), (12, 12)])
 @pytest.mark.parametrize("name", LISTS)
-def test_presets_equal_their_coefficients(name: str, shape: tuple[int, int], normalization: str) -> None:
+def test_presets_equal_their_coefficients(name, shape, normalization):
     triples, safety = LISTS[name]
     x = with_spectrum(np.linspace(0.4, 1.0, 12), shape)
     norm = np.linalg.norm(x) if normalization == "frobenius" else np.sum(singular(x) ** 4) ** 0.25
@@ -85,7 +84,7 @@ def test_presets_equal_their_coefficients(name: str, shape: tuple[int, int], nor
         ("polar_express", 13, 1e-3, 0.9999, 1.0001),
     ],
 )
-def test_bounds_of_singular_values(name: str, steps: Any, least: float, low: float, high: float) -> None:
+def test_bounds_of_singular_values(name, steps, least, low, high):
     for normalization in ("frobenius", "schatten"):
         for values in (spectrum(1.02 * least), [1.0], np.ones(12)):
             x = with_spectrum(values, (20, 16))
@@ -99,7 +98,7 @@ def test_bounds_of_singular_values(name: str, steps: Any, least: float, low: flo
 @pytest.mark.thorough(except_for=["dion-schatten"])
 @pytest.mark.parametrize("normalization", ["frobenius", "schatten"])
 @pytest.mark.parametrize("name", LISTS)
-def test_zero_tiny_stacked_and_low_precision_matrices(name: str, normalization: str) -> None:
+def test_zero_tiny_stacked_and_low_precision_matrices(name, normalization):
     arguments = {"ns_coefficients": name, "normalization": normalization}
     x = with_spectrum(np.linspace(0.5, 1.0, 4), (4, 6))
     stack = np.stack([x, 0 * x, 1e-14 * x, 5e-5 * x])
@@ -217,8 +216,8 @@ AXES = (0, 1), (2,)
 MERGED = (8, 2, 4)
 
 
-def test_layouts_of_matrices() -> None:
-    def of(spec: P, shape: Any = MERGED, axes: Any = AXES, devices: int = 8) -> Any:
+def test_layouts_of_matrices():
+    def of(spec, shape=MERGED, axes=AXES, devices=8):
         mesh = jax.make_mesh((devices // 2 or 1, 2 if devices > 1 else 1), ("x", "y"), devices=jax.devices()[:devices])
         found = layout_of_matrix(NamedSharding(mesh, spec), shape, axes)
         return None if found is None else (found.mesh is mesh, *found[1:])
@@ -249,18 +248,16 @@ def test_layouts_of_matrices() -> None:
         ("//", [()], ["  "]),
     ],
 )
-def test_a_stack_is_resharded_one_axis_at_a_time(
-    layout: str, shapes: list[tuple[int, ...]], hops: list[str], is_set: bool
-) -> None:
+def test_a_stack_is_resharded_one_axis_at_a_time(layout, shapes, hops, is_set):
     """There and back, to one matrix on each device or a few; the values are those of each matrix."""
     numbers = np.random.default_rng(0)
     members = [jnp.asarray(numbers.normal(size=(*shape, 4, 2)), jnp.float32) for shape in shapes]
     names = [tuple(part) for part in layout.split("/")]
 
-    def compute(stack: Any) -> Any:
+    def compute(stack):
         return stack + jnp.sum(jnp.abs(stack), (1, 2), keepdims=True)
 
-    def run(members: Any) -> Any:
+    def run(members):
         return distribute_matrices(members, MatrixLayout(CUBE, *names), compute)
 
     with jax.set_mesh(CUBE) if is_set else contextlib.nullcontext():

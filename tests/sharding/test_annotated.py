@@ -3,8 +3,6 @@
 import itertools
 import logging
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -144,24 +142,24 @@ DEBIASED = jstep.ExponentialMovingAverage(0.5, zero_debias=True)
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Any:
+def mesh():
     return jax.make_mesh((4,), ("data",))  # Explicit axes
 
 
 @pytest.fixture
-def params(mesh: Any) -> Any:
-    def placed(spec: P) -> jax.Array:
+def params(mesh):
+    def placed(spec):
         return jax.device_put(jnp.full((8, 8), 2.0, jnp.float32), NamedSharding(mesh, spec))
 
     return {name: placed(spec) for name, spec in SPECS.items()}
 
 
-def specs(tree: Any) -> Any:
+def specs(tree):
     """Return the specs with one entry for each dimension, as JAX writes those of a program."""
     return jax.tree.map(lambda leaf: P(*leaf.sharding.spec, *[None] * (leaf.ndim - len(leaf.sharding.spec))), tree)
 
 
-FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+FUNCTIONS = {
     "clip_by_value": lambda tree: jstep.clip_by_value(tree, -1, 1),
     "clip_by_norm": lambda tree: jstep.clip_by_norm(clip_norm=1.0, t=tree),
     "clip_by_average_norm": lambda tree: jstep.clip_by_average_norm(clip_norm=0.1, t=tree),
@@ -179,18 +177,18 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.thorough(except_for=["clip_by_global_norm", "apply_by_names"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_results_are_sharded_like_the_tree(name: str, params: Any) -> None:
+def test_results_are_sharded_like_the_tree(name, params):
     assert specs(FUNCTIONS[name](params)) == SPECS
 
 
-def test_a_path_of_a_tree_is_not_one_of_its_result(params: Any) -> None:
+def test_a_path_of_a_tree_is_not_one_of_its_result(params):
     """The clipped tree is the first of two results, whose paths are those of other leaves of this tree."""
     tree = ((params["a"], params["b"]), params["c"])
     assert specs(jstep.clip_by_global_norm(tree, 1.0)[0]) == ((SPECS["a"], SPECS["b"]), SPECS["c"])
     assert specs(jstep.clip_by_value(tree, -1, 1)) == ((SPECS["a"], SPECS["b"]), SPECS["c"])
 
 
-def test_averages_keep_their_own_sharding(params: Any) -> None:
+def test_averages_keep_their_own_sharding(params):
     moved = {"a": params["b"], "b": params["a"], "c": params["c"]}
     assert specs(EMA.apply(moved, params, 3)) == specs(moved)
 

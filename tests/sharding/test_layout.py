@@ -1,7 +1,5 @@
 """Sharding of states and batches."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -282,14 +280,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(("shape", "spec", "slot", "want"), CASES)
-def test_slots_drop_an_axis_of_the_sharding(shape: Any, spec: Any, slot: Any, want: Any) -> None:
+def test_slots_drop_an_axis_of_the_sharding(shape, spec, slot, want):
     got = slot_sharding(NamedSharding(MESH, spec), shape, slot, None, None)
     assert got.is_equivalent_to(NamedSharding(MESH, want), len(slot))
 
 
 @pytest.mark.thorough(except_for=["shape0", "shape3"])
 @pytest.mark.parametrize("shape", [(8, 8), (4, 8, 8), (8, 8, 8), (8, 8, 4)])
-def test_factored_slots_of_square_parameters(shape: Any) -> None:
+def test_factored_slots_of_square_parameters(shape):
     second, largest = np.argsort(shape, kind="stable")[-2:]
     spec = [None] * len(shape)
     spec[second], spec[largest] = "data", "model"
@@ -301,7 +299,7 @@ def test_factored_slots_of_square_parameters(shape: Any) -> None:
         assert leaf.sharding.is_equivalent_to(want, leaf.ndim), slot
 
 
-def test_factored_slots_of_replicated_parameters_are_split_if_divisible() -> None:
+def test_factored_slots_of_replicated_parameters_are_split_if_divisible():
     optimizer = jstep.adafactor(0.1, min_dim_size_to_factor=1)
     state = jstep.TrainState.create({"w": jnp.ones((16, 6))}, optimizer, mesh=DATA, slot_axis="data")
     leaves = [state.slots[name]["w"] for name in ("v_row", "v_col")]

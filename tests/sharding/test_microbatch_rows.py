@@ -1,7 +1,6 @@
 """Rows of microbatches: every n-th row, on one device as on a mesh, so that no row moves between devices."""
 
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -178,7 +177,7 @@ def test_microbatches_smaller_than_the_mesh_warn(types, caplog):
 
 OPTIMIZER = jstep.adam(0.1)
 X = np.arange(64, dtype=np.float32).reshape(32, 2) / 64
-SEEN: list[Any] = []
+SEEN = []
 
 
 def loss_fn(params, batch):

@@ -12,11 +12,11 @@ import pytest
 import jstep
 
 
-def create(optimizer: Any = None, **kwargs: Any) -> jstep.TrainState:
+def create(optimizer=None, **kwargs):
     return jstep.TrainState.create({"dense": {"kernel": jnp.ones((2, 3))}}, optimizer or jstep.adam(), **kwargs)
 
 
-def test_create_copies_params() -> None:
+def test_create_copies_params():
     params = {"w": jnp.ones(3), "v": np.ones(3, np.float32)}
     model_state = {"mean": jnp.zeros(3)}
     state = jstep.TrainState.create(params, jstep.momentum(0.1, 0.9), model_state=model_state)
@@ -31,12 +31,12 @@ def test_create_copies_params() -> None:
     assert fresh.params["w"] is not params["w"]
 
 
-def test_copy_false_keeps_arrays() -> None:
+def test_copy_false_keeps_arrays():
     params = {"w": jnp.ones(3)}
     assert jstep.TrainState.create(params, jstep.adam(), copy=False).params["w"] is params["w"]
 
 
-def test_numbers_become_arrays_without_weak_types() -> None:
+def test_numbers_become_arrays_without_weak_types():
     state = jstep.TrainState.create({"a": 1.0, "b": 2, "c": True, "d": np.float32(3), "e": None}, jstep.adam())
     dtypes = {k: (v.dtype, v.weak_type) for k, v in state.params.items() if v is not None}
     assert dtypes == {
@@ -48,7 +48,7 @@ def test_numbers_become_arrays_without_weak_types() -> None:
     assert state.params["e"] is None
 
 
-def test_slots_by_name_and_path() -> None:
+def test_slots_by_name_and_path():
     state = create()
     assert jstep.get_slot(state, "m") is state.slots["m"]
     assert jstep.get_slot(state, "m", "dense/kernel") is state.slots["m"]["dense"]["kernel"]
@@ -65,7 +65,7 @@ def test_slots_by_name_and_path() -> None:
     assert jstep.get_slot_names(create(jstep.gradient_descent(0.1))) == []
 
 
-def test_repr_is_a_short_summary() -> None:
+def test_repr_is_a_short_summary():
     state = create(global_step=12)
     text = repr(state)
     assert len(text.splitlines()) == 1
@@ -83,7 +83,7 @@ def test_repr_is_a_short_summary() -> None:
     assert "1 number in 1 leaf (0 B)" in repr(jstep.TrainState({"w": 1.0}, {}, None))  # made by hand, of a number
 
 
-def test_repr_survives_tracing_and_donation() -> None:
+def test_repr_survives_tracing_and_donation():
     assert "TrainState" in repr(jax.eval_shape(create))
     seen = []
     jax.jit(lambda s: seen.append(repr(s)))(create())
@@ -94,7 +94,7 @@ def test_repr_survives_tracing_and_donation() -> None:
     assert "TrainState" in repr(create().replace(global_step=None))
 
 
-def test_states_compare_by_value() -> None:
+def test_states_compare_by_value():
     state = jstep.TrainState.create({"w": jnp.array([1.0, jnp.nan]), "key": jax.random.key(0)}, jstep.adam(0.1))
     same = jax.tree.map(jnp.copy, state)
     for other, expected in (
@@ -116,7 +116,7 @@ def test_states_compare_by_value() -> None:
         hash(state)
 
 
-def test_model_state_is_read_and_replaced() -> None:
+def test_model_state_is_read_and_replaced():
     state = create()
     assert state.model_state is None
     with_some = state.replace(model_state={"seen": 3})
@@ -135,7 +135,7 @@ def test_model_state_is_read_and_replaced() -> None:
         jstep.TrainState.create({"w": tensor}, jstep.adam(0.1))
 
 
-def test_replaced_model_state_holds_arrays() -> None:
+def test_replaced_model_state_holds_arrays():
     """Numbers become arrays, as in `create`; shapes and shardings stay."""
     optimizer = jstep.gradient_descent(0.1)
     state = jstep.TrainState.create({"w": 1.0}, optimizer, model_state={"seen": 0, "mean": 0.0, "on": False})
@@ -150,11 +150,11 @@ def test_replaced_model_state_holds_arrays() -> None:
 
 
 @pytest.mark.parametrize("how", ["tree", "mesh", "function", "function on a mesh", "numpy"])
-def test_an_array_at_two_places_becomes_two_and_says_so(how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_array_at_two_places_becomes_two_and_says_so(how, caplog):
     scale = np.ones(4, np.float32) if how == "numpy" else jnp.ones(4)
     optimizer = jstep.sgd(0.1)
 
-    def make() -> Any:
+    def make():
         one = jnp.ones(4) if "function" in how else scale
         return {"a": {"scale": one}, "b": one, "c": jnp.zeros(4), "d": jnp.ones(4)}
 
@@ -176,12 +176,12 @@ LAST = 2**31 - 1
 OPTIMIZER = jstep.gradient_descent(0.1)
 
 
-def state(step: Any = 0) -> jstep.TrainState:
+def state(step=0):
     return jstep.TrainState.create({"w": 1.0}, OPTIMIZER, step)
 
 
 @pytest.mark.parametrize("step", [7, np.int64(7), jnp.int32(7), jstep.create_global_step(7)])
-def test_functions_accept_a_step(step: Any) -> None:
+def test_functions_accept_a_step(step):
     for get in (jstep.get_global_step, jstep.get_or_create_global_step):
         got = get(step)
         assert int(got) == 7
@@ -194,7 +194,7 @@ def test_functions_accept_a_step(step: Any) -> None:
     assert int(jax.jit(jstep.increment_global_step)(step)) == 8
 
 
-def test_states_with_and_without_a_step() -> None:
+def test_states_with_and_without_a_step():
     made = state(4)
     assert jstep.get_global_step(made) is jstep.get_or_create_global_step(made) is made.global_step
     assert type(jstep.global_step(made)) is int
@@ -207,14 +207,14 @@ def test_states_with_and_without_a_step() -> None:
             function(empty)
 
 
-def test_a_step_that_is_not_a_scalar() -> None:
+def test_a_step_that_is_not_a_scalar():
     """As in TensorFlow: 'Existing "global_step" is not scalar'."""
     for wrong in (jnp.zeros(1, jnp.int32), state().replace(global_step=jnp.zeros(1, jnp.int32))):
         with pytest.raises(TypeError, match=r"must be an integer scalar, got an array of int32 and shape \(1,\)"):
             jstep.get_global_step(wrong)
 
 
-def test_donated_step_raises() -> None:
+def test_donated_step_raises():
     old = state()
     jstep.minimize(lambda p: p["w"] ** 2, OPTIMIZER)(old)
     with pytest.raises(RuntimeError, match="donated"):
@@ -224,7 +224,7 @@ def test_donated_step_raises() -> None:
 # Overflow.
 
 
-def test_eager_overflow_raises() -> None:
+def test_eager_overflow_raises():
     full = state(LAST)
     for act in (
         lambda: jstep.increment_global_step(full),
@@ -237,7 +237,7 @@ def test_eager_overflow_raises() -> None:
     assert jstep.global_step(unchanged) == LAST
 
 
-def test_compiled_overflow_saturates() -> None:
+def test_compiled_overflow_saturates():
     step = jstep.minimize(lambda p: p["w"] ** 2, OPTIMIZER)
     current = state(LAST - 1)
     for _ in range(3):
@@ -247,7 +247,7 @@ def test_compiled_overflow_saturates() -> None:
     assert int(jax.jit(jstep.increment_global_step)(jnp.int32(LAST - 9), 5)) == LAST - 4
 
 
-def test_steps_under_x64(x64: None) -> None:
+def test_steps_under_x64(x64):
     current = state(LAST)
     current, _ = jstep.minimize(lambda p: p["w"] ** 2, OPTIMIZER)(current)
     assert jstep.global_step(current) == LAST + 1
@@ -258,7 +258,7 @@ def test_steps_under_x64(x64: None) -> None:
 # Parameters that are no arrays, copies of parameters in slots, boxed variables, and paths of several leaves.
 
 
-def test_empty_trees_raise() -> None:
+def test_empty_trees_raise():
     state = jstep.TrainState.create({}, jstep.adam())
     with pytest.raises(ValueError, match=r"No variables to optimize"):
         jstep.minimize(lambda p: jnp.float32(1), jstep.adam())(state)
@@ -278,11 +278,11 @@ class Module:
     activation: Any
 
 
-def test_a_leaf_that_is_not_an_array_is_named_with_what_splits_the_model() -> None:
+def test_a_leaf_that_is_not_an_array_is_named_with_what_splits_the_model():
     params = {"layers": [Module(jnp.ones(2), None), Module(jnp.ones(2), jax.nn.relu)]}
     by_hand = jstep.TrainState(params, {}, jnp.int32(0))
 
-    def loss_fn(params: Any) -> jax.Array:
+    def loss_fn(params):
         return jnp.sum(params["layers"][1].activation(params["layers"][0].weight))
 
     for make in (
@@ -297,7 +297,7 @@ def test_a_leaf_that_is_not_an_array_is_named_with_what_splits_the_model() -> No
 
 
 @pytest.mark.parametrize("leaf", [jnp.float32, "relu", np.array(["relu"]), np.array([None])], ids=repr)
-def test_a_leaf_with_a_dtype_that_is_not_an_array_is_named_too(leaf: Any) -> None:
+def test_a_leaf_with_a_dtype_that_is_not_an_array_is_named_too(leaf):
     params = Module(jnp.ones(2), leaf)
     step = jstep.minimize(lambda params: jnp.sum(params.weight), jstep.adam())
     for make in (
@@ -314,7 +314,7 @@ def test_a_leaf_with_a_dtype_that_is_not_an_array_is_named_too(leaf: Any) -> Non
 SHARED_PATH = {"a": {"b": 1.0}, "a/b": 2.0, "c": 3.0}
 
 
-def test_path_shared_by_two_leaves() -> None:
+def test_path_shared_by_two_leaves():
     state = jstep.TrainState.create(SHARED_PATH, jstep.adagrad(0.1))
     with pytest.raises(ValueError, match="get_slot: 2 leaves share the path 'a/b'"):
         jstep.get_slot(state, "accumulator", "a/b")
@@ -325,7 +325,7 @@ def test_path_shared_by_two_leaves() -> None:
     assert grads["a"]["b"] is None
 
 
-def test_slots_initialized_with_parameters_are_copies() -> None:
+def test_slots_initialized_with_parameters_are_copies():
     """A buffer can be donated only once."""
     base = jstep.gradient_descent(0.1)
     custom = base._replace(
@@ -344,13 +344,13 @@ def test_slots_initialized_with_parameters_are_copies() -> None:
 
 
 @pytest.fixture
-def nnx() -> Any:
+def nnx():
     return pytest.importorskip("flax.nnx")
 
 
-def test_boxed_variables(nnx: Any) -> None:
-    class Model(nnx.Module):  # type: ignore[misc]
-        def __init__(self, rngs: Any) -> None:
+def test_boxed_variables(nnx):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
             self.fc = nnx.Linear(2, 1, rngs=rngs)
             self.norm = nnx.BatchNorm(1, rngs=rngs)
 
@@ -363,7 +363,7 @@ def test_boxed_variables(nnx: Any) -> None:
     for path in ("fc/kernel", "fc/kernel/value"):
         assert jstep.get_slot(state, "momentum", path).shape == (2, 1)
 
-    def loss_fn(params: Any, rest: Any, x: Any) -> Any:
+    def loss_fn(params, rest, x):
         model = nnx.merge(graphdef, params, rest, copy=True)
         loss = jnp.mean(model.norm(model.fc(x)) ** 2) + jnp.mean(model.fc(x))
         return loss, nnx.split(model, nnx.Param, ...)[2]

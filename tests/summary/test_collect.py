@@ -2,7 +2,6 @@
 
 import functools
 import gc
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -156,22 +155,22 @@ def test_error_of_merge_all_while_tracing_suggests_collect():
 OPTIMIZER = jstep.gradient_descent(0.1)
 
 
-def _step(loss_fn: Any, **options: Any) -> Any:
+def _step(loss_fn, **options):
     return jstep.minimize(loss_fn, OPTIMIZER, has_aux=True, **options)
 
 
-def _state() -> Any:
+def _state():
     return jstep.TrainState.create({"w": jnp.ones(3)}, OPTIMIZER)
 
 
-def _tags(metrics: Any) -> list[str]:
+def _tags(metrics):
     return sorted(metrics["summaries"].tags)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("both", [False, True])
-def test_recorded_and_returned_summaries_are_merged(microbatches: int, both: bool) -> None:
-    def loss_fn(params: Any, x: Any) -> Any:
+def test_recorded_and_returned_summaries_are_merged(microbatches, both):
+    def loss_fn(params, x):
         loss = jnp.mean((params["w"] - x.mean()) ** 2)
         recorded = summary.scalar("recorded", loss)
         returned = summary.scalar("returned", 2 * loss)
@@ -183,8 +182,8 @@ def test_recorded_and_returned_summaries_are_merged(microbatches: int, both: boo
     assert metrics["other"] == metrics["loss"]
 
 
-def test_error_if_summaries_is_not_a_summary() -> None:
-    def loss_fn(params: Any, x: Any) -> Any:
+def test_error_if_summaries_is_not_a_summary():
+    def loss_fn(params, x):
         loss = jnp.mean((params["w"] - x.mean()) ** 2)
         summary.scalar("recorded", loss)
         return loss, {"summaries": loss}

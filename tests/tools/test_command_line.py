@@ -35,7 +35,7 @@ def run(tmp_path_factory):
     return directory
 
 
-def test_without_a_command_the_commands_are_shown(monkeypatch, capsys) -> None:
+def test_without_a_command_the_commands_are_shown(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["/usr/bin/jstep"])
     monkeypatch.setenv("COLUMNS", "80")
     assert main() == 0
@@ -53,12 +53,12 @@ def test_without_a_command_the_commands_are_shown(monkeypatch, capsys) -> None:
     assert capsys.readouterr().out == out
 
 
-def test_the_path_has_the_same_command() -> None:
+def test_the_path_has_the_same_command():
     assert tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]["scripts"] == {"jstep": "jstep.tools.cli:main"}
 
 
 @pytest.mark.parametrize("width", [30, 40, 60, 80, 100, 300, None])
-def test_tables_fit_the_terminal(run, monkeypatch, cli, width) -> None:
+def test_tables_fit_the_terminal(run, monkeypatch, cli, width):
     monkeypatch.delenv("COLUMNS", raising=False)
     if width is not None:
         monkeypatch.setenv("COLUMNS", str(width))
@@ -71,7 +71,7 @@ def test_tables_fit_the_terminal(run, monkeypatch, cli, width) -> None:
     assert "[4,128]" in text
 
 
-def test_columns_fold_and_lose_nothing() -> None:
+def test_columns_fold_and_lose_nothing():
     rows = [["leaf", "n", "text"], ["a/long/path/of/a/leaf", "12", "of some words"], ["b", "3", ""]]
     assert columns(rows, 1) == columns(rows, 1, 40)
     assert columns(rows, 1, 39) == ["a/long/path/of/a/leaf  n 12  text of", "  some words", "b  n 3  text"]
@@ -89,7 +89,7 @@ runpy.run_module("jstep", run_name="__main__")
 """
 
 
-def run_command(*arguments: str) -> tuple[int, list[str]]:
+def run_command(*arguments):
     completed = subprocess.run(
         [sys.executable, "-c", REPORT, *arguments], capture_output=True, text=True, check=False, timeout=300
     )

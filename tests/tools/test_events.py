@@ -4,9 +4,6 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -131,13 +128,13 @@ def test_an_exact_name_comes_before_a_pattern(tmp_path, cli):
 
 
 @pytest.mark.parametrize("text", ["hi\n", "a longer text than the header of a record is, much longer\n", ""])
-def test_a_file_without_events_is_an_error(tmp_path: Path, cli: Callable[..., Any], text: str) -> None:
+def test_a_file_without_events_is_an_error(tmp_path, cli, text):
     (tmp_path / "notes.txt").write_text(text)
     assert "notes.txt" in (message := cli("events", tmp_path / "notes.txt", code=2).err)
     assert "not an event file" in message
 
 
-def test_an_empty_event_file_is_valid(tmp_path: Path, cli: Callable[..., Any]) -> None:
+def test_an_empty_event_file_is_valid(tmp_path, cli):
     (tmp_path / "events.out.tfevents.1").write_bytes(b"")
     cli("events", tmp_path / "events.out.tfevents.1")
     assert cli("events", tmp_path).err == ""

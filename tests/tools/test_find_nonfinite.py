@@ -2,8 +2,6 @@
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -218,11 +216,11 @@ MASK = np.array([0, -np.inf, 0], np.float32)
 X_OF_CONSTANTS = jnp.ones(3)
 
 
-def test_constant_with_a_nan_in_a_step() -> None:
+def test_constant_with_a_nan_in_a_step():
     optimizer = jstep.adam(0.1)
     state = jstep.TrainState.create({"a": jnp.ones(3)}, optimizer)
 
-    def loss_fn(params: Any, x: Any) -> Any:
+    def loss_fn(params, x):
         return jnp.sum((params["a"] * (x - NAN)) ** 2)
 
     found = jstep.find_nonfinite(jstep.minimize(loss_fn, optimizer), state, X_OF_CONSTANTS)
@@ -237,26 +235,26 @@ def test_constant_with_a_nan_in_a_step() -> None:
 
 
 @jax.custom_vjp
-def _poisoned(x: Any) -> Any:
+def _poisoned(x):
     return x
 
 
 _poisoned.defvjp(lambda x: (x, None), lambda _, g: (g * jnp.float32(np.nan),))
 
 
-def _while(x: Any) -> Any:
+def _while(x):
     return jax.lax.while_loop(
         lambda s: s[0] < 5, lambda s: (s[0] + 1, jnp.where(s[0] == 3, s[1] * jnp.nan, s[1])), (0, x)
     )[1]
 
 
-def _with_nan() -> Any:
+def _with_nan():
     xs = np.ones(6, np.float32)
     xs[4] = np.nan
     return xs
 
 
-FUNCTIONS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+FUNCTIONS = {
     "literal": (lambda x: x * jnp.nan, "mul", ""),
     "scan, carried": (
         lambda x: jax.lax.scan(lambda c, y: ((c[1], c[0] * y), None), (x, x), _with_nan())[0],
@@ -271,7 +269,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
 
 @pytest.mark.thorough(except_for=["scan, carried"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_nan_constant_is_found_where_it_is_read(name: str) -> None:
+def test_nan_constant_is_found_where_it_is_read(name):
     fn, primitive, where = FUNCTIONS[name]
     found = jstep.find_nonfinite(fn, X_OF_CONSTANTS)
     assert found is not None
@@ -280,7 +278,7 @@ def test_nan_constant_is_found_where_it_is_read(name: str) -> None:
     assert "test_find_nonfinite.py" in found.source
 
 
-def test_operation_on_constants_only() -> None:
+def test_operation_on_constants_only():
     key = jax.random.key(0)
     found = jstep.find_nonfinite(lambda x: x + jax.random.normal(key, (3,)) / 0, X_OF_CONSTANTS)
     assert found is not None
@@ -298,18 +296,18 @@ def test_operation_on_constants_only() -> None:
         lambda x: jax.lax.scan(lambda c, y: (jnp.maximum(c, y), c.astype(int)), -jnp.inf, x)[0],
     ],
 )
-def test_infinite_bounds_and_masks_are_not_reported(fn: Any) -> None:
+def test_infinite_bounds_and_masks_are_not_reported(fn):
     assert jstep.find_nonfinite(fn, X_OF_CONSTANTS) is None
 
 
-def test_nan_returned_unchanged() -> None:
+def test_nan_returned_unchanged():
     found = jstep.find_nonfinite(lambda x: (x, np.float32(np.nan)), X_OF_CONSTANTS)
     assert found is not None
     assert found.constant is not None
     assert str(found) == "a constant is not finite, and is returned unchanged: float32[] 1 NaN"
 
 
-def test_infinite_hyperparameters_are_not_reported() -> None:
+def test_infinite_hyperparameters_are_not_reported():
     optimizer = jstep.prodigy()  # growth_rate=inf
     state = jstep.TrainState.create({"a": jnp.ones(3)}, optimizer)
     step = jstep.minimize(lambda p, x: jnp.sum((p["a"] * x) ** 2), optimizer)
@@ -330,5 +328,5 @@ def test_infinite_hyperparameters_are_not_reported() -> None:
         (np.complex64([3 + 4j, complex(np.inf, 0)]), "complex64[2] all 5, 1 infinite"),
     ],
 )
-def test_the_range_of_an_array_as_text(array: np.ndarray, text: str) -> None:
+def test_the_range_of_an_array_as_text(array, text):
     assert str(array_range(array)) == text

@@ -82,7 +82,7 @@ def test_plan_table():
 # The `repr` of what looks at a run is its table, as at a prompt.
 
 
-def test_the_repr_of_plan_cost_and_goodput_is_their_table() -> None:
+def test_the_repr_of_plan_cost_and_goodput_is_their_table():
     optimizer = jstep.adam(jstep.cosine_decay(0.1, 10))
     step = jstep.minimize(lambda params, x: (params["w"] * x).sum(), optimizer)
     state = jstep.TrainState.create({"w": jnp.ones(3)}, optimizer)

@@ -4,7 +4,6 @@ import os
 import re
 import sys
 import types
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,19 +23,19 @@ class Slice:
 
     device_kind, platform = "a device", "cpu"
 
-    def __init__(self, number: int, slice_index: int) -> None:
+    def __init__(self, number, slice_index):
         self.number, self.slice_index = number, slice_index
 
 
 @pytest.fixture
-def on_cpus(monkeypatch: Any) -> list[Any]:
+def on_cpus(monkeypatch):
     """Topologies are made of the CPU devices; the names that were asked for."""
-    asked: list[Any] = []
+    asked = []
     monkeypatch.setattr(topologies, "compile_only_devices", lambda name: asked.append(name) or jax.devices())
     return asked
 
 
-def test_the_mesh_of_a_slice_is_that_of_make_mesh(on_cpus: list[Any]) -> None:
+def test_the_mesh_of_a_slice_is_that_of_make_mesh(on_cpus):
     axes = {"data": 2, "model": 4}
     mesh = jstep.topology("v5e:2x4", axes)
     assert (mesh.axis_names, dict(mesh.shape)) == (("data", "model"), axes)
@@ -57,12 +56,12 @@ def test_the_mesh_of_a_slice_is_that_of_make_mesh(on_cpus: list[Any]) -> None:
         ({"data": 4, "model": 2}, [[0, 1], [2, 3], [4, 5], [6, 7]]),
     ],
 )
-def test_the_first_axis_that_they_divide_spans_the_slices(monkeypatch: Any, axes: Any, expected: Any) -> None:
+def test_the_first_axis_that_they_divide_spans_the_slices(monkeypatch, axes, expected):
     """The devices of a slice stay together along all other axes, in whatever order the slices are listed."""
     found = [Slice(number, number // 4) for number in (4, 5, 6, 7, 0, 1, 2, 3)]
     monkeypatch.setattr(topologies, "compile_only_devices", lambda name: found)
     monkeypatch.setattr(topologies, "Mesh", lambda devices, names, axis_types: (devices, names, axis_types))
-    devices, names, _ = jstep.topology("v5e:2x2*2", axes)  # type: ignore[misc]
+    devices, names, _ = jstep.topology("v5e:2x2*2", axes)
     assert np.vectorize(lambda one: one.number)(devices).tolist() == expected
     assert names == tuple(axes)
 
@@ -71,11 +70,11 @@ OPTIMIZER = jstep.momentum(0.1, 0.9)
 STEP = jstep.minimize(lambda params, x: jnp.sum((x["rows"] @ params["w"]) ** 2) * x["factor"], OPTIMIZER)
 
 
-def state() -> jstep.TrainState:
+def state():
     return jstep.TrainState.create({"w": jnp.ones((4, 4))}, OPTIMIZER)
 
 
-def test_state_and_batch_are_placed_for_data_parallel_training(on_cpus: list[Any]) -> None:
+def test_state_and_batch_are_placed_for_data_parallel_training(on_cpus):
     """The axis of the steps of a call, and scalars, are not split; what is no array stays."""
     codes = jax.ShapeDtypeStruct((8,), jnp.int8)
     batch = {"rows": np.ones((16, 4), np.float64), "factor": jnp.float32(2), "codes": codes}
@@ -97,7 +96,7 @@ def test_state_and_batch_are_placed_for_data_parallel_training(on_cpus: list[Any
         topologies.on_topology("v5e:2x4", STEP, placed, (batch,))
 
 
-def test_the_table_of_a_topology_names_it_and_its_compiler(on_cpus: list[Any], monkeypatch: Any) -> None:
+def test_the_table_of_a_topology_names_it_and_its_compiler(on_cpus, monkeypatch):
     monkeypatch.setattr(topologies, "versions", lambda kind: {"jax": "1.2", "libtpu": "3.4"} if kind == "v5e" else {})
     monkeypatch.setattr(topologies, "topology_name", lambda device: parse_topology("v5e:2x4"))
     batch = {"rows": jax.ShapeDtypeStruct((16, 4), jnp.float32), "factor": jnp.float32(2)}
@@ -111,7 +110,7 @@ def test_the_table_of_a_topology_names_it_and_its_compiler(on_cpus: list[Any], m
     ]
 
 
-def test_arrays_elsewhere_are_shapes_for_devices_that_only_compile(monkeypatch: Any) -> None:
+def test_arrays_elsewhere_are_shapes_for_devices_that_only_compile(monkeypatch):
     mesh = jax.make_mesh((8,), ("data",))
     placed, x = jstep.shard_state(state(), mesh), jnp.ones(4)
     assert topologies.refuse_other_devices(placed, (x,)) == (placed, (x,))
@@ -121,10 +120,10 @@ def test_arrays_elsewhere_are_shapes_for_devices_that_only_compile(monkeypatch: 
     assert (type(shape), shape.shape, str(shape.dtype), number) == (jax.ShapeDtypeStruct, (4,), "float32", 3)
 
 
-def test_versions_are_those_of_installed_packages(monkeypatch: Any) -> None:
+def test_versions_are_those_of_installed_packages(monkeypatch):
     installed = {"jax": "1", "libtpu": "2", "jax-cuda13-plugin": "3", "other": "4"}
 
-    def version(package: str) -> str:
+    def version(package):
         if package not in installed:
             raise topologies.importlib.metadata.PackageNotFoundError
         return installed[package]

@@ -1,7 +1,5 @@
 """A state that other code donated is refused by name, by every kind of step and on every kind of mesh."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,15 +13,15 @@ OPTIMIZER = jstep.momentum(0.1, 0.9)
 X = np.ones(4, np.float32)
 
 
-def loss_fn(params: Any, x: Any) -> Any:
+def loss_fn(params, x):
     return jnp.mean((params["w"] - x) ** 2) + params["b"] ** 2
 
 
-def make_step(**kwargs: Any) -> Any:
+def make_step(**kwargs):
     return jstep.minimize(loss_fn, OPTIMIZER, **kwargs)
 
 
-def make_state(kind: str) -> jstep.TrainState:
+def make_state(kind):
     params = {"w": jnp.zeros(4), "b": 0.0}
     if kind == "one device":
         return jstep.TrainState.create(params, OPTIMIZER)
@@ -31,13 +29,13 @@ def make_state(kind: str) -> jstep.TrainState:
     return jstep.TrainState.create(params, OPTIMIZER, mesh=mesh)
 
 
-def custom() -> Any:
+def custom():
     inner = make_step(jit=False)
     return jstep.TrainStep(lambda state, x: inner(state, x))
 
 
 KINDS = ["one device", "Auto", "Explicit"]
-STEPS: dict[str, Any] = {
+STEPS = {
     "minimize": make_step,
     "not donating": lambda: make_step(donate=False),
     "custom": custom,
@@ -50,7 +48,7 @@ MESSAGE = "the state's 'params/[bw]' was donated to an earlier step and deleted.
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("of", ["all", "params"])
-def test_a_step_by_hand(kind: str, name: str, of: str) -> None:
+def test_a_step_by_hand(kind, name, of):
     """The step returned the state last, so that it would not look at it again."""
     step, other = STEPS[name](), make_step()
     x = X[None] if name == "scan_steps" else X
@@ -70,12 +68,12 @@ def test_a_step_by_hand(kind: str, name: str, of: str) -> None:
 @pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["minimize", "custom", "jit", "K steps"])
-def test_in_a_run(kind: str, name: str) -> None:
+def test_in_a_run(kind, name):
     inner = make_step(jit=False)
     step = jax.jit(lambda state, x: inner(state, x)) if name == "jit" else STEPS.get(name, make_step)()
     other = make_step()
 
-    def forgets(n: int, state: Any, metrics: Any) -> None:
+    def forgets(n, state, metrics):
         other(state, X)  # without donate=False
 
     with pytest.raises(RuntimeError, match=MESSAGE) as caught:
@@ -145,31 +143,31 @@ def test_arguments_that_share_buffers_with_parameters(mesh):
 OPTIMIZER_BETWEEN_CALLS = jstep.adam(0.1)
 
 
-def loss(params: Any, x: Any) -> Any:
+def loss(params, x):
     return jnp.sum((params["dense"]["kernel"] * x + params["bias"]) ** 2)
 
 
-def fresh(**options: Any) -> jstep.TrainState:
+def fresh(**options):
     params = {"dense": {"kernel": jnp.arange(3.0)}, "bias": jnp.ones(3)}
     return jstep.TrainState.create(params, OPTIMIZER_BETWEEN_CALLS, **options)
 
 
-def by_hand(step: Any, state: Any, count: int) -> Any:
+def by_hand(step, state, count):
     for n in range(count):
         state, _ = step(state, batch(n))
     return state
 
 
-def run(step: Any, state: Any, last_step: int, **options: Any) -> Any:
+def run(step, state, last_step, **options):
     return jstep.train(step, state, batch, last_step, log_steps=None, progress=False, **options)
 
 
-def batch(step: int) -> Any:
+def batch(step):
     return np.full(3, step, np.float32)
 
 
 @pytest.mark.parametrize("order", ["run, hand", "hand, run, hand"])
-def test_by_hand_and_in_runs_the_bits_are_the_same_and_a_step_is_compiled_once(order: str) -> None:
+def test_by_hand_and_in_runs_the_bits_are_the_same_and_a_step_is_compiled_once(order):
     expected = by_hand(jstep.minimize(loss, OPTIMIZER_BETWEEN_CALLS), fresh(), 3 * len(order.split(", ")))
     step, state, done = jstep.minimize(loss, OPTIMIZER_BETWEEN_CALLS), fresh(), 0
     for how in order.split(", "):
@@ -185,7 +183,7 @@ def test_by_hand_and_in_runs_the_bits_are_the_same_and_a_step_is_compiled_once(o
 
 
 @pytest.mark.parametrize("first", ["with roles", "without"])
-def test_a_state_made_by_hand_has_the_roles_in_a_run_that_it_has_by_hand(first: str) -> None:
+def test_a_state_made_by_hand_has_the_roles_in_a_run_that_it_has_by_hand(first):
     made = fresh()
     without = jstep.TrainState(made.params, made.slots, made.global_step)
     states = [fresh(), without] if first == "with roles" else [without, fresh()]
@@ -199,7 +197,7 @@ def test_a_state_made_by_hand_has_the_roles_in_a_run_that_it_has_by_hand(first: 
     assert seen[0] == seen[1]
 
 
-def test_a_step_that_was_called_by_hand_is_not_compiled_again_as_a_later_stage() -> None:
+def test_a_step_that_was_called_by_hand_is_not_compiled_again_as_a_later_stage():
     first, later = jstep.minimize(loss, OPTIMIZER_BETWEEN_CALLS), jstep.minimize(loss, OPTIMIZER_BETWEEN_CALLS)
     later(fresh(), batch(0))
     run({0: first, 3: later}, fresh(), 6)

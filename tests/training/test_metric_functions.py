@@ -1,7 +1,6 @@
 """`minimize(metrics=…)` with functions of gradients, updates and parameters."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +20,11 @@ X = jnp.linspace(-1.0, 1.0, 32).reshape(8, 4)
 PARAMS = {"a": {"w": jnp.full((4, 8), 0.5), "b": jnp.ones(8)}, "still": jnp.ones(3), "n": jnp.array(2)}
 
 
-def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+def loss_fn(params, x):
     return jnp.mean((x @ params["a"]["w"] + params["a"]["b"][None]) ** 2)
 
 
-def norms(gradients: Any, updates: Any, params: Any) -> dict[str, jax.Array]:
+def norms(gradients, updates, params):
     assert gradients["still"] is None
     assert gradients["n"] is None
     assert updates["still"] is None
@@ -33,21 +32,21 @@ def norms(gradients: Any, updates: Any, params: Any) -> dict[str, jax.Array]:
     return {f"{what}/{k}": v for what, tree in trees.items() for k, v in jstep.layer_norms(tree).items()}
 
 
-def product(gradients: Any, updates: Any, params: Any) -> dict[str, jax.Array]:
+def product(gradients, updates, params):
     """It combines trees that may be sharded in different ways."""
     return {"product": jnp.sum(gradients["a"]["w"] * updates["a"]["w"] * params["a"]["w"])}
 
 
-def run(optimizer: Any, steps: int = 2, state: Any = None, **kwargs: Any) -> tuple[Any, Any]:
+def run(optimizer, steps=2, state=None, **kwargs):
     state = jstep.TrainState.create(PARAMS, optimizer) if state is None else state
     step = jstep.minimize(loss_fn, optimizer, **kwargs)
     for _ in range(steps):
         state, metrics = step(state, X)
-    assert step._cache_size() == 1  # type: ignore[attr-defined]
+    assert step._cache_size() == 1
     return state, metrics
 
 
-OPTIMIZERS: dict[str, Any] = {
+OPTIMIZERS = {
     "clipped": lambda: jstep.chain(jstep.clip_gradients(by_global_norm=0.01), jstep.adam(0.1)),
     "scaled": lambda: jstep.dynamic_loss_scale(jstep.adam(0.1), initial=8.0),
     "guarded": lambda: jstep.skip_nonfinite(jstep.momentum(0.1, 0.9)),
@@ -58,7 +57,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_functions_see_raw_gradients_updates_and_new_params(name: str) -> None:
+def test_functions_see_raw_gradients_updates_and_new_params(name):
     optimizer = OPTIMIZERS[name]()
     state, metrics = run(optimizer, metrics=["grad_norm", "update_norm", norms, product])
     assert state == run(optimizer)[0]
@@ -72,7 +71,7 @@ def test_functions_see_raw_gradients_updates_and_new_params(name: str) -> None:
     assert {metrics[key].shape for key in ("grad/a", "update/a", "new/a", "product")} == {()}
 
 
-FORMS: dict[str, dict[str, Any]] = {
+FORMS = {
     "microbatches": {"num_microbatches": 4},
     "lanes": {"lanes": 4},
     "uncompiled": {"jit": False},
@@ -81,7 +80,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.thorough(except_for=["microbatches"])
 @pytest.mark.parametrize("form", FORMS)
-def test_forms_of_the_step(form: str) -> None:
+def test_forms_of_the_step(form):
     optimizer = jstep.adam(0.1)
     _, want = run(optimizer, metrics=[norms, product])
     step = jstep.minimize(loss_fn, optimizer, metrics=[norms, product], **FORMS[form])
@@ -92,12 +91,12 @@ def test_forms_of_the_step(form: str) -> None:
         np.testing.assert_allclose(metrics[key], want[key], rtol=1e-4)
 
 
-def test_a_skipped_update_is_zero_and_a_frozen_leaf_is_none() -> None:
+def test_a_skipped_update_is_zero_and_a_frozen_leaf_is_none():
     guarded = jstep.skip_nonfinite(jstep.gradient_descent(0.5))
     optimizer = jstep.partition({"a": guarded}, lambda path, leaf: "a" if path == "a" else None)
-    found: list[Any] = []
+    found = []
 
-    def look(gradients: Any, updates: Any, params: Any) -> dict[str, Any]:
+    def look(gradients, updates, params):
         found.append((gradients["b"], updates["b"]))
         return {"u": updates["a"], "p": params["a"], "g": gradients["a"]}
 
@@ -112,11 +111,11 @@ class Refusal(Exception):  # noqa: N818
     pass
 
 
-def test_errors_of_a_function_stay_and_name_it() -> None:
-    def refuse(gradients: Any, updates: Any, params: Any) -> Any:
+def test_errors_of_a_function_stay_and_name_it():
+    def refuse(gradients, updates, params):
         raise Refusal("no")
 
-    def look(gradients: Any, updates: Any, params: Any) -> Any:
+    def look(gradients, updates, params):
         return {"big": 1.0 if jstep.global_norm(updates) > 1 else 0.0}
 
     for fn, kind in ((refuse, Refusal), (look, jax.errors.TracerBoolConversionError)):
@@ -128,17 +127,17 @@ def test_errors_of_a_function_stay_and_name_it() -> None:
 # Constant metrics: values that the step does not compute belong to the traced program.
 
 
-def by_shape(state: Any, x: jax.Array) -> Any:
+def by_shape(state, x):
     """A step whose constant metric depends on the shape of the batch."""
     return state, {"rows": np.float32(x.shape[0]), "mean": jnp.mean(x)}
 
 
-def constants_of(step: Any, *args: Any) -> set[str]:
+def constants_of(step, *args):
     """The names of the constant metrics of a call of a step."""
     return set(call_step(step, args[0], args[1:])[1].constants.values)
 
 
-def test_constants_belong_to_the_program_that_ran() -> None:
+def test_constants_belong_to_the_program_that_ran():
     step = jstep.TrainStep(by_shape, donate=False)
     state = fresh(jstep.gradient_descent(0.1))
     seen = [float(step(state, jnp.ones(n))[1]["rows"]) for n in (2, 3, 2, 3)]
@@ -147,7 +146,7 @@ def test_constants_belong_to_the_program_that_ran() -> None:
     assert float(jstep.scan_steps(step)(state, jnp.ones((4, 5)))[1]["rows"][3]) == 5
 
 
-def test_custom_hyperparameter_numbers_are_constants() -> None:
+def test_custom_hyperparameter_numbers_are_constants():
     base = jstep.gradient_descent(0.5)
     custom = base._replace(hyperparameters=lambda step: {"a": 0.25, "b": np.float32(3), "c": 7, "d": True})
     step = jstep.minimize(loss_fn_of_constants, custom)
@@ -159,7 +158,7 @@ def test_custom_hyperparameter_numbers_are_constants() -> None:
     assert jax.tree.structure(traced.out_info[1]) == jax.tree.structure(metrics)
 
 
-def test_numbers_that_32_bits_hold_are_constants() -> None:
+def test_numbers_that_32_bits_hold_are_constants():
     values = {
         "low": -(2**31),
         "high": 2**31 - 1,
@@ -180,14 +179,14 @@ def test_numbers_that_32_bits_hold_are_constants() -> None:
 # Steps in the loop of a call.
 
 
-def test_decorated_step_is_another_step() -> None:
+def test_decorated_step_is_another_step():
     optimizer = jstep.gradient_descent(0.1)
     step = jstep.minimize(loss_fn_of_constants, optimizer)
     accumulate = Accumulate()
     first = loop_step(step, 2, accumulate)
 
     @functools.wraps(step)
-    def frozen(state: Any, *args: Any) -> Any:
+    def frozen(state, *args):
         new, metrics = step(state, *args)
         return new.replace(params=state.params), metrics
 
@@ -204,7 +203,7 @@ def test_decorated_step_is_another_step() -> None:
 @pytest.mark.parametrize(
     "optimizer", [jstep.adam(0.1), jstep.skip_nonfinite(jstep.adam(0.1))], ids=["plain", "guarded"]
 )
-def test_metrics_may_be_donated_and_deleted(optimizer: jstep.Optimizer) -> None:
+def test_metrics_may_be_donated_and_deleted(optimizer):
     step = jstep.minimize(loss_fn_of_constants, optimizer)
     add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
     state, total = step(fresh(optimizer), X_OF_CONSTANTS, Y)
@@ -224,7 +223,7 @@ def test_metrics_may_be_donated_and_deleted(optimizer: jstep.Optimizer) -> None:
 # Results of a step that are no dict, and constant metrics by their bits.
 
 
-def test_constants_are_equal_by_their_bits() -> None:
+def test_constants_are_equal_by_their_bits():
     """They are static metadata of a program: a NaN equals itself, and a guard's metric counts."""
     nan = np.float32(np.nan)
     one, same = (Constants({"a": nan, "b": np.float32(0)}, "skipped") for _ in range(2))
@@ -244,20 +243,20 @@ def test_constants_are_equal_by_their_bits() -> None:
 X_OF_SLOTS = jnp.arange(1.0, 5.0)
 
 
-def loss_fn_of_slots(params: Any, x: jax.Array) -> jax.Array:
+def loss_fn_of_slots(params, x):
     return jnp.mean(params["w"] * x)
 
 
-def fresh_of_slots(optimizer: jstep.Optimizer) -> jstep.TrainState:
+def fresh_of_slots(optimizer):
     return jstep.TrainState.create({"w": jnp.float32(2.0)}, optimizer)
 
 
 @pytest.mark.thorough(except_for=["2"])
 @pytest.mark.parametrize("n", [1, 2])
-def test_loss_is_scaled_but_reported_unscaled(n: int) -> None:
+def test_loss_is_scaled_but_reported_unscaled(n):
     plain = jstep.gradient_descent(0.5)
     optimizer = jstep.dynamic_loss_scale(plain, initial=8.0, period=2)
-    kwargs: Any = {"metrics": ("grad_norm", "update_norm"), "num_microbatches": n}
+    kwargs = {"metrics": ("grad_norm", "update_norm"), "num_microbatches": n}
     want, want_metrics = jstep.minimize(loss_fn_of_slots, plain, **kwargs)(fresh_of_slots(plain), X_OF_SLOTS)
     step = jstep.minimize(loss_fn_of_slots, optimizer, **kwargs)
     state, metrics = step(fresh_of_slots(optimizer), X_OF_SLOTS)
@@ -272,7 +271,7 @@ def test_loss_is_scaled_but_reported_unscaled(n: int) -> None:
     assert jstep.global_step(state) == 3
 
 
-def test_skips_and_held_hyperparameters_are_metrics() -> None:
+def test_skips_and_held_hyperparameters_are_metrics():
     optimizer = jstep.skip_nonfinite(jstep.gradient_descent(jstep.held("learning_rate", 0.5)))
     step = jstep.minimize(loss_fn_of_slots, optimizer)
     state, metrics = step(fresh_of_slots(optimizer), X_OF_SLOTS)
@@ -287,7 +286,7 @@ def test_skips_and_held_hyperparameters_are_metrics() -> None:
 
 
 @pytest.mark.parametrize(("gradient", "skipped"), [(1.0, 1.0), (1e30, 0.0)])
-def test_an_update_is_not_skipped_if_a_slot_outside_of_the_guard_overflowed(gradient: float, skipped: float) -> None:
+def test_an_update_is_not_skipped_if_a_slot_outside_of_the_guard_overflowed(gradient, skipped):
     """The update of "b" is finite, but not the sum of its squared gradients: a later update can't be right."""
     optimizer = jstep.partition(
         {"a": jstep.skip_nonfinite(jstep.gradient_descent(0.5)), "b": jstep.adagrad(0.5)}, lambda path, leaf: path

@@ -1,7 +1,5 @@
 """The compiled step: compilation cache, donation, and use inside other transformations."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +10,11 @@ from regression import X, Y, fresh, loss_fn
 import jstep
 
 
-def test_second_call_does_not_compile(compilations: Any) -> None:
+def test_second_call_does_not_compile(compilations):
     optimizer = jstep.chain(jstep.clip_gradients(by_norm=1.0), jstep.rmsprop(jstep.linear_warmup(0.1, 10)))
     traces = []
 
-    def loss(params: Any, model_state: Any, batch: Any, rng: jax.Array) -> Any:
+    def loss(params, model_state, batch, rng):
         traces.append(1)
         return loss_fn(params, *batch) + 0 * jax.random.uniform(rng), (model_state, {"n": 1})
 
@@ -38,7 +36,7 @@ def test_second_call_does_not_compile(compilations: Any) -> None:
     assert jstep.global_step(state) == 9
 
 
-def test_a_state_and_a_batch_on_different_devices_are_explained() -> None:
+def test_a_state_and_a_batch_on_different_devices_are_explained():
     optimizer = jstep.sgd(0.1)
     step = jstep.minimize(lambda params, x: jnp.sum(params["w"] * x), optimizer)
     state = jax.device_put(jstep.TrainState.create({"w": jnp.ones(2)}, optimizer), jax.devices()[0])
@@ -50,7 +48,7 @@ def test_a_state_and_a_batch_on_different_devices_are_explained() -> None:
     ]
 
 
-def test_state_is_donated_by_default() -> None:
+def test_state_is_donated_by_default():
     optimizer = jstep.adam(0.1)
     state = fresh(optimizer)
     new, _ = jstep.minimize(loss_fn, optimizer)(state, X, Y)
@@ -62,7 +60,7 @@ def test_state_is_donated_by_default() -> None:
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(kept))
 
 
-def test_lowering_and_tracing() -> None:
+def test_lowering_and_tracing():
     optimizer = jstep.adam(0.1)
     step = jstep.minimize(loss_fn, optimizer)
     shapes = jax.eval_shape(lambda: fresh(optimizer))
@@ -73,7 +71,7 @@ def test_lowering_and_tracing() -> None:
     assert step.eval_shape(shapes, X, Y)[0].params["w"].shape == (3,)
 
 
-def test_step_inside_other_transformations() -> None:
+def test_step_inside_other_transformations():
     optimizer = jstep.adam(0.1)
     step = jstep.minimize(loss_fn, optimizer)
     state, _ = jax.jit(step)(fresh(optimizer), X, Y)
@@ -84,12 +82,12 @@ def test_step_inside_other_transformations() -> None:
     assert metrics["loss"].shape == (3,)
 
 
-def test_a_loss_that_closes_over_a_sharded_array_is_explained() -> None:
+def test_a_loss_that_closes_over_a_sharded_array_is_explained():
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     captured = jax.device_put(np.ones(2), jax.NamedSharding(mesh, jax.P("data")))
     optimizer = jstep.sgd(0.1)
 
-    def loss_fn(params: Any, x: Any) -> Any:
+    def loss_fn(params, x):
         return jnp.sum(captured * params["w"] * x)
 
     state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
@@ -107,7 +105,7 @@ def test_a_loss_that_closes_over_a_sharded_array_is_explained() -> None:
         (lambda state: (state.params, {}), "the step returned a dict and a dict; it must return"),
     ],
 )
-def test_a_step_that_returns_something_else_keeps_its_state(result: Any, message: str) -> None:
+def test_a_step_that_returns_something_else_keeps_its_state(result, message):
     state = fresh(jstep.adam(0.1))
     with pytest.raises(TypeError, match=message):
         jstep.TrainStep(result)(state)
@@ -117,12 +115,12 @@ def test_a_step_that_returns_something_else_keeps_its_state(result: Any, message
 # Errors of optimizers of the user, and of other libraries, in a step.
 
 
-def loss_fn_of_errors(params: Any) -> Any:
+def loss_fn_of_errors(params):
     return params["w"] ** 2
 
 
-def test_errors_of_the_step_get_no_note_about_gradients_that_are_there() -> None:
-    def update(updates: Any, slots: Any, params: Any, step: Any) -> Any:
+def test_errors_of_the_step_get_no_note_about_gradients_that_are_there():
+    def update(updates, slots, params, step):
         raise TypeError("None of this works")
 
     broken = jstep.Optimizer(lambda params, global_step=0: {}, update, lambda step: {})

@@ -1,7 +1,5 @@
 """Unrolling of loops whose body XLA runs slowly inside a loop."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,20 +14,20 @@ IMAGES = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6, 6, 1)), jnp.flo
 OPTIMIZER = jstep.gradient_descent(0.1)
 
 
-def convolved(params: Any, x: jax.Array) -> jax.Array:
+def convolved(params, x):
     y = jax.lax.conv_general_dilated(x, params["k"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     return jnp.mean(jax.nn.relu(y) ** 2)
 
 
-def dense(params: Any, x: jax.Array) -> jax.Array:
+def dense(params, x):
     return jnp.mean((x * jnp.sum(params["k"])) ** 2)
 
 
-def fresh() -> jstep.TrainState:
+def fresh():
     return jstep.TrainState.create({"k": jnp.ones((3, 3, 1, 2)) / 9}, OPTIMIZER)
 
 
-def has_loop(step: Any, *args: Any) -> bool:
+def has_loop(step, *args):
     return "stablehlo.while" in step.lower(fresh(), *args).as_text()
 
 
@@ -38,13 +36,13 @@ def has_loop(step: Any, *args: Any) -> bool:
     ("loss_fn", "unroll", "want"),
     [(dense, None, True), (convolved, None, False), (convolved, 1, True), (dense, True, False), (dense, 2, False)],
 )
-def test_unrolling_of_scans_and_microbatches(loss_fn: Any, unroll: Any, want: bool) -> None:
+def test_unrolling_of_scans_and_microbatches(loss_fn, unroll, want):
     step = jstep.minimize(loss_fn, OPTIMIZER)
     assert has_loop(jstep.scan_steps(step, unroll=unroll), jnp.stack([IMAGES, IMAGES])) == want
     assert has_loop(jstep.minimize(loss_fn, OPTIMIZER, num_microbatches=2, unroll=unroll), IMAGES) == want
 
 
-def test_unrolling_does_not_change_values() -> None:
+def test_unrolling_does_not_change_values():
     want = None
     for unroll in (None, 1, True, 2):
         step = jstep.minimize(convolved, OPTIMIZER, num_microbatches=2, unroll=unroll)
@@ -57,7 +55,7 @@ def test_unrolling_does_not_change_values() -> None:
 # `scan_steps`: several steps in one call.
 
 
-def stacked(k: int) -> tuple[jax.Array, jax.Array]:
+def stacked(k):
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.normal(size=(k, 8, 3)), jnp.float32)
     return x, x @ jnp.array([1.0, -2.0, 0.5])
@@ -65,7 +63,7 @@ def stacked(k: int) -> tuple[jax.Array, jax.Array]:
 
 @pytest.mark.thorough(except_for=["True"])
 @pytest.mark.parametrize("jit", [True, False])
-def test_scan_steps_matches_k_steps(jit: bool) -> None:
+def test_scan_steps_matches_k_steps(jit):
     optimizer = jstep.adam(jstep.exponential_decay(0.1, 3, 0.5))
     step = jstep.minimize(loss_fn, optimizer, jit=jit)
     xs, ys = stacked(4)
@@ -80,7 +78,7 @@ def test_scan_steps_matches_k_steps(jit: bool) -> None:
     assert sorted(all_metrics) == sorted(metrics)
 
 
-def test_scan_steps_without_args() -> None:
+def test_scan_steps_without_args():
     optimizer = jstep.gradient_descent(0.1)
     step = jstep.minimize(lambda p: jnp.sum(p["w"] ** 2) + p["b"] ** 2, optimizer)
     state, metrics = jstep.scan_steps(step, length=5)(fresh_of_scans(optimizer))

@@ -1,7 +1,5 @@
 """`compact`: what is stored, what stays, what keeps its bits, and what it may be combined with."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -294,13 +292,13 @@ NOT_COMPARED = {"soap"}
 """Optimizers whose first updates depend on a basis that rounding turns."""
 
 
-def start(optimizer: jstep.Optimizer, dtype: Any = jnp.bfloat16) -> Any:
+def start(optimizer, dtype=jnp.bfloat16):
     rng = np.random.default_rng(0)
     params = {"a": jnp.asarray(rng.normal(size=(64, 128)), dtype), "b": jnp.ones((128,), dtype)}
     return jstep.TrainState.create(params, optimizer)
 
 
-def trained(optimizer: jstep.Optimizer, state: Any, steps: range) -> Any:
+def trained(optimizer, state, steps):
     step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
     for i in steps:
         rng = np.random.default_rng(i)
@@ -310,7 +308,7 @@ def trained(optimizer: jstep.Optimizer, state: Any, steps: range) -> Any:
 
 
 @for_each(ENTRIES, ["adam"])
-def test_updates_are_nearly_those_of_float32_and_resume(name: str, tmp_path: Any) -> None:
+def test_updates_are_nearly_those_of_float32_and_resume(name, tmp_path):
     optimizer = TABLE[name].make(1e-3)
     compact = jstep.compact(optimizer)
     half = trained(compact, start(compact), range(2))

@@ -1,8 +1,6 @@
 """Optax transformations as optimizers of jstep."""
 
 import types
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +27,11 @@ TRANSFORMATIONS = {
 
 @pytest.mark.thorough(except_for=["masked"])
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_matches_optax(name: str) -> None:
+def test_matches_optax(name):
     assert_close(run_jstep(jstep.from_optax(TRANSFORMATIONS[name])).params, run_optax(TRANSFORMATIONS[name]))
 
 
-def test_slots_and_hyperparameters() -> None:
+def test_slots_and_hyperparameters():
     optimizer = jstep.from_optax(optax.adam(1e-2), {"learning_rate": 1e-2, "b": jstep.constant(2.0)}, name="theirs")
     state = jstep.TrainState.create({"w": jnp.ones(2, jnp.bfloat16), "n": jnp.array(1), "x": None}, optimizer)
     assert sorted(state.slots) == ["theirs/0/count", "theirs/0/mu", "theirs/0/nu"]
@@ -50,7 +48,7 @@ def test_slots_and_hyperparameters() -> None:
     assert float(metrics["learning_rate"]) == pytest.approx(1e-2)
 
 
-def test_moments_are_sharded_like_their_parameters() -> None:
+def test_moments_are_sharded_like_their_parameters():
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     optimizer = jstep.from_optax(optax.adam(0.1))
     params = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}
@@ -70,7 +68,7 @@ RATE = optax.linear_schedule(0.0, 1.0, 10)
 PARAMS = {"a": jnp.zeros(2), "n": jnp.int32(1)}
 
 
-def rates(optimizer: jstep.Optimizer, data: list[float], start: int = 0) -> list[tuple[float, float]]:
+def rates(optimizer, data, start=0):
     """The logged and the used rates of the steps that made an update."""
     step = jstep.minimize(lambda params, x: jnp.sum(params["a"] * x), optimizer)
     state = jstep.TrainState.create(PARAMS, optimizer, global_step=start)
@@ -83,14 +81,14 @@ def rates(optimizer: jstep.Optimizer, data: list[float], start: int = 0) -> list
     return found
 
 
-def test_a_schedule_is_reported_at_the_step() -> None:
-    given: list[Any] = [{"learning_rate": RATE}, lambda n: {"learning_rate": RATE(n), "momentum": 0.5}]
+def test_a_schedule_is_reported_at_the_step():
+    given = [{"learning_rate": RATE}, lambda n: {"learning_rate": RATE(n), "momentum": 0.5}]
     for hyperparameters in given:
         found = rates(jstep.from_optax(optax.sgd(RATE), hyperparameters), [1.0] * 4)
         np.testing.assert_allclose(*zip(*found, strict=True), rtol=1e-5)
 
 
-def test_the_recommended_chain_reports_the_rate_that_is_used() -> None:
+def test_the_recommended_chain_reports_the_rate_that_is_used():
     chained = jstep.chain(jstep.from_optax(optax.scale_by_sign()), jstep.scale_by_learning_rate(RATE))
     found = rates(jstep.skip_nonfinite(chained), [1.0, np.nan, np.nan, 1.0, 1.0, 1.0], start=5)
     assert len(found) == 4
@@ -101,7 +99,7 @@ def test_the_recommended_chain_reports_the_rate_that_is_used() -> None:
 
 X = jnp.array([0.5, -1.0, 2.0, 1.0])
 PARAMS_AS_IT_IS = {"a": jnp.array([1.0, 2.0]), "ab": {"w": jnp.array([-1.0, 0.5], jnp.bfloat16)}, "n": jnp.array(3)}
-TRANSFORMATIONS_AS_IT_IS: dict[str, Callable[[], Any]] = {
+TRANSFORMATIONS_AS_IT_IS = {
     "adam": lambda: optax.adam(1e-2),
     "scheduled": lambda: optax.chain(
         optax.clip_by_global_norm(1.0), optax.sgd(optax.linear_schedule(0.1, 0.01, 3), momentum=0.9)
@@ -111,11 +109,11 @@ TRANSFORMATIONS_AS_IT_IS: dict[str, Callable[[], Any]] = {
 }
 
 
-def label_of(path: str, leaf: Any) -> str:
+def label_of(path, leaf):
     return "a" if path == "a" else "ab"
 
 
-TAKERS: dict[str, Callable[[Any], Any]] = {
+TAKERS = {
     "minimize": lambda one: one,
     "chain": lambda one: jstep.chain(jstep.clip_gradients(by_norm=1.0), one),
     "partition": lambda one: jstep.partition({"a": one, "ab": jstep.chain(one, jstep.scale(0.5))}, label_of),
@@ -134,11 +132,11 @@ TAKERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+def loss_fn(params, x):
     return jnp.sum((params["a"] - x[:2]) ** 2) + jnp.sum((params["ab"]["w"].astype(jnp.float32) * x[2:]) ** 2)
 
 
-def trained(optimizer: Any, again: Any) -> tuple[Any, Any]:
+def trained(optimizer, again):
     """The state after three steps, and the metrics of the last one."""
     step = jstep.minimize(loss_fn, again)
     state = jstep.TrainState.create(PARAMS_AS_IT_IS, optimizer)
@@ -150,7 +148,7 @@ def trained(optimizer: Any, again: Any) -> tuple[Any, Any]:
     return state, metrics
 
 
-def require_same(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
+def require_same(one, other):
     assert one[0] == other[0]
     assert list(one[0].slots) == list(other[0].slots)
     assert one[0].roles == other[0].roles
@@ -160,13 +158,13 @@ def require_same(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
 @pytest.mark.thorough(except_for=["minimize-with the loss", "update_every-scheduled"])
 @pytest.mark.parametrize("name", TRANSFORMATIONS_AS_IT_IS)
 @pytest.mark.parametrize("taker", TAKERS)
-def test_a_transformation_is_taken_as_it_is(taker: str, name: str) -> None:
+def test_a_transformation_is_taken_as_it_is(taker, name):
     make, transformation = TAKERS[taker], TRANSFORMATIONS_AS_IT_IS[name]()
     by_hand = make(jstep.from_optax(transformation))
     require_same(trained(make(transformation), make(transformation)), trained(by_hand, by_hand))
 
 
-def test_state_and_step_each_convert_their_transformation() -> None:
+def test_state_and_step_each_convert_their_transformation():
     """Also with another object of the same kind, and mixed with one that was converted by hand."""
     adam = optax.adam(1e-2)
     require_same(trained(adam, optax.adam(1e-2)), trained(jstep.from_optax(adam), adam))
@@ -188,10 +186,10 @@ class Named:
 class Unmade:
     """A class of transformations; its functions are those of its objects."""
 
-    def init(self, params: Any) -> Any:
+    def init(self, params):
         return ()
 
-    def update(self, updates: Any, state: Any, params: Any = None) -> Any:
+    def update(self, updates, state, params=None):
         return updates, state
 
 
@@ -206,7 +204,7 @@ class Unmade:
     ],
     ids=["function", "class", "three", "one", "none"],
 )
-def test_anything_else_is_refused(wrong: Any, message: str) -> None:
+def test_anything_else_is_refused(wrong, message):
     takers = {
         "optimizer": [lambda: jstep.TrainState.create(PARAMS_AS_IT_IS, wrong), lambda: jstep.minimize(loss_fn, wrong)],
         r"optimizers\[1\]": [lambda: jstep.chain(optax.adam(0.1), wrong)],
@@ -230,17 +228,15 @@ TRAINED = ("lora_a", "lora_b")
 X_OF_CONSTANTS, Y = jnp.ones((1, 4)), jnp.ones((1, 10))
 
 
-def loss_fn_of_constants(params: Any, x: Any, y: Any) -> jax.Array:
+def loss_fn_of_constants(params, x, y):
     return jnp.mean((x @ params["base"] + x @ params["lora_a"] @ params["lora_b"] - y) ** 2)
 
 
-def closed_over(params: Any, x: Any, y: Any) -> jax.Array:
+def closed_over(params, x, y):
     return loss_fn_of_constants({**params, "base": PARAMS_OF_CONSTANTS["base"]}, x, y)
 
 
-def trained_of_constants(
-    params: Any, loss: Callable[..., Any], optimizer: Any, **options: Any
-) -> tuple[list[float], Any]:
+def trained_of_constants(params, loss, optimizer, **options):
     state, step = jstep.TrainState.create(params, optimizer), jstep.minimize(loss, optimizer, **options)
     losses = []
     for _ in range(5):
@@ -249,7 +245,7 @@ def trained_of_constants(
     return losses, state
 
 
-def by_optax(transformation: Any) -> list[float]:
+def by_optax(transformation):
     params, losses = {name: PARAMS_OF_CONSTANTS[name] for name in TRAINED}, []
     kept = transformation.init(params)
     with jax.numpy_dtype_promotion("standard"):
@@ -262,7 +258,7 @@ def by_optax(transformation: Any) -> list[float]:
     return losses
 
 
-TRANSFORMATIONS_OF_CONSTANTS: dict[str, Callable[[], Any]] = {
+TRANSFORMATIONS_OF_CONSTANTS = {
     "lbfgs": optax.lbfgs,
     "polyak": lambda: optax.polyak_sgd(max_learning_rate=0.1),
     "plateau": lambda: optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)),
@@ -275,7 +271,7 @@ TRANSFORMATIONS_OF_CONSTANTS: dict[str, Callable[[], Any]] = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", ["var_list", "partition", "labels"])
 @pytest.mark.parametrize("name", TRANSFORMATIONS_OF_CONSTANTS)
-def test_a_frozen_leaf_is_a_constant(name: str, how: str) -> None:
+def test_a_frozen_leaf_is_a_constant(name, how):
     make = TRANSFORMATIONS_OF_CONSTANTS[name]
     wanted, state = trained_of_constants({name: PARAMS_OF_CONSTANTS[name] for name in TRAINED}, closed_over, make())
     if how == "var_list":

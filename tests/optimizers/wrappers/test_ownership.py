@@ -1,7 +1,5 @@
 """A slot belongs to the optimizer that created it, whatever its name."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,15 +12,15 @@ PARAMS = {"decoder": {"attn": jnp.ones(2), "mlp": jnp.ones(2)}, "head": jnp.ones
 GRADS = jax.tree.map(jnp.ones_like, PARAMS)
 
 
-def update(state: Any, optimizer: Any, grads: Any = GRADS) -> Any:
+def update(state, optimizer, grads=GRADS):
     return jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))(state, grads)
 
 
-def test_custom_optimizers_may_return_the_slots_they_got() -> None:
+def test_custom_optimizers_may_return_the_slots_they_got():
     """A custom optimizer gets only its own slots, so that it cannot overwrite others."""
     seen = []
 
-    def custom_update(updates: Any, slots: Any, params: Any, step: Any) -> Any:
+    def custom_update(updates, slots, params, step):
         seen.append(sorted(slots))
         return updates, {**slots, "calls": slots["calls"] + 1}
 
@@ -36,7 +34,7 @@ def test_custom_optimizers_may_return_the_slots_they_got() -> None:
     assert float(state.slots["m"]["head"][0]) > 0
 
 
-def test_two_finished_updates_in_a_chain_warn() -> None:
+def test_two_finished_updates_in_a_chain_warn():
     first, second = jstep.scope("a", jstep.adam(1.0)), jstep.gradient_descent(0.1)
     with pytest.warns(UserWarning, match=r"optimizers\[0\] makes finished updates.*climb.*scale_by_adam.*partition"):
         optimizer = jstep.chain(first, second)
@@ -55,7 +53,7 @@ def test_two_finished_updates_in_a_chain_warn() -> None:
     jstep.chain(first, jstep.clip_gradients(by_norm=1.0), jstep.decay_weights(0.1), jstep.scale_updates({"*": 0.5}))
 
 
-def test_masks_inside_partition_match_against_all_params() -> None:
+def test_masks_inside_partition_match_against_all_params():
     mask, bools = ["decoder/*", "head"], {"decoder": True, "head": False}
     optimizer = jstep.partition(
         {
