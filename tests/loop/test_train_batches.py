@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from doubles import raising
-from jax.sharding import NamedSharding, PartitionSpec
 from loop_runs import DATA, OPTIMIZER, Calls, Counted, by_hand, make_state, same, train
 
 import jstep
@@ -296,45 +295,3 @@ def test_train_passes_one_argument(steps_per_call, tmp_path):
     jstep.train(STEP, make_state_of_tuples(), BATCHES, 3, **options)
     state = jstep.train(STEP, make_state_of_tuples(), lambda n: BATCHES[n], 6, **options)
     np.testing.assert_allclose(state.params["w"], by_hand_of_tuples(6).params["w"], rtol=1e-6)
-
-
-# Batch sizes that microbatches or devices do not divide: the error names the batch, early if shapes are known.
-
-OPTIMIZER_OF_LANES = jstep.adam(1e-2)
-ROWS_OF_LANES = np.ones((26, 4), np.float32)
-LAST_OF_EPOCH = "if it is the smaller last batch of an epoch, drop_remainder=True leaves it out"
-
-
-def loss(params, x):
-    return jnp.mean((x @ params["w"]) ** 2)
-
-
-def message_of(data, step=None, **options):
-    state = jstep.TrainState.create({"w": jnp.ones((4, 1))}, OPTIMIZER_OF_LANES)
-    step = jstep.minimize(loss, OPTIMIZER_OF_LANES) if step is None else step
-    with pytest.raises(ValueError, match=r"multiple of|evenly divide") as caught:
-        jstep.train(step, state, data, 9, progress=False, **options)
-    return "\n".join([str(caught.value), *caught.value.__notes__])
-
-
-@pytest.mark.parametrize("steps_per_call", [1, 2])
-def test_microbatches_that_do_not_divide_the_last_batch(steps_per_call):
-    data = jstep.batches(ROWS_OF_LANES, 8, drop_remainder=False)
-    found = message_of(
-        data, jstep.minimize(loss, OPTIMIZER_OF_LANES, num_microbatches=4), steps_per_call=steps_per_call
-    )
-    assert "train_step: it cannot take step 3 with batch 3, whose shapes differ from those of the batch before" in found
-    assert "has 2 rows; use a batch of a multiple of 4, or max_rows_per_device instead of num_microbatches" in found
-    assert LAST_OF_EPOCH in found
-    assert "at step 0" in found
-
-
-def over_devices():
-    return NamedSharding(jax.make_mesh((4,), ("data",)), PartitionSpec("data"))
-
-
-def test_devices_that_do_not_divide_a_batch_of_a_loader():
-    found = message_of(
-        [ROWS_OF_LANES[:8], ROWS_OF_LANES[:8], ROWS_OF_LANES[:2], ROWS_OF_LANES[:8]], batch_sharding=over_devices()
-    )
-    assert "at step 2, after the update with batch 1, while batch 2 was fetched" in found
