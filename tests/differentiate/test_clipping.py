@@ -202,7 +202,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_prng_key_is_rejected_with_its_path(name):
+def test_a_prng_key_is_rejected_with_its_path(name: str) -> None:
     key = jax.random.key(0)
     with pytest.raises(TypeError, match=rf"^{name}: the leaf at 'n/key' has dtype key<fry>, a PRNG key\. Replace it"):
         FUNCTIONS[name]({"n": {"key": key}, "w": jnp.ones(2)})
