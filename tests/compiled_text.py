@@ -22,12 +22,12 @@ class Collective(NamedTuple):
     bytes: int
 
 
-def collectives(text: str) -> dict[str, Collective]:
+def collectives(text):
     """Return kind → number and bytes of a compiled program; a loop of unknown length counts once."""
     computations, entry = _computations(text)
-    seen: set[str] = set()
+    seen = set()
 
-    def within(name: str, times: int) -> list[tuple[str, int, int]]:
+    def within(name, times):
         found = []
         for _, kind, sizes, rest in computations.get(name, {}).values():
             chain = re.search(r'chain_id="(\w+)"', rest)
@@ -54,7 +54,7 @@ def collectives(text: str) -> dict[str, Collective]:
     return {kind: Collective(number[kind], moved[kind]) for kind in number}
 
 
-def _computations(text: str):
+def _computations(text):
     """Computation → name of an instruction → its bytes, its operation, the bytes that it moves, and the rest."""
     computations, entry, here = {}, "", {}
     for line in text.splitlines():
@@ -71,11 +71,11 @@ def _computations(text: str):
     return computations, entry
 
 
-def _names(text: str) -> list[str]:
+def _names(text):
     return re.findall(r"%([\w.\-]+)", text)
 
 
-def _bytes(shape: str) -> int:
+def _bytes(shape):
     total = 0
     for dtype, dims in _ARRAY.findall(shape):
         bits = re.search(r"\d+", dtype)
@@ -83,7 +83,7 @@ def _bytes(shape: str) -> int:
     return total
 
 
-def _trip_count(loop: str, condition) -> int:
+def _trip_count(loop, condition):
     """How often a loop runs, as printed for CPUs and GPUs; on a TPU the bound of its counter, which begins at 0."""
     printed = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop)
     bounds = [re.match(r"(\d+)\)", rest) for _, kind, _, rest in condition.values() if kind == "constant"]

@@ -8,7 +8,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The processes of pytest-xdist have 80 columns, to which tables would be folded.
@@ -63,15 +62,15 @@ hypothesis.settings.register_profile("jstep", deadline=None, derandomize=True, p
 hypothesis.settings.load_profile("jstep")
 
 
-def _settings() -> object:
+def _settings():
     return dict(jax.config.values), jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64
 
 
-_known_settings: list[object] = []
+_known_settings = []
 
 
 @pytest.fixture(autouse=True)
-def jax_settings_are_unchanged() -> Iterator[None]:
+def jax_settings_are_unchanged():
     """Check that a test leaves no mesh or option set, which would affect the tests that happen to run after it."""
     before = _known_settings.pop() if _known_settings else _settings()
     yield
@@ -87,14 +86,14 @@ def x64():
 
 
 @pytest.fixture
-def host_memory() -> None:
+def host_memory():
     """Skip a test with arrays in host memory, sharded over several CPU devices, if XLA refuses such programs."""
     if jax.__version_info__ < (0, 10, 2):
         pytest.skip("jaxlib before 0.10.2 refuses arrays in host memory in programs for several CPU devices")
 
 
 @pytest.fixture
-def no_cached_programs() -> Iterator[None]:
+def no_cached_programs():
     """Compile all programs of one test, for example because it reads their metadata."""
     was_enabled = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
@@ -105,14 +104,14 @@ def no_cached_programs() -> Iterator[None]:
 
 
 @pytest.fixture
-def compilations(no_cached_programs: None) -> Callable[[], contextlib.AbstractContextManager[list[str]]]:
+def compilations(no_cached_programs):
     """A context manager: `with compilations() as seen:` lists the compilations inside of the block."""
 
     @contextlib.contextmanager
-    def watch() -> Iterator[list[str]]:
-        seen: list[str] = []
+    def watch():
+        seen = []
 
-        def listener(event: str, duration: float, **kwargs: str | int) -> None:
+        def listener(event, duration, **kwargs):
             if event == "/jax/core/compile/backend_compile_duration":
                 seen.append(event)
 
@@ -125,7 +124,7 @@ def compilations(no_cached_programs: None) -> Callable[[], contextlib.AbstractCo
     return watch
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     thorough.configure(config)
     # Repeated runs find compiled programs in .pytest_cache, as do the programs that tests start.
     if config.pluginmanager.hasplugin("cacheprovider"):
@@ -133,7 +132,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+def pytest_xdist_make_scheduler(config, log):
     """Give each worker consecutive tests: those of a module share compiled programs and fixtures."""
     from xdist.scheduler import WorkStealingScheduling
 
@@ -141,7 +140,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Apply the marker `thorough`, and check that no ID has an address: all workers need to find the same IDs."""
     thorough.mark_cases(items)
     unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
@@ -149,7 +148,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"tests are named after an memory address: {unstable[:3]}; give them ids")
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Exempt all objects that exist before the first test from garbage collection, which makes it faster."""
     gc.collect()
     gc.freeze()
@@ -161,7 +160,7 @@ least growth since it did that last: to collect all objects takes a second."""
 _after_dropping = [0]
 
 
-def _resident() -> int:
+def _resident():
     """The resident memory of this process in bytes; 0 where the system does not say it."""
     try:
         return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -170,7 +169,7 @@ def _resident() -> int:
 
 
 @pytest.hookimpl(trylast=True)  # after the fixtures of the module
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+def pytest_runtest_teardown(item, nextitem):
     """Exempt also what a module leaves behind, such as compiled programs, unless the process has become large."""
     if nextitem is None or nextitem.path != item.path:
         is_large = _resident() > max(MOST_BYTES, _after_dropping[-1] + GROWTH)

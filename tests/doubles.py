@@ -1,6 +1,5 @@
 """Stand-ins that tests of several rooms use."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
@@ -11,10 +10,10 @@ class Pair(NamedTuple):
     y: Any
 
 
-def raising(error: BaseException | type[BaseException]) -> Callable[..., Any]:
+def raising(error):
     """Return a function that raises an error, whatever it is called with."""
 
-    def raise_it(*args: Any, **kwargs: Any) -> Any:
+    def raise_it(*args, **kwargs):
         raise error
 
     return raise_it
@@ -23,5 +22,5 @@ def raising(error: BaseException | type[BaseException]) -> Callable[..., Any]:
 class ImmutableError(Exception):
     """An exception that takes no attributes, like a frozen dataclass."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name, value):
         raise TypeError("immutable")

@@ -1,7 +1,5 @@
 """A stand-in for a run of `train`, for tests of one built-in hook alone."""
 
-from typing import Any
-
 from jstep.core.stopwatch import Stopwatch
 from jstep.hooks.cadence import HookSchedule
 from jstep.hooks.in_flight import InFlight
@@ -18,19 +16,19 @@ class FakeRun:
     is_over, is_new_branch, restored, saver, last_step = False, False, None, None, None
     evaluations = ()
 
-    def __init__(self, hook: Any, state: Any, step: int = 0) -> None:
+    def __init__(self, hook, state, step=0):
         self.hook, self.state, self.step, self.metrics, self.stopped = hook, state, step, None, []
         counter = hook if isinstance(hook, StepCounterHook) else StepCounterHook()
         sums = MetricSums(getattr(hook, "max_skipped_steps", None))
         self.reports = ReportingContext(sums, TransferQueue(), counter, None, None, None)
         self.watch, self.in_flight, self.at_start = Stopwatch(), InFlight(), StateContents(state)
-        self.polls: list[Any] = []
+        self.polls = []
         for each in {counter, hook}:
             each.use_run(self)
         hook.begin(state)
         self.schedule = HookSchedule(hook, step)
 
-    def after_step(self, step: int, state: Any, metrics: Any) -> Any:
+    def after_step(self, step, state, metrics):
         """What the loop does after a call."""
         first, self.step, self.state, self.metrics = self.step, step, state, metrics
         if self.reports.sums.is_wanted:
@@ -45,29 +43,29 @@ class FakeRun:
         self.schedule.reschedule(step)
         return result
 
-    def poll(self, hook: Any, check: Any) -> None:
+    def poll(self, hook, check):
         self.polls.append(check)
 
-    def stop(self, by: str) -> None:
+    def stop(self, by):
         self.stopped.append(by)
 
-    def log_failed(self, log: Any, error: Exception) -> None:
+    def log_failed(self, log, error):
         raise error
 
-    def constant_metrics(self) -> Any:
+    def constant_metrics(self):
         return ()
 
-    def meter(self, *_: object) -> None:
+    def meter(self, *_):
         pass
 
-    def to_stop(self) -> bool:
+    def to_stop(self):
         return False
 
-    def before_save(self, step: int) -> bool:
+    def before_save(self, step):
         return False
 
-    def require_finite(self, step: int, saver: Any) -> bool:
+    def require_finite(self, step, saver):
         return True
 
-    def before_off_cadence(self) -> None:
+    def before_off_cadence(self):
         pass

@@ -1,9 +1,7 @@
 """Processes of a run as threads of one, which exchange arrays as JAX's collectives do: what they agree on, by day."""
 
 import threading
-from collections.abc import Callable
 from concurrent import futures
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,22 +20,22 @@ class Fellows:
         exchanges: What each exchange of process 0 gathered, in order.
     """
 
-    def __init__(self, monkeypatch: Any, count: int = 2) -> None:
+    def __init__(self, monkeypatch, count=2):
         self._count, self._own = count, threading.local()
         self._barrier = threading.Barrier(count, timeout=waiting.TIMEOUT)
-        self._rows: list[Any] = [None] * count
-        self.exchanges: list[np.ndarray[Any, Any]] = []
+        self._rows = [None] * count
+        self.exchanges = []
         monkeypatch.setattr(jax, "process_count", lambda *_: count)
         monkeypatch.setattr(jax, "process_index", lambda *_: self.index)
         monkeypatch.setattr(multihost_utils, "process_allgather", self._gathered)
         monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda mine: self._gathered(mine)[0])
 
     @property
-    def index(self) -> int:
+    def index(self):
         """The number of the process that this thread is."""
         return int(getattr(self._own, "index", 0))
 
-    def _gathered(self, mine: Any) -> np.ndarray[Any, Any]:
+    def _gathered(self, mine):
         self._rows[self.index] = np.array(mine)
         self._barrier.wait()
         found = np.stack(self._rows)
@@ -46,10 +44,10 @@ class Fellows:
             self.exchanges.append(found)
         return found
 
-    def each(self, fn: Callable[[int], Any]) -> list[Any]:
+    def each(self, fn):
         """Call a function with each number in its thread; return the results, with errors in their places."""
 
-        def one(index: int) -> Any:
+        def one(index):
             self._own.index = index
             try:
                 return fn(index)

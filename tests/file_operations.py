@@ -19,8 +19,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Callable
 
 Action = Callable[[str], None]
 """A function of the path of an operation; the operation fails with the exception that it raises."""
@@ -34,7 +33,7 @@ _FOLDER_ARGUMENTS = {"os.rename": 2, "os.remove": 1, "os.rmdir": 1, "os.mkdir": 
 _WAIT = 60.0
 """Seconds after which a held operation fails."""
 
-_active: tuple["Interception", ...] = ()
+_active = ()
 _changing = threading.Lock()
 _thread = threading.local()
 
@@ -46,12 +45,12 @@ class Interception:
         paths: The paths of the operations so far.
     """
 
-    def __init__(self, events: Collection[str], pattern: str, action: Action, mode: str | None, times: float) -> None:
+    def __init__(self, events, pattern, action, mode, times):
         self._events, self._pattern, self._action, self._mode, self._times = events, pattern, action, mode, times
         self._one_at_a_time = threading.Lock()
-        self.paths: list[str] = []
+        self.paths = []
 
-    def see(self, event: str, args: tuple[Any, ...]) -> None:
+    def see(self, event, args):
         """Run the action if the event matches."""
         if event not in self._events or getattr(_thread, "is_acting", False):
             return
@@ -65,7 +64,7 @@ class Interception:
                 self.paths.append(path)
                 self._act(path)
 
-    def _act(self, path: str) -> None:
+    def _act(self, path):
         _thread.is_acting = True
         try:
             self._action(path)
@@ -73,7 +72,7 @@ class Interception:
             _thread.is_acting = False
 
 
-def _path(event: str, args: tuple[Any, ...]) -> str:
+def _path(event, args):
     """Return the path of an operation; for a rename, the old one."""
     path = _path_of_descriptor(args[0]) if isinstance(args[0], int) else os.fsdecode(args[0] or ".")
     position = _FOLDER_ARGUMENTS.get(event)
@@ -82,33 +81,31 @@ def _path(event: str, args: tuple[Any, ...]) -> str:
     return os.path.join(_path_of_descriptor(args[position]), path)
 
 
-def _path_of_descriptor(descriptor: int) -> str:
+def _path_of_descriptor(descriptor):
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:  # not on Linux
         return ""
 
 
-def _mode(args: tuple[Any, ...]) -> str:
+def _mode(args):
     """Return "w" for a file that is opened to write, or to read and write; "r" for one that is only read."""
     return "w" if args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC) else "r"
 
 
-def _hook(event: str, args: tuple[Any, ...]) -> None:
+def _hook(event, args):
     for one in _active:
         one.see(event, args)
 
 
 @functools.cache
-def _install() -> None:
+def _install():
     """Install the hook, once: Python cannot remove it. It does nothing while no interception is active."""
     sys.addaudithook(_hook)
 
 
 @contextlib.contextmanager
-def before(
-    events: str | Collection[str], pattern: str, action: Action, *, mode: str | None = None, times: float = math.inf
-) -> Iterator[Interception]:
+def before(events, pattern, action, *, mode=None, times=math.inf):
     """Within the block, run an action before file operations, in the thread that performs them.
 
     Threads with a matching operation wait while the action runs in another one. The operations of the action itself,
@@ -134,7 +131,7 @@ def before(
 
 
 @contextlib.contextmanager
-def held(events: str | Collection[str], pattern: str, *, mode: str | None = None) -> Iterator[threading.Event]:
+def held(events, pattern, *, mode=None):
     """Hold file operations until the event is set, or the block ends."""
     released = threading.Event()
     with before(events, pattern, until(released), mode=mode):
@@ -145,19 +142,19 @@ def held(events: str | Collection[str], pattern: str, *, mode: str | None = None
 
 
 @contextlib.contextmanager
-def killed_at(number: int, folder: str | os.PathLike[str]) -> Iterator[threading.Event]:
+def killed_at(number, folder):
     """Leave a folder as if the process was killed before its n-th rename or deletion (from 0) below the folder.
 
     This operation fails, and so does every later one that would change the folder. The event is set when it does.
     """
     killed, numbers = threading.Event(), itertools.count()
 
-    def remove(path: str) -> None:
+    def remove(path):
         if next(numbers) >= number:
             killed.set()
         change(path)
 
-    def change(path: str) -> None:
+    def change(path):
         if killed.is_set():
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
 
@@ -165,20 +162,20 @@ def killed_at(number: int, folder: str | os.PathLike[str]) -> Iterator[threading
         yield killed
 
 
-def until(event: threading.Event) -> Action:
+def until(event):
     """Return an action that waits for an event."""
 
-    def wait(path: str) -> None:
+    def wait(path):
         if not event.wait(_WAIT):
             raise TimeoutError(f"{path} was held for {_WAIT} s")
 
     return wait
 
 
-def failing(number: int) -> Action:
+def failing(number):
     """Return an action that raises the OSError of an error number."""
 
-    def fail(path: str) -> None:
+    def fail(path):
         raise OSError(number, os.strerror(number), path)
 
     return fail

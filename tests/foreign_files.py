@@ -2,41 +2,40 @@
 
 import os
 import pathlib
-from typing import Any
 
 TEXT = b"what somebody wrote\n"
 
 
-def _linked(path: pathlib.Path, victim: pathlib.Path) -> None:
+def _linked(path, victim):
     path.symlink_to(victim)
 
 
-def _linked_to_nothing(path: pathlib.Path, victim: pathlib.Path) -> None:
+def _linked_to_nothing(path, victim):
     path.symlink_to(victim.with_name("absent"))
 
 
-def _linked_to_a_folder(path: pathlib.Path, victim: pathlib.Path) -> None:
+def _linked_to_a_folder(path, victim):
     path.symlink_to(victim.parent)
 
 
-def _fifo(path: pathlib.Path, victim: pathlib.Path) -> None:
+def _fifo(path, victim):
     os.mkfifo(path)
 
 
-def _folder(path: pathlib.Path, victim: pathlib.Path) -> None:
+def _folder(path, victim):
     path.mkdir()
     (path / "inner").write_bytes(TEXT)
 
 
-def _text(path: pathlib.Path, victim: pathlib.Path) -> None:
+def _text(path, victim):
     path.write_bytes(TEXT)
 
 
-def _other_json(path: pathlib.Path, victim: pathlib.Path) -> None:
+def _other_json(path, victim):
     path.write_bytes(b'{"step": 3, "loss": 0.25}\n{"step": 4, "loss": 0.125}\n')
 
 
-def _nulls_before_text(path: pathlib.Path, victim: pathlib.Path) -> None:
+def _nulls_before_text(path, victim):
     path.write_bytes(bytes(5000) + TEXT)
 
 
@@ -56,7 +55,7 @@ KINDS = {
 """What may have the name of a file of jstep."""
 
 
-def put(kind: str, path: pathlib.Path, victims: pathlib.Path) -> pathlib.Path:
+def put(kind, path, victims):
     """Put something of a kind in the place of a file, which may lead to a victim; return the folder of the victims."""
     victims.mkdir(exist_ok=True)
     victim = victims / "notes"
@@ -66,11 +65,11 @@ def put(kind: str, path: pathlib.Path, victims: pathlib.Path) -> pathlib.Path:
     return victims
 
 
-def contents(path: str | pathlib.Path) -> Any:
+def contents(path):
     """Return everything of a file, link or folder that a write changes: content, times and sizes; no FIFO is opened."""
     path = pathlib.Path(path)
     found = path.lstat()
-    about: Any = found.st_mode, found.st_ino, found.st_nlink, found.st_size, found.st_mtime_ns
+    about = found.st_mode, found.st_ino, found.st_nlink, found.st_size, found.st_mtime_ns
     if path.is_symlink():
         return about, os.readlink(path)
     if path.is_dir():

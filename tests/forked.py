@@ -19,7 +19,6 @@ import tempfile
 import threading
 import time
 import warnings
-from typing import Any
 
 _PRELOADED = "jax, jax.numpy, jax.experimental.multihost_utils, numpy, orbax.checkpoint, jstep.loop, jstep.summary"
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
@@ -27,11 +26,11 @@ _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
 cpu_seconds = 0.0
 """CPU time of the programs that have ended."""
 
-_compiled: list[str] = []
+_compiled = []
 """The directory with compiled programs, if there is one."""
 
 
-def cache_compiled_programs(directory: str) -> None:
+def cache_compiled_programs(directory):
     """Share compiled programs between this process and all programs that it starts, now and in later runs."""
     _compiled[:] = [directory]
     _enable_compilation_cache(directory)
@@ -40,24 +39,24 @@ def cache_compiled_programs(directory: str) -> None:
 class Program:
     """A running program with the interface of `subprocess.Popen` in text mode."""
 
-    def __init__(self, pid: int, exit_status: int, pipes: list[Any]) -> None:
+    def __init__(self, pid, exit_status, pipes):
         self.pid, self._exit_status, self.returncode = pid, exit_status, None
         self.stdin, self.stdout, self.stderr = pipes
-        self._readers: list[threading.Thread] = []
-        self._output: dict[str, str] = {}
+        self._readers = []
+        self._output = {}
 
-    def poll(self) -> int | None:
+    def poll(self):
         """Return the exit code, or None while the program runs."""
         return self._ended(0)
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout=None):
         """Wait for the program to end and return its exit code."""
         code = self._ended(timeout)
         if code is None:
             raise subprocess.TimeoutExpired(f"program {self.pid}", timeout or 0)
         return code
 
-    def _ended(self, timeout: float | None) -> int | None:
+    def _ended(self, timeout):
         if self.returncode is None and select.select([self._exit_status], [], [], timeout)[0]:
             global cpu_seconds
             status, cpu = os.read(self._exit_status, 64).split()
@@ -66,7 +65,7 @@ class Program:
             cpu_seconds += float(cpu)
         return self.returncode
 
-    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+    def communicate(self, timeout=None):
         """Wait for the program to end and return its stdout and stderr."""
         until = None if timeout is None else time.monotonic() + timeout
         if self.stdin is not None:
@@ -84,27 +83,27 @@ class Program:
         self.wait(None if until is None else max(0.0, until - time.monotonic()))
         return self._output.get("stdout", ""), self._output.get("stderr", "")
 
-    def _read(self, name: str) -> None:
+    def _read(self, name):
         with getattr(self, name) as pipe:
             self._output[name] = pipe.read()
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         """Send a signal, unless the program has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def terminate(self) -> None:
+    def terminate(self):
         """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
-    def kill(self) -> None:
+    def kill(self):
         """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
-    def __enter__(self) -> "Program":
+    def __enter__(self):
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         for pipe in (self.stdin, self.stdout, self.stderr):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -112,7 +111,7 @@ class Program:
         self.wait()
 
 
-def start(code: str, *args: Any, env: dict[str, str] | None = None, stderr: int | None = None) -> Program:
+def start(code, *args, env=None, stderr=None):
     """Start `python -c code args…`.
 
     Args:
@@ -139,7 +138,7 @@ def start(code: str, *args: Any, env: dict[str, str] | None = None, stderr: int 
 class _Server:
     """The process that programs are forked from."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._lock = threading.Lock()
         self._control, server_end = socket.socketpair()
         self._own = contextlib.ExitStack()
@@ -156,7 +155,7 @@ class _Server:
             )
         atexit.register(self.close)
 
-    def fork(self, request: dict[str, Any], fds: list[int]) -> int:
+    def fork(self, request, fds):
         """Start a program and return its pid; `fds` are stdin, stdout, stderr and a pipe for the exit status."""
         with self._lock:
             data = json.dumps(request).encode()
@@ -164,7 +163,7 @@ class _Server:
             self._control.sendall(data)
             return int(self._control.recv(16))
 
-    def close(self) -> None:
+    def close(self):
         """End the server and all programs that are still running."""
         self._control.close()
         self._process.wait()
@@ -172,11 +171,11 @@ class _Server:
 
 
 @functools.cache
-def _server() -> _Server:
+def _server():
     return _Server()
 
 
-def serve(fd: int, preloaded: str, compiled: str) -> Any:
+def serve(fd, preloaded, compiled):
     """Run the server, which forks on request. In a forked program, return the program's code."""
     exec(f"import {preloaded}")
     _enable_compilation_cache(compiled)
@@ -185,7 +184,7 @@ def serve(fd: int, preloaded: str, compiled: str) -> Any:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    running: dict[int, int] = {}
+    running = {}
     while True:
         ready, _, _ = select.select([control, woken], [], [])
         if woken in ready:
@@ -228,7 +227,7 @@ def serve(fd: int, preloaded: str, compiled: str) -> Any:
         control.sendall(b"%16d" % pid)
 
 
-def _enable_compilation_cache(directory: str) -> None:
+def _enable_compilation_cache(directory):
     """Share compiled programs between all programs."""
     import jax
 

@@ -1,7 +1,5 @@
 """Kill programs that train, once they have a checkpoint."""
 
-import os
-import pathlib
 import random
 import re
 import signal
@@ -12,13 +10,13 @@ import forked
 import jstep
 
 
-def newest_step(directory: str | os.PathLike[str]) -> int:
+def newest_step(directory):
     """Return the step of the newest checkpoint, 0 if there is none."""
     latest = jstep.latest_checkpoint(directory)
     return int(latest.rpartition("-")[2]) if latest else 0
 
 
-def kill_after(program: forked.Program, directory: str | os.PathLike[str], step: int) -> None:
+def kill_after(program, directory, step):
     """Send SIGKILL at a random time after the checkpoint of a step."""
     try:
         while program.poll() is None and newest_step(directory) < step:
@@ -30,7 +28,7 @@ def kill_after(program: forked.Program, directory: str | os.PathLike[str], step:
     assert program.returncode == -signal.SIGKILL, f"the program ended before it was killed: {errors}"
 
 
-def assert_same_bits_after_kills(program: str, directory: pathlib.Path) -> None:
+def assert_same_bits_after_kills(program, directory):
     """Check that a program, killed three times, prints the fingerprint of one that was not killed.
 
     Args:

@@ -5,7 +5,7 @@ from optimizer_entries.entry import EMA, Entry
 from optimizer_entries.modern import MODERN
 from optimizer_entries.wrappers import WRAPPERS
 
-TABLE: dict[str, Entry] = {**CLASSIC, **MODERN, **WRAPPERS}
+TABLE = {**CLASSIC, **MODERN, **WRAPPERS}
 
 REPRESENTATIVES = [
     "gradient_descent",  # no slot

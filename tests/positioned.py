@@ -1,8 +1,5 @@
 """A loader with a position, as runs save it and set it again."""
 
-from collections.abc import Callable
-from typing import Any
-
 
 class Positioned:
     """An iterator over `batch(0), batch(1), …`, whose position is the number of batches that it has returned.
@@ -13,17 +10,17 @@ class Positioned:
         end: The number of batches; by default it has no end.
     """
 
-    def __init__(self, batch: Callable[[int], Any], kind: type = dict, end: int | None = None) -> None:
+    def __init__(self, batch, kind=dict, end=None):
         self.at, self.batch, self.kind, self.end = 0, batch, kind, end
 
-    def __next__(self) -> Any:
+    def __next__(self):
         if self.at == self.end:
             raise StopIteration
         self.at += 1
         return self.batch(self.at - 1)
 
-    def get_state(self) -> Any:
+    def get_state(self):
         return {int: self.at, bytes: b"%d" % self.at, dict: {"at": self.at}}[self.kind]
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state):
         self.at = int(state["at"] if self.kind is dict else state)

@@ -1,7 +1,5 @@
 """Small problems that tests of several rooms train on: a linear one with noise, and one whose state holds keys."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,7 @@ OPTIMIZER = jstep.with_moving_average(
 DATA = jstep.batches({"x": np.arange(40.0, dtype=np.float32).reshape(20, 2)}, batch_size=4, seed=3)
 
 
-def loss_fn(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
+def loss_fn(params, batch, rng):
     noise = jax.random.normal(rng, params["w"].shape)
     return jnp.mean((batch["x"] @ params["w"] - 1.0) ** 2) + jnp.sum(noise * params["w"])
 
@@ -24,7 +22,7 @@ def loss_fn(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
 STEP = jstep.minimize(loss_fn, OPTIMIZER, rng=jax.random.key(7))
 
 
-def make_state(step: int = 0) -> jstep.TrainState:
+def make_state(step=0):
     return jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER, global_step=step)
 
 

@@ -19,19 +19,19 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
 @functools.cache
-def text_of(path: Path) -> str:
+def text_of(path):
     return path.read_text(encoding="utf-8")
 
 
 @functools.cache
-def tree_of(path: Path) -> ast.Module:
+def tree_of(path):
     return ast.parse(text_of(path))
 
 
 @functools.cache
-def nodes_of(path: Path) -> list[ast.AST]:
+def nodes_of(path):
     return list(ast.walk(tree_of(path)))
 
 
-def name_of(path: Path) -> str:
+def name_of(path):
     return str(path.relative_to(ROOT))

@@ -10,18 +10,16 @@ the command line (`pytest tests/test_a.py::test_b`) runs, thorough or not.
 """
 
 import collections
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import hypothesis
-import pytest
 
 EACH_VALUE = "each value once"
 QUICK_EXAMPLES = 5
 _is_default_run = False
 
 
-def configure(config: pytest.Config) -> None:
+def configure(config):
     """Note whether this is the default run; if tests are named on the command line, run them all."""
     global _is_default_run
     _is_default_run = config.option.markexpr == "not thorough"
@@ -29,12 +27,12 @@ def configure(config: pytest.Config) -> None:
         config.option.markexpr, _is_default_run = "", False
 
 
-def examples(count: int) -> Callable[[Any], Any]:
+def examples(count):
     """Return the settings of a property with this number of examples in thorough runs."""
     return hypothesis.settings(max_examples=min(count, QUICK_EXAMPLES) if _is_default_run else count)
 
 
-def mark_cases(items: Iterable[pytest.Item]) -> None:
+def mark_cases(items):
     """Remove the marker from the cases that it excepts.
 
     Raises:
@@ -54,7 +52,7 @@ def mark_cases(items: Iterable[pytest.Item]) -> None:
             item.own_markers = [mark for mark in item.own_markers if mark.name != "thorough"]
 
 
-def _chosen(items: list[Any], except_for: str | Iterable[str] | Mapping[str, Iterable[Any]]) -> list[Any]:
+def _chosen(items, except_for):
     if except_for == EACH_VALUE:
         return _each_value_once(items)
     if isinstance(except_for, Mapping):
@@ -63,7 +61,7 @@ def _chosen(items: list[Any], except_for: str | Iterable[str] | Mapping[str, Ite
     return [item for item in items if item.callspec.id in except_for]
 
 
-def _each_value_once(items: list[Any]) -> list[Any]:
+def _each_value_once(items):
     """Return a few of the cases in which each value of each parameter occurs, in their order."""
     values = {item.nodeid: {(name, id(value)) for name, value in item.callspec.params.items()} for item in items}
     missing, chosen = set().union(*values.values()), []

@@ -8,8 +8,7 @@ import functools
 import pathlib
 import re
 import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import bad_input
 import jax
@@ -32,7 +31,7 @@ class Refused(NamedTuple):
     told: str
 
 
-def is_call(line: str) -> bool:
+def is_call(line):
     """Return whether a line is a call, not a statement that prepares calls."""
     try:
         compile(line, "line", "eval")
@@ -41,12 +40,12 @@ def is_call(line: str) -> bool:
     return True
 
 
-def calls_of(path: pathlib.Path) -> list[Refused]:
+def calls_of(path):
     """Return the calls of a file."""
     return [Refused(*found) for found in CALL.findall(path.read_text(encoding="utf-8")) if is_call(found[0])]
 
 
-def names_of(path: pathlib.Path, folder: str) -> dict[str, Any]:
+def names_of(path, folder):
     """Return the names that the calls of a file use, `folder` among them, which is empty at first."""
     names = vars(bad_input) | {"folder": folder}
     for line, _ in CALL.findall(path.read_text(encoding="utf-8")):
@@ -55,7 +54,7 @@ def names_of(path: pathlib.Path, folder: str) -> dict[str, Any]:
     return names
 
 
-def told(call: str, names: dict[str, Any]) -> str:
+def told(call, names):
     """Return the error that a call raises as a file shows it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -69,7 +68,7 @@ def told(call: str, names: dict[str, Any]) -> str:
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[pathlib.Path], dict[str, Any]]:
+def prepared(tmp_path_factory):
     """A function from a file to the names that its calls use."""
     return functools.cache(lambda path: names_of(path, str(tmp_path_factory.mktemp("folder"))))
 
@@ -78,11 +77,11 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[pathlib.Path
     ("path", "refused"),
     [pytest.param(path, one, id=f"{path.parent.name}-{one.call}") for path in FILES for one in calls_of(path)],
 )
-def test_what_a_refused_call_is_told(prepared: Any, path: pathlib.Path, refused: Refused) -> None:
+def test_what_a_refused_call_is_told(prepared, path, refused):
     assert told(refused.call, prepared(path)) == refused.told
 
 
-def test_an_error_leaves_the_state_usable() -> None:
+def test_an_error_leaves_the_state_usable():
     """The error is raised before compiling, so nothing is donated."""
     state = create(PARAMS, adam)
     good, bad = jstep.minimize(linear, adam), jstep.minimize(linear, adam, var_list=["nothing"])

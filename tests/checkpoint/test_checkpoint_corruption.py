@@ -1,14 +1,20 @@
 """Any corruption of a checkpoint is detected."""
 
+import builtins
 import os
 import shutil
 
+import jax.numpy as jnp
 import pytest
-from checkpoint_states import flip, read_files_of, save_all, state_at
+from checkpoint_states import edit_manifest, flip, read_files_of, save_all, state_at
 
+import jstep
+from jstep.checkpoint.directory import DirectoryStore
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint
+from jstep.checkpoint.reading import VERIFIED, CheckpointReader
 from jstep.checkpoint.saver import Saver
+from jstep.tools.cli import main
 
 MOVED = "`mv %s %s.aside.0`"
 
@@ -90,3 +96,80 @@ class TestCorruption:
                 saver.extra(step)
         shutil.rmtree(f"{directory}/model-90")
         assert int(saver.restore(state_at(0)).global_step) == 3
+
+
+# The error of a checkpoint that cannot be restored: quick, and never advice to delete what is intact.
+
+
+@pytest.fixture
+def saved(tmp_path):
+    with Saver(tmp_path) as saver:
+        save_all(saver, [1, 2, 3])
+    return str(tmp_path)
+
+
+def moved(directory, *steps):
+    """Return the command that moves the checkpoints of these steps aside."""
+    return f"`{' && '.join(f'mv {directory}/model-{n} {directory}/model-{n}.aside.0' for n in steps)}`"
+
+
+def test_the_limit_is_for_all_of_them_together(saved):
+    flip(f"{saved}/model-3/manifest.ocdbt", 3)
+
+    def enlarge(manifest):
+        others = sum(record["bytes"] for name, record in manifest["files"].items() if name != "manifest.ocdbt")
+        manifest["files"]["manifest.ocdbt"]["bytes"] = VERIFIED - others
+
+    edit_manifest(f"{saved}/model-2", enlarge)
+    with pytest.raises(CheckpointError, match=rf"intact checkpoint is step 1 .*: {moved(saved, 3, 2)}\."):
+        Saver(saved).restore()
+
+
+def test_a_format_of_a_newer_version_is_not_to_be_deleted(saved):
+    edit_manifest(f"{saved}/model-3", lambda manifest: manifest.update(format=2, jstep="9.0"))
+    with pytest.raises(CheckpointError) as error:
+        Saver(saved).restore(state_at(0))
+    assert "model-3 cannot be restored" in str(error.value)
+    assert "read it with that version of jstep" in str(error.value)
+    assert "newest intact checkpoint is step 2" in str(error.value)
+    assert str(error.value).endswith(f"to resume from it, set aside what cannot be used: {moved(saved, 3)}.")
+
+
+@pytest.mark.parametrize("unreadable", ["manifest.json", "manifest.ocdbt"])
+def test_files_without_permission_are_not_called_missing(saved, monkeypatch, capsys, unreadable):
+    def failing(function):
+        def call(path, *args, **kwargs):
+            if str(path).endswith(f"model-3/{unreadable}"):
+                raise PermissionError(13, "Permission denied", str(path))
+            return function(path, *args, **kwargs)
+
+        return call
+
+    for module, name in ((builtins, "open"), (os, "stat"), (os.path, "getsize")):
+        monkeypatch.setattr(module, name, failing(getattr(module, name)))
+    assert Saver(saved).all_steps() == [1, 2, 3]
+    with pytest.raises(CheckpointError, match=f"Permission denied: .*{unreadable}") as error:
+        Saver(saved).restore(state_at(1))
+    assert not any(word in str(error.value) for word in ("corrupted", "missing", "delete"))
+    assert Saver(saved).restore(state_at(1), step=2).global_step == 2
+    assert main(["inspect", saved, "--verify"]) == 2
+    assert "Permission denied" in capsys.readouterr().err
+
+
+# What a reader finds out about checkpoints that it cannot use, with stores that answer as they are told.
+
+
+def test_params_of_another_model_without_slots(tmp_path):
+    optimizer = jstep.gradient_descent(0.1)
+    with Saver(tmp_path) as saver:
+        saver.save(jstep.TrainState.create({"w": jnp.ones(3)}, optimizer, 2))
+    reader = CheckpointReader(DirectoryStore(str(tmp_path), None), "model", True)
+    reader.check_run(jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer), 2)
+    with pytest.raises(ValueError, match="saved by a run with another model: its params differ from those of state"):
+        reader.check_run(jstep.TrainState.create({"b": jnp.ones(3)}, optimizer), 2)
+    with Saver(tmp_path) as saver:
+        saver.save({"params": {"w": jnp.ones(3)}, "global_step": jnp.int32([3, 3])})
+    with pytest.raises(
+        ValueError, match=r"^target does not fit .*/model-3; differing \(1\): 'global_step' \(int32\[2\]"
+    ):
+        reader.check_run(jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer), 3)

@@ -7,12 +7,9 @@ manifest itself are right. Nothing beside the checkpoint changes, and neither ti
 import copy
 import json
 import os
-import pathlib
 import resource
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -24,7 +21,7 @@ from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.saver import Saver
 from jstep.tools.cli import main
 
-ODD: list[Any] = [
+ODD = [
     None,
     True,
     -1,
@@ -53,7 +50,7 @@ ODD: list[Any] = [
 EXPECTED = (CheckpointError, ValueError, OSError, TypeError)
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def places(value, path=()):
     """Yield the paths of all values in JSON."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
@@ -61,7 +58,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(inner, (*path, key))
 
 
-def replaced(data: Any, path: tuple[Any, ...], value: Any) -> Any:
+def replaced(data, path, value):
     inner = data = copy.deepcopy(data)
     for key in path[:-1]:
         inner = inner[key]
@@ -69,7 +66,7 @@ def replaced(data: Any, path: tuple[Any, ...], value: Any) -> Any:
     return data
 
 
-def raised_by(call: Callable[[], Any]) -> Exception | None:
+def raised_by(call):
     try:
         call()
     except EXPECTED as error:
@@ -80,7 +77,7 @@ def raised_by(call: Callable[[], Any]) -> Exception | None:
 class Directory:
     """A directory with an intact checkpoint 1 and a malicious checkpoint 2."""
 
-    def __init__(self, path: pathlib.Path) -> None:
+    def __init__(self, path):
         self.run, self.path, self.whole = path / "run", path / "run" / "model-2", path / "whole"
         with Saver(self.run) as saver:
             save_all(saver, [1, 2])
@@ -92,14 +89,14 @@ class Directory:
         self.begun, self.memory = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         self.cases = 0
 
-    def write(self, manifest: Any) -> None:
+    def write(self, manifest):
         edit_manifest(str(self.path), lambda data: manifest)
 
-    def check(self) -> None:
+    def check(self):
         """Read the malicious checkpoint in all ways, and the intact one; each way ends as expected."""
         self.cases += 1
         with Saver(self.run) as saver:
-            calls: list[Callable[[], Any]] = [
+            calls = [
                 lambda: saver.restore(state_at(0)),
                 lambda: saver.restore(),
                 lambda: saver.restore_params({"w": jnp.zeros((3, 2))}),
@@ -115,11 +112,11 @@ class Directory:
         assert contents(self.run / "model-1") == self.beside
         assert sorted(os.listdir(self.run)) == ["model-1", "model-2"]
 
-    def restore_files(self) -> None:
+    def restore_files(self):
         shutil.rmtree(self.path)
         shutil.copytree(self.whole, self.path)
 
-    def end(self, most_secs: float, most_bytes: int) -> None:
+    def end(self, most_secs, most_bytes):
         grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - self.memory)
         seconds = time.monotonic() - self.begun
         print(f"{self.cases} cases, {seconds:.0f} s, {grown / 1e6:.0f} MB")
@@ -128,11 +125,11 @@ class Directory:
 
 
 @pytest.fixture
-def directory(tmp_path: pathlib.Path) -> Directory:
+def directory(tmp_path):
     return Directory(tmp_path)
 
 
-def test_a_checkpoint_whose_shape_is_huge(directory: Directory) -> None:
+def test_a_checkpoint_whose_shape_is_huge(directory):
     edit_manifest(str(directory.path), lambda data: data["leaves"][0].update(shape=[2**40, 2**40], bytes=2**60))
     directory.check()
     directory.end(60, 2**29)
@@ -140,7 +137,7 @@ def test_a_checkpoint_whose_shape_is_huge(directory: Directory) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("part", range(4))
-def test_one_field_at_a_time(directory: Directory, part: int) -> None:
+def test_one_field_at_a_time(directory, part):
     paths = list(places(directory.manifest))
     cases = [(path, odd) for path in paths for odd in ODD]
     for path, odd in cases[part::16]:
@@ -150,7 +147,7 @@ def test_one_field_at_a_time(directory: Directory, part: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["fifo", "folder", "sparse"])
-def test_what_is_no_manifest(directory: Directory, name: str) -> None:
+def test_what_is_no_manifest(directory, name):
     path = directory.path / "manifest.json"
     path.unlink()
     if name == "fifo":

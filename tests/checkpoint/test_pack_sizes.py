@@ -1,7 +1,6 @@
 """The blocks of arrays and files in packs: how they are split, grouped, read together and verified."""
 
 import zlib
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,15 +10,15 @@ from jstep.checkpoint.packs import BlockPosition
 
 
 @pytest.fixture(autouse=True)
-def small_packs(monkeypatch: Any) -> None:
+def small_packs(monkeypatch):
     monkeypatch.setattr(packs, "PACK", 8)
 
 
-def test_a_block_is_verified() -> None:
+def test_a_block_is_verified():
     dtype, data = np.dtype(np.int16), np.arange(3, dtype=np.int16)
     plain, zipped = data.tobytes(), zlib.compress(data.tobytes())
 
-    def of(body: bytes, **changes: Any) -> BlockPosition:
+    def of(body, **changes):
         one = BlockPosition("a", "<i2", (0,), (3,), "p", 10, len(body), f"{zlib.crc32(body):08x}", int(body != plain))
         return one._replace(**changes)
 

@@ -3,19 +3,18 @@
 import json
 import os
 import zlib
-from typing import Any
 
 import pytest
 
 from jstep.checkpoint import checksums
 
 
-def crc(data: bytes) -> str:
+def crc(data):
     return f"{zlib.crc32(data):08x}"
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: Any) -> None:
+def small_blocks(monkeypatch):
     monkeypatch.setattr(checksums, "BLOCK", 4)
     monkeypatch.setattr(checksums, "_PIECE", 3)
 
@@ -38,11 +37,11 @@ TEN = {"bytes": 10, "crc32": ["a", "b", "c"]}
         (TEN, TEN | {"crc32": ["x", "b", "x"]}, "the checksum of bytes [0, 4), [8, 10) differs"),
     ],
 )
-def test_a_difference_in_words(expected: Any, actual: Any, problem: str) -> None:
+def test_a_difference_in_words(expected, actual, problem):
     assert checksums.describe_mismatch(expected, actual) == problem
 
 
-def test_processes_record_the_files_that_they_wrote(tmp_path: Any, monkeypatch: Any) -> None:
+def test_processes_record_the_files_that_they_wrote(tmp_path, monkeypatch):
     contents = {
         "ocdbt.process_0/d/a": b"0123456789",
         "ocdbt.process_1/b": b"01234567",

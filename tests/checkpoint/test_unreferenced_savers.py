@@ -1,6 +1,7 @@
 """Saves in progress: of Savers that are garbage-collected without `close`, and after Ctrl-C while one is waited for."""
 
 import os
+import socket
 import threading
 
 import pytest
@@ -8,8 +9,10 @@ from checkpoint_scripts import run
 from checkpoint_states import held_saves, listing, save_all, state_at
 from waiting import interrupt
 
+from jstep.checkpoint import claims
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.saver import Saver
+from jstep.stores import owners
 
 
 def test_an_unreferenced_saver_releases_its_claim(tmp_path):
@@ -47,3 +50,47 @@ def test_the_interpreter_waits_for_the_save(tmp_path):
     """
     run(script, tmp_path)
     assert latest_checkpoint(tmp_path) == f"{tmp_path}/model-1"
+
+
+# Who owns a claim and whether that process is alive, and claims in a store whose objects change by themselves.
+
+OWNER = {"host": "here", "space": "boot", "pid": 7, "started": "100"}
+
+
+@pytest.mark.parametrize(
+    ("change", "alive"),
+    [
+        ({}, True),
+        ({"started": "99"}, False),
+        ({"pid": 8, "started": "100"}, False),
+        ({"pid": "7"}, False),
+        ({"pid": 0}, False),
+        ({"host": "elsewhere"}, None),
+        ({"space": "container"}, None),
+    ],
+)
+def test_whether_an_owner_is_alive(change, alive, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(owners, "space", lambda: "boot")
+    monkeypatch.setattr(owners, "start_time", {7: "100", 0: "100", -7: "100"}.get)
+    assert owners.is_alive(OWNER | change) is alive
+    without_space = {key: value for key, value in OWNER.items() if key != "space"}
+    assert owners.is_alive(without_space) is True
+    assert owners.this_process() == {"host": "here", "space": "boot", "pid": os.getpid(), "started": None}
+
+
+def test_the_error_of_a_second_writer_names_the_first():
+    once = (
+        "one writer at a time, or one run would destroy the other's checkpoints. Give this run its own directory or "
+        "prefix, or "
+    )
+    mine = owners.this_process()
+    wait, this = f"{once}wait for that process or end it.", f"process {os.getpid()} on {socket.gethostname()}"
+    cases = [
+        (mine, f"{this}, which is this one: {once}close the other Saver first."),
+        (mine | {"space": "container"}, f"{this}: {wait}"),
+        (OWNER, f"process 7 on here: {wait}"),
+        ({}, f"process unknown on unknown: {wait}"),
+    ]
+    for owner, text in cases:
+        assert str(claims.refusal("runs", "model", owner)) == f"model-* in runs is being written by {text}"

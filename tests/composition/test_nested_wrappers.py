@@ -1,8 +1,6 @@
 """Randomly nested optimizers and random trees: slot names, structure, skipped steps, and leaves that are alone."""
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
 
 import hypothesis
 import jax
@@ -54,11 +52,11 @@ WRAPPERS = [
 ]
 
 
-def by_path_length(labels: Any) -> Any:
+def by_path_length(labels):
     return lambda path, leaf: labels[len(path) % len(labels)]
 
 
-def partitioned(parts: Any) -> Any:
+def partitioned(parts):
     """Return a partition with a label for each part; the other leaves are frozen."""
     labels = list(LABELS[: len(parts)])
     return jstep.partition(dict(zip(labels, parts, strict=True)), by_path_length([*labels, None]))
@@ -74,7 +72,7 @@ optimizers = st.recursive(
 )
 
 
-def build(plan: Any) -> jstep.Optimizer:
+def build(plan):
     """Return the optimizer of a plan; reject plans with slots or hyperparameters of the same name."""
     make, *inner = plan
     if not inner:
@@ -83,7 +81,7 @@ def build(plan: Any) -> jstep.Optimizer:
     return without_collision(lambda: make(arguments))
 
 
-def without_collision(make: Callable[[], jstep.Optimizer]) -> jstep.Optimizer:
+def without_collision(make):
     try:
         return make()
     except ValueError as error:
@@ -92,16 +90,16 @@ def without_collision(make: Callable[[], jstep.Optimizer]) -> jstep.Optimizer:
         hypothesis.reject()
 
 
-def inner_plans(plan: Any) -> list[Any]:
+def inner_plans(plan):
     make, *inner = plan
     return inner[0] if make is partitioned else inner
 
 
-def has_mask(plan: Any) -> bool:
+def has_mask(plan):
     return plan[0] in MASKED or any(map(has_mask, inner_plans(plan)))
 
 
-def is_trained(plan: Any, path: str) -> bool:
+def is_trained(plan, path):
     """Return whether an optimizer of the plan updates the leaf at `path`."""
     if plan[0] is partitioned:
         part = by_path_length([*plan[1], None])(path, None)
@@ -109,7 +107,7 @@ def is_trained(plan: Any, path: str) -> bool:
     return all(is_trained(one, path) for one in inner_plans(plan))
 
 
-def hides_loss_scale(plan: Any, is_outermost: bool = True) -> bool:
+def hides_loss_scale(plan, is_outermost=True):
     """Return whether a loss scale is inside a partition, a chain, `update_every` or another loss scale."""
     if plan[0] is jstep.dynamic_loss_scale and not is_outermost:
         return True
@@ -117,7 +115,7 @@ def hides_loss_scale(plan: Any, is_outermost: bool = True) -> bool:
     return any(hides_loss_scale(one, is_outermost) for one in inner_plans(plan))
 
 
-def first_error(plan: Any, params: Any) -> str | None:
+def first_error(plan, params):
     """Return a pattern of the error that creation or the first update must raise, or None."""
     paths = [path for path, leaf in trees.leaves_with_paths(params) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     if not paths:
@@ -127,7 +125,7 @@ def first_error(plan: Any, params: Any) -> str | None:
     return None if any(is_trained(plan, path) for path in paths) else "No gradients provided"
 
 
-def raises(error: str | None) -> contextlib.AbstractContextManager[Any]:
+def raises(error):
     return contextlib.nullcontext() if error is None else pytest.raises(ValueError, match=error)
 
 
@@ -144,11 +142,11 @@ trees_of_params = st.dictionaries(
 )
 
 
-def gradient(leaf: Any) -> Any:
+def gradient(leaf):
     return jnp.full_like(leaf, 0.25) if jnp.issubdtype(leaf.dtype, jnp.floating) else None
 
 
-def shapes_and_dtypes(tree: Any) -> Any:
+def shapes_and_dtypes(tree):
     return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
 
 
@@ -156,7 +154,7 @@ def shapes_and_dtypes(tree: Any) -> Any:
 @hypothesis.given(optimizers, trees_of_params, st.booleans())
 @hypothesis.example((partitioned, [(jstep.dynamic_loss_scale, (PLAIN[0],))]), {"a": jnp.ones(3)}, False)
 @hypothesis.example((MASKED[0], (PLAIN[0],)), {"a": jnp.array([1, 2])}, False)
-def test_slot_names_are_known_and_structure_is_preserved(plan: Any, params: Any, guarded: bool) -> None:
+def test_slot_names_are_known_and_structure_is_preserved(plan, params, guarded):
     optimizer = build(plan)
     optimizer = without_collision(lambda: jstep.skip_nonfinite(optimizer)) if guarded else optimizer
     error = first_error(plan, params)
@@ -177,7 +175,7 @@ def test_slot_names_are_known_and_structure_is_preserved(plan: Any, params: Any,
 @examples(15)
 @hypothesis.given(plan=optimizers, other=optimizers)
 @hypothesis.example(plan=(jstep.lookahead, (PLAIN[2],)), other=(partitioned, [(PLAIN[1],), (PLAIN[5],)]))
-def test_a_leaf_is_updated_by_its_own_optimizer_alone_and_resumes(plan: Any, other: Any, tmp_path_factory: Any) -> None:
+def test_a_leaf_is_updated_by_its_own_optimizer_alone_and_resumes(plan, other, tmp_path_factory):
     """Whatever the other label has, whose name begins alike: the leaf is as if the rest were frozen."""
     params = {"a": jnp.linspace(-1.0, 1.0, 6).reshape(2, 3), "bb": jnp.ones(3)}
     if any(first_error(one, params) or hides_loss_scale(one, False) or has_mask(one) for one in (plan, other)):

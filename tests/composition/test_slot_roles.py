@@ -1,8 +1,5 @@
 """The role of a slot is determined by the optimizer that created it, never by its name or position."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,15 +12,15 @@ ODD = ("loss_scale", "start_step", "last_finite_step", "scale_since", "skipped",
 PLAIN = ("s1", "s2", "s3", "s4", "s5", "s6/x")
 
 
-def counting(names: tuple[str, ...], kind: str) -> jstep.Optimizer:
+def counting(names, kind):
     """Return a descent whose rate depends on counters in its slots: changing a slot changes the parameters."""
 
-    def init(params: Any, global_step: Any = 0) -> Any:
+    def init(params, global_step=0):
         if kind == "trees":
             return {name: jax.tree.map(jnp.zeros_like, params) for name in names}
         return {name: jnp.zeros((), jnp.int32 if kind == "integers" else jnp.float32) for name in names}
 
-    def update(updates: Any, slots: Any, params: Any, step: Any) -> Any:
+    def update(updates, slots, params, step):
         counts = {name: jax.tree.map(lambda x: x + 1, slots[name]) for name in names}
         total = sum(jnp.max(jax.tree.leaves(tree)[0]).astype(jnp.float32) for tree in counts.values())
         return jax.tree.map(lambda g: -0.01 * total * g, updates), counts
@@ -31,12 +28,12 @@ def counting(names: tuple[str, ...], kind: str) -> jstep.Optimizer:
     return jstep.Optimizer(init, update, lambda step: {})
 
 
-def by_label(*labels: str) -> Callable[[str, Any], str]:
+def by_label(*labels):
     return lambda path, leaf: labels[0] if path == "w" else labels[-1]
 
 
 EMA = jstep.ExponentialMovingAverage(0.5, zero_debias=True)
-WRAPPERS: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
+WRAPPERS = {
     "nothing": lambda one: one,
     "scope": lambda one: jstep.scope("start_step", one),
     "skip_nonfinite": lambda one: jstep.skip_nonfinite(jstep.scope("x", one)),
@@ -64,11 +61,11 @@ OWN_AGE = {
 """Name of the age slot of a wrapper if the usual name is taken."""
 
 
-def loss_fn(params: Any, x: Any) -> Any:
+def loss_fn(params, x):
     return jnp.sum(params["w"] ** 2) * x + params["v"] ** 2
 
 
-def run(optimizer: jstep.Optimizer, **kwargs: Any) -> tuple[jstep.TrainState, list[dict[str, Any]]]:
+def run(optimizer, **kwargs):
     state = jstep.TrainState.create(PARAMS, optimizer)
     step = jstep.minimize(loss_fn, optimizer, **kwargs)
     history = []
@@ -81,7 +78,7 @@ def run(optimizer: jstep.Optimizer, **kwargs: Any) -> tuple[jstep.TrainState, li
 @pytest.mark.thorough(except_for=["dynamic_loss_scale-integers", "labels-turned-trees"])
 @pytest.mark.parametrize("kind", ["floats", "integers", "trees"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_names_of_custom_slots_have_no_special_meaning(wrapper: str, kind: str) -> None:
+def test_names_of_custom_slots_have_no_special_meaning(wrapper, kind):
     (odd, history), (plain, want) = (run(WRAPPERS[wrapper](counting(names, kind))) for names in (ODD, PLAIN))
     np.testing.assert_equal(jax.tree.map(np.asarray, odd.params), jax.tree.map(np.asarray, plain.params))
     assert [sorted(one) for one in history] == [sorted(one) for one in want]
@@ -100,7 +97,7 @@ def test_names_of_custom_slots_have_no_special_meaning(wrapper: str, kind: str) 
 GUARD = jstep.skip_nonfinite
 
 
-def test_labels_without_gradients_are_not_reported_as_skipped() -> None:
+def test_labels_without_gradients_are_not_reported_as_skipped():
     optimizer = jstep.partition({"a": GUARD(jstep.adam()), "a/b": GUARD(jstep.adam())}, by_label("a", "a/b"))
     state = jstep.TrainState.create(PARAMS, optimizer)
     step = jstep.minimize(loss_fn, optimizer, var_list=["v"])
@@ -113,13 +110,13 @@ def test_labels_without_gradients_are_not_reported_as_skipped() -> None:
 # Ages of custom optimizers and of labels without gradients.
 
 
-def test_slots_inside_a_custom_wrapper_keep_their_roles() -> None:
-    def wrapper(inner: jstep.Optimizer) -> jstep.Optimizer:
-        def init(params: Any, global_step: Any = 0) -> Any:
+def test_slots_inside_a_custom_wrapper_keep_their_roles():
+    def wrapper(inner):
+        def init(params, global_step=0):
             slots = {f"my/{name}": tree for name, tree in inner.init(params, global_step).items()}
             return slots | {"extra": jnp.zeros(())}
 
-        def update(updates: Any, slots: Any, params: Any, step: Any) -> Any:
+        def update(updates, slots, params, step):
             inner_slots = {name.removeprefix("my/"): tree for name, tree in slots.items() if name.startswith("my/")}
             updates, inner_slots = inner.update(updates, inner_slots, params, step)
             return updates, {f"my/{name}": tree for name, tree in inner_slots.items()} | {"extra": slots["extra"]}

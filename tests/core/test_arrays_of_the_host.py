@@ -1,8 +1,6 @@
 """NumPy's arrays wherever they enter: masked ones are refused, byte orders are converted, scalars are arrays."""
 
 import tempfile
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,24 +14,24 @@ SGD = jstep.sgd(0.1)
 STEP = jstep.minimize(lambda p, x: jnp.mean((p["w"] - x) ** 2), SGD)
 
 
-def make(w: Any = None) -> jstep.TrainState:
+def make(w=None):
     return jstep.TrainState.create({"w": jnp.ones(4) if w is None else w}, SGD)
 
 
-def run(batches: Any, last_step: int = 1, **options: Any) -> Any:
+def run(batches, last_step=1, **options):
     return jstep.train(STEP, make(), batches, last_step, progress=False, **options).params
 
 
 class Items:
     """Rows of a dict, one at a time, or several at once."""
 
-    def __init__(self, x: Any) -> None:
+    def __init__(self, x):
         self.x = x
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.x)
 
-    def __getitem__(self, i: int) -> Any:
+    def __getitem__(self, i):
         return {"x": self.x[i : i + 1]}
 
 
@@ -42,59 +40,59 @@ class Foreign:
 
     shape, dtype = (4,), np.float32
 
-    def __init__(self, x: Any) -> None:
+    def __init__(self, x):
         self.x = x
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+    def __array__(self, dtype=None, copy=None):
         return self.x
 
 
-def queued(x: Any) -> Any:
+def queued(x):
     queue = jstep.FIFOQueue(4)
     queue.enqueue({"x": x})
     queue.enqueue({"x": x})
     return queue.dequeue_many(2)
 
 
-def queued_rows(x: Any) -> Any:
+def queued_rows(x):
     queue = jstep.FIFOQueue(4)
     queue.enqueue_many({"x": x})
     return queue.dequeue()
 
 
-def saved(x: Any) -> Any:
+def saved(x):
     with jstep.Saver(tempfile.mkdtemp()) as saver:
         saver.save(jstep.TrainState({"w": x}, {}, jnp.int32(0)))
         return saver.restore(None)["params"]
 
 
-def restored(x: Any) -> Any:
+def restored(x):
     with jstep.Saver(tempfile.mkdtemp()) as saver:
         saver.save(jstep.TrainState({"w": np.ones(4, np.float32)}, {}, jnp.int32(0)))
         return saver.restore(jstep.TrainState({"w": x}, {}, jnp.int32(0))).params
 
 
-def weights(x: Any) -> Any:
+def weights(x):
     path = f"{tempfile.mkdtemp()}/model.safetensors"
     jstep.save_weights(path, {"w": x})
     return jstep.load_weights(path, {"w": jax.ShapeDtypeStruct((4,), jnp.float32)})
 
 
-def loaded(x: Any) -> Any:
+def loaded(x):
     path = f"{tempfile.mkdtemp()}/model.safetensors"
     jstep.save_weights(path, {"w": np.ones(4, np.float32)})
     return jstep.load_weights(path, {"w": x})
 
 
-def hooked(state_of: Callable[[jstep.TrainState], jstep.TrainState]) -> Any:
+def hooked(state_of):
     return run(lambda n: np.ones(4, np.float32), 2, hooks=[jstep.every(1, lambda n, state, m: state_of(state))])
 
 
-def one_device() -> jax.sharding.Mesh:
+def one_device():
     return jax.make_mesh((1,), ("data",))
 
 
-DOORS: dict[str, Callable[[Any], Any]] = {
+DOORS = {
     "create": lambda x: make({"a": [x]}).params,
     "create on a mesh": lambda x: jstep.TrainState.create({"w": x}, SGD, mesh=one_device()).params,
     "create of a function": lambda x: jstep.TrainState.create(lambda: {"w": x}, SGD).params,
@@ -148,7 +146,7 @@ DOORS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def loss_of(params: Any, x: Any) -> jax.Array:
+def loss_of(params, x):
     return jnp.mean((params["w"] - x) ** 2)
 
 
@@ -156,13 +154,13 @@ X = np.arange(4, dtype=np.float32)
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_masked_array_is_refused(door: str) -> None:
+def test_a_masked_array_is_refused(door):
     masked = np.ma.array(X, mask=False)
     with pytest.raises(TypeError, match=r"masked array.*filled"):
         DOORS[door](masked)
 
 
-def test_the_leaf_is_named() -> None:
+def test_the_leaf_is_named():
     masked = np.ma.array(X, mask=False)
     with pytest.raises(TypeError, match=r"params: the leaf at 'w/a/0' is a masked array"):
         make({"a": [masked]})
@@ -172,7 +170,7 @@ def test_the_leaf_is_named() -> None:
 
 @pytest.mark.thorough(except_for=["create", "shard_state", "batches", "train, K", "prefetch", "saver", "queue", "f1"])
 @pytest.mark.parametrize("door", DOORS)
-def test_another_byte_order_is_converted(door: str) -> None:
+def test_another_byte_order_is_converted(door):
     swapped = X.astype(X.dtype.newbyteorder())
     found, wanted = DOORS[door](swapped), DOORS[door](X)
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
@@ -194,7 +192,7 @@ SCALARS = [
 
 
 @pytest.mark.parametrize("value", SCALARS, ids=lambda value: type(value).__name__)
-def test_a_scalar_of_numpy_is_an_array_of_its_dtype(value: Any) -> None:
+def test_a_scalar_of_numpy_is_an_array_of_its_dtype(value):
     state = jstep.TrainState({"w": jnp.ones(2), "x": value}, {}, jnp.int32(0))
     with jstep.Saver(tempfile.mkdtemp()) as saver:
         saver.save(state)
@@ -208,10 +206,10 @@ def test_a_scalar_of_numpy_is_an_array_of_its_dtype(value: Any) -> None:
 
 
 @pytest.mark.parametrize("step", [7, np.uint8(7), np.array(7).astype(">i8")])
-def test_a_step_that_is_a_number_becomes_an_array(step: Any) -> None:
+def test_a_step_that_is_a_number_becomes_an_array(step):
     traces = []
 
-    def loss_fn(params: Any, x: Any) -> jax.Array:
+    def loss_fn(params, x):
         traces.append(1)
         return jnp.mean((params["w"] - x) ** 2)
 

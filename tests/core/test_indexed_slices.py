@@ -1,20 +1,20 @@
 """`IndexedSlices`: sparse gradients as a pytree of rows."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jstep
+from jstep.core.jaxprs import is_elementwise, on_slices, without_calls
+from jstep.slots import indexed_slices
 
 
-def slices(n: int = 3) -> jstep.IndexedSlices:
+def slices(n=3):
     return jstep.IndexedSlices(jnp.arange(2.0 * n).reshape(n, 2), jnp.arange(n), (5, 2))
 
 
-def test_indexed_slices_are_a_pytree() -> None:
+def test_indexed_slices_are_a_pytree():
     leaves, treedef = jax.tree.flatten(slices())
     assert [leaf.shape for leaf in leaves] == [(3, 2), (3,)]
     assert jax.tree.unflatten(treedef, leaves).dense_shape == (5, 2)
@@ -28,13 +28,13 @@ def test_indexed_slices_are_a_pytree() -> None:
 
 
 @pytest.mark.thorough
-def test_low_precision_rows_are_added_in_float32() -> None:
+def test_low_precision_rows_are_added_in_float32():
     rows, indices = jnp.ones((600, 1), jnp.bfloat16), jnp.zeros(600, jnp.int32)
     dense = jstep.IndexedSlices(rows, indices, (2, 1)).to_dense()
     np.testing.assert_array_equal(dense, [[600.0], [0.0]])  # a bfloat16 sum stops at 256
 
 
-def test_indices_out_of_range_raise_or_are_dropped_under_jit() -> None:
+def test_indices_out_of_range_raise_or_are_dropped_under_jit():
     for index in (5, -1):
         bad = jstep.IndexedSlices(jnp.ones((2, 2)), jnp.array([0, index]), (5, 2))
         with pytest.raises(ValueError, match=rf"< 5, got {index}"):
@@ -49,18 +49,18 @@ def test_indices_out_of_range_raise_or_are_dropped_under_jit() -> None:
         np.testing.assert_array_equal(after.params["t"], -dense)
 
 
-def test_slices_are_one_leaf_in_an_error_about_structures() -> None:
+def test_slices_are_one_leaf_in_an_error_about_structures():
     state = jstep.TrainState.create({"t": jnp.zeros((5, 2)), "w": 1.0}, jstep.gradient_descent(1.0))
     with pytest.raises(ValueError, match=r"not have the structure of params; missing: 'w'\. Give gradients"):
         jstep.apply_gradients(state, {"t": slices()}, jstep.gradient_descent(1.0))
 
 
-def test_dropped_rows_do_not_contribute_to_norms() -> None:
+def test_dropped_rows_do_not_contribute_to_norms():
     bad = jstep.IndexedSlices(jnp.array([[3.0], [4.0], [100.0]]), jnp.array([0, 1, 9]), (5, 1))
     assert float(jax.jit(jstep.global_norm)(bad)) == 5.0
 
 
-def test_low_precision_tables() -> None:
+def test_low_precision_tables():
     optimizer = jstep.adam()
     table, rows = jnp.ones((5, 2), jnp.bfloat16), jnp.ones((3, 2), jnp.bfloat16)
     state = jstep.TrainState.create({"t": table}, optimizer)
@@ -76,7 +76,7 @@ def test_low_precision_tables() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("dtype", "rows"), [(np.uint8, 256), (np.int8, 128), (np.uint16, 65536)])
-def test_indices_of_a_dtype_that_cannot_hold_the_number_of_rows(dtype: Any, rows: int) -> None:
+def test_indices_of_a_dtype_that_cannot_hold_the_number_of_rows(dtype, rows):
     sparse = jstep.IndexedSlices(jnp.ones((3, 1)), jnp.array([99, 3, 99], dtype), (rows, 1))
     for dense in (sparse.to_dense(), jax.jit(lambda s: s.to_dense())(sparse)):
         assert np.flatnonzero(np.asarray(dense)[:, 0]).tolist() == [3, 99]
@@ -85,3 +85,62 @@ def test_indices_of_a_dtype_that_cannot_hold_the_number_of_rows(dtype: Any, rows
     state = jstep.apply_gradients(state, {"e": sparse}, optimizer)
     assert np.flatnonzero(np.asarray(state.params["e"])[:, 0]).tolist() == [3, 99]
     np.testing.assert_allclose(jstep.global_norm({"e": sparse}), 5**0.5, rtol=1e-6)
+
+
+# Elementwise programs, evaluated on parts of their arrays; slices that users type as lists, and rows in order.
+
+SHAPE = (4, 3)
+
+
+def elementwise(x, y):
+    """A call, a scalar of each shape, and a broadcast."""
+    return jax.jit(lambda z: jnp.where(z > 0.0, jnp.sqrt(jnp.abs(z)), jnp.zeros_like(z)))(x * 2.0 + y)
+
+
+def test_a_part_of_an_elementwise_program_is_the_part_of_its_result():
+    x, y = jnp.arange(-6.0, 6.0).reshape(SHAPE), jnp.full(SHAPE, 0.5)
+    body, _ = without_calls(elementwise, "cpu", x, y)
+    assert is_elementwise(body, SHAPE)
+    (found,) = on_slices(body, [x[1:3], y[1:3]], (2, 3))
+    assert found.shape == (2, 3)
+    np.testing.assert_array_equal(found, elementwise(x, y)[1:3])
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (lambda x, y: x + y, True),
+        (lambda x, y: x + jnp.ones(SHAPE), True),
+        (lambda x, y: x + jnp.sum(y), False),
+        (lambda x, y: x.T, False),
+        (lambda x, y: x + jnp.ones((1, 3)), False),
+        (lambda x, y: jnp.cumsum(x, 0), False),
+        (lambda x, y: jnp.broadcast_to(jnp.float32(2), SHAPE) * x, True),
+    ],
+)
+def test_what_is_elementwise(fn, expected):
+    body, _ = without_calls(fn, "cpu", jnp.ones(SHAPE), jnp.ones(SHAPE))
+    assert is_elementwise(body, SHAPE) is expected
+
+
+def test_rows_in_order():
+    values = jnp.arange(8.0).reshape(4, 2)
+    rows = indexed_slices.rows_in_order(values, jnp.array([False, True, False, True]))
+    assert rows.indices.tolist() == [1, 1, 1, 3]
+    assert rows.values.tolist() == [[0, 0], [2, 3], [0, 0], [6, 7]]
+    assert rows.to_dense().tolist() == [[0, 0], [2, 3], [0, 0], [6, 7]]
+    none = indexed_slices.rows_in_order(values, jnp.zeros(4, bool))
+    assert (none.values.shape, none.indices.shape, none.dense_shape) == ((0, 2), (0,), (4, 2))
+    assert none.to_dense().tolist() == [[0, 0]] * 4
+    traced = jax.jit(indexed_slices.rows_in_order)(values, jnp.zeros(4, bool))
+    assert traced.indices.tolist() == [4, 4, 4, 4]  # out of range, so that nothing is named
+    assert indexed_slices.on_table(lambda table: table * 2, jnp.ones(2)).tolist() == [2, 2]
+
+
+def test_slices_of_lists_are_arrays():
+    slices = jstep.IndexedSlices([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], [1, 1, 3], (np.int64(4), 2))
+    assert isinstance(slices.values, jax.Array)
+    assert isinstance(slices.indices, jax.Array)
+    assert slices.dense_shape == (4, 2)
+    assert [type(size) for size in slices.dense_shape] == [int, int]
+    assert slices.to_dense().tolist() == [[0, 0], [4, 6], [0, 0], [5, 6]]

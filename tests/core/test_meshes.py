@@ -1,7 +1,6 @@
 """Which axes a function of jstep and one of the user see, and how meshes and shardings are written."""
 
 import threading
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +20,17 @@ VALUES = np.arange(32.0, dtype=np.float32).reshape(8, 4)
 @pytest.mark.parametrize(
     ("mesh", "seen"), [(EXPLICIT, P("x", "y")), (MIXED, P("x", None))], ids=["explicit", "explicit-and-auto"]
 )
-def test_the_users_function_sees_its_own_axes_within_jsteps_computations(mesh: Any, seen: P) -> None:
+def test_the_users_function_sees_its_own_axes_within_jsteps_computations(mesh, seen):
     params = {"w": jax.device_put(VALUES, NamedSharding(mesh, P("x", "y"))), "name": "a"}
-    found: list[Any] = []
+    found = []
 
-    def fn(params: Any) -> Any:
+    def fn(params):
         found.append((jax.typeof(params["w"]).sharding.spec, params["name"]))
         return {"double": 2 * params["w"], "name": params["name"]}
 
     outside = meshes.leaving_auto_axes(fn, params)
 
-    def own(params: Any) -> Any:
+    def own(params):
         types = set(jax.sharding.get_abstract_mesh().axis_types)
         made = outside(params)
         found.append((types, jax.typeof(made["double"]).sharding.spec))
@@ -43,8 +42,8 @@ def test_the_users_function_sees_its_own_axes_within_jsteps_computations(mesh: A
     np.testing.assert_array_equal(made, 2 * VALUES)
 
 
-def test_without_explicit_axes_a_function_stays_as_it_is() -> None:
-    def fn(params: Any) -> Any:
+def test_without_explicit_axes_a_function_stays_as_it_is():
+    def fn(params):
         return params
 
     auto = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
@@ -52,10 +51,10 @@ def test_without_explicit_axes_a_function_stays_as_it_is() -> None:
         assert meshes.leaving_auto_axes(fn, params) is fn
 
 
-def test_a_mesh_is_set_also_where_a_program_is_traced() -> None:
-    found: list[Any] = []
+def test_a_mesh_is_set_also_where_a_program_is_traced():
+    found = []
 
-    def traced(x: Any) -> Any:
+    def traced(x):
         with meshes.using_mesh(EXPLICIT):
             found.append(jax.sharding.get_abstract_mesh())
         with meshes.using_mesh(None):
@@ -73,20 +72,20 @@ def test_a_mesh_is_set_also_where_a_program_is_traced() -> None:
     assert jax.sharding.get_mesh().empty
 
 
-def test_the_result_is_computed_on_every_device_of_auto_axes() -> None:
-    def fn(x: Any) -> Any:
+def test_the_result_is_computed_on_every_device_of_auto_axes():
+    def fn(x):
         found.append(set(jax.sharding.get_abstract_mesh().axis_types))
         return 2 * x
 
     for kind, inside in (("Auto", {AxisType.Manual}), ("Explicit", {AxisType.Explicit})):
-        found: list[Any] = []
+        found = []
         with jax.set_mesh(jax.make_mesh((8,), ("x",), axis_types=(AxisType[kind],))):
             assert jax.jit(lambda x: meshes.on_every_device(fn, x))(jnp.ones(3)).tolist() == [2, 2, 2]
         assert found == [inside]
     assert meshes.on_every_device(lambda x, y: x - y, 3, 2) == 1
 
 
-def test_words_of_meshes_and_shardings() -> None:
+def test_words_of_meshes_and_shardings():
     assert meshes.mesh_text(MIXED) == "x: 4 Explicit, y: 2 Auto"
     split, one = NamedSharding(MIXED, P("x", None)), SingleDeviceSharding(jax.devices()[0])
     assert meshes.sharding_text(split) == f"{P('x', None)} over (x: 4 Explicit, y: 2 Auto)"
@@ -99,17 +98,17 @@ def test_words_of_meshes_and_shardings() -> None:
     assert [meshes.parts_along(MIXED, axis) for axis in (None, "x", "y", ("x", "y"), ())] == [1, 4, 2, 8, 1]
 
 
-def test_a_thread_that_was_not_started_runs_in_the_contexts_of_its_caller() -> None:
-    found: list[Any] = []
+def test_a_thread_that_was_not_started_runs_in_the_contexts_of_its_caller():
+    found = []
     thread = threads.Thread(target=lambda: found.append(threading.current_thread()))
     thread.run()
     assert found == [threading.current_thread()]
 
 
-def test_a_program_that_cannot_be_traced_adds_nothing_to_the_callers() -> None:
-    calls: list[Any] = []
+def test_a_program_that_cannot_be_traced_adds_nothing_to_the_callers():
+    calls = []
 
-    def fn(x: Any, name: str) -> Any:
+    def fn(x, name):
         y = x + 1
         calls.append((y, name))
         if name == "bad":
@@ -119,7 +118,7 @@ def test_a_program_that_cannot_be_traced_adds_nothing_to_the_callers() -> None:
     assert meshes.atomic(fn, jnp.float32(1), "good") == 4
     assert [isinstance(y, jax.core.Tracer) for y, _ in calls] == [True, False]  # traced, then run
 
-    def caller(x: Any) -> Any:
+    def caller(x):
         for name in ("bad", "good"):
             try:
                 x = meshes.atomic(fn, x, name)
@@ -131,11 +130,11 @@ def test_a_program_that_cannot_be_traced_adds_nothing_to_the_callers() -> None:
 
 
 @pytest.mark.thorough
-def test_a_thread_that_waits_for_itself_is_an_error() -> None:
+def test_a_thread_that_waits_for_itself_is_an_error():
     """As with `Thread.join`: a close of a writer that its own thread calls must not hang."""
-    seen: list[Exception] = []
+    seen = []
 
-    def own() -> None:
+    def own():
         try:
             threads.join_thread(threading.current_thread())
         except RuntimeError as error:

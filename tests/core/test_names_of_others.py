@@ -31,38 +31,38 @@ ALL = [(page, ours, name) for page, names in pages().items() for ours, their in 
         ("DynamicScale", "use jstep.dynamic_loss_scale (see docs/from/flax.md)"),
     ],
 )
-def test_a_name_of_others_is_explained(name: str, text: str) -> None:
+def test_a_name_of_others_is_explained(name, text):
     with pytest.raises(AttributeError, match=re.escape(text)) as error:
         getattr(jstep, name)
     assert (error.value.name, error.value.obj) == (name, None), "or Python adds a name of jstep that is similar"
     assert not hasattr(jstep, name)
 
 
-def test_for_a_name_that_nobody_has_python_suggests_one() -> None:
+def test_for_a_name_that_nobody_has_python_suggests_one():
     with pytest.raises(AttributeError, match=r"no attribute 'adamm'$") as error:
-        _ = jstep.adamm  # type: ignore[attr-defined]
+        _ = jstep.adamm
     assert (error.value.name, error.value.obj) == ("adamm", jstep)
 
 
-def test_what_the_table_names_exists() -> None:
+def test_what_the_table_names_exists():
     for page, ours, _ in ALL:
         assert (ROOT / page).is_file(), page
         paths = re.findall(r"jstep\.([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)", ours)
         paths += [f"Saver.{name}" for name in re.findall(r"Saver\(…\)\.(\w+)", ours)]
         assert paths or ours.startswith("every_n_steps"), ours
         for path in paths:
-            found: object = jstep
+            found = jstep
             for part in path.split("."):
                 found = getattr(found, part)
 
 
-def test_the_table_hides_no_name_of_jstep() -> None:
+def test_the_table_hides_no_name_of_jstep():
     rooms = {path.stem for path in (ROOT / "jstep").iterdir()}
     assert not [name for _, _, name in ALL if name in jstep.__all__ or name in rooms]
     assert sorted(dir(jstep)) == sorted(jstep.__all__)
 
 
-def test_the_table_has_what_the_page_of_tf_train_lists() -> None:
+def test_the_table_has_what_the_page_of_tf_train_lists():
     table = text_of(ROOT / "docs/from/tf-train.md").partition("| `tf.train.` | in jstep |")[2].partition("\n\n")[0]
     rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `")]
     names = [name for theirs, ours in rows if "not included" not in ours for name in re.findall(r"`(\w+)`", theirs)]
@@ -70,7 +70,7 @@ def test_the_table_has_what_the_page_of_tf_train_lists() -> None:
     assert not [name for name in names if not (hasattr(jstep, name) or explain(name))]
 
 
-def test_the_table_has_the_functions_of_optax_and_the_classes_of_orbax() -> None:
+def test_the_table_has_the_functions_of_optax_and_the_classes_of_orbax():
     table = {name for _, _, name in ALL}
     schedules = [name for name in dir(optax) if name.endswith("_schedule")]
     assert schedules
@@ -85,6 +85,6 @@ def test_the_table_has_the_functions_of_optax_and_the_classes_of_orbax() -> None
 
 
 @pytest.mark.thorough
-def test_a_miss_imports_nothing_heavy() -> None:
+def test_a_miss_imports_nothing_heavy():
     code = "import sys, jstep; hasattr(jstep, 'AdamOptimizer'); sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -2,8 +2,6 @@
 
 import io
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,26 +17,26 @@ OPTIMIZER = jstep.gradient_descent(0.1)
 
 
 class Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
 @pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def soon(monkeypatch):
     """Compilations count as long at once."""
     monkeypatch.setattr(room, "FIRST_SECS", 0.01)
     monkeypatch.setattr(room, "EVERY_SECS", 0.01)
     monkeypatch.setattr(progress, "_TICK_SECS", 0.01)
 
 
-def test_nothing_is_shown_of_what_takes_five_seconds_or_less(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_shown_of_what_takes_five_seconds_or_less(capsys):
     with slow("compiling f"):
         pass
     assert room.FIRST_SECS == 5
     assert capsys.readouterr().err == ""
 
 
-def piped(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+def piped(monkeypatch):
     """Replace standard error by a stream that is not a terminal; pytest replaces it, too, after the fixtures."""
     stream = io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)
@@ -46,14 +44,14 @@ def piped(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 
 
 @pytest.mark.usefixtures("soon")
-def test_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_line(monkeypatch):
     pipe = piped(monkeypatch)
     with slow("compiling f"):
         wait_until(pipe.getvalue)
     assert pipe.getvalue() == "compiling f: 0.01 s so far\n"
-    lines: list[str] = []
+    lines = []
 
-    def fails() -> None:
+    def fails():
         with slow("compiling f", lines.append):
             wait_until(lambda: lines)
             raise ZeroDivisionError
@@ -64,27 +62,27 @@ def test_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pipe.getvalue() == "compiling f: 0.01 s so far\n"
 
 
-def step_that_compiles_until(condition: Callable[[], object]) -> Callable[..., Any]:
+def step_that_compiles_until(condition):
     """A step whose trace waits for a condition."""
 
-    def loss_fn(params: Any, x: Any) -> Any:
+    def loss_fn(params, x):
         wait_until(condition)
         return jnp.sum(params["w"] * x)
 
     return jstep.minimize(loss_fn, OPTIMIZER)
 
 
-def state() -> jstep.TrainState:
+def state():
     return jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER)
 
 
-def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+def lines_of(caplog):
     return [line for record in caplog.records if (line := record.getMessage()).startswith("compiling")]
 
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("steps_per_call", [1, 2])
-def test_a_run_says_that_it_compiles(steps_per_call: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_says_that_it_compiles(steps_per_call, caplog):
     caplog.set_level(logging.INFO)
     step = step_that_compiles_until(lambda: lines_of(caplog))
     jstep.train(step, state(), lambda n: np.ones(2, np.float32), 4, steps_per_call=steps_per_call, log_steps=None)
@@ -93,7 +91,7 @@ def test_a_run_says_that_it_compiles(steps_per_call: int, caplog: pytest.LogCapt
 
 
 @pytest.mark.usefixtures("soon")
-def test_progress_false_says_nothing(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_false_says_nothing(caplog, monkeypatch):
     pipe = piped(monkeypatch)
     caplog.set_level(logging.INFO)
     step = step_that_compiles_until(lambda: True)

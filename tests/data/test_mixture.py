@@ -1,7 +1,9 @@
 """Mixtures: rows, order, weights, processes, sources, and a run."""
 
 import itertools
+import math
 import pickle
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,9 @@ from hypothesis import strategies as st
 from thorough import examples
 
 import jstep
+from jstep.data import permutation
 from jstep.data.batches import Batches, batches, mixture
+from jstep.data.proportions import count_stages
 
 A, B, C = np.arange(30), np.arange(100, 107), np.arange(200, 201)
 SOURCES = {"a": A, "b": B, "c": C}
@@ -209,3 +213,119 @@ def test_train_uses_batch_n_at_step_n_after_a_restart(tmp_path):
         state = jstep.TrainState.create({"w": 0.0}, jstep.gradient_descent(0.1))
         jstep.train(step, state, mix, last_step, checkpoint_dir=tmp_path, progress=False)
     assert seen == [batch.tolist() for batch in mix[:8]]
+
+
+# The number of rows per source of a mixture: a row-by-row reference.
+
+
+def normalize(weights):
+    exact = [Fraction(w) for w in weights]
+    return tuple(w / sum(exact) for w in exact)
+
+
+WEIGHT = st.sampled_from([0, 0, 1e-6, 1e-300, 1, 1, 0.3, 0.7, math.pi, 2**-0.5, 1e6]) | st.floats(0, 10)
+
+
+@examples(60)
+@given(st.lists(WEIGHT, min_size=1, max_size=10).filter(any), st.integers(0, 10**30))
+def test_rows_of_one_stage_follow_virtual_times(weights, far):
+    """Row j of a source has the virtual time (2j + 1) / (2w); rows are taken in that order."""
+    exact = normalize(weights)
+    counts = count_stages([(0, exact)])
+    found = [0] * len(weights)
+    for rows in range(50):
+        assert counts.at(rows).counts(rows) == tuple(found)
+        due = [(Fraction(2 * c + 1) / (2 * w), s) for s, (c, w) in enumerate(zip(found, exact, strict=True)) if w]
+        found[min(due)[1]] += 1
+    assert all(
+        abs(c - far * w) <= Fraction(len(weights) - 1, 2)
+        for c, w in zip(counts.at(far).counts(far), exact, strict=True)
+    )
+
+
+@pytest.mark.thorough
+def test_integers_stay_small_with_many_stages():
+    stages = [(10 * i, normalize([0.1 + 0.7 / (i + 1), 0.3, math.sqrt(i + 2)])) for i in range(2000)]
+    assert all(phase.unit.bit_length() < 1000 for stage in count_stages(stages).values for phase in stage.phases)
+
+
+# Rows back: which rows were in a step, and which steps hold a row, against a search through all steps.
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 10, 1000, 1025, 70_000])
+def test_the_inverse_of_a_permutation(n):
+    domain = permutation.domain(n)
+    keys = permutation.draw_keys(domain, 3, 5)
+    numbers = permutation.permute(domain, keys, np.arange(n))
+    assert (permutation.permute(domain, keys, numbers, inverse=True) == np.arange(n)).all()
+
+
+def of(**options):
+    options = {"batch_size": 4, "seed": 3, "num_epochs": 5} | options
+    return jstep.batches(np.arange(23), **options)
+
+
+BATCHES = {
+    "rests": of(drop_remainder=False),
+    "in order": of(shuffle=False),
+    "sizes and rests": of(batch_size={0: 4, 3: 7, 9: 2}, drop_remainder=False),
+    "large": of(batch_size=40, drop_remainder=False),
+    "endless": of(num_epochs=None)[:40],
+    "skipped": of().skip(3, 9).skip(5, 7),
+    "backwards": of()[15:2:-2],
+    "process": of(process_index=1, process_count=2),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_rows_and_steps(name):
+    data = BATCHES[name]
+    rows = [data.rows_of(step) for step in range(len(data))]
+    if name != "process":
+        assert all((found == data[step]).all() for step, found in enumerate(rows))
+    for row in range(23):
+        expected = [step for step, found in enumerate(rows) if row in found]
+        assert data.steps_of(row) == expected
+        assert data.steps_of(row, 2, min(9, len(data))) == [step for step in expected if 2 <= step < 9]
+
+
+SOURCES_OF_ROWS = {"a": np.arange(11), "b": 100 + np.arange(7), "ab": 200 + np.arange(30)}
+MIXTURES = {
+    "plain": jstep.mixture(SOURCES_OF_ROWS, 8, {"a": 3, "b": 1, "ab": 2}, seed=1)[:40],
+    "changing": jstep.mixture(
+        SOURCES_OF_ROWS, {0: 8, 5: 4}, {0: {"a": 1, "b": 1, "ab": 0}, 9: {"a": 0, "b": 2, "ab": 5}}
+    )[:40],
+    "skipped": jstep.mixture(SOURCES_OF_ROWS, 8, {"a": 3, "b": 1, "ab": 2}).skip(2, 30)[:30],
+    "in order": jstep.mixture(SOURCES_OF_ROWS, 8, {"a": 3, "b": 1, "ab": 2}, shuffle=False)[5:40:2],
+}
+
+
+@pytest.mark.thorough(except_for=["skipped", "in order"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_rows_and_steps_of_mixtures(name):
+    data = MIXTURES[name]
+    rows = [data.rows_of(step) for step in range(len(data))]
+    for step, found in enumerate(rows):
+        assert [SOURCES_OF_ROWS[source][row] for source, row in found] == data[step].tolist()
+    for source, of_source in SOURCES_OF_ROWS.items():
+        for row in range(len(of_source)):
+            expected = [step for step, found in enumerate(rows) if (source, row) in found]
+            assert data.steps_of(source, row) == expected
+            assert data.steps_of(source, row, 3, 15) == [step for step in expected if 3 <= step < 15]
+
+
+@pytest.mark.parametrize("row", [-1, 23, 10**9])
+def test_a_row_that_is_not_there(row):
+    with pytest.raises(IndexError, match=r"range\(23\)"):
+        of().steps_of(row)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="give stop"):
+        of(num_epochs=None).steps_of(3)
+    with pytest.raises(IndexError):
+        of().rows_of(-1)
+    with pytest.raises(ValueError, match="source"):
+        MIXTURES["plain"].steps_of("c", 3)
+    with pytest.raises(TypeError):
+        of().steps_of("x")

@@ -7,8 +7,6 @@ import hashlib
 import json
 import pathlib
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +17,13 @@ EXPONENTS = [-60, -34, -31, -20, 0, 20, 50]
 """Powers of two whose squares float32 holds."""
 
 
-def integers(shape: tuple[int, ...], seed: int) -> np.ndarray[Any, Any]:
+def integers(shape, seed):
     """Return integers from -7 to 7 of float64."""
     x = (np.arange(int(np.prod(shape)), dtype=np.uint64) + np.uint64(seed)) * np.uint64(0x9E3779B97F4A7C15)
     return ((x >> np.uint64(33)) % np.uint64(15)).astype(np.float64).reshape(shape) - 7
 
 
-def trees(exponent: int) -> Iterator[tuple[str, Any]]:
+def trees(exponent):
     """Yield trees of arrays of that size: several dtypes, small and large leaves, ordinary ones beside them."""
     size = np.ldexp(1.0, exponent)
     a, b, c = integers((3, 5), 1) * size, integers((2000,), 2) * size, integers((7, 300), 3) * size
@@ -50,7 +48,7 @@ def trees(exponent: int) -> Iterator[tuple[str, Any]]:
         yield "empty", {"a": np.zeros((0, 5), np.float32)}
 
 
-def clips() -> dict[str, Any]:
+def clips():
     """Return the functions: a tree to the clipped tree and, where there is one, its norm."""
     import jstep
 
@@ -61,7 +59,7 @@ def clips() -> dict[str, Any]:
     return {**found, "average": lambda t: (jstep.clip_by_average_norm(t, 0.01), None)}
 
 
-def _summary(clipped: Any, norm: Any) -> str:
+def _summary(clipped, norm):
     """Return a hash of all values, in which one NaN is like another, and the norm."""
     digest = hashlib.blake2b(digest_size=6)
     for leaf in jax.tree.leaves(clipped):
@@ -71,7 +69,7 @@ def _summary(clipped: Any, norm: Any) -> str:
     return digest.hexdigest() + ("" if norm is None else f" {float(norm).hex()}")
 
 
-def recorded(names: Any = None, exponents: Any = EXPONENTS) -> dict[str, str]:
+def recorded(names=None, exponents=EXPONENTS):
     """Return the summary of each case: exponent, tree and clip."""
     found = {}
     for name, clip in clips().items():

@@ -1,7 +1,5 @@
 """Auxiliary values and summaries of microbatches."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +12,8 @@ X = jnp.arange(4.0)
 WEIGHTS = jnp.array([1.0, 3.0, 1.0, 3.0])
 
 
-def run(aux_of: Any, **kwargs: Any) -> Any:
-    def loss_fn(params: Any, x: jax.Array, w: jax.Array) -> Any:
+def run(aux_of, **kwargs):
+    def loss_fn(params, x, w):
         return jnp.mean(params["w"] * x), aux_of(x)
 
     compute = jstep.compute_gradients(loss_fn, has_aux=True, num_microbatches=2, **kwargs)
@@ -23,7 +21,7 @@ def run(aux_of: Any, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize("weight_fn", [None, lambda x, w: jnp.mean(w)])
-def test_inexact_leaves_are_weighted_means(weight_fn: Any) -> None:
+def test_inexact_leaves_are_weighted_means(weight_fn):
     aux = run(
         lambda x: {
             "mean": jnp.mean(x),
@@ -41,13 +39,13 @@ def test_inexact_leaves_are_weighted_means(weight_fn: Any) -> None:
 
 @pytest.mark.thorough(except_for=["bool"])
 @pytest.mark.parametrize("dtype", ["uint8", "uint32", "bool"])
-def test_integers_and_bools_are_summed_without_overflow(dtype: str) -> None:
+def test_integers_and_bools_are_summed_without_overflow(dtype):
     aux = run(lambda x: {"n": jnp.full((2,), 200 if dtype not in ("int8", "bool") else 1).astype(dtype)})
     np.testing.assert_array_equal(aux["n"], 2 if dtype in ("int8", "bool") else 400)
     assert aux["n"].dtype == ("uint32" if dtype == "uint32" else "int32")
 
 
-def test_prng_key_in_aux_raises() -> None:
+def test_prng_key_in_aux_raises():
     with pytest.raises(TypeError, match=r"aux: the leaf at 'inner/key' is of key<fry>"):
         run(lambda x: {"inner": {"key": jax.random.key(0)}})
 
@@ -55,7 +53,7 @@ def test_prng_key_in_aux_raises() -> None:
 # Summaries that the loss creates and does not return.
 
 
-def loss_with_summaries(params: Any, x: jax.Array) -> Any:
+def loss_with_summaries(params, x):
     error = params["w"] * x
     jstep.summary.scalar("made", jnp.mean(x))
     return jnp.mean(error), {"mine": jstep.summary.scalar("returned", jnp.max(x))}
@@ -63,7 +61,7 @@ def loss_with_summaries(params: Any, x: jax.Array) -> Any:
 
 @pytest.mark.thorough(except_for=["2"])
 @pytest.mark.parametrize("n", [1, 2])
-def test_summaries_of_a_loss_are_metrics(n: int) -> None:
+def test_summaries_of_a_loss_are_metrics(n):
     optimizer = jstep.gradient_descent(0.1)
     step = jstep.minimize(loss_with_summaries, optimizer, has_aux=True, num_microbatches=n)
     state, metrics = step(jstep.TrainState.create(PARAMS, optimizer), X)
@@ -75,15 +73,15 @@ def test_summaries_of_a_loss_are_metrics(n: int) -> None:
     np.testing.assert_allclose(metrics["summaries"].parts[0].values.ravel(), [1.5, 2.5])
 
 
-def test_summary_lost_in_vmap_raises_with_a_fix() -> None:
+def test_summary_lost_in_vmap_raises_with_a_fix():
     optimizer = jstep.gradient_descent(0.1)
     state = jstep.TrainState.create(PARAMS, optimizer)
 
-    def layer(row: jax.Array) -> jax.Array:
+    def layer(row):
         jstep.summary.scalar("row", row)
         return row
 
-    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+    def loss_fn(params, x):
         return jnp.mean(params["w"] * jax.vmap(layer)(x))
 
     with pytest.raises(
@@ -91,7 +89,7 @@ def test_summary_lost_in_vmap_raises_with_a_fix() -> None:
     ):
         jstep.minimize(loss_fn, optimizer)(state, X)
 
-    def collecting_loss(params: Any, x: jax.Array) -> jax.Array:
+    def collecting_loss(params, x):
         y, made = jax.vmap(jstep.summary.collect(layer))(x)
         jstep.summary.merge([made], collections=("summaries",))
         return jnp.mean(params["w"] * y)
@@ -100,7 +98,7 @@ def test_summary_lost_in_vmap_raises_with_a_fix() -> None:
 
 
 @pytest.mark.parametrize(("aux", "key"), [({0: 1.0}, "0"), ({0: 1.0, "a": 2.0}, "0"), ({(1, 2): 1.0}, r"\(1, 2\)")])
-def test_keys_that_are_not_strings_are_named(aux: Any, key: str) -> None:
+def test_keys_that_are_not_strings_are_named(aux, key):
     optimizer = jstep.gradient_descent(0.1)
     step = jstep.minimize(lambda p: (jnp.sum(p["w"]), aux), optimizer, has_aux=True)
     with pytest.raises(TypeError, match=rf"aux: the key {key} must be a string"):

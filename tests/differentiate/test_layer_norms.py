@@ -50,7 +50,7 @@ MODEL = Model(jnp.array([1.0]), [Layer(jnp.array([3.0]), jnp.array([4.0])), Laye
         (None, 1, {}),
     ],
 )
-def test_norms_by_path(tree: Any, depth: int, want: dict[str, float]) -> None:
+def test_norms_by_path(tree, depth, want):
     found = jstep.layer_norms(tree, depth)
     assert list(found) == list(jstep.layer_norms(tree, depth=depth))
     assert {path: float(norm) for path, norm in found.items()} == pytest.approx(want)
@@ -60,7 +60,7 @@ def test_norms_by_path(tree: Any, depth: int, want: dict[str, float]) -> None:
 
 
 @pytest.mark.thorough
-def test_every_dtype() -> None:
+def test_every_dtype():
     tree = {
         "half": jnp.full(10_000, 600.0, jnp.float16),  # squares do not fit float16, nor does the norm
         "complex": jnp.array([3 + 4j]),
@@ -76,14 +76,14 @@ def test_every_dtype() -> None:
     assert (norm.dtype, float(norm)) == (jnp.float32, 1.0)
 
 
-def test_rows_of_a_table_are_summed_first() -> None:
+def test_rows_of_a_table_are_summed_first():
     rows = jstep.IndexedSlices(jnp.array([[3.0], [1.0], [2.0]]), jnp.array([0, 2, 2]), (4, 1))
     assert float(jstep.layer_norms({"table": rows})["table"]) == pytest.approx(18**0.5)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_on_a_mesh_norms_are_replicated(kind: AxisType) -> None:
+def test_on_a_mesh_norms_are_replicated(kind):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
     placed = jax.device_put(jnp.arange(16.0).reshape(8, 2), NamedSharding(mesh, P("x", "y")))
     tree = {"a": {"w": placed, "b": jax.device_put(jnp.ones(4), NamedSharding(mesh, P("x")))}, "b": placed}

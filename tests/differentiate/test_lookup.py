@@ -1,7 +1,6 @@
 """`lookup`: rows of a table, with a sparse gradient."""
 
 import contextlib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,22 +15,22 @@ TABLE = jnp.arange(12.0).reshape(6, 2)
 IDS = jnp.array([[1, 4], [1, -1]])
 
 
-def loss_fn(params: Any, ids: jax.Array) -> jax.Array:
+def loss_fn(params, ids):
     return jnp.sum(jstep.lookup(params["t"], ids) ** 2) + params["b"]
 
 
-def params() -> Any:
+def params():
     return {"t": TABLE, "b": jnp.float32(0)}
 
 
-def dense(loss: Any, *args: Any) -> Any:
+def dense(loss, *args):
     return jax.jit(jax.grad(loss))(params(), *args)["t"]
 
 
 @pytest.mark.thorough(except_for=["2-False"])
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize("n", [1, 2])
-def test_gradients_are_sparse(jit: bool, n: int) -> None:
+def test_gradients_are_sparse(jit, n):
     compute = jstep.compute_gradients(loss_fn, num_microbatches=n)
     _, grads = (jax.jit(compute) if jit else compute)(params(), IDS)
     assert isinstance(grads["t"], jstep.IndexedSlices)
@@ -41,15 +40,15 @@ def test_gradients_are_sparse(jit: bool, n: int) -> None:
 
 
 @pytest.mark.thorough
-def test_lookups_are_merged_and_other_uses_are_dense() -> None:
-    def twice(p: Any) -> jax.Array:
+def test_lookups_are_merged_and_other_uses_are_dense():
+    def twice(p):
         return jnp.sum(jstep.lookup(p["t"], jnp.array([1, 2])) * jstep.lookup(p["t"], 3)[None])
 
     _, grads = jstep.compute_gradients(twice)(params())
     assert sorted(np.asarray(grads["t"].indices).tolist()) == [1, 2, 3]
     np.testing.assert_allclose(grads["t"].to_dense(), dense(twice))
 
-    def mixed_uses(p: Any) -> jax.Array:
+    def mixed_uses(p):
         return jnp.sum(jstep.lookup(p["t"], IDS) ** 2) + jnp.sum(p["t"]) * 3
 
     _, grads = jax.jit(jstep.compute_gradients(mixed_uses))(params())
@@ -68,12 +67,12 @@ TRANSFORMED = {
 
 @pytest.mark.thorough(except_for=["scan", "grad"])
 @pytest.mark.parametrize("name", TRANSFORMED)
-def test_lookups_in_other_transformations_are_dense(name: str) -> None:
+def test_lookups_in_other_transformations_are_dense(name):
     _, grads = jax.jit(jstep.compute_gradients(TRANSFORMED[name]))(params())
     np.testing.assert_allclose(grads["t"], dense(TRANSFORMED[name]))
 
 
-def test_step_does_not_allocate_the_table() -> None:
+def test_step_does_not_allocate_the_table():
     """The compiled step needs less than 1 MiB of temporaries for a table of 8 MiB."""
     optimizer = jstep.adagrad(0.1)
     table = {"t": jax.ShapeDtypeStruct((1 << 15, 64), jnp.float32), "b": jax.ShapeDtypeStruct((), jnp.float32)}
@@ -91,7 +90,7 @@ def test_step_does_not_allocate_the_table() -> None:
         (P(None, "model"), P("model"), P("model", None)),
     ],
 )
-def test_rows_on_explicit_axes_are_sharded_like_ids_and_table(table: Any, ids: Any, rows: Any) -> None:
+def test_rows_on_explicit_axes_are_sharded_like_ids_and_table(table, ids, rows):
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
     values, places = np.arange(32.0).reshape(8, 4), np.array([5, 1, 7, 1])
     given = jax.device_put(values, NamedSharding(mesh, table)), jax.device_put(places, NamedSharding(mesh, ids))
@@ -102,7 +101,7 @@ def test_rows_on_explicit_axes_are_sharded_like_ids_and_table(table: Any, ids: A
         np.testing.assert_array_equal(found, values[places])
 
 
-def test_map_gradients() -> None:
+def test_map_gradients():
     grads = {"t": jstep.IndexedSlices(jnp.ones((2, 2)), jnp.array([1, 1]), (6, 2)), "b": jnp.float32(3), "c": None}
     mapped = jstep.map_gradients(lambda g: g * 2, grads)
     assert mapped["c"] is None
@@ -114,10 +113,10 @@ def test_map_gradients() -> None:
 
 
 @pytest.mark.thorough
-def test_gradients_of_two_tasks_are_added() -> None:
+def test_gradients_of_two_tasks_are_added():
     """A leaf that one of them lacks is zeros there, slices name the rows that any of them names."""
 
-    def slices(values: Any, indices: Any) -> jstep.IndexedSlices:
+    def slices(values, indices):
         return jstep.IndexedSlices(jnp.array(values)[:, None], jnp.array(indices), (6, 1))
 
     one = {
@@ -144,7 +143,7 @@ def test_gradients_of_two_tasks_are_added() -> None:
         jstep.map_gradients(jnp.add, one, {**two, "a": jnp.ones(3)})
 
 
-def test_gradients_of_two_losses_update_as_their_sum() -> None:
+def test_gradients_of_two_losses_update_as_their_sum():
     params = {"shared": jnp.float32(2), "a": jnp.float32(3), "b": jnp.float32(4), "unused": jnp.float32(5)}
     optimizer = jstep.adam(0.1)
     state = jstep.TrainState.create(params, optimizer)
@@ -157,11 +156,11 @@ def test_gradients_of_two_losses_update_as_their_sum() -> None:
     assert jax.tree.map(float, one.params) == jax.tree.map(float, other.params)
 
 
-def test_table_in_an_nnx_variable() -> None:
+def test_table_in_an_nnx_variable():
     nnx = pytest.importorskip("flax.nnx")
     graphdef, boxed = nnx.split(nnx.Embed(6, 2, rngs=nnx.Rngs(0)), nnx.Param)
 
-    def loss(params: Any) -> jax.Array:
+    def loss(params):
         return jnp.sum(jstep.lookup(nnx.merge(graphdef, params, copy=True).embedding, IDS) ** 2)
 
     _, grads = jax.jit(jstep.compute_gradients(loss))(boxed)
@@ -172,7 +171,7 @@ def test_table_in_an_nnx_variable() -> None:
 @pytest.mark.thorough(except_for=["jit-ids1", "lanes-ids0"])
 @pytest.mark.parametrize("ids", [[6, 1], [100, 1], [-7, 1], [2**31 - 1, 1]])
 @pytest.mark.parametrize("how", ["lookup", "jit", "minimize", "scan", "lanes"])
-def test_ids_outside_of_the_table_are_nan(ids: list[int], how: str) -> None:
+def test_ids_outside_of_the_table_are_nan(ids, how):
     """They read the last row, or the first one, and their gradients were dropped."""
     given = jnp.array(ids)
     if how in ("lookup", "jit"):
@@ -183,9 +182,9 @@ def test_ids_outside_of_the_table_are_nan(ids: list[int], how: str) -> None:
         assert jstep.lookup(jnp.arange(6), given)[1] == 1  # integers have no NaN
         return
     optimizer = jstep.sgd(0.1)
-    options: dict[str, Any] = {"lanes": 2} if how == "lanes" else {}
+    options = {"lanes": 2} if how == "lanes" else {}
 
-    def loss(p: Any, ids: jax.Array) -> jax.Array:
+    def loss(p, ids):
         if how == "scan":
             return jax.lax.scan(lambda total, i: (total + jnp.sum(jstep.lookup(p["t"], i)), None), 0.0, ids)[0]
         return jnp.sum(jstep.lookup(p["t"], ids))
@@ -194,14 +193,14 @@ def test_ids_outside_of_the_table_are_nan(ids: list[int], how: str) -> None:
     assert np.isnan(step(jstep.TrainState.create(params(), optimizer), given)[1]["loss"])
 
 
-def test_the_last_row_is_minus_one() -> None:
+def test_the_last_row_is_minus_one():
     np.testing.assert_array_equal(jstep.lookup(TABLE, jnp.array([-1, -6])), TABLE[jnp.array([5, 0])])
     for dtype in (jnp.uint8, jnp.int8):
         np.testing.assert_array_equal(jstep.lookup(TABLE, jnp.array([5, 0], dtype)), TABLE[jnp.array([5, 0])])
 
 
 @pytest.mark.parametrize("explicit", [True, False])
-def test_outside_of_a_table_on_a_mesh(explicit: bool) -> None:
+def test_outside_of_a_table_on_a_mesh(explicit):
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
     table = jax.device_put(jnp.arange(16.0).reshape(4, 4), NamedSharding(mesh, P(None, "model")))

@@ -1,8 +1,6 @@
 """The kinds of numbers in model_state, and its integers and bools under lanes."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +17,10 @@ LABELS = jnp.arange(16) % 3
 SGD = jstep.sgd(0.1)
 
 
-def run(change: Callable[..., Any], old: Any, steps: int = 2, **options: Any) -> Any:
+def run(change, old, steps=2, **options):
     """Return the model_state after steps whose loss changes one leaf by `change(old, x, labels, rng)`."""
 
-    def loss(params: Any, state: Any, x: Any, labels: Any, rng: Any = None) -> Any:
+    def loss(params, state, x, labels, rng=None):
         return jnp.mean((x @ params["w"]) ** 2), {"a": {"leaf": change(state["a"]["leaf"], x, labels, rng)}}
 
     step = jstep.minimize(loss, SGD, has_model_state=True, **options)
@@ -44,7 +42,7 @@ def run(change: Callable[..., Any], old: Any, steps: int = 2, **options: Any) ->
     ],
 )
 @pytest.mark.parametrize("options", [{}, {"lanes": 2}])
-def test_a_model_state_of_another_kind_is_refused(old: Any, new: Any, options: dict[str, Any]) -> None:
+def test_a_model_state_of_another_kind_is_refused(old, new, options):
     with pytest.raises(TypeError, match=r"leaf 'a/leaf' must be .*, as in the state, got ") as caught:
         run(lambda *_: new, old, **options)
     assert f"must be {old.dtype}, as in the state, got {new.dtype};" in str(caught.value)
@@ -60,16 +58,16 @@ def test_a_model_state_of_another_kind_is_refused(old: Any, new: Any, options: d
         (jnp.array(False), jnp.array(True), True),
     ],
 )
-def test_a_kind_that_the_state_can_hold_is_converted(old: Any, new: Any, expected: Any) -> None:
+def test_a_kind_that_the_state_can_hold_is_converted(old, new, expected):
     found = run(lambda *_: new, old)
     assert (found.dtype, found) == (old.dtype, expected)
 
 
-def classes(labels: Any) -> Any:
+def classes(labels):
     return jnp.zeros(3, jnp.int32).at[labels].add(1)
 
 
-ALIKE: dict[str, Any] = {
+ALIKE = {
     "steps": (lambda old, x, labels, rng: old + 1, jnp.int32(3)),
     "ring": (lambda old, x, labels, rng: (old + 1) % 3, jnp.int32(2)),
     "constant": (lambda old, x, labels, rng: jnp.arange(3), jnp.zeros(3, jnp.int32)),
@@ -88,7 +86,7 @@ ALIKE: dict[str, Any] = {
         jnp.int32(3),
     ),
 }
-OF_A_LANE: dict[str, Any] = {
+OF_A_LANE = {
     "counts": (lambda old, x, labels, rng: old + classes(labels), jnp.zeros(3, jnp.int32)),
     "number_of_rows": (lambda old, x, labels, rng: old + x.shape[0], jnp.int32(5)),
     "chosen_by_rows": (
@@ -102,7 +100,7 @@ OF_A_LANE: dict[str, Any] = {
     "key": (lambda old, x, labels, rng: old + jax.random.randint(rng, (), 0, 100), jnp.int32(0)),
     "bool": (lambda old, x, labels, rng: old | (x.max() > 0.5), jnp.array(False)),
 }
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "lanes": {"lanes": 4},
     "microbatches": {"lanes": 4, "num_microbatches": 2},
     "max_rows": {"lanes": 2, "max_rows_per_device": 4},
@@ -113,7 +111,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.thorough(except_for=["lanes-steps", "lanes-steps_in_a_loop", "max_rows-steps"])
 @pytest.mark.parametrize("name", ALIKE)
 @pytest.mark.parametrize("options", OPTIONS)
-def test_integers_that_no_lane_changes_alone_are_those_of_one_lane(options: str, name: str) -> None:
+def test_integers_that_no_lane_changes_alone_are_those_of_one_lane(options, name):
     change, old = ALIKE[name]
     parts = {name: value for name, value in OPTIONS[options].items() if name == "num_microbatches"}
     parts = {"num_microbatches": 2} if options == "max_rows" else parts
@@ -123,7 +121,7 @@ def test_integers_that_no_lane_changes_alone_are_those_of_one_lane(options: str,
 @pytest.mark.thorough(except_for=["lanes-counts", "lanes-number_of_rows", "lanes-key", "microbatches-number_of_rows"])
 @pytest.mark.parametrize("name", OF_A_LANE)
 @pytest.mark.parametrize("options", OPTIONS)
-def test_integers_that_depend_on_a_lane_are_refused(options: str, name: str) -> None:
+def test_integers_that_depend_on_a_lane_are_refused(options, name):
     change, old = OF_A_LANE[name]
     key = {"rng": jax.random.key(1)} if name == "key" else {}
     with pytest.raises(TypeError, match=r"lanes=\d: the leaf 'a/leaf' of model_state must not depend on the rows"):
@@ -131,13 +129,13 @@ def test_integers_that_depend_on_a_lane_are_refused(options: str, name: str) -> 
 
 
 @pytest.mark.thorough
-def test_what_all_lanes_compute_alike_is_what_the_function_computes() -> None:
+def test_what_all_lanes_compute_alike_is_what_the_function_computes():
     """Programs of conditions and loops are computed in the same way as the others."""
 
-    def fn(x: Any, n: Any) -> Any:
+    def fn(x, n):
         most = n.astype(jnp.float32)
 
-        def turn(carry: Any) -> Any:
+        def turn(carry):
             i, y = carry
             return i + 1, y / jnp.sum(y) * most + 1
 
@@ -157,10 +155,10 @@ def test_what_all_lanes_compute_alike_is_what_the_function_computes() -> None:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, strict=True), found, expected)
 
 
-def test_which_operations_every_device_computes_on_its_parts() -> None:
+def test_which_operations_every_device_computes_on_its_parts():
     """The others would have other bits on another number of devices."""
 
-    def fn(x: Any, y: Any, n: Any) -> list[Any]:
+    def fn(x, y, n):
         return [
             x + 1.0,
             jnp.sum(x),
@@ -198,12 +196,12 @@ class OfArrays:
 
     mean: jax.Array
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         jnp.shape(self.mean)
 
 
-def test_the_class_of_a_model_state_gets_arrays_alone() -> None:
-    def loss(params: Any, state: Any, x: Any) -> Any:
+def test_the_class_of_a_model_state_gets_arrays_alone():
+    def loss(params, state, x):
         return jnp.mean((x @ params["w"]) ** 2), OfArrays(0.5 * state.mean + jnp.mean(x))
 
     step = jstep.minimize(loss, SGD, has_model_state=True, lanes=4)

@@ -1,7 +1,5 @@
 """Sharpness-aware minimization, against its equations."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,11 +12,11 @@ X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
 PARAMS = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.float32(0.5), "unused": jnp.ones(2)}
 
 
-def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+def loss_fn(params, x):
     return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
 
 
-def reference(rho: float, adaptive: bool) -> Any:
+def reference(rho, adaptive):
     g = jax.grad(loss_fn)(PARAMS, X)
     size = jax.tree.map(jnp.abs if adaptive else jnp.ones_like, PARAMS)
     norm = jnp.sqrt(sum(jnp.sum((s * d) ** 2) for s, d in zip(*map(jax.tree.leaves, (size, g)), strict=True)))
@@ -29,7 +27,7 @@ def reference(rho: float, adaptive: bool) -> Any:
 @pytest.mark.thorough(except_for=["2-True"])
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
-def test_gradients_are_taken_at_the_perturbed_point(adaptive: bool, n: int) -> None:
+def test_gradients_are_taken_at_the_perturbed_point(adaptive, n):
     compute = jstep.compute_gradients(loss_fn, sharpness=0.5, adaptive=adaptive, num_microbatches=n)
     loss, grads = jax.jit(compute)(PARAMS, X)
     np.testing.assert_allclose(loss, loss_fn(PARAMS, X), rtol=1e-6)
@@ -39,10 +37,10 @@ def test_gradients_are_taken_at_the_perturbed_point(adaptive: bool, n: int) -> N
     assert grads["unused"] is None
 
 
-def test_both_gradients_use_the_same_key_and_model_state() -> None:
+def test_both_gradients_use_the_same_key_and_model_state():
     optimizer = jstep.gradient_descent(1.0)
 
-    def noisy(params: Any, model_state: Any, x: jax.Array, rng: jax.Array) -> Any:
+    def noisy(params, model_state, x, rng):
         noise = jax.random.normal(rng, x.shape)
         return loss_fn(params, x + noise), ({"n": model_state["n"] + 1}, {"noise": noise[0, 0], "w": params["w"]})
 
@@ -58,7 +56,7 @@ def test_both_gradients_use_the_same_key_and_model_state() -> None:
     np.testing.assert_allclose(PARAMS["w"] - state.params["w"], want["w"], rtol=1e-4)
 
 
-def test_zero_gradient_and_zero_radius() -> None:
+def test_zero_gradient_and_zero_radius():
     flat = jstep.compute_gradients(lambda p: jnp.sum(p["w"] * 0.0), sharpness=0.1)(PARAMS)
     np.testing.assert_array_equal(flat[1]["w"], 0.0)
     unperturbed = jstep.compute_gradients(loss_fn, sharpness=0.0)(PARAMS, X)
@@ -67,7 +65,7 @@ def test_zero_gradient_and_zero_radius() -> None:
 
 @pytest.mark.thorough(except_for=["True"])
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_schedule_is_evaluated_at_the_step(adaptive: bool) -> None:
+def test_schedule_is_evaluated_at_the_step(adaptive):
     optimizer = jstep.gradient_descent(0.1)
     schedule = jstep.piecewise_constant([0], [0.5, 0.1])
     step = jstep.minimize(loss_fn, optimizer, sharpness=schedule, adaptive=adaptive, metrics=("grad_norm",))
@@ -80,11 +78,11 @@ def test_schedule_is_evaluated_at_the_step(adaptive: bool) -> None:
         want, _ = fixed[rho](state, X)
         state, _ = step(state, X)
         np.testing.assert_allclose(state.params["w"], want.params["w"], rtol=1e-6)
-    assert step._cache_size() == 1  # type: ignore[attr-defined]
+    assert step._cache_size() == 1
 
 
-def test_the_gradient_noise_of_parts_by_hand() -> None:
-    def found(weights: Any, parts: Any, whole: float) -> list[float]:
+def test_the_gradient_noise_of_parts_by_hand():
+    def found(weights, parts, whole):
         return [float(one) for one in estimate_noise(Squares(weights, jnp.float32(parts), jnp.float32(whole)))]
 
     assert found(1.0, [4.0, 8.0], 5.0) == [2.0, 4.0]

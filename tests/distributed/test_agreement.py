@@ -1,33 +1,36 @@
 """What processes agree on, with threads in their place: values, texts, errors, shapes, signals and the time limit."""
 
 import signal
+import threading
 import types
-from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from doubles import raising
 from fellows import Fellows
 
 from jstep.distributed import processes
+from jstep.distributed.processes import AgreedClock
 from jstep.loop import signals
 from jstep.loop.signals import StopSignals
 
 
 @pytest.fixture
-def three(monkeypatch: Any) -> Fellows:
+def three(monkeypatch):
     return Fellows(monkeypatch, 3)
 
 
-def test_any_and_max_of_all_processes(three: Fellows) -> None:
+def test_any_and_max_of_all_processes(three):
     assert three.each(lambda i: processes.any_process(i == 2)) == [True] * 3
     assert three.each(lambda i: processes.any_process(False)) == [False] * 3
     rows = np.array([[1, 5], [2, 0], [0, 4]], np.int32)
     assert [found.tolist() for found in three.each(lambda i: processes.max_over_processes(rows[i]))] == [[2, 5]] * 3
 
 
-def test_texts_of_all_processes_in_order(three: Fellows) -> None:
+def test_texts_of_all_processes_in_order(three):
     """Texts of few sizes are exchanged: 1024 bytes, or twice as many until the longest fits."""
     for longest, room in ((0, 1024), (1024, 1024), (1025, 2048), (2048, 2048)):
         texts = ["é", "", "x" * longest]
@@ -36,7 +39,7 @@ def test_texts_of_all_processes_in_order(three: Fellows) -> None:
         assert [one.shape for one in three.exchanges] == [(3, 1), (3, room)]
 
 
-def test_integers_and_bytes_are_those_of_process_0(three: Fellows) -> None:
+def test_integers_and_bytes_are_those_of_process_0(three):
     numbers = [0, 1, 2**31, 2**61 + 12345, -1, -(2**40)]
     assert three.each(lambda i: processes.broadcast_ints(*(n + i for n in numbers))) == [numbers] * 3
     for data in (b"", b"a", bytes(range(256))):
@@ -44,13 +47,13 @@ def test_integers_and_bytes_are_those_of_process_0(three: Fellows) -> None:
         assert three.each(lambda i, others=others: processes.broadcast_bytes(others[i])) == [data] * 3
 
 
-def test_an_error_of_one_process_is_an_error_of_all(three: Fellows) -> None:
-    def fails(index: int) -> str:
+def test_an_error_of_one_process_is_an_error_of_all(three):
+    def fails(index):
         if index:
             raise KeyError(f"of process {index}")
         return "fine"
 
-    def on_all(index: int) -> str:
+    def on_all(index):
         return processes.on_all_processes(lambda: fails(index), "it cannot be read", OSError)
 
     here, *others = three.each(on_all)
@@ -60,7 +63,7 @@ def test_an_error_of_one_process_is_an_error_of_all(three: Fellows) -> None:
     assert three.each(lambda i: processes.on_all_processes(lambda: i * 2, "none fails")) == [0, 2, 4]
 
 
-def test_shapes_are_compared_once_and_errors_name_what_differs(three: Fellows, monkeypatch: Any) -> None:
+def test_shapes_are_compared_once_and_errors_name_what_differs(three, monkeypatch):
     """Arrays of one process are told nobody; with `shapes`, which stand for them, the leaves are not looked at."""
     agreed = [processes.AgreedShapes() for _ in range(3)]
     same, other = {"x": jnp.ones((2, 3)), "y": jnp.ones(2)}, {"x": jnp.ones((2, 4)), "y": jnp.ones(2)}
@@ -84,14 +87,14 @@ def test_shapes_are_compared_once_and_errors_name_what_differs(three: Fellows, m
     assert all(isinstance(error, ValueError) for error in kept)  # what failed is not known
 
 
-def test_all_processes_leave_with_the_signal_of_one(three: Fellows, monkeypatch: Any) -> None:
+def test_all_processes_leave_with_the_signal_of_one(three, monkeypatch):
     """JAX's service says at which call; SIGTERM of the service is less than the signal that one process has."""
     calls = {i: iter([False, True]) for i in range(3)}
     monkeypatch.setattr(processes, "should_stop", lambda: next(calls[three.index]))
     monkeypatch.setattr(processes, "request_stop", lambda: asked.append(three.index))
-    asked: list[int] = []
+    asked = []
 
-    def stopped(index: int) -> Any:
+    def stopped(index):
         stop = StopSignals()
         if index == 1:
             stop._note(signal.SIGHUP, None)
@@ -112,13 +115,13 @@ def test_all_processes_leave_with_the_signal_of_one(three: Fellows, monkeypatch:
     assert sorted(asked) == [1, 2]
 
 
-def test_the_time_limit_is_that_of_process_0(three: Fellows, monkeypatch: Any) -> None:
+def test_the_time_limit_is_that_of_process_0(three, monkeypatch):
     monkeypatch.setattr(processes, "should_stop", lambda: False)
 
     clocks = {i: iter([0.0, 4.0, 9.9, 10.0] if i == 0 else [100.0] * 4) for i in range(3)}
     monkeypatch.setattr(signals, "time", types.SimpleNamespace(monotonic=lambda: next(clocks[three.index])))
 
-    def stopped(index: int) -> Any:
+    def stopped(index):
         stop = StopSignals(10.0)
         assert stop._timer is None
         polls = [stop.to_stop() for _ in range(3)]
@@ -128,8 +131,8 @@ def test_the_time_limit_is_that_of_process_0(three: Fellows, monkeypatch: Any) -
     assert three.each(stopped) == [expected] * 3
 
 
-def test_a_signal_that_comes_too_late_for_the_others(three: Fellows) -> None:
-    def left(index: int, number: signal.Signals | None) -> Any:
+def test_a_signal_that_comes_too_late_for_the_others(three):
+    def left(index, number):
         stop = StopSignals()
         stop.received = number if index == 1 else None
         stop.agree_at_end()
@@ -138,3 +141,91 @@ def test_a_signal_that_comes_too_late_for_the_others(three: Fellows) -> None:
     assert three.each(lambda i: left(i, None)) == [None] * 3
     assert three.each(lambda i: left(i, signal.SIGHUP)) == [signal.SIGHUP] * 3
     assert three.each(lambda i: left(i, signal.SIGINT)) == [signal.SIGTERM, signal.SIGINT, signal.SIGTERM]
+
+
+# Which steps processes agree on by the clock of process 0: two clocks in one process, and a broadcast between them.
+
+SECS = 10.0
+
+
+class Two:
+    """Process 0 and another one, whose clock runs at another speed; each step takes as long as is given."""
+
+    def __init__(self, secs=SECS, speed=3.0):
+        self.now, self.sent, self.step, self.asked = 100.0, [0, 0], 0, ([], [])
+        self.clocks = (
+            AgreedClock(secs, lambda: self.now),
+            AgreedClock(secs, lambda: 7.0 + speed * self.now),
+        )
+
+    def _send(self, *numbers):
+        self.asked[0].append(self.step)
+        self.sent = [int(number) for number in numbers]
+        return self.sent
+
+    def _receive(self, *numbers):
+        self.asked[1].append(self.step)
+        return self.sent
+
+    def due(self, secs):
+        """Take a step; whether both say that the period is over."""
+        self.step, self.now = self.step + 1, self.now + secs
+        with mock.patch.object(processes, "broadcast_ints", self._send):
+            first = self.clocks[0].due(self.step)
+        with mock.patch.object(processes, "broadcast_ints", self._receive):
+            second = self.clocks[1].due(self.step)
+        assert first == second
+        assert self.asked[0] == self.asked[1]  # or one of them would wait in a collective
+        return first
+
+
+def test_both_are_due_at_the_same_steps_by_the_clock_of_process_0():
+    two, due = Two(), []
+    for _ in range(400):
+        if two.due(0.25):
+            due.append(two.step)
+            for clock in two.clocks:
+                clock.done()
+    gaps = [later - earlier for earlier, later in zip([0, *due], due, strict=False)]
+    assert set(gaps) <= {40, 41, 42, 43, 44}  # 10 s, and at most a tenth of the period later
+    assert len(two.asked[0]) <= 16 * len(due)  # of 40 steps: about ten times a period
+
+
+def test_a_period_ends_exactly_with_its_last_second():
+    two = Two()
+    assert not two.due(9.999)
+    assert two.due(0.001 + 1e-9)
+    exact = Two(secs=16.0)
+    assert exact.due(16.0)
+
+
+def test_one_process_communicates_nothing():
+    now = [0.0]
+    clock = AgreedClock(1.0, lambda: now[0])
+    assert not clock.due(1)
+    now[0] = 1.0
+    assert any(clock.due(step) for step in range(2, 200_000))
+
+
+# Whether JAX's preemption service has stopped the processes, once and for all.
+
+
+def test_a_stop_is_remembered_and_refuses_another_run(monkeypatch):
+    answers = iter([False, False, True])
+    monkeypatch.setattr(processes.multihost_utils, "reached_preemption_sync_point", lambda step: next(answers))
+    monkeypatch.setattr(processes, "_has_stopped", threading.Event())
+    assert not processes.should_stop()
+    assert not processes.should_stop()
+    processes.refuse_another_run()
+    assert processes.should_stop()
+    with pytest.raises(RuntimeError, match="a signal has stopped a run of these processes before"):
+        processes.refuse_another_run()
+
+
+def test_without_the_service_nothing_stops(monkeypatch):
+    monkeypatch.setattr(
+        processes.multihost_utils,
+        "reached_preemption_sync_point",
+        raising(RuntimeError("the preemption service is off")),
+    )
+    assert not processes.should_stop()

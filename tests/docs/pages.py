@@ -6,7 +6,6 @@ import pathlib
 import re
 import sys
 import warnings
-from collections.abc import Callable
 from typing import NamedTuple
 from unittest import mock
 
@@ -30,7 +29,7 @@ class Block(NamedTuple):
     needs: tuple[str, ...]
 
 
-def section_of(text: str, heading: str) -> tuple[int, int]:
+def section_of(text, heading):
     """Return where the section with a heading begins and ends: before the next heading of its level or above."""
     # Comments of programs begin with # as well.
     without_code = FENCE.sub(lambda match: " " * len(match.group()), text)
@@ -39,7 +38,7 @@ def section_of(text: str, heading: str) -> tuple[int, int]:
     return begin.start(), end.start() if end else len(text)
 
 
-def blocks_of(page: pathlib.Path, section: str | None = None) -> list[Block]:
+def blocks_of(page, section=None):
     text = page.read_text(encoding="utf-8")
     begin, end = section_of(text, section) if section else (0, len(text))
     found = []
@@ -53,11 +52,9 @@ def blocks_of(page: pathlib.Path, section: str | None = None) -> list[Block]:
     return found
 
 
-def run_page(
-    page: pathlib.Path, change: Callable[[str], str] = str, section: str | None = None, more: str = ""
-) -> dict[str, object]:
+def run_page(page, change=str, section=None, more=""):
     """Run the code blocks of a page in order, after applying `change` to each, and more code; return the names."""
-    names: dict[str, object] = {"__name__": "__main__"}
+    names = {"__name__": "__main__"}
     # Pages run with JAX's default settings, not those of the tests; changes to the environment are undone.
     with (
         jax.numpy_dtype_promotion("standard"),

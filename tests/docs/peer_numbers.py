@@ -9,8 +9,6 @@ import os
 import pathlib
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,7 +22,7 @@ PAGES = {"pytorch": ("torch",), "hf-trainer": ("torch", "transformers", "acceler
 
 
 @contextlib.contextmanager
-def keras() -> Iterator[Any]:
+def keras():
     """Keras, on JAX: it creates keys of two uint32 and promotes dtypes."""
     os.environ["KERAS_BACKEND"] = "jax"
     with warnings.catch_warnings(), jax.legacy_prng_key("allow"), jax.numpy_dtype_promotion("standard"):
@@ -34,10 +32,10 @@ def keras() -> Iterator[Any]:
         yield keras
 
 
-def _adam(name: str) -> Callable[[], Any]:
+def _adam(name):
     """20 steps of an optimizer of torch with weight decay."""
 
-    def run() -> Any:
+    def run():
         import torch
 
         weight = torch.nn.Parameter(torch.tensor(START))
@@ -51,10 +49,10 @@ def _adam(name: str) -> Callable[[], Any]:
     return run
 
 
-def _rates(make: Callable[[Any], Any], count: int) -> Callable[[], Any]:
+def _rates(make, count):
     """The learning rates of the first updates under a scheduler of torch."""
 
-    def run() -> Any:
+    def run():
         import torch
 
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
@@ -68,8 +66,8 @@ def _rates(make: Callable[[Any], Any], count: int) -> Callable[[], Any]:
     return run
 
 
-def _of_torch(name: str, **arguments: Any) -> Callable[[], Any]:
-    def make(optimizer: Any) -> Any:
+def _of_torch(name, **arguments):
+    def make(optimizer):
         import torch
 
         return getattr(torch.optim.lr_scheduler, name)(optimizer, **arguments)
@@ -77,8 +75,8 @@ def _of_torch(name: str, **arguments: Any) -> Callable[[], Any]:
     return _rates(make, 12)
 
 
-def _of_transformers(name: str) -> Callable[[], Any]:
-    def make(optimizer: Any) -> Any:
+def _of_transformers(name):
+    def make(optimizer):
         import transformers
 
         return transformers.get_scheduler(name, optimizer, num_warmup_steps=3, num_training_steps=20)
@@ -86,13 +84,13 @@ def _of_transformers(name: str) -> Callable[[], Any]:
     return _rates(make, 20)
 
 
-def _warmup_of_keras() -> Any:
+def _warmup_of_keras():
     with keras() as library:
         schedule = library.optimizers.schedules.CosineDecay(0.0, 17, warmup_target=1e-2, warmup_steps=3)
         return [float(schedule(step)) for step in range(20)]
 
 
-def _patience_of_keras() -> Any:
+def _patience_of_keras():
     """The learning rates that ReduceLROnPlateau makes of `LOSSES`, and whether EarlyStopping has stopped."""
     with keras() as library:
         model = library.Sequential([library.Input((1,)), library.layers.Dense(1)])
@@ -111,14 +109,14 @@ def _patience_of_keras() -> Any:
         return [*rates, *stopped]
 
 
-def _of_page(name: str) -> Callable[[], Any]:
+def _of_page(name):
     """What the block that compares both programs expects, in its order."""
 
-    def run() -> Any:
-        expected: list[Any] = []
+    def run():
+        expected = []
         compare = np.testing.assert_allclose
 
-        def recording(actual: Any, desired: Any, **tolerance: Any) -> None:
+        def recording(actual, desired, **tolerance):
             compare(actual, desired, **tolerance)
             expected.extend(np.ravel(desired).tolist())
 
@@ -133,7 +131,7 @@ def _of_page(name: str) -> Callable[[], Any]:
     return run
 
 
-CASES: dict[str, Callable[[], Any]] = {
+CASES = {
     "Adam": _adam("Adam"),
     "AdamW": _adam("AdamW"),
     "LinearLR": _of_torch("LinearLR", start_factor=0.1, total_iters=5),
@@ -146,7 +144,7 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 
 
-def needed_by(name: str) -> tuple[str, ...]:
+def needed_by(name):
     """Return the modules that a case needs."""
     if name in PAGES:
         return PAGES[name]
@@ -155,18 +153,18 @@ def needed_by(name: str) -> tuple[str, ...]:
     return ("torch", "transformers") if name.islower() else ("torch",)
 
 
-def computed(name: str) -> list[float]:
+def computed(name):
     """Compute the numbers of a case with the libraries."""
     return [float(f"{x:.9g}") for x in np.ravel(np.asarray(CASES[name](), np.float64))]
 
 
-def stored(name: str) -> list[float]:
+def stored(name):
     """Return the same from the file."""
-    found: dict[str, list[float]] = json.loads(PATH.read_text(encoding="utf-8"))
+    found = json.loads(PATH.read_text(encoding="utf-8"))
     return found[name]
 
 
-def main() -> None:
+def main():
     """Write the file, one line for each case."""
     lines = [f"{json.dumps(name)}: {json.dumps(computed(name))}" for name in CASES]
     PATH.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

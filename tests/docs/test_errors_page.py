@@ -33,18 +33,18 @@ EXPENSIVE = (
 """The beginnings of ids of programs that train or save, as quick tests of the same messages do."""
 
 
-def as_pattern(quoted: str) -> str:
+def as_pattern(quoted):
     """Return a regular expression for a quoted message, in which "…" stands for omitted text."""
     return r".*?".join(re.escape(part) for part in quoted.split("…"))
 
 
-def matches(quoted: str, actual: str) -> bool:
+def matches(quoted, actual):
     return re.fullmatch(as_pattern(quoted), actual.rstrip("\n"), re.DOTALL) is not None
 
 
-def message_of(code: str, caplog: pytest.LogCaptureFixture) -> str:
+def message_of(code, caplog):
     """Run a program and return the end of its traceback, or its jstep log lines if it does not raise."""
-    names: dict[str, object] = {"__name__": "__main__"}
+    names = {"__name__": "__main__"}
     caplog.clear()
     try:
         exec(compile(PRELUDE + code, str(PAGE), "exec"), names)

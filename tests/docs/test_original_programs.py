@@ -4,7 +4,6 @@ import contextlib
 import io
 import pathlib
 import re
-from collections.abc import Callable
 
 import pytest
 from pages import DOCS, blocks_of, run_page, section_of
@@ -24,22 +23,22 @@ UNLISTED = {"dqn": ("dqn", "DQN"), "ppo": ("ppo", "PPO")}
 NUMBER = re.compile(r"-?\d+\.?\d*")
 
 
-def place_of(name: str) -> tuple[pathlib.Path, str | None]:
+def place_of(name):
     page, section = (PROGRAMS | UNLISTED)[name]
     return DOCS / "recipes" / f"{page}.md", section
 
 
-def original_of(name: str) -> str:
+def original_of(name):
     """Return the original program and its comparison, which run after the page: they use its model and its data."""
     return text_of(ORIGINALS / f"{name}.txt")
 
 
-def run_program(name: str, change: Callable[[str], str] = str) -> None:
+def run_program(name, change=str):
     page, section = place_of(name)
     run_page(page, change, section, original_of(name))
 
 
-def listing_of(name: str) -> list[str]:
+def listing_of(name):
     """Return the lines of the last listing of output of a program."""
     page, section = place_of(name)
     text = text_of(page)
@@ -49,7 +48,7 @@ def listing_of(name: str) -> list[str]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_each_page_compares_two_programs_and_shows_the_numbers(name: str) -> None:
+def test_each_page_compares_two_programs_and_shows_the_numbers(name):
     alone = "\n".join(block.code for block in blocks_of(*place_of(name)) if not block.needs)
     assert "jstep.train(" in alone, "jstep's program must run without Optax"
     original, comparison = original_of(name).split("# The comparison.\n")
@@ -61,7 +60,7 @@ def test_each_page_compares_two_programs_and_shows_the_numbers(name: str) -> Non
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_listing_is_what_the_page_prints(name: str, tmp_path: pathlib.Path) -> None:
+def test_the_listing_is_what_the_page_prints(name, tmp_path):
     pytest.importorskip("optax")
     printed = io.StringIO()
     with contextlib.chdir(tmp_path), contextlib.redirect_stdout(printed):
@@ -76,7 +75,7 @@ def test_the_listing_is_what_the_page_prints(name: str, tmp_path: pathlib.Path) 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", UNLISTED)
-def test_returns_are_those_of_the_original(name: str, tmp_path: pathlib.Path) -> None:
+def test_returns_are_those_of_the_original(name, tmp_path):
     pytest.importorskip("optax")
     with contextlib.chdir(tmp_path):
         run_program(name)

@@ -20,7 +20,7 @@ def name_of(page: pathlib.Path) -> str:
     return str(page.relative_to(DOCS))
 
 
-# Cheap pages; the tests of the other pages are thorough. Other quick tests run from/optax.md (test_optax_claims.py).
+# Cheap pages; the tests of the other pages are thorough. Other quick tests run from/optax.md (test_port_claims.py).
 QUICK = ["from/tf-train.md", "how/donation.md", "index.md", "tutorial/state-and-step.md"]
 
 

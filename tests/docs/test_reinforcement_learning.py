@@ -1,7 +1,5 @@
 """Recipes of reinforcement learning: environments that are killed."""
 
-import pathlib
-
 import pytest
 from killed import assert_same_bits_after_kills
 from pages import DOCS, blocks_of
@@ -10,7 +8,7 @@ RECIPES = DOCS / "recipes"
 
 
 @pytest.mark.thorough
-def test_environments_on_the_host_are_killed_and_end_with_the_same_bits(tmp_path: pathlib.Path) -> None:
+def test_environments_on_the_host_are_killed_and_end_with_the_same_bits(tmp_path):
     definitions, training, *_ = blocks_of(RECIPES / "reinforcement-learning.md", "Environments on the host")
     code = definitions.code + training.code
     for old, new in {

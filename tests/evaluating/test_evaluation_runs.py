@@ -1,6 +1,8 @@
 """Runs with evaluation callbacks: early stopping, hyperparameter changes, saved results, and restarts."""
 
 import logging
+import os
+import signal
 
 import jax
 import numpy as np
@@ -193,3 +195,222 @@ def test_positions_are_kept_before_callbacks_of_an_evaluation_off_the_cadence(mo
     )
     train(3, [hook])
     assert order == [2, "kept", 3]
+
+
+# Off-schedule evaluations, resuming stopped runs, and arguments of `EvaluationHook`.
+
+VALUES_OF_CADENCE = [5.0, 4.0, 4.0, 4.0, 3.0, 3.0, 3.5, 3.0, 3.0, 3.0, 3.0]
+
+
+class StepRecorder:
+    """A custom callback that records the steps of the evaluations it receives."""
+
+    def __init__(self, on_cadence_only=None):
+        if on_cadence_only is not None:
+            self.on_cadence_only = on_cadence_only
+        self.steps = []
+
+    def __call__(self, step, state, results):
+        self.steps.append(step)
+
+
+def hooks(extra=(), **cadence):
+    """Return an EvaluationHook whose callbacks would react to any additional evaluation."""
+    then = [
+        jstep.ReduceOnPlateau("loss", "learning_rate", factor=0.5, patience=1, cooldown=1),
+        jstep.EarlyStopping("loss", patience=6),
+        *extra,
+    ]
+    return [jstep.EvaluationHook(scripted(VALUES_OF_CADENCE, 4), **(cadence or {"every_n_steps": 4}), callbacks=then)]
+
+
+def test_a_run_in_many_parts_is_identical(tmp_path):
+    uninterrupted = train(40, hooks())
+    for last_step in (9, 10, 11, 13, 14, 15, 40):
+        resumed = train(last_step, hooks(), checkpoint_dir=tmp_path)
+    assert rate(resumed) == rate(uninterrupted)
+
+
+@pytest.mark.parametrize(("last_step", "seen", "due"), [(9, [4, 8, 9], [4, 8]), (8, [4, 8], [4, 8]), (3, [3], [])])
+def test_which_callbacks_receive_an_off_schedule_evaluation(last_step, seen, due, tmp_path):
+    default, every, only_due = StepRecorder(), StepRecorder(False), StepRecorder(True)
+    best = jstep.KeepBest(tmp_path, "loss", keep=9)
+    (hook,) = hooks([default, every, only_due, best])
+    train(last_step, [hook])
+    assert list(hook.results) == default.steps == every.steps == sorted(best.values) == seen
+    assert only_due.steps == due
+    assert hook.newest[0] == last_step
+
+
+def test_the_last_evaluation_is_off_schedule_with_every_n_secs():
+    now, due = [0.0], StepRecorder(True)
+
+    def tick(step, state, metrics):
+        now[0] += 1.0
+
+    (hook,) = hooks([due], every_n_secs=4.0, clock=lambda: now[0])
+    train(10, [jstep.every(1, tick), hook])
+    assert list(hook.results) == [4, 8, 10]
+    assert due.steps == [4, 8]
+
+
+# A stopped run
+
+
+def test_a_stopped_run_reports_why_and_reset_continues_it(tmp_path, caplog):
+    def hook(**kwargs):
+        stop = jstep.EarlyStopping("loss", patience=2, **kwargs)
+        return stop, [jstep.EvaluationHook(scripted([3.0], 2), every_n_steps=2, callbacks=[stop])]
+
+    stop, first = hook()
+    assert jstep.global_step(train(100, first, checkpoint_dir=tmp_path)) == 6
+    stop, second = hook()
+    assert jstep.global_step(train(100, second, checkpoint_dir=tmp_path)) == 6
+    words = (
+        "EarlyStopping(loss) stopped the run at step 6: loss had not improved on 3.0 in 2 evaluations. To continue, "
+    )
+    assert stop.why == second[0].why == words + "give EarlyStopping(…, reset=True), or more patience"
+    stop, third = hook(reset=True)
+    assert stop.why is None
+    assert jstep.global_step(train(100, third, checkpoint_dir=tmp_path)) == 12
+    assert "EarlyStopping(loss) starts fresh: its state in the checkpoint is forgotten" in caplog.text
+    with pytest.raises(TypeError, match="reset=1: must be True or False"):
+        jstep.EarlyStopping("loss", reset=1)
+
+
+# Arguments
+
+
+def evaluate(state):
+    return {"loss": 1.0}
+
+
+def test_two_hooks_with_the_same_prefix_are_rejected():
+    def two(first, second):
+        return [jstep.EvaluationHook(evaluate, every_n_steps=n, prefix=p) for n, p in ((1, first), (2, second))]
+
+    with pytest.raises(ValueError, match="prefix='test': two EvaluationHooks have it"):
+        train(2, two("test", "test"))
+    hook = jstep.EvaluationHook(evaluate, every_n_steps=1)
+    with pytest.raises(ValueError, match="prefix='eval'"):
+        train(2, [hook, hook])
+    train(2, two("test", "test/a"))
+
+
+# A signal during an evaluation: the run saves and exits at once, and evaluates after the restart.
+
+BATCHES = 6
+NAN = float("nan")
+
+
+class Validation:
+    """Counts the batches it yields, and sends a signal to this process at one of them."""
+
+    def __init__(self, number=None, at=None):
+        self.number, self.at, self.yielded = number, at, 0
+
+    def __iter__(self):
+        for i in range(BATCHES):
+            self.yielded += 1
+            if self.yielded == self.at:
+                os.kill(os.getpid(), self.number)
+            yield np.full((2,), float(i), np.float32)
+
+
+def loss(params, x):
+    return {"loss": 0.0 * x + 1.0}
+
+
+def hooks_of_signals(validation, then, wrapped, every_n_steps=3):
+    evaluate = jstep.evaluator(loss, validation)
+    if wrapped:
+        inner = evaluate
+
+        def evaluate(state):
+            try:
+                return {"loss": inner(state)["loss"], "more": 1.0}
+            except Exception:  # StopWaiting is a BaseException
+                return {"loss": NAN}
+
+    return [jstep.EvaluationHook(evaluate, every_n_steps=every_n_steps, callbacks=then)]
+
+
+def callbacks(seen):
+    return [
+        lambda step, state, results: seen.append((step, results["loss"])),
+        jstep.ReduceOnPlateau("loss", "learning_rate", factor=0.5, patience=0),
+    ]
+
+
+def same_of_signals(a, b):
+    return np.asarray(a.params["w"]).tobytes() == np.asarray(b.params["w"]).tobytes() and rate(a) == rate(b)
+
+
+@pytest.mark.thorough(except_for=["9-2-KeyboardInterrupt-3-True"])
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, jstep.Preempted), (signal.SIGINT, KeyboardInterrupt)])
+@pytest.mark.parametrize("at", [BATCHES + 1, BATCHES + 3, 2 * BATCHES])
+def test_an_abandoned_evaluation_is_run_after_the_restart(at, number, error, steps_per_call, wrapped, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    expected, seen = [], []
+    uninterrupted = train(
+        12, hooks_of_signals(Validation(), callbacks(expected), wrapped), steps_per_call=steps_per_call
+    )
+    kwargs = {"checkpoint_dir": tmp_path, "steps_per_call": steps_per_call}
+    validation = Validation(number, at)
+    with pytest.raises(error):
+        train(12, hooks_of_signals(validation, callbacks(seen), wrapped), **kwargs)
+    assert validation.yielded == at  # no batch after the signal
+    assert jstep.Saver(tmp_path).latest_step() == 6
+    assert "step 6: stopping; EvaluationHook(eval) is interrupted and runs after the restart" in caplog.text
+    resumed = train(12, hooks_of_signals(Validation(), callbacks(seen), wrapped), **kwargs)
+    assert seen == expected == [(step, 1.0) for step in (3, 6, 9, 12)]
+    assert same_of_signals(resumed, uninterrupted)
+    assert rate(uninterrupted) == 0.25 / 8
+
+
+def test_the_evaluation_at_the_last_step(tmp_path):
+    """It is off-schedule: a run with the same last step evaluates again, a longer one does not."""
+    seen = []
+    for last_step, expected in ((7, [(3, 1.0), (6, 1.0), (7, 1.0)]), (9, [(3, 1.0), (6, 1.0), (9, 1.0)])):
+        seen.clear()
+        directory = tmp_path / str(last_step)
+        with pytest.raises(jstep.Preempted):
+            train(
+                7,
+                hooks_of_signals(Validation(signal.SIGTERM, 2 * BATCHES + 2), callbacks(seen), False),
+                checkpoint_dir=directory,
+            )
+        assert jstep.Saver(directory).latest_step() == 7
+        train(last_step, hooks_of_signals(Validation(), callbacks(seen), False), checkpoint_dir=directory)
+        assert seen == expected
+
+
+def test_early_stopping_in_an_evaluation_after_the_restart(tmp_path):
+    def then():
+        return [jstep.EarlyStopping("loss", 1)]
+
+    with pytest.raises(jstep.Preempted):
+        train(12, hooks_of_signals(Validation(signal.SIGTERM, BATCHES + 2), then(), False), checkpoint_dir=tmp_path)
+    state = train(12, hooks_of_signals(Validation(), then(), False), checkpoint_dir=tmp_path)
+    assert jstep.global_step(state) == 6
+    assert jstep.global_step(train(12, hooks_of_signals(Validation(), then(), False), checkpoint_dir=tmp_path)) == 6
+
+
+def test_an_evaluation_that_raised_is_run_after_the_restart(tmp_path):
+    seen, fails = [], [True]
+
+    def evaluate(state):
+        if jstep.global_step(state) == 6 and fails:
+            fails.clear()
+            raise OSError("no disk")
+        return {"loss": 1.0}
+
+    def hooks():
+        return [jstep.EvaluationHook(evaluate, every_n_steps=3, callbacks=callbacks(seen))]
+
+    with pytest.raises(OSError, match="no disk"):
+        train(9, hooks(), checkpoint_dir=tmp_path)
+    train(9, hooks(), checkpoint_dir=tmp_path)
+    assert [step for step, _ in seen] == [3, 6, 9]

@@ -2,8 +2,6 @@
 
 import functools
 import runpy
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +13,7 @@ from programs import ROOT
 import jstep
 
 
-def program_of(module: dict[str, Any], loss_fn: Callable[..., Any], mesh: jax.sharding.Mesh) -> Any:
+def program_of(module, loss_fn, mesh):
     optimizer = jstep.adam(1e-3)
     make_params = functools.partial(module["init_params"], jax.random.key(0))
     specs = module["param_specs"](mesh, fsdp=True)
@@ -28,7 +26,7 @@ def program_of(module: dict[str, Any], loss_fn: Callable[..., Any], mesh: jax.sh
 @pytest.mark.thorough
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "model": 2}], ids=str)
-def test_fsdp_does_not_reshard_activations(axes: dict[str, int], axis_type: AxisType) -> None:
+def test_fsdp_does_not_reshard_activations(axes, axis_type):
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(axis_type,) * len(axes))
     module = runpy.run_path(str(ROOT / "examples" / "char_lm.py"))
     program = program_of(module, module["loss_fn"], mesh)

@@ -1,13 +1,19 @@
 """`StepCounterHook`, `LoggingHook`, `ProgressHook` and `log_every_n`."""
 
 import logging
+import re
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from fake_runs import FakeRun
-from hook_fakes import Clock, Writer, lines, state_at
+from hook_fakes import Clock, Marker, Writer, lines, state_at
+from hooked_runs import train
 
 import jstep
+from jstep.core.logs import log_to_stderr
+from jstep.hooks import in_flight
 
 # StepCounterHook
 
@@ -150,3 +156,187 @@ def test_log_every_n_counts_by_line(caplog):
     assert lines(caplog) == expected
     assert {record.filename for record in caplog.records} == {"test_counting_and_logging.py"}
     assert [record.levelno for record in caplog.records][:2] == [logging.INFO, logging.WARNING]
+
+
+# `StepCounterHook` counts steps that the device has finished, not those that the loop has dispatched.
+
+
+class PointRecorder:
+    def __init__(self):
+        self.points = []
+
+    def add_summary(self, summary, global_step=None):
+        self.points.append((global_step, float(summary.parts[0].values)))
+
+
+@pytest.fixture
+def hook_run_clock_and_writer(monkeypatch):
+    monkeypatch.setattr(in_flight, "_result", lambda state, metrics: metrics["loss"] if metrics else state)
+    clock, writer = Clock(), PointRecorder()
+    hook = jstep.StepCounterHook(every_n_steps=10, summary_writer=writer, clock=clock)
+    return hook, FakeRun(hook, state_at()), clock, writer
+
+
+def drive(run, step, metrics, rows=None):
+    """What the loop does after a call of some steps."""
+    run.reports.steps[rows] += step - run.step
+    run.after_step(step, None, metrics)
+
+
+def test_the_rate_is_correct_when_the_loop_is_far_ahead(hook_run_clock_and_writer):
+    """Steps are dispatched at once and finished at 1 step/s: the rate is 1, not 1e4 and then 0."""
+    hook, run, clock, writer = hook_run_clock_and_writer
+    markers = {step: Marker() for step in range(10, 60, 10)}
+    markers[1] = Marker()
+    markers[1].ready = True
+    drive(run, 1, {"loss": markers[1]}, rows=4)
+    for step in (10, 20):  # the loop runs ahead
+        clock.now += 0.001
+        drive(run, step, {"loss": markers[step]}, rows=4)
+    assert hook.steps_per_sec is None
+    clock.now += 9 - 0.002
+    drive(run, 29, {}, rows=4)
+    markers[10].ready = True
+    drive(run, 30, {"loss": markers[30]}, rows=4)
+    assert hook.steps_per_sec == pytest.approx(1.0)
+    assert hook.examples_per_sec == pytest.approx(4.0)
+    clock.now += 10
+    drive(run, 31, {}, rows=4)
+    clock.now += 10
+    markers[20].ready = markers[30].ready = True
+    drive(run, 40, {"loss": markers[40]}, rows=4)
+    assert hook.steps_per_sec == pytest.approx(1.0)
+    clock.now += 10
+    assert not hook.measure_finished(wait=True)
+    assert [step for step, _ in writer.points] == [10, 20, 30, 40]
+    rates = [rate for _, rate in writer.points]
+    assert rates[:3] == pytest.approx([1.0] * 3)
+    assert rates[3] == pytest.approx(0.5)  # step 30 finished at an unknown time in these 20 s: a lower bound
+    assert [hook.figure_at(step).steps_per_sec for step in (15, 40)] == pytest.approx([1.0, 0.5])
+
+
+def test_a_donated_metric_tells_nothing(hook_run_clock_and_writer):
+    hook, run, clock, writer = hook_run_clock_and_writer
+    markers = {step: Marker() for step in (1, 10, 20)}
+    drive(run, 1, {"loss": markers[1]})
+    drive(run, 10, {"loss": markers[10]})
+    markers[10].deleted = True
+    clock.now += 5
+    drive(run, 11, {})
+    assert hook.steps_per_sec is None
+    clock.now += 5
+    markers[20].ready = True
+    run.after_step(20, markers[20], {})  # a copy of the state's step
+    assert hook.steps_per_sec == pytest.approx(1.9)
+    assert [step for step, _ in writer.points] == [10, 20]
+
+
+def test_a_custom_counter_replaces_the_stock_one(tmp_path, caplog):
+    """It writes to the logdir of `train`, and log lines contain its rate."""
+    pytest.importorskip("tensorboard")
+    caplog.set_level(logging.INFO)
+    hook = jstep.StepCounterHook(every_n_steps=4)
+    for run in ("a", "b"):  # the hook is used in two runs
+        train(10, [hook], logdir=tmp_path / run, log_steps=2, progress=None)
+        points = []
+        for path in (tmp_path / run).glob("events.*"):
+            for event in jstep.summary.summary_iterator(path):
+                points += [event.step for value in event.summary.value if value.tag == "global_step/sec"]
+        assert points == [4, 8]
+    lines = [record.getMessage() for record in caplog.records]
+    assert any(line.endswith(f"{hook.steps_per_sec:.4g} steps/s)") for line in lines)
+    assert any("examples/s, " in line for line in lines)
+
+
+@pytest.mark.thorough
+def test_examples_per_sec_of_batches_of_many_shapes():
+    def rate(batches, **kwargs):
+        hook = jstep.StepCounterHook(every_n_steps=2)
+        optimizer = jstep.gradient_descent(0.1)
+        state = jstep.TrainState.create({"w": 1.0}, optimizer)
+        step = jstep.minimize(lambda params, *args: params["w"] ** 2, optimizer)
+        jstep.train(step, state, lambda n: batches, 8, hooks=[hook], progress=False, **kwargs)
+        return hook.examples_per_sec, hook.steps_per_sec
+
+    for steps_per_call in (1, 2):
+        examples, steps = rate((jnp.ones((6, 2)), jnp.ones(6)), steps_per_call=steps_per_call)
+        assert examples == pytest.approx(6 * steps)
+        assert rate((jnp.ones((6, 2)), jnp.ones(5)), steps_per_call=steps_per_call)[0] is None
+        assert rate(jnp.float32(1), steps_per_call=steps_per_call)[0] is None
+
+
+def test_a_state_without_a_global_step():
+    state = jstep.TrainState.create({"w": 1.0}, jstep.adam()).replace(global_step=None)
+    with pytest.raises(RuntimeError, match=r"^Global step should be created to use StepCounterHook\.$"):
+        jstep.StepCounterHook(every_n_steps=1).begin(state)
+
+
+# `StepCounterHook.examples_per_sec` for batch sizes that change.
+
+
+@pytest.mark.thorough
+def test_examples_per_sec_follows_the_batch_size():
+    """Intervals with batches of one size and of two sizes."""
+    optimizer = jstep.adam(0.1)
+    step = jstep.minimize(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2), optimizer)
+    data = jstep.batches(np.ones((64, 3), np.float32), {0: 4, 6: 32, 9: 8, 14: 1})
+    seen = {}
+
+    class RateRecorder(jstep.Hook):
+        def after_step(self, n, state, metrics):
+            jax.block_until_ready(state)
+            counter.measure_finished()
+            seen[n] = (counter.steps_per_sec, counter.examples_per_sec)
+
+    counter = jstep.StepCounterHook(every_n_steps=4)
+    state = jstep.TrainState.create({"w": jnp.ones(3)}, optimizer)
+    hooks = [counter, RateRecorder()]
+    jstep.train(step, state, data, 24, hooks=hooks, steps_per_call=3, progress=False)
+    rates = {n: seen[n][1] / seen[n][0] for n in seen if seen[n][0] is not None}
+    assert rates[24] == pytest.approx(1.0)
+    assert rates[16] == pytest.approx((2 * 8 + 2 * 1) / 4)
+    assert rates[12] == pytest.approx((32 * 1 + 8 * 3) / 4)
+    assert rates[8] == pytest.approx((4 * 2 + 32 * 2) / 4)
+
+
+# Log lines and the progress bar share a terminal.
+
+
+def run(hooks, progress):
+    optimizer = jstep.gradient_descent(0.1)
+    state = jstep.TrainState.create({"w": 1.0}, optimizer)
+    train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+    jstep.train(train_step, state, lambda n: jnp.ones(()), last_step=4, hooks=hooks, progress=progress)
+
+
+def test_a_log_line_does_not_overlap_the_progress_bar(capsys):
+    pytest.importorskip("tqdm")
+    run([jstep.EvaluationHook(lambda state: {"one": 1.0}, every_n_steps=2)], progress=True)
+    stderr = capsys.readouterr().err
+    lines = re.findall(r"[^\r\n]*step \d  eval/one[^\n]*\n", stderr)
+    assert lines == ["step 2  eval/one 1\n", "step 4  eval/one 1\n"]
+    assert "4/4" in stderr
+
+
+@pytest.mark.thorough
+def test_other_handlers_of_the_root_logger_receive_what_its_level_allows(capsys):
+    """A file that the root logger writes has the warnings of a run, whose lines are shown on standard error."""
+    seen = []
+
+    class Collects(logging.Handler):
+        def emit(self, record):
+            seen.append(record.getMessage())
+
+    root, handler, above = logging.getLogger(), Collects(), Collects(logging.ERROR)
+    assert root.level == logging.WARNING
+    for one in (handler, above):
+        root.addHandler(one)
+    try:
+        with log_to_stderr():
+            for level in (logging.INFO, logging.WARNING):
+                logging.getLogger("jstep").log(level, "of level %d", level)
+    finally:
+        for one in (handler, above):
+            root.removeHandler(one)
+    assert seen == ["of level 30"]
+    assert capsys.readouterr().err == "of level 20\nof level 30\n"

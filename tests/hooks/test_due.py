@@ -1,5 +1,6 @@
 """The loop decides what is due, from the cadence of a stock hook or the `next_due` of any other; it calls only that."""
 
+import logging
 import math
 import re
 
@@ -7,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from fellows import Fellows
-from hook_fakes import Clock
+from hook_fakes import Clock, Writer
 from hooked_runs import batches, train
 
 import jstep
 from jstep.hooks.cadence import Cadence, HookSchedule, next_call
+from jstep.hooks.hook import NEVER
 from jstep.hooks.run_hook import RunHook
 
 
@@ -164,3 +166,89 @@ def test_a_next_due_that_returns_no_later_step_is_refused():
         with pytest.raises(error) as caught:
             next_call(hook, 7)
         assert str(caught.value) == words
+
+
+# When the stock hooks are due.
+
+CADENCED = {
+    "counter": lambda steps: jstep.StepCounterHook(every_n_steps=steps),
+    "logging": lambda steps: jstep.LoggingHook(every_n_steps=steps),
+    "summary": lambda steps: jstep.SummarySaverHook(Writer(), save_steps=steps),
+    "evaluation": lambda steps: jstep.EvaluationHook(lambda state: {}, every_n_steps=steps),
+    "checkpoint": lambda steps: jstep.CheckpointSaverHook("unused", save_steps=steps),
+}
+
+
+@pytest.mark.parametrize("name", CADENCED)
+@pytest.mark.parametrize(("steps", "start"), [(10, 0), (10, 5), (10, 10), (1, 0), (1, 7), (7, 2**31)])
+def test_hooks_are_due_at_multiples_for_any_start(name, steps, start):
+    hook = CADENCED[name](steps)
+    due_steps, step = [], start
+    for _ in range(3):
+        step = hook.next_due(step)
+        due_steps.append(step)
+    first = (start // steps + 1) * steps
+    assert due_steps == [first, first + steps, first + 2 * steps]
+    assert first > start
+    assert [hook.next_due(start) for _ in range(3)] == [first] * 3  # next_due has no side effects
+    assert next_call(hook, start)[1] == first  # calls of several steps end there
+
+
+SECONDS = {
+    "counter": lambda clock: jstep.StepCounterHook(every_n_secs=5, clock=clock),
+    "logging": lambda clock: jstep.LoggingHook(every_n_secs=5, clock=clock),
+    "summary": lambda clock: jstep.SummarySaverHook(Writer(), save_secs=5, clock=clock),
+    "evaluation": lambda clock: jstep.EvaluationHook(lambda state: {}, every_n_secs=5, clock=clock),
+    "checkpoint": lambda clock: jstep.CheckpointSaverHook("unused", save_secs=5, clock=clock),
+}
+
+
+@pytest.mark.parametrize("name", SECONDS)
+def test_seconds_count_from_begin_and_from_the_last_due_time(name):
+    clock = Clock()
+    hook = SECONDS[name](clock)
+    assert hook.next_due(3) is None  # checked after every call
+    assert next_call(hook, 3)[1] == NEVER
+    schedule, due_steps = HookSchedule(hook, 0), []
+    for step in range(1, 20):
+        clock.now += 1
+        if schedule.is_due(step):
+            due_steps.append(step)
+            schedule.reschedule(step)
+    assert due_steps == [5, 10, 15]
+
+
+# Hooks at the last step of a run that is not a multiple of their interval.
+
+
+def test_which_hooks_include_the_last_step(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="jstep")
+    found = {"metrics": [], "means": [], "evaluation": [], "every": []}
+    writer, means_writer = Writer(), Writer()
+    evaluation = jstep.EvaluationHook(
+        lambda state: {"loss": 1.0},
+        every_n_steps=4,
+        callbacks=[lambda step, state, results: found["evaluation"].append(step)],
+    )
+    optimizer = jstep.gradient_descent(0.1)
+    jstep.train(
+        jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), optimizer),
+        jstep.TrainState.create({"w": jnp.ones(2)}, optimizer),
+        lambda step: jnp.ones(2),
+        last_step=10,
+        log_steps=4,
+        hooks=[
+            jstep.MetricsHook(lambda step, values: found["metrics"].append(step), every_n_steps=4),
+            jstep.MetricsHook(lambda step, values: found["means"].append(step), every_n_steps=4, mean=True),
+            jstep.SummarySaverHook(writer, save_steps=4),
+            jstep.SummarySaverHook(means_writer, save_steps=4, mean=True),
+            jstep.FingerprintHook(tmp_path / "log.jsonl", every_n_steps=4),
+            jstep.every(4, lambda step, state, metrics: found["every"].append(step)),
+            evaluation,
+        ],
+    )
+    logged = [int(n) for n in re.findall(r"^step (\d+)  loss", "\n".join(caplog.messages), re.MULTILINE)]
+    assert logged == found["metrics"] == found["means"] == found["evaluation"] == [4, 8, 10]
+    fingerprints = re.findall(r'"step": (\d+)', (tmp_path / "log.jsonl").read_text())
+    written, means = ([step for step, _ in one.points] for one in (writer, means_writer))
+    assert written == means == found["every"] == [int(n) for n in fingerprints] == [4, 8]

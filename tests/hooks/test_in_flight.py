@@ -1,29 +1,32 @@
 """The calls that the device has not finished, of which there are fewer than max(2, calls of one second)."""
 
+import io
 import os
 import signal
 import threading
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from hook_fakes import Marker
+from fake_runs import FakeRun
+from hook_fakes import Clock, Marker, state_at
 from hooked_runs import OPTIMIZER, train
+from waiting import wait_until
 
 import jstep
-from jstep.hooks import in_flight
+from jstep.core import logs
+from jstep.hooks import in_flight, numbers
 from jstep.hooks.in_flight import InFlight
+from jstep.loop import progress
 
 
 class Device:
     """A device whose calls take some seconds each, one after the other."""
 
-    def __init__(self, each: float) -> None:
+    def __init__(self, each):
         self.now, self.each, self.free, self.waits = 0.0, each, 0.0, 0
 
-    def call(self) -> Any:
+    def call(self):
         self.free = max(self.free, self.now) + self.each
         return Result(self, self.free)
 
@@ -31,21 +34,21 @@ class Device:
 class Result:
     """What a call of it returns."""
 
-    def __init__(self, device: Device, at: float) -> None:
+    def __init__(self, device, at):
         self.device, self.at = device, at
 
-    def is_deleted(self) -> bool:
+    def is_deleted(self):
         return False
 
-    def is_ready(self) -> bool:
+    def is_ready(self):
         return self.device.now >= self.at
 
-    def block_until_ready(self) -> None:
+    def block_until_ready(self):
         self.device.waits += not self.is_ready()
         self.device.now = max(self.device.now, self.at)
 
 
-def most_ahead(device: Device, host: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def most_ahead(device, host, calls, monkeypatch):
     """How many calls are unfinished when each one is handed over by a host that needs some seconds for it."""
     monkeypatch.setattr(in_flight, "_result", lambda state, metrics: metrics)
     flight, ahead = InFlight(lambda: device.now), []
@@ -58,7 +61,7 @@ def most_ahead(device: Device, host: float, calls: int, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("each", "most"), [(2.2, 1), (0.6, 1), (0.4, 2), (0.1, 9), (0.01, 99), (0.001, 999)])
-def test_the_bound(each: float, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bound(each, most, monkeypatch):
     device = Device(each)
     ahead = most_ahead(device, 1e-5, 3000, monkeypatch)
     assert ahead[:3] == [0, 1, 1]  # until it is known how long a call takes
@@ -67,14 +70,14 @@ def test_the_bound(each: float, most: int, monkeypatch: pytest.MonkeyPatch) -> N
     assert device.free <= each * 3001 + 1e-3
 
 
-def test_a_host_that_is_slower_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_is_slower_waits_for_nothing(monkeypatch):
     device = Device(0.001)
     assert max(most_ahead(device, 0.002, 100, monkeypatch)) == 0
     assert device.waits == 0
 
 
 @pytest.mark.parametrize("kind", ["loss", "array", "number", "nothing"])
-def test_what_is_waited_for(kind: str) -> None:
+def test_what_is_waited_for(kind):
     state = jstep.TrainState.create({"w": jnp.zeros(2)}, OPTIMIZER)
     metrics = {
         "loss": {"loss": jnp.ones(()), "big": jnp.ones(9)},
@@ -92,7 +95,7 @@ def test_what_is_waited_for(kind: str) -> None:
     assert flight.finished == 7
 
 
-def test_a_metric_that_the_next_call_donates() -> None:
+def test_a_metric_that_the_next_call_donates():
     """It tells nothing; from then on, a copy of the step does."""
     state = jstep.TrainState.create({"w": jnp.zeros(2)}, OPTIMIZER)
     flight = InFlight()
@@ -110,7 +113,7 @@ def test_a_metric_that_the_next_call_donates() -> None:
     assert flight.finished == 8
 
 
-def flight_of(monkeypatch: pytest.MonkeyPatch, *steps: int) -> tuple[InFlight, list[Marker], list[float]]:
+def flight_of(monkeypatch, *steps):
     """Calls that begin at step 2 and end at the given ones, their results, and the time."""
     monkeypatch.setattr(in_flight, "_result", lambda state, metrics: metrics)
     now, results = [10.0], [Marker() for _ in steps]
@@ -120,12 +123,12 @@ def flight_of(monkeypatch: pytest.MonkeyPatch, *steps: int) -> tuple[InFlight, l
     return flight, results, now
 
 
-def test_another_thread_sees_which_call_is_unfinished(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_thread_sees_which_call_is_unfinished(monkeypatch):
     """And when others finished, of which the loop's thread learns later."""
     flight, (first, second, third), now = flight_of(monkeypatch, 5, 7, 8)
-    found: list[Any] = []
+    found = []
 
-    def look() -> Any:
+    def look():
         thread = threading.Thread(target=lambda: found.append(flight.unfinished()))
         thread.start()
         thread.join()
@@ -148,7 +151,7 @@ def test_another_thread_sees_which_call_is_unfinished(monkeypatch: pytest.Monkey
     assert look() is None
 
 
-def test_a_wait_for_a_step_waits_for_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_a_step_waits_for_no_later_one(monkeypatch):
     flight, results, _ = flight_of(monkeypatch, 5, 7, 8)
     flight.wait_for(6)
     assert (flight.finished, [result.ready for result in results]) == (7, [True, True, False])
@@ -159,13 +162,13 @@ def test_a_wait_for_a_step_waits_for_no_later_one(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.thorough
-def test_a_signal_while_the_loop_waits_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_while_the_loop_waits_for_the_device(tmp_path, monkeypatch):
     """The call for which it waited to make room is not handed over any more."""
     monkeypatch.setattr(in_flight, "_SECONDS", 0.001)
     waits = InFlight.make_room
-    count: list[int] = []
+    count = []
 
-    def make_room(self: Any) -> None:
+    def make_room(self):
         waits(self)
         count.append(1)
         if len(count) == 6:
@@ -175,3 +178,92 @@ def test_a_signal_while_the_loop_waits_for_the_device(tmp_path: Path, monkeypatc
     with pytest.raises(jstep.Preempted, match="after step 5, which is saved"):
         train(50, [], checkpoint_dir=tmp_path)
     assert jstep.Saver(tmp_path).all_steps() == [5]
+
+
+# `ProgressHook` counts finished steps, waits for none, and shows compilations.
+
+
+class Terminal(io.StringIO):
+    @property
+    def text(self):
+        return self.getvalue()
+
+
+def test_progress_counts_finished_steps_and_waits_for_none(monkeypatch):
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(numbers, "is_ready", lambda values: all(value.ready for value in values))
+    monkeypatch.setattr(in_flight, "_result", lambda state, metrics: metrics["loss"])
+    read = []
+    monkeypatch.setattr(
+        numbers, "read_values", lambda values: read.append(values) or {k: v.value for k, v in values.items()}
+    )
+    file = Terminal()
+    hook = jstep.ProgressHook(last_step=100, every_n_secs=0, file=file, clock=Clock())
+    run = FakeRun(hook, state_at(10))
+    values = {step: Marker(step) for step in range(11, 21)}
+    counts = []
+    for step in range(11, 21):
+        if step >= 14:
+            values[step - 3].ready = True  # the device is three steps behind
+        run.after_step(step, state_at(step), {"loss": values[step]})
+        counts.append(hook._bar.n)
+    assert counts == [10, 10, 10, *range(11, 18)]
+    assert all(value.ready for one in read for value in one.values())
+    assert hook._bar.postfix == "loss 17"
+    hook.close()
+
+
+def test_progress_shows_compiling_with_a_running_clock_before_the_first_step(monkeypatch):
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(progress, "_TICK_SECS", 0.001)
+    monkeypatch.setattr(logs, "EVERY_SECS", 0.001)
+    clock, file = Clock(), Terminal()
+    hook = jstep.ProgressHook(last_step=40, every_n_secs=0, file=file, clock=clock)
+    run = FakeRun(hook, state_at(10))
+    assert "compiling 0 s" in file.text
+    began = clock.now
+    for seconds in (3, 62):
+        clock.now = began + seconds
+        wait_until(lambda seconds=seconds: f"compiling {seconds} s" in file.text)
+    assert "10/40" in file.text.split("\r")[-1]
+    run.after_step(11, state_at(11), {"loss": 0.5})
+    before = len(file.text)
+    run.after_step(12, state_at(12), {"loss": 0.25})
+    hook.close()
+    assert "compiling" not in file.text[before:]
+    assert not [thread for thread in threading.enumerate() if thread.name == "jstep-clock"]
+
+
+def test_progress_of_a_run_shows_compilations(monkeypatch):
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(progress, "_TICK_SECS", 0.001)
+    monkeypatch.setattr(logs, "EVERY_SECS", 0.001)
+    file = Terminal()
+    optimizer = jstep.gradient_descent(0.0)
+    seen = []
+
+    def loss_fn(params, x):
+        before = len(file.text)
+        wait_until(lambda: "compiling" in file.text[before:])
+        seen.append(x.shape)
+        return jnp.sum(params["w"] * x)
+
+    monkeypatch.setattr("sys.stderr", file)
+    jstep.train(
+        jstep.minimize(loss_fn, optimizer),
+        jstep.TrainState.create({"w": 1.0}, optimizer),
+        iter([jnp.ones(2), jnp.ones(2), jnp.ones(3)]),
+        3,
+        progress=True,
+    )
+    assert {(2,), (3,)} <= set(seen)
+    assert "compiling" not in file.text.split("\r")[-1]
+
+
+def test_progress_of_a_finished_run_compiles_nothing():
+    pytest.importorskip("tqdm")
+    file = Terminal()
+    hook = jstep.ProgressHook(last_step=10, file=file, clock=Clock())
+    FakeRun(hook, state_at(10))
+    hook.close()
+    assert "compiling" not in file.text

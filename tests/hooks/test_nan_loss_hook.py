@@ -1,5 +1,7 @@
 """`NanLossHook` in runs: skipped updates and modified metrics; order of hooks; methods that are not called."""
 
+import contextlib
+import logging
 import math
 import pickle
 
@@ -8,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hooked_runs import OPTIMIZER, train
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jstep
+from jstep.state.contents import FINITE, INFINITE, NAN, StateContents
 
 ADD = jax.jit(jnp.add, donate_argnums=0)
 
@@ -151,3 +155,209 @@ def test_the_loss_is_looked_for_in_the_metrics_that_a_subclass_hands_on():
 
     with pytest.raises(ValueError, match=r"the metrics hold no 'loss', only \['total'\]"):
         train(8, hooks=[Renamed(every_n_steps=2)])
+
+
+# `NanLossHook` with states that are not finite although each loss is finite.
+
+BAD = 6  # the update BAD − 1 → BAD has a finite loss whose gradient is not
+DATA = [0.0 if n == BAD - 1 else 1.0 for n in range(40)]
+
+
+def root_loss(params, x):
+    return jnp.sqrt(x * jnp.sum(params["w"] ** 2))  # the derivative at 0 is NaN: infinity times zero
+
+
+def batches(step):
+    return np.float32(DATA[step])
+
+
+def run(last_step=20, *, hooks=None, optimizer=None, metrics=(), loss_fn=root_loss, params=None, **options):
+    optimizer = optimizer or jstep.adamw(1e-2)
+    state = jstep.TrainState.create(params or {"w": jnp.ones(2), "other": {"v": jnp.ones(3)}}, optimizer)
+    step = jstep.minimize(loss_fn, optimizer, metrics=metrics)
+    hooks = [jstep.NanLossHook(every_n_steps=3)] if hooks is None else hooks
+    return step, state, jstep.train(step, state, batches, last_step, hooks=hooks, progress=False, **options)
+
+
+@pytest.mark.thorough(except_for=["2-metrics0-1", "4-metrics0-1"])
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+@pytest.mark.parametrize("metrics", [(), ("grad_norm",)])
+@pytest.mark.parametrize("save_steps", [2, 3, 4])
+def test_nan_from_a_gradient_is_never_saved(tmp_path, save_steps, metrics, steps_per_call):
+    with pytest.raises(jstep.NanLossDuringTrainingError) as caught:
+        run(
+            metrics=metrics, checkpoint_dir=tmp_path, save_checkpoint_steps=save_steps, steps_per_call=steps_per_call
+        )  # fmt: skip
+    assert jstep.Saver(tmp_path).all_steps() == list(range(save_steps, BAD, save_steps))
+    saved_at_once = BAD % save_steps == 0
+    assert caught.value.step == BAD if metrics or saved_at_once else BAD + 1
+    assert caught.value.prevents_saving
+    text = str(caught.value)
+    if saved_at_once:
+        assert "params/w" in text
+        assert f"contains NaN after step {BAD}, though each loss is finite" in text
+    if metrics:
+        assert f"the gradient is not finite at step {BAD}" in text or f"not finite at step {BAD} (the update" in text
+    assert f"checkpoint_dir, {caught.value.step - 1})" in text
+
+
+def test_the_step_reported_by_grad_norm_can_be_replayed(tmp_path):
+    with pytest.raises(jstep.NanLossDuringTrainingError, match="after a gradient that is not finite") as caught:
+        run(metrics=["grad_norm"], checkpoint_dir=tmp_path, save_checkpoint_steps=4)
+    optimizer = jstep.adamw(1e-2)
+    step = jstep.minimize(root_loss, optimizer, metrics=["grad_norm"])
+    fresh = jstep.TrainState.create({"w": jnp.ones(2), "other": {"v": jnp.ones(3)}}, optimizer)
+    found = jstep.replay(step, fresh, batches, tmp_path, step=caught.value.step - 1)
+    assert jstep.find_nonfinite(step, found.state, *found.args) is not None
+    assert float(found.args[0]) == 0.0
+
+
+def test_nan_in_the_last_update_is_an_error_at_the_end():
+    with pytest.raises(
+        jstep.NanLossDuringTrainingError, match="params/w and 2 other leaves; one of the updates 0 → 6 made"
+    ):
+        run(BAD)
+    hook = jstep.NanLossHook(fail_on_nan_loss=False)
+    _, _, state = run(BAD, hooks=[hook])
+    assert jnp.isnan(state.params["w"]).all()
+
+
+def test_a_hook_that_does_not_raise_prevents_the_save(tmp_path, caplog):
+    run(hooks=[jstep.NanLossHook(fail_on_nan_loss=False)], checkpoint_dir=tmp_path, save_checkpoint_steps=BAD)
+    assert jstep.Saver(tmp_path).all_steps() == []
+    assert "params/w" in caplog.text
+
+
+def edge_loss(params, x):
+    scores = params["w"] + jax.lax.stop_gradient(params["mask"])
+    return jnp.sqrt(params["b"] + x) + jnp.sum(jax.nn.softmax(scores) ** 2)  # ∂/∂b is infinite at 0
+
+
+def masked_params():
+    return {"w": jnp.ones(3), "mask": jnp.array([0.0, -jnp.inf, 0.0]), "b": jnp.zeros(())}
+
+
+def edge_run(optimizer, directory, first):
+    step = jstep.minimize(edge_loss, optimizer, metrics=["grad_norm"])
+    state = jstep.TrainState.create(masked_params(), optimizer)
+    norms = []
+    hooks = [
+        jstep.NanLossHook(every_n_steps=1),
+        jstep.MetricsHook(lambda step, values: norms.append(values["grad_norm"]), every_n_steps=1),
+    ]
+    options = {"checkpoint_dir": directory, "save_checkpoint_steps": 1}
+    jstep.train(step, state, lambda n: np.float32(first if n == 0 else 1.0), 4, hooks=hooks, progress=False, **options)
+    return norms
+
+
+def test_infinity_from_an_update_counts_and_a_mask_does_not(tmp_path):
+    sgd = jstep.gradient_descent(1e-9)
+    edge_run(sgd, tmp_path / "finite", 1.0)
+    assert jstep.Saver(tmp_path / "finite").all_steps() == [1, 2, 3, 4]
+    with pytest.raises(jstep.NanLossDuringTrainingError, match=r"contains infinite numbers after step 1.*params/b; "):
+        edge_run(sgd, tmp_path / "infinite", 0.0)
+    assert jstep.Saver(tmp_path / "infinite").all_steps() == []
+
+
+def test_clipped_infinite_gradients_do_not_stop_the_run(tmp_path):
+    optimizer = jstep.chain(jstep.clip_gradients(by_value=(-1.0, 1.0)), jstep.gradient_descent(1e-9))
+    norms = edge_run(optimizer, tmp_path, 0.0)
+    assert [math.isfinite(norm) for norm in norms] == [False, True, True, True]
+    assert jstep.Saver(tmp_path).all_steps() == [1, 2, 3, 4]
+
+
+@pytest.mark.thorough(except_for=["params-True", "m-False"])
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("where", ["params", "m"])
+def test_nan_in_a_checkpoint_is_reported(where, guarded, tmp_path, caplog):
+    optimizer = jstep.skip_nonfinite(jstep.adamw(1e-2)) if guarded else jstep.adamw(1e-2)
+    bad = {"w": jnp.array([1.0, math.nan]), "other": {"v": jnp.ones(3)}}
+    good = {"w": jnp.ones(2), "other": {"v": jnp.ones(3)}}
+    state = jstep.TrainState.create(bad if where == "params" else good, optimizer, global_step=7)
+    if where == "m":
+        state = state.replace(slots={**state.slots, "m": bad})
+    with jstep.Saver(tmp_path) as saver:
+        saver.save(state)
+    path = "params/w" if where == "params" else "slots/m/w"
+    skips_all = guarded and where == "params"
+    with contextlib.nullcontext() if skips_all else pytest.raises(jstep.NanLossDuringTrainingError):
+        run(optimizer=optimizer, checkpoint_dir=tmp_path, save_checkpoint_steps=1)
+    warnings = [record for record in caplog.records if "contained NaN when this run began, at step 7" in record.message]
+    assert [record.levelno for record in warnings] == [logging.WARNING]
+    assert path in warnings[0].message
+    assert skips_all or jstep.Saver(tmp_path).all_steps() == [7]
+
+
+def test_nan_in_a_slot_is_detected_before_it_is_saved(tmp_path):
+    """A NaN in an accumulated gradient reaches the parameters only steps later, after finite gradients."""
+    optimizer = jstep.update_every(4, jstep.adamw(1e-2), accumulate=True)
+    with pytest.raises(jstep.NanLossDuringTrainingError, match=f"slots/.* not finite at step {BAD} ") as caught:
+        run(optimizer=optimizer, metrics=["grad_norm"], checkpoint_dir=tmp_path, save_checkpoint_steps=BAD + 1)
+    assert caught.value.step == BAD
+    assert jstep.Saver(tmp_path).all_steps() == []
+    with pytest.raises(jstep.NanLossDuringTrainingError, match="after a gradient that is not finite at step 6"):
+        run(optimizer=optimizer, metrics=["grad_norm"])
+
+
+def test_nan_in_the_model_state_is_allowed_and_an_infinite_slot_gives_one_warning(tmp_path, caplog):
+    optimizer = jstep.adamw(1e-2)
+    state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer, model_state={"last": jnp.zeros(())})
+    step = jstep.minimize(
+        lambda params, stats, x: (jnp.sum(params["w"]) * x, {"last": jnp.float32(math.nan)}), optimizer,
+        has_model_state=True,
+    )  # fmt: skip
+    hooks = [jstep.NanLossHook(every_n_steps=1)]
+    options = {"hooks": hooks, "progress": False, "checkpoint_dir": tmp_path, "save_checkpoint_steps": 2}
+    state = jstep.train(step, state, lambda n: np.float32(1e25), 4, **options)
+    assert jstep.Saver(tmp_path).all_steps() == [2, 4]
+    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert "at step 2 the optimizer state contains infinity: slots/v/w. " in warning
+    caplog.clear()
+    jstep.train(step, state, lambda n: np.float32(1.0), 6, **options)  # infinite from the start: not news
+    assert not [record for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("read_cpus", [False, True])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_contents_of_all_kinds_of_arrays(kind, read_cpus):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+    x = np.ones((8, 8), np.float32)
+    x[3, 5] = math.nan
+    params = {
+        "split": jax.device_put(x, NamedSharding(mesh, PartitionSpec("data", "model"))),
+        "rows": jax.device_put(np.ones((8, 8)), NamedSharding(mesh, PartitionSpec("data"))),
+        "one": jnp.array(-jnp.inf),
+        "device": jax.device_put(jnp.ones(3), jax.devices()[3]),
+        "host": np.array([1.0, np.inf]),
+        "half": jnp.array([math.nan, 1], jnp.bfloat16),
+        "quarter": jnp.ones(4, jnp.float8_e4m3fn),
+        "complex": jnp.array([complex(0, math.inf)]),
+        "int": jnp.arange(3),
+        "key": jax.random.key(0),
+        "empty": jnp.zeros((0, 3)),
+        "none": None,
+    }
+    contents = StateContents(jstep.TrainState(params, {}, jnp.int32(0)), read_cpus=read_cpus).contents()
+    assert contents == {
+        "params/split": NAN, "params/rows": FINITE, "params/one": INFINITE, "params/device": FINITE,
+        "params/host": INFINITE, "params/half": NAN, "params/quarter": FINITE, "params/complex": INFINITE,
+    }  # fmt: skip
+    assert StateContents(object()).contents() == {}
+
+
+def warnings_of(caplog):
+    found = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    caplog.clear()
+    return found
+
+
+def test_restored_nan_is_a_warning_and_does_not_end_the_run(tmp_path, caplog):
+    run(BAD, hooks=[], checkpoint_dir=jstep.Saver(tmp_path, allow_nonfinite=True))
+    assert warnings_of(caplog) == []
+    run(20, hooks=[], optimizer=jstep.skip_nonfinite(jstep.adamw(1e-2)), checkpoint_dir=tmp_path)
+    (warning,) = (one for one in warnings_of(caplog) if "has changed" not in one)  # the optimizer has
+    assert f"params/w contained NaN when this run began, at step {BAD}. If it resumed from a checkpoint" in warning
+    assert jstep.Saver(tmp_path).all_steps() == [BAD, 20]
+    guarded = jstep.skip_nonfinite(jstep.adamw(1e-2))
+    run(22, hooks=[], optimizer=guarded, checkpoint_dir=jstep.Saver(tmp_path, allow_nonfinite=True))
+    assert warnings_of(caplog) == []

@@ -3,8 +3,6 @@
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +25,11 @@ class BoomError(Exception):
 class Comes:
     """What comes in one phase, once; an error comes each time, and a second SIGINT at once, or in a later phase."""
 
-    def __init__(self, phase: str, what: str) -> None:
+    def __init__(self, phase, what):
         self.phase, self.what, self.step = phase, what, 0
         self.left = 2 if what == "SIGINT twice" else 1
 
-    def at(self, phase: str) -> None:
+    def at(self, phase):
         if not self.left or (phase != self.phase and not (self.what == "SIGINT twice" and self.left == 1)):
             return
         if self.what == "an error":
@@ -49,13 +47,13 @@ class Comes:
 class Loader:
     """Batches; the one at `AT` has another shape if that is to be compiled for."""
 
-    def __init__(self, comes: Comes) -> None:
+    def __init__(self, comes):
         self.n, self.comes = 0, comes
 
-    def __iter__(self) -> "Loader":
+    def __iter__(self):
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self):
         if self.n == AT:
             self.comes.at("waiting")
         self.n += 1
@@ -65,10 +63,10 @@ class Loader:
 class Validation:
     """Batches of an evaluation."""
 
-    def __init__(self, comes: Comes) -> None:
+    def __init__(self, comes):
         self.comes = comes
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         yield np.ones(2, np.float32)  # read when the run starts
         if self.comes.step == AT:
             self.comes.at("evaluation")
@@ -78,65 +76,65 @@ class Validation:
 class Places(jstep.Hook):
     """A user's hook with a state, which is kept in each save."""
 
-    def __init__(self, comes: Comes) -> None:
+    def __init__(self, comes):
         self.comes = comes
 
-    def begin(self, state: Any) -> None:
+    def begin(self, state):
         self.comes.at("start")
 
-    def before_step(self, step: int, state: Any) -> None:
+    def before_step(self, step, state):
         if step == AT and self.comes.what not in ("an error", "a hang"):
             self.comes.at("call")  # the signal is handled before the call, or after it
 
-    def after_step(self, step: int, state: Any, metrics: Any) -> None:
+    def after_step(self, step, state, metrics):
         self.comes.step = step
         if step == AT:
             self.comes.at("hook")
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self):
         if self.comes.step >= AT:
             self.comes.at("save")
         return {}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state):
         pass
 
 
 class Closes(RunHook):
     """What the run closes at its end."""
 
-    def __init__(self, comes: Comes) -> None:
+    def __init__(self, comes):
         self.comes = comes
 
-    def close(self) -> None:
+    def close(self):
         if self.comes.phase == "closing":
             self.comes.at("closing")
 
 
-def run(phase: str, what: str, directory: Any) -> Any:
+def run(phase, what, directory):
     """Run `train` to its end, or until it is stopped."""
     comes = Comes(phase, what)
 
-    def loss_fn(params: Any, x: Any) -> Any:
+    def loss_fn(params, x):
         if x.shape == (3,):
             comes.at("compiling")
         if phase == "call" and what in ("an error", "a hang"):
             x = x + jax.pure_callback(in_call, jax.ShapeDtypeStruct((), np.float32))
         return jnp.mean((params["w"] - x) ** 2)
 
-    def in_call() -> Any:
+    def in_call():
         if comes.step == AT:
             comes.at("call")
         return np.float32(0)
 
     optimizer = jstep.gradient_descent(0.1)
-    hooks: list[Any] = [Places(comes), Closes(comes)]
+    hooks = [Places(comes), Closes(comes)]
     if phase == "evaluation":
         evaluate = jstep.evaluator(lambda params, x: {"x": jnp.mean(x)}, Validation(comes))
         hooks.append(jstep.EvaluationHook(evaluate, every_n_steps=AT))
     if what == "a hang":
         hooks.append(jstep.StallHook(warn_secs=0.3, exit_secs=1.0))
-    step: Callable[..., Any] = jstep.minimize(loss_fn, optimizer)
+    step = jstep.minimize(loss_fn, optimizer)
     return jstep.train(
         step, jstep.TrainState.create({"w": jnp.float32(0)}, optimizer), Loader(comes), LAST, hooks=hooks,
         checkpoint_dir=directory, save_checkpoint_secs=None, save_checkpoint_steps=AT if phase == "save" else None,

@@ -1,7 +1,6 @@
 """Where a run is cut, and when hooks are due, changes no bit of a run, for every steps_per_call."""
 
 import threading
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -17,19 +16,19 @@ CLASSES = RNG.integers(0, 10, 128).astype(np.int32)
 P = jax.sharding.PartitionSpec
 
 
-def new(*shape: int) -> Any:
+def new(*shape):
     return jnp.asarray(0.05 * RNG.normal(size=shape), jnp.float32)
 
 
-def cross_entropy(logits: Any, labels: Any) -> Any:
+def cross_entropy(logits, labels):
     return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * jax.nn.one_hot(labels, 10), axis=-1))
 
 
-def dense(params: Any, x: Any, labels: Any) -> Any:
+def dense(params, x, labels):
     return cross_entropy(jax.nn.relu(x @ params["a"]) @ params["b"], labels)
 
 
-def convolutional(params: Any, x: Any, labels: Any) -> Any:
+def convolutional(params, x, labels):
     h = jax.lax.conv_general_dilated(x, params["a"], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     return cross_entropy(jax.nn.relu(h).mean((1, 2)) @ params["b"], labels)
 
@@ -53,27 +52,27 @@ NETS = {
 class Task:
     """A net, its training step, and its batches; on a mesh if there is one."""
 
-    def __init__(self, net: Net, mesh: Any = None) -> None:
+    def __init__(self, net, mesh=None):
         self.optimizer = jstep.adam(1e-3)
         self.step = jstep.minimize(net.loss, self.optimizer)
         self.params, self.mesh = net.params, mesh
         self.data = jstep.batches((net.x, CLASSES), 16)
         self.sharding = {} if mesh is None else {"batch_sharding": jax.NamedSharding(mesh, P("data"))}
 
-    def state(self) -> jstep.TrainState:
+    def state(self):
         state = jstep.TrainState.create(jax.tree.map(jnp.copy, self.params), self.optimizer)
         return state if self.mesh is None else jstep.shard_state(state, self.mesh)
 
-    def trained(self, last: int, hooks: Any = (), **options: Any) -> jstep.TrainState:
+    def trained(self, last, hooks=(), **options):
         options = {"steps_per_call": 8, "log_steps": None, "progress": False, **self.sharding, **options}
         state = jstep.train(self.step, self.state(), self.data, last, hooks=hooks, **options)
         wait_until(lambda: not any(thread.name == "jstep-compile" for thread in threading.enumerate()))
         return state
 
 
-def assert_no_cut_changes_a_bit(task: Task, directory: Path, **options: Any) -> jstep.TrainState:
+def assert_no_cut_changes_a_bit(task, directory, **options):
     whole = task.trained(24, **options)
-    seen: list[dict[str, float]] = []
+    seen = []
     hooks = [
         jstep.every(5, lambda *given: None),
         jstep.MetricsHook(lambda step, values: seen.append(values), every_n_steps=3, mean=True),
@@ -91,13 +90,13 @@ def assert_no_cut_changes_a_bit(task: Task, directory: Path, **options: Any) -> 
 
 
 @pytest.mark.thorough
-def test_one_row_is_looped_as_several_are() -> None:
+def test_one_row_is_looped_as_several_are():
     """With the only row of a loop, XLA would compile this step another way."""
     optimizer = jstep.skip_nonfinite(jstep.adam(1e-2))
     x = np.random.default_rng(0).normal(size=(32, 8, 4)).astype(np.float32)
     step = jstep.minimize(lambda params, x: jnp.mean((x @ params["w"] - 1) ** 2), optimizer)
 
-    def trained(steps_per_call: Any) -> jstep.TrainState:
+    def trained(steps_per_call):
         state = jstep.TrainState.create({"w": jnp.ones(4)}, optimizer)
         state = jstep.train(step, state, lambda i: x[i], 10, steps_per_call=steps_per_call, progress=False)
         wait_until(lambda: not any(thread.name == "jstep-compile" for thread in threading.enumerate()))
@@ -108,14 +107,14 @@ def test_one_row_is_looped_as_several_are() -> None:
 
 @pytest.mark.thorough(except_for=["dense"])
 @pytest.mark.parametrize("net", ["dense", "convolutional"])
-def test_bits_do_not_depend_on_hooks_and_cuts(net: str, tmp_path: Path) -> None:
+def test_bits_do_not_depend_on_hooks_and_cuts(net, tmp_path):
     assert_no_cut_changes_a_bit(Task(NETS[net]), tmp_path)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("where", ["one device", "auto axes", "explicit axes"])
-def test_bits_do_not_depend_on_steps_per_call(net: str, where: str, tmp_path: Path) -> None:
+def test_bits_do_not_depend_on_steps_per_call(net, where, tmp_path):
     kind = {"auto axes": jax.sharding.AxisType.Auto, "explicit axes": jax.sharding.AxisType.Explicit}.get(where)
     mesh = None if kind is None else jax.make_mesh((8,), ("data",), axis_types=(kind,))
     task = Task(NETS[net], mesh)
@@ -126,11 +125,11 @@ def test_bits_do_not_depend_on_steps_per_call(net: str, where: str, tmp_path: Pa
         assert assert_no_cut_changes_a_bit(task, tmp_path / "1", steps_per_call=1) == found[0]
 
 
-def test_convolutions_on_a_cpu_run_one_step_a_call(caplog: pytest.LogCaptureFixture) -> None:
+def test_convolutions_on_a_cpu_run_one_step_a_call(caplog):
     caplog.set_level("INFO")
-    calls: list[int] = []
+    calls = []
     hook = jstep.Hook()
-    hook.before_step = lambda step, state: calls.append(step)  # type: ignore[method-assign]
+    hook.before_step = lambda step, state: calls.append(step)
     task = Task(NETS["convolutional"])
     single = Task(NETS["convolutional"]).trained(6, steps_per_call=1)
     assert task.trained(6, [hook]) == single

@@ -1,8 +1,5 @@
 """`end` of hooks is called once for each end of a run, and what it returned is in the checkpoint of that step."""
 
-from pathlib import Path
-from typing import Any
-
 import jax
 import numpy as np
 import pytest
@@ -15,22 +12,21 @@ import jstep
 class Doubles(jstep.Hook):
     """Doubles the parameters at the end, and counts."""
 
-    def __init__(self) -> None:
-        self.ends: list[int] = []
+    def __init__(self):
+        self.ends = []
 
-    def end(self, step: int, state: Any) -> Any:
+    def end(self, step, state):
         self.ends.append(step)
         return state.replace(params=jax.tree.map(lambda leaf: 2 * leaf, state.params))
 
 
-def w(state: Any) -> list[float]:
-    found: list[float] = np.asarray(state.params["w"]).tolist()
-    return found
+def w(state):
+    return np.asarray(state.params["w"]).tolist()
 
 
 @pytest.mark.thorough(except_for=["5"])
 @pytest.mark.parametrize("saves", [None, 5])
-def test_a_run_that_is_started_again_has_ended(saves: int | None, tmp_path: Path) -> None:
+def test_a_run_that_is_started_again_has_ended(saves, tmp_path):
     """Also if the last step was due, and saved before the hooks ended."""
     hook, plain = Doubles(), w(train(5))
     for _ in range(3):
@@ -40,7 +36,7 @@ def test_a_run_that_is_started_again_has_ended(saves: int | None, tmp_path: Path
     assert hook.ends == [5]
 
 
-def test_a_run_that_is_continued_ends_again(tmp_path: Path) -> None:
+def test_a_run_that_is_continued_ends_again(tmp_path):
     hook = Doubles()
     ends = [(last, w(train(last, hooks=[hook], checkpoint_dir=tmp_path))) for last in (5, 5, 8, 8, 3)]
     assert hook.ends == [5, 8]
@@ -48,7 +44,7 @@ def test_a_run_that_is_continued_ends_again(tmp_path: Path) -> None:
     assert ends[2][1] == ends[3][1] == ends[4][1]
 
 
-def test_a_start_that_takes_no_step_saves_nothing(tmp_path: Path) -> None:
+def test_a_start_that_takes_no_step_saves_nothing(tmp_path):
     """Neither in the directory of the run nor in another one; the results of its last evaluation are there."""
     train(5, checkpoint_dir=tmp_path / "own")
     hook = jstep.EvaluationHook(
@@ -64,11 +60,11 @@ def test_a_start_that_takes_no_step_saves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.thorough(except_for=["5"])
 @pytest.mark.parametrize("saves", [None, 5])
-def test_a_hook_that_raises_in_end_undoes_those_before(saves: int | None, tmp_path: Path) -> None:
+def test_a_hook_that_raises_in_end_undoes_those_before(saves, tmp_path):
     """What is saved is the state before all of them, as the next start calls all of them again."""
 
     class Fails(Doubles):
-        def end(self, step: int, state: Any) -> Any:
+        def end(self, step, state):
             found = super().end(step, state)
             if len(self.ends) == 1:
                 raise ValueError("my end")
@@ -78,14 +74,14 @@ def test_a_hook_that_raises_in_end_undoes_those_before(saves: int | None, tmp_pa
     with pytest.raises(ValueError, match="my end") as caught:
         train(5, hooks=hooks, checkpoint_dir=tmp_path, save_checkpoint_steps=saves)
     plain = w(train(5))
-    assert w(caught.value.state) == w(jstep.Saver(tmp_path).restore(train(0))) == plain  # type: ignore[attr-defined]
+    assert w(caught.value.state) == w(jstep.Saver(tmp_path).restore(train(0))) == plain
     for _ in range(2):
         assert w(train(5, hooks=hooks, checkpoint_dir=tmp_path)) == [4 * x for x in plain]
     assert [hook.ends for hook in hooks] == [[5, 5], [5, 5]]
 
 
 @pytest.mark.thorough
-def test_a_run_that_is_killed_in_its_end(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_in_its_end(tmp_path):
     """The next start calls `end`, and no later one."""
     script = """
 class Doubles(jstep.Hook):

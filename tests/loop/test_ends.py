@@ -3,7 +3,6 @@
 import re
 import signal
 from pathlib import Path
-from typing import Any
 
 import ends
 import pytest
@@ -17,7 +16,7 @@ HERE = Path(__file__).parent
 CODES = {"SIGTERM": 143, "SIGUSR1": 138, "stop_secs": 143, "SIGINT": None}
 
 # Phase → what is saved after one of `STOPS`, after an error, and by a process that hangs.
-SAVED: dict[str, tuple[list[int], list[int], list[int]]] = {
+SAVED = {
     "start": ([], [], []),
     "waiting": ([5], [5], [5]),
     "compiling": ([5], [5], []),
@@ -30,15 +29,15 @@ SAVED: dict[str, tuple[list[int], list[int], list[int]]] = {
 WHERE = {"start": "before its first step", "closing": "after step 8, while it closed"}
 
 
-def saved(directory: Path) -> list[int]:
+def saved(directory):
     return sorted(jstep.Saver(directory).all_steps())
 
 
 @pytest.mark.thorough(except_for=["closing-SIGTERM", "evaluation-SIGINT", "call-stop_secs", "save-SIGUSR1"])
 @pytest.mark.parametrize("what", ends.STOPS)
 @pytest.mark.parametrize("phase", ends.PHASES)
-def test_a_signal_or_a_limit(phase: str, what: str, tmp_path: Path) -> None:
-    error: Any = KeyboardInterrupt if what == "SIGINT" else jstep.Preempted
+def test_a_signal_or_a_limit(phase, what, tmp_path):
+    error = KeyboardInterrupt if what == "SIGINT" else jstep.Preempted
     steps = SAVED[phase][0]
     where = WHERE.get(phase) or f"after step {steps[-1]}, which is saved; start the run again to resume"
     with pytest.raises(error, match=f"(?m)^{what} stopped the run {re.escape(where)}$") as caught:
@@ -50,7 +49,7 @@ def test_a_signal_or_a_limit(phase: str, what: str, tmp_path: Path) -> None:
 
 @pytest.mark.thorough(except_for=["hook"])
 @pytest.mark.parametrize("phase", ends.PHASES)
-def test_a_second_ctrl_c(phase: str, tmp_path: Path) -> None:
+def test_a_second_ctrl_c(phase, tmp_path):
     first = {"start": "SIGINT stopped the run before", "closing": "SIGINT stopped the run after step 8"}
     with pytest.raises(KeyboardInterrupt, match=first.get(phase, "SIGINT was received twice: the run ended")):
         ends.run(phase, "SIGINT twice", tmp_path)
@@ -59,7 +58,7 @@ def test_a_second_ctrl_c(phase: str, tmp_path: Path) -> None:
 
 @pytest.mark.thorough(except_for=["compiling", "save"])
 @pytest.mark.parametrize("phase", ends.PHASES)
-def test_an_error(phase: str, tmp_path: Path) -> None:
+def test_an_error(phase, tmp_path):
     with pytest.raises(Exception, match=f"BoomError: {phase}" if phase == "call" else f"(?m)^{phase}$"):
         ends.run(phase, "an error", tmp_path)
     assert saved(tmp_path) == SAVED[phase][1]
@@ -67,12 +66,12 @@ def test_an_error(phase: str, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("phase", ends.PHASES)
-def test_a_hang(phase: str, tmp_path: Path) -> None:
+def test_a_hang(phase, tmp_path):
     python(HERE / "ends.py", phase, "a hang", tmp_path, code=EXIT_CODE, cwd=HERE.parents[1], timeout=120)
     assert saved(tmp_path) == SAVED[phase][2]
 
 
-def test_the_table_has_each_cell() -> None:
+def test_the_table_has_each_cell():
     lines = [line for line in (stopping.__doc__ or "").splitlines() if line.startswith("|")]
     head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     assert len(head) == 5

@@ -2,9 +2,9 @@
 
 import base64
 import json
+import math
 import os
-from pathlib import Path
-from typing import Any
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +12,8 @@ from points import STEP, make_state
 
 import jstep
 from jstep.checkpoint.listing import read_manifest
+from jstep.data.loaders import open_source
+from jstep.data.positions import RarePosition, restore_position
 from jstep.stores.tagged_arrays import LARGE
 from jstep.tools.cli import main
 
@@ -21,13 +23,13 @@ ROWS = 20_000  # of 8 bytes
 class Buffer:
     """A replay buffer on the host, which is changed in place, with a view of its last rows and two generators."""
 
-    def __init__(self, fails_at: int | None = None) -> None:
+    def __init__(self, fails_at=None):
         self.rows, self.size, self.reads, self.loads = np.zeros((ROWS, 2), np.float32), 0, 0, 0
         self.newest, self.rng = self.rows[-9:], np.random.default_rng(0)
         self.environment = {"rng": np.random.default_rng(1), "log": b"x" * (LARGE + 1)}
         self.fails_at = fails_at
 
-    def __call__(self, step: int, state: jstep.TrainState) -> Any:
+    def __call__(self, step, state):
         if step == self.fails_at:
             self.rng.normal()  # it has moved on
             raise OSError("the environment is gone")
@@ -36,28 +38,28 @@ class Buffer:
         self.size += 1
         return self.rows[self.rng.integers(0, self.size)] + self.rows[-1]
 
-    def tell(self, step: int, state: jstep.TrainState, metrics: Any) -> None:
+    def tell(self, step, state, metrics):
         self.rows[step] += np.float32(metrics["loss"])
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         self.reads += 1
         kept = vars(self).copy()
         return {name: kept[name] for name in ("rows", "size", "rng", "environment")}
 
-    def load_state_dict(self, position: Any) -> None:
+    def load_state_dict(self, position):
         self.loads += 1
         vars(self).update(position)
         self.newest = self.rows[-9:]
 
 
-def train(buffer: Any, last: int, directory: Any, hooks: Any = (), **kwargs: Any) -> Any:
+def train(buffer, last, directory, hooks=(), **kwargs):
     kwargs = {"progress": False, "log_steps": None, "save_checkpoint_secs": None} | kwargs
     tells = [jstep.every(1, buffer.tell)] if hasattr(buffer, "tell") else []
     source = jstep.from_state(buffer)
     return jstep.train(STEP, make_state(), source, last, hooks=[*tells, *hooks], checkpoint_dir=directory, **kwargs)
 
 
-def by_hand(steps: int) -> jstep.TrainState:
+def by_hand(steps):
     state, buffer = make_state(), Buffer()
     for step in range(steps):
         state, metrics = STEP(state, buffer(step, state))
@@ -65,7 +67,7 @@ def by_hand(steps: int) -> jstep.TrainState:
     return state
 
 
-def files_of(directory: Path, step: int) -> dict[str, int]:
+def files_of(directory, step):
     """The files of a checkpoint that hold values of the host, with their sizes, as its manifest has them."""
     manifest = read_manifest(str(directory / f"model-{step}"))
     found = {name: manifest.files[name]["bytes"] for name in manifest.files if name.startswith(("position.", "hooks."))}
@@ -75,7 +77,7 @@ def files_of(directory: Path, step: int) -> dict[str, int]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("stops", [(20,), (7, 20), (1, 2, 13, 20)])
-def test_a_run_in_parts_is_a_whole_one(tmp_path: Path, stops: tuple[int, ...]) -> None:
+def test_a_run_in_parts_is_a_whole_one(tmp_path, stops):
     for stop in stops:
         buffer = Buffer()
         state = train(buffer, stop, tmp_path, save_checkpoint_steps=5)
@@ -89,7 +91,7 @@ def test_a_run_in_parts_is_a_whole_one(tmp_path: Path, stops: tuple[int, ...]) -
     assert STEP(replayed.state, *replayed.args)[0] == by_hand(16)
 
 
-def test_a_large_position_is_read_where_a_save_needs_it(tmp_path: Path) -> None:
+def test_a_large_position_is_read_where_a_save_needs_it(tmp_path):
     buffer = Buffer()
     train(buffer, 60, tmp_path, save_checkpoint_steps=20)
     assert buffer.reads <= 2 + 3 + 1  # its size is looked at, three saves, and whether the last one is up to date
@@ -101,10 +103,10 @@ def test_a_large_position_is_read_where_a_save_needs_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails_at", [3, 12])
-def test_an_error_in_fn_names_the_newest_checkpoint(tmp_path: Path, fails_at: int) -> None:
+def test_an_error_in_fn_names_the_newest_checkpoint(tmp_path, fails_at):
     with pytest.raises(OSError, match="is gone") as error:
         train(Buffer(fails_at), 20, tmp_path, save_checkpoint_steps=10)
-    assert error.value.state.global_step == fails_at  # type: ignore[attr-defined]
+    assert error.value.state.global_step == fails_at
     newest = "there is no checkpoint" if fails_at == 3 else "the newest is model-10"
     (note,) = [note for note in error.value.__notes__ if note.startswith("jstep:")]
     assert f"while batch {fails_at} was fetched; the state after step {fails_at} is in the exception's `state`" in note
@@ -114,9 +116,9 @@ def test_an_error_in_fn_names_the_newest_checkpoint(tmp_path: Path, fails_at: in
     assert train(Buffer(), 20, tmp_path) == by_hand(20)
 
 
-def test_a_step_that_fails_with_its_batch_saves_nothing(tmp_path: Path) -> None:
+def test_a_step_that_fails_with_its_batch_saves_nothing(tmp_path):
     class OtherShape(Buffer):
-        def __call__(self, step: int, state: jstep.TrainState) -> Any:
+        def __call__(self, step, state):
             row = super().__call__(step, state)
             return np.zeros(3, np.float32) if step == 12 else row
 
@@ -130,25 +132,25 @@ def test_a_step_that_fails_with_its_batch_saves_nothing(tmp_path: Path) -> None:
 class Remembers(jstep.Hook):
     """A hook with a large memory."""
 
-    def __init__(self, changes_at_end: bool = False) -> None:
+    def __init__(self, changes_at_end=False):
         self.memory, self._changes = np.zeros((ROWS, 2)), changes_at_end
 
-    def after_step(self, step: int, state: jstep.TrainState, metrics: Any) -> None:
+    def after_step(self, step, state, metrics):
         self.memory[step] += step
 
-    def end(self, step: int, state: jstep.TrainState) -> Any:
+    def end(self, step, state):
         return state.replace(params={"w": state.params["w"] + 1}) if self._changes else None
 
-    def get_state(self) -> Any:
+    def get_state(self):
         return {"memory": self.memory}
 
-    def set_state(self, value: Any) -> None:
+    def set_state(self, value):
         self.memory = value["memory"]
 
 
-def test_large_memories_of_hooks_are_files(tmp_path: Path) -> None:
+def test_large_memories_of_hooks_are_files(tmp_path):
     class Callback(Remembers):
-        def __call__(self, step: int, state: jstep.TrainState, results: Any) -> None:
+        def __call__(self, step, state, results):
             self.memory[step] += step
 
     for stop in (4, 8):
@@ -162,7 +164,7 @@ def test_large_memories_of_hooks_are_files(tmp_path: Path) -> None:
     np.testing.assert_array_equal(callback.memory[:10, 0], [0, 0, 2, 0, 4, 0, 6, 0, 8, 0])
 
 
-def test_a_corrupted_file_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_corrupted_file_is_found(tmp_path, capsys):
     train(Buffer(), 5, tmp_path)
     assert main(["inspect", str(tmp_path), "--verify"]) == 0
     path = tmp_path / "model-5" / "position.process_0.0"
@@ -181,7 +183,7 @@ def test_a_corrupted_file_is_found(tmp_path: Path, capsys: pytest.CaptureFixture
     capsys.readouterr()
 
 
-def test_checkpoints_with_positions_as_text_resume(tmp_path: Path) -> None:
+def test_checkpoints_with_positions_as_text_resume(tmp_path):
     """jstep 0.4 and earlier wrote all positions as text."""
     train(Buffer(), 8, tmp_path / "new")
     with jstep.Saver(tmp_path / "new") as saver, jstep.Saver(tmp_path / "old") as old:
@@ -196,3 +198,133 @@ def test_checkpoints_with_positions_as_text_resume(tmp_path: Path) -> None:
     train(found, 9, tmp_path / "old")
     assert found.size == 9
     np.testing.assert_array_equal(found.rows[:8], buffer.rows[:8])
+
+
+# Positions of loaders that are slow to read are read rarely; a restart fetches the batches since, bit for bit.
+
+SLOW = 0.05
+
+
+class Rows:
+    """A shuffling loader with a generator of its own, whose position takes long to read."""
+
+    def __init__(self, count=10**6, slow=SLOW, size=1):
+        self.rng, self.at, self.count = np.random.default_rng(0), 0, count
+        self.reads, self.seen, self._slow = 0, np.zeros(size), slow
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == self.count:
+            raise StopIteration
+        self.at += 1
+        self.seen[self.at % len(self.seen)] += 1
+        return self.rng.normal(size=2).astype(np.float32)
+
+    def state_dict(self):
+        self.reads += 1
+        time.sleep(self._slow)
+        return {"rng": self.rng, "at": self.at, "seen": self.seen}
+
+    def load_state_dict(self, position):
+        self.rng, self.at, self.seen = position["rng"], position["at"], position["seen"]
+
+
+def train_slow(batches, last, directory, stop=None, **kwargs):
+    hooks = [] if stop is None else [jstep.every(stop, lambda *_: True)]
+    kwargs = {"progress": False, "log_steps": None, "save_checkpoint_secs": None} | kwargs
+    return jstep.train(STEP, make_state(), batches, last, hooks=hooks, checkpoint_dir=directory, **kwargs)
+
+
+def positions(directory):
+    with jstep.Saver(directory) as saver:
+        return {step: saver.extra(step)["batches"] for step in saver.all_steps()}
+
+
+@pytest.mark.thorough(except_for=["1"])
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+def test_a_run_that_stops_between_reads_resumes_bit_for_bit(tmp_path, steps_per_call):
+    whole = train_slow(Rows(), 40, tmp_path / "whole", steps_per_call=steps_per_call)
+    for stop in (7, 13, 29, 40):
+        loader = Rows()
+        state = train_slow(loader, 40, tmp_path / "parts", stop, steps_per_call=steps_per_call)
+        assert loader.reads < 6
+    assert state == whole
+    kept = positions(tmp_path / "parts")
+    assert any("after" in one for one in kept.values())  # 7, 13 and 29 are not due by steps
+    assert "after" not in kept[40]
+    for step, one in kept.items():
+        found = Rows()
+        assert next(open_source(found, step, step + 2, restore_position({"batches": one})).items) is not None
+        assert found.at == step + 1
+    loader = Rows()
+    found = jstep.replay(STEP, whole, loader, tmp_path / "parts", 31, steps_per_call=steps_per_call)
+    assert (int(found.state.global_step), loader.reads, loader.at) == (31, 0, 32)
+
+
+def test_saves_due_by_steps_hold_the_position_of_their_step(tmp_path):
+    loader = Rows()
+    train_slow(loader, 25, jstep.Saver(tmp_path, max_to_keep=None), save_checkpoint_steps=10)
+    kept = positions(tmp_path)
+    assert [*kept] == [10, 20, 25]
+    assert [one["value"]["at"] for one in kept.values()] == [10, 20, 25]
+    assert not any("after" in one for one in kept.values())
+    assert loader.reads < 8
+
+
+def test_batches_that_were_fetched_and_not_trained_on_are_fetched_again(tmp_path):
+    class Fails(Rows):
+        def __next__(self):
+            if self.at == 11:
+                raise OSError("the disk is gone")
+            return super().__next__()
+
+    with pytest.raises(OSError, match="is gone"):
+        train_slow(Fails(), 30, tmp_path)
+    assert positions(tmp_path)[11]["after"] == 10
+    with pytest.raises(OSError, match="is gone"):  # before the first batch: the position of the checkpoint
+        train_slow(Fails(), 30, tmp_path)
+    assert positions(tmp_path)[11]["after"] == 10
+    assert train_slow(Rows(), 30, tmp_path) == train_slow(Rows(slow=0), 30, tmp_path / "whole")
+
+
+def test_data_that_ended_have_ended_after_a_restart(tmp_path):
+    first = train_slow(Rows(12), 30, tmp_path)
+    assert int(first.global_step) == 12
+    assert "after" in positions(tmp_path)[12]
+    assert train_slow(Rows(12), 30, tmp_path) == first
+    assert train_slow(Rows(20), 30, tmp_path) == train_slow(Rows(20, slow=0), 30, tmp_path / "whole")
+
+
+class Clock:
+    """A clock of tests: each position takes `cost` to read, and each batch `batch` to make."""
+
+    def __init__(self, cost, batch):
+        self.now, self.cost, self.batch = 0.0, cost, batch
+        self.number = self.reads = 0
+        self.spent = 0.0
+
+    def ask(self):
+        self.reads += 1
+        self.now += self.cost
+        self.spent += self.cost
+        return {"value": self.number}
+
+    def run(self, rare, batches):
+        found = []
+        for _ in range(batches):
+            self.now += self.batch
+            self.number += 1
+            found.append(rare())
+            assert found[-1]["value"] + found[-1].get("after", 0) == self.number
+        return found
+
+
+@pytest.mark.parametrize(("cost", "batch"), [(0.027, 0.0003), (0.001, 0.0001), (0.5, 1.0), (0.0001, 0.0001)])
+def test_reading_takes_at_most_a_twentieth_of_the_time(cost, batch):
+    clock = Clock(cost, batch)
+    rare = RarePosition(clock.ask, lambda number: math.inf, lambda: clock.now)
+    clock.run(rare, 20_000)
+    assert clock.spent <= 0.05 * clock.now + cost
+    assert clock.reads > 1

@@ -11,8 +11,6 @@ import pathlib
 import re
 import signal
 import tempfile
-from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,11 +24,11 @@ FILE = pathlib.Path(__file__).with_name("lines_of_runs.txt")
 OPTIMIZER = jstep.momentum(jstep.exponential_decay(0.1, 10, 0.5), 0.9)
 
 
-def loss_fn(params: Any, x: Any) -> Any:
+def loss_fn(params, x):
     return jnp.mean((x["x"] @ params["w"] - 1.0) ** 2)
 
 
-def later_loss(params: Any, x: Any) -> Any:
+def later_loss(params, x):
     return 2.0 * loss_fn(params, x)
 
 
@@ -42,10 +40,10 @@ DATA = jstep.batches({"x": ROWS}, 4, seed=3)
 class AfterStep(jstep.Hook):
     """A hook that does something after a step."""
 
-    def __init__(self, at: int, what: Callable[[], Any]) -> None:
+    def __init__(self, at, what):
         self._at, self._what = at, what
 
-    def after_step(self, step: int, state: Any, metrics: Any) -> None:
+    def after_step(self, step, state, metrics):
         if step == self._at:
             self._what()
 
@@ -53,17 +51,15 @@ class AfterStep(jstep.Hook):
 class Recorded(logging.Handler):
     """The lines of the log of jstep."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.lines: list[str] = []
+        self.lines = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.lines += [f"{record.levelname} {line}" for line in record.getMessage().splitlines()]
 
 
-def run(
-    folder: str, last_step: int = 6, *, step: Any = STEP, state: Any = None, batches: Any = DATA, **options: Any
-) -> list[str]:
+def run(folder, last_step=6, *, step=STEP, state=None, batches=DATA, **options):
     """Return what a run says and leaves behind: the log, its end, the record, the files and the events."""
     logger, log = logging.getLogger("jstep"), Recorded()
     before = logger.level
@@ -93,7 +89,7 @@ MASKED = {
 }
 
 
-def record(where: str) -> list[str]:
+def record(where):
     """Return the starts of the run and their cards."""
     lines = []
     for start in read_starts(where).get("model", ()):
@@ -103,7 +99,7 @@ def record(where: str) -> list[str]:
     return lines
 
 
-def _masked(value: Any) -> Any:
+def _masked(value):
     if isinstance(value, list):
         return [_masked(one) for one in value]
     if not isinstance(value, dict):
@@ -116,11 +112,11 @@ def _masked(value: Any) -> Any:
 # Runs.
 
 
-def fresh_resumed_and_finished(folder: str) -> list[str]:
+def fresh_resumed_and_finished(folder):
     return ["-- fresh", *run(folder), "-- resumed", *run(folder, 10), "-- finished before", *run(folder, 10)]
 
 
-def with_stages_and_evaluations(folder: str) -> list[str]:
+def with_stages_and_evaluations(folder):
     evaluate = jstep.evaluator(lambda params, x: {"loss": loss_fn(params, x)}, [{"x": ROWS}])
     hooks = [
         jstep.LoggingHook(every_n_steps=3),
@@ -128,42 +124,42 @@ def with_stages_and_evaluations(folder: str) -> list[str]:
             evaluate, every_n_steps=4, callbacks=[jstep.EarlyStopping("loss", patience=1, min_delta=9.0)]
         ),
     ]
-    options: dict[str, Any] = {"hooks": hooks, "logdir": os.path.join(folder, "log"), "save_summaries_steps": 2}
+    options = {"hooks": hooks, "logdir": os.path.join(folder, "log"), "save_summaries_steps": 2}
     lines = run(
         folder, 20, step={0: STEP, 3: LATER}, batches=jstep.batches({"x": ROWS}, {0: 4, 5: 5}, seed=3), **options
     )
     return [*lines, *events(os.path.join(folder, "log"))]
 
 
-def events(where: str) -> list[str]:
+def events(where):
     """Return the tags of the event files, each with its steps."""
     found = read_scalars(where)
     return [f"event {tag} at {[point.step for point in points]}" for tag, points in sorted(found.items())]
 
 
-def several_steps_per_call(folder: str) -> list[str]:
+def several_steps_per_call(folder):
     return run(folder, 9, steps_per_call=4, save_checkpoint_steps=6)
 
 
-def stopped_by_a_signal(folder: str) -> list[str]:
+def stopped_by_a_signal(folder):
     hook = AfterStep(4, lambda: signal.raise_signal(signal.SIGTERM))
     return ["-- stopped", *run(folder, hooks=[hook]), "-- resumed", *run(folder)]
 
 
-def a_loss_that_is_nan(folder: str) -> list[str]:
+def a_loss_that_is_nan(folder):
     bad = np.full((4, 2), np.nan, np.float32)
     return run(folder, batches=lambda step: {"x": bad if step == 4 else ROWS[:4]})
 
 
-def a_hook_that_raises(folder: str) -> list[str]:
-    def fails() -> None:
+def a_hook_that_raises(folder):
+    def fails():
         raise OSError("the disk is away")
 
     return ["-- raised", *run(folder, hooks=[AfterStep(4, fails)]), "-- resumed", *run(folder)]
 
 
-def batches_that_fail(folder: str) -> list[str]:
-    def batch(step: int) -> Any:
+def batches_that_fail(folder):
+    def batch(step):
         if step == 4:
             raise KeyError("no such row")
         return {"x": ROWS[:4]}
@@ -171,7 +167,7 @@ def batches_that_fail(folder: str) -> list[str]:
     return run(folder, batches=batch)
 
 
-def batches_that_end_or_change(folder: str) -> list[str]:
+def batches_that_end_or_change(folder):
     ends = run(os.path.join(folder, "a"), batches=[{"x": ROWS[:4]}] * 4)
     return [
         "-- end",
@@ -181,12 +177,12 @@ def batches_that_end_or_change(folder: str) -> list[str]:
     ]
 
 
-def other_parameters_than_were_saved(folder: str) -> list[str]:
+def other_parameters_than_were_saved(folder):
     other = jstep.TrainState.create({"w": jnp.ones(3), "b": jnp.ones(2)}, OPTIMIZER)
     return run(folder)[:1] + run(folder, 8, state=other)
 
 
-REPORTS: dict[str, Callable[[str], list[str]]] = {
+REPORTS = {
     one.__name__: one
     for one in (
         *(fresh_resumed_and_finished, with_stages_and_evaluations, several_steps_per_call, stopped_by_a_signal),
@@ -196,7 +192,7 @@ REPORTS: dict[str, Callable[[str], list[str]]] = {
 }
 
 
-def text_of(name: str) -> str:
+def text_of(name):
     """Return what the runs of a report say, without what differs between machines and versions of JAX."""
     with tempfile.TemporaryDirectory() as folder:
         lines = REPORTS[name](folder)
@@ -211,7 +207,7 @@ def text_of(name: str) -> str:
     return re.sub(r"(\d\.\d{4})\d{6,}", r"\1…", text)
 
 
-def stored() -> dict[str, str]:
+def stored():
     parts = re.split(r"^=== (\w+)\n", FILE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
     return {name: body.rstrip("\n") for name, body in zip(parts[::2], parts[1::2], strict=True)}
 
@@ -228,11 +224,11 @@ def stored() -> dict[str, str]:
     ]
 )
 @pytest.mark.parametrize("name", REPORTS)
-def test_each_line_of_a_run(name: str) -> None:
+def test_each_line_of_a_run(name):
     assert text_of(name).splitlines() == stored()[name].splitlines()
 
 
-def test_each_stored_text_is_compared() -> None:
+def test_each_stored_text_is_compared():
     assert list(stored()) == list(REPORTS)
 
 

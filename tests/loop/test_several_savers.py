@@ -3,7 +3,6 @@
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from loop_runs import train
@@ -13,14 +12,14 @@ from jstep.hooks.run_hook import RunHook
 from jstep.stores.starts import read_starts
 
 
-def fails(name: str) -> Any:
-    def fail(step: int) -> None:
+def fails(name):
+    def fail(step):
         raise OSError(f"the disk of {name} is full")
 
     return fail
 
 
-def savers(directory: Path, broken: str, **kwargs: Any) -> list[Any]:
+def savers(directory, broken, **kwargs):
     """Two savers besides the run's own, some of which fail."""
     return [
         jstep.CheckpointSaverHook(directory / name, before_save=(fails(name),) if name in broken else (), **kwargs)
@@ -28,12 +27,12 @@ def savers(directory: Path, broken: str, **kwargs: Any) -> list[Any]:
     ]
 
 
-def steps_in(directory: Path) -> list[list[int]]:
+def steps_in(directory):
     return [jstep.Saver(directory / name).all_steps() for name in ("own", "first", "second")]
 
 
-def breaks(step: int, error: Any) -> Any:
-    def hook(n: int, state: Any, metrics: Any) -> None:
+def breaks(step, error):
+    def hook(n, state, metrics):
         if n == step:
             if isinstance(error, int):
                 os.kill(os.getpid(), error)
@@ -43,7 +42,7 @@ def breaks(step: int, error: Any) -> Any:
     return jstep.every(1, hook)
 
 
-def test_at_a_signal(tmp_path: Path) -> None:
+def test_at_a_signal(tmp_path):
     hooks = [*savers(tmp_path, "first"), breaks(5, signal.SIGTERM)]
     with pytest.raises(OSError, match="the disk of first is full") as caught:
         train(50, hooks=hooks, checkpoint_dir=tmp_path / "own")
@@ -51,14 +50,14 @@ def test_at_a_signal(tmp_path: Path) -> None:
     assert "at step 5, after the update with batch 4, in CheckpointSaverHook.save" in caught.value.__notes__[-1]
 
 
-def test_what_the_run_says_at_a_signal_is_the_outcome_of_its_own_saver(tmp_path: Path) -> None:
+def test_what_the_run_says_at_a_signal_is_the_outcome_of_its_own_saver(tmp_path):
     prevented = jstep.CheckpointSaverHook(tmp_path / "first", before_save=(lambda step: True,))
     hooks = [prevented, breaks(5, signal.SIGTERM)]
     with pytest.raises(jstep.Preempted, match="after step 5, which is saved; start the run again"):
         train(50, hooks=hooks, checkpoint_dir=tmp_path / "own")
 
 
-def test_when_due(tmp_path: Path) -> None:
+def test_when_due(tmp_path):
     hooks = savers(tmp_path, "first second", save_steps=7)
     with pytest.raises(OSError, match="the disk of first is full") as caught:
         train(50, hooks=hooks, checkpoint_dir=tmp_path / "own", save_checkpoint_steps=7)
@@ -66,7 +65,7 @@ def test_when_due(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [[7], [], []]
 
 
-def test_in_a_rescue(tmp_path: Path) -> None:
+def test_in_a_rescue(tmp_path):
     hooks = [breaks(5, ValueError("my hook")), *savers(tmp_path, "first")]
     with pytest.raises(ValueError, match="my hook") as caught:
         train(50, hooks=hooks, checkpoint_dir=tmp_path / "own")
@@ -76,10 +75,10 @@ def test_in_a_rescue(tmp_path: Path) -> None:
     assert "and is saved as model-5" in last
 
 
-def test_a_rescue_in_which_the_own_saver_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rescue_in_which_the_own_saver_fails(tmp_path, monkeypatch):
     own, save = tmp_path / "own", jstep.Saver.save
 
-    def full(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def full(self, *args, **kwargs):
         if Path(self.directory) == own:
             raise OSError("the own disk is full")
         return save(self, *args, **kwargs)
@@ -94,11 +93,11 @@ def test_a_rescue_in_which_the_own_saver_fails(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.thorough(except_for=["1-end", "9-signal", "1-due"])
 @pytest.mark.parametrize("ends_by", ["end", "signal", "due"])
 @pytest.mark.parametrize("fails", [1, 9])
-def test_a_write_that_fails_while_the_run_waits_for_it(ends_by: str, fails: int, tmp_path: Path) -> None:
+def test_a_write_that_fails_while_the_run_waits_for_it(ends_by, fails, tmp_path):
     """It is tried again, and what is not there is not said to be."""
-    flushed: list[None] = []
+    flushed = []
 
-    def full() -> None:
+    def full():
         flushed.append(None)
         if len(flushed) <= fails:
             raise OSError(28, "No space left on device")
@@ -122,14 +121,14 @@ def test_a_write_that_fails_while_the_run_waits_for_it(ends_by: str, fails: int,
 class Prevents(RunHook):
     """Prevents saves at some steps."""
 
-    def __init__(self, *steps: int) -> None:
+    def __init__(self, *steps):
         self.steps = steps
 
-    def before_save(self, step: int) -> bool:
+    def before_save(self, step):
         return step in self.steps
 
 
-def test_a_save_that_a_hook_prevents_is_not_in_the_record(tmp_path: Path) -> None:
+def test_a_save_that_a_hook_prevents_is_not_in_the_record(tmp_path):
     hook = Prevents(2, 4)
     train(6, hooks=[hook], checkpoint_dir=tmp_path, save_checkpoint_steps=2)
     assert [saved[0] for saved in read_starts(str(tmp_path))["model"][0]["saved"]] == [6]

@@ -6,8 +6,6 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 from loop_runs import DATA, train
@@ -17,13 +15,13 @@ from jstep.loop import signals
 from jstep.loop.signals import StopSignals
 
 
-def kill(number: int, at: int = 5) -> Any:
+def kill(number, at=5):
     """A hook that sends a signal to this process at a step."""
     return jstep.every(1, lambda step, *_: os.kill(os.getpid(), number) if step == at else None)
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM])
-def test_a_signal_saves_and_leaves_with_its_code(number: int, tmp_path: Path) -> None:
+def test_a_signal_saves_and_leaves_with_its_code(number, tmp_path):
     before = signal.getsignal(number)
     with pytest.raises(jstep.Preempted, match=f"{signal.Signals(number).name} stopped the run after step 5") as caught:
         train(50, hooks=[kill(number)], checkpoint_dir=tmp_path)
@@ -32,7 +30,7 @@ def test_a_signal_saves_and_leaves_with_its_code(number: int, tmp_path: Path) ->
     assert signal.getsignal(number) == before
 
 
-def test_a_limit_that_is_over_when_the_run_begins(tmp_path: Path) -> None:
+def test_a_limit_that_is_over_when_the_run_begins(tmp_path):
     """Devices may take longer to start. The handlers of before are there again: later signals must not be ignored."""
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     for _ in range(5):
@@ -45,10 +43,10 @@ def test_a_limit_that_is_over_when_the_run_begins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
-def test_a_signal_that_is_ignored_or_handled_is_left_alone(number: int, tmp_path: Path) -> None:
-    seen: list[int] = []
+def test_a_signal_that_is_ignored_or_handled_is_left_alone(number, tmp_path):
+    seen = []
     for handler in (signal.SIG_IGN, lambda n, _: seen.append(n)):
-        before = signal.signal(number, handler)  # type: ignore[arg-type]
+        before = signal.signal(number, handler)
         try:
             assert jstep.global_step(train(9, hooks=[kill(number)])) == 9
             assert signal.getsignal(number) == handler
@@ -57,7 +55,7 @@ def test_a_signal_that_is_ignored_or_handled_is_left_alone(number: int, tmp_path
     assert seen == [number]
 
 
-def test_an_ignored_sigint_stays_ignored() -> None:
+def test_an_ignored_sigint_stays_ignored():
     """As under nohup, or in a background job of a shell script."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -67,7 +65,7 @@ def test_an_ignored_sigint_stays_ignored() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_handler_of_c_is_left_alone(tmp_path: Path) -> None:
+def test_a_handler_of_c_is_left_alone(tmp_path):
     """`signal.getsignal` does not know it."""
     with (tmp_path / "stacks").open("w+") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
@@ -79,12 +77,12 @@ def test_a_handler_of_c_is_left_alone(tmp_path: Path) -> None:
         assert "most recent call first" in file.read()
 
 
-def slowly(step: int) -> Any:
+def slowly(step):
     time.sleep(0.005)
     return DATA[step]
 
 
-def test_a_limit_that_ends_after_a_signal_or_the_run_stops_nothing() -> None:
+def test_a_limit_that_ends_after_a_signal_or_the_run_stops_nothing():
     stop = StopSignals(1000.0)
     stop.received = signal.SIGINT
     stop._expire()
@@ -96,16 +94,16 @@ def test_a_limit_that_ends_after_a_signal_or_the_run_stops_nothing() -> None:
     stop.check()
 
 
-def test_without_proc_a_signal_with_its_default_action_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(path: str) -> Any:
+def test_without_proc_a_signal_with_its_default_action_is_free(monkeypatch):
+    def missing(path):
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(signals, "open", missing, raising=False)
     assert [signals._is_free(number) for number in (signal.SIGUSR1, signal.SIGINT)] == [True, False]
 
 
-def test_the_time_limit_ends_a_wait(tmp_path: Path) -> None:
-    def hangs(step: int) -> Any:
+def test_the_time_limit_ends_a_wait(tmp_path):
+    def hangs(step):
         if step == 4:
             time.sleep(60)
         return DATA[step]
@@ -115,11 +113,11 @@ def test_the_time_limit_ends_a_wait(tmp_path: Path) -> None:
     assert jstep.Saver(tmp_path).all_steps() == [4]
 
 
-def test_the_time_limit_in_another_thread(tmp_path: Path) -> None:
-    found: list[BaseException] = []
+def test_the_time_limit_in_another_thread(tmp_path):
+    found = []
     train(3)  # the limit counts compiling, too
 
-    def run() -> None:
+    def run():
         try:
             train(10**6, slowly, checkpoint_dir=tmp_path, stop_secs=2.0)
         except BaseException as error:
@@ -134,26 +132,26 @@ def test_the_time_limit_in_another_thread(tmp_path: Path) -> None:
     assert jstep.Saver(tmp_path).latest_step() == jstep.global_step(error.state)
 
 
-def test_a_limit_of_centuries_is_none() -> None:
+def test_a_limit_of_centuries_is_none():
     assert jstep.global_step(train(6, stop_secs=1e12)) == 6  # an error in a thread would be a warning here
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_handlers_in_a_forked_process() -> None:
+def test_handlers_in_a_forked_process():
     """All of them are those of before, in the order in which runs were nested."""
     read, write = os.pipe()
 
-    def child(*_: Any) -> None:
+    def child(*_):
         if os.fork() == 0:
             names = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)]
             os.write(write, repr([n == own for n, own in zip(names, mine, strict=True)]).encode())
             os._exit(0)
         os.wait()
 
-    def own(number: int, frame: Any) -> None:
+    def own(number, frame):
         sys.exit(7)
 
-    mine: list[Any] = [own, signal.getsignal(signal.SIGINT), signal.SIG_DFL, signal.SIG_DFL]
+    mine = [own, signal.getsignal(signal.SIGINT), signal.SIG_DFL, signal.SIG_DFL]
     handler = signal.signal(signal.SIGTERM, own)
     try:
         train(2, hooks=[jstep.every(2, lambda *_: train(2, hooks=[jstep.every(2, child)]) and None)])
@@ -164,8 +162,8 @@ def test_handlers_in_a_forked_process() -> None:
     os.close(write)
 
 
-def test_an_evaluation_at_the_start(tmp_path: Path) -> None:
-    def run(last: int, **kwargs: Any) -> tuple[list[int], list[int]]:
+def test_an_evaluation_at_the_start(tmp_path):
+    def run(last, **kwargs):
         hook = jstep.EvaluationHook(
             lambda state: {"x": 1.0},
             every_n_steps=2,
@@ -173,7 +171,7 @@ def test_an_evaluation_at_the_start(tmp_path: Path) -> None:
             at_start=True,
             **kwargs,
         )
-        seen: list[int] = []
+        seen = []
         train(last, hooks=[hook], checkpoint_dir=tmp_path)
         return list(hook.results), seen
 

@@ -1,9 +1,14 @@
 """`train`: sources of batches."""
 
 import functools
+import itertools
+import math
 import os
+import signal
 import sys
+import threading
 import time
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +18,7 @@ from doubles import raising
 from loop_runs import DATA, OPTIMIZER, Calls, Counted, by_hand, make_state, same, train
 
 import jstep
+from jstep.loop import feeder
 
 SOURCES = {
     "indexed": lambda: DATA,
@@ -211,3 +217,120 @@ def test_a_start_from_a_checkpoint_makes_no_more_calls_than_it_did(request, tmp_
             checkpoint_dir=tmp_path,
         )
     assert 100 <= calls.count <= 15_000
+
+
+# `train`: runs are identical whether the loop reads the batches or a thread does, and however often that changes.
+
+UNDECIDED = 7
+"""The number of the first batch that a thread reads, if one starts."""
+
+
+@pytest.fixture(params=["direct", "ahead"])
+def way(request, monkeypatch):
+    """Sets how batches are read, whatever that takes."""
+
+    def check_waits(calls, got):
+        calls.looks = getattr(calls, "looks", 0) + 1
+        if request.param == "ahead" and calls.looks == UNDECIDED:
+            calls._read_ahead()
+
+    monkeypatch.setattr(feeder, "_SECOND", -math.inf)
+    monkeypatch.setattr(feeder.BatchFeeder, "_check_waits", check_waits)
+    yield request.param
+    assert not any(thread.name == "jstep-prefetch" for thread in threading.enumerate())
+
+
+class Watched(Counted):
+    """Records which batches a thread reads; `on` maps the number of a batch to what happens before it is read."""
+
+    def __init__(self, on=None):
+        super().__init__()
+        self.on, self.in_thread = on or {}, []
+
+    def __next__(self):
+        if threading.current_thread() is not threading.main_thread():
+            self.in_thread.append(self.at)
+        if self.at in self.on:
+            self.on[self.at]()
+        return super().__next__()
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_runs_are_identical(way, steps_per_call):
+    wanted = train(40, DATA.__getitem__, steps_per_call=steps_per_call)
+    source = Watched()
+    assert same(train(40, source, steps_per_call=steps_per_call), wanted)
+    one_thread = itertools.islice(iter(DATA), 40)
+    assert same(train(40, (batch for batch in one_thread), steps_per_call=steps_per_call), wanted)
+    assert bool(source.in_thread) == (way != "direct")
+    assert all(at >= UNDECIDED for at in source.in_thread)
+
+
+@pytest.mark.thorough(except_for=["ahead"])
+def test_a_resumed_run_is_identical(way, tmp_path):
+    train(19, Watched(), checkpoint_dir=tmp_path)
+    assert jstep.Saver(tmp_path).extra()["batches"] == {"value": 19}
+    assert same(train(40, Watched(), checkpoint_dir=tmp_path), train(40, DATA))
+
+
+@pytest.mark.thorough(except_for=["ahead-15"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_loses_no_batch(way, number, tmp_path):
+    stop = Watched({20: lambda: os.kill(os.getpid(), number)})
+    with pytest.raises((KeyboardInterrupt, jstep.Preempted)):
+        train(40, stop, checkpoint_dir=tmp_path)
+    assert 18 <= jstep.Saver(tmp_path).latest_step() <= 21
+    assert same(train(40, Watched(), checkpoint_dir=tmp_path), train(40, DATA))
+
+
+def test_the_contexts_of_the_caller(way):
+    seen = set()
+    source = Watched(dict.fromkeys(range(40), lambda: seen.add(jax.config.jax_transfer_guard_host_to_device)))
+    state = make_state()
+    with jax.transfer_guard("disallow"):
+        ended = train(40, source, state=state)
+    assert seen == {"disallow"}
+    assert int(ended.global_step) == 40
+
+
+# A NamedTuple from a loader is one argument, wherever a plain tuple is passed as several.
+
+
+class Batch(NamedTuple):
+    x: np.ndarray
+    weight: np.ndarray
+
+
+ROWS = np.linspace(-1.0, 1.0, 32, dtype=np.float32).reshape(8, 4)
+BATCHES = [Batch(ROWS * n, np.full(8, 0.5, np.float32)) for n in range(1, 7)]
+OPTIMIZER_OF_TUPLES = jstep.adam(0.1)
+
+
+def loss_fn(params, batch, scale=None):
+    """The second argument is optional, so that a batch of two fields would fit as two arguments."""
+    assert type(batch) is Batch
+    assert scale is None
+    return jnp.mean(batch.weight * (batch.x @ params["w"] - 1.0) ** 2)
+
+
+STEP = jstep.minimize(loss_fn, OPTIMIZER_OF_TUPLES)
+
+
+def make_state_of_tuples():
+    return jstep.TrainState.create({"w": jnp.ones(4)}, OPTIMIZER_OF_TUPLES)
+
+
+def by_hand_of_tuples(steps):
+    state = make_state_of_tuples()
+    for batch in BATCHES[:steps]:
+        state, _ = STEP(state, batch)
+    return state
+
+
+@pytest.mark.thorough(except_for=["3"])
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_train_passes_one_argument(steps_per_call, tmp_path):
+    options = {"steps_per_call": steps_per_call, "progress": False, "checkpoint_dir": tmp_path}
+    jstep.train(STEP, make_state_of_tuples(), BATCHES, 3, **options)
+    state = jstep.train(STEP, make_state_of_tuples(), lambda n: BATCHES[n], 6, **options)
+    np.testing.assert_allclose(state.params["w"], by_hand_of_tuples(6).params["w"], rtol=1e-6)

@@ -1,11 +1,18 @@
 """`train`: start, end, early stops, and donation of the state."""
 
+import gc
+import io
+import logging
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from loop_runs import OPTIMIZER, Calls, by_hand, make_state, same, train
 
 import jstep
+from jstep.hooks.cadence import Cadence
+from jstep.hooks.run_hook import RunHook
 
 # Start and end
 
@@ -61,3 +68,186 @@ def test_metrics_remain_valid_after_later_steps(tmp_path):
     train(5, hooks=[calls], step=step)
     assert np.asarray(calls.metrics[1]["w0"]).tolist() == [1, 1]
     assert len({np.asarray(calls.metrics[n]["w0"]).tobytes() for n in range(1, 6)}) == 5
+
+
+# `train`: functions as hooks, results of hooks, state of hooks, and custom Savers.
+
+# Functions
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda tmp: jstep.EarlyStopping("loss"),
+        lambda tmp: jstep.KeepBest(tmp, "loss"),
+    ],
+)
+def test_a_callback_of_evaluations_is_rejected_with_advice(make, tmp_path):
+    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2)
+    words = r"hooks\[1\]=.*: must be a hook.*EvaluationHook\(evaluate, every_n_steps=…, callbacks=\[…\]\)"
+    for use in (lambda hooks: train(3, hooks=hooks), lambda hooks: jstep.plan(jstep.adam(), 10, hooks=hooks)):
+        with pytest.raises(TypeError, match=words):
+            use([hook, make(tmp_path)])
+
+
+# Results of hooks
+
+
+def scaled(state, factor):
+    return state.replace(params=jax.tree.map(lambda p: p * factor, state.params))
+
+
+@pytest.mark.thorough(except_for=["2"])
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_the_run_continues_with_a_state_that_a_hook_returns(steps_per_call, tmp_path):
+    reference = []
+
+    def halve(step, state, metrics):
+        return scaled(state, 0.5)
+
+    def look(step, state, metrics):
+        reference.append(state)
+
+    hooks = [jstep.every(4, halve), jstep.every(4, halve), jstep.every(4, look)]
+    state = train(6, hooks=hooks, steps_per_call=steps_per_call, checkpoint_dir=tmp_path, save_checkpoint_steps=4)
+    expected = by_hand(6, state=scaled(by_hand(4), 0.25))
+    np.testing.assert_allclose(state.params["w"], expected.params["w"], rtol=1e-5)
+    restored = jstep.Saver(tmp_path).restore(make_state(), step=4)  # the checkpoint holds the changed state
+    np.testing.assert_allclose(restored.params["w"], 0.25 * by_hand(4).params["w"], rtol=1e-5)
+    assert len(reference) == 1
+
+
+# State of hooks
+
+
+def test_hook_state_after_end_is_in_the_last_checkpoint(tmp_path):
+    class Late(jstep.Hook):
+        value = 0
+
+        def end(self, step, state):
+            self.value = 100
+
+        def get_state(self):
+            return self.value
+
+        set_state = print
+
+    train(4, hooks=[Late()], checkpoint_dir=tmp_path, save_checkpoint_steps=4)
+    assert [one["state"] for one in jstep.Saver(tmp_path).extra()["hooks"]] == [100]
+
+
+# Custom Savers and decorated steps
+
+
+def test_a_custom_saver(tmp_path):
+    with jstep.Saver(tmp_path, prefix="mine", max_to_keep=2) as saver:
+        train(6, checkpoint_dir=saver, save_checkpoint_steps=1)
+        assert saver.all_steps() == [5, 6]
+        state = train(8, checkpoint_dir=saver)  # the first run did not close it
+        saver.save(jax.tree.map(jnp.copy, by_hand(9)))
+        assert saver.latest_step() == 9
+    assert same(state, by_hand(8))
+    with pytest.raises(ValueError, match="checkpoint_prefix='other': checkpoint_dir is a Saver, whose own prefix"):
+        train(9, checkpoint_dir=saver, checkpoint_prefix="other")
+
+
+def test_a_run_keeps_no_reference_to_its_state():
+    """The state is freed by reference counting alone."""
+    import weakref
+
+    state = train(5, hooks=[jstep.every(2, lambda step, state, metrics: scaled(state, 0.5))])
+    reference = weakref.ref(state)
+    gc.disable()  # reference counting must suffice
+    try:
+        del state
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_what_a_hook_returns_at_the_last_step_counts(tmp_path):
+    """Also if it is due there only because the run ends."""
+
+    class AtLast(RunHook):
+        cadence = Cadence(steps=100, at_last=True)
+
+        def when_due(self, step, state, metrics):
+            return state.replace(params={"w": jnp.full(2, 123.0)})
+
+    class Stops(AtLast):
+        def when_due(self, step, state, metrics):
+            return True
+
+    state = train(10, hooks=[AtLast(), Stops()], checkpoint_dir=tmp_path)
+    assert state.params["w"].tolist() == [123.0, 123.0]
+    assert same(jstep.Saver(tmp_path).restore(train(0)), state)
+    assert jstep.Saver(tmp_path).extra()["stopped"].endswith("Stops")
+
+
+# `train(last_step=None)`: the batches, a hook or a signal end the run.
+
+OPTIMIZER_OF_LAST = jstep.adam(0.1)
+X = np.ones(3, np.float32)
+STEP = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x.reshape(3)) ** 2), OPTIMIZER_OF_LAST)
+
+
+def run(batches, **options):
+    state = jstep.TrainState.create({"w": jnp.zeros(3)}, OPTIMIZER_OF_LAST)
+    return jstep.train(STEP, state, batches, None, **options)
+
+
+def ended_queue():
+    queue = jstep.FIFOQueue(10)
+    for _ in range(5):
+        queue.enqueue(X)
+    queue.close()
+    while True:
+        yield queue.dequeue()
+
+
+SOURCES = {
+    "list": lambda: [X] * 5,
+    "generator": lambda: (X for _ in range(5)),
+    "queue": ended_queue,
+    "batches": lambda: jstep.batches(np.ones((5, 3), np.float32), 1, num_epochs=1),
+}
+
+
+@pytest.mark.thorough(except_for=["generator-1", "generator-2", "queue-1"])
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+@pytest.mark.parametrize("source", list(SOURCES))
+def test_the_batches_end_the_run(source, steps_per_call, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "jstep"):
+        state = run(SOURCES[source](), checkpoint_dir=tmp_path, steps_per_call=steps_per_call)
+    assert int(state.global_step) == 5
+    assert jstep.Saver(tmp_path).latest_step() == 5
+    assert not [record.getMessage() for record in caplog.records if "ended" in record.getMessage()]
+
+
+def test_a_finished_run_stays_finished_and_more_batches_continue_it(tmp_path):
+    for number, expected in ((5, 5), (5, 5), (8, 8)):
+        assert int(run([X] * number, checkpoint_dir=tmp_path).global_step) == expected
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+def test_a_hook_ends_the_run(steps_per_call):
+    class Stop(jstep.Hook):
+        def after_step(self, step, state, metrics):
+            return step >= 8
+
+    hooks = [Stop(), jstep.AuditHook(every_n_steps=3), jstep.NanLossHook(), jstep.LoggingHook(every_n_steps=4)]
+    assert int(run(lambda step: X, hooks=hooks, steps_per_call=steps_per_call).global_step) == 8
+
+
+def test_the_progress_bar_has_no_total(capsys):
+    pytest.importorskip("tqdm")
+    file = io.StringIO()
+    run([X] * 5, hooks=[jstep.ProgressHook(last_step=None, file=file)], progress=False)
+    assert "5step" in file.getvalue().replace(" ", "")
+    assert "%" not in file.getvalue()
+
+
+def test_no_batch_at_all_is_an_error():
+    with pytest.raises(ValueError, match=r"no batch for step 0, the first of this run \(last_step=None\)") as raised:
+        run([])
+    assert "lower last_step" not in str(raised.value)

@@ -1,7 +1,5 @@
 """Entries of the optimizers of tf.train, and of the basic combinations of optimizers."""
 
-from typing import Any
-
 from optimizer_entries.entry import ADAM, EMA, MADE_AT, ZEROS, Entry
 
 import jstep
@@ -19,7 +17,7 @@ FTRL = (
 AGED = {"start_step": MADE_AT}
 
 
-def label(path: str, leaf: Any) -> str:
+def label(path, leaf):
     return "one" if path.endswith(("a", "x")) else "other"
 
 

@@ -8,7 +8,7 @@ import jstep
 EMA = "ExponentialMovingAverage"
 ADAM = ("beta1", "beta2", "epsilon", "learning_rate")
 ZEROS = {"m": 0.0, "v": 0.0}
-MADE_AT: None = None
+MADE_AT = None
 """Placeholder for the step at which slots are created, as the initial value of a scalar."""
 
 
@@ -44,5 +44,5 @@ class Entry(NamedTuple):
     """Relative tolerance between a vmapped run and a single one."""
 
     @property
-    def slots(self) -> tuple[str, ...]:
+    def slots(self):
         return tuple(sorted(self.initial))

@@ -1,7 +1,5 @@
 """Entries of the modern optimizers and their building blocks."""
 
-from typing import Any
-
 from optimizer_entries.classic import AGED
 from optimizer_entries.entry import ADAM, ZEROS, Entry
 
@@ -17,32 +15,32 @@ SOAP = {**ZEROS, **dict.fromkeys(("gg_0", "gg_1", "q_0", "q_1"), "other")}
 PRODIGY_SCALARS = {**AGED, "d": 0.1, "d_max": 0.1, "d_numerator": 0.0}
 
 
-def names(*more: str) -> tuple[str, ...]:
+def names(*more):
     return tuple(sorted((*ADAM, *more)))
 
 
-def by_matrix(path: str, leaf: Any) -> str:
+def by_matrix(path, leaf):
     return "muon" if leaf.ndim == 2 else "other"
 
 
-def muon_and_adamw(lr: Any) -> jstep.Optimizer:
+def muon_and_adamw(lr):
     return jstep.partition({"muon": jstep.muon(lr), "other": jstep.adamw(lr, weight_decay=0.0)}, by_matrix)
 
 
-def blocks_of_adamw(lr: Any) -> jstep.Optimizer:
+def blocks_of_adamw(lr):
     return jstep.chain(jstep.scale_by_adam(), jstep.add_weight_decay(0.0), jstep.scale_by_learning_rate(lr))
 
 
-def by_nonzero_matrix(path: str, leaf: Any) -> str:
+def by_nonzero_matrix(path, leaf):
     """Exclude the matrix of sharding/layouts.py that is initialized with zeros and would remain zero."""
     return "other" if path == "deep/y" else by_matrix(path, leaf)
 
 
-def names_under(label: str, *names: str) -> tuple[str, ...]:
+def names_under(label, *names):
     return tuple(sorted((*(f"{label}/{name}" for name in names), *(f"other/{name}" for name in ADAM))))
 
 
-def slots_under(label: str, slots: dict[str, Any]) -> dict[str, Any]:
+def slots_under(label, slots):
     return {**{f"{label}/{name}": value for name, value in slots.items()}, "other/m": 0.0, "other/v": 0.0}
 
 

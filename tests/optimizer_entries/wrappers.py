@@ -1,7 +1,5 @@
 """Entries of wrappers of optimizers and of elements of chains."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -13,19 +11,19 @@ import jstep
 KEY = jax.random.key(7)
 
 
-def with_element(element: jstep.Optimizer, *hyper: str, after: bool = False) -> Entry:
-    def make(lr: object) -> jstep.Optimizer:
+def with_element(element, *hyper, after=False):
+    def make(lr):
         inner = jstep.momentum(lr, 0.9)
         return jstep.chain(inner, element) if after else jstep.chain(element, inner)
 
     return Entry(make, {"momentum": 0.0}, tuple(sorted((*MOMENTUM, *hyper))), rate=0.01, steps=0)
 
 
-def clipped(params: Any) -> Any:
+def clipped(params):
     return jax.tree.map(lambda p: jnp.clip(p, -50.0, 50.0) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
 
 
-def from_optax(lr: object) -> jstep.Optimizer:
+def from_optax(lr):
     return jstep.from_optax(optax.adam(lr), {"learning_rate": lr})
 
 
@@ -142,5 +140,5 @@ WRAPPERS = {
 }
 
 
-def halves(path: str, leaf: jax.Array) -> str:
+def halves(path, leaf):
     return "one" if label(path, leaf) == "one" else "one/m"

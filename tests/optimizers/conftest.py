@@ -1,14 +1,13 @@
 """Order of the contract tests: optimizer by optimizer."""
 
-import pytest
 from optimizer_table import TABLE
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Group all tests of an optimizer of the table, so that they share its compiled functions."""
     order = {name: i for i, name in enumerate(TABLE)}
 
-    def rank(item: pytest.Item) -> int:
+    def rank(item):
         callspec = getattr(item, "callspec", None)
         return -1 if callspec is None else order.get(callspec.params.get("name"), -1)
 

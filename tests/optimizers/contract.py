@@ -1,8 +1,6 @@
 """Shared helpers of the contract tests."""
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +14,12 @@ FEW = ["adam", "adafactor", "partition"]
 """Those of the representatives that quick tests run whose path depends little on the optimizer."""
 
 
-def for_each(names: Iterable[str], quick: list[str] = REPRESENTATIVES) -> Callable[[Any], Any]:
+def for_each(names, quick=REPRESENTATIVES):
     """Run a test for each of these optimizers; for all but the quick ones it is thorough."""
 
     cases = pytest.mark.parametrize("name", list(names))
 
-    def mark(test: Any) -> Any:
+    def mark(test):
         return cases(pytest.mark.thorough(except_for={"name": quick})(test))
 
     return mark
@@ -30,7 +28,7 @@ def for_each(names: Iterable[str], quick: list[str] = REPRESENTATIVES) -> Callab
 each_optimizer = for_each(TABLE)
 
 
-def mixed_params() -> Any:
+def mixed_params():
     """Return parameters of every supported kind, from float16 to a PRNG key."""
     return {
         "a": jnp.array([1.0, -2.0, 3.0]),
@@ -42,22 +40,22 @@ def mixed_params() -> Any:
     }
 
 
-def mixed_gradients(scale: float = 0.5) -> Any:
+def mixed_gradients(scale=0.5):
     params = mixed_params()
     return jax.tree.map(lambda p: jnp.full_like(p, scale) if jnp.issubdtype(p.dtype, jnp.floating) else None, params)
 
 
-def avals(tree: Any) -> list[tuple[Any, ...]]:
+def avals(tree):
     return [(leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in jax.tree.leaves(tree)]
 
 
-def bitwise_equal(a: Any, b: Any) -> bool:
+def bitwise_equal(a, b):
     if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
         a, b = jax.random.key_data(a), jax.random.key_data(b)
     return bool(np.array_equal(a, b, equal_nan=jnp.issubdtype(a.dtype, jnp.floating)))
 
 
-def assert_same(a: Any, b: Any) -> None:
+def assert_same(a, b):
     assert jax.tree.structure(a) == jax.tree.structure(b)
     differing = [
         jax.tree_util.keystr(path)
@@ -70,27 +68,27 @@ def assert_same(a: Any, b: Any) -> None:
 PARAMS = {"a": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "b": jnp.array([0.25, -0.5])}
 
 
-def gradients(scale: float) -> Any:
+def gradients(scale):
     """Return gradients of PARAMS."""
     return {"a": scale * jnp.array([[0.5, 0.25], [-1.0, 0.125]]), "b": scale * jnp.array([2.0, -0.5])}
 
 
-def make_optimizer(name: str, rate: Any = None) -> jstep.Optimizer:
+def make_optimizer(name, rate=None):
     return _cached_optimizer(name) if rate is None else TABLE[name].make(rate)
 
 
 # Compilation takes most of the time of these tests. conftest.py groups the tests of an optimizer, so that functions
 # they share are compiled once; the caches hold two entries, because tests of two optimizers may interleave.
 @functools.lru_cache(maxsize=2)
-def _cached_optimizer(name: str) -> jstep.Optimizer:
+def _cached_optimizer(name):
     return TABLE[name].make(TABLE[name].rate)
 
 
 @functools.lru_cache(maxsize=2)
-def compiled_step(name: str) -> Any:
+def compiled_step(name):
     """Return the compiled step of an optimizer of the table."""
     return compile_step(make_optimizer(name))
 
 
-def compile_step(optimizer: jstep.Optimizer) -> Any:
+def compile_step(optimizer):
     return jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))

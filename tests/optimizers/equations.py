@@ -5,7 +5,7 @@ t, the age of the slots, and wd, which is 0 for a leaf that does not decay. `ave
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 Rule = Callable[[Any, Any, dict[str, Any], Any], Any]
 
 
-def ema(s: dict[str, Any], name: str, new: Any, beta: float, first: float = 0.0) -> Any:
+def ema(s, name, new, beta, first=0.0):
     s[name] = beta * s.get(name, first) + (1 - beta) * new
     return s[name]
 
@@ -180,7 +180,7 @@ def normuonh(g, p, s, h):
     return on_ball(per_neuron(nesterov_polar(g, s, h), s, h), p, h)
 
 
-def averages(ema: Any, first: float, moves: Iterable[tuple[int, float] | None]) -> list[float]:
+def averages(ema, first, moves):
     """The averages after each update: `moves` has its step and the new parameter, or None where they do not move."""
     average, entered, found = 0.0 if ema.starts_at_zeros else first, 0, []
     for move in moves:

@@ -1,8 +1,6 @@
 """Trajectories of jstep and of references: 12 steps with scheduled rate and decay, on leaves of several shapes."""
 
 import types
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,26 +17,24 @@ DECAYED = ("a", "b")
 """The leaves with weight decay; the mask excludes `c`."""
 
 
-def table_schedule(values: Any) -> Any:
+def table_schedule(values):
     """Return a schedule that reads a table, so that both sides use the same numbers."""
     return lambda step: jnp.asarray(values, jnp.float32)[step]
 
 
-def initial_params(shapes: Mapping[str, tuple[int, ...]] = SHAPES, seed: int = 0) -> dict[str, np.ndarray]:
+def initial_params(shapes=SHAPES, seed=0):
     rng = np.random.default_rng(seed)
     return {name: np.float64(np.float32(rng.normal(size=shape))) for name, shape in shapes.items()}
 
 
-def gradients(step: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, np.ndarray]:
+def gradients(step, shapes=SHAPES):
     """Return random gradients of varying scale, with some exact zeros."""
     rng = np.random.default_rng(100 + step)
     drawn = {name: rng.normal(size=shape) * 1.5 ** (step % 5) for name, shape in shapes.items()}
     return {name: np.float64(np.float32(np.where(np.abs(x) < 0.1, 0.0, x))) for name, x in drawn.items()}
 
 
-def run_jstep(
-    optimizer: jstep.Optimizer, shapes: Mapping[str, tuple[int, ...]] = SHAPES, steps: int = STEPS, first: int = 0
-) -> tuple[list[dict[str, np.ndarray]], jstep.TrainState]:
+def run_jstep(optimizer, shapes=SHAPES, steps=STEPS, first=0):
     """Return the parameters after each step, and the last state."""
     params = jax.tree.map(jnp.float32, initial_params(shapes))
     state = jstep.TrainState.create(params, optimizer, global_step=first)
@@ -50,13 +46,7 @@ def run_jstep(
     return trajectory, state
 
 
-def run_equation(
-    rule: Callable[..., Any],
-    hyper: Mapping[str, Any],
-    shapes: Mapping[str, tuple[int, ...]] = SHAPES,
-    steps: int = STEPS,
-    **static: Any,
-) -> list[dict[str, np.ndarray]]:
+def run_equation(rule, hyper, shapes=SHAPES, steps=STEPS, **static):
     """Return the trajectory of a rule of equations.py; arrays in hyper are schedules, wd applies only to DECAYED."""
     params, memory = initial_params(shapes), {name: {} for name in shapes}
     trajectory, shared = [], {}
@@ -76,9 +66,7 @@ def run_equation(
     return trajectory
 
 
-def run_optax(
-    transformation: Any, shapes: Mapping[str, tuple[int, ...]] = SHAPES, steps: int = STEPS
-) -> list[dict[str, np.ndarray]]:
+def run_optax(transformation, shapes=SHAPES, steps=STEPS):
     """Return the trajectory of an Optax transformation."""
     import optax
 
@@ -94,13 +82,7 @@ def run_optax(
     return trajectory
 
 
-def run_torch(
-    make: Callable[[list[dict[str, Any]]], Any],
-    hyper: Mapping[str, Any],
-    shapes: Mapping[str, tuple[int, ...]] = SHAPES,
-    steps: int = STEPS,
-    decay: str = "weight_decay",
-) -> list[dict[str, np.ndarray]]:
+def run_torch(make, hyper, shapes=SHAPES, steps=STEPS, decay="weight_decay"):
     """Return the trajectory of a torch optimizer; arrays in hyper are set in its groups before each step."""
     import torch
 
@@ -120,7 +102,7 @@ def run_torch(
     return trajectory
 
 
-def assert_close(found: Any, expected: Any, rtol: float = 2e-5, atol: float = 2e-6) -> None:
+def assert_close(found, expected, rtol=2e-5, atol=2e-6):
     """Check that both trajectories agree, leaf by leaf and step by step."""
     for n, (one, other) in enumerate(zip(found, expected, strict=True)):
         for name in one:

@@ -6,8 +6,6 @@ python tests/optimizers/library_references.py      # with all three installed: w
 import json
 import pathlib
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from golden import DECAY, RATE, SHAPES, STEPS, gradients, initial_params, run_torch
@@ -22,10 +20,10 @@ CHANGING = {"lr": RATE, "weight_decay": DECAY}
 ADAM = {"betas": (0.9, 0.99), "eps": 1e-6}
 
 
-def of_torch(make: Callable[[Any, Any], Any], hyper: Any, shapes: Any = SHAPES) -> Callable[[], Trajectory]:
+def of_torch(make, hyper, shapes=SHAPES):
     """Return a function that runs `make(torch.optim, groups)`."""
 
-    def run() -> Trajectory:
+    def run():
         import torch
 
         return run_torch(lambda groups: make(torch.optim, groups), hyper, shapes)
@@ -33,16 +31,16 @@ def of_torch(make: Callable[[Any, Any], Any], hyper: Any, shapes: Any = SHAPES) 
     return run
 
 
-def schedule_free(name: str, warmup: int, power: float) -> Callable[[], Trajectory]:
+def schedule_free(name, warmup, power):
     """Return a function that runs an optimizer of schedulefree; its averages follow the trajectory."""
 
-    def run() -> Trajectory:
+    def run():
         import schedulefree
 
-        created: list[Any] = []
+        created = []
         more = {"weight_decay": 0.1, "warmup_steps": warmup, "r": 0.5, "weight_lr_power": power}
 
-        def make(groups: Any) -> Any:
+        def make(groups):
             arguments = {"betas": (0.9, 0.99)} if name == "AdamWScheduleFree" else {"momentum": 0.9}
             created.append(getattr(schedulefree, name)(groups, 0.1, **arguments, **more))
             created[0].train()
@@ -56,10 +54,10 @@ def schedule_free(name: str, warmup: int, power: float) -> Callable[[], Trajecto
     return run
 
 
-def prodigy(guard: bool) -> Callable[[], Trajectory]:
+def prodigy(guard):
     """Return a function that runs pytorch_optimizer's Prodigy, whose parameters are in one group."""
 
-    def run() -> Trajectory:
+    def run():
         import pytorch_optimizer
         import torch
 
@@ -77,13 +75,13 @@ def prodigy(guard: bool) -> Callable[[], Trajectory]:
     return run
 
 
-def of_pytorch_optimizer(name: str, shapes: Any = SHAPES, **arguments: Any) -> Callable[[], Trajectory]:
+def of_pytorch_optimizer(name, shapes=SHAPES, **arguments):
     """Return a function that runs an optimizer of pytorch_optimizer with constant weight decay of all leaves."""
 
-    def run() -> Trajectory:
+    def run():
         import pytorch_optimizer
 
-        def make(groups: Any) -> Any:
+        def make(groups):
             return getattr(pytorch_optimizer, name)([{**group, "weight_decay": 0.1} for group in groups], **arguments)
 
         return run_torch(make, {"lr": RATE}, shapes)
@@ -91,7 +89,7 @@ def of_pytorch_optimizer(name: str, shapes: Any = SHAPES, **arguments: Any) -> C
     return run
 
 
-REFERENCES: dict[str, Callable[[], Trajectory]] = {
+REFERENCES = {
     "sgd": of_torch(lambda t, g: t.SGD(g, 0.1), CHANGING),
     "sgd-momentum": of_torch(lambda t, g: t.SGD(g, 0.1, momentum=0.9, dampening=0.3), CHANGING),
     "sgd-nesterov": of_torch(lambda t, g: t.SGD(g, 0.1, momentum=0.9, nesterov=True), CHANGING),
@@ -114,7 +112,7 @@ for _kind, _name in (("adamw", "AdamWScheduleFree"), ("sgd", "SGDScheduleFree"))
         REFERENCES[f"free-{_kind}-{_warmup}-{_power}"] = schedule_free(_name, _warmup, _power)
 
 
-def computed(name: str) -> Trajectory:
+def computed(name):
     """Return the parameters of a reference after the steps KEPT, and what follows."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -122,16 +120,16 @@ def computed(name: str) -> Trajectory:
     return [trajectory[n] for n in KEPT] + trajectory[STEPS:]
 
 
-def stored(name: str) -> Trajectory:
+def stored(name):
     """Return the same from the file."""
     found = json.loads(PATH.read_text(encoding="utf-8"))[name]
     return [{leaf: np.float32(values) for leaf, values in params.items()} for params in found]
 
 
-def main() -> None:
+def main():
     """Write the file, one line for each reference."""
 
-    def rounded(values: np.ndarray) -> Any:
+    def rounded(values):
         return json.loads(json.dumps(np.float64(values).tolist()), parse_float=lambda text: float(f"{float(text):.8g}"))
 
     lines = []

@@ -16,36 +16,36 @@ GRADS = np.random.default_rng(0).normal(size=(6, 4, 3)).astype(np.float32)
 Change = Callable[[jstep.TrainState, Any, jstep.Optimizer], jstep.TrainState]
 
 
-def start(optimizer: jstep.Optimizer, global_step: int = 0) -> jstep.TrainState:
+def start(optimizer, global_step=0):
     params = {"w": jnp.linspace(-1.0, 1.0, 12).reshape(4, 3), "b": jnp.ones(3)}
     return jstep.TrainState.create(params, optimizer, global_step)
 
 
-def as_grads(g: Any) -> Any:
+def as_grads(g):
     return {"w": g, "b": g[0]}
 
 
-def usual(state: jstep.TrainState, g: Any, optimizer: jstep.Optimizer) -> jstep.TrainState:
+def usual(state, g, optimizer):
     return jstep.apply_gradients(state, as_grads(g), optimizer)
 
 
-def at_the_same_step(state: jstep.TrainState, g: Any, optimizer: jstep.Optimizer) -> jstep.TrainState:
+def at_the_same_step(state, g, optimizer):
     return jstep.apply_gradients(state, as_grads(g), optimizer, increment_global_step=False)
 
 
-def after_waiting(state: jstep.TrainState, g: Any, optimizer: jstep.Optimizer) -> jstep.TrainState:
+def after_waiting(state, g, optimizer):
     return usual(jstep.increment_global_step(state, 7), g, optimizer)
 
 
-def mixed(state: jstep.TrainState, g: Any, optimizer: jstep.Optimizer) -> jstep.TrainState:
+def mixed(state, g, optimizer):
     """An update without a step, two steps without an update."""
     return jstep.increment_global_step(jstep.increment_global_step(at_the_same_step(state, g, optimizer)))
 
 
-WAYS: dict[str, Change] = {"at the same step": at_the_same_step, "after waiting": after_waiting, "mixed": mixed}
+WAYS = {"at the same step": at_the_same_step, "after waiting": after_waiting, "mixed": mixed}
 
 
-def trained(change: Change, optimizer: jstep.Optimizer, global_step: int = 0) -> jstep.TrainState:
+def trained(change, optimizer, global_step=0):
     step = jax.jit(lambda state, g: change(state, g, optimizer))
     state = start(optimizer, global_step)
     for g in GRADS:
@@ -53,7 +53,7 @@ def trained(change: Change, optimizer: jstep.Optimizer, global_step: int = 0) ->
     return state
 
 
-def ages(state: jstep.TrainState) -> dict[str, int]:
+def ages(state):
     counts = {name: value for name, value in state.slots.items() if name.rsplit("/", 1)[-1] == "start_step"}
     return {name: int(state.global_step) - int(value) for name, value in counts.items()}
 
@@ -64,7 +64,7 @@ BY_UPDATES = [name for name, entry in TABLE.items() if not entry.by_step and "ev
 
 @pytest.mark.thorough(except_for=["partition"])
 @pytest.mark.parametrize("name", BY_UPDATES)
-def test_updates_do_not_depend_on_what_moves_the_clock(name: str) -> None:
+def test_updates_do_not_depend_on_what_moves_the_clock(name):
     optimizer = TABLE[name].make(0.01)
     expected = trained(usual, optimizer)
     for way, change in WAYS.items():
@@ -76,7 +76,7 @@ def test_updates_do_not_depend_on_what_moves_the_clock(name: str) -> None:
             np.testing.assert_array_equal(one, other, err_msg=f"{way}: {path}")
 
 
-def test_start_step_is_the_step_minus_the_updates() -> None:
+def test_start_step_is_the_step_minus_the_updates():
     optimizer = jstep.adam()
     state = start(optimizer, 100)
     assert int(state.slots["start_step"]) == 100
@@ -89,7 +89,7 @@ def test_start_step_is_the_step_minus_the_updates() -> None:
     assert int(early.slots["start_step"]) == -2
 
 
-def test_a_skipped_update_at_the_same_step_leaves_the_age() -> None:
+def test_a_skipped_update_at_the_same_step_leaves_the_age():
     optimizer = jstep.skip_nonfinite(jstep.adam(0.1))
     state = at_the_same_step(start(optimizer, 5), GRADS[0], optimizer)
     assert (int(state.slots["start_step"]), int(state.slots["last_finite_step"])) == (4, 5)
@@ -97,15 +97,15 @@ def test_a_skipped_update_at_the_same_step_leaves_the_age() -> None:
     assert (int(skipped.slots["start_step"]), int(skipped.slots["last_finite_step"])) == (4, 5)
 
 
-def own_slots_named_like_ages() -> jstep.Optimizer:
-    def init(params: Any, step: Any) -> dict[str, Any]:
+def own_slots_named_like_ages():
+    def init(params, step):
         return {"start_step": jnp.float32(3.0), "born": jnp.asarray(step, jnp.int32)}
 
-    init.ages = ("born",)  # type: ignore[attr-defined]
+    init.ages = ("born",)
     return jstep.Optimizer(init, lambda updates, slots, params, step: (updates, slots), lambda step: {})
 
 
-def test_an_age_is_declared_and_never_spelled() -> None:
+def test_an_age_is_declared_and_never_spelled():
     optimizer = own_slots_named_like_ages()
     state = jstep.increment_global_step(at_the_same_step(start(optimizer), GRADS[0], optimizer), 4)
     assert (float(state.slots["start_step"]), int(state.slots["born"])) == (3.0, 3)
@@ -114,11 +114,11 @@ def test_an_age_is_declared_and_never_spelled() -> None:
     assert (float(state.slots["a/b/start_step"]), int(state.slots["a/b/born"])) == (3.0, 3)
 
 
-def test_an_age_may_be_a_tree() -> None:
-    def init(params: Any, step: Any) -> dict[str, Any]:
+def test_an_age_may_be_a_tree():
+    def init(params, step):
         return {"born": jax.tree.map(lambda leaf: jnp.asarray(step, jnp.int32), params)}
 
-    init.ages = ("born",)  # type: ignore[attr-defined]
+    init.ages = ("born",)
     plain = jstep.Optimizer(init, lambda updates, slots, params, step: (updates, slots), lambda step: {})
     parted = jstep.partition({"a": plain, "b": jstep.adam()}, lambda path, leaf: "a" if path == "w" else "b")
     for optimizer, slot in ((jstep.skip_nonfinite(plain), "born"), (jstep.scope("s", parted), "s/a/born")):
@@ -127,3 +127,87 @@ def test_an_age_may_be_a_tree() -> None:
         assert int(jstep.increment_global_step(state, 4).slots[slot]["w"]) == 3
         idle = {"w": np.nan * GRADS[0] if slot == "born" else None, "b": GRADS[0][0]}
         assert int(jstep.apply_gradients(state, idle, optimizer).slots[slot]["w"]) == 0
+
+
+# Wrappers around the whole optimizer in steps of several updates: each leaf counts the updates with its gradient.
+
+EMA = jstep.ExponentialMovingAverage
+NAME = EMA(0.9).name
+PLAYERS = ("d", "g")
+ORDERS = {
+    "critic twice": [("d", False), ("d", False), ("g", True)],
+    "then a step": [("g", False), ("d", False), (None, True)],
+}
+"""Updates of a cycle: the player, and whether the update increments the step."""
+
+
+def players(rate=1.0):
+    return jstep.partition({name: jstep.gradient_descent(rate) for name in PLAYERS}, lambda path, leaf: path[0])
+
+
+def run(optimizer, order):
+    """Return the states after each update, and the player of each."""
+
+    @jax.jit(static_argnums=(1, 2))
+    def apply(state, player, increment):
+        grads = {name: jnp.cos(3 * state.params[name] + 1) if name == player else None for name in PLAYERS}
+        return jstep.apply_gradients(state, grads, optimizer, increment_global_step=increment)
+
+    state = jstep.TrainState.create({"d": 1.0, "g": 2.0}, optimizer)
+    states = [(None, state)]
+    for player, increment in list(order) * 6:
+        state = jstep.increment_global_step(state) if player is None else apply(state, player, increment)
+        states.append((player, state))
+    return states
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_lookahead_counts_the_updates_of_each_leaf(order):
+    states = run(jstep.lookahead(players(), 3, 0.5), ORDERS[order])
+    for player in PLAYERS:
+        alone = jstep.lookahead(jstep.gradient_descent(1.0), 3, 0.5)
+        state = jstep.TrainState.create({player: states[0][1].params[player]}, alone)
+        for moved, whole in states[1:]:
+            if moved == player:
+                grads = {player: jnp.cos(3 * state.params[player] + 1)}
+                state = jstep.apply_gradients(state, grads, alone)
+            np.testing.assert_allclose(whole.params[player], state.params[player], rtol=1e-6)
+            np.testing.assert_allclose(whole.slots["slow"][player], state.slots["slow"][player], rtol=1e-6)
+
+
+def test_labels_of_labels():
+    """Each innermost label counts its own updates."""
+    inner = jstep.partition({"x": jstep.gradient_descent(1.0), "y": jstep.adam()}, lambda path, leaf: path[-1])
+    parts = jstep.partition({"d": inner, "g": jstep.gradient_descent(1.0)}, lambda path, leaf: path[0])
+    optimizer = jstep.with_moving_average(parts, EMA(0.9, zero_debias=True))
+    state = jstep.TrainState.create({"d": {"x": 1.0, "y": 1.0}, "g": 1.0, "free": None}, optimizer)
+    ages = sorted(name for name in state.slots if name.endswith("start_step"))
+    assert ages == ["d/y/start_step", *(f"with_moving_average/{label}/start_step" for label in ("d/x", "d/y", "g"))]
+    state = jstep.apply_gradients(state, {"d": {"x": jnp.float32(1), "y": None}, "g": None, "free": None}, optimizer)
+    assert [int(state.slots[f"with_moving_average/{label}/start_step"]) for label in ("d/x", "d/y", "g")] == [0, 1, 1]
+
+
+def test_a_leaf_without_a_gradient_keeps_its_average():
+    """Whatever its value, also without a partition; rows of a table are a gradient."""
+    for ema in (EMA(0.9), EMA(0.9, num_updates=True), EMA(0.9, zero_debias=True)):
+        optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), ema)
+        params = {"w": jnp.ones(2), "t": jnp.ones((4, 1)), "rest": jnp.ones(2)}
+        state = jstep.TrainState.create(params, optimizer)
+        rows = jstep.IndexedSlices(jnp.ones((1, 1)), jnp.array([2]), (4, 1))
+        state = jstep.apply_gradients(state, {"w": jnp.ones(2), "t": rows, "rest": jnp.ones(2)}, optimizer)
+        before = state.slots[NAME]
+        state = state.replace(params={**state.params, "rest": jnp.full(2, 50.0)})
+        after = jstep.apply_gradients(state, {"w": None, "t": rows, "rest": None}, optimizer).slots[NAME]
+        assert after["w"].tolist() == before["w"].tolist()
+        assert after["rest"].tolist() == before["rest"].tolist()
+        assert after["t"][2] != before["t"][2]
+
+
+def test_averages_from_zeros_of_leaves_that_are_not_trained():
+    """They take the first value of the parameter: evaluation does not see zeros."""
+    for inner in (jstep.adam(), players()):
+        optimizer = jstep.with_moving_average(inner, EMA(0.9, zero_debias=True))
+        state = jstep.TrainState.create({"d": 1.0, "g": 2.0}, optimizer)
+        for _ in range(3):
+            state = jstep.apply_gradients(state, {"d": jnp.float32(1), "g": None}, optimizer)
+        assert jstep.averaged_params(state)["g"] == 2.0

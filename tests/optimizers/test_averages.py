@@ -1,6 +1,7 @@
 """Moving averages: their equation in NumPy, and those with an interval, a `var_list` or another name."""
 
-from typing import Any
+import dataclasses
+from typing import NamedTuple
 
 import equations
 import jax
@@ -19,7 +20,7 @@ EMA = "ExponentialMovingAverage"
 @pytest.mark.parametrize("num_updates", [False, True])
 @pytest.mark.parametrize("zero_debias", [False, True])
 @pytest.mark.parametrize("decay", [0.0, 0.3, 0.9, 0.999])
-def test_apply(decay: float, num_updates: bool, zero_debias: bool) -> None:
+def test_apply(decay, num_updates, zero_debias):
     ema = jstep.ExponentialMovingAverage(decay, num_updates=num_updates, zero_debias=zero_debias)
     averages = ema.init({"w": VALUES[0]})
     np.testing.assert_array_equal(averages["w"], np.zeros(3) if zero_debias else VALUES[0])
@@ -29,7 +30,7 @@ def test_apply(decay: float, num_updates: bool, zero_debias: bool) -> None:
         np.testing.assert_allclose(averages["w"], [one[n - 1] for one in expected], rtol=1e-11)
 
 
-def test_a_decay_near_one_is_precise_in_float32() -> None:
+def test_a_decay_near_one_is_precise_in_float32():
     """In float32, 1 − 0.999999 is wrong in the second digit."""
     ema = jstep.ExponentialMovingAverage(0.999999)
     moved = ema.apply(ema.init({"w": jnp.float32(0)}), {"w": jnp.float32(1)})
@@ -39,7 +40,7 @@ def test_a_decay_near_one_is_precise_in_float32() -> None:
     np.testing.assert_allclose(first["w"], 3.0, rtol=1e-6)
 
 
-def test_num_updates_takes_the_smaller_decay() -> None:
+def test_num_updates_takes_the_smaller_decay():
     ema = jstep.ExponentialMovingAverage(0.9, num_updates=True)
     zero, one = {"w": jnp.float32(0)}, {"w": jnp.float32(1)}
     for n in (0, 1, 5, 79, 80, 81, 10**6, 2**31 - 1):
@@ -49,7 +50,7 @@ def test_num_updates_takes_the_smaller_decay() -> None:
         np.testing.assert_allclose(traced["w"], expected, rtol=1e-6)
 
 
-def test_init_copies_and_widens() -> None:
+def test_init_copies_and_widens():
     params = {"f": jnp.ones(2), "h": jnp.ones(2, jnp.bfloat16), "i": jnp.ones(2, jnp.int32), "n": None}
     averages = jstep.ExponentialMovingAverage(0.9).init(params)
     assert averages["f"] is not params["f"]
@@ -61,7 +62,7 @@ def test_init_copies_and_widens() -> None:
     assert moved["i"] is None
 
 
-def test_names() -> None:
+def test_names():
     ema = jstep.ExponentialMovingAverage(0.9)
     assert ema.name == EMA
     assert ema.average_name("dense/kernel") == "dense/kernel/ExponentialMovingAverage"
@@ -74,7 +75,7 @@ def test_names() -> None:
 PARAMS = {"w": jnp.array([1.0, 2.0]), "deep": {"b": jnp.array(3.0)}, "n": jnp.array(4)}
 
 
-def run(optimizer: Any, steps: int, start: int = 0) -> tuple[Any, list[Any]]:
+def run(optimizer, steps, start=0):
     """Return the last state and the states after each step."""
     state = jstep.TrainState.create(PARAMS, optimizer, start)
     step = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))
@@ -86,7 +87,7 @@ def run(optimizer: Any, steps: int, start: int = 0) -> tuple[Any, list[Any]]:
     return state, states
 
 
-def test_apply_with_every_requires_num_updates() -> None:
+def test_apply_with_every_requires_num_updates():
     ema = jstep.ExponentialMovingAverage(0.5, every=2)
     averages = ema.init({"w": jnp.float32(0.0)})
     with pytest.raises(ValueError, match="num_updates=None"):
@@ -96,7 +97,7 @@ def test_apply_with_every_requires_num_updates() -> None:
         assert float(averages["w"]) == want
 
 
-def test_nonfinite_params_between_updates_are_ignored() -> None:
+def test_nonfinite_params_between_updates_are_ignored():
     """Between two updates the parameters do not enter the average, not even as 0 · ∞."""
     ema = jstep.ExponentialMovingAverage(0.5, every=2)
     averages = ema.apply(ema.init({"w": jnp.float32(1.0)}), {"w": jnp.float32(jnp.inf)}, num_updates=1)
@@ -106,7 +107,7 @@ def test_nonfinite_params_between_updates_are_ignored() -> None:
 @pytest.mark.parametrize(
     "var_list", [["w"], "w*", lambda path, leaf: path == "w", {"w": True, "deep": False, "n": False}]
 )
-def test_var_list_selects_the_averaged_params(var_list: Any) -> None:
+def test_var_list_selects_the_averaged_params(var_list):
     ema = jstep.ExponentialMovingAverage(0.5)
     state, _ = run(jstep.with_moving_average(jstep.gradient_descent(0.1), ema, var_list), 3)
     assert jstep.get_slot(state, ema.name, "deep/b") is None
@@ -115,9 +116,9 @@ def test_var_list_selects_the_averaged_params(var_list: Any) -> None:
     assert not np.array_equal(averaged["w"], state.params["w"])
 
 
-def test_averaged_params_with_invalid_arguments() -> None:
+def test_averaged_params_with_invalid_arguments():
     with pytest.raises(TypeError, match="state=None: must be a TrainState"):
-        jstep.averaged_params(None)  # type: ignore[arg-type]
+        jstep.averaged_params(None)
     ema = jstep.ExponentialMovingAverage(0.5)
     state = run(jstep.scope("x", jstep.with_moving_average(jstep.gradient_descent(0.1), ema)), 1)[0]
     assert jstep.averaged_params(state)["w"] is not None
@@ -128,7 +129,7 @@ def test_averaged_params_with_invalid_arguments() -> None:
 EVERY_SECOND = jstep.ExponentialMovingAverage(1.0, zero_debias=True, every=2)
 
 
-def test_averages_that_wait_have_an_age_of_their_own_which_a_checkpoint_keeps(tmp_path: Any) -> None:
+def test_averages_that_wait_have_an_age_of_their_own_which_a_checkpoint_keeps(tmp_path):
     optimizer = jstep.with_moving_average(jstep.adam(0.1), EVERY_SECOND)
     state, states = run(optimizer, 7, start=3)
     assert int(state.slots["start_step"]) == 3
@@ -144,7 +145,7 @@ def test_averages_that_wait_have_an_age_of_their_own_which_a_checkpoint_keeps(tm
     assert "with_moving_average/ExponentialMovingAverage/start_step" not in jstep.TrainState.create(PARAMS, plain).slots
 
 
-def test_averaged_params_keep_dtypes_and_other_leaves() -> None:
+def test_averaged_params_keep_dtypes_and_other_leaves():
     optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), jstep.ExponentialMovingAverage(0.5))
     params = {"f": jnp.zeros(2), "h": jnp.zeros(2, jnp.bfloat16), "i": jnp.arange(2), "n": None, "k": jax.random.key(0)}
     state = jstep.TrainState.create(params, optimizer)
@@ -157,3 +158,257 @@ def test_averaged_params_keep_dtypes_and_other_leaves() -> None:
     np.testing.assert_array_equal(averaged["h"].astype(jnp.float32), [0.5, 0.5])
     np.testing.assert_array_equal(averaged["i"], [0, 1])
     assert averaged["k"].dtype == params["k"].dtype
+
+
+# Moving averages with a decay that changes, and with initial values of their own.
+
+PARAMS_OF_RATES = {"w": jnp.array([1.0, 2.0]), "half": jnp.ones(2, jnp.bfloat16), "n": jnp.int32(3)}
+ONES = {"w": jnp.ones(2), "half": jnp.ones(2, jnp.bfloat16), "n": None}
+
+
+def averages_of(optimizer, steps=3, changes=None):
+    """Return the averages of "w" at each step, and the parameters, after `changes(state, step)`."""
+    state = jstep.TrainState.create(PARAMS_OF_RATES, optimizer)
+    averages, params = [state.slots[AVERAGES]["w"]], [state.params["w"]]
+    for step in range(steps):
+        state = changes(state, step) if changes else state
+        state = jstep.apply_gradients(state, ONES, optimizer)
+        averages.append(state.slots[AVERAGES]["w"])
+        params.append(state.params["w"])
+    return averages, params
+
+
+AVERAGES = "ExponentialMovingAverage"
+DECAYS = [0.0, 0.25, 0.75]
+
+
+@pytest.mark.thorough(except_for=["False"])
+@pytest.mark.parametrize("zero_debias", [False, True])
+def test_a_schedule_is_read_at_the_step_of_the_update(zero_debias):
+    schedule = jstep.piecewise_constant([0, 1], DECAYS)
+    ema = jstep.ExponentialMovingAverage(schedule, zero_debias=zero_debias)
+    optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), ema)
+    averages, params = averages_of(optimizer)
+    average = averages[0]
+    alone = ema.init(PARAMS_OF_RATES)["w"]
+    for step, decay in enumerate(DECAYS):
+        rate = (1 - decay) / (1 - decay ** (step + 1)) if zero_debias else 1 - decay
+        average = average - rate * (average - params[step + 1])
+        np.testing.assert_allclose(averages[step + 1], average, rtol=1e-6)
+        alone = ema.apply({"w": alone}, {"w": params[step + 1]}, num_updates=step + 1)["w"]
+        np.testing.assert_allclose(alone, average, rtol=1e-6)
+    assert {name: float(value) for name, value in optimizer.hyperparameters(1).items()} == {
+        "learning_rate": 1.0,
+        "ExponentialMovingAverage/decay": 0.25,
+    }
+    with pytest.raises(
+        ValueError, match=r"num_updates=None: an average with .* a schedule needs the number of updates"
+    ):
+        jstep.ExponentialMovingAverage(schedule).apply({"w": alone}, {"w": alone})
+
+
+def test_a_held_decay_is_in_the_state():
+    ema = jstep.ExponentialMovingAverage(jstep.held("teacher", 0.0))
+    optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), ema)
+
+    def changes(state, step):
+        return jstep.set_hyperparameter(state, "teacher", DECAYS[step])
+
+    averages, params = averages_of(optimizer, changes=changes)
+    for step, decay in enumerate(DECAYS):
+        np.testing.assert_allclose(averages[step + 1], decay * averages[step] + (1 - decay) * params[step + 1])
+    step = jstep.minimize(lambda p: jnp.sum(p["w"]), optimizer)
+    _, metrics = step(jstep.TrainState.create(PARAMS_OF_RATES, optimizer))
+    assert float(metrics["teacher"]) == 0
+    with pytest.raises(
+        TypeError, match=r"decay=held\('teacher', …\): its value is in the state: use jstep.with_moving"
+    ):
+        ema.apply(ema.init(PARAMS_OF_RATES), PARAMS_OF_RATES)
+
+
+def moved_by(ema, change=lambda state: state):
+    """Return how far the average of a parameter that stays 1 moves from 0 in one update."""
+    optimizer = jstep.with_moving_average(
+        jstep.gradient_descent(0.0), ema, initial=None if ema.zero_debias else lambda p: jax.tree.map(jnp.zeros_like, p)
+    )
+    state = change(jstep.TrainState.create({"w": jnp.ones(2)}, optimizer))
+    state, metrics = jstep.minimize(lambda p: jnp.sum(p["w"]), optimizer)(state)
+    return float(state.slots[ema.name]["w"][1]), metrics
+
+
+@pytest.mark.thorough(except_for=["1e-07"])
+@pytest.mark.parametrize("rate", [1.0, 1e-4, 1e-7, 0.0])
+def test_a_rate_is_applied_as_it_is_given_where_a_decay_loses_digits(rate):
+    exact = np.float32(rate)
+    number, metrics = moved_by(jstep.ExponentialMovingAverage(rate=rate))
+    assert number == exact
+    assert "ExponentialMovingAverage/rate" not in metrics
+    scheduled, metrics = moved_by(jstep.ExponentialMovingAverage(rate=lambda step: rate, name="mean"))
+    assert scheduled == exact
+    assert float(metrics["mean/rate"]) == exact
+    held = jstep.ExponentialMovingAverage(rate=jstep.held("speed", 0.5))
+    moved, metrics = moved_by(held, lambda state: jstep.set_hyperparameter(state, "speed", rate))
+    assert moved == exact
+    assert float(metrics["speed"]) == exact
+
+
+def test_a_rate_with_num_updates_and_zero_debias():
+    assert moved_by(jstep.ExponentialMovingAverage(rate=1e-7, num_updates=True))[0] == np.float32(9 / 11)
+    assert moved_by(jstep.ExponentialMovingAverage(rate=0.95, num_updates=True))[0] == np.float32(0.95)
+    assert moved_by(jstep.ExponentialMovingAverage(rate=1e-7, zero_debias=True))[0] == 1
+    for rate in (1e-3, 0.0):
+        given = jstep.ExponentialMovingAverage(rate=rate, zero_debias=True)
+        same = jstep.ExponentialMovingAverage(1 - rate, zero_debias=True)
+        for age in (1, 2, 50):
+            np.testing.assert_allclose(given.weight(age), same.weight(age), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "given", [lambda params: {**params, "w": params["w"] * 10}, {**PARAMS_OF_RATES, "w": PARAMS_OF_RATES["w"] * 10}]
+)
+def test_initial_values(given):
+    ema = jstep.ExponentialMovingAverage(0.75)
+    optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), ema, initial=given)
+    averages, params = averages_of(optimizer, steps=1)
+    assert averages[0].tolist() == [10.0, 20.0]
+    assert averages[1].tolist() == (0.75 * averages[0] + 0.25 * params[1]).tolist()
+    state = jstep.TrainState.create(PARAMS_OF_RATES, optimizer)
+    assert state.slots[AVERAGES]["half"].dtype == jnp.float32
+    assert state.slots[AVERAGES]["n"] is None
+    assert jax.eval_shape(lambda: jstep.TrainState.create(PARAMS_OF_RATES, optimizer)).slots[AVERAGES]["w"].shape == (
+        2,
+    )
+    step = jstep.minimize(lambda p: jnp.sum(p["w"]), optimizer)
+    step(state)  # donates the averages, and neither params nor the initial values
+    assert jstep.averaged_params(jstep.TrainState.create(PARAMS_OF_RATES, optimizer))["w"].tolist() == [10.0, 20.0]
+
+
+def test_invalid_initial_values():
+    sgd = jstep.gradient_descent(1.0)
+    for options in ({"zero_debias": True}, {"start_step": 3}):
+        with pytest.raises(ValueError, match="initial: must be None for averages with"):
+            jstep.with_moving_average(sgd, jstep.ExponentialMovingAverage(0.9, **options), initial=lambda p: p)
+    for initial, message in (
+        ({**PARAMS_OF_RATES, "w": jnp.ones(3)}, r"initial: must have shape \(2,\) at 'w', got shape \(3,\)"),
+        (lambda p: {**p, "w": None}, r"initial: must have shape \(2,\) at 'w', got nothing"),
+        ({"w": jnp.ones(2)}, "initial does not have the structure of params; missing: 'half'"),
+        (3, "initial does not have the structure of params; got an int"),
+    ):
+        optimizer = jstep.with_moving_average(sgd, jstep.ExponentialMovingAverage(0.9), initial=initial)
+        with pytest.raises(ValueError, match=message):
+            jstep.TrainState.create(PARAMS_OF_RATES, optimizer)
+
+
+# Averages move once in each update of their leaf.
+
+EMA_OF_PLAYERS = jstep.ExponentialMovingAverage
+PLAYERS = ("d", "dd", "g")  # a label is the prefix of another one
+
+
+class Update(NamedTuple):
+    """An update: the leaves that have a gradient, whether the step advances, whether the gradients are NaN."""
+
+    leaves: tuple[str, ...]
+    increment: bool = True
+    is_nan: bool = False
+
+
+PROGRAM = [
+    Update(("d", "dd", "g")),
+    Update(("d",)),
+    Update(("g",), increment=False),
+    Update(("d", "g"), is_nan=True),
+    Update(("g",)),
+    Update(("d", "dd"), increment=False, is_nan=True),
+    Update(("d", "dd"), increment=False),
+    Update(("dd",)),
+    Update(("d", "dd", "g")),
+]
+
+
+def players(wrap=lambda part: part):
+    parts = {name: wrap(jstep.gradient_descent(0.5)) for name in PLAYERS}
+    return jstep.partition(parts, lambda path, leaf: path)
+
+
+AVERAGES_OF_PLAYERS = {
+    "plain": EMA_OF_PLAYERS(0.9),
+    "rate": EMA_OF_PLAYERS(rate=jstep.linear(0.5, 0.1, steps=6)),
+    "num_updates": EMA_OF_PLAYERS(0.95, num_updates=True),
+    "zero_debias": EMA_OF_PLAYERS(0.9, zero_debias=True),
+    "every": EMA_OF_PLAYERS(0.5, start_step=2, every=2),
+    "swa": EMA_OF_PLAYERS(1.0, zero_debias=True, every=2),
+    "swa from a step": EMA_OF_PLAYERS(1.0, zero_debias=True, start_step=2, every=2),
+}
+
+
+def with_average(inner, ema):
+    return jstep.with_moving_average(inner, ema)
+
+
+AROUND = {
+    "guard outside": lambda ema: jstep.skip_nonfinite(with_average(players(), ema)),
+    "guard inside": lambda ema: with_average(jstep.skip_nonfinite(players()), ema),
+    "guards of all parts": lambda ema: with_average(players(jstep.skip_nonfinite), ema),
+    "chain": lambda ema: jstep.skip_nonfinite(
+        jstep.chain(jstep.clip_gradients(by_global_norm=0.5), with_average(players(), ema))
+    ),
+    "one label": lambda ema: jstep.skip_nonfinite(
+        jstep.partition({"all": with_average(players(), ema)}, lambda path, leaf: "all")
+    ),
+    "masters": lambda ema: jstep.skip_nonfinite(jstep.master_weights(with_average(players(), ema))),
+    "compact inside": lambda ema: with_average(jstep.compact(jstep.skip_nonfinite(players())), ema),
+    "projection": lambda ema: with_average(
+        jstep.with_projection(jstep.skip_nonfinite(players()), lambda p: jax.tree.map(lambda x: jnp.clip(x, -1, 1), p)),
+        ema,
+    ),
+    "two averages": lambda ema: with_average(
+        with_average(jstep.skip_nonfinite(players()), ema), dataclasses.replace(ema, name=f"{ema.name}/all")
+    ),
+}
+
+
+AROUND_GUARDS = ("guard inside", "guards of all parts", "compact inside", "projection", "two averages")
+"""Averages that follow updates count those that a guard inside of them skips, as around `update_every`."""
+
+
+def averages_by_hand(states, ema, player, counts_skipped=False):
+    """The averages after each update of PROGRAM, in float64."""
+    found = []
+    for i, update in enumerate(PROGRAM):
+        is_made = player in update.leaves and (counts_skipped or not update.is_nan)
+        found.append((int(states[i].global_step), float(states[i + 1].params[player])) if is_made else None)
+    return equations.averages(ema, float(states[0].params[player]), found)
+
+
+def run_of_players(optimizer, first=0):
+    def update(state, one):
+        def gradient(name):
+            return jnp.cos(3 * state.params[name] + 1) * (jnp.nan if one.is_nan else 1) if name in one.leaves else None
+
+        grads = {name: gradient(name) for name in PLAYERS}
+        return jstep.apply_gradients(state, grads, optimizer, increment_global_step=one.increment)
+
+    apply = jax.jit(update, static_argnums=1)
+    states = [jstep.TrainState.create({"d": 1.0, "dd": -1.0, "g": 2.0}, optimizer, first)]
+    for one in PROGRAM:
+        states.append(apply(states[-1], one))
+    return states
+
+
+@pytest.mark.thorough(except_for=["every-guard outside", "swa-guard inside"])
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("name", AVERAGES_OF_PLAYERS)
+def test_every_leaf_moves_once_in_each_update_that_counts(name, around):
+    ema = AVERAGES_OF_PLAYERS[name]
+    optimizer = AROUND[around](ema)
+    states = run_of_players(optimizer, first=7 if name in ("num_updates", "every") else 0)
+    slots = [slot for slot in states[0].slots if slot.rsplit("/", 1)[-1] in (ema.name, "all")]
+    assert len(slots) == (2 if around == "two averages" else 1)
+    for slot in slots:
+        for player in PLAYERS:
+            got = [float(state.slots[slot][player]) for state in states[1:]]
+            want = averages_by_hand(states, ema, player, around in AROUND_GUARDS)
+            # Before its first update, an average from zeros may have taken the value of its parameter.
+            first = next(i for i, value in enumerate(want) if value)
+            np.testing.assert_allclose(got[first:], want[first:], rtol=2e-5, atol=1e-6)

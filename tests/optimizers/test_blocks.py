@@ -1,7 +1,5 @@
 """A chain of blocks equals the optimizer: the same updates, slots and hyperparameters."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,7 @@ import jstep
 
 LR, WD, MU, MASK = table_schedule(RATE), table_schedule(DECAY), table_schedule(RISING), list(DECAYED)
 
-CASES: dict[str, tuple[Any, Any]] = {
+CASES = {
     "adamw": (
         lambda: jstep.adamw(LR, MU, 0.99, 1e-6, WD, MASK),
         lambda: (jstep.scale_by_adam(MU, 0.99, 1e-6), jstep.add_weight_decay(WD, MASK)),
@@ -39,7 +37,7 @@ CASES: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.thorough(except_for=["lion"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_chain_of_blocks_equals_the_optimizer(name: str) -> None:
+def test_a_chain_of_blocks_equals_the_optimizer(name):
     make, blocks = CASES[name]
     named, chain = make(), jstep.chain(*blocks(), jstep.scale_by_learning_rate(LR))
     (found, state), (other, chain_state) = run_jstep(named), run_jstep(chain)
@@ -62,7 +60,7 @@ ELEMENTWISE = (
 
 @pytest.mark.thorough(except_for=["blocks_adamw", "sgd_nesterov", "radam", "adopt"])
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_elementwise_updates_need_no_temporaries(name: str) -> None:
+def test_elementwise_updates_need_no_temporaries(name):
     optimizer = TABLE[name].make(LR)
     params = [jnp.ones((64, 64)) for _ in range(2)]
     step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0)
@@ -70,7 +68,7 @@ def test_elementwise_updates_need_no_temporaries(name: str) -> None:
     assert memory.temp_size_in_bytes <= 1024
 
 
-def test_scale_by_rms_and_orthogonalize() -> None:
+def test_scale_by_rms_and_orthogonalize():
     params = {"w": jnp.array([[1.0, 2.0], [3.0, 4.0]])}
     grads = {"w": jnp.array([[3.0, -1.0], [2.0, 2.0]])}
     by_rms = jstep.chain(jstep.scale_by_rms(0.75, 0.0), jstep.scale(-0.5))

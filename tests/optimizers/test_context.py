@@ -1,8 +1,5 @@
 """The context of an update (loss, `value_and_grad`, key), through wrappers, labels and scopes."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,17 +13,17 @@ KEY = jax.random.key(3)
 EMA = jstep.ExponentialMovingAverage(0.5)
 
 
-def loss_fn(params: Any, x: Any) -> Any:
+def loss_fn(params, x):
     return jnp.mean(x) * jnp.sum(params["w"].astype(jnp.float32) ** 2) + params["v"].astype(jnp.float32) ** 3
 
 
-def recording(seen: dict[str, Any]) -> jstep.Optimizer:
+def recording(seen):
     """Return an optimizer that stores the loss, and loss and gradient at moved parameters, in its slots."""
 
-    def init(params: Any, global_step: Any = 0) -> Any:
+    def init(params, global_step=0):
         return {"loss": jnp.zeros(()), "there": jnp.zeros(()), "grad": jax.tree.map(jnp.zeros_like, params)}
 
-    def update(updates: Any, slots: Any, params: Any, step: Any, context: jstep.Context) -> Any:
+    def update(updates, slots, params, step, context):
         seen["context"], seen["params"] = context, params
         if context.value_and_grad is None:
             return updates, slots
@@ -41,11 +38,11 @@ def recording(seen: dict[str, Any]) -> jstep.Optimizer:
     return jstep.Optimizer(init, update, lambda step: {}, takes_context=True)
 
 
-def by_path(path: str, leaf: Any) -> str | None:
+def by_path(path, leaf):
     return {"w": "a", "v": "a/b"}.get(path)
 
 
-WRAPPERS: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
+WRAPPERS = {
     "scope": lambda one: jstep.scope("s", one),
     "scale": lambda one: jstep.dynamic_loss_scale(one, initial=64.0),
     "masters": jstep.master_weights,
@@ -61,8 +58,8 @@ WRAPPERS: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
 @pytest.mark.thorough(except_for=["scope-{'num_microbatches': 2}", "rounding-{}", "every-{}"])
 @pytest.mark.parametrize("kwargs", [{}, {"num_microbatches": 2}, {"sharpness": 0.1}, {"var_list": ["w", "v"]}], ids=str)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_context_is_of_this_step_inside_wrappers(wrapper: str, kwargs: dict[str, Any]) -> None:
-    seen: dict[str, Any] = {}
+def test_context_is_of_this_step_inside_wrappers(wrapper, kwargs):
+    seen = {}
     optimizer = WRAPPERS[wrapper](recording(seen))
     step = jstep.minimize(loss_fn, optimizer, **kwargs)
     state, _ = step(jstep.TrainState.create(PARAMS, optimizer), X)
@@ -79,9 +76,9 @@ def test_context_is_of_this_step_inside_wrappers(wrapper: str, kwargs: dict[str,
 
 @pytest.mark.thorough(except_for=["True"])
 @pytest.mark.parametrize("masters", [False, True])
-def test_value_and_grad_in_a_partition_moves_only_its_leaves(masters: bool) -> None:
-    first: dict[str, Any] = {}
-    second: dict[str, Any] = {}
+def test_value_and_grad_in_a_partition_moves_only_its_leaves(masters):
+    first = {}
+    second = {}
     optimizer = jstep.partition({"a": recording(first), "a/b": jstep.scope("x", recording(second))}, by_path)
     optimizer = jstep.master_weights(optimizer) if masters else optimizer
     state, metrics = jstep.minimize(loss_fn, optimizer)(jstep.TrainState.create(PARAMS, optimizer), X)
@@ -94,7 +91,7 @@ def test_value_and_grad_in_a_partition_moves_only_its_leaves(masters: bool) -> N
     np.testing.assert_allclose(state.slots["a/grad"]["w"], 5 * (w + 1), rtol=1e-6)
 
 
-def test_value_and_grad_in_master_weights_rounds_params() -> None:
+def test_value_and_grad_in_master_weights_rounds_params():
     optimizer = jstep.master_weights(recording({}))
     params = {"w": jnp.array([1.0, 2.0], jnp.bfloat16), "v": jnp.bfloat16(0.5), "n": jnp.int32(1)}
     state = jstep.TrainState.create(params, optimizer)
@@ -103,8 +100,8 @@ def test_value_and_grad_in_master_weights_rounds_params() -> None:
     assert float(state.slots["there"]) == float(loss_fn({"w": jnp.array([2.0, 3.0]), "v": jnp.float32(1.5)}, X))
 
 
-def test_value_and_grad_has_no_side_effects() -> None:
-    def counted(params: Any, model_state: Any, x: Any, rng: Any) -> Any:
+def test_value_and_grad_has_no_side_effects():
+    def counted(params, model_state, x, rng):
         jstep.summary.scalar("seen", jnp.mean(x))
         noise = jax.random.normal(rng)
         return loss_fn(params, x) + noise, (model_state + 1, {"mine": noise})
@@ -119,15 +116,15 @@ def test_value_and_grad_has_no_side_effects() -> None:
     assert jstep.summary.merge_all() is None or not jax.tree.leaves(jstep.summary.merge_all())
 
 
-def test_key_depends_on_step_and_differs_from_the_loss_key() -> None:
-    def recording_key() -> jstep.Optimizer:
-        def update(updates: Any, slots: Any, params: Any, step: Any, context: jstep.Context) -> Any:
+def test_key_depends_on_step_and_differs_from_the_loss_key():
+    def recording_key():
+        def update(updates, slots, params, step, context):
             assert context.key is not None
             return jax.tree.map(lambda g: None, updates), {"key": jax.random.key_data(context.key)}
 
         return jstep.Optimizer(lambda p, step=0: {"key": jnp.zeros(2, jnp.uint32)}, update, lambda step: {}, True)
 
-    def loss(params: Any, x: Any, rng: Any) -> Any:
+    def loss(params, x, rng):
         return loss_fn(params, x), {"key": jax.random.key_data(rng).astype(jnp.float32)}
 
     keys = []
@@ -141,13 +138,13 @@ def test_key_depends_on_step_and_differs_from_the_loss_key() -> None:
             assert n > 1 or not np.array_equal(keys[-1].astype(np.float32), metrics["key"])
     np.testing.assert_array_equal(keys[:2], keys[2:])
     assert not np.array_equal(keys[0], keys[1])
-    seen: dict[str, Any] = {}
+    seen = {}
     jstep.minimize(loss_fn, recording(seen))(jstep.TrainState.create(PARAMS, recording({})), X)
     assert seen["context"].key is None
 
 
-def test_apply_gradients_passes_the_context() -> None:
-    seen: dict[str, Any] = {}
+def test_apply_gradients_passes_the_context():
+    seen = {}
     optimizer = jstep.skip_nonfinite(jstep.scope("s", recording(seen)))
     state = jstep.TrainState.create(PARAMS, optimizer)
     grads = {"w": jnp.ones(2), "v": jnp.float32(1.0), "n": None}
@@ -158,4 +155,4 @@ def test_apply_gradients_passes_the_context() -> None:
     jstep.apply_gradients(state, grads, optimizer, context=jstep.Context(loss=jnp.float32(3.0)))
     assert float(seen["context"].loss) == 3
     with pytest.raises(TypeError, match=r"context: must be a jstep.Context or None, got a float"):
-        jstep.apply_gradients(state, grads, optimizer, context=3.0)  # type: ignore[arg-type]
+        jstep.apply_gradients(state, grads, optimizer, context=3.0)

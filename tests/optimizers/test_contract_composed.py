@@ -1,8 +1,5 @@
 """Every optimizer in combination: skipped steps, restarts, partitions."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from contract import (
@@ -27,7 +24,7 @@ STEP_INDEPENDENT = [name for name, entry in TABLE.items() if not entry.by_step]
 
 
 @for_each([name for name in STEP_INDEPENDENT if "last_finite_step" not in TABLE[name].scalars])
-def test_a_skipped_step_changes_only_counters(name: str) -> None:
+def test_a_skipped_step_changes_only_counters(name):
     optimizer = jstep.skip_nonfinite(make_optimizer(name))
     step = compile_step(optimizer)
     a = b = jstep.TrainState.create(PARAMS, optimizer)
@@ -45,7 +42,7 @@ def test_a_skipped_step_changes_only_counters(name: str) -> None:
 
 
 @each_optimizer
-def test_resume_is_bitwise(name: str, tmp_path: Path) -> None:
+def test_resume_is_bitwise(name, tmp_path):
     optimizer, step = make_optimizer(name), compiled_step(name)
     state = jstep.TrainState.create(PARAMS, optimizer)
     uninterrupted = state
@@ -62,8 +59,8 @@ def test_resume_is_bitwise(name: str, tmp_path: Path) -> None:
 
 
 @for_each(TABLE, ["adam"])
-def test_partition_with_labels_that_share_a_prefix(name: str) -> None:
-    def by_path(path: str, leaf: Any) -> str | None:
+def test_partition_with_labels_that_share_a_prefix(name):
+    def by_path(path, leaf):
         return None if path == "b/scalar" else "net" if path == "a" else "net/deep"
 
     optimizer = jstep.partition({"net": make_optimizer(name), "net/deep": make_optimizer(name)}, by_path)

@@ -1,7 +1,5 @@
 """Donated updates of every optimizer have no temporaries of the size of the parameters."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from contract import for_each, make_optimizer
@@ -13,12 +11,12 @@ LEAVES, LEAF = 8, (256, 256)
 BYTES = LEAVES * 4 * 256 * 256
 
 
-def abstract(optimizer: jstep.Optimizer) -> tuple[Any, Any]:
+def abstract(optimizer):
     params = {f"{i}{'ab'[i % 2]}": jax.ShapeDtypeStruct(LEAF, jnp.float32) for i in range(LEAVES)}
     return jax.eval_shape(lambda p: jstep.TrainState.create(p, optimizer), params), params
 
 
-def max_temporaries(name: str) -> float:
+def max_temporaries(name):
     """Return how many copies of the parameters an update may need, as measured for each version of XLA.
 
     XLA of jaxlib 0.10.0 and 0.10.1 materializes gradients that later versions fuse into their consumers, in 35 of the
@@ -30,7 +28,7 @@ def max_temporaries(name: str) -> float:
 
 
 @for_each(TABLE, ["adam"])
-def test_donated_update_has_no_temporary_of_the_size_of_params(name: str) -> None:
+def test_donated_update_has_no_temporary_of_the_size_of_params(name):
     """Gradients are passed in, so that only the temporaries of the update itself remain."""
     optimizer = make_optimizer(name)
     state, params = abstract(optimizer)

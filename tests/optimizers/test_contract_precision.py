@@ -1,7 +1,5 @@
 """Every optimizer in float64, float16 and bfloat16."""
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ import jstep
 
 @pytest.mark.usefixtures("x64")
 @for_each(TABLE, ["adam"])
-def test_x64_keeps_float64_and_float32_apart(name: str) -> None:
+def test_x64_keeps_float64_and_float32_apart(name):
     optimizer = make_optimizer(name)
     params = {"a": np.array([1.0, 2.0]), "b": np.array([3.0], np.float32)}
     before = jstep.TrainState.create(params, optimizer)
@@ -31,7 +29,7 @@ def test_x64_keeps_float64_and_float32_apart(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @for_each(TABLE, ["adam", "stochastic_rounding"])
-def test_low_precision_params_are_updated_in_float32(name: str, dtype: Any) -> None:
+def test_low_precision_params_are_updated_in_float32(name, dtype):
     """One update of a low-precision leaf is the float32 update, rounded once."""
     optimizer = make_optimizer(name)
     low, grad = jnp.array([1.0, -2.0, 0.375], dtype), jnp.array([0.5, 0.03125, -4.0], dtype)

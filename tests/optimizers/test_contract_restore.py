@@ -25,7 +25,7 @@ def restored_in_part(directory, target):
 
 
 @for_each(TABLE, ["adam"])
-def test_a_partial_restore_of_parameters_is_a_state_made_of_them(name: str, tmp_path) -> None:
+def test_a_partial_restore_of_parameters_is_a_state_made_of_them(name, tmp_path):
     optimizer = make_optimizer(name)
     want = jstep.TrainState.create(trained_params(), optimizer, global_step=STEP)
     target = jstep.TrainState.create(mixed_params(), optimizer, global_step=STEP)

@@ -23,7 +23,7 @@ import jstep
 
 
 @each_optimizer
-def test_slot_names_and_initial_values(name: str) -> None:
+def test_slot_names_and_initial_values(name):
     entry, params = TABLE[name], mixed_params()
     state = jstep.TrainState.create(params, make_optimizer(name), 7)
     assert tuple(jstep.get_slot_names(state)) == entry.slots
@@ -37,7 +37,7 @@ def test_slot_names_and_initial_values(name: str) -> None:
         check_slot(state, slot, initial)
 
 
-def check_slot(state: jstep.TrainState, slot: str, initial: float | str) -> None:
+def check_slot(state, slot, initial):
     floats = {"a", "b/a", "b/scalar", "half"}
     seen = set()
     for path in ("a", "b/a", "b/scalar", "half", "count", "flags", "key", "b/none"):
@@ -63,7 +63,7 @@ def check_slot(state: jstep.TrainState, slot: str, initial: float | str) -> None
 
 
 @each_optimizer
-def test_structure_dtype_and_untrained_leaves_are_unchanged(name: str) -> None:
+def test_structure_dtype_and_untrained_leaves_are_unchanged(name):
     optimizer = make_optimizer(name)
     before = jstep.TrainState.create(mixed_params(), optimizer)
     step, after = compiled_step(name), before
@@ -79,7 +79,7 @@ def test_structure_dtype_and_untrained_leaves_are_unchanged(name: str) -> None:
 
 
 @for_each(TABLE, FEW)
-def test_update_is_pure_and_the_same_under_jit(name: str) -> None:
+def test_update_is_pure_and_the_same_under_jit(name):
     optimizer = make_optimizer(name)
     before = jstep.TrainState.create(mixed_params(), optimizer)
     copy = jax.tree.map(lambda x: x.copy(), before)
@@ -92,7 +92,7 @@ def test_update_is_pure_and_the_same_under_jit(name: str) -> None:
 
 
 @each_optimizer
-def test_a_leaf_without_gradient_keeps_value_and_slots(name: str) -> None:
+def test_a_leaf_without_gradient_keeps_value_and_slots(name):
     step = compiled_step(name)
     before = step(jstep.TrainState.create(mixed_params(), make_optimizer(name)), mixed_gradients())
     grads = mixed_gradients(2.0)
@@ -110,7 +110,7 @@ def test_a_leaf_without_gradient_keeps_value_and_slots(name: str) -> None:
 
 
 @for_each(TABLE, FEW)
-def test_gradients_of_another_precision_are_accepted(name: str) -> None:
+def test_gradients_of_another_precision_are_accepted(name):
     optimizer = make_optimizer(name)
     state = jstep.TrainState.create({"a": jnp.ones(2)}, optimizer)
     new = jstep.apply_gradients(state, {"a": jnp.ones(2, jnp.bfloat16)}, optimizer)

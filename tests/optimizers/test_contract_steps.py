@@ -1,7 +1,6 @@
 """Every optimizer in a compiled step: hyperparameters, one compilation, vmap, scan, derivatives, convergence."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import jstep
 
 
 @each_optimizer
-def test_hyperparameters_are_named_and_scheduled(name: str) -> None:
+def test_hyperparameters_are_named_and_scheduled(name):
     entry = TABLE[name]
     optimizer = make_optimizer(name, lambda step: 0.5 / (1.0 + jnp.asarray(step).astype(jnp.float32)))
     values = optimizer.hyperparameters(3)
@@ -29,11 +28,11 @@ def test_hyperparameters_are_named_and_scheduled(name: str) -> None:
 
 
 @functools.lru_cache(maxsize=2)
-def compiled_training(name: str) -> tuple[jstep.Optimizer, Any, list[int]]:
+def compiled_training(name):
     """Return an optimizer, its compiled step, and a list that grows with each trace of the loss."""
     traces = []
 
-    def loss(params: Any, x: jax.Array) -> jax.Array:
+    def loss(params, x):
         traces.append(1)
         return jnp.mean((params["a"] @ x - params["b"]) ** 2)
 
@@ -45,7 +44,7 @@ XS = np.random.default_rng(0).normal(size=(5, 3, 4)).astype(np.float32)
 
 
 @for_each(TABLE, FEW)
-def test_steps_compile_once(name: str, compilations: Any) -> None:
+def test_steps_compile_once(name, compilations):
     optimizer, step, traces = compiled_training(name)
     # The weak types of Python numbers and NumPy arrays must not cause a second compilation.
     state = jstep.TrainState.create({"a": np.ones(3, np.float32), "b": 2.0}, optimizer)
@@ -60,13 +59,13 @@ def test_steps_compile_once(name: str, compilations: Any) -> None:
     assert all(value.shape == () for value in metrics.values())
 
 
-def quadratic(params: Any) -> jax.Array:
+def quadratic(params):
     a, b = params["a"], params["b"]
     return 0.5 * jnp.sum(jnp.array([1.0, 3.0, 10.0]) * (a - jnp.array([1.0, -2.0, 0.5])) ** 2) + (b - 3.0) ** 2
 
 
 @for_each([name for name, entry in TABLE.items() if entry.steps], FEW)
-def test_converges_on_a_quadratic(name: str) -> None:
+def test_converges_on_a_quadratic(name):
     entry = TABLE[name]
     optimizer = entry.make(entry.rate)
     step = jstep.minimize(quadratic, optimizer, jit=False)
@@ -77,13 +76,13 @@ def test_converges_on_a_quadratic(name: str) -> None:
 
 
 @for_each(TABLE, ["adam"])
-def test_vmap_over_learning_rates(name: str) -> None:
+def test_vmap_over_learning_rates(name):
     params, grads = (
         {"a": jnp.array([1.0, 2.0]), "b": jnp.float32(3)},
         {"a": jnp.array([0.5, -1.0]), "b": jnp.float32(2)},
     )
 
-    def two_updates(rate: Any) -> Any:
+    def two_updates(rate):
         optimizer = make_optimizer(name, rate)
         state = jstep.TrainState.create(params, optimizer)
         for _ in range(2):
@@ -100,8 +99,8 @@ def test_vmap_over_learning_rates(name: str) -> None:
 
 
 @for_each([name for name, entry in TABLE.items() if entry.slope], ["adam"])
-def test_learning_rate_can_be_differentiated(name: str) -> None:
-    def after(rate: jax.Array) -> jax.Array:
+def test_learning_rate_can_be_differentiated(name):
+    def after(rate):
         optimizer = make_optimizer(name, rate)
         state = jstep.TrainState.create({"a": jnp.array([1.0, 2.0])}, optimizer)
         for g in (0.5, 0.25):

@@ -1,7 +1,5 @@
 """`from_direction`, its errors, and the one form of rules: values by attribute and by name."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,20 +16,20 @@ import jstep
         (lambda g, p, s, h: (s.v, {}), {}, r"v: must be one of \['m'\]"),
     ],
 )
-def test_a_missing_value_is_named(direction: Any, hyper: dict[str, Any], message: str) -> None:
+def test_a_missing_value_is_named(direction, hyper, message):
     optimizer = jstep.from_direction("new", direction, {"m": 0.0}, {"learning_rate": 0.1, **hyper})
     state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
     with pytest.raises(AttributeError, match=message):
         jstep.apply_gradients(state, {"w": jnp.ones(2)}, optimizer)
 
 
-def _average(g: Any, p: Any, s: Any, h: Any) -> Any:
+def _average(g, p, s, h):
     m = h.beta1 * s.m + (1 - h.beta1) * g
     return jnp.sign(m), {"m": m}
 
 
 @pytest.mark.parametrize(("mask", "w", "b"), [(None, -0.45, -0.45), (["w"], -0.45, -0.5)])
-def test_a_plain_weight_decay_applies_to_the_leaves_of_the_mask(mask: Any, w: float, b: float) -> None:
+def test_a_plain_weight_decay_applies_to_the_leaves_of_the_mask(mask, w, b):
     hyper = {"learning_rate": jstep.held("learning_rate", 0.5), "beta1": 0.5, "weight_decay": 0.1}
     optimizer = jstep.from_direction("new", _average, {"m": 0.0}, hyper, weight_decay_mask=mask)
     assert repr(optimizer).startswith("from_direction('new', _average, {'m': 0.0}, {")
@@ -53,7 +51,7 @@ RULES = {
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("name", RULES)
-def test_values_are_attributes_and_those_of_a_dict(name: str, sparse: bool) -> None:
+def test_values_are_attributes_and_those_of_a_dict(name, sparse):
     optimizer = jstep.leafwise(RULES[name], hyper={"rate": 0.5}, slots={"m": 1.0}, finished=True)
     state = jstep.TrainState.create({"w": jnp.zeros((2, 3))}, optimizer)
     gradient = jnp.full((2, 3), 2.0)

@@ -54,7 +54,7 @@ RMSPROP = partial(Case, jstep.rmsprop, reference.rmsprop, RMS)
 CENTERED = partial(Case, jstep.rmsprop, reference.rmsprop_centered, RMS | {"mg": 0.0}, static={"centered": True})
 
 
-def ftrl_case(accum: float = 0.1, **changes: Any) -> Case:
+def ftrl_case(accum=0.1, **changes):
     slots = {"accum": accum, "linear": 0.0}
     return Case(jstep.ftrl, reference.ftrl, slots, OF_FTRL | changes, {"initial_accumulator_value": accum})
 
@@ -102,11 +102,11 @@ CASES = {
 }
 
 
-def table_schedule(table: np.ndarray) -> Callable[[Any], jax.Array]:
+def table_schedule(table):
     return lambda step: jnp.asarray(table)[step]
 
 
-def build(case: Case) -> jstep.Optimizer:
+def build(case):
     given = {name: value for name, value in case.hyper.items() if name not in case.defaults}
     return case.make(
         **{name: table_schedule(v) if isinstance(v, np.ndarray) else v for name, v in given.items()}, **case.static
@@ -117,15 +117,13 @@ STEPS = 12
 SHAPES = {"a": (3,), "b": {"c": (2, 2), "d": ()}}
 
 
-def random_tree(rng: np.random.Generator, dtype: Any) -> Any:
+def random_tree(rng, dtype):
     return jax.tree.map(
         lambda shape: np.asarray(rng.normal(size=shape)).astype(dtype), SHAPES, is_leaf=lambda x: isinstance(x, tuple)
     )
 
 
-def run(
-    optimizers: dict[str, jstep.Optimizer], params: Any, gradients: list[Any], first_step: int, start_step: int
-) -> tuple[dict[str, jstep.TrainState], list[dict[str, Any]]]:
+def run(optimizers, params, gradients, first_step, start_step):
     """Return the last state of each optimizer, and the parameters of all after each step, from one program."""
     states = {
         name: jstep.TrainState.create(params, optimizer, start_step).replace(
@@ -135,7 +133,7 @@ def run(
     }
 
     @jax.jit
-    def step(states: Any, grads: Any) -> Any:
+    def step(states, grads):
         return {name: jstep.apply_gradients(state, grads, optimizers[name]) for name, state in states.items()}
 
     path = []
@@ -145,13 +143,7 @@ def run(
     return states, path
 
 
-def check(
-    cases: dict[str, Case],
-    dtype: Any,
-    tolerance: dict[str, float],
-    first_step: int = 0,
-    start_step: int = 0,
-) -> None:
+def check(cases, dtype, tolerance, first_step=0, start_step=0):
     rng = np.random.default_rng(7)
     params = random_tree(rng, dtype)
     gradients = [random_tree(rng, dtype) for _ in range(STEPS)]
@@ -184,13 +176,13 @@ SINGLE = {"rtol": 2e-4, "atol": 2e-5}
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("part", range(4))
-def test_trajectories_in_float64(part: int) -> None:
+def test_trajectories_in_float64(part):
     check({name: CASES[name] for name in sorted(CASES)[part::4]}, np.float64, EXACT)
 
 
 @pytest.mark.thorough(except_for=["ftrl-everything-scheduled"])
 @pytest.mark.parametrize("name", CASES)
-def test_trajectory_in_float32(name: str) -> None:
+def test_trajectory_in_float32(name):
     check({name: CASES[name]}, np.float32, SINGLE)
 
 
@@ -198,12 +190,12 @@ def test_trajectory_in_float32(name: str) -> None:
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("first_step", "start_step"), [(40, 40), (40, 33), (40, 0)])
 @pytest.mark.parametrize("name", ["adam", "adam-all-scheduled", "rmsprop-centered-scheduled", "ftrl-everything"])
-def test_age_counts_from_start_step(name: str, first_step: int, start_step: int) -> None:
+def test_age_counts_from_start_step(name, first_step, start_step):
     check({name: CASES[name]}, np.float64, EXACT, first_step, start_step)
 
 
 @pytest.mark.usefixtures("x64")
-def test_adam_bias_correction_at_a_large_age() -> None:
+def test_adam_bias_correction_at_a_large_age():
     """β2^t is computed as a power of the step, so that it is as precise at age ten million as at age ten."""
     p, g = np.array([1.0]), np.array([0.5])
     optimizer = jstep.adam(0.1, 0.9, 1 - 1e-7)
@@ -214,7 +206,7 @@ def test_adam_bias_correction_at_a_large_age() -> None:
     np.testing.assert_allclose(new.params["w"], expected, rtol=1e-7)
 
 
-def test_float32_adam_keeps_one_minus_beta2_exact() -> None:
+def test_float32_adam_keeps_one_minus_beta2_exact():
     """In float32, 1 − 0.999 is wrong by 5e-5; the slots must not be."""
     optimizer = jstep.adam(0.1)
     state = jstep.apply_gradients(
@@ -226,10 +218,10 @@ def test_float32_adam_keeps_one_minus_beta2_exact() -> None:
 
 
 # Computed by hand from the equations, which checks the reference too.
-def test_first_updates_computed_by_hand() -> None:
+def test_first_updates_computed_by_hand():
     one = {"w": np.float32(1)}
 
-    def first(optimizer: jstep.Optimizer) -> float:
+    def first(optimizer):
         state = jstep.TrainState.create(one, optimizer)
         return float(jstep.apply_gradients(state, {"w": np.float32(2)}, optimizer).params["w"])
 

@@ -2,7 +2,6 @@
 
 import functools
 import types
-from typing import Any
 
 import equations
 import jax
@@ -28,7 +27,7 @@ MASK = list(DECAYED)
 MOVING = {"beta1": RISING, "beta2": RISING, "epsilon": 1e-3}
 FREE = {"beta1": 0.9, "weight_lr_power": 2.0, "r": 0.0}
 
-CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
+CASES = {
     # name: constructor of jstep, equation, hyperparameters of both (arrays are schedules), arguments of jstep only
     "adamw-scheduled": (jstep.adamw, equations.adamw, MOVING, {}),
     "lion-scheduled": (jstep.lion, equations.lion, {"beta1": RISING, "beta2": RISING}, {}),
@@ -55,7 +54,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def adafactor_like(static: dict[str, Any]) -> Any:
+def adafactor_like(static):
     """Return the equation with the settings that jstep gets by keywords."""
     settings = {"factor": 3, "relative": "relative_step" in static, "scales": "scale_parameter" not in static}
     return lambda g, p, s, h: equations.adafactor(g, p, s, types.SimpleNamespace(**vars(h), **settings))
@@ -71,19 +70,19 @@ for _name, _hyper, _static in (
     CASES[_name] = (jstep.adafactor, adafactor_like(_static), _hyper, _static | {"min_dim_size_to_factor": 3})
 
 
-def scheduled(values: dict[str, Any]) -> dict[str, Any]:
+def scheduled(values):
     """Return hyperparameters of jstep: arrays become schedules."""
     return {key: table_schedule(value) if isinstance(value, np.ndarray) else value for key, value in values.items()}
 
 
-def with_decay_and_mask(name: str) -> tuple[jstep.Optimizer, Any, dict[str, Any]]:
+def with_decay_and_mask(name):
     """Return optimizer, equation and its hyperparameters: rate and weight decay are schedules; `c` does not decay."""
     make, rule, hyper, static = CASES[name]
     decay = scheduled({"weight_decay": DECAY}) | {"weight_decay_mask": MASK}
     return make(table_schedule(RATE), **decay, **scheduled(hyper), **static), rule, {"lr": RATE, "wd": DECAY, **hyper}
 
 
-MORE_CASES: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+MORE_CASES = {
     "adadelta-scheduled": (jstep.adadelta, equations.adadelta, {"rho": RISING, "epsilon": 1e-3}, "lr"),
     "signum": (jstep.signum, equations.signum, {"beta": RISING}, "lr"),
     "madgrad-scheduled": (
@@ -97,7 +96,7 @@ MORE_CASES: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
 }
 
 
-def more(name: str) -> tuple[jstep.Optimizer, Any, dict[str, Any]]:
+def more(name):
     """Return optimizer, equation and its hyperparameters."""
     make, rule, hyper, changing = MORE_CASES[name]
     given, values = scheduled(hyper), hyper | {"lr": RATE if "lr" in changing else 0.05}
@@ -112,17 +111,17 @@ STEPS, PARTS = 6, 3
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_a_few_steps_of_each_in_one_program(part: int) -> None:
+def test_a_few_steps_of_each_in_one_program(part):
     known = {name: with_decay_and_mask(name) for name in CASES} | {name: more(name) for name in MORE_CASES}
     some = {name: known[name] for name in sorted(known)[part::PARTS]}
     params = jax.tree.map(jnp.float32, initial_params())
     states = {name: jstep.TrainState.create(params, optimizer) for name, (optimizer, _, _) in some.items()}
 
     @jax.jit
-    def step(states: Any, grads: Any) -> Any:
+    def step(states, grads):
         return {name: jstep.apply_gradients(state, grads, some[name][0]) for name, state in states.items()}
 
-    found: list[Any] = []
+    found = []
     for n in range(STEPS):
         states = step(states, jax.tree.map(jnp.float32, gradients(n)))
         found.append({name: state.params for name, state in states.items()})
@@ -136,7 +135,7 @@ MATRICES = {"a": (3, 4), "b": (4, 3), "c": (4, 4)}
 @pytest.mark.thorough(except_for=["None-True"])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("scale", ["rms", "original", None])
-def test_muon(nesterov: bool, scale: Any) -> None:
+def test_muon(nesterov, scale):
     factors = {
         "rms": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
         "original": lambda rows, columns: max(1, columns / rows) ** 0.5,
@@ -156,3 +155,20 @@ def test_muon(nesterov: bool, scale: Any) -> None:
     assert_close(
         run_jstep(optimizer, MATRICES)[0], run_equation(equations.muon, values, MATRICES), rtol=1e-3, atol=1e-4
     )
+
+
+# MADGRAD: its initial parameters, low precision and missing gradients.
+
+HYPER = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0, "epsilon": 1e-6}
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_initial_params_survive_donation(copy):
+    optimizer = jstep.madgrad(0.05)
+    params = jax.tree.map(jnp.float32, initial_params())
+    state = jstep.TrainState.create(params, optimizer, copy=copy)
+    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0)
+    for n in range(3):
+        state = step(state, jax.tree.map(jnp.float32, gradients(n)))
+    jax.tree.map(np.testing.assert_array_equal, state.slots["initial"], jax.tree.map(np.float32, initial_params()))
+    assert_close([state.params], run_equation(equations.madgrad, HYPER)[2:3])

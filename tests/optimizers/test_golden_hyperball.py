@@ -1,7 +1,5 @@
 """Hyperball and NorMuon recipes as chains, compared over 30 steps with their float64 equations (equations.py)."""
 
-from typing import Any
-
 import equations
 import jax
 import jax.numpy as jnp
@@ -17,15 +15,15 @@ RATE = np.linspace(0.05, 0.005, STEPS)
 DECAY = np.linspace(0.1, 0.3, STEPS)
 
 
-def schedule(values: np.ndarray) -> Any:
+def schedule(values):
     return lambda step: jnp.asarray(values)[step]
 
 
-def nesterov() -> jstep.Optimizer:
+def nesterov():
     return jstep.trace(0.95, use_nesterov=True)
 
 
-def normuon(over: Any) -> jstep.Optimizer:
+def normuon(over):
     return jstep.chain(
         nesterov(),
         jstep.orthogonalize(scale="original"),
@@ -35,7 +33,7 @@ def normuon(over: Any) -> jstep.Optimizer:
     )
 
 
-def normuonh(over: Any) -> jstep.Optimizer:
+def normuonh(over):
     return jstep.chain(
         nesterov(),
         jstep.orthogonalize(scale=None),
@@ -45,7 +43,7 @@ def normuonh(over: Any) -> jstep.Optimizer:
 
 
 SHARED = {"lr": RATE, "momentum": 0.95, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8}
-CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+CASES = {
     "AdamH": (
         lambda: jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(schedule(RATE))),
         equations.adamh,
@@ -65,7 +63,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 @pytest.mark.thorough(except_for=["NorMuonH-short"])
 @pytest.mark.parametrize("name", CASES)
-def test_chains_match_their_equations(name: str) -> None:
+def test_chains_match_their_equations(name):
     """In float64, where the rounding errors that the iteration amplifies do not matter."""
     make, rule, more = CASES[name]
     expected = run_equation(rule, SHARED | more, MATRICES, STEPS)

@@ -1,7 +1,6 @@
 """Trajectories compared with Optax, and with those of torch, schedulefree and pytorch_optimizer that are stored."""
 
 import functools
-from typing import Any
 
 import library_references as references
 import optax
@@ -27,7 +26,7 @@ DECAYING = {"weight_decay": WD, "weight_decay_mask": MASK}
 OPTAX_DECAY = {"weight_decay": WD, "mask": OPTAX_MASK}
 
 
-BY_OPTAX: dict[str, tuple[Any, Any]] = {
+BY_OPTAX = {
     "lion": (lambda: jstep.lion(LR, **DECAYING), lambda: optax.lion(LR, **OPTAX_DECAY)),
     "radam": (lambda: jstep.radam(LR, **ADAM), lambda: optax.radam(LR, **OPTAX_ADAM)),
     "radam-early": (
@@ -74,13 +73,13 @@ BY_OPTAX: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.thorough(except_for=["radam-early", "adafactor-without-rate", "adopt"])
 @pytest.mark.parametrize("name", BY_OPTAX)
-def test_matches_optax(name: str) -> None:
+def test_matches_optax(name):
     optimizer, reference = BY_OPTAX[name]
     assert_close(run_jstep(optimizer())[0], run_optax(reference()), rtol=1e-4, atol=1e-5)
 
 
 FREE = {"weight_lr_power": 2.0, "r": 0.5, "weight_decay": 0.1, "weight_decay_mask": MASK}
-STORED: dict[str, tuple[Any, dict[str, float]]] = {
+STORED = {
     # name in library_references.py: optimizer, tolerances besides those below
     "sgd": (lambda: jstep.sgd(LR, **DECAYING), {}),
     "sgd-momentum": (lambda: jstep.sgd(LR, 0.9, 0.3, **DECAYING), {}),
@@ -120,7 +119,7 @@ for _warmup, _power in ((0, 2.0), (0, 1.0), (4, 2.0), (4, 1.0)):
 
 @pytest.mark.thorough(except_for=["sgd-momentum", "prodigy-guard", "free-adamw-4-1.0"])
 @pytest.mark.parametrize("name", STORED)
-def test_matches_the_stored_trajectory(name: str) -> None:
+def test_matches_the_stored_trajectory(name):
     make, tolerances = STORED[name]
     want = references.stored(name)
     shapes = {leaf: values.shape for leaf, values in want[0].items()}
@@ -131,13 +130,13 @@ def test_matches_the_stored_trajectory(name: str) -> None:
     assert_close(found, want, **{"rtol": 1e-4, "atol": 1e-5, **tolerances})
 
 
-def test_each_reference_is_compared() -> None:
+def test_each_reference_is_compared():
     assert STORED.keys() == references.REFERENCES.keys()
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", STORED)
-def test_the_library_computes_the_stored_trajectory(name: str) -> None:
+def test_the_library_computes_the_stored_trajectory(name):
     for library in ("torch", "schedulefree", "pytorch_optimizer"):
         pytest.importorskip(library)
     assert_close(references.computed(name), references.stored(name), rtol=1e-5, atol=1e-6)

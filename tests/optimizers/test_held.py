@@ -1,7 +1,5 @@
 """Hyperparameters held in the state."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,15 +8,15 @@ import pytest
 import jstep
 
 
-def state_of(optimizer: Any, **kwargs: Any) -> Any:
+def state_of(optimizer, **kwargs):
     return jstep.TrainState.create({"w": jnp.array([1.0, 2.0])}, optimizer, **kwargs)
 
 
-def loss_fn(params: Any) -> Any:
+def loss_fn(params):
     return jnp.sum(params["w"])
 
 
-def test_get_and_set_without_recompilation(compilations: Any) -> None:
+def test_get_and_set_without_recompilation(compilations):
     optimizer = jstep.gradient_descent(jstep.held("learning_rate", 0.5))
     state = state_of(optimizer)
     assert state.slots["held/learning_rate"].dtype == jnp.float32
@@ -37,7 +35,7 @@ def test_get_and_set_without_recompilation(compilations: Any) -> None:
     assert isinstance(jstep.get_hyperparameter(state, "learning_rate"), float)
 
 
-def test_held_values_are_accepted_wherever_schedules_are() -> None:
+def test_held_values_are_accepted_wherever_schedules_are():
     optimizer = jstep.chain(
         jstep.clip_gradients(by_global_norm=jstep.held("clip", 10.0)),
         jstep.scope("deep", jstep.adam(jstep.held("rate", 0.1), beta2=jstep.held("b2", 0.99))),
@@ -58,7 +56,7 @@ def test_held_values_are_accepted_wherever_schedules_are() -> None:
     assert jstep.get_hyperparameter(again, "deep/rate") == pytest.approx(0.1)
 
 
-def test_unknown_names() -> None:
+def test_unknown_names():
     state = state_of(jstep.scope("embed", jstep.gradient_descent(jstep.held("rate", 0.5))))
     for act in (
         lambda: jstep.get_hyperparameter(state, "rate"),
@@ -72,7 +70,7 @@ def test_unknown_names() -> None:
         jstep.get_hyperparameter(None, "rate")
 
 
-def test_names_of_other_arguments_raise() -> None:
+def test_names_of_other_arguments_raise():
     with pytest.raises(ValueError, match=r"learning_rate holds .* named 'weight_decay'.*held\('learning_rate', …\)"):
         jstep.adamw(jstep.held("weight_decay", 0.1))
     jstep.adamw(
@@ -80,7 +78,7 @@ def test_names_of_other_arguments_raise() -> None:
     )  # each name appears once
 
 
-def test_held_values_of_a_population_are_arrays() -> None:
+def test_held_values_of_a_population_are_arrays():
     optimizer = jstep.scope("net", jstep.adam(jstep.held("rate", 0.5)))
     population = jax.vmap(lambda w: jstep.TrainState.create({"w": w}, optimizer))(jnp.ones((4, 2)))
     np.testing.assert_array_equal(jstep.get_hyperparameter(population, "net/rate"), np.full(4, 0.5))

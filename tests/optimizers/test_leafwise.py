@@ -1,7 +1,5 @@
 """`leafwise` with a rule that uses all of its features, and the helpers for custom optimizers."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,14 +16,14 @@ PARAMS = {
 }
 
 
-def grads_of(value: float = 1.0) -> Any:
+def grads_of(value=1.0):
     return jax.tree.map(lambda p: jnp.full_like(p, value) if jnp.issubdtype(p.dtype, jnp.floating) else None, PARAMS)
 
 
-TRACED: list[Any] = []
+TRACED = []
 
 
-def rule(g: Any, p: Any, slots: Any, h: Any) -> Any:
+def rule(g, p, slots, h):
     """A rule with slots that are copies, of other shapes, absent or of low precision; scalars, sums and flags."""
     TRACED.append((p.shape, h["decays"], h["axis"]))
     assert isinstance(h["rate"], float)
@@ -37,8 +35,8 @@ def rule(g: Any, p: Any, slots: Any, h: Any) -> Any:
     return -h["rate"] * h["d"] / h["size"] * decayed, new
 
 
-def engine(**changes: Any) -> jstep.Optimizer:
-    given: dict[str, Any] = {
+def engine(**changes):
+    given = {
         "hyper": {"rate": 0.5},
         "slots": {
             "z": jstep.Slot("copy"),
@@ -57,7 +55,7 @@ def engine(**changes: Any) -> jstep.Optimizer:
     return jstep.leafwise(rule, **(given | changes))
 
 
-def test_slots_of_every_kind() -> None:
+def test_slots_of_every_kind():
     optimizer = engine()
     state = jstep.TrainState.create(PARAMS, optimizer, 5)
     assert sorted(state.slots) == ["d", "m", "norm", "row", "start_step", "z"]
@@ -85,7 +83,7 @@ def test_slots_of_every_kind() -> None:
     assert float(state.slots["d"]) == 1.0
 
 
-def test_slots_of_other_params_raise_and_name_the_path() -> None:
+def test_slots_of_other_params_raise_and_name_the_path():
     optimizer = engine()
     state = jstep.TrainState.create(PARAMS, optimizer)
     other = {**PARAMS, "w": {"a": jnp.ones((4, 3)), "b": jnp.ones((2, 3), jnp.bfloat16)}}
@@ -96,8 +94,8 @@ def test_slots_of_other_params_raise_and_name_the_path() -> None:
         jstep.apply_gradients(state.replace(slots=row), grads_of(), optimizer)
 
 
-def test_custom_hyperparameters_are_checked_and_scheduled() -> None:
-    def sign(rate: Any) -> jstep.Optimizer:
+def test_custom_hyperparameters_are_checked_and_scheduled():
+    def sign(rate):
         return jstep.leafwise(lambda g, p, slots, h: (-h["rate"] * jnp.sign(g), {}), hyper={"rate": rate})
 
     for rate in (0.5, np.float32(0.5), jnp.float32(0.5), lambda step: 0.5, jstep.held("rate", 0.5)):
@@ -108,12 +106,12 @@ def test_custom_hyperparameters_are_checked_and_scheduled() -> None:
         sign("x")
 
 
-def test_map_leaves() -> None:
+def test_map_leaves():
     rows = jstep.IndexedSlices(jnp.ones((1, 3)), jnp.array([1]), (2, 3))
     grads = {**grads_of(), "w": {"a": rows, "b": None}}
     seen = {}
 
-    def leaf(path: str, p: Any, g: Any) -> Any:
+    def leaf(path, p, g):
         seen[path] = (p.dtype, g.shape)
         return -g
 
@@ -125,8 +123,8 @@ def test_map_leaves() -> None:
         jstep.map_leaves(leaf, PARAMS, {"c": 1.0})
 
 
-def test_invalid_results_of_a_rule_raise() -> None:
-    def updated(rule: Any) -> None:
+def test_invalid_results_of_a_rule_raise():
+    def updated(rule):
         optimizer = jstep.chain(jstep.leafwise(rule, hyper={"learning_rate": 0.1}, slots={"m": 0.0}))
         state = jstep.TrainState.create({"a": jnp.ones(2)}, optimizer)
         jstep.apply_gradients(state, {"a": jnp.ones(2)}, optimizer)

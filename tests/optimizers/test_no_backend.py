@@ -23,6 +23,6 @@ print("built", len(TABLE))
 
 
 @pytest.mark.thorough
-def test_building_optimizers_initializes_no_backend() -> None:
+def test_building_optimizers_initializes_no_backend():
     """With a platform that does not exist, any use of a device fails."""
     assert "built" in python("-c", CODE, JAX_PLATFORMS="none_such")

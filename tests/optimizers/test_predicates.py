@@ -1,7 +1,7 @@
 """Labels, masks and predicates receive the leaves of the state, even inside wrappers."""
 
-from collections.abc import Callable
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,19 +14,19 @@ PARAMS = {"low": jnp.ones((2, 2), jnp.bfloat16), "high": jnp.ones((2, 2)), "n": 
 GRADS = {"low": jnp.ones((2, 2), jnp.bfloat16), "high": jnp.ones((2, 2)), "n": None, "none": None}
 
 
-def is_low(path: str, leaf: Any) -> bool:
+def is_low(path, leaf):
     return leaf.dtype == jnp.bfloat16
 
 
-def by_dtype(path: str, leaf: Any) -> str | None:
+def by_dtype(path, leaf):
     return {"bfloat16": "low", "float32": "high"}.get(str(leaf.dtype))
 
 
-def partition_by_dtype() -> jstep.Optimizer:
+def partition_by_dtype():
     return jstep.partition({"low": jstep.gradient_descent(1.0), "high": jstep.gradient_descent(0.0)}, by_dtype)
 
 
-WRAPPERS: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
+WRAPPERS = {
     "masters": jstep.master_weights,
     "scoped": lambda one: jstep.master_weights(jstep.scope("s", one)),
     "guarded": lambda one: jstep.skip_nonfinite(jstep.master_weights(jstep.with_moving_average(one, EMA))),
@@ -37,7 +37,7 @@ WRAPPERS: dict[str, Callable[[jstep.Optimizer], jstep.Optimizer]] = {
 }
 EMA = jstep.ExponentialMovingAverage(0.5)
 # Each case subtracts 1 from `low` and does not change `high`.
-CASES: dict[str, Callable[[], jstep.Optimizer]] = {
+CASES = {
     "labels": partition_by_dtype,
     "labels-in-labels": lambda: jstep.partition(
         {"x": partition_by_dtype()}, lambda path, leaf: "x" if by_dtype(path, leaf) else None
@@ -50,7 +50,7 @@ CASES: dict[str, Callable[[], jstep.Optimizer]] = {
     "slots": lambda: jstep.leafwise(_slotted, hyper={}, slots={"m": jstep.Slot(shape=_shape)}),
 }
 # Each case calls its functions, which return the axes of a leaf or the radius, with a path and a leaf.
-AXES_CASES: dict[str, Callable[[Callable[..., tuple[int, int]]], jstep.Optimizer]] = {
+AXES_CASES = {
     "orthogonalize": lambda axes: jstep.orthogonalize(scale=None, axes=axes),
     "neurons": lambda axes: jstep.normalize_neurons(axes=axes),
     "hyperball-axes": lambda axes: jstep.on_hyperball(0.1, axes=axes),
@@ -60,23 +60,23 @@ AXES_CASES: dict[str, Callable[[Callable[..., tuple[int, int]]], jstep.Optimizer
 }
 
 
-def _decay_alone(updates: Any, params: Any, step: Any) -> Any:
+def _decay_alone(updates, params, step):
     """Return −(u − g): the term that decay added to gradients of 1."""
     return jax.tree.map(lambda u: 1 - u, updates)
 
 
-def _shape(path: str, leaf: Any) -> tuple[int, ...] | None:
+def _shape(path, leaf):
     return leaf.shape if is_low(path, leaf) else None
 
 
-def _slotted(g: Any, p: Any, slots: Any, h: Any) -> Any:
+def _slotted(g, p, slots, h):
     return (0 * g, {}) if slots["m"] is None else (-g, {"m": slots["m"] + 1})
 
 
 @pytest.mark.thorough(except_for=["slots-labels"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("case", CASES)
-def test_predicates_see_the_dtypes_of_the_state(case: str, wrapper: str) -> None:
+def test_predicates_see_the_dtypes_of_the_state(case, wrapper):
     optimizer = WRAPPERS[wrapper](CASES[case]())
     state = jstep.TrainState.create(PARAMS, optimizer)
     state = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))(state, GRADS)
@@ -87,10 +87,10 @@ def test_predicates_see_the_dtypes_of_the_state(case: str, wrapper: str) -> None
 @pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("case", AXES_CASES)
-def test_functions_of_axes_see_the_dtypes_of_the_state(case: str, wrapper: str) -> None:
-    seen: list[tuple[str, str]] = []
+def test_functions_of_axes_see_the_dtypes_of_the_state(case, wrapper):
+    seen = []
 
-    def axes(path: str, leaf: Any) -> tuple[int, int]:
+    def axes(path, leaf):
         seen.append((path, str(leaf.dtype)))
         return 0, 1
 
@@ -101,7 +101,7 @@ def test_functions_of_axes_see_the_dtypes_of_the_state(case: str, wrapper: str) 
     assert set(seen) == {("low", "bfloat16"), ("high", "float32")}
 
 
-def test_averages_and_trust_ratios_see_the_dtypes_of_the_state() -> None:
+def test_averages_and_trust_ratios_see_the_dtypes_of_the_state():
     optimizer = jstep.master_weights(jstep.with_moving_average(jstep.gradient_descent(0.1), EMA, is_low))
     averages = jstep.TrainState.create(PARAMS, optimizer).slots["ExponentialMovingAverage"]
     assert averages["high"] is None
@@ -111,3 +111,162 @@ def test_averages_and_trust_ratios_see_the_dtypes_of_the_state() -> None:
         state = jstep.apply_gradients(jstep.TrainState.create(PARAMS, lars), GRADS, lars)
         np.testing.assert_allclose(state.params["low"].astype(jnp.float32), 0.5, rtol=1e-2)
         np.testing.assert_allclose(state.params["high"], 0.0, atol=1e-6)
+
+
+# The labels of a partition as a tree: in the form of the parameters, or a prefix of it.
+
+
+class Net(NamedTuple):
+    policy: Any
+    value: Any
+
+
+def w():
+    return jnp.ones((2, 2))
+
+
+NET = Net({"w": w(), "b": jnp.ones(2)}, [w(), jnp.ones(2), None])
+
+
+def rates(params, labels, wrap=lambda optimizer: optimizer):
+    """How far each leaf moves: 1 with the label x, 2 with y, 0 if it is frozen."""
+    optimizer = wrap(jstep.partition({"x": jstep.sgd(1.0), "y": jstep.sgd(2.0)}, labels))
+    state = jstep.TrainState.create(params, optimizer)
+    moved = jstep.apply_gradients(state, jax.tree.map(jnp.ones_like, params), optimizer)
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(moved.params), strict=True)
+    return [round(float(jnp.max(jnp.abs(before - after)))) for before, after in pairs]
+
+
+@pytest.mark.parametrize(
+    ("params", "labels", "wanted"),
+    [
+        ({"a": w(), "b": w()}, {"a": "x", "b": "y"}, [1, 2]),
+        ([w(), w()], ["y", "x"], [2, 1]),
+        (NET, Net({"w": "x", "b": None}, ["y", "x", None]), [0, 1, 2, 1]),
+        (NET, Net(None, "x"), [0, 0, 1, 1]),
+        ({"a": w(), "b": w()}, "y", [2, 2]),
+        (w(), "x", [1]),
+    ],
+)
+def test_each_leaf_has_the_label_of_the_tree(params, labels, wanted):
+    assert rates(params, labels) == wanted
+    assert rates(params, labels, lambda one: jstep.chain(jstep.clip_gradients(by_global_norm=1e9), one)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("labels", "error", "text"),
+    [
+        ({"a": "x", "b": {"c": "y"}}, ValueError, "must have the structure of params"),
+        ({"a": "x", "b": "z"}, ValueError, "labels: the leaf at 'b' has 'z', must be one of"),
+        (None, TypeError, "labels=None: must be a function .* or a tree of labels"),
+        (True, TypeError, "labels=True"),
+    ],
+)
+def test_what_is_no_tree_of_labels(labels, error, text):
+    with pytest.raises(error, match=text):
+        rates({"a": w(), "b": w()}, labels)
+
+
+# Weight decay that differs from leaf to leaf: mappings, and masks that select nothing.
+
+PARAMS_OF_DECAY = {"a": jnp.float32(2.0), "ab": jnp.float32(2.0), "c": {"d": jnp.float32(2.0)}}
+BLOCKS = {
+    "add_weight_decay": lambda *args: jstep.chain(jstep.add_weight_decay(*args), jstep.scale_by_learning_rate(1.0)),
+    "decay_weights": lambda *args: jstep.chain(jstep.gradient_descent(0.0), jstep.decay_weights(*args)),
+    "cautious": lambda *args: jstep.chain(jstep.gradient_descent(1e-9), jstep.decay_weights(*args, cautious=True)),
+}
+
+
+def decayed(optimizer, step=0):
+    """Return the fraction by which an update reduced each weight."""
+    state = jstep.TrainState.create(PARAMS_OF_DECAY, optimizer, global_step=step)
+    train_step = jstep.minimize(lambda params: 1e-9 * sum(jax.tree.leaves(params)), optimizer)
+    state, _ = train_step(state)
+    return [round(float(1 - new / 2), 6) for new in jax.tree.leaves(state.params)]
+
+
+@pytest.mark.thorough(except_for=["add_weight_decay"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_forms_of_decay_and_mask(block):
+    make = BLOCKS[block]
+    cases = [
+        ((0.1,), [0.1, 0.1, 0.1]),
+        ((0.1, {"a": 2.0, "ab": 0.5, "c/d": 0.0}), [0.2, 0.05, 0.0]),
+        ((0.1, {"a": np.float32(2.0), "a*": 3.0}), [0.2, 0.3, 0.1]),
+        (({"a": 0.1, "c/*": 0.3},), [0.1, 0.0, 0.3]),
+        (({"a": 0.1, "*": 0.2}, {"a": 2.0, "c/d": 0.5}), [0.2, 0.2, 0.1]),
+        (({"a": 0.1, "*": 0.2}, ["a", "c/d"]), [0.1, 0.0, 0.2]),
+        (({"a": jstep.linear(0.0, 1.0, 10), "ab": 0.2},), [0.4, 0.2, 0.0]),
+        ((0.1, {"a": True, "ab": False, "c": {"d": True}}), [0.1, 0.0, 0.1]),
+        ((0.1, {"a": True, "ab": False, "c": True}), [0.1, 0.0, 0.1]),
+    ]
+    for args, expected in cases:
+        assert decayed(make(*args), step=4) == expected, args
+
+
+@pytest.mark.thorough(except_for=["decay_weights"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_held_decay_and_partition(block):
+    make = BLOCKS[block]
+    assert decayed(make({"a": jstep.held("wd", 0.1)}, {"a": 2.0})) == [0.2, 0.0, 0.0]
+    half = make(0.1, {"a": 2.0, "ab": 3.0})
+    optimizer = jstep.partition({"x": half, "y": half}, lambda path, leaf: "x" if path == "a" else "y")
+    assert decayed(optimizer) == [0.2, 0.3, 0.1]
+
+
+def test_hyperparameters_are_reported_by_entry():
+    optimizer = jstep.chain(jstep.gradient_descent(1.0), jstep.decay_weights({"a": 0.1, "c/*": 0.2}))
+    assert set(optimizer.hyperparameters(0)) == {
+        "decoupled_weight_decay/a", "decoupled_weight_decay/c/*", "learning_rate"
+    }  # fmt: skip
+    assert set(jstep.add_weight_decay(0.1, {"a": 2.0}).hyperparameters(0)) == {"weight_decay"}
+
+
+# Averages, slow weights and schedule-free parameters are found in nested optimizers.
+
+PARAMS_OF_LOOKUP = {"a": jnp.float32(1.0), "b": jnp.float32(2.0)}
+GRADS_OF_LOOKUP = {"a": jnp.float32(1.0), "b": jnp.float32(1.0)}
+FREE = lambda: jstep.schedule_free_sgd(0.5)  # noqa: E731
+PARTS = {
+    "averages": (
+        lambda: jstep.with_moving_average(jstep.gradient_descent(0.5), EMA),
+        jstep.averaged_params,
+        "ExponentialMovingAverage",
+    ),
+    "slow": (lambda: jstep.lookahead(jstep.gradient_descent(0.5)), jstep.slow_params, "slow"),
+    "schedule-free": (FREE, jstep.schedule_free_params, "z"),
+}
+WRAPPERS_OF_LOOKUP = {
+    "scope": (lambda one: jstep.scope("s", one), "s/"),
+    "label": (
+        lambda one: jstep.partition({"x": one, "x/y": jstep.adam()}, lambda path, leaf: "x" if path == "a" else "x/y"),
+        "x/",
+    ),
+    "deep": (
+        lambda one: jstep.skip_nonfinite(
+            jstep.scope("s/t", jstep.partition({"x": one}, lambda path, leaf: "x" if path == "a" else None))
+        ),
+        "s/t/x/",
+    ),
+}
+
+
+def run_two_steps(optimizer):
+    state = jstep.TrainState.create(PARAMS_OF_LOOKUP, optimizer)
+    for _ in range(2):
+        state = jstep.apply_gradients(state, GRADS_OF_LOOKUP, optimizer)
+    return state
+
+
+@pytest.mark.thorough(except_for=["schedule-free"])
+@pytest.mark.parametrize("part", PARTS)
+def test_several_candidates_raise_and_are_listed(part):
+    make, extract, slot = PARTS[part]
+    candidates = [f"x/{slot}", f"x/y/{slot}"]
+    state = run_two_steps(
+        jstep.partition({"x": make(), "x/y": make()}, lambda path, leaf: "x" if path == "a" else "x/y")
+    )
+    with pytest.raises(ValueError, match=re.escape(f"several such slots, {sorted(candidates)}; give")):
+        extract(state)
+    np.testing.assert_allclose(extract(state, f"x/{slot}")["a"], extract(run_two_steps(make()))["a"])
+    np.testing.assert_array_equal(extract(state, f"x/{slot}")["b"], state.params["b"])

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import pathlib
 import sys
-from typing import Any
 
 import pytest
 
@@ -25,12 +24,12 @@ from jstep.slots.roles import roles_in
 FILE = pathlib.Path(__file__).with_name("roles_of_table.json")
 
 
-def roles_of(name: str) -> dict[str, str]:
+def roles_of(name):
     """Return the slots of an optimizer and each field of their roles, as texts without addresses."""
     optimizer = TABLE[name].make(0.1)
     params = {"w": jnp.ones((8, 4), jnp.bfloat16), "b": jnp.ones(4)}
     state = jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))
-    roles: Any = roles_in(state)
+    roles = roles_in(state)
     found = {"slots": str({path: (x.shape, str(x.dtype)) for path, x in _leaves(state.slots)})}
     for field in dataclasses.fields(roles):
         value = getattr(roles, field.name)
@@ -39,11 +38,11 @@ def roles_of(name: str) -> dict[str, str]:
     return found
 
 
-def _leaves(slots: Any) -> list[tuple[str, Any]]:
+def _leaves(slots):
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(slots)]
 
 
-def _text(value: Any) -> str:
+def _text(value):
     """A text of a value that is the same in each process: functions by their names, sets sorted."""
     if isinstance(value, set | frozenset):
         return f"{{{', '.join(sorted(map(_text, value)))}}}"
@@ -58,7 +57,7 @@ def _text(value: Any) -> str:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_the_roles_of_slots(name: str) -> None:
+def test_the_roles_of_slots(name):
     recorded = json.loads(FILE.read_text(encoding="utf-8")).get(name)
     assert roles_of(name) == recorded, "run python tests/optimizers/test_roles_of_table.py, and review the difference"
 

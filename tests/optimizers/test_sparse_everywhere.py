@@ -4,8 +4,6 @@ Repeated ids add up first, traced ids out of range are dropped, and rows that no
 bit for bit, unless the optimizer changes rows without a gradient by design (Adam's moments decay everywhere).
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +14,8 @@ import jstep
 
 ROWS, COLUMNS = 6, 3
 # Repeated, unused and no ids; out of range (compiled only) at both ends, with and without others.
-IDS: list[list[int]] = [[0, 2, 0], [3, 3, 3], [], [4, 0, 4]]
-OUTSIDE: list[list[int]] = [[0, 2, 0], [3, 9, 3], [-1, 5, 6], [7, 2**31 - 1, -2], [4, 0, 4]]
+IDS = [[0, 2, 0], [3, 3, 3], [], [4, 0, 4]]
+OUTSIDE = [[0, 2, 0], [3, 9, 3], [-1, 5, 6], [7, 2**31 - 1, -2], [4, 0, 4]]
 
 BLOCKS = {
     "by_value": lambda: jstep.clip_gradients(by_value=(-0.5, 0.5)),
@@ -48,7 +46,7 @@ WRAPPERS = {
 }
 
 
-def momentum() -> jstep.Optimizer:
+def momentum():
     return jstep.momentum(jstep.held("rate", 0.1), 0.9)
 
 
@@ -58,7 +56,7 @@ TABLE_BY_ROWS = (
     *("frozen", "scale_updates", "adaptive_clipping", "centralize_gradients", "normalize_gradients", "stateless"),
 )
 
-BY_ROWS: dict[str, Any] = {
+BY_ROWS = {
     **{f"block {name}": lambda make=make: jstep.chain(make(), momentum()) for name, make in BLOCKS.items()},
     **{f"wrapper {name}": lambda wrap=wrap: wrap(momentum()) for name, wrap in WRAPPERS.items()},
     **{name: lambda name=name: TABLE[name].make(0.1) for name in TABLE_BY_ROWS},
@@ -66,7 +64,7 @@ BY_ROWS: dict[str, Any] = {
 """Optimizers that change the named rows alone."""
 
 
-def gradients(n: int, ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
+def gradients(n, ids):
     """Return the rows of step n, and the dense gradient that they stand for."""
     values = np.random.default_rng(n).normal(size=(len(ids), COLUMNS)).astype(np.float32)
     dense = np.zeros((ROWS, COLUMNS))
@@ -76,12 +74,12 @@ def gradients(n: int, ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
     return values, dense
 
 
-def params(dtype: Any) -> dict[str, Any]:
+def params(dtype):
     numbers = np.random.default_rng(99).normal(size=(ROWS + 2, COLUMNS)).astype(np.float32)
     return {"table": jnp.asarray(numbers[:ROWS], dtype), "w": jnp.asarray(numbers[ROWS:], dtype)}
 
 
-def tables(state: Any) -> dict[str, np.ndarray]:
+def tables(state):
     """Return the table and its slots."""
     kept = {"params": state.params["table"]}
     others = ("gradient_", "ExponentialMovingAverage")  # averages keep approaching a row that stays where it is
@@ -90,8 +88,8 @@ def tables(state: Any) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf) for name, leaf in kept.items() if np.shape(leaf) == (ROWS, COLUMNS)}
 
 
-def run_sparse(optimizer: jstep.Optimizer, ids: list[list[int]], *, compiled: bool) -> list[Any]:
-    def step(state: Any, rows: Any, indices: Any, w: Any) -> Any:
+def run_sparse(optimizer, ids, *, compiled):
+    def step(state, rows, indices, w):
         table = jstep.IndexedSlices(rows, indices, (ROWS, COLUMNS))
         return jstep.apply_gradients(state, {"table": table, "w": w}, optimizer)
 
@@ -103,7 +101,7 @@ def run_sparse(optimizer: jstep.Optimizer, ids: list[list[int]], *, compiled: bo
     return states
 
 
-def run_dense(make: Any, ids: list[list[int]], *, by_rows: bool) -> list[dict[str, np.ndarray]]:
+def run_dense(make, ids, *, by_rows):
     """Run with dense gradients in float64; with `by_rows`, what is not named is put back after each step."""
     with jax.enable_x64(True):
         optimizer = make()
@@ -116,7 +114,7 @@ def run_dense(make: Any, ids: list[list[int]], *, by_rows: bool) -> list[dict[st
             if by_rows:
                 mask = np.isin(np.arange(ROWS), named)[:, None]
 
-                def put_back(old: Any, new: Any, mask: Any = mask) -> Any:
+                def put_back(old, new, mask=mask):
                     return jnp.where(mask, new, old) if np.shape(new) == (ROWS, COLUMNS) else new
 
                 new = jax.tree.map(put_back, state, new)
@@ -128,7 +126,7 @@ def run_dense(make: Any, ids: list[list[int]], *, by_rows: bool) -> list[dict[st
 @pytest.mark.thorough(except_for=["True-wrapper accumulating", "True-rmsprop"])
 @pytest.mark.parametrize("name", BY_ROWS)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_only_named_rows_change(name: str, compiled: bool) -> None:
+def test_only_named_rows_change(name, compiled):
     ids = OUTSIDE if compiled else IDS
     states = run_sparse(BY_ROWS[name](), ids, compiled=compiled)
     want = run_dense(BY_ROWS[name], ids, by_rows=True)
@@ -141,7 +139,7 @@ def test_only_named_rows_change(name: str, compiled: bool) -> None:
             np.testing.assert_allclose(new[slot], expected[slot], rtol=2e-5, atol=1e-6, err_msg=f"{slot} {named}")
 
 
-def test_a_lookup_behind_a_clip_matches_tensorflow() -> None:
+def test_a_lookup_behind_a_clip_matches_tensorflow():
     optimizer = jstep.chain(jstep.clip_gradients(by_global_norm=1e6), jstep.momentum(1.0, 0.9))
     step = jstep.minimize(lambda p, i: jnp.sum(jstep.lookup(p["t"], i)), optimizer)
     state = jstep.TrainState.create({"t": jnp.ones((4, 1))}, optimizer)
@@ -157,7 +155,7 @@ OTHERS |= {"add_noise", "soap", "normuon", "normuonh"}
 
 @pytest.mark.thorough(except_for=["adam"])
 @pytest.mark.parametrize("name", [name for name in TABLE if name not in {*TABLE_BY_ROWS, *OTHERS}])
-def test_other_optimizers_see_the_dense_gradient(name: str) -> None:
+def test_other_optimizers_see_the_dense_gradient(name):
     entry = TABLE[name]
     state = run_sparse(entry.make(entry.rate), OUTSIDE, compiled=True)[-1]
     want = run_dense(lambda: entry.make(entry.rate), OUTSIDE, by_rows=False)[-1]

@@ -13,7 +13,7 @@ Record = Callable[[str], list[file_calls.Call]]
 
 
 @pytest.fixture(scope="session")
-def recorder() -> None:
+def recorder():
     """Skip a test where file calls cannot be recorded."""
     reason = file_calls.library()[1]
     if reason:
@@ -21,11 +21,11 @@ def recorder() -> None:
 
 
 @pytest.fixture(scope="session")
-def record(recorder: None, tmp_path_factory: pytest.TempPathFactory) -> Record:
+def record(recorder, tmp_path_factory):
     """A function that records a program of `cut_runs.RUNS`, and checks that nothing was missed."""
 
     @functools.cache
-    def recorded(name: str) -> list[file_calls.Call]:
+    def recorded(name):
         above = Path(os.path.realpath(tmp_path_factory.mktemp("recorded")))
         (above / "disk").mkdir()
         file_calls.python("import sys, cut_runs; cut_runs.main(*sys.argv[1:])", name, above / "disk", above / "log")

@@ -8,8 +8,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from typing import NamedTuple
 
 import cut_runs
 import jax
@@ -53,17 +53,17 @@ class Fault:
     defects: tuple[str, ...]
 
     @classmethod
-    def parsed(cls, lines: Iterable[str]) -> list["Fault"]:
+    def parsed(cls, lines):
         """Return the faults that `main` printed."""
         found = [cls(**json.loads(line)) for line in lines]
         return [dataclasses.replace(one, defects=tuple(one.defects)) for one in found]
 
-    def __str__(self) -> str:
+    def __str__(self):
         lasts = ", lasting" if self.lasts else ""
         return f"{errno.errorcode[self.number]}{lasts} at {self.call}: {self.outcome}: {'; '.join(self.defects)}"
 
 
-def faults_of(name: str, folder: str, errors: Sequence[int] = ERRORS, stride: int = 1) -> Iterator[Fault]:
+def faults_of(name, folder, errors=ERRORS, stride=1):
     """Let each call of a program fail, one a trial; for each error once, and lasting until the program has ended."""
     trial = TRIALS[name]
     for number in errors:
@@ -92,13 +92,13 @@ class _Trial:
         could_remove: Whether files could be removed after the call that failed.
     """
 
-    def __init__(self, folder: str, fails: _Failing) -> None:
+    def __init__(self, folder, fails):
         self.folder, self._fails = folder, fails
         self.said, self.call, self.defects, self.logged = "", "", list[str](), list[str]()
         self.could_remove = not (fails.lasts and Kind.UNLINK in fails.kinds)
 
     @contextlib.contextmanager
-    def failing(self) -> Iterator[None]:
+    def failing(self):
         """Within the block, the call fails; errors that jstep means to raise end it."""
         at, number, kinds, lasts = self._fails
         with warnings_of_jstep() as self.logged:
@@ -109,13 +109,13 @@ class _Trial:
                 self.said = f"{type(error).__name__}: {error}"
         self.call = failure.call
 
-    def check(self, holds: bool, defect: str) -> None:
+    def check(self, holds, defect):
         """Note a defect."""
         if not holds:
             self.defects.append(defect)
 
     @contextlib.contextmanager
-    def works(self, what: str) -> Iterator[None]:
+    def works(self, what):
         """Note a defect if the block fails."""
         try:
             yield
@@ -123,7 +123,7 @@ class _Trial:
             self.defects.append(f"{what}: {type(error).__name__}: {str(error)[:300]}")
 
 
-def _tried(trial: Callable[[_Trial], None], folder: str, fails: _Failing) -> Fault | None:
+def _tried(trial, folder, fails):
     base = os.path.join(folder, f"base of {trial.__name__}")
     if not os.path.exists(base):
         os.makedirs(base)
@@ -149,7 +149,7 @@ def _tried(trial: Callable[[_Trial], None], folder: str, fails: _Failing) -> Fau
 _BASE = Saves((1, 2), {"max_to_keep": 2})
 
 
-def _saver(trial: _Trial) -> None:
+def _saver(trial):
     """Save step 3, which evicts step 1, after steps 1 and 2; then, without an error, step 4."""
     template = saved_state(0, 0)
     saver = jstep.Saver(cut_runs.checkpoints(trial.folder), **_BASE.options)
@@ -177,7 +177,7 @@ def _saver(trial: _Trial) -> None:
         trial.check(not [name for name in left if name.startswith("model")], f"left behind: {left}")
 
 
-def _weights(trial: _Trial) -> None:
+def _weights(trial):
     """Save weights in shards over older ones; then again."""
     path = cut_runs.path_of_weights(trial.folder)
     folder = os.path.dirname(path)
@@ -196,14 +196,14 @@ def _weights(trial: _Trial) -> None:
         trial.check(not left or not trial.could_remove, f"left behind: {left}")
 
 
-_BASES: dict[Callable[[_Trial], None], Callable[[str], Any]] = {
+_BASES = {
     _saver: lambda folder: cut_runs.save(folder, _BASE),
     _weights: lambda folder: cut_runs.save_weights(folder, WEIGHTS["shards"][:1]),
 }
 TRIALS = {"saver": _saver, "weights": _weights}
 
 
-def main(name: str, numbers: str, stride: str) -> None:
+def main(name, numbers, stride):
     """Print the faults of a program, one JSON object a line."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
         place = os.path.realpath(folder)

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import file_calls
@@ -28,7 +28,7 @@ FLUSHED = "flushed "
 """Begin of the mark of a record after it was flushed: its kind and number."""
 
 
-def bits(tree: Any) -> bytes:
+def bits(tree):
     """Return all bits of a tree."""
     return b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree))
 
@@ -49,19 +49,19 @@ SAVES = {
 }
 
 
-def saved_state(step: int, number: int) -> Any:
+def saved_state(step, number):
     """Return the state of a save; each number has its own values."""
     rows = np.arange(200, dtype=np.float32) + 1000 * (number + 1)
     made = {"global_step": np.int32(step), "params": {"w": rows, "b": np.full(3, number, np.int32)}}
     return jax.tree.map(jnp.asarray, made)
 
 
-def checkpoints(folder: str) -> str:
+def checkpoints(folder):
     """Return the directory of the checkpoints, two levels below a folder that exists."""
     return os.path.join(folder, "runs", "a")
 
 
-def save(folder: str, saves: Saves, first: int = 0) -> None:
+def save(folder, saves, first=0):
     """Save each step, and mark when it is acknowledged; from the number `first` on."""
     with jstep.Saver(checkpoints(folder), **saves.options) as saver:
         for number, step in list(enumerate(saves.steps))[first:]:
@@ -88,10 +88,10 @@ class _Task(NamedTuple):
 
 
 @functools.cache
-def _task() -> _Task:
+def _task():
     """Return the problem; the programs that only save do not need it."""
 
-    def loss_fn(params: Any, x: Any, rng: Any) -> Any:
+    def loss_fn(params, x, rng):
         return jnp.mean((x @ params["w"] - 1.0) ** 2) + jnp.sum(jax.random.normal(rng, (2,)) * params["w"])
 
     optimizer = jstep.momentum(jstep.exponential_decay(0.1, 10, 0.9), 0.9)
@@ -99,13 +99,13 @@ def _task() -> _Task:
     return _Task(optimizer, data, jstep.minimize(loss_fn, optimizer, rng=jax.random.key(7)))
 
 
-def new_state() -> Any:
+def new_state():
     """Return the state that a run begins with."""
     return jstep.TrainState.create({"w": jnp.ones(2)}, _task().optimizer)
 
 
 @functools.cache
-def states_of_run() -> dict[int, bytes]:
+def states_of_run():
     """Return the bits of the state after each step of a run without a stop."""
     state, found = new_state(), {}
     for step in range(LAST):
@@ -114,10 +114,10 @@ def states_of_run() -> dict[int, bytes]:
     return found
 
 
-def _acknowledging(saver: jstep.Saver, tell: Callable[[str], None]) -> Any:
+def _acknowledging(saver, tell):
     """Return a hook that tells the newest complete checkpoint, one step after it was begun."""
 
-    def look(step: int, state: Any, metrics: Any) -> None:
+    def look(step, state, metrics):
         if step % EVERY == 1 and step > EVERY:
             saver.wait()
             tell(f"{ACKNOWLEDGED}{saver.latest_step()}")
@@ -125,14 +125,12 @@ def _acknowledging(saver: jstep.Saver, tell: Callable[[str], None]) -> Any:
     return jstep.every(1, look)
 
 
-def train(
-    folder: str, last: int = LAST, tell: Callable[[str], None] = mark, hooks: Sequence[Any] = (), **options: Any
-) -> Any:
+def train(folder, last=LAST, tell=mark, hooks=(), **options):
     """Run with everything on: checkpoints, the best one, summaries, times and fingerprints."""
     run = checkpoints(folder)
     best = jstep.KeepBest(os.path.join(folder, "best"), "loss", keep=KEPT_BEST)
 
-    def evaluate(state: Any) -> dict[str, float]:
+    def evaluate(state):
         return {"loss": LOSSES.get(jstep.global_step(state), 1.0)}
 
     with jstep.Saver(run, max_to_keep=2) as saver:
@@ -159,7 +157,7 @@ def train(
     return state
 
 
-def digest(folder: str, state: Any) -> str:
+def digest(folder, state):
     """Return the step, and a digest of the state and of the best checkpoints of a run."""
     whole = hashlib.sha256(bits(state))
     with jstep.Saver(os.path.join(folder, "best"), prefix="best") as saver:
@@ -172,17 +170,17 @@ WEIGHTS = {"one file": (10**9,) * 3, "shards": (900, 900, 1700, 10**9, 900)}
 """The max_shard_bytes of each save."""
 
 
-def weights(number: int) -> dict[str, Any]:
+def weights(number):
     """Return the weights of a save."""
     return {name: jnp.full(200, 10.0 * number + i, jnp.float32) for i, name in enumerate("abc")}
 
 
-def path_of_weights(folder: str) -> str:
+def path_of_weights(folder):
     """Return the path that weights are saved to."""
     return os.path.join(folder, "weights", "model.safetensors")
 
 
-def save_weights(folder: str, limits: Sequence[int]) -> None:
+def save_weights(folder, limits):
     """Save weights several times to the same path."""
     for number, limit in enumerate(limits):
         jstep.save_weights(path_of_weights(folder), weights(number), max_shard_bytes=limit)
@@ -192,7 +190,7 @@ def save_weights(folder: str, limits: Sequence[int]) -> None:
 RECORDS = 3
 
 
-def keep_records(folder: str) -> None:
+def keep_records(folder):
     """Write summaries, lines and a file that is replaced, each with its own new folders; flush them three times."""
     lines = open_lines(
         os.path.join(folder, "lines", "a", fingerprints.FINGERPRINTS_FILE), b'{"step": ', fingerprints.is_line
@@ -210,13 +208,13 @@ def keep_records(folder: str) -> None:
     lines.close()
 
 
-def resumed(folder: str) -> None:
+def resumed(folder):
     """Run twice, the second time from the checkpoint of the first."""
     train(folder, LAST // 2)
     train(folder)
 
 
-RUNS: dict[str, Callable[[str], None]] = {
+RUNS = {
     "records": keep_records,
     **{f"saver, {name}": functools.partial(save, saves=saves) for name, saves in SAVES.items()},
     "train": train,
@@ -225,14 +223,14 @@ RUNS: dict[str, Callable[[str], None]] = {
 }
 
 
-def main(name: str, folder: str, log: str) -> None:
+def main(name, folder, log):
     """Run a program by name and record it. All modules are loaded first, and programs compiled."""
     with file_calls.recording(folder, log):
         mark("start")
         RUNS[name](folder)
 
 
-def again(folder: str, begins: Sequence[int], name: str) -> None:
+def again(folder, begins, name):
     """Continue interrupted saves, and record it: those of `disk0` to `log0`, and so on.
 
     Args:

@@ -9,11 +9,11 @@ import pathlib
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 
 import cut_runs
 import jax
-from cut_runs import ACKNOWLEDGED, EVERY, KEPT_BEST, LAST, LOSSES, Saves, bits
+from cut_runs import ACKNOWLEDGED, EVERY, KEPT_BEST, LAST, LOSSES, bits
 from disk_states import State, write
 from scalar_points import read_scalars
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -47,7 +47,7 @@ Judge = Callable[[State, str], str]
 """A function of a state and the folder that holds it, which returns one of the words above."""
 
 
-def judged(states: Iterable[State], judge: Judge) -> dict[str, list[State]]:
+def judged(states, judge):
     """Return the states by verdict."""
     found = collections.defaultdict(list)
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # in memory: nothing here needs a disk
@@ -62,12 +62,12 @@ def judged(states: Iterable[State], judge: Judge) -> dict[str, list[State]]:
     return dict(found)
 
 
-def counts(found: dict[str, list[State]]) -> dict[str, int]:
+def counts(found):
     """Return the number of states of each verdict."""
     return {verdict: len(states) for verdict, states in sorted(found.items())}
 
 
-def unacceptable(found: dict[str, list[State]]) -> dict[str, str]:
+def unacceptable(found):
     """Return each other verdict, with how many states have it and what is in the first one's words."""
     return {
         verdict: f"{len(states)} states, such as {states[0].why}, after {states[0].at} calls"
@@ -76,13 +76,13 @@ def unacceptable(found: dict[str, list[State]]) -> dict[str, str]:
     }
 
 
-def acknowledged(state: State) -> int:
+def acknowledged(state):
     """Return the last number or step that was acknowledged, -1 if there is none."""
     found = [int(text.removeprefix(ACKNOWLEDGED)) for text in state.marks if text.startswith(ACKNOWLEDGED)]
     return found[-1] if found else -1
 
 
-def judge_of(name: str) -> Judge:
+def judge_of(name):
     """Return the judge of the states of a program of `cut_runs.RUNS`."""
     kind, _, rest = name.partition(", ")
     if kind == "saver":
@@ -92,7 +92,7 @@ def judge_of(name: str) -> Judge:
     return records_judge if kind == "records" else train_judge
 
 
-def saver_judge(saves: Saves, every: int | None = 10) -> Judge:
+def saver_judge(saves, every=10):
     """Judge states of a Saver; at every tenth state it also saves again.
 
     Args:
@@ -103,7 +103,7 @@ def saver_judge(saves: Saves, every: int | None = 10) -> Judge:
     template = cut_runs.saved_state(0, 0)
     seen = 0
 
-    def judge(state: State, folder: str) -> str:
+    def judge(state, folder):
         nonlocal seen
         seen += 1
         with jstep.Saver(cut_runs.checkpoints(folder), **saves.options) as saver:
@@ -125,7 +125,7 @@ def saver_judge(saves: Saves, every: int | None = 10) -> Judge:
 
 
 @contextlib.contextmanager
-def warnings_of_jstep() -> Iterator[list[str]]:
+def warnings_of_jstep():
     """Within the block, collect the warnings and errors that jstep logs, and print none of them."""
     logger, handler = logging.getLogger("jstep"), _Lines()
     before = logger.propagate
@@ -139,15 +139,15 @@ def warnings_of_jstep() -> Iterator[list[str]]:
 
 
 class _Lines(logging.Handler):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(logging.WARNING)
-        self.lines: list[str] = []
+        self.lines = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.lines.append(record.getMessage())
 
 
-def _judge_restored(saver: jstep.Saver, template: object, expected: Sequence[bytes], newest: int) -> str:
+def _judge_restored(saver, template, expected, newest):
     try:
         with warnings_of_jstep() as lines:
             restored = bits(saver.restore(template))
@@ -162,11 +162,11 @@ def _judge_restored(saver: jstep.Saver, template: object, expected: Sequence[byt
     return OLDER if max(i for i, one in enumerate(expected) if one == restored) < newest else ACCEPTABLE
 
 
-def _leftovers(directory: str) -> list[str]:
+def _leftovers(directory):
     return [name for name in os.listdir(directory) if re.match(r"(model|best)-\d+[^\d]", name)]
 
 
-def weights_judge(limits: Sequence[int]) -> Judge:
+def weights_judge(limits):
     """Judge states of weights that were saved several times to one path, and are read from its folder.
 
     While one file replaces shards, or shards a file, the folder has both, and reading it is refused. Then each of the
@@ -175,7 +175,7 @@ def weights_judge(limits: Sequence[int]) -> Judge:
     expected = [bits(cut_runs.weights(number)) for number in range(len(limits))]
     template = jax.eval_shape(lambda: cut_runs.weights(0))
 
-    def judge(state: State, folder: str) -> str:
+    def judge(state, folder):
         path, newest = cut_runs.path_of_weights(folder), acknowledged(state)
         where, two = os.path.dirname(path), [path, path + ".index.json"]
         try:
@@ -195,7 +195,7 @@ def weights_judge(limits: Sequence[int]) -> Judge:
     return judge
 
 
-def train_judge(state: State, folder: str) -> str:
+def train_judge(state, folder):
     """Judge a state of a run by what it restores and by its records; if in doubt, let the run resume."""
     newest, states = acknowledged(state), cut_runs.states_of_run()
     with jstep.Saver(cut_runs.checkpoints(folder)) as saver:
@@ -211,7 +211,7 @@ def train_judge(state: State, folder: str) -> str:
     return BEST_LOST if restart_judge(state, folder) != ACCEPTABLE else ACCEPTABLE
 
 
-def _has_best(folder: str, restored: int) -> bool:
+def _has_best(folder, restored):
     """Return whether the best of the evaluations until a step, or better ones, are kept."""
     best = sorted(LOSSES[step] for step in range(EVERY, restored + 1, EVERY))[:KEPT_BEST]
     with jstep.Saver(os.path.join(folder, "best"), prefix="best") as saver:
@@ -224,7 +224,7 @@ def _has_best(folder: str, restored: int) -> bool:
     return all(found <= wanted for found, wanted in zip(sorted(LOSSES[step] for step in kept), best, strict=False))
 
 
-def _has_records(folder: str, restored: int) -> bool:
+def _has_records(folder, restored):
     """Return whether summaries, fingerprints and the record have all steps before a checkpoint: no run repeats them."""
     steps = set(range(1, restored + 1))
     logs = os.path.join(folder, "logs")
@@ -242,7 +242,7 @@ def _has_records(folder: str, restored: int) -> bool:
     return steps <= {point.step for point in series.get("loss", ())} and steps <= set(logged) and is_timed
 
 
-def records_judge(state: State, folder: str) -> str:
+def records_judge(state, folder):
     """Judge states of summaries, lines and a file by what had been flushed of each."""
     flushed = [text.removeprefix(cut_runs.FLUSHED).split() for text in state.marks if text.startswith(cut_runs.FLUSHED)]
     newest = {kind: int(number) for kind, number in flushed}
@@ -262,18 +262,18 @@ def records_judge(state: State, folder: str) -> str:
 
 
 @functools.cache
-def _end() -> tuple[bytes, list[int]]:
+def _end():
     with tempfile.TemporaryDirectory() as folder:
         state = cut_runs.train(folder)
         return bits(state), _best_steps(folder)
 
 
-def _best_steps(folder: str) -> list[int]:
+def _best_steps(folder):
     with jstep.Saver(os.path.join(folder, "best"), prefix="best") as saver:
         return saver.all_steps()
 
 
-def restart_judge(state: State, folder: str) -> str:
+def restart_judge(state, folder):
     """Judge a state by the end of the run that resumes from it."""
     try:
         ended = cut_runs.train(folder)

@@ -13,8 +13,7 @@ model:
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from file_calls import Call, Kind, read
@@ -66,17 +65,17 @@ class History:
         calls: The record; its first call is the recorded folder itself.
     """
 
-    def __init__(self, calls: Sequence[Call]) -> None:
+    def __init__(self, calls):
         assert calls[0].kind == Kind.MKDIR, "the recorded folder comes first"
         self.folder = calls[0].path
-        self._changes: list[_Change] = []
-        self._data: list[list[_Data]] = [[]]
+        self._changes = []
+        self._data = [[]]
         self._is_folder = [True]
-        self._syncs: list[list[int]] = [[]]
-        self._live: dict[Entry, int] = {}
+        self._syncs = [[]]
+        self._live = {}
         self._by_inode = {calls[0].inode: 0}
-        self._contents: dict[tuple[int, int, int, str], bytes] = {}
-        self.marks: list[tuple[int, str]] = []
+        self._contents = {}
+        self.marks = []
         self.moments = [0]
         """The numbers of calls after which something differs."""
         for at, call in enumerate(calls[1:], 1):
@@ -84,7 +83,7 @@ class History:
             self.moments.append(at)
         self.begin = next((at for at, text in self.marks if text == "start"), 0)
 
-    def _add(self, at: int, call: Call) -> None:
+    def _add(self, at, call):
         if call.kind == Kind.MARK:
             self.marks.append((at, call.path))
         elif call.kind in (Kind.CREATE, Kind.MKDIR):
@@ -105,14 +104,14 @@ class History:
             moved = (new, self._live[old])
             self._change(at, *([(old, None), moved] if call.kind == Kind.RENAME else [moved]))
 
-    def _entry(self, path: str) -> Entry:
+    def _entry(self, path):
         at = 0
         *folders, name = path.removeprefix(self.folder + "/").split("/")
         for folder in folders:
             at = self._live[at, folder]
         return at, name
 
-    def _change(self, at: int, *entries: tuple[Entry, int | None]) -> None:
+    def _change(self, at, *entries):
         self._changes.append(_Change(at, entries))
         for entry, inode in entries:
             if inode is None:
@@ -120,11 +119,11 @@ class History:
             else:
                 self._live[entry] = inode
 
-    def final(self) -> Tree:
+    def final(self):
         """Return the state after all calls."""
         return self._tree(self._changes, lambda inode: self._content(inode, self.moments[-1], KEPT))
 
-    def states(self, model: str, seed: int = 0, share: float = 1.0) -> Iterator[State]:
+    def states(self, model, seed=0, share=1.0):
         """Yield the states of a model, possibly equal ones.
 
         Args:
@@ -137,7 +136,7 @@ class History:
             if at >= self.begin and rng.random() < share:
                 yield from self._states_at(at, model, rng)
 
-    def _states_at(self, at: int, model: str, rng: random.Random) -> Iterator[State]:
+    def _states_at(self, at, model, rng):
         marks = tuple(text for when, text in self.marks if when <= at)
         done = [change for change in self._changes if change.at <= at]
         choose = {PREFIX: self._all, ORDERED: self._first, POSIX: self._any}[model]
@@ -148,13 +147,13 @@ class History:
                 tree = self._named(entries, self._content_at(at, data))
                 yield State(tree, marks, at, f"{why}; {lost}")
 
-    def _content_at(self, at: int, fates: Mapping[int, str]) -> Callable[[int], bytes | None]:
+    def _content_at(self, at, fates):
         return lambda inode: self._content(inode, at, fates.get(inode, KEPT))
 
-    def _all(self, done: list[_Change], at: int, rng: random.Random) -> Iterator[tuple[list[_Change], str]]:
+    def _all(self, done, at, rng):
         yield done, "all names"
 
-    def _first(self, done: list[_Change], at: int, rng: random.Random) -> Iterator[tuple[list[_Change], str]]:
+    def _first(self, done, at, rng):
         """Yield the changes that may be on the disk if they reach it in their order."""
         durable = 0
         for number, change in enumerate(done, 1):
@@ -164,7 +163,7 @@ class History:
         for count in range(len(done), durable - 1, -1):
             yield done[:count], f"the last {len(done) - count} names lost" if count < len(done) else "all names"
 
-    def _any(self, done: list[_Change], at: int, rng: random.Random) -> Iterator[tuple[list[_Change], str]]:
+    def _any(self, done, at, rng):
         """Yield the subsets of the changes that may be on the disk if they reach it in any order."""
         free = [
             change for change in done if not all(self._synced(entry[0], change.at, at) for entry, _ in change.entries)
@@ -177,10 +176,10 @@ class History:
             gone = set(map(id, lost))
             yield [one for one in done if id(one) not in gone], f"{len(lost)} of {len(free)} names lost"
 
-    def _synced(self, inode: int | None, after: int, until: int) -> bool:
+    def _synced(self, inode, after, until):
         return inode is not None and any(after < sync <= until for sync in self._syncs[inode])
 
-    def _dirty(self, inodes: Iterable[int], at: int) -> list[tuple[int, bool]]:
+    def _dirty(self, inodes, at):
         """Return the files with bytes that no fsync covers, and whether they were made shorter since it."""
         found = []
         for inode in dict.fromkeys(inodes):
@@ -189,10 +188,10 @@ class History:
                 found.append((inode, Kind.TRUNCATE in new))
         return found
 
-    def _last_sync(self, inode: int, at: int) -> int:
+    def _last_sync(self, inode, at):
         return max((sync for sync in self._syncs[inode] if sync <= at), default=-1)
 
-    def _content(self, inode: int, at: int, fate: str) -> bytes | None:
+    def _content(self, inode, at, fate):
         """Return the bytes of a file at a moment; None for a folder."""
         if self._is_folder[inode]:
             return None
@@ -203,16 +202,16 @@ class History:
             self._contents[key] = _replayed(self._data[inode][:count], durable, fate)
         return self._contents[key]
 
-    def _tree(self, changes: Sequence[_Change], content: Callable[[int], bytes | None]) -> Tree:
+    def _tree(self, changes, content):
         return self._named(_entries(changes), content)
 
     @staticmethod
-    def _named(entries: Mapping[Entry, int], content: Callable[[int], bytes | None]) -> Tree:
+    def _named(entries, content):
         """Return what can be reached from the recorded folder."""
-        inside: dict[int, list[tuple[str, int]]] = {}
+        inside = {}
         for (folder, name), inode in entries.items():
             inside.setdefault(folder, []).append((name, inode))
-        tree: dict[str, bytes | None] = {}
+        tree = {}
         pending = [(0, "")]
         while pending:
             folder, path = pending.pop()
@@ -223,8 +222,8 @@ class History:
         return tree
 
 
-def _entries(changes: Iterable[_Change]) -> dict[Entry, int]:
-    found: dict[Entry, int] = {}
+def _entries(changes):
+    found = {}
     for change in changes:
         for entry, inode in change.entries:
             if inode is None:
@@ -234,11 +233,11 @@ def _entries(changes: Iterable[_Change]) -> dict[Entry, int]:
     return found
 
 
-def _without(changes: list[_Change], one: _Change) -> list[_Change]:
+def _without(changes, one):
     return [other for other in changes if other is not one]
 
 
-def _fates(dirty: list[tuple[int, bool]], rng: random.Random, each: bool) -> Iterator[tuple[Mapping[int, str], str]]:
+def _fates(dirty, rng, each):
     """Yield what may be left of each file with bytes that no fsync covers.
 
     Args:
@@ -259,7 +258,7 @@ def _fates(dirty: list[tuple[int, bool]], rng: random.Random, each: bool) -> Ite
         yield {inode: rng.choice((KEPT, LOST, HALF, ZEROS)) for inode, _ in dirty}, "bytes at random"
 
 
-def _replayed(data: Sequence[_Data], durable: int, fate: str) -> bytes:
+def _replayed(data, durable, fate):
     content = bytearray()
     new = [one.call for one in data if one.at > durable]
     left = sum(len(call.data) for call in new if call.kind == Kind.WRITE) // 2
@@ -282,19 +281,19 @@ def _replayed(data: Sequence[_Data], durable: int, fate: str) -> bytes:
     return bytes(content)
 
 
-def distinct(states: Iterable[State]) -> list[State]:
+def distinct(states):
     """Return the states that differ in what the disk holds; of equal ones the last, which has the most marks."""
     return list({frozenset(state.tree.items()): state for state in states}.values())
 
 
-def sampled(states: Sequence[State], count: int, seed: int = 0) -> list[State]:
+def sampled(states, count, seed=0):
     """Return a random sample of so many states, or all of them if there are no more."""
     return list(states) if len(states) <= count else random.Random(seed).sample(list(states), count)
 
 
-def tree_of(folder: str) -> Tree:
+def tree_of(folder):
     """Return what is in a folder."""
-    found: dict[str, bytes | None] = {}
+    found = {}
     for top, folders, files in os.walk(folder):
         found |= {os.path.relpath(os.path.join(top, name), folder): None for name in folders}
         for name in files:
@@ -303,7 +302,7 @@ def tree_of(folder: str) -> Tree:
     return found
 
 
-def write(tree: Tree, folder: str) -> None:
+def write(tree, folder):
     """Write a state into a new folder."""
     os.makedirs(folder)
     for path, content in sorted(tree.items()):  # a folder comes before what is in it
@@ -314,7 +313,7 @@ def write(tree: Tree, folder: str) -> None:
                 file.write(content)
 
 
-def complete(log: str | Path, folder: str | Path) -> list[Call]:
+def complete(log, folder):
     """Return the calls of a record, which lead to exactly the bytes in the folder: none was missed."""
     calls = read(log)
     assert History(calls).final() == tree_of(str(folder))

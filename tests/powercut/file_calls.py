@@ -17,8 +17,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jstep
 
@@ -67,7 +66,7 @@ class Call(NamedTuple):
 
 
 @functools.cache
-def library() -> tuple[str, str]:
+def library():
     """Compile the library, once; return its path, or "" and why there is none."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if sys.platform != "linux":
@@ -80,7 +79,7 @@ def library() -> tuple[str, str]:
     return (path, "") if done.returncode == 0 else ("", f"{compiler} cannot compile file_calls.c: {done.stderr[-500:]}")
 
 
-def python(code: str, *args: Any, timeout: float = 300) -> str:
+def python(code, *args, timeout=300):
     """Run a program whose calls can be recorded, with its signals reset, and return what it printed.
 
     Raises:
@@ -100,7 +99,7 @@ def python(code: str, *args: Any, timeout: float = 300) -> str:
     return out
 
 
-def reset_signals() -> None:
+def reset_signals():
     """Undo that the parent ignored signals, as under nohup."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -108,20 +107,20 @@ def reset_signals() -> None:
 
 
 @functools.cache
-def _loaded() -> ctypes.CDLL:
+def _loaded():
     found = ctypes.CDLL(None)
     found.calls_failed.restype = ctypes.c_char_p
     return found
 
 
-def mark(text: str) -> None:
+def mark(text):
     """Add a text to the record; nothing without a recording."""
     with contextlib.suppress(AttributeError):  # the library is not loaded
         _loaded().calls_mark(text.encode())
 
 
 @contextlib.contextmanager
-def recording(folder: str | os.PathLike[str], log: str | os.PathLike[str] | None = None) -> Iterator[None]:
+def recording(folder, log=None):
     """Within the block, record all calls below a folder; what is there already counts as durable.
 
     Args:
@@ -142,7 +141,7 @@ def recording(folder: str | os.PathLike[str], log: str | os.PathLike[str] | None
             os.close(fd)
 
 
-def _existing(folder: str) -> Iterator[Call]:
+def _existing(folder):
     """Yield calls that create all that is in a folder, durably."""
     yield Call(Kind.MKDIR, folder, inode=os.stat(folder).st_ino)
     for top, folders, files in os.walk(folder):
@@ -157,13 +156,13 @@ def _existing(folder: str) -> Iterator[Call]:
         yield Call(Kind.SYNC, top, inode=os.stat(top).st_ino)
 
 
-def _append(fd: int, call: Call) -> None:
+def _append(fd, call):
     a, b = call.path.encode(), call.other.encode()
     head = _HEAD.pack(call.kind, call.thread, len(a), len(b), call.inode, call.at, len(call.data))
     os.write(fd, head + a + b + call.data)
 
 
-def read(log: str | os.PathLike[str]) -> list[Call]:
+def read(log):
     """Read a record."""
     data, at, calls = pathlib.Path(log).read_bytes(), 0, []
     while at < len(data):
@@ -188,7 +187,7 @@ class Failure:
 
 
 @contextlib.contextmanager
-def failing(at: int, number: int, *, kinds: Collection[Kind] = CHANGES, lasts: bool = False) -> Iterator[Failure]:
+def failing(at, number, *, kinds=CHANGES, lasts=False):
     """Within the block, let the n-th call of some kinds fail, and with `lasts` all later ones of them.
 
     Only calls below the folder of a `recording` are counted, those of all threads.

@@ -1,8 +1,6 @@
 """All decays with their references, computed with exact quotients."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import reference
@@ -13,7 +11,7 @@ LAST = 2**31 - 1
 EDGES = [0, 1, 2, 9, 10, 11, 99, 100, 101, 2**24 - 1, 2**24, 2**24 + 1, 2**24 + 3, 2**30, LAST - 1, LAST]
 
 # Name → function, in jstep and in the reference, and its arguments after decay_steps.
-CASES: dict[str, tuple[str, *tuple[float | bool, ...]]] = {
+CASES = {
     "exponential": ("exponential_decay", 0.5),
     "exponential-staircase": ("exponential_decay", 0.96, True),
     "exponential-growing": ("exponential_decay", 1.5),
@@ -35,7 +33,7 @@ CASES: dict[str, tuple[str, *tuple[float | bool, ...]]] = {
 }
 
 
-def _pair(function: str, *more: Any) -> tuple[Callable[[float], jstep.Schedule], Callable[[int, float], float]]:
+def _pair(function, *more):
     """Return the schedule by decay_steps, and the reference by step and decay_steps."""
     ours, expected = getattr(jstep, function), getattr(reference, function)
     return lambda d: ours(0.1, d, *more), lambda n, d: expected(n, 0.1, d, *more)
@@ -44,14 +42,14 @@ def _pair(function: str, *more: Any) -> tuple[Callable[[float], jstep.Schedule],
 DECAYS = {name: _pair(*case) for name, case in CASES.items()}
 
 
-def close(found: Any, expected: Any, scale: float = 0.1, rtol: float = 3e-6) -> None:
+def close(found, expected, scale=0.1, rtol=3e-6):
     """Compare up to float32 rounding: relative error for powers, absolute error for differences."""
     np.testing.assert_allclose(
         np.asarray(found, np.float64), np.clip(expected, None, np.inf), rtol=rtol, atol=5e-7 * scale
     )
 
 
-def finite(value: Callable[[], float]) -> float:
+def finite(value):
     try:
         number = value()
     except OverflowError:

@@ -20,14 +20,14 @@ import jstep
 )
 @example([2**24, 2**24 + 1], [2**24, 2**24 + 1, 2**24 + 2])
 @example([LAST], [LAST, LAST - 1])
-def test_piecewise_constant_changes_after_a_boundary(boundaries: list[int], steps: list[int]) -> None:
+def test_piecewise_constant_changes_after_a_boundary(boundaries, steps):
     values = [float(i) for i in range(len(boundaries) + 1)]
     schedule = jstep.piecewise_constant(boundaries, values)
     for step in [*steps, *boundaries, *(b + 1 for b in boundaries if b < LAST)]:
         assert float(schedule(step)) == reference.piecewise_constant(step, boundaries, values)
 
 
-def test_piecewise_constant_with_boundaries_between_and_beyond_steps() -> None:
+def test_piecewise_constant_with_boundaries_between_and_beyond_steps():
     schedule = jstep.piecewise_constant([2.5, 1e12], [1, 2, 3])
     assert [float(schedule(n)) for n in (2, 3, LAST)] == [1.0, 2.0, 2.0]
 
@@ -37,7 +37,7 @@ def test_piecewise_constant_with_boundaries_between_and_beyond_steps() -> None:
 @example(2**24, 2**24 + 2)
 @example(LAST, LAST)
 @example(LAST - 1, LAST)
-def test_linear_warmup_ends_exactly_at_its_last_step(step: int, warmup: int) -> None:
+def test_linear_warmup_ends_exactly_at_its_last_step(step, warmup):
     value = float(jstep.linear_warmup(2.0, warmup)(step))
     assert value == pytest.approx(2 * min(1.0, (step + 1) / warmup), rel=1e-6)
     if step + 1 >= warmup:
@@ -46,7 +46,7 @@ def test_linear_warmup_ends_exactly_at_its_last_step(step: int, warmup: int) -> 
         assert value > 0.0
 
 
-def test_linear_warmup_multiplies_the_schedule_at_the_same_step() -> None:
+def test_linear_warmup_multiplies_the_schedule_at_the_same_step():
     inner = jstep.exponential_decay(1.0, 10, 0.5)
     warm = jstep.linear_warmup(inner, 4)
     for n in range(8):
@@ -57,7 +57,7 @@ def test_linear_warmup_multiplies_the_schedule_at_the_same_step() -> None:
 
 
 @pytest.mark.parametrize("start", [0, 1, 1000, 2**24 + 1, LAST])
-def test_shift_starts_at_its_start_step(start: int) -> None:
+def test_shift_starts_at_its_start_step(start):
     shifted = jstep.shift(lambda step: step, start)  # integers are passed through, so that the comparison is bitwise
     for step in (0, 1, start - 1, start, start + 1, 2**24 + 3, LAST):
         if 0 <= step <= LAST:
@@ -67,7 +67,7 @@ def test_shift_starts_at_its_start_step(start: int) -> None:
 @examples(40)
 @given(st.lists(st.integers(1, LAST), min_size=1, max_size=4, unique=True).map(sorted))
 @example([2**24, 2**24 + 1, LAST])
-def test_join_gives_each_part_a_step_counter_of_its_own(boundaries: list[int]) -> None:
+def test_join_gives_each_part_a_step_counter_of_its_own(boundaries):
     """Part i returns i plus a fraction that encodes the last digits of its local step."""
     parts = [lambda step, i=i: i + (step % 1000).astype(jnp.float32) / 1024 for i in range(len(boundaries) + 1)]
     schedule = jstep.join(parts, boundaries)
@@ -78,7 +78,7 @@ def test_join_gives_each_part_a_step_counter_of_its_own(boundaries: list[int]) -
 
 
 @pytest.mark.thorough
-def test_arguments_of_schedules_may_be_traced() -> None:
+def test_arguments_of_schedules_may_be_traced():
     """Arguments of schedules are swept with vmap and differentiated with grad."""
     rates = jnp.array([0.1, 0.2])
     for make in (
@@ -126,13 +126,13 @@ def test_a_decay_lasts_a_step_at_least(make, bad):
     assert callable(make(1.5))
 
 
-def test_values_of_pieces_may_be_traced() -> None:
+def test_values_of_pieces_may_be_traced():
     found = jax.jit(lambda rate: jstep.piecewise_constant([3], [rate, 0.5])(np.array([3, 4])))(0.25)
     assert (found.tolist(), found.dtype) == ([0.25, 0.5], jnp.float32)
     assert jax.jit(lambda rate: jstep.piecewise_constant([], [rate])(np.array([3, 4])))(0.25).tolist() == [0.25, 0.25]
 
 
-def test_traced_steps_of_other_dtypes_do_not_wrap_around() -> None:
+def test_traced_steps_of_other_dtypes_do_not_wrap_around():
     compiled = jax.jit(jstep.piecewise_constant([5], [1.0, 2.0]))
     steps = [np.uint32(2**32 - 1), np.uint32(5), np.uint8(255), np.int8(-1), np.int16(6)]
     assert [float(compiled(step)) for step in steps] == [2.0, 1.0, 2.0, 1.0, 2.0]

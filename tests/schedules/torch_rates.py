@@ -6,14 +6,12 @@ python tests/schedules/torch_rates.py      # with torch installed: writes torch_
 import json
 import pathlib
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 PATH = pathlib.Path(__file__).with_suffix(".json")
 COUNT = 101
 ONE_CYCLE = [(share, anneal) for share in (0.0, 0.005, 0.25, 0.3, 0.333, 1.0) for anneal in ("cos", "linear")]
 CYCLICAL = [(7, None), (7, 13), (5, 2)]
-CASES: dict[str, Callable[[Any, Any], Any]] = {
+CASES = {
     **{
         f"one_cycle {share} {anneal}": lambda schedulers, optimizer, share=share, anneal=anneal: schedulers.OneCycleLR(
             optimizer,
@@ -35,7 +33,7 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def computed(name: str) -> list[float]:
+def computed(name):
     """Return the rates of a scheduler at the first COUNT steps."""
     import torch
 
@@ -51,13 +49,13 @@ def computed(name: str) -> list[float]:
     return rates
 
 
-def stored(name: str) -> list[float]:
+def stored(name):
     """Return the same from the file."""
-    found: dict[str, list[float]] = json.loads(PATH.read_text(encoding="utf-8"))
+    found = json.loads(PATH.read_text(encoding="utf-8"))
     return found[name]
 
 
-def main() -> None:
+def main():
     """Write the file, one line for each scheduler."""
     lines = [f"{json.dumps(name)}: {json.dumps([float(f'{x:.9g}') for x in computed(name)])}" for name in CASES]
     PATH.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

@@ -1,7 +1,5 @@
 """What is known of slots: their roles, under prefixes and joined, and what a state carries of them."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -19,7 +17,7 @@ FULL = Roles(
 )
 
 
-def test_roles_under_a_prefix_and_joined() -> None:
+def test_roles_under_a_prefix_and_joined():
     assert vars(FULL.prefixed("a")) == {
         "roles": {"a/m": None, "a/v": Role.ROWS, "a/age": Role.OWN_AGE, "a/last": Role.LAST_FINITE},
         "complete": True,
@@ -37,7 +35,7 @@ def test_roles_under_a_prefix_and_joined() -> None:
     assert (list(both), both.complete, both.formats) == (["x", *FULL], False, {"compact", "m_dtype"})
 
 
-def test_roles_that_are_changed() -> None:
+def test_roles_that_are_changed():
     assert FULL.stored_by("m_dtype").formats == {"compact", "m_dtype"}
     assert FULL.hiding(Role.ROWS).hidden == {"last", "v"}
     assert FULL.ordered().in_order == set(FULL)
@@ -49,7 +47,7 @@ def test_roles_that_are_changed() -> None:
     assert [name for name in FULL if FULL.has_one_value(name)] == ["age", "last"]
 
 
-def test_roles_are_equal_where_states_have_one_structure() -> None:
+def test_roles_are_equal_where_states_have_one_structure():
     one = Roles({"m": None, "age": Role.AGE})
     assert one == Roles({"m": None, "age": Role.AGE}, holds={"m": "mean"})
     assert one != Roles({"m": Role.ROWS, "age": Role.AGE})
@@ -62,14 +60,14 @@ def test_roles_are_equal_where_states_have_one_structure() -> None:
     assert slot_roles.roles_in(one) is slot_roles.roles_in(3) is NO_ROLES
 
 
-def test_slots_of_a_single_leaf_are_told_from_values_of_all() -> None:
+def test_slots_of_a_single_leaf_are_told_from_values_of_all():
     """By those that two such leaves get; where these cannot be made, counts are of all, and nothing else."""
     leaf = jnp.ones(3)
 
-    def make(params: Any) -> Any:
+    def make(params):
         return {"m": jax.tree.map(jnp.zeros_like, params), "n": jnp.int32(0), "d": jnp.float32(1), "c": params}
 
-    def fail(params: Any) -> Any:
+    def fail(params):
         raise TypeError
 
     known = {"c": Role.COPY}

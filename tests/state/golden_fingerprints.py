@@ -6,7 +6,6 @@ They are on users' disks, in logs and in manifests of checkpoints, and must neve
 import json
 import pathlib
 import sys
-from typing import Any
 
 import jax
 import ml_dtypes
@@ -24,18 +23,18 @@ LARGE = (70_001,)
 """More elements than a chunk of the host or a block of XLA's reductions."""
 
 
-def _dtype(name: str) -> np.dtype[Any]:
+def _dtype(name):
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def _words(shape: tuple[int, ...], size: int) -> np.ndarray[Any, Any]:
+def _words(shape, size):
     """Return bytes that look random, `[*shape, size]`."""
     x = np.arange(int(np.prod(shape)) * size, dtype=np.uint64)
     x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     return ((x ^ (x >> np.uint64(29))) >> np.uint64(17)).astype(np.uint8).reshape(*shape, size)
 
 
-def array(name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+def array(name, shape):
     """Return an array with bits of all kinds: NaNs, infinities, denormal numbers, both zeros."""
     dtype = _dtype(name)
     if name == "bool" or name in NARROW:
@@ -44,7 +43,7 @@ def array(name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     return _words(shape, dtype.itemsize).reshape(-1).view(dtype).reshape(shape)
 
 
-def trees() -> dict[str, dict[str, np.ndarray[Any, Any]]]:
+def trees():
     """Return trees of NumPy arrays: one for each dtype, and a state of many leaves of few shapes."""
     found = {name: {str(shape): array(name, shape) for shape in SHAPES} for name in [*PLAIN, *LOW, *NARROW, *WIDE]}
     for name in ("float32", "bfloat16", "int8", "complex64"):
@@ -55,7 +54,7 @@ def trees() -> dict[str, dict[str, np.ndarray[Any, Any]]]:
     return {**found, "state": {"params": state, "global_step": np.int32(7)}}
 
 
-def key_trees() -> dict[str, Any]:
+def key_trees():
     """Return trees of PRNG keys, for each implementation."""
     names = ("threefry2x32", "rbg", "unsafe_rbg")
     return {
@@ -67,13 +66,13 @@ def key_trees() -> dict[str, Any]:
     }
 
 
-def hexadecimal(pair: Any) -> str:
+def hexadecimal(pair):
     """Format a fingerprint as in logs."""
     a, b = np.asarray(pair)
     return f"{a:08x}{b:08x}"
 
 
-def texts(tree: Any) -> dict[str, str]:
+def texts(tree):
     """Return the fingerprint of a tree, at the empty path, and those of its leaves."""
     leaves = jstep.fingerprint(tree, per_leaf=True)
     return {"": hexadecimal(jstep.fingerprint(tree)), **{path: hexadecimal(one) for path, one in leaves.items()}}

@@ -3,7 +3,6 @@
 import copy
 import json
 import pickle
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +17,13 @@ from jstep.state.fingerprints import Difference, Entry, compare_logs
 from jstep.state.sharding import put_leaf
 
 
-def state_of(**slots: Any) -> dict[str, Any]:
+def state_of(**slots):
     params = {"n": np.arange(2), "w": jnp.ones(2), "x": np.float32([1, 2])}
     return {"params": params, "slots": slots | {"model_state": {"m": jnp.float32(np.nan)}}, "other": np.nan}
 
 
 @pytest.mark.parametrize("read_cpus", [True, False])
-def test_the_contents_of_a_state_and_what_became_worse(read_cpus: bool) -> None:
+def test_the_contents_of_a_state_and_what_became_worse(read_cpus):
     nan, inf = np.nan, np.inf
     before = StateContents(state_of(a={"w": jnp.float32([1, inf])}, b=jnp.float32(nan)), read_cpus=read_cpus)
     assert before.contents() == {"params/w": FINITE, "params/x": FINITE, "slots/a/w": INFINITE, "slots/b": NAN}
@@ -43,14 +42,14 @@ def test_the_contents_of_a_state_and_what_became_worse(read_cpus: bool) -> None:
     assert StateContents(jstep.TrainState.create({"w": 1.0}, jstep.adam())).are_finite()
 
 
-def test_leaves_that_are_not_finite_in_words() -> None:
+def test_leaves_that_are_not_finite_in_words():
     assert [briefly(list(paths)) for paths in ("a", "ab", "abc")] == ["a", "a and 1 other leaf", "a and 2 other leaves"]
     assert in_words({}) == ""
     assert in_words({"a": INFINITE}) == "a contains infinity"
     assert in_words({"a": INFINITE, "b": NAN}) == "a and 1 other leaf contain NaN"
 
 
-def test_the_error_of_a_loss_that_is_not_finite_can_be_copied() -> None:
+def test_the_error_of_a_loss_that_is_not_finite_can_be_copied():
     error = contents.NanLossDuringTrainingError("the loss is NaN", 7, prevents_saving=False)
     for again in (error, copy.copy(error), pickle.loads(pickle.dumps(error))):
         assert (str(again), again.step, again.prevents_saving) == ("the loss is NaN", 7, False)
@@ -60,7 +59,7 @@ def test_the_error_of_a_loss_that_is_not_finite_can_be_copied() -> None:
 A, B = "0" * 15 + "a", "0" * 15 + "b"
 
 
-def test_lines_of_a_log_are_read_or_reported() -> None:
+def test_lines_of_a_log_are_read_or_reported():
     bad = [
         {"step": -1, "state": A},
         {"step": True, "state": A},
@@ -86,7 +85,7 @@ def test_lines_of_a_log_are_read_or_reported() -> None:
     assert found.corrupted[0].endswith(repr(json.dumps(bad[0])))
 
 
-def test_differences_of_two_fingerprints() -> None:
+def test_differences_of_two_fingerprints():
     one, other = {"a": A, "b": A, "c": A}, {"a": B, "b": A, "d": A}
     assert compare_logs(Entry(3, A, one), Entry(3, A, other)) is None
     unknown = Difference(3, None)
@@ -99,7 +98,7 @@ def test_differences_of_two_fingerprints() -> None:
     assert Difference(3, ("a",)).text() == "1 leaf differs: a"
 
 
-def test_a_leaf_of_several_processes_is_made_of_the_parts_of_each(monkeypatch: Any) -> None:
+def test_a_leaf_of_several_processes_is_made_of_the_parts_of_each(monkeypatch):
     mesh = jax.make_mesh((8,), ("data",))
     split = NamedSharding(mesh, PartitionSpec("data"))
     key = jax.random.split(jax.random.key(3), 8)

@@ -1,5 +1,6 @@
 """`TrainState`, its step counter, and its slots."""
 
+import dataclasses
 import types
 from typing import Any
 
@@ -11,11 +12,11 @@ import pytest
 import jstep
 
 
-def create(optimizer: Any = None, **kwargs: Any) -> jstep.TrainState:
+def create(optimizer=None, **kwargs):
     return jstep.TrainState.create({"dense": {"kernel": jnp.ones((2, 3))}}, optimizer or jstep.adam(), **kwargs)
 
 
-def test_create_copies_params() -> None:
+def test_create_copies_params():
     params = {"w": jnp.ones(3), "v": np.ones(3, np.float32)}
     model_state = {"mean": jnp.zeros(3)}
     state = jstep.TrainState.create(params, jstep.momentum(0.1, 0.9), model_state=model_state)
@@ -30,12 +31,12 @@ def test_create_copies_params() -> None:
     assert fresh.params["w"] is not params["w"]
 
 
-def test_copy_false_keeps_arrays() -> None:
+def test_copy_false_keeps_arrays():
     params = {"w": jnp.ones(3)}
     assert jstep.TrainState.create(params, jstep.adam(), copy=False).params["w"] is params["w"]
 
 
-def test_numbers_become_arrays_without_weak_types() -> None:
+def test_numbers_become_arrays_without_weak_types():
     state = jstep.TrainState.create({"a": 1.0, "b": 2, "c": True, "d": np.float32(3), "e": None}, jstep.adam())
     dtypes = {k: (v.dtype, v.weak_type) for k, v in state.params.items() if v is not None}
     assert dtypes == {
@@ -47,7 +48,7 @@ def test_numbers_become_arrays_without_weak_types() -> None:
     assert state.params["e"] is None
 
 
-def test_slots_by_name_and_path() -> None:
+def test_slots_by_name_and_path():
     state = create()
     assert jstep.get_slot(state, "m") is state.slots["m"]
     assert jstep.get_slot(state, "m", "dense/kernel") is state.slots["m"]["dense"]["kernel"]
@@ -64,7 +65,7 @@ def test_slots_by_name_and_path() -> None:
     assert jstep.get_slot_names(create(jstep.gradient_descent(0.1))) == []
 
 
-def test_repr_is_a_short_summary() -> None:
+def test_repr_is_a_short_summary():
     state = create(global_step=12)
     text = repr(state)
     assert len(text.splitlines()) == 1
@@ -82,7 +83,7 @@ def test_repr_is_a_short_summary() -> None:
     assert "1 number in 1 leaf (0 B)" in repr(jstep.TrainState({"w": 1.0}, {}, None))  # made by hand, of a number
 
 
-def test_repr_survives_tracing_and_donation() -> None:
+def test_repr_survives_tracing_and_donation():
     assert "TrainState" in repr(jax.eval_shape(create))
     seen = []
     jax.jit(lambda s: seen.append(repr(s)))(create())
@@ -93,7 +94,7 @@ def test_repr_survives_tracing_and_donation() -> None:
     assert "TrainState" in repr(create().replace(global_step=None))
 
 
-def test_states_compare_by_value() -> None:
+def test_states_compare_by_value():
     state = jstep.TrainState.create({"w": jnp.array([1.0, jnp.nan]), "key": jax.random.key(0)}, jstep.adam(0.1))
     same = jax.tree.map(jnp.copy, state)
     for other, expected in (
@@ -115,7 +116,7 @@ def test_states_compare_by_value() -> None:
         hash(state)
 
 
-def test_model_state_is_read_and_replaced() -> None:
+def test_model_state_is_read_and_replaced():
     state = create()
     assert state.model_state is None
     with_some = state.replace(model_state={"seen": 3})
@@ -134,7 +135,7 @@ def test_model_state_is_read_and_replaced() -> None:
         jstep.TrainState.create({"w": tensor}, jstep.adam(0.1))
 
 
-def test_replaced_model_state_holds_arrays() -> None:
+def test_replaced_model_state_holds_arrays():
     """Numbers become arrays, as in `create`; shapes and shardings stay."""
     optimizer = jstep.gradient_descent(0.1)
     state = jstep.TrainState.create({"w": 1.0}, optimizer, model_state={"seen": 0, "mean": 0.0, "on": False})
@@ -149,11 +150,11 @@ def test_replaced_model_state_holds_arrays() -> None:
 
 
 @pytest.mark.parametrize("how", ["tree", "mesh", "function", "function on a mesh", "numpy"])
-def test_an_array_at_two_places_becomes_two_and_says_so(how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_array_at_two_places_becomes_two_and_says_so(how, caplog):
     scale = np.ones(4, np.float32) if how == "numpy" else jnp.ones(4)
     optimizer = jstep.sgd(0.1)
 
-    def make() -> Any:
+    def make():
         one = jnp.ones(4) if "function" in how else scale
         return {"a": {"scale": one}, "b": one, "c": jnp.zeros(4), "d": jnp.ones(4)}
 
@@ -167,3 +168,208 @@ def test_an_array_at_two_places_becomes_two_and_says_so(how: str, caplog: pytest
     np.testing.assert_allclose(state.params["b"], 1.0)
     jstep.TrainState.create({"a": 1.0, "b": 1.0, "c": jnp.ones(2), "d": jnp.ones(2)}, optimizer)
     assert len(caplog.records) == 1
+
+
+# Functions of the global step, for states and for steps, and overflow of the step.
+
+LAST = 2**31 - 1
+OPTIMIZER = jstep.gradient_descent(0.1)
+
+
+def state(step=0):
+    return jstep.TrainState.create({"w": 1.0}, OPTIMIZER, step)
+
+
+@pytest.mark.parametrize("step", [7, np.int64(7), jnp.int32(7), jstep.create_global_step(7)])
+def test_functions_accept_a_step(step):
+    for get in (jstep.get_global_step, jstep.get_or_create_global_step):
+        got = get(step)
+        assert int(got) == 7
+        assert got.dtype == jnp.int32
+    assert jstep.global_step(step) == 7
+    later = jstep.increment_global_step(step)
+    assert int(later) == 8
+    assert later.dtype == jnp.int32
+    assert int(jstep.increment_global_step(step, 3)) == 10
+    assert int(jax.jit(jstep.increment_global_step)(step)) == 8
+
+
+def test_states_with_and_without_a_step():
+    made = state(4)
+    assert jstep.get_global_step(made) is jstep.get_or_create_global_step(made) is made.global_step
+    assert type(jstep.global_step(made)) is int
+    empty = made.replace(global_step=None)
+    assert jstep.get_global_step(empty) is None
+    created = jstep.get_or_create_global_step(empty)
+    assert (int(created), created.dtype) == (0, jnp.int32)
+    for function in (jstep.global_step, jstep.increment_global_step):
+        with pytest.raises(ValueError, match=r"no global step: give it one with state\.replace"):
+            function(empty)
+
+
+def test_a_step_that_is_not_a_scalar():
+    """As in TensorFlow: 'Existing "global_step" is not scalar'."""
+    for wrong in (jnp.zeros(1, jnp.int32), state().replace(global_step=jnp.zeros(1, jnp.int32))):
+        with pytest.raises(TypeError, match=r"must be an integer scalar, got an array of int32 and shape \(1,\)"):
+            jstep.get_global_step(wrong)
+
+
+def test_donated_step_raises():
+    old = state()
+    jstep.minimize(lambda p: p["w"] ** 2, OPTIMIZER)(old)
+    with pytest.raises(RuntimeError, match="donated"):
+        jstep.global_step(old)
+
+
+# Overflow.
+
+
+def test_eager_overflow_raises():
+    full = state(LAST)
+    for act in (
+        lambda: jstep.increment_global_step(full),
+        lambda: jstep.increment_global_step(jstep.create_global_step(LAST - 1), 2),
+        lambda: jstep.apply_gradients(full, {"w": jnp.float32(1)}, OPTIMIZER),
+    ):
+        with pytest.raises(ValueError, match=r"does not fit int32; enable jax_enable_x64"):
+            act()
+    unchanged = jstep.apply_gradients(full, {"w": jnp.float32(1)}, OPTIMIZER, increment_global_step=False)
+    assert jstep.global_step(unchanged) == LAST
+
+
+def test_compiled_overflow_saturates():
+    step = jstep.minimize(lambda p: p["w"] ** 2, OPTIMIZER)
+    current = state(LAST - 1)
+    for _ in range(3):
+        current, _ = step(current)
+        assert jstep.global_step(current) == LAST
+    assert int(jax.jit(jstep.increment_global_step)(jnp.int32(LAST), 5)) == LAST
+    assert int(jax.jit(jstep.increment_global_step)(jnp.int32(LAST - 9), 5)) == LAST - 4
+
+
+def test_steps_under_x64(x64):
+    current = state(LAST)
+    current, _ = jstep.minimize(lambda p: p["w"] ** 2, OPTIMIZER)(current)
+    assert jstep.global_step(current) == LAST + 1
+    assert jstep.create_global_step(2**40).dtype == jnp.int64
+    assert jstep.global_step(jstep.increment_global_step(state(2**40))) == 2**40 + 1
+
+
+# Parameters that are no arrays, copies of parameters in slots, boxed variables, and paths of several leaves.
+
+
+def test_empty_trees_raise():
+    state = jstep.TrainState.create({}, jstep.adam())
+    with pytest.raises(ValueError, match=r"No variables to optimize"):
+        jstep.minimize(lambda p: jnp.float32(1), jstep.adam())(state)
+    with pytest.raises(ValueError, match="No gradients provided for any variable"):
+        jstep.apply_gradients(state, {}, jstep.adam())
+
+
+# Equinox.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Module:
+    """A module whose leaves are arrays and functions, as those of Equinox are."""
+
+    weight: Any
+    activation: Any
+
+
+def test_a_leaf_that_is_not_an_array_is_named_with_what_splits_the_model():
+    params = {"layers": [Module(jnp.ones(2), None), Module(jnp.ones(2), jax.nn.relu)]}
+    by_hand = jstep.TrainState(params, {}, jnp.int32(0))
+
+    def loss_fn(params):
+        return jnp.sum(params["layers"][1].activation(params["layers"][0].weight))
+
+    for make in (
+        lambda: jstep.TrainState.create(params, jstep.adam()),
+        lambda: jstep.minimize(loss_fn, jstep.adam())(by_hand),
+        lambda: jstep.minimize(loss_fn, jstep.adam(), jit=False)(by_hand),
+        lambda: jstep.compute_gradients(loss_fn)(params),
+    ):
+        with pytest.raises(TypeError, match="params: the leaf at 'layers/1/activation' is a") as caught:
+            make()
+        assert "keep only arrays in params, by equinox.partition or flax.nnx.split" in str(caught.value)
+
+
+@pytest.mark.parametrize("leaf", [jnp.float32, "relu", np.array(["relu"]), np.array([None])], ids=repr)
+def test_a_leaf_with_a_dtype_that_is_not_an_array_is_named_too(leaf):
+    params = Module(jnp.ones(2), leaf)
+    step = jstep.minimize(lambda params: jnp.sum(params.weight), jstep.adam())
+    for make in (
+        lambda: jstep.TrainState.create(params, jstep.adam()),
+        lambda: step(jstep.TrainState(params, {}, jnp.int32(0))),
+    ):
+        with pytest.raises(TypeError, match=r"params: the leaf at 'activation' is .*equinox\.partition"):
+            make()
+
+
+# Flax.
+
+
+SHARED_PATH = {"a": {"b": 1.0}, "a/b": 2.0, "c": 3.0}
+
+
+def test_path_shared_by_two_leaves():
+    state = jstep.TrainState.create(SHARED_PATH, jstep.adagrad(0.1))
+    with pytest.raises(ValueError, match="get_slot: 2 leaves share the path 'a/b'"):
+        jstep.get_slot(state, "accumulator", "a/b")
+    assert float(jstep.get_slot(state, "accumulator", "c")) == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="var_list: 2 leaves share the path 'a/b'"):
+        jstep.compute_gradients(lambda p: p["c"], var_list=["a/b"])(state.params)
+    _, grads = jstep.compute_gradients(lambda p: p["c"] + p["a/b"], var_list=["*"])(state.params)
+    assert grads["a"]["b"] is None
+
+
+def test_slots_initialized_with_parameters_are_copies():
+    """A buffer can be donated only once."""
+    base = jstep.gradient_descent(0.1)
+    custom = base._replace(
+        init=lambda params, global_step=0: {"start": params, "same": params},
+        update=lambda u, slots, p, step: (base.update(u, {}, p, step)[0], slots),
+    )
+    step = jstep.minimize(lambda p: p["w"] ** 2, custom)
+    for copy in (True, False):
+        state = jstep.TrainState.create({"w": jnp.float32(1.0)}, custom, copy=copy)
+        for _ in range(2):
+            state, _ = step(state)
+        assert float(state.slots["start"]["w"]) == float(state.slots["same"]["w"]) == 1.0
+
+
+# Flax NNX, whose variables are boxed arrays.
+
+
+@pytest.fixture
+def nnx():
+    return pytest.importorskip("flax.nnx")
+
+
+def test_boxed_variables(nnx):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.fc = nnx.Linear(2, 1, rngs=rngs)
+            self.norm = nnx.BatchNorm(1, rngs=rngs)
+
+    model = Model(nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"the variable at 'norm/mean' is an nnx\.BatchStat, which is not trained"):
+        jstep.TrainState.create(model, jstep.adam())
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    optimizer = jstep.momentum(0.1, 0.9)
+    state = jstep.TrainState.create(params, optimizer, model_state=rest)
+    for path in ("fc/kernel", "fc/kernel/value"):
+        assert jstep.get_slot(state, "momentum", path).shape == (2, 1)
+
+    def loss_fn(params, rest, x):
+        model = nnx.merge(graphdef, params, rest, copy=True)
+        loss = jnp.mean(model.norm(model.fc(x)) ** 2) + jnp.mean(model.fc(x))
+        return loss, nnx.split(model, nnx.Param, ...)[2]
+
+    step = jstep.minimize(loss_fn, optimizer, has_model_state=True, var_list=["fc/kernel"])
+    new, _ = step(state, jnp.array([[1.0, 2.0], [3.0, 5.0]]))
+    assert jstep.get_slot(new, "momentum", "fc/kernel").any()
+    assert not jstep.get_slot(new, "momentum", "fc/bias").any()
+    assert float(new.slots["model_state"]["norm"]["var"].get_value()[0]) != 1.0

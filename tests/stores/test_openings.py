@@ -32,7 +32,7 @@ _WORDS = re.compile(r"open|mkfifo|link|truncate|tempfile|shutil|(read|write)_(te
 """A module without any of these words does not need to be parsed."""
 
 
-def test_files_are_opened_by_the_functions_that_check_them() -> None:
+def test_files_are_opened_by_the_functions_that_check_them():
     """Somebody else may have made them: `open_own` writes no other file, and `open_regular` reads no FIFO or device."""
     opening = {
         module

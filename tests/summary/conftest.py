@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +94,7 @@ def tensorboard_url(logdir, tmp_path_factory):
         server.wait(timeout=20)
 
 
-def _address(server, log: Path):
+def _address(server, log):
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and server.poll() is None:
         if match := re.search(r"http://127\.0\.0\.1:\d+", log.read_text()):

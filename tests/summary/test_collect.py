@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jstep
 from jstep import summary
 from jstep.summary import collect, merge, merge_all, scalar
 
@@ -147,3 +148,45 @@ def test_error_of_merge_all_while_tracing_suggests_collect():
         jax.jit(step)(1.0)
     with pytest.raises(RuntimeError, match="tracing"):
         collect(lambda x: jax.grad(lambda x: (merge_all(), x)[1])(x))(1.0)
+
+
+# Summaries that a loss records, returns, or both: each is in the metrics of the step once.
+
+OPTIMIZER = jstep.gradient_descent(0.1)
+
+
+def _step(loss_fn, **options):
+    return jstep.minimize(loss_fn, OPTIMIZER, has_aux=True, **options)
+
+
+def _state():
+    return jstep.TrainState.create({"w": jnp.ones(3)}, OPTIMIZER)
+
+
+def _tags(metrics):
+    return sorted(metrics["summaries"].tags)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("both", [False, True])
+def test_recorded_and_returned_summaries_are_merged(microbatches, both):
+    def loss_fn(params, x):
+        loss = jnp.mean((params["w"] - x.mean()) ** 2)
+        recorded = summary.scalar("recorded", loss)
+        returned = summary.scalar("returned", 2 * loss)
+        merged = summary.merge([recorded, returned] if both else [returned])
+        return loss, {"summaries": merged, "other": loss}
+
+    _, metrics = _step(loss_fn, num_microbatches=microbatches)(_state(), jnp.ones((2, 3)))
+    assert _tags(metrics) == ["recorded", "returned"]
+    assert metrics["other"] == metrics["loss"]
+
+
+def test_error_if_summaries_is_not_a_summary():
+    def loss_fn(params, x):
+        loss = jnp.mean((params["w"] - x.mean()) ** 2)
+        summary.scalar("recorded", loss)
+        return loss, {"summaries": loss}
+
+    with pytest.raises(ValueError, match="both have 'summaries'"):
+        _step(loss_fn)(_state(), jnp.ones(3))

@@ -1,8 +1,5 @@
 """The command line, as tests of its commands run it."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from chromium import browser as browser
 
@@ -10,10 +7,10 @@ from jstep.tools.cli import main
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+def cli(capsys):
     """`cli(*arguments, code=0)` runs a command, which must exit with this code, and returns its `out` and `err`."""
 
-    def run(*arguments: Any, code: int = 0) -> Any:
+    def run(*arguments, code=0):
         assert main(list(map(str, arguments))) == code
         return capsys.readouterr()
 

@@ -1,6 +1,11 @@
 """The command line: the list of commands, tables that fit the terminal, and what `inspect` hides."""
 
+import ast
+import importlib
+import subprocess
+import sys
 import tomllib
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -9,7 +14,8 @@ from source_files import ROOT, text_of
 
 import jstep
 from jstep.core.tables import columns
-from jstep.tools.cli import COMMANDS, main
+from jstep.tools.cli import COMMANDS, Command, main
+from jstep.tools.ranges import is_inexact
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +35,7 @@ def run(tmp_path_factory):
     return directory
 
 
-def test_without_a_command_the_commands_are_shown(monkeypatch, capsys) -> None:
+def test_without_a_command_the_commands_are_shown(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["/usr/bin/jstep"])
     monkeypatch.setenv("COLUMNS", "80")
     assert main() == 0
@@ -47,12 +53,12 @@ def test_without_a_command_the_commands_are_shown(monkeypatch, capsys) -> None:
     assert capsys.readouterr().out == out
 
 
-def test_the_path_has_the_same_command() -> None:
+def test_the_path_has_the_same_command():
     assert tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]["scripts"] == {"jstep": "jstep.tools.cli:main"}
 
 
 @pytest.mark.parametrize("width", [30, 40, 60, 80, 100, 300, None])
-def test_tables_fit_the_terminal(run, monkeypatch, cli, width) -> None:
+def test_tables_fit_the_terminal(run, monkeypatch, cli, width):
     monkeypatch.delenv("COLUMNS", raising=False)
     if width is not None:
         monkeypatch.setenv("COLUMNS", str(width))
@@ -65,8 +71,117 @@ def test_tables_fit_the_terminal(run, monkeypatch, cli, width) -> None:
     assert "[4,128]" in text
 
 
-def test_columns_fold_and_lose_nothing() -> None:
+def test_columns_fold_and_lose_nothing():
     rows = [["leaf", "n", "text"], ["a/long/path/of/a/leaf", "12", "of some words"], ["b", "3", ""]]
     assert columns(rows, 1) == columns(rows, 1, 40)
     assert columns(rows, 1, 39) == ["a/long/path/of/a/leaf  n 12  text of", "  some words", "b  n 3  text"]
     assert columns(rows, 1, 18) == ["a/long/path/of/a/l", "  eaf  n 12  text", "  of some words", "b  n 3  text"]
+
+
+# Commands that only read files do not import JAX, whose import takes longer than the commands.
+
+REPORT = """
+import atexit, sys
+atexit.register(lambda: print("JAX" if {"jax", "jaxlib", "tensorstore", "orbax"} & sys.modules.keys() else "no JAX"))
+import runpy
+sys.argv = ["jstep", *sys.argv[1:]]
+runpy.run_module("jstep", run_name="__main__")
+"""
+
+
+def run_command(*arguments):
+    completed = subprocess.run(
+        [sys.executable, "-c", REPORT, *arguments], capture_output=True, text=True, check=False, timeout=300
+    )
+    return completed.returncode, [*completed.stdout.splitlines(), *completed.stderr.splitlines()]
+
+
+def in_folder(folder, arguments):
+    """Return the arguments with the paths of the fixture below `folder`."""
+    paths = {"run", "log"}
+    return [str(folder / word) if word.split("/")[0] in paths else word for word in arguments]
+
+
+@pytest.fixture(scope="module")
+def run_without_jax(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    optimizer = jstep.gradient_descent(0.25)
+    state = jstep.TrainState.create({"w": 0.0}, optimizer)
+    train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+    jstep.train(
+        train_step,
+        state,
+        [jnp.ones(())] * 3,
+        3,
+        checkpoint_dir=folder / "run",
+        logdir=folder / "log",
+        save_summaries_steps=1,
+        progress=False,
+    )
+    return folder
+
+
+@pytest.mark.thorough(except_for=["inspect run-", "cost --help-"])
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("inspect", "run"), "model-3"),
+        (("inspect", "run", "--verify"), "as written"),
+        (("goodput", "run"), "3 steps in"),
+        (("events", "log"), "loss = "),
+        (("events", "log", "--name", "loss"), "loss"),
+        (("runs", "run"), "finished"),
+        (("report", "run", "-o", "log/page.html"), "page.html: "),
+        (("--help",), "goodput"),
+        (("--version",), f"jstep {jstep.__version__}"),
+        *(((name, "--help"), f"jstep {name}") for name in COMMANDS),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_commands_do_not_import_jax(run_without_jax, arguments, expected):
+    code, lines = run_command(*in_folder(run_without_jax, arguments))
+    assert code == 0, lines
+    assert any(expected in line for line in lines), lines
+    assert "no JAX" in lines
+
+
+@pytest.mark.thorough
+def test_reading_arrays_imports_jax(run_without_jax):
+    """This shows that the tests above can fail."""
+    assert "JAX" in run_command("inspect", str(run_without_jax / "run" / "model-3"))[1]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_module_and_help(name, capsys):
+    module, _, command = COMMANDS[name][1].partition(":")
+    assert isinstance(getattr(importlib.import_module(f"jstep.tools.{module}"), command), Command)
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    assert COMMANDS[name][0][1:] in " ".join(capsys.readouterr().out.split())
+
+
+def test_lazy_exports_agree_with_the_static_imports():
+    module = jstep.summary
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+    names = {a.name: n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert set(module.__all__) <= names.keys()
+    assert set(module.__all__) <= set(dir(module))
+    for name in module.__all__:
+        assert getattr(module, name) is getattr(importlib.import_module(names[name]), name)
+    with pytest.raises(AttributeError, match=r"'jstep\.summary' has no attribute 'adamm'"):
+        module.adamm
+
+
+# Without JAX, floating-point dtypes are recognized as by JAX, including those of ml_dtypes.
+
+NAMES = (
+    "bool_ int2 int4 int8 int64 uint4 uint64 float16 float32 float64 bfloat16 complex64 complex128 "
+    "float8_e4m3fn float8_e5m2 float8_e8m0fnu float4_e2m1fn"
+)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", NAMES.split())
+def test_inexact_dtypes_are_those_of_jax(name):
+    dtype = jnp.dtype(getattr(jnp, name))
+    assert is_inexact(dtype) == jnp.issubdtype(dtype, jnp.inexact)

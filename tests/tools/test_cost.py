@@ -1,12 +1,17 @@
 """`cost`: FLOPs and memory of a step, before it runs."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec as P
 
 import jstep
+from jstep.tools.cost import _needed, device_peak
 
 SIDE, ROWS, LAYERS = 64, 32, 3
 OPTIMIZER = jstep.momentum(0.1, 0.9)
@@ -114,3 +119,199 @@ def test_host_slots_are_counted_separately(host_memory):
     assert jstep.cost(STEP, shapes, batch).host_bytes == slot
     undonated = jstep.cost(STEP.__wrapped__, create(slots_memory="pinned_host"), batch)
     assert (undonated.host_bytes, undonated.alias_bytes) == (slot, 0)
+
+
+# Cost of a step that does not fit into memory; values that the compiler does not report are None.
+
+OPTIMIZER_OF_FAILURES = jstep.adam(0.01)
+STEP_OF_FAILURES = jstep.minimize(lambda params, x: jnp.sum((x @ params["w"]) ** 2), OPTIMIZER_OF_FAILURES)
+OLD = (
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (16.62G) exceeds "
+    "available HBM (15.75G)."
+)
+NEW = (
+    "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required (512.5M) "
+    "exceeds available HBM (256.0M). HLO module: jit_f.\nSee https://openxla.org/xla/errors/error_1000 for more."
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "needed"),
+    [(OLD, (int(16.62 * 2**30), int(15.75 * 2**30))), (NEW, (int(512.5 * 2**20), 256 * 2**20)), ("INTERNAL: no", None)],
+    ids=["old", "new", "other"],
+)
+def test_memory_is_parsed_from_the_error(text, needed):
+    assert _needed(jax.errors.JaxRuntimeError(text)) == needed
+
+
+class FailingStep:
+    """A step whose compilation fails."""
+
+    def __init__(self, step, text):
+        self.step, self.text = step, text
+
+    def __call__(self, state, *args):
+        return self.step(state, *args)
+
+    def trace(self, state, *args):
+        return self.step.trace(state, *args)
+
+    def lower(self, state, *args):
+        return self
+
+    def compile(self):
+        raise jax.errors.JaxRuntimeError(self.text)
+
+
+def example_inputs():
+    state = jax.eval_shape(lambda: jstep.TrainState.create({"w": jnp.zeros((16, 8))}, OPTIMIZER_OF_FAILURES))
+    return state, jax.ShapeDtypeStruct((4, 16), jnp.float32)
+
+
+def test_out_of_memory_returns_a_cost():
+    cost = jstep.cost(FailingStep(STEP_OF_FAILURES, OLD), *example_inputs())
+    assert cost.fits is False
+    assert (cost.peak_bytes, cost.memory_bytes) == (int(16.62 * 2**30), int(15.75 * 2**30))
+    assert cost.params_bytes == 4 * 16 * 8
+    assert cost.slots_bytes == 2 * 4 * 16 * 8 + 4
+    assert cost.flops >= 2 * 2 * 4 * 16 * 8
+    assert "16.6 GiB of 15.75 GiB: it does not fit" in str(cost)
+    assert "None" not in str(cost)
+    unknown = [field.name for field in dataclasses.fields(cost) if getattr(cost, field.name) is None]
+    assert set(unknown) >= {"bytes_accessed", "temp_bytes", "output_bytes", "alias_bytes"}
+
+
+def test_other_compiler_errors_are_raised():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the compiler broke"):
+        jstep.cost(FailingStep(STEP_OF_FAILURES, "INTERNAL: the compiler broke"), *example_inputs())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("spec", "warns"), [(P("data"), True), (P(), False)], ids=str)
+@pytest.mark.parametrize("is_constrained", [False, True])
+def test_warning_about_a_possible_reason(spec, warns, is_constrained):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, P("data"))
+
+    def loss(params, tokens):
+        x = params["w"][tokens]
+        x = jax.lax.with_sharding_constraint(x, rows) if is_constrained else x
+        return jnp.sum(x**2)
+
+    state = jstep.TrainState.create(
+        lambda: {"w": jnp.zeros((16, 8))}, OPTIMIZER_OF_FAILURES, mesh=mesh, param_specs=spec
+    )
+    tokens = jax.ShapeDtypeStruct((16,), jnp.int32, sharding=rows)
+    cost = jstep.cost(FailingStep(jstep.minimize(loss, OPTIMIZER_OF_FAILURES), OLD), state, tokens)
+    assert bool(cost.warnings) == (warns and not is_constrained)
+    if cost.warnings:
+        assert 'with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P("data")))' in cost.warnings[0]
+        assert "warning: parameters are split" in str(cost)
+
+
+# Warnings in the cost of a step.
+
+MESH = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+OPTIMIZER_OF_WARNINGS = jstep.adam(1e-3)
+
+
+def mlp():
+    return {"a": jnp.zeros((64, 32)), "b": jnp.zeros((32,)), "x": jnp.zeros((32, 64))}
+
+
+def regression(params, x, y):
+    return jnp.mean((jax.nn.relu(x @ params["a"] + params["b"][None]) @ params["x"] - y) ** 2)
+
+
+def on_rows(params, x, y):
+    """The constraint that the warning suggests."""
+    mesh = MESH
+    return regression(params, jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P("data"))), y)
+
+
+STEP_OF_WARNINGS = jstep.minimize(regression, OPTIMIZER_OF_WARNINGS)
+
+
+def state_of_warnings(mesh=MESH, specs=None):
+    return jstep.TrainState.create(mlp, OPTIMIZER_OF_WARNINGS, mesh=mesh, param_specs=specs)
+
+
+PAIRS = jstep.shard_batch([jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2, MESH)
+
+
+def test_undonated_state_warns():
+    def only_metrics(state, x, y):
+        return {"loss": regression(state.params, x, y)}
+
+    (found,) = jstep.cost(
+        jstep.minimize(regression, OPTIMIZER_OF_WARNINGS, donate=False), state_of_warnings(), *PAIRS
+    ).warnings
+    total = 3 * 4 * (64 * 32 + 32 + 32 * 64) + 8
+    assert found.startswith(f"{total / 1024:.3g} KiB of the state is not donated, so that the old and the new state")
+    assert "jax.jit(step, donate_argnums=0)" in found
+    for step in (STEP_OF_WARNINGS, jax.jit(STEP_OF_WARNINGS.__wrapped__, donate_argnums=0), only_metrics):
+        assert jstep.cost(step, state_of_warnings(), *PAIRS).warnings == ()
+
+
+@pytest.mark.thorough
+def test_batch_outside_the_mesh_warns():
+    """Its program differs from that of a run with a sharded batch."""
+    x, y = np.ones((64, 64), np.float32), jnp.ones((64, 64))
+    for batch in ((x, y), jax.eval_shape(lambda: (x, y))):
+        (found,) = jstep.cost(STEP_OF_WARNINGS, state_of_warnings(), *batch).warnings
+        assert found.startswith("the batch is not on the mesh of the state, so each of its 8 devices gets all of it")
+        assert "jstep.cost(train_step, state, jstep.shard_batch(batch, mesh))" in found
+    for arguments in ((state_of_warnings(), *jstep.shard_batch((x, y), MESH)), (state_of_warnings(), x, PAIRS[1])):
+        assert jstep.cost(STEP_OF_WARNINGS, *arguments).warnings == ()
+    assert jstep.cost(STEP_OF_WARNINGS, state_of_warnings(jax.make_mesh((1,), ("data",))), x, y).warnings == ()
+
+
+# Peak device memory, from the compiler's memory analysis.
+
+MB = 10**6
+
+
+def report(device, host=(0, 0, 0, 0), **others):
+    names = ("argument", "output", "alias", "temp")
+    sizes = {f"{name}_size_in_bytes": int(n * MB) for name, n in zip(names, device, strict=True)}
+    sizes |= {f"host_{name}_size_in_bytes": int(n * MB) for name, n in zip(names, host, strict=True)}
+    return SimpleNamespace(**sizes, **{name: int(n * MB) for name, n in others.items()})
+
+
+# Reports of the TPU compiler for v5e:2x4, libtpu 0.0.42 and 0.0.50.
+REPORTS = {
+    "large": (report((403.18, 402.65, 402.65, 134.41), peak_memory_in_bytes=537.40), 537.40),
+    "small, mostly in VMEM": (report((50.86, 50.33, 50.33, 0), peak_memory_in_bytes=122.69), 50.86),
+    "temporaries counted twice": (report((163.62, 163.6, 163.6, 731.49), peak_memory_in_bytes=667.8), 667.8),
+    "slots on the host": (
+        report((134.74, 134.22, 134.22, 268.95), (268.44, 268.44, 268.44, 0), peak_memory_in_bytes=604.51),
+        336.07,
+    ),
+    "only written to the host": (report((3000, 3000, 3000, 3000), (0, 3000, 0, 0), peak_memory_in_bytes=9000), 6000),
+    "temporaries on the host": (
+        report((134.74, 134.22, 134.22, 472.25), (268.44, 268.44, 268.44, 268.44), peak_memory_in_bytes=738.74),
+        470.3,
+    ),
+    "allocation reported": (
+        report((163.62, 163.6, 163.6, 731.49), peak_memory_in_bytes=667.8, total_allocation_bytes=680.99),
+        680.99,
+    ),
+    "no peak reported": (report((10, 10, 4, 3)), 19),
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_peak_from_compiler_reports(name):
+    memory, want = REPORTS[name]
+    assert device_peak(memory) == pytest.approx(want * MB, abs=MB / 10)
+
+
+@pytest.mark.parametrize("memory", [None, SimpleNamespace(), SimpleNamespace(argument_size_in_bytes=1)])
+def test_unknown_peak(memory):
+    assert device_peak(memory) is None
+
+
+def test_peak_of_a_compiled_program():
+    double = jax.jit(lambda x: 2 * x, donate_argnums=0)
+    x = jax.ShapeDtypeStruct((1024, 256), jnp.float32)
+    assert device_peak(double.lower(x).compile().memory_analysis()) == 2**20

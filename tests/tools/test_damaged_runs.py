@@ -1,11 +1,9 @@
 """A page of many runs, of which one has files that hold anything: the others are whole, and this one says why not."""
 
 import os
-import pathlib
 import re
 import shutil
 import struct
-from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -19,7 +17,7 @@ train_step = jstep.minimize(lambda p: jnp.sum(p["w"] ** 2), optimizer)
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def sound(tmp_path_factory):
     """A run with two starts, an evaluation, a best checkpoint, and a config."""
     where = tmp_path_factory.mktemp("sound") / "run"
     best = jstep.KeepBest(where / "best", "loss")
@@ -33,12 +31,12 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return where
 
 
-def copied(sound: pathlib.Path, path: pathlib.Path) -> pathlib.Path:
+def copied(sound, path):
     shutil.copytree(sound, path, ignore=shutil.ignore_patterns("model-*"))
     return path
 
 
-def check(sound: pathlib.Path, bad: pathlib.Path) -> str:
+def check(sound, bad):
     """Check that the page of both has all of the sound one, and return what it says about the bad one."""
     page = jstep.report([sound, bad]).html
     (row,) = re.findall(rf'<tr data-r="\d"[^>]*><td>{sound.name}.*?</tr>', page)
@@ -62,7 +60,7 @@ def check(sound: pathlib.Path, bad: pathlib.Path) -> str:
     ],
 )
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_damaged_start(sound: pathlib.Path, tmp_path: pathlib.Path, number: int, field: str, value: Any) -> None:
+def test_a_damaged_start(sound, tmp_path, number, field, value):
     """It takes itself, not its run."""
     good, bad = copied(sound, tmp_path / "good"), copied(sound, tmp_path / "bad")
     change(bad, number, **{field: value})
@@ -75,7 +73,7 @@ def test_a_damaged_start(sound: pathlib.Path, tmp_path: pathlib.Path, number: in
 
 
 @pytest.mark.parametrize("data", [b"", b"\0" * 99, b"{", b"[]", b"\xff", b"[" * 10**5, b"9" * 5000, b" " * 2**21])
-def test_a_file_that_is_no_start(sound: pathlib.Path, tmp_path: pathlib.Path, data: bytes) -> None:
+def test_a_file_that_is_no_start(sound, tmp_path, data):
     good, bad = copied(sound, tmp_path / "good"), copied(sound, tmp_path / "bad")
     for file in (bad / "starts").iterdir():
         file.write_bytes(data)
@@ -85,7 +83,7 @@ def test_a_file_that_is_no_start(sound: pathlib.Path, tmp_path: pathlib.Path, da
         assert [run.path for run in jstep.runs(tmp_path)] == [str(good)], "they were killed before they wrote"
 
 
-def test_a_damaged_card_is_none(sound: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_damaged_card_is_none(sound, tmp_path):
     good, bad = copied(sound, tmp_path / "good"), copied(sound, tmp_path / "bad")
     for file in (bad / "starts").glob("*.card.json"):
         file.write_bytes(b'{"card": {"programs": 7, "stages": [1]}}')
@@ -97,7 +95,7 @@ def test_a_damaged_card_is_none(sound: pathlib.Path, tmp_path: pathlib.Path) -> 
 # Event files.
 
 
-def record(length: int, data: bytes) -> bytes:
+def record(length, data):
     """A record that claims a length."""
     from jstep.stores.event_files import masked_crc
 
@@ -105,12 +103,12 @@ def record(length: int, data: bytes) -> bytes:
     return claimed + struct.pack("<I", masked_crc(claimed)) + data
 
 
-def scalar(tag: str, step: int, value: float) -> bytes:
+def scalar(tag, step, value):
     part = proto("Summary").Value(tag=tag, simple_value=value)
     return frame(proto("Event")(step=step, wall_time=1e9, summary=proto("Summary")(value=[part])).SerializeToString())
 
 
-DAMAGES: dict[str, bytes] = {
+DAMAGES = {
     "a length of 2⁶⁴ − 1": record(2**64 - 1, b""),
     "a length of 2 GB": record(2**31 - 1, b"x" * 100),
     "no Event": frame(b"\xff" * 20),
@@ -125,7 +123,7 @@ DAMAGES: dict[str, bytes] = {
 @pytest.mark.parametrize(
     "damage", [pytest.param(name, marks=[pytest.mark.thorough] * (name == "many tags")) for name in DAMAGES]
 )
-def test_a_damaged_event_file(sound: pathlib.Path, tmp_path: pathlib.Path, damage: str) -> None:
+def test_a_damaged_event_file(sound, tmp_path, damage):
     good, bad = copied(sound, tmp_path / "good"), copied(sound, tmp_path / "bad")
     newest = max(path for path in bad.iterdir() if "tfevents" in path.name)
     newest.write_bytes(newest.read_bytes() + DAMAGES[damage])
@@ -137,7 +135,7 @@ def test_a_damaged_event_file(sound: pathlib.Path, tmp_path: pathlib.Path, damag
     assert ("corrupted record" in page) == (damage in ("a length of 2⁶⁴ − 1", "no Event"))
 
 
-def test_what_is_no_regular_file_is_not_opened(sound: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_what_is_no_regular_file_is_not_opened(sound, tmp_path):
     """A FIFO would be waited for, and a device may do anything; a link to one, too."""
     bad = copied(sound, tmp_path / "bad")
     newest = max(path for path in bad.iterdir() if "tfevents" in path.name)

@@ -122,3 +122,19 @@ def test_an_exact_name_comes_before_a_pattern(tmp_path, cli):
         assert [line.split()[1] for line in lines[1:]] == names
     error = cli("events", tmp_path / "run", "--name", "val*", "--name", "lss", code=2).err
     assert "--name lss: must be a scalar, or a pattern that matches some; there are val[top1]" in error
+
+
+# `events` of files that are empty or not event files, and differences of infinities.
+
+
+@pytest.mark.parametrize("text", ["hi\n", "a longer text than the header of a record is, much longer\n", ""])
+def test_a_file_without_events_is_an_error(tmp_path, cli, text):
+    (tmp_path / "notes.txt").write_text(text)
+    assert "notes.txt" in (message := cli("events", tmp_path / "notes.txt", code=2).err)
+    assert "not an event file" in message
+
+
+def test_an_empty_event_file_is_valid(tmp_path, cli):
+    (tmp_path / "events.out.tfevents.1").write_bytes(b"")
+    cli("events", tmp_path / "events.out.tfevents.1")
+    assert cli("events", tmp_path).err == ""

@@ -7,7 +7,6 @@ import os
 import pathlib
 import re
 import shutil
-from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -20,10 +19,10 @@ optimizer = jstep.sgd(0.1)
 train_step = jstep.minimize(lambda p: jnp.sum(p["w"] ** 2), optimizer)
 
 
-def train(logdir: Any, checkpoints: Any, last: int = 20, stop: int | None = None, **options: Any) -> None:
+def train(logdir, checkpoints, last=20, stop=None, **options):
     """A run of a summary a step, which ends with an error at a step."""
 
-    def hook(step: int, state: Any, metrics: Any) -> None:
+    def hook(step, state, metrics):
         if step == stop:
             raise KeyError("killed")
 
@@ -35,7 +34,7 @@ def train(logdir: Any, checkpoints: Any, last: int = 20, stop: int | None = None
         )  # fmt: skip
 
 
-def points(page: str, label: str = "loss", title: str = "loss") -> list[str]:
+def points(page, label="loss", title="loss"):
     """The numbers of points of the curve with a label, in the picture of a metric."""
     figure = re.search(rf"<figcaption>{title}</figcaption>.*?</figure>", page, re.DOTALL)
     if figure is None:
@@ -46,7 +45,7 @@ def points(page: str, label: str = "loss", title: str = "loss") -> list[str]:
     return [str(sum(len(re.findall(r",", path)) for path in some)) for some in paths]
 
 
-def write(folder: Any, tag: str, *, pid: int | None = None) -> pathlib.Path:
+def write(folder, tag, *, pid=None):
     """A user's writer, perhaps of another process."""
     with summary.SummaryWriter(folder) as writer:
         writer.add_summary(summary.scalar(tag, 1.0, collections=()), 3)
@@ -54,7 +53,7 @@ def write(folder: Any, tag: str, *, pid: int | None = None) -> pathlib.Path:
     return path if pid is None else path.rename(str(path).replace(f".{os.getpid()}.", f".{pid}."))
 
 
-def test_two_runs_with_one_logdir(tmp_path: pathlib.Path) -> None:
+def test_two_runs_with_one_logdir(tmp_path):
     """One after the other, in one process."""
     train(tmp_path / "logs", tmp_path / "a")
     train(tmp_path / "logs", tmp_path / "b", last=5)
@@ -64,7 +63,7 @@ def test_two_runs_with_one_logdir(tmp_path: pathlib.Path) -> None:
     assert "event files of other runs are not shown: events.out" in a
 
 
-def test_two_runs_at_once(tmp_path: pathlib.Path) -> None:
+def test_two_runs_at_once(tmp_path):
     """A run that begins while another one trains, and ends first."""
     at_7 = jstep.every(7, lambda *_: train(tmp_path / "logs", tmp_path / "b", last=5))
     jstep.train(
@@ -75,7 +74,7 @@ def test_two_runs_at_once(tmp_path: pathlib.Path) -> None:
     assert points(jstep.report(tmp_path / "b").html) == ["5"]
 
 
-def test_all_starts_of_a_run_are_its_own(tmp_path: pathlib.Path) -> None:
+def test_all_starts_of_a_run_are_its_own(tmp_path):
     """Also those before its first checkpoint, which had other names, and below a directory that was moved."""
     for stop in (3, 7):
         train(tmp_path / "x/logs", tmp_path / "x/run", stop=stop)
@@ -91,21 +90,19 @@ def test_all_starts_of_a_run_are_its_own(tmp_path: pathlib.Path) -> None:
 # Where they are read.
 
 
-def recorded(run: pathlib.Path, **fields: Any) -> None:
+def recorded(run, **fields):
     for start in starts_of(run):
         change(run, start["number"], **fields)
 
 
-def of_another_host(run: pathlib.Path) -> None:
+def of_another_host(run):
     recorded(run, process=starts_of(run)[0]["process"] | {"host": "another"})
 
 
 @pytest.mark.thorough(except_for=["moved-elsewhere", "of another host-s3://bucket/logs"])
 @pytest.mark.parametrize("logdir", ["elsewhere", "s3://bucket/logs", "gs://bucket/logs"])
 @pytest.mark.parametrize("how", ["moved", "of another host"])
-def test_a_logdir_elsewhere_is_not_read(
-    tmp_path: pathlib.Path, how: str, logdir: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_logdir_elsewhere_is_not_read(tmp_path, how, logdir, monkeypatch):
     train(tmp_path / "a/logs", tmp_path / "a/run")
     shutil.copytree(tmp_path / "a/logs", tmp_path / "elsewhere")
     place = logdir if "://" in logdir else str(tmp_path / logdir)
@@ -120,7 +117,7 @@ def test_a_logdir_elsewhere_is_not_read(
     assert f"its logdir {place} is not read" in page
 
 
-def test_a_logdir_elsewhere_is_read_where_the_run_was_made(tmp_path: pathlib.Path) -> None:
+def test_a_logdir_elsewhere_is_read_where_the_run_was_made(tmp_path):
     train(tmp_path / "tensorboard/a/x", tmp_path / "checkpoints/a/x")
     assert points(jstep.report(tmp_path / "checkpoints/a/x").html) == ["20"]
     (tmp_path / "elsewhere").mkdir()
@@ -131,7 +128,7 @@ def test_a_logdir_elsewhere_is_read_where_the_run_was_made(tmp_path: pathlib.Pat
 
 
 @pytest.mark.parametrize("saver", [False, True])
-def test_paths_that_were_relative(tmp_path: pathlib.Path, saver: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_that_were_relative(tmp_path, saver, monkeypatch):
     """Also beside a Saver, whose directory is absolute."""
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
@@ -143,7 +140,7 @@ def test_paths_that_were_relative(tmp_path: pathlib.Path, saver: bool, monkeypat
     assert points(jstep.report("moved/run").html) == ["20"]
 
 
-def test_no_link_leads_out_of_a_run_of_others(tmp_path: pathlib.Path) -> None:
+def test_no_link_leads_out_of_a_run_of_others(tmp_path):
     train(tmp_path / "a/run/logs", tmp_path / "a/run")
     logs, elsewhere = tmp_path / "a/run/logs", tmp_path / "elsewhere"
     logs.rename(elsewhere)
@@ -156,13 +153,13 @@ def test_no_link_leads_out_of_a_run_of_others(tmp_path: pathlib.Path) -> None:
 # `events` of the command line.
 
 
-def scalars(cli: Any, *arguments: Any, code: int = 0) -> list[tuple[Any, ...]]:
+def scalars(cli, *arguments, code=0):
     found = json.loads(cli("events", *arguments, "--json", code=code).out, parse_constant=pytest.fail)
     assert all(list(row) == ["run", "name", "step", "value"] for row in found)
     return [tuple(row.values()) for row in found]
 
 
-def test_the_scalars_of_a_directory_without_runs(tmp_path: pathlib.Path, cli: Any) -> None:
+def test_the_scalars_of_a_directory_without_runs(tmp_path, cli):
     """A later start replaces what it repeats, and a value that is not finite is null."""
     for start, values in {1: [1.0, 2.0, 3.0, 4.0], 3: [math.nan, 6.0]}.items():
         with summary.SummaryWriter(tmp_path / "logs") as writer:
@@ -190,7 +187,7 @@ def test_the_scalars_of_a_directory_without_runs(tmp_path: pathlib.Path, cli: An
 
 
 @pytest.mark.thorough
-def test_the_scalars_of_runs(tmp_path: pathlib.Path, cli: Any) -> None:
+def test_the_scalars_of_runs(tmp_path, cli):
     """Each has its own, wherever its logdir is, and each step once."""
     train(tmp_path / "tensorboard", tmp_path / "runs/a", stop=7)
     shutil.rmtree(tmp_path / "runs/a/model-7")

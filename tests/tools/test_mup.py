@@ -1,7 +1,6 @@
 """`mup`: the factors of table 3 by path, and the factors in an optimizer."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import pytest
 import jstep
 
 
-def shapes(width: int, head: int = 4, layers: int = 2, vocab: int = 10) -> Any:
+def shapes(width, head=4, layers=2, vocab=10):
     f = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
     return {
         "embed": f(vocab, width),
@@ -45,7 +44,7 @@ INITIALS = {"fan_in": (1.0, 1.0, R**-0.5), "constant": (1.0, R**-0.5, 1 / R)}
 
 @pytest.mark.parametrize("init", INITIALS)
 @pytest.mark.parametrize("optimizer", RATES)
-def test_table_3(optimizer: str, init: str) -> None:
+def test_table_3(optimizer, init):
     factors = jstep.mup(shapes(8), shapes(32), optimizer=optimizer, init=init)
     for kind, paths, rate, initial in zip(
         ("input", "hidden", "output", "none"),
@@ -64,7 +63,7 @@ def test_table_3(optimizer: str, init: str) -> None:
 
 @pytest.mark.parametrize("init", INITIALS)
 @pytest.mark.parametrize("optimizer", RATES)
-def test_equal_trees_change_nothing(optimizer: str, init: str) -> None:
+def test_equal_trees_change_nothing(optimizer, init):
     for delta in (None, shapes(16), shapes(8)):
         factors = jstep.mup(shapes(8), shapes(8), delta=delta, optimizer=optimizer, init=init)
         assert {*factors.rates.values(), *factors.decays.values(), *factors.initials.values()} == {1.0}
@@ -73,7 +72,7 @@ def test_equal_trees_change_nothing(optimizer: str, init: str) -> None:
         assert jstep.fingerprint(unchanged).tolist() == jstep.fingerprint(params).tolist()
 
 
-def test_axes() -> None:
+def test_axes():
     small = {
         "conv": jnp.zeros((8, 4, 3, 3)),
         "out": jnp.zeros((2, 4, 8)),
@@ -99,7 +98,7 @@ def test_axes() -> None:
     assert by_row.widths["w"].kind == "output"
 
 
-def test_delta_determines_which_axes_are_widths() -> None:
+def test_delta_determines_which_axes_are_widths():
     """Sizes in base and target may be equal by coincidence; delta shows which axes are widths."""
     f = lambda *shape: {"w": jnp.zeros(shape)}  # noqa: E731
     assert jstep.mup(f(8, 8), f(8, 32), delta=f(8, 16)).widths["w"].kind == "input"
@@ -113,7 +112,7 @@ def test_delta_determines_which_axes_are_widths() -> None:
         jstep.mup(f(8, 8), f(16, 32), delta=f(8))
 
 
-def test_initial_values() -> None:
+def test_initial_values():
     small, wide = (
         {"w": jnp.zeros((4, 2)), "n": jnp.int32(1), "none": None},
         {"w": jnp.ones((16, 2)), "n": jnp.int32(5), "none": None},
@@ -134,12 +133,12 @@ def test_initial_values() -> None:
         factors.initial({**wide, "ww": jnp.zeros(3)})
 
 
-def step_with(optimizer: jstep.Optimizer, params: Any) -> Any:
+def step_with(optimizer, params):
     state = jstep.TrainState.create(params, optimizer)
     return jstep.apply_gradients(state, jax.tree.map(jnp.ones_like, params), optimizer).params
 
 
-def test_rates_and_decays_in_a_chain() -> None:
+def test_rates_and_decays_in_a_chain():
     """lr·wd is that of the base while the rate is scaled; paths share prefixes or contain glob characters."""
     names = ["w", "ww", "w*", "w[x]"]
     small = {name: jnp.ones((2 + i, 2)) for i, name in enumerate(names)}
@@ -155,9 +154,46 @@ def test_rates_and_decays_in_a_chain() -> None:
         np.testing.assert_allclose(found[name], 1 - 0.01 / (i + 2) - 0.01 * 0.1, rtol=1e-6, err_msg=name)
 
 
-def test_factors_inside_a_partition() -> None:
+def test_factors_inside_a_partition():
     factors = jstep.mup({"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}, {"a": jnp.ones((4, 2)), "b": jnp.ones((8, 2))})
     scaled = jstep.chain(jstep.gradient_descent(1.0), jstep.scale_updates(factors.rates))
     optimizer = jstep.partition({"a": scaled, "b": scaled}, lambda path, leaf: path)
     found = step_with(optimizer, {"a": jnp.ones((4, 2)), "b": jnp.ones((8, 2))})
     np.testing.assert_allclose([found["a"][0, 0], found["b"][0, 0]], [0.5, 0.75])
+
+
+# `coord_check` on a model with known results; the one of docs/how/width-transfer.md is a real one.
+
+
+def known_model(width):
+    """Return a model whose parameter w grows by 0.5·width at each step."""
+    optimizer = jstep.gradient_descent(0.5 * width)
+    step = jstep.minimize(lambda params, x: -params["w"] * jnp.mean(x), optimizer)
+    return step, jstep.TrainState.create({"w": 2.0}, optimizer), jnp.ones(3)
+
+
+def test_sizes_changes_and_growth():
+    def activations(params, x):
+        return {"linear": params["w"] * x, "same": x, "root": jnp.sqrt(jnp.abs(params["w"] - 2.0)) * x[None]}
+
+    check = jstep.coord_check(known_model, (4, 8, 16), activations, steps=2)
+    assert check.sizes["linear"] == {4: 2.0, 8: 2.0, 16: 2.0}
+    assert check.changes["linear"] == {4: 4.0, 8: 8.0, 16: 16.0}
+    assert check.growth["linear"] == pytest.approx(1.0)
+    assert check.growth["root"] == pytest.approx(0.5)
+    assert np.isnan(check.growth["same"])
+    lines = str(check).splitlines()
+    assert lines[0] == "mean |x| over widths, and its change after 2 steps"
+    assert lines[2].split() == ["activation", "4", "8", "16", "growth"]
+    assert any(line.split() == ["linear", "size", "2", "2", "2"] for line in lines)
+    assert any(line.split() == ["change", "4", "8", "16", "1.00"] for line in lines)
+    assert jstep.coord_check(known_model, iter([4, 8]), activations).changes["linear"][8] == 20.0  # five steps
+
+
+def test_params_returned_as_activations_survive_donation():
+    """The step donates the state, and the value before training is still needed."""
+    check = jstep.coord_check(known_model, (4, 8), lambda params, x: {"w": params["w"]}, steps=1)
+    assert check.changes["w"] == {4: 2.0, 8: 4.0}
+
+
+# A real model with two hidden layers, one of them with a bias.

@@ -11,9 +11,7 @@ import pathlib
 import re
 import sys
 import tempfile
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,25 +31,25 @@ FAST = jstep.momentum(jstep.piecewise_constant([200, 600], [1.0, 0.5, 0.25]), 0.
 class AtSteps(jstep.Hook):
     """A hook that is due at some steps."""
 
-    def __init__(self, *steps: int) -> None:
+    def __init__(self, *steps):
         self._steps = (*steps, 10**9)
 
-    def after_step(self, step: int, state: Any, metrics: Any) -> None:
+    def after_step(self, step, state, metrics):
         pass
 
-    def next_due(self, step: int) -> int:
+    def next_due(self, step):
         return next(one for one in self._steps if one > step)
 
 
-def first_loss(params: Any, x: Any) -> Any:
+def first_loss(params, x):
     return jnp.sum(params["w"]) * jnp.sum(x["x"])
 
 
-def second_loss(params: Any, x: Any) -> Any:
+def second_loss(params, x):
     return first_loss(params, x)
 
 
-def plan_of_everything() -> str:
+def plan_of_everything():
     optimizer = jstep.partition({"slow": SLOW, "fast": FAST}, lambda path, leaf: "slow")
     steps = {0: jstep.minimize(first_loss, optimizer), 300: jstep.minimize(second_loss, optimizer)}
     hooks = [
@@ -63,14 +61,14 @@ def plan_of_everything() -> str:
     return f"{plan}\n{plan.due!r}\n\n" + "\n".join([plan._title(), *map(str, plan._rows()), *plan._notes()])
 
 
-def plan_of_a_mixture() -> str:
+def plan_of_a_mixture():
     sources = {name: {"x": np.zeros((rows, 2), np.float32)} for name, rows in (("a", 30), ("b", 10))}
     weights = {0: {"a": 0.5, "b": 0.5}, 100: {"a": 0.25, "b": 0.75}}
     return str(jstep.plan(SLOW, 400, batches=jstep.mixture(sources, 4, weights, seed=0), points=3))
 
 
-def factors_of_mup() -> str:
-    def shapes(width: int, hidden: int) -> Any:
+def factors_of_mup():
+    def shapes(width, hidden):
         leaves = {"in": (3, width), "hidden": (width, hidden), "b": (width,), "out": (width, 2), "scale": ()}
         return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in leaves.items()}
 
@@ -88,23 +86,23 @@ COST = jstep.Cost(
 )  # fmt: skip
 
 
-def costs() -> str:
+def costs():
     sizes = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "bytes_accessed")
-    unknown: Any = dict.fromkeys(sizes)
+    unknown = dict.fromkeys(sizes)
     too_large = dataclasses.replace(COST, fits=False, flops=None)
     fits = dataclasses.replace(COST, fits=True, devices=1, host_bytes=0, loops_unknown=0, warnings=())
     return "\n".join(map(str, (COST, too_large, dataclasses.replace(COST, **unknown), fits)))
 
 
-def goodputs() -> str:
+def goodputs():
     stalled = {"waiting": 0.5, "productive": 30.0}
     some = jstep.Goodput(70.0, 5.5, 20.0, 1.0, 2.0, 3.0, 4.0, 10.0, starts=2, steps=1000, stalled=stalled)
     return f"{some}\n{jstep.Goodput(starts=1)}"
 
 
-def differences_of_arrays() -> str:
+def differences_of_arrays():
     inf, nan = np.inf, np.nan
-    pairs: list[tuple[Any, Any]] = [
+    pairs = [
         (np.float32(1), np.nextafter(np.float32(1), np.float32(2))),
         (np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.5, 3.25])),
         (np.array([0.0, 1.0], np.float16), np.array([-0.0, 1.0], np.float16)),
@@ -121,35 +119,35 @@ def differences_of_arrays() -> str:
     return "\n".join(str(array_difference(f"leaf {i}", a, b)) for i, (a, b) in enumerate(pairs))
 
 
-def differences_of_leaves_left_out() -> str:
-    def leaf(fingerprint: str, dtype: str = "float32", shape: tuple[int, ...] = (2,)) -> Any:
+def differences_of_leaves_left_out():
+    def leaf(fingerprint, dtype="float32", shape=(2,)):
         return SimpleNamespace(fingerprint=fingerprint, dtype=dtype, shape=shape)
 
     same = {"same": leaf("0")}
     a = {**same, "a": leaf("1"), "value": leaf("2"), "dtype": leaf("3"), "shape": leaf("4"), "both": leaf("5")}
     b = {**same, "b": leaf("1"), "value": leaf("0"), "dtype": leaf("3", "int32"), "shape": leaf("4", shape=(3, 1))}
     b["both"] = leaf("5", "int8", ())
-    sides: Any = [SimpleNamespace(left_out=of, named={}) for of in (a, b)]
+    sides = [SimpleNamespace(left_out=of, named={}) for of in (a, b)]
     return "\n".join(f"{one.path}: {one.why}: {one.detail}" for one in differences_left_out(*sides))
 
 
-def differences_of_cards() -> str:
+def differences_of_cards():
     many = [f"line {i}" for i in range(42)]
     return "\n".join(str(changes_text(found)) for found in (None, [], many[:2], many[:40], many[:41]))
 
 
-def printed(*arguments: str) -> str:
+def printed(*arguments):
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         code = main(list(arguments))
     return f"exit code {code}\n{out.getvalue()}"
 
 
-def commands() -> str:
+def commands():
     """`inspect`, `diff` and `events` of what a small run leaves behind."""
     optimizer = jstep.momentum(0.1, 0.9)
 
-    def state(step: int, **more: Any) -> Any:
+    def state(step, **more):
         params = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(2, jnp.bfloat16)} | more
         return jstep.TrainState.create(params, optimizer, global_step=step)
 
@@ -184,7 +182,7 @@ def commands() -> str:
         return masked("\n".join(shown), folder, os.path.basename(writer.path))
 
 
-def masked(out: str, folder: str, log: str) -> str:
+def masked(out, folder, log):
     """Return a text without what differs between runs: times, the folder, the version, and how small a picture is."""
     out = out.replace(log, "LOG").replace(folder, "FOLDER").replace(jstep.__version__, "VERSION")
     out = re.sub(
@@ -196,7 +194,7 @@ def masked(out: str, folder: str, log: str) -> str:
     return re.sub(r'(channels 3, bytes |"channels": 3, "bytes": )\d+', r"\1BYTES", out)
 
 
-REPORTS: dict[str, Callable[[], str]] = {
+REPORTS = {
     one.__name__: one
     for one in (
         *(plan_of_everything, plan_of_a_mixture, factors_of_mup, costs, goodputs, differences_of_arrays),
@@ -205,18 +203,18 @@ REPORTS: dict[str, Callable[[], str]] = {
 }
 
 
-def stored() -> dict[str, str]:
+def stored():
     parts = re.split(r"^=== (\w+)\n", FILE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
     return {name: body.rstrip("\n") for name, body in zip(parts[::2], parts[1::2], strict=True)}
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_the_whole_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_text(name, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     assert REPORTS[name]().rstrip("\n") == stored()[name]
 
 
-def test_each_stored_text_is_compared() -> None:
+def test_each_stored_text_is_compared():
     assert list(stored()) == list(REPORTS)
 
 

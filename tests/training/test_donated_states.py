@@ -1,7 +1,5 @@
 """A state that other code donated is refused by name, by every kind of step and on every kind of mesh."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,20 +7,21 @@ import pytest
 from jax.sharding import AxisType
 
 import jstep
+from jstep.slots.roles import roles_in
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
 X = np.ones(4, np.float32)
 
 
-def loss_fn(params: Any, x: Any) -> Any:
+def loss_fn(params, x):
     return jnp.mean((params["w"] - x) ** 2) + params["b"] ** 2
 
 
-def make_step(**kwargs: Any) -> Any:
+def make_step(**kwargs):
     return jstep.minimize(loss_fn, OPTIMIZER, **kwargs)
 
 
-def make_state(kind: str) -> jstep.TrainState:
+def make_state(kind):
     params = {"w": jnp.zeros(4), "b": 0.0}
     if kind == "one device":
         return jstep.TrainState.create(params, OPTIMIZER)
@@ -30,13 +29,13 @@ def make_state(kind: str) -> jstep.TrainState:
     return jstep.TrainState.create(params, OPTIMIZER, mesh=mesh)
 
 
-def custom() -> Any:
+def custom():
     inner = make_step(jit=False)
     return jstep.TrainStep(lambda state, x: inner(state, x))
 
 
 KINDS = ["one device", "Auto", "Explicit"]
-STEPS: dict[str, Any] = {
+STEPS = {
     "minimize": make_step,
     "not donating": lambda: make_step(donate=False),
     "custom": custom,
@@ -49,7 +48,7 @@ MESSAGE = "the state's 'params/[bw]' was donated to an earlier step and deleted.
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("of", ["all", "params"])
-def test_a_step_by_hand(kind: str, name: str, of: str) -> None:
+def test_a_step_by_hand(kind, name, of):
     """The step returned the state last, so that it would not look at it again."""
     step, other = STEPS[name](), make_step()
     x = X[None] if name == "scan_steps" else X
@@ -69,12 +68,12 @@ def test_a_step_by_hand(kind: str, name: str, of: str) -> None:
 @pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["minimize", "custom", "jit", "K steps"])
-def test_in_a_run(kind: str, name: str) -> None:
+def test_in_a_run(kind, name):
     inner = make_step(jit=False)
     step = jax.jit(lambda state, x: inner(state, x)) if name == "jit" else STEPS.get(name, make_step)()
     other = make_step()
 
-    def forgets(n: int, state: Any, metrics: Any) -> None:
+    def forgets(n, state, metrics):
         other(state, X)  # without donate=False
 
     with pytest.raises(RuntimeError, match=MESSAGE) as caught:
@@ -89,3 +88,117 @@ def test_in_a_run(kind: str, name: str) -> None:
         )
     assert "at step 6, after the update with batch 5, while running the step on batch" in caught.value.__notes__[-1]
     assert "it is lost" in caught.value.__notes__[-1]
+
+
+# Shared buffers that a step would donate twice or donate and read; JAX would crash on a mesh, jstep raises.
+
+MESHES = {
+    "one device": None,
+    "explicit": jax.make_mesh((8,), ("data",)),
+    "auto": jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)),
+}
+OPTIMIZER_OF_BUFFERS = jstep.lookahead(jstep.adam(0.01))
+X_OF_BUFFERS = np.ones((8, 3), np.float32)
+
+
+def loss_fn_of_buffers(params, x, teacher=None):
+    return jnp.mean((x @ params["w"]) ** 2) + (0 if teacher is None else jnp.sum(teacher["w"]))
+
+
+def create(mesh):
+    state = jstep.TrainState.create({"w": jnp.ones((3, 2))}, OPTIMIZER_OF_BUFFERS)
+    return state if mesh is None else jstep.shard_state(state, mesh)
+
+
+@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("alias", [lambda tree: tree, lambda tree: jax.device_put(tree, tree["w"].sharding)])
+@pytest.mark.parametrize("n", [1, 2])
+def test_slots_that_share_buffers_with_parameters(mesh, alias, n):
+    step = jstep.minimize(loss_fn_of_buffers, OPTIMIZER_OF_BUFFERS, num_microbatches=n)
+    state, _ = step(create(mesh), X_OF_BUFFERS)
+    aliased = state.replace(slots={**state.slots, "slow": alias(state.params)})
+    with pytest.raises(ValueError, match="'params/w' and 'slots/slow/w' share one buffer"):
+        step(aliased, X_OF_BUFFERS)
+    with pytest.raises(ValueError, match="'params/w' and 'slots/slow/w' share one buffer"):
+        jstep.scan_steps(step)(aliased, X_OF_BUFFERS[None])
+    copied = state.replace(slots={**state.slots, "slow": jax.tree.map(jnp.copy, state.params)})
+    assert jstep.global_step(step(copied, X_OF_BUFFERS)[0]) == 2
+
+
+@pytest.mark.thorough(except_for=["explicit"])
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_arguments_that_share_buffers_with_parameters(mesh):
+    step = jstep.minimize(loss_fn_of_buffers, OPTIMIZER_OF_BUFFERS)
+    for state in (create(mesh), step(create(mesh), X_OF_BUFFERS, None)[0]):
+        with pytest.raises(ValueError, match="'params/w' and the step's argument '1/w' share one buffer"):
+            step(state, X_OF_BUFFERS, state.params)
+    state = create(mesh)
+    kept, _ = jstep.minimize(loss_fn_of_buffers, OPTIMIZER_OF_BUFFERS, donate=False)(state, X_OF_BUFFERS, state.params)
+    assert jstep.global_step(kept) == 1
+
+
+# A state between two calls of a step: what travels with it, by hand, in runs, and from one step to another.
+
+OPTIMIZER_BETWEEN_CALLS = jstep.adam(0.1)
+
+
+def loss(params, x):
+    return jnp.sum((params["dense"]["kernel"] * x + params["bias"]) ** 2)
+
+
+def fresh(**options):
+    params = {"dense": {"kernel": jnp.arange(3.0)}, "bias": jnp.ones(3)}
+    return jstep.TrainState.create(params, OPTIMIZER_BETWEEN_CALLS, **options)
+
+
+def by_hand(step, state, count):
+    for n in range(count):
+        state, _ = step(state, batch(n))
+    return state
+
+
+def run(step, state, last_step, **options):
+    return jstep.train(step, state, batch, last_step, log_steps=None, progress=False, **options)
+
+
+def batch(step):
+    return np.full(3, step, np.float32)
+
+
+@pytest.mark.parametrize("order", ["run, hand", "hand, run, hand"])
+def test_by_hand_and_in_runs_the_bits_are_the_same_and_a_step_is_compiled_once(order):
+    expected = by_hand(jstep.minimize(loss, OPTIMIZER_BETWEEN_CALLS), fresh(), 3 * len(order.split(", ")))
+    step, state, done = jstep.minimize(loss, OPTIMIZER_BETWEEN_CALLS), fresh(), 0
+    for how in order.split(", "):
+        if how == "run":
+            state = run(step, state, done + 3)
+        else:
+            for n in range(done, done + 3):
+                state, _ = step(state, batch(n))
+        done += 3
+        assert type(state) is jstep.TrainState
+    assert state == expected
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("first", ["with roles", "without"])
+def test_a_state_made_by_hand_has_the_roles_in_a_run_that_it_has_by_hand(first):
+    made = fresh()
+    without = jstep.TrainState(made.params, made.slots, made.global_step)
+    states = [fresh(), without] if first == "with roles" else [without, fresh()]
+    seen = []
+    for call in (run, by_hand):
+        step = jstep.minimize(loss, OPTIMIZER_BETWEEN_CALLS)
+        ends = [call(step, jax.tree.map(jnp.copy, state), 3) for state in states]
+        seen.append([dict(roles_in(end)) for end in ends])
+        assert ends[0] == ends[1]
+        assert step._cache_size() == 1
+    assert seen[0] == seen[1]
+
+
+def test_a_step_that_was_called_by_hand_is_not_compiled_again_as_a_later_stage():
+    first, later = jstep.minimize(loss, OPTIMIZER_BETWEEN_CALLS), jstep.minimize(loss, OPTIMIZER_BETWEEN_CALLS)
+    later(fresh(), batch(0))
+    run({0: first, 3: later}, fresh(), 6)
+    assert (first._cache_size(), later._cache_size()) == (1, 1)

@@ -13,7 +13,7 @@ from regression import X, Y, fresh, loss_fn
 import jstep
 
 
-def test_minimize_computes_and_applies_gradients() -> None:
+def test_minimize_computes_and_applies_gradients():
     optimizer = jstep.adam(0.1)
     state, metrics = jstep.minimize(loss_fn, optimizer)(fresh(optimizer), X, Y)
     loss, grads = jstep.compute_gradients(loss_fn)(fresh(optimizer).params, X, Y)
@@ -27,7 +27,7 @@ def test_minimize_computes_and_applies_gradients() -> None:
 # The step counter.
 
 
-def test_everything_reads_the_step_before_the_update() -> None:
+def test_everything_reads_the_step_before_the_update():
     """In the step N → N + 1, the schedule and the metrics use N, and the new state has N + 1."""
     schedule = jstep.piecewise_constant([6], [1.0, 0.25])
     optimizer = jstep.gradient_descent(schedule)
@@ -43,7 +43,7 @@ def test_everything_reads_the_step_before_the_update() -> None:
 
 
 @pytest.mark.parametrize("step", [6, np.int64(6), np.array(6, np.int64)], ids=["int", "scalar", "array"])
-def test_apply_gradients_of_a_step_that_is_a_number_of_the_host(step: Any) -> None:
+def test_apply_gradients_of_a_step_that_is_a_number_of_the_host(step):
     optimizer = jstep.adam(jstep.piecewise_constant([6], [1.0, 0.25]))
     grads = {"w": jnp.ones(3), "b": jnp.float32(1)}
     state = fresh(optimizer, global_step=6)
@@ -68,7 +68,7 @@ def test_apply_gradients_of_a_step_that_is_a_number_of_the_host(step: Any) -> No
         (2**31, ValueError, "global_step=2147483648: does not fit int32"),
     ],
 )
-def test_both_ways_to_the_next_step_refuse_the_same(step: Any, error: Any, message: str) -> None:
+def test_both_ways_to_the_next_step_refuse_the_same(step, error, message):
     optimizer = jstep.gradient_descent(0.1)
     state = fresh(optimizer)
     state = jstep.TrainState(state.params, state.slots, step)
@@ -80,7 +80,7 @@ def test_both_ways_to_the_next_step_refuse_the_same(step: Any, error: Any, messa
             later(state)
 
 
-def test_uncounted_steps_do_not_increment_the_step() -> None:
+def test_uncounted_steps_do_not_increment_the_step():
     optimizer = jstep.gradient_descent(jstep.exponential_decay(0.1, 1, 0.5))
     step = jstep.minimize(loss_fn, optimizer, increment_global_step=False)
     state = fresh(optimizer)
@@ -92,12 +92,12 @@ def test_uncounted_steps_do_not_increment_the_step() -> None:
     assert jstep.global_step(jstep.apply_gradients(state, grads, optimizer, increment_global_step=False)) == 0
 
 
-def test_resume_is_bitwise_identical() -> None:
+def test_resume_is_bitwise_identical():
     optimizer = jstep.with_moving_average(
         jstep.adam(jstep.cosine_decay(0.1, 50)), jstep.ExponentialMovingAverage(0.9, True, True)
     )
 
-    def noisy(params: Any, x: jax.Array, y: jax.Array, *, rng: jax.Array) -> jax.Array:
+    def noisy(params, x, y, *, rng):
         return loss_fn(params, x + 0.1 * jax.random.normal(rng, x.shape), y)
 
     step = jstep.minimize(noisy, optimizer, rng=jax.random.key(0))
@@ -117,7 +117,7 @@ def test_resume_is_bitwise_identical() -> None:
 # Metrics.
 
 
-def test_norms_on_request() -> None:
+def test_norms_on_request():
     optimizer = jstep.chain(jstep.clip_gradients(by_global_norm=0.5), jstep.gradient_descent(2.0))
     step = jstep.minimize(loss_fn, optimizer, metrics=("grad_norm", "update_norm", "param_norm"))
     _, grads = jstep.compute_gradients(loss_fn)(fresh(optimizer).params, X, Y)
@@ -127,13 +127,13 @@ def test_norms_on_request() -> None:
     np.testing.assert_allclose(metrics["param_norm"], jstep.global_norm(state.params), rtol=1e-5)  # after the update
 
 
-def test_aux_is_merged_into_the_metrics() -> None:
+def test_aux_is_merged_into_the_metrics():
     optimizer = jstep.gradient_descent(0.1)
 
-    def mapping(params: Any, x: jax.Array, y: jax.Array) -> Any:
+    def mapping(params, x, y):
         return loss_fn(params, x, y), {"accuracy": jnp.float32(0.5), "logits": x}
 
-    def other(params: Any, x: jax.Array, y: jax.Array) -> Any:
+    def other(params, x, y):
         return loss_fn(params, x, y), (x, 3)
 
     _, metrics = jstep.minimize(mapping, optimizer, has_aux=True)(fresh(optimizer), X, Y)
@@ -147,7 +147,7 @@ def test_aux_is_merged_into_the_metrics() -> None:
 # Variables and model state.
 
 
-def test_var_list_leaves_other_parameters_unchanged() -> None:
+def test_var_list_leaves_other_parameters_unchanged():
     optimizer = jstep.with_moving_average(jstep.adam(0.1), jstep.ExponentialMovingAverage(0.9))
     state, _ = jstep.minimize(loss_fn, optimizer, var_list=["w"])(fresh(optimizer), X, Y)
     assert float(state.params["b"]) == 0.5
@@ -158,10 +158,10 @@ def test_var_list_leaves_other_parameters_unchanged() -> None:
 @pytest.mark.thorough(except_for=["1-False", "4-True"])
 @pytest.mark.parametrize("has_aux", [False, True])
 @pytest.mark.parametrize("n", [1, 4])
-def test_model_state_is_updated_per_microbatch(has_aux: bool, n: int) -> None:
+def test_model_state_is_updated_per_microbatch(has_aux, n):
     optimizer = jstep.gradient_descent(0.1)
 
-    def loss(params: Any, model_state: Any, x: jax.Array, y: jax.Array) -> Any:
+    def loss(params, model_state, x, y):
         new = {"mean": 0.5 * model_state["mean"] + 0.5 * jnp.mean(x), "batches": model_state["batches"] + 1}
         value = loss_fn(params, x, y) + 0.0 * model_state["mean"]
         return value, ((new, {"seen": jnp.int32(x.shape[0])}) if has_aux else new)
@@ -183,8 +183,8 @@ def test_model_state_is_updated_per_microbatch(has_aux: bool, n: int) -> None:
     assert int(state.slots["model_state"]["batches"]) == 2 * n
 
 
-def test_model_state_keeps_its_dtype() -> None:
-    def loss(params: Any, model_state: Any, x: jax.Array) -> Any:
+def test_model_state_keeps_its_dtype():
+    def loss(params, model_state, x):
         return jnp.sum(params["w"]) + 0.0 * params["b"], model_state.astype(jnp.float32) + 0.5
 
     optimizer = jstep.gradient_descent(0.1)
@@ -196,10 +196,10 @@ def test_model_state_keeps_its_dtype() -> None:
 # Keys.
 
 
-def test_rng_depends_on_the_step() -> None:
+def test_rng_depends_on_the_step():
     key, optimizer = jax.random.key(7), jstep.gradient_descent(0.0)
 
-    def loss(params: Any, *, rng: jax.Array) -> Any:
+    def loss(params, *, rng):
         return jnp.sum(params["w"]) + params["b"], {"draw": jax.random.uniform(rng)}
 
     step = jstep.minimize(loss, optimizer, has_aux=True, rng=key)
@@ -209,10 +209,10 @@ def test_rng_depends_on_the_step() -> None:
         assert float(metrics["draw"]) == float(jax.random.uniform(jax.random.fold_in(key, n)))
 
 
-def test_rng_depends_on_the_microbatch() -> None:
+def test_rng_depends_on_the_microbatch():
     key, optimizer = jax.random.key(7), jstep.gradient_descent(0.0)
 
-    def loss(params: Any, x: jax.Array, *, rng: jax.Array) -> Any:
+    def loss(params, x, *, rng):
         return jnp.sum(params["w"]) * jnp.mean(x), {"draw": jax.random.uniform(rng)}
 
     step = jstep.minimize(loss, optimizer, has_aux=True, rng=key, num_microbatches=2)

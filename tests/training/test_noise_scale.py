@@ -1,7 +1,5 @@
 """The gradient noise scale: estimates of one step and their moving averages."""
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,20 +10,20 @@ N, ROWS = 4, 24
 NAMES = ("gradient_noise", "gradient_square", "noise_scale")
 
 
-def loss_fn(params: Any, x: Any, *rest: Any) -> Any:
+def loss_fn(params, x, *rest):
     """A loss whose gradient for one example is the example for w, and a constant for b."""
     return jnp.mean(x @ params["w"]) + 0.5 * params["b"]
 
 
-def params() -> Any:
+def params():
     return {"w": jnp.zeros(3), "b": jnp.float32(0.0), "n": jnp.int32(3), "none": None}
 
 
-def draw_rows(seed: int, rows: int = ROWS) -> np.ndarray:
+def draw_rows(seed, rows=ROWS):
     return np.random.default_rng(seed).normal([1.0, -0.5, 0.25], [1.0, 2.0, 0.5], (rows, 3)).astype(np.float32)
 
 
-def estimate(x: np.ndarray, weights: Any = None, n: int = N) -> tuple[float, float]:
+def estimate(x, weights=None, n=N):
     """Compute both estimates in float64 from their definitions."""
     parts = np.asarray(x, np.float64).reshape(-1, n, 3).swapaxes(0, 1)
     g = np.concatenate([parts.mean(1), np.full((n, 1), 0.5)], axis=1)
@@ -37,7 +35,7 @@ def estimate(x: np.ndarray, weights: Any = None, n: int = N) -> tuple[float, flo
     return noise, big - noise / w.sum()
 
 
-def average(measured: list[tuple[float, float]], decay: float = 0.99) -> dict[str, float]:
+def average(measured, decay=0.99):
     both = np.zeros(2)
     for estimates in measured:
         both = decay * both + (1 - decay) * np.asarray(estimates)
@@ -45,12 +43,12 @@ def average(measured: list[tuple[float, float]], decay: float = 0.99) -> dict[st
     return {"gradient_noise": noise, "gradient_square": square, "noise_scale": noise / square if square > 0 else np.nan}
 
 
-def check(metrics: Any, expected: dict[str, float], rtol: float = 2e-5) -> None:
+def check(metrics, expected, rtol=2e-5):
     for name in NAMES:
         np.testing.assert_allclose(metrics[name], expected[name], rtol=rtol, err_msg=name)
 
 
-def make(optimizer: jstep.Optimizer, **kwargs: Any) -> Any:
+def make(optimizer, **kwargs):
     given = {"num_microbatches": N, "metrics": ("noise_scale",), **kwargs}
     return jstep.minimize(loss_fn, optimizer, **given), jstep.TrainState.create(params(), optimizer)
 
@@ -58,7 +56,7 @@ def make(optimizer: jstep.Optimizer, **kwargs: Any) -> Any:
 @pytest.mark.thorough(except_for=["0.99-AggregationMethod.DEFAULT"])
 @pytest.mark.parametrize("method", jstep.AggregationMethod)
 @pytest.mark.parametrize("decay", [0.99, 0.5, 0.0])
-def test_averages_follow_the_equations(method: Any, decay: float) -> None:
+def test_averages_follow_the_equations(method, decay):
     optimizer = jstep.with_noise_scale(jstep.adam(1e-3), decay=decay)
     step, state = make(optimizer, aggregation_method=method)
     measured = []
@@ -71,7 +69,7 @@ def test_averages_follow_the_equations(method: Any, decay: float) -> None:
 
 @pytest.mark.thorough(except_for=["weights0"])
 @pytest.mark.parametrize("weights", [(3.0, 1.0, 2.0, 5.0), (3.0, 0.0, 2.0, 0.0), (0.5, 0.25, 0.0, 0.0)])
-def test_noise_is_per_unit_weight_and_zero_weights_are_ignored(weights: Any) -> None:
+def test_noise_is_per_unit_weight_and_zero_weights_are_ignored(weights):
     optimizer = jstep.with_noise_scale(jstep.gradient_descent(0.1))
     step, state = make(optimizer, weight_fn=lambda x, w: jnp.mean(w))
     x = draw_rows(3)
@@ -82,11 +80,11 @@ def test_noise_is_per_unit_weight_and_zero_weights_are_ignored(weights: Any) -> 
     check(metrics, expected)
 
 
-def slots_of(state: Any) -> dict[str, float]:
+def slots_of(state):
     return {name: float(value) for name, value in state.slots.items() if "noise/" in name}
 
 
-def test_fewer_than_two_weighted_microbatches_give_nan() -> None:
+def test_fewer_than_two_weighted_microbatches_give_nan():
     optimizer = jstep.with_noise_scale(jstep.gradient_descent(0.1))
     step, state = make(optimizer, weight_fn=lambda x, w: jnp.mean(w))
     one, none = np.tile(np.float32([0, 2, 0, 0]), ROWS // N), np.zeros(ROWS, np.float32)
@@ -100,7 +98,7 @@ def test_fewer_than_two_weighted_microbatches_give_nan() -> None:
     check(metrics, first)
 
 
-def test_steps_without_the_metric_keep_the_averages() -> None:
+def test_steps_without_the_metric_keep_the_averages():
     optimizer = jstep.with_noise_scale(jstep.adam(1e-3))
     measuring_step, state = make(optimizer)
     plain_step = jstep.minimize(loss_fn, optimizer)
@@ -114,7 +112,7 @@ def test_steps_without_the_metric_keep_the_averages() -> None:
     check(metrics, average([estimate(draw_rows(0)), estimate(draw_rows(2))]))
 
 
-def test_negative_square_gives_nan_and_is_not_clipped() -> None:
+def test_negative_square_gives_nan_and_is_not_clipped():
     x = np.float32([[1, 0, 0], [-1, 0, 0], [1, 0, 0], [-1, 0, 0]])
     only_w = lambda params, x: jnp.mean(x @ params["w"])  # noqa: E731
     optimizer = jstep.with_noise_scale(jstep.gradient_descent(0.1))
@@ -134,7 +132,7 @@ GUARDS = {
 @pytest.mark.thorough(except_for=["inf-inside"])
 @pytest.mark.parametrize("place", GUARDS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_skipped_steps_keep_the_averages(place: str, bad: float) -> None:
+def test_skipped_steps_keep_the_averages(place, bad):
     optimizer = GUARDS[place](jstep.chain(jstep.clip_gradients(by_global_norm=0.1), jstep.adam(1e-3)))
     step, state = make(optimizer)
     measured = []
@@ -152,11 +150,11 @@ def test_skipped_steps_keep_the_averages(place: str, bad: float) -> None:
     assert all(np.isfinite(value) for value in slots_of(state).values())
 
 
-def test_squares_are_computed_in_float32() -> None:
+def test_squares_are_computed_in_float32():
     """In bfloat16, the difference of the squares would be only rounding error."""
     optimizer = jstep.with_noise_scale(jstep.gradient_descent(0.1))
 
-    def loss(params: Any, x: Any) -> Any:
+    def loss(params, x):
         return jnp.mean((x * params["w"]).astype(jnp.float32))
 
     step = jstep.minimize(loss, optimizer, num_microbatches=2, metrics=("noise_scale",))
@@ -166,7 +164,7 @@ def test_squares_are_computed_in_float32() -> None:
     np.testing.assert_allclose(metrics["gradient_noise"], 0.5, rtol=1e-3)
 
 
-def test_several_losses_form_one_gradient() -> None:
+def test_several_losses_form_one_gradient():
     losses = {
         "w": (lambda params, x: jnp.mean(x @ params["w"]), ["w"]),
         "b": (lambda params, x: 0.5 * params["b"] + 0 * jnp.sum(x), ["b"]),
@@ -175,3 +173,53 @@ def test_several_losses_form_one_gradient() -> None:
     step = jstep.minimize(losses, optimizer, num_microbatches=N, metrics=("noise_scale",))
     _, metrics = step(jstep.TrainState.create(params(), optimizer), draw_rows(0))
     check(metrics, average([estimate(draw_rows(0))]))
+
+
+# The gradient noise scale: position of the wrapper.
+
+PARAMS = {"a": jnp.float32(1.0), "b": jnp.float32(2.0)}
+MEASURING = lambda: jstep.with_noise_scale(jstep.gradient_descent(1.0))  # noqa: E731
+SGD = lambda: jstep.gradient_descent(1.0)  # noqa: E731
+MISPLACED = {
+    "label": lambda: jstep.partition({"a": MEASURING(), "b": SGD()}, lambda path, leaf: path),
+    "only-label": lambda: jstep.partition({"a": MEASURING()}, lambda path, leaf: "a"),
+    "behind": lambda: jstep.chain(jstep.add_weight_decay(0.1), MEASURING()),
+    "before": lambda: jstep.chain(MEASURING(), jstep.decay_weights(0.1)),
+    "deep": lambda: jstep.dynamic_loss_scale(
+        jstep.scope("s", jstep.partition({"a": jstep.master_weights(MEASURING())}, lambda path, leaf: "a"))
+    ),
+}
+
+
+def loss_fn_of_places(params, x):
+    return params["a"] * jnp.mean(x) + params["b"]
+
+
+@pytest.mark.parametrize("place", MISPLACED)
+def test_misplaced_wrapper_raises(place):
+    optimizer = MISPLACED[place]()
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    for metrics in ((), ("noise_scale",)):
+        step = jstep.minimize(loss_fn_of_places, optimizer, num_microbatches=2, metrics=metrics)
+        with pytest.raises(ValueError, match=r"with_noise_scale: must wrap the whole .*noise/gradient_noise'"):
+            step(state, jnp.ones(2))
+
+
+def test_loss_scale_must_be_outermost():
+    optimizer = jstep.with_noise_scale(jstep.dynamic_loss_scale(SGD()))
+    step = jstep.minimize(loss_fn_of_places, optimizer, num_microbatches=2, metrics=("noise_scale",))
+    with pytest.raises(ValueError, match="dynamic_loss_scale: must be outermost"):
+        step(jstep.TrainState.create(PARAMS, optimizer), jnp.ones(2))
+
+
+def test_aux_metric_of_the_same_name_is_refused():
+    optimizer = MEASURING()
+    step = jstep.minimize(
+        lambda params, x: (loss_fn_of_places(params, x), {"noise_scale": 1.0}),
+        optimizer,
+        has_aux=True,
+        num_microbatches=2,
+        metrics=("noise_scale",),
+    )
+    with pytest.raises(ValueError, match="both have 'noise_scale'"):
+        step(jstep.TrainState.create(PARAMS, optimizer), jnp.ones(2))

@@ -1,7 +1,5 @@
 """The compiled step: compilation cache, donation, and use inside other transformations."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +10,11 @@ from regression import X, Y, fresh, loss_fn
 import jstep
 
 
-def test_second_call_does_not_compile(compilations: Any) -> None:
+def test_second_call_does_not_compile(compilations):
     optimizer = jstep.chain(jstep.clip_gradients(by_norm=1.0), jstep.rmsprop(jstep.linear_warmup(0.1, 10)))
     traces = []
 
-    def loss(params: Any, model_state: Any, batch: Any, rng: jax.Array) -> Any:
+    def loss(params, model_state, batch, rng):
         traces.append(1)
         return loss_fn(params, *batch) + 0 * jax.random.uniform(rng), (model_state, {"n": 1})
 
@@ -38,7 +36,7 @@ def test_second_call_does_not_compile(compilations: Any) -> None:
     assert jstep.global_step(state) == 9
 
 
-def test_a_state_and_a_batch_on_different_devices_are_explained() -> None:
+def test_a_state_and_a_batch_on_different_devices_are_explained():
     optimizer = jstep.sgd(0.1)
     step = jstep.minimize(lambda params, x: jnp.sum(params["w"] * x), optimizer)
     state = jax.device_put(jstep.TrainState.create({"w": jnp.ones(2)}, optimizer), jax.devices()[0])
@@ -50,7 +48,7 @@ def test_a_state_and_a_batch_on_different_devices_are_explained() -> None:
     ]
 
 
-def test_state_is_donated_by_default() -> None:
+def test_state_is_donated_by_default():
     optimizer = jstep.adam(0.1)
     state = fresh(optimizer)
     new, _ = jstep.minimize(loss_fn, optimizer)(state, X, Y)
@@ -62,7 +60,7 @@ def test_state_is_donated_by_default() -> None:
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(kept))
 
 
-def test_lowering_and_tracing() -> None:
+def test_lowering_and_tracing():
     optimizer = jstep.adam(0.1)
     step = jstep.minimize(loss_fn, optimizer)
     shapes = jax.eval_shape(lambda: fresh(optimizer))
@@ -73,7 +71,7 @@ def test_lowering_and_tracing() -> None:
     assert step.eval_shape(shapes, X, Y)[0].params["w"].shape == (3,)
 
 
-def test_step_inside_other_transformations() -> None:
+def test_step_inside_other_transformations():
     optimizer = jstep.adam(0.1)
     step = jstep.minimize(loss_fn, optimizer)
     state, _ = jax.jit(step)(fresh(optimizer), X, Y)
@@ -84,12 +82,12 @@ def test_step_inside_other_transformations() -> None:
     assert metrics["loss"].shape == (3,)
 
 
-def test_a_loss_that_closes_over_a_sharded_array_is_explained() -> None:
+def test_a_loss_that_closes_over_a_sharded_array_is_explained():
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     captured = jax.device_put(np.ones(2), jax.NamedSharding(mesh, jax.P("data")))
     optimizer = jstep.sgd(0.1)
 
-    def loss_fn(params: Any, x: Any) -> Any:
+    def loss_fn(params, x):
         return jnp.sum(captured * params["w"] * x)
 
     state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
@@ -107,8 +105,109 @@ def test_a_loss_that_closes_over_a_sharded_array_is_explained() -> None:
         (lambda state: (state.params, {}), "the step returned a dict and a dict; it must return"),
     ],
 )
-def test_a_step_that_returns_something_else_keeps_its_state(result: Any, message: str) -> None:
+def test_a_step_that_returns_something_else_keeps_its_state(result, message):
     state = fresh(jstep.adam(0.1))
     with pytest.raises(TypeError, match=message):
         jstep.TrainStep(result)(state)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+# Errors of optimizers of the user, and of other libraries, in a step.
+
+
+def loss_fn_of_errors(params):
+    return params["w"] ** 2
+
+
+def test_errors_of_the_step_get_no_note_about_gradients_that_are_there():
+    def update(updates, slots, params, step):
+        raise TypeError("None of this works")
+
+    broken = jstep.Optimizer(lambda params, global_step=0: {}, update, lambda step: {})
+    with pytest.raises(TypeError, match="None of this") as caught:
+        jstep.minimize(loss_fn_of_errors, broken)(jstep.TrainState.create({"w": 1.0}, broken))
+    assert not any("gradients of" in line for line in getattr(caught.value, "__notes__", []))
+
+
+# Errors of JAX that ported programs meet have a note that shows the way out, once.
+
+OPTIMIZER = jstep.gradient_descent(0.1)
+
+
+def state():
+    return jstep.TrainState.create({"w": jnp.ones(3)}, OPTIMIZER)
+
+
+def loss_of_pmap(params, x):
+    return jax.lax.pmean(jnp.sum(params["w"] * x), "batch")
+
+
+CALLS = {
+    "minimize": lambda: jstep.minimize(loss_of_pmap, OPTIMIZER)(state(), jnp.ones(3)),
+    "minimize without jit": lambda: jstep.minimize(loss_of_pmap, OPTIMIZER, jit=False)(state(), jnp.ones(3)),
+    "gradients": lambda: jstep.gradients(lambda params: loss_of_pmap(params, 1.0), state().params),
+    "evaluator": lambda: jstep.evaluator(lambda params, x: {"loss": loss_of_pmap(params, x)}, [jnp.ones(3)])(state()),
+    "a custom step": lambda: jstep.TrainStep(lambda s, x: (s, {"loss": loss_of_pmap(s.params, x)}))(state(), 1.0),
+    "train": lambda: jstep.train(
+        jstep.minimize(loss_of_pmap, OPTIMIZER), state(), lambda step: jnp.ones(3), 2, progress=False
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_axis_of_pmap(call):
+    with pytest.raises(NameError, match="unbound axis name: batch") as error:
+        CALLS[call]()
+    (note,) = [note for note in error.value.__notes__ if "pmap" in note]
+    assert "jax.vmap(fn, axis_name='batch')" in note
+
+
+def test_the_way_out_of_the_note_works():
+    def loss_fn(params, x):
+        return jax.vmap(loss_of_pmap, in_axes=(None, 0), axis_name="batch")(params, x[None])[0]
+
+    after, _ = jstep.minimize(loss_fn, OPTIMIZER)(state(), jnp.ones(3))
+    assert after.params["w"].tolist() == pytest.approx([0.9] * 3)
+
+
+def of_two(params, x, y):
+    return jnp.sum(params["w"] * x * y)
+
+
+def train_with(batch, **kwargs):
+    return jstep.train(jstep.minimize(of_two, OPTIMIZER), state(), lambda step: batch, 4, progress=False, **kwargs)
+
+
+CALLS_WITH = {
+    "train": train_with,
+    "calls of several steps": lambda batch: train_with(batch, steps_per_call=2),
+    "evaluator": lambda batch: jstep.evaluator(lambda *args: {"loss": of_two(*args)}, [batch])(state()),
+}
+
+
+@pytest.mark.parametrize("call", CALLS_WITH)
+def test_a_list_for_a_function_of_several_arguments(call):
+    for batch, is_explained in ([1.0, 2.0], True), (jnp.ones(3), False):
+        with pytest.raises(TypeError, match="argument") as error:
+            CALLS_WITH[call](batch)
+        notes = getattr(error.value, "__notes__", [])
+        assert any("a list, which is one argument; a tuple is several" in note for note in notes) == is_explained
+
+
+def test_a_carry_of_another_dtype():
+    def step(state, x):
+        (state, total), _ = jax.lax.scan(
+            lambda carry, _: ((carry[0], carry[1].astype(x.dtype) + x), None), (state, jnp.int32(0)), jnp.arange(3)
+        )
+        return state, {"total": total}
+
+    with pytest.raises(TypeError, match="carry output must have equal types") as error:
+        jstep.TrainStep(step)(state(), jnp.float32(1))
+    (note,) = [note for note in error.value.__notes__ if "carry" in note]
+    assert "TrainState.create" in note
+
+
+def test_the_step_as_a_number_inside_a_step():
+    with pytest.raises(jax.errors.ConcretizationTypeError) as error:
+        jstep.TrainStep(lambda s: (s, {"step": jstep.global_step(s)}))(state())
+    assert any("inside a compiled step use state.global_step" in note for note in error.value.__notes__)

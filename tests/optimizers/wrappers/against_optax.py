@@ -1,7 +1,5 @@
 """Run the same gradients with Optax and with jstep."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,7 @@ import jstep
 _RNG = np.random.default_rng(0)
 
 
-def _tree(scale: float = 1.0) -> Any:
+def _tree(scale=1.0):
     shapes = {"w": (3, 4), "c": (2, 3, 4), "b": (4,), "k": (2, 2, 3, 2)}
     return {name: jnp.asarray(scale * _RNG.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
 
@@ -21,7 +19,7 @@ PARAMS = _tree()
 GRADS = [_tree(scale) for scale in (1.0, 0.1, 3.0, 1.0, 0.5)]
 
 
-def run_jstep(optimizer: jstep.Optimizer, grads: Any = GRADS, params: Any = PARAMS) -> jstep.TrainState:
+def run_jstep(optimizer, grads=GRADS, params=PARAMS):
     state = jstep.TrainState.create(params, optimizer)
     step = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer), donate_argnums=0)
     for g in grads:
@@ -29,7 +27,7 @@ def run_jstep(optimizer: jstep.Optimizer, grads: Any = GRADS, params: Any = PARA
     return state
 
 
-def run_optax(transformation: Any, grads: Any = GRADS, params: Any = PARAMS) -> Any:
+def run_optax(transformation, grads=GRADS, params=PARAMS):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         opt_state, update = transformation.init(params), jax.jit(transformation.update)
         for g in grads:
@@ -38,6 +36,6 @@ def run_optax(transformation: Any, grads: Any = GRADS, params: Any = PARAMS) -> 
     return params
 
 
-def assert_close(a: Any, b: Any, rtol: float = 1e-5) -> None:
+def assert_close(a, b, rtol=1e-5):
     for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_allclose(one, other, rtol=rtol, atol=1e-6)

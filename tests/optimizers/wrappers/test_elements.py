@@ -1,7 +1,5 @@
 """Elements of a chain, compared with Optax and with results computed by hand."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,11 +17,11 @@ PAIRS = {
 }
 
 
-def with_descent(element: jstep.Optimizer) -> jstep.Optimizer:
+def with_descent(element):
     return jstep.chain(element, jstep.gradient_descent(1.0))
 
 
-def after_one(optimizer: jstep.Optimizer, params: Any, grads: Any) -> Any:
+def after_one(optimizer, params, grads):
     """The parameters after one compiled update."""
     state = jstep.TrainState.create(params, optimizer)
     return jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))(state, grads).params
@@ -31,17 +29,17 @@ def after_one(optimizer: jstep.Optimizer, params: Any, grads: Any) -> Any:
 
 @pytest.mark.thorough(except_for=["centralize", "normalize to"])
 @pytest.mark.parametrize("name", PAIRS)
-def test_elements_match_optax(name: str) -> None:
+def test_elements_match_optax(name):
     element, transformation = PAIRS[name]
     assert_close(run_jstep(with_descent(element)).params, run_optax(optax.chain(transformation, optax.sgd(1.0))))
 
 
-def test_noise_decays_and_is_a_function_of_the_step() -> None:
+def test_noise_decays_and_is_a_function_of_the_step():
     key, shape = jax.random.key(3), (20_000,)
     optimizer = with_descent(jstep.add_noise(0.04, 1.0, key))
 
-    def noise_at(step: int, split: bool = False) -> Any:
-        wrapped: Any = optimizer
+    def noise_at(step, split=False):
+        wrapped = optimizer
         if split:
             wrapped = jstep.partition({"x": optimizer, "y": optimizer}, lambda path, leaf: "x" if path == "a" else "y")
         params = {"a": jnp.zeros(shape), "b": jnp.zeros(shape)}
@@ -64,15 +62,15 @@ def test_noise_decays_and_is_a_function_of_the_step() -> None:
         jstep.add_noise(0.1, 0.5, jax.random.split(key))
 
 
-def test_cautious_decay() -> None:
+def test_cautious_decay():
     params, grads = {"w": jnp.array([1.0, -1.0, 2.0])}, {"w": jnp.array([1.0, 1.0, 0.0])}
     cautious = jstep.chain(jstep.gradient_descent(0.5), jstep.decay_weights(0.1, cautious=True))
     np.testing.assert_allclose(run_jstep(cautious, [grads], params).params["w"], [0.4, -1.5, 2.0], rtol=1e-6)
 
 
-def test_the_first_matching_glob_determines_the_factor() -> None:
+def test_the_first_matching_glob_determines_the_factor():
     grads = jax.tree.map(jnp.ones_like, PARAMS)
-    factors: Any = {"w": 0.5, "[wc]": jstep.linear_warmup(jstep.constant(1.0), 4), "b": jstep.held("b", 0.0)}
+    factors = {"w": 0.5, "[wc]": jstep.linear_warmup(jstep.constant(1.0), 4), "b": jstep.held("b", 0.0)}
     optimizer = jstep.chain(jstep.gradient_descent(1.0), jstep.scale_updates(factors))
     moved = jax.tree.map(lambda a, b: float((a - b).ravel()[0]), PARAMS, run_jstep(optimizer, [grads]).params)
     assert moved == pytest.approx({"w": 0.5, "c": 0.25, "b": 0.0, "k": 1.0}, rel=1e-5)
@@ -84,17 +82,17 @@ def test_the_first_matching_glob_determines_the_factor() -> None:
         run_jstep(jstep.scale_updates({"emb/*": 0.5}), [grads])
     for wrong, error in ((0.5, TypeError), ({"w": -1.0}, ValueError), ({"w": "x"}, TypeError), ({1: 1.0}, TypeError)):
         with pytest.raises(error, match="factors"):
-            jstep.scale_updates(wrong)  # type: ignore[arg-type]
+            jstep.scale_updates(wrong)
 
 
-def test_cautious_scales_the_agreeing_updates() -> None:
+def test_cautious_scales_the_agreeing_updates():
     optimizer = jstep.cautious(jstep.stateless(lambda updates, params, step: {"w": jnp.array([-1.0, 1.0, -1.0, 0.0])}))
     new = run_jstep(optimizer, [{"w": jnp.array([2.0, 2.0, -2.0, 2.0])}], {"w": jnp.zeros(4)}).params
     np.testing.assert_allclose(new["w"], [-4.0, 0.0, 0.0, 0.0])
 
 
 @pytest.mark.thorough
-def test_lookahead_matches_optax() -> None:
+def test_lookahead_matches_optax():
     transformation = optax.lookahead(optax.adam(1e-2), 2, 0.3)
     optimizer = jstep.lookahead(jstep.from_optax(optax.adam(1e-2)), 2, 0.3)
     with jax.numpy_dtype_promotion("standard"):
@@ -115,7 +113,7 @@ TABLE = np.array([[1.0, 4.0], [0.0, 0.0], [8.0, 0.0], [0.0, 0.0]], np.float32)
 
 @pytest.mark.parametrize("per_leaf", [False, True])
 @pytest.mark.parametrize("grad", [SLICES, jnp.asarray(TABLE)], ids=["slices", "dense"])
-def test_gradients_are_normalized_by_their_sums(grad: Any, per_leaf: bool) -> None:
+def test_gradients_are_normalized_by_their_sums(grad, per_leaf):
     """Slices that name a row twice have the norm of the table; leaves are normalized together or each by itself."""
     optimizer = with_descent(jstep.normalize_gradients(2.0, per_leaf))
     new = after_one(optimizer, {"t": jnp.zeros((4, 2)), "w": jnp.zeros(1)}, {"t": grad, "w": jnp.array([2.0])})
@@ -125,7 +123,7 @@ def test_gradients_are_normalized_by_their_sums(grad: Any, per_leaf: bool) -> No
 
 
 @pytest.mark.parametrize("grad", [SLICES, jnp.asarray(TABLE)], ids=["slices", "dense"])
-def test_the_trust_ratio_is_that_of_a_leaf_and_its_update(grad: Any) -> None:
+def test_the_trust_ratio_is_that_of_a_leaf_and_its_update(grad):
     optimizer = with_descent(jstep.scale_by_trust_ratio())
     params = {"n": jnp.int32(1), "t": jnp.full((4, 2), 2.0), "z": jnp.zeros(1, jnp.bfloat16)}
     new = after_one(optimizer, params, {"n": None, "t": grad, "z": jnp.array([3.0])})
@@ -141,7 +139,7 @@ def test_the_trust_ratio_is_that_of_a_leaf_and_its_update(grad: Any) -> None:
     [with_descent(jstep.scale_by_trust_ratio()), jstep.lars(1.0), jstep.lamb(1.0, 0.0, 0.0)],
     ids=["scale_by_trust_ratio", "lars", "lamb"],
 )
-def test_the_trust_ratio_is_1_where_a_norm_is_0(optimizer: jstep.Optimizer) -> None:
+def test_the_trust_ratio_is_1_where_a_norm_is_0(optimizer):
     """So that a bias that begins at 0 is trained at the learning rate itself."""
     params = {"zero": jnp.zeros(2), "one": jnp.array([0.0, 1.0])}
     new = after_one(optimizer, params, {"zero": jnp.array([1.0, -1.0]), "one": jnp.zeros(2)})
@@ -149,7 +147,7 @@ def test_the_trust_ratio_is_1_where_a_norm_is_0(optimizer: jstep.Optimizer) -> N
     np.testing.assert_allclose(new["one"], [0, 1])
 
 
-def test_units_of_adaptive_clipping_are_neurons() -> None:
+def test_units_of_adaptive_clipping_are_neurons():
     """All of a vector, or of what is one but for axes of 1; the inputs of each neuron of a matrix or a filter."""
     optimizer = with_descent(jstep.clip_gradients(adaptive=0.1))
     params = {
@@ -166,3 +164,27 @@ def test_units_of_adaptive_clipping_are_neurons() -> None:
         "one": [whole] * 2, "row": [whole] * 2, "matrix": each * 2, "filters": each * 2, "dense": each * 2,
     }.items():  # fmt: skip
         np.testing.assert_allclose(moved[name], expected, rtol=1e-5, err_msg=name)
+
+
+# Adaptive clipping by its equation at its borders: the least norms of a parameter and of a gradient.
+
+
+@pytest.mark.parametrize(
+    ("ratio", "of_p", "of_g", "expected"),
+    [
+        (0.01, 1.0, 0.01, 0.01),  # at the limit
+        (0.01, 1.0, 0.1, 0.01),
+        (0.01, 1e-4, 0.1, 1e-5),  # a parameter counts as 0.001 at least
+        (0.01, 0.0, 1e-5, 1e-5),
+        (1e-4, 0.0, 5e-7, 5e-8),  # a gradient as 1e-6 at least: 1e-7 / 1e-6 of it
+        (1e-4, 0.0, 0.0, 0.0),
+    ],
+)
+def test_the_norm_of_a_clipped_gradient(ratio, of_p, of_g, expected):
+    unit = np.array([0.6, 0.0, 0.8, 0.0], np.float32)
+    optimizer = jstep.chain(jstep.clip_gradients(adaptive=ratio), jstep.gradient_descent(1.0))
+    params = {"w": jnp.asarray(of_p * unit[::-1].copy())}
+    state = jstep.TrainState.create(params, optimizer)
+    new = jstep.apply_gradients(state, {"w": jnp.asarray(of_g * unit)}, optimizer)
+    moved = np.asarray(params["w"]) - np.asarray(new.params["w"])
+    np.testing.assert_allclose(moved, expected * unit, rtol=2e-5 if of_p < 1 else 2e-4, atol=1e-12)

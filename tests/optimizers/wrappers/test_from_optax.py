@@ -1,7 +1,10 @@
 """Optax transformations as optimizers of jstep."""
 
+import types
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from against_optax import assert_close, run_jstep, run_optax
@@ -24,11 +27,11 @@ TRANSFORMATIONS = {
 
 @pytest.mark.thorough(except_for=["masked"])
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_matches_optax(name: str) -> None:
+def test_matches_optax(name):
     assert_close(run_jstep(jstep.from_optax(TRANSFORMATIONS[name])).params, run_optax(TRANSFORMATIONS[name]))
 
 
-def test_slots_and_hyperparameters() -> None:
+def test_slots_and_hyperparameters():
     optimizer = jstep.from_optax(optax.adam(1e-2), {"learning_rate": 1e-2, "b": jstep.constant(2.0)}, name="theirs")
     state = jstep.TrainState.create({"w": jnp.ones(2, jnp.bfloat16), "n": jnp.array(1), "x": None}, optimizer)
     assert sorted(state.slots) == ["theirs/0/count", "theirs/0/mu", "theirs/0/nu"]
@@ -45,7 +48,7 @@ def test_slots_and_hyperparameters() -> None:
     assert float(metrics["learning_rate"]) == pytest.approx(1e-2)
 
 
-def test_moments_are_sharded_like_their_parameters() -> None:
+def test_moments_are_sharded_like_their_parameters():
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     optimizer = jstep.from_optax(optax.adam(0.1))
     params = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}
@@ -57,3 +60,235 @@ def test_moments_are_sharded_like_their_parameters() -> None:
         assert state.slots["optax/0/nu"]["b"].sharding.spec == P("data")
         assert state.slots["optax/0/count"].sharding.spec == P()
         state, _ = jstep.minimize(lambda p: jnp.sum(p["w"]) + jnp.sum(p["b"]), optimizer)(state)
+
+
+# Hyperparameters of Optax transformations are reported at the global step; a chain reports those at any count.
+
+RATE = optax.linear_schedule(0.0, 1.0, 10)
+PARAMS = {"a": jnp.zeros(2), "n": jnp.int32(1)}
+
+
+def rates(optimizer, data, start=0):
+    """The logged and the used rates of the steps that made an update."""
+    step = jstep.minimize(lambda params, x: jnp.sum(params["a"] * x), optimizer)
+    state = jstep.TrainState.create(PARAMS, optimizer, global_step=start)
+    found = []
+    for x in data:
+        before = np.asarray(state.params["a"])
+        state, metrics = step(state, jnp.float32(x))
+        if used := float((before - np.asarray(state.params["a"]))[1]):
+            found.append((float(metrics["learning_rate"]), used))
+    return found
+
+
+def test_a_schedule_is_reported_at_the_step():
+    given = [{"learning_rate": RATE}, lambda n: {"learning_rate": RATE(n), "momentum": 0.5}]
+    for hyperparameters in given:
+        found = rates(jstep.from_optax(optax.sgd(RATE), hyperparameters), [1.0] * 4)
+        np.testing.assert_allclose(*zip(*found, strict=True), rtol=1e-5)
+
+
+def test_the_recommended_chain_reports_the_rate_that_is_used():
+    chained = jstep.chain(jstep.from_optax(optax.scale_by_sign()), jstep.scale_by_learning_rate(RATE))
+    found = rates(jstep.skip_nonfinite(chained), [1.0, np.nan, np.nan, 1.0, 1.0, 1.0], start=5)
+    assert len(found) == 4
+    np.testing.assert_allclose(*zip(*found, strict=True), rtol=1e-5)
+
+
+# Transformations of Optax where an optimizer is taken: the same as `from_optax` of them, by hand.
+
+X = jnp.array([0.5, -1.0, 2.0, 1.0])
+PARAMS_AS_IT_IS = {"a": jnp.array([1.0, 2.0]), "ab": {"w": jnp.array([-1.0, 0.5], jnp.bfloat16)}, "n": jnp.array(3)}
+TRANSFORMATIONS_AS_IT_IS = {
+    "adam": lambda: optax.adam(1e-2),
+    "scheduled": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0), optax.sgd(optax.linear_schedule(0.1, 0.01, 3), momentum=0.9)
+    ),
+    "with the loss": lambda: optax.polyak_sgd(0.1),  # takes extra arguments
+    "an object": lambda: optax.MultiSteps(optax.adam(1e-2), 2),
+}
+
+
+def label_of(path, leaf):
+    return "a" if path == "a" else "ab"
+
+
+TAKERS = {
+    "minimize": lambda one: one,
+    "chain": lambda one: jstep.chain(jstep.clip_gradients(by_norm=1.0), one),
+    "partition": lambda one: jstep.partition({"a": one, "ab": jstep.chain(one, jstep.scale(0.5))}, label_of),
+    "scope": lambda one: jstep.scope("s", one),
+    "cautious": jstep.cautious,
+    "with_projection": lambda one: jstep.with_projection(one, lambda params: jax.tree.map(lambda p: p * 1, params)),
+    "with_moving_average": lambda one: jstep.with_moving_average(one, jstep.ExponentialMovingAverage(0.9)),
+    "lookahead": lambda one: jstep.lookahead(one, 2),
+    "master_weights": jstep.master_weights,
+    "stochastic_rounding": lambda one: jstep.stochastic_rounding(one, jax.random.key(0)),
+    "compact": lambda one: jstep.compact(one, min_size=1),
+    "skip_nonfinite": jstep.skip_nonfinite,
+    "dynamic_loss_scale": lambda one: jstep.dynamic_loss_scale(one, initial=8.0),
+    "with_noise_scale": jstep.with_noise_scale,
+    "update_every": lambda one: jstep.update_every(2, one, accumulate=True),
+}
+
+
+def loss_fn(params, x):
+    return jnp.sum((params["a"] - x[:2]) ** 2) + jnp.sum((params["ab"]["w"].astype(jnp.float32) * x[2:]) ** 2)
+
+
+def trained(optimizer, again):
+    """The state after three steps, and the metrics of the last one."""
+    step = jstep.minimize(loss_fn, again)
+    state = jstep.TrainState.create(PARAMS_AS_IT_IS, optimizer)
+    before = jax.tree.structure(state)
+    for _ in range(3):
+        state, metrics = step(state, X)
+    assert step._cache_size() == 1
+    assert jax.tree.structure(state) == before
+    return state, metrics
+
+
+def require_same(one, other):
+    assert one[0] == other[0]
+    assert list(one[0].slots) == list(other[0].slots)
+    assert one[0].roles == other[0].roles
+    assert jax.tree.map(float, one[1]) == jax.tree.map(float, other[1])
+
+
+@pytest.mark.thorough(except_for=["minimize-with the loss", "update_every-scheduled"])
+@pytest.mark.parametrize("name", TRANSFORMATIONS_AS_IT_IS)
+@pytest.mark.parametrize("taker", TAKERS)
+def test_a_transformation_is_taken_as_it_is(taker, name):
+    make, transformation = TAKERS[taker], TRANSFORMATIONS_AS_IT_IS[name]()
+    by_hand = make(jstep.from_optax(transformation))
+    require_same(trained(make(transformation), make(transformation)), trained(by_hand, by_hand))
+
+
+def test_state_and_step_each_convert_their_transformation():
+    """Also with another object of the same kind, and mixed with one that was converted by hand."""
+    adam = optax.adam(1e-2)
+    require_same(trained(adam, optax.adam(1e-2)), trained(jstep.from_optax(adam), adam))
+    grads = jax.grad(loss_fn, allow_int=True)(PARAMS_AS_IT_IS, X)
+    state = jstep.TrainState.create(PARAMS_AS_IT_IS, adam)
+    assert jstep.apply_gradients(state, grads, adam) == jstep.apply_gradients(state, grads, jstep.from_optax(adam))
+    compiled = jax.jit(lambda state: jstep.apply_gradients(state, grads, adam))
+    for _ in range(2):
+        state = compiled(state)
+    assert compiled._cache_size() == 1
+
+
+class Named:
+    """Another library's optimizer, with three functions."""
+
+    init = update = hyperparameters = staticmethod(lambda *args: None)
+
+
+class Unmade:
+    """A class of transformations; its functions are those of its objects."""
+
+    def init(self, params):
+        return ()
+
+    def update(self, updates, state, params=None):
+        return updates, state
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (optax.adam, r"got a function; call it: adam\(\.\.\.\)"),
+        (Unmade, r"got the class Unmade; call it: Unmade\(\.\.\.\)"),
+        (Named(), "got a Named$"),
+        (types.SimpleNamespace(init=lambda params: ()), "got a SimpleNamespace$"),
+        (None, "got None$"),
+    ],
+    ids=["function", "class", "three", "one", "none"],
+)
+def test_anything_else_is_refused(wrong, message):
+    takers = {
+        "optimizer": [lambda: jstep.TrainState.create(PARAMS_AS_IT_IS, wrong), lambda: jstep.minimize(loss_fn, wrong)],
+        r"optimizers\[1\]": [lambda: jstep.chain(optax.adam(0.1), wrong)],
+        r"optimizers\['a'\]": [lambda: jstep.partition({"a": wrong}, label_of)],
+    }
+    for argument, makes in takers.items():
+        for make in makes:
+            with pytest.raises(TypeError, match=f"^{argument}=.*: must be a jstep.Optimizer, {message}"):
+                make()
+
+
+# Transformations of Optax do not see leaves without a gradient: their numbers are those with these as constants.
+
+RANDOM = np.random.default_rng(0)
+PARAMS_OF_CONSTANTS = {
+    "lora_a": jnp.asarray(RANDOM.normal(size=(4, 2)), jnp.float32),
+    "lora_b": jnp.zeros((2, 10)),
+    "base": jnp.asarray(RANDOM.normal(size=(4, 10)), jnp.float32),
+}
+TRAINED = ("lora_a", "lora_b")
+X_OF_CONSTANTS, Y = jnp.ones((1, 4)), jnp.ones((1, 10))
+
+
+def loss_fn_of_constants(params, x, y):
+    return jnp.mean((x @ params["base"] + x @ params["lora_a"] @ params["lora_b"] - y) ** 2)
+
+
+def closed_over(params, x, y):
+    return loss_fn_of_constants({**params, "base": PARAMS_OF_CONSTANTS["base"]}, x, y)
+
+
+def trained_of_constants(params, loss, optimizer, **options):
+    state, step = jstep.TrainState.create(params, optimizer), jstep.minimize(loss, optimizer, **options)
+    losses = []
+    for _ in range(5):
+        state, metrics = step(state, X_OF_CONSTANTS, Y)
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+def by_optax(transformation):
+    params, losses = {name: PARAMS_OF_CONSTANTS[name] for name in TRAINED}, []
+    kept = transformation.init(params)
+    with jax.numpy_dtype_promotion("standard"):
+        for _ in range(5):
+            loss, grads = jax.value_and_grad(closed_over)(params, X_OF_CONSTANTS, Y)
+            losses.append(float(loss))
+            extra = {"value": loss, "grad": grads, "value_fn": lambda p: closed_over(p, X_OF_CONSTANTS, Y)}
+            updates, kept = optax.with_extra_args_support(transformation).update(grads, kept, params, **extra)
+            params = optax.apply_updates(params, updates)
+    return losses
+
+
+TRANSFORMATIONS_OF_CONSTANTS = {
+    "lbfgs": optax.lbfgs,
+    "polyak": lambda: optax.polyak_sgd(max_learning_rate=0.1),
+    "plateau": lambda: optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)),
+    "chain": lambda: optax.chain(optax.contrib.reduce_on_plateau(patience=1), optax.clip(100.0), optax.lbfgs()),
+    "backtracking": lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(15)),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["var_list", "partition", "labels"])
+@pytest.mark.parametrize("name", TRANSFORMATIONS_OF_CONSTANTS)
+def test_a_frozen_leaf_is_a_constant(name, how):
+    make = TRANSFORMATIONS_OF_CONSTANTS[name]
+    wanted, state = trained_of_constants({name: PARAMS_OF_CONSTANTS[name] for name in TRAINED}, closed_over, make())
+    if how == "var_list":
+        found, frozen = trained_of_constants(PARAMS_OF_CONSTANTS, loss_fn_of_constants, make(), var_list="lora_*")
+    elif how == "labels":
+        tree = {"lora_a": "a", "lora_b": "a", "base": None}
+        found, frozen = trained_of_constants(
+            PARAMS_OF_CONSTANTS, loss_fn_of_constants, jstep.partition({"a": make()}, tree)
+        )
+    else:
+        found, frozen = trained_of_constants(
+            PARAMS_OF_CONSTANTS,
+            loss_fn_of_constants,
+            jstep.partition({"a": make()}, lambda path, leaf: "a" if path in TRAINED else None),
+        )
+    assert found == wanted
+    for leaf in TRAINED:
+        np.testing.assert_array_equal(frozen.params[leaf], state.params[leaf])
+    np.testing.assert_array_equal(frozen.params["base"], PARAMS_OF_CONSTANTS["base"])
+    np.testing.assert_allclose(found, by_optax(make()), rtol=1e-4)

@@ -1,7 +1,5 @@
 """Master weights, stochastic rounding and the loss scale."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,14 +11,14 @@ import jstep
 KEY = jax.random.key(5)
 
 
-def low(tree: Any, dtype: Any = jnp.bfloat16) -> Any:
+def low(tree, dtype=jnp.bfloat16):
     return jax.tree.map(lambda x: x.astype(dtype), tree)
 
 
-def squared_descent(decay: float) -> jstep.Optimizer:
+def squared_descent(decay):
     """A hand-written optimizer that computes in the dtype of its gradients."""
 
-    def update(updates: Any, slots: Any, params: Any, step: Any) -> Any:
+    def update(updates, slots, params, step):
         return jstep.map_gradients(lambda g: -decay * g * g, updates), {}
 
     return jstep.Optimizer(lambda params, global_step=0: {}, update, lambda step: {})
@@ -53,7 +51,7 @@ AROUND = {
 @pytest.mark.thorough(except_for=["normalize_each-False", "guard-False"])
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("name", [*BLOCKS, *AROUND])
-def test_masters_are_the_float32_run_on_the_same_gradients(name: str, sparse: bool) -> None:
+def test_masters_are_the_float32_run_on_the_same_gradients(name, sparse):
     sgd = jstep.gradient_descent(0.1)
     optimizer = AROUND[name](sgd) if name in AROUND else jstep.chain(BLOCKS[name](), sgd)
     start = {"w": jnp.linspace(-1, 1, 64).reshape(8, 8).astype("bfloat16")}
@@ -67,7 +65,7 @@ def test_masters_are_the_float32_run_on_the_same_gradients(name: str, sparse: bo
     np.testing.assert_array_equal(small.slots["master"]["w"], full.params["w"])
 
 
-def test_clipping_computes_in_float32_and_functions_keep_the_dtype() -> None:
+def test_clipping_computes_in_float32_and_functions_keep_the_dtype():
     """Without masters, too: the slots of what follows are those of the float32 gradients."""
     g = jnp.sin(jnp.arange(64.0)).astype("bfloat16")
     for kind in ("by_value", "by_norm", "by_average_norm", "by_global_norm"):
@@ -80,7 +78,7 @@ def test_clipping_computes_in_float32_and_functions_keep_the_dtype() -> None:
     assert jstep.clip_by_norm(g, 0.3).dtype == jstep.clip_by_value(g, -0.3, 0.3).dtype == jnp.bfloat16
 
 
-def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
+def test_stochastic_rounding_is_unbiased_and_reproducible():
     params = {"w": jnp.ones(40_000, jnp.bfloat16), "h": jnp.ones(4, jnp.float16), "f": jnp.ones(4)}
     grads = jax.tree.map(jnp.ones_like, params)
     optimizer = jstep.stochastic_rounding(jstep.gradient_descent(2.0**-10), KEY)
@@ -95,7 +93,7 @@ def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
     np.testing.assert_allclose(np.mean(negative.params["w"].astype(jnp.float32)), -1 + 2.0**-10, atol=5e-5)
 
 
-def test_stochastic_rounding_keeps_infinities_and_nan() -> None:
+def test_stochastic_rounding_keeps_infinities_and_nan():
     params = {"w": jnp.array([jnp.inf, jnp.nan, 3.38e38, 1.0], jnp.bfloat16)}
     state = run_jstep(
         jstep.stochastic_rounding(jstep.gradient_descent(1.0), KEY), [jax.tree.map(jnp.zeros_like, params)], params
@@ -104,11 +102,11 @@ def test_stochastic_rounding_keeps_infinities_and_nan() -> None:
     assert not np.isfinite(state.params["w"].astype(jnp.float32)[:2]).any()
 
 
-def scaled(grad: float, state: Any) -> Any:
+def scaled(grad, state):
     return {"w": jnp.full(2, grad, jnp.float32) * state.slots["loss_scale"]}
 
 
-def scale(optimizer: jstep.Optimizer) -> jstep.Optimizer:
+def scale(optimizer):
     return jstep.dynamic_loss_scale(optimizer, initial=8.0, period=2)
 
 
@@ -121,7 +119,7 @@ LOSS_SCALES = {
 
 @pytest.mark.thorough(except_for=["guard outside"])
 @pytest.mark.parametrize("case", LOSS_SCALES)
-def test_loss_scale_changes_like_torch_grad_scaler(case: str) -> None:
+def test_loss_scale_changes_like_torch_grad_scaler(case):
     optimizer = LOSS_SCALES[case]()
     state = jstep.TrainState.create({"w": jnp.zeros(2)}, optimizer, 100)
     step = jax.jit(lambda s, g: jstep.apply_gradients(s, g, optimizer))
@@ -140,7 +138,7 @@ def test_loss_scale_changes_like_torch_grad_scaler(case: str) -> None:
 
 
 @pytest.mark.thorough
-def test_loss_scale_stays_finite_and_nonzero() -> None:
+def test_loss_scale_stays_finite_and_nonzero():
     optimizer = jstep.dynamic_loss_scale(jstep.gradient_descent(0.1), initial=2.0**126, period=1)
     state = jstep.TrainState.create({"w": jnp.zeros(2)}, optimizer)
     state = jstep.apply_gradients(state, {"w": jnp.zeros(2)}, optimizer)
@@ -148,3 +146,57 @@ def test_loss_scale_stays_finite_and_nonzero() -> None:
     state = state.replace(slots={**state.slots, "loss_scale": jnp.float32(2.0**-126)})
     state = jstep.apply_gradients(state, {"w": jnp.full(2, jnp.nan)}, optimizer)
     assert float(state.slots["loss_scale"]) == 2.0**-126
+
+
+# A loss scale must wrap the whole optimizer; anywhere else it is rejected.
+
+PARAMS = {"a": jnp.float32(1.0), "b": jnp.float32(2.0)}
+SGD = lambda: jstep.gradient_descent(1.0)  # noqa: E731
+SCALED = lambda: jstep.dynamic_loss_scale(SGD(), initial=4.0)  # noqa: E731
+REJECTED = {
+    "label": lambda: jstep.partition({"a": SCALED(), "b": SGD()}, lambda path, leaf: path),
+    "behind": lambda: jstep.chain(jstep.add_weight_decay(0.1), SCALED()),
+    "before": lambda: jstep.chain(SCALED(), jstep.decay_weights(0.1)),
+    "deep": lambda: jstep.skip_nonfinite(
+        jstep.scope("s", jstep.partition({"a": jstep.master_weights(SCALED())}, lambda path, leaf: "a"))
+    ),
+    "every": lambda: jstep.update_every(2, SCALED()),
+    "twice": lambda: jstep.dynamic_loss_scale(jstep.scope("s", SCALED())),
+}
+ACCEPTED = {
+    "alone": SCALED,
+    "scope": lambda: jstep.scope("s", SCALED()),
+    "guard": lambda: jstep.skip_nonfinite(SCALED()),
+    "masters": lambda: jstep.master_weights(SCALED()),
+    "lookahead": lambda: jstep.lookahead(SCALED()),
+    "all": lambda: jstep.scope("s", jstep.skip_nonfinite(jstep.scope("t", jstep.master_weights(SCALED())))),
+}
+
+
+def loss_fn(params, x):
+    return params["a"] * x + params["b"]
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_loss_scales_inside_are_rejected(case):
+    optimizer = REJECTED[case]()
+    state = jstep.TrainState.create(PARAMS, optimizer)
+    step = jstep.minimize(loss_fn, optimizer)
+    with pytest.raises(ValueError, match=r"dynamic_loss_scale: must be outermost, got .*loss_scale'.*around the whole"):
+        step(state, jnp.float32(1.0))
+    with pytest.raises(ValueError, match="must be outermost"):
+        jstep.apply_gradients(state, PARAMS, optimizer)
+
+
+@pytest.mark.thorough(except_for=["all"])
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_some_wrappers_may_be_around_a_loss_scale(case):
+    optimizer = ACCEPTED[case]()
+    step = jstep.minimize(loss_fn, optimizer, metrics=("grad_norm",))
+    state, metrics = step(jstep.TrainState.create(PARAMS, optimizer), jnp.float32(0.5))
+    np.testing.assert_allclose([state.params["a"], state.params["b"]], [0.5, 1.0])
+    assert next(float(value) for name, value in metrics.items() if name.endswith("loss_scale")) == 4
+    np.testing.assert_allclose(metrics["grad_norm"], 1.25**0.5, rtol=1e-6)
+    state, metrics = step(state, jnp.float32(jnp.inf))
+    assert float(metrics["skipped"]) == 1
+    np.testing.assert_allclose([state.params["a"], state.params["b"]], [0.5, 1.0])
