@@ -35,11 +35,6 @@ class Contents(abc.ABC):
         """Return the problems of files that are read, and of unused ones; see `Store.find_corruption`."""
 
 
-def in_folder(path: str) -> dict[str, Any]:
-    """Return tensorstore's JSON for the files in a folder."""
-    return {"driver": "file", "path": path + "/"}
-
-
 @dataclasses.dataclass(frozen=True)
 class OrbaxContents(Contents):
     """Arrays in Orbax's files, with other files beside them.

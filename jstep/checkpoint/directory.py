@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from jstep.checkpoint import checksums, listing
 from jstep.checkpoint.claims import FileClaim
-from jstep.checkpoint.contents import Contents, OrbaxContents, in_folder
+from jstep.checkpoint.contents import Contents, OrbaxContents
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, encode
 from jstep.checkpoint.retention import evict
 from jstep.checkpoint.store import Commit, Store
@@ -79,7 +79,7 @@ class DirectoryStore(Store):
             return packs.PackedContents(start_read, manifest)
 
         differences = functools.partial(checksums.differences, path)
-        return OrbaxContents(path, manifest, start_read, differences, in_folder(path))
+        return OrbaxContents(path, manifest, start_read, differences, listing.in_folder(path))
 
     def claim(self) -> None:
         self._refuse_moved()

@@ -17,8 +17,8 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from jstep.checkpoint.checksums import write_files, write_part
-from jstep.checkpoint.contents import in_folder
 from jstep.checkpoint.leaf_records import shape_and_dtype
+from jstep.checkpoint.listing import in_folder
 from jstep.checkpoint.manifest import CorruptedError, Manifest
 from jstep.core.placement import is_of_host, local_parts, place, slices
 from jstep.core.threads import in_background

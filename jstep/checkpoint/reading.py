@@ -225,7 +225,7 @@ class CheckpointReader:
         shardings: dict[str, Any] = {}
         uses: Counter[str | None] = Counter()
         for leaf, half, sharding in leaves:
-            is_wide = leaf.dtype in _WIDE and not jax.config.read("jax_enable_x64")
+            is_wide = leaf.dtype in _WIDE and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
             if is_wide or (half is not None and half.shape != leaf.shape):  # scales have fewer numbers
                 sharding = None
             for part in (leaf, half):
