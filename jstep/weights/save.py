@@ -74,12 +74,10 @@ class NewFiles:
             if os.path.lexists(place) and not stat.S_ISREG(os.lstat(place).st_mode):
                 raise OSError(errno.EINVAL, "is not a regular file, and would be replaced; move it away", place)
 
-    @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator[BinaryIO]:
+    def writing(self, name: str) -> contextlib.AbstractContextManager[BinaryIO]:
         """Open the temporary file of a name."""
         make_folders(self._folder)
-        with new_file(self._temporary(name)) as file:
-            yield file
+        return new_file(self._temporary(name))
 
     def publish(self, shard_of: Mapping[str, int], total_size: int) -> None:
         """Rename the files to their final names, and remove the files of an older save."""
