@@ -133,7 +133,6 @@ def rounds_of(leaves, folder, total=BYTES):
         "orbax manager": Manager(os.path.join(directory, "manager")),
         "orbax manager, zarr3": Zarr3Manager(os.path.join(directory, "zarr3")),
         "Saver": Ours(os.path.join(directory, "saver")),
-        "Saver(compress=True)": Ours(os.path.join(directory, "compress"), compress=True),
     }
     step = jax.jit(lambda state: jax.tree.map(lambda x: x + 1 if x.ndim == 0 else x * 0.999, state), donate_argnums=0)
     state = step(make_state(leaves, total))

@@ -1,6 +1,7 @@
 """The contents of a checkpoint, read and verified: its arrays, and the files that were saved with them."""
 
 import abc
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,31 +35,34 @@ class Contents(abc.ABC):
         """Return the problems of files that are read, and of unused ones; see `Store.find_corruption`."""
 
 
+@dataclasses.dataclass(frozen=True)
 class OrbaxContents(Contents):
-    """Arrays in Orbax's files, with other files beside them."""
+    """Arrays in Orbax's files, with other files beside them.
 
+    Attributes:
+        base: tensorstore's JSON for the files.
+        wait: See `orbax_arrays.read_arrays`.
+    """
+
+    path: str
+    manifest: Manifest
+    start_read: checksums.StartRead
+    differences: Callable[[Mapping[str, checksums.Record]], dict[str, str]]
+    base: Mapping[str, Any]
+    wait: Callable[[Any, int], Any] = lambda future, nbytes: future.result()
     verifies = False
 
-    def __init__(
-        self,
-        path: str,
-        manifest: Manifest,
-        start_read: checksums.StartRead,
-        differences: Callable[[Mapping[str, checksums.Record]], dict[str, str]],
-        read_arrays: Callable[[Manifest, Mapping[str, Any]], dict[str, Any]],
-    ) -> None:
-        self._path, self._manifest, self._start_read = path, manifest, start_read
-        self._differences, self._read_arrays = differences, read_arrays
-
     def restore(self, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        return self._read_arrays(self._manifest, shardings)
+        from jstep.checkpoint import orbax_arrays  # not at the top: importing tensorstore is slow
+
+        return orbax_arrays.read_arrays(self.base, self.manifest, shardings, self.wait) if shardings else {}
 
     def read_file(self, name: str) -> bytes:
-        return checksums.read_file(self._start_read, self._manifest, name)
+        return checksums.read_file(self.start_read, self.manifest, name)
 
     def find_corruption(self, share: tuple[int, int], *, every: bool) -> tuple[list[str], list[str]]:
-        differences = self._differences(checksums.process_share(self._manifest, share))
+        differences = self.differences(checksums.process_share(self.manifest, share))
         unread = frozenset[str]() if every else UNUSED
         bad = {path: why for path, why in differences.items() if why}
-        read = [f"{self._path}/{path}: {why}" for path, why in bad.items() if path not in unread]
+        read = [f"{self.path}/{path}: {why}" for path, why in bad.items() if path not in unread]
         return read, [f"{path} ({why})" for path, why in bad.items() if path in unread]

@@ -78,13 +78,8 @@ class DirectoryStore(Store):
 
             return packs.PackedContents(start_read, manifest)
 
-        def read_arrays(manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
-            from jstep.checkpoint import orbax_arrays  # not at the top: importing tensorstore is slow
-
-            return orbax_arrays.read_arrays(orbax_arrays.in_folder(path), manifest, shardings)
-
         differences = functools.partial(checksums.differences, path)
-        return OrbaxContents(path, manifest, start_read, differences, read_arrays)
+        return OrbaxContents(path, manifest, start_read, differences, listing.in_folder(path))
 
     def claim(self) -> None:
         self._refuse_moved()
@@ -103,9 +98,7 @@ class DirectoryStore(Store):
         self._is_cleaned = False
         return FileClaim(self.directory, self._prefix)
 
-    def save(
-        self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit, files: Mapping[str, Any]
-    ) -> None:
+    def save(self, path: str, arrays: Mapping[str, Any], commit: Commit, files: Mapping[str, Any]) -> None:
         """Write a checkpoint in a thread, atomically: each step is on the disk before the next one begins.
 
         1. Arrays, then files, in a temporary folder; with several processes, the checksums of each (`orbax_arrays`).
@@ -127,7 +120,7 @@ class DirectoryStore(Store):
         if self._arrays is None:
             self._arrays = orbax_arrays.Checkpointer(self._prefix)
         try:
-            self._arrays.save(path, orbax_arrays.SaveArgs(dict(arrays), compress, files), end)
+            self._arrays.save(path, orbax_arrays.SaveArgs(dict(arrays), files), end)
         finally:
             self._write = Write(path + listing.TEMPORARY, self._arrays.finish, "jstep-save")
         self._is_cleaned = True

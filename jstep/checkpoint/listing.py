@@ -5,6 +5,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, decode
 from jstep.core.warned import is_first
@@ -55,6 +56,11 @@ UNUSED = frozenset({"_METADATA", "_CHECKPOINT_METADATA"})
 OF_ORBAX = UNUSED | {"manifest.ocdbt"}
 _STEP = "(0|[1-9][0-9]*)"
 _logger = logging.getLogger("jstep")
+
+
+def in_folder(path: str) -> dict[str, Any]:
+    """Return tensorstore's JSON for the files in a folder."""
+    return {"driver": "file", "path": path + "/"}
 
 
 def format_name(prefix: str, step: int) -> str:

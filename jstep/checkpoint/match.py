@@ -10,7 +10,7 @@ import numpy as np
 
 from jstep.checkpoint import leaf_records, targets
 from jstep.checkpoint.manifest import Leaf, LeftOut, Manifest
-from jstep.core import selection, trees
+from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import array_type, describe_type, format_items, format_value
 from jstep.core.placement import is_of_host, on_devices
@@ -95,7 +95,7 @@ def match(
     of_target, roles, arrays = StateLeaves(target), roles_in(target), manifest.by_array
     records = leaf_records.by_name(manifest.leaves)
     saved: dict[str, Leaf | LeftOut] = {**leaf_records.by_name(manifest.left_out), **records}
-    renamed = _renamed(names, target, saved.keys(), where)
+    renamed = _renamed(names, of_target.paths, saved.keys(), where)
     values, has_roles = of_target.values, bool(roles)
     kinds = [targets.target_kind(*pair, _NO_KIND) for pair in zip(values, of_target.paths, strict=True)]
     steps = next((kind[0] for keys, kind in zip(of_target.keys, kinds, strict=True) if keys == (GLOBAL_STEP,)), ())
@@ -105,23 +105,21 @@ def match(
     for i, (path, name) in enumerate(zip(of_target.paths, leaf_records.unique(of_target.paths), strict=True)):
         keys, kind, name = of_target.keys[i], kinds[i], renamed.get(name, name)
         own.add(name)
-        source = saved.get(name)
-        average = None if averages is None else find_average(name, records, averages)
-        is_average = average is not None and average.shape == kind[0]
-        if is_average:
-            source = average
-        problem = (
-            "" if source is None or is_average else _difference(path, keys, (kind[0], str(kind[1])), source, steps)
-        )
-        fitting = None if problem else source
+        average = find_average(name, records, averages) if averages else None
+        if average is not None and average.shape != kind[0]:
+            average = None
+        source = average or saved.get(name)
+        problem = ""
+        if average is None and source is not None:
+            problem = _difference(path, keys, (kind[0], str(kind[1])), source, steps)
         leaf = WantedLeaf(
             *(path, values[i], *targets.kind_of_data(values[i], kind), name),
-            source=fitting if isinstance(fitting, Leaf) else None,
+            source=source if isinstance(source, Leaf) and not problem else None,
             problem=problem,
             keys=keys,
             is_guard=source is None and _is_of_guard(keys, roles),
-            left_out=fitting if isinstance(fitting, LeftOut) else None,
-            half=arrays.get(average.half or "") if is_average and average is not None else None,
+            left_out=source if isinstance(source, LeftOut) and not problem else None,
+            half=None if average is None else arrays.get(average.half or ""),
         )
         leaves.append(leaf)
         if has_roles and name in records:
@@ -236,9 +234,9 @@ def check_run(state: Tree, manifest: Manifest, where: str) -> CheckpointMatch:
     return result
 
 
-def _renamed(names: Names | None, target: Tree, saved: Collection[str], where: str) -> dict[str, str]:
+def _renamed(names: Names | None, paths: Sequence[str], saved: Collection[str], where: str) -> dict[str, str]:
     """Return path in the target → path in the checkpoint, for paths that differ."""
-    renamed = {} if names is None else targets.entries(names, selection.leaf_names(target), "target", _FORM)
+    renamed = targets.entries(names, paths, "target", _FORM)
     if not isinstance(names, Mapping):
         renamed = {path: other for path, other in renamed.items() if other is not None}
     for path, other in renamed.items():

@@ -78,16 +78,11 @@ class ObjectStore(Store):
         if manifest.is_packed:
             return packs.PackedContents(start_read, manifest)
 
-        def read_arrays(manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:  # of a copy from a disk
-            from jstep.checkpoint import orbax_arrays  # not at the top: importing tensorstore is slow
+        def wait(future: object, nbytes: int) -> Any:
+            return PendingOperation(self._objects, future, "read", f"{name}/", nbytes).result()
 
-            def wait(future: object, nbytes: int) -> Any:
-                return PendingOperation(self._objects, future, "read", f"{name}/", nbytes).result()
-
-            return orbax_arrays.read_arrays(spec(path), manifest, shardings, wait) if shardings else {}
-
-        differences = functools.partial(checksums.differences_of_objects, start_read)
-        return OrbaxContents(path, manifest, start_read, differences, read_arrays)
+        differences = functools.partial(checksums.differences_of_objects, start_read)  # a copy from a disk
+        return OrbaxContents(path, manifest, start_read, differences, spec(path), wait)
 
     def lock(self) -> claims.ObjectClaim:
         """Read, list and write once, within `START_TIMEOUT_SECS` seconds."""
@@ -101,16 +96,14 @@ class ObjectStore(Store):
                 raise
             return claim
 
-    def save(
-        self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit, files: Mapping[str, Any]
-    ) -> None:
+    def save(self, path: str, arrays: Mapping[str, Any], commit: Commit, files: Mapping[str, Any]) -> None:
         name = self._name(path)
         began, number = processes.broadcast_ints(max(0, int(commit.saved_at)), secrets.randbits(31))
         attempt = f"data.{began}-{number:08x}"
         blocks = itertools.chain(packs.own_blocks(arrays), packs.file_blocks(files))
         end = functools.partial(self._commit, name, attempt, commit)
         folder = f"{name}/{attempt}"
-        part = ObjectSave(self._objects, name, folder, blocks, compress, end)
+        part = ObjectSave(self._objects, name, folder, blocks, end)
         self._write = Write(folder, part.run, f"jstep-save-{name}")
 
     def _commit(self, name: str, attempt: str, commit: Commit, files: Files, before: bytes) -> None:
@@ -229,7 +222,6 @@ class ObjectSave:
     name: str
     folder: str
     blocks: Iterator[packs.Block]
-    compress: bool
     commit: Callable[[Files, bytes], None]
 
     def run(self) -> None:
@@ -239,7 +231,7 @@ class ObjectSave:
         try:
             before = self.objects.read(f"{self.name}/{MANIFEST_FILE}").stamp if is_first else b""
             began = time.monotonic()
-            part = packs.write(self.objects, self.folder, index, self.blocks, self.compress)
+            part = packs.write(self.objects, self.folder, index, self.blocks)
             self.objects.write(f"{self.folder}/part.{index}.json", part)
             if is_first:
                 self.commit(self._parts(part, time.monotonic() - began), before)

@@ -18,6 +18,7 @@ import tensorstore as ts
 
 from jstep.checkpoint.checksums import write_files, write_part
 from jstep.checkpoint.leaf_records import shape_and_dtype
+from jstep.checkpoint.listing import in_folder
 from jstep.checkpoint.manifest import CorruptedError, Manifest
 from jstep.core.placement import is_of_host, local_parts, place, slices
 from jstep.core.threads import in_background
@@ -103,15 +104,11 @@ def merge_parts(folder: str) -> None:
     transaction.commit_sync()
 
 
-def in_folder(path: str) -> dict[str, Any]:
-    return {"driver": "file", "path": path + "/"}
-
-
 def read_arrays(
     base: Mapping[str, Any],
     manifest: Manifest,
     shardings: Mapping[str, Any],
-    wait: Callable[[Any, int], Any] = lambda future, nbytes: future.result(),
+    wait: Callable[[Any, int], Any],
 ) -> dict[str, Any]:
     """Read arrays of a checkpoint by name; no byte of an array that differs from the manifest is decoded.
 
@@ -178,19 +175,8 @@ def _within(name: str) -> str:
 # to `publish` instead, which adds the manifest and renames it.
 
 
-@contextlib.contextmanager
-def silence_orbax() -> Iterator[None]:
-    """Drop Orbax's log lines, from all threads; a context manager or decorator."""
-    logger = logging.getLogger("absl")
-
-    def is_of_others(record: logging.LogRecord) -> bool:  # contexts overlap: each has its own filter
-        return "orbax" not in record.pathname
-
-    logger.addFilter(is_of_others)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_of_others)
+# Orbax also logs the errors that a Saver raises.
+logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
 
 
 class _OneTransaction:
@@ -246,12 +232,12 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
 
     def __init__(self, owner: "Checkpointer", begun: list[Any], **options: object) -> None:
         self._owner, self._begun = owner, begun
-        self._handlers = {flag: ocp.PyTreeCheckpointHandler(use_compression=flag, **options) for flag in (False, True)}
+        self._handler = ocp.PyTreeCheckpointHandler(use_compression=False, **options)
 
     async def async_save(self, directory: object, args: "SaveArgs") -> list[Any]:
         arrays = ocp.args.PyTreeSave(args.arrays)
         try:
-            futures = await self._handlers[args.compress].async_save(directory, args=arrays) or []
+            futures = await self._handler.async_save(directory, args=arrays) or []
             write = functools.partial(self._end, [*futures, *self._begun], str(directory), args.files)
             return [in_background(write, name="jstep-write-files")]
         except Exception:
@@ -286,7 +272,6 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
 @dataclasses.dataclass
 class SaveArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
     arrays: dict[str, Any]
-    compress: bool
     files: Mapping[str, Any]
 
 
@@ -307,7 +292,6 @@ class Checkpointer:
             `finish` raises the error. Nothing is published without all parts.
     """
 
-    @silence_orbax()
     def __init__(self, prefix: str) -> None:
         begun: list[Any] = []
         registry = ocp.type_handlers.create_type_handler_registry(
@@ -315,7 +299,6 @@ class Checkpointer:
             (np.ndarray, _NumpyArrays(begun, deepcopy_host_arrays=False)),
         )
         processes = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=f"jstep-{prefix}")
-        self._quiet = contextlib.ExitStack()
         self._publish: Callable[[str, str], None] | None = None
         self.error: Exception | None = None
         self._async = ocp.AsyncCheckpointer(
@@ -343,7 +326,6 @@ class Checkpointer:
     def save(self, path: str, args: SaveArgs, publish: Callable[[str, str], None]) -> None:
         """Start to write; return when the arrays may be donated. `publish` ends the write."""
         self._publish = publish
-        self._quiet.enter_context(silence_orbax())
         self._async.save(path, args=args)
 
     def _end(self, temporary: str, final: str) -> None:
@@ -363,8 +345,6 @@ class Checkpointer:
                 raise self.error
         finally:
             self.error = None
-            self._quiet.close()
 
-    @silence_orbax()
     def close(self) -> None:
         self._async.close()

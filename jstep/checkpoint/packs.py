@@ -1,5 +1,6 @@
 """Arrays of checkpoints in object stores: blocks, packed into a few large objects with an index."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -125,7 +126,7 @@ class BlockPosition(NamedTuple):
     Attributes:
         start: The index of the block's first element in the array.
         pack: The object, relative to the attempt.
-        zipped: 1 if compressed (zlib), otherwise 0.
+        zipped: 1 if compressed (zlib), as an older version could; otherwise 0.
     """
 
     array: str
@@ -149,18 +150,18 @@ class BlockPosition(NamedTuple):
         )
 
 
-def write(objects: Objects, folder: str, process: int, blocks: Iterable[Block], compress: bool) -> bytes:
+def write(objects: Objects, folder: str, process: int, blocks: Iterable[Block]) -> bytes:
     """Write packs concurrently; return the index, to be written after all of them."""
     stored: list[BlockPosition] = []
     packs: dict[str, dict[str, Any]] = {}
 
     def started() -> Iterator[tuple[tuple[str, int], PendingOperation]]:
-        for number, group in enumerate(_groups(blocks, compress)):
+        for number, group in enumerate(_groups(blocks)):
             name = f"pack.{process}.{number}"
             data = b"".join(body for _, body in group)
             offset = 0
             for block, body in group:
-                at = (name, offset, len(body), f"{zlib.crc32(body):08x}", int(compress))
+                at = (name, offset, len(body), f"{zlib.crc32(body):08x}", 0)
                 dtype = block.dtype or str(block.data.dtype)
                 stored.append(BlockPosition(block.array, dtype, block.start, block.data.shape, *at))
                 offset += len(body)
@@ -171,12 +172,11 @@ def write(objects: Objects, folder: str, process: int, blocks: Iterable[Block], 
     return json.dumps({"packs": packs, "blocks": stored}).encode()
 
 
-def _groups(blocks: Iterable[Block], compress: bool) -> Iterator[list[tuple[Block, bytes]]]:
+def _groups(blocks: Iterable[Block]) -> Iterator[list[tuple[Block, bytes]]]:
     group: list[tuple[Block, bytes]] = []
     size = 0
     for block in blocks:
         body = block.data.tobytes()
-        body = zlib.compress(body, 1) if compress else body
         if group and size + len(body) > PACK:
             yield group
             group, size = [], 0
@@ -230,18 +230,18 @@ _READ_AT_ONCE = 8
 """Concurrent reads: 256 MB at most."""
 
 
+@dataclasses.dataclass(frozen=True)
 class PackedContents(Contents):
+    start_read: StartRead
+    manifest: Manifest
     verifies = True
-
-    def __init__(self, start_read: StartRead, manifest: Manifest) -> None:
-        self._start_read, self._manifest = start_read, manifest
 
     def restore(self, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """Read arrays that share no memory with anything."""
         if not shardings:
             return {}
         blocks = [block for block in self._blocks() if block.dtype != FILE]
-        kinds = _check(self._manifest, blocks, shardings)
+        kinds = _check(self.manifest, blocks, shardings)
         parts = {
             name: {part: np.empty(lengths(part), kinds[name][1]) for part in local_parts(kinds[name][0], sharding)}
             for name, sharding in shardings.items()
@@ -270,7 +270,7 @@ class PackedContents(Contents):
         blocks.sort(key=lambda block: block.start)
         ends = itertools.accumulate((block.shape[0] if len(block.shape) == 1 else -1 for block in blocks), initial=0)
         if not blocks or [block.start for block in blocks] != [(end,) for end in list(ends)[:-1]]:
-            raise CorruptedError([f"{self._manifest.data}: {name}: {'a part of it is' if blocks else 'it is'} missing"])
+            raise CorruptedError([f"{self.manifest.data}: {name}: {'a part of it is' if blocks else 'it is'} missing"])
         contents: dict[tuple[int, ...], bytes] = {}
 
         def keep(block: BlockPosition, body: bytes) -> None:
@@ -295,22 +295,22 @@ class PackedContents(Contents):
         blocks: list[BlockPosition] = []
 
         def add(key: str, data: bytes) -> None:
-            if self._manifest.files[key].get("crc32") != [f"{zlib.crc32(data):08x}"]:
+            if self.manifest.files[key].get("crc32") != [f"{zlib.crc32(data):08x}"]:
                 raise ValueError("its checksum differs")
             listed = read_index(data)[1]
-            if any(f"{self._manifest.data}/{block.pack}" not in self._manifest.files for block in listed):
+            if any(f"{self.manifest.data}/{block.pack}" not in self.manifest.files for block in listed):
                 raise ValueError("it names an object that is not in the manifest")
             blocks.extend(listed)
 
-        keys = [key for key in self._manifest.files if key.split("/")[-1].startswith("part.")]
-        _read(((key, self._start_read(key)) for key in keys), add, len(keys))
+        keys = [key for key in self.manifest.files if key.split("/")[-1].startswith("part.")]
+        _read(((key, self.start_read(key)) for key in keys), add, len(keys))
         return blocks
 
     def _read_blocks(self, blocks: Sequence[BlockPosition], use: Callable[[BlockPosition, bytes], Any]) -> None:
         def started() -> Iterator[tuple[list[BlockPosition], Any]]:
             for run in runs(blocks):
                 last = run[-1].offset + run[-1].nbytes
-                yield run, self._start_read(f"{self._manifest.data}/{run[0].pack}", run[0].offset, last)
+                yield run, self.start_read(f"{self.manifest.data}/{run[0].pack}", run[0].offset, last)
 
         def use_run(run: list[BlockPosition], data: bytes) -> None:
             for block in run:

@@ -122,40 +122,41 @@ class CheckpointReader:
                 f"which has {f'steps {steps}' if steps else 'no checkpoints'}"
             )
         assert path is not None
-        manifest, problem, verdict = processes.on_all_processes(
-            lambda: self._manifest(path), "the manifest cannot be read"
-        )
-        if processes.any_process(manifest is None and not problem):
+        other = f"{path} cannot be restored: see the error of another process"
+        manifest = processes.on_all_processes(lambda: self._manifest(path, step), other, CheckpointError)
+        if processes.any_process(manifest is None):
             raise GoneError(path)
-        if manifest is not None and manifest.step != step:
-            problem, verdict = misnaming_text(self._prefix, step, manifest.step), UNREADABLE
-        if processes.any_process(bool(problem)):
-            raise self.unusable(path, [problem or "see the error of another process"], verdict)
         assert manifest is not None
         return path, manifest
 
-    def _manifest(self, path: str) -> tuple[Manifest | None, str, str]:
-        """Return the manifest, its problem and the verdict; without manifest and problem, it does not exist."""
+    def _manifest(self, path: str, step: int) -> Manifest | None:
+        """Return the manifest of a checkpoint of a step; None if it does not exist."""
         try:
-            return self._store.manifest(path), "", CORRUPTED
+            manifest = self._store.manifest(path)
         except FileNotFoundError:
-            return None, "", CORRUPTED
+            return None
         except CheckpointError as error:
-            return None, str(error), UNREADABLE if isinstance(error, UnsupportedFormatError) else CORRUPTED
+            verdict = UNREADABLE if isinstance(error, UnsupportedFormatError) else CORRUPTED
+            raise self.unusable(path, [str(error)], verdict) from error
         except OSError as error:
             if is_url(path):
                 raise  # the store is out of reach
-            return None, f"{short(error)}; make it readable for this user", UNREADABLE
+            raise self.unusable(path, [f"{short(error)}; make it readable for this user"], UNREADABLE) from error
+        if manifest.step != step:
+            raise self.unusable(path, [misnaming_text(self._prefix, step, manifest.step)], UNREADABLE)
+        return manifest
 
     def _newest(self) -> int:
         """Return the highest step; older checkpoints are never restored silently if it is incomplete."""
         store, problem = self._store, "the checkpoints cannot be read"
         newest = processes.on_all_processes(lambda: next(store.newest_first(self._prefix), None), problem)
         (step,) = processes.broadcast_ints(-1 if newest is None else newest[0])
-        broken = processes.on_all_processes(lambda: store.broken(self._prefix, step), problem)
-        if processes.any_process(bool(broken)):
-            path, problem = broken[0] if broken else (f"{self._prefix}-*", "see the error of another process")
-            raise self.unusable(path, [problem], CORRUPTED)
+
+        def check() -> None:
+            for path, lacks in store.broken(self._prefix, step)[:1]:
+                raise self.unusable(path, [lacks], CORRUPTED)
+
+        processes.on_all_processes(check, "a checkpoint is corrupted", CheckpointError)
         if step < 0:
             raise FileNotFoundError(f"there is no checkpoint {self._prefix}-* in {self._store.directory}")
         return step
@@ -224,7 +225,7 @@ class CheckpointReader:
         shardings: dict[str, Any] = {}
         uses: Counter[str | None] = Counter()
         for leaf, half, sharding in leaves:
-            is_wide = leaf.dtype in _WIDE and not jax.config.read("jax_enable_x64")
+            is_wide = leaf.dtype in _WIDE and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
             if is_wide or (half is not None and half.shape != leaf.shape):  # scales have fewer numbers
                 sharding = None
             for part in (leaf, half):

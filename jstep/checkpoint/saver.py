@@ -5,7 +5,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, overload
 
 import jax
@@ -26,7 +26,7 @@ from jstep.core.selection import VarList, check_form
 from jstep.distributed import processes
 from jstep.optimizers.averages import as_average_names
 from jstep.state.contents import StateContents
-from jstep.state.leaves import PARAMS, StateLeaves
+from jstep.state.leaves import GLOBAL_STEP, PARAMS, StateLeaves, field_of
 from jstep.state.train_state import TrainState
 
 
@@ -61,8 +61,6 @@ class Saver:
         keep_checkpoint_every_n_hours: Hours between checkpoints that are kept permanently: one per interval stays of
             those that `max_to_keep` would delete. The interval is remembered across restarts.
         async_save: Whether to write in the background.
-        compress: Whether to compress (on a disk zstd, below a URL zlib). Trained floats shrink by a tenth, and writing
-            them takes several times as long.
         verify: Whether `restore` verifies the checksums of all files before it returns, which reads each file once
             more. Checkpoints that were written below a URL are always verified, as they are read.
         clock: A function that returns the time in seconds since 1970.
@@ -99,7 +97,6 @@ class Saver:
         keep_checkpoint_every_n_hours: float | None = None,
         async_save: bool = True,
         *,
-        compress: bool = False,
         verify: bool = True,
         clock: Callable[[], float] | None = None,
         leave_out: VarList = None,
@@ -117,7 +114,6 @@ class Saver:
             hours = as_number(hours, "keep_checkpoint_every_n_hours", low=0.0, above=True, meaning=meaning)
         self._retention = Retention(self._store, self.prefix, max_to_keep, hours, since=self._now())
         self._async_save = as_bool(async_save, "async_save")
-        self._compress = as_bool(compress, "compress")
         check_form(leave_out, "leave_out")
         self.leave_out = leave_out
         self.allow_nonfinite = as_bool(allow_nonfinite, "allow_nonfinite")
@@ -150,14 +146,13 @@ class Saver:
             self.wait()
             self._claim(state)
 
-    def save(self, state: Tree, extra: object = None, *, step: int | None = None) -> str:
+    def save(self, state: Tree, extra: object = None) -> str:
         """Save a state under the name of its global_step.
 
         Args:
             state: A `TrainState`, or any pytree of arrays with a `global_step`: a field, or a key of a dict. In a
                 population, where every leaf has a leading axis, all members usually have the same step.
             extra: Values to save with the state: dicts with string keys, lists, strings, numbers, booleans and None.
-            step: The step that names the checkpoint of a population whose members are at different steps.
 
         Returns:
             The path of the checkpoint, which exists once `wait` or the next call returns.
@@ -167,8 +162,8 @@ class Saver:
                 are unchanged.
             OSError: The directory cannot be created or written.
             TypeError: A leaf of the state is not an array, or a value of extra is not JSON (names it).
-            ValueError: The state has no global_step, or one that differs from `step`; a leaf was donated; leave_out
-                matches no parameter; or the Saver is closed.
+            ValueError: The state has no global_step; a leaf was donated; leave_out matches no parameter; or the
+                Saver is closed.
         """
         with self._lock:
             self._check_open()
@@ -179,7 +174,7 @@ class Saver:
             content = extra if isinstance(extra, Extra) else Extra(extra, {})
             content = Extra(json_copy(content.values, "extra"), content.files)
             with meshes.internal_transfers():
-                path = self._save(state, step, content)
+                path = self._save(state, content)
             if not self._async_save:
                 self.wait()
             return path
@@ -491,9 +486,9 @@ class Saver:
         is_first = jax.process_index() == 0
         processes.on_all_processes(self._store.claim if is_first else lambda: None, problem, CheckpointError)
 
-    def _save(self, state: Tree, step: int | None, extra: Extra) -> str:
+    def _save(self, state: Tree, extra: Extra) -> str:
         saved_at, saved = self._now(), SavedState.of(state, self.leave_out)
-        step = _step_of(state, step)
+        step = _step_of(state)
         finite = self._finite
         if finite is None:
             finite = StateContents(state, params_only=True).are_finite()
@@ -506,7 +501,7 @@ class Saver:
             commit = self._retention.commit_of(
                 manifest, records, tuple(self._flushes), self._temporary_secs, self._listener
             )
-            self._store.save(path, saved.arrays, self._compress, commit, extra.files)
+            self._store.save(path, saved.arrays, commit, extra.files)
         except Exception as error:
             self._give_up(error)
         return path
@@ -541,28 +536,20 @@ def _step_or_none(step: object) -> int | None:
     return None if step is None else as_int(step, "step", 0)
 
 
-def _step_of(state: Tree, requested: object = None) -> int:
-    """Return the global step: a field, a key, or the common step of a population's members.
-
-    If the members differ, `requested` is the step; otherwise it must be None or the state's step.
-    """
-    step = state.get("global_step") if isinstance(state, Mapping) else getattr(state, "global_step", None)
+def _step_of(state: Tree) -> int:
+    """Return the global step: a field, a key, or the common step of a population's members."""
+    step = field_of(state, GLOBAL_STEP)
     if step is None:
         raise ValueError(
             "state: it has no global step, which names the checkpoint; "
             "add one with state.replace(global_step=jstep.create_global_step())"
         )
     if trees.is_array(step) and np.ndim(step) and not trees.is_traced(step):
-        if requested is not None:
-            return as_int(requested, "step", 0)
         steps = np.unique(np.asarray(step))
         if len(steps) != 1:
             raise ValueError(
-                f"state: global_step has the shape {np.shape(step)} and the values {steps[:5].tolist()}: the members "
-                "of this population have no step in common; name the checkpoint with save(state, step=…)"
+                f"state: global_step has the shape {np.shape(step)} and the values {steps[:5].tolist()}: must be one "
+                "step, which names the checkpoint; save the members on their own"
             )
-        return as_int(steps[0], "state: global_step", 0)
-    number = as_int(step, "state: global_step", 0)
-    if requested is not None and as_int(requested, "step", 0) != number:
-        raise ValueError(f"step={requested}: must be the state's global_step, {number}, which names its checkpoint")
-    return number
+        step = steps[0]
+    return as_int(step, "state: global_step", 0)

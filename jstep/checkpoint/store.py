@@ -139,9 +139,7 @@ class Store(abc.ABC):
         return self._claim is not None and self._claim.is_held()
 
     @abc.abstractmethod
-    def save(
-        self, path: str, arrays: Mapping[str, Any], compress: bool, commit: Commit, files: Mapping[str, Any]
-    ) -> None:
+    def save(self, path: str, arrays: Mapping[str, Any], commit: Commit, files: Mapping[str, Any]) -> None:
         """Start to write arrays, and the files of this process; return when the arrays may be donated.
 
         All processes call it together. When everything is written, it calls `commit.end`.

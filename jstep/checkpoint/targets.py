@@ -90,32 +90,23 @@ class TargetMatch(Generic[_Wanted]):
         )
 
 
-def entries(names: object, leaves: Sequence[tuple[str, ...]], what: str, form: str) -> dict[str, Any]:
+def entries(names: object, paths: Sequence[str], what: str, form: str) -> dict[str, Any]:
     """Return the entries of a `names` argument by the paths of leaves; other leaves have none.
 
     Args:
         names: A mapping by path, or a function of it.
-        leaves: The names of each leaf, its path first (`selection.leaf_names`).
     """
     if names is None:
         return {}
-    if not isinstance(names, Mapping):
-        if not callable(names):
-            raise TypeError(f"names={format_value(names)}: must be {form}, got {describe_type(names)}")
-        return {path: names(path) for path, *_ in leaves}
-    # The full path of a leaf takes precedence over the path of another leaf's container.
-    path_of = {other: path for path, *others in leaves for other in others} | {path: path for path, *_ in leaves}
-    result: dict[str, Any] = {}
-    named: dict[str, str] = {}
-    for name, entry in names.items():
-        path = path_of.get(name)
-        if path is None:
-            near = trees.suggest_names(str(name), [path for path, *_ in leaves])
-            raise ValueError(f"names: {what} has no leaf at {format_value(name)}{near}")
-        if path in result:
-            raise ValueError(f"names: {named[path]!r} and {name!r} are the same leaf of {what}; keep one of them")
-        result[path], named[path] = entry, name
-    return result
+    if isinstance(names, Mapping):
+        for path in names:
+            if path not in paths:
+                near = trees.suggest_names(str(path), paths)
+                raise ValueError(f"names: {what} has no leaf at {format_value(path)}{near}")
+        return dict(names)
+    if not callable(names):
+        raise TypeError(f"names={format_value(names)}: must be {form}, got {describe_type(names)}")
+    return {path: names(path) for path in paths}
 
 
 def has_value(leaf: object) -> bool:

@@ -5,12 +5,12 @@ import ntpath
 import os
 from collections.abc import Sequence
 
-from jstep.checkpoint.listing import TEMPORARY, list_names, missing
+from jstep.checkpoint.listing import TEMPORARY, list_names
 from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import format_value
 from jstep.stores.files import open_regular, read_small
 from jstep.stores.urls import is_url, location
-from jstep.weights.tensors import LARGEST, Tensor, Weights, read_header
+from jstep.weights.tensors import LARGEST, Tensor, read_header
 
 SUFFIX = ".safetensors"
 INDEX = ".index.json"
@@ -27,26 +27,14 @@ def local_path(path: object) -> str:
     return place
 
 
-FILES, OF_JSTEP, BY_ORBAX = "files", "of jstep", "by Orbax"
-"""Kinds of weights: safetensors files, and checkpoints."""
-
-
-def weights_kind(path: str) -> tuple[str, str]:
-    """Return the kind of the weights at a path, and their place: a file, an index, or the folder with the arrays."""
+def weights_file(path: str) -> str | None:
+    """Return the file or index at a path, or the only one in a folder; None for a folder without any."""
     if not os.path.isdir(path):
-        return FILES, _file_at(path)
-    if names := _files_in(path):
-        if len(names) > 1:
-            raise _several(path, "the folder has several sets of weights", names)
-        return FILES, os.path.join(path, names[0])
-    if missing(path) != MANIFEST_FILE:  # a manifest of another program does not count
-        return OF_JSTEP, path
-    if (folder := arrays_folder(path)) is not None:
-        return BY_ORBAX, folder
-    raise FileNotFoundError(
-        f"path={path!r}: the folder has no weights (*{SUFFIX}, *{SUFFIX}{INDEX}), and is not a complete checkpoint of "
-        "Orbax or jstep; pass the path of one"
-    )
+        return _file_at(path)
+    names = _files_in(path)
+    if len(names) > 1:
+        raise _several(path, "the folder has several sets of weights", names)
+    return os.path.join(path, names[0]) if names else None
 
 
 def _file_at(path: str) -> str:
@@ -76,33 +64,31 @@ def _several(folder: str, what: str, names: Sequence[str]) -> ValueError:
     return ValueError(f"path={folder!r}: {what} ({', '.join(names[:10])}); pass the path of one, such as {such_as!r}")
 
 
-def read_headers(path: str) -> Weights:
+def read_tensors(path: str) -> dict[str, Tensor]:
+    """Return the tensors of a file, or of all files of an index, by name; no tensor is read."""
     with open_regular(path) as file:
         first = file.read(8)
     # As the size of a header, the first bytes of JSON are far too large.
     is_json = first[:1] == b"{" and int.from_bytes(first, "little") > LARGEST
-    return _sharded(path) if is_json or path.endswith(INDEX) else read_header(path)
-
-
-def _sharded(path: str) -> Weights:
+    if not is_json and not path.endswith(INDEX):
+        return read_header(path)
     weight_map = _files_of(path)
-    headers = {}
+    files = {}
     for name in sorted(set(weight_map.values())):
         file = os.path.join(os.path.dirname(path), name)
         if not os.path.isfile(file):
             raise FileNotFoundError(f"{path}: the index names {name!r}, but there is no such file")
-        headers[name] = read_header(file)
+        files[name] = read_header(file)
     tensors: dict[str, Tensor] = {}
-    for header in headers.values():
-        for name, tensor in header.tensors.items():
+    for header in files.values():
+        for name, tensor in header.items():
             if name in tensors:
                 raise ValueError(f"{path}: the tensor {name!r} is in two files, {tensors[name].file} and {tensor.file}")
             tensors[name] = tensor
     for name, file in weight_map.items():
-        if name not in headers[file].tensors:
+        if name not in files[file]:
             raise ValueError(f"{path}: the tensor {name!r} should be in {file!r}, which does not have it")
-    metadata = {key: text for header in headers.values() for key, text in header.metadata.items()}
-    return Weights(path, tuple(header.path for header in headers.values()), tensors, metadata)
+    return tensors
 
 
 def _files_of(path: str) -> dict[str, str]:
@@ -132,11 +118,8 @@ _METADATA = "_METADATA"
 _DEFAULT = "default"  # the name of the only item of a CheckpointManager
 
 
-def arrays_folder(path: str) -> str | None:
-    """Return the folder with the arrays of a checkpoint; None if Orbax wrote no arrays there.
-
-    It is the folder itself, or an item of a step of a CheckpointManager.
-    """
+def arrays_folder(path: str) -> str:
+    """Return the folder with the arrays of a checkpoint: itself, or an item of a step of a CheckpointManager."""
     if TEMPORARY in os.path.basename(os.path.abspath(path)):
         raise ValueError(f"path={path!r}: this checkpoint is incomplete: its save was interrupted, or still runs")
     entries = list_names(path)
@@ -144,8 +127,11 @@ def arrays_folder(path: str) -> str | None:
         return path
     inside = {name: list_names(os.path.join(path, name)) for name in sorted(entries) if TEMPORARY not in name}
     items = [name for name, names in inside.items() if _METADATA in names]
-    if _DEFAULT in items:
-        return os.path.join(path, _DEFAULT)
-    if len(items) > 1 or any(MANIFEST_FILE in inside[name] for name in items):
+    if not items:
+        raise FileNotFoundError(
+            f"path={path!r}: the folder has no weights (*{SUFFIX}, *{SUFFIX}{INDEX}), and is not a complete checkpoint "
+            "of Orbax or jstep; pass the path of one"
+        )
+    if _DEFAULT not in items and (len(items) > 1 or any(MANIFEST_FILE in inside[name] for name in items)):
         raise _several(path, "has several items or checkpoints", items)
-    return os.path.join(path, items[0]) if items else None
+    return os.path.join(path, _DEFAULT if _DEFAULT in items else items[0])

@@ -13,6 +13,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jstep.checkpoint import leaf_records, targets
+from jstep.checkpoint.listing import missing
+from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.reading import CheckpointReader
 from jstep.core import meshes, placement, trees
@@ -21,7 +23,7 @@ from jstep.core.checks import as_bool, describe_type, format_value
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.state.leaves import PARAMS
 from jstep.weights import match
-from jstep.weights.files import FILES, OF_JSTEP, local_path, read_headers, weights_kind
+from jstep.weights.files import arrays_folder, local_path, read_tensors, weights_file
 from jstep.weights.match import Names, WantedTensor
 from jstep.weights.tensors import Read, Tensor, in_groups, read_parts
 
@@ -170,15 +172,16 @@ class TensorSource:
 
 def open_source(path: object) -> TensorSource:
     """Open weights for reading, and check their description; no tensor is read."""
-    kind, place = weights_kind(local_path(path))
-    if kind == FILES:
-        weights = read_headers(place)
-        return TensorSource(weights.path, weights.tensors, functools.partial(_read_files, weights.tensors), False)
+    place = local_path(path)
+    if (file := weights_file(place)) is not None:
+        tensors = read_tensors(file)
+        return TensorSource(file, tensors, functools.partial(_read_files, tensors), is_checkpoint=False)
     place = os.path.abspath(place)
-    if kind == OF_JSTEP:
+    if missing(place) != MANIFEST_FILE:  # a manifest of another program does not count
         return TensorSource(place, *_checkpoint_of_jstep(place), is_checkpoint=True)
     from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow
 
+    place = arrays_folder(place)
     return TensorSource(place, *orbax_checkpoint.open_checkpoint(place), is_checkpoint=True)
 
 

@@ -33,14 +33,14 @@ class Rule(NamedTuple):
 
 
 def rules(names: object, tree: Tree, what: str) -> list[Rule]:
-    named = selection.leaf_names(tree)
-    for path, count in Counter(entry[0] for entry in named).items():
+    paths = trees.leaf_paths(tree)
+    for path, count in Counter(paths).items():
         if count > 1:
             raise ValueError(selection.ambiguous(what, path, count))
     by_path = targets.entries(
-        names, named, what, f"a mapping from paths of {what} to names of tensors, or a function (path) -> name"
+        names, paths, what, f"a mapping from paths of {what} to names of tensors, or a function (path) -> name"
     )
-    return [_rule(path, by_path[path]) if path in by_path else Rule(path) for path, *_ in named]
+    return [_rule(path, by_path[path]) if path in by_path else Rule(path) for path in paths]
 
 
 def _rule(path: str, entry: object) -> Rule:

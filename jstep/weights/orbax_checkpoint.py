@@ -1,6 +1,5 @@
 """Reading of checkpoints that Orbax wrote, through Orbax, which is imported here."""
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +17,6 @@ from jstep.weights.tensors import Read, Tensor
 
 def open_checkpoint(folder: str) -> tuple[dict[str, Tensor], Read]:
     """Return the arrays of a checkpoint, from its metadata, and a function that reads them."""
-    folder = os.path.abspath(folder)  # Orbax rejects relative paths
     try:
         # A checkpoint that misses files fails here, too: Orbax reads shapes and dtypes from the arrays.
         tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder)).tree

@@ -79,26 +79,18 @@ Read = Callable[[Mapping[str, Any]], dict[str, Any]]
 """Reads tensors: name → sharding, or None → an array with it, or the parts of this process; or a NumPy array."""
 
 
-class Weights(NamedTuple):
-    """The content of a header, or of all headers of an index (`path`), with tensors in the order of their bytes."""
-
-    path: str
-    files: tuple[str, ...]
-    tensors: Mapping[str, Tensor]
-    metadata: Mapping[str, str]
-
-
-def read_header(path: str) -> Weights:
+def read_header(path: str) -> dict[str, Tensor]:
+    """Return the tensors of a file by name, in the order of their bytes."""
     with open_regular(path) as file:
         check_file(path)
         size = int.from_bytes(file.read(8), "little")
         entries = json.loads(file.read(size))
-    metadata = entries.pop(METADATA, {})
+    entries.pop(METADATA, None)
     tensors = {}
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         code, start = entry["dtype"], 8 + size + entry["data_offsets"][0]
         tensors[name] = Tensor(name, code, tuple(entry["shape"]), _DTYPES.get(code), path, start)
-    return Weights(path, (path,), tensors, metadata)
+    return tensors
 
 
 def check_file(path: str) -> None:

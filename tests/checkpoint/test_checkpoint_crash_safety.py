@@ -26,7 +26,7 @@ from jstep.checkpoint.saver import Saver
 def test_interpreter_exit_without_close_finishes_the_saves(tmp_path, ending, stderr):
     """A save that fails at the exit is logged, since no call can raise its error."""
     script = f"""
-    saver = Saver(directory, compress=False)
+    saver = Saver(directory)
     saver.save(state_at(3, 1.0, 4_000_000))
     full = file_operations.before("open", "*/failing/*/manifest.json*", file_operations.disk_is_full, mode="w")
     full.__enter__()  # until the interpreter has ended
@@ -46,7 +46,7 @@ def test_interpreter_exit_without_close_finishes_the_saves(tmp_path, ending, std
 
 def fill(directory, reasons):
     """Save until the disk is full; complete checkpoints stay intact, and a small one can still be saved."""
-    saver = Saver(directory, max_to_keep=None, compress=False)
+    saver = Saver(directory, max_to_keep=None)
     saved = []
     step, failure = 0, None
     while failure is None:
@@ -102,7 +102,7 @@ def test_a_file_size_limit(tmp_path):
 
 def test_a_failed_save_ends_all_of_its_writes(tmp_path, capfd, caplog):
     """Orbax closes its event loop at the first failure, without waiting for its other writes."""
-    saver = Saver(tmp_path, compress=False)
+    saver = Saver(tmp_path)
     saver.save({"global_step": 1, "w": jnp.ones(1000)})
     saver.wait()
     with caplog.at_level(logging.INFO), file_size_limit(300_000):

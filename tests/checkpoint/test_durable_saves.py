@@ -232,7 +232,7 @@ class TestFilesThatNothingReads:
 def test_what_can_be_read_of_a_corrupted_checkpoint(tmp_path):
     """A Saver that does not verify reads all of it, or the arrays that are there."""
     params = {"a": jnp.arange(4000.0), "b": jnp.ones(3)}
-    with Saver(tmp_path, compress=False) as saver:
+    with Saver(tmp_path) as saver:
         path = saver.save(jstep.TrainState.create(params, OPTIMIZER, global_step=3))
         saver.wait()
         largest = max(files_of(path), key=os.path.getsize)

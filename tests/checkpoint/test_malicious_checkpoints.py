@@ -73,7 +73,7 @@ def test_invalid_content_with_a_valid_checksum(saved, change):
 
 def test_array_data_that_contradict_the_manifest(tmp_path):
     """The shape and dtype of the stored data are compared with the manifest before anything is decoded."""
-    with Saver(tmp_path, compress=False) as saver:
+    with Saver(tmp_path) as saver:
         saver.save(jstep.TrainState.create({"w": jnp.arange(8.0)}, NO_SLOTS, global_step=1))
         saver.save(jstep.TrainState.create({"w": jnp.zeros(2_000_000, jnp.bfloat16)}, NO_SLOTS, global_step=2))
         saver.wait()

@@ -35,7 +35,7 @@ def saved(monkeypatch: Any, store: Any, commit: Any, blocks: Any = lambda i: ())
     two = Fellows(monkeypatch)
 
     def run(index: int) -> Any:
-        return ObjectSave(store, "model-3", FOLDER, blocks(index), False, commit).run()
+        return ObjectSave(store, "model-3", FOLDER, blocks(index), commit).run()
 
     return two.each(run)
 

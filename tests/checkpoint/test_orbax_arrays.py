@@ -37,7 +37,11 @@ def test_an_array_without_one_of_its_chunks_is_not_read_as_zeros(tmp_path):
     array[:2].write(np.ones(2, np.float32)).result()
     manifest = types.SimpleNamespace(leaves=())
     with pytest.raises(ValueError, match="missing"):
-        orbax_arrays.read_arrays(orbax_arrays.in_folder(str(tmp_path)), manifest, {"params.w": None})
+        orbax_arrays.read_arrays(
+            orbax_arrays.in_folder(str(tmp_path)), manifest, {"params.w": None}, lambda future, nbytes: future.result()
+        )
     array[2:].write(np.ones(2, np.float32)).result()
-    found = orbax_arrays.read_arrays(orbax_arrays.in_folder(str(tmp_path)), manifest, {"params.w": None})
+    found = orbax_arrays.read_arrays(
+        orbax_arrays.in_folder(str(tmp_path)), manifest, {"params.w": None}, lambda future, nbytes: future.result()
+    )
     assert found["params.w"].tolist() == [1.0] * 4

@@ -132,7 +132,7 @@ def test_a_forked_process_does_not_own_the_claim(tmp_path):
         weakref.finalize._exitfunc()
         os._exit(0)
 
-    with Saver(directory, compress=False) as saver:
+    with Saver(directory) as saver:
         saver.save(state_at(1, 1.0))
         saver.wait()
         reading, writing = os.pipe()

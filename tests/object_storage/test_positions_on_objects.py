@@ -46,10 +46,9 @@ def small_packs(monkeypatch):
     monkeypatch.setattr(packs, "PACK", 50_000)  # a buffer takes several objects
 
 
-@pytest.mark.parametrize("compress", [False, True])
-def test_a_run_in_parts_is_a_whole_one(store, tmp_path, small_packs, compress):
+def test_a_run_in_parts_is_a_whole_one(store, tmp_path, small_packs):
     for last in (7, 12):
-        with jstep.Saver(store.run, compress=compress) as saver:
+        with jstep.Saver(store.run) as saver:
             found = train(saver, last)
     assert same(found, train(tmp_path, 12))
 

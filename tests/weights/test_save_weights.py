@@ -14,6 +14,7 @@ import safetensors
 import safetensors.numpy
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from safetensors import safe_open
 from safetensors_files import same
 
 import jstep
@@ -38,22 +39,26 @@ def loaded_values(folder):
     return {float(x) for leaf in loaded.values() for x in leaf.ravel()}
 
 
+def metadata_of(path):
+    with safe_open(path, framework="numpy") as file:
+        return file.metadata()
+
+
 def test_names_and_metadata(tmp_path):
     params = {"w": np.arange(6.0).reshape(2, 3), "b": jnp.ones(2, jnp.bfloat16), "cache": jnp.zeros(3)}
     names = {"w": ("layer.weight", np.transpose), "cache": None}
     path = jstep.save_weights(tmp_path / "m.safetensors", params, names)
-    header = read_header(path)
-    assert header.metadata == {"format": "pt"}
-    assert {name: (t.code, t.shape) for name, t in header.tensors.items()} == {
+    assert metadata_of(path) == {"format": "pt"}
+    assert {name: (t.code, t.shape) for name, t in read_header(path).items()} == {
         "layer.weight": ("F64", (3, 2)),
         "b": ("BF16", (2,)),
     }
     assert path == str(tmp_path / "m.safetensors")
     assert os.path.getsize(path) % 8 == (-2 * 2) % 8
     jstep.save_weights(path, params, names, {"format": "np", "übung": "✓"})
-    assert read_header(path).metadata == {"format": "np", "übung": "✓"}
+    assert metadata_of(path) == {"format": "np", "übung": "✓"}
     jstep.save_weights(path, params, names, {})
-    assert read_header(path).metadata == {}
+    assert not metadata_of(path)
 
 
 def test_a_save_that_is_refused_leaves_nothing(tmp_path):
@@ -224,8 +229,6 @@ def test_file_modes_follow_the_umask(tmp_path):
         finally:
             os.umask(before)
         assert {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in listed(tmp_path)} == {mode}
-        for path in tmp_path.iterdir():  # one that is replaced keeps its mode
-            path.unlink()
 
 
 def test_paths(tmp_path, monkeypatch):
