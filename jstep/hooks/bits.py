@@ -18,7 +18,7 @@ from jstep.distributed import processes
 from jstep.hooks.cadence import make_cadence
 from jstep.hooks.hook import Metrics
 from jstep.hooks.numbers import TransferQueue, begin_transfer
-from jstep.hooks.run_hook import CallInfo, Repeated, RunCall, RunHook
+from jstep.hooks.run_hook import Repeated, RunCall, RunHook
 from jstep.state import fingerprints
 from jstep.state.fingerprints import ByDevice, Difference, Entry, by_device, leaves_with_hash_keys
 from jstep.state.train_state import TrainState
@@ -257,7 +257,7 @@ class AuditHook(RunHook):
         """The steps N from `start` to `last_step` whose update N → N + 1 is audited."""
         return range(-(-start // self._n) * self._n, last_step, self._n)
 
-    def audit_call(self, run_call: RunCall, repeated: Repeated, state: Tree, call: CallInfo) -> Any:
+    def audit_call(self, run_call: RunCall, repeated: Repeated, state: Tree, call: Any) -> Any:
         """Run the steps of a call, and repeat them if an audit is due."""
         if -call.first % self._n >= call.steps:
             return run_call(state, call)

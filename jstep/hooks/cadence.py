@@ -156,6 +156,3 @@ class HookSchedule:
             secs = self.cadence.interval()
             self.deadline = self.cadence.clock() + secs
         self.next, _ = next_call(self.hook, step)
-
-    def mark_called(self, step: int) -> None:
-        self.called = step

@@ -28,7 +28,7 @@ from jstep.hooks.numbers import (
     sort_metrics,
 )
 from jstep.hooks.run_hook import RunHook, RunInfo, check_writer
-from jstep.hooks.speed import StepCounterHook, format_utilization
+from jstep.hooks.speed import format_utilization
 from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")
@@ -126,7 +126,6 @@ class LoggingHook(ReportingHook):
     Args:
         every_n_steps: Interval in steps.
         every_n_secs: Interval in seconds. If both are given, whichever comes first.
-        counter: The `StepCounterHook` whose rate to log; None for the one of `train`.
         leave_out: A function without arguments that returns names to omit, such as hyperparameters that never change.
         level: The level of the log lines.
         mean: Whether to log means over the steps since the last line, in place of the values of the step.
@@ -140,7 +139,6 @@ class LoggingHook(ReportingHook):
         *,
         every_n_steps: int | None = UNSET,
         every_n_secs: float | None = None,
-        counter: StepCounterHook | None = None,
         leave_out: LeaveOut = tuple,
         level: int | str = logging.INFO,
         mean: bool = False,
@@ -149,9 +147,6 @@ class LoggingHook(ReportingHook):
         super().__init__(
             every_n_steps=every_n_steps, every_n_secs=every_n_secs, mean=mean, leave_out=leave_out, clock=clock
         )
-        if counter is not None and not isinstance(counter, StepCounterHook):
-            raise TypeError(f"counter={counter!r}: must be a StepCounterHook, got {describe_type(counter)}")
-        self._given_counter = counter
         self._level = as_level(level)
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
@@ -159,7 +154,7 @@ class LoggingHook(ReportingHook):
             _logger.log(self._level, "step %d  %s%s", step, format_number(values), self._speed(step), extra=IN_BAR)
 
     def _speed(self, step: int) -> str:
-        counter = self._given_counter or self.run.reports.counter
+        counter = self.run.reports.counter
         counter.measure_finished()
         _, steps, examples, share = counter.figure_at(step)
         if steps is None:

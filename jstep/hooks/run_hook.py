@@ -20,21 +20,12 @@ from jstep.state.contents import StateContents
 from jstep.state.train_state import TrainState
 from jstep.summary.writer import SummaryWriter
 
-# Calls, for hooks that wrap them.
-
-
-class CallInfo(Protocol):
-    """The batches of one call, which begins at step `first`."""
-
-    args: tuple[Any, ...]
-    steps: int
-    first: int
-
+# Calls, for hooks that wrap them: a call has its `args`, its number of `steps`, and the step `first` before them.
 
 RunCall = Callable[[Any, Any], Any]
-"""`run_call(state, call)` runs the steps of a `CallInfo`; it returns the new state and the last metrics."""
+"""`run_call(state, call)` runs the steps of a call; it returns the new state and the last metrics."""
 Repeated = Callable[[Any], Callable[..., tuple[TrainState, Metrics]]]
-"""Maps a `CallInfo` to a function `(state, *call.args)` that repeats it, and adds no metrics to the sums."""
+"""Maps a call to a function `(state, *call.args)` that repeats it, and adds no metrics to the sums."""
 Poll = Callable[..., bool | None]
 """`poll()` is called after each call of the loop while it returns True, and `poll(wait=True)` after the last step."""
 

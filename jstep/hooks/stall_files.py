@@ -1,5 +1,6 @@
 """The files `stalls/PREFIX.PROCESS.json`: what each process of a stalled run is waiting for."""
 
+import contextlib
 import functools
 import json
 import logging
@@ -50,18 +51,13 @@ def read_stalls(where: str, prefix: str | None = None) -> tuple[list[Fields], li
     return [stall for path, stall in stalls if "exit_code" not in stall and _is_current(path, stall)], problems
 
 
-def find_exit(where: str, prefix: str, since: float) -> Fields | None:
-    """Return the stall for which a start, begun at `since`, was ended by its own `StallHook`; None if it was not."""
-    ended = (stall for _, stall in _files(where, prefix)[0] if "exit_code" in stall and stall["renewed"] >= since)
-    return max(ended, key=lambda stall: bool(stall["stall"]), default=None)
-
-
 def exit_reason(where: str, prefix: str, since: float) -> str:
-    """Return why such a start was ended, as text; "" if it was not."""
-    try:
-        stall = find_exit(where, prefix, since)
-    except OSError:
-        return ""
+    """Return why a start, begun at `since`, was ended by its own `StallHook`; "" if it was not."""
+    ended: list[Fields] = []
+    with contextlib.suppress(OSError):
+        files = _files(where, prefix)[0]
+        ended = [stall for _, stall in files if "exit_code" in stall and stall["renewed"] >= since]
+    stall = max(ended, key=lambda stall: bool(stall["stall"]), default=None)
     return "" if stall is None else f"process {stall['process']} hung at step {stall.get('step')}: {stall['what']}"
 
 

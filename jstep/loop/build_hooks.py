@@ -73,7 +73,7 @@ def _open_writer(setup: Setup, saver: Saver | None, origin: Origin) -> SummaryWr
 
 def _is_another_run(setup: Setup) -> bool:
     """Return whether a start without a checkpoint begins another run: the previous one there finished, or is alive."""
-    file = setup.lines.file
+    file = setup.loop.file
     earlier = [] if file is None else [one for one in file.earlier if not one.get("problem")]
     if not earlier:
         return False

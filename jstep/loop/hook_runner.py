@@ -137,7 +137,7 @@ class HookRunner:
                 continue
             calling = Calling(hook, "after_step")
             began = watch.switch(calling.part)
-            schedule.mark_called(step)
+            schedule.called = step
             if errors.all and isinstance(hook, CheckpointSaverHook) and not errors.are_of_savers:
                 continue  # the handler of the error saves
             loop.calling = calling

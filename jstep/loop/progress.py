@@ -62,7 +62,7 @@ class Progress(Observer):
         if self._lines is not None:
             _logger.removeHandler(self._lines)
         if isinstance(self._hook, _NotebookHook):
-            self._hook.show_last_lines()
+            self._hook.finish()
 
     def compiling(self, name: str) -> contextlib.AbstractContextManager[None]:
         if self._hook is not None:
@@ -212,8 +212,6 @@ class _NotebookHook(ProgressHook):
 
     def __init__(self, lines: ShownLines, histories: Sequence[History], *, last_step: int | None) -> None:
         self._lines, self._histories = lines, histories
-        self._closed: NotebookBar | None = None
-        self._said: tuple[str, ...] = ()
         super().__init__(last_step=last_step)
 
     def _bars(self) -> Callable[..., Any]:
@@ -237,14 +235,11 @@ class _NotebookHook(ProgressHook):
         return words
 
     def close(self) -> None:
-        self._closed, self._said = self._bar, tuple(self._lines.texts)
-        super().close()
+        """End with the run; `finish` also shows the lines that are logged while it closes."""
+        self._run = None
 
-    def show_last_lines(self) -> None:
-        """Show the lines that were logged while the run closed."""
-        bar, self._closed = self._closed, None
-        if bar is not None and tuple(self._lines.texts) != self._said:
-            bar.close()
+    def finish(self) -> None:
+        super().close()
 
 
 _COMPILING = "compiling {:.0f} s"

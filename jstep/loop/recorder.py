@@ -75,7 +75,7 @@ class Recorder(Observer):
         self._opening = in_background(functools.partial(self._open, where, saver, origin), name="jstep-record-open")
         wait_until_done(self._opening)
         self._opening.result()
-        if self.setup.lines.file is not None:
+        if self.setup.loop.file is not None:
             self._thread.start()
             self._begin(self._add_code)
 
@@ -98,7 +98,7 @@ class Recorder(Observer):
             self._numbers = {"values": values, "best": best}
         file = StartFile(where, prefix, earlier, {**self._given(where, origin, own, newest), **self._newest()})
         _end_earlier(file, claimed=origin.is_claimed)
-        self.setup.lines.file = file
+        self.setup.loop.file = file
 
     def _given(self, where: str, origin: Origin, earlier: list[Start], newest: Start | None) -> dict[str, Any]:
         """Return what is known when the file is made, and does not change."""
@@ -138,13 +138,13 @@ class Recorder(Observer):
             wait([self._opening], timeout=10)
         if not self.setup.signals.received_twice:
             wait(self._latest, timeout=GIT_TIMEOUT_SECS + 1)
-        if (file := self.setup.lines.file) is not None:
+        if (file := self.setup.loop.file) is not None:
             file.due.set()
             if self._thread.is_alive():
                 self._thread.join(timeout=10)  # it may be blocked on an object store
             status, reason, exception = _outcome(self.setup, error, self._stopped_by)
             file.write({**self._newest(), "end": [status, reason], "exception": exception})
-            self.setup.lines.file = None
+            self.setup.loop.file = None
             file.close()
 
     # What changes all the time.
@@ -154,11 +154,11 @@ class Recorder(Observer):
             self._read_numbers()
 
     def flush(self) -> None:
-        if (file := self.setup.lines.file) is not None:
+        if (file := self.setup.loop.file) is not None:
             file.write(self._newest(), flush=True)
 
     def _tick(self) -> None:
-        while (file := self.setup.lines.file) is not None:
+        while (file := self.setup.loop.file) is not None:
             file.due.wait(file.period)
             file.due.clear()
             if self._over.is_set():
@@ -190,7 +190,7 @@ class Recorder(Observer):
     def _read_numbers(self) -> None:
         """Read the numbers of the latest step once they are ready, without waiting for the device."""
         run = self._run
-        if run is None or self.setup.lines.file is None:
+        if run is None or self.setup.loop.file is None:
             return
         with self._lock, contextlib.suppress(Exception), internal_transfers():
             values, best = dict(self._numbers["values"]), dict(self._numbers["best"])
@@ -209,7 +209,7 @@ class Recorder(Observer):
     # The card, in background threads, in order.
 
     def _is_active(self) -> bool:
-        return jax.process_index() == 0 and (self.setup.lines.file is not None or self._saver is not None)
+        return jax.process_index() == 0 and (self.setup.loop.file is not None or self._saver is not None)
 
     def _begin(self, task: Callable[[], None]) -> None:
         before = self._latest
@@ -224,7 +224,7 @@ class Recorder(Observer):
         self._latest = [in_background(run, name="jstep-card")]
 
     def _add_code(self) -> None:
-        if (code := code_version()) is not None and (file := self.setup.lines.file) is not None:
+        if (code := code_version()) is not None and (file := self.setup.loop.file) is not None:
             file.write(code)
 
     def before_begin(self, run: Run) -> None:
@@ -249,7 +249,7 @@ class Recorder(Observer):
         self._begin(record)
 
     def _write_card(self) -> None:
-        if (file := self.setup.lines.file) is not None:
+        if (file := self.setup.loop.file) is not None:
             file.write_card(self._card)
 
     def after_first(self, chunk: Chunk, state: Tree) -> None:
@@ -259,29 +259,17 @@ class Recorder(Observer):
                 constants = chunk.program.constants.values
                 self._begin(lambda: self._add_program(stage, traced, constants, args))
 
-    def idle(self, shapes: Callable[[int], Any]) -> None:
-        """Compare a start that takes no step with the start that made its checkpoint."""
-        if self._kept is not None and self._run is not None:
-            last = max(self.setup.loop.first - 1, 0)
-            table = self._run.dispatch.table
-            stage, state = table.stage_of(last), table.state_shapes
+    def idle(self) -> None:
+        """Compare a start that takes no step with the start that made its checkpoint, but for their programs."""
+        self._begin(functools.partial(self._compare, is_idle=True))
 
-            def record() -> None:
-                args = traced = None
-                with contextlib.suppress(Exception):  # there is no batch, or it does not fit the step
-                    args = shapes(last)
-                    traced = None if args is None else stage.trace(state, args)
-                self._add_program(stage.first, traced, {}, args, is_idle=True)
-
-            self._begin(record)
-
-    def _add_program(
-        self, stage: int, traced: Any, constants: Mapping[str, Any], args: Any, *, is_idle: bool = False
-    ) -> None:
+    def _add_program(self, stage: int, traced: Any, constants: Mapping[str, Any], args: Any) -> None:
         programs = [*self._card.get("programs", ()), program_card(stage, traced, constants, args)]
         self._card = {**self._card, "programs": programs}
-        if not is_idle:
-            self._write_card()
+        self._write_card()
+        self._compare()
+
+    def _compare(self, *, is_idle: bool = False) -> None:
         kept, self._kept = self._kept, None
         if kept is not None and self._saver is not None and self._origin.restored is not None:
             self._report(kept, self._saver, self._origin.restored, is_idle=is_idle)
@@ -290,7 +278,7 @@ class Recorder(Observer):
 
     def about_to_save(self, step: int) -> dict[str, Any]:
         """Record the save, and return the past to save with the checkpoint, as `{PAST: …}`."""
-        extra, file = self._origin.extra, self.setup.lines.file
+        extra, file = self._origin.extra, self.setup.loop.file
         if file is not None:
             newest = self._newest()
             stepping, rate = newest["seconds"].get(stopwatch.STEPPING, 0.0), newest["values"].get("learning_rate")
@@ -309,7 +297,7 @@ class Recorder(Observer):
 
     def _past(self, step: int) -> dict[str, Any]:
         past: dict[str, Any] = {"lanes": lanes_of(self.setup.train_steps.at(max(step - 1, 0)))}
-        if (file := self.setup.lines.file) is not None:
+        if (file := self.setup.loop.file) is not None:
             past[START] = [file.fields["number"], file.fields["began"]]
         if isinstance(self.setup.batches, BatchSequence):
             before = self.setup.batches[:step]
@@ -319,7 +307,7 @@ class Recorder(Observer):
 
     def _report(self, kept: Mapping[str, Any], saver: Saver, step: int, *, is_idle: bool) -> None:
         """Log what has changed since the start that made the checkpoint: a warning if its bits change."""
-        name, now, file = checkpoint_name(saver.prefix, step), self._past(step), self.setup.lines.file
+        name, now, file = checkpoint_name(saver.prefix, step), self._past(step), self.setup.loop.file
         bits, place = list[str](), list[str]()
         earlier = [] if file is None else valid(file.earlier)
         before = next((one for one in earlier if [one["number"], one["began"]] == kept.get(START)), None)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -97,8 +97,8 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         """Return a meter of the utilization, before the first step, or None."""
         return None
 
-    def idle(self, shapes: Callable[[int], Any]) -> None:
-        """Called if the run takes no step; `shapes` maps a step to the shapes of its arguments, or to None."""
+    def idle(self) -> None:
+        """Called if the run takes no step."""
 
     def compiling(self, name: str) -> contextlib.AbstractContextManager[None]:
         """A context for the time in which the loop waits for a program."""

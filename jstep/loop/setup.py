@@ -81,6 +81,7 @@ class LoopState:
         pending: The polls of hooks: `check()` is called after each call while it returns True, and `check(wait=True)`
             after the last step.
         failures: The errors of logs, raised after the next call or save; any thread may add one.
+        file: The file of this start, while it is open; any thread writes it.
     """
 
     at: At
@@ -94,6 +95,7 @@ class LoopState:
     stopped_by: str | None = None
     pending: list[tuple[Hook, Poll]] = dataclasses.field(default_factory=list)
     failures: deque[tuple[Calling, Exception]] = dataclasses.field(default_factory=deque)
+    file: StartFile | None = None
 
     @property
     def is_over(self) -> bool:
@@ -106,18 +108,6 @@ class LoopState:
 
 
 # The parts of a run.
-
-
-@dataclasses.dataclass
-class Lines:
-    """The file of this start, while it is open; any thread writes it."""
-
-    file: StartFile | None = None
-
-    def add_stall(self, **fields: object) -> None:
-        if (file := self.file) is not None:
-            file.update({"stalls": [*file.fields["stalls"], fields][-100:]})
-            file.due.set()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,7 +130,6 @@ class Setup:
     sums: MetricSums
     transfers: TransferQueue
     background: BackgroundHooks
-    lines: Lines = dataclasses.field(default_factory=Lines)
     fetched: Counter = dataclasses.field(default_factory=Counter)
     in_flight: InFlight = dataclasses.field(default_factory=InFlight)
     closing: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)

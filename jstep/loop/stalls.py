@@ -267,7 +267,9 @@ class StallWatch(Observer):
     def _record(self, wait: Wait) -> None:
         part, now, stalled = wait.part or self.setup.watch.current, round(time.time(), 6), round(wait.age, 3)
         fields = {"time": now, "step": self.setup.loop.at.step, "part": part, "stalled": stalled, "what": wait.what}
-        self.setup.lines.add_stall(**fields, process=self._index)
+        if (file := self.setup.loop.file) is not None:
+            file.update({"stalls": [*file.fields["stalls"], {**fields, "process": self._index}][-100:]})
+            file.due.set()
 
     # The definition of a stall.
 

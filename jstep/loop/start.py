@@ -46,7 +46,6 @@ from jstep.loop.branch import (
     step_of_values,
 )
 from jstep.loop.build_hooks import build_hooks
-from jstep.loop.compiling import shapes_of_batch
 from jstep.loop.dispatch import Dispatch, warn_of_ended_rate
 from jstep.loop.feeder import BatchFeeder, FirstBatch, copy_batches
 from jstep.loop.hook_runner import HookRunner
@@ -144,7 +143,7 @@ def begin(run: Run) -> bool:
     if is_over or first >= last_step:
         report_done(run)
         for observer in run.observers:
-            observer.idle(lambda step: shapes_of_batch(run.source, step, run.setup.options.batch_sharding))
+            observer.idle()
         return False
     if run.origin.extra.get(STOPPED) is not None:
         _logger.info("%s stopped this run at step %d; it resumes", run.origin.extra[STOPPED], first)

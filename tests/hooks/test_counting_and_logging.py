@@ -78,10 +78,9 @@ def test_a_line_is_logged_when_its_values_are_ready(pending_value, caplog):
 def test_the_contents_of_a_line(caplog):
     caplog.set_level(logging.DEBUG, logger="jstep")
     counter = jstep.StepCounterHook(every_n_steps=10)
-    hook = jstep.LoggingHook(
-        every_n_steps=10, counter=counter, leave_out=lambda: {"beta1", "learning_rate"}, level=logging.DEBUG
-    )
+    hook = jstep.LoggingHook(every_n_steps=10, leave_out=lambda: {"beta1", "learning_rate"}, level=logging.DEBUG)
     run = FakeRun(hook, state_at())
+    run.reports.counter = counter
     counter.use_run(run)
     counter.steps_per_sec = 812.34
     metrics = {

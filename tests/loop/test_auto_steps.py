@@ -1,6 +1,7 @@
 """`steps_per_call="auto"`: the number of steps of a call is chosen from the times of the first ones."""
 
 import logging
+import types
 from typing import Any
 
 import jax

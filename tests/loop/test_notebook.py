@@ -105,8 +105,8 @@ def test_what_has_changed_is_below_the_bar(kernel, tmp_path):
         changed = jstep.gradient_descent(rate)
         step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, changed)
         state = jstep.TrainState.create({"w": 1.0}, changed)
-        jstep.train(step, state, lambda step: jnp.float32(0), 10, checkpoint_dir=tmp_path)
-    assert "<div>  the traced step differs</div>" in kernel[1].shown[-1]
+        jstep.train(step, state, lambda step: jnp.float32(0), 10, checkpoint_dir=tmp_path, config={"rate": rate})
+    assert "<div>  config: rate: 0.1 before, 0.5 now</div>" in kernel[1].shown[-1]
 
 
 def test_names_are_escaped(kernel):

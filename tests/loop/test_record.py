@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import time
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ from waiting import wait_until
 
 import jstep
 from jstep.loop import recorder
+from jstep.loop.stalls import StallWatch, Wait
 from jstep.stores import starts
 from jstep.stores.owners import this_process
 from jstep.stores.starts import read_starts, totals, with_card
@@ -226,7 +228,8 @@ def test_a_stall_is_in_the_file_at_once(tmp_path, monkeypatch):
 
     def stall(step, state, metrics):
         if step == 2:
-            made[0].lines.add_stall(time=1.0, step=2, part="waiting", stalled=3.0, what="x", process=0)
+            watch = types.SimpleNamespace(setup=made[0], _index=0)
+            StallWatch._record(watch, Wait("batch", "x", age=3.0, part="waiting"))
             wait_until(lambda: record(tmp_path)[0]["stalls"])
 
     train(tmp_path, 3, hooks=[jstep.every(1, stall)])

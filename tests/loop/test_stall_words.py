@@ -1,5 +1,6 @@
 """What the watch for stalls says of each wait, of other processes, and in which order it ends a process."""
 
+import threading
 import types
 from typing import Any
 
@@ -254,12 +255,22 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+class Recorded:
+    """The file of a start, in which each stall is said."""
+
+    def __init__(self, said: list[str]) -> None:
+        self.said, self.fields, self.due = said, dict[str, Any](stalls=[]), threading.Event()
+
+    def update(self, fields: dict[str, Any]) -> None:
+        (stall,) = fields["stalls"]
+        self.said.append(f"stall {stall['part']} {stall['stalled']}")
+
+
 def ended(watch: StallWatch, wait: Wait, said: list[str]) -> list[str]:
     written: list[Any] = []
     files: Any = watch._files
     files.finish = lambda fields: written.append(fields())
-    add = lambda **fields: said.append(f"stall {fields['part']} {fields['stalled']}")  # noqa: E731
-    watch.setup.lines = types.SimpleNamespace(add_stall=add)  # type: ignore[misc,assignment]
+    watch.setup.loop.file = Recorded(said)  # type: ignore[assignment]
     with pytest.raises(LeftError):
         watch._exit(wait)
     assert (written[0]["exit_code"], written[0]["stall"], written[0]["what"]) == (75, True, wait.what)
