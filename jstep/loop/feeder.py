@@ -5,10 +5,11 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 from jstep.core.stopwatch import Stopwatch
-from jstep.core.threads import MAKING, READER_EXIT_SECS, Counter, doing, in_background, wait_until_done
+from jstep.core.threads import MAKING, READER_EXIT_SECS, doing, in_background, wait_until_done
 from jstep.data.loaders import Source
 from jstep.data.placement import copy_batch
 from jstep.data.positions import LivePosition, StoredPosition
@@ -112,9 +113,9 @@ class BatchFeeder:
         self._reader.close()
 
 
-def copy_batches(source: Source, fetched: Counter | None = None) -> CopiedBatches:
+def copy_batches(source: Source, fetched: SimpleNamespace | None = None) -> CopiedBatches:
     """Yield each batch, copied if other code might write to it, and the position after it."""
-    fetched = fetched or Counter()
+    fetched = fetched or SimpleNamespace(count=0)
     # `LivePosition` reads the positions of batches that are made with the state.
     at, fresh = None if source.is_of_state else source.position, source.fresh
     for batch in until_end(source.items):

@@ -6,12 +6,12 @@ import functools
 import secrets
 from collections import deque
 from collections.abc import Hashable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING, Stopwatch, new_watch
-from jstep.core.threads import Counter
 from jstep.hooks.background import BackgroundHooks
 from jstep.hooks.hook import Hook
 from jstep.hooks.in_flight import InFlight
@@ -130,7 +130,7 @@ class Setup:
     sums: MetricSums
     transfers: TransferQueue
     background: BackgroundHooks
-    fetched: Counter = dataclasses.field(default_factory=Counter)
+    fetched: SimpleNamespace = dataclasses.field(default_factory=functools.partial(SimpleNamespace, count=0))
     in_flight: InFlight = dataclasses.field(default_factory=InFlight)
     closing: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     new_name: str = dataclasses.field(default_factory=functools.partial(secrets.token_hex, 4))
