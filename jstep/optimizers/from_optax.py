@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jstep.core.checks import as_string, describe_type, format_value
+from jstep.core.checks import as_function, as_string, describe_type, format_value
 from jstep.core.recorded_calls import has_init_and_update, makes_optimizer
 from jstep.core.trees import Held, Optimizer, Step
 from jstep.optimizers import hyperparameters as hyper
@@ -88,9 +88,5 @@ def _reported(reported: object) -> Any:
         if any(isinstance(value, Held) for value in reported.values()):
             raise TypeError("hyperparameters: must not be held, because Optax does not read them")
         return hyper.report({key: hyper.check_hyperparameter(key, value) for key, value in reported.items()})
-    if not callable(reported):
-        raise TypeError(
-            f"hyperparameters={format_value(reported)}: must map names to numbers or schedules, or be a function of "
-            f"the step, got {describe_type(reported)}"
-        )
-    return lambda step, /: hyper.as_arrays(dict(reported(step)), step)
+    function = as_function(reported, "hyperparameters", "of the step, or map names to numbers or schedules")
+    return lambda step, /: hyper.as_arrays(dict(function(step)), step)
