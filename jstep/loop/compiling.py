@@ -256,13 +256,12 @@ def _check(stage: Stage, state: Tree, args: tuple[Any, ...], step: int) -> None:
     """Trace a stage and check the state that it returns; JAX caches the trace for the compilation."""
     is_edge = step == stage.first
     name = f"train_step[{step}]" if is_edge else "train_step"
+    which = "the first of its stage" if is_edge else "whose batch has other shapes than the one before"
     try:
         new = stage.trace(state, args).out_info[0]
     except Exception as error:
-        which, hint = (", its first one, with the state and the batch of that step", "")
-        if not is_edge:
-            which, hint = f" with batch {step}, whose shapes differ from those of the batch before", _HINT
-        raise ValueError(f"{name}: it cannot take step {step}{which}: {type(error).__name__}: {error}{hint}") from error
+        text = f"{name}: it cannot take step {step}, {which}: {type(error).__name__}: {error}"
+        raise ValueError(text + ("" if is_edge else _HINT)) from error
     if different := describe_difference(new, state):
         raise ValueError(
             f"{name}: all training steps of a run share one structure of the state, but this one returns a state "
@@ -270,7 +269,7 @@ def _check(stage: Stage, state: Tree, args: tuple[Any, ...], step: int) -> None:
         )
 
 
-# Counts, by thread, of compiled programs, of cache hits, and of the seconds spent compiling.
+# Counts, by thread, of compiled programs and of cache hits.
 @dataclasses.dataclass(slots=True)
 class Compiled:
     """The compilations of a thread so far.
@@ -279,30 +278,14 @@ class Compiled:
         programs: The number compiled or found in the persistent cache.
         hits: The number of those found in the cache.
         unfinished: The time at which it last traced or lowered a program that is not compiled yet; 0 if there is none.
-        spans: The time spans that add up to `seconds`.
     """
 
     programs: int = 0
     hits: int = 0
-    seconds: float = 0.0
     unfinished: float = 0.0
-    spans: deque[tuple[float, float]] = dataclasses.field(default_factory=lambda: deque(maxlen=1000))
-
-    def add_span(self, duration_secs: float) -> None:
-        """Count a part of a compilation that has ended."""
-        self.unfinished = now = time.perf_counter()
-        begin = now - duration_secs
-        while self.spans and self.spans[-1][0] >= begin:  # the nested spans, which JAX reports first
-            inner = self.spans.pop()
-            self.seconds -= inner[1] - inner[0]
-        self.spans.append((begin, now))
-        self.seconds += duration_secs
 
     def add(self, there: "Compiled") -> None:
-        self.programs += there.programs
-        self.hits += there.hits
-        self.seconds += there.seconds
-        self.unfinished = 0.0
+        self.programs, self.hits, self.unfinished = self.programs + there.programs, self.hits + there.hits, 0.0
 
 
 class _OfThread(threading.local):
@@ -319,7 +302,7 @@ def thread_record() -> Compiled:
 
 def _count_compilation(event: str, duration_secs: float, **_: str | int) -> None:
     if event.startswith("/jax/core/compile/"):
-        thread_record().add_span(duration_secs)
+        thread_record().unfinished = time.perf_counter()
     if event == "/jax/core/compile/backend_compile_duration":
         record = thread_record()
         record.programs, record.unfinished = record.programs + 1, 0.0

@@ -63,17 +63,18 @@ class Dispatch:
 
     def __call__(self, state: Tree, chunk: Chunk) -> Any:
         program, compiled = chunk.program, self.compiler.record
-        is_new, before, seconds = not program.is_called, compiled.programs, compiled.seconds
+        is_new, before = not program.is_called, compiled.programs
         if self._agreed is not None:
             self._agreed.check(state, chunk.args, program)
         if self.compiler.begun or self.compiler.jobs:
             self.compiler.wait(chunk.first, may_leave=not chunk.must_run)
+        began = self._watch.clock()
         try:
             with self._first_call() if self._latest is None else _UNMARKED:
                 if is_new:
                     self.compiler.compile_due(state, chunk)
                 with jax.profiler.StepTraceAnnotation("train", step_num=chunk.first) if _is_traced() else _UNMARKED:
-                    if self._auto is None or self._auto.is_over or not program.is_looped:
+                    if self._auto is None or not program.is_looped:
                         result = program.run(state, chunk, self.table.sums)
                     else:
                         result = self._auto.timed(state, chunk)
@@ -81,22 +82,24 @@ class Dispatch:
             explain_one_argument(error, chunk.args)
             raise
         if is_new or compiled.programs != before:
-            self._follow_up(chunk, result, compiled.seconds - seconds)
+            self._follow_up(chunk, result, began)
         self._latest = program
+        if self._auto is not None and self._auto.is_over:
+            self._auto = None
         if self.compiler.jobs:
             self.compiler.after(chunk.step_args)
         for after_call in self.after_each:
             after_call(chunk, result[0])
         return result
 
-    def _follow_up(self, chunk: Chunk, result: Any, seconds: float) -> None:
+    def _follow_up(self, chunk: Chunk, result: Any, began: float) -> None:
         """Check the first call of a program, and any later one that has compiled."""
         is_first = self.compiler.log_called(chunk)
         if is_first:
             check_result(result)
         if not chunk.program.is_called:
             chunk.program.is_called, chunk.program.rows = True, chunk.rows()
-        self._watch.reassign(STARTING, seconds)
+        self._watch.reassign(STARTING, self._watch.clock() - began)
         if is_first:
             if self._latest is None:
                 warn_of_redundant_rows(chunk, result[0])
@@ -217,14 +220,14 @@ def warn_of_ended_rate(train_steps: TrainSteps, last_step: int | None, chunk: Ch
 
 
 def check_result(result: object) -> None:
-    expected = "train_step must return (state, metrics), a TrainState and a mapping of names to values, "
-    advice = "; jstep.minimize(loss_fn, optimizer) makes such a step from a loss"
-    if not isinstance(result, tuple) or len(result) != 2:
-        length = f" of {len(result)}" if isinstance(result, tuple) else ""
-        raise TypeError(f"{expected}got {describe_type(result)}{length}{advice}")
-    state, metrics = result
+    state, metrics = result if isinstance(result, tuple) and len(result) == 2 else (None, None)
     if not isinstance(state, TrainState) or not isinstance(metrics, Mapping):
-        raise TypeError(f"{expected}got ({type(state).__name__}, {type(metrics).__name__}){advice}")
+        kinds = ", ".join(type(part).__name__ for part in result) if isinstance(result, tuple) else ""
+        raise TypeError(
+            "train_step must return (state, metrics), a TrainState and a mapping of names to values, got "
+            f"{f'({kinds})' if kinds else describe_type(result)}"
+            "; jstep.minimize(loss_fn, optimizer) makes such a step from a loss"
+        )
     odd = next((name for name in metrics if not isinstance(name, str)), None)
     if odd is not None:
         raise TypeError(f"train_step: the name of a metric must be a string, got {format_value(odd)}")

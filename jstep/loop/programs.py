@@ -24,6 +24,7 @@ from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_function
 from jstep.core.exceptions import forget_frames
+from jstep.core.jaxprs import is_slow_in_loops
 from jstep.core.meshes import dims_of, internal_transfers, mesh_of, using_mesh
 from jstep.core.trees import batch_to_args, shape_of
 from jstep.data.placement import as_shardings, make_placer
@@ -199,14 +200,6 @@ class Program:
         return repeat
 
 
-class _MaxSteps(NamedTuple):
-    """The maximum number of steps of a call, which "auto" switches; None for calls that are not stacked."""
-
-    now: int | None
-    switch_at: float = math.inf
-    then: int | None = None
-
-
 AUTO = "auto"
 
 
@@ -246,8 +239,13 @@ class ProgramTable:
             )
             for first, stop, step in train_steps.stages()
         ]
-        # One attribute, because a thread that makes chunks reads it.
-        self._max_steps = _MaxSteps(None if self.is_auto else int(steps_per_call))
+        # The maximum number of steps of a call before and from a step on; None for calls that are not stacked. One
+        # attribute, because a thread that makes chunks reads it.
+        self._max_steps: tuple[int | None, float, int | None] = (
+            None if self.is_auto else int(steps_per_call),
+            math.inf,
+            1,
+        )
         self._programs: dict[Any, Program] = {}
         self.on_device = not self.is_looped and not all(stage.is_compiled for stage in self.stages)
         self.sums = MetricSums() if sums is None else sums
@@ -260,8 +258,8 @@ class ProgramTable:
 
     def program_for(self, step: int, shapes: Tree, args: Callable[[], tuple[Any, ...]]) -> Program:
         """Return the program of chunks from `step`; trace the step if the shapes are new."""
-        stage, max_steps = self.stage_of(step), self._max_steps
-        key = stage, max_steps.now if step < max_steps.switch_at else max_steps.then, shapes
+        stage, (before, switch_at, then) = self.stage_of(step), self._max_steps
+        key = stage, before if step < switch_at else then, shapes
         if key in self._programs:
             return self._programs[key]
         if not self.is_looped:
@@ -273,7 +271,7 @@ class ProgramTable:
             program = Program(stage)
             try:
                 looped, traced = self._looped(stage, key[1], shapes_of(args()))
-                if not traced.is_slow_in_loops:
+                if not is_slow_in_loops(traced.jaxpr.jaxpr):
                     program = looped
                 elif not stage.is_slow:
                     stage.is_slow = True
@@ -320,7 +318,7 @@ class ProgramTable:
                 self._programs[stage, max_steps, shapes] = longer
 
     def switch(self, max_steps: int, first: int) -> None:
-        self._max_steps = _MaxSteps(None, first, max_steps)
+        self._max_steps = None, first, max_steps
 
 
 # Chunks, and the steps at which they end.

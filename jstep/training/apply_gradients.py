@@ -17,7 +17,7 @@ from jstep.core.checks import as_bool, describe_type
 from jstep.core.exceptions import setting
 from jstep.core.meshes import internal_transfers, leaving_auto_axes, shard_like, without_explicit_axes
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, Slots, Updates
+from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Slots, Updates
 from jstep.optimizers import guards
 from jstep.optimizers.compose import without_frozen
 from jstep.optimizers.host_slots import TRANSFERS, Transfers, with_small_ones_loaded
@@ -104,11 +104,11 @@ def apply_update(
         # Always 1, which XLA must not know: it would inline the loops of transfers, and no longer keep their order.
         transfers = None if limit is None else Transfers(limit, jnp.where(step_array(state) >= 0, 1, 0))
         with setting(TRANSFERS, transfers):
-            result = _updated(state, grads, optimizer, increment, step_context._replace(value_and_grad=evaluate))
-        shown = moves(state.params, result.updates)  # as added to the parameters
-        params, slots = apply_in_order(state.params, result.updates, result.slots, result.roles.in_order)
-        new = result.state.replace(params=params, slots={**state.slots, **slots})
-        return result._replace(state=new, updates=shown, slots=slots)
+            done = _updated(state, grads, optimizer, increment, step_context._replace(value_and_grad=evaluate))
+        shown = moves(state.params, done.updates)  # as added to the parameters
+        params, slots = apply_in_order(state.params, done.updates, done.slots, done.roles.in_order)
+        new = done.state.replace(params=params, slots={**state.slots, **slots})
+        return done._replace(state=new, updates=shown, slots=slots)
 
     place = shard_like(Applied(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
     with setting(placement.LAYOUTS, parameter_layouts(state)):
@@ -124,7 +124,11 @@ def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
     roles = roles_of(optimizer, state.params)
     guards.current_loss_scale(roles, held)
     guards.noise_slots(roles)
-    grads, context = _without_frozen_leaves(optimizer, state.params, grads, context)
+    # Without frozen leaves, so that no norm and no wrapper sees them.
+    inwards = functools.partial(without_frozen, optimizer, state.params)
+    grads, context = inwards(grads), inner_context(context, lambda params: params, inwards)
+    if all(map(trees.is_none, jax.tree.leaves(grads, is_leaf=is_slices))):
+        raise NoGradientsError(state.params, "All gradients are None or of frozen leaves.")
     guarding = [name for name in roles.of(Role.LAST_FINITE) if name in held]
     not_reached = {name: jnp.full_like(held[name], guards.NOT_REACHED) for name in guarding}
     inputs = StepInputs(state.params, step, context)
@@ -140,28 +144,13 @@ def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
     return Applied(new, updates, own, roles, skipped_by)
 
 
-def _without_frozen_leaves(
-    optimizer: Optimizer, params: Params, grads: Updates, context: Context
-) -> tuple[Updates, Context]:
-    """Remove frozen leaves from the gradients and the context, so that no norm and no wrapper sees them."""
-    inwards = functools.partial(without_frozen, optimizer, params)
-    grads = inwards(grads)
-    if all(map(trees.is_none, jax.tree.leaves(grads, is_leaf=is_slices))):
-        raise NoGradientsError(params, "All gradients are None or of frozen leaves.")
-    return grads, inner_context(context, lambda params: params, inwards)
-
-
 def _check_slots(held: Slots, own: Slots) -> None:
-    if held.keys() != own.keys():
+    different = describe_difference(own, held)
+    if different or trees.structure(own) != trees.structure(held):
         raise ValueError(
-            f"the optimizer's slots are not those of the state: missing in the state "
-            f"{sorted(own.keys() - held.keys())}, unknown to the optimizer {sorted(held.keys() - own.keys())}; use the "
-            "optimizer that the state was created with"
+            f"the optimizer's slots are not those of the state: it returned a tree {different or 'of others'}; use "
+            "the optimizer that the state was created with"
         )
-    for name in held:
-        different = describe_difference(own[name], held[name])
-        if different or trees.structure(own[name]) != trees.structure(held[name]):
-            raise ValueError(f"slot {name!r}: the optimizer must keep its form, got a tree {different or 'of others'}")
 
 
 def parameter_layouts(state: TrainState) -> placement.Layouts:

@@ -13,7 +13,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_function, as_int
-from jstep.core.jaxprs import is_slow_in_loops
 from jstep.core.meshes import dims_of, mesh_of, using_mesh
 from jstep.core.placement import Unroll, as_unroll, first_row, scan
 from jstep.core.trees import shape_of
@@ -101,11 +100,6 @@ class TracedStep(NamedTuple):
     out: Any
     computed: Any
     constants: Constants
-
-    @property
-    def is_slow_in_loops(self) -> bool:
-        """Whether XLA runs the step much slower in a loop than by itself."""
-        return is_slow_in_loops(self.jaxpr.jaxpr)
 
     @property
     def metrics(self) -> Mapping[str, Any]:

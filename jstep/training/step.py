@@ -245,28 +245,18 @@ class TrainStep:
     @shortens_tracebacks
     def lower(self, state: TrainState, *args: Any) -> Any:
         """As `jax.jit(...).lower`."""
-        args = device_values.arguments_from_host(args)
         with using_mesh(mesh_of((state, args))):
-            return jitted_program(self, state, args, "merged").lower(state, *args)
+            return self.trace(state, *args).lower()
 
     @shortens_tracebacks
     def trace(self, state: TrainState, *args: Any) -> Any:
         """As `jax.jit(...).trace`."""
-        args = device_values.arguments_from_host(args)
-        return trace_program(self, state, args, "merged")
+        return trace_program(self, state, device_values.arguments_from_host(args), "merged")
 
     @shortens_tracebacks
     def eval_shape(self, state: TrainState, *args: Any) -> Any:
         """Return the shapes of the new state, with its shardings, and of all metrics."""
-        with using_mesh(mesh_of((state, args))):
-            batch_specs = self._pure.batch_specs(args)
-            new, metrics = jax.eval_shape(
-                lambda state, *args: with_constants(self._pure.body, state, args, batch_specs), state, *args
-            )
-        shardings = inspect_layout(state).shardings
-        if shardings is not None and trees.structure(new) == trees.structure(shardings):
-            new = jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), new, shardings)
-        return new, metrics
+        return self.trace(state, *args).out_info
 
     def clear_cache(self) -> None:
         """Clear the compilation cache."""
