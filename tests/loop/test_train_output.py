@@ -123,3 +123,14 @@ def test_summaries_created_in_the_step(tmp_path):
         events = [(e.step, v.tag) for e in summary_iterator(str(logdir / name)) for v in e.summary.value]
         assert [step for step, tag in events if tag == "weights"] == [3, 6]
         assert [step for step, tag in events if tag == "loss"] == [3, 6]
+
+
+def test_the_logging_configuration_of_the_program_is_kept(capsys, caplog):
+    caplog.set_level(logging.INFO)
+    train(4, log_steps=2, progress=None)
+    assert capsys.readouterr().err == ""
+    assert [record.getMessage()[:6] for record in caplog.records if record.name == "jstep"] == [
+        "first ",
+        "step 2",
+        "step 4",
+    ]
