@@ -8,7 +8,7 @@ from typing import Any
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.exceptions import note_other
+from jstep.core.exceptions import note, note_other
 from jstep.core.stopwatch import FIRST_CALL, HOOKS, STEPPING
 from jstep.distributed import processes
 from jstep.evaluating.evaluation_hook import EvaluationHook
@@ -286,7 +286,10 @@ class HookRunner:
             try:
                 for hook in hooks:
                     loop.calling = Calling(hook, "next_due")
-                    due = min(due, next_call(hook, step)[1])  # an error is raised when the run gets there
+                    due = min(due, next_call(hook, step)[1])
+            except Exception as error:  # raised when the run gets there
+                note(error, f"jstep: in {hook_name(hook)}.next_due({step}), which says where calls end")
+                raise
             finally:
                 loop.calling = None
             return due

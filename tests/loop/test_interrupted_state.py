@@ -82,3 +82,9 @@ def test_a_program_keeps_nothing(monkeypatch):
     raised = stopped_at(5)
     assert jstep.interrupted_state() is None
     assert not any("interrupted_state" in note for note in raised.__notes__)
+
+
+def test_the_end_of_stop_secs_keeps_it():
+    with pytest.raises(jstep.Preempted):
+        jstep.train(train_step, make_state(), batch, None, log_steps=None, stop_secs=0.2)
+    assert int(jstep.interrupted_state().global_step) > 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from children import end, signalled, start
-from loop_runs import make_state, same, train
+from loop_runs import DATA, make_state, same, train
 
 import jstep
 from jstep.checkpoint.listing import read_manifest
@@ -168,3 +168,14 @@ say("end", digest(state) == digest(train(80)))
     assert newest is not None
     assert newest >= 1
     assert end(start(script, tmp_path))[0].endswith("end True\n")
+
+
+def test_the_last_step_is_kept_although_it_was_due(tmp_path: Path, quick: None, monkeypatch: Any) -> None:
+    """Also if it was not known to be the last one: the batches end."""
+    monkeypatch.setattr(saving, "FIRST_SECS", 0.0)
+    found: list[dict[int, bool]] = []
+    hook = jstep.Hook()
+    hook.end = lambda *_: found.append(passing_in(tmp_path))  # type: ignore[method-assign]
+    saver = jstep.Saver(tmp_path, async_save=False)
+    train(None, [DATA[n] for n in range(5)], hooks=[hook], checkpoint_dir=saver)
+    assert [*found, passing_in(tmp_path)] == [{1: False, 5: True}, {1: False, 5: False}]

@@ -72,3 +72,13 @@ def of_step_that_fails(state, batch):
 def test_a_step_that_fails_keeps_its_error(step):
     with pytest.raises(TypeError, match=r"^of the user"):
         train(4, step=step)
+
+
+def test_a_step_that_stops_to_advance_the_global_step_is_found_at_the_end():
+    def step(state, batch):
+        return jstep.increment_global_step(state) if jstep.global_step(state) < 3 else state, {}
+
+    with pytest.raises(
+        ValueError, match=r"global_step is 3 after the update that makes step 5: .* by one; pass increment"
+    ):
+        train(5, step=step)

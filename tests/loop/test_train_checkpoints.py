@@ -4,6 +4,7 @@ import os
 
 import numpy as np
 import pytest
+from doubles import raising
 from loop_runs import Calls, Counted, by_hand, make_state, same, train
 
 import jstep
@@ -72,3 +73,14 @@ def test_fail_on_nan_loss_false_ends_the_run_without_saving(every_n_steps, tmp_p
     assert calls.steps("end") == [jstep.global_step(state)]
     assert jstep.Saver(tmp_path).all_steps() == [4, 8]
     assert "nan at step 9" in caplog.text
+
+
+def test_an_error_is_not_replaced_by_one_of_close(tmp_path, monkeypatch):
+    """A save fails in the background while another error propagates."""
+    from jstep.checkpoint.manifest import CheckpointError
+
+    calls = Calls(fail=("step", 2))
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="failed at") as caught:  # noqa: PT012
+        patched.setattr(jstep.Saver, "close", raising(CheckpointError("the disk is full")))
+        train(3, hooks=[calls], checkpoint_dir=tmp_path)
+    assert "Additionally, CheckpointError: the disk is full" in caught.value.__notes__

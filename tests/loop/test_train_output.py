@@ -164,3 +164,14 @@ def test_a_progress_bar_on_a_terminal(tmp_path):
     assert "loss 0." in shown
     assert "step/s" in shown
     assert shown.count("\n") == 1
+
+
+def test_the_logging_configuration_of_the_program_is_kept(capsys, caplog):
+    caplog.set_level(logging.INFO)
+    train(4, log_steps=2, progress=None)
+    assert capsys.readouterr().err == ""
+    assert [record.getMessage()[:6] for record in caplog.records if record.name == "jstep"] == [
+        "first ",
+        "step 2",
+        "step 4",
+    ]

@@ -194,3 +194,24 @@ def test_a_loss_that_was_infinite_long_ago_prevents_no_save(steps_per_call, tmp_
 
 def raising_hook(step, state, metrics):
     raise KeyError(step)
+
+
+def test_a_loss_that_cannot_be_read_is_the_reason_why_nothing_is_saved(tmp_path, monkeypatch):
+    def host(values):
+        raise RuntimeError("the device failed")
+
+    monkeypatch.setattr("jstep.loop.run.host", host)
+    with pytest.raises(KeyError) as caught:
+        train(12, hooks=hook_failing(KeyError("no")), checkpoint_dir=tmp_path)
+    assert ", and is not saved: its loss cannot be read: RuntimeError: the device failed." in note_of(caught.value)
+
+
+class OtherBitsError(RuntimeError):
+    prevents_saving = True
+
+
+def test_a_saver_that_allows_nonfinite_parameters_does_not_save_bits_that_are_wrong(tmp_path):
+    with jstep.Saver(tmp_path, allow_nonfinite=True) as saver, pytest.raises(OtherBitsError) as raised:
+        train(10, checkpoint_dir=saver, hooks=hook_failing(OtherBitsError("no")))
+    assert note_of(raised.value).endswith("is in the exception's `state`, and is not saved.")
+    assert saver.all_steps() == []

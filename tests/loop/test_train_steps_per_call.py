@@ -142,3 +142,28 @@ def test_a_next_due_that_raises_for_a_later_step_ends_the_run_there(steps_per_ca
     assert hook.steps == [5, 10, 15]
     assert jstep.global_step(caught.value.state) == 15
     assert jstep.Saver(tmp_path).all_steps() == [15]
+
+
+def test_a_hook_without_due_steps_is_called_after_every_call():
+    calls = Calls()
+    train(10, hooks=[calls], steps_per_call=4)
+    assert calls.steps() == [4, 8, 10]
+
+
+@pytest.mark.parametrize("steps_per_call", [2, 7])
+def test_a_next_due_that_raises_where_the_hook_is_not_due(steps_per_call, tmp_path):
+    """It is called at every end of a call; the steps before are taken."""
+
+    class Raises(jstep.Hook):
+        def next_due(self, step):
+            if step == 12:
+                raise OSError("no clock")
+            return 40
+
+        def after_step(self, step, state, metrics):
+            pass
+
+    with pytest.raises(OSError, match="no clock") as caught:
+        train(100, hooks=[Raises(), jstep.every(6, lambda *_: None)], steps_per_call=steps_per_call)
+    assert jstep.global_step(caught.value.state) == 12
+    assert "Raises.next_due(12), which says where calls end" in caught.value.__notes__[0]
