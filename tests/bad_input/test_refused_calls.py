@@ -8,7 +8,8 @@ import functools
 import pathlib
 import re
 import warnings
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import bad_input
 import jax
@@ -31,7 +32,7 @@ class Refused(NamedTuple):
     told: str
 
 
-def is_call(line):
+def is_call(line: str) -> bool:
     """Return whether a line is a call, not a statement that prepares calls."""
     try:
         compile(line, "line", "eval")
@@ -40,12 +41,12 @@ def is_call(line):
     return True
 
 
-def calls_of(path):
+def calls_of(path: pathlib.Path) -> list[Refused]:
     """Return the calls of a file."""
     return [Refused(*found) for found in CALL.findall(path.read_text(encoding="utf-8")) if is_call(found[0])]
 
 
-def names_of(path, folder):
+def names_of(path: pathlib.Path, folder: str) -> dict[str, Any]:
     """Return the names that the calls of a file use, `folder` among them, which is empty at first."""
     names = vars(bad_input) | {"folder": folder}
     for line, _ in CALL.findall(path.read_text(encoding="utf-8")):
@@ -54,7 +55,7 @@ def names_of(path, folder):
     return names
 
 
-def told(call, names):
+def told(call: str, names: dict[str, Any]) -> str:
     """Return the error that a call raises as a file shows it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -68,7 +69,7 @@ def told(call, names):
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[pathlib.Path], dict[str, Any]]:
     """A function from a file to the names that its calls use."""
     return functools.cache(lambda path: names_of(path, str(tmp_path_factory.mktemp("folder"))))
 
@@ -77,11 +78,11 @@ def prepared(tmp_path_factory):
     ("path", "refused"),
     [pytest.param(path, one, id=f"{path.parent.name}-{one.call}") for path in FILES for one in calls_of(path)],
 )
-def test_what_a_refused_call_is_told(prepared, path, refused):
+def test_what_a_refused_call_is_told(prepared: Any, path: pathlib.Path, refused: Refused) -> None:
     assert told(refused.call, prepared(path)) == refused.told
 
 
-def test_an_error_leaves_the_state_usable():
+def test_an_error_leaves_the_state_usable() -> None:
     """The error is raised before compiling, so nothing is donated."""
     state = create(PARAMS, adam)
     good, bad = jstep.minimize(linear, adam), jstep.minimize(linear, adam, var_list=["nothing"])

@@ -7,6 +7,8 @@ are told it, and below it the parameters of that kind. Messages about a wrong ty
 import inspect
 import pathlib
 import re
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +20,19 @@ import jstep
 
 HERE = pathlib.Path(__file__).resolve().parent
 PACKAGE = pathlib.Path(jstep.__file__).parent
-WRONG = (-1, 0, 1, 2.5, float("nan"), float("inf"), "x", True, None)
+WRONG: tuple[Any, ...] = (-1, 0, 1, 2.5, float("nan"), float("inf"), "x", True, None)
 SGD = jstep.gradient_descent(0.1)
 PARAMS = {"w": np.ones((2, 3), np.float32)}
 
 
-def loss(params, *args):
+def loss(params: Any, *args: Any) -> Any:
     return jnp.sum(params["w"])
 
 
 ADVANCING = jstep.minimize(loss, SGD)
 
 
-GIVEN = {
+GIVEN: dict[str, Any] = {
     "learning_rate": 0.1, "decay_steps": 10, "decay_rate": 0.5, "boundaries": [2], "values": [1.0, 2.0],
     "momentum": 0.9, "capacity": 10, "min_after_dequeue": 1, "last_step": 10, "steps": 10, "warmup_steps": 2,
     "total_steps": 10, "peak": 0.1, "base": 0.1, "max_value": 0.1, "value": 0.1, "start": 0.1, "end": 0.2,
@@ -55,13 +57,13 @@ GIVEN = {
     "predictions": np.arange(4) % 3, "train_step": ADVANCING, "widths": [2, 4],
     "global_step": 0, "activations": lambda params: params, "make_state": lambda: jstep.TrainState.create(PARAMS, SGD),
 }  # fmt: skip
-MADE = {
+MADE: dict[str, Callable[[], Any]] = {
     "state": lambda: jstep.TrainState.create(PARAMS, SGD), "mesh": lambda: jax.make_mesh((1,), ("data",)),
     "saver": lambda: jstep.Saver("runs"), "queue": lambda: jstep.FIFOQueue(3),
     "qr": lambda: jstep.QueueRunner(jstep.FIFOQueue(3), [print]), "summary": lambda: jstep.summary.scalar("tag", 1.0),
 }  # fmt: skip
 """Arguments that a call may use up."""
-GIVEN_TO = {
+GIVEN_TO: dict[str, dict[str, Any]] = {
     **{name: {"labels": np.arange(4) % 2} for name in dir(jstep.metrics)},
     "replayed": {"make": list},
     "scale_updates": {"factors": {"w": 0.5}}, "mup": {"base": PARAMS},
@@ -79,9 +81,9 @@ NOT_CALLED = {"Batches", "Mixture", "PrefetchIterator", "start_queue_runners"}
 MODULES = (jstep, jstep.metrics, jstep.summary)
 
 
-def rooms():
+def rooms() -> dict[str, dict[str, Any]]:
     """The public functions and classes, by the room that defines them."""
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for module in MODULES:
         for name in sorted(set(dir(module)) - NOT_CALLED):
             made = getattr(module, name)
@@ -96,13 +98,13 @@ def rooms():
 ROOMS = rooms()
 
 
-def messages_of(make):
+def messages_of(make: Any) -> dict[str, dict[str, str]]:
     """The messages about each parameter that name it first, each with the values that are told it."""
     parameters = inspect.signature(make).parameters
     to_it = GIVEN_TO.get(make.__name__, {})
     required = [one for one in parameters.values() if one.default is one.empty and one.kind not in VARIADIC]
     required += [one for one in parameters.values() if one.name in to_it and one not in required]
-    found = {}
+    found: dict[str, dict[str, str]] = {}
     for name in parameters:
         for value in WRONG:
             given = {one.name: MADE[one.name]() if one.name in MADE else (GIVEN | to_it)[one.name] for one in required}
@@ -118,9 +120,9 @@ def messages_of(make):
     return found
 
 
-def kinds():
+def kinds() -> dict[str, set[str]]:
     """The table: message and values → parameters."""
-    rows = {}
+    rows: dict[str, set[str]] = {}
     for line in (HERE / "ranges.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith(" "):
             rows[list(rows)[-1]] |= set(line.split())
@@ -132,7 +134,7 @@ def kinds():
 @pytest.mark.parametrize(
     ("name", "make"), [pytest.param(*one, id=one[0]) for room in ROOMS.values() for one in room.items()]
 )
-def test_what_wrong_numbers_are_told(name, make, tmp_path, monkeypatch):
+def test_what_wrong_numbers_are_told(name: str, make: Any, tmp_path: pathlib.Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     told = {
         (f"{text} <- {values}", f"{name}.{parameter}")
@@ -145,6 +147,6 @@ def test_what_wrong_numbers_are_told(name, make, tmp_path, monkeypatch):
     assert told == own, "list each parameter below the row of its message in tests/bad_input/ranges.txt"
 
 
-def test_the_table_names_what_there_is():
+def test_the_table_names_what_there_is() -> None:
     names = {name for made in ROOMS.values() for name in made}
     assert {parameter.partition(".")[0] for row in kinds().values() for parameter in row} <= names

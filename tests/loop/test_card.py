@@ -1,6 +1,9 @@
 """Cards of starts: their contents, and that all differences of two runs are named."""
 
+import importlib.metadata
 import os
+import platform
+import sys
 import types
 
 import jax
@@ -90,3 +93,17 @@ def test_the_results_with_bits():
     others = card._results_with_bits({"w": 1}, StepMetrics([1, 2], None), 3)
     named = card._results_with_bits({"w": 1}, StepMetrics({"loss": 1, "other": 2}, None), 3)
     assert (others, named) == ([True] * 4, [True, True, False, True])
+
+
+def test_versions_of_packages_that_are_not_installed(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert card._versions() == {
+        "python": platform.python_version(),
+        "jstep": jstep.__version__,
+        "jax": jax.__version__,
+        "jaxlib": sys.modules["jaxlib"].__version__,
+        "orbax-checkpoint": None,
+    }

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 import jstep
+from jstep.core.jaxprs import is_annotated
 from jstep.tools.cost import _needed, device_peak
 
 SIDE, ROWS, LAYERS = 64, 32, 3
@@ -225,8 +226,7 @@ def regression(params, x, y):
 
 def on_rows(params, x, y):
     """The constraint that the warning suggests."""
-    mesh = MESH
-    return regression(params, jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P("data"))), y)
+    return regression(params, jax.lax.with_sharding_constraint(x, jax.NamedSharding(MESH, jax.P("data"))), y)
 
 
 STEP_OF_WARNINGS = jstep.minimize(regression, OPTIMIZER_OF_WARNINGS)
@@ -237,6 +237,15 @@ def state_of_warnings(mesh=MESH, specs=None):
 
 
 PAIRS = jstep.shard_batch([jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2, MESH)
+
+
+def test_is_annotated_finds_constraints_of_the_loss():
+    def traced(loss):
+        step = jstep.minimize(loss, OPTIMIZER_OF_WARNINGS, num_microbatches=2)
+        return step.trace(state_of_warnings(), *PAIRS).jaxpr
+
+    assert not is_annotated(traced(regression))  # the constraint for microbatches is not one of the loss
+    assert is_annotated(traced(on_rows))
 
 
 def test_undonated_state_warns():

@@ -177,6 +177,14 @@ def test_values_that_are_not_finite_are_gaps_and_are_told(tmp_path):
     assert page.count('class="dot') == 1, "points alone"
 
 
+def test_all_values_may_be_nan(tmp_path):
+    train(2, tmp_path, logdir=None)
+    write(tmp_path, [math.nan, math.nan])
+    page = jstep.report(tmp_path).html
+    parsed(page)
+    assert "metric is not finite at 2 of 2 points" in page
+
+
 def test_a_spike_of_one_step_is_seen():
     values = np.ones(1_000_000)
     values[123_456] = 100.0
