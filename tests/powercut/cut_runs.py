@@ -201,7 +201,7 @@ def keep_records(folder):
             writer.flush()
             mark(f"{FLUSHED}events {number}")
             lines.write(fingerprints.Entry(number, "0" * 16).line().encode())
-            lines.sync(to_disk=True)
+            lines.sync()
             mark(f"{FLUSHED}lines {number}")
             replace_file(os.path.join(folder, "files", "a", "file"), str(number).encode())
             mark(f"{FLUSHED}files {number}")
