@@ -74,10 +74,14 @@ class NewFiles:
             if os.path.lexists(place) and not stat.S_ISREG(os.lstat(place).st_mode):
                 raise OSError(errno.EINVAL, "is not a regular file, and would be replaced; move it away", place)
 
-    def writing(self, name: str) -> contextlib.AbstractContextManager[BinaryIO]:
-        """Open the temporary file of a name."""
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[BinaryIO]:
+        """Open the temporary file of a name, which has the mode of the file that it will replace."""
         make_folders(self._folder)
-        return new_file(self._temporary(name))
+        with new_file(self._temporary(name)) as file:
+            with contextlib.suppress(OSError):  # it is new, or the file system has no modes
+                os.chmod(file.name, stat.S_IMODE(os.stat(self._at(name)).st_mode))
+            yield file
 
     def publish(self, shard_of: Mapping[str, int], total_size: int) -> None:
         """Rename the files to their final names, and remove the files of an older save."""
@@ -177,8 +181,8 @@ def save_weights(
 
     Args:
         path: A file, such as `model.safetensors`. Its folder is created if necessary. Larger weights are written to
-            `model-00001-of-00003.safetensors` and so on, with `model.safetensors.index.json`. A link is
-            followed.
+            `model-00001-of-00003.safetensors` and so on, with `model.safetensors.index.json`. A file that is replaced
+            keeps its mode, and a link is followed.
         params: A tree of arrays, on any devices, with any sharding.
         names: Leaves that have another name in the file: a mapping from paths of params (`"layers/0/wq"`), or a
             function of the path, to the name of a tensor, to None for a leaf to omit, or to a pair
