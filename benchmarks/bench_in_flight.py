@@ -17,7 +17,7 @@ from _timing import Timer, report
 from bounds import BOUNDS
 
 import jstep
-from jstep.hooks.in_flight import InFlight
+from jstep.metering.in_flight import InFlight
 
 SIZE = 256
 

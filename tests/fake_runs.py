@@ -1,12 +1,12 @@
 """A stand-in for a run of `train`, for tests of one built-in hook alone."""
 
 from jstep.core.stopwatch import Stopwatch
-from jstep.hooks.cadence import HookSchedule
-from jstep.hooks.in_flight import InFlight
-from jstep.hooks.metric_sums import MetricSums
-from jstep.hooks.numbers import TransferQueue
 from jstep.hooks.run_hook import ReportingContext
 from jstep.hooks.speed import StepCounterHook
+from jstep.metering.cadence import HookSchedule
+from jstep.metering.in_flight import InFlight
+from jstep.metering.metric_sums import MetricSums
+from jstep.metering.numbers import TransferQueue
 from jstep.state.contents import StateContents
 
 

@@ -145,6 +145,6 @@ def test_type_hints_of_public_classes_can_be_evaluated() -> None:
 
 
 def test_states_of_hooks_are_stored_by_public_names() -> None:
-    from jstep.hooks.states import get_states
+    from jstep.checkpoint.hook_states import get_states
 
     assert get_states([jstep.EarlyStopping("loss", patience=1)])[0]["class"] == "jstep.EarlyStopping"

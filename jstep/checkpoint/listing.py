@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, decode
-from jstep.core.warned import is_first
+from jstep.core.logs import is_first
 from jstep.stores.files import is_absent, may_be_file, read_small
 
 # In a directory each checkpoint is a folder. Below a URL they are objects with these keys:

@@ -201,3 +201,15 @@ def check_choice(value: Any, argument: str, choices: Any) -> Any:
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         raise ValueError(f"{argument}={format_value(value)}: must be one of {', '.join(map(repr, choices))}")
     return value
+
+
+def hook_name(hook: object) -> str:
+    name = getattr(hook, "name", None)
+    return name if isinstance(name, str) else str(getattr(hook, "__qualname__", type(hook).__qualname__))
+
+
+def in_own_digits(value: float) -> float:
+    """Return a number as a float; one that a float32 holds with the digits of that one, 0.9 for 0.8999999761581421."""
+    with np.errstate(over="ignore"):
+        single = np.float32(value)
+    return float(str(single)) if float(single) == value and value % 1 else float(value)

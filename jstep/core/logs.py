@@ -1,6 +1,7 @@
 """Output to standard error: log lines of `jstep`, and progress of long compilations."""
 
 import contextlib
+import contextvars
 import itertools
 import logging
 import sys
@@ -25,7 +26,21 @@ def is_below_bar(record: logging.LogRecord) -> bool:
     return bool(getattr(record, "is_below_bar", record.levelno < logging.WARNING))
 
 
-# Rate-limited logging.
+# Warnings once a run, and rate-limited logging.
+
+WARNED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("jstep_warned", default=None)
+"""The texts of these warnings so far; None outside of a run, where each is logged again."""
+
+
+def is_first(text: str) -> bool:
+    """Return whether a warning is the first of its text in this run."""
+    warned = WARNED.get()
+    if warned is None:
+        return True
+    is_new = text not in warned
+    warned.add(text)
+    return is_new
+
 
 _counts: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
 """A line of code → the counter of its calls; `next` gives each number to one thread."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 
+from jstep.checkpoint.hook_states import hook_key
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.retention import Listener
@@ -18,9 +19,8 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.recorded_calls import ShownAsTyped
 from jstep.core.selection import VarList, check_form
 from jstep.hooks.hook import state_step
-from jstep.hooks.numbers import is_number, read_values
 from jstep.hooks.run_hook import ReportingContext, RunInfo
-from jstep.hooks.states import hook_key
+from jstep.metering.numbers import is_number, read_values
 from jstep.optimizers.hyperparameters import get_hyperparameter, set_hyperparameter
 from jstep.state.contents import StateContents, briefly
 from jstep.state.train_state import TrainState

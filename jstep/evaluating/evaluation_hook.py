@@ -10,8 +10,9 @@ from typing import Any
 import jax
 
 from jstep import summary
+from jstep.checkpoint.hook_states import check_owners, get_states, hook_key, set_states
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_function, as_functions, as_string, describe_type, format_value
+from jstep.core.checks import as_bool, as_function, as_functions, as_string, describe_type, format_value, hook_name
 from jstep.core.exceptions import setting
 from jstep.core.logs import IN_BAR
 from jstep.core.meshes import internal_transfers
@@ -19,13 +20,13 @@ from jstep.core.stopwatch import EVALUATING, STEPPING
 from jstep.distributed import processes
 from jstep.evaluating.callbacks import Best
 from jstep.evaluating.evaluator import STOP_REQUESTED, EvaluationAbandoned, Evaluator
-from jstep.hooks.cadence import make_cadence
-from jstep.hooks.hook import Clock, Metrics, StopWith, check_hook_result, hook_name
-from jstep.hooks.numbers import as_numbers, format_number, read_values
+from jstep.hooks.hook import StopWith, check_hook_result
 from jstep.hooks.run_hook import RunHook, RunInfo, check_writer
-from jstep.hooks.states import check_owners, get_states, hook_key, set_states
+from jstep.metering.cadence import Clock, make_cadence
+from jstep.metering.numbers import as_numbers, format_number, read_values
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
+from jstep.training.metrics import Metrics
 
 _logger = logging.getLogger("jstep")
 _WHERE = "EvaluationHook(callbacks=…)"

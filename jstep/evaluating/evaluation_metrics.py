@@ -16,7 +16,7 @@ from jstep.core import trees
 from jstep.core.checks import describe_type
 from jstep.core.exceptions import note
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh, without_explicit_axes
-from jstep.hooks.numbers import host, is_number, is_numeric, local_copy
+from jstep.metering.numbers import host, is_number, is_numeric, local_copy
 
 _METHODS = ("merge", "compute")
 _MUST_BE = (

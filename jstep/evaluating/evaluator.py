@@ -30,7 +30,7 @@ from jstep.evaluating.evaluation_batches import (
     place_batches,
 )
 from jstep.evaluating.evaluation_metrics import OBJECT, Metric, MetricTotals, classify_metrics, merge_objects
-from jstep.hooks.numbers import start_transfer
+from jstep.metering.numbers import start_transfer
 from jstep.optimizers.averages import AVERAGE_SLOT, as_average_names, averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params
 from jstep.state.global_step import require_alive

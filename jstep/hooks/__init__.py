@@ -1,1 +1,1 @@
-"""Callbacks around the steps of `train`: the `Hook` protocol, cadences, and the built-in hooks."""
+"""Callbacks around the steps of `train`: the `Hook` protocol and the built-in hooks."""

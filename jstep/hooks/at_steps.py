@@ -8,11 +8,12 @@ from typing import Any
 import jax
 
 from jstep.core.checks import as_function, as_int
-from jstep.hooks.cadence import next_multiple
-from jstep.hooks.hook import NEVER, Hook, Metrics, state_step
+from jstep.hooks.hook import Hook, state_step
 from jstep.hooks.run_hook import RunHook
+from jstep.metering.cadence import NEVER, next_multiple
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import is_url, location
+from jstep.training.metrics import Metrics
 
 _logger = logging.getLogger("jstep")
 

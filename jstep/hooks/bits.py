@@ -15,10 +15,9 @@ from jstep.core.exceptions import Picklable, note
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import is_array
 from jstep.distributed import processes
-from jstep.hooks.cadence import make_cadence
-from jstep.hooks.hook import Metrics
-from jstep.hooks.numbers import TransferQueue, begin_transfer
 from jstep.hooks.run_hook import Repeated, RunCall, RunHook
+from jstep.metering.cadence import make_cadence
+from jstep.metering.numbers import TransferQueue, begin_transfer
 from jstep.state import fingerprints
 from jstep.state.fingerprints import ByDevice, Difference, Entry, by_device, leaves_with_hash_keys
 from jstep.state.train_state import TrainState
@@ -26,6 +25,7 @@ from jstep.stores.files import is_directory
 from jstep.stores.growing_files import ObjectAppender
 from jstep.stores.line_files import LocalLines, open_lines
 from jstep.stores.urls import join_path, location
+from jstep.training.metrics import Metrics
 
 _logger = logging.getLogger("jstep")
 

@@ -11,11 +11,12 @@ from jstep.core.annotations import Tree
 from jstep.core.checks import as_function, as_functions
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING
-from jstep.hooks.cadence import make_cadence
-from jstep.hooks.hook import Clock, Metrics, check_step
+from jstep.hooks.hook import check_step
 from jstep.hooks.run_hook import RunHook
+from jstep.metering.cadence import Clock, make_cadence
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
+from jstep.training.metrics import Metrics
 
 
 class CheckpointSaverHook(RunHook):

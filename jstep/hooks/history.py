@@ -12,18 +12,18 @@ import jax
 import numpy as np
 
 from jstep.core.checks import as_int
-from jstep.core.curves import Curve, picture
-from jstep.core.tables import html_table
 from jstep.distributed import processes
-from jstep.hooks.cadence import make_cadence
-from jstep.hooks.history_file import HistoryFile, Row, Rows, check_path, read_rows
-from jstep.hooks.hook import Metrics
-from jstep.hooks.metric_sums import merge_sums
-from jstep.hooks.numbers import PendingTransfer, as_numbers, begin_transfer, read_values, scalars, sort_metrics
 from jstep.hooks.report import ReportingHook
 from jstep.hooks.run_hook import RunInfo
+from jstep.metering.cadence import make_cadence
+from jstep.metering.history_file import HistoryFile, Row, Rows, check_path, read_rows
+from jstep.metering.metric_sums import merge_sums
+from jstep.metering.numbers import PendingTransfer, as_numbers, begin_transfer, read_values, scalars, sort_metrics
+from jstep.pictures.curves import Curve, picture
+from jstep.pictures.tables import html_table
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import location
+from jstep.training.metrics import Metrics
 
 _logger = logging.getLogger("jstep")
 
@@ -124,7 +124,9 @@ class History(ReportingHook):
         """Open the file, on process 0, and keep its rows that are of this run."""
         if jax.process_index() != 0 or self._path is None:
             return
-        self._file = HistoryFile(self._path, self.run)
+        self._file = HistoryFile(
+            self._path, self.run.step, resumes=self.run.restored is not None and not self.run.is_new_branch
+        )
         self._rows = dict(sorted((self._rows | self._file.rows).items()))  # some may not be there: the disk was full
         self._since = min((step for step in self._rows if step not in self._file.rows), default=math.inf)
 

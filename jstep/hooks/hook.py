@@ -1,14 +1,14 @@
 """The `Hook` protocol, the check of `train(hooks=…)`, and the results that hooks may return."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import describe_type, format_value
+from jstep.core.checks import describe_type, format_value, hook_name
 from jstep.core.exceptions import note
 from jstep.core.meshes import internal_transfers
 from jstep.core.recorded_calls import ShownAsTyped
@@ -17,12 +17,7 @@ from jstep.slots.roles import roles_in
 from jstep.state.copies import warn_of_copies
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
-
-NEVER = 2**63
-"""A step that is never reached."""
-
-Clock = Callable[[], float]
-Metrics = Mapping[str, Any]
+from jstep.training.metrics import Metrics
 
 
 class Hook(ShownAsTyped):
@@ -124,11 +119,6 @@ def defines(hook: object, name: str) -> bool:
     """Whether a hook has a method that is not one of `Hook`, which do nothing; other attributes do not count."""
     method = getattr(hook, name, None)
     return callable(method) and getattr(method, "__func__", method) is not getattr(Hook, name, None)
-
-
-def hook_name(hook: object) -> str:
-    name = getattr(hook, "name", None)
-    return name if isinstance(name, str) else str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
 def call_named(hook: object, method: str, *args: Any) -> Any:

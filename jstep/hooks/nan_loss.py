@@ -5,15 +5,15 @@ import logging
 
 import jax
 
-from jstep.core.checks import as_bool, as_int
+from jstep.core.checks import as_bool, as_int, hook_name
 from jstep.core.stopwatch import STEPPING
-from jstep.hooks.cadence import make_cadence
-from jstep.hooks.hook import Metrics, hook_name, state_step
-from jstep.hooks.metric_sums import BadStep, Interval
+from jstep.hooks.hook import state_step
 from jstep.hooks.run_hook import RunHook, RunInfo
+from jstep.metering.cadence import make_cadence
+from jstep.metering.metric_sums import BadStep, Interval
 from jstep.state.contents import NAN, NanLossDuringTrainingError, StateContents, briefly
 from jstep.state.train_state import TrainState
-from jstep.training.metrics import LOSS
+from jstep.training.metrics import LOSS, Metrics
 
 _logger = logging.getLogger("jstep")
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jstep.core.logs import is_below_bar
-from jstep.core.tables import html_table, html_text
 from jstep.hooks.history import History
-from jstep.hooks.hook import Clock
-from jstep.hooks.numbers import as_numbers, read_values
 from jstep.hooks.run_hook import RunInfo
+from jstep.metering.cadence import Clock
+from jstep.metering.numbers import as_numbers, read_values
+from jstep.pictures.tables import html_table, html_text
 
 _ROWS, _LINES = 20, 20
 """The maximum numbers of rows of evaluations, and of log lines."""

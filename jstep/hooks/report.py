@@ -10,16 +10,16 @@ import jax
 
 from jstep import summary
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_function, describe_type, format_value
+from jstep.core.checks import as_bool, as_function, describe_type, format_value, in_own_digits
 from jstep.core.exceptions import note
 from jstep.core.logs import IN_BAR, as_level
-from jstep.hooks.cadence import UNSET, make_cadence
-from jstep.hooks.hook import Clock, Metrics
-from jstep.hooks.numbers import (
+from jstep.hooks.run_hook import RunHook, RunInfo, check_writer
+from jstep.hooks.speed import format_utilization
+from jstep.metering.cadence import UNSET, Clock, make_cadence
+from jstep.metering.numbers import (
     PendingTransfer,
     begin_transfer,
     format_number,
-    in_own_digits,
     is_number,
     is_ready,
     names_of_arrays,
@@ -27,9 +27,8 @@ from jstep.hooks.numbers import (
     scalars,
     sort_metrics,
 )
-from jstep.hooks.run_hook import RunHook, RunInfo, check_writer
-from jstep.hooks.speed import format_utilization
 from jstep.state.train_state import TrainState
+from jstep.training.metrics import Metrics
 
 _logger = logging.getLogger("jstep")
 

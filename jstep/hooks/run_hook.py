@@ -11,14 +11,15 @@ from jstep.checkpoint.saver import Saver
 from jstep.core.checks import format_value
 from jstep.core.exceptions import with_path
 from jstep.core.stopwatch import HOOKS, Stopwatch
-from jstep.hooks.cadence import Cadence
-from jstep.hooks.hook import Hook, Metrics
-from jstep.hooks.in_flight import InFlight
-from jstep.hooks.metric_sums import MetricSums
-from jstep.hooks.numbers import TransferQueue
+from jstep.hooks.hook import Hook
+from jstep.metering.cadence import Cadence
+from jstep.metering.in_flight import InFlight
+from jstep.metering.metric_sums import MetricSums
+from jstep.metering.numbers import TransferQueue
 from jstep.state.contents import StateContents
 from jstep.state.train_state import TrainState
 from jstep.summary.writer import SummaryWriter
+from jstep.training.metrics import Metrics
 
 # Calls, for hooks that wrap them: a call has its `args`, its number of `steps`, and the step `first` before them.
 

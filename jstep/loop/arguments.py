@@ -12,13 +12,13 @@ from jstep.checkpoint.saver import Saver
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, as_int, as_number, describe_type, format_value
 from jstep.core.placement import refuse_compile_only
-from jstep.core.plain import as_config
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.loaders import StateBatches
 from jstep.data.placement import make_placer
-from jstep.hooks.cadence import make_cadence
 from jstep.hooks.hook import list_of_hooks
 from jstep.loop.programs import AUTO
+from jstep.metering.cadence import make_cadence
+from jstep.record.config import as_config
 from jstep.state.global_step import get_global_step
 from jstep.state.train_state import require_state
 from jstep.stores.urls import absolute, is_url, location

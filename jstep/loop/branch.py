@@ -18,10 +18,10 @@ from jstep.core.meshes import internal_transfers
 from jstep.distributed import processes
 from jstep.hooks.hook import state_step
 from jstep.loop.arguments import Options
+from jstep.record.starts import original_of, read_starts, valid
 from jstep.state.train_state import TrainState
 from jstep.stores import tagged_json
 from jstep.stores.files import is_directory
-from jstep.stores.starts import original_of, read_starts, valid
 from jstep.stores.urls import is_url, join_path, resolve_path, split_path
 
 PARENT = "parent"

@@ -14,18 +14,19 @@ from typing import Any
 
 import jax
 
+from jstep.checkpoint.hook_states import hook_key
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.jaxprs import hash_strings, part_for, program_hash, without_addresses
 from jstep.core.meshes import sharding_text
-from jstep.core.plain import cut, hide, plain
+from jstep.core.secret_text import hide
 from jstep.data.loaders import ReplayedBatches, StateBatches
 from jstep.data.sequence import BatchSequence
-from jstep.hooks.start_differences import SETTINGS
-from jstep.hooks.states import hook_key
 from jstep.loop.arguments import Options
 from jstep.loop.programs import TrainSteps, lanes_of, name_of_step, shapes_of, type_text
+from jstep.record.config import cut, plain
+from jstep.record.differences import SETTINGS
 from jstep.state.sharding import describe_devices
 from jstep.training.metrics import LOSS, StepMetrics
 

@@ -21,10 +21,10 @@ from jstep.core.stopwatch import STARTING, Stopwatch
 from jstep.core.threads import in_background
 from jstep.data.placement import mesh_without_batch
 from jstep.distributed import processes
-from jstep.hooks.metric_sums import NO_CONSTANTS
 from jstep.loop.compiling import Compiler
 from jstep.loop.programs import READ_AHEAD, Chunk, Program, ProgramTable, TrainSteps
 from jstep.loop.signals import StopSignals
+from jstep.metering.metric_sums import NO_CONSTANTS
 from jstep.optimizers.hyperparameters import LEARNING_RATE, is_learning_rate
 from jstep.slots.roles import roles_in
 from jstep.state.train_state import TrainState

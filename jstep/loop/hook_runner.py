@@ -6,20 +6,21 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from jstep.checkpoint.hook_states import is_public
 from jstep.core import trees
 from jstep.core.annotations import Tree
+from jstep.core.checks import hook_name
 from jstep.core.exceptions import note, note_other
 from jstep.core.stopwatch import FIRST_CALL, HOOKS, STEPPING
 from jstep.distributed import processes
 from jstep.evaluating.evaluation_hook import EvaluationHook
-from jstep.hooks.cadence import Cadence, HookSchedule, next_call
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.hook import NEVER, call_named, check_hook_result, check_step, defines, hook_name
+from jstep.hooks.hook import call_named, check_hook_result, check_step, defines
 from jstep.hooks.report import LoggingHook
 from jstep.hooks.run_hook import Repeated, ReportingContext, RunCall, RunHook, RunInfo
-from jstep.hooks.states import is_public
 from jstep.loop.programs import Boundaries, Chunk, EndsAhead
 from jstep.loop.setup import LEAVING, Calling, Setup
+from jstep.metering.cadence import NEVER, Cadence, HookSchedule, next_call
 
 
 class HookRunner:

@@ -29,8 +29,8 @@ from jstep.core.meshes import dims_of, internal_transfers, mesh_of, using_mesh
 from jstep.core.trees import batch_to_args, shape_of
 from jstep.data.placement import as_shardings, make_placer
 from jstep.data.steps import Staircase, as_staircase
-from jstep.hooks.hook import NEVER
-from jstep.hooks.metric_sums import NO_CONSTANTS, Accumulate, MetricSums, find_skip_metric
+from jstep.metering.cadence import NEVER
+from jstep.metering.metric_sums import NO_CONSTANTS, Accumulate, MetricSums, find_skip_metric
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import keep_roles
 from jstep.training.looped import LoopedStep, TracedStep, loop_step

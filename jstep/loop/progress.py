@@ -16,18 +16,18 @@ import jax
 from jstep.core.checks import as_int, as_number
 from jstep.core.interactive import is_notebook
 from jstep.core.logs import Ticker, slow
-from jstep.hooks.cadence import Cadence
 from jstep.hooks.history import History
-from jstep.hooks.hook import Clock, Metrics, state_step
+from jstep.hooks.hook import state_step
 from jstep.hooks.notebook import Below, NotebookBar, ShownLines
-from jstep.hooks.numbers import TransferQueue, as_numbers, begin_transfer, format_number, scalars, sort_metrics
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.speed import format_utilization
 from jstep.loop.run import Observer
 from jstep.loop.setup import Setup
+from jstep.metering.cadence import Cadence, Clock
+from jstep.metering.numbers import TransferQueue, as_numbers, begin_transfer, format_number, scalars, sort_metrics
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.train_state import TrainState
-from jstep.training.metrics import LOSS
+from jstep.training.metrics import LOSS, Metrics
 
 _logger = logging.getLogger("jstep")
 

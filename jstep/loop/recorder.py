@@ -19,22 +19,23 @@ from jstep.core.annotations import Tree
 from jstep.core.checks import truncate
 from jstep.core.logs import BELOW_BAR
 from jstep.core.meshes import internal_transfers
-from jstep.core.plain import command_line, error_text, number
+from jstep.core.secret_text import error_text
 from jstep.core.tables import printable
 from jstep.core.threads import in_background, wait_until_done
 from jstep.data.sequence import BatchSequence
-from jstep.hooks.numbers import is_ready, read_values, scalars
-from jstep.hooks.stall_files import exit_reason
-from jstep.hooks.start_differences import changes
 from jstep.loop.branch import PARENT, PARENT_RUN
 from jstep.loop.card import card, program_card, shortened
 from jstep.loop.programs import Chunk, lanes_of
 from jstep.loop.run import STOPPED, Observer, Origin, Run, name_of_run
 from jstep.loop.setup import Setup
+from jstep.metering.numbers import is_ready, read_values, scalars
+from jstep.record.code import GIT_TIMEOUT_SECS, code_version
+from jstep.record.config import command_line, number
+from jstep.record.differences import changes
+from jstep.record.stall_files import exit_reason
+from jstep.record.starts import FINISHED, FOLDER, KILLED, Start, StartFile, read_starts, totals, valid, with_card
 from jstep.state.sharding import describe_devices
 from jstep.stores.owners import is_alive, this_process
-from jstep.stores.repository import GIT_TIMEOUT_SECS, code_version
-from jstep.stores.starts import FINISHED, FOLDER, KILLED, Start, StartFile, read_starts, totals, valid, with_card
 from jstep.stores.urls import absolute, is_url, location
 
 PAST, START = "past", "start"

@@ -15,9 +15,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.data.loaders import Source
 from jstep.distributed import processes
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.metric_sums import is_bad
 from jstep.hooks.nan_loss import NanLossHook
-from jstep.hooks.numbers import host
 from jstep.hooks.run_hook import Poll, RunHook, RunInfo
 from jstep.loop.branch import RUN_KEY, Trunk
 from jstep.loop.dispatch import Dispatch
@@ -25,6 +23,8 @@ from jstep.loop.feeder import BatchFeeder
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.programs import Chunk
 from jstep.loop.setup import Calling, Setup
+from jstep.metering.metric_sums import is_bad
+from jstep.metering.numbers import host
 from jstep.state.contents import NanLossDuringTrainingError, StateContents, in_words
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import LOSS

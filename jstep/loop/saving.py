@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 
+from jstep.checkpoint.hook_states import get_states, set_states
 from jstep.checkpoint.manifest import Extra
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
@@ -30,11 +31,8 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING, STEPPING
 from jstep.data.positions import gather_positions, positions_elsewhere
 from jstep.distributed import processes
-from jstep.hooks.cadence import Cadence
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.hook import Metrics
 from jstep.hooks.nan_loss import about_start
-from jstep.hooks.states import get_states, set_states
 from jstep.loop.arguments import MAX_SECS, Options
 from jstep.loop.branch import (
     PARENT,
@@ -42,9 +40,11 @@ from jstep.loop.branch import (
 )
 from jstep.loop.programs import AUTO
 from jstep.loop.run import ENDED, STOPPED, Run
+from jstep.metering.cadence import Cadence
 from jstep.state.train_state import TrainState
 from jstep.stores.tagged_json import AttachedFiles, LargeBytes, as_json, with_files
 from jstep.stores.urls import is_url
+from jstep.training.metrics import Metrics
 
 _logger = logging.getLogger("jstep")
 

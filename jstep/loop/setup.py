@@ -12,19 +12,19 @@ from typing import Any, NamedTuple
 from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING, Stopwatch, new_watch
-from jstep.hooks.background import BackgroundHooks
 from jstep.hooks.hook import Hook
-from jstep.hooks.in_flight import InFlight
-from jstep.hooks.metric_sums import MetricSums
 from jstep.hooks.nan_loss import NanLossHook
-from jstep.hooks.numbers import TransferQueue
 from jstep.hooks.run_hook import Poll, RunHook
 from jstep.loop.arguments import Options
+from jstep.loop.background import BackgroundHooks
 from jstep.loop.compiling import StartTimes
 from jstep.loop.programs import TrainSteps
 from jstep.loop.signals import StopSignals
+from jstep.metering.in_flight import InFlight
+from jstep.metering.metric_sums import MetricSums
+from jstep.metering.numbers import TransferQueue
+from jstep.record.starts import StartFile
 from jstep.state.train_state import TrainState
-from jstep.stores.starts import StartFile
 
 # The state of a loop over calls: only the loop's thread writes it, all others read it.
 

@@ -24,15 +24,14 @@ from typing import Any
 import jax
 
 from jstep.core import threads
-from jstep.core.checks import as_number
-from jstep.core.plain import error_text
+from jstep.core.checks import as_number, hook_name
+from jstep.core.secret_text import error_text
 from jstep.core.stopwatch import EVALUATING, FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
-from jstep.hooks.hook import hook_name
 from jstep.hooks.run_hook import RunHook
-from jstep.hooks.stall_files import CALL, WITH_OTHERS, StallFiles, silent
 from jstep.loop.run import Observer, Run
 from jstep.loop.setup import BEGINNING, CLOSING, Calling, Setup
 from jstep.loop.stopping import save_while_it_hangs
+from jstep.record.stall_files import CALL, WITH_OTHERS, StallFiles, silent
 
 EXIT_CODE = 75
 """`EX_TEMPFAIL` of sysexits.h: a launcher may restart the run."""

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jstep.checkpoint.hook_states import check_owners, get_states
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import interactive, trees
@@ -25,13 +26,9 @@ from jstep.data.loaders import Source, StateBatches, open_source
 from jstep.data.positions import RarePosition, restore_position
 from jstep.data.sequence import BatchSequence
 from jstep.distributed import processes
-from jstep.hooks.cadence import next_multiple
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.hook import state_step
 from jstep.hooks.nan_loss import NanLossHook
-from jstep.hooks.numbers import read_values
-from jstep.hooks.stall_files import FOLDER as STALLS
-from jstep.hooks.states import check_owners, get_states
 from jstep.loop.arguments import Options
 from jstep.loop.branch import (
     PARENT,
@@ -54,14 +51,17 @@ from jstep.loop.run import ENDED, STOPPED, Observers, Origin, Run, compiling_for
 from jstep.loop.saving import HELD_VALUES, extra_at, restore_hooks
 from jstep.loop.setup import Setup
 from jstep.loop.stopping import report_done
+from jstep.metering.cadence import next_multiple
+from jstep.metering.numbers import read_values
 from jstep.optimizers.hyperparameters import held_values
+from jstep.record.stall_files import FOLDER as STALLS
+from jstep.record.starts import FOLDER
 from jstep.state.contents import StateContents
 from jstep.state.global_step import require_alive
 from jstep.state.leaves import StateLeaves
 from jstep.state.train_state import TrainState
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.owners import remove_temporary
-from jstep.stores.starts import FOLDER
 from jstep.stores.urls import is_url
 
 _logger = logging.getLogger("jstep")

@@ -24,11 +24,11 @@ from typing import NoReturn
 
 from jstep.checkpoint.names import checkpoint_name
 from jstep.core import interactive, trees
+from jstep.core.checks import hook_name
 from jstep.core.exceptions import note, note_other
 from jstep.core.logs import BELOW_BAR
 from jstep.distributed import processes
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.hook import hook_name
 from jstep.loop.hook_runner import Errors
 from jstep.loop.run import STOPPED, Run
 from jstep.loop.saving import RunSaverHook, why_position_lost

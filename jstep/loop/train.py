@@ -14,10 +14,9 @@ from jstep.core import interactive
 from jstep.core.annotations import P, Tree
 from jstep.core.exceptions import setting
 from jstep.core.interactive import is_notebook
-from jstep.core.logs import log_to_stderr
+from jstep.core.logs import WARNED, log_to_stderr
 from jstep.core.meshes import mesh_of, overriding_mesh
 from jstep.core.stopwatch import SAVING
-from jstep.core.warned import WARNED
 from jstep.data.loaders import check_batches
 from jstep.data.placement import over_axes
 from jstep.distributed import processes

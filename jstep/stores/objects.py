@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from jstep.core.exceptions import Picklable
-from jstep.core.plain import hide
+from jstep.core.secret_text import hide
 from jstep.stores.urls import parts_of_url
 
 ABSENT = b"\x02"

@@ -10,9 +10,9 @@ import numpy as np
 
 from jstep.core.checks import format_list
 from jstep.core.tables import columns, fold
-from jstep.hooks.start_differences import IN_A_AND_B, changes
+from jstep.record.differences import IN_A_AND_B, changes
+from jstep.record.starts import Start, read_starts, with_card
 from jstep.stores.files import is_directory, names_in
-from jstep.stores.starts import Start, read_starts, with_card
 from jstep.stores.urls import is_url, join_path, location, split_path
 from jstep.tools import cli
 from jstep.tools.cli_inspect import Checkpoint, at, below

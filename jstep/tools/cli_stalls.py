@@ -4,7 +4,7 @@ import argparse
 import time
 from typing import Any
 
-from jstep.hooks.stall_files import FOLDER, find_waited_for, in_ranges, read_stalls, silent
+from jstep.record.stall_files import FOLDER, find_waited_for, in_ranges, read_stalls, silent
 from jstep.stores.files import is_directory
 from jstep.stores.urls import absolute, join_path, location, split_path
 from jstep.tools.cli import DIFFERENT, OK, Command, answer, complain, table

@@ -8,10 +8,10 @@ import os
 from collections.abc import Mapping, Sequence
 
 from jstep.core.stopwatch import PARTS, STEPPING
-from jstep.core.tables import Tabular
-from jstep.stores.starts import Start, read_starts, totals, valid
+from jstep.record.starts import Start, read_starts, totals, valid
 from jstep.stores.urls import absolute, location
 from jstep.tools.cli import Command, answer
+from jstep.tools.tabular import Tabular
 
 _COPIED = tuple(part for part in PARTS if part != STEPPING)
 _ALL = ("productive", "rewound", *_COPIED, "down")

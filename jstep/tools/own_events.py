@@ -5,9 +5,9 @@ import socket
 from collections.abc import Sequence
 
 from jstep.core.checks import format_list, truncate
+from jstep.record.starts import Start, read_starts, valid
 from jstep.stores.event_files import Writer, event_files
 from jstep.stores.files import is_directory
-from jstep.stores.starts import Start, read_starts, valid
 from jstep.stores.urls import is_url, join_path, resolve_path, split_path
 from jstep.tools.run_summary import RunSummary
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jstep.core.checks import format_list, truncate
-from jstep.core.curves import NEUTRAL, Curve, Dot, Mark, dots, legend_key, picture
-from jstep.core.tables import html_text
-from jstep.hooks.start_differences import values_of
+from jstep.pictures.curves import NEUTRAL, Curve, Dot, Mark, dots, legend_key, picture
+from jstep.pictures.tables import html_text
+from jstep.record.differences import values_of
 from jstep.tools.cli import utc_text
 from jstep.tools.goodput import Goodput, by_start, of_run
 from jstep.tools.run_files import RunFiles

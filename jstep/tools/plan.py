@@ -10,19 +10,20 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_int, as_number, describe_type, format_count, format_value, truncate_path
+from jstep.core.checks import as_int, as_number, describe_type, format_count, format_value, hook_name, truncate_path
 from jstep.core.meshes import internal_transfers
-from jstep.core.tables import WIDTH, Tabular, columns, wrap_words
+from jstep.core.tables import WIDTH, columns, wrap_words
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import OptimizerLike, Schedule
 from jstep.data.batches import Batches
 from jstep.data.loaders import check_batches
 from jstep.data.sequence import BatchSequence
-from jstep.hooks.cadence import hook_cadence, next_call
-from jstep.hooks.hook import Hook, hook_name, list_of_hooks
+from jstep.hooks.hook import Hook, list_of_hooks
 from jstep.hooks.run_hook import RunHook
 from jstep.loop.programs import as_stages, name_of_step
+from jstep.metering.cadence import hook_cadence, next_call
 from jstep.slots.optax_transformations import is_transformation, require_optimizer
+from jstep.tools.tabular import Tabular
 
 T = TypeVar("T")
 

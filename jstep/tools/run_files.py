@@ -8,10 +8,10 @@ import numpy as np
 
 from jstep.checkpoint.listing import entries
 from jstep.core.checks import truncate
-from jstep.core.curves import Mark, Numbers, thin
-from jstep.hooks.start_differences import changes
+from jstep.pictures.curves import Mark, Numbers, thin
+from jstep.record.differences import changes
+from jstep.record.starts import Start, read_starts, valid, with_card
 from jstep.stores.event_files import Series, read_series
-from jstep.stores.starts import Start, read_starts, valid, with_card
 from jstep.stores.urls import is_url
 from jstep.tools.cli import utc_text
 from jstep.tools.own_events import events_of_run

@@ -10,10 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jstep.checkpoint.open_store import open_store
-from jstep.hooks.stall_files import exit_reason, read_stalls
-from jstep.stores.files import seconds_since_write
-from jstep.stores.owners import is_alive
-from jstep.stores.starts import (
+from jstep.record.stall_files import exit_reason, read_stalls
+from jstep.record.starts import (
     KILLED,
     Start,
     has_trained,
@@ -24,6 +22,8 @@ from jstep.stores.starts import (
     valid,
     with_card,
 )
+from jstep.stores.files import seconds_since_write
+from jstep.stores.owners import is_alive
 from jstep.stores.urls import is_url, split_path
 from jstep.tools.goodput import of_run, until
 

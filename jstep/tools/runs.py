@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import as_string, format_list, truncate
-from jstep.core.tables import breadth, columns, html_table, printable
-from jstep.hooks.start_differences import values_of
+from jstep.core.tables import breadth, columns, printable
+from jstep.pictures.tables import html_table
+from jstep.record.differences import values_of
+from jstep.record.starts import FOLDER, Start, read_starts
 from jstep.stores.files import is_absent, is_directory, walk
-from jstep.stores.starts import FOLDER, Start, read_starts
 from jstep.stores.urls import absolute, is_url, join_path, location, resolve_path, split_path
 from jstep.tools.cli import DIFFERENT, OK, Command, as_strict_json, choose, complain, local_text, local_zone
 from jstep.tools.run_summary import RunSummary, summarize, summary_fields, trained_start, unreadable_run

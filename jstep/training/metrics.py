@@ -21,6 +21,8 @@ from jstep.optimizers.hyperparameters import display_name
 from jstep.slots.indexed_slices import RowsInOrder, is_slices
 from jstep.slots.roles import Role, Roles
 
+Metrics: TypeAlias = Mapping[str, Any]
+
 LOSS, GRAD_NORM = "loss", "grad_norm"
 """Names of metrics that hooks and the loop read."""
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jstep.core.plain import NOT_RECORDED, as_config, command_line, error_text, hide, plain
+from jstep.core.secret_text import NOT_RECORDED, error_text, hide
+from jstep.record.config import as_config, command_line, plain
 
 SECRET = "hunter2-hunter2-hunter2"
 
@@ -52,7 +53,7 @@ VALUES = [
     (np.ones((2, 3), np.float32), "float32[2, 3]"),
     (Level.HIGH, "HIGH"),
     (np.float32, "numpy.float32"),
-    (plain, "jstep.core.plain.plain"),
+    (plain, "jstep.record.config.plain"),
     (Raises(), f"{__name__}.Raises"),
     (10**400, "builtins.int"),
     (b"x", "builtins.bytes"),

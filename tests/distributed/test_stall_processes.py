@@ -9,7 +9,7 @@ import pytest
 from processes import start, wait_for
 
 import jstep
-from jstep.hooks.stall_files import read_stalls
+from jstep.record.stall_files import read_stalls
 from jstep.tools.cli import main
 
 TRAIN = """

@@ -13,7 +13,7 @@ from hooked_runs import train
 
 import jstep
 from jstep.core.logs import log_to_stderr
-from jstep.hooks import in_flight
+from jstep.metering import in_flight
 
 # StepCounterHook
 
@@ -46,7 +46,8 @@ class PendingValue:
 @pytest.fixture
 def pending_value(monkeypatch):
     """Replace device arrays by `PendingValue`, whose readiness the test controls."""
-    from jstep.hooks import numbers, report
+    from jstep.hooks import report
+    from jstep.metering import numbers
 
     monkeypatch.setattr(report, "scalars", lambda metrics, leave_out: metrics)
     monkeypatch.setattr(numbers, "start_transfer", lambda values: None)

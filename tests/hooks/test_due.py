@@ -12,9 +12,8 @@ from hook_fakes import Clock, Writer
 from hooked_runs import batches, train
 
 import jstep
-from jstep.hooks.cadence import Cadence, HookSchedule, next_call
-from jstep.hooks.hook import NEVER
 from jstep.hooks.run_hook import RunHook
+from jstep.metering.cadence import NEVER, Cadence, HookSchedule, next_call
 
 
 def nan_at(bad):

@@ -13,7 +13,7 @@ from fake_runs import FakeRun
 from test_history import StopError, batch, run, stop_at, train_step
 
 import jstep
-from jstep.hooks import history_file as module
+from jstep.metering import history_file as module
 
 ROW = b'{"step": 5, "loss": 0.5}\n'
 

@@ -15,9 +15,9 @@ from waiting import wait_until
 
 import jstep
 from jstep.core import logs
-from jstep.hooks import in_flight, numbers
-from jstep.hooks.in_flight import InFlight
 from jstep.loop import progress
+from jstep.metering import in_flight, numbers
+from jstep.metering.in_flight import InFlight
 
 
 class Device:

@@ -11,9 +11,9 @@ import pytest
 from hooked_runs import batches, train
 
 import jstep
-from jstep.hooks.metric_sums import NO_CONSTANTS, MetricSums, choose_columns
-from jstep.hooks.numbers import in_own_digits
+from jstep.core.checks import in_own_digits
 from jstep.hooks.run_hook import RunHook
+from jstep.metering.metric_sums import NO_CONSTANTS, MetricSums, choose_columns
 from jstep.training.metrics import Constants
 
 
@@ -115,7 +115,7 @@ def test_the_last_step_is_always_logged(caplog):
 
 
 def test_values_that_are_not_real_numbers_are_not_metrics():
-    from jstep.hooks.numbers import is_number, scalars
+    from jstep.metering.numbers import is_number, scalars
 
     found = scalars({"a": jnp.float32(1), "key": jax.random.key(0), "z": jnp.complex64(1j), "b": True})
     assert list(found) == ["a", "b"]

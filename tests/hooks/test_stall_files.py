@@ -9,8 +9,8 @@ import time
 import pytest
 
 import jstep
-from jstep.hooks.stall_files import StallFiles, find_waited_for, read_stalls, silent
-from jstep.stores.starts import StartFile, totals
+from jstep.record.stall_files import StallFiles, find_waited_for, read_stalls, silent
+from jstep.record.starts import StartFile, totals
 from jstep.tools.cli import main
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jstep.hooks.start_differences import IN_A_AND_B, changes, same, values_of
+from jstep.record.differences import IN_A_AND_B, changes, same, values_of
 
 PROGRAM: dict[str, Any] = {
     "stage": 0, "hash": "p", "batch": ["0/x: float32[4]"], "hyperparameters": {"learning_rate": 0.1},

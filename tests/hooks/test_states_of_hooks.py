@@ -9,8 +9,8 @@ import pytest
 from hook_fakes import state_at
 
 import jstep
+from jstep.checkpoint.hook_states import get_states, set_states
 from jstep.hooks.hook import StopWith, check_hook_result, check_returned_state, check_step
-from jstep.hooks.states import get_states, set_states
 from jstep.state.train_state import TrainState
 
 

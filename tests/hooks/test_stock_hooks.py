@@ -13,7 +13,7 @@ from fake_runs import FakeRun
 from hook_fakes import state_at
 
 import jstep
-from jstep.hooks.hook import NEVER
+from jstep.metering.cadence import NEVER
 
 # StopAtStepHook
 

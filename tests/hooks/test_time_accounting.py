@@ -11,8 +11,9 @@ from hook_fakes import Marker
 
 import jstep
 from jstep.core import stopwatch
-from jstep.hooks import in_flight, metric_sums, numbers, report
+from jstep.hooks import report
 from jstep.hooks.run_hook import RunHook
+from jstep.metering import in_flight, metric_sums, numbers
 
 BATCH = 1 / 32
 """The seconds that a batch takes; a step takes one second."""

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jstep
-from jstep.stores.starts import read_starts, with_card
+from jstep.record.starts import read_starts, with_card
 
 
 def loss(params, x):

@@ -11,9 +11,9 @@ import pytest
 from cards import card_of, loss
 
 import jstep
-from jstep.hooks.start_differences import IN_A_AND_B, changes
 from jstep.loop import card
 from jstep.loop.programs import as_stages
+from jstep.record.differences import IN_A_AND_B, changes
 from jstep.training.metrics import StepMetrics
 
 

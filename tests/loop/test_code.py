@@ -10,8 +10,8 @@ import pytest
 from repositories import at, git
 
 import jstep
-from jstep.stores import repository as code
-from jstep.stores.starts import read_starts
+from jstep.record import code
+from jstep.record.starts import read_starts
 
 optimizer = jstep.gradient_descent(0.1)
 train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)

@@ -5,7 +5,7 @@ import numpy as np
 from cards import recorded
 
 import jstep
-from jstep.hooks.start_differences import changes
+from jstep.record.differences import changes
 
 OPTIMIZER = jstep.gradient_descent(0.1)
 DATA = jstep.batches(np.ones((64, 2), np.float32), 8, seed=0)

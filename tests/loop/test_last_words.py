@@ -12,10 +12,10 @@ from loop_runs import DATA, Calls, train
 
 import jstep
 from jstep.checkpoint.listing import read_manifest
-from jstep.hooks.cadence import Cadence
 from jstep.hooks.run_hook import RunHook
 from jstep.loop import stopping
 from jstep.loop.saving import RunSaverHook
+from jstep.metering.cadence import Cadence
 
 
 class Says(RunHook):

@@ -18,7 +18,7 @@ import pytest
 from scalar_points import read_scalars
 
 import jstep
-from jstep.stores.starts import read_starts, with_card
+from jstep.record.starts import read_starts, with_card
 
 FILE = pathlib.Path(__file__).with_name("lines_of_runs.txt")
 OPTIMIZER = jstep.momentum(jstep.exponential_decay(0.1, 10, 0.5), 0.9)

@@ -9,7 +9,7 @@ import pytest
 from loop_runs import train
 
 import jstep
-from jstep.hooks import history_file
+from jstep.metering import history_file
 from jstep.stores import line_files
 from jstep.summary import new_event_files
 

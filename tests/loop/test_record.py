@@ -16,9 +16,9 @@ from waiting import wait_until
 import jstep
 from jstep.loop import recorder
 from jstep.loop.stalls import StallWatch, Wait
-from jstep.stores import starts
+from jstep.record import starts
+from jstep.record.starts import read_starts, totals, with_card
 from jstep.stores.owners import this_process
-from jstep.stores.starts import read_starts, totals, with_card
 
 optimizer = jstep.gradient_descent(0.1)
 train_step = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), optimizer)

@@ -9,7 +9,7 @@ from loop_runs import train
 
 import jstep
 from jstep.hooks.run_hook import RunHook
-from jstep.stores.starts import read_starts
+from jstep.record.starts import read_starts
 
 
 def fails(name):

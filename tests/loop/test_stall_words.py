@@ -9,10 +9,10 @@ import pytest
 import jstep
 from jstep.core.stopwatch import FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
 from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, TRACING
-from jstep.hooks.in_flight import InFlight
 from jstep.loop import stalls
 from jstep.loop.setup import BEGINNING, CLOSING, RUNNING, At
 from jstep.loop.stalls import StallWatch, Wait
+from jstep.metering.in_flight import InFlight
 
 
 def run_of(*, loop: Any = None, **more: Any) -> Any:

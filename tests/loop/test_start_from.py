@@ -11,7 +11,7 @@ import pytest
 from positioned import Positioned
 
 import jstep
-from jstep.stores.starts import read_starts
+from jstep.record.starts import read_starts
 
 optimizer = jstep.adam(jstep.held("learning_rate", 0.1))
 train_step = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), optimizer)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.hooks.stall_files import StallFiles, read_stalls
+from jstep.record.stall_files import StallFiles, read_stalls
+from jstep.record.starts import StartFile, read_starts, totals, with_card
 from jstep.state import fingerprints
 from jstep.stores.owners import this_process
-from jstep.stores.starts import StartFile, read_starts, totals, with_card
 from jstep.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("fast_retries")

@@ -20,8 +20,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import jstep
 from jstep.checkpoint.manifest import CheckpointError
+from jstep.record.starts import read_starts
 from jstep.state import fingerprints
-from jstep.stores.starts import read_starts
 
 ACCEPTABLE = "acceptable"
 REFUSED = "refused"

@@ -6,16 +6,16 @@ import re
 from source_files import MODULES, nodes_of, text_of
 
 OPENS = {
-    "core.curves": "a file of the package",
+    "pictures.curves": "a file of the package",
     "stores.files": "the functions that the others use",
     "core.logs": "the two ends of a pipe",
     "core.public_names": "a file of the package",
     "core.stopwatch": "/proc",
-    "stores.repository": "files of the program",
-    "hooks.history_file": "a file that the user names",
+    "record.code": "files of the program",
+    "metering.history_file": "a file that the user names",
     "loop.utilization": "a file of the package",
     "optimizers.muon": "a file of the package",
-    "stores.starts": "a new file, and none if there is one",
+    "record.starts": "a new file, and none if there is one",
     "stores.owners": "/proc",
     "summary.new_event_files": "a new file, and an error if there is one",
     "tools.cli": "/dev/null",

@@ -11,9 +11,9 @@ import time
 import forked
 import pytest
 
-from jstep.stores import starts
+from jstep.record import starts
+from jstep.record.starts import KEPT, StartFile, has_trained, last_trained, original_of, read_starts, totals, with_card
 from jstep.stores.owners import this_process
-from jstep.stores.starts import KEPT, StartFile, has_trained, last_trained, original_of, read_starts, totals, with_card
 
 GIVEN = {
     "run": "0a1b2c3d", "process": this_process(), "began": 100.0, "now": 100.0, "seconds": {}, "config": {"lr": 0.1},
@@ -105,7 +105,7 @@ def test_a_later_start_adds_the_end_of_a_killed_one(tmp_path):
 
 PROGRAM = """
 import json, sys
-from jstep.stores.starts import StartFile, read_starts, totals
+from jstep.record.starts import StartFile, read_starts, totals
 earlier = read_starts(sys.argv[1]).get("model", [])
 fields = {**json.loads(sys.argv[2]), "before": totals(earlier), "values": {"loss": 1.0}}
 file = StartFile(sys.argv[1], "model", earlier, fields)

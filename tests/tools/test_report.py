@@ -15,8 +15,8 @@ from written_runs import TIME, write_run
 
 import jstep
 from jstep import summary
-from jstep.core.curves import Curve, Mark, picture
-from jstep.stores.starts import read_starts
+from jstep.pictures.curves import Curve, Mark, picture
+from jstep.record.starts import read_starts
 from jstep.tools import run_files
 from jstep.tools.cli import main
 from jstep.tools.goodput import by_start

@@ -4,8 +4,8 @@ import json
 import os
 
 import jstep
+from jstep.record.starts import VERSION, path_of
 from jstep.stores.owners import this_process
-from jstep.stores.starts import VERSION, path_of
 
 ELSEWHERE = {"host": "elsewhere", "space": "", "pid": 7, "started": "1"}
 TIME = 1.7e9

@@ -12,6 +12,7 @@ from concurrent import futures
 from typing import Any
 
 from jstep.core.checks import format_value
+from jstep.record.starts import is_seconds, is_step
 from jstep.stores.files import (
     decode_json,
     foreign_file,
@@ -24,7 +25,6 @@ from jstep.stores.files import (
 )
 from jstep.stores.objects import Objects
 from jstep.stores.owners import is_alive, this_process
-from jstep.stores.starts import is_seconds, is_step
 from jstep.stores.urls import absolute, is_url, join_path
 
 _logger = logging.getLogger("jstep")

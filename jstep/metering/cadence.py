@@ -7,9 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jstep.core.checks import as_int, as_number, describe_type
+from jstep.core.checks import as_int, as_number, describe_type, hook_name
 from jstep.distributed import processes
-from jstep.hooks.hook import NEVER, Clock, hook_name
+
+NEVER = 2**63
+"""A step that is never reached."""
+
+Clock = Callable[[], float]
 
 
 class _Unset(int):

@@ -12,8 +12,7 @@ import numpy as np
 
 from jstep.core.meshes import internal_transfers
 from jstep.core.placement import is_on_cpus
-from jstep.hooks.hook import Metrics
-from jstep.training.metrics import LOSS
+from jstep.training.metrics import LOSS, Metrics
 
 # Which values are numbers, their order, and their text.
 
@@ -57,13 +56,6 @@ def is_numeric(value: object) -> bool:
     if dtype is None or not hasattr(value, "ndim"):
         return isinstance(value, int | float)
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
-
-
-def in_own_digits(value: float) -> float:
-    """Return a number as a float; one that a float32 holds with the digits of that one, 0.9 for 0.8999999761581421."""
-    with np.errstate(over="ignore"):
-        single = np.float32(value)
-    return float(str(single)) if float(single) == value and value % 1 else float(value)
 
 
 # Their way to the host.

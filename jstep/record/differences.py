@@ -5,9 +5,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jstep.core.checks import truncate
-from jstep.core.plain import NOT_RECORDED
-from jstep.hooks.numbers import in_own_digits
+from jstep.core.checks import in_own_digits, truncate
+from jstep.core.secret_text import NOT_RECORDED
 
 SETTINGS = (
     "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable",
@@ -108,7 +107,7 @@ def changes(
     What only one of the two has recorded is compared in configs, batches, stages and arguments.
 
     Example:
-        >>> from jstep.hooks.start_differences import changes
+        >>> from jstep.record.differences import changes
         >>> changes({"card": {"batches": {"seed": 0}}}, {"card": {"batches": {"seed": 1}}}).bits
         ['batches: seed: 0 before, 1 now']
     """

@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 
+from jstep.core.checks import hook_name
 from jstep.core.threads import in_background
-from jstep.hooks.hook import call_named, defines, hook_name
+from jstep.hooks.hook import call_named, defines
 
 _logger = logging.getLogger("jstep")
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from jstep.core.checks import truncate
-from jstep.core.tables import html_text
+from jstep.pictures.tables import html_text
 
 Numbers: TypeAlias = np.ndarray[Any, Any]
 _WIDTH, _HEIGHT, _LOW = 560, 168, 110
@@ -24,7 +24,7 @@ NEUTRAL = COLORS
 @functools.cache
 def stylesheet() -> str:
     """Return the style of the figures: text and axes inherit the color of the page, for light and dark themes."""
-    return importlib.resources.files("jstep.core").joinpath("curves.css").read_text(encoding="utf-8")
+    return importlib.resources.files("jstep.pictures").joinpath("curves.css").read_text(encoding="utf-8")
 
 
 class Curve(NamedTuple):

@@ -9,8 +9,7 @@ import stat
 from typing import Any
 
 from jstep.core.checks import describe_type, format_value
-from jstep.core.plain import number as json_float
-from jstep.hooks.run_hook import RunInfo
+from jstep.record.config import number as json_float
 from jstep.stores import files
 from jstep.stores.urls import is_url, location
 
@@ -80,17 +79,17 @@ class HistoryFile:
     A run that resumes keeps the rows up to its step. If any other run finds rows, the file is renamed.
     """
 
-    def __init__(self, path: str, run: RunInfo) -> None:
+    def __init__(self, path: str, step: int, *, resumes: bool) -> None:
         self._path = check_path(path)
         folder = os.path.dirname(path)
         files.make_folders(folder)
         found = read_rows(path) if os.path.exists(path) else {}
-        if found and (run.restored is None or run.is_new_branch):
+        if found and not resumes:
             moved = next(new for i in itertools.count(1) if not os.path.lexists(new := f"{path}.{i}"))
             os.rename(path, moved)
             _logger.warning("%s: has rows of another run, or of an earlier start; it is now %s", path, moved)
             found = {}
-        self.rows = {step: row for step, row in found.items() if step <= run.step}
+        self.rows = {at: row for at, row in found.items() if at <= step}
         ends = itertools.accumulate(len(_line(*row)) for row in self.rows.items())
         self._ends = dict(zip(self.rows, ends, strict=True))
         self._opened = files.open_own(path, _BEGINNING)

@@ -13,10 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core.annotations import Tree
 from jstep.core.meshes import internal_transfers
-from jstep.hooks.hook import Metrics
-from jstep.hooks.numbers import host, is_number, is_numeric, is_ready, local_copy, start_transfer
+from jstep.metering.numbers import host, is_number, is_numeric, is_ready, local_copy, start_transfer
 from jstep.training.looped import TracedStep
-from jstep.training.metrics import GRAD_NORM, LOSS, SKIPPED, Constants
+from jstep.training.metrics import GRAD_NORM, LOSS, SKIPPED, Constants, Metrics
 
 # For M metrics the array holds M sums, M corrections (the rounding errors), M counts, and the watched columns. Each sum
 # is stored in two floats, so that a mean is as accurate as one of float64; integers are rounded to one float.

@@ -1,0 +1,30 @@
+"""Texts without secrets: one rule for configs, command lines, environment variables and messages."""
+
+import contextlib
+import re
+
+NOT_RECORDED = "(not recorded)"
+"""The placeholder for a secret."""
+_ALWAYS = re.compile(r"secret|passw|passphrase|credential|private[_-]?key|authorization", re.IGNORECASE)
+_IF_RANDOM = re.compile(r"(?:key|token|auth)s?$", re.IGNORECASE)
+_RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+=-]{16,}")
+_TOKEN = re.compile(
+    r"-----BEGIN[\s\S]*|\b(?:sk-|hf_|gh[po]_|github_pat_|AKIA|xoxb-|glpat-)[\w-]{12,}|\b(?:Bearer|Basic)\s+\S{8,}"
+)
+_PAIR = re.compile(r"([\w.-]+)=([^\s,;&]+)")
+_LOGIN = re.compile(r"(\w://)[^\s/]*@")
+
+
+def hide(name: str, text: str) -> str:
+    """Return the text of an option, a variable or a message (`name=""`) without what must not be recorded."""
+    if _ALWAYS.search(name) or (_IF_RANDOM.search(name) and _RANDOM.fullmatch(text.strip())):
+        return NOT_RECORDED
+    return _TOKEN.sub(NOT_RECORDED, _LOGIN.sub(r"\1", text))
+
+
+def error_text(error: BaseException | None) -> str:
+    """Return the text of an exception without secrets; it may be user-defined and raise."""
+    with contextlib.suppress(Exception):
+        text = "" if error is None else str(error)[:20_000]
+        return hide("", _PAIR.sub(lambda pair: f"{pair[1]}={hide(pair[1], pair[2])}", text))
+    return ""

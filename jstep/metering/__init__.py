@@ -1,0 +1,1 @@
+"""The numbers of steps: when they are due, their sums and transfers from the device, and the file of their rows."""

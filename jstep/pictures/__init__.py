@@ -1,0 +1,1 @@
+"""Tables and curves as HTML and SVG, for pages and notebooks."""

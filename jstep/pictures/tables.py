@@ -1,0 +1,36 @@
+"""Tables as HTML, in a notebook's colors."""
+
+import html
+from collections.abc import Iterable, Sequence
+
+from jstep.core.tables import printable
+
+_CELL = "padding: 0.15em 0.9em 0.15em 0; border: none; background: none; color: inherit"
+_RIGHT = f"{_CELL}; text-align: right; font-variant-numeric: tabular-nums"
+_LEFT = f"{_CELL}; text-align: left; white-space: pre-wrap"  # blanks are the branches of a tree
+_RULE = "border-bottom: 1px solid color-mix(in srgb, currentColor 35%, transparent)"
+
+
+def html_text(text: object) -> str:
+    """Escape text of others for a page, as `printable` does for a terminal."""
+    return html.escape(printable(text))
+
+
+def html_table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
+    """Format an HTML table in the notebook's colors; all strings are escaped."""
+    parts = [f'<div style="margin: 0.4em 0"><div style="font-weight: 600">{html_text(title)}</div>']
+    parts.append('<table style="border-collapse: collapse; background: none; color: inherit; font-size: 0.92em">')
+    if head:
+        cells = "".join(
+            f'<th style="{_RIGHT if i else _LEFT}; {_RULE}">{html_text(name)}</th>' for i, name in enumerate(head)
+        )
+        parts.append(f"<tr>{cells}</tr>")
+    for row in rows:
+        cells = "".join(
+            f'<td style="{_RIGHT if i else _LEFT}">{html_text(cell.strip() if i else cell.rstrip())}</td>'
+            for i, cell in enumerate(row)
+        )
+        parts.append(f'<tr style="background: none">{cells}</tr>')
+    parts.append("</table>")
+    parts += [f'<div style="font-size: 0.92em; margin-top: 0.3em">{html_text(note)}</div>' for note in notes]
+    return "".join([*parts, "</div>"])

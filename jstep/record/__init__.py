@@ -1,0 +1,1 @@
+"""The record of runs: what each start was given and how it went, its files, and the comparison of two starts."""
