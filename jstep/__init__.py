@@ -47,7 +47,7 @@ Optimizers, others
     optimizers.layerwise: lamb lars novograd
     optimizers.sign: rprop signum
 Wrappers of optimizers
-    optimizers.compose: chain partition scope
+    optimizers.chains: chain partition scope
     optimizers.guards: skip_nonfinite dynamic_loss_scale update_every with_noise_scale
     optimizers.low_precision: master_weights stochastic_rounding
     optimizers.averages: lookahead slow_params with_moving_average ExponentialMovingAverage averaged_params
@@ -64,7 +64,7 @@ Elements of a chain
 Custom optimizers, and hyperparameters that the state holds
     core.trees: Optimizer Context
     optimizers.rules: from_direction leafwise Slot
-    optimizers.compose: stateless
+    optimizers.chains: stateless
     optimizers.updates: map_leaves apply_updates
     optimizers.hyperparameters: as_schedule held get_hyperparameter set_hyperparameter
     optimizers.from_optax: from_optax
@@ -87,7 +87,7 @@ Training loop and hooks
     loop.signals: Preempted
     state.interrupted: interrupted_state
     hooks.hook: Hook
-    hooks.report: ReportingHook LoggingHook SummarySaverHook MetricsHook
+    hooks.reporting: ReportingHook LoggingHook SummarySaverHook MetricsHook
     hooks.at_steps: every ProfilerHook StopAtStepHook
     core.logs: log_every_n
     hooks.speed: StepCounterHook
@@ -96,7 +96,7 @@ Training loop and hooks
     hooks.checkpoint_saver: CheckpointSaverHook
     hooks.bits: FingerprintHook DivergenceError AuditHook AuditError
     hooks.nan_loss: NanLossHook
-    state.contents: NanLossDuringTrainingError
+    state.nonfinite: NanLossDuringTrainingError
     loop.stalls: StallHook
 Evaluation
     evaluating.evaluator: evaluator

@@ -51,10 +51,10 @@ from jstep.hooks.checkpoint_saver import CheckpointSaverHook as CheckpointSaverH
 from jstep.hooks.history import History as History
 from jstep.hooks.hook import Hook as Hook
 from jstep.hooks.nan_loss import NanLossHook as NanLossHook
-from jstep.hooks.report import LoggingHook as LoggingHook
-from jstep.hooks.report import MetricsHook as MetricsHook
-from jstep.hooks.report import ReportingHook as ReportingHook
-from jstep.hooks.report import SummarySaverHook as SummarySaverHook
+from jstep.hooks.reporting import LoggingHook as LoggingHook
+from jstep.hooks.reporting import MetricsHook as MetricsHook
+from jstep.hooks.reporting import ReportingHook as ReportingHook
+from jstep.hooks.reporting import SummarySaverHook as SummarySaverHook
 from jstep.hooks.speed import StepCounterHook as StepCounterHook
 from jstep.loop.progress import ProgressHook as ProgressHook
 from jstep.loop.signals import Preempted as Preempted
@@ -77,6 +77,10 @@ from jstep.optimizers.averages import averaged_params as averaged_params
 from jstep.optimizers.averages import lookahead as lookahead
 from jstep.optimizers.averages import slow_params as slow_params
 from jstep.optimizers.averages import with_moving_average as with_moving_average
+from jstep.optimizers.chains import chain as chain
+from jstep.optimizers.chains import partition as partition
+from jstep.optimizers.chains import scope as scope
+from jstep.optimizers.chains import stateless as stateless
 from jstep.optimizers.classic import adadelta as adadelta
 from jstep.optimizers.classic import adagrad as adagrad
 from jstep.optimizers.classic import ftrl as ftrl
@@ -89,10 +93,6 @@ from jstep.optimizers.classic import sgd as sgd
 from jstep.optimizers.classic import trace as trace
 from jstep.optimizers.compact import compact as compact
 from jstep.optimizers.compact import repack as repack
-from jstep.optimizers.compose import chain as chain
-from jstep.optimizers.compose import partition as partition
-from jstep.optimizers.compose import scope as scope
-from jstep.optimizers.compose import stateless as stateless
 from jstep.optimizers.constraints import cautious as cautious
 from jstep.optimizers.constraints import with_projection as with_projection
 from jstep.optimizers.from_optax import from_optax as from_optax
@@ -167,7 +167,6 @@ from jstep.schedules.curves import polynomial_decay as polynomial_decay
 from jstep.schedules.curves import warmup_cosine_decay as warmup_cosine_decay
 from jstep.schedules.curves import warmup_stable_decay as warmup_stable_decay
 from jstep.slots.indexed_slices import IndexedSlices as IndexedSlices
-from jstep.state.contents import NanLossDuringTrainingError as NanLossDuringTrainingError
 from jstep.state.fingerprints import fingerprint as fingerprint
 from jstep.state.global_step import create_global_step as create_global_step
 from jstep.state.global_step import get_global_step as get_global_step
@@ -175,6 +174,7 @@ from jstep.state.global_step import get_or_create_global_step as get_or_create_g
 from jstep.state.global_step import global_step as global_step
 from jstep.state.global_step import increment_global_step as increment_global_step
 from jstep.state.interrupted import interrupted_state as interrupted_state
+from jstep.state.nonfinite import NanLossDuringTrainingError as NanLossDuringTrainingError
 from jstep.state.sharding import fsdp_specs as fsdp_specs
 from jstep.state.slots import get_slot as get_slot
 from jstep.state.slots import get_slot_names as get_slot_names

@@ -7,7 +7,7 @@ from jstep.metering.cadence import HookSchedule
 from jstep.metering.in_flight import InFlight
 from jstep.metering.metric_sums import MetricSums
 from jstep.metering.numbers import TransferQueue
-from jstep.state.contents import StateContents
+from jstep.state.nonfinite import StateContents
 
 
 class FakeRun:

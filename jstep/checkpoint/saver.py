@@ -25,8 +25,8 @@ from jstep.core.checks import as_bool, as_function, as_int, as_number, describe_
 from jstep.core.selection import VarList, check_form
 from jstep.distributed import processes
 from jstep.optimizers.averages import as_average_names
-from jstep.state.contents import StateContents
 from jstep.state.leaves import GLOBAL_STEP, PARAMS, StateLeaves, field_of
+from jstep.state.nonfinite import StateContents
 from jstep.state.train_state import TrainState
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jstep.core.checks import as_function, as_int, format_value
 from jstep.core.threads import MAKING, Thread, doing
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.data.placement import copy_batch, make_placer
+from jstep.data.batch_placement import copy_batch, make_placer
 from jstep.data.sequence import BatchIterator
 
 # How long `close` waits for the thread; a thread that is blocked in a slow source ends later.

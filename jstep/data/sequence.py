@@ -14,8 +14,8 @@ from jstep.core import meshes
 from jstep.core.annotations import T
 from jstep.core.checks import as_int
 from jstep.core.tracebacks import shortens_tracebacks
+from jstep.data.batch_rows import PlanReader, RowPlan, Share, SourceRows, steps_with
 from jstep.data.permutation import RowNumbers
-from jstep.data.plan import PlanReader, RowPlan, Share, SourceRows, steps_with
 from jstep.data.sources import Rows
 from jstep.data.steps import NO_END, Steps
 

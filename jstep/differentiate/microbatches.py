@@ -17,7 +17,7 @@ from jstep.core.annotations import Tree
 from jstep.core.jaxprs import Operation, Subprogram, body_of, evaluate
 from jstep.core.placement import Unroll, scan
 from jstep.core.trees import Array, GradientNoise
-from jstep.data.placement import fitting_spec
+from jstep.data.batch_placement import fitting_spec
 from jstep.slots.indexed_slices import IndexedSlices, combine_rows
 
 _logger = logging.getLogger("jstep")

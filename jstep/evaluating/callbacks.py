@@ -22,7 +22,7 @@ from jstep.hooks.hook import state_step
 from jstep.hooks.run_hook import ReportingContext, RunInfo
 from jstep.metering.numbers import is_number, read_values
 from jstep.optimizers.hyperparameters import get_hyperparameter, set_hyperparameter
-from jstep.state.contents import StateContents, briefly
+from jstep.state.nonfinite import StateContents, briefly
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import join_path, location, resolve_path
 

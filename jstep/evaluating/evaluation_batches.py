@@ -22,8 +22,7 @@ from jstep.core.checks import format_value
 from jstep.core.meshes import internal_transfers
 from jstep.core.threads import evaluation_batches_taken
 from jstep.core.trees import shape_of
-from jstep.data.batches import Batches
-from jstep.data.placement import (
+from jstep.data.batch_placement import (
     as_shardings,
     copy_batch,
     fitting,
@@ -33,6 +32,7 @@ from jstep.data.placement import (
     part_owners,
     place_rows,
 )
+from jstep.data.batches import Batches
 from jstep.data.sequence import BatchSequence
 from jstep.distributed import processes
 from jstep.queues.queues import until_end

@@ -13,14 +13,14 @@ import numpy as np
 
 from jstep.core.checks import as_int
 from jstep.distributed import processes
-from jstep.hooks.report import ReportingHook
+from jstep.hooks.reporting import ReportingHook
 from jstep.hooks.run_hook import RunInfo
 from jstep.metering.cadence import make_cadence
 from jstep.metering.history_file import HistoryFile, Row, Rows, check_path, read_rows
 from jstep.metering.metric_sums import merge_sums
 from jstep.metering.numbers import PendingTransfer, as_numbers, begin_transfer, read_values, scalars, sort_metrics
-from jstep.pictures.curves import Curve, picture
-from jstep.pictures.tables import html_table
+from jstep.pictures.drawing import Curve, picture
+from jstep.pictures.html_tables import html_table
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import location
 from jstep.training.metrics import Metrics

@@ -11,7 +11,7 @@ from jstep.hooks.hook import state_step
 from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.metering.cadence import make_cadence
 from jstep.metering.metric_sums import BadStep, Interval
-from jstep.state.contents import NAN, NanLossDuringTrainingError, StateContents, briefly
+from jstep.state.nonfinite import NAN, NanLossDuringTrainingError, StateContents, briefly
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import LOSS, Metrics
 

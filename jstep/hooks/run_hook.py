@@ -16,7 +16,7 @@ from jstep.metering.cadence import Cadence
 from jstep.metering.in_flight import InFlight
 from jstep.metering.metric_sums import MetricSums
 from jstep.metering.numbers import TransferQueue
-from jstep.state.contents import StateContents
+from jstep.state.nonfinite import StateContents
 from jstep.state.train_state import TrainState
 from jstep.summary.writer import SummaryWriter
 from jstep.training.metrics import Metrics

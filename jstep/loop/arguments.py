@@ -13,8 +13,8 @@ from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, as_int, as_number, describe_type, format_value
 from jstep.core.placement import refuse_compile_only
 from jstep.core.tracebacks import shortens_tracebacks
+from jstep.data.batch_placement import make_placer
 from jstep.data.loaders import StateBatches
-from jstep.data.placement import make_placer
 from jstep.hooks.hook import list_of_hooks
 from jstep.loop.programs import AUTO
 from jstep.metering.cadence import make_cadence

@@ -8,7 +8,7 @@ import jax
 
 from jstep.checkpoint.saver import Saver
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.report import LoggingHook, SummarySaverHook
+from jstep.hooks.reporting import LoggingHook, SummarySaverHook
 from jstep.hooks.run_hook import ReportingContext
 from jstep.hooks.speed import StepCounterHook
 from jstep.loop.dispatch import Dispatch

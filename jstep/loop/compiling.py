@@ -22,8 +22,8 @@ from jstep.core.annotations import Tree
 from jstep.core.exceptions import forget_frames, note
 from jstep.core.stopwatch import STARTING, Stopwatch
 from jstep.core.threads import MAKING, doing, in_background
+from jstep.data.batch_placement import as_shardings, copy_batch, make_placer
 from jstep.data.loaders import Source
-from jstep.data.placement import as_shardings, copy_batch, make_placer
 from jstep.data.sequence import BatchSequence
 from jstep.loop.programs import Boundaries, Chunk, ProgramTable, Stage, shapes_of, type_text
 from jstep.loop.signals import StopSignals, StopWaiting

@@ -19,7 +19,7 @@ from jstep.core.jaxprs import shards_arrays
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import STARTING, Stopwatch
 from jstep.core.threads import in_background
-from jstep.data.placement import mesh_without_batch
+from jstep.data.batch_placement import mesh_without_batch
 from jstep.distributed import processes
 from jstep.loop.compiling import Compiler
 from jstep.loop.programs import READ_AHEAD, Chunk, Program, ProgramTable, TrainSteps

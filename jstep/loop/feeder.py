@@ -10,8 +10,8 @@ from typing import Any
 
 from jstep.core.stopwatch import Stopwatch
 from jstep.core.threads import MAKING, READER_EXIT_SECS, doing, in_background, wait_until_done
+from jstep.data.batch_placement import copy_batch
 from jstep.data.loaders import Source
-from jstep.data.placement import copy_batch
 from jstep.data.positions import LivePosition, StoredPosition
 from jstep.data.prefetch import ReaderThread
 from jstep.loop.compiling import StartTimes

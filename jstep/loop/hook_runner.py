@@ -16,7 +16,7 @@ from jstep.distributed import processes
 from jstep.evaluating.evaluation_hook import EvaluationHook
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.hook import call_named, check_hook_result, check_step, defines
-from jstep.hooks.report import LoggingHook
+from jstep.hooks.reporting import LoggingHook
 from jstep.hooks.run_hook import Repeated, ReportingContext, RunCall, RunHook, RunInfo
 from jstep.loop.programs import Boundaries, Chunk, EndsAhead
 from jstep.loop.setup import LEAVING, Calling, Setup

@@ -27,7 +27,7 @@ from jstep.core.exceptions import forget_frames
 from jstep.core.jaxprs import is_slow_in_loops
 from jstep.core.meshes import dims_of, internal_transfers, mesh_of, using_mesh
 from jstep.core.trees import batch_to_args, shape_of
-from jstep.data.placement import as_shardings, make_placer
+from jstep.data.batch_placement import as_shardings, make_placer
 from jstep.data.steps import Staircase, as_staircase
 from jstep.metering.cadence import NEVER
 from jstep.metering.metric_sums import NO_CONSTANTS, Accumulate, MetricSums, find_skip_metric

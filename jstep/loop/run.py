@@ -25,7 +25,7 @@ from jstep.loop.programs import Chunk
 from jstep.loop.setup import Calling, Setup
 from jstep.metering.metric_sums import is_bad
 from jstep.metering.numbers import host
-from jstep.state.contents import NanLossDuringTrainingError, StateContents, in_words
+from jstep.state.nonfinite import NanLossDuringTrainingError, StateContents, in_words
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import LOSS
 

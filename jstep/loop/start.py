@@ -56,9 +56,9 @@ from jstep.metering.numbers import read_values
 from jstep.optimizers.hyperparameters import held_values
 from jstep.record.stall_files import FOLDER as STALLS
 from jstep.record.starts import FOLDER
-from jstep.state.contents import StateContents
 from jstep.state.global_step import require_alive
 from jstep.state.leaves import StateLeaves
+from jstep.state.nonfinite import StateContents
 from jstep.state.train_state import TrainState
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.owners import remove_temporary

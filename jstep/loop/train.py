@@ -17,8 +17,8 @@ from jstep.core.interactive import is_notebook
 from jstep.core.logs import WARNED, log_to_stderr
 from jstep.core.meshes import mesh_of, overriding_mesh
 from jstep.core.stopwatch import SAVING
+from jstep.data.batch_placement import over_axes
 from jstep.data.loaders import check_batches
-from jstep.data.placement import over_axes
 from jstep.distributed import processes
 from jstep.hooks.hook import check_step
 from jstep.loop.arguments import Options, as_steps_per_call, cache_directory, check, explains_arguments

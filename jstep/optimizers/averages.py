@@ -19,7 +19,7 @@ from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Held, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, nested
-from jstep.optimizers.compose import trained_params
+from jstep.optimizers.chains import trained_params
 from jstep.optimizers.host_slots import on_leaves
 from jstep.optimizers.hyperparameters import check_hyperparameter, check_prefix
 from jstep.optimizers.leaf_values import mask

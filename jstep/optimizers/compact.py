@@ -21,7 +21,7 @@ from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import by_slices, leaf_values, nested
-from jstep.optimizers.compose import trained_params
+from jstep.optimizers.chains import trained_params
 from jstep.optimizers.nested import CONDITIONS, Conditions, report_condition
 from jstep.optimizers.updates import Projected, add, is_update
 from jstep.slots import compact_numbers

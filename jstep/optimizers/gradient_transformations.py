@@ -18,7 +18,7 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Array, Held, Number, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.differentiate import clipping
 from jstep.optimizers import leaf_values
-from jstep.optimizers.compose import element
+from jstep.optimizers.chains import element
 from jstep.optimizers.hyperparameters import Hyper, check_hyperparameter, constant
 from jstep.optimizers.leaf_values import Flag, UnitAxes
 from jstep.optimizers.rules import Result, Values, from_direction, from_update, is_zero

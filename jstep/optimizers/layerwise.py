@@ -15,7 +15,7 @@ from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, U
 from jstep.differentiate.clipping import compute_norm
 from jstep.optimizers import rules
 from jstep.optimizers.adam import M_V, adam_direction, corrections
-from jstep.optimizers.compose import element
+from jstep.optimizers.chains import element
 from jstep.optimizers.hyperparameters import Hyper
 from jstep.optimizers.leaf_values import mask
 from jstep.optimizers.rules import MEAN, Masked, Result, Slot, Values

@@ -24,7 +24,7 @@ from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates
 from jstep.optimizers import hyperparameters, rules
-from jstep.optimizers.compose import chain, element
+from jstep.optimizers.chains import chain, element
 from jstep.optimizers.hyperparameters import Hyper, check_hyperparameter
 from jstep.optimizers.leaf_values import Axes, MatrixAxes, by_path, matrix_axes, own_leaves
 from jstep.optimizers.rules import SLOW, Masked, Result, Slot, Values, average, from_direction, from_update, positive

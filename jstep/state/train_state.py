@@ -18,7 +18,7 @@ from jstep.core.checks import as_bool, describe_type, format_bytes
 from jstep.core.placement import check_memory, compiles_only, is_shape
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, shape_of
-from jstep.pictures.tables import html_table
+from jstep.pictures.html_tables import html_table
 from jstep.slots.optax_transformations import require_optimizer
 from jstep.slots.roles import NO_ROLES, Roles, roles_in, roles_of
 from jstep.state import copies

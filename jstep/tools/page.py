@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jstep.core.checks import format_list, truncate
-from jstep.pictures.curves import NEUTRAL, Curve, Dot, Mark, dots, legend_key, picture
-from jstep.pictures.tables import html_text
+from jstep.pictures.drawing import NEUTRAL, Curve, Dot, Mark, dots, legend_key, picture
+from jstep.pictures.html_tables import html_text
 from jstep.record.differences import values_of
 from jstep.tools.cli import utc_text
 from jstep.tools.goodput import Goodput, by_start, of_run

@@ -19,8 +19,8 @@ from jstep.core.annotations import Tree
 from jstep.core.checks import array_type, as_function, as_int, format_value, truncate
 from jstep.core.meshes import internal_transfers
 from jstep.core.tracebacks import shortens_tracebacks
+from jstep.data.batch_placement import over_axes
 from jstep.data.loaders import check_batches, loader_position, open_source, position_owner, set_position
-from jstep.data.placement import over_axes
 from jstep.data.positions import restore_position
 from jstep.hooks.hook import check_step
 from jstep.loop.arguments import as_steps_per_call, check, check_locations

@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterable
 
 from jstep.core.checks import as_string, check_choice, describe_type
-from jstep.pictures.curves import stylesheet
-from jstep.pictures.tables import html_text
+from jstep.pictures.drawing import stylesheet
+from jstep.pictures.html_tables import html_text
 from jstep.stores.files import write_named
 from jstep.stores.urls import absolute, location
 from jstep.tools.cli import OK, Command, utc_text

@@ -8,7 +8,7 @@ import numpy as np
 
 from jstep.checkpoint.listing import entries
 from jstep.core.checks import truncate
-from jstep.pictures.curves import Mark, Numbers, thin
+from jstep.pictures.drawing import Mark, Numbers, thin
 from jstep.record.differences import changes
 from jstep.record.starts import Start, read_starts, valid, with_card
 from jstep.stores.event_files import Series, read_series

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import as_string, format_list, truncate
 from jstep.core.tables import breadth, columns, printable
-from jstep.pictures.tables import html_table
+from jstep.pictures.html_tables import html_table
 from jstep.record.differences import values_of
 from jstep.record.starts import FOLDER, Start, read_starts
 from jstep.stores.files import is_absent, is_directory, walk

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jstep.core.checks import format_list
-from jstep.pictures.curves import COLORS, NEUTRAL
+from jstep.pictures.drawing import COLORS, NEUTRAL
 from jstep.record.differences import SECTIONS, values_of
 from jstep.tools.run_files import RunFiles
 from jstep.tools.runs import differences_of, tree

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Sequence
 
 from jstep.core.tables import WIDTH, columns
-from jstep.pictures.tables import html_table
+from jstep.pictures.html_tables import html_table
 
 
 class Tabular:

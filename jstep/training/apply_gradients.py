@@ -19,7 +19,7 @@ from jstep.core.meshes import internal_transfers, leaving_auto_axes, shard_like,
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Slots, Updates
 from jstep.optimizers import guards
-from jstep.optimizers.compose import without_frozen
+from jstep.optimizers.chains import without_frozen
 from jstep.optimizers.host_slots import TRANSFERS, Transfers, with_small_ones_loaded
 from jstep.optimizers.nested import StepInputs, call_update, inner_context, is_guarded
 from jstep.optimizers.updates import apply_in_order, moves

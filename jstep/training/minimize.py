@@ -27,7 +27,7 @@ from jstep.differentiate.microbatches import AggregationMethod, LossResult, esti
 from jstep.differentiate.same_bits import alike
 from jstep.optimizers import guards
 from jstep.optimizers.averages import as_average_names, averaged_params
-from jstep.optimizers.compose import frozen_leaves
+from jstep.optimizers.chains import frozen_leaves
 from jstep.optimizers.hyperparameters import value_at
 from jstep.slots.optax_transformations import require_optimizer
 from jstep.slots.roles import roles_of

@@ -22,9 +22,9 @@ from jstep.core.annotations import T
 from jstep.core.checks import as_bool, describe_type, format_value
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.state.leaves import PARAMS
-from jstep.weights import match
-from jstep.weights.files import arrays_folder, local_path, read_tensors, weights_file
-from jstep.weights.match import Names, WantedTensor
+from jstep.weights import matching_tensors as match
+from jstep.weights.matching_tensors import Names, WantedTensor
+from jstep.weights.search import arrays_folder, local_path, read_tensors, weights_file
 from jstep.weights.tensors import Read, Tensor, in_groups, read_parts
 
 _AT_ONCE = 2**30

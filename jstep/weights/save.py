@@ -22,8 +22,8 @@ from jstep.core.checks import as_int, as_mapping, describe_type, format_value
 from jstep.distributed.processes import on_all_processes
 from jstep.stores.files import make_folders, new_file, sync_folder
 from jstep.stores.owners import new_token, remove_temporary, temporary_path
-from jstep.weights.files import INDEX, local_path
-from jstep.weights.match import Names, Transform, call_transform, rules, transform_of_ones
+from jstep.weights.matching_tensors import Names, Transform, call_transform, rules, transform_of_ones
+from jstep.weights.search import INDEX, local_path
 from jstep.weights.tensors import LARGEST, METADATA, Tensor, check_file, dtype_code, in_groups, package
 
 # Atomic writing of safetensors files: to temporary names first, then all renamed together.

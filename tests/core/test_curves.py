@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from jstep.pictures.curves import Curve, picture
+from jstep.pictures.drawing import Curve, picture
 
 UNITS = {"k": 3, "M": 6, "G": 9}
 

@@ -15,7 +15,7 @@ from processes import run
 from waiting import wait_until
 
 from jstep.core import placement
-from jstep.data.placement import as_shardings, fitting, shard_batch
+from jstep.data.batch_placement import as_shardings, fitting, shard_batch
 from jstep.data.prefetch import prefetch_to_device
 
 no_leftover_threads = pytest.fixture(autouse=True)(check_no_leftover_threads)

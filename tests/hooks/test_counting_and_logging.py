@@ -46,7 +46,7 @@ class PendingValue:
 @pytest.fixture
 def pending_value(monkeypatch):
     """Replace device arrays by `PendingValue`, whose readiness the test controls."""
-    from jstep.hooks import report
+    from jstep.hooks import reporting as report
     from jstep.metering import numbers
 
     monkeypatch.setattr(report, "scalars", lambda metrics, leave_out: metrics)

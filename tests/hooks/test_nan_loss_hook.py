@@ -13,7 +13,7 @@ from hooked_runs import OPTIMIZER, train
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jstep
-from jstep.state.contents import FINITE, INFINITE, NAN, StateContents
+from jstep.state.nonfinite import FINITE, INFINITE, NAN, StateContents
 
 ADD = jax.jit(jnp.add, donate_argnums=0)
 

@@ -11,7 +11,7 @@ from hook_fakes import Marker
 
 import jstep
 from jstep.core import stopwatch
-from jstep.hooks import report
+from jstep.hooks import reporting as report
 from jstep.hooks.run_hook import RunHook
 from jstep.metering import in_flight, metric_sums, numbers
 

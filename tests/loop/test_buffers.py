@@ -13,7 +13,7 @@ from doubles import Pair
 from loop_runs import OPTIMIZER, train
 
 import jstep
-from jstep.data.placement import copy_batch
+from jstep.data.batch_placement import copy_batch
 
 STEP = jstep.minimize(lambda params, x: jnp.mean((params["a"] - x) ** 2), OPTIMIZER)
 

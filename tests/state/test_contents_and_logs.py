@@ -11,9 +11,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jstep
-from jstep.state import contents, fingerprints
-from jstep.state.contents import FINITE, INFINITE, NAN, StateContents, briefly, in_words
+from jstep.state import fingerprints
+from jstep.state import nonfinite as contents
 from jstep.state.fingerprints import Difference, Entry, compare_logs
+from jstep.state.nonfinite import FINITE, INFINITE, NAN, StateContents, briefly, in_words
 from jstep.state.sharding import put_leaf
 
 

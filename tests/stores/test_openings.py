@@ -6,7 +6,7 @@ import re
 from source_files import MODULES, nodes_of, text_of
 
 OPENS = {
-    "pictures.curves": "a file of the package",
+    "pictures.drawing": "a file of the package",
     "stores.files": "the functions that the others use",
     "core.logs": "the two ends of a pipe",
     "core.public_names": "a file of the package",

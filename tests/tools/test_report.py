@@ -15,7 +15,7 @@ from written_runs import TIME, write_run
 
 import jstep
 from jstep import summary
-from jstep.pictures.curves import Curve, Mark, picture
+from jstep.pictures.drawing import Curve, Mark, picture
 from jstep.record.starts import read_starts
 from jstep.tools import run_files
 from jstep.tools.cli import main

@@ -12,7 +12,7 @@ from written_runs import write_checkpoint, write_run, write_start
 from written_sweep import losses, write_run_of_sweep, write_sweep
 
 import jstep
-from jstep.pictures.curves import NEUTRAL, thin
+from jstep.pictures.drawing import NEUTRAL, thin
 from jstep.tools.cli import main
 
 

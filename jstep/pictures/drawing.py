@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from jstep.core.checks import truncate
-from jstep.pictures.tables import html_text
+from jstep.pictures.html_tables import html_text
 
 Numbers: TypeAlias = np.ndarray[Any, Any]
 _WIDTH, _HEIGHT, _LOW = 560, 168, 110
