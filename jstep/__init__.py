@@ -110,7 +110,7 @@ Checkpoints and weights
     weights.save: save_weights
 Distributed training
     state.train_state: shard_state
-    data.placement: shard_batch
+    data.batch_placement: shard_batch
     state.sharding: fsdp_specs
     tools.topologies: topology
 Debugging, planning, and transfer to wider models

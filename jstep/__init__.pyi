@@ -11,13 +11,13 @@ from jstep.core.logs import log_every_n as log_every_n
 from jstep.core.trees import Context as Context
 from jstep.core.trees import Optimizer as Optimizer
 from jstep.core.trees import Schedule as Schedule
+from jstep.data.batch_placement import shard_batch as shard_batch
 from jstep.data.batches import Batches as Batches
 from jstep.data.batches import Mixture as Mixture
 from jstep.data.batches import batches as batches
 from jstep.data.batches import mixture as mixture
 from jstep.data.loaders import from_state as from_state
 from jstep.data.loaders import replayed as replayed
-from jstep.data.placement import shard_batch as shard_batch
 from jstep.data.prefetch import PrefetchIterator as PrefetchIterator
 from jstep.data.prefetch import prefetch_to_device as prefetch_to_device
 from jstep.differentiate.clipping import clip_by_average_norm as clip_by_average_norm

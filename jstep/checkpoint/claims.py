@@ -219,7 +219,7 @@ class ObjectClaim:
             if alive or (alive is None and seen.stamp != first.stamp):
                 raise refusal(self._objects.url, self._prefix, who)
             if alive is False or time.monotonic() > until:
-                if (mine := self._objects.write_if(key, self._text(), seen.stamp)) is not None:
+                if (mine := self._objects.write_if(key, self._as_json(), seen.stamp)) is not None:
                     return mine
             elif until == math.inf:
                 _logger.info(
@@ -235,7 +235,7 @@ class ObjectClaim:
         alive = is_alive(who)
         return str(who.get("id")) in _held if alive and who.get("pid") == os.getpid() else alive
 
-    def _text(self) -> bytes:
+    def _as_json(self) -> bytes:
         return json.dumps(this_process() | {"id": self.id, "beat": self._beats}).encode()
 
     def is_held(self) -> bool:
@@ -248,7 +248,7 @@ class ObjectClaim:
         with self._lock:
             current = self._objects.read(key)
             if current.data is None:  # deleted by hand, or by a rule of the bucket
-                self._objects.write_if(key, self._text(), ABSENT)
+                self._objects.write_if(key, self._as_json(), ABSENT)
                 current = self._objects.read(key)
             who = owner_in(current.data)
             if who.get("id") == self.id:
@@ -263,7 +263,7 @@ class ObjectClaim:
             if not self.is_held():
                 return
             self._beats += 1
-            stamp = self._objects.write_if(claim_key(self._prefix), self._text(), self._stamp)
+            stamp = self._objects.write_if(claim_key(self._prefix), self._as_json(), self._stamp)
             if stamp is not None:
                 self._stamp = stamp
 

@@ -151,7 +151,7 @@ class LeftOut(Recorded):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "LeftOut":
-        return cls(*cls._fields(data), _text(data["fingerprint"]))
+        return cls(*cls._fields(data), _valid_text(data["fingerprint"]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,24 +240,24 @@ def decode(data: bytes) -> Manifest:
                 f"format {format_value(loaded['format'], 50)}, written by jstep {_word(loaded['jstep'])}, but this "
                 f"version reads format {FORMAT}: read it with that version of jstep"
             )
-        return _checked(loaded)
+        return _valid_manifest(loaded)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         reason = f"{type(error).__name__}: {error}"[:200]
         raise CheckpointError(f"its checksum is correct, but its content is not what jstep writes ({reason})") from None
 
 
-def _checked(loaded: Mapping[str, Any]) -> Manifest:
+def _valid_manifest(loaded: Mapping[str, Any]) -> Manifest:
     """Check the type of every field: a checksum shows that nothing changed, not who wrote it."""
     retention, files = dict(loaded["retention"]), dict(loaded["files"])
     for path, record in files.items():
-        parts = _text(path).split("/")
+        parts = _valid_text(path).split("/")
         if not path.isprintable():
             _refuse(f"the file {path!r} has a name that jstep does not give")
         if path.startswith("/") or "\\" in path or "\0" in path or ".." in parts or "" in parts:
             _refuse(f"the file {path!r} is not below the checkpoint")
         _count(record["bytes"])
     data = loaded.get("data")
-    if data is not None and (_text(data) in ("", ".", "..") or "/" in data):
+    if data is not None and (_valid_text(data) in ("", ".", "..") or "/" in data):
         _refuse(f"the folder {data!r} is not below the checkpoint")
     return Manifest(
         _count(loaded["step"]),
@@ -282,19 +282,19 @@ def _string(value: object) -> str:
     return value if isinstance(value, str) else _refuse(f"{value!r:.50} is not a string")
 
 
-def _text(value: object) -> str:
+def _valid_text(value: object) -> str:
     is_utf8 = isinstance(value, str) and value.encode(errors="replace").decode() == value  # no half of a surrogate pair
     return value if isinstance(value, str) and is_utf8 else _refuse(f"{value!r:.50} is not a string")
 
 
 def _word(value: object) -> str:
     """Return a string that errors show as it is."""
-    text = _text(value)
+    text = _valid_text(value)
     return text if text.isprintable() and len(text) <= 100 else _refuse(f"{value!r:.50} is not a word")
 
 
 def _text_or_none(value: object) -> str | None:
-    return None if value is None else _text(value)
+    return None if value is None else _valid_text(value)
 
 
 def _truth(value: object) -> bool:

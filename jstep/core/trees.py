@@ -531,7 +531,7 @@ def unstack_trees(tree: Tree, what: str) -> list[Any]:
         got = ", ".join([*sizes.values(), *scalars[:1]]) or "no leaf"
         raise ValueError(f"{what}: must have arrays with a leading axis of one size, the number of elements, got {got}")
     arrays = [leaf if isinstance(leaf, jax.Array) else np.asarray(native(leaf, path, what)) for path, leaf in named]
-    return [structure(tree).unflatten(row) for row in zip(*map(_rows, arrays), strict=True)]
+    return [structure(tree).unflatten(row) for row in zip(*map(_copied_rows, arrays), strict=True)]
 
 
 def no_rows(tree: Tree) -> Any:
@@ -553,7 +553,7 @@ def leading_sizes(tree: Tree) -> dict[int, str]:
     return sizes
 
 
-def _rows(array: Any) -> list[Any]:
+def _copied_rows(array: Any) -> list[Any]:
     """Copy rows: a view would keep the whole array alive, and follow its changes."""
     return list(array) if isinstance(array, jax.Array) or array.ndim == 1 else [row.copy() for row in array]
 

@@ -60,9 +60,9 @@ class ItemSource:
         return len(self._items)
 
     def rows(self, rows: RowNumbers) -> Any:
-        return all_native(self._rows(rows), self._what)
+        return all_native(self._rows_by_index(rows), self._what)
 
-    def _rows(self, rows: RowNumbers) -> Any:
+    def _rows_by_index(self, rows: RowNumbers) -> Any:
         numbers = list(range(rows.start, rows.stop)) if isinstance(rows, slice) else rows.tolist()
         if not numbers:  # this process's part of a small remainder
             return jax.tree.map(lambda leaf: leaf[:0], self.rows(slice(0, 1)))

@@ -36,13 +36,13 @@ class Tables:
         """Return the rows; their gradient is recorded here and does not reach the table."""
 
         def forward(table: Array, ids: Array) -> tuple[Array, Array]:
-            return _rows(table, ids), ids
+            return _rows_at(table, ids), ids
 
         def backward(ids: Array, gradient: Array) -> tuple[None, None]:
             self._taken.append((place, ids, gradient))
             return None, None
 
-        rows = jax.custom_vjp(_rows)
+        rows = jax.custom_vjp(_rows_at)
         rows.defvjp(forward, backward)
         return rows(table, ids)
 
@@ -105,7 +105,7 @@ def lookup(table: object, ids: object) -> Array:
         raise TypeError(f"ids: must be integers, got dtype {ids.dtype}")
     if tables is not None and place is not None:
         return tables.rows(place, table, ids)
-    return _rows(table, ids)
+    return _rows_at(table, ids)
 
 
 def _joined(shape: tuple[int, ...], taken: list[tuple[Array, Array]], dense: Array | None) -> Any:
@@ -115,7 +115,7 @@ def _joined(shape: tuple[int, ...], taken: list[tuple[Array, Array]], dense: Arr
     return slices if dense is None else dense + slices.to_dense().astype(dense.dtype)
 
 
-def _rows(table: Array, ids: Array) -> Array:
+def _rows_at(table: Array, ids: Array) -> Array:
     """Return `table[ids]`, sharded like the ids and, within rows, like the table; NaN for ids out of range."""
     outside: dict[str, Any] = {}
     if jnp.issubdtype(table.dtype, jnp.inexact):

@@ -221,7 +221,7 @@ def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Tree) -> Iterat
         args: tuple[Any, ...] | None = None
         try:
             args = next(batches, None)
-            mine = _ENDED if args is None else _rows(args)
+            mine = _ENDED if args is None else _number_of_rows(args)
         except Exception as error:
             failure, mine = error, _FAILED
         with internal_transfers():
@@ -246,7 +246,7 @@ def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Tree) -> Iterat
         yield args
 
 
-def _rows(args: tuple[Any, ...]) -> int:
+def _number_of_rows(args: tuple[Any, ...]) -> int:
     leaves = jax.tree.leaves(args)
     if any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves):
         return _GLOBAL

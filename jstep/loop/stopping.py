@@ -172,7 +172,7 @@ def save_while_it_hangs(run: Run) -> str:
             return f"step {step} is not saved: {why}"
         hook.save_alone(step, run.state, is_finite=not run.nonfinite_params())
     except Exception as error:
-        return f"step {step} could not be saved: {_text(error)}"
+        return f"step {step} could not be saved: {_error_clause(error)}"
     name = checkpoint_name(hook.saver.prefix, step)
     return f"step {step} is saved as {name}, with the states of hooks of the save before"
 
@@ -187,7 +187,7 @@ def _saved(run: Run, error: BaseException) -> str:
     try:
         lost = why_position_lost(run)
     except Exception as failure:  # an earlier save failed
-        return f", and could not be saved: {_text(failure)}"
+        return f", and could not be saved: {_error_clause(failure)}"
     outcomes = [f"is not saved: {lost}"] if lost else []
     for hook in savers:
         if lost and isinstance(hook, RunSaverHook):
@@ -196,9 +196,9 @@ def _saved(run: Run, error: BaseException) -> str:
             outcome = _save(run, hook, f" as {checkpoint_name(hook.saver.prefix, run.step)}")
         except Exception as failure:
             is_same = str(failure) == str(error)
-            outcome = "is not saved" if is_same else f"could not be saved: {_text(failure)}"
+            outcome = "is not saved" if is_same else f"could not be saved: {_error_clause(failure)}"
             if outcomes and not is_same:
-                note(error, f"Additionally, {hook_name(hook)} could not save step {run.step}: {_text(failure)}")
+                note(error, f"Additionally, {hook_name(hook)} could not save step {run.step}: {_error_clause(failure)}")
         outcomes.append(outcome)
     run.setup.loop.calling = None
     return f", and {outcomes[0]}"
@@ -212,7 +212,7 @@ def _save(run: Run, hook: CheckpointSaverHook, where: str = "") -> str:
     return "is not saved: a hook prevented it"
 
 
-def _text(error: Exception) -> str:
+def _error_clause(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(".")  # a sentence ends with it
 
 

@@ -212,7 +212,7 @@ def train(
 
 def _train(setup: Setup) -> TrainState:
     try:
-        state = _run(setup)
+        state = _run_to_its_end(setup)
     except BaseException as error:
         close_hooks(setup, error)
         raise
@@ -225,7 +225,7 @@ def _train(setup: Setup) -> TrainState:
     return state
 
 
-def _run(setup: Setup) -> TrainState:
+def _run_to_its_end(setup: Setup) -> TrainState:
     state, is_handled, signals = None, False, setup.signals
     try:
         with contextlib.ExitStack() as stack:

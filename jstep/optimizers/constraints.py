@@ -68,7 +68,7 @@ def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) ->
         with observing_conditions(conditions):
             updates, inner = nested.call_update(optimizer, updates, inner, at, exact=True)
         moved = apply_updates(params, updates)
-        new = _checked(moved, fn(moved))
+        new = _projected_leaves(moved, fn(moved))
 
         def projected(_: object, new: Any, before: Any, after: Any, condition: Any) -> Projected:
             if condition is None:
@@ -83,7 +83,7 @@ def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) ->
     return wrap_optimizer(optimizer, "with_projection", update)
 
 
-def _checked(params: Params, projected: object) -> list[Any]:
+def _projected_leaves(params: Params, projected: object) -> list[Any]:
     """The leaves of projected parameters; the caller ignores leaves that are not trainable."""
     leaves = trees.flatten_like(params, projected, "the result of fn", may_leave_out=False)
     for i, ((path, leaf), new) in enumerate(zip(trees.leaves_with_paths(params), leaves, strict=True)):

@@ -79,7 +79,7 @@ def _files(where: str, prefix: str | None) -> tuple[list[tuple[str, Fields]], li
     for name in [name for name in names if name.endswith(".json")]:
         path = join_path(folder, name)
         try:
-            stall = _checked(decode_json(read_small(path, _MAX_BYTES)))
+            stall = _valid_fields(decode_json(read_small(path, _MAX_BYTES)))
         except FileNotFoundError:  # the process continued meanwhile
             continue
         except (OSError, ValueError) as error:
@@ -90,7 +90,7 @@ def _files(where: str, prefix: str | None) -> tuple[list[tuple[str, Fields]], li
     return sorted(stalls, key=lambda item: float(item[1]["since"])), problems
 
 
-def _checked(stall: Any) -> dict[str, Any]:
+def _valid_fields(stall: Any) -> dict[str, Any]:
     """Return the fields of a stall file, whose values are checked here and nowhere else."""
     if not isinstance(stall, dict):
         raise ValueError("it is not the file of a stall, or incomplete")

@@ -48,7 +48,7 @@ def exponential_decay(
     Source: `tf.train.exponential_decay`. The quotient is computed in integers and is exact at every step; TF divides
     in floats, which cannot represent every step from 2^24.
     """
-    start, length, rate, staircase = _checked(learning_rate, decay_steps, decay_rate, staircase, low=0, finite=True)
+    start, length, rate, staircase = _of_decay(learning_rate, decay_steps, decay_rate, staircase, low=0, finite=True)
 
     def schedule(step: Step, /) -> Any:
         return start * arithmetic.power(rate, arithmetic.divide_steps(as_steps(step), length), staircase=staircase)
@@ -83,7 +83,7 @@ def natural_exp_decay(
 
     Source: `tf.train.natural_exp_decay`.
     """
-    start, length, rate, staircase = _checked(learning_rate, decay_steps, decay_rate, staircase)
+    start, length, rate, staircase = _of_decay(learning_rate, decay_steps, decay_rate, staircase)
 
     def schedule(step: Step, /) -> Any:
         periods = arithmetic.divide_steps(as_steps(step), length)
@@ -119,7 +119,7 @@ def inverse_time_decay(
 
     Source: `tf.train.inverse_time_decay`.
     """
-    start, length, rate, staircase = _checked(learning_rate, decay_steps, decay_rate, staircase, low=0, finite=True)
+    start, length, rate, staircase = _of_decay(learning_rate, decay_steps, decay_rate, staircase, low=0, finite=True)
 
     def schedule(step: Step, /) -> Any:
         periods = arithmetic.divide_steps(as_steps(step), length)
@@ -128,7 +128,7 @@ def inverse_time_decay(
     return schedule
 
 
-def _checked(
+def _of_decay(
     learning_rate: object, decay_steps: object, decay_rate: object, staircase: object, **bounds: Unpack[Bounds]
 ) -> tuple[Any, Fraction, Any, bool]:
     start = arithmetic.as_float_or_array("learning_rate", learning_rate)

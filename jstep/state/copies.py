@@ -62,7 +62,7 @@ def _set(leaf: object, old: Any, path: str, beside: Slots, roles: Roles) -> tupl
     """Return a new leaf of the parameters, and new leaves of the slots `beside` it."""
     remainders = [n for n in beside if roles[n] is Role.REMAINDER and n not in roles.halves.values()]
     precise = [beside[n].dtype for n in beside if roles[n] is Role.MASTER] + [np.dtype(np.float32)] * bool(remainders)
-    whole = _checked(leaf, old, path, precise)
+    whole = _as_old_type(leaf, old, path, precise)
     with meshes.using_mesh(meshes.mesh_of(whole)):
         stored, new = whole.astype(old.dtype), Slots()
         if remainders:
@@ -77,7 +77,7 @@ def _set(leaf: object, old: Any, path: str, beside: Slots, roles: Roles) -> tupl
     return _placed(stored, old), {name: _placed(value, beside[name]) for name, value in new.items()}
 
 
-def _checked(leaf: object, old: Any, path: str, precise: list[Any]) -> Any:
+def _as_old_type(leaf: object, old: Any, path: str, precise: list[Any]) -> Any:
     """Return a leaf with the old type, or the precision of its master or remainder."""
     value = device_values.host_leaf(leaf, path, "params")
     if trees.is_python_number(leaf) and trees.is_trainable(old):  # a weak type, as in create

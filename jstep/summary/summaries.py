@@ -172,7 +172,7 @@ def register(part: Part, collections: Sequence[str] | None) -> None:
     """Add a new part to its collections; a traced part only to an active `collect`."""
     collectors = COLLECTORS.get()
     traced = is_traced_part(part)
-    for key in _checked(collections):
+    for key in _collection_names(collections):
         collector = next((c for c in reversed(collectors) if c.key == key), None)
         if collector is None:
             if not traced:
@@ -191,7 +191,7 @@ def make_summary(part: Part, collections: Sequence[str] | None) -> Summary:
     return Summary((part,))
 
 
-def _checked(collections: object) -> Sequence[str]:
+def _collection_names(collections: object) -> Sequence[str]:
     if collections is DEFAULT or collections is None:
         return DEFAULT
     names = tuple(collections) if isinstance(collections, Iterable) else (None,)

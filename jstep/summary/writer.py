@@ -69,7 +69,7 @@ class Worker:
         self._buffer: list[bytes] = []
         self._due = 0.0
         name = f"jstep-summary-{os.path.basename(self.path)}"
-        self._thread = threads.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threads.Thread(target=self._write_jobs, name=name, daemon=True)
         self._thread.start()
         _running.add(self)
 
@@ -146,7 +146,7 @@ class Worker:
         threads.join_thread(self._thread)
         _running.discard(self)
 
-    def _run(self) -> None:
+    def _write_jobs(self) -> None:
         while not self._ended:
             for _ in range(self._wait()):
                 what, step, wall_time, size = self._jobs.popleft()

@@ -216,7 +216,7 @@ class _Side(NamedTuple):
 _CHECKPOINT, _DIRECTORY, _LOG = "a checkpoint", "a directory of checkpoints", "a log of fingerprints"
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _print_differences(arguments: argparse.Namespace) -> int:
     if arguments.b is None:
         # As for two runs, the starts do not decide the exit code.
         run = location(arguments.a, "A")
@@ -234,7 +234,7 @@ def _run(arguments: argparse.Namespace) -> int:
         result = _result(a, b, _leaves(first, second), steps=steps, compared=len(every))
     else:
         result = _runs(a, b)
-    lines = [*problems, *changes_text(of_starts), *_text(result)]
+    lines = [*problems, *changes_text(of_starts), *_differences_text(result)]
     result |= ({} if of_starts is None else {"starts": of_starts}) | ({"unreadable": problems} if problems else {})
     code = cli.answer(arguments, result, lines, cli.OK if result["same"] else cli.DIFFERENT)
     return cli.complain("diff", *a.problems, *b.problems) or code
@@ -332,7 +332,7 @@ def _result(a: _Side, b: _Side, differing: list[LeafDifference], **more: object)
     return {"a": a.path, "b": b.path, "kind": a.kind, "same": not differing, "leaves": leaves} | more
 
 
-def _text(result: dict[str, Any]) -> list[str]:
+def _differences_text(result: dict[str, Any]) -> list[str]:
     leaves, common = result["leaves"], result.get("common")
     if result["same"]:
         if common is None:
@@ -361,4 +361,4 @@ def _place_among(before: int, common: int) -> str:
     return "the only common step" if common == 1 else f"the first of {common} common steps"
 
 
-DIFF = cli.Command(_add_arguments, _run)
+DIFF = cli.Command(_add_arguments, _print_differences)

@@ -26,7 +26,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _print_cost(arguments: argparse.Namespace) -> int:
     place, separator, function = arguments.program.rpartition(":")
     if not (place and separator and function):
         raise ValueError(f"{arguments.program!r}: must be PROGRAM:FUNCTION, such as train.py:step_and_shapes")
@@ -74,4 +74,4 @@ def _loaded(place: str) -> ModuleType:
     return module
 
 
-COST = Command(_add_arguments, _run)
+COST = Command(_add_arguments, _print_cost)

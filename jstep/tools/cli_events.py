@@ -26,7 +26,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", type=int, dest="last", metavar="B", help="the last step to print, of scalars")
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _answer_events(arguments: argparse.Namespace) -> int:
     given = [location(path, "PATH") for path in arguments.paths]
     paths = [path for path in given if is_url(path) or os.path.exists(path)]
     missing = [f"{path}: no such file or directory" for path in given if path not in paths]
@@ -162,4 +162,4 @@ def _short(x: object) -> str:
     return truncate(" ".join((f"{x:.7g}" if isinstance(x, float) else str(x)).split()), 80)
 
 
-EVENTS = Command(_add_arguments, _run)
+EVENTS = Command(_add_arguments, _answer_events)

@@ -134,7 +134,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verify", action="store_true", help="compare every byte with the checksums, not only sizes")
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _print_contents(arguments: argparse.Namespace) -> int:
     codes: list[int] = []
     for path in arguments.paths:
         if codes and not arguments.json:
@@ -261,4 +261,4 @@ def _about(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-INSPECT = cli.Command(_add_arguments, _run)
+INSPECT = cli.Command(_add_arguments, _print_contents)

@@ -16,7 +16,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="RUN", help=what)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _print_stalls(arguments: argparse.Namespace) -> int:
     now, where = time.time(), absolute(location(arguments.path, "RUN"))
     places: list[tuple[str, str, str | None]] = [(split_path(where)[1], where, None)]
     if not is_directory(join_path(where, FOLDER)) or runs(where):  # otherwise it hung before its record began
@@ -41,4 +41,4 @@ def _run(arguments: argparse.Namespace) -> int:
     return answer(arguments, {**of_all, "runs": groups}, lines, DIFFERENT if groups else OK)
 
 
-STALLS = Command(_add_arguments, _run)
+STALLS = Command(_add_arguments, _print_stalls)

@@ -184,13 +184,13 @@ def _line(eqns: Sequence[Any]) -> str | None:
             if not frame.file_name or frame.file_name.startswith("<frozen") or file.startswith(_JAX):
                 continue
             if file.startswith(_MACHINERY):
-                return _text(fallback or frame)
+                return _frame_text(fallback or frame)
             if not file.startswith((_OURS, *_LIBRARIES)):
-                return _text(frame)
+                return _frame_text(frame)
             fallback = fallback or frame
-    return _text(fallback) if fallback else None
+    return _frame_text(fallback) if fallback else None
 
 
-def _text(frame: Any) -> str:
+def _frame_text(frame: Any) -> str:
     name = frame.function_name.rsplit(".", 1)[-1]
     return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({name})"

@@ -211,10 +211,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefix", default="model", help="the prefix of the run's checkpoints (default: model)")
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _print_goodput(arguments: argparse.Namespace) -> int:
     result = goodput(arguments.path, arguments.prefix)
     fields = {**vars(result), "total": result.total, "fraction": result.fraction}
     return answer(arguments, {name: value for name, value in fields.items() if value != {}}, [str(result)])
 
 
-GOODPUT = Command(_add_arguments, _run)
+GOODPUT = Command(_add_arguments, _print_goodput)

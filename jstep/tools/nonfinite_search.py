@@ -87,7 +87,7 @@ class Search:
     _chain: tuple[tuple[Subprogram, Operation, str], ...] = ()
 
     def run(self, body: Subprogram, values: Sequence[Any], depends: Sequence[bool]) -> None:
-        outs = self._run(body, [self._constant(value, of) for value, of in zip(values, depends, strict=True)])
+        outs = self._run_each(body, [self._constant(value, of) for value, of in zip(values, depends, strict=True)])
         causes = [out.cause for out in outs if out.cause is not None]
         self.reaches = bool(causes)
         # Constants that are only infinite, such as masks, do not count.
@@ -95,7 +95,7 @@ class Search:
         if self.found is None and lowest is not None:
             self.found, self.constant = lowest.place, self._constants[lowest.constant] if lowest.constant >= 0 else None
 
-    def _run(self, body: Subprogram, args: Sequence[Value]) -> list[Value]:
+    def _run_each(self, body: Subprogram, args: Sequence[Value]) -> list[Value]:
         inner = {"call": self._call, "cond": self._cond, "scan": self._scan, "while": self._while}
 
         def by(operation: Operation, ins: list[Value]) -> list[Value]:
@@ -145,7 +145,7 @@ class Search:
     def _inside(self, outer: Subprogram, operation: Operation, inner: int, args: list[Value], at: str) -> list[Value]:
         before, self._chain = self._chain, (*self._chain, (outer, operation, at))
         try:
-            return self._run(operation.bodies[inner], args)
+            return self._run_each(operation.bodies[inner], args)
         finally:
             self._chain = before
 

@@ -144,7 +144,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", default="report.html", help="the page (default: report.html); - for stdout")
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _write_page(arguments: argparse.Namespace) -> int:
     page = report(arguments.paths, metric=arguments.metric, mode=arguments.mode)
     if arguments.output == "-":
         sys.stdout.write(page.html)
@@ -154,4 +154,4 @@ def _run(arguments: argparse.Namespace) -> int:
     return OK
 
 
-REPORT = Command(_add_arguments, _run, has_json=False)
+REPORT = Command(_add_arguments, _write_page, has_json=False)

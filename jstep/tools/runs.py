@@ -372,7 +372,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--differences", action="store_true", help="also show what differs between the runs")
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _print_runs(arguments: argparse.Namespace) -> int:
     rows = tree(find_runs(arguments.paths))
     summaries = [row.run for row in rows]
     metrics = main_metrics(summaries, arguments.metrics)
@@ -406,4 +406,4 @@ def _key(summaries: Sequence[RunSummary], name: str) -> Callable[[RunSummary], t
     return key
 
 
-RUNS = Command(_add_arguments, _run)
+RUNS = Command(_add_arguments, _print_runs)

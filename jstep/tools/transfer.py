@@ -418,14 +418,14 @@ def _of_width(make: Any, width: int, activations: Any, steps: int) -> dict[str, 
     train_step, state, batch = result
     as_function(train_step, f"make({width})[0]", "train_step(state, *batch)")
     args = trees.batch_to_args(batch)
-    before = _checked(activations(state.params, *args), width)
+    before = _as_host_arrays(activations(state.params, *args), width)
     for _ in range(steps):
         state, _ = train_step(state, *args)
-    after = _checked(activations(state.params, *args), width)
+    after = _as_host_arrays(activations(state.params, *args), width)
     return {name: (_mean(x), _mean(after[name] - x)) for name, x in before.items()}
 
 
-def _checked(activations: object, width: int) -> dict[str, np.ndarray[Any, Any]]:
+def _as_host_arrays(activations: object, width: int) -> dict[str, np.ndarray[Any, Any]]:
     """The activations on the host, in float32 or wider."""
     if not isinstance(activations, Mapping) or not activations:
         raise TypeError(f"activations: must return name -> array at width {width}, got {describe_type(activations)}")

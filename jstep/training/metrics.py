@@ -163,7 +163,7 @@ def check_requested(metrics: Any, argument: str, number: int) -> Requested:
             place = f"metrics[{i}]"
             as_function(entry, place, _FORM, takes=3)
             name = f"{place}={as_typed(entry)}"
-            functions[name] = _checked(entry, name)
+            functions[name] = _with_checked_result(entry, name)
         elif entry not in names:
             raise ValueError(f"metrics: {entry!r} must be one of {names}, or a function {_FORM}")
     chosen = tuple(entry for entry in entries if not callable(entry))
@@ -172,7 +172,7 @@ def check_requested(metrics: Any, argument: str, number: int) -> Requested:
     return Requested(tuple(name for name in chosen if name != NOISE_SCALE), NOISE_SCALE in chosen, functions)
 
 
-def _checked(fn: MetricFn, name: str) -> Callable[..., dict[str, Any]]:
+def _with_checked_result(fn: MetricFn, name: str) -> Callable[..., dict[str, Any]]:
     """Wrap a function of metrics, so that its result is checked and its errors name it."""
 
     def run(gradients: Updates, updates: Updates, params: Params) -> dict[str, Any]:

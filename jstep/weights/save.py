@@ -257,7 +257,7 @@ def _write(
 def _items(params: Tree, names: object) -> list[_Item]:
     items, problems, owners = [], [], dict[str, str]()
     for (path, leaf), rule in zip(trees.leaves_with_paths(params), rules(names, params, "params"), strict=True):
-        leaf = _checked(leaf, path)
+        leaf = _as_saved(leaf, path)
         if rule.name is None:
             continue
         stored = leaf
@@ -310,7 +310,7 @@ def _host(leaf: object) -> np.ndarray[Any, Any]:
         return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
 
 
-def _checked(leaf: object, path: str) -> Any:
+def _as_saved(leaf: object, path: str) -> Any:
     """Return a leaf that can be saved, a number as an array."""
     what = f"params: {trees.quote_path(path)}"
     require_value(leaf, what)
