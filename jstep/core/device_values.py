@@ -160,9 +160,11 @@ def as_key(value: Any, argument: str) -> Any:
     """
     dtype = getattr(value, "dtype", None)
     typed = trees.is_key(value)
-    if not (typed or dtype == np.uint32) or np.ndim(value) != (0 if typed else 1):
-        one = "must be one key, such as jax.random.key(0)"
-        raise TypeError(f"{argument}={format_value(value)}: {one}, got {describe_type(value)}")
+    if not typed and not (dtype == np.uint32 and np.ndim(value) > 0):
+        must_be = "must be one key, such as jax.random.key(0)"
+        raise TypeError(f"{argument}={format_value(value)}: {must_be}, got {describe_type(value)}")
+    if np.ndim(value) != (0 if typed else 1):
+        raise ValueError(f"{argument}: must be one key, got keys of shape {np.shape(value)}; select one of them")
     data = None if not isinstance(value, jax.Array) or trees.is_traced(value) else on_host(trees.key_data(value))
     if data is None:
         return value

@@ -100,6 +100,9 @@ class RememberedFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
 
+    def __deepcopy__(self, memo: object) -> "RememberedFunction":
+        return self  # as functions
+
     def __repr__(self) -> str:
         return repr(self.call)
 

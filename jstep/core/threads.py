@@ -16,7 +16,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import jax
@@ -24,7 +24,7 @@ import jax
 from jstep.core.meshes import SETTINGS, current_mesh, read_setting
 
 _JOIN_SECS, _POLL_SECS = 0.005, 0.1
-"""The polling intervals of `join_thread` and `wait_until_done`."""
+"""The polling interval of `join_thread`, and the longest one of `wait_until_done`."""
 _R = TypeVar("_R")
 
 
@@ -62,10 +62,13 @@ def join_thread(thread: threading.Thread, timeout: float = math.inf) -> None:
 
 def wait_until_done(future: "Future[Any]", unless: Callable[[], object] | None = None) -> bool:
     """Wait until a background task is done, or `unless()` is true or raises; return whether it is done."""
-    # A signal that arrives just before a wait without a timeout would be handled only after the wait.
-    while not wait([future], timeout=_POLL_SECS).done:
+    # Not `concurrent.futures.wait`: an exception of a signal handler inside of it would break the locks of the future.
+    pause = _JOIN_SECS / 10
+    while not future.done():
         if unless is not None and unless():
             return False
+        time.sleep(pause)
+        pause = min(1.2 * pause, _POLL_SECS)
     return True
 
 
