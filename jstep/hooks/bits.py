@@ -15,7 +15,7 @@ from jstep.core.exceptions import Picklable, note
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import is_array
 from jstep.distributed import processes
-from jstep.hooks.run_hook import Repeated, RunCall, RunHook
+from jstep.hooks.run_hook import Repeated, RunChunk, RunHook
 from jstep.metering.cadence import make_cadence
 from jstep.metering.numbers import TransferQueue, begin_transfer
 from jstep.state import fingerprints
@@ -250,21 +250,21 @@ class AuditHook(RunHook):
         super().begin(state)
         leaves_with_hash_keys(state)
 
-    def around_calls(self, run_call: RunCall, repeated: Repeated) -> RunCall:
-        return functools.partial(self.audit_call, run_call, repeated)
+    def around_chunks(self, run_chunk: RunChunk, repeated: Repeated) -> RunChunk:
+        return functools.partial(self.audit_chunk, run_chunk, repeated)
 
     def steps_between(self, start: int, last_step: int) -> range:
         """The steps N from `start` to `last_step` whose update N → N + 1 is audited."""
         return range(-(-start // self._n) * self._n, last_step, self._n)
 
-    def audit_call(self, run_call: RunCall, repeated: Repeated, state: Tree, call: Any) -> Any:
-        """Run the steps of a call, and repeat them if an audit is due."""
-        if -call.first % self._n >= call.steps:
-            return run_call(state, call)
-        repeat = repeated(call)
+    def audit_chunk(self, run_chunk: RunChunk, repeated: Repeated, state: Tree, chunk: Any) -> Any:
+        """Run the steps of a chunk, and repeat them if an audit is due."""
+        if -chunk.first % self._n >= chunk.steps:
+            return run_chunk(state, chunk)
+        repeat = repeated(chunk)
         with self.run.watch.part(self.part):
-            state_copy, args = _preserved(repeat, state, call.args)
-        result = run_call(state, call)
+            state_copy, args = _preserved(repeat, state, chunk.args)
+        result = run_chunk(state, chunk)
         del state  # usually donated
         jax.block_until_ready(result[0])  # the time so far counts as the step's
         with self.run.watch.part(self.part):
@@ -272,12 +272,12 @@ class AuditHook(RunHook):
             try:
                 second = by_device(repeat(state_copy, *args)[0])
             except Exception as error:
-                note(error, f"jstep: raised while AuditHook computed step {call.first} a second time")
+                note(error, f"jstep: raised while AuditHook computed step {chunk.first} a second time")
                 raise
             del state_copy
             leaves, devices = _differences(first, second)
         if leaves:
-            finding = _audit_error(call.first, call.steps, leaves, devices)
+            finding = _audit_error(chunk.first, chunk.steps, leaves, devices)
             if self._raises:
                 raise finding
             if jax.process_index() == 0:

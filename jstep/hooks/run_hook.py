@@ -21,12 +21,12 @@ from jstep.state.train_state import TrainState
 from jstep.summary.writer import SummaryWriter
 from jstep.training.metrics import Metrics
 
-# Calls, for hooks that wrap them: a call has its `args`, its number of `steps`, and the step `first` before them.
+# Chunks, for hooks that wrap their calls: each has its `args`, its number of `steps`, and the `first` step.
 
-RunCall = Callable[[Any, Any], Any]
-"""`run_call(state, call)` runs the steps of a call; it returns the new state and the last metrics."""
+RunChunk = Callable[[Any, Any], Any]
+"""`run_chunk(state, chunk)` runs the steps of a chunk; it returns the new state and the last metrics."""
 Repeated = Callable[[Any], Callable[..., tuple[TrainState, Metrics]]]
-"""Maps a call to a function `(state, *call.args)` that repeats it, and adds no metrics to the sums."""
+"""Maps a chunk to a function `(state, *chunk.args)` that repeats it, and adds no metrics to the sums."""
 Poll = Callable[..., bool | None]
 """`poll()` is called after each call of the loop while it returns True, and `poll(wait=True)` after the last step."""
 
@@ -197,9 +197,9 @@ class RunHook(Hook):
                 raise
             self.run.log_failed(self, with_path(error, path) if path else error)
 
-    def around_calls(self, run_call: RunCall, repeated: Repeated) -> RunCall:
-        """Return `run_call`, or a wrapper."""
-        return run_call
+    def around_chunks(self, run_chunk: RunChunk, repeated: Repeated) -> RunChunk:
+        """Return `run_chunk`, or a wrapper."""
+        return run_chunk
 
     def flush(self) -> None:
         """Called before a checkpoint is published, in the background: flush files that must not be older."""

@@ -36,8 +36,8 @@ _ROUNDING = 2**-24
 """What rounding leaves of a rate, as a share of the largest, where a schedule ends at 0."""
 _logger = logging.getLogger("jstep")
 
-AfterCall = Callable[[Chunk, Any], None]
-"""`after_call(chunk, state)`, where the state is the one that the dispatched call returned."""
+AfterChunk = Callable[[Chunk, Any], None]
+"""`after_chunk(chunk, state)`, where the state is the one that the dispatched call returned."""
 
 
 class Dispatch:
@@ -50,12 +50,12 @@ class Dispatch:
         signals: StopSignals | None = None,
         first_call: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         watch: Stopwatch | None = None,
-        after_first: Sequence[AfterCall] = (),
+        after_first: Sequence[AfterChunk] = (),
     ) -> None:
         self.table, self._first_call, self._after_first = table, first_call, after_first
         self._watch = Stopwatch() if watch is None else watch
         self.compiler = Compiler(table, StopSignals() if signals is None else signals, self._watch)
-        self.after_each: list[AfterCall] = []
+        self.after_each: list[AfterChunk] = []
         self._auto = AutoSteps(table) if table.is_auto else None
         self._latest: Program | None = None
         # A step that is not compiled may make arrays of equal shapes from batches of different ones.
@@ -88,8 +88,8 @@ class Dispatch:
             self._auto = None
         if self.compiler.jobs:
             self.compiler.after(chunk.step_args)
-        for after_call in self.after_each:
-            after_call(chunk, result[0])
+        for after_chunk in self.after_each:
+            after_chunk(chunk, result[0])
         return result
 
     def _follow_up(self, chunk: Chunk, result: Any, began: float) -> None:
@@ -103,8 +103,8 @@ class Dispatch:
         if is_first:
             if self._latest is None:
                 warn_of_redundant_rows(chunk, result[0])
-            for after_call in self._after_first:
-                after_call(chunk, result[0])
+            for after_chunk in self._after_first:
+                after_chunk(chunk, result[0])
 
     def repeated(self, chunk: Chunk) -> Callable[..., Any]:
         """Return a function `repeat(state, *chunk.args) -> (state, metrics)` for a chunk that was run."""

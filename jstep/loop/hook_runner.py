@@ -17,9 +17,9 @@ from jstep.evaluating.evaluation_hook import EvaluationHook
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.hook import call_named, check_hook_result, check_step, defines
 from jstep.hooks.reporting import LoggingHook
-from jstep.hooks.run_hook import Repeated, ReportingContext, RunCall, RunHook, RunInfo
+from jstep.hooks.run_hook import Repeated, ReportingContext, RunChunk, RunHook, RunInfo
 from jstep.loop.programs import Boundaries, Chunk, EndsAhead
-from jstep.loop.setup import LEAVING, Calling, Setup
+from jstep.loop.setup import LEAVING, HookCall, Setup
 from jstep.metering.cadence import NEVER, Cadence, HookSchedule, next_call
 
 
@@ -54,12 +54,12 @@ class HookRunner:
                 raise
             note_other(error, failure)
 
-    def around_calls(self, run_call: RunCall, repeated: Repeated) -> RunCall:
-        """Return `run_call`, wrapped by the hooks."""
+    def around_chunks(self, run_chunk: RunChunk, repeated: Repeated) -> RunChunk:
+        """Return `run_chunk`, wrapped by the hooks."""
         for hook in self._hooks:
             if isinstance(hook, RunHook):
-                run_call = hook.around_calls(run_call, repeated)
-        return functools.partial(self._call_after_hooks, run_call) if self._before else run_call
+                run_chunk = hook.around_chunks(run_chunk, repeated)
+        return functools.partial(self._run_after_hooks, run_chunk) if self._before else run_chunk
 
     def begin(self) -> bool:
         loop, is_done = self._setup.loop, False
@@ -71,10 +71,10 @@ class HookRunner:
         self._next_due = min((schedule.next for schedule in self._schedules), default=NEVER)
         return is_done
 
-    def _call_after_hooks(self, run_call: RunCall, state: Tree, chunk: Chunk) -> Any:
+    def _run_after_hooks(self, run_chunk: RunChunk, state: Tree, chunk: Chunk) -> Any:
         for hook in self._before:
             self._call(hook, "before_step", chunk.first, state)
-        return run_call(state, chunk)
+        return run_chunk(state, chunk)
 
     def evaluate(self, method: str) -> bool:
         """Call `evaluate_first`, or `evaluate_owed` after a restart; return whether that ends the run."""
@@ -128,7 +128,7 @@ class HookRunner:
             watch.switch(HOOKS)
         for hook, check in pending:
             loop.pending.remove((hook, check))  # one that raises is not called again
-            loop.calling = Calling(hook, "after_step")
+            loop.calling = HookCall(hook, "after_step")
             with errors:
                 if check():
                     loop.pending.append((hook, check))
@@ -136,7 +136,7 @@ class HookRunner:
             hook = schedule.hook
             if not schedule.is_due(step):
                 continue
-            calling = Calling(hook, "after_step")
+            calling = HookCall(hook, "after_step")
             began = watch.switch(calling.part)
             schedule.called = step
             if errors.all and isinstance(hook, CheckpointSaverHook) and not errors.are_of_savers:
@@ -148,7 +148,7 @@ class HookRunner:
                 self._apply(hook, hook.after_step(step, loop.at.state, loop.at.metrics))
                 if errors.all:
                     continue
-                loop.calling = Calling(hook, "next_due")
+                loop.calling = HookCall(hook, "next_due")
                 schedule.reschedule(step)
                 self._record(calling, began)
         if watch.current != STEPPING:
@@ -175,7 +175,7 @@ class HookRunner:
         def failed(error: Exception) -> None:
             if not isinstance(error, OSError) and not isinstance(error.__cause__, OSError):
                 raise error
-            self._setup.loop.failures.append((Calling(self._setup.transfers.take_failed_owner(), "flush"), error))
+            self._setup.loop.failures.append((HookCall(self._setup.transfers.take_failed_owner(), "flush"), error))
 
         self._deliver_all(failed)
         built_in = [hook for hook in self._hooks if isinstance(hook, RunHook)]
@@ -196,7 +196,7 @@ class HookRunner:
         last = {id(hook): hook for hook in due}  # each once
         pending, loop.pending = loop.pending, []
         for hook, check in [*pending, *((hook, None) for hook in last.values())]:
-            loop.calling = Calling(hook, "after_step")
+            loop.calling = HookCall(hook, "after_step")
             with errors, self._setup.watch.part(HOOKS):
                 if check is not None:
                     check(wait=True)
@@ -262,7 +262,7 @@ class HookRunner:
         return self._setup.is_at_last and is_evaluated and not has_ends and loop.phase != LEAVING
 
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
-        watch, calling = self._setup.watch, Calling(hook, method)
+        watch, calling = self._setup.watch, HookCall(hook, method)
         self._setup.loop.calling = calling
         began = watch.clock()
         with contextlib.nullcontext() if calling.part == STEPPING else watch.part(calling.part):
@@ -271,7 +271,7 @@ class HookRunner:
         self._setup.loop.calling = None
         return result
 
-    def _record(self, calling: Calling, began: float) -> None:
+    def _record(self, calling: HookCall, began: float) -> None:
         if calling.part != STEPPING:
             self._setup.watch.record(calling.thing, began)
 
@@ -286,7 +286,7 @@ class HookRunner:
             due = lines.next_multiple(step)
             try:
                 for hook in hooks:
-                    loop.calling = Calling(hook, "next_due")
+                    loop.calling = HookCall(hook, "next_due")
                     due = min(due, next_call(hook, step)[1])
             except Exception as error:  # raised when the run gets there
                 note(error, f"jstep: in {hook_name(hook)}.next_due({step}), which says where calls end")
@@ -304,7 +304,7 @@ class Errors:
 
     def __init__(self, setup: Setup) -> None:
         self._loop, self._transfers = setup.loop, setup.transfers
-        self._calling: Calling | None = None
+        self._calling: HookCall | None = None
         self.are_of_savers = True
         self.all: list[Exception] = []
 
@@ -317,13 +317,13 @@ class Errors:
         self.add(error, self._loop.calling)
         return True
 
-    def add(self, error: Exception, calling: Calling | None) -> None:
+    def add(self, error: Exception, calling: HookCall | None) -> None:
         """Add an error; it belongs to the hook whose numbers were being delivered, if any."""
         is_of_saver = calling is not None and isinstance(calling.hook, CheckpointSaverHook)
         self.are_of_savers = self.are_of_savers and is_of_saver
         owner = self._transfers.take_failed_owner()
         if owner is not None:
-            calling = Calling(owner, "after_step" if calling is None else calling.method)
+            calling = HookCall(owner, "after_step" if calling is None else calling.method)
         self._calling = self._calling or calling
         self.all.append(error)
 

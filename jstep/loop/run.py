@@ -22,7 +22,7 @@ from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchFeeder
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.programs import Chunk
-from jstep.loop.setup import Calling, Setup
+from jstep.loop.setup import HookCall, Setup
 from jstep.metering.metric_sums import is_bad
 from jstep.metering.numbers import host
 from jstep.state.nonfinite import NanLossDuringTrainingError, StateContents, in_words
@@ -192,7 +192,7 @@ class Run(RunInfo):
             self.setup.loop.stopped_by = self.setup.loop.stopped_by or by
 
     def log_failed(self, log: Any, error: Exception) -> None:
-        self.setup.loop.failures.append((Calling(log, "flush"), error))
+        self.setup.loop.failures.append((HookCall(log, "flush"), error))
 
     def to_stop(self) -> bool:
         return self.setup.signals.to_stop()

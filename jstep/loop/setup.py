@@ -32,7 +32,7 @@ BEGINNING, RUNNING, ENDING, LEAVING, CLOSING = "beginning", "running", "ending",
 """The phases of a run: before its first call, while it takes steps, after its last call, after a signal, at the end."""
 
 
-class Calling(NamedTuple):
+class HookCall(NamedTuple):
     hook: Any
     method: str
 
@@ -91,10 +91,10 @@ class LoopState:
     restoring: int | None = None
     is_restored: bool = False
     phase: str = BEGINNING
-    calling: Calling | None = None
+    calling: HookCall | None = None
     stopped_by: str | None = None
     pending: list[tuple[Hook, Poll]] = dataclasses.field(default_factory=list)
-    failures: deque[tuple[Calling, Exception]] = dataclasses.field(default_factory=deque)
+    failures: deque[tuple[HookCall, Exception]] = dataclasses.field(default_factory=deque)
     file: StartFile | None = None
 
     @property

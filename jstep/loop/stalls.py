@@ -29,7 +29,7 @@ from jstep.core.secret_text import error_text
 from jstep.core.stopwatch import EVALUATING, FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
 from jstep.hooks.run_hook import RunHook
 from jstep.loop.run import Observer, Run
-from jstep.loop.setup import BEGINNING, CLOSING, Calling, Setup
+from jstep.loop.setup import BEGINNING, CLOSING, HookCall, Setup
 from jstep.loop.stopping import save_while_it_hangs
 from jstep.record.stall_files import CALL, WITH_OTHERS, StallFiles, silent
 
@@ -220,7 +220,7 @@ class StallWatch(Observer):
         loop, run, part = self.setup.loop, self._run, self.setup.watch.current
         step, calling, owner = loop.at.step, loop.calling, self.setup.transfers.owner
         if owner is not None:  # a hook may deliver the metrics of another
-            calling = Calling(owner, "" if calling is None else calling.method)
+            calling = HookCall(owner, "" if calling is None else calling.method)
         thing = None if calling is None else calling.thing
         if thing == SAVING or (part == SAVING and loop.phase != CLOSING):
             return Wait(_SAVE, f"saving step {step}", SAVING)

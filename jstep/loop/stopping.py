@@ -32,7 +32,7 @@ from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.loop.hook_runner import Errors
 from jstep.loop.run import STOPPED, Run
 from jstep.loop.saving import RunSaverHook, why_position_lost
-from jstep.loop.setup import Calling, Setup
+from jstep.loop.setup import HookCall, Setup
 from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")
@@ -206,7 +206,7 @@ def _saved(run: Run, error: BaseException) -> str:
 
 def _save(run: Run, hook: CheckpointSaverHook, where: str = "") -> str:
     """Let a hook save the state; return the outcome. That of the first hook, the run's own if any, is reported."""
-    run.setup.loop.calling = Calling(hook, "save")
+    run.setup.loop.calling = HookCall(hook, "save")
     if hook.save(run.step, run.state, wait=True):
         return f"is saved{where}; start the run again to resume"
     return "is not saved: a hook prevented it"

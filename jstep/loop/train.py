@@ -278,13 +278,13 @@ def _take_steps(run: Run) -> bool:
     last_step = run.setup.options.stop_step
     signals.finish()
     loop.phase = RUNNING
-    run_call = runner.around_calls(run.dispatch, run.dispatch.repeated)
+    run_chunk = runner.around_chunks(run.dispatch, run.dispatch.repeated)
     try:
         for chunk in fetch_by_all(run.feeder):
             in_flight.make_room()
             if signals.received is not None and not chunk.must_run:
                 signals.check()  # it arrived meanwhile
-            loop.at = At._make((chunk.first + chunk.steps, *run_call(loop.at.state, chunk), chunk.program.rows))
+            loop.at = At._make((chunk.first + chunk.steps, *run_chunk(loop.at.state, chunk), chunk.program.rows))
             in_flight.add(chunk.first, *loop.at[:3])
             is_over = runner.after(chunk.first)
             if (signals.received is not None or not signals.is_alone) and signals.to_stop():
