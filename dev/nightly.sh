@@ -7,8 +7,10 @@
 #   STEPS="lowest soak" dev/nightly.sh      only these of: benchmarks tools newest lowest optimized soak accelerator
 #                                             types compilers peers launchers slurm
 #
+#   CONTINUE=1 dev/nightly.sh               without the steps that have passed for this commit: after it was cut
+#
 # Each step runs even if others fail, with its output in .nightly/<step>.log (NIGHTLY_LOGS sets another folder).
-# It ends with a summary of results and times; the exit code is 1 if a step failed.
+# It ends with a table of what passed, failed and did not run, and the times; the exit code is 1 if a step failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,6 +19,9 @@ mkdir -p "$logs"
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 results=()
 code=0
+done_file=$logs/passed-$(git rev-parse --short HEAD 2> /dev/null || echo here)
+[ -n "${CONTINUE:-}" ] || rm -f "$done_file"
+touch "$done_file"
 
 # The tests of TensorBoard's pages need a browser and are skipped without one.
 if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null && ! command -v chromium > /dev/null; then
@@ -27,7 +32,11 @@ fi
 step() { # name, command …
     local name=$1 begin=$SECONDS result=passed
     shift
-    case " ${STEPS:-$name} " in *" $name "*) ;; *) return ;; esac
+    case " ${STEPS:-$name} " in *" $name "*) ;; *) results+=("$(printf '%-12s not run' "$name")") && return ;; esac
+    if before=$(grep "^$name " "$done_file"); then
+        results+=("$before  (before)")
+        return
+    fi
     echo "== $name"
     if ! "$@" > "$logs/$name.log" 2>&1; then
         result=FAILED
@@ -36,6 +45,7 @@ step() { # name, command …
     fi
     results+=("$(printf '%-12s %-7s %5d s  %s' "$name" "$result" "$((SECONDS - begin))" \
         "$(grep -aE '(passed|failed|error).* in [0-9]' "$logs/$name.log" | tail -n 1)")")
+    [ "$result" = FAILED ] || printf '%s\n' "${results[-1]}" >> "$done_file"
 }
 
 # Compiling with optimizations takes more than twice as long: of the thorough tests, those whose numbers it may change.
@@ -62,6 +72,8 @@ step peers env PYTHON="$python" dev/peers.sh "$@"
 step launchers env PYTHON="$python" dev/launchers.sh "$@"
 if [ -x dev/slurm.sh ] && command -v sbatch > /dev/null; then
     step slurm env PYTHON="$python" dev/slurm.sh
+else
+    results+=("slurm        not run, SLURM is not installed")
 fi
 
 printf '\n'

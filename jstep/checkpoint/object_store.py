@@ -30,7 +30,7 @@ _logger = logging.getLogger("jstep")
 
 
 class ObjectStore(Store):
-    """Checkpoints below a URL."""
+    """Checkpoints in a bucket: objects of one checkpoint, and an index that makes it visible when it is complete."""
 
     poll_secs = 10.0  # each poll is a request
     _claim: claims.ObjectClaim | None = None

@@ -1,6 +1,6 @@
 """The store of a directory or URL."""
 
-from jstep.checkpoint.directory import DirectoryStore
+from jstep.checkpoint.directory_store import DirectoryStore
 from jstep.checkpoint.store import Store
 from jstep.stores.urls import is_url
 

@@ -1,4 +1,4 @@
-"""Retention of checkpoints: the last few, and one every N hours permanently. All deletions are here."""
+"""Retention of checkpoints: the last few, and one every N hours permanently. Stores delete what killed saves left."""
 
 import contextlib
 import dataclasses
@@ -50,7 +50,7 @@ def evict(store: Store, path: str) -> None:
 
 
 class Listener(Protocol):
-    """An observer of checkpoints."""
+    """What is told of each checkpoint that was saved, and can wait until it has been."""
 
     def saved(self, step: int, path: str) -> None:
         """Receive a checkpoint that is acknowledged and kept; must return immediately."""

@@ -170,7 +170,7 @@ def place_leaf(wanted: TargetLeaf[Any], read: Any) -> Any:
 
 
 def parts_of(array: jax.Array) -> dict[placement.ShardBounds, np.ndarray[Any, Any]]:
-    """Return the parts of an array in this process."""
+    """Return the shards that this process holds, one for each region of the array, as NumPy arrays."""
     with meshes.internal_transfers():
         shards = array.addressable_shards
         return {placement.bounds(shard.index, array.shape): np.asarray(shard.data) for shard in shards}

@@ -208,7 +208,7 @@ class BatchSequence(abc.ABC, Generic[T]):
         return type(self)(self._plan, self._rows, self._steps.skipped(start, stop))
 
     def from_step(self, step: int) -> "BatchIterator[T]":
-        """Return an iterator over the batches from `step`."""
+        """Return an iterator over the batches from `step`, with `get_state` and `set_state` for checkpoints."""
         return BatchIterator(self, self._as_step(step, end=1))
 
     def __len__(self) -> int:

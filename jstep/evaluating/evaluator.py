@@ -30,7 +30,7 @@ from jstep.evaluating.evaluation_batches import (
     place_batches,
 )
 from jstep.evaluating.evaluation_metrics import OBJECT, Metric, MetricTotals, classify_metrics, merge_objects
-from jstep.metering.numbers import start_transfer
+from jstep.metering.numbers import start_copies
 from jstep.optimizers.averages import AVERAGE_SLOT, as_average_names, averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params
 from jstep.state.global_step import require_alive
@@ -174,7 +174,7 @@ class Evaluator:
                 with internal_transfers() if is_global else contextlib.nullcontext():
                     metrics = self.compute(params, args)
                 with internal_transfers():  # begin to read what is summed on the host
-                    start_transfer(
+                    start_copies(
                         jax.tree.leaves([metric for each in metrics for metric in each if metric.kind != OBJECT])
                     )
                 for each in metrics:

@@ -321,7 +321,6 @@ class AuditError(_OtherBitsError):
 
 
 def _audit_error(step: int, steps: int, leaves: tuple[str, ...], devices: tuple[str, ...]) -> AuditError:
-    """Return the error for a call of some steps that began at a step."""
     where = ", ".join(devices[:_SHOWN]) + (", …" if len(devices) > _SHOWN else "")
     what = Difference(step, leaves).text() + (f" (on {where} alone)" if where else "")
     update = f"update {step} → {step + 1} was" if steps == 1 else f"updates {step} → {step + steps} were"

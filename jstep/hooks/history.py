@@ -246,7 +246,7 @@ class History(ReportingHook):
 
     @property
     def names(self) -> list[str]:
-        """The names of all metrics."""
+        """The names of all metrics of its rows, as in a log line: loss, learning rates, then the others."""
         with self._lock:
             return list(dict.fromkeys(name for row in self._rows.values() for name in row))
 

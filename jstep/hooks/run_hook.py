@@ -198,7 +198,7 @@ class RunHook(Hook):
             self.run.log_failed(self, with_path(error, path) if path else error)
 
     def around_chunks(self, run_chunk: RunChunk, repeated: Repeated) -> RunChunk:
-        """Return `run_chunk`, or a wrapper."""
+        """Return `run_chunk`, or a function in its place that calls it."""
         return run_chunk
 
     def flush(self) -> None:

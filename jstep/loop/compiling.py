@@ -4,20 +4,18 @@ All stages are traced before a run begins. A compilation cannot be interrupted, 
 which the loop waits: the wait can be.
 """
 
-import contextlib
-import dataclasses
 import functools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
 
-from jstep.core import stopwatch, trees
+from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.exceptions import forget_frames, note
 from jstep.core.stopwatch import STARTING, Stopwatch
@@ -27,6 +25,7 @@ from jstep.data.loaders import Source
 from jstep.data.sequence import BatchSequence
 from jstep.loop.programs import Boundaries, Chunk, ProgramTable, Stage, shapes_of, type_text
 from jstep.loop.signals import StopSignals, StopWaiting
+from jstep.loop.start_times import Compiled, StartTimes, thread_record
 from jstep.slots.matching import describe_difference
 from jstep.training.explain import explain
 from jstep.training.step import TrainStep
@@ -90,7 +89,7 @@ class Compiler:
             with times.compiling():
                 self.table.compile(start, args)
 
-        if stage.is_compiled:
+        if stage.is_compilable:
             self.begin(CompileJob(start, stage.name, make, is_quiet=True))
 
     def plan(self, source: Source, start: int, last_step: int, batch_sharding: object) -> None:
@@ -100,7 +99,7 @@ class Compiler:
         seen: set[Any] = set()
         for step in (first, *later) if later else ():
             stage, args, is_edge = table.stage_of(step), None, step == table.stage_of(step).first
-            if not stage.is_compiled:
+            if not stage.is_compilable:
                 continue
             is_indexed = hasattr(source.by_step, "__getitem__") and is_edge and step != first
             if isinstance(source.by_step, BatchSequence) or is_indexed:
@@ -152,7 +151,7 @@ class Compiler:
         is_due = self.table.has_several and not stage.is_begun and not stage.is_ahead
         if is_due and size is not None and not size():
             _logger.info("compiling %s for %s", stage.name, _steps(chunk))
-        if program.has_failed or not stage.is_compiled or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        if program.has_failed or not stage.is_compilable or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return
         with self.table.compiling(stage.name):
             try:
@@ -178,7 +177,7 @@ class Compiler:
         size = getattr(program.step, "_cache_size", lambda: self.record.programs)()
         has_grown, self._sizes[id(program.step)] = size > self._sizes.get(id(program.step), 0), size
         is_first, stage.is_begun = not stage.is_begun, True
-        if has_grown and stage.is_compiled and not is_first and not program.is_ahead:
+        if has_grown and stage.is_compilable and not is_first and not program.is_ahead:
             _logger.info(
                 "compiled %s again for %s: its batch differs from earlier ones in shapes, dtypes or placement (%s), or "
                 "its state in placement",
@@ -267,98 +266,3 @@ def _check(stage: Stage, state: Tree, args: tuple[Any, ...], step: int) -> None:
             f"{name}: all training steps of a run share one structure of the state, but this one returns a state "
             f"{different}; freeze parameters with var_list, and give all stages optimizers with the same slots"
         )
-
-
-# Counts, by thread, of compiled programs and of cache hits.
-@dataclasses.dataclass(slots=True)
-class Compiled:
-    """The compilations of a thread so far.
-
-    Attributes:
-        programs: The number compiled or found in the persistent cache.
-        hits: The number of those found in the cache.
-        unfinished: The time at which it last traced or lowered a program that is not compiled yet; 0 if there is none.
-    """
-
-    programs: int = 0
-    hits: int = 0
-    unfinished: float = 0.0
-
-    def add(self, there: "Compiled") -> None:
-        self.programs, self.hits, self.unfinished = self.programs + there.programs, self.hits + there.hits, 0.0
-
-
-class _OfThread(threading.local):
-    def __init__(self) -> None:  # called in each thread that uses it
-        self.compiled = Compiled()
-
-
-_of_thread = _OfThread()
-
-
-def thread_record() -> Compiled:
-    return _of_thread.compiled
-
-
-def _count_compilation(event: str, duration_secs: float, **_: str | int) -> None:
-    if event.startswith("/jax/core/compile/"):
-        thread_record().unfinished = time.perf_counter()
-    if event == "/jax/core/compile/backend_compile_duration":
-        record = thread_record()
-        record.programs, record.unfinished = record.programs + 1, 0.0
-
-
-def _count_hit(event: str, **_: str | int) -> None:
-    if event == "/jax/compilation_cache/cache_hits":
-        thread_record().hits += 1
-
-
-jax.monitoring.register_event_duration_secs_listener(_count_compilation)
-jax.monitoring.register_event_listener(_count_hit)
-
-
-# The times of a start, in which restoring, compiling and the first batch overlap.
-
-
-@dataclasses.dataclass
-class StartTimes:
-    """The duration of each part of a start, in seconds; parts overlap."""
-
-    began: float = dataclasses.field(default_factory=lambda: stopwatch.CLOCKS.seconds())
-    parts: dict[str, float] = dataclasses.field(default_factory=dict)
-    is_cached: bool = False
-
-    def left(self, seconds: float) -> float:
-        """Return how many of these seconds are left since the start began."""
-        return max(0.0, self.began + seconds - stopwatch.CLOCKS.seconds())
-
-    @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        then = stopwatch.CLOCKS.seconds()
-        try:
-            yield
-        finally:
-            self.parts[name] = self.parts.get(name, 0.0) + stopwatch.CLOCKS.seconds() - then
-
-    @contextlib.contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Time compilation, and record whether JAX's persistent cache had the programs."""
-        here = thread_record()
-        hits, before = here.hits, here.programs
-        with self.part("compile"):
-            yield
-        if here.programs > before:
-            self.is_cached = here.programs - before <= here.hits - hits
-
-    def log(self, before: float) -> None:
-        """Log the parts, and the seconds of the process before the call."""
-        names = ("devices", "restore", "compile", "first batch")
-        words = [
-            f"{name} {self.parts[name]:.1f}{' (cached)' if name == 'compile' and self.is_cached else ''}"
-            for name in names
-            if name in self.parts
-        ]
-        if words:
-            also = f"; before {before:.1f} s" if before >= 0.05 else ""
-            seconds = stopwatch.CLOCKS.seconds() - self.began
-            _logger.info("first step after %.1f s: %s%s", seconds, ", ".join(words), also)

@@ -14,9 +14,9 @@ from jstep.data.batch_placement import copy_batch
 from jstep.data.loaders import Source
 from jstep.data.positions import LivePosition, StoredPosition
 from jstep.data.prefetch import ReaderThread
-from jstep.loop.compiling import StartTimes
 from jstep.loop.programs import READ_AHEAD, Chunk, CopiedBatches
 from jstep.loop.signals import StopSignals, StopWaiting
+from jstep.loop.start_times import StartTimes
 from jstep.queues.queues import until_end
 
 _SECOND, _SHARE = 1.0, 0.05
@@ -106,7 +106,7 @@ class BatchFeeder:
         return self.position.is_lost(steps < self._taken)
 
     def position_after(self, steps: int) -> Any:
-        """Return the position after all fetched steps, or before the latest call's."""
+        """Return the position after all fetched steps, or before the latest chunk's."""
         return self.position.now() if steps >= self._taken else self.position.before
 
     def close(self) -> None:

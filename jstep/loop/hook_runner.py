@@ -24,7 +24,7 @@ from jstep.metering.cadence import NEVER, Cadence, HookSchedule, next_call
 
 
 class HookRunner:
-    """Calls the hooks of a run when they are due."""
+    """Calls the hooks of a run when they are due, in the loop's thread, each in the context that times it."""
 
     def __init__(self, setup: Setup, hooks: list[Any], reports: ReportingContext, ended_at: int | None = None) -> None:
         self._setup, self._hooks, self._reports = setup, hooks, reports
@@ -55,7 +55,6 @@ class HookRunner:
             note_other(error, failure)
 
     def around_chunks(self, run_chunk: RunChunk, repeated: Repeated) -> RunChunk:
-        """Return `run_chunk`, wrapped by the hooks."""
         for hook in self._hooks:
             if isinstance(hook, RunHook):
                 run_chunk = hook.around_chunks(run_chunk, repeated)
@@ -309,7 +308,7 @@ class Errors:
         self.all: list[Exception] = []
 
     def __enter__(self) -> None:
-        """Enter the context of one call."""
+        """One call of a hook begins."""
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if not isinstance(error, Exception):

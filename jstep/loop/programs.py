@@ -81,7 +81,7 @@ class Stage:
     is_slow: bool = False
 
     @property
-    def is_compiled(self) -> bool:
+    def is_compilable(self) -> bool:
         return hasattr(self.single, "lower")
 
     def trace(self, state: Tree, args: tuple[Any, ...]) -> Any:
@@ -247,7 +247,7 @@ class ProgramTable:
             1,
         )
         self._programs: dict[Any, Program] = {}
-        self.on_device = not self.is_looped and not all(stage.is_compiled for stage in self.stages)
+        self.on_device = not self.is_looped and not all(stage.is_compilable for stage in self.stages)
         self.sums = MetricSums() if sums is None else sums
         self.state_shapes = shapes_of(state)
         self.tracing = threading.Lock()

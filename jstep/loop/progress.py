@@ -222,7 +222,6 @@ class _NotebookHook(ProgressHook):
         return bar
 
     def _numbers(self) -> dict[str, Any]:
-        """Return the numbers of a log line."""
         numbers = scalars(self.run.metrics or {})
         return {name: numbers[name] for name in sort_metrics(numbers, self.run.constant_metrics())}
 

@@ -30,7 +30,7 @@ from jstep.loop.run import STOPPED, Observer, Origin, Run, name_of_run
 from jstep.loop.setup import Setup
 from jstep.metering.numbers import is_ready, read_values, scalars
 from jstep.record.code import GIT_TIMEOUT_SECS, code_version
-from jstep.record.config import command_line, number
+from jstep.record.config import command_line, json_number
 from jstep.record.differences import changes
 from jstep.record.stall_files import exit_reason
 from jstep.record.starts import FINISHED, FOLDER, KILLED, Start, StartFile, read_starts, totals, valid, with_card
@@ -94,8 +94,8 @@ class Recorder(Observer):
         newest = next(reversed(valid(own)), None)
         self._stopped_by = origin.extra.get(STOPPED)
         if newest is not None:
-            values = {name: number(value) for name, value in newest["values"].items()}
-            best = {name: [number(value), *of] for name, (value, *of) in newest["best"].items()}
+            values = {name: json_number(value) for name, value in newest["values"].items()}
+            best = {name: [json_number(value), *of] for name, (value, *of) in newest["best"].items()}
             self._numbers = {"values": values, "best": best}
         file = StartFile(where, prefix, earlier, {**self._given(where, origin, own, newest), **self._newest()})
         _end_earlier(file, claimed=origin.is_claimed)
@@ -200,11 +200,13 @@ class Recorder(Observer):
                 self._pending = dict(list(numbers.items())[:_MAX_VALUES])
             if is_ready(self._pending.values()):
                 numbers, self._pending = self._pending, None
-                values |= {name: number(value) for name, value in read_values(numbers).items()}
+                values |= {name: json_number(value) for name, value in read_values(numbers).items()}
             for hook in run.evaluations:
                 newest = {} if hook.newest is None else read_values(hook.newest[1])
-                values |= {name: number(value) for name, value in newest.items()}
-                best |= {name: [number(one.value), one.step, absolute(one.path)] for name, one in hook.best.items()}
+                values |= {name: json_number(value) for name, value in newest.items()}
+                best |= {
+                    name: [json_number(one.value), one.step, absolute(one.path)] for name, one in hook.best.items()
+                }
             self._numbers = {"values": dict(list(values.items())[: 2 * _MAX_VALUES]), "best": best}
 
     # The card, in background threads, in order.

@@ -91,7 +91,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         return None
 
     def before_begin(self, run: "Run") -> None:
-        """Called before the hooks begin."""
+        """Called with the opened run, whose state is restored."""
 
     def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
         """Return a meter of the utilization, before the first step, or None."""

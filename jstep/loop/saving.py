@@ -51,7 +51,7 @@ _logger = logging.getLogger("jstep")
 HOOK_STATES, HELD_VALUES = "hooks", "held"
 """Keys of a checkpoint's `extra`, in addition to those of the run, of positions and of observers."""
 
-# Start: restore the newest checkpoint, or use the given state.
+# What a checkpoint holds beside the state, and the hooks that are restored from it.
 
 
 def extra_at(saver: Saver, step: int) -> dict[str, Any]:

@@ -17,16 +17,16 @@ from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.run_hook import Poll, RunHook
 from jstep.loop.arguments import Options
 from jstep.loop.background import BackgroundHooks
-from jstep.loop.compiling import StartTimes
 from jstep.loop.programs import TrainSteps
 from jstep.loop.signals import StopSignals
+from jstep.loop.start_times import StartTimes
 from jstep.metering.in_flight import InFlight
 from jstep.metering.metric_sums import MetricSums
 from jstep.metering.numbers import TransferQueue
 from jstep.record.starts import StartFile
 from jstep.state.train_state import TrainState
 
-# The state of a loop over calls: only the loop's thread writes it, all others read it.
+# The state of a loop over calls: the loop's thread writes it, except failures and the file of the start.
 
 BEGINNING, RUNNING, ENDING, LEAVING, CLOSING = "beginning", "running", "ending", "leaving", "closing"
 """The phases of a run: before its first call, while it takes steps, after its last call, after a signal, at the end."""

@@ -59,8 +59,8 @@ class StallHook(RunHook):
     not count. A stall that holds the interpreter's lock is seen by the other processes only.
 
     Each stall is a warning, repeated at twice, four times, eight times … its age. If the run has a directory, the stall
-    is also a file `stalls/PROCESS.json` there, which the other processes and `python -m jstep stalls` read; see [When a
-    run hangs](../help/stalls.md).
+    is also a file `stalls/PREFIX.PROCESS.json` there, which the other processes and `python -m jstep stalls` read; see
+    [When a run hangs](../help/stalls.md).
 
     Args:
         warn_secs: The minimum duration of a stall, in seconds; None to watch nothing.
@@ -206,7 +206,6 @@ class StallWatch(Observer):
         return _call(unfinished[0], unfinished[1] - 1)
 
     def _wait_of_thread(self) -> Wait:
-        """Return what the loop's thread waits for."""
         now, step = threads.activities_of(self._ident), self.setup.loop.at.step
         wait = self._wait_of_run(is_tracing=threads.TRACING in now)
         if threads.AGREEING not in now:

@@ -68,7 +68,7 @@ _logger = logging.getLogger("jstep")
 
 
 def open_run(setup: Setup, observers: Observers) -> Run:
-    """Open the checkpoints, restore the state, and make the hooks and calls of the run; none of them has begun."""
+    """Open the checkpoints, restore the state, and make the hooks and chunks of the run; none of them has begun."""
     saver, origin = open_checkpoints(setup, observers)
     dispatch = _dispatch_of(setup, observers)
     setup.closing.callback(dispatch.compiler.close)

@@ -22,7 +22,6 @@ from jstep.data.loaders import check_batches
 from jstep.distributed import processes
 from jstep.hooks.hook import check_step
 from jstep.loop.arguments import Options, as_steps_per_call, cache_directory, check, explains_arguments
-from jstep.loop.compiling import StartTimes
 from jstep.loop.hook_runner import close_hooks
 from jstep.loop.programs import Chunk, as_stages
 from jstep.loop.progress import Progress
@@ -32,6 +31,7 @@ from jstep.loop.setup import CLOSING, ENDING, LEAVING, RUNNING, At, Setup, new_s
 from jstep.loop.signals import StopWaiting
 from jstep.loop.stalls import StallWatch
 from jstep.loop.start import begin, open_run
+from jstep.loop.start_times import StartTimes
 from jstep.loop.stopping import (
     exit_on_signal,
     keep_state,

@@ -161,7 +161,7 @@ def _log_unknown(why: str) -> None:
 
 
 class Meters(Observer):
-    """The meters of a run."""
+    """The observer that counts operations for `mfu` and `hfu`, if the device's peak is known."""
 
     def before_begin(self, run: Run) -> None:
         self._after_each = run.dispatch.after_each

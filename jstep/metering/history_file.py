@@ -9,7 +9,7 @@ import stat
 from typing import Any
 
 from jstep.core.checks import describe_type, format_value
-from jstep.record.config import number as json_float
+from jstep.record.config import json_number
 from jstep.stores import files
 from jstep.stores.urls import is_url, location
 
@@ -70,7 +70,7 @@ def _parse(line: bytes) -> tuple[int, Row]:
 
 
 def _line(step: int, row: Row) -> bytes:
-    return json.dumps({"step": step} | {name: json_float(value) for name, value in row.items()}).encode() + b"\n"
+    return json.dumps({"step": step} | {name: json_number(value) for name, value in row.items()}).encode() + b"\n"
 
 
 class HistoryFile:

@@ -47,7 +47,6 @@ class InFlight:
         self._are_donated = False  # whether metrics are donated to later calls
 
     def add(self, first: int, step: int, state: Tree, metrics: Any) -> None:
-        """Add a call of the steps first → step."""
         if not self._calls:
             self._busy_since = self._clock()
         loss = metrics.get(LOSS) if isinstance(metrics, Mapping) and not self._are_donated else None
@@ -85,7 +84,6 @@ class InFlight:
             self._wait_for_one()
 
     def wait_for(self, step: int) -> None:
-        """Wait until the device has finished a step."""
         self.drop_finished()
         while self._calls and self.finished < step:
             self._wait_for_one()

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core.annotations import Tree
 from jstep.core.meshes import internal_transfers
-from jstep.metering.numbers import host, is_number, is_numeric, is_ready, local_copy, start_transfer
+from jstep.metering.numbers import host, is_number, is_numeric, is_ready, local_copy, start_copies
 from jstep.training.looped import TracedStep
 from jstep.training.metrics import GRAD_NORM, LOSS, SKIPPED, Constants, Metrics
 
@@ -96,7 +96,7 @@ class Piece(NamedTuple):
 
 
 class Interval:
-    """The sums of an interval, in pieces."""
+    """The sums of an interval between two log lines: one part for each program that ran in it."""
 
     def __init__(self) -> None:
         self._merged: HostSums | None = None
@@ -272,7 +272,7 @@ class MetricSums:
         if self._stop <= self._first:
             return
         piece = self._piece()
-        start_transfer([piece.array])
+        start_copies([piece.array])
         for interval in self._intervals:
             interval.add(piece)
         self._first, self._fixed = self._stop, {}
@@ -370,7 +370,6 @@ class Columns(NamedTuple):
         return array
 
     def row(self, metrics: Mapping[str, Any]) -> Any:
-        """The numbers of one step."""
         loss = metrics[LOSS] if self.has_loss else jnp.zeros((), self.dtype)
         if loss.ndim:
             loss = jnp.where(jnp.isfinite(loss), jnp.zeros_like(loss), loss).sum()

@@ -61,7 +61,7 @@ def is_numeric(value: object) -> bool:
 # Their way to the host.
 
 
-def start_transfer(values: Iterable[Any]) -> None:
+def start_copies(values: Iterable[Any]) -> None:
     for value in values:
         # From a CPU there is nothing to transfer, and the call takes as long as a small step.
         if isinstance(value, jax.Array) and not is_on_cpus(value):
@@ -99,7 +99,7 @@ class PendingTransfer(NamedTuple):
 
 def begin_transfer(values: Collection[Any], read: Callable[[], Any]) -> PendingTransfer:
     """Start to copy values to the host; `read()`, called once they have arrived, returns the result."""
-    start_transfer(values)
+    start_copies(values)
     return PendingTransfer(lambda: is_ready(values), read)
 
 

@@ -39,7 +39,7 @@ def cut(text: str) -> str:
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}… ({len(text)} characters)"
 
 
-def number(value: float) -> float | str:
+def json_number(value: float) -> float | str:
     """A float as JSON has it: one that is not finite as text."""
     return value if math.isfinite(value) else str(value)
 
@@ -52,7 +52,7 @@ def plain(value: Any, name: str = "") -> Any:
         if value is None or isinstance(value, bool) or (isinstance(value, int) and abs(value) < 2**63):
             return value
         if isinstance(value, float):
-            return number(float(value))
+            return json_number(float(value))
         if isinstance(value, str | os.PathLike):
             return cut(hide(name, str(os.fspath(value))))
         if isinstance(value, list | tuple):

@@ -205,7 +205,7 @@ class _Side(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """The directory of the run."""
+        """The directory of the run; of a checkpoint, the folder that it lies in."""
         return self.path if self.kind == _DIRECTORY else split_path(self.path)[0] or "."
 
     @property

@@ -24,7 +24,7 @@ _LEAST_NAMES = ("loss", "error", "perplexity")
 
 
 class Ranking(NamedTuple):
-    """What runs are ranked by."""
+    """The metric by which runs are ranked, and whether its largest or its smallest value is the best."""
 
     name: str
     is_max: bool

@@ -34,7 +34,7 @@ from jstep.training.explain import explain, is_spent, refuse_what_crashes
 from jstep.training.metrics import SKIPPED, StepMetrics, split_metrics
 
 Body = Callable[[Any, tuple[Any, ...], Any], Any]
-"""`body(state, args, batch_specs) -> (state, Metrics)`. `batch_specs` are the shardings of args; None if unknown."""
+"""`body(state, args, batch_specs) -> (state, StepMetrics)`. `batch_specs`: the shardings of args, or None."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -209,7 +209,7 @@ class TrainStep:
 
     @shortens_tracebacks
     def __call__(self, state: TrainState[P], *args: Any) -> tuple[TrainState[P], dict[str, Any]]:
-        """Call the compiled step."""
+        """Return the state after one more step, and its metrics; the given state is donated, unless `donate=False`."""
         args = device_values.arguments_from_host(args)
         if getattr(state, "_layout", None) is not _ON_ONE_DEVICE and not is_single_process():
             self._agreed.check(state, args)
@@ -274,7 +274,7 @@ class TrainStep:
 
 
 def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
-    """Call the program of a step; return `(state, Metrics)`, or `(state, Metrics, sums)` for a `LoopedStep`."""
+    """Call the program of a step; return `(state, StepMetrics)`, or `(state, StepMetrics, sums)` for a `LoopedStep`."""
     layout = getattr(state, "_layout", None)  # as `returned_layout`, without a call at each step
     is_known = layout is not None
     if layout is None:

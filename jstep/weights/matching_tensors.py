@@ -94,7 +94,7 @@ class WantedTensor(targets.TargetLeaf[Any]):
 
 @dataclasses.dataclass(frozen=True)
 class WeightsMatch(targets.TargetMatch[WantedTensor]):
-    """The match of a target with files."""
+    """The leaves of a target and the tensors of files that fill them, with what is missing or left over."""
 
     TITLES = "missing", "unused", "mismatched"
     MAX_SHOWN = 200  # enough to show the names of a model's layers

@@ -9,7 +9,7 @@ import pytest
 from checkpoint_states import edit_manifest, flip, read_files_of, save_all, state_at
 
 import jstep
-from jstep.checkpoint.directory import DirectoryStore
+from jstep.checkpoint.directory_store import DirectoryStore
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.reading import VERIFIED, CheckpointReader

@@ -6,7 +6,7 @@ import pytest
 from checkpoint_states import save_all, state_at
 
 from jstep.checkpoint import checksums
-from jstep.checkpoint.directory import DirectoryStore
+from jstep.checkpoint.directory_store import DirectoryStore
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.reading import CheckpointReader

@@ -50,7 +50,7 @@ def pending_value(monkeypatch):
     from jstep.metering import numbers
 
     monkeypatch.setattr(report, "scalars", lambda metrics, leave_out: metrics)
-    monkeypatch.setattr(numbers, "start_transfer", lambda values: None)
+    monkeypatch.setattr(numbers, "start_copies", lambda values: None)
     monkeypatch.setattr(numbers, "is_ready", lambda values: all(value.ready for value in values))
     monkeypatch.setattr(report, "read_values", lambda values: values)
     monkeypatch.setattr(

@@ -12,8 +12,8 @@ from loop_runs import OPTIMIZER, make_state, train
 from waiting import wait_until
 
 import jstep
-from jstep.loop import dispatch
-from jstep.loop.dispatch import AutoSteps, choose_max_steps
+from jstep.loop import auto_steps
+from jstep.loop.auto_steps import AutoSteps, choose_max_steps
 from jstep.loop.programs import READ_AHEAD, Chunk, ProgramTable, as_stages
 
 STEP = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).mean(), OPTIMIZER)
@@ -102,7 +102,7 @@ def test_only_the_first_calls_are_timed(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(AutoSteps, "timed", counted)
     train(100, batches, step=STEP, steps_per_call="auto")
-    assert len(timed) == dispatch._UNTIMED + dispatch._TIMED
+    assert len(timed) == auto_steps._UNTIMED + auto_steps._TIMED
 
 
 def test_a_program_belongs_to_the_length_for_which_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:

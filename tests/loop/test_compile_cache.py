@@ -12,7 +12,7 @@ from loop_runs import train
 from processes import python
 
 import jstep
-from jstep.loop.compiling import Compiled
+from jstep.loop.start_times import Compiled
 
 NAMES = (
     "jax_compilation_cache_dir",

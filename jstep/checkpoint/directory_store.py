@@ -28,7 +28,7 @@ _logger = logging.getLogger("jstep")
 
 
 class DirectoryStore(Store):
-    """Checkpoints in a directory."""
+    """Checkpoints in a local directory: each is written to a temporary folder, and renamed when it is complete."""
 
     def __init__(self, directory: str, prefix: str | None) -> None:
         super().__init__(directory, prefix)

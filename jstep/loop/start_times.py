@@ -1,0 +1,109 @@
+"""What each thread has compiled, and how long the parts of a start took."""
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Iterator
+
+import jax
+
+from jstep.core import stopwatch
+
+_logger = logging.getLogger("jstep")
+
+
+# Counts, by thread, of compiled programs and of cache hits.
+@dataclasses.dataclass(slots=True)
+class Compiled:
+    """The compilations of a thread so far.
+
+    Attributes:
+        programs: The number compiled or found in the persistent cache.
+        hits: The number of those found in the cache.
+        unfinished: The time at which it last traced or lowered a program that is not compiled yet; 0 if there is none.
+    """
+
+    programs: int = 0
+    hits: int = 0
+    unfinished: float = 0.0
+
+    def add(self, there: "Compiled") -> None:
+        self.programs, self.hits, self.unfinished = self.programs + there.programs, self.hits + there.hits, 0.0
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:  # called in each thread that uses it
+        self.compiled = Compiled()
+
+
+_of_thread = _OfThread()
+
+
+def thread_record() -> Compiled:
+    return _of_thread.compiled
+
+
+def _count_compilation(event: str, duration_secs: float, **_: str | int) -> None:
+    if event.startswith("/jax/core/compile/"):
+        thread_record().unfinished = time.perf_counter()
+    if event == "/jax/core/compile/backend_compile_duration":
+        record = thread_record()
+        record.programs, record.unfinished = record.programs + 1, 0.0
+
+
+def _count_hit(event: str, **_: str | int) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        thread_record().hits += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_compilation)
+jax.monitoring.register_event_listener(_count_hit)
+
+
+# The times of a start, in which restoring, compiling and the first batch overlap.
+
+
+@dataclasses.dataclass
+class StartTimes:
+    """The duration of each part of a start, in seconds; parts overlap."""
+
+    began: float = dataclasses.field(default_factory=lambda: stopwatch.CLOCKS.seconds())
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    is_cached: bool = False
+
+    def left(self, seconds: float) -> float:
+        """Return how many of these seconds are left since the start began."""
+        return max(0.0, self.began + seconds - stopwatch.CLOCKS.seconds())
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        then = stopwatch.CLOCKS.seconds()
+        try:
+            yield
+        finally:
+            self.parts[name] = self.parts.get(name, 0.0) + stopwatch.CLOCKS.seconds() - then
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Time compilation, and record whether JAX's persistent cache had the programs."""
+        here = thread_record()
+        hits, before = here.hits, here.programs
+        with self.part("compile"):
+            yield
+        if here.programs > before:
+            self.is_cached = here.programs - before <= here.hits - hits
+
+    def log(self, before: float) -> None:
+        """Log the parts, and the seconds of the process before the call."""
+        names = ("devices", "restore", "compile", "first batch")
+        words = [
+            f"{name} {self.parts[name]:.1f}{' (cached)' if name == 'compile' and self.is_cached else ''}"
+            for name in names
+            if name in self.parts
+        ]
+        if words:
+            also = f"; before {before:.1f} s" if before >= 0.05 else ""
+            seconds = stopwatch.CLOCKS.seconds() - self.began
+            _logger.info("first step after %.1f s: %s%s", seconds, ", ".join(words), also)
