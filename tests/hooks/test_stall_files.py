@@ -44,6 +44,13 @@ def test_the_file_of_an_earlier_start_is_removed(tmp_path):
     assert os.listdir(tmp_path / "stalls") == []
 
 
+@pytest.mark.parametrize(
+    ("where", "warn_secs", "period"), [("a", 60, 15), ("a", 2, 0.5), ("a", 0, 0.25), ("s3://b", 2, 10)]
+)
+def test_how_often_a_file_is_renewed(where, warn_secs, period):
+    assert StallFiles(where, 0, warn_secs).period == period
+
+
 def test_runs_that_share_a_directory_do_not_share_files(tmp_path):
     names = ["model", "model.1", "mode"]
     all_files = [StallFiles(str(tmp_path), 1, warn_secs=60.0, prefix=name) for name in names]

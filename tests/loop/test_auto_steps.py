@@ -63,7 +63,7 @@ def timed(*seconds: float) -> list[Any]:
 
 def test_calls_that_compile_do_not_count_and_the_shortest_decides(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    done = timed(3.0, 1.0, 0.002, 0.001, 0.5, 0.002, 0.002)
+    done = timed(3.0, 1e-4, 0.002, 0.001, 0.5, 0.002, 0.002)
     wait_until(lambda: len(done) == 2)
     assert done == [("compile", 4), ("switch", 4, 7 + READ_AHEAD)]  # beyond what a thread has read after step 6
     assert caplog.messages == ['steps_per_call="auto": up to 4 steps per call (one step takes 1 ms)']

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import jstep
-from jstep.core.stopwatch import FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
+from jstep.core.stopwatch import EVALUATING, FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
 from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, TRACING
 from jstep.loop import stalls
 from jstep.loop.setup import BEGINNING, CLOSING, RUNNING, At
@@ -69,11 +69,14 @@ def waits() -> dict[str, Any]:
     waiting = types.SimpleNamespace(**vars(base.feeder) | {"waiting": True})
     starting = types.SimpleNamespace(**vars(base.watch) | {"current": STARTING})
     saving = types.SimpleNamespace(**vars(base.watch) | {"current": SAVING})
+    evaluating = of_hook("Loss", None)
+    evaluating.thing = id(evaluating.hook), EVALUATING
     return {
         "in a call of steps 5 to 6": run_of(),
         "in a call of steps 3 to 4": run_of(runner=types.SimpleNamespace(is_checking=True)),
         "saving step 5": run_of(watch=saving),
         "in the hook Mine at step 5": run_of(loop={"calling": of_hook("Mine", "thing")}),
+        "in an evaluation at step 5": run_of(loop={"calling": evaluating}),
         "closing after step 5": run_of(loop={"is_over": True}),
         "closing after step 5 #2": run_of(watch=saving, loop={"is_over": True, "phase": CLOSING}),
         "restoring step 3": run_of(loop={"phase": BEGINNING, "restoring": 3}),
@@ -92,7 +95,9 @@ def waits() -> dict[str, Any]:
 @pytest.mark.parametrize("what", waits())
 def test_what_is_waited_for(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: ())
-    assert watch_of(waits()[what])._wait_of_thread().what == what.partition(" #")[0]
+    wait, calling = watch_of(run := waits()[what])._wait_of_thread(), run.loop.calling
+    assert wait.what == what.partition(" #")[0]
+    assert calling is None or wait.thing == calling.thing
 
 
 def test_tracing_is_compiling_unless_a_batch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +213,17 @@ def looked(
     return exchanged
 
 
+def test_a_process_at_one_step_reads_whether_others_wait_for_it() -> None:
+    watch, exchanged = watch_of(run_of(), _now=lambda: Wait("batch", "waiting for batch 6")), list[Any]()
+    files: Any = watch._files
+    files.others = [other(1, stall=True)]
+    files.exchange = lambda fields, read: exchanged.append((fields is not None, read))
+    for step in (5, 5, 5, 6):
+        watch.setup.loop.at = At(step, None)
+        watch._check(1.0, 1.0)
+    assert exchanged == [(False, False), (False, False), (True, True), (False, False)]
+
+
 def test_a_line_is_written_at_twice_the_age_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     says: list[str] = []
     monkeypatch.setattr(stalls, "_log_in_time", says.append)
@@ -246,7 +262,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(stalls, "_log_in_time", found.append)
     monkeypatch.setattr(stalls, "_in_time", lambda fn, seconds=5.0: bool(fn() or seconds))
-    monkeypatch.setattr(stalls.faulthandler, "dump_traceback", lambda file, all_threads: found.append(f"dump {file}"))
+    monkeypatch.setattr(
+        stalls.faulthandler, "dump_traceback", lambda file, all_threads: found.append(f"dump {file} {all_threads}")
+    )
     monkeypatch.setattr(stalls.logging, "shutdown", lambda: found.append("shutdown"))
     monkeypatch.setattr(stalls.os, "_exit", leave)
     monkeypatch.setattr(stalls.time, "sleep", lambda secs: found.append(f"sleep {secs}"))
@@ -282,7 +300,7 @@ def test_a_process_ends_after_it_has_said_why_and_saved(said: list[str]) -> None
     wait = Wait("batch", "waiting for batch 6", age=61.2345)
     assert ended(watch_of(run, count=1), wait, said) == [
         "process 0 of 3 has been waiting for batch 6 for 61 s: it ends with exit code 75",
-        *("dump 2", f"stall {STEPPING} 61.234", "step 5 is saved", "shutdown", "exit 75"),
+        *("dump 2 True", f"stall {STEPPING} 61.234", "step 5 is saved", "shutdown", "exit 75"),
     ]
 
 
