@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_runs import FakeRun
-from hook_fakes import Clock, Marker, Writer, lines, state_at
+from hook_fakes import Clock, Marker, lines, state_at
 from hooked_runs import train
 
 import jstep
@@ -18,61 +18,7 @@ from jstep.hooks import in_flight
 # StepCounterHook
 
 
-def test_the_rate_excludes_the_first_step():
-    clock, writer = Clock(), Writer()
-    hook = jstep.StepCounterHook(every_n_steps=10, summary_writer=writer, clock=clock)
-    run = FakeRun(hook, state_at())
-    clock.now += 60  # compilation
-    run.after_step(1, state_at(1), {})
-    clock.now += 9
-    run.after_step(10, state_at(10), {})
-    assert hook.steps_per_sec == pytest.approx(1.0)
-    clock.now += 5
-    run.after_step(20, state_at(20), {})
-    assert hook.steps_per_sec == pytest.approx(2.0)
-    assert writer.points == [(10, ("global_step/sec",)), (20, ("global_step/sec",))]
-
-
 # LoggingHook
-
-
-class PendingValue:
-    """A value that the device is still computing, until `ready` is set."""
-
-    def __init__(self, value):
-        self.value, self.ready, self.read = value, False, 0
-
-
-@pytest.fixture
-def pending_value(monkeypatch):
-    """Replace device arrays by `PendingValue`, whose readiness the test controls."""
-    from jstep.hooks import numbers, report
-
-    monkeypatch.setattr(report, "scalars", lambda metrics, leave_out: metrics)
-    monkeypatch.setattr(numbers, "start_transfer", lambda values: None)
-    monkeypatch.setattr(numbers, "is_ready", lambda values: all(value.ready for value in values))
-    monkeypatch.setattr(report, "read_values", lambda values: values)
-    monkeypatch.setattr(
-        report, "format_number", lambda values: " ".join(f"{name} {value.value}" for name, value in values.items())
-    )
-    return PendingValue
-
-
-def test_a_line_is_logged_when_its_values_are_ready(pending_value, caplog):
-    caplog.set_level(logging.INFO)
-    hook, values = jstep.LoggingHook(every_n_steps=10), [pending_value(i) for i in range(4)]
-    run = FakeRun(hook, state_at())
-    run.after_step(10, state_at(), {"loss": values[0]})
-    run.after_step(20, state_at(), {"loss": values[1]})
-    assert lines(caplog) == []  # two intervals behind, and it does not wait
-    values[0].ready = values[2].ready = True
-    run.after_step(30, state_at(), {"loss": values[2]})
-    assert lines(caplog) == ["step 10  loss 0"]  # in order
-    values[1].ready = values[3].ready = True
-    run.after_step(35, state_at(), {"loss": values[3]})
-    assert lines(caplog) == ["step 10  loss 0"]  # not due
-    hook.end(40, state_at())
-    assert lines(caplog) == ["step 10  loss 0", "step 20  loss 1", "step 30  loss 2"]
 
 
 def test_the_contents_of_a_line(caplog):
@@ -212,22 +158,6 @@ def test_the_rate_is_correct_when_the_loop_is_far_ahead(hook_run_clock_and_write
     assert rates[:3] == pytest.approx([1.0] * 3)
     assert rates[3] == pytest.approx(0.5)  # step 30 finished at an unknown time in these 20 s: a lower bound
     assert [hook.figure_at(step).steps_per_sec for step in (15, 40)] == pytest.approx([1.0, 0.5])
-
-
-def test_a_donated_metric_tells_nothing(hook_run_clock_and_writer):
-    hook, run, clock, writer = hook_run_clock_and_writer
-    markers = {step: Marker() for step in (1, 10, 20)}
-    drive(run, 1, {"loss": markers[1]})
-    drive(run, 10, {"loss": markers[10]})
-    markers[10].deleted = True
-    clock.now += 5
-    drive(run, 11, {})
-    assert hook.steps_per_sec is None
-    clock.now += 5
-    markers[20].ready = True
-    run.after_step(20, markers[20], {})  # a copy of the state's step
-    assert hook.steps_per_sec == pytest.approx(1.9)
-    assert [step for step, _ in writer.points] == [10, 20]
 
 
 def test_a_custom_counter_replaces_the_stock_one(tmp_path, caplog):

@@ -4,21 +4,16 @@ import logging
 import math
 import re
 
-import jax
 import jax.numpy as jnp
 import pytest
 from fellows import Fellows
 from hook_fakes import Clock, Writer
-from hooked_runs import batches, train
+from hooked_runs import train
 
 import jstep
 from jstep.hooks.cadence import Cadence, HookSchedule, next_call
 from jstep.hooks.hook import NEVER
 from jstep.hooks.run_hook import RunHook
-
-
-def nan_at(bad):
-    return lambda step: jax.tree.map(lambda x: x * math.nan, batches(step)) if step == bad else batches(step)
 
 
 def test_a_subclass_that_is_called_at_other_steps_acts_at_its_own():
@@ -62,13 +57,6 @@ def test_a_prevented_save_is_tried_again_after_its_interval(tmp_path):
 
     train(9, [Tick(), jstep.CheckpointSaverHook(tmp_path, save_secs=4, before_save=(never,), clock=clock)])
     assert asked == [4, 8, 9]
-
-
-def test_a_bad_loss_that_prevents_a_save_ends_the_run_there(tmp_path):
-    hook = jstep.NanLossHook(every_n_steps=50, fail_on_nan_loss=False)
-    state = train(200, [hook], batches=nan_at(6), checkpoint_dir=tmp_path, save_checkpoint_steps=8)
-    assert state.global_step == 8
-    assert jstep.Saver(tmp_path).all_steps() == []
 
 
 def test_metrics_without_a_loss_are_refused_once_after_the_first_call():

@@ -157,16 +157,6 @@ def test_a_killed_run_has_each_step_once(at, tmp_path):
     assert (tmp_path / "h.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
-def test_a_fresh_run_begins_another_file_and_a_torn_line_is_left_out(tmp_path):
-    path = tmp_path / "history.jsonl"
-    run(10, jstep.History(path, every_n_steps=5))
-    with open(path, "ab") as file:
-        file.write(b'{"step": 15, "lo')
-    assert jstep.History.read(path)["loss"][0].tolist() == [5, 10]
-    run(4, jstep.History(path, every_n_steps=2))
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [2, 4]
-
-
 def test_values_that_are_not_finite_are_strings(tmp_path):
     path = tmp_path / "history.jsonl"
     history = jstep.History(path, every_n_steps=1)

@@ -9,7 +9,7 @@ import time
 import pytest
 
 import jstep
-from jstep.hooks.stall_files import StallFiles, find_waited_for, read_stalls, silent
+from jstep.hooks.stall_files import StallFiles, read_stalls
 from jstep.stores.starts import StartFile, totals
 from jstep.tools.cli import main
 
@@ -188,13 +188,6 @@ def test_all_runs_below_a_directory(tmp_path, capsys, monkeypatch):
         ("c", [0, 2, 3], 1),
     ]
     assert [one["process"] for one in found["stalls"]] == [3, 1]
-
-
-def test_the_odd_one_out():
-    loaders = [{"process": i, "kind": "batch", "what": f"waiting for batch {7 + (i == 2)}"} for i in range(4)]
-    assert [one["process"] for one in find_waited_for(loaders)] == [2]
-    assert find_waited_for(loaders[:2]) == []
-    assert silent(loaders, 6) == [4, 5]
 
 
 def test_goodput_shows_stalled_time_in_its_part(tmp_path):

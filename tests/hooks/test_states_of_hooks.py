@@ -9,7 +9,7 @@ import pytest
 from hook_fakes import state_at
 
 import jstep
-from jstep.hooks.hook import StopWith, check_hook_result, check_returned_state, check_step
+from jstep.hooks.hook import StopWith, check_hook_result, check_returned_state
 from jstep.hooks.states import get_states, set_states
 from jstep.state.train_state import TrainState
 
@@ -104,19 +104,6 @@ def test_states_that_are_plain_or_cannot_be_decoded_or_kept():
 
 
 # Which states a step and a hook may return, and what the errors advise.
-
-
-@pytest.mark.parametrize(
-    ("found", "first", "advice"),
-    [
-        (3, 3, r"by one, and changed it from 3 to 3 in 2 step\(s\); pass increment_global_step=False to all updates"),
-        (8, 3, r"by one, and changed it from 3 to 8 in 2 step\(s\)"),
-        (7, None, "by one; pass increment_global_step=False"),
-    ],
-)
-def test_advice_for_a_step_that_does_not_count_once(found, first, advice):
-    with pytest.raises(ValueError, match=f"global_step is {found} after the update that makes step 5: .*{advice}"):
-        check_step(5, state_at(found), first)
 
 
 def test_a_hook_may_return_its_state_or_another_of_the_same_step():

@@ -59,20 +59,6 @@ def test_nan_is_detected_an_interval_later_with_its_step(bad, at, detected):
     assert caught.value.step == at
 
 
-def test_fail_on_nan_loss_false_stops_without_saving(caplog):
-    hook = jstep.NanLossHook(every_n_steps=5, fail_on_nan_loss=False)
-    run = FakeRun(hook, state_at())
-    assert losses(run, [1, math.nan, 1]) is None
-    assert hook.before_save(3)
-    assert "nan at step 2" in caplog.text
-    assert losses(run, [1], start=3) == 4  # immediately, although the hook is not due
-    assert hook.before_save(4)
-    hook.end(4, run.state)
-    assert len(caplog.records) == 1
-    FakeRun(hook, state_at())
-    assert not hook.before_save(0)
-
-
 # ProfilerHook
 
 

@@ -76,20 +76,6 @@ def test_custom_flops_per_step():
     assert hook.mfu == pytest.approx(3e6 * hook.steps_per_sec / PEAK)
 
 
-def test_a_plain_function_is_not_called_to_be_traced():
-    calls = []
-
-    def step(state, x):
-        calls.append(type(x))
-        return STEP(state, x)
-
-    hook = counter(peak_flops=PEAK)
-    train(hook, step=step)
-    assert len(calls) == 8
-    assert hook.steps_per_sec is not None
-    assert hook.mfu is None
-
-
 def test_a_step_with_rematerialization_reports_hfu():
     step = jstep.minimize(lambda params, x: jnp.mean(jax.checkpoint(forward)(params, x) ** 2), OPTIMIZER)
     hook, custom = counter(peak_flops=PEAK), counter(peak_flops=PEAK, flops_per_step=1.0)
