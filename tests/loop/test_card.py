@@ -11,7 +11,6 @@ import jstep
 from jstep.hooks.start_differences import IN_A_AND_B, changes
 from jstep.loop import card
 from jstep.loop.programs import as_stages
-from jstep.training.metrics import StepMetrics
 
 
 def difference(one, other):
@@ -84,9 +83,3 @@ def test_a_plain_function_is_not_traced(base):
     found = card_of(step=step)
     assert (found["programs"][0]["hash"], len(calls)) == (None, 3)
     assert any("the stage from step 0: loss in A, step in B" in line for line in difference(base, found))
-
-
-def test_the_results_with_bits():
-    others = card._results_with_bits({"w": 1}, StepMetrics([1, 2], None), 3)
-    named = card._results_with_bits({"w": 1}, StepMetrics({"loss": 1, "other": 2}, None), 3)
-    assert (others, named) == ([True] * 4, [True, True, False, True])

@@ -12,7 +12,6 @@ from loop_runs import train
 from processes import python
 
 import jstep
-from jstep.loop.compiling import Compiled
 
 NAMES = (
     "jax_compilation_cache_dir",
@@ -64,12 +63,6 @@ def test_a_second_start_finds_every_program(tmp_path):
 
 def failing(step, state, metrics):
     raise KeyError("on purpose")
-
-
-def test_what_another_thread_compiled_counts_for_this_one():
-    here = Compiled(programs=1, hits=0, seconds=0.5, unfinished=3.0)
-    here.add(Compiled(programs=2, hits=1, seconds=2.0))
-    assert (here.programs, here.hits, here.seconds, here.unfinished) == (3, 1, 2.5, 0.0)
 
 
 @pytest.mark.parametrize(

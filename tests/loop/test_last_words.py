@@ -11,7 +11,6 @@ from doubles import raising
 from loop_runs import DATA, Calls, train
 
 import jstep
-from jstep.checkpoint.listing import read_manifest
 from jstep.hooks.cadence import Cadence
 from jstep.hooks.run_hook import RunHook
 from jstep.loop import stopping
@@ -39,26 +38,6 @@ def steps_in(directory: Path) -> list[int]:
     return sorted(jstep.Saver(directory).all_steps())
 
 
-def test_a_hang_is_saved(tmp_path: Path) -> None:
-    others = [jstep.CheckpointSaverHook(tmp_path / "own", save_steps=3)]  # it is due, and is none of the user's
-    assert said_in(tmp_path / "a", stopping.save_while_it_hangs, hooks=others) == (
-        "step 3 is saved as model-3, with the states of hooks of the save before"
-    )
-    assert steps_in(tmp_path / "a") == [3, 5]
-    assert read_manifest(str(tmp_path / "a" / "model-3")).finite is True
-
-    found: list[str] = []
-
-    def batches(step: int) -> Any:
-        if step == 3:
-            found.append(stopping.save_while_it_hangs(hook.run))
-        return DATA[step]
-
-    hook = Says(lambda run: "")
-    train(5, batches, hooks=[hook], checkpoint_dir=tmp_path / "b")
-    assert found == ["step 3 is saved as model-3, with the states of hooks of the save before"]
-
-
 def test_a_hang_is_not_saved_if_the_state_must_not_be_or_cannot(tmp_path: Path, monkeypatch: Any) -> None:
     def at_step_3(run: Any) -> str:
         run.setup.loop.at = run.setup.loop.at._replace(metrics={"loss": np.float32(math.nan)})
@@ -77,32 +56,6 @@ def test_a_hang_is_not_saved_if_the_state_must_not_be_or_cannot(tmp_path: Path, 
     monkeypatch.setattr(RunSaverHook, "save_alone", raising(OSError("the disk is full")))
     said = said_in(tmp_path / "c", stopping.save_while_it_hangs)
     assert said == "step 3 could not be saved: OSError: the disk is full"
-
-
-def test_what_is_said_of_the_state_after_an_error(tmp_path: Path, monkeypatch: Any) -> None:
-    def saved(error: Exception) -> Callable[[Any], str]:
-        return lambda run: stopping._saved(run, error)
-
-    error = ValueError("mine")
-    expected = ", and is saved as model-3; start the run again to resume"
-    assert said_in(tmp_path / "a", saved(error)) == expected
-
-    def of_several(run: Any) -> str:
-        with monkeypatch.context() as several:
-            several.setattr(stopping.processes, "is_single_process", lambda: False)
-            return stopping._saved(run, error)
-
-    expected = ", and is not saved: the other processes may be elsewhere"
-    assert said_in(tmp_path / "b", of_several) == expected
-    prevents: Any = ValueError("mine")
-    prevents.prevents_saving = True
-    assert said_in(tmp_path / "c", saved(prevents)) == ", and is not saved"
-
-    with monkeypatch.context() as lost:
-        lost.setattr(stopping, "why_position_lost", raising(OSError("of an earlier save")))
-        said = said_in(tmp_path / "d", saved(error))
-    assert said == ", and could not be saved: OSError: of an earlier save"
-    assert [steps_in(tmp_path / name) for name in "abcd"] == [[3, 5], [5], [5], [5]]
 
 
 @pytest.mark.parametrize("is_same", [False, True])

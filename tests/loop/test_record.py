@@ -201,17 +201,6 @@ def test_an_error_of_the_card_ends_no_run(tmp_path, monkeypatch, caplog):
     assert record(tmp_path)[0]["end"] == ["finished", ""]
 
 
-@pytest.mark.parametrize("has_record", [False, True])
-def test_a_timeline_of_an_earlier_version_is_one_line(has_record, tmp_path, caplog):
-    (tmp_path / "timeline.jsonl").write_text("whatever")
-    (tmp_path / "starts").mkdir() if has_record else None
-    with caplog.at_level(logging.INFO, "jstep"):
-        train(tmp_path, 2)
-    assert ("timeline.jsonl is of an earlier version, and is not read" in caplog.text) is not has_record
-    assert [start["number"] for start in record(tmp_path)] == [1]
-    assert (tmp_path / "timeline.jsonl").read_text() == "whatever"
-
-
 def test_an_invalid_newest_start_costs_only_itself(tmp_path):
     train(tmp_path, 2)
     train(tmp_path, 4)

@@ -6,10 +6,8 @@ import logging
 import os
 import pathlib
 import shutil
-import signal
 from typing import Any
 
-import forked
 import jax.numpy as jnp
 import pytest
 from scalar_points import read_scalars
@@ -194,31 +192,6 @@ def test_what_another_program_wrote_is(tmp_path: pathlib.Path, caplog: Any) -> N
     run(tmp_path, tmp_path, 5)
     assert path.name in warnings_of(caplog)[0]
     assert shown(tmp_path)["theirs"] == [1]
-
-
-KILLED = """
-import os, signal, sys, jax.numpy as jnp, jstep
-def hook(step, state, metrics):
-    if step == int(sys.argv[4]):
-        os.kill(os.getpid(), signal.SIGKILL)
-optimizer = jstep.sgd(0.1)
-step = jstep.minimize(lambda p: jnp.sum(p["w"] ** 2), optimizer)
-jstep.train(step, jstep.TrainState.create({"w": jnp.ones(2)}, optimizer), lambda n: (), 60, logdir=sys.argv[1],
-            checkpoint_dir=sys.argv[2] or None, save_checkpoint_steps=int(sys.argv[3]) or None, save_summaries_steps=1,
-            hooks=[jstep.every(1, hook)], log_steps=None)
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("places", PLACES)
-def test_a_start_that_was_killed_before_its_first_checkpoint(tmp_path: pathlib.Path, places: str) -> None:
-    logs, checkpoints = (None if name is None else tmp_path / name for name in PLACES[places])
-    for step in (35, 20, 0):
-        program = forked.start(KILLED, logs, checkpoints or "", 50 if checkpoints else 0, step)
-        _, errors = program.communicate(120)
-        assert program.returncode == (-signal.SIGKILL if step else 0), errors
-        assert "of others" not in errors
-    assert shown(logs)["loss"] == list(range(1, 61))
 
 
 def test_a_run_of_a_living_process_is_another_one(tmp_path: pathlib.Path, caplog: Any, monkeypatch: Any) -> None:

@@ -11,8 +11,6 @@ import pytest
 from loop_runs import DATA, train
 
 import jstep
-from jstep.loop import signals
-from jstep.loop.signals import StopSignals
 
 
 def kill(number, at=5):
@@ -80,26 +78,6 @@ def test_a_handler_of_c_is_left_alone(tmp_path):
 def slowly(step):
     time.sleep(0.005)
     return DATA[step]
-
-
-def test_a_limit_that_ends_after_a_signal_or_the_run_stops_nothing():
-    stop = StopSignals(1000.0)
-    stop.received = signal.SIGINT
-    stop._expire()
-    assert not stop._is_limit
-    stop.received = None
-    stop.end()
-    stop._expire()
-    assert (stop._is_limit, stop.received) == (False, None)
-    stop.check()
-
-
-def test_without_proc_a_signal_with_its_default_action_is_free(monkeypatch):
-    def missing(path):
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(signals, "open", missing, raising=False)
-    assert [signals._is_free(number) for number in (signal.SIGUSR1, signal.SIGINT)] == [True, False]
 
 
 def test_the_time_limit_ends_a_wait(tmp_path):

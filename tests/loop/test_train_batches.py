@@ -266,13 +266,6 @@ def test_runs_are_identical(way, steps_per_call):
     assert all(at >= UNDECIDED for at in source.in_thread)
 
 
-@pytest.mark.thorough(except_for=["ahead"])
-def test_a_resumed_run_is_identical(way, tmp_path):
-    train(19, Watched(), checkpoint_dir=tmp_path)
-    assert jstep.Saver(tmp_path).extra()["batches"] == {"value": 19}
-    assert same(train(40, Watched(), checkpoint_dir=tmp_path), train(40, DATA))
-
-
 @pytest.mark.thorough(except_for=["ahead-15"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_loses_no_batch(way, number, tmp_path):

@@ -58,30 +58,6 @@ def test_a_run_that_a_hook_stopped_runs_one_more_step_unless_the_hook_remembers(
     assert ends == steps
 
 
-def test_what_is_read_early_is_read_again_where_that_failed(tmp_path, monkeypatch):
-    """The small parts of a checkpoint are read before the state, which may be that of a newer one."""
-
-    class Remembers(jstep.Hook):
-        def get_state(self):
-            return "the state"
-
-        def set_state(self, value):
-            seen.append(value)
-
-    seen, read, asked = [], jstep.Saver.extra, []
-
-    def fails_once(self, step=None):
-        asked.append(step)
-        if len(asked) == 1:
-            raise OSError("not yet")
-        return read(self, step)
-
-    train(3, hooks=[Remembers()], checkpoint_dir=tmp_path)
-    monkeypatch.setattr(jstep.Saver, "extra", fails_once)
-    assert jstep.global_step(train(5, hooks=[Remembers()], checkpoint_dir=tmp_path)) == 5
-    assert (seen, asked) == (["the state"], [3, 3])
-
-
 def test_an_abstract_state_requires_a_checkpoint(tmp_path):
     abstract = jax.eval_shape(make_state)
     for kwargs in ({}, {"checkpoint_dir": tmp_path}):

@@ -109,23 +109,6 @@ def test_a_failure_before_the_first_step_saves_nothing(tmp_path):
     assert jstep.Saver(tmp_path).all_steps() == []
 
 
-@pytest.mark.parametrize("with_hook", [False, True])
-def test_a_state_after_a_nan_is_not_saved(with_hook, tmp_path):
-    """Another error ends the run, with and without a NanLossHook."""
-
-    def batches(step):
-        if step == 7:
-            raise OSError("no shard")
-        return {"x": np.full((4, 2), np.nan if step == 6 else 1.0, np.float32)}
-
-    hooks = [jstep.NanLossHook(every_n_steps=50)] if with_hook else []
-    with pytest.raises(OSError, match="no shard") as caught:
-        train(12, batches, hooks=hooks, checkpoint_dir=tmp_path, save_checkpoint_steps=3)
-    assert jstep.Saver(tmp_path).all_steps() == [3, 6]
-    assert jstep.global_step(caught.value.state) == 7
-    assert ", and is not saved: params/w contains NaN." in note_of(caught.value)
-
-
 @pytest.mark.parametrize(("skipped", "steps"), [(0, []), (1, [4])])
 def test_a_state_after_a_nan_is_not_saved_by_a_signal(skipped, steps, tmp_path):
     """The loss of a skipped update does not count, because the state does not depend on it."""

@@ -36,14 +36,3 @@ def test_loops_of_unknown_length_are_counted_once():
     assert (found.once, found.all, found.unknown) == (13, 13, 1)
     twice = of(lambda x: jax.lax.while_loop(lambda c: c[0, 0] < 3, lambda c: looped(2, 1)(c) - 1, x), X)
     assert (twice.all, twice.unknown) == (37, 1)
-
-
-def test_products_add_up_by_their_format():
-    wide, narrow = X, X.astype(jnp.bfloat16)
-    found = of(lambda x, y: (x @ x.T, x @ x.T, y @ y.T), wide, narrow)
-    assert sorted(found.products.values()) == [2 * 4 * 4 * 3, 2 * 2 * 4 * 4 * 3]
-    both = found.plus(Work(1, 2, 3, 4, 5))
-    assert both == Work(found.once + 1, found.all + 2, found.once_bytes + 3, found.all_bytes + 4, 5, found.products)
-    assert found.plus(found).products == {one: 2 * flops for one, flops in found.products.items()}
-    assert found.times(2, 5)[:5] == (2 * found.once, 5 * found.all, 2 * found.once_bytes, 5 * found.all_bytes, 0)
-    assert found.times(2, 5).products == {one: 5 * flops for one, flops in found.products.items()}
