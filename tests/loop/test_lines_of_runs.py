@@ -95,7 +95,7 @@ def record(where):
     for start in read_starts(where).get("model", ()):
         own = {name: value for name, value in with_card(where, start).items() if value not in (None, "", {}, [], ())}
         saved = [[step, examples] for step, _, examples, _ in start["saved"]]
-        lines.append(f"start {json.dumps(_masked({**own, 'saved': saved}), ensure_ascii=False)}")
+        lines.append(f"start {json.dumps(_masked({**own, 'saved': saved}), ensure_ascii=False, sort_keys=True)}")
     return lines
 
 
