@@ -106,7 +106,6 @@ def saved(tmp_path):
 
 
 def moved(directory, *steps):
-    """Return the command that moves the checkpoints of these steps aside."""
     return f"`{' && '.join(f'mv {directory}/model-{n} {directory}/model-{n}.aside.0' for n in steps)}`"
 
 

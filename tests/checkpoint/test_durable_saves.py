@@ -41,7 +41,6 @@ def flushed(monkeypatch):
 
 @contextlib.contextmanager
 def failing_flush(monkeypatch, path, number, times=1):
-    """Flushing a path that ends so fails, the first few times."""
     real, left = os.fsync, [times]
 
     def fsync(handle):
@@ -229,7 +228,6 @@ class TestFilesThatNothingReads:
 
 
 def test_what_can_be_read_of_a_corrupted_checkpoint(tmp_path):
-    """A Saver that does not verify reads all of it, or the arrays that are there."""
     params = {"a": jnp.arange(4000.0), "b": jnp.ones(3)}
     with Saver(tmp_path) as saver:
         path = saver.save(jstep.TrainState.create(params, OPTIMIZER, global_step=3))

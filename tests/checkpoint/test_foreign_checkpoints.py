@@ -51,7 +51,6 @@ EXPECTED = (CheckpointError, ValueError, OSError, TypeError)
 
 
 def places(value, path=()):
-    """Yield the paths of all values in JSON."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*path, key)
@@ -93,7 +92,6 @@ class Directory:
         edit_manifest(str(self.path), lambda data: manifest)
 
     def check(self):
-        """Read the malicious checkpoint in all ways, and the intact one; each way ends as expected."""
         self.cases += 1
         with Saver(self.run) as saver:
             calls = [

@@ -107,7 +107,6 @@ def test_a_linked_checkpoint_is_restored_and_evicted(tmp_path):
 
 
 def reading(path):
-    """Return the arguments of `before` for reading a data file of a checkpoint; such files have random names."""
     return "open", f"{path}/*d/*"
 
 

@@ -11,7 +11,6 @@ from jstep.checkpoint.saver import Saver
 
 @pytest.fixture
 def saver(tmp_path):
-    """A Saver with a checkpoint of step 7, in which w is 2 and its momentum is 5."""
     with Saver(tmp_path) as saver:
         state = state_at(7, 2.0)
         saver.save(state.replace(slots={"momentum": {"w": jnp.full((3, 2), 5.0)}}))

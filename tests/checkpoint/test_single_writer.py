@@ -121,7 +121,6 @@ def test_sigkill_releases_the_claim(tmp_path):
 
 @pytest.mark.thorough
 def test_a_forked_process_does_not_own_the_claim(tmp_path):
-    """It cannot claim, does not wait for saves at its exit, and does not release the claim."""
     script = """
     import threading, weakref
 

@@ -38,8 +38,6 @@ class Marker:
 
 
 class Writer:
-    """A summary writer that records the step and the tags of each summary."""
-
     def __init__(self):
         self.points = []
 

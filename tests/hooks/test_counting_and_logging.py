@@ -12,7 +12,6 @@ from hook_fakes import Clock, Marker, lines, state_at
 from hooked_runs import train
 
 import jstep
-from jstep.core.logs import log_to_stderr
 from jstep.hooks import in_flight
 
 # StepCounterHook
@@ -123,7 +122,6 @@ def hook_run_clock_and_writer(monkeypatch):
 
 
 def drive(run, step, metrics, rows=None):
-    """What the loop does after a call of some steps."""
     run.reports.steps[rows] += step - run.step
     run.after_step(step, None, metrics)
 
@@ -161,7 +159,6 @@ def test_the_rate_is_correct_when_the_loop_is_far_ahead(hook_run_clock_and_write
 
 
 def test_a_custom_counter_replaces_the_stock_one(tmp_path, caplog):
-    """It writes to the logdir of `train`, and log lines contain its rate."""
     pytest.importorskip("tensorboard")
     caplog.set_level(logging.INFO)
     hook = jstep.StepCounterHook(every_n_steps=4)
@@ -177,35 +174,11 @@ def test_a_custom_counter_replaces_the_stock_one(tmp_path, caplog):
     assert any("examples/s, " in line for line in lines)
 
 
-@pytest.mark.thorough
-def test_examples_per_sec_of_batches_of_many_shapes():
-    def rate(batches, **kwargs):
-        hook = jstep.StepCounterHook(every_n_steps=2)
-        optimizer = jstep.gradient_descent(0.1)
-        state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        step = jstep.minimize(lambda params, *args: params["w"] ** 2, optimizer)
-        jstep.train(step, state, lambda n: batches, 8, hooks=[hook], progress=False, **kwargs)
-        return hook.examples_per_sec, hook.steps_per_sec
-
-    for steps_per_call in (1, 2):
-        examples, steps = rate((jnp.ones((6, 2)), jnp.ones(6)), steps_per_call=steps_per_call)
-        assert examples == pytest.approx(6 * steps)
-        assert rate((jnp.ones((6, 2)), jnp.ones(5)), steps_per_call=steps_per_call)[0] is None
-        assert rate(jnp.float32(1), steps_per_call=steps_per_call)[0] is None
-
-
-def test_a_state_without_a_global_step():
-    state = jstep.TrainState.create({"w": 1.0}, jstep.adam()).replace(global_step=None)
-    with pytest.raises(RuntimeError, match=r"^Global step should be created to use StepCounterHook\.$"):
-        jstep.StepCounterHook(every_n_steps=1).begin(state)
-
-
 # `StepCounterHook.examples_per_sec` for batch sizes that change.
 
 
 @pytest.mark.thorough
 def test_examples_per_sec_follows_the_batch_size():
-    """Intervals with batches of one size and of two sizes."""
     optimizer = jstep.adam(0.1)
     step = jstep.minimize(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2), optimizer)
     data = jstep.batches(np.ones((64, 3), np.float32), {0: 4, 6: 32, 9: 8, 14: 1})
@@ -245,27 +218,3 @@ def test_a_log_line_does_not_overlap_the_progress_bar(capsys):
     lines = re.findall(r"[^\r\n]*step \d  eval/one[^\n]*\n", stderr)
     assert lines == ["step 2  eval/one 1\n", "step 4  eval/one 1\n"]
     assert "4/4" in stderr
-
-
-@pytest.mark.thorough
-def test_other_handlers_of_the_root_logger_receive_what_its_level_allows(capsys):
-    """A file that the root logger writes has the warnings of a run, whose lines are shown on standard error."""
-    seen = []
-
-    class Collects(logging.Handler):
-        def emit(self, record):
-            seen.append(record.getMessage())
-
-    root, handler, above = logging.getLogger(), Collects(), Collects(logging.ERROR)
-    assert root.level == logging.WARNING
-    for one in (handler, above):
-        root.addHandler(one)
-    try:
-        with log_to_stderr():
-            for level in (logging.INFO, logging.WARNING):
-                logging.getLogger("jstep").log(level, "of level %d", level)
-    finally:
-        for one in (handler, above):
-            root.removeHandler(one)
-    assert seen == ["of level 30"]
-    assert capsys.readouterr().err == "of level 20\nof level 30\n"

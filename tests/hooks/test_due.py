@@ -68,40 +68,6 @@ def test_metrics_without_a_loss_are_refused_once_after_the_first_call():
     assert not [note for note in caught.value.__notes__ if "Additionally" in note]
 
 
-def test_other_hooks_are_called_when_what_one_waits_for_fails(tmp_path):
-    class Full:
-        def add_summary(self, summary, global_step=None):
-            raise OSError("disk full")
-
-    seen, hooks = [], [jstep.StepCounterHook(every_n_steps=2, summary_writer=Full())]
-    hooks.append(jstep.every(1, lambda step, state, metrics: seen.append(step)))
-    with pytest.raises(OSError, match="disk full") as caught:
-        train(20, hooks, checkpoint_dir=tmp_path)
-    step = jstep.global_step(caught.value.state)
-    assert seen == list(range(1, step + 1))
-    assert any("in StepCounterHook" in note for note in caught.value.__notes__)
-
-
-BUILT_IN = {
-    "EvaluationHook": (lambda: jstep.EvaluationHook(dict, every_n_steps=3), "call the evaluator itself"),
-    "CheckpointSaverHook": (lambda: jstep.CheckpointSaverHook("unused"), "call save(state) of a jstep.Saver"),
-    "NanLossHook": (lambda: jstep.NanLossHook(), "check jnp.isfinite(metrics['loss'])"),
-    "StallHook": (lambda: jstep.StallHook(), "call faulthandler.dump_traceback_later"),
-}
-
-
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_a_built_in_hook_outside_of_a_run_says_what_to_call(name):
-    make, instead = BUILT_IN[name]
-    hook, state = make(), jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1))
-    words = f"{name} is called outside of a run of train: give it to train, hooks=[{name}(…)]. In a custom loop, "
-    with pytest.raises(RuntimeError, match=re.escape(words + instead)):
-        hook.begin(state)
-    if name != "StallHook":
-        with pytest.raises(RuntimeError, match=re.escape(words)):
-            hook.after_step(3, state, {"loss": 1.0})
-
-
 def test_one_hook_twice_reports_the_last_step_once():
     rows = []
     hook = jstep.MetricsHook(lambda step, values: rows.append(step), every_n_steps=4)
@@ -143,17 +109,6 @@ def test_what_all_processes_do_together_is_due_by_the_clock_of_process_0(togethe
 
     own = [([4, 5, 9, 10], 15, 1040.0), ([3, 5, 8, 10], 15, 1050.0), ([5, 10], 15, 1010.0)]
     assert three.each(due_at) == ([([4, 5, 9, 10], 0, math.inf)] * 3 if together else own)
-
-
-def test_a_next_due_that_returns_no_later_step_is_refused():
-    for given, error, words in (
-        ("soon", TypeError, "Mine.next_due(7) returned a str: must be a step, or None"),
-        (7, ValueError, "Mine.next_due(7) returned 7: must be a later step, or None"),
-    ):
-        hook = type("Mine", (jstep.Hook,), {"next_due": lambda self, step, given=given: given})()
-        with pytest.raises(error) as caught:
-            next_call(hook, 7)
-        assert str(caught.value) == words
 
 
 # When the stock hooks are due.

@@ -47,13 +47,6 @@ def as_hex(pair):
     return f"{a:08x}{b:08x}"
 
 
-def test_a_missing_path_is_an_error_before_the_first_batch(tmp_path):
-    requested = []
-    with pytest.raises(ValueError, match="pass it a path, or pass logdir to train"):
-        run(3, jstep.FingerprintHook(), batches=lambda step: requested.append(step) or batch(step))
-    assert not requested
-
-
 def test_a_resumed_run_writes_the_same_lines(tmp_path, caplog):
     run(8, jstep.FingerprintHook(every_n_steps=2, path=tmp_path / "uninterrupted"))
     for last in (4, 8):

@@ -147,8 +147,6 @@ def test_nothing_is_written_through_a_link(is_dangling, tmp_path):
 
 
 class Disk(io.FileIO):
-    """A file on a disk that has room for some bytes."""
-
     room = math.inf
 
     def write(self, data):

@@ -26,7 +26,6 @@ def run(logdir, hooks, last_step=4, **kwargs):
 
 
 def tags(logdir):
-    """Return the steps at which each tag was written, over all files of the directory."""
     found = {}
     for path in sorted(logdir.glob("events.out.tfevents.*")):
         for event in jstep.summary.summary_iterator(path):
@@ -54,8 +53,3 @@ def test_a_hook_with_a_custom_writer_does_not_replace_the_stock_hook(tmp_path):
         run(tmp_path / "run", [jstep.SummarySaverHook(writer, save_steps=1)], save_summaries_steps=4)
     assert tags(tmp_path / "own")["loss"] == [1, 2, 3, 4]
     assert tags(tmp_path / "run")["loss"] == [4]
-
-
-def test_a_summary_hook_without_a_writer_or_logdir_is_an_error():
-    with pytest.raises(ValueError, match="nowhere to write: pass it a summary_writer, or pass logdir to train"):
-        run(None, [jstep.SummarySaverHook(histograms="params/*")])

@@ -31,8 +31,6 @@ class Device:
 
 
 class Result:
-    """What a call of it returns."""
-
     def __init__(self, device, at):
         self.device, self.at = device, at
 

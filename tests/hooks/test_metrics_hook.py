@@ -63,7 +63,6 @@ def test_rows_of_steps_before_a_checkpoint_are_written_before_it(tmp_path):
 
 
 def broken(step):
-    """Batches of which the one for step 7 cannot be read."""
     if step == 7:
         raise OSError("no shard")
     return batches(step)
@@ -202,7 +201,6 @@ def test_a_float32_has_its_own_digits(value):
 
 @functools.cache
 def compiled(columns):
-    """Return the functions of the columns that a loop runs, compiled."""
     return jax.jit(columns.row), jax.jit(columns.add)
 
 
@@ -221,7 +219,6 @@ def add(sums, first, rows, **kwargs):
 
 
 def means(rows, steps_per_call=1, names=("m",), **kwargs):
-    """Return the means over all rows (one dict of metrics per step), added `steps_per_call` rows at a time."""
     sums = MetricSums()
     number = sums.subscribe()
     for first in range(0, len(rows), steps_per_call):

@@ -96,25 +96,8 @@ def test_allow_nonfinite_saves_them_and_keeps_the_newest_finite_checkpoint(tmp_p
         assert saver.all_steps() == [90]
 
 
-@pytest.mark.parametrize("as_dict", [False, True])
-def test_save_by_hand_saves_what_it_is_given_and_records_it(tmp_path, as_dict):
-    def state(step, value):
-        params = {"w": jnp.array([1.0, value])}
-        if as_dict:
-            return {"params": params, "global_step": jnp.int32(step)}
-        return jstep.TrainState.create(params, jstep.adamw(), global_step=step)
-
-    with jstep.Saver(tmp_path, max_to_keep=2) as saver:
-        for step, value in enumerate([0.0, 1.0, math.nan, math.inf, -math.inf]):
-            saver.save(state(step, value))
-        assert saver.all_steps() == [1, 4]
-        assert np.isneginf(saver.restore()["params"]["w"][1])
-    assert [finite(tmp_path, step) for step in (1, 4)] == [True, False]
-
-
 @pytest.mark.parametrize("allowing", ["own", "other"])
 def test_each_savers_own_argument_counts(tmp_path, allowing):
-    """One of two savers allows them: it saves, and the other one ends the run at the same step."""
     other = jstep.Saver(tmp_path / "other", allow_nonfinite=allowing == "other")
     hook = jstep.CheckpointSaverHook(other, save_steps=30)
     own = jstep.Saver(tmp_path / "own", allow_nonfinite=allowing == "own")
@@ -180,7 +163,6 @@ saver.close()
 @pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["sharded", "replicated", "signal", "allow"])
 def test_two_processes_end_together(tmp_path, mode):
-    """A NaN in the rows of one process; parameters that are sharded over both, or replicated."""
     ended = wait_for(start(SCRIPT, 2, tmp_path, mode))
     assert [one.code for one in ended] == [0, 0], ended[0].err[-3000:] + ended[1].err[-3000:]
     lines = [one.out.strip().splitlines()[-1] for one in ended]

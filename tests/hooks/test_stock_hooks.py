@@ -1,6 +1,5 @@
 """`StopAtStepHook`, `NanLossHook` and `ProfilerHook`."""
 
-import collections
 import functools
 import gzip
 import json
@@ -181,12 +180,3 @@ def test_a_function_is_called_at_multiples():
     assert [hook.next_due(step) for step in (0, 2, 3)] == [3, 3, 6]
     assert repr(hook) == f"every(3, {looks.__qualname__})"
     assert repr(jstep.every(2, functools.partial(looks))) == "every(2, partial)"
-
-
-def test_a_state_that_cannot_be_referred_to_weakly_is_known_as_saved(tmp_path):
-    """Such as a NamedTuple with a global step; another one that is equal is not the one that was saved."""
-    hook = jstep.CheckpointSaverHook(tmp_path, save_steps=1)
-    pair = collections.namedtuple("State", "global_step")
-    one = pair(3)
-    hook.mark_saved(3, one)
-    assert [hook.has_saved(3, one), hook.has_saved(2, one), hook.has_saved(3, pair(3))] == [True, False, False]

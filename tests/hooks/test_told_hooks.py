@@ -255,7 +255,6 @@ def test_flush_comes_before_each_checkpoint_and_close_at_the_end(tmp_path):
 
 
 def test_an_error_of_a_users_flush_is_one_of_the_save(tmp_path, monkeypatch):
-    """Wherever it is defined."""
     monkeypatch.setattr(Log.flush, "__module__", "jstep.mine")
     hook = Log(tmp_path / "nowhere")
     with pytest.raises(jstep.CheckpointError, match=r"model-2 was not saved.*nowhere"):
@@ -288,7 +287,6 @@ def test_an_error_of_a_hook_names_it(method, tmp_path):
 
 
 def test_the_order_of_what_is_called_last():
-    """As docs/recipes/logging.md and complete-checkpoints.md have it."""
     calls = []
 
     def method(name):

@@ -53,7 +53,6 @@ def counter(**kwargs):
 
 
 def flops_of(hook):
-    """Return the FLOPs of a step that correspond to the measured utilization and steps per second."""
     share = hook.mfu if hook.hfu is None else hook.hfu
     return share * PEAK / hook.steps_per_sec
 
@@ -135,7 +134,6 @@ def patched_peaks(monkeypatch, peak_flops_by_dtype):
 
 
 def test_mfu_of_a_device_in_the_table_is_reported(monkeypatch, caplog, tmp_path):
-    """A run with default settings reports mfu in log lines and in TensorBoard."""
     pytest.importorskip("tensorboard")
     caplog.set_level(logging.INFO, logger="jstep")
     with patched_peaks(monkeypatch, {"f32": PEAK}):

@@ -25,7 +25,6 @@ def card_of(
     is_recorded=True,
     **options,
 ):
-    """Return the card of a small training run, as it is recorded."""
     optimizer = jstep.adam(0.01) if optimizer is None else optimizer
     state = place(jstep.TrainState.create({"w": jnp.ones((4, 2), dtype)}, optimizer))
     data = jstep.batches(np.ones((64, 4), np.float32), batch_size, seed=1)
@@ -42,6 +41,5 @@ def card_of(
 
 
 def recorded(directory):
-    """Return the cards of the starts of a run."""
     where = str(directory)
     return [with_card(where, start)["card"] for start in read_starts(where)["model"]]

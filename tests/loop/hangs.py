@@ -70,7 +70,6 @@ def train(last_step=20, batches=data, *, step=STEP, hooks=(), warn_secs=0.05, **
 
 
 def once_at(stuck, at):
-    """Batches, of which number `at` hangs."""
 
     def batch(step):
         if step == at:

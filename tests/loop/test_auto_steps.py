@@ -4,17 +4,16 @@ import logging
 import types
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from fellows import Fellows
-from loop_runs import OPTIMIZER, make_state, train
+from loop_runs import OPTIMIZER, train
 from waiting import wait_until
 
 import jstep
 from jstep.loop import dispatch
 from jstep.loop.dispatch import AutoSteps, choose_max_steps
-from jstep.loop.programs import READ_AHEAD, Chunk, ProgramTable, as_stages
+from jstep.loop.programs import READ_AHEAD, Chunk
 
 STEP = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).mean(), OPTIMIZER)
 
@@ -103,17 +102,3 @@ def test_only_the_first_calls_are_timed(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(AutoSteps, "timed", counted)
     train(100, batches, step=STEP, steps_per_call="auto")
     assert len(timed) == dispatch._UNTIMED + dispatch._TIMED
-
-
-def test_a_program_belongs_to_the_length_for_which_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread makes a program while the longer calls are chosen."""
-    programs = ProgramTable(as_stages(STEP), "auto", state=make_state())
-    shape, looped = jax.ShapeDtypeStruct((2,), np.float32), programs._looped
-
-    def while_it_is_chosen(*args: Any) -> Any:
-        programs.switch(32, 5)
-        return looped(*args)
-
-    monkeypatch.setattr(programs, "_looped", while_it_is_chosen)
-    assert programs.program_for(4, "shapes", lambda: (shape,)).max_steps == 1
-    assert [programs.program_for(n, "shapes", lambda: (shape,)).max_steps for n in (3, 4, 5, 6)] == [1, 1, 32, 32]

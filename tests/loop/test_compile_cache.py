@@ -127,21 +127,6 @@ def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     assert settings() == before
 
 
-@pytest.mark.parametrize(
-    ("given", "where", "error", "message"),
-    [
-        (True, None, ValueError, "compile_cache=True: must have a local checkpoint_dir"),
-        ("s3://bucket/cache", None, ValueError, "must be a local directory"),
-        ("", None, ValueError, "must be a local directory"),
-        (3, None, TypeError, "compile_cache=3"),
-    ],
-)
-def test_bad_arguments_are_rejected_before_files_are_created(given, where, error, message, tmp_path):
-    with pytest.raises(error, match=message):
-        train(2, compile_cache=given, checkpoint_dir=where, logdir=tmp_path / "log")
-    assert not (tmp_path / "log").exists()
-
-
 def test_the_cache_is_in_the_directory_of_a_saver(tmp_path):
     with jstep.Saver(tmp_path) as saver:
         train(1, checkpoint_dir=saver, compile_cache=True)

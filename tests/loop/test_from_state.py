@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,18 +52,6 @@ def test_a_batch_is_made_with_the_state_of_its_step_and_never_ahead() -> None:
     environment = Environment()
     assert trained(40, jstep.from_state(environment)) == by_hand(40)
     assert environment.seen == [(n, n, "MainThread") for n in range(40)]
-
-
-@pytest.mark.thorough(except_for=["7"])
-@pytest.mark.parametrize("cut", [1, 7])
-def test_a_restart_continues_with_the_position_of_the_environment(tmp_path: Path, cut: int) -> None:
-    for last in (cut, 20):
-        state = trained(last, jstep.from_state(Environment()), checkpoint_dir=tmp_path)
-    assert state == by_hand(20)
-    step = min(cut + 2, 19)
-    replayed = jstep.replay(STEP, make_state(), jstep.from_state(Environment()), tmp_path, step)
-    assert replayed.state == by_hand(step)
-    assert STEP(replayed.state, *replayed.args)[0] == by_hand(step + 1)
 
 
 def test_a_position_that_cannot_be_kept_says_how_to_do_without(tmp_path: Path) -> None:
@@ -122,44 +111,37 @@ def test_each_run_reads_them_from_the_beginning(tmp_path: Path) -> None:
     assert repr(batches) == "<jstep.replayed(stream)>"
 
 
+class Walk:
+    """An environment that keeps something and has no position."""
+
+    at = 0.0
+
+    def __call__(self, step: int, state: jstep.TrainState) -> Any:
+        self.at += 1.0
+        return np.full(2, self.at, np.float32)
+
+
+def nothing(step: int, state: jstep.TrainState) -> Any:
+    return np.zeros(2, np.float32)
+
+
 def test_what_may_keep_something_without_a_position_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An environment that does not resume costs a run its data: a line says so at its start, and when it resumes."""
-
-    class Walk:
-        def __init__(self) -> None:
-            self.at = 0.0
-
-        def play(self, step: int, state: jstep.TrainState) -> Any:
-            self.at += 1.0
-            return np.full(2, self.at, np.float32)
-
-        __call__ = play
-
-        @staticmethod
-        def nothing(step: int, state: jstep.TrainState) -> Any:
-            return np.zeros(2, np.float32)
-
-    def warned(make: Any, last: int, **kwargs: Any) -> list[str]:
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, "jstep"):
-            jstep.train(STEP, make_state(), jstep.from_state(make), last, log_steps=None, **kwargs)
-        return [line for line in caplog.messages if "no position" in line]
-
-    for where, make in (("object", Walk()), ("method", Walk().play)):
-        (started,) = warned(make, 2, checkpoint_dir=tmp_path / where)
-        (resumed,) = warned(make, 4, checkpoint_dir=tmp_path / where)
-        name = "Walk.play" if where == "method" else "Walk"
-        assert f"{name} has no position" in started
-        assert "a restart of this run would continue from where it is then" in started
-        assert "resumes at step 2" in resumed
-        assert "set_state" in resumed
-    for pure in (
-        Walk.nothing,
-        functools.partial(Walk.nothing),
-        Environment(),
-    ):
-        assert not warned(pure, 2, checkpoint_dir=tmp_path / str(id(pure)))
-    assert not warned(Walk(), 2)
+    """It costs a run its data: a line says so at its start, and when it resumes."""
+    for make, is_named in ((Walk(), True), (nothing, False), (functools.partial(nothing), False)):
+        for last, words in (
+            (2, "a restart of this run would continue from where"),
+            (4, "resumes at step 2.*set_state"),
+        ):
+            caplog.clear()
+            trained(last, jstep.from_state(make), checkpoint_dir=tmp_path / str(id(make)))
+            lines = [line for line in caplog.messages if "no position" in line]
+            assert len(lines) == is_named
+            assert all(
+                re.search("Walk has no position|for the .*Walk", line) and re.search(words, line) for line in lines
+            )
+    caplog.clear()
+    trained(2, jstep.from_state(Walk()))  # nothing is kept without checkpoints
+    assert not caplog.messages
 
 
 def test_batches_that_could_not_be_made_are_made_again() -> None:

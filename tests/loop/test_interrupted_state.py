@@ -20,7 +20,6 @@ def make_state():
 
 
 def stopped_at(step, error=KeyboardInterrupt, state=None, **options):
-    """Run until a hook raises at a step, and return the exception."""
 
     def fail(now, state, metrics):
         if now == step:

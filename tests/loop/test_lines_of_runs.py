@@ -60,7 +60,6 @@ class Recorded(logging.Handler):
 
 
 def run(folder, last_step=6, *, step=STEP, state=None, batches=DATA, **options):
-    """Return what a run says and leaves behind: the log, its end, the record, the files and the events."""
     logger, log = logging.getLogger("jstep"), Recorded()
     before = logger.level
     logger.setLevel(logging.INFO)

@@ -51,7 +51,6 @@ class UnknownAtFirst(Buffer):
 
 
 def run(buffer: Any, last: int | None, directory: Path | None, hooks: Any = (), step: Any = STEP, **kwargs: Any) -> Any:
-    """The end of a run in which a hook tells the buffer the errors of each step, before other hooks are called."""
     kwargs = {"progress": False, "log_steps": None, "save_checkpoint_secs": None} | kwargs
     hooks = [jstep.every(1, buffer.tell), *hooks]
     return jstep.train(
@@ -105,7 +104,6 @@ class ToldError(Exception):
 
 
 def fail_at(step: int, when: str) -> dict[str, Any]:
-    """Arguments of `run` that make it fail at a step."""
 
     def hook(n: int, state: Any, metrics: Any) -> None:
         if n == step:
@@ -184,8 +182,6 @@ def test_a_signal_in_a_hook(tmp_path: Path) -> None:
 
 
 class Course:
-    """Batches of a level, which an evaluation raises."""
-
     def __init__(self) -> None:
         self.level, self.rng = 1, np.random.default_rng(0)
 
@@ -204,8 +200,6 @@ class Course:
 
 
 class Tells(jstep.Hook):
-    """A hook that tells a course something at the end."""
-
     def __init__(self, course: Course) -> None:
         self.course = course
 

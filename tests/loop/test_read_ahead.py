@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from sources import in_loops
 
-import jstep
 from jstep.core.stopwatch import Stopwatch
 from jstep.data.loaders import open_source
 from jstep.loop.feeder import BatchFeeder, copy_batches
@@ -14,24 +13,16 @@ from jstep.loop.programs import make_chunks
 from jstep.loop.signals import StopSignals
 
 
-def starts(read: Any, step: Any, calls: int = 3000, most: int = 1, batches: Any = None) -> float | None:
-    """When a thread starts, in seconds after the first batch; None if none does within so many calls.
-
-    Args:
-        read: The seconds that each batch takes: a number, or a function of its number.
-        step: The seconds that each call takes, as `read`.
-        calls: The number of calls.
-        most: The number of steps of a call.
-        batches: Makes the argument `batches` of `train` of a function of the step.
-    """
+def starts(read: Any, step: Any, calls: int = 3000) -> float | None:
+    """When a thread starts, in seconds after the first batch, if batches and calls take these seconds, or functions."""
     now, first = [0.0], [0.0]
 
     def batch(n: int) -> int:
         now[0] += read(n) if callable(read) else read
         return n
 
-    source = open_source((batches or (lambda fn: fn))(batch), 0, 10**6, None)
-    made = make_chunks(copy_batches(source), 0, in_loops(most), ends=range(most, 10**6, most))
+    source = open_source(batch, 0, 10**6, None)
+    made = make_chunks(copy_batches(source), 0, in_loops(1), ends=range(1, 10**6))
     feeder = BatchFeeder(source, made, StopSignals(), Stopwatch(clock=lambda: now[0]))
     try:
         for n in range(calls):
@@ -74,7 +65,3 @@ def test_the_first_batch_and_the_calls_before_the_last_second_do_not_count() -> 
     found = starts(lambda n: 0.01 * (n >= slow_from), 0.01)
     assert found is not None
     assert slow_from * 0.01 + 1.0 < found < slow_from * 0.01 + 2.1
-
-
-def test_batches_that_are_made_with_the_state_are_never_read_ahead() -> None:
-    assert starts(1.0, 0.01, 200, batches=lambda fn: jstep.from_state(lambda n, state: fn(n))) is None

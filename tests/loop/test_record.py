@@ -5,17 +5,14 @@ import json
 import logging
 import os
 import time
-import types
 
 import jax.numpy as jnp
 import numpy as np
 import processes
 import pytest
-from waiting import wait_until
 
 import jstep
 from jstep.loop import recorder
-from jstep.loop.stalls import StallWatch, Wait
 from jstep.stores import starts
 from jstep.stores.owners import this_process
 from jstep.stores.starts import read_starts, totals, with_card
@@ -209,20 +206,6 @@ def test_an_invalid_newest_start_costs_only_itself(tmp_path):
     first, invalid, third = record(tmp_path)
     assert invalid["problem"]
     assert (third["before"]["count"], third["before"]["step"], third["run"]) == (2, 2, first["run"])
-
-
-def test_a_stall_is_in_the_file_at_once(tmp_path, monkeypatch):
-    made = []
-    monkeypatch.setattr(recorder.Recorder, "before_begin", lambda self, run: made.append(self.setup))
-
-    def stall(step, state, metrics):
-        if step == 2:
-            watch = types.SimpleNamespace(setup=made[0], _index=0)
-            StallWatch._record(watch, Wait("batch", "x", age=3.0, part="waiting"))
-            wait_until(lambda: record(tmp_path)[0]["stalls"])
-
-    train(tmp_path, 3, hooks=[jstep.every(1, stall)])
-    assert [one["what"] for one in record(tmp_path)[0]["stalls"]] == ["x"]
 
 
 def test_a_secret_is_nowhere(tmp_path, monkeypatch, caplog):

@@ -35,7 +35,6 @@ def batches(seed=0, batch_size=8, **more):
 
 
 def run(directory, last_step, *, optimizer=None, loss_fn=loss, step=None, data=None, place=lambda state: state, **more):
-    """Run up to a step, and return the state."""
     options = {"progress": False} | {name: more.pop(name) for name in list(more) if name in TRAIN}
     optimizer = jstep.adam(0.1) if optimizer is None else optimizer
     state = jstep.TrainState.create({"w": jnp.ones((4, 2)), "b": jnp.zeros((1, 2))}, optimizer)
@@ -158,7 +157,6 @@ def test_nothing_is_reported_where_the_number_of_rows_changes(rows, option, tmp_
 
 
 def over(devices, *, rows=True, slot_axis=None, axis_type=jax.sharding.AxisType.Auto):
-    """Options of a run on a number of devices, with the rows over them."""
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:devices])
     spec = jax.sharding.PartitionSpec()
     place = functools.partial(jstep.shard_state, mesh=mesh, param_specs=spec, slot_axis=slot_axis)
@@ -221,7 +219,6 @@ def lose(step, state, metrics):
 
 
 def killed(directory, last_step, **more):
-    """A run whose state is lost before it saves."""
     with jstep.Saver(directory) as saver:
         saver.save = lambda *args, **kwargs: None
         with pytest.raises(LostError):

@@ -17,8 +17,6 @@ from jstep.loop.saving import SaveInterval
 
 
 class FakeSaver:
-    """A Saver of which only its times matter."""
-
     def __init__(self, directory: str = "/runs") -> None:
         self.directory, self.write_secs = directory, None
 
@@ -44,8 +42,6 @@ def test_the_interval(still: float, write: float, directory: str, secs: float) -
 
 
 class Clock:
-    """The wall clock of a Saver."""
-
     def __init__(self) -> None:
         self.now = datetime.datetime(2026, 11, 24, tzinfo=datetime.UTC).timestamp()
 
@@ -128,7 +124,6 @@ def test_the_newest_finite_checkpoint_is_not_replaced_by_another(tmp_path: Path)
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saves by themselves after hundredths of seconds."""
     for name, secs in (("FIRST_SECS", 0.05), ("BUCKET_SECS", 0.05), ("_LOOP_SHARE", 1e9), ("_WRITER_SHARE", 1e9)):
         monkeypatch.setattr(saving, name, secs)
 

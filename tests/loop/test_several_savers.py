@@ -20,7 +20,6 @@ def fails(name):
 
 
 def savers(directory, broken, **kwargs):
-    """Two savers besides the run's own, some of which fail."""
     return [
         jstep.CheckpointSaverHook(directory / name, before_save=(fails(name),) if name in broken else (), **kwargs)
         for name in ("first", "second")
@@ -119,8 +118,6 @@ def test_a_write_that_fails_while_the_run_waits_for_it(ends_by, fails, tmp_path)
 
 
 class Prevents(RunHook):
-    """Prevents saves at some steps."""
-
     def __init__(self, *steps):
         self.steps = steps
 

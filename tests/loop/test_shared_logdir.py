@@ -36,7 +36,6 @@ def run(
     saves: int = 5,
     evaluated: bool = False,
 ) -> None:
-    """A run with a user's writer beside its own; it is killed at a step."""
     optimizer = jstep.sgd(0.1)
     step = jstep.minimize(lambda p: jnp.sum(p["w"] ** 2), optimizer)
 
@@ -131,7 +130,6 @@ def test_a_name_that_is_not_one_of_a_run_is_ignored(tmp_path: pathlib.Path, name
 
 
 def others(path: pathlib.Path, pid: int = 1) -> pathlib.Path:
-    """Let another process have written an event file."""
     return path.rename(path.with_name(path.name.replace(f".{os.getpid()}.", f".{pid}.")))
 
 

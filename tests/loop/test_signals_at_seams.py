@@ -22,8 +22,6 @@ MAIN = Path(jstep.__file__).parent / "loop"
 
 
 class Closes(RunHook):
-    """Receives a signal while the run closes."""
-
     def __init__(self, *numbers: int) -> None:
         self.numbers = numbers
 
@@ -69,7 +67,6 @@ class AtLine:
         return self
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run `train`, and return the exception that it raised, or None."""
         before = sys.gettrace()
         sys.settrace(self)
         try:
@@ -82,8 +79,6 @@ class AtLine:
 
 
 class Ends(jstep.Hook):
-    """Returns a state at the end."""
-
     def end(self, step: int, state: Any) -> Any:
         return state.replace(params=jax.tree.map(lambda leaf: 2 * leaf, state.params))
 

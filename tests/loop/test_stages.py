@@ -93,24 +93,6 @@ def test_a_stage_with_another_state_structure(other):
         train_stages({0: NEAR, 6: jstep.minimize(near, other)}, 10)
 
 
-@pytest.mark.parametrize(
-    ("result", "words"),
-    [
-        (lambda state: None, r"must return \(state, metrics\).*got None; "),
-        (lambda state: (state, None), r"must return \(state, metrics\).*got \(TrainState, NoneType\); "),
-        (lambda state: (state, {3: 1.0}), "the name of a metric must be a string, got 3"),
-    ],
-)
-def test_a_function_of_a_later_stage_that_returns_a_wrong_result(result, words):
-
-    def other(state, x):
-        return result(jstep.increment_global_step(state))
-
-    with pytest.raises(TypeError, match=words) as raised:
-        train_stages({0: NEAR, 6: other}, 10)
-    assert jstep.global_step(raised.value.state) == 6
-
-
 def test_a_stage_whose_batch_has_another_shape():
     batches = [*BATCHES[:7], *[np.ones((2, 2), np.float32)] * 33]
     with pytest.raises(ValueError, match=r"train_step\[7\]"):
@@ -125,26 +107,6 @@ def test_batches_that_end_before_a_stage(kind, caplog):
     stages = {0: jstep.minimize(one, OPTIMIZER), 20: FAR}
     assert jstep.global_step(train_stages(stages, 30, batches)) == 8
     assert "ended after step 8" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("stages", "error", "message"),
-    [
-        ({}, ValueError, "train_step"),
-        ({3: NEAR}, ValueError, "step 0"),
-        ({0: NEAR, -1: FAR}, ValueError, "-1"),
-        ({0: NEAR, 1000: "far"}, TypeError, r"train_step\[1000\]"),
-        ({False: NEAR}, TypeError, "False"),
-    ],
-)
-def test_bad_stages(stages, error, message):
-    for call in (
-        lambda: train_stages(stages, 5),
-        lambda: jstep.verify_resume(make_state, stages, BATCHES, 1, 2),
-        lambda: jstep.replay(stages, make_state(), BATCHES, None, 1),
-    ):
-        with pytest.raises(error, match=message):
-            call()
 
 
 # Compilation in the background

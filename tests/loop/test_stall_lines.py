@@ -85,7 +85,6 @@ def slow_device(stuck):
 
 
 def once(stuck, fn, at=1):
-    """Return `fn`, whose call of this number hangs."""
     calls = []
 
     def wrapped(*args, **kwargs):
@@ -143,7 +142,6 @@ def test_the_line_of_each_place(name, tmp_path):
 
 
 def watch_of(**settings):
-    """A watch without a run."""
     watch = object.__new__(StallWatch)
     watch._hook = jstep.StallHook(**settings)
     watch._index, watch._name = 0, "process 0"

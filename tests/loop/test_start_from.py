@@ -157,27 +157,6 @@ def test_a_branch_of_a_branch_and_its_lines(tmp_path, caplog):
         assert saver.extra(30)["run"] != jstep.Saver(tmp_path / "b").extra(20)["run"]
 
 
-@pytest.mark.parametrize(
-    ("start", "options", "error", "said"),
-    [
-        ("trunk/model-10", {"last_step": 10}, ValueError, "last_step=10.*10"),
-        ("trunk/model-9", {}, FileNotFoundError, "the newest checkpoint there is .*trunk/model-10"),
-        ("nothing", {}, FileNotFoundError, "there are no checkpoints"),
-        ("branch", {}, ValueError, "the checkpoint_dir of this one"),
-        ("trunk", {"logdir": "trunk"}, ValueError, "the logdir of this one"),
-        (3, {}, TypeError, "start_from"),
-    ],
-    ids=["last_step", "missing", "no directory", "own", "logdir", "number"],
-)
-def test_bad_input(start, options, error, said, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    train(10, "trunk")
-    options = {"last_step": 20} | options
-    with pytest.raises(error, match=said):
-        train(options.pop("last_step"), "branch", start_from=start, **options)
-    assert not list(tmp_path.glob("branch/model-*"))
-
-
 def test_a_directory_with_a_name_like_a_checkpoint_is_not_one_of_the_directory_above(tmp_path):
     train(10, tmp_path / "exp-1")
     train(12, tmp_path / "exp-2", start_from=tmp_path / "exp-1", logdir=tmp_path)
@@ -288,7 +267,6 @@ def restored(where, step, rows=3):
 
 
 def grown(where, step, rows=5, before=3):
-    """Return the state of a checkpoint with more rows."""
     state = restored(where, step, before)
     w = jnp.concatenate([state.params["w"], jnp.full(rows - before, 2.0)])
     return jstep.TrainState.create({"w": w}, optimizer, global_step=state.global_step)

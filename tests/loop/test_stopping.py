@@ -14,18 +14,7 @@ import jstep
 
 
 def kill(number, at=5):
-    """A hook that sends a signal to this process at a step."""
     return jstep.every(1, lambda step, *_: os.kill(os.getpid(), number) if step == at else None)
-
-
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM])
-def test_a_signal_saves_and_leaves_with_its_code(number, tmp_path):
-    before = signal.getsignal(number)
-    with pytest.raises(jstep.Preempted, match=f"{signal.Signals(number).name} stopped the run after step 5") as caught:
-        train(50, hooks=[kill(number)], checkpoint_dir=tmp_path)
-    assert caught.value.code == 128 + number
-    assert jstep.Saver(tmp_path).all_steps() == [5]
-    assert signal.getsignal(number) == before
 
 
 def test_a_limit_that_is_over_when_the_run_begins(tmp_path):

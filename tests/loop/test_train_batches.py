@@ -145,8 +145,6 @@ def test_a_plain_step_gets_jax_arrays_with_and_without_prefetching(slow):
 
 
 class PythonCalls(jstep.Hook):
-    """Counts the calls of functions of jstep in the loop's thread, from step 20 to 40."""
-
     begin_at, end_at = 20, 40
 
     def __init__(self):
@@ -188,8 +186,6 @@ def test_a_step_makes_no_more_calls_than_it_did(on_device, bound, request):
 
 
 class FirstStep(jstep.Hook):
-    """Ends the count after the first step."""
-
     def after_step(self, step, state, metrics):
         sys.setprofile(None)
 
@@ -241,8 +237,6 @@ def way(request, monkeypatch):
 
 
 class Watched(Counted):
-    """Records which batches a thread reads; `on` maps the number of a batch to what happens before it is read."""
-
     def __init__(self, on=None):
         super().__init__()
         self.on, self.in_thread = on or {}, []

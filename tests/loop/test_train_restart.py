@@ -135,7 +135,6 @@ def test_a_last_step_before_the_newest_checkpoint_is_a_warning(tmp_path, caplog)
 
 
 def other_run(kind):
-    """A step and a state of another model or optimizer than the run's own."""
     optimizer = jstep.lion(1e-3) if kind == "optimizer" else jstep.adam(0.1)
     params = {"w": jnp.ones(2)} if kind == "optimizer" else {"v" if kind == "model" else "w": jnp.ones(3)}
 

@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loop_runs import DATA, STEP, Counted, by_hand, make_state, same, train
+from loop_runs import DATA, STEP, by_hand, make_state, same, train
 
 import jstep
 
 
 def raising(error, at=5):
-    """Return a function of batches that raises at a step."""
 
     def batches(step):
         if step == at:
@@ -81,23 +80,6 @@ def test_the_batch_that_does_not_fit_is_named_also_in_a_call_of_several(tmp_path
         train(12, batches, steps_per_call=3, checkpoint_dir=tmp_path)
     assert "at step 6, after the update with batch 5, while running the step on batch 6;" in note_of(caught.value)
     assert jstep.Saver(tmp_path).latest_step() == 6
-
-
-def test_a_batch_whose_step_failed_is_read_again(tmp_path):
-    """The saved position belongs to the state; the loader itself is one batch further."""
-    state = make_state()
-    calls = []
-
-    class Broken(Counted):
-        def __next__(self):
-            batch = super().__next__()
-            calls.append(self.at)
-            return batch if self.at != 6 or len(calls) > 6 else {"x": np.ones((4, 3), np.float32)}
-
-    with pytest.raises(TypeError):
-        train(12, Broken(), state=state, checkpoint_dir=tmp_path)
-    assert jstep.Saver(tmp_path).extra()["batches"] == {"value": 5}
-    assert same(train(12, Counted(), checkpoint_dir=tmp_path), by_hand(12))
 
 
 def test_a_failure_before_the_first_step_saves_nothing(tmp_path):

@@ -75,21 +75,6 @@ def test_metrics_remain_valid_after_later_steps(tmp_path):
 # Functions
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda tmp: jstep.EarlyStopping("loss"),
-        lambda tmp: jstep.KeepBest(tmp, "loss"),
-    ],
-)
-def test_a_callback_of_evaluations_is_rejected_with_advice(make, tmp_path):
-    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2)
-    words = r"hooks\[1\]=.*: must be a hook.*EvaluationHook\(evaluate, every_n_steps=…, callbacks=\[…\]\)"
-    for use in (lambda hooks: train(3, hooks=hooks), lambda hooks: jstep.plan(jstep.adam(), 10, hooks=hooks)):
-        with pytest.raises(TypeError, match=words):
-            use([hook, make(tmp_path)])
-
-
 # Results of hooks
 
 

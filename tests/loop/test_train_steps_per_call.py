@@ -118,27 +118,3 @@ def test_the_host_never_waits_for_the_device(steps_per_call, tmp_path):
             break
     else:
         pytest.fail(f"the loop waited for the device: {busy}")
-
-
-@pytest.mark.parametrize("steps_per_call", [1, 2, 7])
-def test_a_next_due_that_raises_for_a_later_step_ends_the_run_there(steps_per_call, tmp_path):
-    """Where calls end is known ahead; the run must not end before it is there."""
-
-    class Raises(jstep.Hook):
-        def __init__(self):
-            self.steps = []
-
-        def next_due(self, step):
-            if step >= 15:
-                raise OSError("no clock")
-            return step + 5
-
-        def after_step(self, step, state, metrics):
-            self.steps.append(step)
-
-    hook = Raises()
-    with pytest.raises(OSError, match="no clock") as caught:
-        train(100, hooks=[hook], steps_per_call=steps_per_call, checkpoint_dir=tmp_path)
-    assert hook.steps == [5, 10, 15]
-    assert jstep.global_step(caught.value.state) == 15
-    assert jstep.Saver(tmp_path).all_steps() == [15]
