@@ -1,5 +1,6 @@
 """The names that the calls of `refused_calls/` use."""
 
+import jax  # noqa: F401  (the calls use it)
 import jax.numpy as jnp
 import numpy as np
 
