@@ -19,11 +19,7 @@ def noisy(params, x, rng):
     return faults.loss_fn(params, x) + jnp.sum(jax.random.normal(rng, (3,)) * params["w"])
 
 
-VARIANTS = {
-    "first": {"execution": 1},
-    "not donated": {"donate": False},
-    "microbatches": {"num_microbatches": 2},
-}
+VARIANTS = {"first": {"execution": 1}, "not donated": {"donate": False}, "microbatches": {"num_microbatches": 2}}
 
 
 @pytest.mark.thorough(except_for=["microbatches"])
@@ -62,10 +58,7 @@ def test_on_mismatch_log_continues_with_the_first_result(caplog):
         assert (bits(found) == bits(expected)) == is_correct
 
 
-CLEAN = {
-    "donated": ({}, {}),
-    "rng": ({"loss_fn": noisy, "rng": RNG}, {"steps_per_call": 3}),
-}
+CLEAN = {"donated": ({}, {}), "rng": ({"loss_fn": noisy, "rng": RNG}, {"steps_per_call": 3})}
 
 
 @pytest.mark.thorough(except_for=["donated"])

@@ -114,18 +114,24 @@ def test_what_all_processes_do_together_is_due_by_the_clock_of_process_0(togethe
 # When the stock hooks are due.
 
 CADENCED = {
-    "counter": lambda steps: jstep.StepCounterHook(every_n_steps=steps),
-    "logging": lambda steps: jstep.LoggingHook(every_n_steps=steps),
-    "summary": lambda steps: jstep.SummarySaverHook(Writer(), save_steps=steps),
-    "evaluation": lambda steps: jstep.EvaluationHook(lambda state: {}, every_n_steps=steps),
-    "checkpoint": lambda steps: jstep.CheckpointSaverHook("unused", save_steps=steps),
+    "counter": lambda **often: jstep.StepCounterHook(**often),
+    "logging": lambda **often: jstep.LoggingHook(**often),
+    "summary": lambda **often: jstep.SummarySaverHook(Writer(), **often),
+    "evaluation": lambda **often: jstep.EvaluationHook(lambda state: {}, **often),
+    "checkpoint": lambda **often: jstep.CheckpointSaverHook("unused", **often),
 }
+
+
+def cadenced(name, **often):
+    """A hook that is due so often; the names of its arguments begin as those of a saver do, or with `every_n_`."""
+    begin = "save_" if name in ("summary", "checkpoint") else "every_n_"
+    return CADENCED[name](**{name if name == "clock" else begin + name: value for name, value in often.items()})
 
 
 @pytest.mark.parametrize("name", CADENCED)
 @pytest.mark.parametrize(("steps", "start"), [(10, 0), (10, 5), (10, 10), (1, 0), (1, 7), (7, 2**31)])
 def test_hooks_are_due_at_multiples_for_any_start(name, steps, start):
-    hook = CADENCED[name](steps)
+    hook = cadenced(name, steps=steps)
     due_steps, step = [], start
     for _ in range(3):
         step = hook.next_due(step)
@@ -137,19 +143,10 @@ def test_hooks_are_due_at_multiples_for_any_start(name, steps, start):
     assert next_call(hook, start)[1] == first  # calls of several steps end there
 
 
-SECONDS = {
-    "counter": lambda clock: jstep.StepCounterHook(every_n_secs=5, clock=clock),
-    "logging": lambda clock: jstep.LoggingHook(every_n_secs=5, clock=clock),
-    "summary": lambda clock: jstep.SummarySaverHook(Writer(), save_secs=5, clock=clock),
-    "evaluation": lambda clock: jstep.EvaluationHook(lambda state: {}, every_n_secs=5, clock=clock),
-    "checkpoint": lambda clock: jstep.CheckpointSaverHook("unused", save_secs=5, clock=clock),
-}
-
-
-@pytest.mark.parametrize("name", SECONDS)
+@pytest.mark.parametrize("name", CADENCED)
 def test_seconds_count_from_begin_and_from_the_last_due_time(name):
     clock = Clock()
-    hook = SECONDS[name](clock)
+    hook = cadenced(name, secs=5, clock=clock)
     assert hook.next_due(3) is None  # checked after every call
     assert next_call(hook, 3)[1] == NEVER
     schedule, due_steps = HookSchedule(hook, 0), []

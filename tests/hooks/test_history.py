@@ -204,12 +204,3 @@ def test_no_name_turns_the_text_of_a_notebook_around(tmp_path):
     assert "\u202e" not in html
     assert "<b>" not in html
     assert r"\u202e&lt;b&gt;loss" in html
-
-
-def test_pandas_has_the_rows():
-    pandas = pytest.importorskip("pandas")
-    history = jstep.History(every_n_steps=2)
-    run(4, history)
-    frame = history.to_pandas()
-    assert isinstance(frame, pandas.DataFrame)
-    assert frame.index.tolist() == [2, 4]

@@ -46,7 +46,6 @@ class Result:
 
 
 def most_ahead(device, host, calls, monkeypatch):
-    """How many calls are unfinished when each one is handed over by a host that needs some seconds for it."""
     monkeypatch.setattr(in_flight, "_result", lambda state, metrics: metrics)
     flight, ahead = InFlight(lambda: device.now), []
     for step in range(calls):

@@ -107,27 +107,19 @@ def test_each_savers_own_argument_counts(tmp_path, allowing):
     assert steps(tmp_path / "other") == ([30] if allowing == "other" else [])
 
 
-@pytest.mark.parametrize("allow", [False, True])
-def test_a_signal_saves_only_what_is_allowed(tmp_path, allow):
-    def stop(step, state, metrics):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    saver = jstep.Saver(tmp_path, allow_nonfinite=allow)
-    with pytest.raises(BaseException) as caught:
-        run(hooks=[jstep.every(27, stop)], checkpoint_dir=saver)
-    assert type(caught.value) is (jstep.Preempted if allow else jstep.NanLossDuringTrainingError)
-    assert jstep.global_step(caught.value.state) == 27
-    assert saver.all_steps() == [10, 20, *[27] * allow]
-    saver.close()
+def interrupted(step, state, metrics):
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.parametrize("allow", [False, True])
-def test_an_error_elsewhere_saves_only_what_is_allowed(tmp_path, allow):
-    saver = jstep.Saver(tmp_path, allow_nonfinite=allow)
-    with pytest.raises(KeyError, match="mine"):
-        run(value=math.inf, hooks=[jstep.every(27, raising(KeyError("mine")))], checkpoint_dir=saver)
-    assert saver.all_steps() == [10, 20, *[27] * allow]
-    saver.close()
+@pytest.mark.parametrize("hook", [interrupted, raising(KeyError("mine"))], ids=["signal", "error"])
+def test_a_signal_or_an_error_elsewhere_saves_only_what_is_allowed(tmp_path, hook, allow):
+    expected = KeyError if hook is not interrupted else jstep.Preempted if allow else jstep.NanLossDuringTrainingError
+    with jstep.Saver(tmp_path, allow_nonfinite=allow) as saver:
+        with pytest.raises(expected) as caught:
+            run(hooks=[jstep.every(27, hook)], checkpoint_dir=saver)
+        assert jstep.global_step(caught.value.state) == 27
+        assert saver.all_steps() == [10, 20, *[27] * allow]
 
 
 SCRIPT = """

@@ -34,12 +34,9 @@ def test_a_file_is_written_and_removed(tmp_path):
     files.finish(None)
     assert read_stalls(str(tmp_path)) == ([], [])
     assert os.listdir(tmp_path / "stalls") == []
-
-
-def test_the_file_of_an_earlier_start_is_removed(tmp_path):
     write(tmp_path, exit_code=75)
     StallFiles(str(tmp_path), 0, warn_secs=60.0).finish(None)
-    assert os.listdir(tmp_path / "stalls") == []
+    assert os.listdir(tmp_path / "stalls") == [], "that of an earlier start is removed, too"
 
 
 def test_runs_that_share_a_directory_do_not_share_files(tmp_path):

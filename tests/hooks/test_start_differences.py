@@ -1,29 +1,28 @@
 """The lines about two starts: each section, what is left out, programs, and which lines are about bits."""
 
 import copy
-from typing import Any
 
 import pytest
 
 from jstep.hooks.start_differences import IN_A_AND_B, changes, same
 
-PROGRAM: dict[str, Any] = {
+PROGRAM = {
     "stage": 0, "hash": "p", "batch": ["0/x: float32[4]"], "hyperparameters": {"learning_rate": 0.1},
 }  # fmt: skip
-CARD: dict[str, Any] = {
+CARD = {
     "step": 0, "versions": {"jax": "0.10"}, "settings": {"jax_enable_x64": False},
     "environment": {"XLA_FLAGS": "--xla_a=1 --xla_b", "JAX_A": "3", "JAX_DIR": "/a"},
     "devices": {"kind": "cpu", "count": 8}, "state": {"hash": "s", "sharding": "h", "params": 2},
     "batches": {"hash": "b", "rows": 20, "seed": 3, "batch_size": {"0": 4}}, "stages": {"0": "loss"},
     "arguments": {"last_step": 6, "batch_sharding": "d", "checkpoint_dir": "/a"}, "lanes": None, "programs": [PROGRAM],
 }  # fmt: skip
-START: dict[str, Any] = {
+START = {
     "card": CARD, "config": {"lr": 0.1, "steps": 6, "out": "/a", "token": "(not recorded)"}, "commit": "1" * 40,
     "edits": None,
 }  # fmt: skip
 
 
-def changed(*path: Any, to: Any) -> dict[str, Any]:
+def changed(*path, to):
     start = copy.deepcopy(START)
     *folders, name = path
     part = start
@@ -40,15 +39,15 @@ ABSENT = object()
 TRACED = "the traced step differs"
 
 
-def program(**more: Any) -> dict[str, Any]:
+def program(**more):
     return changed("card", "programs", to=[PROGRAM | {"hash": "q"} | more])
 
 
-def of(section: str, **values: Any) -> dict[str, Any]:
+def of(section, **values):
     return changed("card", section, to=CARD[section] | values)
 
 
-CASES: list[tuple[dict[str, Any], list[str], list[str], list[str]]] = [
+CASES = [
     (START, [], [], []),
     (of("versions", jax="0.11"), [], ["jax: 0.10 before, 0.11 now"], []),
     (of("settings", jax_new=1), [], [], []),  # of another version
@@ -89,7 +88,7 @@ CASES: list[tuple[dict[str, Any], list[str], list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("other", "bits", "place", "others"), CASES, ids=range(len(CASES)))
-def test_the_lines_about_two_starts(other: Any, bits: list[str], place: list[str], others: list[str]) -> None:
+def test_the_lines_about_two_starts(other, bits, place, others):
     found = changes(START, other)
     assert (found.bits, found.place, found.others) == (bits, place, others)
     assert found.lines == [*bits, *place, *others]
@@ -97,14 +96,14 @@ def test_the_lines_about_two_starts(other: Any, bits: list[str], place: list[str
 
 
 @pytest.mark.parametrize("section", ["versions", "settings", "devices"])
-def test_the_traced_step_is_not_compared_where_its_trace_must_differ(section: str) -> None:
+def test_the_traced_step_is_not_compared_where_its_trace_must_differ(section):
     other = program()
     other["card"][section] = dict.fromkeys(CARD[section], "other")
     assert TRACED not in changes(START, other).lines
     assert TRACED in changes(START, program() | {"commit": "2" * 40, "config": {"lr": 3}}).lines
 
 
-def test_values_are_shown_as_json_where_texts_would_be_equal() -> None:
+def test_values_are_shown_as_json_where_texts_would_be_equal():
     assert changes(START, changed("config", "lr", to="0.1")).bits == ['config: lr: 0.1 before, "0.1" now']
     (line,) = changes(START, changed("config", "lr", to="a" * 100)).bits
     assert line == f"config: lr: 0.1 before, {'a' * 80}… now" or len(line) < 130

@@ -15,8 +15,6 @@ from jstep.state.train_state import TrainState
 
 
 class Kept(jstep.Hook):
-    """A hook whose state is its name."""
-
     def __init__(self, name, *, ends=False, key=None):
         self.name, self.ends, self.got, self.key = name, ends, None, key
 

@@ -63,13 +63,7 @@ class Positioned(positioned.Positioned):
 
 
 class Stateful:
-    """A loader like those of torchdata and datasets: it has a state, which takes effect in the next `iter`.
-
-    Args:
-        end: The number of batches.
-        make: A function from the number of batches to the state.
-        unmake: The inverse of `make`.
-    """
+    """A loader like those of torchdata and datasets: it has a state, which takes effect in the next `iter`."""
 
     def __init__(self, end=100, make=None, unmake=None):
         self.end, self.begin, self.calls = end, 0, []

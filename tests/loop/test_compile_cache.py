@@ -8,6 +8,7 @@ import threading
 
 import jax
 import pytest
+from doubles import raising
 from loop_runs import train
 from processes import python
 
@@ -61,13 +62,12 @@ def test_a_second_start_finds_every_program(tmp_path):
     assert warm[0] == warm[1] > 0
 
 
-def failing(step, state, metrics):
-    raise KeyError("on purpose")
-
-
 @pytest.mark.parametrize(
     ("hooks", "ends"),
-    [([], contextlib.nullcontext()), ([jstep.every(1, failing)], pytest.raises(KeyError, match="on purpose"))],
+    [
+        ([], contextlib.nullcontext()),
+        ([jstep.every(1, raising(KeyError("on purpose")))], pytest.raises(KeyError, match="on purpose")),
+    ],
     ids=["complete", "failing"],
 )
 def test_settings_are_restored(hooks, ends, tmp_path):

@@ -1,9 +1,6 @@
 """What is saved, and said of it, when a run hangs or fails: by another thread, with calls of hooks left out."""
 
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,32 +17,32 @@ from jstep.loop.saving import RunSaverHook
 class Says(RunHook):
     """Calls a function of the run at step 3, in `after_step`, and keeps what it returns."""
 
-    def __init__(self, look: Callable[[Any], str]) -> None:
+    def __init__(self, look):
         self.look, self.said = look, ""
 
-    def after_step(self, step: int, state: Any, metrics: Any) -> None:
+    def after_step(self, step, state, metrics):
         if step == 3:
             self.said = self.look(self.run)
 
 
-def said_in(directory: Path, look: Callable[[Any], str], batches: Any = DATA, **more: Any) -> str:
+def said_in(directory, look, batches=DATA, **more):
     hook = Says(look)
     train(5, batches, hooks=[hook, Calls(), *more.pop("hooks", ())], checkpoint_dir=directory, **more)
     return hook.said
 
 
-def steps_in(directory: Path) -> list[int]:
+def steps_in(directory):
     return sorted(jstep.Saver(directory).all_steps())
 
 
-def test_a_hang_is_not_saved_if_the_state_must_not_be_or_cannot(tmp_path: Path, monkeypatch: Any) -> None:
-    def at_step_3(run: Any) -> str:
+def test_a_hang_is_not_saved_if_the_state_must_not_be_or_cannot(tmp_path, monkeypatch):
+    def at_step_3(run):
         run.setup.loop.at = run.setup.loop.at._replace(metrics={"loss": np.float32(math.nan)})
         return stopping.save_while_it_hangs(run)
 
     assert said_in(tmp_path / "a", at_step_3) == "step 3 is not saved: its loss is not finite"
     assert steps_in(tmp_path / "a") == [5]
-    allowed: Any = jstep.Saver(tmp_path / "b", allow_nonfinite=True)
+    allowed = jstep.Saver(tmp_path / "b", allow_nonfinite=True)
     assert said_in(allowed, at_step_3).startswith("step 3 is saved as model-3")
 
     with monkeypatch.context() as lost:
@@ -59,22 +56,22 @@ def test_a_hang_is_not_saved_if_the_state_must_not_be_or_cannot(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("is_same", [False, True])
-def test_another_error_of_a_hook_that_the_last_step_calls_is_a_note(is_same: bool) -> None:
+def test_another_error_of_a_hook_that_the_last_step_calls_is_a_note(is_same):
     error = KeyError("mine")
 
     class AtLast(RunHook):
         cadence = Cadence(100, at_last=True)
 
-        def after_step(self, step: int, state: Any, metrics: Any) -> None:
+        def after_step(self, step, state, metrics):
             called.append(step)
             raise error if is_same else ValueError("another")
 
-    def batches(step: int) -> Any:
+    def batches(step):
         if step == 3:
             raise error
         return DATA[step]
 
-    called: list[int] = []
+    called = []
     with pytest.raises(KeyError) as caught:
         train(5, batches, hooks=[AtLast()])
     assert called == [3]

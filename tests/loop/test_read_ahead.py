@@ -1,7 +1,6 @@
 """When a thread reads the batches ahead of the loop: a rule of one sentence, in times that these tests invent."""
 
 import threading
-from typing import Any
 
 import pytest
 from sources import in_loops
@@ -13,11 +12,11 @@ from jstep.loop.programs import make_chunks
 from jstep.loop.signals import StopSignals
 
 
-def starts(read: Any, step: Any, calls: int = 3000) -> float | None:
+def starts(read, step, calls=3000):
     """When a thread starts, in seconds after the first batch, if batches and calls take these seconds, or functions."""
     now, first = [0.0], [0.0]
 
-    def batch(n: int) -> int:
+    def batch(n):
         now[0] += read(n) if callable(read) else read
         return n
 
@@ -51,15 +50,15 @@ def starts(read: Any, step: Any, calls: int = 3000) -> float | None:
     ],
 )
 def test_a_thread_starts_if_waiting_took_a_twentieth_of_a_second_and_a_tenth_of_a_millisecond_a_call(
-    read: float, step: float, is_ahead: bool
-) -> None:
+    read, step, is_ahead
+):
     found = starts(read, step, 30_000)
     assert (found is not None) == is_ahead
     if found is not None:
         assert 1.0 <= found < 1.0 + 2 * (read + step) + 0.001, "at the first look"
 
 
-def test_the_first_batch_and_the_calls_before_the_last_second_do_not_count() -> None:
+def test_the_first_batch_and_the_calls_before_the_last_second_do_not_count():
     assert starts(lambda n: 5.0 * (n == 0), 0.01) is None  # files are opened
     slow_from = 500
     found = starts(lambda n: 0.01 * (n >= slow_from), 0.01)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import processes
 import pytest
+from doubles import raising
 
 import jstep
 from jstep.loop import recorder
@@ -72,10 +73,6 @@ def test_later_starts_add_up(tmp_path):
     assert (whole["count"], whole["step"], whole["since"]) == (3, 6, first["began"])
 
 
-def fail(step):
-    raise KeyError("no batch")
-
-
 def test_a_start_that_is_refused_has_no_file_and_one_whose_first_batch_fails_has(tmp_path):
     with pytest.raises(TypeError):
         train(tmp_path / "a", 2, config=3)
@@ -84,7 +81,7 @@ def test_a_start_that_is_refused_has_no_file_and_one_whose_first_batch_fails_has
     assert not (tmp_path / "a").exists()
     assert read_starts(str(tmp_path / "b")) == {}
     with pytest.raises(KeyError, match="no batch"):
-        train(tmp_path / "c", 2, batches=fail)
+        train(tmp_path / "c", 2, batches=raising(KeyError("no batch")))
     (start,) = record(tmp_path / "c")
     assert (start["end"], start["exception"]) == (["failed", "KeyError: 'no batch'"], "KeyError")
     assert start["step"] == [0, 0]
@@ -180,10 +177,7 @@ def test_two_living_starts_in_one_logdir_have_a_file_each(tmp_path):
 
 @pytest.mark.parametrize("what", ["make_folders", "replace_file"])
 def test_a_full_disk_is_one_warning_and_ends_no_run(what, tmp_path, monkeypatch, caplog):
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(starts, what, full)
+    monkeypatch.setattr(starts, what, raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     train(tmp_path, 4, save_checkpoint_steps=2)
     assert jstep.Saver(tmp_path).all_steps() == [2, 4]
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
@@ -216,11 +210,9 @@ def test_a_secret_is_nowhere(tmp_path, monkeypatch, caplog):
             config = {"a": {"password": secret + str(width)}, "hf_token": secret, "width": width}
             train(tmp_path, 2 * width, logdir=tmp_path, config=config)
 
-        def refused(step):
-            raise OSError(f"postgres://me:{secret}@host/db is down, token={secret}")
-
+        refused = OSError(f"postgres://me:{secret}@host/db is down, token={secret}")
         with pytest.raises(OSError, match="is down"):
-            train(tmp_path, 6, batches=refused)
+            train(tmp_path, 6, batches=raising(refused))
     caplog.clear()
     assert record(tmp_path)[-1]["end"][1] == "OSError: postgres://host/db is down, token=(not recorded)"
     paths = [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from doubles import raising
 
 import jstep
 
@@ -93,11 +94,7 @@ def of_table(value):
 
 
 CHANGED = {
-    "schedule": (
-        {},
-        {"optimizer": jstep.adam(jstep.warmup_cosine_decay(0.1, 10, 1000))},
-        [TRACED],
-    ),
+    "schedule": ({}, {"optimizer": jstep.adam(jstep.warmup_cosine_decay(0.1, 10, 1000))}, [TRACED]),
     "a part": ({"optimizer": parts()}, {"optimizer": parts(0.3)}, ["w/learning_rate: 0.1 before, 0.3 now", TRACED]),
     "loss and rate": (
         {},
@@ -198,7 +195,6 @@ def test_settings_of_jax(tmp_path, caplog):
 
 
 def test_x64_is_one_line(tmp_path, caplog, x64):
-    """The dtype of the step is another one."""
     data = {"data": lambda step: np.ones((8, 4), np.float32)}
     start = jstep.TrainState.create(
         {"w": jnp.ones((4, 2), jnp.float32), "b": jnp.zeros((1, 2), jnp.float32)}, SLOW["optimizer"]
@@ -214,15 +210,11 @@ class LostError(Exception):
     """Raised in a hook: the state after the step is not saved."""
 
 
-def lose(step, state, metrics):
-    raise LostError
-
-
 def killed(directory, last_step, **more):
     with jstep.Saver(directory) as saver:
         saver.save = lambda *args, **kwargs: None
         with pytest.raises(LostError):
-            run(saver, last_step, hooks=[jstep.every(1, lose)], **more)
+            run(saver, last_step, hooks=[jstep.every(1, raising(LostError()))], **more)
 
 
 SLOW, FAST = {"optimizer": jstep.adam(0.1)}, {"optimizer": jstep.adam(0.2)}

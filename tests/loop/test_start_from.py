@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from doubles import raising
 from positioned import Positioned
 
 import jstep
@@ -75,14 +76,8 @@ def test_the_trunk_is_needed_until_the_first_checkpoint_alone(tmp_path):
     train(20, tmp_path / "trunk")
     whole = train(40, tmp_path / "whole")
 
-    class StopError(Exception):
-        pass
-
-    def stop(step, state, metrics):
-        raise StopError
-
-    with pytest.raises(StopError):
-        train(40, tmp_path / "branch", jstep.every(33, stop), start_from=tmp_path / "trunk")
+    with pytest.raises(KeyError):
+        train(40, tmp_path / "branch", jstep.every(33, raising(KeyError())), start_from=tmp_path / "trunk")
     os.rename(tmp_path / "trunk", tmp_path / "gone")
     assert train(40, tmp_path / "branch", start_from=tmp_path / "trunk") == whole
 

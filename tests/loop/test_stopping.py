@@ -105,7 +105,6 @@ def test_a_limit_of_centuries_is_none():
 
 @pytest.mark.filterwarnings("ignore")
 def test_handlers_in_a_forked_process():
-    """All of them are those of before, in the order in which runs were nested."""
     read, write = os.pipe()
 
     def child(*_):

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 
+import doubles
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,11 +30,7 @@ def wrong_batch(step):
 
 
 def hook_failing(error):
-    def fail(step, state, metrics):
-        if step == 5:
-            raise error
-
-    return [jstep.every(1, fail)]
+    return [jstep.every(5, doubles.raising(error))]
 
 
 def note_of(error):
@@ -44,7 +41,7 @@ def note_of(error):
 
 FAILURES = {
     "loader": (lambda: {"batches": raising(OSError("no shard"))}, OSError, "with batch 4, while batch 5 was fetched"),
-    "hook": (lambda: {"hooks": hook_failing(KeyError("no"))}, KeyError, r"in every\(1, .*fail\).after_step"),
+    "hook": (lambda: {"hooks": hook_failing(KeyError("no"))}, KeyError, r"in every\(5, .*\).after_step"),
     "wrong batch": (lambda: {"batches": wrong_batch}, TypeError, "while running the step on batch 5"),
     "ctrl-c in a library": (
         lambda: {"hooks": hook_failing(KeyboardInterrupt())},
@@ -114,11 +111,8 @@ def test_the_note_names_the_hook_that_failed_first_not_one_whose_numbers_were_de
         jax.block_until_ready(metrics)  # the numbers are there when they are queued
         raise KeyError("no")
 
-    def write(step, values):
-        raise OSError("also")
-
     with pytest.raises(KeyError) as caught:
-        train(12, hooks=[jstep.every(5, fail), jstep.MetricsHook(write, every_n_steps=5)])
+        train(12, hooks=[jstep.every(5, fail), jstep.MetricsHook(doubles.raising(OSError("also")), every_n_steps=5)])
     assert any(text.startswith("Additionally, OSError: also\nraised by the `write`") for text in caught.value.__notes__)
     assert "in every(5, " in note_of(caught.value)
 
@@ -151,11 +145,7 @@ def test_a_loss_that_was_infinite_long_ago_prevents_no_save(steps_per_call, tmp_
     step = jstep.minimize(loss_fn, jstep.sgd(0.1))
     state = jstep.TrainState.create({"w": jnp.ones(2)}, jstep.sgd(0.1))
     batches = [np.float32(math.inf if i == 2 else 0.0) for i in range(20)]
-    hooks = [jstep.every(12, raising_hook)]
+    hooks = [jstep.every(12, doubles.raising(KeyError(12)))]
     with pytest.raises(KeyError) as raised:
         train(20, batches, hooks, state, step, steps_per_call=steps_per_call, checkpoint_dir=tmp_path)
     assert ", and is saved as model-12" in note_of(raised.value)
-
-
-def raising_hook(step, state, metrics):
-    raise KeyError(step)

@@ -77,10 +77,7 @@ def test_a_plain_function_is_compiled_once_for_several_steps(compilations):
 @pytest.mark.thorough(except_for=["2"])
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_the_host_never_waits_for_the_device(steps_per_call, tmp_path):
-    """The third step is slow on the device; the loop continues to dispatch steps, log and summarize.
-
-    After the first call it waits once, to check that the step advances the global step.
-    """
+    """The third step is slow on the device; the loop goes on. After the first call it waits once, to check the step."""
 
     def work(w, iterations):
         w = jax.lax.fori_loop(0, iterations, lambda i, w: w @ w, jnp.full((256, 256), (w[0] - 2) / 256))

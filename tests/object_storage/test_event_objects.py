@@ -5,6 +5,7 @@ import re
 
 import jax.numpy as jnp
 import pytest
+from doubles import raising
 from scalar_points import read_scalars
 
 import jstep
@@ -150,10 +151,8 @@ def test_a_start_that_died_before_its_first_checkpoint(store, caplog):
 def test_a_bucket_out_of_reach_is_waited_for_once(monkeypatch):
     """The record and the event files would each try for half a minute."""
 
-    def cannot(*_: object) -> None:
-        raise ConnectionError("s3://bucket/run: cannot list: Could not resolve hostname")
-
-    monkeypatch.setattr(Objects, "list", cannot)
+    cannot = ConnectionError("s3://bucket/run: cannot list: Could not resolve hostname")
+    monkeypatch.setattr(Objects, "list", raising(cannot))
     monkeypatch.setattr("jstep.loop.recorder.StartFile", lambda *_: pytest.fail("waits for the bucket again"))
     optimizer = jstep.gradient_descent(0.1)
     step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)

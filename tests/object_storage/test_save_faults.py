@@ -15,7 +15,6 @@ pytestmark = pytest.mark.usefixtures("one_retry")
 
 
 def restorable_steps(run):
-    """Return the steps that a reader lists, after restoring each of them."""
     reader = jstep.Saver(run)
     steps = reader.all_steps()
     for step in steps:

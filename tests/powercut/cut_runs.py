@@ -203,13 +203,7 @@ def main(name, folder, log):
 
 
 def again(folder, begins, name):
-    """Continue interrupted saves, and record it: those of `disk0` to `log0`, and so on.
-
-    Args:
-        folder: The folder of both.
-        begins: The number of saves that were acknowledged, of each.
-        name: The name of the saves.
-    """
+    """Continue interrupted saves after those acknowledged, and record those of `disk0` to `log0`, and so on."""
     for number, first in enumerate(begins):
         with file_calls.recording(f"{folder}/disk{number}", f"{folder}/log{number}"):
             mark("start")

@@ -61,11 +61,6 @@ def judged(states, judge):
     return dict(found)
 
 
-def counts(found):
-    """Return the number of states of each verdict."""
-    return {verdict: len(states) for verdict, states in sorted(found.items())}
-
-
 def unacceptable(found):
     """Return each other verdict, with how many states have it and what is in the first one's words."""
     return {
@@ -92,12 +87,7 @@ def judge_of(name):
 
 
 def saver_judge(saves, every=10):
-    """Judge states of a Saver; at every tenth state it also saves again.
-
-    Args:
-        saves: The saves that were made.
-        every: Distance of the states at which the next save is tried; None to try none.
-    """
+    """Judge states of a Saver; at every tenth state, or none, it also saves again."""
     expected = [bits(cut_runs.saved_state(step, number)) for number, step in enumerate(saves.steps)]
     template = cut_runs.saved_state(0, 0)
     seen = 0
