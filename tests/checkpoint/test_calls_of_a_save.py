@@ -17,7 +17,6 @@ LEAVES = 602
 
 @contextlib.contextmanager
 def counted():
-    """Count the calls of jstep's functions, in this thread and in those that begin in the block."""
     calls = Counter()
 
     def count(frame, event, argument):

@@ -4,15 +4,12 @@ import builtins
 import os
 import shutil
 
-import jax.numpy as jnp
 import pytest
 from checkpoint_states import edit_manifest, flip, read_files_of, save_all, state_at
 
-import jstep
-from jstep.checkpoint.directory_store import DirectoryStore
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint
-from jstep.checkpoint.reading import VERIFIED, CheckpointReader
+from jstep.checkpoint.reading import VERIFIED
 from jstep.checkpoint.saver import Saver
 from jstep.tools.cli import main
 
@@ -109,7 +106,6 @@ def saved(tmp_path):
 
 
 def moved(directory, *steps):
-    """Return the command that moves the checkpoints of these steps aside."""
     return f"`{' && '.join(f'mv {directory}/model-{n} {directory}/model-{n}.aside.0' for n in steps)}`"
 
 
@@ -157,19 +153,3 @@ def test_files_without_permission_are_not_called_missing(saved, monkeypatch, cap
 
 
 # What a reader finds out about checkpoints that it cannot use, with stores that answer as they are told.
-
-
-def test_params_of_another_model_without_slots(tmp_path):
-    optimizer = jstep.gradient_descent(0.1)
-    with Saver(tmp_path) as saver:
-        saver.save(jstep.TrainState.create({"w": jnp.ones(3)}, optimizer, 2))
-    reader = CheckpointReader(DirectoryStore(str(tmp_path), None), "model", True)
-    reader.check_run(jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer), 2)
-    with pytest.raises(ValueError, match="saved by a run with another model: its params differ from those of state"):
-        reader.check_run(jstep.TrainState.create({"b": jnp.ones(3)}, optimizer), 2)
-    with Saver(tmp_path) as saver:
-        saver.save({"params": {"w": jnp.ones(3)}, "global_step": jnp.int32([3, 3])})
-    with pytest.raises(
-        ValueError, match=r"^target does not fit .*/model-3; differing \(1\): 'global_step' \(int32\[2\]"
-    ):
-        reader.check_run(jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer), 3)

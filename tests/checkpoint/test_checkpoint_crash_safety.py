@@ -45,7 +45,6 @@ def test_interpreter_exit_without_close_finishes_the_saves(tmp_path, ending, std
 
 
 def fill(directory, reasons):
-    """Save until the disk is full; complete checkpoints stay intact, and a small one can still be saved."""
     saver = Saver(directory, max_to_keep=None)
     saved = []
     step, failure = 0, None
@@ -115,7 +114,6 @@ def test_a_failed_save_ends_all_of_its_writes(tmp_path, capfd, caplog):
 
 @pytest.fixture
 def unprivileged():
-    """A context manager that drops the privileges of root."""
 
     @contextlib.contextmanager
     def entered():

@@ -31,7 +31,6 @@ def bits(tree):
 
 
 def test_restore_uses_the_shardings_of_the_target(tmp_path):
-    """Restored arrays have the target's shardings, whatever they were saved with."""
     keys = jax.random.split(jax.random.key(0), 8)
     params = {"w": jnp.arange(64.0).reshape(8, 8), "b": jnp.arange(8.0), "key": keys}
     state = jstep.TrainState.create(params, jstep.gradient_descent(0.1), global_step=1)

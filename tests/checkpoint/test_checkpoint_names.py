@@ -2,10 +2,8 @@
 
 import os
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from checkpoint_states import assert_same, listing, save_all, state_at
+from checkpoint_states import assert_same, save_all, state_at
 
 from jstep.checkpoint.manifest import Leaf, LeftOut, Manifest, RetainedSteps, decode, encode, json_copy
 from jstep.checkpoint.names import latest_checkpoint
@@ -31,12 +29,6 @@ class TestNames:
             assert saver.all_steps() == [1, 3]
             assert_same(saver.restore(state_at(0)), state_at(3, 3))
         assert latest_checkpoint(tmp_path / name, name) == str(tmp_path / name / f"{name}-3")
-
-
-def cyclic():
-    value = {"a": [1]}
-    value["a"].append(value)
-    return value
 
 
 def nested(depth):
@@ -65,25 +57,6 @@ class TestExtra:
             assert saver.extra(step=1)["epoch"] == 3
             with pytest.raises(FileNotFoundError, match="step=9"):
                 saver.extra(9)
-
-    @pytest.mark.parametrize(
-        ("extra", "match"),
-        [
-            ({"a": {"b": np.float32(1)}}, r"extra\['a'\]\['b'\]: an array of float32.* is not a JSON value"),
-            ({"a": [1, jnp.ones(2)]}, r"extra\['a'\]\[1\]: an array of"),
-            ({"a": {1: 2}}, r"extra\['a'\]: the key 1 must be a string"),
-            pytest.param(object(), "extra: an object", id="object"),
-            pytest.param(cyclic(), r"extra\['a'\]\[1\].*: contains itself", id="cyclic"),
-            pytest.param(nested(100_000), "extra.* is nested deeper than 100", id="deep"),
-        ],
-        ids=repr,
-    )
-    def test_error_names_what_is_not_json(self, tmp_path, extra, match):
-        with Saver(tmp_path) as saver:
-            with pytest.raises(TypeError, match=match):
-                saver.save(state_at(1), extra=extra)
-            assert saver.all_steps() == []
-        assert listing(tmp_path) == []
 
 
 class TestManifest:

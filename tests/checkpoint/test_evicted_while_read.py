@@ -6,10 +6,8 @@ import pytest
 from checkpoint_states import save_all, state_at
 
 from jstep.checkpoint import checksums
-from jstep.checkpoint.directory_store import DirectoryStore
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint
-from jstep.checkpoint.reading import CheckpointReader
 from jstep.checkpoint.saver import Saver
 from jstep.weights.load import load_weights
 
@@ -42,24 +40,6 @@ def test_an_older_one_is_not_taken_in_place_of_an_evicted_one(tmp_path, after_li
 
         after_listing(tmp_path, replace)
         assert latest_checkpoint(tmp_path) == f"{tmp_path}/model-3"
-
-
-def test_evicted_between_the_list_and_the_read(tmp_path):
-    with Saver(tmp_path, max_to_keep=1) as writer:
-        save_all(writer, [1])
-        due = [2, 3]
-
-        class Evicting(DirectoryStore):
-            def broken(self, prefix, above):
-                found = super().broken(prefix, above)
-                if due:
-                    save_all(writer, [due.pop(0)])
-                return found
-
-        reader = CheckpointReader(Evicting(str(tmp_path), None), "model", verify=True)
-        assert int(reader.restore(state_at(0), None, False, None, None).global_step) == 3
-        with pytest.raises(FileNotFoundError, match="step=1: there is no complete checkpoint"):
-            reader.restore(state_at(0), 1, False, None, None)
 
 
 def test_evicted_while_it_is_verified(tmp_path, caplog, monkeypatch):

@@ -23,25 +23,17 @@ from jstep.tools.cli import main
 
 ODD = [
     None,
-    True,
     -1,
-    2**31,
-    2**63,
     10**400,
-    0.5,
-    1e308,
     float("nan"),
     "",
-    "x",
     "/etc/passwd",
     "../model-1",
-    "a/../../model-1/manifest.json",
     "\0",
     "\x1b[31m",
     "\ud800",
     "x" * 100_000,
     [],
-    [[]],
     {},
     {"x": 1},
     [2**40, 2**40],
@@ -51,7 +43,6 @@ EXPECTED = (CheckpointError, ValueError, OSError, TypeError)
 
 
 def places(value, path=()):
-    """Yield the paths of all values in JSON."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*path, key)
@@ -93,7 +84,6 @@ class Directory:
         edit_manifest(str(self.path), lambda data: manifest)
 
     def check(self):
-        """Read the malicious checkpoint in all ways, and the intact one; each way ends as expected."""
         self.cases += 1
         with Saver(self.run) as saver:
             calls = [

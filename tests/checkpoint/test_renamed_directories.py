@@ -6,7 +6,6 @@ import shutil
 import pytest
 from checkpoint_states import save_all, state_at
 
-import jstep
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.saver import Saver
 
@@ -26,29 +25,6 @@ def test_a_save_that_was_in_progress_is_an_error(tmp_path):
         saver.save(state_at(1))
         with pytest.raises(CheckpointError, match="run was renamed while it is written"):
             saver.wait()
-
-
-def test_a_run_ends_at_its_next_save(tmp_path):
-    optimizer = jstep.gradient_descent(0.1)
-    state = jstep.TrainState.create({"w": 1.0}, optimizer)
-
-    class Renames(jstep.Hook):
-        def after_step(self, step, state, metrics):
-            if step == 5:
-                os.rename(tmp_path / "run", tmp_path / "moved")
-
-    with pytest.raises(CheckpointError, match="run was renamed while it is written; start again with its new path"):
-        jstep.train(
-            jstep.minimize(lambda params, batch: params["w"] * batch, optimizer),
-            state,
-            lambda step: 1.0,
-            20,
-            checkpoint_dir=Saver(tmp_path / "run", async_save=False),
-            save_checkpoint_steps=3,
-            hooks=[Renames()],
-        )
-    assert Saver(tmp_path / "run").all_steps() == []
-    assert Saver(tmp_path / "moved").all_steps() == [3]
 
 
 def test_a_directory_that_was_deleted_is_made_again(tmp_path):

@@ -161,10 +161,7 @@ def values_of(slot):
 WRAPPED = {
     "masters": (jstep.master_weights(base()), "master"),
     "scope": (jstep.scope("all", jstep.lookahead(base())), "all/slow"),
-    "label": (
-        jstep.partition({"x": jstep.master_weights(base()), "x/y": base()}, lambda path, leaf: "x"),
-        "x/master",
-    ),
+    "label": (jstep.partition({"x": jstep.master_weights(base()), "x/y": base()}, lambda path, leaf: "x"), "x/master"),
     "deep": (
         jstep.dynamic_loss_scale(jstep.update_every(2, jstep.scope("s", jstep.lookahead(base())), accumulate=True)),
         "s/slow",

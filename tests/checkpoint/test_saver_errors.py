@@ -68,6 +68,3 @@ class TestErrors:
             saver.wait()
             save_all(saver, [3])
         assert listing(tmp_path) == ["model-1", "model-3"]
-
-    def test_repr(self, tmp_path):
-        assert repr(Saver(tmp_path)) == f"<jstep.Saver {tmp_path}/model-*>"

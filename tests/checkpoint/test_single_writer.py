@@ -58,7 +58,6 @@ def test_a_linked_directory_has_the_same_claim(tmp_path):
 
 
 def test_a_refused_saver_keeps_temporary_folders(tmp_path):
-    """They belong to a save of the other Saver."""
     with Saver(tmp_path) as saver:
         saver.claim()
         (tmp_path / "model-9.orbax-checkpoint-tmp").mkdir()
@@ -79,10 +78,7 @@ def test_close_without_wait_releases_the_claim(tmp_path):
 
 @pytest.mark.thorough
 def test_sigkill_releases_the_claim(tmp_path):
-    """The claim ends with its process, even if child processes, such as those of a loader, outlive it.
-
-    The same holds on file systems without locks, on which the content of the claim file decides.
-    """
+    """The claim ends with its process, also if its children live on, and also on file systems without locks."""
     script = """
     import errno, subprocess
     saver = Saver(directory)
@@ -121,7 +117,6 @@ def test_sigkill_releases_the_claim(tmp_path):
 
 @pytest.mark.thorough
 def test_a_forked_process_does_not_own_the_claim(tmp_path):
-    """It cannot claim, does not wait for saves at its exit, and does not release the claim."""
     script = """
     import threading, weakref
 

@@ -9,7 +9,6 @@ from checkpoint_scripts import run
 from checkpoint_states import held_saves, listing, save_all, state_at
 from waiting import interrupt
 
-from jstep.checkpoint import claims
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.saver import Saver
 from jstep.stores import owners
@@ -77,20 +76,3 @@ def test_whether_an_owner_is_alive(change, alive, monkeypatch):
     without_space = {key: value for key, value in OWNER.items() if key != "space"}
     assert owners.is_alive(without_space) is True
     assert owners.this_process() == {"host": "here", "space": "boot", "pid": os.getpid(), "started": None}
-
-
-def test_the_error_of_a_second_writer_names_the_first():
-    once = (
-        "one writer at a time, or one run would destroy the other's checkpoints. Give this run its own directory or "
-        "prefix, or "
-    )
-    mine = owners.this_process()
-    wait, this = f"{once}wait for that process or end it.", f"process {os.getpid()} on {socket.gethostname()}"
-    cases = [
-        (mine, f"{this}, which is this one: {once}close the other Saver first."),
-        (mine | {"space": "container"}, f"{this}: {wait}"),
-        (OWNER, f"process 7 on here: {wait}"),
-        ({}, f"process unknown on unknown: {wait}"),
-    ]
-    for owner, text in cases:
-        assert str(claims.refusal("runs", "model", owner)) == f"model-* in runs is being written by {text}"

@@ -22,13 +22,7 @@ def make_state(**kwargs):
 
 
 class Faulty:
-    """Flips the lowest bit of `params/w[1]` in one execution of one step, and counts the executions of all steps.
-
-    Args:
-        step: The step.
-        execution: The execution of this step in which the bit flips, 1 or 2; 0 for no fault.
-        **kwargs: Arguments of `minimize`.
-    """
+    """Flips the lowest bit of `params/w[1]` in one execution (0: none) of a step, and counts all of them."""
 
     def __init__(self, step=-1, execution=2, loss=loss_fn, donate=True, **kwargs):
         self.executions = collections.Counter()

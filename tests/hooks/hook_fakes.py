@@ -38,8 +38,6 @@ class Marker:
 
 
 class Writer:
-    """A summary writer that records the step and the tags of each summary."""
-
     def __init__(self):
         self.points = []
 
@@ -48,8 +46,6 @@ class Writer:
 
 
 class SaverAndHook:
-    """A CheckpointSaverHook with a Saver that keeps all checkpoints, and the steps saved so far."""
-
     def __init__(self, directory, **kwargs):
         self.saver = jstep.Saver(directory, max_to_keep=None, async_save=False)
         self.hook = jstep.CheckpointSaverHook(self.saver, **kwargs)

@@ -8,72 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_runs import FakeRun
-from hook_fakes import Clock, Marker, Writer, lines, state_at
+from hook_fakes import Clock, Marker, lines, state_at
 from hooked_runs import train
 
 import jstep
-from jstep.core.logs import log_to_stderr
 from jstep.metering import in_flight
 
 # StepCounterHook
 
 
-def test_the_rate_excludes_the_first_step():
-    clock, writer = Clock(), Writer()
-    hook = jstep.StepCounterHook(every_n_steps=10, summary_writer=writer, clock=clock)
-    run = FakeRun(hook, state_at())
-    clock.now += 60  # compilation
-    run.after_step(1, state_at(1), {})
-    clock.now += 9
-    run.after_step(10, state_at(10), {})
-    assert hook.steps_per_sec == pytest.approx(1.0)
-    clock.now += 5
-    run.after_step(20, state_at(20), {})
-    assert hook.steps_per_sec == pytest.approx(2.0)
-    assert writer.points == [(10, ("global_step/sec",)), (20, ("global_step/sec",))]
-
-
 # LoggingHook
-
-
-class PendingValue:
-    """A value that the device is still computing, until `ready` is set."""
-
-    def __init__(self, value):
-        self.value, self.ready, self.read = value, False, 0
-
-
-@pytest.fixture
-def pending_value(monkeypatch):
-    """Replace device arrays by `PendingValue`, whose readiness the test controls."""
-    from jstep.hooks import reporting as report
-    from jstep.metering import numbers
-
-    monkeypatch.setattr(report, "scalars", lambda metrics, leave_out: metrics)
-    monkeypatch.setattr(numbers, "start_copies", lambda values: None)
-    monkeypatch.setattr(numbers, "is_ready", lambda values: all(value.ready for value in values))
-    monkeypatch.setattr(report, "read_values", lambda values: values)
-    monkeypatch.setattr(
-        report, "format_number", lambda values: " ".join(f"{name} {value.value}" for name, value in values.items())
-    )
-    return PendingValue
-
-
-def test_a_line_is_logged_when_its_values_are_ready(pending_value, caplog):
-    caplog.set_level(logging.INFO)
-    hook, values = jstep.LoggingHook(every_n_steps=10), [pending_value(i) for i in range(4)]
-    run = FakeRun(hook, state_at())
-    run.after_step(10, state_at(), {"loss": values[0]})
-    run.after_step(20, state_at(), {"loss": values[1]})
-    assert lines(caplog) == []  # two intervals behind, and it does not wait
-    values[0].ready = values[2].ready = True
-    run.after_step(30, state_at(), {"loss": values[2]})
-    assert lines(caplog) == ["step 10  loss 0"]  # in order
-    values[1].ready = values[3].ready = True
-    run.after_step(35, state_at(), {"loss": values[3]})
-    assert lines(caplog) == ["step 10  loss 0"]  # not due
-    hook.end(40, state_at())
-    assert lines(caplog) == ["step 10  loss 0", "step 20  loss 1", "step 30  loss 2"]
 
 
 def test_the_contents_of_a_line(caplog):
@@ -178,7 +122,6 @@ def hook_run_clock_and_writer(monkeypatch):
 
 
 def drive(run, step, metrics, rows=None):
-    """What the loop does after a call of some steps."""
     run.reports.steps[rows] += step - run.step
     run.after_step(step, None, metrics)
 
@@ -215,24 +158,7 @@ def test_the_rate_is_correct_when_the_loop_is_far_ahead(hook_run_clock_and_write
     assert [hook.figure_at(step).steps_per_sec for step in (15, 40)] == pytest.approx([1.0, 0.5])
 
 
-def test_a_donated_metric_tells_nothing(hook_run_clock_and_writer):
-    hook, run, clock, writer = hook_run_clock_and_writer
-    markers = {step: Marker() for step in (1, 10, 20)}
-    drive(run, 1, {"loss": markers[1]})
-    drive(run, 10, {"loss": markers[10]})
-    markers[10].deleted = True
-    clock.now += 5
-    drive(run, 11, {})
-    assert hook.steps_per_sec is None
-    clock.now += 5
-    markers[20].ready = True
-    run.after_step(20, markers[20], {})  # a copy of the state's step
-    assert hook.steps_per_sec == pytest.approx(1.9)
-    assert [step for step, _ in writer.points] == [10, 20]
-
-
 def test_a_custom_counter_replaces_the_stock_one(tmp_path, caplog):
-    """It writes to the logdir of `train`, and log lines contain its rate."""
     pytest.importorskip("tensorboard")
     caplog.set_level(logging.INFO)
     hook = jstep.StepCounterHook(every_n_steps=4)
@@ -248,35 +174,11 @@ def test_a_custom_counter_replaces_the_stock_one(tmp_path, caplog):
     assert any("examples/s, " in line for line in lines)
 
 
-@pytest.mark.thorough
-def test_examples_per_sec_of_batches_of_many_shapes():
-    def rate(batches, **kwargs):
-        hook = jstep.StepCounterHook(every_n_steps=2)
-        optimizer = jstep.gradient_descent(0.1)
-        state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        step = jstep.minimize(lambda params, *args: params["w"] ** 2, optimizer)
-        jstep.train(step, state, lambda n: batches, 8, hooks=[hook], progress=False, **kwargs)
-        return hook.examples_per_sec, hook.steps_per_sec
-
-    for steps_per_call in (1, 2):
-        examples, steps = rate((jnp.ones((6, 2)), jnp.ones(6)), steps_per_call=steps_per_call)
-        assert examples == pytest.approx(6 * steps)
-        assert rate((jnp.ones((6, 2)), jnp.ones(5)), steps_per_call=steps_per_call)[0] is None
-        assert rate(jnp.float32(1), steps_per_call=steps_per_call)[0] is None
-
-
-def test_a_state_without_a_global_step():
-    state = jstep.TrainState.create({"w": 1.0}, jstep.adam()).replace(global_step=None)
-    with pytest.raises(RuntimeError, match=r"^Global step should be created to use StepCounterHook\.$"):
-        jstep.StepCounterHook(every_n_steps=1).begin(state)
-
-
 # `StepCounterHook.examples_per_sec` for batch sizes that change.
 
 
 @pytest.mark.thorough
 def test_examples_per_sec_follows_the_batch_size():
-    """Intervals with batches of one size and of two sizes."""
     optimizer = jstep.adam(0.1)
     step = jstep.minimize(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2), optimizer)
     data = jstep.batches(np.ones((64, 3), np.float32), {0: 4, 6: 32, 9: 8, 14: 1})
@@ -316,27 +218,3 @@ def test_a_log_line_does_not_overlap_the_progress_bar(capsys):
     lines = re.findall(r"[^\r\n]*step \d  eval/one[^\n]*\n", stderr)
     assert lines == ["step 2  eval/one 1\n", "step 4  eval/one 1\n"]
     assert "4/4" in stderr
-
-
-@pytest.mark.thorough
-def test_other_handlers_of_the_root_logger_receive_what_its_level_allows(capsys):
-    """A file that the root logger writes has the warnings of a run, whose lines are shown on standard error."""
-    seen = []
-
-    class Collects(logging.Handler):
-        def emit(self, record):
-            seen.append(record.getMessage())
-
-    root, handler, above = logging.getLogger(), Collects(), Collects(logging.ERROR)
-    assert root.level == logging.WARNING
-    for one in (handler, above):
-        root.addHandler(one)
-    try:
-        with log_to_stderr():
-            for level in (logging.INFO, logging.WARNING):
-                logging.getLogger("jstep").log(level, "of level %d", level)
-    finally:
-        for one in (handler, above):
-            root.removeHandler(one)
-    assert seen == ["of level 30"]
-    assert capsys.readouterr().err == "of level 20\nof level 30\n"

@@ -2,15 +2,11 @@
 
 import json
 import logging
-import types
 
 import jax.numpy as jnp
 import pytest
-from fake_runs import FakeRun
-from fellows import Fellows
 
 import jstep
-from jstep.hooks import bits
 from jstep.hooks.run_hook import RunHook
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
@@ -49,13 +45,6 @@ def test_lines_contain_the_fingerprints_of_the_states(tmp_path):
 def as_hex(pair):
     a, b = pair
     return f"{a:08x}{b:08x}"
-
-
-def test_a_missing_path_is_an_error_before_the_first_batch(tmp_path):
-    requested = []
-    with pytest.raises(ValueError, match="pass it a path, or pass logdir to train"):
-        run(3, jstep.FingerprintHook(), batches=lambda step: requested.append(step) or batch(step))
-    assert not requested
 
 
 def test_a_resumed_run_writes_the_same_lines(tmp_path, caplog):
@@ -108,16 +97,6 @@ def test_a_divergence_without_leaves_is_logged(tmp_path, caplog):
     assert "which leaves differ is not known" in caplog.text
 
 
-@pytest.mark.parametrize("cut", [1, 5, 30])
-def test_a_truncated_last_line_is_repaired(tmp_path, cut):
-    path = tmp_path / "log"
-    run(4, jstep.FingerprintHook(every_n_steps=2, path=path))
-    complete = path.read_bytes()
-    path.write_bytes(complete[:-cut])
-    run(4, jstep.FingerprintHook(every_n_steps=2, path=path))
-    assert [line["step"] for line in lines(path)] == [2, 2, 4]
-
-
 def test_a_corrupted_line_is_skipped(tmp_path, caplog):
     path = tmp_path / "log"
     run(4, jstep.FingerprintHook(every_n_steps=2, path=path))
@@ -151,35 +130,3 @@ def test_a_hook_can_be_used_in_several_runs(tmp_path):
     for name in ("a", "b"):
         run(2, hook, logdir=tmp_path / name)
     assert (tmp_path / "a/fingerprints.jsonl").read_text() == (tmp_path / "b/fingerprints.jsonl").read_text()
-
-
-def test_all_processes_compare_with_the_lines_that_process_0_has_read(tmp_path, monkeypatch):
-    path = tmp_path / "bits"
-    run(6, jstep.FingerprintHook(path, every_n_steps=2))
-    read = bits._entries_of(str(path))
-    assert list(read) == [2, 4, 6]
-    three = Fellows(monkeypatch, 3)
-    assert three.each(lambda i: bits._broadcast({} if i else read)) == [read] * 3
-
-
-def test_fingerprints_that_cannot_be_written_at_the_end_do_not_hide_another_error(tmp_path, caplog):
-    class Full:
-        def sync(self, *, to_disk):
-            pass
-
-        def write(self, line):
-            raise OSError("the disk is full")
-
-        def close(self):
-            closed.append(1)
-
-    closed = []
-    hook = jstep.FingerprintHook(tmp_path / "bits", every_n_steps=1)
-    FakeRun(hook, state())
-    hook._file.close()
-    hook._file = Full()
-    hook._pending.add(1, bits.begin_transfer([], lambda: types.SimpleNamespace(line=str)), hook._finish, hook)
-    hook.close()
-    assert closed == [1]
-    assert hook._file is None
-    assert caplog.messages == [f"{tmp_path / 'bits'}: the last fingerprints are lost: the disk is full"]

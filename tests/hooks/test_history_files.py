@@ -9,7 +9,6 @@ import shutil
 
 import numpy as np
 import pytest
-from fake_runs import FakeRun
 from test_history import StopError, batch, run, stop_at, train_step
 
 import jstep
@@ -147,14 +146,7 @@ def test_nothing_is_written_through_a_link(is_dangling, tmp_path):
     assert (target.read_bytes() if target.exists() else None) == (None if is_dangling else ROW)
 
 
-def test_no_file_stays_beside_it(tmp_path):
-    run(3, jstep.History(tmp_path / "history.jsonl"))
-    assert os.listdir(tmp_path) == ["history.jsonl"]
-
-
 class Disk(io.FileIO):
-    """A file on a disk that has room for some bytes."""
-
     room = math.inf
 
     def write(self, data):
@@ -170,35 +162,6 @@ def disk(monkeypatch):
     monkeypatch.setattr(module.files, "open_own", lambda path, beginning: Disk(path, "a+"))
     monkeypatch.setattr(Disk, "room", math.inf)
     return Disk
-
-
-def test_a_full_disk_loses_no_row(disk, tmp_path):
-    path, seen = tmp_path / "history.jsonl", {}
-    history = jstep.History(path, every_n_steps=1)
-
-    def fill(step, state, metrics):
-        if step == 6:
-            history.run.reports.transfers.deliver_all()
-            disk.room = 10
-            history.deliver(6, {"x": 1.0})  # may be called by a save, which it must not prevent
-            history.flush()
-            _, error = history.run.setup.loop.failures.pop()  # or the run would end with it, after the save
-            assert "No space left on device" in str(error)
-            assert error.filename == str(path)
-            seen["state"], seen["lines"] = history.get_state(), steps(path)
-            disk.room = math.inf
-            history.flush()
-            seen["again"] = steps(path)
-
-    run(20, history, jstep.every(1, fill))
-    assert seen["lines"] == [1, 2, 3, 4, 5]
-    assert [int(step) for step in seen["state"]["rows"]["steps"]] == [6]
-    assert seen["again"] == [1, 2, 3, 4, 5, 6]
-    assert jstep.History.read(path).rows == history.rows
-    resumed = jstep.History(every_n_steps=1)
-    FakeRun(resumed, jstep.TrainState.create({"w": 0.0}, jstep.sgd(0.1)))
-    resumed.set_state(seen["state"])
-    assert resumed.rows == history.rows[5:6]
 
 
 def test_the_error_of_a_full_disk_names_the_file_and_a_later_run_writes_the_rows(disk, tmp_path, caplog):

@@ -1,7 +1,5 @@
 """Hooks without a summary writer write to the `logdir` of `train`."""
 
-import threading
-
 import jax.numpy as jnp
 import pytest
 
@@ -28,7 +26,6 @@ def run(logdir, hooks, last_step=4, **kwargs):
 
 
 def tags(logdir):
-    """Return the steps at which each tag was written, over all files of the directory."""
     found = {}
     for path in sorted(logdir.glob("events.out.tfevents.*")):
         for event in jstep.summary.summary_iterator(path):
@@ -56,28 +53,3 @@ def test_a_hook_with_a_custom_writer_does_not_replace_the_stock_hook(tmp_path):
         run(tmp_path / "run", [jstep.SummarySaverHook(writer, save_steps=1)], save_summaries_steps=4)
     assert tags(tmp_path / "own")["loss"] == [1, 2, 3, 4]
     assert tags(tmp_path / "run")["loss"] == [4]
-
-
-def test_a_summary_hook_without_a_writer_or_logdir_is_an_error():
-    with pytest.raises(ValueError, match="nowhere to write: pass it a summary_writer, or pass logdir to train"):
-        run(None, [jstep.SummarySaverHook(histograms="params/*")])
-
-
-@pytest.mark.thorough
-def test_the_flush_of_a_checkpoint_does_not_wait_for_later_summaries(tmp_path, monkeypatch):
-    """Their arrays may need a process that waits for this checkpoint, or has failed: both waited for ever."""
-    until, flushed = threading.Event(), []
-    with jstep.summary.SummaryWriter(str(tmp_path)) as writer:
-        writer.add_summary(jstep.summary.scalar("early", 1.0), 1)
-        writer.drain()
-        encode = writer._worker._encode
-        writer._worker._encode = lambda *job: until.wait(60) and encode(*job)
-        writer.add_summary(jstep.summary.scalar("late", 1.0), 2)
-        monkeypatch.setattr(writer._worker._sink, "sync", lambda: flushed.append(writer.path))
-        settled = threading.Thread(target=writer.settle)
-        settled.start()
-        settled.join(20)
-        is_settled, flushed_by_it = not settled.is_alive(), flushed[:]
-        until.set()
-    assert is_settled
-    assert flushed_by_it == [writer.path]

@@ -3,7 +3,6 @@
 import io
 import os
 import signal
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +31,6 @@ class Device:
 
 
 class Result:
-    """What a call of it returns."""
-
     def __init__(self, device, at):
         self.device, self.at = device, at
 
@@ -49,7 +46,6 @@ class Result:
 
 
 def most_ahead(device, host, calls, monkeypatch):
-    """How many calls are unfinished when each one is handed over by a host that needs some seconds for it."""
     monkeypatch.setattr(in_flight, "_result", lambda state, metrics: metrics)
     flight, ahead = InFlight(lambda: device.now), []
     for step in range(calls):
@@ -76,25 +72,6 @@ def test_a_host_that_is_slower_waits_for_nothing(monkeypatch):
     assert device.waits == 0
 
 
-@pytest.mark.parametrize("kind", ["loss", "array", "number", "nothing"])
-def test_what_is_waited_for(kind):
-    state = jstep.TrainState.create({"w": jnp.zeros(2)}, OPTIMIZER)
-    metrics = {
-        "loss": {"loss": jnp.ones(()), "big": jnp.ones(9)},
-        "array": {"x": {"big": jnp.ones(9), "small": jnp.ones(2)}, "key": jax.random.key(0)},
-        "number": {"loss": 1.5},
-        "nothing": {},
-    }[kind]
-    flight = InFlight()
-    flight.add(6, 7, state, metrics)
-    jax.tree.map(lambda x: x.delete(), state)  # the next call donates it
-    ((result, *_),) = flight._calls
-    assert result.size == {"loss": 1, "array": 2, "number": 1, "nothing": 1}[kind]
-    jax.block_until_ready(result)
-    flight.drop_finished()
-    assert flight.finished == 7
-
-
 def test_a_metric_that_the_next_call_donates():
     """It tells nothing; from then on, a copy of the step does."""
     state = jstep.TrainState.create({"w": jnp.zeros(2)}, OPTIMIZER)
@@ -111,54 +88,6 @@ def test_a_metric_that_the_next_call_donates():
     jax.block_until_ready(result)
     flight.drop_finished()
     assert flight.finished == 8
-
-
-def flight_of(monkeypatch, *steps):
-    """Calls that begin at step 2 and end at the given ones, their results, and the time."""
-    monkeypatch.setattr(in_flight, "_result", lambda state, metrics: metrics)
-    now, results = [10.0], [Marker() for _ in steps]
-    flight = InFlight(lambda: now[0])
-    for first, step, result in zip([2, *steps], steps, results, strict=False):
-        flight.add(first, step, None, result)
-    return flight, results, now
-
-
-def test_another_thread_sees_which_call_is_unfinished(monkeypatch):
-    """And when others finished, of which the loop's thread learns later."""
-    flight, (first, second, third), now = flight_of(monkeypatch, 5, 7, 8)
-    found = []
-
-    def look():
-        thread = threading.Thread(target=lambda: found.append(flight.unfinished()))
-        thread.start()
-        thread.join()
-        return found[-1]
-
-    assert look() == (2, 5)
-    first.ready, now[0] = True, 16.0
-    assert look() == (5, 7)
-    now[0] = 17.0
-    assert look() == (5, 7)
-    assert (flight.finished, [*flight.per_step]) == (0, [])
-    now[0] = 90.0  # the loop was in an evaluation
-    flight.drop_finished()
-    assert (flight.finished, [*flight.per_step]) == (5, [2.0])  # three steps in six seconds
-    second.deleted = True  # donated: nothing is known of it
-    assert look() == (7, 8)
-    third.ready, now[0] = True, 100.0
-    flight.drop_finished()
-    assert (flight.finished, flight.per_step[-1]) == (8, 84.0)  # of steps that are known to have finished
-    assert look() is None
-
-
-def test_a_wait_for_a_step_waits_for_no_later_one(monkeypatch):
-    flight, results, _ = flight_of(monkeypatch, 5, 7, 8)
-    flight.wait_for(6)
-    assert (flight.finished, [result.ready for result in results]) == (7, [True, True, False])
-    flight.wait_for(9)  # no call makes it
-    assert flight.finished == 8
-    flight.clear()
-    assert (flight.finished, flight.unfinished()) == (0, None)
 
 
 @pytest.mark.thorough
@@ -213,27 +142,6 @@ def test_progress_counts_finished_steps_and_waits_for_none(monkeypatch):
     hook.close()
 
 
-def test_progress_shows_compiling_with_a_running_clock_before_the_first_step(monkeypatch):
-    pytest.importorskip("tqdm")
-    monkeypatch.setattr(progress, "_TICK_SECS", 0.001)
-    monkeypatch.setattr(logs, "EVERY_SECS", 0.001)
-    clock, file = Clock(), Terminal()
-    hook = jstep.ProgressHook(last_step=40, every_n_secs=0, file=file, clock=clock)
-    run = FakeRun(hook, state_at(10))
-    assert "compiling 0 s" in file.text
-    began = clock.now
-    for seconds in (3, 62):
-        clock.now = began + seconds
-        wait_until(lambda seconds=seconds: f"compiling {seconds} s" in file.text)
-    assert "10/40" in file.text.split("\r")[-1]
-    run.after_step(11, state_at(11), {"loss": 0.5})
-    before = len(file.text)
-    run.after_step(12, state_at(12), {"loss": 0.25})
-    hook.close()
-    assert "compiling" not in file.text[before:]
-    assert not [thread for thread in threading.enumerate() if thread.name == "jstep-clock"]
-
-
 def test_progress_of_a_run_shows_compilations(monkeypatch):
     pytest.importorskip("tqdm")
     monkeypatch.setattr(progress, "_TICK_SECS", 0.001)
@@ -258,12 +166,3 @@ def test_progress_of_a_run_shows_compilations(monkeypatch):
     )
     assert {(2,), (3,)} <= set(seen)
     assert "compiling" not in file.text.split("\r")[-1]
-
-
-def test_progress_of_a_finished_run_compiles_nothing():
-    pytest.importorskip("tqdm")
-    file = Terminal()
-    hook = jstep.ProgressHook(last_step=10, file=file, clock=Clock())
-    FakeRun(hook, state_at(10))
-    hook.close()
-    assert "compiling" not in file.text

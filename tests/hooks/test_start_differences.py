@@ -1,30 +1,28 @@
 """The lines about two starts: each section, what is left out, programs, and which lines are about bits."""
 
 import copy
-from typing import Any
 
 import pytest
 
-from jstep.record.differences import IN_A_AND_B, changes, same, values_of
+from jstep.record.differences import IN_A_AND_B, changes, same
 
-PROGRAM: dict[str, Any] = {
+PROGRAM = {
     "stage": 0, "hash": "p", "batch": ["0/x: float32[4]"], "hyperparameters": {"learning_rate": 0.1},
 }  # fmt: skip
-CARD: dict[str, Any] = {
+CARD = {
     "step": 0, "versions": {"jax": "0.10"}, "settings": {"jax_enable_x64": False},
     "environment": {"XLA_FLAGS": "--xla_a=1 --xla_b", "JAX_A": "3", "JAX_DIR": "/a"},
     "devices": {"kind": "cpu", "count": 8}, "state": {"hash": "s", "sharding": "h", "params": 2},
     "batches": {"hash": "b", "rows": 20, "seed": 3, "batch_size": {"0": 4}}, "stages": {"0": "loss"},
     "arguments": {"last_step": 6, "batch_sharding": "d", "checkpoint_dir": "/a"}, "lanes": None, "programs": [PROGRAM],
 }  # fmt: skip
-START: dict[str, Any] = {
+START = {
     "card": CARD, "config": {"lr": 0.1, "steps": 6, "out": "/a", "token": "(not recorded)"}, "commit": "1" * 40,
     "edits": None,
 }  # fmt: skip
 
 
-def changed(*path: Any, to: Any) -> dict[str, Any]:
-    """The start with another value at a path; without it if `to` is ABSENT."""
+def changed(*path, to):
     start = copy.deepcopy(START)
     *folders, name = path
     part = start
@@ -41,19 +39,17 @@ ABSENT = object()
 TRACED = "the traced step differs"
 
 
-def program(**more: Any) -> dict[str, Any]:
+def program(**more):
     return changed("card", "programs", to=[PROGRAM | {"hash": "q"} | more])
 
 
-def of(section: str, **values: Any) -> dict[str, Any]:
+def of(section, **values):
     return changed("card", section, to=CARD[section] | values)
 
 
-SHAPES, SHARDED = "state: paths, shapes or dtypes of its leaves differ", "state: its leaves are sharded differently"
-CASES: list[tuple[dict[str, Any], list[str], list[str], list[str]]] = [
+CASES = [
     (START, [], [], []),
     (of("versions", jax="0.11"), [], ["jax: 0.10 before, 0.11 now"], []),
-    (of("settings", jax_enable_x64=True), ["jax_enable_x64: false before, true now"], [], []),
     (of("settings", jax_new=1), [], [], []),  # of another version
     (of("environment", JAX_A="4", JAX_DIR="/b"), [], [], ["JAX_A: 3 before, 4 now"]),
     (of("environment", XLA_FLAGS="--xla_b --xla_a=1"), [], [], []),
@@ -61,22 +57,12 @@ CASES: list[tuple[dict[str, Any], list[str], list[str], list[str]]] = [
         of("environment", XLA_FLAGS="--xla_a=2 --xla_b --xla_dump_to=d"),
         ["XLA_FLAGS --xla_a: 1 before, 2 now"], [], ["XLA_FLAGS --xla_dump_to: absent before, d now"],
     ),
-    (of("devices", count=4), [], ["devices: count: 8 before, 4 now"], []),
-    (of("state", params=3, hash="t"), ["state: params: 2 before, 3 now"], [], []),
-    (of("state", hash="t"), [SHAPES], [], []),
-    (of("state", sharding="i"), [], [SHARDED], []),
     (of("batches", hash="c"), ["batches: the definition differs"], [], []),
-    (of("batches", hash="c", seed=4), ["batches: seed: 3 before, 4 now"], [], []),
-    (of("batches", batch_size={"0": 5}), ["batches: batch_size: 4 before, 5 now"], [], []),
     (of("batches", batch_size={"0": 4, "9": 8}), ["batches: batch_size[9]: absent before, 8 now"], [], []),
     (of("stages", **{"9": "l"}), [], [], ["the stage from step 9: absent before, l now"]),
     (of("arguments", last_step=9, checkpoint_dir="/b"), [], [], ["train: last_step: 6 before, 9 now"]),
-    (of("arguments", batch_sharding=None), [], ["train: batch_sharding: d before, null now"], []),
-    (changed("card", "lanes", to=4), ["lanes: null before, 4 now"], [], []),
-    (program(), [TRACED], [], []),
     (program(hash="p", batch=["y"]), [], [], ['batch: ["0/x: float32[4]"] before, ["y"] now']),
     (program(batch=["x"]), [], [], ['batch: ["0/x: float32[4]"] before, ["x"] now']),  # other rows, other traces
-    (program(hyperparameters={"learning_rate": 0.2}), ["learning_rate: 0.1 before, 0.2 now", TRACED], [], []),
     (program(hyperparameters={}), [TRACED], [], []),
     (
         program(hyperparameters={"learning_rate": 0.30000001192092896}),  # of float32, in its own digits
@@ -91,7 +77,6 @@ CASES: list[tuple[dict[str, Any], list[str], list[str], list[str]]] = [
     (changed("card", "programs", to=[PROGRAM, PROGRAM | {"stage": 9}]), [], [], []),
     (changed("card", "programs", to=[]), [], [], []),
     (changed("card", to={}), [], [], []),
-    (changed("config", "lr", to=0.2), ["config: lr: 0.1 before, 0.2 now"], [], []),
     (changed("config", "lr", to=ABSENT), ["config: lr: 0.1 before, absent now"], [], []),
     (changed("config", to={"lr": 0.1, "steps": 6, "out": "s3://b/c", "token": "x"}), [], [], []),
     (changed("config", to=None), [], [], []),
@@ -103,7 +88,7 @@ CASES: list[tuple[dict[str, Any], list[str], list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("other", "bits", "place", "others"), CASES, ids=range(len(CASES)))
-def test_the_lines_about_two_starts(other: Any, bits: list[str], place: list[str], others: list[str]) -> None:
+def test_the_lines_about_two_starts(other, bits, place, others):
     found = changes(START, other)
     assert (found.bits, found.place, found.others) == (bits, place, others)
     assert found.lines == [*bits, *place, *others]
@@ -111,42 +96,17 @@ def test_the_lines_about_two_starts(other: Any, bits: list[str], place: list[str
 
 
 @pytest.mark.parametrize("section", ["versions", "settings", "devices"])
-def test_the_traced_step_is_not_compared_where_its_trace_must_differ(section: str) -> None:
+def test_the_traced_step_is_not_compared_where_its_trace_must_differ(section):
     other = program()
     other["card"][section] = dict.fromkeys(CARD[section], "other")
     assert TRACED not in changes(START, other).lines
     assert TRACED in changes(START, program() | {"commit": "2" * 40, "config": {"lr": 3}}).lines
 
 
-def test_the_traced_step_is_said_once() -> None:
-    both = [PROGRAM | {"stage": stage, "hash": f"{stage}"} for stage in (0, 5, 9)]
-    other = changed("card", "programs", to=[one | {"hash": "x"} for one in both])
-    assert changes(changed("card", "programs", to=both), other).lines == [TRACED]
-
-
-def test_an_option_that_is_an_argument_of_train_is_no_difference() -> None:
-    other = of("arguments", last_step=9)
-    other["config"]["steps"] = 9
-    assert changes(START, other).bits == []
-
-
-def test_what_is_left_out_and_which_words() -> None:
-    other = of("batches", seed=4)
-    assert changes(START, other, leave_out=["batches"]).lines == []
-    assert changes(START, other, IN_A_AND_B).lines == ["batches: seed: 3 in A, 4 in B"]
-
-
-def test_values_are_shown_as_json_where_texts_would_be_equal() -> None:
+def test_values_are_shown_as_json_where_texts_would_be_equal():
     assert changes(START, changed("config", "lr", to="0.1")).bits == ['config: lr: 0.1 before, "0.1" now']
     (line,) = changes(START, changed("config", "lr", to="a" * 100)).bits
     assert line == f"config: lr: 0.1 before, {'a' * 80}… now" or len(line) < 130
     assert not same(1, True)
     assert not same(0.1, "0.1")
     assert same({"a": 1, "b": 2}, {"b": 2, "a": 1})
-
-
-def test_values_by_name() -> None:
-    named = {name: value for name, (_, value) in values_of(START).items()}
-    assert named["config: lr"] == named["learning_rate"] == 0.1
-    assert (named["code"], named["lanes"], named["the traced step"]) == ("commit 11111111", None, "p")
-    assert not {"config: out", "train: checkpoint_dir", "JAX_DIR"} & named.keys()

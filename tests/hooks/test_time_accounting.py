@@ -91,6 +91,12 @@ def test_the_line_of_the_start_has_the_seconds_before_the_call(clock, caplog):
         caplog.clear()
 
 
+def test_only_the_first_run_counts_from_the_start_of_the_process(monkeypatch):
+    monkeypatch.setattr("jstep.core.stopwatch._trained", set())
+    assert stopwatch.seconds_before_training() >= 0.0
+    assert stopwatch.seconds_before_training() == 0.0
+
+
 def test_what_hooks_wait_for_between_steps_is_their_time(clock, tmp_path):
     class Looks(RunHook):
         def begin(self, state):

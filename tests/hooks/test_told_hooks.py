@@ -8,6 +8,7 @@ import time
 
 import jax.numpy as jnp
 import pytest
+from doubles import raising
 
 import jstep
 from jstep.hooks.run_hook import RunHook
@@ -153,12 +154,9 @@ def test_hooks_are_closed_in_reverse_also_where_begin_was_not_called(tmp_path):
     train(1, *hooks)
     assert order == ["c", "b", "a"]
 
-    class Refuse(jstep.Hook):
-        def begin(self, state):
-            raise RuntimeError("no")
-
+    refuse = type("Refuse", (jstep.Hook,), {"begin": raising(RuntimeError("no"))})()
     with pytest.raises(RuntimeError, match="no"):
-        train(1, Refuse(), *hooks)
+        train(1, refuse, *hooks)
     assert order == ["c", "b", "a"] * 2
     with pytest.raises(TypeError):
         train("x", *hooks)
@@ -182,30 +180,26 @@ def test_what_saved_raises_ends_no_run(tmp_path, caplog):
     train(20, Told(fail_once), **saving(tmp_path))
 
 
+def failing(kind, text):
+    """As `raising`, with another error each time."""
+
+    def fail(*_):
+        raise kind(text)
+
+    return fail
+
+
 def test_where_a_run_fails_its_error_stays(tmp_path):
-    def fail(what):
-        def raises(*_):
-            raise OSError(what)
-
-        return raises
-
-    def stop(step, state, metrics):
-        raise ValueError("stop")
-
+    names = ["saved", "failed", "closed"]
+    hook, stop = Told(*(failing(OSError, name) for name in names)), jstep.every(6, raising(ValueError("stop")))
     with pytest.raises(ValueError, match="stop") as found:
-        train(10, Told(*map(fail, ["saved", "failed", "closed"])), jstep.every(6, stop), **saving(tmp_path))
+        train(10, hook, stop, **saving(tmp_path))
     notes = [note for note in found.value.__notes__ if note.startswith("Additionally")]
-    assert notes == [f"Additionally, OSError: {what}\njstep: in Told.{what}" for what in ("saved", "failed", "closed")]
+    assert notes == [f"Additionally, OSError: {name}\njstep: in Told.{name}" for name in names]
 
 
 def test_after_success_the_first_error_of_closed_is_raised():
-    def fail(name):
-        def closed():
-            raise ValueError(name)
-
-        return closed
-
-    hooks = [Told(closed=fail(name)) for name in "ab"]
+    hooks = [Told(closed=raising(ValueError(name))) for name in "ab"]
     with pytest.raises(ValueError, match="b") as found:
         train(3, *hooks)
     assert found.value.__notes__ == ["jstep: in Told.closed", "Additionally, ValueError: a\njstep: in Told.closed"]
@@ -250,12 +244,11 @@ def test_flush_comes_before_each_checkpoint_and_close_at_the_end(tmp_path):
     assert hook.calls[-2:] == ["closed", "close"]
     hook = Log(tmp_path / "run")
     with pytest.raises(RuntimeError, match="gone"):
-        train(8, hook, batches=lambda step: fail("gone"), **saving(tmp_path, 2))
+        train(8, hook, batches=raising(RuntimeError("gone")), **saving(tmp_path, 2))
     assert hook.calls == ["closed", "close"]
 
 
 def test_an_error_of_a_users_flush_is_one_of_the_save(tmp_path, monkeypatch):
-    """Wherever it is defined."""
     monkeypatch.setattr(Log.flush, "__module__", "jstep.mine")
     hook = Log(tmp_path / "nowhere")
     with pytest.raises(jstep.CheckpointError, match=r"model-2 was not saved.*nowhere"):
@@ -263,19 +256,12 @@ def test_an_error_of_a_users_flush_is_one_of_the_save(tmp_path, monkeypatch):
     assert hook.calls[-2:] == ["closed", "close"]
 
 
-def fail(text):
-    raise RuntimeError(text)
-
-
 @pytest.mark.thorough(except_for=["flush", "closed"])
 @pytest.mark.parametrize("method", ["flush", "before_save", "saved", "closed", "close"])
 def test_an_error_of_a_hook_names_it(method, tmp_path):
     """Also where it is noted on another error; and what is noted of it ends with one period."""
 
-    def fail(self, *args):
-        raise ValueError("disk full")
-
-    hook = type("Mine", (jstep.Hook,), {method: fail})()
+    hook = type("Mine", (jstep.Hook,), {method: failing(ValueError, "disk full")})()
     with pytest.raises((ValueError, jstep.CheckpointError), match="disk full") as found:
         train(4, hook, **saving(tmp_path, 2))
     notes = found.value.__notes__
@@ -288,7 +274,6 @@ def test_an_error_of_a_hook_names_it(method, tmp_path):
 
 
 def test_the_order_of_what_is_called_last():
-    """As docs/recipes/logging.md and complete-checkpoints.md have it."""
     calls = []
 
     def method(name):

@@ -53,7 +53,6 @@ def counter(**kwargs):
 
 
 def flops_of(hook):
-    """Return the FLOPs of a step that correspond to the measured utilization and steps per second."""
     share = hook.mfu if hook.hfu is None else hook.hfu
     return share * PEAK / hook.steps_per_sec
 
@@ -74,20 +73,6 @@ def test_custom_flops_per_step():
     assert hook.mfu == pytest.approx(3e6 * hook.steps_per_sec / PEAK)
     train(hook, step=lambda state, x: STEP(state, x))  # a plain function, which is not traced, in a second run
     assert hook.mfu == pytest.approx(3e6 * hook.steps_per_sec / PEAK)
-
-
-def test_a_plain_function_is_not_called_to_be_traced():
-    calls = []
-
-    def step(state, x):
-        calls.append(type(x))
-        return STEP(state, x)
-
-    hook = counter(peak_flops=PEAK)
-    train(hook, step=step)
-    assert len(calls) == 8
-    assert hook.steps_per_sec is not None
-    assert hook.mfu is None
 
 
 def test_a_step_with_rematerialization_reports_hfu():
@@ -149,7 +134,6 @@ def patched_peaks(monkeypatch, peak_flops_by_dtype):
 
 
 def test_mfu_of_a_device_in_the_table_is_reported(monkeypatch, caplog, tmp_path):
-    """A run with default settings reports mfu in log lines and in TensorBoard."""
     pytest.importorskip("tensorboard")
     caplog.set_level(logging.INFO, logger="jstep")
     with patched_peaks(monkeypatch, {"f32": PEAK}):

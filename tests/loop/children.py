@@ -64,7 +64,6 @@ STARTED = []
 
 
 def kill_all():
-    """Kill the processes that still run."""
     while STARTED:
         with STARTED.pop() as process:  # closes its pipes
             process.kill()

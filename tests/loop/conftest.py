@@ -12,7 +12,6 @@ from repositories import fake_git, repository  # noqa: F401  (fixtures)
 
 
 def remaining_threads():
-    """Return the names of threads of jstep that still run after 5 s."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         found = [thread.name for thread in threading.enumerate() if thread.name.startswith("jstep")]

@@ -13,7 +13,7 @@ from jstep.hooks.run_hook import RunHook
 from jstep.loop import signals
 
 PHASES = "start", "waiting", "compiling", "call", "hook", "evaluation", "save", "closing"
-STOPS = "SIGTERM", "SIGINT", "SIGUSR1", "stop_secs"
+STOPS = "SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "stop_secs"
 AT, LAST = 5, 8
 """The step at which it comes, except in `start` and `closing`, and the last one."""
 
@@ -45,8 +45,6 @@ class Comes:
 
 
 class Loader:
-    """Batches; the one at `AT` has another shape if that is to be compiled for."""
-
     def __init__(self, comes):
         self.n, self.comes = 0, comes
 
@@ -61,8 +59,6 @@ class Loader:
 
 
 class Validation:
-    """Batches of an evaluation."""
-
     def __init__(self, comes):
         self.comes = comes
 
@@ -74,8 +70,6 @@ class Validation:
 
 
 class Places(jstep.Hook):
-    """A user's hook with a state, which is kept in each save."""
-
     def __init__(self, comes):
         self.comes = comes
 
@@ -101,8 +95,6 @@ class Places(jstep.Hook):
 
 
 class Closes(RunHook):
-    """What the run closes at its end."""
-
     def __init__(self, comes):
         self.comes = comes
 
@@ -112,7 +104,6 @@ class Closes(RunHook):
 
 
 def run(phase, what, directory):
-    """Run `train` to its end, or until it is stopped."""
     comes = Comes(phase, what)
 
     def loss_fn(params, x):

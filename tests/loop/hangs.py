@@ -15,11 +15,7 @@ SECS = r"\d+(?:\.\d+)? s"
 
 
 class Hang(logging.Handler):
-    """Blocks whoever calls it until the log has a line about a stall, or so many of them.
-
-    Attributes:
-        lines: The lines of the log about stalls.
-    """
+    """Blocks whoever calls it until the log has so many lines about a stall, which are its `lines`."""
 
     def __init__(self, count=1):
         super().__init__(logging.WARNING)
@@ -70,7 +66,6 @@ def train(last_step=20, batches=data, *, step=STEP, hooks=(), warn_secs=0.05, **
 
 
 def once_at(stuck, at):
-    """Batches, of which number `at` hangs."""
 
     def batch(step):
         if step == at:

@@ -26,8 +26,6 @@ def by_hand(steps, state=None):
 
 
 class Calls(RunHook):
-    """Records the calls of the loop; fails or stops at given events."""
-
     def __init__(self, every_n=None, fail=None, stop=None):
         self.every_n, self.fail, self.stop = every_n, fail, stop
         self.seen, self.metrics, self.calls = [], {}, []
@@ -73,8 +71,6 @@ class Calls(RunHook):
 
 
 class Counted(Positioned):
-    """The batches of DATA, read slowly, with a position."""
-
     def __init__(self, kind=int, slow=0.0):
         super().__init__(DATA.__getitem__, kind)
         self.slow = slow

@@ -22,7 +22,6 @@ class Program(NamedTuple):
 
 
 def in_loops(most):
-    """Make calls of up to `most` steps."""
     return lambda step, shapes, args: Program(most, is_stacked=most > 1, is_looped=most > 1)
 
 
@@ -36,8 +35,6 @@ def numbers(batches, start=0, last_step=100, position=None):
 
 
 class Indexed:
-    """A sequence without a length, which ends with an IndexError."""
-
     def __init__(self, end=None):
         self.end, self.requested = end, []
 
@@ -49,8 +46,6 @@ class Indexed:
 
 
 class Positioned(positioned.Positioned):
-    """An iterator with a position; a shared one is a dict that changes with each batch."""
-
     def __init__(self, end=100, state="int"):
         super().__init__(lambda n: n * 10, {"int": int, "shared": dict}[state], end)
         self.shared = {"at": 0}
@@ -68,13 +63,7 @@ class Positioned(positioned.Positioned):
 
 
 class Stateful:
-    """A loader like those of torchdata and datasets: it has a state, which takes effect in the next `iter`.
-
-    Args:
-        end: The number of batches.
-        make: A function from the number of batches to the state.
-        unmake: The inverse of `make`.
-    """
+    """A loader like those of torchdata and datasets: it has a state, which takes effect in the next `iter`."""
 
     def __init__(self, end=100, make=None, unmake=None):
         self.end, self.begin, self.calls = end, 0, []

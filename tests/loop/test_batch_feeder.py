@@ -1,7 +1,6 @@
 """`BatchFeeder`: from batches to the arguments of calls, whoever reads them."""
 
 import math
-import signal
 import threading
 import weakref
 
@@ -67,22 +66,6 @@ def make_feeder(batches, way, ends=(math.inf,), signals=None):
     return feeder
 
 
-@each_way
-@pytest.mark.parametrize("ends", [(math.inf,), [3, 4, 8, 9, 14, 23]], ids=["singly", "together"])
-@pytest.mark.parametrize("end", [0, 1, 3, 4, 5, 20])
-def test_the_calls_do_not_depend_on_who_reads(way, ends, end):
-    feeder = make_feeder(Positioned(end), way, ends)
-    got, steps = [], 0
-    assert feeder.position.now() == {"value": 0}
-    for call in feeder:
-        got += np.ravel(call.args[0])[: call.steps].tolist()
-        steps += call.steps
-        assert feeder.position.now() == {"value": steps}  # of the batches handed out, not of those read
-    assert got == [10 * i for i in range(end)]
-    assert not feeder.waiting
-    feeder.close()
-
-
 def test_a_thread_reads_two_batches_ahead():
     read = []
 
@@ -121,23 +104,6 @@ def test_a_thread_keeps_no_batch_alive_that_was_handed_out():
         references.append(weakref.ref(call.args[0]))
         del call
     assert [reference() for reference in references] == [None] * 6
-    feeder.close()
-
-
-@each_way
-@pytest.mark.parametrize("at", [0, 2, 7])
-def test_a_run_that_stops_does_not_wait_for_a_batch(way, at):
-    """A signal can arrive between two checks; it is checked again before each wait."""
-    signals = StopSignals()
-    signals.received = None if at else signal.SIGTERM
-    feeder, got = make_feeder(Positioned(), way, signals=signals), 0
-    with pytest.raises(StopWaiting):  # noqa: PT012
-        for _ in feeder:
-            got += 1
-            if got == at:
-                signals.received = signal.SIGTERM
-    assert got == at
-    assert feeder.position.now() == {"value": got}
     feeder.close()
 
 

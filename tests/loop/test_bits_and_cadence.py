@@ -42,9 +42,7 @@ class Net(NamedTuple):
 NETS = {
     "dense": Net(dense, {"a": new(32, 64), "b": new(64, 10)}, RNG.normal(size=(128, 32)).astype(np.float32)),
     "convolutional": Net(
-        convolutional,
-        {"a": new(3, 3, 1, 16), "b": new(16, 10)},
-        RNG.normal(size=(128, 14, 14, 1)).astype(np.float32),
+        convolutional, {"a": new(3, 3, 1, 16), "b": new(16, 10)}, RNG.normal(size=(128, 14, 14, 1)).astype(np.float32)
     ),
 }
 

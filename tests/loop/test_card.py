@@ -4,17 +4,43 @@ import importlib.metadata
 import os
 import platform
 import sys
+import tempfile
 import types
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from cards import card_of, loss
 
 import jstep
 from jstep.loop import card
 from jstep.loop.programs import as_stages
 from jstep.record.differences import IN_A_AND_B, changes
+from jstep.record.starts import read_starts, with_card
 from jstep.training.metrics import StepMetrics
+
+
+def loss(params, x):
+    return jnp.mean((x.astype(params["w"].dtype) @ params["w"]) ** 2)
+
+
+def card_of(
+    *, step=None, batch_size=8, loss_fn=loss, later=False, place=lambda state: state, is_recorded=True, **options
+):
+    optimizer = jstep.adam(0.01)
+    state = place(jstep.TrainState.create({"w": jnp.ones((4, 2))}, optimizer))
+    data = jstep.batches(np.ones((64, 4), np.float32), batch_size, seed=1)
+    step = jstep.minimize(loss_fn, optimizer) if step is None else step
+    steps = {0: step, 2: jstep.minimize(loss_fn, optimizer)} if later else step
+    with tempfile.TemporaryDirectory() as directory:
+        where = directory if is_recorded else None
+        jstep.train(steps, state, data, **{"last_step": 3, "progress": False} | options, checkpoint_dir=where)
+        if not is_recorded:
+            return None
+        start = read_starts(directory)["model"][-1]
+        found = with_card(directory, start)["card"]
+    found["arguments"]["checkpoint_dir"] = None  # a different temporary directory each time
+    return found
 
 
 def difference(one, other):
@@ -107,3 +133,9 @@ def test_versions_of_packages_that_are_not_installed(monkeypatch):
         "jaxlib": sys.modules["jaxlib"].__version__,
         "orbax-checkpoint": None,
     }
+
+
+def test_a_card_has_the_lanes():
+    four, one = (card_of(step=jstep.minimize(loss, jstep.adam(0.01), lanes=lanes)) for lanes in (4, None))
+    assert (four["lanes"], one["lanes"], card_of(later=True)["lanes"]) == (4, None, None)
+    assert "lanes: 4 before, null now" in changes({"card": four}, {"card": one}).bits

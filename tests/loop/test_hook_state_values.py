@@ -93,26 +93,6 @@ def test_the_state_is_read_once_and_after_begin(tmp_path):
     assert hook.value["rows"].tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("where", ["hook", "callback"])
-@pytest.mark.parametrize("kept", [True, False])
-def test_get_state_without_set_state_is_an_error(kept, where, tmp_path):
-    class OnlyGet:
-        key = None
-
-        def __call__(self, step, state, results):
-            raise AssertionError
-
-        def get_state(self):
-            raise AssertionError
-
-    if where == "hook":
-        OnlyGet.after_step = OnlyGet.__call__
-    calls = Calls()
-    with pytest.raises(TypeError, match=r"OnlyGet has get_state\(\) without set_state\(value\).*add set_state"):
-        train(9, hooks=[*hooks_of(OnlyGet(), where), calls], checkpoint_dir=tmp_path if kept else None)
-    assert calls.steps() == []
-
-
 def test_states_of_earlier_versions_are_read(tmp_path):
     """Jstep 0.3 wrote plain JSON, whose dicts with one key may look like tags."""
     value = {"$array": [1, {"x": None}]}

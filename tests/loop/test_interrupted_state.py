@@ -4,6 +4,7 @@ import sys
 
 import jax.numpy as jnp
 import pytest
+from doubles import raising
 
 import jstep
 
@@ -20,15 +21,9 @@ def make_state():
 
 
 def stopped_at(step, error=KeyboardInterrupt, state=None, **options):
-    """Run until a hook raises at a step, and return the exception."""
-
-    def fail(now, state, metrics):
-        if now == step:
-            raise error("stop")
-
-    given = make_state() if state is None else state
+    given, fail = make_state() if state is None else state, jstep.every(step, raising(error("stop")))
     with pytest.raises(error) as found:
-        jstep.train(train_step, given, batch, 100, hooks=[jstep.every(1, fail)], log_steps=None, **options)
+        jstep.train(train_step, given, batch, 100, hooks=[fail], log_steps=None, **options)
     return found.value
 
 

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import math
 import os
 import time
 
@@ -13,7 +12,7 @@ from points import STEP, make_state
 import jstep
 from jstep.checkpoint.listing import read_manifest
 from jstep.data.loaders import open_source
-from jstep.data.positions import RarePosition, restore_position
+from jstep.data.positions import restore_position
 from jstep.stores.tagged_arrays import LARGE
 from jstep.tools.cli import main
 
@@ -113,19 +112,6 @@ def test_an_error_in_fn_names_the_newest_checkpoint(tmp_path, fails_at):
     assert "is not saved: the data source has advanced" in note
     assert newest in note
     assert jstep.Saver(tmp_path).all_steps() == ([] if fails_at == 3 else [10])
-    assert train(Buffer(), 20, tmp_path) == by_hand(20)
-
-
-def test_a_step_that_fails_with_its_batch_saves_nothing(tmp_path):
-    class OtherShape(Buffer):
-        def __call__(self, step, state):
-            row = super().__call__(step, state)
-            return np.zeros(3, np.float32) if step == 12 else row
-
-    with pytest.raises(TypeError, match="shape") as error:
-        train(OtherShape(), 20, tmp_path, save_checkpoint_steps=10)
-    assert any("is not saved: the data source" in note for note in error.value.__notes__)
-    assert jstep.Saver(tmp_path).all_steps() == [10]
     assert train(Buffer(), 20, tmp_path) == by_hand(20)
 
 
@@ -295,36 +281,3 @@ def test_data_that_ended_have_ended_after_a_restart(tmp_path):
     assert "after" in positions(tmp_path)[12]
     assert train_slow(Rows(12), 30, tmp_path) == first
     assert train_slow(Rows(20), 30, tmp_path) == train_slow(Rows(20, slow=0), 30, tmp_path / "whole")
-
-
-class Clock:
-    """A clock of tests: each position takes `cost` to read, and each batch `batch` to make."""
-
-    def __init__(self, cost, batch):
-        self.now, self.cost, self.batch = 0.0, cost, batch
-        self.number = self.reads = 0
-        self.spent = 0.0
-
-    def ask(self):
-        self.reads += 1
-        self.now += self.cost
-        self.spent += self.cost
-        return {"value": self.number}
-
-    def run(self, rare, batches):
-        found = []
-        for _ in range(batches):
-            self.now += self.batch
-            self.number += 1
-            found.append(rare())
-            assert found[-1]["value"] + found[-1].get("after", 0) == self.number
-        return found
-
-
-@pytest.mark.parametrize(("cost", "batch"), [(0.027, 0.0003), (0.001, 0.0001), (0.5, 1.0), (0.0001, 0.0001)])
-def test_reading_takes_at_most_a_twentieth_of_the_time(cost, batch):
-    clock = Clock(cost, batch)
-    rare = RarePosition(clock.ask, lambda number: math.inf, lambda: clock.now)
-    clock.run(rare, 20_000)
-    assert clock.spent <= 0.05 * clock.now + cost
-    assert clock.reads > 1

@@ -60,7 +60,6 @@ class Recorded(logging.Handler):
 
 
 def run(folder, last_step=6, *, step=STEP, state=None, batches=DATA, **options):
-    """Return what a run says and leaves behind: the log, its end, the record, the files and the events."""
     logger, log = logging.getLogger("jstep"), Recorded()
     before = logger.level
     logger.setLevel(logging.INFO)
@@ -95,7 +94,7 @@ def record(where):
     for start in read_starts(where).get("model", ()):
         own = {name: value for name, value in with_card(where, start).items() if value not in (None, "", {}, [], ())}
         saved = [[step, examples] for step, _, examples, _ in start["saved"]]
-        lines.append(f"start {json.dumps(_masked({**own, 'saved': saved}), ensure_ascii=False)}")
+        lines.append(f"start {json.dumps(_masked({**own, 'saved': saved}), ensure_ascii=False, sort_keys=True)}")
     return lines
 
 

@@ -49,13 +49,6 @@ def of_event_files(full, where):
     return {"logdir": where / "logs", "save_summaries_steps": 1}, "events.out.tfevents", "SummaryWriter.flush"
 
 
-def of_rare_event_files(full, where):
-    full.fills(new_event_files, "append_whole")
-    evaluate = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=5)
-    options = {"logdir": where / "logs", "save_summaries_steps": None, "hooks": [evaluate]}
-    return options, "events.out.tfevents", "SummaryWriter.flush"
-
-
 def of_fingerprints(full, where):
     full.fills(line_files.LocalLines, "write")
     full.fills(line_files.LocalLines, "sync")
@@ -63,7 +56,7 @@ def of_fingerprints(full, where):
     return {"hooks": [hook]}, "fingerprints.jsonl", "FingerprintHook.flush"
 
 
-KINDS = [of_history, of_event_files, of_rare_event_files, of_fingerprints]
+KINDS = [of_history, of_event_files, of_fingerprints]
 
 
 def steps_in(where, prefix="model"):
@@ -98,7 +91,7 @@ def test_a_due_checkpoint_is_saved_and_the_error_has_all_that_others_have(kind, 
     assert train(40, checkpoint_dir=tmp_path / "run", **options).global_step == 40
 
 
-@pytest.mark.thorough(except_for=["of_history", "of_rare_event_files"])
+@pytest.mark.thorough(except_for=["of_history", "of_event_files"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_the_last_checkpoint_is_saved(kind, full, tmp_path):
     options, file, _ = kind(full, tmp_path)

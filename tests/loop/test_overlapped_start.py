@@ -1,11 +1,8 @@
 """The start of a run: restore, compilation and first batch run concurrently, and errors are raised as usual."""
 
 import logging
-import os
 import queue
 import shutil
-import signal
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -110,8 +107,6 @@ def test_batches_begin_at_the_step_that_is_restored(tmp_path, kind):
 
 
 class CreateSources(jstep.Hook):
-    """Creates the sources of the batches in `begin`."""
-
     def __init__(self):
         self.queue, self.data = queue.Queue(), None
 
@@ -139,37 +134,3 @@ def test_one_line_reports_the_times_of_the_start(tmp_path, caplog):
     (line,) = [m for m in (r.getMessage() for r in caplog.records) if m.startswith("first step after")]
     words = line.split(": ")[1]
     assert [part.rsplit(" ", 1)[0] for part in words.split(", ")] == ["devices", "restore", "compile", "first batch"]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("steps_per_call", [1, 3])
-def test_ctrl_c_while_the_checkpoint_is_read_and_the_first_batch_is_made(steps_per_call, tmp_path, monkeypatch):
-    data = batches_of("data")
-    train(make_step(), lambda step: data[step], 3, tmp_path)
-    asked, restored, over = threading.Event(), threading.Event(), threading.Event()
-    restore = jstep.Saver.restore
-    threads = []
-
-    def slow_restore(self, *args, **kwargs):
-        assert asked.wait(TIMEOUT_SECS)  # a sequential start would time out here
-        state = restore(self, *args, **kwargs)
-        restored.set()
-        return state
-
-    def slow_batch(step):
-        threads.append(threading.current_thread().name)
-        asked.set()
-        if restored.wait(TIMEOUT_SECS):
-            os.kill(os.getpid(), signal.SIGINT)
-        over.wait(TIMEOUT_SECS)
-        return data[step]
-
-    monkeypatch.setattr(jstep.Saver, "restore", slow_restore)
-    with pytest.raises(KeyboardInterrupt, match="SIGINT stopped the run"):
-        train(make_step(), slow_batch, 9, tmp_path, steps_per_call=steps_per_call)
-    over.set()
-    assert threads == ["jstep-first-batch"]
-    monkeypatch.undo()
-    assert jstep.Saver(tmp_path).all_steps() == [3]
-    state = train(make_step(), lambda step: data[step], 9, tmp_path, steps_per_call=steps_per_call)
-    assert same(state, train(make_step(), data, 9, None, steps_per_call=steps_per_call))

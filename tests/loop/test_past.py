@@ -109,12 +109,6 @@ def test_drop_remainder_counts_from_the_first_batch_that_differs(size):
             assert (dropped[:step].rows_hash() != kept[:step].rows_hash()) == any(differ[:step])
 
 
-@pytest.mark.parametrize("make", [batches, lambda **more: mixture(BOTH, batch_size=8, **more)])
-def test_the_past_does_not_depend_on_the_number_of_processes(make):
-    hashes = {make(process_index=i, process_count=n)[:9].rows_hash() for i, n in [(0, 1), (0, 2), (1, 2), (3, 4)]}
-    assert len(hashes) == 1
-
-
 # The warning about a learning rate that is 0 in the last steps of a run.
 
 ENDS = jstep.linear(0.1, 0.0, steps=5)

@@ -7,7 +7,7 @@ from jax.experimental import pallas
 
 from jstep.core.jaxprs import Product, body_of
 from jstep.loop.utilization import PEAKS, peak_rate
-from jstep.loop.work import work_of
+from jstep.loop.work import Work, work_of
 from jstep.tools.topologies import GPUS, TPUS
 
 A100, V5E = "NVIDIA A100-SXM4-80GB", "TPU v5 lite"
@@ -107,3 +107,37 @@ def test_every_compilable_device_has_a_peak():
         assert one in PEAKS
         assert peak_rate(one, of("bfloat16")) > 2e13
     assert "cpu" not in PEAKS
+
+
+# The work of a program: its operations and bytes, once as it is written and as often as it runs.
+
+X = jnp.ones((4, 3))
+MOVED = 2 * 4 * 12
+"""Bytes of an operation with one operand and one result like X."""
+
+
+def work(fn, *args):
+    return work_of(body_of(jax.make_jaxpr(fn)(*args)))
+
+
+def looped(length, unroll):
+    return lambda x: jax.lax.scan(lambda c, _: (-c, None), x, None, length=length, unroll=unroll)[0]
+
+
+def test_work_of_an_operation_and_of_loops():
+    assert work(jnp.negative, X) == Work(12, 12, MOVED, MOVED)
+    for length, unroll, once in ((7, 1, 1), (7, 3, 4), (6, 3, 3), (2, 5, 2), (3, 3, 3)):
+        assert work(looped(length, unroll), X) == Work(12 * once, 12 * length, MOVED * once, MOVED * length)
+    assert work(lambda x: looped(3, 1)(jax.jit(looped(2, 1))(x)), X) == Work(24, 60, 2 * MOVED, 5 * MOVED)
+
+
+def test_work_of_a_condition_is_that_of_its_larger_branch():
+    found = work(lambda x: jax.lax.cond(True, lambda x: -x, looped(5, 1), x), X)
+    assert (found.once, found.all) == (12, 60)
+
+
+def test_loops_of_unknown_length_are_counted_once():
+    found = work(lambda x: jax.lax.while_loop(lambda c: c[0, 0] < 3, jnp.negative, x), X)
+    assert (found.once, found.all, found.unknown) == (13, 13, 1)
+    twice = work(lambda x: jax.lax.while_loop(lambda c: c[0, 0] < 3, lambda c: looped(2, 1)(c) - 1, x), X)
+    assert (twice.all, twice.unknown) == (37, 1)

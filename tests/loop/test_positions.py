@@ -1,16 +1,13 @@
 """Loader positions of several processes in a checkpoint, as one process restores them."""
 
-import json
 import logging
-import types
 
 import jax
-import numpy as np
 import pytest
 from sources import Positioned, Stateful
 
-from jstep.data.loaders import loader_position, open_source
-from jstep.data.positions import POSITION, POSITIONS, gather_positions, restore_position
+from jstep.data.loaders import open_source
+from jstep.data.positions import POSITION, POSITIONS, restore_position
 
 
 @pytest.fixture
@@ -82,39 +79,3 @@ def test_one_process_without_a_position(process, caplog):
     assert "the checkpoint has no position for the Stateful" in caplog.text
     assert restore_position({}) is None
     assert restore_position({"hooks": {}}) is None
-
-
-def test_gather_positions(process, monkeypatch):
-    assert gather_positions(A) == ({POSITION: A}, {})
-    assert gather_positions(None) == ({}, {})
-    process(0, 2)
-    for others, expected in (
-        (B, positions_of(A, B)),
-        (A, {POSITION: A, POSITIONS: {"processes": 2, "positions": [A]}}),
-    ):
-        texts = lambda text, o=others: [text, json.dumps([o, []])]  # noqa: E731
-        monkeypatch.setattr("jstep.distributed.processes.gather_texts", texts)
-        assert gather_positions(A) == (expected, {})
-    monkeypatch.setattr("jstep.distributed.processes.gather_texts", lambda text: [text, text])
-    assert gather_positions(None) == ({}, {})
-    monkeypatch.setattr("jstep.distributed.processes.gather_texts", lambda text: [text, json.dumps([B, []])])
-    assert gather_positions(None) == ({POSITIONS: {"processes": 2, "positions": [None, B]}}, {})
-
-
-def test_large_arrays_of_equal_positions_are_written_by_the_first_process(process, monkeypatch):
-    state = {"buffer": np.zeros(10**5, np.uint8)}
-    large = loader_position(types.SimpleNamespace(get_state=lambda: state, set_state=print))
-    for index, others, written in ((0, None, 1), (1, None, 0), (1, A, 1), (1, "digest", 1)):
-        process(index, 2)
-
-        def gathered(text, index=index, others=others):
-            first = text.replace(f"process_{index}.", "process_0.")
-            if others == "digest":  # other bytes
-                first = json.dumps([json.loads(first)[0], ["0" * 40]])
-            elif others:
-                first = json.dumps([others, []])
-            return [first, text.replace(f"process_{index}.", "process_1.")]
-
-        monkeypatch.setattr("jstep.distributed.processes.gather_texts", gathered)
-        files = gather_positions(large)[1]
-        assert [name.startswith(f"position.process_{index}.") for name in files] == [True] * written

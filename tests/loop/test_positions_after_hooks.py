@@ -2,8 +2,6 @@
 
 import os
 import signal
-from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +15,7 @@ X = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
 Y = X @ np.array([1, -1, 2, 0.5], np.float32)
 
 
-def loss_fn(params: Any, x: Any, y: Any) -> Any:
+def loss_fn(params, x, y):
     error = x @ params["w"] - y
     return jnp.mean(error**2), {"error": jnp.abs(error)}
 
@@ -25,33 +23,32 @@ def loss_fn(params: Any, x: Any, y: Any) -> Any:
 STEP = jstep.minimize(loss_fn, OPTIMIZER, has_aux=True)
 
 
-def make_state() -> jstep.TrainState:
+def make_state():
     return jstep.TrainState.create({"w": jnp.zeros(4)}, OPTIMIZER)
 
 
 class Buffer(Remembering):
     """Prioritized replay: rows are drawn by their errors, which a hook tells."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.priority, self.rng, self.last = np.ones(64), np.random.default_rng(1), np.zeros(8, int)
 
-    def __call__(self, step: int, state: jstep.TrainState) -> Any:
+    def __call__(self, step, state):
         self.last = self.rng.choice(64, 8, p=self.priority / self.priority.sum())
         return X[self.last], Y[self.last]
 
-    def tell(self, step: int, state: jstep.TrainState, metrics: Any) -> None:
+    def tell(self, step, state, metrics):
         self.priority[self.last] = np.asarray(metrics["error"]) + 1e-3
 
 
 class UnknownAtFirst(Buffer):
     """A buffer that does not know its position before its first batch."""
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return vars(self) if self.last.any() else None
 
 
-def run(buffer: Any, last: int | None, directory: Path | None, hooks: Any = (), step: Any = STEP, **kwargs: Any) -> Any:
-    """The end of a run in which a hook tells the buffer the errors of each step, before other hooks are called."""
+def run(buffer, last, directory, hooks=(), step=STEP, **kwargs):
     kwargs = {"progress": False, "log_steps": None, "save_checkpoint_secs": None} | kwargs
     hooks = [jstep.every(1, buffer.tell), *hooks]
     return jstep.train(
@@ -59,7 +56,7 @@ def run(buffer: Any, last: int | None, directory: Path | None, hooks: Any = (), 
     )
 
 
-def by_hand(steps: int, buffer: Any) -> jstep.TrainState:
+def by_hand(steps, buffer):
     state = make_state()
     for step in range(steps):
         state, metrics = STEP(state, *buffer(step, state))
@@ -71,7 +68,7 @@ WHOLE = Buffer()
 END = by_hand(40, WHOLE)
 
 
-def assert_resumes(directory: Path, kind: type[Buffer] = Buffer, last: int = 40) -> None:
+def assert_resumes(directory, kind=Buffer, last=40):
     """A run from the newest checkpoint ends as the loop by hand, and so does its buffer."""
     buffer = kind()
     assert run(buffer, last, directory) == END
@@ -80,7 +77,7 @@ def assert_resumes(directory: Path, kind: type[Buffer] = Buffer, last: int = 40)
 
 @pytest.mark.thorough(except_for=["UnknownAtFirst"])
 @pytest.mark.parametrize("kind", [Buffer, UnknownAtFirst])
-def test_a_run_in_two_parts_is_a_whole_one(tmp_path: Path, kind: type[Buffer]) -> None:
+def test_a_run_in_two_parts_is_a_whole_one(tmp_path, kind):
     assert run(kind(), 17, tmp_path) == by_hand(17, Buffer())
     assert_resumes(tmp_path, kind)
     found = jstep.replay(STEP, make_state(), jstep.from_state(kind()), tmp_path, 17)
@@ -90,7 +87,7 @@ def test_a_run_in_two_parts_is_a_whole_one(tmp_path: Path, kind: type[Buffer]) -
     np.testing.assert_array_equal(found.args[0], after(17, found.state)[0])
 
 
-def test_saves_on_their_cadence_hold_what_hooks_tell(tmp_path: Path) -> None:
+def test_saves_on_their_cadence_hold_what_hooks_tell(tmp_path):
     run(Buffer(), 40, tmp_path, save_checkpoint_steps=10)
     for step in (10, 20, 30):
         with jstep.Saver(tmp_path) as saver:
@@ -104,14 +101,13 @@ class ToldError(Exception):
     """A failure of a hook, a step or a batch."""
 
 
-def fail_at(step: int, when: str) -> dict[str, Any]:
-    """Arguments of `run` that make it fail at a step."""
+def fail_at(step, when):
 
-    def hook(n: int, state: Any, metrics: Any) -> None:
+    def hook(n, state, metrics):
         if n == step:
             raise ToldError
 
-    def train_step(state: Any, *args: Any) -> Any:
+    def train_step(state, *args):
         if jstep.global_step(state) == step:
             raise ToldError
         return STEP(state, *args)
@@ -120,7 +116,7 @@ def fail_at(step: int, when: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("when", ["hook", "step"])
-def test_an_error(tmp_path: Path, when: str) -> None:
+def test_an_error(tmp_path, when):
     """A batch whose step failed is made again; what hooks tell after the last complete step is kept."""
     with pytest.raises(ToldError):
         run(Buffer(), 40, tmp_path, **fail_at(23, when))
@@ -131,35 +127,35 @@ def test_an_error(tmp_path: Path, when: str) -> None:
 class Breaks(Buffer):
     """A buffer that changes and then fails, is interrupted, or ends."""
 
-    def __init__(self, how: Any) -> None:
+    def __init__(self, how):
         super().__init__()
         self._how = how
 
-    def __call__(self, step: int, state: jstep.TrainState) -> Any:
+    def __call__(self, step, state):
         batch = super().__call__(step, state)
         if step == 23:
             self._how()
         return batch
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return {name: value for name, value in vars(self).items() if name != "_how"}
 
 
-def fail() -> None:
+def fail():
     raise ToldError
 
 
-def end() -> None:
+def end():
     raise StopIteration
 
 
-def interrupt() -> None:
+def interrupt():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.thorough(except_for=["fail", "interrupt"])
 @pytest.mark.parametrize("how", [fail, end, interrupt])
-def test_a_batch_that_could_not_be_made(tmp_path: Path, how: Any) -> None:
+def test_a_batch_that_could_not_be_made(tmp_path, how):
     """A restart makes it again, from the position after the hooks of the step before."""
     if how is end:
         run(Breaks(how), None, tmp_path)
@@ -170,8 +166,8 @@ def test_a_batch_that_could_not_be_made(tmp_path: Path, how: Any) -> None:
     assert_resumes(tmp_path)
 
 
-def test_a_signal_in_a_hook(tmp_path: Path) -> None:
-    def kill(step: int, state: Any, metrics: Any) -> None:
+def test_a_signal_in_a_hook(tmp_path):
+    def kill(step, state, metrics):
         if step == 23:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -184,36 +180,32 @@ def test_a_signal_in_a_hook(tmp_path: Path) -> None:
 
 
 class Course:
-    """Batches of a level, which an evaluation raises."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         self.level, self.rng = 1, np.random.default_rng(0)
 
-    def __call__(self, step: int, state: jstep.TrainState) -> Any:
+    def __call__(self, step, state):
         x = self.level * self.rng.normal(size=(8, 4)).astype(np.float32)
         return x, x @ np.array([1, -1, 2, 0.5], np.float32)
 
-    def raise_level(self, step: int, state: Any, results: Any) -> None:
+    def raise_level(self, step, state, results):
         self.level += results["error"] < 6 / self.level
 
-    def get_state(self) -> Any:
+    def get_state(self):
         return {"level": int(self.level), "rng": self.rng}
 
-    def set_state(self, position: Any) -> None:
+    def set_state(self, position):
         self.level, self.rng = position["level"], position["rng"]
 
 
 class Tells(jstep.Hook):
-    """A hook that tells a course something at the end."""
-
-    def __init__(self, course: Course) -> None:
+    def __init__(self, course):
         self.course = course
 
-    def end(self, step: int, state: Any) -> None:
+    def end(self, step, state):
         self.course.level = 9
 
 
-def taught(directory: Path | None, last: int, hooks: Any = (), callbacks: Any = (), **kwargs: Any) -> Any:
+def taught(directory, last, hooks=(), callbacks=(), **kwargs):
     course = Course()
     evaluation = jstep.EvaluationHook(
         lambda state: {"error": float(jnp.abs(state.params["w"]).sum())},
@@ -235,7 +227,7 @@ def taught(directory: Path | None, last: int, hooks: Any = (), callbacks: Any = 
 
 @pytest.mark.thorough(except_for=["50-50"])
 @pytest.mark.parametrize(("stop", "saves"), [(40, None), (50, None), (50, 50), (60, 20)])
-def test_an_evaluation_that_tells(tmp_path: Path, stop: int, saves: int | None) -> None:
+def test_an_evaluation_that_tells(tmp_path, stop, saves):
     """What an evaluation tells that is made only because the run ends (at 50) is not in the checkpoint."""
     best = [jstep.KeepBest(tmp_path / "best", "error")]
     whole = taught(None, 80)
@@ -245,7 +237,7 @@ def test_an_evaluation_that_tells(tmp_path: Path, stop: int, saves: int | None) 
     assert taught(tmp_path, 80, callbacks=best)[0] == whole[0]  # a run that has ended
 
 
-def test_what_a_hook_tells_at_the_end_is_saved_too(tmp_path: Path) -> None:
+def test_what_a_hook_tells_at_the_end_is_saved_too(tmp_path):
     for saves in (None, 20):  # also if the step was saved before
         directory = tmp_path / str(saves)
         taught(directory, 40, hooks=[Tells], save_checkpoint_steps=saves)
@@ -256,8 +248,8 @@ def test_what_a_hook_tells_at_the_end_is_saved_too(tmp_path: Path) -> None:
         assert course.level == 9
 
 
-def test_a_step_is_saved_again_only_if_something_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved: list[int] = []
+def test_a_step_is_saved_again_only_if_something_changed(tmp_path, monkeypatch):
+    saved = []
     save = jstep.Saver.save
     monkeypatch.setattr(
         jstep.Saver,

@@ -1,12 +1,10 @@
 """When a thread reads the batches ahead of the loop: a rule of one sentence, in times that these tests invent."""
 
 import threading
-from typing import Any
 
 import pytest
 from sources import in_loops
 
-import jstep
 from jstep.core.stopwatch import Stopwatch
 from jstep.data.loaders import open_source
 from jstep.loop.feeder import BatchFeeder, copy_batches
@@ -14,24 +12,16 @@ from jstep.loop.programs import make_chunks
 from jstep.loop.signals import StopSignals
 
 
-def starts(read: Any, step: Any, calls: int = 3000, most: int = 1, batches: Any = None) -> float | None:
-    """When a thread starts, in seconds after the first batch; None if none does within so many calls.
-
-    Args:
-        read: The seconds that each batch takes: a number, or a function of its number.
-        step: The seconds that each call takes, as `read`.
-        calls: The number of calls.
-        most: The number of steps of a call.
-        batches: Makes the argument `batches` of `train` of a function of the step.
-    """
+def starts(read, step, calls=3000):
+    """When a thread starts, in seconds after the first batch, if batches and calls take these seconds, or functions."""
     now, first = [0.0], [0.0]
 
-    def batch(n: int) -> int:
+    def batch(n):
         now[0] += read(n) if callable(read) else read
         return n
 
-    source = open_source((batches or (lambda fn: fn))(batch), 0, 10**6, None)
-    made = make_chunks(copy_batches(source), 0, in_loops(most), ends=range(most, 10**6, most))
+    source = open_source(batch, 0, 10**6, None)
+    made = make_chunks(copy_batches(source), 0, in_loops(1), ends=range(1, 10**6))
     feeder = BatchFeeder(source, made, StopSignals(), Stopwatch(clock=lambda: now[0]))
     try:
         for n in range(calls):
@@ -60,21 +50,17 @@ def starts(read: Any, step: Any, calls: int = 3000, most: int = 1, batches: Any 
     ],
 )
 def test_a_thread_starts_if_waiting_took_a_twentieth_of_a_second_and_a_tenth_of_a_millisecond_a_call(
-    read: float, step: float, is_ahead: bool
-) -> None:
+    read, step, is_ahead
+):
     found = starts(read, step, 30_000)
     assert (found is not None) == is_ahead
     if found is not None:
         assert 1.0 <= found < 1.0 + 2 * (read + step) + 0.001, "at the first look"
 
 
-def test_the_first_batch_and_the_calls_before_the_last_second_do_not_count() -> None:
+def test_the_first_batch_and_the_calls_before_the_last_second_do_not_count():
     assert starts(lambda n: 5.0 * (n == 0), 0.01) is None  # files are opened
     slow_from = 500
     found = starts(lambda n: 0.01 * (n >= slow_from), 0.01)
     assert found is not None
     assert slow_from * 0.01 + 1.0 < found < slow_from * 0.01 + 2.1
-
-
-def test_batches_that_are_made_with_the_state_are_never_read_ahead() -> None:
-    assert starts(1.0, 0.01, 200, batches=lambda fn: jstep.from_state(lambda n, state: fn(n))) is None

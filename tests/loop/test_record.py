@@ -5,17 +5,15 @@ import json
 import logging
 import os
 import time
-import types
 
 import jax.numpy as jnp
 import numpy as np
 import processes
 import pytest
-from waiting import wait_until
+from doubles import raising
 
 import jstep
 from jstep.loop import recorder
-from jstep.loop.stalls import StallWatch, Wait
 from jstep.record import starts
 from jstep.record.starts import read_starts, totals, with_card
 from jstep.stores.owners import this_process
@@ -75,10 +73,6 @@ def test_later_starts_add_up(tmp_path):
     assert (whole["count"], whole["step"], whole["since"]) == (3, 6, first["began"])
 
 
-def fail(step):
-    raise KeyError("no batch")
-
-
 def test_a_start_that_is_refused_has_no_file_and_one_whose_first_batch_fails_has(tmp_path):
     with pytest.raises(TypeError):
         train(tmp_path / "a", 2, config=3)
@@ -87,7 +81,7 @@ def test_a_start_that_is_refused_has_no_file_and_one_whose_first_batch_fails_has
     assert not (tmp_path / "a").exists()
     assert read_starts(str(tmp_path / "b")) == {}
     with pytest.raises(KeyError, match="no batch"):
-        train(tmp_path / "c", 2, batches=fail)
+        train(tmp_path / "c", 2, batches=raising(KeyError("no batch")))
     (start,) = record(tmp_path / "c")
     assert (start["end"], start["exception"]) == (["failed", "KeyError: 'no batch'"], "KeyError")
     assert start["step"] == [0, 0]
@@ -183,10 +177,7 @@ def test_two_living_starts_in_one_logdir_have_a_file_each(tmp_path):
 
 @pytest.mark.parametrize("what", ["make_folders", "replace_file"])
 def test_a_full_disk_is_one_warning_and_ends_no_run(what, tmp_path, monkeypatch, caplog):
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(starts, what, full)
+    monkeypatch.setattr(starts, what, raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     train(tmp_path, 4, save_checkpoint_steps=2)
     assert jstep.Saver(tmp_path).all_steps() == [2, 4]
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
@@ -201,17 +192,6 @@ def test_an_error_of_the_card_ends_no_run(tmp_path, monkeypatch, caplog):
     assert record(tmp_path)[0]["end"] == ["finished", ""]
 
 
-@pytest.mark.parametrize("has_record", [False, True])
-def test_a_timeline_of_an_earlier_version_is_one_line(has_record, tmp_path, caplog):
-    (tmp_path / "timeline.jsonl").write_text("whatever")
-    (tmp_path / "starts").mkdir() if has_record else None
-    with caplog.at_level(logging.INFO, "jstep"):
-        train(tmp_path, 2)
-    assert ("timeline.jsonl is of an earlier version, and is not read" in caplog.text) is not has_record
-    assert [start["number"] for start in record(tmp_path)] == [1]
-    assert (tmp_path / "timeline.jsonl").read_text() == "whatever"
-
-
 def test_an_invalid_newest_start_costs_only_itself(tmp_path):
     train(tmp_path, 2)
     train(tmp_path, 4)
@@ -222,20 +202,6 @@ def test_an_invalid_newest_start_costs_only_itself(tmp_path):
     assert (third["before"]["count"], third["before"]["step"], third["run"]) == (2, 2, first["run"])
 
 
-def test_a_stall_is_in_the_file_at_once(tmp_path, monkeypatch):
-    made = []
-    monkeypatch.setattr(recorder.Recorder, "before_begin", lambda self, run: made.append(self.setup))
-
-    def stall(step, state, metrics):
-        if step == 2:
-            watch = types.SimpleNamespace(setup=made[0], _index=0)
-            StallWatch._record(watch, Wait("batch", "x", age=3.0, part="waiting"))
-            wait_until(lambda: record(tmp_path)[0]["stalls"])
-
-    train(tmp_path, 3, hooks=[jstep.every(1, stall)])
-    assert [one["what"] for one in record(tmp_path)[0]["stalls"]] == ["x"]
-
-
 def test_a_secret_is_nowhere(tmp_path, monkeypatch, caplog):
     secret = "hunter2-hunter2-hunter2"
     monkeypatch.setattr("sys.argv", ["p.py", "--password", secret])
@@ -244,11 +210,9 @@ def test_a_secret_is_nowhere(tmp_path, monkeypatch, caplog):
             config = {"a": {"password": secret + str(width)}, "hf_token": secret, "width": width}
             train(tmp_path, 2 * width, logdir=tmp_path, config=config)
 
-        def refused(step):
-            raise OSError(f"postgres://me:{secret}@host/db is down, token={secret}")
-
+        refused = OSError(f"postgres://me:{secret}@host/db is down, token={secret}")
         with pytest.raises(OSError, match="is down"):
-            train(tmp_path, 6, batches=refused)
+            train(tmp_path, 6, batches=raising(refused))
     caplog.clear()
     assert record(tmp_path)[-1]["end"][1] == "OSError: postgres://host/db is down, token=(not recorded)"
     paths = [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -1,6 +1,7 @@
 """A restart says what has changed since the start that made its checkpoint: each change once, and nothing else."""
 
 import functools
+import itertools
 import logging
 import os
 import shutil
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from doubles import raising
 
 import jstep
 
@@ -34,7 +36,6 @@ def batches(seed=0, batch_size=8, **more):
 
 
 def run(directory, last_step, *, optimizer=None, loss_fn=loss, step=None, data=None, place=lambda state: state, **more):
-    """Run up to a step, and return the state."""
     options = {"progress": False} | {name: more.pop(name) for name in list(more) if name in TRAIN}
     optimizer = jstep.adam(0.1) if optimizer is None else optimizer
     state = jstep.TrainState.create({"w": jnp.ones((4, 2)), "b": jnp.zeros((1, 2))}, optimizer)
@@ -57,7 +58,8 @@ TRAIN = {
 
 def reported(caplog):
     """Return the lines of the warnings below their first ones, and the INFO lines about a start; forget them."""
-    records = [record for record in caplog.records if "are not sharded" not in record.getMessage()]
+    others = "are not sharded", "nothing left to run", "has no position"
+    records = [record for record in caplog.records if not any(words in record.getMessage() for words in others)]
     warnings = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
     infos = [m for record in records if record.levelno == logging.INFO and "the start" in (m := record.getMessage())]
     caplog.clear()
@@ -92,11 +94,7 @@ def of_table(value):
 
 
 CHANGED = {
-    "schedule": (
-        {},
-        {"optimizer": jstep.adam(jstep.warmup_cosine_decay(0.1, 10, 1000))},
-        [TRACED],
-    ),
+    "schedule": ({}, {"optimizer": jstep.adam(jstep.warmup_cosine_decay(0.1, 10, 1000))}, [TRACED]),
     "a part": ({"optimizer": parts()}, {"optimizer": parts(0.3)}, ["w/learning_rate: 0.1 before, 0.3 now", TRACED]),
     "loss and rate": (
         {},
@@ -156,7 +154,6 @@ def test_nothing_is_reported_where_the_number_of_rows_changes(rows, option, tmp_
 
 
 def over(devices, *, rows=True, slot_axis=None, axis_type=jax.sharding.AxisType.Auto):
-    """Options of a run on a number of devices, with the rows over them."""
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:devices])
     spec = jax.sharding.PartitionSpec()
     place = functools.partial(jstep.shard_state, mesh=mesh, param_specs=spec, slot_axis=slot_axis)
@@ -198,7 +195,6 @@ def test_settings_of_jax(tmp_path, caplog):
 
 
 def test_x64_is_one_line(tmp_path, caplog, x64):
-    """The dtype of the step is another one."""
     data = {"data": lambda step: np.ones((8, 4), np.float32)}
     start = jstep.TrainState.create(
         {"w": jnp.ones((4, 2), jnp.float32), "b": jnp.zeros((1, 2), jnp.float32)}, SLOW["optimizer"]
@@ -214,16 +210,11 @@ class LostError(Exception):
     """Raised in a hook: the state after the step is not saved."""
 
 
-def lose(step, state, metrics):
-    raise LostError
-
-
 def killed(directory, last_step, **more):
-    """A run whose state is lost before it saves."""
     with jstep.Saver(directory) as saver:
         saver.save = lambda *args, **kwargs: None
         with pytest.raises(LostError):
-            run(saver, last_step, hooks=[jstep.every(1, lose)], **more)
+            run(saver, last_step, hooks=[jstep.every(1, raising(LostError()))], **more)
 
 
 SLOW, FAST = {"optimizer": jstep.adam(0.1)}, {"optimizer": jstep.adam(0.2)}
@@ -231,12 +222,9 @@ LINE = ["learning_rate: 0.1 before, 0.2 now", TRACED]
 
 
 def test_a_run_is_compared_with_the_start_that_made_its_checkpoint(tmp_path, caplog):
-    def lines():
-        return [line for line in reported(caplog)[0] if not line.startswith("state:")]
-
     run(tmp_path, 2, **SLOW)
     run(tmp_path, 2, **FAST)  # no step
-    assert reported(caplog)[0] == []  # programs are compared where one is traced
+    assert reported(caplog) == ([], [])
     caplog.set_level(logging.ERROR, "jstep")  # why the states of the next ones were lost
     killed(tmp_path, 4, **FAST)
     caplog.set_level(logging.INFO, "jstep")
@@ -322,3 +310,59 @@ def test_lines_are_printable(tmp_path, caplog):
     given(tmp_path, 2, {"a": "\x1b[31m"})
     given(tmp_path, 4, {"a": "\u202e\x9b"})
     assert all(c.isprintable() or c == "\n" for record in caplog.records for c in record.getMessage())
+
+
+# A start that has nothing to do says what has changed, and that none of it was trained.
+
+UNTRAINED = "none of this was trained, as the run takes no step: give another checkpoint_dir, or a larger last_step"
+X = np.ones((8, 4), np.float32)
+SOURCES = {
+    "function": lambda: lambda step: X,
+    "batches": batches,
+    "list": lambda: [X] * 9,
+    "data that has ended": lambda: batches(num_epochs=1, batch_size=16),
+}
+
+
+@pytest.mark.thorough(except_for=["function", "data that has ended"])
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_changed_and_was_not_trained(name, tmp_path, caplog):
+    for _ in range(2):
+        run(tmp_path, 4, data=SOURCES[name](), config={"rate": 0.1}, **SLOW)
+        assert reported(caplog) == ([], [])
+    changed = ["config: rate: 0.1 before, 0.2 now", UNTRAINED]
+    for last_step, more in ((4, {}), (2, {"loss_fn": doubled})):  # programs are not compared, as none is traced
+        run(tmp_path, last_step, data=SOURCES[name](), config={"rate": 0.2}, **FAST, **more)
+        assert reported(caplog)[0] == changed
+    run(tmp_path, 5, data=SOURCES[name](), config={"rate": 0.2}, **FAST)
+    found = [*LINE, "config: rate: 0.1 before, 0.2 now"]
+    assert reported(caplog)[0] == found * (name != "data that has ended")  # these steps were trained, if there are any
+
+
+def test_an_iterator_is_not_read(tmp_path, caplog):
+    def rows():
+        for n in itertools.count():
+            read.append(n)
+            yield X
+
+    read = []
+    run(tmp_path, 3, data=rows(), config={"rate": 0.1})
+    reported(caplog)
+    read.clear()
+    run(tmp_path, 3, data=rows(), loss_fn=doubled, config={"rate": 0.2})
+    assert (read, reported(caplog)[0]) == ([], ["config: rate: 0.1 before, 0.2 now", UNTRAINED])
+
+
+@pytest.mark.thorough(except_for=["True"])
+@pytest.mark.parametrize("jit", [True, False])
+def test_a_custom_step_is_compared(jit, tmp_path, caplog):
+    def start(loss_fn, last_step):
+        def custom(state, x):
+            value, gradients = jax.value_and_grad(loss_fn)(state.params, x)
+            return jstep.apply_gradients(state, gradients, SLOW["optimizer"]), {"loss": value, "rows": jnp.float32(8)}
+
+        run(tmp_path, last_step, step=jax.jit(custom) if jit else custom)
+        return reported(caplog)[0]
+
+    assert start(loss, 3) == start(loss, 5) == []
+    assert start(doubled, 6) == [TRACED] * jit

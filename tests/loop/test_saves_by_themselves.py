@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from children import end, signalled, start
+from doubles import raising
 from loop_runs import DATA, make_state, same, train
 
 import jstep
@@ -17,9 +18,7 @@ from jstep.loop.saving import SaveInterval
 
 
 class FakeSaver:
-    """A Saver of which only its times matter."""
-
-    def __init__(self, directory: str = "/runs") -> None:
+    def __init__(self, directory="/runs"):
         self.directory, self.write_secs = directory, None
 
 
@@ -32,7 +31,7 @@ class FakeSaver:
         (0.01, 0.1, "gs://bucket/runs", 60.0),
     ],
 )
-def test_the_interval(still: float, write: float, directory: str, secs: float) -> None:
+def test_the_interval(still, write, directory, secs):
     now = [100.0]
     saver = FakeSaver(directory)
     interval = SaveInterval(saver, lambda: now[0])
@@ -44,21 +43,19 @@ def test_the_interval(still: float, write: float, directory: str, secs: float) -
 
 
 class Clock:
-    """The wall clock of a Saver."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = datetime.datetime(2026, 11, 24, tzinfo=datetime.UTC).timestamp()
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
-def passing_in(directory: Path) -> dict[int, bool]:
+def passing_in(directory):
     steps = jstep.Saver(directory).all_steps()
     return {step: read_manifest(str(directory / f"model-{step}")).temporary for step in steps}
 
 
-def test_a_passing_checkpoint_is_seen_and_then_replaced(tmp_path: Path) -> None:
+def test_a_passing_checkpoint_is_seen_and_then_replaced(tmp_path):
     clock = Clock()
     with jstep.Saver(tmp_path, clock=clock) as saver:
         for n, secs in ((1, 600.0), (2, 600.0), (3, 600.0)):
@@ -81,7 +78,7 @@ def test_a_passing_checkpoint_is_seen_and_then_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limit", "hours", "kept"), [(None, None, range(1, 18, 2)), (2, None, [15, 17]), (1, 1, [13, 17])]
 )
-def test_limits_count_what_is_kept(limit: int | None, hours: int | None, kept: list[int], tmp_path: Path) -> None:
+def test_limits_count_what_is_kept(limit, hours, kept, tmp_path):
     """One every 600 s is kept; the others are replaced."""
     clock = Clock()
     for n in range(1, 18):  # each Saver is that of another start
@@ -92,9 +89,7 @@ def test_limits_count_what_is_kept(limit: int | None, hours: int | None, kept: l
     assert passing_in(tmp_path) == dict.fromkeys(kept, False)
 
 
-def test_a_passing_checkpoint_that_cannot_be_written_leaves_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_passing_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
     clock = Clock()
     with jstep.Saver(tmp_path, clock=clock) as saver:
         for n in (1, 2):
@@ -102,10 +97,7 @@ def test_a_passing_checkpoint_that_cannot_be_written_leaves_the_one_before(
                 saver.save(make_state(n))
         saver.wait()
 
-        def full() -> None:
-            raise OSError(28, "No space left on device")
-
-        with saver.flushing(full):
+        with saver.flushing(raising(OSError(28, "No space left on device"))):
             with saver.knowing(True, 600.0):
                 saver.save(make_state(3))
             with pytest.raises(jstep.CheckpointError, match="No space left"):
@@ -113,7 +105,7 @@ def test_a_passing_checkpoint_that_cannot_be_written_leaves_the_one_before(
         assert passing_in(tmp_path) == {1: False, 2: True}
 
 
-def test_the_newest_finite_checkpoint_is_not_replaced_by_another(tmp_path: Path) -> None:
+def test_the_newest_finite_checkpoint_is_not_replaced_by_another(tmp_path):
     clock = Clock()
     with jstep.Saver(tmp_path, clock=clock, allow_nonfinite=True) as saver:
         for n, finite in ((1, True), (2, True), (3, False), (4, False), (5, True)):
@@ -127,18 +119,17 @@ def test_the_newest_finite_checkpoint_is_not_replaced_by_another(tmp_path: Path)
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saves by themselves after hundredths of seconds."""
+def quick(monkeypatch):
     for name, secs in (("FIRST_SECS", 0.05), ("BUCKET_SECS", 0.05), ("_LOOP_SHARE", 1e9), ("_WRITER_SHARE", 1e9)):
         monkeypatch.setattr(saving, name, secs)
 
 
-def slowly(hooks: Any = ()) -> Any:
+def slowly(hooks=()):
     return [jstep.every(1, lambda *_: time.sleep(0.01)), *hooks]
 
 
-def test_a_run(tmp_path: Path, quick: None) -> None:
-    saved: list[int] = []
+def test_a_run(tmp_path, quick):
+    saved = []
     hook = jstep.every(1, lambda step, *_: saved.append(step) if jstep.Saver(tmp_path).latest_step() else None)
     state = train(60, hooks=slowly([hook]), checkpoint_dir=tmp_path)
     assert saved
@@ -150,8 +141,7 @@ def test_a_run(tmp_path: Path, quick: None) -> None:
 
 
 @pytest.mark.thorough
-def test_a_run_that_is_killed(tmp_path: Path) -> None:
-    """It resumes from what it has saved by itself, and ends with the same bits."""
+def test_a_run_that_is_killed(tmp_path):
     script = """
 from jstep.loop import saving
 saving.FIRST_SECS, saving._LOOP_SHARE, saving._WRITER_SHARE = 0.1, 1e9, 1e9

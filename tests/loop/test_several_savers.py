@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from doubles import raising
 from loop_runs import train
 
 import jstep
@@ -13,14 +14,10 @@ from jstep.record.starts import read_starts
 
 
 def fails(name):
-    def fail(step):
-        raise OSError(f"the disk of {name} is full")
-
-    return fail
+    return raising(OSError(f"the disk of {name} is full"))
 
 
 def savers(directory, broken, **kwargs):
-    """Two savers besides the run's own, some of which fail."""
     return [
         jstep.CheckpointSaverHook(directory / name, before_save=(fails(name),) if name in broken else (), **kwargs)
         for name in ("first", "second")
@@ -31,30 +28,21 @@ def steps_in(directory):
     return [jstep.Saver(directory / name).all_steps() for name in ("own", "first", "second")]
 
 
-def breaks(step, error):
-    def hook(n, state, metrics):
-        if n == step:
-            if isinstance(error, int):
-                os.kill(os.getpid(), error)
-            else:
-                raise error
-
-    return jstep.every(1, hook)
+def breaks(error):
+    """A hook that ends the run after step 5: by a signal, or by an error."""
+    end = (lambda *_: os.kill(os.getpid(), error)) if isinstance(error, int) else raising(error)
+    return jstep.every(5, end)
 
 
 def test_at_a_signal(tmp_path):
-    hooks = [*savers(tmp_path, "first"), breaks(5, signal.SIGTERM)]
+    hooks = [*savers(tmp_path, "first"), breaks(signal.SIGTERM)]
     with pytest.raises(OSError, match="the disk of first is full") as caught:
         train(50, hooks=hooks, checkpoint_dir=tmp_path / "own")
     assert steps_in(tmp_path) == [[5], [], [5]]
     assert "at step 5, after the update with batch 4, in CheckpointSaverHook.save" in caught.value.__notes__[-1]
-
-
-def test_what_the_run_says_at_a_signal_is_the_outcome_of_its_own_saver(tmp_path):
-    prevented = jstep.CheckpointSaverHook(tmp_path / "first", before_save=(lambda step: True,))
-    hooks = [prevented, breaks(5, signal.SIGTERM)]
+    prevented = jstep.CheckpointSaverHook(tmp_path / "other", before_save=(lambda step: True,))
     with pytest.raises(jstep.Preempted, match="after step 5, which is saved; start the run again"):
-        train(50, hooks=hooks, checkpoint_dir=tmp_path / "own")
+        train(50, hooks=[prevented, breaks(signal.SIGTERM)], checkpoint_dir=tmp_path / "another")
 
 
 def test_when_due(tmp_path):
@@ -66,7 +54,7 @@ def test_when_due(tmp_path):
 
 
 def test_in_a_rescue(tmp_path):
-    hooks = [breaks(5, ValueError("my hook")), *savers(tmp_path, "first")]
+    hooks = [breaks(ValueError("my hook")), *savers(tmp_path, "first")]
     with pytest.raises(ValueError, match="my hook") as caught:
         train(50, hooks=hooks, checkpoint_dir=tmp_path / "own")
     assert steps_in(tmp_path) == [[5], [], [5]]
@@ -85,7 +73,7 @@ def test_a_rescue_in_which_the_own_saver_fails(tmp_path, monkeypatch):
 
     monkeypatch.setattr(jstep.Saver, "save", full)
     with pytest.raises(ValueError, match="my hook") as caught:
-        train(50, hooks=[*savers(tmp_path, ""), breaks(5, ValueError("my hook"))], checkpoint_dir=own)
+        train(50, hooks=[*savers(tmp_path, ""), breaks(ValueError("my hook"))], checkpoint_dir=own)
     assert "and could not be saved: OSError: the own disk is full" in caught.value.__notes__[-1]
     assert steps_in(tmp_path) == [[], [5], [5]]
 
@@ -102,12 +90,11 @@ def test_a_write_that_fails_while_the_run_waits_for_it(ends_by, fails, tmp_path)
         if len(flushed) <= fails:
             raise OSError(28, "No space left on device")
 
-    kill = jstep.every(1, lambda step, *_: os.kill(os.getpid(), signal.SIGTERM) if step == 5 else None)
     saver = jstep.Saver(tmp_path)
     with saver.flushing(full), pytest.raises(jstep.CheckpointError, match="No space left") as caught:
         train(
             9 if ends_by == "signal" else 5,
-            hooks=[kill] if ends_by == "signal" else [],
+            hooks=[breaks(signal.SIGTERM)] if ends_by == "signal" else [],
             checkpoint_dir=saver,
             save_checkpoint_steps=5 if ends_by == "due" else 100,
         )
@@ -119,8 +106,6 @@ def test_a_write_that_fails_while_the_run_waits_for_it(ends_by, fails, tmp_path)
 
 
 class Prevents(RunHook):
-    """Prevents saves at some steps."""
-
     def __init__(self, *steps):
         self.steps = steps
 

@@ -4,12 +4,8 @@ import contextlib
 import json
 import logging
 import os
-import pathlib
 import shutil
-import signal
-from typing import Any
 
-import forked
 import jax.numpy as jnp
 import pytest
 from scalar_points import read_scalars
@@ -19,7 +15,7 @@ import jstep
 import jstep.summary
 
 
-def shown(logdir: Any) -> dict[str, list[int]]:
+def shown(logdir):
     """The steps of each tag: by TensorBoard's reader for scripts, by that of its page, and by jstep's."""
     script = event_accumulator.EventAccumulator(str(logdir), size_guidance={"scalars": 0}).Reload()
     page = plugin_event_accumulator.EventAccumulator(str(logdir), size_guidance={"tensors": 0}).Reload()
@@ -29,20 +25,19 @@ def shown(logdir: Any) -> dict[str, list[int]]:
 
 
 def run(
-    logdir: Any,
-    checkpoints: Any,
-    last: int,
+    logdir,
+    checkpoints,
+    last,
     *,
-    mine: Any = None,
-    stop: int | None = None,
-    saves: int = 5,
-    evaluated: bool = False,
-) -> None:
-    """A run with a user's writer beside its own; it is killed at a step."""
+    mine=None,
+    stop=None,
+    saves=5,
+    evaluated=False,
+):
     optimizer = jstep.sgd(0.1)
     step = jstep.minimize(lambda p: jnp.sum(p["w"] ** 2), optimizer)
 
-    def hook(n: int, state: Any, metrics: Any) -> None:
+    def hook(n, state, metrics):
         if mine is not None:
             mine.add_summary(jstep.summary.scalar("mine/x", float(n)), n)
         if n == stop:
@@ -69,13 +64,13 @@ def run(
 class NotSavedAtTheEnd(jstep.Saver):
     """A Saver that saves nothing after an error, as if the process had been killed."""
 
-    def save(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+    def save(self, state, *args, **kwargs):
         if int(state.global_step) % 5:
             raise OSError("killed")
         return super().save(state, *args, **kwargs)
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_of(caplog):
     texts = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     return [text for text in texts if text.startswith("logdir=")]
 
@@ -85,7 +80,7 @@ ALL = list(range(1, 21))
 
 @pytest.mark.thorough(except_for=["13"])
 @pytest.mark.parametrize("stop", [10, 13])
-def test_a_users_writer_beside_a_run_that_is_resumed(tmp_path: pathlib.Path, stop: int, caplog: Any) -> None:
+def test_a_users_writer_beside_a_run_that_is_resumed(tmp_path, stop, caplog):
     for stopped in (stop, None):
         with jstep.summary.SummaryWriter(tmp_path / "logs") as mine:
             run(tmp_path / "logs", tmp_path / "run", 20, mine=mine, stop=stopped)
@@ -97,7 +92,7 @@ def test_a_users_writer_beside_a_run_that_is_resumed(tmp_path: pathlib.Path, sto
 
 @pytest.mark.thorough(except_for=["stops1"])
 @pytest.mark.parametrize("stops", [(13,), (7, 13, 14, 11)])
-def test_each_step_is_shown_once_however_often_a_run_is_killed(tmp_path: pathlib.Path, stops: Any, caplog: Any) -> None:
+def test_each_step_is_shown_once_however_often_a_run_is_killed(tmp_path, stops, caplog):
     """Also after a start that saved nothing: its checkpoint is older than its last events."""
     for stop in (*stops, None):
         run(tmp_path / "logs", tmp_path / "run", 20, stop=stop)
@@ -105,7 +100,7 @@ def test_each_step_is_shown_once_however_often_a_run_is_killed(tmp_path: pathlib
     assert not warnings_of(caplog)
 
 
-def test_a_second_run_in_the_directory_hides_nothing(tmp_path: pathlib.Path, caplog: Any) -> None:
+def test_a_second_run_in_the_directory_hides_nothing(tmp_path, caplog):
     run(tmp_path / "logs", tmp_path / "a", 20)
     assert not warnings_of(caplog)
     (file,) = (path.name for path in (tmp_path / "logs").iterdir())
@@ -115,7 +110,7 @@ def test_a_second_run_in_the_directory_hides_nothing(tmp_path: pathlib.Path, cap
     assert f"event files of others, which are shown together with this run's: {file}" in text
 
 
-def test_a_log_directory_that_was_moved_is_known(tmp_path: pathlib.Path, caplog: Any) -> None:
+def test_a_log_directory_that_was_moved_is_known(tmp_path, caplog):
     run(tmp_path / "a/logs", tmp_path / "a/run", 20, stop=13)
     (tmp_path / "a").rename(tmp_path / "b")
     run(tmp_path / "b/logs", tmp_path / "b/run", 20)
@@ -124,7 +119,7 @@ def test_a_log_directory_that_was_moved_is_known(tmp_path: pathlib.Path, caplog:
 
 
 @pytest.mark.parametrize("name", ["../x", {"a": 1}])
-def test_a_name_that_is_not_one_of_a_run_is_ignored(tmp_path: pathlib.Path, name: Any) -> None:
+def test_a_name_that_is_not_one_of_a_run_is_ignored(tmp_path, name):
     optimizer = jstep.sgd(0.1)
     with jstep.Saver(tmp_path / "run") as saver:
         saver.save(jstep.TrainState.create({"w": jnp.ones(2)}, optimizer, global_step=3), extra={"run": name})
@@ -132,12 +127,11 @@ def test_a_name_that_is_not_one_of_a_run_is_ignored(tmp_path: pathlib.Path, name
     assert shown(tmp_path / "logs")["loss"] == [4, 5]
 
 
-def others(path: pathlib.Path, pid: int = 1) -> pathlib.Path:
-    """Let another process have written an event file."""
+def others(path, pid=1):
     return path.rename(path.with_name(path.name.replace(f".{os.getpid()}.", f".{pid}.")))
 
 
-def events(folder: pathlib.Path) -> list[pathlib.Path]:
+def events(folder):
     return sorted(path for path in folder.iterdir() if "tfevents" in path.name)
 
 
@@ -152,9 +146,7 @@ PLACES = {
 @pytest.mark.thorough(except_for=["beside it-whole", "the same-missing"])
 @pytest.mark.parametrize("record", ["whole", "missing", "torn"])
 @pytest.mark.parametrize("places", PLACES)
-def test_a_start_that_died_before_its_first_checkpoint(
-    tmp_path: pathlib.Path, places: str, record: str, caplog: Any
-) -> None:
+def test_a_start_that_died_before_its_first_checkpoint(tmp_path, places, record, caplog):
     """Also after a power cut, which may leave event files without a record."""
     logs, checkpoints = (None if name is None else tmp_path / name for name in PLACES[places])
     for stop in (3, 7, None):
@@ -168,14 +160,13 @@ def test_a_start_that_died_before_its_first_checkpoint(
     assert not warnings_of(caplog)
 
 
-def test_an_evaluation_before_the_first_step_is_shown_once(tmp_path: pathlib.Path) -> None:
-    """The run evaluates again where it begins again."""
+def test_an_evaluation_before_the_first_step_is_shown_once(tmp_path):
     for stop in (3, None):
         run(tmp_path, None, 8, stop=stop, evaluated=True)
     assert shown(tmp_path)["eval/loss"] == [0, 4, 8]
 
 
-def test_what_the_program_wrote_before_the_run_is_not_of_others(tmp_path: pathlib.Path, caplog: Any) -> None:
+def test_what_the_program_wrote_before_the_run_is_not_of_others(tmp_path, caplog):
     """Also what an earlier start wrote there that died before its first checkpoint."""
     for stop in (3, None):
         with jstep.summary.SummaryWriter(tmp_path) as mine:
@@ -187,7 +178,7 @@ def test_what_the_program_wrote_before_the_run_is_not_of_others(tmp_path: pathli
     assert shown(tmp_path)["loss"] == ALL
 
 
-def test_what_another_program_wrote_is(tmp_path: pathlib.Path, caplog: Any) -> None:
+def test_what_another_program_wrote_is(tmp_path, caplog):
     with jstep.summary.SummaryWriter(tmp_path) as mine:
         mine.add_summary(jstep.summary.scalar("theirs", 1.0), 1)
     path = others(events(tmp_path)[0])
@@ -196,32 +187,7 @@ def test_what_another_program_wrote_is(tmp_path: pathlib.Path, caplog: Any) -> N
     assert shown(tmp_path)["theirs"] == [1]
 
 
-KILLED = """
-import os, signal, sys, jax.numpy as jnp, jstep
-def hook(step, state, metrics):
-    if step == int(sys.argv[4]):
-        os.kill(os.getpid(), signal.SIGKILL)
-optimizer = jstep.sgd(0.1)
-step = jstep.minimize(lambda p: jnp.sum(p["w"] ** 2), optimizer)
-jstep.train(step, jstep.TrainState.create({"w": jnp.ones(2)}, optimizer), lambda n: (), 60, logdir=sys.argv[1],
-            checkpoint_dir=sys.argv[2] or None, save_checkpoint_steps=int(sys.argv[3]) or None, save_summaries_steps=1,
-            hooks=[jstep.every(1, hook)], log_steps=None)
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("places", PLACES)
-def test_a_start_that_was_killed_before_its_first_checkpoint(tmp_path: pathlib.Path, places: str) -> None:
-    logs, checkpoints = (None if name is None else tmp_path / name for name in PLACES[places])
-    for step in (35, 20, 0):
-        program = forked.start(KILLED, logs, checkpoints or "", 50 if checkpoints else 0, step)
-        _, errors = program.communicate(120)
-        assert program.returncode == (-signal.SIGKILL if step else 0), errors
-        assert "of others" not in errors
-    assert shown(logs)["loss"] == list(range(1, 61))
-
-
-def test_a_run_of_a_living_process_is_another_one(tmp_path: pathlib.Path, caplog: Any, monkeypatch: Any) -> None:
+def test_a_run_of_a_living_process_is_another_one(tmp_path, caplog, monkeypatch):
     """Two programs with one logdir, of which neither has a checkpoint_dir."""
     run(tmp_path, None, 20, stop=3)
     path = tmp_path / "starts/model.000001.json"
@@ -234,7 +200,7 @@ def test_a_run_of_a_living_process_is_another_one(tmp_path: pathlib.Path, caplog
     assert shown(tmp_path)["loss"] == [1, 2, 3, *range(1, 6)]
 
 
-def test_a_run_without_checkpoints_that_finished_is_another_one(tmp_path: pathlib.Path, caplog: Any) -> None:
+def test_a_run_without_checkpoints_that_finished_is_another_one(tmp_path, caplog):
     run(tmp_path, None, 20)
     run(tmp_path, None, 5)
     assert shown(tmp_path)["loss"] == [*ALL, *range(1, 6)]

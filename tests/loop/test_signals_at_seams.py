@@ -5,7 +5,6 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +21,16 @@ MAIN = Path(jstep.__file__).parent / "loop"
 
 
 class Closes(RunHook):
-    """Receives a signal while the run closes."""
-
-    def __init__(self, *numbers: int) -> None:
+    def __init__(self, *numbers):
         self.numbers = numbers
 
-    def close(self) -> None:
+    def close(self):
         super().close()
         for number in self.numbers:
             os.kill(os.getpid(), number)
 
 
-def test_while_a_run_closes_after_an_error(tmp_path: Path) -> None:
-    """The signal takes effect, and the error is its context."""
+def test_while_a_run_closes_after_an_error(tmp_path):
 
     with pytest.raises(jstep.Preempted) as caught:
         train(
@@ -46,16 +42,12 @@ def test_while_a_run_closes_after_an_error(tmp_path: Path) -> None:
 
 
 class AtLine:
-    """Sends a signal at the n-th line of jstep's loop that is executed after the last call of a run.
+    """Sends a signal at the n-th line of jstep's loop after the last call of a run; a large n only counts the lines."""
 
-    Args:
-        n: The line; a large number sends none, and counts the lines.
-    """
-
-    def __init__(self, n: int) -> None:
+    def __init__(self, n):
         self.n, self.seen, self.where = n, 0, ""
 
-    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
+    def __call__(self, frame, event, argument):
         if Path(frame.f_code.co_filename).parent != MAIN:
             return None
         owner = frame.f_locals.get("self")
@@ -68,8 +60,7 @@ class AtLine:
                 signal.raise_signal(signal.SIGTERM)
         return self
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run `train`, and return the exception that it raised, or None."""
+    def run(self, *args, **kwargs):
         before = sys.gettrace()
         sys.settrace(self)
         try:
@@ -82,17 +73,14 @@ class AtLine:
 
 
 class Ends(jstep.Hook):
-    """Returns a state at the end."""
-
-    def end(self, step: int, state: Any) -> Any:
+    def end(self, step, state):
         return state.replace(params=jax.tree.map(lambda leaf: 2 * leaf, state.params))
 
 
-def check_line(n: int, directory: Path) -> int:
-    """Send a signal at a line; the run leaves, and the next start ends as if there had been none."""
+def check_line(n, directory):
     at = AtLine(n)
     hooks = [Ends(), jstep.LoggingHook(every_n_steps=2)]
-    received: list[int] = []
+    received = []
     handler = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
         error = at.run(5, hooks=hooks, checkpoint_dir=directory, save_checkpoint_steps=5)
@@ -111,7 +99,7 @@ def check_line(n: int, directory: Path) -> int:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("part", ["some", *map(str, range(6))])
-def test_at_each_line_of_the_last_phase(part: str, tmp_path: Path) -> None:
+def test_at_each_line_of_the_last_phase(part, tmp_path):
     lines = check_line(10**9, tmp_path / "all")
     assert lines > 100
     for n in range(7, lines + 1, 83) if part == "some" else range(1 + int(part), lines + 1, 6):
@@ -120,23 +108,21 @@ def test_at_each_line_of_the_last_phase(part: str, tmp_path: Path) -> None:
 
 @pytest.mark.thorough(except_for=["1"])
 @pytest.mark.parametrize("steps_per_call", [1, 2])
-def test_while_a_program_is_compiled_for_new_shapes(
-    steps_per_call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_while_a_program_is_compiled_for_new_shapes(steps_per_call, tmp_path, monkeypatch):
     """The state before the call is saved, and the run leaves without the program: here, that never comes."""
     from jstep.loop import compiling
 
     released, reached, apart = threading.Event(), [], compiling.compile_apart
 
     class NeverCompiled:
-        def compile(self) -> None:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)  # type: ignore[arg-type]
+        def compile(self):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
             released.wait(60)
 
-    def compile_apart(lowered: Any, signals: Any, *, may_leave: bool) -> None:
+    def compile_apart(lowered, signals, *, may_leave):
         apart(NeverCompiled() if reached else lowered, signals, may_leave=may_leave)
 
-    def batches(n: int) -> Any:
+    def batches(n):
         if n == 4:
             reached.append(n)
         return np.ones((8 if n < 4 else 16, 2), np.float32)
@@ -154,27 +140,25 @@ def test_while_a_program_is_compiled_for_new_shapes(
 class LargeReplay:
     """Batches that are made with the state, and whose position is too large to be copied before each of them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.made, self.memory = 0, np.zeros(20_000)
 
-    def __call__(self, step: int, state: Any) -> Any:
+    def __call__(self, step, state):
         self.made += 1
         return np.full((4, 2), self.made, np.float32)
 
-    def get_state(self) -> Any:
+    def get_state(self):
         return {"made": self.made, "memory": self.memory}
 
-    def set_state(self, value: Any) -> None:
+    def set_state(self, value):
         self.made = value["made"]
 
 
-def mean_of_products(params: Any, x: Any) -> Any:
+def mean_of_products(params, x):
     return jnp.mean(x @ params["w"])
 
 
-def test_while_a_later_stage_is_waited_for_a_batch_that_cannot_be_made_again_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_while_a_later_stage_is_waited_for_a_batch_that_cannot_be_made_again_is_used(tmp_path, monkeypatch):
     """A checkpoint without the position of its batches would begin them anew."""
     from jstep.loop.programs import ProgramTable
     from jstep.loop.signals import StopSignals
@@ -182,18 +166,18 @@ def test_while_a_later_stage_is_waited_for_a_batch_that_cannot_be_made_again_is_
     wait_for, compile_stage, sent, released = StopSignals.wait_for, ProgramTable.compile, [], threading.Event()
     latest = [0]
 
-    def slow(*args: Any) -> None:
+    def slow(*args):
         released.wait(60)
         compile_stage(*args)
 
-    def waits(signals: Any, future: Any, *, may_leave: bool) -> None:
+    def waits(signals, future, *, may_leave):
         if latest == [3] and not sent:
             sent.append(may_leave)
             os.kill(os.getpid(), signal.SIGTERM)
             threading.Timer(0.5, released.set).start()  # after the loop has looked whether it leaves
         wait_for(signals, future, may_leave=may_leave)
 
-    def keep(n: int, state: Any, metrics: Any) -> None:
+    def keep(n, state, metrics):
         latest[0] = n
 
     monkeypatch.setattr(ProgramTable, "compile", slow)

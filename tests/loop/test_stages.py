@@ -1,8 +1,6 @@
 """`train` with stages: which step is run when, errors before the first step, and compilation in the background."""
 
 import logging
-import signal
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +9,6 @@ import pytest
 from loop_runs import train
 
 import jstep
-from jstep.core.stopwatch import Stopwatch
-from jstep.loop.compiling import CompileJob, Compiler
-from jstep.loop.programs import Boundaries, ProgramTable, as_stages
-from jstep.loop.signals import StopSignals, StopWaiting
 
 BATCHES = [np.full(3, n, np.float32) for n in range(40)]
 
@@ -99,24 +93,6 @@ def test_a_stage_with_another_state_structure(other):
         train_stages({0: NEAR, 6: jstep.minimize(near, other)}, 10)
 
 
-@pytest.mark.parametrize(
-    ("result", "words"),
-    [
-        (lambda state: None, r"must return \(state, metrics\).*got None; "),
-        (lambda state: (state, None), r"must return \(state, metrics\).*got \(TrainState, NoneType\); "),
-        (lambda state: (state, {3: 1.0}), "the name of a metric must be a string, got 3"),
-    ],
-)
-def test_a_function_of_a_later_stage_that_returns_a_wrong_result(result, words):
-
-    def other(state, x):
-        return result(jstep.increment_global_step(state))
-
-    with pytest.raises(TypeError, match=words) as raised:
-        train_stages({0: NEAR, 6: other}, 10)
-    assert jstep.global_step(raised.value.state) == 6
-
-
 def test_a_stage_whose_batch_has_another_shape():
     batches = [*BATCHES[:7], *[np.ones((2, 2), np.float32)] * 33]
     with pytest.raises(ValueError, match=r"train_step\[7\]"):
@@ -131,26 +107,6 @@ def test_batches_that_end_before_a_stage(kind, caplog):
     stages = {0: jstep.minimize(one, OPTIMIZER), 20: FAR}
     assert jstep.global_step(train_stages(stages, 30, batches)) == 8
     assert "ended after step 8" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("stages", "error", "message"),
-    [
-        ({}, ValueError, "train_step"),
-        ({3: NEAR}, ValueError, "step 0"),
-        ({0: NEAR, -1: FAR}, ValueError, "-1"),
-        ({0: NEAR, 1000: "far"}, TypeError, r"train_step\[1000\]"),
-        ({False: NEAR}, TypeError, "False"),
-    ],
-)
-def test_bad_stages(stages, error, message):
-    for call in (
-        lambda: train_stages(stages, 5),
-        lambda: jstep.verify_resume(make_state, stages, BATCHES, 1, 2),
-        lambda: jstep.replay(stages, make_state(), BATCHES, None, 1),
-    ):
-        with pytest.raises(error, match=message):
-            call()
 
 
 # Compilation in the background
@@ -183,12 +139,6 @@ def test_the_next_stage_is_compiled_before_it_is_due(source, steps_per_call, com
     assert not any("again" in m for m in messages)
 
 
-def test_each_stage_after_the_first_is_compiled_before_it_is_due(compiling_threads):
-    first, second, third = steps_of(2.0, 3.0, 4.0)
-    train_stages({0: first, 6: second, 12: third}, 16, BATCHES)
-    assert compiling_threads.count("jstep-compile") == 2
-
-
 def test_batch_shapes_are_compiled_before_they_are_due(compiling_threads):
     step = jstep.minimize(lambda params, x: jnp.mean((x @ params["w"]) ** 2), OPTIMIZER)
     rows = np.arange(50, dtype=np.float32).reshape(50, 1) * np.ones(3, np.float32)
@@ -210,59 +160,3 @@ def test_a_compiler_error_is_raised_at_its_step(caplog):
         train_stages(stages, 10)
     assert jstep.global_step(failed.value.state) == 5
     assert "could not be compiled ahead" in caplog.text
-
-
-@pytest.fixture
-def slow():
-    """A job that waits to be finished, and the events of its start and its end."""
-    started, finish = threading.Event(), threading.Event()
-    return CompileJob(5, "slow", lambda args: started.set() or finish.wait(60)), started, finish
-
-
-def compiler_of(signals):
-    return Compiler(ProgramTable(as_stages(NEAR), state=make_state()), signals, Stopwatch())
-
-
-def test_a_run_that_stops_does_not_wait_for_the_compiler(slow):
-    job, started, finish = slow
-    stop = StopSignals()
-    compiler = compiler_of(stop)
-    compiler.jobs.append(job)
-    compiler.wait(4, may_leave=True)
-    compiler.after((jnp.ones(3),))
-    assert started.wait(60)
-    stop.received = signal.SIGTERM
-    with pytest.raises(StopWaiting):
-        compiler.wait(5, may_leave=True)
-    finish.set()
-    compiler.wait(5, may_leave=False)
-
-
-@pytest.mark.parametrize("is_finished", [False, True])
-def test_only_a_compilation_in_progress_is_reported_at_the_end_of_the_process(is_finished, caplog, slow, monkeypatch):
-    job, started, finish = slow
-    compiler = compiler_of(StopSignals())
-    compiler.jobs.append(job)
-    compiler.after((jnp.ones(3),))
-    assert started.wait(60)
-    if is_finished:
-        finish.set()
-        compiler.wait(5, may_leave=True)
-    compiler.close()
-    finish.set()
-    assert caplog.text.count("cannot be stopped") == (not is_finished)
-
-
-def test_jobs_that_did_not_start_are_left_to_the_step():
-    compiler = compiler_of(StopSignals())
-    compiler.jobs.append(CompileJob(5, "late", lambda *_: pytest.fail("began")))
-    compiler.wait(5, may_leave=True)
-    compiler.after(())
-
-
-def test_of_a_stage_only_so_many_changes_of_shapes_are_compiled_ahead():
-    """The stages after it are compiled ahead whatever it has."""
-    boundaries = Boundaries(as_stages({0: NEAR, 100: FAR}), lambda step: step + 1)
-    assert list(boundaries.starts(0, 300)) == [*range(65), *range(100, 165)]
-    assert list(boundaries.starts(0, 100)) == [*range(65)]
-    assert list(boundaries.starts(70, 80)) == [*range(70, 80)]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from children import end, read_until, start
-from hangs import data, hang, line_of, loss_fn, once_at, train
+from hangs import data, hang, line_of, loss_fn, make_state, once_at, train
 from waiting import TIMEOUT
 
 import jstep
@@ -85,7 +85,6 @@ def slow_device(stuck):
 
 
 def once(stuck, fn, at=1):
-    """Return `fn`, whose call of this number hangs."""
     calls = []
 
     def wrapped(*args, **kwargs):
@@ -101,18 +100,34 @@ def evaluating(stuck):
     return [jstep.EvaluationHook(lambda state: {"x": (state.global_step == 12 and stuck()) or 0.0}, every_n_steps=3)]
 
 
+class Slow(jstep.Saver):
+    """A Saver that hangs once, while it saves or restores."""
+
+    def __init__(self, directory, stuck, method):
+        super().__init__(directory)
+        setattr(self, method, once(stuck, getattr(self, method)))
+
+
+def saved(where):
+    with Saver(where) as saver:
+        saver.save(make_state().replace(global_step=jnp.int32(3)))
+    return where
+
+
 PLACES = {
-    "loader in iter": (r"starting at step 0", lambda stuck: {"batches": Blocks(stuck)}),
-    "compile": (r"compiling step 0's program", lambda stuck: {"step": slow_trace(stuck)}),
+    "loader in iter": (r"starting at step 0", lambda stuck, where: {"batches": Blocks(stuck)}),
+    "compile": (r"compiling step 0's program", lambda stuck, where: {"step": slow_trace(stuck)}),
     "device": (
         r"in a call of steps? 9(?: to \d+)?",
-        lambda stuck: {"step": slow_device(stuck), "batches": lambda step: jnp.full(3, float(step))},
+        lambda stuck, where: {"step": slow_device(stuck), "batches": lambda step: jnp.full(3, float(step))},
     ),
-    "evaluation": (r"in an evaluation at step 12", lambda stuck: {"hooks": evaluating(stuck)}),
+    "evaluation": (r"in an evaluation at step 12", lambda stuck, where: {"hooks": evaluating(stuck)}),
     "numbers for a hook": (
         r"in the hook MetricsHook at step 12",
-        lambda stuck: {"hooks": [jstep.MetricsHook(once(stuck, lambda *_: None, 4), every_n_steps=3)]},
+        lambda stuck, where: {"hooks": [jstep.MetricsHook(once(stuck, lambda *_: None, 4), every_n_steps=3)]},
     ),
+    "restore": ("restoring step 3", lambda stuck, where: {"checkpoint_dir": Slow(saved(where), stuck, "restore")}),
+    "save": ("saving step 20", lambda stuck, where: {"checkpoint_dir": Slow(where, stuck, "save")}),
 }
 
 
@@ -121,13 +136,12 @@ PLACES = {
 def test_the_line_of_each_place(name, tmp_path):
     what, prepare = PLACES[name]
     with hang() as stuck:
-        train(checkpoint_dir=tmp_path, **prepare(stuck))
+        train(**{"checkpoint_dir": tmp_path} | prepare(stuck, tmp_path))
     assert stuck.lines
     assert re.fullmatch(line_of(what, r"hangs\.py:\d+ in __call__", usual="?"), stuck.lines[0])
 
 
 def watch_of(**settings):
-    """A watch without a run."""
     watch = object.__new__(StallWatch)
     watch._hook = jstep.StallHook(**settings)
     watch._index, watch._name = 0, "process 0"
@@ -189,7 +203,8 @@ def test_a_directory_that_cannot_be_written_is_one_warning(tmp_path, caplog):
     with hang(2) as stuck:
         train(batches=once_at(stuck, 9), checkpoint_dir=tmp_path)
     assert sum("the stall cannot be written" in record.getMessage() for record in caplog.records) == 1
-    assert sum("has been waiting for batch 9" in line for line in stuck.lines) >= 2
+    first, second = (float(re.search(r"waiting for batch 9 for ([\d.]+) s", line)[1]) for line in stuck.lines[:2])
+    assert second >= 2 * first - 0.1, "a line at twice the age of the last one"
 
 
 # `StallHook(exit_secs=…)`: exit code 75, the stacks, and the state that is saved; and what is not a stall.

@@ -11,23 +11,10 @@ import pytest
 from loop_runs import DATA, train
 
 import jstep
-from jstep.loop import signals
-from jstep.loop.signals import StopSignals
 
 
 def kill(number, at=5):
-    """A hook that sends a signal to this process at a step."""
     return jstep.every(1, lambda step, *_: os.kill(os.getpid(), number) if step == at else None)
-
-
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM])
-def test_a_signal_saves_and_leaves_with_its_code(number, tmp_path):
-    before = signal.getsignal(number)
-    with pytest.raises(jstep.Preempted, match=f"{signal.Signals(number).name} stopped the run after step 5") as caught:
-        train(50, hooks=[kill(number)], checkpoint_dir=tmp_path)
-    assert caught.value.code == 128 + number
-    assert jstep.Saver(tmp_path).all_steps() == [5]
-    assert signal.getsignal(number) == before
 
 
 def test_a_limit_that_is_over_when_the_run_begins(tmp_path):
@@ -82,26 +69,6 @@ def slowly(step):
     return DATA[step]
 
 
-def test_a_limit_that_ends_after_a_signal_or_the_run_stops_nothing():
-    stop = StopSignals(1000.0)
-    stop.received = signal.SIGINT
-    stop._expire()
-    assert not stop._is_limit
-    stop.received = None
-    stop.end()
-    stop._expire()
-    assert (stop._is_limit, stop.received) == (False, None)
-    stop.check()
-
-
-def test_without_proc_a_signal_with_its_default_action_is_free(monkeypatch):
-    def missing(path):
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(signals, "open", missing, raising=False)
-    assert [signals._is_free(number) for number in (signal.SIGUSR1, signal.SIGINT)] == [True, False]
-
-
 def test_the_time_limit_ends_a_wait(tmp_path):
     def hangs(step):
         if step == 4:
@@ -138,7 +105,6 @@ def test_a_limit_of_centuries_is_none():
 
 @pytest.mark.filterwarnings("ignore")
 def test_handlers_in_a_forked_process():
-    """All of them are those of before, in the order in which runs were nested."""
     read, write = os.pipe()
 
     def child(*_):

@@ -1,16 +1,11 @@
 """`train`: log lines, the progress bar and event files."""
 
-import contextlib
 import logging
 import os
-import pty
-import select
 import sys
-import time
 
 import jax.numpy as jnp
 import pytest
-from children import start
 from loop_runs import OPTIMIZER, Calls, train
 
 import jstep
@@ -91,27 +86,6 @@ def test_event_files(tmp_path):
     assert [step for step, _ in found["global_step/sec"]] == [5, 10, 15, 20]
 
 
-def test_points_before_a_checkpoint_are_on_disk(tmp_path):
-    """A run that is killed after the checkpoint would not write them again."""
-    pytest.importorskip("tensorboard")
-    from jstep.summary import summary_iterator
-
-    seen = {}
-
-    class EventReader(jstep.Hook):
-        def after_step(self, step, state, metrics):
-            for name in os.listdir(tmp_path / "l"):
-                events = summary_iterator(str(tmp_path / "l" / name))
-                seen[step] = [e.step for e in events if any(v.tag == "loss" for v in e.summary.value)]
-
-    train(
-        7, hooks=[EventReader()], checkpoint_dir=tmp_path / "c", save_checkpoint_steps=3, logdir=tmp_path / "l",
-        save_summaries_steps=1, log_steps=None,
-    )  # fmt: skip
-    assert seen[4][:3] == [1, 2, 3]
-    assert seen[7][:6] == [1, 2, 3, 4, 5, 6]
-
-
 def test_summaries_created_in_the_step(tmp_path):
     pytest.importorskip("tensorboard")
     from jstep.summary import summary_iterator
@@ -131,47 +105,3 @@ def test_summaries_created_in_the_step(tmp_path):
 
 
 # `train` with and without a terminal.
-
-
-def on_terminal(script, directory):
-    """Run a program on a pseudo-terminal and return its output."""
-    parent_end, child_end = pty.openpty()
-    process = start(script, directory, stderr=child_end)
-    os.close(child_end)
-    shown = b""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if not select.select([parent_end], [], [], 1)[0]:
-            continue
-        data = b""
-        with contextlib.suppress(OSError):  # raised on Linux when the other end is closed
-            data = os.read(parent_end, 4096)
-        if not data:
-            break
-        shown += data
-    os.close(parent_end)
-    assert process.wait(timeout=60) == 0, shown[-3000:].decode()
-    return shown.decode()
-
-
-@pytest.mark.thorough
-def test_a_progress_bar_on_a_terminal(tmp_path):
-    pytest.importorskip("tqdm")
-    shown = on_terminal("train(30, log_steps=10, progress=False)", tmp_path)
-    assert shown == ""
-    shown = on_terminal("train(30, log_steps=10, progress=None)", tmp_path)
-    assert "30/30" in shown  # although the width of the terminal is unknown
-    assert "loss 0." in shown
-    assert "step/s" in shown
-    assert shown.count("\n") == 1
-
-
-def test_the_logging_configuration_of_the_program_is_kept(capsys, caplog):
-    caplog.set_level(logging.INFO)
-    train(4, log_steps=2, progress=None)
-    assert capsys.readouterr().err == ""
-    assert [record.getMessage()[:6] for record in caplog.records if record.name == "jstep"] == [
-        "first ",
-        "step 2",
-        "step 4",
-    ]

@@ -58,30 +58,6 @@ def test_a_run_that_a_hook_stopped_runs_one_more_step_unless_the_hook_remembers(
     assert ends == steps
 
 
-def test_what_is_read_early_is_read_again_where_that_failed(tmp_path, monkeypatch):
-    """The small parts of a checkpoint are read before the state, which may be that of a newer one."""
-
-    class Remembers(jstep.Hook):
-        def get_state(self):
-            return "the state"
-
-        def set_state(self, value):
-            seen.append(value)
-
-    seen, read, asked = [], jstep.Saver.extra, []
-
-    def fails_once(self, step=None):
-        asked.append(step)
-        if len(asked) == 1:
-            raise OSError("not yet")
-        return read(self, step)
-
-    train(3, hooks=[Remembers()], checkpoint_dir=tmp_path)
-    monkeypatch.setattr(jstep.Saver, "extra", fails_once)
-    assert jstep.global_step(train(5, hooks=[Remembers()], checkpoint_dir=tmp_path)) == 5
-    assert (seen, asked) == (["the state"], [3, 3])
-
-
 def test_an_abstract_state_requires_a_checkpoint(tmp_path):
     abstract = jax.eval_shape(make_state)
     for kwargs in ({}, {"checkpoint_dir": tmp_path}):
@@ -159,7 +135,6 @@ def test_a_last_step_before_the_newest_checkpoint_is_a_warning(tmp_path, caplog)
 
 
 def other_run(kind):
-    """A step and a state of another model or optimizer than the run's own."""
     optimizer = jstep.lion(1e-3) if kind == "optimizer" else jstep.adam(0.1)
     params = {"w": jnp.ones(2)} if kind == "optimizer" else {"v" if kind == "model" else "w": jnp.ones(3)}
 

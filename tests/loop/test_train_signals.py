@@ -80,27 +80,6 @@ train(100, jstep.batches(Rows(), 8), checkpoint_dir=directory)
 
 
 @pytest.mark.thorough
-def test_a_second_sigint_during_a_save_has_a_short_traceback(tmp_path):
-    script = """
-def interrupt(step, state, metrics):
-    os.kill(os.getpid(), signal.SIGINT)
-def save(self, state, extra=None):
-    def deep(n):
-        if n:
-            return deep(n - 1)
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(5)
-    deep(200)
-jstep.Saver.save = save
-train(100, hooks=[jstep.every(5, interrupt)], checkpoint_dir=directory)
-"""
-    _, err = end(start(script, tmp_path), -signal.SIGINT)
-    assert "KeyboardInterrupt: SIGINT was received twice: the run ended immediately, at step 5" in err
-    assert len(err.splitlines()) < 40
-    assert "deep" not in err
-
-
-@pytest.mark.thorough
 def test_a_save_in_progress_ends_after_a_second_sigint(tmp_path):
     script = """
 class Interrupts(jstep.Hook):

@@ -75,21 +75,6 @@ def test_metrics_remain_valid_after_later_steps(tmp_path):
 # Functions
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda tmp: jstep.EarlyStopping("loss"),
-        lambda tmp: jstep.KeepBest(tmp, "loss"),
-    ],
-)
-def test_a_callback_of_evaluations_is_rejected_with_advice(make, tmp_path):
-    hook = jstep.EvaluationHook(lambda state: {"loss": 1.0}, every_n_steps=2)
-    words = r"hooks\[1\]=.*: must be a hook.*EvaluationHook\(evaluate, every_n_steps=…, callbacks=\[…\]\)"
-    for use in (lambda hooks: train(3, hooks=hooks), lambda hooks: jstep.plan(jstep.adam(), 10, hooks=hooks)):
-        with pytest.raises(TypeError, match=words):
-            use([hook, make(tmp_path)])
-
-
 # Results of hooks
 
 
@@ -118,22 +103,6 @@ def test_the_run_continues_with_a_state_that_a_hook_returns(steps_per_call, tmp_
 
 
 # State of hooks
-
-
-def test_hook_state_after_end_is_in_the_last_checkpoint(tmp_path):
-    class Late(jstep.Hook):
-        value = 0
-
-        def end(self, step, state):
-            self.value = 100
-
-        def get_state(self):
-            return self.value
-
-        set_state = print
-
-    train(4, hooks=[Late()], checkpoint_dir=tmp_path, save_checkpoint_steps=4)
-    assert [one["state"] for one in jstep.Saver(tmp_path).extra()["hooks"]] == [100]
 
 
 # Custom Savers and decorated steps
@@ -245,9 +214,3 @@ def test_the_progress_bar_has_no_total(capsys):
     run([X] * 5, hooks=[jstep.ProgressHook(last_step=None, file=file)], progress=False)
     assert "5step" in file.getvalue().replace(" ", "")
     assert "%" not in file.getvalue()
-
-
-def test_no_batch_at_all_is_an_error():
-    with pytest.raises(ValueError, match=r"no batch for step 0, the first of this run \(last_step=None\)") as raised:
-        run([])
-    assert "lower last_step" not in str(raised.value)

@@ -26,13 +26,11 @@ def _open(kind, monkeypatch):
 
 @pytest.fixture
 def fast_retries(monkeypatch):
-    """Repeat failed requests three times, after milliseconds."""
     monkeypatch.setattr(objects, "RETRIES", {"max_retries": 3, "initial_delay": "1ms", "max_delay": "2ms"})
 
 
 @pytest.fixture
 def one_retry(monkeypatch):
-    """Repeat failed requests once, after a millisecond."""
     monkeypatch.setattr(objects, "RETRIES", {"max_retries": 1, "initial_delay": "1ms", "max_delay": "1ms"})
 
 
@@ -47,7 +45,6 @@ def gcs(monkeypatch):
 
 @pytest.fixture
 def s3(monkeypatch):
-    """A fake S3 with the bucket bkt."""
     store = _open(FakeS3, monkeypatch)
     store.page = 3
     yield store

@@ -12,8 +12,6 @@ _CODES = {403: "AccessDenied", 404: "NoSuchBucket", 503: "SlowDown", 500: "Inter
 
 
 class FakeS3(HttpStore):
-    """An S3 with path-style addresses."""
-
     code = None
     """The error code in the body of injected failures; None for the usual one of the status."""
 

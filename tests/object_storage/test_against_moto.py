@@ -1,53 +1,26 @@
 """Object stores tested against moto, which implements much more of S3 than the fake store of the other tests."""
 
 import http.client
-import subprocess
-import sys
-import time
 
 import pytest
 
 from jstep.stores.objects import ABSENT, Objects
 
-pytestmark = pytest.mark.thorough
-
-pytest.importorskip("moto.server", reason="pip install 'moto[s3]' flask flask-cors")
-
-SERVE = """
-import signal; signal.signal(signal.SIGINT, signal.default_int_handler)
-import sys
-from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-server.start()
-print(server.get_host_and_port()[1], flush=True)
-sys.stdin.read()
-server.stop()
-"""
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]
+server = pytest.importorskip("moto.server", reason="pip install 'moto[s3]' flask flask-cors")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def port():
-    """The port of a moto server in a separate process, because its imports raise warnings."""
-    server = subprocess.Popen(
-        [sys.executable, "-c", SERVE],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    number = int(server.stdout.readline())
-    until = time.monotonic() + 30
-    while True:
-        try:
-            connection = http.client.HTTPConnection("127.0.0.1", number, timeout=30)
-            connection.request("PUT", "/bkt")
-            assert connection.getresponse().status == 200
-            connection.close()
-            break
-        except ConnectionError:
-            assert time.monotonic() < until
+    started = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    started.start()
+    number = started.get_host_and_port()[1]
+    connection = http.client.HTTPConnection("127.0.0.1", number, timeout=30)
+    connection.request("PUT", "/bkt")
+    assert connection.getresponse().status == 200
+    connection.close()
     yield number
-    server.communicate("", timeout=30)
+    started.stop()
 
 
 @pytest.fixture

@@ -5,10 +5,11 @@ import re
 
 import jax.numpy as jnp
 import pytest
+from doubles import raising
 from scalar_points import read_scalars
 
 import jstep
-from jstep.stores import growing_files, objects, urls
+from jstep.stores import growing_files, objects
 from jstep.stores.event_files import event_files, find_runs
 from jstep.stores.objects import Objects
 from jstep.summary import SummaryWriter, scalar, summary_iterator
@@ -122,30 +123,6 @@ class SavedByCadence(jstep.Saver):
         return super().save(state, *args, **kwargs)
 
 
-def test_a_resumed_run_shows_each_step_once_beside_a_users_writer(store):
-    optimizer = jstep.sgd(0.1)
-    step = jstep.minimize(lambda p: p["w"] ** 2, optimizer)
-    options = {"save_checkpoint_steps": 4, "save_summaries_steps": 1, "progress": False, "logdir": f"{store.run}/logs"}
-
-    def run(stop):
-        def hook(n, state, metrics):
-            mine.add_summary(scalar("mine", float(n)), n)
-            if n == stop:
-                raise KeyError("killed")
-
-        with SummaryWriter(options["logdir"]) as mine, SavedByCadence(store.run) as saver:
-            state = jstep.TrainState.create({"w": 1.0}, optimizer)
-            with contextlib.suppress(KeyError):
-                jstep.train(
-                    step, state, lambda n: (), 12, checkpoint_dir=saver, hooks=[jstep.every(1, hook)], **options
-                )
-
-    for stop in (7, None):
-        run(stop)
-    found = {tag: [point.step for point in points] for tag, points in read_scalars(options["logdir"]).items()}
-    assert found["loss"] == found["mine"] == list(range(1, 13))
-
-
 def test_a_start_that_died_before_its_first_checkpoint(store, caplog):
     """It has no checkpoint that tells its name; and a page of the run has all of its points."""
     optimizer = jstep.sgd(0.1)
@@ -171,26 +148,11 @@ def test_a_start_that_died_before_its_first_checkpoint(store, caplog):
     assert curve.count(",") == 8
 
 
-@pytest.mark.thorough
-def test_graphs_are_objects(store, capsys):
-    from jstep.summary import write_graph
-    from jstep.tools.cli import main
-
-    path = write_graph(lambda: 1.0, store.run, "sub/graph.pbtxt")
-    assert path == f"{store.run}/sub/graph.pbtxt"
-    parent, name = urls.split_path(path)
-    assert b"node" in objects.Objects(parent).read(name).data
-    assert main(["events", f"{store.run}/missing"]) == 2
-    capsys.readouterr()
-
-
 def test_a_bucket_out_of_reach_is_waited_for_once(monkeypatch):
     """The record and the event files would each try for half a minute."""
 
-    def cannot(*_: object) -> None:
-        raise ConnectionError("s3://bucket/run: cannot list: Could not resolve hostname")
-
-    monkeypatch.setattr(Objects, "list", cannot)
+    cannot = ConnectionError("s3://bucket/run: cannot list: Could not resolve hostname")
+    monkeypatch.setattr(Objects, "list", raising(cannot))
     monkeypatch.setattr("jstep.loop.recorder.StartFile", lambda *_: pytest.fail("waits for the bucket again"))
     optimizer = jstep.gradient_descent(0.1)
     step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)

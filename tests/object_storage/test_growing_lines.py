@@ -10,7 +10,6 @@ from jstep.stores.objects import Objects
 
 @pytest.fixture(params=["a disk", "a bucket"])
 def log(request, tmp_path, gcs, fast_retries):
-    """The path of a log; `read` and `put` access its bytes."""
     if request.param == "a disk":
         return str(tmp_path / "below" / "log.jsonl")
     return "gs://bkt/run/log.jsonl"

@@ -11,7 +11,6 @@ from jstep.checkpoint import manifest
 
 
 def edit_index(store, change):
-    """Change the index of model-1, and update its checksum and that of the manifest."""
     (key,) = [key for key in store.keys("run/model-1/") if "part.0" in key]
     index = json.loads(store.data(key))
     change(index)

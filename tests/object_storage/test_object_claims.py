@@ -82,7 +82,6 @@ def test_claims_are_renewed_periodically(store, monkeypatch):
 
 
 def test_a_conditional_write_prevents_two_commits(store):
-    """If two writers hold the claim, the condition on the manifest lets only one of them commit."""
     with jstep.Saver(store.run) as saver:
         saver.save(state_at(1))
         saver.wait()

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from jstep.stores import objects
-from jstep.stores.objects import ABSENT, Directory, Objects, StoreError, pipelined
+from jstep.stores.objects import ABSENT, Directory, Objects, StoreError
 
 
 @pytest.fixture
@@ -158,29 +158,3 @@ def test_a_list_that_ends_early_is_an_error(gcs, fast_retries, status, page):
     gcs.fail = [("GET", "/o$", None, page), ("GET", "/o$", status, 99)]
     with pytest.raises(PermissionError, match="gs://bkt/run: cannot list"):
         directory.listing()
-
-
-class Operation:
-    """An operation that records whether it was given up."""
-
-    def __init__(self, under_way):
-        self.under_way, self.is_given_up = under_way, False
-        under_way.append(self)
-
-    def result(self):
-        self.under_way.remove(self)
-
-    def give_up(self):
-        self.is_given_up = True
-
-
-def test_operations_are_given_up_when_one_fails():
-    operations = []
-
-    def work():
-        for name, _ in pipelined(((name, Operation(operations)) for name in range(10)), 3):
-            1 / (1 - name)
-
-    with pytest.raises(ZeroDivisionError):
-        work()
-    assert [one.is_given_up for one in operations] == [False, False, True, True]

@@ -14,8 +14,6 @@ pytestmark = pytest.mark.usefixtures("fast_retries")
 
 
 class Buffer(Remembering, jstep.Hook):
-    """A buffer on the host, and a hook with the same."""
-
     def __init__(self):
         self.rows, self.rng = np.zeros((20_000, 2), np.float32), np.random.default_rng(0)
 

@@ -53,15 +53,6 @@ def test_fingerprint_logs_across_restarts(store, caplog):
     assert sorted(fingerprints.read_log(f"{store.run}/logs/fingerprints.jsonl").entries) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_scalars_of_a_run_on_objects(store, capsys):
-    for last, seed in ((5, 0), (8, 1)):
-        run(store.run, last, seed, save_summaries_steps=1)
-    assert main(["events", store.run, "--name", "loss", "--json"]) == 0
-    assert [(one["run"], one["step"]) for one in json.loads(capsys.readouterr().out)] == [
-        ("run", step) for step in range(1, 9)
-    ]
-
-
 def test_keep_best_on_objects(store):
     def loss(params, x):
         return {"loss": jnp.mean((params["w"][None] - x) ** 2)}

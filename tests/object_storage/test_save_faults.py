@@ -15,7 +15,6 @@ pytestmark = pytest.mark.usefixtures("one_retry")
 
 
 def restorable_steps(run):
-    """Return the steps that a reader lists, after restoring each of them."""
     reader = jstep.Saver(run)
     steps = reader.all_steps()
     for step in steps:
@@ -24,7 +23,6 @@ def restorable_steps(run):
 
 
 def orphaned_keys(store, steps):
-    """Return the keys of data that do not belong to a checkpoint."""
     return [key for key in store.keys("run/model-") if int(key.split("-")[1].split("/")[0]) not in steps]
 
 
@@ -151,7 +149,6 @@ def test_resume_is_bitwise_on_objects(store):
 
 
 def read(url):
-    """Return the results of all read operations."""
     reader = jstep.Saver(url)
     back = reader.restore(state_at(0))
     return (

@@ -41,15 +41,3 @@ def test_inspect_diff_and_replay_by_url(store, capsys):
     assert main(["diff", f"{a}/model-2", f"{b}/model-2"]) == 0
     state, args = jstep.replay(STEP, make_state(), lambda step: jnp.float32(step), a, 5)
     assert (jstep.global_step(state), float(args[0])) == (5, 5.0)
-
-
-def test_goodput_of_a_restarted_run(store, capsys):
-    for last_step in (4, 6):
-        jstep.train(
-            STEP, make_state(), lambda step: jnp.float32(step), last_step, checkpoint_dir=store.run, progress=False
-        )
-    times = jstep.goodput(store.run)
-    assert (times.starts, times.steps, times.rewound) == (2, 6, 0.0)
-    assert abs(sum(times.parts.values()) - times.total) < 1e-9
-    assert main(["goodput", store.run]) == 0
-    assert "6 steps" in capsys.readouterr().out

@@ -36,15 +36,7 @@ _DELETED, _TEMPORARY = (".jstep-deleted", ".jstep-replaced"), ".orbax-checkpoint
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A call that failed.
-
-    Attributes:
-        number: The error number.
-        lasts: Whether all later calls failed, too.
-        call: The kind and path of the first one.
-        outcome: Whether the save raised, logged a line, or said nothing.
-        defects: What was wrong afterwards, in words.
-    """
+    """A call that failed, once or from then on, the outcome of the save, and what was wrong afterwards."""
 
     number: int
     lasts: bool
@@ -84,13 +76,7 @@ class _Failing(NamedTuple):
 
 
 class _Trial:
-    """A program with a call that fails, and the checks after it. Each one has a copy of the same folder.
-
-    Attributes:
-        said: What the program raised; "" if nothing.
-        logged: The lines of jstep's log until the failing part ended.
-        could_remove: Whether files could be removed after the call that failed.
-    """
+    """A program with a call that fails, and the checks after it, in a copy of the same folder."""
 
     def __init__(self, folder, fails):
         self.folder, self._fails = folder, fails

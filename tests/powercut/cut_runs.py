@@ -17,15 +17,9 @@ import numpy as np
 from file_calls import mark
 
 import jstep
-from jstep.state import fingerprints
-from jstep.stores.files import replace_file
-from jstep.stores.line_files import open_lines
 
 ACKNOWLEDGED = "acknowledged "
 """Begin of the mark of a save after `wait` returned: the number of the save, or the step of a run."""
-
-FLUSHED = "flushed "
-"""Begin of the mark of a record after it was flushed: its kind and number."""
 
 
 def bits(tree):
@@ -187,27 +181,6 @@ def save_weights(folder, limits):
         mark(f"{ACKNOWLEDGED}{number}")
 
 
-RECORDS = 3
-
-
-def keep_records(folder):
-    """Write summaries, lines and a file that is replaced, each with its own new folders; flush them three times."""
-    lines = open_lines(
-        os.path.join(folder, "lines", "a", fingerprints.FINGERPRINTS_FILE), b'{"step": ', fingerprints.is_line
-    )
-    with jstep.summary.SummaryWriter(os.path.join(folder, "events", "a")) as writer:
-        for number in range(RECORDS):
-            writer.add_summary(jstep.summary.scalar("loss", 0.5), number)
-            writer.flush()
-            mark(f"{FLUSHED}events {number}")
-            lines.write(fingerprints.Entry(number, "0" * 16).line().encode())
-            lines.sync()
-            mark(f"{FLUSHED}lines {number}")
-            replace_file(os.path.join(folder, "files", "a", "file"), str(number).encode())
-            mark(f"{FLUSHED}files {number}")
-    lines.close()
-
-
 def resumed(folder):
     """Run twice, the second time from the checkpoint of the first."""
     train(folder, LAST // 2)
@@ -215,7 +188,6 @@ def resumed(folder):
 
 
 RUNS = {
-    "records": keep_records,
     **{f"saver, {name}": functools.partial(save, saves=saves) for name, saves in SAVES.items()},
     "train": train,
     "train, resumed": resumed,
@@ -231,13 +203,7 @@ def main(name, folder, log):
 
 
 def again(folder, begins, name):
-    """Continue interrupted saves, and record it: those of `disk0` to `log0`, and so on.
-
-    Args:
-        folder: The folder of both.
-        begins: The number of saves that were acknowledged, of each.
-        name: The name of the saves.
-    """
+    """Continue interrupted saves after those acknowledged, and record those of `disk0` to `log0`, and so on."""
     for number, first in enumerate(begins):
         with file_calls.recording(f"{folder}/disk{number}", f"{folder}/log{number}"):
             mark("start")

@@ -5,7 +5,6 @@ import contextlib
 import functools
 import logging
 import os
-import pathlib
 import re
 import shutil
 import tempfile
@@ -62,11 +61,6 @@ def judged(states, judge):
     return dict(found)
 
 
-def counts(found):
-    """Return the number of states of each verdict."""
-    return {verdict: len(states) for verdict, states in sorted(found.items())}
-
-
 def unacceptable(found):
     """Return each other verdict, with how many states have it and what is in the first one's words."""
     return {
@@ -89,16 +83,11 @@ def judge_of(name):
         return saver_judge(cut_runs.SAVES[rest])
     if kind == "weights":
         return weights_judge(cut_runs.WEIGHTS[rest])
-    return records_judge if kind == "records" else train_judge
+    return train_judge
 
 
 def saver_judge(saves, every=10):
-    """Judge states of a Saver; at every tenth state it also saves again.
-
-    Args:
-        saves: The saves that were made.
-        every: Distance of the states at which the next save is tried; None to try none.
-    """
+    """Judge states of a Saver; at every tenth state, or none, it also saves again."""
     expected = [bits(cut_runs.saved_state(step, number)) for number, step in enumerate(saves.steps)]
     template = cut_runs.saved_state(0, 0)
     seen = 0
@@ -240,25 +229,6 @@ def _has_records(folder, restored):
     timed = max((start["step"][1] for start in starts if not start["problem"] and start["step"]), default=restored)
     is_timed = timed >= restored or any(start["problem"] for start in starts)
     return steps <= {point.step for point in series.get("loss", ())} and steps <= set(logged) and is_timed
-
-
-def records_judge(state, folder):
-    """Judge states of summaries, lines and a file by what had been flushed of each."""
-    flushed = [text.removeprefix(cut_runs.FLUSHED).split() for text in state.marks if text.startswith(cut_runs.FLUSHED)]
-    newest = {kind: int(number) for kind, number in flushed}
-    readers = {
-        "events": lambda place: read_scalars(place, on_corrupted=lambda error: None)["loss"][-1].step,
-        "lines": lambda place: max(fingerprints.read_log(os.path.join(place, fingerprints.FINGERPRINTS_FILE)).entries),
-        "files": lambda place: int(pathlib.Path(place, "file").read_text()),
-    }
-    for kind, number in newest.items():
-        try:
-            found = readers[kind](os.path.join(folder, kind, "a"))
-        except (OSError, ValueError, KeyError):
-            return RECORDS_LOST
-        if found < number:
-            return RECORDS_LOST
-    return ACCEPTABLE
 
 
 @functools.cache

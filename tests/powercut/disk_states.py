@@ -31,14 +31,7 @@ _SINGLE, _RANDOM = 24, 6
 
 
 class State(NamedTuple):
-    """A state of the disk.
-
-    Attributes:
-        tree: Its files and folders.
-        marks: The texts that had been marked before the cut; of equal states, the longest list.
-        at: The number of calls before the cut.
-        why: What was lost.
-    """
+    """A state of the disk, the texts marked before the cut, the number of calls before it, and what was lost."""
 
     tree: Tree
     marks: tuple[str, ...]
@@ -59,11 +52,7 @@ class _Data(NamedTuple):
 
 
 class History:
-    """What a record says about each file and folder.
-
-    Args:
-        calls: The record; its first call is the recorded folder itself.
-    """
+    """What a record, whose first call is the recorded folder itself, says about each file and folder."""
 
     def __init__(self, calls):
         assert calls[0].kind == Kind.MKDIR, "the recorded folder comes first"
@@ -124,13 +113,7 @@ class History:
         return self._tree(self._changes, lambda inode: self._content(inode, self.moments[-1], KEPT))
 
     def states(self, model, seed=0, share=1.0):
-        """Yield the states of a model, possibly equal ones.
-
-        Args:
-            model: The model.
-            seed: The seed of the random choices.
-            share: The share of all moments to look at.
-        """
+        """Yield the states of a model, possibly equal ones, at a share of all moments."""
         for at in self.moments:
             rng = random.Random(f"{seed} {at}")
             if at >= self.begin and rng.random() < share:
@@ -238,13 +221,7 @@ def _without(changes, one):
 
 
 def _fates(dirty, rng, each):
-    """Yield what may be left of each file with bytes that no fsync covers.
-
-    Args:
-        dirty: The files, and whether they were made shorter.
-        rng: The random choices.
-        each: Whether to lose the bytes of each file alone, too.
-    """
+    """Yield what may be left of files with bytes that no fsync covers; with `each`, also of each alone."""
     yield {}, "all bytes"
     if not dirty:
         return

@@ -44,17 +44,7 @@ class Kind(enum.IntEnum):
 
 
 class Call(NamedTuple):
-    """A call that succeeded.
-
-    Attributes:
-        kind: What it does.
-        path: Its path, or the text of a mark; "" for a file without a name.
-        other: The second path of RENAME and LINK.
-        inode: The number of the file or folder: of CREATE, MKDIR, WRITE, TRUNCATE and SYNC.
-        at: The position of WRITE, the new size of TRUNCATE.
-        data: The bytes of WRITE.
-        thread: The thread that made it.
-    """
+    """A call that succeeded; the path of a mark is its text, RENAME and LINK have another one."""
 
     kind: Kind
     path: str
@@ -80,11 +70,7 @@ def library():
 
 
 def python(code, *args, timeout=300):
-    """Run a program whose calls can be recorded, with its signals reset, and return what it printed.
-
-    Raises:
-        AssertionError: It failed, or did not end in time.
-    """
+    """Run a program whose calls can be recorded, with its signals reset, and return what it printed."""
     path, reason = library()
     assert path, reason
     env = {**os.environ, "LD_PRELOAD": path, "JAX_PLATFORMS": "cpu"}
@@ -121,12 +107,7 @@ def mark(text):
 
 @contextlib.contextmanager
 def recording(folder, log=None):
-    """Within the block, record all calls below a folder; what is there already counts as durable.
-
-    Args:
-        folder: The folder, without links in its path.
-        log: The file of the record; None to record nothing, so that calls may only fail.
-    """
+    """Record all calls below a folder, in which all is durable; without a log, they may only fail."""
     folder = os.path.realpath(folder)
     fd = -1 if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     if fd >= 0:
@@ -188,19 +169,7 @@ class Failure:
 
 @contextlib.contextmanager
 def failing(at, number, *, kinds=CHANGES, lasts=False):
-    """Within the block, let the n-th call of some kinds fail, and with `lasts` all later ones of them.
-
-    Only calls below the folder of a `recording` are counted, those of all threads.
-
-    Args:
-        at: The number of the call, from 1.
-        number: The error number.
-        kinds: The kinds of calls.
-        lasts: Whether the error lasts until the end of the block.
-
-    Yields:
-        The failure, which is set at the end of the block.
-    """
+    """Let the n-th recorded call of some kinds fail, and with `lasts` all later ones; the failure says which."""
     failure = Failure()
     _loaded().calls_fail(ctypes.c_long(at), sum(1 << kind for kind in kinds), b"", number, int(lasts))
     try:

@@ -7,7 +7,7 @@ from disk_states import MODELS, PREFIX, History, distinct, sampled
 
 MOST = 400
 TRAINS = [name for name in cut_runs.RUNS if name.startswith("train")]
-OTHERS = [*(f"weights, {name}" for name in cut_runs.WEIGHTS), "records"]
+WEIGHTS = [f"weights, {name}" for name in cut_runs.WEIGHTS]
 
 
 @pytest.mark.thorough
@@ -33,7 +33,7 @@ def test_restarts(name, model, record):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", OTHERS)
-def test_states_of_weights_and_records(name, model, record):
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_states_of_weights(name, model, record):
     problems = unacceptable(judged(distinct(History(record(name)).states(model)), judge_of(name)))
     assert not problems
