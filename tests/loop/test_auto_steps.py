@@ -117,3 +117,13 @@ def test_a_program_belongs_to_the_length_for_which_it_was_made(monkeypatch: pyte
     monkeypatch.setattr(programs, "_looped", while_it_is_chosen)
     assert programs.program_for(4, "shapes", lambda: (shape,)).max_steps == 1
     assert [programs.program_for(n, "shapes", lambda: (shape,)).max_steps for n in (3, 4, 5, 6)] == [1, 1, 32, 32]
+
+
+def test_the_longer_program_is_known_to_be_compiled() -> None:
+    """Otherwise its first call would be logged as a compilation for other shapes."""
+    programs = ProgramTable(as_stages(STEP), "auto", state=make_state())
+    args = (jax.ShapeDtypeStruct((2,), np.float32),)
+    assert not programs.program_for(0, "shapes", lambda: args).is_ahead
+    programs.compile_longer(4)
+    programs.switch(4, 0)
+    assert programs.program_for(0, "shapes", lambda: args).is_ahead

@@ -9,8 +9,9 @@ import pytest
 import jstep
 from jstep.core.stopwatch import EVALUATING, FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
 from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, TRACING
+from jstep.hooks.run_hook import RunHook
 from jstep.loop import stalls
-from jstep.loop.setup import BEGINNING, CLOSING, RUNNING, At
+from jstep.loop.setup import BEGINNING, CLOSING, RUNNING, At, Calling
 from jstep.loop.stalls import StallWatch, Wait
 from jstep.metering.in_flight import InFlight
 
@@ -160,6 +161,14 @@ def test_the_others_are_named_or_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "no sign" not in "".join(watch._elsewhere())
 
 
+def test_durations_are_those_of_saves_of_evaluations_and_of_each_method() -> None:
+    hooks: list[Any] = [jstep.StallHook(), *(types.new_class("Own", (RunHook,))() for _ in range(2))]
+    hooks[1].part, hooks[2].part = EVALUATING, SAVING
+    things = [Calling(hook, "after_step").thing for hook in hooks]
+    assert things == [(id(hooks[0]), "after_step"), (id(hooks[1]), EVALUATING), SAVING]
+    assert Calling(hooks[2], "begin").thing == (id(hooks[2]), "begin")
+
+
 def test_the_seconds_that_a_thing_usually_takes() -> None:
     visits = {(WAITING,): [1.0, 3.0, 2.0], (STEPPING, WAITING): [4.0]}
     run = run_of()
@@ -265,6 +274,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(
         stalls.faulthandler, "dump_traceback", lambda file, all_threads: found.append(f"dump {file} {all_threads}")
     )
+    monkeypatch.setattr(stalls, "print", lambda end, flush: found.append(f"flush {flush}"), raising=False)
     monkeypatch.setattr(stalls.logging, "shutdown", lambda: found.append("shutdown"))
     monkeypatch.setattr(stalls.os, "_exit", leave)
     monkeypatch.setattr(stalls.time, "sleep", lambda secs: found.append(f"sleep {secs}"))
@@ -300,7 +310,7 @@ def test_a_process_ends_after_it_has_said_why_and_saved(said: list[str]) -> None
     wait = Wait("batch", "waiting for batch 6", age=61.2345)
     assert ended(watch_of(run, count=1), wait, said) == [
         "process 0 of 3 has been waiting for batch 6 for 61 s: it ends with exit code 75",
-        *("dump 2 True", f"stall {STEPPING} 61.234", "step 5 is saved", "shutdown", "exit 75"),
+        *("dump 2 True", f"stall {STEPPING} 61.234", "step 5 is saved", "flush True", "shutdown", "exit 75"),
     ]
 
 
