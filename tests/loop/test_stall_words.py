@@ -166,7 +166,6 @@ def test_durations_are_those_of_saves_of_evaluations_and_of_each_method() -> Non
     hooks[1].part, hooks[2].part = EVALUATING, SAVING
     things = [Calling(hook, "after_step").thing for hook in hooks]
     assert things == [(id(hooks[0]), "after_step"), (id(hooks[1]), EVALUATING), SAVING]
-    assert Calling(hooks[2], "begin").thing == (id(hooks[2]), "begin")
 
 
 def test_the_seconds_that_a_thing_usually_takes() -> None:
