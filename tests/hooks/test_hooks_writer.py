@@ -1,5 +1,7 @@
 """Hooks without a summary writer write to the `logdir` of `train`."""
 
+import threading
+
 import jax.numpy as jnp
 import pytest
 
@@ -53,3 +55,23 @@ def test_a_hook_with_a_custom_writer_does_not_replace_the_stock_hook(tmp_path):
         run(tmp_path / "run", [jstep.SummarySaverHook(writer, save_steps=1)], save_summaries_steps=4)
     assert tags(tmp_path / "own")["loss"] == [1, 2, 3, 4]
     assert tags(tmp_path / "run")["loss"] == [4]
+
+
+@pytest.mark.thorough
+def test_the_flush_of_a_checkpoint_does_not_wait_for_later_summaries(tmp_path, monkeypatch):
+    """Their arrays may need a process that waits for this checkpoint, or has failed: both waited for ever."""
+    until, flushed = threading.Event(), []
+    with jstep.summary.SummaryWriter(str(tmp_path)) as writer:
+        writer.add_summary(jstep.summary.scalar("early", 1.0), 1)
+        writer.drain()
+        encode = writer._worker._encode
+        writer._worker._encode = lambda *job: until.wait(60) and encode(*job)
+        writer.add_summary(jstep.summary.scalar("late", 1.0), 2)
+        monkeypatch.setattr(writer._worker._sink, "sync", lambda: flushed.append(writer.path))
+        settled = threading.Thread(target=writer.settle)
+        settled.start()
+        settled.join(20)
+        is_settled, flushed_by_it = not settled.is_alive(), flushed[:]
+        until.set()
+    assert is_settled
+    assert flushed_by_it == [writer.path]

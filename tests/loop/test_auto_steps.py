@@ -3,16 +3,17 @@
 import logging
 import types
 
+import jax
 import numpy as np
 import pytest
 from fellows import Fellows
-from loop_runs import OPTIMIZER, train
+from loop_runs import OPTIMIZER, make_state, train
 from waiting import wait_until
 
 import jstep
 from jstep.loop import auto_steps
 from jstep.loop.auto_steps import AutoSteps, choose_max_steps
-from jstep.loop.programs import READ_AHEAD, Chunk
+from jstep.loop.programs import READ_AHEAD, Chunk, ProgramTable, as_stages
 
 STEP = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).mean(), OPTIMIZER)
 
@@ -92,3 +93,13 @@ def test_only_the_first_calls_are_timed(monkeypatch):
     monkeypatch.setattr(AutoSteps, "timed", counted)
     train(100, batches, step=STEP, steps_per_call="auto")
     assert len(timed) == auto_steps._UNTIMED + auto_steps._TIMED
+
+
+def test_the_longer_program_is_known_to_be_compiled() -> None:
+    """Otherwise its first call would be logged as a compilation for other shapes."""
+    programs = ProgramTable(as_stages(STEP), "auto", state=make_state())
+    args = (jax.ShapeDtypeStruct((2,), np.float32),)
+    assert not programs.program_for(0, "shapes", lambda: args).is_ahead
+    programs.compile_longer(4)
+    programs.switch(4, 0)
+    assert programs.program_for(0, "shapes", lambda: args).is_ahead

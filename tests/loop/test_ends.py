@@ -9,6 +9,7 @@ import pytest
 from processes import python
 
 import jstep
+from jstep.loop import stopping
 from jstep.loop.stalls import EXIT_CODE
 
 HERE = Path(__file__).parent
@@ -70,3 +71,12 @@ def test_an_error(phase, tmp_path):
 def test_a_hang(phase, tmp_path):
     python(HERE / "ends.py", phase, "a hang", tmp_path, code=EXIT_CODE, cwd=HERE.parents[1], timeout=120)
     assert saved(tmp_path) == SAVED[phase][2]
+
+
+def test_the_table_has_each_cell():
+    lines = [line for line in (stopping.__doc__ or "").splitlines() if line.startswith("|")]
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    assert len(head) == 5
+    assert [row[0] for row in rows] == ["start", "waiting for a batch", "compiling", "in a call", "in a hook",
+                                        "in an evaluation", "in a save", "closing"]  # fmt: skip
+    assert all(len(row) == 5 and all(row) for row in rows)

@@ -104,4 +104,15 @@ def test_summaries_created_in_the_step(tmp_path):
         assert [step for step, tag in events if tag == "loss"] == [3, 6]
 
 
+def test_the_config_is_written_for_the_tab_of_hyperparameters(tmp_path):
+    pytest.importorskip("tensorboard")
+    from jstep.summary import summary_iterator
+
+    train(1, logdir=tmp_path, log_steps=None, config={"rate": 0.1, "sizes": [2, 3]})
+    (name,) = (name for name in os.listdir(tmp_path) if name != "starts")
+    values = [value for event in summary_iterator(str(tmp_path / name)) for value in event.summary.value]
+    (content,) = (v.metadata.plugin_data.content for v in values if v.tag == "_hparams_/session_start_info")
+    assert [text in content for text in (b"rate", b"[2, 3]")] == [True, True]
+
+
 # `train` with and without a terminal.

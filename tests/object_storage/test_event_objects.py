@@ -5,7 +5,6 @@ import re
 
 import jax.numpy as jnp
 import pytest
-from doubles import raising
 from scalar_points import read_scalars
 
 import jstep
@@ -151,11 +150,13 @@ def test_a_start_that_died_before_its_first_checkpoint(store, caplog):
 def test_a_bucket_out_of_reach_is_waited_for_once(monkeypatch):
     """The record and the event files would each try for half a minute."""
 
-    cannot = ConnectionError("s3://bucket/run: cannot list: Could not resolve hostname")
-    monkeypatch.setattr(Objects, "list", raising(cannot))
+    def cannot(_: object, *names: object) -> None:
+        raise ConnectionError(f"s3://bucket/run: cannot list {names}: Could not resolve hostname")
+
+    monkeypatch.setattr(Objects, "list", cannot)
     monkeypatch.setattr("jstep.loop.recorder.StartFile", lambda *_: pytest.fail("waits for the bucket again"))
     optimizer = jstep.gradient_descent(0.1)
     step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
     state = jstep.TrainState.create({"w": 0.0}, optimizer)
-    with pytest.raises(ConnectionError, match="cannot list"):
+    with pytest.raises(ConnectionError, match=r"cannot list .*starts"):
         jstep.train(step, state, [jnp.ones(())] * 2, 2, logdir="s3://bucket/run", progress=False)

@@ -207,6 +207,10 @@ def test_a_carry_of_another_dtype():
     assert "TrainState.create" in note
 
 
+def test_a_step_has_the_docstring_of_its_function():
+    assert jstep.TrainStep(jstep.increment_global_step).__doc__ == jstep.increment_global_step.__doc__
+
+
 def test_the_step_as_a_number_inside_a_step():
     with pytest.raises(jax.errors.ConcretizationTypeError) as error:
         jstep.TrainStep(lambda s: (s, {"step": jstep.global_step(s)}))(state())

@@ -1,0 +1,339 @@
+"""What the watch for stalls says of each wait, of other processes, and in which order it ends a process."""
+
+import threading
+import types
+from typing import Any
+
+import pytest
+
+import jstep
+from jstep.core.stopwatch import EVALUATING, FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
+from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, TRACING
+from jstep.hooks.run_hook import RunHook
+from jstep.loop import stalls
+from jstep.loop.setup import BEGINNING, CLOSING, RUNNING, At, HookCall
+from jstep.loop.stalls import StallWatch, Wait
+from jstep.metering.in_flight import InFlight
+
+
+def run_of(*, loop: Any = None, **more: Any) -> Any:
+    """A run at step 5 of one that began at step 2, in a call of the steps 5 and 6."""
+    loop = loop or {}
+    place = {
+        "at": At(loop.get("step", 5), None), "first": 2,
+        "calling": None, "phase": RUNNING, "is_over": False, "restoring": None,
+        "is_known": True,
+    }  # fmt: skip
+    fields = {
+        "loop": types.SimpleNamespace(**place | loop),
+        "feeder": types.SimpleNamespace(waiting=False, steps=2, got=3), "saver": None,
+        "transfers": types.SimpleNamespace(owner=None),
+        "options": types.SimpleNamespace(where="runs", checkpoint_prefix="model"),
+        "runner": types.SimpleNamespace(is_checking=False), "fetched": types.SimpleNamespace(count=4),
+        "watch": types.SimpleNamespace(
+            current=STEPPING, lasted={FIRST_CALL: [], SAVING: []}, visits=lambda *_, **__: []
+        ),
+        "dispatch": dispatch_of(), "in_flight": InFlight(),
+    }  # fmt: skip
+    run = types.SimpleNamespace(**fields | more)
+    run.step = run.loop.at.step
+    return run
+
+
+def dispatch_of(*, begun: Any = (), unfinished: float = 0, locked: bool = False) -> Any:
+    table = types.SimpleNamespace(tracing=types.SimpleNamespace(locked=lambda: locked))
+    record = types.SimpleNamespace(unfinished=unfinished)
+    return types.SimpleNamespace(compiler=types.SimpleNamespace(begun=begun, table=table, record=record))
+
+
+def watch_of(run: Any, *, warn: float = 2.0, process: int = 0, count: int = 3, **more: Any) -> StallWatch:
+    """A watch of a stand-in for a run, without a thread."""
+    watch = object.__new__(StallWatch)
+    files = types.SimpleNamespace(others=[], shown=None, period=1.0, finish=lambda fields: None)
+    fields = {
+        "setup": run, "_hook": jstep.StallHook(warn_secs=warn), "_index": process, "_count": count,
+        "_name": "process 0 of 3", "_run": run, "_ident": 1, "_caller": None,
+        "_wait": None, "_files": files, "_step": 5, "_quiet": 0.0,
+    }  # fmt: skip
+    vars(watch).update(fields | more)
+    return watch
+
+
+def of_hook(name: str, thing: Any, *, is_users: bool = True) -> Any:
+    hook = types.SimpleNamespace(name=name)
+    return types.SimpleNamespace(hook=hook, thing=thing, method="after_step", is_users=is_users)
+
+
+def waits() -> dict[str, Any]:
+    """Each wait, by the run that is in it."""
+    base = run_of()
+    waiting = types.SimpleNamespace(**vars(base.feeder) | {"waiting": True})
+    starting = types.SimpleNamespace(**vars(base.watch) | {"current": STARTING})
+    saving = types.SimpleNamespace(**vars(base.watch) | {"current": SAVING})
+    evaluating = of_hook("Loss", None)
+    evaluating.thing = id(evaluating.hook), EVALUATING
+    return {
+        "in a call of steps 5 to 6": run_of(),
+        "in a call of steps 3 to 4": run_of(runner=types.SimpleNamespace(is_checking=True)),
+        "saving step 5": run_of(watch=saving),
+        "in the hook Mine at step 5": run_of(loop={"calling": of_hook("Mine", "thing")}),
+        "in an evaluation at step 5": run_of(loop={"calling": evaluating}),
+        "closing after step 5": run_of(loop={"is_over": True}),
+        "closing after step 5 #2": run_of(watch=saving, loop={"is_over": True, "phase": CLOSING}),
+        "restoring step 3": run_of(loop={"phase": BEGINNING, "restoring": 3}),
+        "starting at step 5": run_of(loop={"phase": BEGINNING}),
+        "starting: it looks for checkpoints": run_of(loop={"phase": BEGINNING, "is_known": False}),
+        "compiling step 5's program": run_of(watch=starting),
+        "waiting for batch 6": run_of(feeder=waiting),
+        "compiling step 5's program #2": run_of(dispatch=dispatch_of(locked=True), feeder=waiting),
+        "compiling step 5's program #3": run_of(dispatch=dispatch_of(unfinished=3)),
+        "in a call of steps 5 to 6 #2": run_of(dispatch=dispatch_of(unfinished=2)),
+        "in a call of steps 2 to 3": run_of(watch=starting, loop={"step": 2}),
+        "compiling step 2's program": run_of(watch=starting, loop={"step": 2}, dispatch=dispatch_of(begun=[1])),
+    }
+
+
+@pytest.mark.parametrize("what", waits())
+def test_what_is_waited_for(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: ())
+    wait, calling = watch_of(run := waits()[what])._wait_of_thread(), run.loop.calling
+    assert wait.what == what.partition(" #")[0]
+    assert calling is None or wait.thing == calling.thing
+
+
+def test_tracing_is_compiling_unless_a_batch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: (TRACING,))
+    runs = waits()
+    assert watch_of(runs["in a call of steps 5 to 6"])._wait_of_thread().kind == "compile"
+    assert watch_of(runs["waiting for batch 6"])._wait_of_thread().kind == "batch"
+    assert watch_of(runs["in the hook Mine at step 5"])._wait_of_thread().kind == "hook"
+
+
+@pytest.mark.parametrize(
+    ("what", "topic"),
+    [
+        ("in a call of steps 5 to 6", "what is due at step 5"),
+        ("starting at step 5", "what is due at step 5"),
+        ("in the hook Mine at step 5", "the hook Mine at step 5"),
+        ("saving step 5", "saving step 5"),
+    ],
+)
+def test_what_processes_agree_on(what: str, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: (AGREEING,))
+    wait = watch_of(waits()[what])._wait_of_thread()
+    assert (wait.kind, wait.thing, wait.what) == (
+        *(stalls.WITH_OTHERS, stalls.WITH_OTHERS),
+        f"waiting for other processes to agree on {topic}",
+    )
+    monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: (AGREEING, AGREEING_ON_SHAPES))
+    assert watch_of(waits()[what])._wait_of_thread().what.endswith("agree on the new shapes of batch 5")
+
+
+def other(process: int, what: str = "waiting for batch 7", kind: str = "batch", **more: Any) -> dict[str, Any]:
+    return {"process": process, "host": f"h{process}", "what": what, "kind": kind, **more}
+
+
+def test_the_others_are_named_or_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stalls.time, "monotonic", lambda: 10.0)
+    agree = "waiting for other processes to agree on what is due at step 4"
+    in_calls = [other(i, "in steps 1 to 4", stalls.CALL, steps=[1, 4]) for i in (1, 2)]
+    agreeing = [other(i, agree, stalls.WITH_OTHERS) for i in (3, 4)]
+    watch = watch_of(run_of(), count=7)
+    files: Any = watch._files
+    files.others = [*in_calls, *agreeing, other(5)]
+    assert list(watch._elsewhere()) == [
+        *("2 others are in steps 1 to 4", f"2 others are {agree}", "process 5 (host h5) is waiting for batch 7"),
+    ]
+    files.others = [in_calls[0], agreeing[0]]  # one of each is named
+    assert list(watch._elsewhere()) == ["process 1 (host h1) is in steps 1 to 4", f"process 3 (host h3) is {agree}"]
+    files.others = [other(i, f"waiting for batch {i}") for i in range(1, 11)]  # eight at most
+    assert len(list(watch._elsewhere())) == 8
+    same = [other(i, "in step 4", stalls.CALL, steps=[4, 4]) for i in (1, 2)]
+    files.others, files.shown = same, 7.5  # 2.5 periods ago, so that the others have had time to answer
+    silent = "no sign of life from processes 3, 4, 5, 6"
+    assert list(watch._elsewhere()) == ["2 others are in step 4", silent]
+    files.others = [*same, *(other(i, f"saving step {i}") for i in (3, 4, 5))]
+    assert list(watch._elsewhere())[-1] == "no sign of life from process 6"
+    files.shown = 7.6
+    assert "no sign" not in "".join(watch._elsewhere())
+    watch.setup.options.where = None  # type: ignore[misc]
+    files.shown = 7.5
+    assert "no sign" not in "".join(watch._elsewhere())
+
+
+def test_durations_are_those_of_saves_of_evaluations_and_of_each_method() -> None:
+    hooks: list[Any] = [jstep.StallHook(), *(types.new_class("Own", (RunHook,))() for _ in range(2))]
+    hooks[1].part, hooks[2].part = EVALUATING, SAVING
+    things = [HookCall(hook, "after_step").thing for hook in hooks]
+    assert things == [(id(hooks[0]), "after_step"), (id(hooks[1]), EVALUATING), SAVING]
+
+
+def test_the_seconds_that_a_thing_usually_takes() -> None:
+    visits = {(WAITING,): [1.0, 3.0, 2.0], (STEPPING, WAITING): [4.0]}
+    run = run_of()
+    run.watch.visits = lambda part, after=None: visits.get((part,) if after is None else (part, after), [])
+    run.watch.lasted |= {"thing": [1.0, 5.0], "other": []}
+    watch = watch_of(run)
+    assert watch._usual(Wait("hook", "", "thing")) == 5.0
+    assert watch._usual(Wait("hook", "", "other")) is None
+    assert watch._usual(Wait("batch", "")) == 2.0
+    assert watch._usual(Wait("compile", "")) == 2.0
+    device = Wait(stalls.CALL, "", steps=(5, 6))
+    run.watch.lasted[FIRST_CALL] = [1.0]
+    assert watch._usual(device) == 2.0  # half of a call of two steps
+    run.watch.lasted[FIRST_CALL] = [3.0]
+    assert watch._usual(device) == 3.0
+    run.in_flight.per_step.extend([0.5, 0.7, 0.6])
+    assert watch._usual(device) == 0.6
+    run.in_flight.per_step.clear()
+    visits[STEPPING, WAITING] = []
+    assert watch._usual(device) is None
+
+
+def looked(
+    says: list[str],
+    *,
+    looks: int = 14,
+    reads: Any = lambda age: 0,
+    has_files: bool = True,
+    shared: bool = False,
+    **more: Any,
+) -> list[Any]:
+    """What a watch says, and what it exchanges, at looks a second apart while the loop waits for one batch."""
+    run = run_of(options=types.SimpleNamespace(where="runs" if has_files else None, checkpoint_prefix="model"))
+    watch = watch_of(run, count=2 if shared else 1, **more)
+    exchanged: list[Any] = []
+    files: Any = watch._files
+    files.exchange = lambda fields, read, at_once=False: exchanged.append((fields and fields(), read, at_once))
+    stand_ins = {
+        "_now": lambda: Wait("batch", "waiting for batch 6", "key"),
+        "_line": lambda wait: f"line at {wait.age:g}",
+        "_exit": lambda wait: says.append(f"exit at {wait.age:g}"),
+        "_fields": lambda wait, stall=True: (wait.age, stall),
+        "_record": lambda wait: says.append(f"recorded after {wait.age:g}"),
+    }
+    for name, fn in stand_ins.items():
+        setattr(watch, name, fn)
+    for age in range(looks):
+        files.reads = reads(age)
+        watch._check(1.0, 1.0)
+    watch._end_wait()
+    return exchanged
+
+
+def test_a_process_at_one_step_reads_whether_others_wait_for_it() -> None:
+    watch, exchanged = watch_of(run_of(), _now=lambda: Wait("batch", "waiting for batch 6")), list[Any]()
+    files: Any = watch._files
+    files.others = [other(1, stall=True)]
+    files.exchange = lambda fields, read: exchanged.append((fields is not None, read))
+    for step in (5, 5, 5, 6):
+        watch.setup.loop.at = At(step, None)
+        watch._check(1.0, 1.0)
+    assert exchanged == [(False, False), (False, False), (True, True), (False, False)]
+
+
+def test_a_line_is_written_at_twice_the_age_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    says: list[str] = []
+    monkeypatch.setattr(stalls, "_log_in_time", says.append)
+    monkeypatch.setattr(StallWatch, "_is_stall", lambda self, wait: wait.age > 2)
+    over = ["process 0 of 3, which was waiting for batch 6, resumed after 13 s", "recorded after 13"]
+    quiet, due = [(None, False, False)] * 3, {3, 6, 12}
+    exchanged = looked(says, has_files=False)
+    assert exchanged == quiet + [((age, True), age in due, age in due) for age in range(3, 14)]
+    assert says == ["line at 3", "line at 6", "line at 12", *over]
+    says.clear()  # the line waits until the files of the others have been read, or four seconds
+    looked(says, has_files=True, reads=lambda age: age // 4)
+    assert says == ["line at 4", "line at 12", *over]
+    says.clear()
+    looked(says, has_files=True)
+    assert says == ["line at 8", *over]
+    says.clear()  # other processes need another read
+    looked(says, has_files=True, shared=True, reads=lambda age: age // 2)
+    assert says == ["line at 6", *over]
+    says.clear()
+    looked(says, looks=6, has_files=False, _hook=jstep.StallHook(warn_secs=1.0, exit_secs=3.5))
+    assert says == ["line at 3", "exit at 4", "exit at 5", over[0].replace("13", "5"), "recorded after 5"]
+
+
+class LeftError(Exception):
+    """In place of the end of the process."""
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is said and done while a process is ended, in order."""
+    found: list[str] = []
+
+    def leave(code: int) -> None:
+        found.append(f"exit {code}")
+        raise LeftError
+
+    monkeypatch.setattr(stalls, "_log_in_time", found.append)
+    monkeypatch.setattr(stalls, "_in_time", lambda fn, seconds=5.0: bool(fn() or seconds))
+    monkeypatch.setattr(
+        stalls.faulthandler, "dump_traceback", lambda file, all_threads: found.append(f"dump {file} {all_threads}")
+    )
+    monkeypatch.setattr(stalls, "print", lambda end, flush: found.append(f"flush {flush}"), raising=False)
+    monkeypatch.setattr(stalls.logging, "shutdown", lambda: found.append("shutdown"))
+    monkeypatch.setattr(stalls.os, "_exit", leave)
+    monkeypatch.setattr(stalls.time, "sleep", lambda secs: found.append(f"sleep {secs}"))
+    monkeypatch.setattr(stalls, "save_while_it_hangs", lambda run: f"step {run.step} is saved")
+    monkeypatch.setattr(stalls._logger, "warning", lambda form, text: found.append(form % text))
+    return found
+
+
+class Recorded:
+    """The file of a start, in which each stall is said."""
+
+    def __init__(self, said: list[str]) -> None:
+        self.said, self.fields, self.due = said, dict[str, Any](stalls=[]), threading.Event()
+
+    def update(self, fields: dict[str, Any]) -> None:
+        (stall,) = fields["stalls"]
+        self.said.append(f"stall {stall['part']} {stall['stalled']}")
+
+
+def ended(watch: StallWatch, wait: Wait, said: list[str]) -> list[str]:
+    written: list[Any] = []
+    files: Any = watch._files
+    files.finish = lambda fields: written.append(fields())
+    watch.setup.loop.file = Recorded(said)  # type: ignore[assignment]
+    with pytest.raises(LeftError):
+        watch._exit(wait)
+    assert (written[0]["exit_code"], written[0]["stall"], written[0]["what"]) == (75, True, wait.what)
+    return said
+
+
+def test_a_process_ends_after_it_has_said_why_and_saved(said: list[str]) -> None:
+    run = run_of(saver=object())
+    wait = Wait("batch", "waiting for batch 6", age=61.2345)
+    assert ended(watch_of(run, count=1), wait, said) == [
+        "process 0 of 3 has been waiting for batch 6 for 61 s: it ends with exit code 75",
+        *("dump 2 True", f"stall {STEPPING} 61.234", "step 5 is saved", "flush True", "shutdown", "exit 75"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "is_saved"),
+    [
+        ("hook", {}, True),
+        ("hook", {"loop": {"calling": of_hook("Mine", 0)}}, True),
+        ("hook", {"loop": {"calling": of_hook("Own", 0, is_users=False)}}, False),
+        ("compile", {}, False),
+        ("batch", {"saver": None}, False),
+        ("batch", {"loop": {"step": 2}}, False),
+        ("batch", {"loop": {"step": 3}}, True),
+    ],
+)
+def test_only_what_hangs_in_code_of_the_user_is_saved(kind: str, more: Any, is_saved: bool, said: list[str]) -> None:
+    run = run_of(**{"saver": object(), **more})
+    done = ended(watch_of(run, count=1), Wait(kind, "hanging", age=61.0), said)
+    assert any("is saved" in line for line in done) is is_saved
+
+
+@pytest.mark.parametrize(("process", "warn", "secs"), [(0, 2.0, 4.0), (1, 2.0, 2.0), (1, 0.5, 1.5), (0, 60.0, 10.0)])
+def test_several_processes_save_nothing_and_leave_process_0_last(
+    process: int, warn: float, secs: float, said: list[str]
+) -> None:
+    watch = watch_of(run_of(saver=object()), process=process, warn=warn)
+    assert ended(watch, Wait("batch", "hanging", age=61.0), said)[-3:] == ["shutdown", f"sleep {secs}", "exit 75"]
