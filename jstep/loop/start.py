@@ -340,7 +340,7 @@ def _warn_if_different(origin: Origin, restored: int, before: object, name: str)
     for hyperparameter, value in origin.held.items():
         if before.get(hyperparameter, value) != value:
             _logger.warning(
-                "state: the held hyperparameter %r is created as %g, but was %g when this run started. The value in %s "
+                "state: the held hyperparameter %r is created as %g, but was %g at the start before. The value in %s "
                 "is used; to change it, call jstep.set_hyperparameter in a hook.",
                 hyperparameter,
                 value,
