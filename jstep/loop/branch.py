@@ -1,6 +1,7 @@
 """Branching with `start_from`: find and validate the checkpoint of another run to begin from."""
 
 import contextlib
+import logging
 import os
 import re
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ RUN_KEY, PARENT_RUN = "run", "parent_run"
 """The keys of the name of the run, also in `extra`, and of that of its parent."""
 _NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
 _PROBLEM = "start_from cannot be read"
+_logger = logging.getLogger("jstep")
 
 
 class Trunk(NamedTuple):
@@ -126,6 +128,18 @@ def open_trunk(options: Options, saver: Saver | None, latest: int | None, given:
     reads, step, is_named = processes.on_all_processes(lambda: _trunk_at(path, prefix), _PROBLEM)
     edited = given or 0
     return _trunk(options, reads, step, edited, is_named=is_named) or _newest_of(options, reads, edited)
+
+
+def warn_of_other_trunk(path: str | None, parent: dict[str, Any] | None) -> None:
+    """Warn that `start_from` is not read, if a run that resumes has not begun from the checkpoint that it names."""
+    name = None if path is None else split_path(path)[1]
+    if name is None or (parent and (not _NAME.fullmatch(name) or name == split_path(parent["path"])[1])):
+        return
+    began = parent["path"] if parent else "no other run's checkpoint"
+    _logger.warning(
+        "start_from=%r: is not read, as checkpoint_dir has checkpoints of this run, which began from %s; for a branch "
+        "of that checkpoint, give another checkpoint_dir", path, began,
+    )  # fmt: skip
 
 
 def _is_in(directory: str, path: str, prefix: str) -> bool:

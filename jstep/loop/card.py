@@ -115,7 +115,8 @@ def shortened(value: object) -> Any:
 
 def program_card(stage: int, traced: Any, constants: Mapping[str, Any], args: Any) -> dict[str, Any]:
     """Return the record of a program: its constant hyperparameters, and a hash of all that the run's bits need."""
-    shapes = [f"{path or 'batch'}: {type_text(leaf)}" for path, leaf in trees.leaves_with_paths(args)]
+    leaves = [(path, leaf, getattr(leaf, "weak_type", False)) for path, leaf in trees.leaves_with_paths(args)]
+    shapes = [f"{path or 'batch'}: {type_text(leaf)}{' weak' * is_weak}" for path, leaf, is_weak in leaves]
     return {
         "stage": stage,
         "batch": shortened(shapes),

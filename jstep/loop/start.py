@@ -41,6 +41,7 @@ from jstep.loop.branch import (
     read_trunk,
     run_of,
     step_of_values,
+    warn_of_other_trunk,
 )
 from jstep.loop.build_hooks import build_hooks
 from jstep.loop.dispatch import Dispatch, warn_of_ended_rate
@@ -206,6 +207,8 @@ def open_checkpoints(setup: Setup, observers: Observers) -> tuple[Saver | None, 
         with contextlib.suppress(Exception):  # `restore` reports the error
             first, extra = origin.latest, extra_at(saver, origin.latest)
         origin = dataclasses.replace(origin, first=first, extra=extra, parent=parent_in(extra))
+        if extra and jax.process_index() == 0:
+            warn_of_other_trunk(options.start_from, origin.parent)
     if trunk is None and options.where is not None:
         origin = _of_copy(setup, options.where, saver, origin)
     processes.on_all_processes(lambda: _notify_opened(options, observers, saver, origin), "the logs cannot be opened")
@@ -337,7 +340,7 @@ def _warn_if_different(origin: Origin, restored: int, before: object, name: str)
     for hyperparameter, value in origin.held.items():
         if before.get(hyperparameter, value) != value:
             _logger.warning(
-                "state: the held hyperparameter %r is created as %g, but was %g when this run started. The value in %s "
+                "state: the held hyperparameter %r is created as %g, but was %g at the start before. The value in %s "
                 "is used; to change it, call jstep.set_hyperparameter in a hook.",
                 hyperparameter,
                 value,

@@ -136,6 +136,8 @@ class StartFile:
             self._is_failing = True
 
     def _write(self, flush: bool) -> None:
+        if self._is_made and not self.is_url and not os.path.isdir(folder := join_path(self.where, FOLDER)):
+            raise FileNotFoundError(f"{folder} was moved or deleted; start the run again where its directory is now")
         if self._is_made or not self._make():
             _replace(path_of(self.where, self.prefix, self.fields["number"]), self.fields, flush=flush)
         if self._card is not None:

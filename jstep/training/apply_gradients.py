@@ -6,6 +6,7 @@ Of the library's training code, only this module advances the global step; users
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -120,6 +121,10 @@ def apply_update(
 def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> Applied:
     step = step_array(state)
     match_gradients(grads, state.params)  # here, because perhaps no element of a chain checks them
+    if not isinstance(state.slots, Mapping):
+        raise TypeError(
+            f"state: its slots must be a dict, got {describe_type(state.slots)}; make them with TrainState.create"
+        )
     held = {name: tree for name, tree in state.slots.items() if name != MODEL_STATE}
     roles = roles_of(optimizer, state.params)
     guards.current_loss_scale(roles, held)

@@ -185,6 +185,22 @@ def test_a_full_disk_is_one_warning_and_ends_no_run(what, tmp_path, monkeypatch,
     ]
 
 
+def test_a_directory_that_is_renamed_while_the_run_goes_on_is_not_made_again(tmp_path, caplog):
+    def batches(step):
+        if step == 7:
+            wait_until(lambda: jstep.latest_checkpoint(tmp_path / "a"))
+            os.rename(tmp_path / "a", tmp_path / "b")
+        return np.ones(3, np.float32)
+
+    with pytest.raises(jstep.CheckpointError, match="renamed"):
+        train(tmp_path / "a", 20, batches, save_checkpoint_steps=5, save_checkpoint_secs=None)
+    assert not (tmp_path / "a").exists()
+    assert f"{tmp_path}/a/starts was moved or deleted" in caplog.text
+    train(tmp_path / "b", 20, lambda step: np.ones(3, np.float32))
+    first, second = record(tmp_path / "b")
+    assert (first["run"], first["copied"]) == (second["run"], second["copied"]) == (first["run"], False)
+
+
 def test_an_error_of_the_card_ends_no_run(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(recorder, "card", lambda *args: 1 / 0)
     train(tmp_path, 2)

@@ -366,3 +366,12 @@ def test_a_custom_step_is_compared(jit, tmp_path, caplog):
 
     assert start(loss, 3) == start(loss, 5) == []
     assert start(doubled, 6) == [TRACED] * jit
+
+
+def test_the_same_step_for_batches_whose_type_is_weak_no_more(tmp_path, caplog):
+    optimizer = jstep.gradient_descent(0.1)
+    step = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), optimizer)
+    for last_step, batch in ((3, jnp.full(2, 1.0)), (6, np.ones(2, np.float32))):
+        state = jstep.TrainState.create({"w": jnp.zeros(2)}, optimizer)
+        jstep.train(step, state, [batch] * 6, last_step, checkpoint_dir=tmp_path)
+    assert reported(caplog) == ([], [])

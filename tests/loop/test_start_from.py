@@ -141,6 +141,20 @@ def test_a_branch_of_a_stopped_run_has_a_fresh_count_and_the_best_of_its_trunk(t
     assert int(train(50, tmp_path / "early", hook, start_from=tmp_path / "trunk" / "model-15").global_step) == 20
 
 
+def test_a_start_from_that_is_not_read_is_a_warning(tmp_path, caplog):
+    train(10, tmp_path / "trunk")
+    train(15, tmp_path / "branch", start_from=tmp_path / "trunk/model-5")
+    train(20, tmp_path / "branch", start_from=tmp_path / "trunk/model-5")
+    train(21, tmp_path / "branch", start_from=tmp_path / "trunk")
+    assert "is not read" not in caplog.text
+    train(25, tmp_path / "branch", start_from=tmp_path / "trunk/model-10")
+    began = f"which began from {tmp_path}/trunk/model-5"
+    assert [began in line for line in caplog.messages if "model-10': is not read" in line] == [True]
+    caplog.clear()
+    train(30, tmp_path / "trunk", start_from=tmp_path / "branch")
+    assert "which began from no other run's checkpoint" in caplog.text
+
+
 def test_a_branch_of_a_branch_and_its_lines(tmp_path, caplog):
     train(10, tmp_path / "a")
     train(20, tmp_path / "b", start_from=tmp_path / "a")

@@ -314,6 +314,14 @@ def test_a_leaf_with_a_dtype_that_is_not_an_array_is_named_too(leaf):
 SHARED_PATH = {"a": {"b": 1.0}, "a/b": 2.0, "c": 3.0}
 
 
+@pytest.mark.parametrize("slots", [(), None])
+def test_a_handmade_state_whose_slots_are_no_dict(slots):
+    optimizer = jstep.adam(0.1)
+    state = jstep.TrainState({"w": jnp.ones(2)}, slots, 0)
+    with pytest.raises(TypeError, match=r"slots must be a dict, got .*; make them with TrainState.create"):
+        jstep.minimize(lambda params: jnp.sum(params["w"]), optimizer)(state)
+
+
 def test_path_shared_by_two_leaves():
     state = jstep.TrainState.create(SHARED_PATH, jstep.adagrad(0.1))
     with pytest.raises(ValueError, match="get_slot: 2 leaves share the path 'a/b'"):
