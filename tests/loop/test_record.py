@@ -11,6 +11,7 @@ import numpy as np
 import processes
 import pytest
 from doubles import raising
+from waiting import wait_until
 
 import jstep
 from jstep.loop import recorder
