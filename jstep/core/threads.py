@@ -24,7 +24,7 @@ import jax
 from jstep.core.meshes import SETTINGS, current_mesh, read_setting
 
 _JOIN_SECS, _POLL_SECS = 0.005, 0.1
-"""The polling interval of `join_thread`, and the longest one of `wait_until_done`."""
+"""The polling intervals of `join_thread` and `wait_until_done`."""
 _R = TypeVar("_R")
 
 
@@ -60,15 +60,34 @@ def join_thread(thread: threading.Thread, timeout: float = math.inf) -> None:
     thread.join()  # only the interpreter's cleanup is left; raises RuntimeError in the thread itself
 
 
-def wait_until_done(future: "Future[Any]", unless: Callable[[], object] | None = None) -> bool:
+class Task(Future[_R]):
+    """The future of a task in the background, for whose end a thread can wait that a signal handler interrupts.
+
+    An exception of the handler inside of `concurrent.futures.wait` would break the locks of the future; a bare lock has
+    no such place.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_over, self._running = False, threading.Lock()
+        self._running.acquire()
+
+    def end(self) -> None:
+        self._is_over = True
+        self._running.release()
+
+    def wait(self, secs: float) -> bool:
+        if not self._is_over and self._running.acquire(timeout=secs):
+            self._running.release()
+        return self._is_over
+
+
+def wait_until_done(task: Task[Any], unless: Callable[[], object] | None = None) -> bool:
     """Wait until a background task is done, or `unless()` is true or raises; return whether it is done."""
-    # Not `concurrent.futures.wait`: an exception of a signal handler inside of it would break the locks of the future.
-    pause = _JOIN_SECS / 10
-    while not future.done():
+    # A signal that arrives just before a wait without a timeout would be handled only after the wait.
+    while not task.wait(_POLL_SECS):
         if unless is not None and unless():
             return False
-        time.sleep(pause)
-        pause = min(1.2 * pause, _POLL_SECS)
     return True
 
 
@@ -91,27 +110,28 @@ def _captured() -> Callable[[Callable[[], None]], None]:
     return lambda fn: variables.run(run, fn)
 
 
-def in_background(fn: Callable[[], _R], *, name: str, daemon: bool = False, exit_secs: float = 0.0) -> "Future[_R]":
+def in_background(fn: Callable[[], _R], *, name: str, daemon: bool = False, exit_secs: float = 0.0) -> Task[_R]:
     """Call a function in a thread, in a copy of the caller's contexts.
 
     A compiler must not be a `daemon`: abandoned at exit, it aborts the process. For one that may compile and may hang,
     the process waits at its exit, for `exit_secs`.
     """
-    future: Future[_R] = Future()
+    task: Task[_R] = Task()
 
     def run() -> None:
         try:
-            future.set_result(fn())
+            task.set_result(fn())
         except BaseException as error:
-            future.set_exception(error)
+            task.set_exception(error)
         finally:
+            task.end()
             atexit.unregister(thread.join)
 
     thread = Thread(target=run, name=name, daemon=daemon)
     if exit_secs:
         atexit.register(thread.join, exit_secs)
     thread.start()
-    return future
+    return task
 
 
 READER_EXIT_SECS = 5.0

@@ -1,4 +1,4 @@
-"""When programs are compiled: in the background before they are due, or at their first call; and the times of a start.
+"""When programs are compiled: in the background before they are due, or at their first call.
 
 All stages are traced before a run begins. A compilation cannot be interrupted, so each runs in a thread of its own, for
 which the loop waits: the wait can be.
@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +18,7 @@ from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.exceptions import forget_frames, note
 from jstep.core.stopwatch import STARTING, Stopwatch
-from jstep.core.threads import MAKING, doing, in_background
+from jstep.core.threads import MAKING, Task, doing, in_background
 from jstep.data.batch_placement import as_shardings, copy_batch, make_placer
 from jstep.data.loaders import Source
 from jstep.data.sequence import BatchSequence
@@ -68,14 +67,14 @@ class Compiler:
         self.table, self._signals, self._watch = table, signals, watch
         self.record = thread_record()
         self.jobs: deque[CompileJob] = deque()
-        self.begun: deque[tuple[CompileJob, Future[None]]] = deque()
+        self.begun: deque[tuple[CompileJob, Task[None]]] = deque()
         self.closed = threading.Event()
         self._sizes: dict[int, int] = {}  # of the steps' program caches
 
     # In the background.
 
     def begin_first(
-        self, start: int, batch_sharding: object, times: "StartTimes", peek: Callable[[Callable[[], bool]], Any]
+        self, start: int, batch_sharding: object, times: StartTimes, peek: Callable[[Callable[[], bool]], Any]
     ) -> None:
         """Compile a run's first program; `peek(is_over)` waits for the first batch or its shapes, or returns None."""
         stage = self.table.stage_of(start)
@@ -225,7 +224,7 @@ def compile_apart(lowered: Any, signals: StopSignals, *, may_leave: bool) -> Non
     thread_record().add(future.result())
 
 
-def _say_at_end(future: "Future[Any]") -> None:
+def _say_at_end(future: Task[Any]) -> None:
     if not future.done():
         _logger.warning("a compilation in the background cannot be stopped: the process ends when it has finished")
 

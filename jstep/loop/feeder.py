@@ -4,12 +4,11 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 from jstep.core.stopwatch import Stopwatch
-from jstep.core.threads import MAKING, READER_EXIT_SECS, doing, in_background, wait_until_done
+from jstep.core.threads import MAKING, READER_EXIT_SECS, Task, doing, in_background, wait_until_done
 from jstep.data.batch_placement import copy_batch
 from jstep.data.loaders import Source
 from jstep.data.positions import LivePosition, StoredPosition
@@ -129,7 +128,7 @@ class FirstBatch:
     def __init__(self, items: CopiedBatches, times: StartTimes) -> None:
         self._items, self._times = items, times
         self._again: Callable[[], CopiedBatches] | None = None
-        self._first: Future[Any] | None = None  # until the loop takes it, so that nothing else holds the batch
+        self._first: Task[Any] | None = None  # until the loop takes it, so that nothing else holds the batch
 
     def start(self, again: Callable[[], CopiedBatches] | None) -> None:
         """Start the thread. If it fails, because the hooks have not begun, `again` makes the batches again."""
@@ -142,7 +141,7 @@ class FirstBatch:
         with self._times.part("first batch"), doing(MAKING):
             return next(self._items, None)
 
-    def take(self) -> "Future[Any] | None":
+    def take(self) -> Task[Any] | None:
         """Wait for the thread; return its future, once, or None."""
         future = self._first
         if future is not None:

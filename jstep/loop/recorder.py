@@ -7,7 +7,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from jstep.core.logs import BELOW_BAR
 from jstep.core.meshes import internal_transfers
 from jstep.core.secret_text import error_text
 from jstep.core.tables import printable
-from jstep.core.threads import in_background, wait_until_done
+from jstep.core.threads import Task, in_background, wait_until_done
 from jstep.data.sequence import BatchSequence
 from jstep.loop.branch import PARENT, PARENT_RUN
 from jstep.loop.card import card, program_card, shortened
@@ -57,14 +57,14 @@ class Recorder(Observer):
         self._run: Run | None = None
         self._pending: dict[str, Any] | None = None  # the latest metrics, until they are ready
         self._numbers: dict[str, dict[str, Any]] = {"values": {}, "best": {}}
-        self._opening: Future[None] | None = None
+        self._opening: Task[None] | None = None
         self._stopped_by: object = None  # the hook that stopped an earlier start
         self._devices: list[Any] = []
         self._saver: Saver | None = None
         self._origin = Origin()
         self._card: dict[str, Any] = {}
         self._kept: Mapping[str, Any] | None = None  # the past of the restored checkpoint, until it is compared
-        self._latest: list[Future[None]] = []  # the newest task of the card; each waits for the one before
+        self._latest: list[Task[None]] = []  # the newest task of the card; each waits for the one before
 
     # The start and the end.
 

@@ -21,14 +21,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from types import FrameType
 from typing import Any
 
 import numpy as np
 
 from jstep.core.exceptions import Picklable
-from jstep.core.threads import wait_until_done
+from jstep.core.threads import Task, wait_until_done
 from jstep.distributed import processes
 
 _logger = logging.getLogger("jstep")
@@ -165,7 +164,7 @@ class StopSignals:
         if self.is_alone and self.received is not None:
             raise StopWaiting
 
-    def wait_for(self, future: "Future[Any]", *, may_leave: bool = True) -> None:
+    def wait_for(self, future: Task[Any], *, may_leave: bool = True) -> None:
         """Wait for a background task; meanwhile check for signals, if the wait may be left."""
         wait_until_done(future, self.check if may_leave else None)
 
