@@ -173,11 +173,3 @@ def test_another_model_or_optimizer_in_an_old_directory_is_named_before_anything
     assert not any("compil" in line for line in messages(caplog, logging.DEBUG))
     with jstep.Saver(tmp_path) as saver:
         assert saver.all_steps() == [3]
-
-
-def test_a_last_step_before_the_newest_checkpoint_is_a_warning_that_names_both(tmp_path, caplog):
-    train(10, checkpoint_dir=tmp_path)
-    caplog.set_level(logging.INFO)
-    assert train(5, checkpoint_dir=tmp_path).global_step == 10
-    (line,) = messages(caplog, logging.WARNING)
-    assert line == ("last_step=5: the run is already at step 10; there is nothing left to run. Give a larger last_step")
