@@ -148,7 +148,7 @@ class Program:
         rows: The number of rows of a batch, if known.
         constants: The constant metrics of the latest call.
         has_failed: Whether it could not be traced or lowered ahead; its first call raises the error.
-        is_ahead: Whether it was compiled before its first call, in place of another of its stage.
+        is_ahead: Whether it was compiled before its first call.
     """
 
     def __init__(
@@ -159,7 +159,6 @@ class Program:
         columns: Any = None,
         *,
         has_failed: bool = False,
-        is_ahead: bool = False,
     ) -> None:
         self.stage, self.step_args, self._columns = stage, step_args, columns
         self.step: Any = stage.single if loop is None else loop
@@ -167,7 +166,7 @@ class Program:
         self.max_steps = 1 if loop is None else loop.max_steps or 1
         self.rows: int | None = None
         self.constants = NO_CONSTANTS
-        self.has_failed, self.is_ahead, self.is_called = has_failed, is_ahead, False
+        self.has_failed, self.is_called, self.is_ahead = has_failed, False, False
 
     def first_call_returned(self, rows: int | None) -> None:
         self.is_called, self.rows = True, rows
@@ -218,6 +217,7 @@ class Program:
             self.has_failed = True
             raise
         lowered.compile()
+        self.is_ahead = True
 
     def repeated(self, chunk: "Chunk", sums: MetricSums) -> Callable[..., Any]:
         """Return a function `repeat(state, *chunk.args)` that adds no metrics; its `donate` is that of the step."""
@@ -314,12 +314,10 @@ class ProgramTable:
             self._programs[key] = program
             return program
 
-    def _looped(
-        self, stage: Stage, max_steps: int | None, step_args: tuple[Any, ...], *, is_ahead: bool = False
-    ) -> tuple[Program, TracedStep]:
+    def _looped(self, stage: Stage, max_steps: int | None, step_args: tuple[Any, ...]) -> tuple[Program, TracedStep]:
         loop = loop_step(stage.step, max_steps, Accumulate(self.sums.limit))
         traced = loop.prepare(self.state_shapes, step_args)
-        return Program(stage, loop, step_args, loop.accumulate(traced), is_ahead=is_ahead), traced
+        return Program(stage, loop, step_args, loop.accumulate(traced)), traced
 
     # Compile programs before they are due.
 
@@ -335,7 +333,7 @@ class ProgramTable:
         for (stage, _, shapes), program in list(self._programs.items()):
             if program.is_looped:
                 with self.tracing:
-                    longer, _ = self._looped(stage, max_steps, program.step_args, is_ahead=True)
+                    longer, _ = self._looped(stage, max_steps, program.step_args)
                 longer.compile(self.state_shapes, program.step_args, self.sums)
                 self._programs[stage, max_steps, shapes] = longer
 
