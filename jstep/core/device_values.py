@@ -82,12 +82,22 @@ def arguments_from_host(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (batch,) if len(args) == 1 else batch
 
 
+_NEVER_CONVERTED: set[type] = set()
+"""Types of arrays on devices, which are found by `isinstance` once: it takes a microsecond."""
+
+
 def are_plain(leaves: Iterable[Any]) -> bool:
     """Whether no leaf needs a conversion for a device; asked at each step, without a call for most leaves."""
     for leaf in leaves:
-        if type(leaf) is np.ndarray:
+        kind = type(leaf)
+        if kind in _NEVER_CONVERTED:
+            continue
+        if kind is np.ndarray:
             is_number = leaf.dtype.isnative and leaf.dtype.kind in "biufc"
             is_wide = leaf.dtype.itemsize == 8 and leaf.dtype.kind in "iu"
+        elif issubclass(kind, jax.Array):  # not a tracer, whose instances may be something else
+            _NEVER_CONVERTED.add(kind)
+            continue
         else:
             is_number, is_wide = isinstance(leaf, jax.Array | float | int), isinstance(leaf, int)
         if not is_number or (is_wide and first_wide(leaf) is not None):

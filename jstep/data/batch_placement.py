@@ -1,6 +1,5 @@
 """Placement of host data on devices by a sharding, on one or several processes: shardings and copies of batches."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -202,7 +201,13 @@ def _place_on_default_device(item: object) -> Any:
 
 
 def copy_batch(item: object, *, fresh: bool = False) -> Any:
-    """Copy a batch into arrays that the loader, which may reuse its buffers, cannot overwrite."""
+    """Copy a batch into arrays that the loader, which may reuse its buffers, cannot overwrite, unless it is `fresh`."""
+    leaves, treedef = copy_leaves(item, fresh=fresh)
+    return treedef.unflatten(leaves)
+
+
+def copy_leaves(item: object, *, fresh: bool) -> tuple[list[Any], Any]:
+    """Return the leaves of the copy of a batch, and its structure."""
     treedef: Any
     leaves, treedef = jax.tree_util.tree_flatten(item)
     if not device_values.are_plain(leaves):
@@ -210,10 +215,7 @@ def copy_batch(item: object, *, fresh: bool = False) -> Any:
             item = jax.tree_util.tree_map_with_path(_as_known, item)
         item = device_values.from_host(item, "batch")
         leaves, treedef = trees.flatten(item)
-    if fresh:
-        return item
-    has_numpy = True in map(isinstance, leaves, itertools.repeat(np.ndarray))
-    return treedef.unflatten(map(_copy, leaves) if has_numpy else leaves)
+    return leaves if fresh else [_copy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves], treedef
 
 
 def _as_known(keys: Any, leaf: Any) -> Any:
@@ -256,10 +258,8 @@ _ALIGNMENT = 64
 """Programs on a CPU use arrays with this alignment, in bytes, in place, and copy others."""
 
 
-def _copy(array: Any) -> Any:
-    """Copy a NumPy array; align a large one, so that a program on a CPU can use it without another copy."""
-    if not isinstance(array, np.ndarray):
-        return array
+def _copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Copy an array; align a large one, so that a program on a CPU can use it without another copy."""
     if array.nbytes < _LARGE:
         return np.array(array, order="C")
     memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)

@@ -103,7 +103,7 @@ class StoredPosition:
         before: The position before the latest batch.
     """
 
-    is_live = False
+    is_live = is_large = False
 
     def __init__(self, begin: Callable[[], Any] | None) -> None:
         self.before: Any = None
@@ -113,8 +113,9 @@ class StoredPosition:
         """Whether the position for a checkpoint, if `is_before` before the latest batch, was not copied."""
         return False
 
-    def begin_fetch(self, finish: Callable[[], object]) -> None:
-        """Begin a batch, which a signal may interrupt unless `finish` is called; only if `is_live`."""
+    def begin_fetch(self) -> bool:
+        """Begin a batch; return whether it may be interrupted; only if `is_live`."""
+        return True
 
     def end_fetch(self, position: object) -> bool:
         """The batch was made; return whether its step must run, as the position before it was not copied."""
@@ -137,6 +138,9 @@ class LivePosition(StoredPosition):
     It is read when a checkpoint is written. If a batch could not be made, or its step failed, it is the position before
     that batch. Large positions are copied only when a checkpoint needs them; making the batch of a position that was
     large once must not be interrupted, or it would be lost.
+
+    Attributes:
+        is_large: Whether the position was large once.
     """
 
     is_live = True
@@ -144,26 +148,26 @@ class LivePosition(StoredPosition):
     def __init__(self, ask: Callable[[], Any], begin: Callable[[], Any] | None) -> None:
         super().__init__(begin)
         self._ask, self.before = ask, self._now
-        self._is_large, self._is_frozen = tagged_json.encoded_size(self.before) > LARGE, True
+        self.is_large, self._is_frozen = tagged_json.encoded_size(self.before) > LARGE, True
 
     def is_lost(self, is_before: bool) -> bool:
-        return self._is_large and self.before is None and (is_before or self._is_frozen)
+        return self.is_large and self.before is None and (is_before or self._is_frozen)
 
-    def begin_fetch(self, finish: Callable[[], object]) -> None:
-        if not self._is_large:
+    def begin_fetch(self) -> bool:
+        if not self.is_large:
             self.before = self._ask()
-            self._is_large = tagged_json.encoded_size(self.before) > LARGE
-        if self._is_large:
-            finish()
-            self.before = None
+            self.is_large = tagged_json.encoded_size(self.before) > LARGE
         self._is_frozen = True
+        return not self.is_large
 
     def mark_exhausted(self) -> None:
-        self._is_frozen = not self._is_large
+        self._is_frozen = not self.is_large
 
     def end_fetch(self, position: object) -> bool:
         self._is_frozen = False
-        return self._is_large
+        if self.is_large:
+            self.before = None
+        return self.is_large
 
     def freeze(self) -> None:
         self.before, self._is_frozen = self.now(), True

@@ -4,6 +4,7 @@ All stages are traced before a run begins. A compilation cannot be interrupted, 
 which the loop waits: the wait can be.
 """
 
+import contextlib
 import functools
 import logging
 import threading
@@ -23,7 +24,7 @@ from jstep.data.batch_placement import as_shardings, copy_batch, make_placer
 from jstep.data.loaders import Source
 from jstep.data.sequence import BatchSequence
 from jstep.loop.programs import Boundaries, Chunk, ProgramTable, Stage, shapes_of, type_text
-from jstep.loop.signals import StopSignals, StopWaiting
+from jstep.loop.signals import StopSignals
 from jstep.loop.start_times import Compiled, StartTimes, thread_record
 from jstep.slots.matching import describe_difference
 from jstep.training.explain import explain
@@ -154,15 +155,11 @@ class Compiler:
             return
         with self.table.compiling(stage.name):
             try:
-                if may_leave:
-                    self._signals.interrupts = StopWaiting
-                    self._signals.check()
-                lowered = program.lower(state, chunk.args, self.table.sums)
+                with self._signals.interrupting() if may_leave else contextlib.nullcontext():
+                    lowered = program.lower(state, chunk.args, self.table.sums)
             except Exception as error:
                 forget_frames(error)
                 return
-            finally:
-                self._signals.finish()
             try:
                 compile_apart(lowered, self._signals, may_leave=may_leave)
             except Exception as error:
@@ -175,8 +172,8 @@ class Compiler:
         program, stage = chunk.program, chunk.program.stage
         size = getattr(program.step, "_cache_size", lambda: self.record.programs)()
         has_grown, self._sizes[id(program.step)] = size > self._sizes.get(id(program.step), 0), size
-        is_first, stage.is_begun = not stage.is_begun, True
-        if has_grown and stage.is_compilable and not is_first and not program.is_ahead:
+        is_first, was_ready = stage.begin(), program.is_ahead and not program.is_called
+        if has_grown and stage.is_compilable and not is_first and not was_ready:
             _logger.info(
                 "compiled %s again for %s: its batch differs from earlier ones in shapes, dtypes or placement (%s), or "
                 "its state in placement",
@@ -184,7 +181,6 @@ class Compiler:
                 _steps(chunk),
                 ", ".join(map(type_text, jax.tree.leaves(chunk.args)[:5])),
             )
-        program.is_ahead = False  # it is compiled again only for other arguments
         return is_first
 
 

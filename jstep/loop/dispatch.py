@@ -60,33 +60,40 @@ class Dispatch:
 
     def __call__(self, state: Tree, chunk: Chunk) -> Any:
         program, compiled = chunk.program, self.compiler.record
-        is_new, before = not program.is_called, compiled.programs
+        before = compiled.programs
         if self._agreed is not None:
             self._agreed.check(state, chunk.args, program)
         if self.compiler.begun or self.compiler.jobs:
             self.compiler.wait(chunk.first, may_leave=not chunk.must_run)
         began = self._watch.clock()
         try:
-            with self._first_call() if self._latest is None else _UNMARKED:
-                if is_new:
-                    self.compiler.compile_due(state, chunk)
-                with jax.profiler.StepTraceAnnotation("train", step_num=chunk.first) if _is_traced() else _UNMARKED:
-                    if self._auto is None or not program.is_looped:
-                        result = program.run(state, chunk, self.table.sums)
-                    else:
-                        result = self._auto.timed(state, chunk)
+            if program.is_called and self._auto is None and not _is_traced():  # else three contexts take a microsecond
+                result = program.run(state, chunk, self.table.sums)
+            else:
+                result = self._run_watched(state, chunk)
         except Exception as error:
             explain_one_argument(error, chunk.args)
             raise
-        if is_new or compiled.programs != before:
+        if not program.is_called or compiled.programs != before:
             self._follow_up(chunk, result, began)
         self._latest = program
-        if self._auto is not None and self._auto.is_over:
-            self._auto = None
         if self.compiler.jobs:
             self.compiler.after(chunk.step_args)
         for after_chunk in self.after_each:
             after_chunk(chunk, result[0])
+        return result
+
+    def _run_watched(self, state: Tree, chunk: Chunk) -> Any:
+        """Run a chunk whose program may have to be compiled, whose time counts, or that a profiler's trace names."""
+        with self._first_call() if self._latest is None else _UNMARKED:
+            if not chunk.program.is_called:
+                self.compiler.compile_due(state, chunk)
+            with jax.profiler.StepTraceAnnotation("train", step_num=chunk.first) if _is_traced() else _UNMARKED:
+                if self._auto is None or not chunk.program.is_looped:
+                    return chunk.program.run(state, chunk, self.table.sums)
+                result = self._auto.timed(state, chunk)
+        if self._auto.is_over:
+            self._auto = None
         return result
 
     def _follow_up(self, chunk: Chunk, result: Any, began: float) -> None:
@@ -95,7 +102,7 @@ class Dispatch:
         if is_first:
             check_result(result)
         if not chunk.program.is_called:
-            chunk.program.is_called, chunk.program.rows = True, chunk.rows()
+            chunk.program.first_call_returned(chunk.rows())
         self._watch.reassign(STARTING, self._watch.clock() - began)
         if is_first:
             if self._latest is None:

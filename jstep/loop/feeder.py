@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from jstep.core.stopwatch import Stopwatch
+from jstep.core.stopwatch import WAITING, Stopwatch
 from jstep.core.threads import MAKING, READER_EXIT_SECS, Task, doing, in_background, wait_until_done
-from jstep.data.batch_placement import copy_batch
+from jstep.data.batch_placement import copy_leaves
 from jstep.data.loaders import Source
 from jstep.data.positions import LivePosition, StoredPosition
 from jstep.data.prefetch import ReaderThread
-from jstep.loop.programs import READ_AHEAD, Chunk, CopiedBatches
+from jstep.loop.programs import READ_AHEAD, Chunk, CopiedBatches, shapes_of_leaves
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.start_times import StartTimes
 from jstep.queues.queues import until_end
@@ -25,7 +25,7 @@ _HAND_OVER = 1e-4
 interpreter's lock twice, which takes tens of microseconds, and longer on a busy machine."""
 
 
-class BatchFeeder:
+class BatchFeeder(Iterator[Chunk]):
     """Iterator over the chunks of a run; the loop, or a thread ahead of it, reads their batches.
 
     The chunks and their order do not depend on which thread reads. A thread starts when waiting for batches took more
@@ -33,8 +33,8 @@ class BatchFeeder:
     state.
 
     Attributes:
-        has_begun: Whether a chunk was requested; until then the positions are those of the restored checkpoint.
         waiting: Whether the loop waits for a chunk.
+        may_stop: Whether that wait may be left: no batch is lost.
         got: The stopwatch time at which the loop received the latest chunk.
         steps: The number of its steps.
         position: The position of the batches.
@@ -42,9 +42,11 @@ class BatchFeeder:
 
     def __init__(self, source: Source, chunks: Iterator[Chunk], signals: StopSignals, watch: Stopwatch) -> None:
         self._made, self._signals, self._watch = chunks, signals, watch
-        self._reader, self._has_thread = ReaderThread(functools.partial(next, chunks)), False
-        self._waited, self._calls, self._checked_at = 0.0, 0, math.inf if source.is_of_state else -math.inf
-        self.has_begun = self.waiting = False
+        self._reader: ReaderThread | None = None
+        self._requests = 0
+        # When the waits were checked last, the seconds waited and the number of requests until then.
+        self._checked = (math.inf if source.is_of_state else -math.inf, 0.0, 0)
+        self.waiting = self.may_stop = False
         self.got = 0.0
         self.steps, self._taken = 1, 0
         self.position = (
@@ -53,26 +55,33 @@ class BatchFeeder:
             else StoredPosition(None if source.is_of_state else source.begin or source.position)
         )
 
-    def __iter__(self) -> "BatchFeeder":
-        return self
+    @property
+    def has_begun(self) -> bool:
+        """Whether a chunk was requested; until then the positions are those of the restored checkpoint."""
+        return self._requests > 0
+
+    def interrupted(self) -> BaseException | None:
+        """Return what a signal raises in the loop's thread: it may end a wait."""
+        return StopWaiting() if self.may_stop else None
 
     def __next__(self) -> Chunk:
-        self.has_begun = self.waiting = True
-        signals, watch, position = self._signals, self._watch, self.position
-        signals.interrupts = StopWaiting
+        watch, position = self._watch, self.position
+        self._requests += 1
+        self.waiting = self.may_stop = True
         before = watch.current
-        asked = watch.switch(watch.waiting)
+        watch.switch(watch.waiting)
         try:
-            if signals.received is not None:
-                signals.check()
-            if self._has_thread:
+            if self._signals.received is not None:
+                self._signals.check()
+            if self._reader is not None:
                 chunk: Chunk = self._reader.take()
                 self._reader.request()
             else:
                 if position.is_live:
-                    position.begin_fetch(signals.finish)
+                    self.may_stop = not position.is_large
+                    self.may_stop = position.begin_fetch()
                 chunk = next(self._made)
-            signals.interrupts = None
+            self.may_stop = False
             # If the wait is interrupted, the position stays before the batch, even if it was partly read.
             chunk.must_run = position.end_fetch(chunk.position)
         except StopIteration:
@@ -80,24 +89,25 @@ class BatchFeeder:
             self.waiting = False
             raise
         finally:
-            signals.interrupts = None
-            got = watch.switch(before)
-        self.waiting, self.got, self.steps = False, got, chunk.steps
+            self.may_stop = False
+            self.got = got = watch.switch(before)
+        self.waiting, self.steps = False, chunk.steps
         self._taken += chunk.steps
-        self._waited, self._calls = self._waited + got - asked, self._calls + 1
-        if got - self._checked_at >= _SECOND:
+        if got - self._checked[0] >= _SECOND:
             self._check_waits(got)
         return chunk
 
     def _check_waits(self, got: float) -> None:
         """Start a thread if the waits of about the last second were too long, ignoring the first batch."""
-        if self._waited > max(_SHARE * (got - self._checked_at), _HAND_OVER * self._calls):
+        checked, before, requests = self._checked
+        waited = self._watch.seconds()[WAITING]
+        if waited - before > max(_SHARE * (got - checked), _HAND_OVER * (self._requests - requests)):
             self._read_ahead()
             got = math.inf  # no other check
-        self._checked_at, self._waited, self._calls = got, 0.0, 0
+        self._checked = got, waited, self._requests
 
     def _read_ahead(self) -> None:
-        self._has_thread = True
+        self._reader = ReaderThread(functools.partial(next, self._made))
         self._reader.request(READ_AHEAD)
 
     def is_position_lost(self, steps: int) -> bool:
@@ -109,16 +119,19 @@ class BatchFeeder:
         return self.position.now() if steps >= self._taken else self.position.before
 
     def close(self) -> None:
-        self._reader.close()
+        if self._reader is not None:
+            self._reader.close()
 
 
 def copy_batches(source: Source, fetched: SimpleNamespace | None = None) -> CopiedBatches:
-    """Yield each batch, copied if other code might write to it, and the position after it."""
+    """Yield each batch, copied if other code might write to it, its shapes, and the position after it."""
     fetched = fetched or SimpleNamespace(count=0)
     # `LivePosition` reads the positions of batches that are made with the state.
     at, fresh = None if source.is_of_state else source.position, source.fresh
     for batch in until_end(source.items):
-        yield copy_batch(batch, fresh=fresh), None if at is None else at()
+        leaves, structure = copy_leaves(batch, fresh=fresh)
+        shapes = shapes_of_leaves(leaves, structure)
+        yield structure.unflatten(leaves), shapes, None if at is None else at()
         fetched.count += 1  # after it was placed: errors name the batch that was not
 
 

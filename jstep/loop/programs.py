@@ -80,6 +80,18 @@ class Stage:
     is_ahead: bool = False
     is_slow: bool = False
 
+    def begin(self) -> bool:
+        """Begin the stage with a call of one of its programs; return whether it is the first one."""
+        is_first, self.is_begun = not self.is_begun, True
+        return is_first
+
+    def run_single(self) -> None:
+        """Run one step per call from now on, because XLA runs its loop much slower."""
+        if not self.is_slow:
+            what = "XLA runs convolutions on a CPU much slower in a loop"
+            _logger.info("%s runs one step per call: %s", self.name, what)
+        self.is_slow = True
+
     @property
     def is_compilable(self) -> bool:
         return hasattr(self.single, "lower")
@@ -136,11 +148,17 @@ class Program:
         rows: The number of rows of a batch, if known.
         constants: The constant metrics of the latest call.
         has_failed: Whether it could not be traced or lowered ahead; its first call raises the error.
-        is_ahead: Whether it was compiled before its first call, in place of another of its stage.
+        is_ahead: Whether it was compiled before its first call.
     """
 
     def __init__(
-        self, stage: Stage, loop: LoopedStep | None = None, step_args: tuple[Any, ...] = (), columns: Any = None
+        self,
+        stage: Stage,
+        loop: LoopedStep | None = None,
+        step_args: tuple[Any, ...] = (),
+        columns: Any = None,
+        *,
+        has_failed: bool = False,
     ) -> None:
         self.stage, self.step_args, self._columns = stage, step_args, columns
         self.step: Any = stage.single if loop is None else loop
@@ -148,7 +166,10 @@ class Program:
         self.max_steps = 1 if loop is None else loop.max_steps or 1
         self.rows: int | None = None
         self.constants = NO_CONSTANTS
-        self.is_called = self.has_failed = self.is_ahead = False
+        self.has_failed, self.is_called, self.is_ahead = has_failed, False, False
+
+    def first_call_returned(self, rows: int | None) -> None:
+        self.is_called, self.rows = True, rows
 
     def run(self, state: Tree, chunk: "Chunk", sums: MetricSums) -> Any:
         """Run the steps of a chunk; return state and last metrics."""
@@ -184,6 +205,19 @@ class Program:
             traced = step.trace(state, *args)
             with internal_transfers():
                 return traced.lower()
+
+    def compile(self, state_shapes: Tree, args: tuple[Any, ...], sums: MetricSums) -> None:
+        """Compile it for the shapes of the arguments of one step, unless it cannot be traced."""
+        if self.has_failed:
+            return
+        args = _stack_shapes(args, self.max_steps) if self.is_stacked else args
+        try:
+            lowered = self.lower(state_shapes, args, sums)
+        except Exception:
+            self.has_failed = True
+            raise
+        lowered.compile()
+        self.is_ahead = True
 
     def repeated(self, chunk: "Chunk", sums: MetricSums) -> Callable[..., Any]:
         """Return a function `repeat(state, *chunk.args)` that adds no metrics; its `donate` is that of the step."""
@@ -268,19 +302,15 @@ class ProgramTable:
         with self.compiling(stage.name) if waits else contextlib.nullcontext(), self.tracing:
             if key in self._programs:
                 return self._programs[key]
-            program = Program(stage)
             try:
-                looped, traced = self._looped(stage, key[1], shapes_of(args()))
-                if not is_slow_in_loops(traced.jaxpr.jaxpr):
-                    program = looped
-                elif not stage.is_slow:
-                    stage.is_slow = True
-                    what = "XLA runs convolutions on a CPU much slower in a loop"
-                    _logger.info("%s runs one step per call: %s", stage.name, what)
+                program, traced = self._looped(stage, key[1], shapes_of(args()))
+                if is_slow_in_loops(traced.jaxpr.jaxpr):
+                    stage.run_single()
+                    program = Program(stage)
             except Exception as error:  # the step that needs it raises and explains it
                 _logger.debug("%s cannot be looped: %s", stage.name, error)
                 forget_frames(error)
-                program.has_failed = True
+                program = Program(stage, has_failed=True)
             self._programs[key] = program
             return program
 
@@ -294,18 +324,9 @@ class ProgramTable:
     def compile(self, step: int, args: tuple[Any, ...]) -> None:
         """Compile the program of chunks from `step`, for the shapes of the arguments of one step."""
         self.stage_of(step).is_ahead = True
-        self._compile(self.program_for(step, shapes_in(trees.args_to_batch(args)), lambda: args), args)
-
-    def _compile(self, program: Program, args: tuple[Any, ...]) -> None:
-        if program.has_failed:
-            return
-        args = _stack_shapes(args, program.max_steps) if program.is_stacked else args
-        try:
-            lowered = program.lower(self.state_shapes, args, self.sums)
-        except Exception:
-            program.has_failed = True
-            raise
-        lowered.compile()
+        shapes = shapes_of_leaves(*trees.flatten(trees.args_to_batch(args)))
+        program = self.program_for(step, shapes, lambda: args)
+        program.compile(self.state_shapes, args, self.sums)
 
     def compile_longer(self, max_steps: int) -> None:
         """Compile loops of up to `max_steps` steps in place of all looped programs."""
@@ -313,8 +334,7 @@ class ProgramTable:
             if program.is_looped:
                 with self.tracing:
                     longer, _ = self._looped(stage, max_steps, program.step_args)
-                self._compile(longer, program.step_args)
-                longer.is_ahead = True
+                longer.compile(self.state_shapes, program.step_args, self.sums)
                 self._programs[stage, max_steps, shapes] = longer
 
     def switch(self, max_steps: int, first: int) -> None:
@@ -359,8 +379,8 @@ class Chunk:
         return sizes.pop() if len(sizes) == 1 else None
 
 
-CopiedBatches = Iterator[tuple[Any, Any]]
-"""Batches that no other code writes to, each with the position after it."""
+CopiedBatches = Iterator[tuple[Any, Any, Any]]
+"""Batches that no other code writes to, each with its shapes and the position after it."""
 ProgramFor = Callable[[int, Any, Callable[[], tuple[Any, ...]]], Any]
 """`program_for(step, shapes, args)`, such as `ProgramTable.program_for`."""
 
@@ -385,16 +405,16 @@ def make_chunks(
             item = item or next(items, None)
             if item is None:
                 return
-            batch, position = item
-            before, shapes = shapes, shapes_in(batch)
+            before = shapes
+            batch, shapes, position = item
             if program is None or program.is_looped or step >= program.stage.stop or shapes != before:
                 program = program_for(step, shapes, functools.partial(_arguments, batch, place_one))
-            some, item = [batch], None
-            while len(some) < min(program.max_steps, end - step) and (item := next(items, None)) is not None:
-                if shapes_in(item[0]) != shapes:
+            some, item, most = [batch], None, min(program.max_steps, end - step)
+            while len(some) < most and (item := next(items, None)) is not None:
+                if item[1] != shapes:
                     break
                 some.append(item[0])
-                position, item = item[1], None
+                position, item = item[2], None
             place = place_one
             if program.is_stacked:
                 batch, place = _stacked(some, program.max_steps), place_stacked
@@ -407,8 +427,7 @@ def _arguments(batch: Tree, place: Callable[[Any], Any] | None) -> tuple[Any, ..
     return batch_to_args(batch if place is None else place(batch))
 
 
-def shapes_in(batch: Tree) -> Any:
-    leaves, structure = jax.tree_util.tree_flatten(batch)
+def shapes_of_leaves(leaves: list[Any], structure: Any) -> Any:
     shapes: list[Any] = [structure]
     for leaf in leaves:
         shapes.append((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf))

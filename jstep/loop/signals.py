@@ -20,7 +20,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -61,24 +61,31 @@ class StopWaiting(BaseException):
     """Raised when the run stops while it waits for a batch or a program; never propagates out of `train`."""
 
 
+Interrupts = Callable[[], BaseException | None]
+
+
+def _nothing() -> None:
+    return None
+
+
 class StopSignals:
     """The signals that stop a run, and its time limit, from `begin` to `end`.
 
     An ignored SIGINT or SIGHUP, as under `nohup` or in a background job, stays ignored. A process forked during
     the run gets the previous handlers.
 
-    The first signal ends the start of a run, and a wait that `interrupts` is set for, unless processes have to agree
-    (`to_stop`). A second SIGINT interrupts anything.
+    The first signal ends the start of a run, and a wait that `interrupts` allows to leave, unless processes have to
+    agree (`to_stop`). A second SIGINT interrupts anything.
 
     Attributes:
-        interrupts: Makes the exception that the first signal raises; None where it only is recorded.
+        interrupts: Returns the exception that the first signal raises, or None where it is only recorded.
         received: The first signal.
     """
 
     def __init__(self, stop_secs: float | None = None) -> None:
         self.is_alone = processes.is_single_process()
         self._before: dict[signal.Signals, Any] = {}
-        self.interrupts: Callable[[], BaseException] | None = None
+        self.interrupts: Interrupts = _nothing
         self.received: signal.Signals | None = None
         self.received_twice = self._is_limit = self._has_agreed = False
         self._timer: threading.Timer | None = None
@@ -151,14 +158,28 @@ class StopSignals:
         self.received = signal.Signals(number)
         if not self.is_alone:
             processes.request_stop()
-        elif self.interrupts is not None:
-            raise self.interrupts()
+        elif (error := self.interrupts()) is not None:
+            raise error
 
     # Waits that a signal interrupts.
 
     def finish(self) -> None:
         """Let no signal interrupt what follows."""
-        self.interrupts = None
+        self.interrupts = _nothing
+
+    def step(self, interrupts: Interrupts) -> None:
+        """Let a signal interrupt the steps of the run where `interrupts` returns an exception."""
+        self.interrupts = interrupts
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """A context that a signal interrupts, also one that was received before."""
+        before, self.interrupts = self.interrupts, StopWaiting
+        try:
+            self.check()
+            yield
+        finally:
+            self.interrupts = before
 
     def check(self) -> None:
         if self.is_alone and self.received is not None:

@@ -4,7 +4,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +19,8 @@ _SECONDS, _MIN_CALLS = 1.0, 2
 """The seconds of work that may be unfinished, and the number of calls that always may be."""
 _SHARE = 0.3
 """The weight of the newest observation in the average duration of a call."""
+_AT_ONCE = 8
+"""The calls after which finished ones are dropped, as asking costs as much as a twentieth of a small step."""
 _LATEST = 64
 """The number of latest durations that are kept."""
 
@@ -49,7 +51,7 @@ class InFlight:
     def add(self, first: int, step: int, state: Tree, metrics: Any) -> None:
         if not self._calls:
             self._busy_since = self._clock()
-        loss = metrics.get(LOSS) if isinstance(metrics, Mapping) and not self._are_donated else None
+        loss = metrics.get(LOSS) if isinstance(metrics, dict) and not self._are_donated else None
         if not isinstance(loss, jax.Array):
             loss = _result(state, None if self._are_donated else metrics)
         self._calls.append((loss, first, step))
@@ -79,6 +81,8 @@ class InFlight:
 
     def make_room(self) -> None:
         """Wait until another call may be dispatched. Errors of calls are left to their results."""
+        if len(self._calls) < min(self.max_calls, _AT_ONCE):
+            return
         self.drop_finished()
         while len(self._calls) >= self.max_calls:
             self._wait_for_one()

@@ -22,12 +22,14 @@ def starts(read, step, calls=3000):
 
     source = open_source(batch, 0, 10**6, None)
     made = make_chunks(copy_batches(source), 0, in_loops(1), ends=range(1, 10**6))
-    feeder = BatchFeeder(source, made, StopSignals(), Stopwatch(clock=lambda: now[0]))
+    watch = Stopwatch(clock=lambda: now[0])
+    feeder = BatchFeeder(source, made, StopSignals(), watch)
     try:
         for n in range(calls):
             next(feeder)
             if n == 0:
                 first[0] = now[0]
+                watch.started()
             if any(thread.name == "jstep-prefetch" for thread in threading.enumerate()):
                 return now[0] - first[0]
             now[0] += step(n) if callable(step) else step
