@@ -33,6 +33,12 @@ def _rebuilt(cls: type[BaseException], args: Any, attributes: dict[str, Any]) ->
     return error
 
 
+class WrongStateError(Picklable):
+    """Base of errors after which the last state of a run must not be saved, unless they say that it may be."""
+
+    may_save = False
+
+
 @contextlib.contextmanager
 def setting(variable: contextvars.ContextVar[Any], value: _T) -> Iterator[_T]:
     token = variable.set(value)

@@ -11,6 +11,7 @@ import numpy as np
 
 from jstep.checkpoint.saver import Saver
 from jstep.core.annotations import Tree
+from jstep.core.exceptions import WrongStateError
 from jstep.core.meshes import internal_transfers
 from jstep.data.loaders import Source
 from jstep.distributed import processes
@@ -237,7 +238,7 @@ class Run(RunInfo):
         if not self.savers:
             return [], ""
         allowing = [hook for hook in self.savers if hook.saver.allow_nonfinite]
-        if getattr(error, "prevents_saving", False):
+        if isinstance(error, WrongStateError) and not error.may_save:
             # A Saver allows NaN and infinity, but not bits that differ from the run's.
             return allowing if isinstance(error, NanLossDuringTrainingError) else [], ""
         bad: dict[str, int] = {}
