@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -33,6 +33,12 @@ def _rebuilt(cls: type[BaseException], args: Any, attributes: dict[str, Any]) ->
     return error
 
 
+class WrongStateError(Picklable):
+    """Base of errors after which the last state of a run must not be saved, unless they say that it may be."""
+
+    may_save = False
+
+
 @contextlib.contextmanager
 def setting(variable: contextvars.ContextVar[Any], value: _T) -> Iterator[_T]:
     token = variable.set(value)
@@ -53,6 +59,20 @@ def note_other(error: BaseException, other: BaseException) -> None:
     if other is not error:
         notes = getattr(other, "__notes__", ())
         note(error, "\n".join([f"Additionally, {type(other).__name__}: {other}", *notes]))
+
+
+def noting(close: Callable[[], object]) -> Callable[[object, BaseException | None, object], None]:
+    """Return an `__exit__` that calls `close`; what it raises is noted on the error that ends the context, if any."""
+
+    def leave(kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            close()
+        except Exception as failure:
+            if error is None:
+                raise
+            note_other(error, failure)
+
+    return leave
 
 
 def with_path(error: OSError, path: str) -> OSError:

@@ -6,7 +6,6 @@ import itertools
 import logging
 import sys
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -120,31 +119,8 @@ class _LineHandler(logging.StreamHandler[Any]):
 
 # Progress of long compilations.
 
-FIRST_SECS, EVERY_SECS = 5.0, 1.0
-"""The seconds after which a compilation is named, and the interval of a running clock."""
-
-
-class Ticker(threading.Thread):
-    """A thread that calls `show(seconds)` after `first` seconds and then every second, until it raises."""
-
-    def __init__(
-        self, show: Callable[[float], object], *, first: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        super().__init__(name="jstep-clock", daemon=True)
-        self._show, self._first, self._clock = show, first, clock
-        self._began, self._over = clock(), threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        wait = self._first
-        with contextlib.suppress(Exception):  # the stream may be closed
-            while not self._over.wait(wait):
-                self._show(self._clock() - self._began)
-                wait = EVERY_SECS
-
-    def stop(self) -> None:
-        self._over.set()
-        self.join()
+FIRST_SECS = 5.0
+"""The seconds after which a compilation is named."""
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """A stopwatch that assigns all time of a run to categories, without gaps."""
 
 import contextlib
+import itertools
 import os
 import time
 from collections import defaultdict, deque
@@ -78,14 +79,10 @@ class Stopwatch:
         self.waiting = WAITING
         self.switch(STEPPING)
 
-    def visits(self, part: str, after: str | None = None) -> list[float]:
-        """Return the seconds of the latest visits of a category, or of those that follow another one."""
+    def visits(self, part: str) -> list[float]:
+        """Return the seconds of the latest visits of a category."""
         marks = list(self._latest)
-        each = zip(marks, marks[1:], marks[2:], strict=False)
-        durations = [
-            then - at for (before, _), (this, at), (_, then) in each if this == part and after in (None, before)
-        ]
-        return durations[-_VISITS:]
+        return [then - at for (this, at), (_, then) in itertools.pairwise(marks) if this == part][-_VISITS:]
 
     def seconds(self) -> dict[str, float]:
         totals, current, since = dict(self._totals), self.current, self._since

@@ -14,7 +14,6 @@ import contextvars
 import math
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -163,7 +162,17 @@ def doing(what: str) -> Iterator[None]:
             del _activities[ident]
 
 
-evaluation_batches_taken = types.SimpleNamespace(count=0)
+class SignsOfLife:
+    """A count that long work increases while it lasts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self) -> None:
+        self.count += 1
+
+
+evaluation_batches_taken = SignsOfLife()
 """The number of batches that evaluators of this process have taken, a sign of life during a long evaluation."""
 
 

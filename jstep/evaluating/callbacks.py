@@ -364,9 +364,9 @@ class Best(NamedTuple):
 class _Complete:
     """Step → path of complete checkpoints; a listener of a `Saver`, which also notifies the run's hooks."""
 
-    def __init__(self) -> None:
+    def __init__(self, notifier: Listener | None = None) -> None:
         self.paths: dict[int, str] = {}
-        self.notifier: Listener | None = None
+        self.notifier = notifier
 
     def saved(self, step: int, path: str) -> None:
         self.paths[step] = path
@@ -443,7 +443,6 @@ class KeepBest(MetricReader):
     def use_run(self, run: RunInfo) -> None:
         """Reject the directory and prefix of the run's own checkpoints."""
         saver, self._is_fresh, self._reports = run.saver, run.restored is None or run.is_new_branch, run.reports
-        self._complete.notifier = None if self._reports is None else self._reports.listener
         self._leave_out = saver.leave_out if self._given is None and saver is not None else self._given
         if saver is None or saver.prefix != self._prefix:
             return
@@ -528,9 +527,9 @@ class KeepBest(MetricReader):
         self.close()
         saver = Saver(self._directory, prefix=self._prefix, max_to_keep=None, leave_out=self._leave_out)
         self._saver = saver
+        self._complete = _Complete(None if self._reports is None else self._reports.listener)
         saver.set_listener(self._complete)
         self.values = {}
-        self._complete.paths.clear()
         for step in saver.all_steps():
             try:
                 kept = saver.extra(step)

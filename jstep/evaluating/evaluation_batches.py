@@ -179,7 +179,7 @@ def place_batches(batches: Iterable[Any], shardings: Tree) -> Iterator[tuple[Any
         yield from _synchronized(each, shardings)
         return
     for args in each:
-        evaluation_batches_taken.count += 1
+        evaluation_batches_taken.add()
         with internal_transfers():  # left before the yield, because the caller's transfers are not internal
             if shardings is not None:
                 args = _map_leaves(
@@ -239,7 +239,7 @@ def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Tree) -> Iterat
         elif last is None and (counts == _ENDED).any():
             raise ValueError("batches: another process has no batch at all; give each process a part")
         last = args
-        evaluation_batches_taken.count += 1
+        evaluation_batches_taken.add()
         if not (counts == _GLOBAL).any():
             with internal_transfers():
                 args = _map_leaves(functools.partial(_global, counts), args, shardings)

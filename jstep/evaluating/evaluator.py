@@ -51,9 +51,7 @@ class EvaluationAbandoned(BaseException):
 def _remember(
     evaluate: Callable[[TrainState], dict[str, float]], call: RecordedCall
 ) -> Callable[[TrainState], dict[str, float]]:
-    if isinstance(evaluate, Evaluator):
-        evaluate.made_by = call
-    return evaluate
+    return dataclasses.replace(evaluate, made_by=call) if isinstance(evaluate, Evaluator) else evaluate
 
 
 @record_calls(_remember, 2)

@@ -11,7 +11,7 @@ import numpy as np
 
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, as_int, check_choice, format_list
-from jstep.core.exceptions import Picklable, note
+from jstep.core.exceptions import WrongStateError, note
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import is_array
 from jstep.distributed import processes
@@ -32,9 +32,7 @@ _logger = logging.getLogger("jstep")
 # Log fingerprints of the state during training.
 
 
-class _OtherBitsError(Picklable, RuntimeError):
-    prevents_saving = True
-
+class _OtherBitsError(WrongStateError, RuntimeError):
     def __init__(self, message: str, step: int, leaves: tuple[str, ...] | None) -> None:
         super().__init__(message)
         self.step, self.leaves = step, leaves

@@ -9,7 +9,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import describe_type, format_value, hook_name
-from jstep.core.exceptions import note
+from jstep.core.exceptions import WrongStateError, note
 from jstep.core.meshes import internal_transfers
 from jstep.core.recorded_calls import ShownAsTyped
 from jstep.slots.matching import describe_difference
@@ -136,6 +136,10 @@ def state_step(state: TrainState) -> int:
         return global_step(state)
 
 
+class WrongStepError(WrongStateError, ValueError):
+    """A state is at another step than the loop."""
+
+
 def check_step(step: int, state: TrainState, first: int | None = None) -> None:
     """Reject a state whose step differs from the loop's; waits for the device.
 
@@ -144,13 +148,11 @@ def check_step(step: int, state: TrainState, first: int | None = None) -> None:
     actual = state_step(state)
     if actual != step:
         did = "" if first is None else f", and changed it from {first} to {actual} in {step - first} step(s)"
-        error: Any = ValueError(
+        raise WrongStepError(
             f"the state's global_step is {actual} after the update that makes step {step}: train_step must advance it "
             f"by one{did}; pass increment_global_step=False to all updates in it (minimize, apply_gradients), and end "
             "it with state = jstep.increment_global_step(state)"
         )
-        error.prevents_saving = True
-        raise error
 
 
 # The hooks that `train` is given, checked before anything is opened.

@@ -163,7 +163,7 @@ class NanLossHook(RunHook):
 
     def _stop(self, message: str, step: int) -> None:
         if self._fail:
-            raise NanLossDuringTrainingError(message, step, prevents_saving=self._bad)
+            raise NanLossDuringTrainingError(message, step, may_save=not self._bad)
         _logger.warning("%s Stopping.", message)
         self.run.stop(hook_name(self))
 

@@ -87,11 +87,6 @@ class Options:
             object.__setattr__(self, name, value)
         if self.save_checkpoint_secs == AUTO and self.save_checkpoint_steps is not None:
             object.__setattr__(self, "save_checkpoint_secs", MAX_SECS)
-        if isinstance(self.save_checkpoint_secs, str) and self.save_checkpoint_secs != AUTO:
-            raise ValueError(
-                f"save_checkpoint_secs={self.save_checkpoint_secs!r}: must be a number of seconds, None (by "
-                "steps alone), or 'auto'"
-            )
         secs = None if self.save_checkpoint_secs == AUTO else self.save_checkpoint_secs
         steps = ("save_checkpoint_steps", self.save_checkpoint_steps)
         make_cadence(steps=steps, secs=("save_checkpoint_secs", secs), required=False)
@@ -117,14 +112,7 @@ def as_steps_per_call(value: object, batches: Tree = None) -> int | str:
 
 def check_locations(checkpoint_dir: object, checkpoint_prefix: str, logdir: object, batch_sharding: object) -> None:
     """Reject invalid directories, prefixes and shardings, opening nothing."""
-    if not isinstance(checkpoint_dir, Saver | str | os.PathLike | None):
-        raise TypeError(
-            f"checkpoint_dir={format_value(checkpoint_dir)}: must be a directory, a URL or a Saver, got "
-            f"{describe_type(checkpoint_dir)}"
-        )
     for name, place in (("checkpoint_dir", checkpoint_dir), ("logdir", logdir)):
-        if isinstance(place, str) and not place.strip():
-            raise ValueError(f"{name}={place!r}: must be a directory or a URL, got an empty string; use None for none")
         if place is not None and not isinstance(place, Saver):
             location(place, name)
     try:

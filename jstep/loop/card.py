@@ -66,16 +66,11 @@ def _argument(name: str, value: Any) -> Any:
     return plain(value, name)
 
 
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {
-        "python": platform.python_version(),
-        "jstep": str(sys.modules["jstep"].__version__),
-    }
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "jstep": str(sys.modules["jstep"].__version__)}
     for name in ("jax", "jaxlib", "orbax-checkpoint"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # such as a checkout on the path
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # such as a checkout on the path
-            versions[name] = getattr(sys.modules.get(name), "__version__", None)
     return versions
 
 

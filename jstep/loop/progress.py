@@ -7,24 +7,23 @@ import logging
 import operator
 import sys
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from jstep.core.checks import as_int, as_number
 from jstep.core.interactive import is_notebook
-from jstep.core.logs import Ticker, slow
+from jstep.core.logs import slow
 from jstep.hooks.history import History
 from jstep.hooks.hook import state_step
 from jstep.hooks.notebook import Below, NotebookBar, ShownLines
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.speed import format_utilization
-from jstep.loop.run import Observer
+from jstep.loop.observer import Observer
 from jstep.loop.setup import Setup
 from jstep.metering.cadence import Cadence, Clock
-from jstep.metering.numbers import TransferQueue, as_numbers, begin_transfer, format_number, scalars, sort_metrics
+from jstep.metering.numbers import TransferQueue, as_numbers, begin_transfer, format_number, scalars
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import LOSS, Metrics
@@ -33,10 +32,7 @@ _logger = logging.getLogger("jstep")
 
 
 class Progress(Observer):
-    """A progress bar on a terminal, or if requested by `train(progress=True)`, in place of log lines.
-
-    Without a bar, a long compilation is shown on its own.
-    """
+    """A progress bar on a terminal, or if requested by `train(progress=True)`, in place of log lines."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -48,15 +44,11 @@ class Progress(Observer):
         self._lines: ShownLines | None = None
         if self._is_shown and wanted is None and is_notebook():
             self._lines = ShownLines()
+            _logger.addHandler(self._lines)
             histories = [hook for hook in setup.options.hooks if isinstance(hook, History)]
             self._hook = _NotebookHook(self._lines, histories, last_step=setup.options.last_step)
         elif self._is_shown and (wanted or is_terminal):
             self._hook = ProgressHook(last_step=setup.options.last_step)
-
-    def __enter__(self) -> "Progress":
-        if self._lines is not None:
-            _logger.addHandler(self._lines)
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._lines is not None:
@@ -65,8 +57,6 @@ class Progress(Observer):
             self._hook.finish()
 
     def compiling(self, name: str) -> contextlib.AbstractContextManager[None]:
-        if self._hook is not None:
-            return self._hook.compiling(name)
         return slow(f"compiling {name}", _logger.info) if self._is_shown else contextlib.nullcontext()
 
     def progress_hook(self) -> "ProgressHook | None":
@@ -77,8 +67,8 @@ class ProgressHook(RunHook):
     """A tqdm progress bar (extra `progress`): the loss, held hyperparameters, results of evaluations, examples/s.
 
     It counts the steps that the device has finished, shows the newest of their metrics that are available, and never
-    waits. Before the first step it shows `compiling`, with the seconds. If the peak of the device is known, it also
-    shows the utilization (see `StepCounterHook`).
+    waits. Before the first step it shows `compiling`. If the peak of the device is known, it also shows the utilization
+    (see `StepCounterHook`).
 
     Args:
         last_step: The step at which the run ends, or None.
@@ -102,7 +92,6 @@ class ProgressHook(RunHook):
         secs = as_number(every_n_secs, "every_n_secs", low=0)
         self.cadence = Cadence(secs=secs, clock=clock, at_last=True, again_at_last=True)
         self._bar: Any = None
-        self._ticker: Ticker | None = None
 
     def _bars(self) -> Callable[..., Any]:
         try:
@@ -117,44 +106,15 @@ class ProgressHook(RunHook):
         self._names = frozenset({LOSS, *held_values(state.slots)})
         first = state_step(state)
         is_over = self._last_step is not None and first >= self._last_step
-        words = {} if is_over else {"postfix": _COMPILING.format(0)}
+        words = {} if is_over else {"postfix": "compiling"}
         self._bar = self._new_bar(
             total=self._last_step, initial=first, unit="step", file=self._file, dynamic_ncols=True, **words
         )
-        if not is_over:
-            self._tick()
         self.run.poll(self, self._restart_clock)
-
-    def _tick(self) -> None:
-        hook = weakref.proxy(self)  # so that the thread ends with a hook that is never closed
-
-        def show(seconds: float) -> None:
-            hook._bar.set_postfix_str(_COMPILING.format(seconds))
-
-        self._ticker = Ticker(show, first=_TICK_SECS, clock=self._clock)
-
-    def _stop_ticking(self, words: str = "") -> None:
-        ticker, self._ticker = self._ticker, None
-        if ticker is not None:
-            ticker.stop()
-            self._bar.set_postfix_str(words, refresh=False)
-
-    @contextlib.contextmanager
-    def compiling(self, name: str) -> Iterator[None]:
-        """Show that the loop waits for a compilation; before the first step the line shows it anyway."""
-        if self._bar is None or self._ticker is not None:
-            yield
-            return
-        words = self._bar.postfix or ""
-        self._tick()
-        try:
-            yield
-        finally:
-            self._stop_ticking(words)
 
     def _restart_clock(self, *, wait: bool = False) -> None:
         """Restart the clock after the first call, so that the remaining time excludes compilation."""
-        self._stop_ticking()
+        self._bar.set_postfix_str("", refresh=False)
         self._bar.unpause()
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
@@ -170,36 +130,30 @@ class ProgressHook(RunHook):
         self._count(max(self.run.in_flight.finished, self._bar.n))
 
     def _count(self, step: int) -> None:
-        self._stop_ticking()
-        if step == self._bar.n:
-            self._bar.refresh()  # the numbers may have changed
-        else:
-            self._bar.update(step - self._bar.n)
+        self._bar.update(step - self._bar.n)
+        self._bar.refresh()  # also if only the numbers have changed
 
     def end(self, step: int, state: TrainState) -> None:
-        self._stop_ticking()
         self._transfers = TransferQueue()
         self._show(self._numbers())
         self._count(step)
-        self._bar.refresh()
 
     def _numbers(self) -> dict[str, Any]:
         return {name: value for name, value in scalars(self.run.metrics or {}).items() if name in self._names}
 
     def _show(self, numbers: dict[str, Any]) -> None:
+        words = ""
         results = [as_numbers(hook.newest[1]) for hook in self.run.evaluations if hook.newest is not None]
-        words = self._words(functools.reduce(operator.or_, results, numbers))
+        for name, value in functools.reduce(operator.or_, results, numbers).items():  # as many as fit
+            more = f"{words}  {format_number({name: value})}".lstrip()
+            words = more if len(more) <= _WIDTH else words
         counter = self.run.reports.counter
         rate = [f"{counter.examples_per_sec:.4g} examples/s"] if counter.examples_per_sec else []
         share = format_utilization(counter.utilization)
         self._bar.set_postfix_str("  ".join([words, *rate, *share]), refresh=False)
 
-    def _words(self, numbers: dict[str, Any]) -> str:
-        return format_number(numbers)
-
     def close(self) -> None:
         if self._bar is not None:
-            self._stop_ticking()
             self._bar.close()
             self._bar = None
         super().close()
@@ -215,23 +169,12 @@ class _NotebookHook(ProgressHook):
         super().__init__(last_step=last_step)
 
     def _bars(self) -> Callable[..., Any]:
-        def bar(**options: Any) -> NotebookBar:
-            below = Below(self.run, self._histories, self._clock, self._lines)
-            return NotebookBar(below=below, clock=self._clock, **options)
-
-        return bar
+        return lambda **options: NotebookBar(
+            below=Below(self.run, self._histories, self._clock, self._lines), clock=self._clock, **options
+        )
 
     def _numbers(self) -> dict[str, Any]:
-        numbers = scalars(self.run.metrics or {})
-        return {name: numbers[name] for name in sort_metrics(numbers, self.run.constant_metrics())}
-
-    def _words(self, numbers: dict[str, Any]) -> str:
-        """Return the numbers that fit beside the bar."""
-        words = ""
-        for name, value in numbers.items():
-            more = f"{words}  {format_number({name: value})}".lstrip()
-            words = more if len(more) <= _WIDTH else words
-        return words
+        return scalars(self.run.metrics or {}, self.run.constant_metrics())
 
     def close(self) -> None:
         """End with the run; `finish` also shows the lines that are logged while it closes."""
@@ -241,8 +184,5 @@ class _NotebookHook(ProgressHook):
         super().close()
 
 
-_COMPILING = "compiling {:.0f} s"
 _WIDTH = 100
-"""The maximum number of characters of metrics beside the bar of a notebook."""
-_TICK_SECS = 1.0
-"""The interval between two updates of the clock, in seconds."""
+"""The maximum number of characters of metrics beside the bar."""

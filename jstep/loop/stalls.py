@@ -5,7 +5,6 @@ batch that the loop waits for, the category of its time, and the earlier duratio
 activities that waiting threads declare (`core.threads.doing`).
 """
 
-import dataclasses
 import faulthandler
 import logging
 import os
@@ -19,26 +18,29 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from concurrent import futures
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jstep.core import threads
 from jstep.core.checks import as_number, hook_name
-from jstep.core.secret_text import error_text
-from jstep.core.stopwatch import EVALUATING, FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
+from jstep.core.stopwatch import EVALUATING, SAVING, STARTING, WAITING
 from jstep.hooks.run_hook import RunHook
-from jstep.loop.run import Observer, Run
-from jstep.loop.setup import BEGINNING, CLOSING, HookCall, Setup
+from jstep.loop.loop_state import BEGINNING, CLOSING, HookCall
+from jstep.loop.observer import Observer
+from jstep.loop.run import Run
+from jstep.loop.setup import Setup
 from jstep.loop.stopping import save_while_it_hangs
 from jstep.record.stall_files import CALL, WITH_OTHERS, StallFiles, silent
 
 EXIT_CODE = 75
 """`EX_TEMPFAIL` of sysexits.h: a launcher may restart the run."""
-_BATCH, _COMPILE, _EVALUATION, _HOOK, _START, _CLOSE = "batch", "compile", "evaluation", "hook", "start", "close"
-_SAVE, _RESTORE = "save", "restore"
+_BATCH, _COMPILE, _START = "batch", "compile", "start"
 _OF_HOST = (_BATCH, _COMPILE, _START)
 """The kinds of waits of the main thread that are not for the device."""
+_EVALUATION, _USERS_HOOK = "evaluation", "hook"
+_OF_USER = (_BATCH, _EVALUATION, _USERS_HOOK)
+"""The kinds of waits in code of the user, after which another thread may save."""
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = (*(path + os.sep for name, path in sysconfig.get_paths().items() if "lib" in name), "<frozen")
 _logger = logging.getLogger("jstep")
@@ -92,18 +94,16 @@ class StallHook(RunHook):
             raise ValueError(f"exit_secs={exit_secs}, warn_secs={warn_secs}: exit_secs must be above warn_secs")
 
 
-@dataclasses.dataclass
-class Wait:
+class Wait(NamedTuple):
     """What a run waits for.
 
     Attributes:
         thing: The key of its recorded durations; None for those of the stopwatch.
         steps: The first and the last step of a call.
-        count: What it has done meanwhile, such as batches of an evaluation.
+        taken: What it has done meanwhile, such as batches of an evaluation.
         age: Its seconds so far, except those in which the process was stopped.
         idle: The same, but seconds in which the process computed count a tenth.
-        next_line: The age at which the next line is due.
-        reads: The number of reads of the other processes' files for which a due line waits.
+        due: The age at which the next line is due.
         part: The category when a line was written.
     """
 
@@ -111,15 +111,14 @@ class Wait:
     what: str
     thing: Hashable = None
     steps: tuple[int, int] | None = None
-    count: int = 0
+    taken: int = 0
     age: float = 0.0
     idle: float = 0.0
-    next_line: float = 0.0
-    reads: int | None = None
+    due: float = 0.0
     part: str = ""
 
     def goes_on(self, now: "Wait") -> bool:
-        return (self.what, self.thing, self.count) == (now.what, now.thing, now.count)
+        return (self.what, self.thing, self.taken) == (now.what, now.thing, now.taken)
 
 
 class StallWatch(Observer):
@@ -130,13 +129,13 @@ class StallWatch(Observer):
         self._hook = next((hook for hook in setup.options.hooks if isinstance(hook, StallHook)), StallHook())
         self._index, self._count, options = jax.process_index(), jax.process_count(), setup.options
         self._name = f"process {self._index} of {self._count} (host {socket.gethostname()})"
+        self._every = min(1.0, self._warn / 4)
         self._files = StallFiles(options.where, self._index, self._warn, options.checkpoint_prefix)
         self._over = threading.Event()
         self._thread = threads.Thread(target=self._watch, name="jstep-stalls", daemon=True)
         self._ident, self._caller = threading.get_ident(), sys._getframe(1).f_code
         self._run: Run | None = None
-        self._wait: Wait | None = None
-        self._step, self._quiet = -1, 0.0  # how long the step has been unchanged
+        self._wait = Wait(_START, "")
         if self._warn:
             try:
                 self._thread.start()
@@ -150,8 +149,8 @@ class StallWatch(Observer):
 
     @property
     def _is_shared(self) -> bool:
-        """Return whether processes read each other's files."""
-        return bool(self.setup.options.where) and self._count > 1
+        """Whether processes read each other's files."""
+        return self.setup.options.where is not None and self._count > 1
 
     def before_begin(self, run: Run) -> None:
         self._run = run
@@ -162,16 +161,14 @@ class StallWatch(Observer):
         self._over.set()
         self._thread.join(timeout=10)
         self._end_wait()
-        failed = Wait("failed", f"leaving after {type(error).__name__}: {error_text(error)[:200]}")
-        is_waited_for = isinstance(error, Exception) and self._count > 1
-        self._files.finish((lambda: self._fields(failed, stall=False)) if is_waited_for else None)
+        self._files.finish(None)
 
     def _watch(self) -> None:
-        every, then, cpu = min(1.0, self._warn / 4), time.monotonic(), time.process_time()
-        while not self._over.wait(every):
+        then, cpu = time.monotonic(), time.process_time()
+        while not self._over.wait(self._every):
             now, used = time.monotonic(), time.process_time()
             # If this thread did not run either, the process was stopped, or the machine slept.
-            passed, computes = min(now - then, 2 * every), used - cpu > 0.1 * (now - then)
+            passed, computes = min(now - then, 2 * self._every), used - cpu > 0.1 * (now - then)
             then, cpu = now, used
             try:
                 self._check(passed, 0.1 * passed if computes else passed)
@@ -179,60 +176,55 @@ class StallWatch(Observer):
                 _logger.debug("a look for stalls failed", exc_info=True)
 
     def _check(self, passed: float, idle: float) -> None:
-        wait, files, step = self._follow(self._now(), passed, idle), self._files, self.setup.loop.at.step
-        self._quiet, self._step = self._quiet + passed if step == self._step else 0.0, step
+        self._follow(self._now(), passed, idle)
+        wait, files = self._wait, self._files
         if not self._is_stall(wait):  # others may wait for this process, though it does not stall
-            is_quiet = self._is_shared and self._quiet > self._warn
-            hang = is_quiet and any(other["stall"] for other in files.others)
-            files.exchange((lambda: self._fields(wait, stall=False)) if hang else None, read=is_quiet)
+            is_old = self._is_shared and wait.age > self._warn
+            hang = is_old and any(other["stall"] for other in files.others)
+            files.exchange((lambda: self._fields(wait, stall=False)) if hang else None, read=is_old)
             return
-        wait.next_line = wait.next_line or wait.age
-        is_due = wait.age >= wait.next_line
-        if is_due and wait.reads is None:  # the others, stalled for as long, need a moment to write their files
-            wait.reads = files.reads + 1 + self._is_shared if self.setup.options.where else 0
-        files.exchange(lambda: self._fields(wait), read=is_due, at_once=is_due)
-        if is_due and (files.reads >= (wait.reads or 0) or wait.age > wait.next_line + 4):
-            wait.next_line, wait.reads, wait.part = 2 * wait.age, None, self.setup.watch.current
+        due = wait.due or wait.age
+        files.exchange(lambda: self._fields(wait), read=wait.age >= due, at_once=wait.age >= due)
+        self._wait = wait._replace(due=due)
+        # Others, which have stalled for as long, need a moment to write their files.
+        if wait.age >= due + 3 * self._every * self._is_shared:
+            self._wait = wait._replace(due=2 * wait.age, part=self.setup.watch.current)
             _log_in_time(self._line(wait))
         if self._hook.exit_secs is not None and wait.age > self._hook.exit_secs:
-            self._exit(wait)
+            self._exit(self._wait)
 
     # What the run waits for: the host, or the device where the host may wait for that.
 
     def _now(self) -> Wait:
-        wait, unfinished = self._wait_of_thread(), self.setup.in_flight.unfinished()
-        if unfinished is None or wait.kind in _OF_HOST:
-            return wait
-        return _call(unfinished[0], unfinished[1] - 1)
-
-    def _wait_of_thread(self) -> Wait:
         now, step = threads.activities_of(self._ident), self.setup.loop.at.step
-        wait = self._wait_of_run(is_tracing=threads.TRACING in now)
-        if threads.AGREEING not in now:
-            return wait
-        topic = f"what is due at step {step}" if wait.kind in (CALL, *_OF_HOST) else wait.what.removeprefix("in ")
-        if threads.AGREEING_ON_SHAPES in now:
-            topic = f"the new shapes of batch {step}"
-        return Wait(WITH_OTHERS, f"waiting for other processes to agree on {topic}", WITH_OTHERS)
+        wait, unfinished = self._wait_of_run(is_tracing=threads.TRACING in now), self.setup.in_flight.unfinished()
+        if threads.AGREEING in now:
+            topic = f"what is due at step {step}" if wait.kind in (CALL, *_OF_HOST) else wait.what.removeprefix("in ")
+            if threads.AGREEING_ON_SHAPES in now:
+                topic = f"the new shapes of batch {step}"
+            wait = Wait(WITH_OTHERS, f"waiting for other processes to agree on {topic}", WITH_OTHERS)
+        return wait if unfinished is None or wait.kind in _OF_HOST else _call(unfinished[0], unfinished[1] - 1)
 
     def _wait_of_run(self, *, is_tracing: bool) -> Wait:
         loop, run, part = self.setup.loop, self._run, self.setup.watch.current
-        step, calling, owner = loop.at.step, loop.calling, self.setup.transfers.owner
+        step, call, owner = loop.at.step, loop.calling, self.setup.transfers.owner
         if owner is not None:  # a hook may deliver the metrics of another
-            calling = HookCall(owner, "" if calling is None else calling.method)
-        thing = None if calling is None else calling.thing
+            call = HookCall(owner, "" if call is None else call.method)
+        thing = None if call is None else call.thing
         if thing == SAVING or (part == SAVING and loop.phase != CLOSING):
-            return Wait(_SAVE, f"saving step {step}", SAVING)
-        if calling is not None and thing == (id(calling.hook), EVALUATING):
-            count = threads.evaluation_batches_taken.count
-            return Wait(_EVALUATION, f"in an evaluation at step {step}", thing, count=count)
-        if calling is not None:
-            return Wait(_HOOK, f"in the hook {hook_name(calling.hook)} at step {step}", thing)
+            return Wait("save", f"saving step {step}", SAVING)
+        if call is not None and thing == (id(call.hook), EVALUATING):
+            return Wait(
+                _EVALUATION, f"in an evaluation at step {step}", thing, taken=threads.evaluation_batches_taken.count
+            )
+        if call is not None:
+            kind = _USERS_HOOK if call.is_users else "built-in hook"
+            return Wait(kind, f"in the hook {hook_name(call.hook)} at step {step}", thing)
         if loop.is_over:
-            return Wait(_CLOSE, f"closing after step {step}", _CLOSE)
+            return Wait("close", f"closing after step {step}", "close")
+        if loop.restoring is not None:
+            return Wait("restore", f"restoring step {loop.restoring}", "restore")
         if run is None or loop.phase == BEGINNING:
-            if loop.restoring is not None:
-                return Wait(_RESTORE, f"restoring step {loop.restoring}", _RESTORE)
             what = f"starting at step {step}" if loop.is_known else "starting: it looks for checkpoints"
             return Wait(_START, what, _START)
         feeder, compiler = run.feeder, run.dispatch.compiler
@@ -247,20 +239,18 @@ class StallWatch(Observer):
         first = step - feeder.steps if is_checking else step
         return _call(first, first + feeder.steps - 1)
 
-    def _follow(self, now: Wait, passed: float, idle: float) -> Wait:
-        """Return the present wait: the previous one, now older, or a new one."""
-        if self._wait is None or not self._wait.goes_on(now):
+    def _follow(self, now: Wait, passed: float, idle: float) -> None:
+        """Let the present wait grow older, or replace it by a new one."""
+        if self._wait.goes_on(now):
+            self._wait = self._wait._replace(age=self._wait.age + passed, idle=self._wait.idle + idle)
+        else:
             self._end_wait()
             self._wait = now
-        else:
-            self._wait.age, self._wait.idle = self._wait.age + passed, self._wait.idle + idle
-        return self._wait
 
     def _end_wait(self) -> None:
-        wait, self._wait = self._wait, None
-        if wait is not None and wait.part:
-            _log_in_time(f"{self._name}, which was {wait.what}, resumed after {_secs(wait.age)} s")
-            self._record(wait)
+        if self._wait.part:
+            _log_in_time(f"{self._name}, which was {self._wait.what}, resumed after {_secs(self._wait.age)} s")
+            self._record(self._wait)
 
     def _record(self, wait: Wait) -> None:
         part, now, stalled = wait.part or self.setup.watch.current, round(time.time(), 6), round(wait.age, 3)
@@ -272,14 +262,12 @@ class StallWatch(Observer):
     # The definition of a stall.
 
     def _is_stall(self, wait: Wait) -> bool:
-        if wait.age <= self._warn:
-            return False
         usual = self._usual(wait)
         if usual is None:
             return wait.idle > 10 * self._warn
         first, last = wait.steps or (1, 0)
         longer = min(self._hook.factor * usual, usual + 10 * self._warn)
-        return wait.age > max(longer, 2 * usual * (last + 1 - first))
+        return wait.age > max(self._warn, longer, 2 * usual * (last + 1 - first))
 
     def _usual(self, wait: Wait) -> float | None:
         """Return the usual seconds of the same thing, of a call those of a step; None the first time."""
@@ -287,9 +275,6 @@ class StallWatch(Observer):
         if wait.thing is not None:
             return max(watch.lasted[wait.thing], default=None)
         seconds = watch.visits(WAITING) if wait.kind == _BATCH else [*self.setup.in_flight.per_step]
-        if not seconds and wait.kind != _BATCH and (visits := watch.visits(STEPPING, after=WAITING)):
-            steps = 1 if self._run is None else self._run.feeder.steps
-            seconds = [max([statistics.median(visits) / steps, *watch.lasted[FIRST_CALL]])]
         return statistics.median(seconds) if seconds else None
 
     # Messages.
@@ -325,10 +310,10 @@ class StallWatch(Observer):
         users = [frame for frame in outside if not frame.f_code.co_filename.startswith(_LIBRARIES)]
         return next((os.path.basename(_as_line(frame)) for frame in users or outside or stacks), "")
 
-    def _fields(self, wait: Wait, *, stall: bool = True, most: int = 12) -> dict[str, Any]:
+    def _fields(self, wait: Wait, *, stall: bool = True) -> dict[str, Any]:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         stacks = {
-            f"{names.get(i, '')} {i}": [_as_line(line) for line in _stack(frame)][:most]
+            f"{names.get(i, '')} {i}": [_as_line(line) for line in _stack(frame)]
             for i, frame in sys._current_frames().items()
         }
         what = wait.what.replace("in a call of ", "in ")
@@ -342,27 +327,21 @@ class StallWatch(Observer):
 
     def _exit(self, wait: Wait) -> None:
         """End the process; nothing here may wait long for the stalled code."""
-        calling, step, watch = self.setup.loop.calling, self.setup.loop.at.step, self.setup.watch
+        loop, run = self.setup.loop, self._run
         _log_in_time(f"{self._name} has been {wait.what} for {_secs(wait.age)} s: it ends with exit code {EXIT_CODE}")
         _in_time(lambda: faulthandler.dump_traceback(2, all_threads=True))
         _in_time(lambda: self._record(wait))
-        self._files.finish(lambda: {**self._fields(wait, most=1000), "exit_code": EXIT_CODE})
-        is_users = wait.kind in (_BATCH, _EVALUATION) or (wait.kind == _HOOK and (calling is None or calling.is_users))
-        if is_users and self._count == 1:
-            limit = max(10 * self._warn, 3 * max(watch.lasted[SAVING], default=0.0))
-            if not _in_time(self._save, limit):
-                _log_in_time(f"step {step} could not be saved within {_secs(limit)} s")
+        self._files.finish(lambda: {**self._fields(wait), "exit_code": EXIT_CODE})
+        may_save = run is not None and run.saver is not None and loop.at.step > loop.first
+        if run is not None and may_save and wait.kind in _OF_USER and self._count == 1:
+            limit = max(10 * self._warn, 3 * max(self.setup.watch.lasted[SAVING], default=0.0))
+            if not _in_time(lambda: _logger.warning("%s", save_while_it_hangs(run)), limit):
+                _log_in_time(f"step {loop.at.step} could not be saved within {_secs(limit)} s")
         _in_time(lambda: print(end="", flush=True))
         _in_time(logging.shutdown)
         if self._count > 1:  # let the others get here; without process 0, JAX aborts them
             time.sleep(max(1.5, min(5.0, self._warn)) * (1 if self._index else 2))
         os._exit(EXIT_CODE)
-
-    def _save(self) -> None:
-        """Save the last complete state and log the outcome."""
-        run = self._run
-        if run is not None and run.saver is not None and run.step > self.setup.loop.first:
-            _logger.warning("%s", save_while_it_hangs(run))
 
 
 def _call(first: int, last: int) -> Wait:

@@ -1,6 +1,5 @@
 """The observer of FLOP/s: the operations of the steps that were dispatched, as a share of the devices' peak."""
 
-import dataclasses
 import functools
 import importlib.resources
 import logging
@@ -14,8 +13,9 @@ import jax
 from jstep.core.annotations import Tree
 from jstep.core.jaxprs import Product, body_of, has_remat
 from jstep.core.placement import device_count, device_of
+from jstep.loop.observer import Observer
 from jstep.loop.programs import Chunk
-from jstep.loop.run import Observer, Run
+from jstep.loop.run import Run
 from jstep.loop.work import work_of
 from jstep.state.train_state import TrainState
 
@@ -72,22 +72,6 @@ Steps = Mapping[Hashable, int]
 """Number of steps by program."""
 
 
-@dataclasses.dataclass(frozen=True)
-class StepWork:
-    """The operations of one step of a program, summed over all devices.
-
-    Attributes:
-        flops: None if not requested, or if the step is not compiled.
-        recomputes: Whether `jax.checkpoint` repeats some of the operations.
-    """
-
-    devices: int
-    device_kind: str
-    flops: float | None = None
-    products: Mapping[Product, float] = dataclasses.field(default_factory=dict)
-    recomputes: bool = False
-
-
 class Utilization(NamedTuple):
     """A FLOP/s utilization: `hfu` if it includes operations that are recomputed to save memory, else `mfu`."""
 
@@ -107,8 +91,9 @@ class UtilizationMeter:
 
     def __init__(self, peak_flops: float | None, flops_per_step: float | None) -> None:
         self._peak, self._flops = peak_flops, flops_per_step
-        self._work: dict[Hashable, StepWork] = {}
-        self._steps: dict[Hashable, int] = {}
+        # By program: the seconds that a step would take at the peak, if known, and whether it recomputes anything.
+        self._work: dict[Hashable, tuple[float | None, bool]] = {}
+        self._steps = Counter[Hashable]()
         self._log_once = functools.cache(_log_unknown)
 
     def steps(self) -> Steps:
@@ -118,41 +103,36 @@ class UtilizationMeter:
         """Return the utilization between two counts, if known for all steps."""
         at_peak, is_twice = 0.0, False
         for program, count in (Counter(after) - Counter(before)).items():
-            work = self._work[program]
-            secs = self._secs(work)
+            secs, recomputes = self._work[program]
             if secs is None:
                 return None
-            at_peak, is_twice = at_peak + count * secs, is_twice or work.recomputes
-        return Utilization("hfu" if is_twice and self._flops is None else "mfu", at_peak / seconds)
-
-    def _secs(self, work: StepWork) -> float | None:
-        """Return the seconds that a step would take at the peak."""
-        flops = work.flops if self._flops is None else self._flops
-        peak = peak_rate(work.device_kind, work.products) if self._peak is None else self._peak
-        if peak is None and work.products:
-            formats = ", ".join(sorted({f"{product.dtype} ({product.precision})" for product in work.products}))
-            self._log_once(f"the peak of {work.device_kind!r} is not known for matrix products of {formats}")
-        return None if flops is None or peak is None else flops / (peak * work.devices)
+            at_peak, is_twice = at_peak + count * secs, is_twice or recomputes
+        return Utilization("hfu" if is_twice else "mfu", at_peak / seconds)
 
     def count(self, chunk: Chunk, state: Tree) -> None:
-        program = chunk.program
-        if program not in self._work:
-            self._work[program] = self._of(chunk, state)
-        self._steps[program] = self._steps.get(program, 0) + chunk.steps
+        if chunk.program not in self._work:
+            self._work[chunk.program] = self._of(chunk, state)
+        self._steps[chunk.program] += chunk.steps
 
-    def _of(self, chunk: Chunk, state: Tree) -> StepWork:
-        tree = state, chunk.step_args
-        uncounted = StepWork(device_count(tree), device_of(tree).device_kind)
-        try:
-            traced = None if self._peak is not None and self._flops is not None else chunk.trace(state)
-            if traced is None:
-                return uncounted
-            body = body_of(traced.jaxpr)
-        except Exception as error:  # a failure to count must not stop the run
-            _logger.warning("the operations of a step could not be counted: %s: %s", type(error).__name__, error)
-            return uncounted
-        work = work_of(body)
-        return dataclasses.replace(uncounted, flops=work.all, products=work.products, recomputes=has_remat(body))
+    def _of(self, chunk: Chunk, state: Tree) -> tuple[float | None, bool]:
+        tree, flops, peak, recomputes = (state, chunk.step_args), self._flops, self._peak, False
+        kind = device_of(tree).device_kind
+        if flops is None or peak is None:
+            try:
+                traced = chunk.trace(state)
+                if traced is None:
+                    return None, False
+                body = body_of(traced.jaxpr)
+            except Exception as error:  # a failure to count must not stop the run
+                _logger.warning("the operations of a step could not be counted: %s: %s", type(error).__name__, error)
+                return None, False
+            work, recomputes = work_of(body), flops is None and has_remat(body)
+            flops = work.all if flops is None else flops
+            peak = peak_rate(kind, work.products) if peak is None else peak
+            if peak is None and work.products:
+                formats = ", ".join(sorted({f"{product.dtype} ({product.precision})" for product in work.products}))
+                self._log_once(f"the peak of {kind!r} is not known for matrix products of {formats}")
+        return None if peak is None else flops / (peak * device_count(tree)), recomputes
 
 
 def _log_unknown(why: str) -> None:

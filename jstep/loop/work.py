@@ -3,14 +3,15 @@
 import functools
 import math
 import operator
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections import Counter
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jstep.core.jaxprs import Operation, Product, Subprogram, count_flops, matrix_product, shard_counts
+
+_NO_PRODUCTS = Counter[Product]()
 
 
 class Work(NamedTuple):
@@ -27,16 +28,14 @@ class Work(NamedTuple):
     once_bytes: float = 0.0
     all_bytes: float = 0.0
     unknown: int = 0
-    products: Mapping[Product, float] = MappingProxyType({})
+    products: Counter[Product] = _NO_PRODUCTS
 
     def plus(self, other: "Work") -> "Work":
-        both = {**self.products, **other.products}
-        products = {product: self.products.get(product, 0.0) + other.products.get(product, 0.0) for product in both}
-        return Work._make([*map(operator.add, self[:-1], other[:-1]), products])
+        return Work._make(map(operator.add, self, other))
 
     def times(self, once: int, total: int) -> "Work":
         """Return the work of a loop whose program contains this body `once` times and runs it `total` times."""
-        products = {product: total * flops for product, flops in self.products.items()}
+        products = Counter({product: total * flops for product, flops in self.products.items()})
         return Work(
             once * self.once, total * self.all, once * self.once_bytes, total * self.all_bytes, self.unknown, products
         )
@@ -68,7 +67,7 @@ def _work_of_operation(operation: Operation) -> Work:
     flops = count_flops(operation.eqn)
     moved = sum(_bytes(var.aval) for var in (*operation.eqn.invars, *operation.eqn.outvars))
     product = matrix_product(operation.eqn)
-    return Work(flops, flops, moved, moved, products={} if product is None else {product: flops})
+    return Work(flops, flops, moved, moved, products=Counter({} if product is None else {product: flops}))
 
 
 def _bytes(aval: Any) -> float:

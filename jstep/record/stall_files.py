@@ -161,7 +161,6 @@ class StallFiles:
         ForeignFileError: The folder is a link, behind which are files of others.
 
     Attributes:
-        reads: How often the others' files were read.
         shown: When the file was first written.
         period: The seconds after which the file is renewed, and the others are read.
     """
@@ -175,7 +174,6 @@ class StallFiles:
         self._job: Any = None
         self._begun, self._may_exist, self._has_warned = -self.period, True, False  # an earlier start may have left one
         self.others: list[Fields] = []
-        self.reads = 0
         self.shown: float | None = None
 
     def exchange(self, fields: Callable[[], Fields] | None, *, read: bool = False, at_once: bool = False) -> None:
@@ -208,9 +206,6 @@ class StallFiles:
             if mine is not None and not self._has_warned:
                 _logger.warning("%s: the stall cannot be written: %s", self._folder, error)
                 self._has_warned = True
-        try:
-            if read:
-                stalls = read_stalls(self._where, self._prefix)[0]
-                self.others = [stall for stall in stalls if stall["process"] != self._process]
-        finally:
-            self.reads += read
+        if read:
+            stalls = read_stalls(self._where, self._prefix)[0]
+            self.others = [stall for stall in stalls if stall["process"] != self._process]

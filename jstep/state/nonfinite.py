@@ -9,7 +9,7 @@ import numpy as np
 
 from jstep.core import meshes, placement, trees
 from jstep.core.annotations import Tree
-from jstep.core.exceptions import Picklable
+from jstep.core.exceptions import WrongStateError
 from jstep.state.leaves import PARAMS, SLOTS, StateLeaves, field_of
 from jstep.state.train_state import MODEL_STATE
 
@@ -93,16 +93,16 @@ def _contents(leaf: Any) -> jax.Array:
     return worst.max()
 
 
-class NanLossDuringTrainingError(Picklable, RuntimeError):
+class NanLossDuringTrainingError(WrongStateError, RuntimeError):
     """The loss, a parameter or a slot was not finite, or too many consecutive updates were skipped.
 
     Attributes:
         step: The step N of the update N − 1 → N that has this loss or this gradient, or that reached the limit of
             skipped updates.
-        prevents_saving: Whether the last state of the run must not be saved: True for a loss or a state that is not
-            finite, False if the run ended because too many consecutive updates were skipped.
+        may_save: Whether the last state of the run may be saved: False for a loss or a state that is not finite, True
+            if the run ended because too many consecutive updates were skipped.
     """
 
-    def __init__(self, message: str, step: int, *, prevents_saving: bool = True) -> None:
+    def __init__(self, message: str, step: int, *, may_save: bool = False) -> None:
         super().__init__(message)
-        self.step, self.prevents_saving = step, prevents_saving
+        self.step, self.may_save = step, may_save

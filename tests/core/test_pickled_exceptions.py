@@ -28,7 +28,7 @@ ERRORS = [
     jstep.Preempted("saved model-5", 138),
     jstep.DivergenceError("m", 3, ("w",)),
     jstep.AuditError("m", 3, None),
-    jstep.NanLossDuringTrainingError("m", 4, prevents_saving=False),
+    jstep.NanLossDuringTrainingError("m", 4, may_save=True),
     jstep.OutOfRangeError("end"),
     jstep.CancelledError("c"),
     StoreError(28, "No space left on device", "gs://bucket/model-1"),

@@ -11,7 +11,6 @@ from waiting import wait_until
 import jstep
 from jstep.core import logs as room
 from jstep.core.logs import slow
-from jstep.loop import progress
 
 OPTIMIZER = jstep.gradient_descent(0.1)
 
@@ -25,8 +24,6 @@ class Terminal(io.StringIO):
 def soon(monkeypatch):
     """Compilations count as long at once."""
     monkeypatch.setattr(room, "FIRST_SECS", 0.01)
-    monkeypatch.setattr(room, "EVERY_SECS", 0.01)
-    monkeypatch.setattr(progress, "_TICK_SECS", 0.01)
 
 
 def test_nothing_is_shown_of_what_takes_five_seconds_or_less(capsys):

@@ -48,7 +48,7 @@ def test_the_run_ends_where_the_first_checkpoint_is_due(tmp_path, value, steps_p
     with pytest.raises(jstep.NanLossDuringTrainingError, match=r"at step 30.*net/w") as caught:
         run(value=value, checkpoint_dir=tmp_path, steps_per_call=steps_per_call)
     error = caught.value
-    assert (error.step, error.prevents_saving) == (30, True)
+    assert (error.step, error.may_save) == (30, False)
     assert jstep.global_step(error.state) == 30
     assert not jnp.isfinite(error.state.params["net"]["w"]).all()
     assert "params/a" not in str(error)

@@ -3,7 +3,6 @@
 import importlib.metadata
 import os
 import platform
-import sys
 import tempfile
 import types
 
@@ -126,13 +125,7 @@ def test_versions_of_packages_that_are_not_installed(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    assert card._versions() == {
-        "python": platform.python_version(),
-        "jstep": jstep.__version__,
-        "jax": jax.__version__,
-        "jaxlib": sys.modules["jaxlib"].__version__,
-        "orbax-checkpoint": None,
-    }
+    assert card._versions() == {"python": platform.python_version(), "jstep": jstep.__version__}
 
 
 def test_a_card_has_the_lanes():

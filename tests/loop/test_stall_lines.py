@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from children import end, read_until, start
 from hangs import data, hang, line_of, loss_fn, make_state, once_at, train
-from waiting import TIMEOUT
+from waiting import TIMEOUT, wait_until
 
 import jstep
 from jstep.checkpoint.saver import Saver
@@ -27,8 +27,8 @@ def test_a_loader_that_hangs_is_named_until_it_continues(tmp_path, caplog):
         def batch(step):
             if step == 12:
                 stuck()
-                (kept,) = (tmp_path / "stalls").glob("*.json")
-                fields.update(json.loads(kept.read_text()))
+                wait_until(lambda: list((tmp_path / "stalls").glob("*.json")))
+                fields.update(json.loads((tmp_path / "stalls" / "model.0.json").read_text()))
             return data(step)
 
         fields = {}

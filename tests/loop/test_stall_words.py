@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 import jstep
-from jstep.core.stopwatch import EVALUATING, FIRST_CALL, SAVING, STARTING, STEPPING, WAITING
+from jstep.core.stopwatch import EVALUATING, SAVING, STARTING, STEPPING, WAITING
 from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, TRACING
 from jstep.hooks.run_hook import RunHook
 from jstep.loop import stalls
-from jstep.loop.setup import BEGINNING, CLOSING, RUNNING, At, HookCall
+from jstep.loop.loop_state import BEGINNING, CLOSING, RUNNING, At, HookCall
 from jstep.loop.stalls import StallWatch, Wait
 from jstep.metering.in_flight import InFlight
 
@@ -31,7 +31,7 @@ def run_of(*, loop: Any = None, **more: Any) -> Any:
         "options": types.SimpleNamespace(where="runs", checkpoint_prefix="model"),
         "runner": types.SimpleNamespace(is_checking=False), "fetched": types.SimpleNamespace(count=4),
         "watch": types.SimpleNamespace(
-            current=STEPPING, lasted={FIRST_CALL: [], SAVING: []}, visits=lambda *_, **__: []
+            current=STEPPING, lasted={SAVING: []}, visits=lambda part: []
         ),
         "dispatch": dispatch_of(), "in_flight": InFlight(),
     }  # fmt: skip
@@ -53,7 +53,7 @@ def watch_of(run: Any, *, warn: float = 2.0, process: int = 0, count: int = 3, *
     fields = {
         "setup": run, "_hook": jstep.StallHook(warn_secs=warn), "_index": process, "_count": count,
         "_name": "process 0 of 3", "_run": run, "_ident": 1, "_caller": None,
-        "_wait": None, "_files": files, "_step": 5, "_quiet": 0.0,
+        "_every": 1.0, "_wait": Wait("start", ""), "_files": files,
     }  # fmt: skip
     vars(watch).update(fields | more)
     return watch
@@ -96,7 +96,7 @@ def waits() -> dict[str, Any]:
 @pytest.mark.parametrize("what", waits())
 def test_what_is_waited_for(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: ())
-    wait, calling = watch_of(run := waits()[what])._wait_of_thread(), run.loop.calling
+    wait, calling = watch_of(run := waits()[what])._now(), run.loop.calling
     assert wait.what == what.partition(" #")[0]
     assert calling is None or wait.thing == calling.thing
 
@@ -104,9 +104,9 @@ def test_what_is_waited_for(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tracing_is_compiling_unless_a_batch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: (TRACING,))
     runs = waits()
-    assert watch_of(runs["in a call of steps 5 to 6"])._wait_of_thread().kind == "compile"
-    assert watch_of(runs["waiting for batch 6"])._wait_of_thread().kind == "batch"
-    assert watch_of(runs["in the hook Mine at step 5"])._wait_of_thread().kind == "hook"
+    assert watch_of(runs["in a call of steps 5 to 6"])._now().kind == "compile"
+    assert watch_of(runs["waiting for batch 6"])._now().kind == "batch"
+    assert watch_of(runs["in the hook Mine at step 5"])._now().kind == "hook"
 
 
 @pytest.mark.parametrize(
@@ -120,13 +120,13 @@ def test_tracing_is_compiling_unless_a_batch_is_waited_for(monkeypatch: pytest.M
 )
 def test_what_processes_agree_on(what: str, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: (AGREEING,))
-    wait = watch_of(waits()[what])._wait_of_thread()
+    wait = watch_of(waits()[what])._now()
     assert (wait.kind, wait.thing, wait.what) == (
         *(stalls.WITH_OTHERS, stalls.WITH_OTHERS),
         f"waiting for other processes to agree on {topic}",
     )
     monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: (AGREEING, AGREEING_ON_SHAPES))
-    assert watch_of(waits()[what])._wait_of_thread().what.endswith("agree on the new shapes of batch 5")
+    assert watch_of(waits()[what])._now().what.endswith("agree on the new shapes of batch 5")
 
 
 def other(process: int, what: str = "waiting for batch 7", kind: str = "batch", **more: Any) -> dict[str, Any]:
@@ -169,39 +169,29 @@ def test_durations_are_those_of_saves_of_evaluations_and_of_each_method() -> Non
 
 
 def test_the_seconds_that_a_thing_usually_takes() -> None:
-    visits = {(WAITING,): [1.0, 3.0, 2.0], (STEPPING, WAITING): [4.0]}
     run = run_of()
-    run.watch.visits = lambda part, after=None: visits.get((part,) if after is None else (part, after), [])
+    run.watch.visits = {WAITING: [1.0, 3.0, 2.0]}.get
     run.watch.lasted |= {"thing": [1.0, 5.0], "other": []}
     watch = watch_of(run)
     assert watch._usual(Wait("hook", "", "thing")) == 5.0
     assert watch._usual(Wait("hook", "", "other")) is None
     assert watch._usual(Wait("batch", "")) == 2.0
-    assert watch._usual(Wait("compile", "")) == 2.0
+    assert watch._usual(Wait("compile", "")) is None
     device = Wait(stalls.CALL, "", steps=(5, 6))
-    run.watch.lasted[FIRST_CALL] = [1.0]
-    assert watch._usual(device) == 2.0  # half of a call of two steps
-    run.watch.lasted[FIRST_CALL] = [3.0]
-    assert watch._usual(device) == 3.0
+    assert watch._usual(device) is None
     run.in_flight.per_step.extend([0.5, 0.7, 0.6])
     assert watch._usual(device) == 0.6
-    run.in_flight.per_step.clear()
-    visits[STEPPING, WAITING] = []
-    assert watch._usual(device) is None
 
 
 def looked(
     says: list[str],
     *,
     looks: int = 14,
-    reads: Any = lambda age: 0,
-    has_files: bool = True,
     shared: bool = False,
     **more: Any,
 ) -> list[Any]:
     """What a watch says, and what it exchanges, at looks a second apart while the loop waits for one batch."""
-    run = run_of(options=types.SimpleNamespace(where="runs" if has_files else None, checkpoint_prefix="model"))
-    watch = watch_of(run, count=2 if shared else 1, **more)
+    watch = watch_of(run_of(), count=2 if shared else 1, **more)
     exchanged: list[Any] = []
     files: Any = watch._files
     files.exchange = lambda fields, read, at_once=False: exchanged.append((fields and fields(), read, at_once))
@@ -214,22 +204,23 @@ def looked(
     }
     for name, fn in stand_ins.items():
         setattr(watch, name, fn)
-    for age in range(looks):
-        files.reads = reads(age)
+    for _ in range(looks):
         watch._check(1.0, 1.0)
     watch._end_wait()
     return exchanged
 
 
-def test_a_process_at_one_step_reads_whether_others_wait_for_it() -> None:
+def test_a_process_that_waits_for_long_reads_whether_others_wait_for_it() -> None:
     watch, exchanged = watch_of(run_of(), _now=lambda: Wait("batch", "waiting for batch 6")), list[Any]()
     files: Any = watch._files
     files.others = [other(1, stall=True)]
     files.exchange = lambda fields, read: exchanged.append((fields is not None, read))
-    for step in (5, 5, 5, 6):
-        watch.setup.loop.at = At(step, None)
+    watch._usual = lambda wait: 100.0  # type: ignore[method-assign]
+    for _ in range(4):
         watch._check(1.0, 1.0)
-    assert exchanged == [(False, False), (False, False), (True, True), (False, False)]
+    watch._now = lambda: Wait("batch", "waiting for batch 7")  # type: ignore[method-assign]
+    watch._check(1.0, 1.0)
+    assert exchanged == [(False, False)] * 3 + [(True, True), (False, False)]
 
 
 def test_a_line_is_written_at_twice_the_age_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,20 +229,14 @@ def test_a_line_is_written_at_twice_the_age_of_the_last_one(monkeypatch: pytest.
     monkeypatch.setattr(StallWatch, "_is_stall", lambda self, wait: wait.age > 2)
     over = ["process 0 of 3, which was waiting for batch 6, resumed after 13 s", "recorded after 13"]
     quiet, due = [(None, False, False)] * 3, {3, 6, 12}
-    exchanged = looked(says, has_files=False)
+    exchanged = looked(says)
     assert exchanged == quiet + [((age, True), age in due, age in due) for age in range(3, 14)]
     assert says == ["line at 3", "line at 6", "line at 12", *over]
-    says.clear()  # the line waits until the files of the others have been read, or four seconds
-    looked(says, has_files=True, reads=lambda age: age // 4)
-    assert says == ["line at 4", "line at 12", *over]
-    says.clear()
-    looked(says, has_files=True)
-    assert says == ["line at 8", *over]
-    says.clear()  # other processes need another read
-    looked(says, has_files=True, shared=True, reads=lambda age: age // 2)
+    says.clear()  # with others, the line waits for their files
+    looked(says, shared=True)
     assert says == ["line at 6", *over]
     says.clear()
-    looked(says, looks=6, has_files=False, _hook=jstep.StallHook(warn_secs=1.0, exit_secs=3.5))
+    looked(says, looks=6, _hook=jstep.StallHook(warn_secs=1.0, exit_secs=3.5))
     assert says == ["line at 3", "exit at 4", "exit at 5", over[0].replace("13", "5"), "recorded after 5"]
 
 
@@ -317,8 +302,7 @@ def test_a_process_ends_after_it_has_said_why_and_saved(said: list[str]) -> None
     ("kind", "more", "is_saved"),
     [
         ("hook", {}, True),
-        ("hook", {"loop": {"calling": of_hook("Mine", 0)}}, True),
-        ("hook", {"loop": {"calling": of_hook("Own", 0, is_users=False)}}, False),
+        ("built-in hook", {}, False),
         ("compile", {}, False),
         ("batch", {"saver": None}, False),
         ("batch", {"loop": {"step": 2}}, False),

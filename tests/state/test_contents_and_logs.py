@@ -51,10 +51,10 @@ def test_leaves_that_are_not_finite_in_words():
 
 
 def test_the_error_of_a_loss_that_is_not_finite_can_be_copied():
-    error = contents.NanLossDuringTrainingError("the loss is NaN", 7, prevents_saving=False)
+    error = contents.NanLossDuringTrainingError("the loss is NaN", 7, may_save=True)
     for again in (error, copy.copy(error), pickle.loads(pickle.dumps(error))):
-        assert (str(again), again.step, again.prevents_saving) == ("the loss is NaN", 7, False)
-    assert contents.NanLossDuringTrainingError("", 1).prevents_saving
+        assert (str(again), again.step, again.may_save) == ("the loss is NaN", 7, True)
+    assert not contents.NanLossDuringTrainingError("", 1).may_save
 
 
 A, B = "0" * 15 + "a", "0" * 15 + "b"
