@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jstep.core.annotations import Tree
 from jstep.core.checks import describe_type, format_value
-from jstep.core.recorded_calls import as_typed, recorded_call
+from jstep.core.recorded_calls import RecordedCall, as_typed
 
 # Core types: optimizers, schedules, and type aliases of parameters, updates, slots and steps.
 
@@ -183,8 +183,7 @@ class Optimizer(NamedTuple):
     takes_context: bool = False
 
     def __repr__(self) -> str:
-        call = recorded_call(self)
-        if call is not None:
+        if isinstance(call := getattr(self.init, "call", None), RecordedCall):
             return repr(call)
         functions: dict[str, Any] = dict(zip(self._fields[:3], tuple(self), strict=False))
         words = [f"{name}={getattr(value, '__name__', type(value).__name__)}" for name, value in functions.items()]
