@@ -1,4 +1,4 @@
-"""Exceptions that survive pickling, context variables, and notes on exceptions."""
+"""Context variables, and notes on exceptions."""
 
 import contextlib
 import contextvars
@@ -7,30 +7,6 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
-
-
-class Picklable(BaseException):
-    """Base of jstep's exceptions, which survive pickling, without their `state`, and copying."""
-
-    # By default Python calls the class with `args`: if the constructor has another signature, a `multiprocessing.Pool`
-    # that waits for a worker hangs. Here the constructor is not called.
-    def __reduce__(self) -> Any:
-        attributes = {name: None if name == "state" else value for name, value in vars(self).items()}
-        return _rebuilt, (type(self), self._args(), attributes)
-
-    def __copy__(self) -> Any:
-        return _rebuilt(type(self), self._args(), vars(self))
-
-    def _args(self) -> Any:
-        return super().__reduce__()[1]  # includes the file name of an OSError
-
-
-def _rebuilt(cls: type[BaseException], args: Any, attributes: dict[str, Any]) -> BaseException:
-    error = cls.__new__(cls, *args)
-    built_in: Any = next(base for base in cls.__mro__ if base.__module__ == "builtins")
-    built_in.__init__(error, *args)  # sets state outside `vars`, such as the code of a SystemExit
-    vars(error).update(attributes)
-    return error
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import numpy as np
 
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, as_int, check_choice, format_list
-from jstep.core.exceptions import Picklable, note
+from jstep.core.exceptions import note
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import is_array
 from jstep.distributed import processes
@@ -32,11 +32,11 @@ _logger = logging.getLogger("jstep")
 # Log fingerprints of the state during training.
 
 
-class _OtherBitsError(Picklable, RuntimeError):
+class _OtherBitsError(RuntimeError):
     prevents_saving = True
 
-    def __init__(self, message: str, step: int, leaves: tuple[str, ...] | None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, step: int = 0, leaves: tuple[str, ...] | None = None) -> None:
+        super().__init__(message)  # with which it is unpickled
         self.step, self.leaves = step, leaves
 
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from jstep.core import meshes, placement, trees
 from jstep.core.annotations import Tree
-from jstep.core.exceptions import Picklable
 from jstep.state.leaves import PARAMS, SLOTS, StateLeaves, field_of
 from jstep.state.train_state import MODEL_STATE
 
@@ -93,7 +92,7 @@ def _contents(leaf: Any) -> jax.Array:
     return worst.max()
 
 
-class NanLossDuringTrainingError(Picklable, RuntimeError):
+class NanLossDuringTrainingError(RuntimeError):
     """The loss, a parameter or a slot was not finite, or too many consecutive updates were skipped.
 
     Attributes:
@@ -103,6 +102,6 @@ class NanLossDuringTrainingError(Picklable, RuntimeError):
             finite, False if the run ended because too many consecutive updates were skipped.
     """
 
-    def __init__(self, message: str, step: int, *, prevents_saving: bool = True) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, step: int = 0, *, prevents_saving: bool = True) -> None:
+        super().__init__(message)  # with which it is unpickled
         self.step, self.prevents_saving = step, prevents_saving

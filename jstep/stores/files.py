@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO
 
-from jstep.core.exceptions import Picklable
 from jstep.stores.objects import Directory, Objects
 from jstep.stores.owners import new_token, remove_temporary, temporary_path
 from jstep.stores.urls import is_url, join_path, split_path
@@ -129,7 +128,7 @@ def walk(path: str) -> list[tuple[str, list[str]]]:
     return sorted(folders.items())
 
 
-class ForeignFileError(Picklable, ValueError):
+class ForeignFileError(ValueError):
     """A file with a name that jstep writes, which is not one that jstep wrote."""
 
 

@@ -23,7 +23,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from jstep.core.exceptions import Picklable
 from jstep.core.secret_text import hide
 from jstep.stores.urls import parts_of_url
 
@@ -337,7 +336,7 @@ ENDPOINT = {
 }
 
 
-class StoreError(Picklable, OSError):
+class StoreError(OSError):
     """A request to a store failed after all retries: the store is too busy, or the error is unknown."""
 
 
