@@ -5,7 +5,6 @@ here.
 """
 
 import contextvars
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Unpack
 
@@ -111,16 +110,10 @@ def first_wide(leaf: Any) -> tuple[int, np.dtype[Any]] | None:
         return None
     # Not from the dtype itself, whose byte order may differ.
     narrow = np.dtype(jax.dtypes.canonicalize_dtype(np.uint64 if dtype.kind == "u" else np.int64))
-    values, (low, high) = np.asarray(leaf), _limits(narrow)
+    values, (low, high) = np.asarray(leaf), (0, 2**32 - 1) if narrow.kind == "u" else (-(2**31), 2**31 - 1)
     if narrow.itemsize == 8 or not values.size or low <= values.min() <= values.max() <= high:
         return None
     return int(values[(values < low) | (values > high)][0]), narrow
-
-
-@functools.cache
-def _limits(dtype: np.dtype[Any]) -> tuple[int, int]:
-    limits = np.iinfo(dtype)  # which takes longer than the comparison of a batch's labels
-    return int(limits.min), int(limits.max)
 
 
 # Arguments that may be traced: numbers, PRNG keys, and checks deferred until values are concrete.

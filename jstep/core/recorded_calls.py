@@ -114,11 +114,6 @@ def as_typed(value: Any) -> str:
         return repr(value)
     if isinstance(value, jax.Array | np.ndarray):
         return array_type(value.shape, value.dtype)
-    if isinstance(value, np.generic):
-        return str(value)
-    dtype = getattr(value, "dtype", value)  # jnp.float32 is a class with a dtype
-    if isinstance(dtype, np.dtype):
-        return repr(dtype.name)
     name = getattr(value, "__name__", None)
     text = name if callable(value) and isinstance(name, str) else format_value(value, MAX_TEXT_LENGTH)
     return f"{type(value).__name__}(…)" if " at 0x" in text else text
