@@ -386,9 +386,10 @@ def _is_explicit(var: Any) -> bool:
 # Variables are numbered in the order in which they appear. Names, source positions, memory addresses, and rules of
 # differentiation that were not used are left out; constants count by value, host callbacks by their qualified name.
 
-_ORIGINS = {"name", "debug_info", "ctx_mesh", "name_and_src_info", "src_info", "source_info", "origin"}
-_RULES = {"jvp_jaxpr_fun", "jvp", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "fwd", "bwd"}
-_UNSAID = _ORIGINS | _RULES | {"callback_id", "call_id"}
+_UNSAID = {
+    "name", "debug_info", "ctx_mesh", "name_and_src_info", "src_info", "source_info", "origin",
+    "jvp_jaxpr_fun", "jvp", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "fwd", "bwd", "callback_id", "call_id",
+}  # fmt: skip
 """Parameters of operations that describe the source of a program, or its rules of differentiation."""
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -419,23 +420,17 @@ class _Hasher:
                 numbers.update((variable, len(numbers) + i) for i, variable in enumerate(variables))
                 return " ".join(_type_text(variable.aval) for variable in variables)
 
-            def used(atoms: Sequence[Any]) -> str:
-                return " ".join(
-                    self._literal(atom) if isinstance(atom, core.Literal) else str(numbers[atom]) for atom in atoms
-                )
+            def used(atom: Any) -> str:
+                is_literal = isinstance(atom, core.Literal)
+                return f"{_type_text(atom.aval)}={self.text(atom.val)}" if is_literal else str(numbers[atom])
 
             parts = [bound(jaxpr.constvars), bound(jaxpr.invars)]
             for eqn in jaxpr.eqns:
-                parts += [_name(eqn), used(eqn.invars), self._fields(eqn.params), bound(eqn.outvars)]
-            parts += [used(jaxpr.outvars), *map(self.text, getattr(closed, "consts", ()))]
+                fields = [f"{name}={self.text(eqn.params[name])}" for name in sorted(eqn.params) if name not in _UNSAID]
+                parts += [_name(eqn), " ".join(map(used, eqn.invars)), ", ".join(fields), bound(eqn.outvars)]
+            parts += [" ".join(map(used, jaxpr.outvars)), *map(self.text, getattr(closed, "consts", ()))]
             self._seen[id(closed)] = hash_strings(*parts)
         return self._seen[id(closed)]
-
-    def _literal(self, atom: Any) -> str:
-        return f"{_type_text(atom.aval)}={self.text(atom.val)}"
-
-    def _fields(self, fields: Mapping[str, Any]) -> str:
-        return ", ".join(f"{name}={self.text(fields[name])}" for name in sorted(fields) if name not in _UNSAID)
 
     def text(self, x: object) -> str:
         if isinstance(x, core.Jaxpr | core.ClosedJaxpr):

@@ -12,7 +12,7 @@ import math
 import operator
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -52,15 +52,7 @@ def internal_transfers() -> contextlib.AbstractContextManager[object]:
     """
     if not any(_guard_values(jax.config)):  # fast path: called at each step, and for every logged scalar
         return NO_GUARD
-    return _allowed([name for name in _GUARDS if str(read_setting(name)).startswith("disallow")])
-
-
-@contextlib.contextmanager
-def _allowed(guards: list[str]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for name in guards:
-            stack.enter_context(getattr(jax, name)("allow"))
-        yield
+    return jax.transfer_guard("allow")
 
 
 def read_setting(name: str) -> Any:
