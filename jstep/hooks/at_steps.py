@@ -159,6 +159,3 @@ class ProfilerHook(RunHook):
 
     def next_due(self, step: int) -> int:
         return min((at for at in (self._start, self._stop) if at > step), default=NEVER)
-
-    def __repr__(self) -> str:
-        return f"ProfilerHook({self._logdir!r}, start_step={self._start}, stop_step={self._stop})"

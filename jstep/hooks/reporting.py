@@ -150,16 +150,16 @@ class LoggingHook(ReportingHook):
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
         if jax.process_index() == 0:
-            _logger.log(self._level, "step %d  %s%s", step, format_number(values), self._speed(step), extra=IN_BAR)
+            _logger.log(self._level, "step %d  %s%s", step, format_number(values), self._speed(), extra=IN_BAR)
 
-    def _speed(self, step: int) -> str:
+    def _speed(self) -> str:
         counter = self.run.reports.counter
         counter.measure_finished()
-        _, steps, examples, share = counter.figure_at(step)
-        if steps is None:
+        if counter.steps_per_sec is None:
             return ""
-        figures = [] if examples is None else [f"{examples:.4g} examples/s"]
-        return f"  ({', '.join([*figures, f'{steps:.4g} steps/s', *format_utilization(share)])})"
+        figures = [] if counter.examples_per_sec is None else [f"{counter.examples_per_sec:.4g} examples/s"]
+        figures += [f"{counter.steps_per_sec:.4g} steps/s", *format_utilization(counter.utilization)]
+        return f"  ({', '.join(figures)})"
 
 
 # Send metrics to an external logger.
