@@ -185,9 +185,7 @@ class Optimizer(NamedTuple):
     def __repr__(self) -> str:
         if isinstance(call := getattr(self.init, "call", None), RecordedCall):
             return repr(call)
-        functions: dict[str, Any] = dict(zip(self._fields[:3], tuple(self), strict=False))
-        words = [f"{name}={getattr(value, '__name__', type(value).__name__)}" for name, value in functions.items()]
-        return f"Optimizer({', '.join([*words, *['takes_context=True'] * self.takes_context])})"
+        return f"Optimizer({', '.join(map(as_typed, self))})"
 
 
 class Transformation(Protocol):

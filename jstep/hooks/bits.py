@@ -325,10 +325,8 @@ def _audit_error(step: int, steps: int, leaves: tuple[str, ...], devices: tuple[
     what = Difference(step, leaves).text() + (f" (on {where} alone)" if where else "")
     update = f"update {step} → {step + 1} was" if steps == 1 else f"updates {step} → {step + steps} were"
     return AuditError(
-        f"the {update} computed twice, from the same state and batch by the same program, and the results differ: "
-        f"{what}. Either a device computes wrongly: resume from the last checkpoint on other devices. Or the program "
-        "is not deterministic: host callbacks that keep state, or a GPU without "
-        "XLA_FLAGS=--xla_gpu_deterministic_ops=true.",
+        f"the {update} computed twice, and the results differ: {what}. A device computes wrongly: resume on other "
+        "devices; or the program is not deterministic, as on GPUs without XLA_FLAGS=--xla_gpu_deterministic_ops=true.",
         step + 1,
         leaves,
     )

@@ -261,7 +261,7 @@ def _problem(start: Any, prefix: str, number: int) -> str:
 
 
 def is_seconds(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 1e15
+    return type(value) in (int, float) and 0 <= value < 3e10  # as a time, before the year 2921
 
 
 def is_step(value: object) -> TypeGuard[int]:

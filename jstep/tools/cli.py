@@ -115,10 +115,7 @@ def utc_text(seconds: float, precision: str = "seconds") -> str:
 
 def local_text(seconds: float, precision: str = "seconds") -> str:
     """Format a time in the time zone that the reader has now, `local_zone`."""
-    try:
-        return datetime.fromtimestamp(seconds, datetime.now().astimezone().tzinfo).isoformat(" ", precision)[:-6]
-    except (OverflowError, ValueError, OSError):
-        return utc_text(seconds)
+    return datetime.fromtimestamp(seconds, datetime.now().astimezone().tzinfo).isoformat(" ", precision)[:-6]
 
 
 def local_zone() -> str:

@@ -61,8 +61,6 @@ def _bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _by_how_much(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[float | None, int | None]:
-    if np.iscomplexobj(a):
-        return _by_how_much(a.view(a.real.dtype), b.view(b.real.dtype))
     if not is_inexact(a.dtype):
         if a.dtype == np.bool_:
             return None, None
@@ -337,15 +335,14 @@ def _differences_text(result: dict[str, Any]) -> list[str]:
     if result["same"]:
         if common is None:
             return [f"identical ({result['compared']} leaves, bitwise)"]
-        if len(common) == 1:
-            return [f"identical at the only common step, {common[0]}"]
-        return [f"identical at all {len(common)} common steps, {common[0]} to {common[-1]}"]
+        return [f"identical at all common steps ({len(common)}, from {common[0]} to {common[-1]})"]
     if common is None:
         steps = result["steps"]
         at_steps = f"step {steps['a']}" if steps["a"] == steps["b"] else f"step {steps['a']} in A, {steps['b']} in B"
         lines = [f"{len(leaves)} of {result['compared']} leaves differ ({at_steps})"]
     else:
-        lines = [f"the runs diverge at step {result['step']} ({_place_among(result['same_before'], len(common))})"]
+        place = f"number {result['same_before'] + 1} of {len(common)} common steps"
+        lines = [f"the runs diverge at step {result['step']}, {place}"]
         if result.get("leaves_known", True):
             lines.append(f"{len(leaves)} {'leaf differs' if len(leaves) == 1 else 'leaves differ'}")
         else:
@@ -353,12 +350,6 @@ def _differences_text(result: dict[str, Any]) -> list[str]:
     shown = [(leaf["path"], leaf["detail"]) for leaf in leaves[:_SHOWN]]
     width = cli.terminal_width() - 2
     return lines + _first(leaves, [part for line in columns(shown, 2) for part in fold(line, width, 2)])
-
-
-def _place_among(before: int, common: int) -> str:
-    if before:
-        return f"identical at {before} earlier common step{'s' if before > 1 else ''}, of {common}"
-    return "the only common step" if common == 1 else f"the first of {common} common steps"
 
 
 DIFF = cli.Command(_add_arguments, _print_differences)
