@@ -61,13 +61,10 @@ def from_host(tree: Tree, argument: str) -> Any:
     """Convert host arrays to native byte order; reject masked arrays and integers that do not fit a device."""
     if are_plain(jax.tree.leaves(tree)):
         return tree
-
-    def converted(keys: Any, leaf: Any) -> Any:
-        leaf = trees.native(leaf, trees.path_str(keys), argument)
-        _refuse_wide(leaf, trees.path_str(keys), argument)
-        return leaf
-
-    return jax.tree_util.tree_map_with_path(converted, tree)
+    tree = trees.all_native(tree, argument)
+    for path, leaf in trees.leaves_with_paths(tree):
+        _refuse_wide(leaf, path, argument)
+    return tree
 
 
 def as_array(value: object, argument: str) -> jax.Array:

@@ -48,14 +48,13 @@ _WAYS_OUT = (
         NameError,
         re.compile(r"unbound axis name: (.+?)(?:\.|$)"),
         "A model written for pmap names its axis {0!r}, and a step of jstep is one program over the whole batch: leave "
-        "the name out (jnp.mean for lax.pmean), or bind it with jax.vmap(fn, axis_name={0!r}) over an axis of one "
-        "element: x[None].",
+        "the name out (jnp.mean for lax.pmean), or bind it with jax.vmap(fn, axis_name={0!r}) over x[None].",
     ),
     (
         TypeError,
         re.compile("carry input and carry output must have equal types|branches must have equal output types"),
-        "A carry keeps its dtypes, and so does what branches return: create states with TrainState.create, other "
-        "initial values as arrays of their final dtype (jnp.float32(0) for 0), or cast what comes out with .astype.",
+        "A carry keeps its dtypes, and so does what branches return: create states with TrainState.create, and other "
+        "initial values as arrays of their final dtype (jnp.float32(0) for 0).",
     ),
 )
 """Errors of JAX whose message does not say how to fix them, and the note that does."""

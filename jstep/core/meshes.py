@@ -63,7 +63,7 @@ _logger = logging.getLogger("jstep")
 
 _WAYS_OUT = (
     "JAX refuses this function on the Explicit axes of the mesh (the default of jax.make_mesh) and on Auto axes: "
-    "annotate what JAX names (out_sharding=, jax.sharding.reshard), or pass sharded arrays that it closes over."
+    "annotate what JAX names (out_sharding=, jax.sharding.reshard), or pass it arrays in place of closing over them."
 )
 
 

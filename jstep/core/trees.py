@@ -522,11 +522,10 @@ def stack_trees(trees: Sequence[Any], what: str, name: Callable[[int], str] = "e
 
 def unstack_trees(tree: Tree, what: str) -> list[Any]:
     """Invert `stack_trees`; rows are copies, so that the arrays can be reused."""
-    named, sizes = leaves_with_paths(tree), leading_sizes(tree)
-    scalars = [f"none at {quote_path(path)}" for path, leaf in named if not np.ndim(leaf)]
-    if len(sizes) != 1 or scalars:
-        got = ", ".join([*sizes.values(), *scalars[:1]]) or "no leaf"
-        raise ValueError(f"{what}: must have arrays with a leading axis of one size, the number of elements, got {got}")
+    named = leaves_with_paths(tree)
+    if len(sizes := {np.shape(leaf)[:1] for _, leaf in named}) != 1 or () in sizes:
+        got = format_value(jax.tree.map(np.shape, tree))
+        raise ValueError(f"{what}: must have arrays whose first axis is the number of elements, got shapes {got}")
     arrays = [leaf if isinstance(leaf, jax.Array) else np.asarray(native(leaf, path, what)) for path, leaf in named]
     return [structure(tree).unflatten(row) for row in zip(*map(_copied_rows, arrays), strict=True)]
 
