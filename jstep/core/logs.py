@@ -34,9 +34,7 @@ WARNED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("jstep_
 
 def is_first(text: str) -> bool:
     """Return whether a warning is the first of its text in this run."""
-    warned = WARNED.get()
-    if warned is None:
-        return True
+    warned = set[str]() if (of_run := WARNED.get()) is None else of_run
     is_new = text not in warned
     warned.add(text)
     return is_new

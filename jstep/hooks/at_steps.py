@@ -87,8 +87,7 @@ class StopAtStepHook(RunHook):
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> bool:
         is_over = self._last_step is not None and step >= self._last_step
         if is_over and jax.process_index() == 0:
-            steps = "last_step" if self._num_steps is None else "num_steps"
-            _logger.info("step %d: StopAtStepHook(%s=%d); stopping", step, steps, self._num_steps or self._last_step)
+            _logger.info("step %d: %r; stopping", step, self)
         return is_over
 
     def next_due(self, step: int) -> int:
