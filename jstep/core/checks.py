@@ -46,7 +46,6 @@ def truncate_path(path: str, max_length: int = 36) -> str:
 
 
 def format_list(words: Sequence[str], max_items: int = 1, between: str = ", ") -> str:
-    """Format the first words and the number of others."""
     others = f" and {len(words) - max_items} more" if len(words) > max_items else ""
     return between.join(words[:max_items]) + others
 

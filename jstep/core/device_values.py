@@ -48,7 +48,6 @@ def host_leaf(leaf: object, path: str, argument: str) -> Any:
 
 
 def number(value: object, what: str) -> np.ndarray[Any, Any]:
-    """Return a Python number in the dtype that JAX gives it."""
     try:
         return np.asarray(value, jax.dtypes.canonicalize_dtype(jnp.result_type(value)))
     except OverflowError:
@@ -101,7 +100,7 @@ def _refuse_wide(leaf: object, path: str, argument: str) -> None:
 
 
 def first_wide(leaf: Any) -> tuple[int, np.dtype[Any]] | None:
-    """Return the first integer that does not fit on a device, and the dtype there; None if all fit."""
+    """Return the first integer that does not fit on a device, and the dtype there."""
     dtype = np.dtype(np.int64) if isinstance(leaf, int) else leaf.dtype
     if dtype.itemsize < 8 or dtype.kind not in "iu":
         return None
@@ -174,7 +173,6 @@ def when_concrete(path: str, check: Callable[..., None], *args: object) -> None:
 
 
 def with_checks(make: Callable[..., Any], *args: Any) -> Any:
-    """Return `make(*args)` after the deferred checks."""
     waiting: list[tuple[Any, ...]] = []
     with setting(_WAITING, waiting):
         state = make(*args)

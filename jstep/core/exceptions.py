@@ -25,14 +25,13 @@ def note(error: BaseException, text: str) -> None:
 
 
 def note_other(error: BaseException, other: BaseException) -> None:
-    """Note another error, with its notes, on the one that is raised."""
+    """Note another error, with its notes."""
     if other is not error:
         notes = getattr(other, "__notes__", ())
         note(error, "\n".join([f"Additionally, {type(other).__name__}: {other}", *notes]))
 
 
 def with_path(error: OSError, path: str) -> OSError:
-    """Return an error that names the file."""
     if error.filename is not None:
         return error
     return OSError(f"{path}: {error}") if error.errno is None else OSError(error.errno, error.strerror, path)
@@ -61,7 +60,7 @@ _WAYS_OUT = (
 
 
 def explain_jax(error: BaseException) -> None:
-    """Add a note to an error of JAX whose message does not say how to fix it."""
+    """Add a note of `_WAYS_OUT`."""
     for kind, pattern, way_out in _WAYS_OUT:
         match = pattern.search(str(error)) if isinstance(error, kind) else None
         if match is not None and (text := way_out.format(*match.groups())) not in getattr(error, "__notes__", ()):

@@ -78,8 +78,6 @@ ELEMENTWISE = frozenset([
 
 @dataclasses.dataclass(frozen=True)
 class Subprogram:
-    """A program, or an inner program of an operation."""
-
     jaxpr: Any
     consts: tuple[Any, ...]
     operations: tuple["Operation", ...]
@@ -101,7 +99,6 @@ class Operation:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Return the parameters that rebuild a scan or a shard_map."""
         return {name: self.eqn.params[name] for name in _OPTIONS.get(self.kind, ())}
 
     @property
@@ -260,7 +257,7 @@ def subprogram(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any], eqns: 
 
 
 def part_for(closed: Any, results: list[bool], *, keeps_arguments: bool = True) -> tuple[Any, list[bool]]:
-    """Return the part of a program that computes some results, and which arguments it has."""
+    """Return the part of a program for some results, and which arguments it has."""
     jaxpr, used, arguments = dce_jaxpr_consts(closed.jaxpr, results, keeps_arguments)
     consts = [const for const, is_used in zip(closed.consts, used, strict=True) if is_used]
     return core.ClosedJaxpr(jaxpr, consts), arguments
@@ -300,7 +297,6 @@ def evaluate(
 
 
 def is_elementwise(body: Subprogram, shape: tuple[int, ...]) -> bool:
-    """Whether a program maps arrays of this shape, and scalars, element by element."""
     fits = set(_shapes([*body.jaxpr.constvars, *body.jaxpr.invars])) <= {(), shape}
     return fits and all(is_elementwise_operation(operation, shape) for operation in body.operations)
 
@@ -315,8 +311,6 @@ def is_elementwise_operation(operation: Operation, shape: tuple[int, ...]) -> bo
 
 
 def on_slices(body: Subprogram, values: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:
-    """Evaluate an elementwise program on slices of this shape."""
-
     def on_slice(operation: Operation, values: list[Any]) -> list[Any]:
         eqn = operation.eqn
         if operation.kind == "call":
@@ -447,7 +441,6 @@ class _Hasher:
 
 
 def without_addresses(text: str) -> str:
-    """Remove addresses and file names from a repr."""
     return _FILE.sub("*.py", _ADDRESS.sub("0x", text))
 
 

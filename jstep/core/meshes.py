@@ -239,7 +239,6 @@ def _left(mesh: AbstractMesh, leaf: Any, spec: PartitionSpec) -> Any:
 
 
 def _keep_explicit_axes(mesh: AbstractMesh, spec: PartitionSpec) -> PartitionSpec:
-    """Keep only Explicit axes, as the types of arrays do."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if set(types.values()) == {AxisType.Explicit}:
         return spec
@@ -320,7 +319,7 @@ class Attempts:
 
 
 def _signature(error: Exception) -> tuple[type, str]:
-    """Identify an error by its type and the first line of its message without shardings."""
+    """Identify an error; messages have shardings."""
     # A bug in the user's function gives the same error on all axis types; later lines depend on the trace.
     first = (str(error).splitlines() or [""])[0]
     return type(error), re.sub(r"@\([^()]*\)|@\w+", "", first)

@@ -75,8 +75,6 @@ def makes_optimizer(positional: int = 0) -> Callable[[Callable[_P, _T]], Callabl
 
 
 class RememberedFunction(RecordedCall):
-    """A function whose `repr` is the call that made it."""
-
     def __init__(self, function: Callable[..., Any], call: RecordedCall) -> None:
         super().__init__(call.function, call.positional, call.args, call.kwargs)
         functools.update_wrapper(self, function)
@@ -87,7 +85,7 @@ class RememberedFunction(RecordedCall):
 
 
 class ShownAsTyped:
-    """Base class: `repr` is the call that one would type."""
+    """Base class whose `repr` is the call that made the instance."""
 
     _made: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
 

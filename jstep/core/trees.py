@@ -322,7 +322,6 @@ def is_key(x: object) -> bool:
 
 
 def key_data(leaf: Any) -> Any:
-    """Return the data of typed PRNG keys; other leaves are unchanged."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
@@ -340,7 +339,6 @@ def has_tracers(tree: Tree) -> bool:
 
 
 def find_donated(tree: Tree) -> str | None:
-    """Return the path of the first donated leaf, or None."""
     for i, leaf in enumerate(jax.tree.leaves(tree)):  # paths are slower: a step on a mesh calls this every time
         if hasattr(leaf, "is_deleted") and not isinstance(leaf, Tracer) and leaf.is_deleted():
             return leaf_paths(tree)[i]
@@ -375,7 +373,7 @@ def native(leaf: object, path: str, argument: str) -> Any:
 
 
 def has_same_bits(a: Any, b: Any) -> bool:
-    """Whether two leaves are bitwise identical; False if values are on other hosts."""
+    """Whether two leaves are bitwise identical; False if unknown."""
     if a is b:
         return True
     if not (is_array(a) and is_array(b)):
@@ -387,14 +385,13 @@ def has_same_bits(a: Any, b: Any) -> bool:
 
 
 def concrete(x: object) -> np.ndarray[Any, Any] | None:
-    """Return the value of x, or None if it is traced or on other hosts."""
+    """Return the value of x; None if it is traced or on other hosts."""
     if is_traced(x) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return None
     return np.asarray(x)
 
 
 def compute_dtype(dtype: DTypeLike) -> Any:
-    """Return the dtype for arithmetic, at least float32."""
     return dtype if np.dtype(dtype).itemsize > 4 else np.dtype(np.float32)
 
 
@@ -408,7 +405,7 @@ def with_leaves(leaves: Sequence[Any], indices: Sequence[int], values: Sequence[
 def partition_arrays(
     tree: Tree, which: Callable[[Any], bool] = lambda leaf: isinstance(leaf, jax.Array)
 ) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Return the arrays of a tree (or the leaves that `which` selects), and a function that replaces them."""
+    """Return the arrays of a tree (or what `which` selects), and a function that replaces them."""
     leaves, treedef = flatten(tree)
     indices = [i for i, leaf in enumerate(leaves) if which(leaf)]
     return [leaves[i] for i in indices], lambda others: treedef.unflatten(with_leaves(leaves, indices, others))
@@ -429,7 +426,6 @@ def merge_dicts(
 
 
 def default_float() -> Any:
-    """Return float32, or float64 under `jax_enable_x64`."""
     return jax.dtypes.canonicalize_dtype(np.float64)
 
 
@@ -439,7 +435,6 @@ def default_int() -> Any:
 
 
 def suggest_names(name: str, names: Iterable[str]) -> str:
-    """Format a hint for a misspelled name: the nearest names, or all if there are few."""
     names = list(names)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if not close and len(names) <= 6:
@@ -455,7 +450,6 @@ def shape_of(leaf: Any, sharding: Any = None, *, weak: bool = False) -> jax.Shap
 
 
 def is_like(params: Tree, tree: Tree) -> bool:
-    """Whether a tree has the structure of params; leaves may be None."""
     try:
         return all(map(_is_leaf, structure(params).flatten_up_to(tree)))
     except (ValueError, TypeError):

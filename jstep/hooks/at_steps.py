@@ -95,7 +95,6 @@ class StopAtStepHook(RunHook):
         return max(step + 1, self._last_step or 0)
 
     def steps_between(self, start: int, last_step: int) -> range:
-        """The step that stops a run from `start` to `last_step`, if it is reached."""
         stop = max(start + 1, start + self._num_steps if self._num_steps else self._last_step or 0)
         return range(stop, min(stop, last_step) + 1)
 
@@ -126,7 +125,6 @@ class ProfilerHook(RunHook):
         self._running = self._is_refused = False
 
     def begin(self, state: TrainState) -> None:
-        """Start the trace immediately if the run begins within the steps."""
         super().begin(state)
         self._running = self._is_refused = False
         self.after_step(state_step(state), state, {})
@@ -150,7 +148,6 @@ class ProfilerHook(RunHook):
             jax.profiler.stop_trace()
 
     def close(self) -> None:
-        """End a trace that is still running after an error."""
         super().close()
         if self._running:
             self._running = False

@@ -107,7 +107,6 @@ class FingerprintHook(RunHook):
         self._pending = TransferQueue()
 
     def begin(self, state: TrainState) -> None:
-        """Read the lines of earlier runs, and open the log."""
         super().begin(state)
         self._path = self._given or os.fspath(getattr(self.run.reports.writer, "logdir", ""))
         if not self._path:
@@ -126,7 +125,6 @@ class FingerprintHook(RunHook):
             self._file = open_lines(self._path, b'{"step": ', fingerprints.is_line)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Start a fingerprint; write those that the device has finished."""
         result = by_device(state)
         entry = functools.partial(fingerprints.make_entry, step, result, self._per_leaf)
         self._pending.add(step, begin_transfer([part for _, part in result.parts], entry), self._finish, self)
@@ -147,7 +145,6 @@ class FingerprintHook(RunHook):
                 file.close()
 
     def close(self) -> None:
-        """Write pending lines, also after an error, and close the log."""
         super().close()
         file, pending = self._file, self._pending
         self._pending, self._before = TransferQueue(), {}  # nothing is compared any more
@@ -246,7 +243,6 @@ class AuditHook(RunHook):
         self._raises = check_choice(on_mismatch, "on_mismatch", ("log", "raise")) == "raise"
 
     def begin(self, state: TrainState) -> None:
-        """Reject a state whose leaves cannot be named or compared."""
         super().begin(state)
         leaves_with_hash_keys(state)
 
@@ -258,7 +254,6 @@ class AuditHook(RunHook):
         return range(-(-start // self._n) * self._n, last_step, self._n)
 
     def audit_chunk(self, run_chunk: RunChunk, repeated: Repeated, state: Tree, chunk: Any) -> Any:
-        """Run the steps of a chunk, and repeat them if an audit is due."""
         if -chunk.first % self._n >= chunk.steps:
             return run_chunk(state, chunk)
         repeat = repeated(chunk)

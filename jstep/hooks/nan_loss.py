@@ -77,11 +77,9 @@ class NanLossHook(RunHook):
         self._reset()
 
     def _require_loss(self, *, wait: bool = False) -> None:
-        """Reject, after the first call, metrics without a loss."""
         _check_loss(self.run.metrics)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> bool:
-        """Check the previous interval."""
         _check_loss(metrics)  # a later stage may have other metrics
         # All processes check the same steps, so that they stop together.
         before, self._held = self._held, self.run.reports.sums.take(self._number)

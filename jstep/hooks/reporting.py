@@ -90,7 +90,6 @@ class ReportingHook(RunHook):
             self._number = run.reports.sums.subscribe()
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Queue the metrics of this step, and deliver rows that are ready."""
         self.run.reports.transfers.add(step, self._numbers(metrics, self._leave_out()), self.deliver, self)
         self.run.reports.transfers.deliver_ready()
 
@@ -316,7 +315,6 @@ class SummarySaverHook(ReportingHook):
         self.run.reports.transfers.deliver_ready()
 
     def deliver(self, step: int, values: dict[str, Any], metrics: Metrics | None = None) -> None:
-        """Write one summary of the numbers, and of the summaries among the metrics."""
         if is_ready(values.values()):  # numbers of the host are the quickest to write
             values = read_values(values)
         scalars = [summary.scalar(name, value, collections=()) for name, value in values.items()]

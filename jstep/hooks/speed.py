@@ -17,8 +17,6 @@ TAG = "global_step/sec"
 
 
 class _Count(NamedTuple):
-    """The work dispatched up to a step."""
-
     step: int
     since: float
     """All later steps were dispatched, and finish, after this time."""
@@ -133,7 +131,6 @@ class StepCounterHook(RunHook):
         self.run.poll(self, self._begin_interval)
 
     def _begin_interval(self, *, wait: bool = False) -> None:
-        """Begin the first interval after the first call, which compiles."""
         self._since = self._count_at(self.run.step)
 
     def _count_at(self, step: int) -> _Count:

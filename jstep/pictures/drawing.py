@@ -170,7 +170,6 @@ def _framed(
     ends: str = "",
     height: int = _HEIGHT,
 ) -> str:
-    """The figure around what is drawn, with the vertical axis."""
     label = html_text(label)
     lines = [f'<path class="axis" d="M0,{(1 - at) * _HEIGHT:.1f}H{_WIDTH}"/>' for at, _ in up.ticks]
     labels = [f'<text x="-6" y="{(1 - at) * height + 4:.1f}" text-anchor="end">{text}</text>' for at, text in up.ticks]
@@ -204,7 +203,6 @@ class _Axis(NamedTuple):
         return np.where(np.isfinite(places), places, np.nan)
 
     def y(self, values: Any) -> Any:
-        """The heights of values in a picture whose vertical axis this is."""
         return (1 - self.share(values)) * _HEIGHT
 
 

@@ -90,7 +90,7 @@ def _files(where: str, prefix: str | None) -> tuple[list[tuple[str, Fields]], li
 
 
 def _valid_fields(stall: Any) -> dict[str, Any]:
-    """Return the fields of a stall file, whose values are checked here and nowhere else."""
+    """Return the fields of a stall file; their values are checked here and nowhere else."""
     if not fits(stall, _KINDS) or any(stall.get(name) is None for name in _NEEDED):
         raise ValueError("it is incomplete, or not the file of a stall that this version writes")
     if not stall["process"] < stall["processes"] <= _MAX_PROCESSES:
@@ -131,7 +131,6 @@ def in_ranges(numbers: Iterable[int]) -> list[str]:
 
 
 def silent(stalls: Sequence[Fields], count: int) -> list[int]:
-    """The processes, of `count`, without a file."""
     return sorted(set(range(count)) - {stall["process"] for stall in stalls})
 
 

@@ -102,7 +102,7 @@ class StartFile:
         self.write()
 
     def update(self, fields: Mapping[str, Any]) -> None:
-        """Change what the next write writes, without waiting for a disk."""
+        """Change what is written next, without waiting for a disk."""
         with self._updating:
             self.fields = {**self.fields, **fields}
 
@@ -234,7 +234,7 @@ def _load(path: str) -> Any:
 
 
 def with_card(where: str, start: Start) -> Start:
-    """Return a valid start with its card; a card that is missing or not valid is empty."""
+    """Return a valid start with its card, which is empty if it is missing or not valid."""
     return {**start, "card": _load_card(where, start).get("card") or {}}
 
 
@@ -341,7 +341,6 @@ def has_trained(start: Mapping[str, Any]) -> bool:
 
 
 def last_trained(starts: Sequence[Start]) -> Start | None:
-    """Return the newest valid start that took a step, or None."""
     return next(filter(has_trained, reversed(valid(starts))), None)
 
 

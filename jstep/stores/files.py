@@ -47,11 +47,7 @@ def _check_regular(path: str, found: os.stat_result) -> None:
 
 
 def read_small(path: str, limit: int) -> bytes:
-    """Read a regular file or object as a whole.
-
-    Raises:
-        ValueError: It has more than `limit` bytes.
-    """
+    """Read a regular file or object of at most `limit` bytes; a larger one is a ValueError."""
     with open_for_reading(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
@@ -118,7 +114,6 @@ def names_in(path: str) -> list[str]:
 
 
 def walk(path: str) -> list[tuple[str, list[str]]]:
-    """Return directories with the names of their files, like a sorted `os.walk`."""
     if not is_url(path):
         return sorted((folder, names) for folder, _, names in os.walk(path))
     folders: dict[str, list[str]] = {}

@@ -146,7 +146,6 @@ class Objects:
         return self._begin("read", key, lambda kv: kv.read(key, byte_range=slice(start, stop)), nbytes)
 
     def write(self, key: str, data: bytes) -> bytes:
-        """Write an object unconditionally, and return its stamp."""
         return self.start_write(key, data).stamp()
 
     def start_write(self, key: str, data: Any) -> PendingOperation:
@@ -384,5 +383,4 @@ def no_bucket(url: str, verb: str) -> FileNotFoundError:
 
 
 def redact(text: str) -> str:
-    """Shorten an error message, without response bodies and secrets."""
     return hide("", re.split(r"\s*\[(?:http_response_body|source locations)|\n", text)[0])[:200]

@@ -109,7 +109,6 @@ def start_differences(places: Iterable[tuple[str, str | None]], problems: list[s
 
 
 def _trained(where: str, prefix: str | None, problems: list[str]) -> dict[str, Start]:
-    """The newest start that was trained, with its card, of each run in a directory."""
     found: dict[str, Start] = {}
     with contextlib.suppress(OSError):  # a directory that cannot be read is reported by the comparison itself
         for name, starts in read_starts(where).items():
@@ -130,7 +129,6 @@ def changes_text(lines: list[str] | None) -> list[str]:
 
 
 def _first(lines: Sequence[str], shown: Sequence[str] | None = None) -> list[str]:
-    """The first lines, or those that are shown for them, and how many more there are."""
     others = len(lines) - _SHOWN
     more = [f"and {others} more (--json lists all)"] if others > 0 else []
     return [f"  {line}" for line in (*(shown or lines[:_SHOWN]), *more)]
@@ -172,7 +170,6 @@ def _text_of_starts(starts: list[dict[str, Any]]) -> list[str]:
 
 
 def differences_left_out(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:
-    """Yield the differences of leaves that were left out of one or both checkpoints."""
     of_a, of_b = a.left_out, b.left_out
     for path in of_a | of_b:
         first, second, where = of_a.get(path), of_b.get(path), "left out of both"
@@ -291,7 +288,6 @@ def _runs(a: _Side, b: _Side) -> dict[str, Any]:
 
 
 def _of_entries(a: Any, b: Any) -> tuple[list[LeafDifference], dict[str, bool]] | None:
-    """Return the leaves that differ, and further fields of the result."""
     from jstep.state.fingerprints import compare_logs
 
     result = compare_logs(a, b)

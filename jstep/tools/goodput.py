@@ -66,7 +66,6 @@ class Goodput(Tabular):
 
     @property
     def parts(self) -> dict[str, float]:
-        """Name → seconds of the parts, which sum to `total`."""
         return {name: getattr(self, name) for name in _ALL}
 
     @property
