@@ -61,6 +61,8 @@ def _bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _by_how_much(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[float | None, int | None]:
+    if np.iscomplexobj(a):
+        return _by_how_much(a.view(a.real.dtype), b.view(b.real.dtype))
     if not is_inexact(a.dtype):
         if a.dtype == np.bool_:
             return None, None

@@ -78,18 +78,15 @@ def _boxed(names: Iterable[str], rows: Sequence[str], key: str = "") -> str:
 
 
 def _odd(sweep: Sweep) -> list[str]:
-    items = [f"<li>{html_text(line)}</li>" for line in shared_ids([row.run for row in sweep.rows])]
+    items = [html_text(line) for line in shared_ids([row.run for row in sweep.rows])]
+    several = len(sweep.rows) > 1
     for row in sweep.rows:
-        if row.odd:
-            more = [f"and {len(row.odd) - _MAX_ODD} more"] * (len(row.odd) > _MAX_ODD)
-            lines = [*(truncate(line, 300) for line in row.odd[:_MAX_ODD]), *more]
-            if len(sweep.rows) == 1:
-                items += [f"<li>{html_text(line)}</li>" for line in lines]
-            else:
-                name = html_text(truncate(row.name, _MAX_NAME))
-                items.append(f"<li><b>{name}</b>: {html_text('; '.join(lines))}</li>")
-    kind = "scrolls odd" if len(sweep.rows) > 1 else ""
-    return [f'<ul class="{kind}" tabindex="0">{"".join(items)}</ul>'] if items else []
+        more = [f"and {len(row.odd) - _MAX_ODD} more"] * (len(row.odd) > _MAX_ODD)
+        lines = [html_text(truncate(line, 300)) for line in (*row.odd[:_MAX_ODD], *more)]
+        together = [f"<b>{html_text(truncate(row.name, _MAX_NAME))}</b>: {'; '.join(lines)}"] if lines else []
+        items += together if several else lines
+    listed = "".join(f"<li>{item}</li>" for item in items)
+    return [f'<ul class="{"scrolls odd" if several else ""}" tabindex="0">{listed}</ul>'] if items else []
 
 
 # One run: its facts.
