@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jstep.core.checks import describe_type, format_value
-from jstep.core.exceptions import Picklable
 from jstep.stores.files import decode_json
 
 MANIFEST_FILE = "manifest.json"
@@ -23,7 +22,7 @@ _DEEPEST = 100  # levels of nesting; Python parses JSON recursively, and the sta
 _SEAL = ',\n "crc32": "'
 
 
-class CheckpointError(Picklable, RuntimeError):
+class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or is corrupted."""
 
 
@@ -35,8 +34,11 @@ class CorruptedError(CheckpointError):
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("; ".join(problems))
+        super().__init__(problems)  # the argument, with which it is unpickled
         self.problems = list(problems)
+
+    def __str__(self) -> str:
+        return "; ".join(self.problems)
 
 
 class UnsupportedFormatError(CheckpointError):

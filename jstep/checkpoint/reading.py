@@ -39,8 +39,8 @@ _logger = logging.getLogger("jstep")
 class GoneError(CheckpointError):
     """A checkpoint was deleted or replaced while it was read."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__(f"{path} was deleted or replaced while it was read")
+    def __str__(self) -> str:
+        return f"{self.args[0]} was deleted or replaced while it was read"
 
 
 class CheckpointReader:

@@ -46,7 +46,6 @@ def truncate_path(path: str, max_length: int = 36) -> str:
 
 
 def format_list(words: Sequence[str], max_items: int = 1, between: str = ", ") -> str:
-    """Format the first words and the number of others."""
     others = f" and {len(words) - max_items} more" if len(words) > max_items else ""
     return between.join(words[:max_items]) + others
 
@@ -163,8 +162,7 @@ def as_mapping(value: object, argument: str, contents: str) -> Mapping[Any, Any]
 
 def as_functions(functions: Any, argument: str, form: str) -> tuple[Any, ...]:
     if callable(functions) or not isinstance(functions, Iterable):
-        what = f"{argument}: must be a sequence of functions {form}, got {describe_type(functions)}"
-        raise TypeError(f"{what}; give a list: {argument}=[…]")
+        raise TypeError(f"{argument}: must be a list of functions {form}, got {describe_type(functions)}")
     items = tuple(functions)
     for i, function in enumerate(items):
         if isinstance(function, type) or not callable(function):

@@ -5,7 +5,6 @@ here.
 """
 
 import contextvars
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Unpack
 
@@ -49,7 +48,6 @@ def host_leaf(leaf: object, path: str, argument: str) -> Any:
 
 
 def number(value: object, what: str) -> np.ndarray[Any, Any]:
-    """Return a Python number in the dtype that JAX gives it."""
     try:
         return np.asarray(value, jax.dtypes.canonicalize_dtype(jnp.result_type(value)))
     except OverflowError:
@@ -62,13 +60,10 @@ def from_host(tree: Tree, argument: str) -> Any:
     """Convert host arrays to native byte order; reject masked arrays and integers that do not fit a device."""
     if are_plain(jax.tree.leaves(tree)):
         return tree
-
-    def converted(keys: Any, leaf: Any) -> Any:
-        leaf = trees.native(leaf, trees.path_str(keys), argument)
-        _refuse_wide(leaf, trees.path_str(keys), argument)
-        return leaf
-
-    return jax.tree_util.tree_map_with_path(converted, tree)
+    tree = trees.all_native(tree, argument)
+    for path, leaf in trees.leaves_with_paths(tree):
+        _refuse_wide(leaf, path, argument)
+    return tree
 
 
 def as_array(value: object, argument: str) -> jax.Array:
@@ -115,22 +110,16 @@ def _refuse_wide(leaf: object, path: str, argument: str) -> None:
 
 
 def first_wide(leaf: Any) -> tuple[int, np.dtype[Any]] | None:
-    """Return the first integer that does not fit on a device, and the dtype there; None if all fit."""
+    """Return the first integer that does not fit on a device, and the dtype there."""
     dtype = np.dtype(np.int64) if isinstance(leaf, int) else leaf.dtype
     if dtype.itemsize < 8 or dtype.kind not in "iu":
         return None
     # Not from the dtype itself, whose byte order may differ.
     narrow = np.dtype(jax.dtypes.canonicalize_dtype(np.uint64 if dtype.kind == "u" else np.int64))
-    values, (low, high) = np.asarray(leaf), _limits(narrow)
+    values, (low, high) = np.asarray(leaf), (0, 2**32 - 1) if narrow.kind == "u" else (-(2**31), 2**31 - 1)
     if narrow.itemsize == 8 or not values.size or low <= values.min() <= values.max() <= high:
         return None
     return int(values[(values < low) | (values > high)][0]), narrow
-
-
-@functools.cache
-def _limits(dtype: np.dtype[Any]) -> tuple[int, int]:
-    limits = np.iinfo(dtype)  # which takes longer than the comparison of a batch's labels
-    return int(limits.min), int(limits.max)
 
 
 # Arguments that may be traced: numbers, PRNG keys, and checks deferred until values are concrete.
@@ -194,7 +183,6 @@ def when_concrete(path: str, check: Callable[..., None], *args: object) -> None:
 
 
 def with_checks(make: Callable[..., Any], *args: Any) -> Any:
-    """Return `make(*args)` after the deferred checks."""
     waiting: list[tuple[Any, ...]] = []
     with setting(_WAITING, waiting):
         state = make(*args)

@@ -1,4 +1,4 @@
-"""Exceptions that survive pickling, context variables, and notes on exceptions."""
+"""Context variables, and notes on exceptions."""
 
 import contextlib
 import contextvars
@@ -9,31 +9,7 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 
 
-class Picklable(BaseException):
-    """Base of jstep's exceptions, which survive pickling, without their `state`, and copying."""
-
-    # By default Python calls the class with `args`: if the constructor has another signature, a `multiprocessing.Pool`
-    # that waits for a worker hangs. Here the constructor is not called.
-    def __reduce__(self) -> Any:
-        attributes = {name: None if name == "state" else value for name, value in vars(self).items()}
-        return _rebuilt, (type(self), self._args(), attributes)
-
-    def __copy__(self) -> Any:
-        return _rebuilt(type(self), self._args(), vars(self))
-
-    def _args(self) -> Any:
-        return super().__reduce__()[1]  # includes the file name of an OSError
-
-
-def _rebuilt(cls: type[BaseException], args: Any, attributes: dict[str, Any]) -> BaseException:
-    error = cls.__new__(cls, *args)
-    built_in: Any = next(base for base in cls.__mro__ if base.__module__ == "builtins")
-    built_in.__init__(error, *args)  # sets state outside `vars`, such as the code of a SystemExit
-    vars(error).update(attributes)
-    return error
-
-
-class WrongStateError(Picklable):
+class WrongStateError(Exception):
     """Base of errors after which the last state of a run must not be saved, unless they say that it may be."""
 
     may_save = False
@@ -55,7 +31,7 @@ def note(error: BaseException, text: str) -> None:
 
 
 def note_other(error: BaseException, other: BaseException) -> None:
-    """Note another error, with its notes, on the one that is raised."""
+    """Note another error, with its notes."""
     if other is not error:
         notes = getattr(other, "__notes__", ())
         note(error, "\n".join([f"Additionally, {type(other).__name__}: {other}", *notes]))
@@ -76,7 +52,6 @@ def noting(close: Callable[[], object]) -> Callable[[object, BaseException | Non
 
 
 def with_path(error: OSError, path: str) -> OSError:
-    """Return an error that names the file."""
     if error.filename is not None:
         return error
     return OSError(f"{path}: {error}") if error.errno is None else OSError(error.errno, error.strerror, path)
@@ -92,21 +67,20 @@ _WAYS_OUT = (
         NameError,
         re.compile(r"unbound axis name: (.+?)(?:\.|$)"),
         "A model written for pmap names its axis {0!r}, and a step of jstep is one program over the whole batch: leave "
-        "the name out (jnp.mean for lax.pmean), or bind it with jax.vmap(fn, axis_name={0!r}) over an axis of one "
-        "element: x[None].",
+        "the name out (jnp.mean for lax.pmean), or bind it with jax.vmap(fn, axis_name={0!r}) over x[None].",
     ),
     (
         TypeError,
         re.compile("carry input and carry output must have equal types|branches must have equal output types"),
-        "A carry keeps its dtypes, and so does what branches return: create states with TrainState.create, other "
-        "initial values as arrays of their final dtype (jnp.float32(0) for 0), or cast what comes out with .astype.",
+        "A carry keeps its dtypes, and so does what branches return: create states with TrainState.create, and other "
+        "initial values as arrays of their final dtype (jnp.float32(0) for 0).",
     ),
 )
 """Errors of JAX whose message does not say how to fix them, and the note that does."""
 
 
 def explain_jax(error: BaseException) -> None:
-    """Add a note to an error of JAX whose message does not say how to fix it."""
+    """Add a note of `_WAYS_OUT`."""
     for kind, pattern, way_out in _WAYS_OUT:
         match = pattern.search(str(error)) if isinstance(error, kind) else None
         if match is not None and (text := way_out.format(*match.groups())) not in getattr(error, "__notes__", ()):

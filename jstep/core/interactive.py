@@ -8,7 +8,6 @@ _kept: list[Any] = []
 
 
 def is_interactive() -> bool:
-    """Whether this process is Python's prompt, IPython or a notebook."""
     return hasattr(sys, "ps1") or _shell() is not None
 
 

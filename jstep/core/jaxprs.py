@@ -78,8 +78,6 @@ ELEMENTWISE = frozenset([
 
 @dataclasses.dataclass(frozen=True)
 class Subprogram:
-    """A program, or an inner program of an operation."""
-
     jaxpr: Any
     consts: tuple[Any, ...]
     operations: tuple["Operation", ...]
@@ -101,7 +99,6 @@ class Operation:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Return the parameters that rebuild a scan or a shard_map."""
         return {name: self.eqn.params[name] for name in _OPTIONS.get(self.kind, ())}
 
     @property
@@ -260,7 +257,7 @@ def subprogram(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any], eqns: 
 
 
 def part_for(closed: Any, results: list[bool], *, keeps_arguments: bool = True) -> tuple[Any, list[bool]]:
-    """Return the part of a program that computes some results, and which arguments it has."""
+    """Return the part of a program for some results, and which arguments it has."""
     jaxpr, used, arguments = dce_jaxpr_consts(closed.jaxpr, results, keeps_arguments)
     consts = [const for const, is_used in zip(closed.consts, used, strict=True) if is_used]
     return core.ClosedJaxpr(jaxpr, consts), arguments
@@ -300,7 +297,6 @@ def evaluate(
 
 
 def is_elementwise(body: Subprogram, shape: tuple[int, ...]) -> bool:
-    """Whether a program maps arrays of this shape, and scalars, element by element."""
     fits = set(_shapes([*body.jaxpr.constvars, *body.jaxpr.invars])) <= {(), shape}
     return fits and all(is_elementwise_operation(operation, shape) for operation in body.operations)
 
@@ -315,8 +311,6 @@ def is_elementwise_operation(operation: Operation, shape: tuple[int, ...]) -> bo
 
 
 def on_slices(body: Subprogram, values: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:
-    """Evaluate an elementwise program on slices of this shape."""
-
     def on_slice(operation: Operation, values: list[Any]) -> list[Any]:
         eqn = operation.eqn
         if operation.kind == "call":
@@ -386,9 +380,10 @@ def _is_explicit(var: Any) -> bool:
 # Variables are numbered in the order in which they appear. Names, source positions, memory addresses, and rules of
 # differentiation that were not used are left out; constants count by value, host callbacks by their qualified name.
 
-_ORIGINS = {"name", "debug_info", "ctx_mesh", "name_and_src_info", "src_info", "source_info", "origin"}
-_RULES = {"jvp_jaxpr_fun", "jvp", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "fwd", "bwd"}
-_UNSAID = _ORIGINS | _RULES | {"callback_id", "call_id"}
+_UNSAID = {
+    "name", "debug_info", "ctx_mesh", "name_and_src_info", "src_info", "source_info", "origin",
+    "jvp_jaxpr_fun", "jvp", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "fwd", "bwd", "callback_id", "call_id",
+}  # fmt: skip
 """Parameters of operations that describe the source of a program, or its rules of differentiation."""
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -419,23 +414,17 @@ class _Hasher:
                 numbers.update((variable, len(numbers) + i) for i, variable in enumerate(variables))
                 return " ".join(_type_text(variable.aval) for variable in variables)
 
-            def used(atoms: Sequence[Any]) -> str:
-                return " ".join(
-                    self._literal(atom) if isinstance(atom, core.Literal) else str(numbers[atom]) for atom in atoms
-                )
+            def used(atom: Any) -> str:
+                is_literal = isinstance(atom, core.Literal)
+                return f"{_type_text(atom.aval)}={self.text(atom.val)}" if is_literal else str(numbers[atom])
 
             parts = [bound(jaxpr.constvars), bound(jaxpr.invars)]
             for eqn in jaxpr.eqns:
-                parts += [_name(eqn), used(eqn.invars), self._fields(eqn.params), bound(eqn.outvars)]
-            parts += [used(jaxpr.outvars), *map(self.text, getattr(closed, "consts", ()))]
+                fields = [f"{name}={self.text(eqn.params[name])}" for name in sorted(eqn.params) if name not in _UNSAID]
+                parts += [_name(eqn), " ".join(map(used, eqn.invars)), ", ".join(fields), bound(eqn.outvars)]
+            parts += [" ".join(map(used, jaxpr.outvars)), *map(self.text, getattr(closed, "consts", ()))]
             self._seen[id(closed)] = hash_strings(*parts)
         return self._seen[id(closed)]
-
-    def _literal(self, atom: Any) -> str:
-        return f"{_type_text(atom.aval)}={self.text(atom.val)}"
-
-    def _fields(self, fields: Mapping[str, Any]) -> str:
-        return ", ".join(f"{name}={self.text(fields[name])}" for name in sorted(fields) if name not in _UNSAID)
 
     def text(self, x: object) -> str:
         if isinstance(x, core.Jaxpr | core.ClosedJaxpr):
@@ -452,7 +441,6 @@ class _Hasher:
 
 
 def without_addresses(text: str) -> str:
-    """Remove addresses and file names from a repr."""
     return _FILE.sub("*.py", _ADDRESS.sub("0x", text))
 
 

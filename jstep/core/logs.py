@@ -32,10 +32,7 @@ WARNED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("jstep_
 
 
 def is_first(text: str) -> bool:
-    """Return whether a warning is the first of its text in this run."""
-    warned = WARNED.get()
-    if warned is None:
-        return True
+    warned = set[str]() if (of_run := WARNED.get()) is None else of_run
     is_new = text not in warned
     warned.add(text)
     return is_new
@@ -81,7 +78,6 @@ def as_level(level: object) -> int:
 
 @contextlib.contextmanager
 def log_to_stderr(shown: int = logging.NOTSET) -> Iterator[None]:
-    """Write log lines to standard error, if logging is not configured for `jstep`."""
     # A handler of the root logger alone does not count: some libraries add one for warnings.
     if _logger.handlers or (_logger.hasHandlers() and _logger.isEnabledFor(logging.INFO)) or sys.stderr is None:
         yield

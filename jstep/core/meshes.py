@@ -12,7 +12,7 @@ import math
 import operator
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -52,15 +52,7 @@ def internal_transfers() -> contextlib.AbstractContextManager[object]:
     """
     if not any(_guard_values(jax.config)):  # fast path: called at each step, and for every logged scalar
         return NO_GUARD
-    return _allowed([name for name in _GUARDS if str(read_setting(name)).startswith("disallow")])
-
-
-@contextlib.contextmanager
-def _allowed(guards: list[str]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for name in guards:
-            stack.enter_context(getattr(jax, name)("allow"))
-        yield
+    return jax.transfer_guard("allow")
 
 
 def read_setting(name: str) -> Any:
@@ -71,8 +63,7 @@ _logger = logging.getLogger("jstep")
 
 _WAYS_OUT = (
     "JAX refuses this function on the Explicit axes of the mesh (the default of jax.make_mesh) and on Auto axes: "
-    "annotate what JAX names (out_sharding=, jax.sharding.reshard), make the mesh with "
-    "axis_types=(jax.sharding.AxisType.Auto, ...), and pass sharded arrays as arguments instead of closing over them."
+    "annotate what JAX names (out_sharding=, jax.sharding.reshard), or pass it arrays in place of closing over them."
 )
 
 
@@ -248,7 +239,6 @@ def _left(mesh: AbstractMesh, leaf: Any, spec: PartitionSpec) -> Any:
 
 
 def _keep_explicit_axes(mesh: AbstractMesh, spec: PartitionSpec) -> PartitionSpec:
-    """Keep only Explicit axes, as the types of arrays do."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if set(types.values()) == {AxisType.Explicit}:
         return spec
@@ -329,7 +319,7 @@ class Attempts:
 
 
 def _signature(error: Exception) -> tuple[type, str]:
-    """Identify an error by its type and the first line of its message without shardings."""
+    """Identify an error; messages have shardings."""
     # A bug in the user's function gives the same error on all axis types; later lines depend on the trace.
     first = (str(error).splitlines() or [""])[0]
     return type(error), re.sub(r"@\([^()]*\)|@\w+", "", first)

@@ -86,8 +86,6 @@ def _here(sharding: Any) -> Any:
 
 
 def on_devices(tree: Tree) -> Any:
-    """Move arrays to device memory, for computation."""
-
     def moved(leaf: Any) -> Any:
         if not is_on_host(leaf):
             return leaf
@@ -103,7 +101,6 @@ SHARDINGS: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_shardings
 
 
 def traced_shardings(tree: Tree) -> list[Any] | None:
-    """Return the shardings of a traced state, if they are known."""
     state = SHARDINGS.get()
     return jax.tree.leaves(state) if state is not None and trees.structure(state) == trees.structure(tree) else None
 
@@ -253,7 +250,6 @@ def place(
 
 
 def place_anywhere(values: np.ndarray[Any, Any]) -> jax.Array:
-    """Return an uncommitted array, without sharing memory."""
     with internal_transfers():
         return _own(jax.device_put(values), values)
 
@@ -328,7 +324,6 @@ def scan(
 
 
 def first_row(x: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape of an element of a stacked array, with its sharding."""
     if not isinstance(x, jax.Array):
         return jax.ShapeDtypeStruct(np.shape(x)[1:], jnp.result_type(x))
     whole: Any = jax.typeof(x).sharding

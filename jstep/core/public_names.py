@@ -24,7 +24,6 @@ def set_public_module(namespace: dict[str, Any]) -> None:
 
 
 def explain(name: str) -> str:
-    """Return a hint for a name of another library; "" if unknown."""
     equivalents: dict[str, list[str]] = {}
     for page, names in pages().items():
         for ours, theirs in names.items():

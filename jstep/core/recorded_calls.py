@@ -4,16 +4,16 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
+from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
 import jax
 import numpy as np
 
-from jstep.core.checks import array_type, format_value, truncate
+from jstep.core.checks import array_type, format_list, format_value
 from jstep.core.tracebacks import shortens_tracebacks
 
-MAX_TEXT_LENGTH = 200
-"""The maximum length of an argument in a `repr`; optimizers and schedules are never truncated."""
+MAX_TEXT_LENGTH, MAX_ITEMS = 200, 50
+"""The maximum length of an argument in a `repr`, and the maximum number of items of a container."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -63,52 +63,29 @@ def record_calls(
     return decorate
 
 
-class Made(NamedTuple):
-    """The origin of an optimizer, void once its `functions` (`update` and `hyperparameters`) are replaced."""
-
-    call: RecordedCall
-    functions: tuple[Any, ...]
-
-
-def recorded_call(optimizer: Any) -> RecordedCall | None:
-    """Return the call that created an optimizer, unless a function of it was replaced since."""
-    origin = getattr(getattr(optimizer, "init", None), "call", None)
-    if not isinstance(origin, Made) or (optimizer.update, optimizer.hyperparameters) != origin.functions:
-        return None
-    return origin.call
-
-
 def _remember(optimizer: Any, call: RecordedCall) -> Any:
-    init: Any = optimizer.init
-    if not (hasattr(init, "__dataclass_fields__") and hasattr(init, "call")):  # a custom optimizer
+    if not hasattr(optimizer.init, "call"):  # a custom optimizer
         return optimizer
     functions = {name: shortens_tracebacks(getattr(optimizer, name)) for name in ("update", "hyperparameters")}
-    origin = Made(call, tuple(functions.values()))
-    return optimizer._replace(init=dataclasses.replace(init, call=origin), **functions)
+    return optimizer._replace(init=dataclasses.replace(optimizer.init, call=call), **functions)
 
 
 def makes_optimizer(positional: int = 0) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     return record_calls(_remember, positional)
 
 
-class RememberedFunction:
+class RememberedFunction(RecordedCall):
     def __init__(self, function: Callable[..., Any], call: RecordedCall) -> None:
+        super().__init__(call.function, call.positional, call.args, call.kwargs)
         functools.update_wrapper(self, function)
-        self.call = call
 
     @shortens_tracebacks
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
 
-    def __deepcopy__(self, memo: object) -> "RememberedFunction":
-        return self  # as functions
-
-    def __repr__(self) -> str:
-        return repr(self.call)
-
 
 class ShownAsTyped:
-    """Base class: `repr` is the call that one would type."""
+    """Base class whose `repr` is the call that made the instance."""
 
     _made: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
 
@@ -127,28 +104,17 @@ class ShownAsTyped:
 def as_typed(value: Any) -> str:
     """Format an argument as one would type it, without reading device arrays."""
     if isinstance(value, Mapping):
-        text = "{" + ", ".join(f"{key!r}: {as_typed(item)}" for key, item in value.items()) + "}"
-        return text if any(map(_is_call, value.values())) else truncate(text, MAX_TEXT_LENGTH)
+        return f"{{{format_list([f'{key!r}: {as_typed(item)}' for key, item in value.items()], MAX_ITEMS)}}}"
     if type(value) in (list, tuple):
-        text = ", ".join(map(as_typed, value))
-        text = f"[{text}]" if isinstance(value, list) else f"({text}{',' * (len(value) == 1)})"
-        return text if any(map(_is_call, value)) else truncate(text, MAX_TEXT_LENGTH)
-    if _is_call(value) and type(value).__module__.partition(".")[0] == "jstep":
+        text = format_list(list(map(as_typed, value)), MAX_ITEMS)
+        return f"[{text}]" if isinstance(value, list) else f"({text}{',' * (len(value) == 1)})"
+    if isinstance(value, RememberedFunction) or hasattr(value, "hyperparameters"):  # a schedule, an optimizer
         return repr(value)
     if isinstance(value, jax.Array | np.ndarray):
         return array_type(value.shape, value.dtype)
-    if isinstance(value, np.generic):
-        return str(value)
-    dtype = getattr(value, "dtype", value)  # jnp.float32 is a class with a dtype
-    if isinstance(dtype, np.dtype):
-        return repr(dtype.name)
     name = getattr(value, "__name__", None)
     text = name if callable(value) and isinstance(name, str) else format_value(value, MAX_TEXT_LENGTH)
     return f"{type(value).__name__}(…)" if " at 0x" in text else text
-
-
-def _is_call(value: object) -> bool:
-    return isinstance(value, RememberedFunction) or has_init_and_update(value)
 
 
 def has_init_and_update(value: object) -> bool:

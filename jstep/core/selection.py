@@ -32,7 +32,6 @@ def is_named(names: tuple[str, ...], entry: str) -> bool:
 
 
 def find_leaf(tree: Tree, path: str, what: str) -> int | None:
-    """Return the index of the leaf at its full path, or at the path of its box; None if there is none."""
     indices = [i for i, names in enumerate(leaf_names(tree)) if path in names]
     if len(indices) > 1:
         raise ValueError(ambiguous(what, path, len(indices)))
@@ -72,14 +71,14 @@ def select_leaves(
 
 
 def flags(params: trees.Params, var_list: VarList, argument: str) -> list[bool]:
-    """Return for each leaf whether `var_list` selects it and it can be trained; none may be selected."""
+    """Return for each leaf whether it is selected and can be trained; none may be."""
     trainable = list(map(trees.is_trainable, jax.tree.leaves(params)))
     chosen = _chosen(params, trainable, var_list, argument)
     return [wanted and can for wanted, can in zip(chosen, trainable, strict=True)]
 
 
 def resolve(params: trees.Params, var_list: VarList, argument: str) -> list[bool]:
-    """Return for each leaf, of any dtype, whether `var_list` selects it; None selects nothing."""
+    """Return for each leaf, of any dtype, whether it is selected; None selects nothing."""
     count = len(jax.tree.leaves(params))
     return [False] * count if var_list is None else _chosen(params, [True] * count, var_list, argument)
 

@@ -48,7 +48,6 @@ class Stopwatch:
         self._latest: deque[tuple[str, float]] = deque(maxlen=_SWITCHES)
 
     def switch(self, part: str) -> float:
-        """Switch to another category; return the time."""
         now, before, since = self.clock(), self.current, self._since
         self.current, self._since = part, now
         self._totals[before] += now - since
@@ -57,7 +56,6 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def part(self, part: str) -> Iterator[None]:
-        """Assign the time inside the context to a category; may be nested."""
         before = self.current
         began = self.switch(part)
         try:
@@ -66,7 +64,6 @@ class Stopwatch:
             self.lasted[part].append(self.switch(before) - began)
 
     def record(self, thing: Hashable, began: float, share: float = 1.0) -> None:
-        """Record the duration of a call since `began`, or a share of it."""
         self.lasted[thing].append(share * (self.clock() - began))
 
     def reassign(self, part: str, seconds: float) -> None:

@@ -42,7 +42,6 @@ def breadth(rows: Sequence[Sequence[str]]) -> int:
 
 
 def fold(line: str, max_width: int, indent: int = 0) -> list[str]:
-    """Fold a long line, preferably at spaces, with an indent."""
     if len(line) <= max_width:
         return [line]
     return textwrap.wrap(line, max(max_width, indent + 1), subsequent_indent=" " * indent, break_on_hyphens=False)

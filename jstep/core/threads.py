@@ -145,21 +145,18 @@ AGREEING, AGREEING_ON_SHAPES = "agreeing", "agreeing on shapes"
 """All processes exchange values, or the shapes of a batch."""
 MAKING, WAITING_FOR_ROOM = "making", "waiting for room"
 """A thread creates batches or programs for the loop, or waits until its batch is taken."""
-_activities: dict[int, list[str]] = {}
-"""The identifier of a thread → its activities, the innermost last."""
+_activities: list[tuple[int, str]] = []
+"""The identifiers of threads, and what they are doing."""
 
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-    ident = threading.get_ident()
-    mine = _activities.setdefault(ident, [])
-    mine.append(what)
+    mine = threading.get_ident(), what
+    _activities.append(mine)
     try:
         yield
     finally:
-        mine.pop()
-        if not mine:
-            del _activities[ident]
+        _activities.remove(mine)
 
 
 class SignsOfLife:
@@ -178,8 +175,8 @@ evaluation_batches_taken = SignsOfLife()
 
 def activities_of(ident: int) -> frozenset[str]:
     """Return the activities of a thread; may be called from any thread."""
-    return frozenset(_activities.get(ident, ()))
+    return frozenset(what for thread, what in tuple(_activities) if thread == ident)
 
 
 def threads_doing(what: str) -> list[int]:
-    return [ident for ident, each in tuple(_activities.items()) if what in each]
+    return [thread for thread, thing in tuple(_activities) if thing == what]

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -54,47 +54,31 @@ def shortens_tracebacks(fn: Callable[_P, _T], instead: Mapping[str, str] = {}) -
 def shorten(error: BaseException) -> None:
     """Omit frames of jstep in the tracebacks of an error, and of its causes or contexts."""
     mode: Any = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]  # created at run time
-    if mode == "off":
-        return
-    # In this mode JAX adds a cause that shows all frames on purpose.
-    for exception in [error] if mode == "remove_frames" else _all_of(error):
-        notes = getattr(exception, "__notes__", None)
-        if notes:  # JAX adds the same note each time that a function raises the error
+    seen, left = set[int](), None if mode == "off" else error
+    while left is not None and id(left) not in seen:
+        seen.add(id(left))
+        if notes := getattr(left, "__notes__", None):  # JAX adds the same note each time that a function raises it
             notes[:] = [text for text, _ in itertools.groupby(notes)]
         short: TracebackType | None = None
-        for part in reversed(_kept(list(_parts(exception.__traceback__)))):
+        for part in reversed(_shown(left.__traceback__)):
             short = TracebackType(short, part.tb_frame, part.tb_lasti, part.tb_lineno)
-        BaseException.with_traceback(exception, short)  # also of a class that rejects attributes
+        BaseException.with_traceback(left, short)  # also of a class that rejects attributes
+        # In this mode JAX adds a cause that shows all frames on purpose.
+        left = None if mode == "remove_frames" else left.__cause__ or left.__context__
 
 
-def _all_of(error: BaseException) -> list[BaseException]:
-    found: list[BaseException] = []
-    left: BaseException | None = error
-    while left is not None and not any(left is one for one in found):
-        found.append(left)
-        left = left.__cause__ or left.__context__
-    return found
-
-
-def _parts(trace: TracebackType | None) -> Iterator[TracebackType]:
-    while trace is not None:
-        if _file(trace) != __file__:
-            yield trace
-        trace = trace.tb_next
-
-
-def _kept(parts: list[TracebackType]) -> list[TracebackType]:
+def _shown(trace: TracebackType | None) -> list[TracebackType]:
     """Return the visible frames of a traceback: of each run of jstep's frames, the first and the last."""
-    kept: list[TracebackType] = []
+    parts: list[TracebackType] = []
+    while trace is not None:
+        parts += [trace] * (_file(trace) != __file__)
+        trace = trace.tb_next
+    shown: list[TracebackType] = []
     for _, group in itertools.groupby(parts, lambda part: _file(part).startswith((_JSTEP, *_PASSED))):
         row = list(group)
-        own = [i for i, part in enumerate(row) if _file(part).startswith(_JSTEP)]
-        if own:
-            # At the end of the traceback nothing is between jstep and the user's function.
-            after = row[own[-1] + 1 :] if row[-1] is parts[-1] else []
-            row = [*row[: own[0]], *(row[i] for i in sorted({own[0], own[-1]})), *after]
-        kept += row
-    return kept
+        own = [part for part in row if _file(part).startswith(_JSTEP)]
+        shown += dict.fromkeys((own[0], own[-1])) if own else row
+    return shown
 
 
 def _file(part: TracebackType) -> str:

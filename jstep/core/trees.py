@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jstep.core.annotations import Tree
 from jstep.core.checks import describe_type, format_value
-from jstep.core.recorded_calls import as_typed, recorded_call
+from jstep.core.recorded_calls import RecordedCall, as_typed
 
 # Core types: optimizers, schedules, and type aliases of parameters, updates, slots and steps.
 
@@ -183,12 +183,9 @@ class Optimizer(NamedTuple):
     takes_context: bool = False
 
     def __repr__(self) -> str:
-        call = recorded_call(self)
-        if call is not None:
+        if isinstance(call := getattr(self.init, "call", None), RecordedCall):
             return repr(call)
-        functions: dict[str, Any] = dict(zip(self._fields[:3], tuple(self), strict=False))
-        words = [f"{name}={getattr(value, '__name__', type(value).__name__)}" for name, value in functions.items()]
-        return f"Optimizer({', '.join([*words, *['takes_context=True'] * self.takes_context])})"
+        return f"Optimizer({', '.join(map(as_typed, self))})"
 
 
 class Transformation(Protocol):
@@ -325,7 +322,6 @@ def is_key(x: object) -> bool:
 
 
 def key_data(leaf: Any) -> Any:
-    """Return the data of typed PRNG keys; other leaves are unchanged."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
@@ -343,7 +339,6 @@ def has_tracers(tree: Tree) -> bool:
 
 
 def find_donated(tree: Tree) -> str | None:
-    """Return the path of the first donated leaf, or None."""
     for i, leaf in enumerate(jax.tree.leaves(tree)):  # paths are slower: a step on a mesh calls this every time
         if hasattr(leaf, "is_deleted") and not isinstance(leaf, Tracer) and leaf.is_deleted():
             return leaf_paths(tree)[i]
@@ -378,7 +373,7 @@ def native(leaf: object, path: str, argument: str) -> Any:
 
 
 def has_same_bits(a: Any, b: Any) -> bool:
-    """Whether two leaves are bitwise identical; False if values are on other hosts."""
+    """Whether two leaves are bitwise identical; False if unknown."""
     if a is b:
         return True
     if not (is_array(a) and is_array(b)):
@@ -390,14 +385,13 @@ def has_same_bits(a: Any, b: Any) -> bool:
 
 
 def concrete(x: object) -> np.ndarray[Any, Any] | None:
-    """Return the value of x, or None if it is traced or on other hosts."""
+    """Return the value of x; None if it is traced or on other hosts."""
     if is_traced(x) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return None
     return np.asarray(x)
 
 
 def compute_dtype(dtype: DTypeLike) -> Any:
-    """Return the dtype for arithmetic, at least float32."""
     return dtype if np.dtype(dtype).itemsize > 4 else np.dtype(np.float32)
 
 
@@ -411,7 +405,7 @@ def with_leaves(leaves: Sequence[Any], indices: Sequence[int], values: Sequence[
 def partition_arrays(
     tree: Tree, which: Callable[[Any], bool] = lambda leaf: isinstance(leaf, jax.Array)
 ) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Return the arrays of a tree (or the leaves that `which` selects), and a function that replaces them."""
+    """Return the arrays of a tree (or what `which` selects), and a function that replaces them."""
     leaves, treedef = flatten(tree)
     indices = [i for i, leaf in enumerate(leaves) if which(leaf)]
     return [leaves[i] for i in indices], lambda others: treedef.unflatten(with_leaves(leaves, indices, others))
@@ -432,7 +426,6 @@ def merge_dicts(
 
 
 def default_float() -> Any:
-    """Return float32, or float64 under `jax_enable_x64`."""
     return jax.dtypes.canonicalize_dtype(np.float64)
 
 
@@ -442,7 +435,6 @@ def default_int() -> Any:
 
 
 def suggest_names(name: str, names: Iterable[str]) -> str:
-    """Format a hint for a misspelled name: the nearest names, or all if there are few."""
     names = list(names)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if not close and len(names) <= 6:
@@ -458,7 +450,6 @@ def shape_of(leaf: Any, sharding: Any = None, *, weak: bool = False) -> jax.Shap
 
 
 def is_like(params: Tree, tree: Tree) -> bool:
-    """Whether a tree has the structure of params; leaves may be None."""
     try:
         return all(map(_is_leaf, structure(params).flatten_up_to(tree)))
     except (ValueError, TypeError):
@@ -525,11 +516,10 @@ def stack_trees(trees: Sequence[Any], what: str, name: Callable[[int], str] = "e
 
 def unstack_trees(tree: Tree, what: str) -> list[Any]:
     """Invert `stack_trees`; rows are copies, so that the arrays can be reused."""
-    named, sizes = leaves_with_paths(tree), leading_sizes(tree)
-    scalars = [f"none at {quote_path(path)}" for path, leaf in named if not np.ndim(leaf)]
-    if len(sizes) != 1 or scalars:
-        got = ", ".join([*sizes.values(), *scalars[:1]]) or "no leaf"
-        raise ValueError(f"{what}: must have arrays with a leading axis of one size, the number of elements, got {got}")
+    named = leaves_with_paths(tree)
+    if len(sizes := {np.shape(leaf)[:1] for _, leaf in named}) != 1 or () in sizes:
+        got = format_value(jax.tree.map(np.shape, tree))
+        raise ValueError(f"{what}: must have arrays whose first axis is the number of elements, got shapes {got}")
     arrays = [leaf if isinstance(leaf, jax.Array) else np.asarray(native(leaf, path, what)) for path, leaf in named]
     return [structure(tree).unflatten(row) for row in zip(*map(_copied_rows, arrays), strict=True)]
 

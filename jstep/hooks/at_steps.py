@@ -87,8 +87,7 @@ class StopAtStepHook(RunHook):
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> bool:
         is_over = self._last_step is not None and step >= self._last_step
         if is_over and jax.process_index() == 0:
-            steps = "last_step" if self._num_steps is None else "num_steps"
-            _logger.info("step %d: StopAtStepHook(%s=%d); stopping", step, steps, self._num_steps or self._last_step)
+            _logger.info("step %d: %r; stopping", step, self)
         return is_over
 
     def next_due(self, step: int) -> int:
@@ -96,7 +95,6 @@ class StopAtStepHook(RunHook):
         return max(step + 1, self._last_step or 0)
 
     def steps_between(self, start: int, last_step: int) -> range:
-        """The step that stops a run from `start` to `last_step`, if it is reached."""
         stop = max(start + 1, start + self._num_steps if self._num_steps else self._last_step or 0)
         return range(stop, min(stop, last_step) + 1)
 
@@ -127,7 +125,6 @@ class ProfilerHook(RunHook):
         self._running = self._is_refused = False
 
     def begin(self, state: TrainState) -> None:
-        """Start the trace immediately if the run begins within the steps."""
         super().begin(state)
         self._running = self._is_refused = False
         self.after_step(state_step(state), state, {})
@@ -151,7 +148,6 @@ class ProfilerHook(RunHook):
             jax.profiler.stop_trace()
 
     def close(self) -> None:
-        """End a trace that is still running after an error."""
         super().close()
         if self._running:
             self._running = False
@@ -159,6 +155,3 @@ class ProfilerHook(RunHook):
 
     def next_due(self, step: int) -> int:
         return min((at for at in (self._start, self._stop) if at > step), default=NEVER)
-
-    def __repr__(self) -> str:
-        return f"ProfilerHook({self._logdir!r}, start_step={self._start}, stop_step={self._stop})"

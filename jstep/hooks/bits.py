@@ -33,8 +33,8 @@ _logger = logging.getLogger("jstep")
 
 
 class _OtherBitsError(WrongStateError, RuntimeError):
-    def __init__(self, message: str, step: int, leaves: tuple[str, ...] | None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, step: int = 0, leaves: tuple[str, ...] | None = None) -> None:
+        super().__init__(message)  # with which it is unpickled
         self.step, self.leaves = step, leaves
 
 
@@ -105,7 +105,6 @@ class FingerprintHook(RunHook):
         self._pending = TransferQueue()
 
     def begin(self, state: TrainState) -> None:
-        """Read the lines of earlier runs, and open the log."""
         super().begin(state)
         self._path = self._given or os.fspath(getattr(self.run.reports.writer, "logdir", ""))
         if not self._path:
@@ -124,7 +123,6 @@ class FingerprintHook(RunHook):
             self._file = open_lines(self._path, b'{"step": ', fingerprints.is_line)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Start a fingerprint; write those that the device has finished."""
         result = by_device(state)
         entry = functools.partial(fingerprints.make_entry, step, result, self._per_leaf)
         self._pending.add(step, begin_transfer([part for _, part in result.parts], entry), self._finish, self)
@@ -145,7 +143,6 @@ class FingerprintHook(RunHook):
                 file.close()
 
     def close(self) -> None:
-        """Write pending lines, also after an error, and close the log."""
         super().close()
         file, pending = self._file, self._pending
         self._pending, self._before = TransferQueue(), {}  # nothing is compared any more
@@ -244,7 +241,6 @@ class AuditHook(RunHook):
         self._raises = check_choice(on_mismatch, "on_mismatch", ("log", "raise")) == "raise"
 
     def begin(self, state: TrainState) -> None:
-        """Reject a state whose leaves cannot be named or compared."""
         super().begin(state)
         leaves_with_hash_keys(state)
 
@@ -256,7 +252,6 @@ class AuditHook(RunHook):
         return range(-(-start // self._n) * self._n, last_step, self._n)
 
     def audit_chunk(self, run_chunk: RunChunk, repeated: Repeated, state: Tree, chunk: Any) -> Any:
-        """Run the steps of a chunk, and repeat them if an audit is due."""
         if -chunk.first % self._n >= chunk.steps:
             return run_chunk(state, chunk)
         repeat = repeated(chunk)
@@ -323,10 +318,8 @@ def _audit_error(step: int, steps: int, leaves: tuple[str, ...], devices: tuple[
     what = Difference(step, leaves).text() + (f" (on {where} alone)" if where else "")
     update = f"update {step} → {step + 1} was" if steps == 1 else f"updates {step} → {step + steps} were"
     return AuditError(
-        f"the {update} computed twice, from the same state and batch by the same program, and the results differ: "
-        f"{what}. Either a device computes wrongly: resume from the last checkpoint on other devices. Or the program "
-        "is not deterministic: host callbacks that keep state, or a GPU without "
-        "XLA_FLAGS=--xla_gpu_deterministic_ops=true.",
+        f"the {update} computed twice, and the results differ: {what}. A device computes wrongly: resume on other "
+        "devices; or the program is not deterministic, as on GPUs without XLA_FLAGS=--xla_gpu_deterministic_ops=true.",
         step + 1,
         leaves,
     )

@@ -68,11 +68,9 @@ class CheckpointSaverHook(RunHook):
         self.save(step, state)
 
     def end(self, step: int, state: TrainState) -> None:
-        """Save the last state, and wait until it is on disk."""
         self.save(step, state, wait=True)
 
     def close(self) -> None:
-        """Wait for pending writes, and close the `Saver` if the hook created it."""
         super().close()
         if self._directory is not None and not self._is_closed:
             self._is_closed = True
@@ -116,7 +114,6 @@ class CheckpointSaverHook(RunHook):
 
 
 def _weakly(state: Tree) -> Callable[[], Any]:
-    """A weak reference to the state, or a function that returns it."""
     try:
         return weakref.ref(state)
     except TypeError:  # a NamedTuple with a global step

@@ -106,7 +106,6 @@ class History(ReportingHook):
         self.cadence = make_cadence(steps=("every_n_steps", every))
 
     def begin(self, state: TrainState) -> bool | None:
-        """Keep the rows up to the step at which the run begins."""
         super().begin(state)
         step, self._pulled = self.run.step, {}
         self._rows = {at: row for at, row in self._rows.items() if at <= step} if step else {}
@@ -195,7 +194,6 @@ class History(ReportingHook):
         super().close()
 
     def _write(self) -> None:
-        """Write the rows that are not in the file."""
         with self._lock:
             if self._file is not None and self._since < math.inf:
                 self._file.put(self._rows, self._since)
@@ -224,7 +222,6 @@ class History(ReportingHook):
         self._reached = self.run.step
 
     def _pull(self) -> None:
-        """Keep the results of evaluations since the last call."""
         for hook in self.run.evaluations:
             new = list(hook.results.items())[self._pulled.get(hook.prefix, 0) :]
             self._pulled[hook.prefix] = self._pulled.get(hook.prefix, 0) + len(new)

@@ -77,11 +77,9 @@ class NanLossHook(RunHook):
         self._reset()
 
     def _require_loss(self, *, wait: bool = False) -> None:
-        """Reject, after the first call, metrics without a loss."""
         _check_loss(self.run.metrics)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> bool:
-        """Check the previous interval."""
         _check_loss(metrics)  # a later stage may have other metrics
         # All processes check the same steps, so that they stop together.
         before, self._held = self._held, self.run.reports.sums.take(self._number)
@@ -117,9 +115,8 @@ class NanLossHook(RunHook):
             self._over = True
             self._bad = bad is not None
             self._stop(
-                f"{self.max_skipped_steps} updates in a row were skipped up to step {over} (max_skipped_steps="
-                f"{self.max_skipped_steps}), because their losses or gradients were not finite. Look at batch "
-                f"{over - 1}, lower the learning rate, or clip gradients.",
+                f"{self.max_skipped_steps} updates in a row were skipped up to step {over}, because their losses or "
+                f"gradients were not finite. Look at batch {over - 1}, lower the learning rate, or clip gradients.",
                 over,
             )
 
@@ -135,9 +132,8 @@ class NanLossHook(RunHook):
         if infinite_slots and not self._has_warned_of_slots:
             self._has_warned_of_slots = True
             _logger.warning(
-                "NanLossHook: at step %d the optimizer state contains infinity: %s. If it is a second moment, the "
-                "square of a large finite gradient overflowed, and these elements are not updated any more; clip "
-                "gradients, and resume from an earlier checkpoint.",
+                "NanLossHook: at step %d the optimizer state contains infinity: %s. A second moment that overflowed "
+                "stops these elements: clip gradients, and resume from an earlier checkpoint.",
                 step,
                 briefly(infinite_slots),
             )
@@ -175,9 +171,8 @@ def _check_loss(metrics: Metrics) -> None:
 
 def about_start(with_nan: list[str], step: int) -> str:
     return (
-        f"{briefly(with_nan)} contained NaN when this run began, at step {step}. If it resumed from a checkpoint, "
-        "delete all that contain NaN (python -m jstep inspect shows it for each leaf); the run then resumes from the "
-        "newest of the others."
+        f"{briefly(with_nan)} contained NaN when this run began, at step {step}: delete the checkpoints that contain "
+        "NaN (python -m jstep inspect shows it), and start again"
     )
 
 
@@ -191,8 +186,7 @@ def _at(step: int) -> str:
 
 def _advice(step: int) -> str:
     return (
-        f". Look at batch {step - 1}, lower the learning rate, clip gradients, or guard with jstep.skip_nonfinite: "
-        "this hook does not count updates that it skips, and the run resumes from the same checkpoint_dir. To find the "
-        f"operation: replay = jstep.replay(train_step, state, batches, checkpoint_dir, {step - 1}), then "
+        f". Look at batch {step - 1}, lower the learning rate, clip gradients, or guard with jstep.skip_nonfinite. To "
+        f"find the operation: replay = jstep.replay(train_step, state, batches, checkpoint_dir, {step - 1}), then "
         "jstep.find_nonfinite(train_step, replay.state, *replay.args)."
     )

@@ -40,7 +40,6 @@ class Below:
         self._curves, self._drawn = "", float("-inf")
 
     def html(self, *, is_last: bool) -> str:
-        """Return the output; curves are redrawn at intervals, and the last time."""
         if self._histories and (is_last or self._clock() - self._drawn >= _SECS_OF_CURVES):
             self._drawn = self._clock()
             self._curves = "".join(history.svg() for history in self._histories)
@@ -99,11 +98,9 @@ class NotebookBar:
         self.refresh()
 
     def unpause(self) -> None:
-        """Count the seconds from here."""
         self._first, self._began = self.n, self._clock()
 
     def refresh(self) -> None:
-        """Update the output, unless it was just updated."""
         if self._clock() - self._shown >= _SECS:
             self._show(is_last=False)
 

@@ -90,7 +90,6 @@ class ReportingHook(RunHook):
             self._number = run.reports.sums.subscribe()
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Queue the metrics of this step, and deliver rows that are ready."""
         self.run.reports.transfers.add(step, self._numbers(metrics, self._leave_out()), self.deliver, self)
         self.run.reports.transfers.deliver_ready()
 
@@ -150,16 +149,16 @@ class LoggingHook(ReportingHook):
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
         if jax.process_index() == 0:
-            _logger.log(self._level, "step %d  %s%s", step, format_number(values), self._speed(step), extra=IN_BAR)
+            _logger.log(self._level, "step %d  %s%s", step, format_number(values), self._speed(), extra=IN_BAR)
 
-    def _speed(self, step: int) -> str:
+    def _speed(self) -> str:
         counter = self.run.reports.counter
         counter.measure_finished()
-        _, steps, examples, share = counter.figure_at(step)
-        if steps is None:
+        if counter.steps_per_sec is None:
             return ""
-        figures = [] if examples is None else [f"{examples:.4g} examples/s"]
-        return f"  ({', '.join([*figures, f'{steps:.4g} steps/s', *format_utilization(share)])})"
+        figures = [] if counter.examples_per_sec is None else [f"{counter.examples_per_sec:.4g} examples/s"]
+        figures += [f"{counter.steps_per_sec:.4g} steps/s", *format_utilization(counter.utilization)]
+        return f"  ({', '.join(figures)})"
 
 
 # Send metrics to an external logger.
@@ -316,7 +315,6 @@ class SummarySaverHook(ReportingHook):
         self.run.reports.transfers.deliver_ready()
 
     def deliver(self, step: int, values: dict[str, Any], metrics: Metrics | None = None) -> None:
-        """Write one summary of the numbers, and of the summaries among the metrics."""
         if is_ready(values.values()):  # numbers of the host are the quickest to write
             values = read_values(values)
         scalars = [summary.scalar(name, value, collections=()) for name, value in values.items()]

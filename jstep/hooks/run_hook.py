@@ -151,7 +151,6 @@ class RunHook(Hook):
 
     @property
     def run(self) -> RunInfo:
-        """The run of `train`; an error outside of one."""
         if self._run is None:
             name = type(self).__name__
             raise RuntimeError(

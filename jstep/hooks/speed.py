@@ -14,26 +14,15 @@ from jstep.state.train_state import TrainState
 from jstep.training.metrics import Metrics
 
 TAG = "global_step/sec"
-_HISTORY = 1000
-"""The number of measurements kept for lines that are delivered late."""
 
 
 class _Count(NamedTuple):
-    """The work dispatched up to a step."""
-
     step: int
     since: float
     """All later steps were dispatched, and finish, after this time."""
     dispatched: Any
     """The meter's count."""
     examples: tuple[int, int]
-
-
-class _Figure(NamedTuple):
-    step: int
-    steps_per_sec: float | None
-    examples_per_sec: float | None
-    utilization: Any
 
 
 class StepCounterHook(RunHook):
@@ -116,7 +105,6 @@ class StepCounterHook(RunHook):
         self._since: _Count | None = None
         self._unfinished: deque[_Count] = deque()
         self._unfinished_at = 0.0
-        self._figures: deque[_Figure] = deque(maxlen=_HISTORY)
         self.steps_per_sec: float | None = None
         self.examples_per_sec: float | None = None
         self.utilization: Any = None
@@ -134,11 +122,6 @@ class StepCounterHook(RunHook):
     def _share(self, name: str) -> float | None:
         return None if self.utilization is None or self.utilization.name != name else self.utilization.value
 
-    def figure_at(self, step: int) -> _Figure:
-        """The rates and utilization at a step; the latest ones if it has no earlier measurement."""
-        latest = _Figure(step, self.steps_per_sec, self.examples_per_sec, self.utilization)
-        return next((figure for figure in reversed(self._figures) if figure.step <= step), latest)
-
     def begin(self, state: TrainState) -> None:
         if get_global_step(state) is None:
             raise RuntimeError("Global step should be created to use StepCounterHook.")
@@ -148,7 +131,6 @@ class StepCounterHook(RunHook):
         self.run.poll(self, self._begin_interval)
 
     def _begin_interval(self, *, wait: bool = False) -> None:
-        """Begin the first interval after the first call, which compiles."""
         self._since = self._count_at(self.run.step)
 
     def _count_at(self, step: int) -> _Count:
@@ -188,17 +170,14 @@ class StepCounterHook(RunHook):
         seconds = max(now - since.since, 1e-9)
         self.steps_per_sec = rate = (last.step - since.step) / seconds
         counted, unknown = (after - before for after, before in zip(last.examples, since.examples, strict=True))
-        self.examples_per_sec = examples = counted / seconds if counted and not unknown else None
-        share = None
+        self.examples_per_sec = counted / seconds if counted and not unknown else None
+        self.utilization, values = None, {TAG: rate}
         if since.dispatched is not None and last.dispatched is not None:
-            share = self._meter.between(since.dispatched, last.dispatched, seconds)
-        self.utilization = share
-        values = {TAG: rate} if share is None else {TAG: rate, share.name: share.value}
-        for count in finished:
-            if count.step > since.step:
-                self._figures.append(_Figure(count.step, rate, examples, share))
-                for tag, value in values.items() if self._writer is not None else ():
-                    self._writer.add_summary(summary.scalar(tag, value, collections=()), count.step)
+            self.utilization = share = self._meter.between(since.dispatched, last.dispatched, seconds)
+            values |= {} if share is None else {share.name: share.value}
+        for count in finished if self._writer is not None else ():
+            for tag, value in values.items() if count.step > since.step else ():
+                self._writer.add_summary(summary.scalar(tag, value, collections=()), count.step)
 
 
 def format_utilization(share: Any) -> list[str]:

@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 
-from jstep.core.exceptions import Picklable
 from jstep.core.threads import Task, wait_until_done
 from jstep.distributed import processes
 
@@ -36,7 +35,7 @@ _OTHERS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGHUP") if hasat
 """Signals that schedulers and terminals send; they stop a run only if they have their default action."""
 
 
-class Preempted(Picklable, SystemExit):
+class Preempted(SystemExit):
     """Raised by `train` after SIGTERM, SIGUSR1, SIGHUP or `stop_secs`, when the step in flight is finished.
 
     Its message says whether the state is saved. It is saved if the run has checkpoints, has begun, and nothing prevents
@@ -52,6 +51,9 @@ class Preempted(Picklable, SystemExit):
         super().__init__(code)
         self.message = message
         self.state: Any = None
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.message, self.code), {**vars(self), "state": None}
 
     def __str__(self) -> str:
         return self.message

@@ -57,7 +57,6 @@ class Cadence:
         return self.secs() if callable(self.secs) else self.secs or 0.0
 
     def next_multiple(self, step: int) -> int:
-        """The next multiple of `steps`, ignoring the clock."""
         return NEVER if self.steps is None else next_multiple(step, self.steps)
 
     def has_multiple(self, step: int) -> bool:
@@ -150,7 +149,6 @@ class HookSchedule:
         return cadence.at_last and (cadence.again_at_last or not has_acted)
 
     def reschedule(self, step: int) -> None:
-        """Count steps and seconds from here."""
         self.called = step
         if self._agreed is not None:
             self._agreed.done(self.cadence.interval())

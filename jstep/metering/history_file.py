@@ -101,7 +101,6 @@ class HistoryFile:
         return next(reversed(self._ends.values()), 0)
 
     def put(self, rows: Rows, since: float) -> None:
-        """Write the rows from a step on, in place of those in the file."""
         while self._ends and next(reversed(self._ends)) >= since:
             self._ends.popitem()
         new = [*itertools.takewhile(lambda step: step >= since, reversed(rows))][::-1]

@@ -376,7 +376,6 @@ class Columns(NamedTuple):
         return jnp.stack([x.astype(self.dtype) for x in (*(metrics[name] for name in self.names), loss)])
 
     def add(self, sums: DeviceSums, rows: Any, count: Any) -> DeviceSums:
-        """The sums after the first `count` rows."""
         numbers, loss, m = rows[:, :-1], rows[:, -1], len(self.names)
         nothing = jnp.zeros(len(rows), bool)
         counted = jnp.arange(len(rows), dtype=np.int32) < count
@@ -400,7 +399,6 @@ class Columns(NamedTuple):
     def _watch(
         self, watched: Any, before: Any, bad: Any, loss: Any, skipped: Any, bad_gradient: Any, count: Any
     ) -> tuple[Any, Any]:
-        """The watched columns and the consecutive skips after the first `count` steps."""
         dtype, steps = watched.dtype, jnp.arange(len(bad), dtype=np.int32)
 
         def first(column: Any, where: Any) -> Any:
@@ -423,8 +421,6 @@ class Columns(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Accumulate:
-    """Chooses what a program accumulates, from its trace."""
-
     limit: int | None = None
 
     def __call__(self, step: TracedStep) -> Columns:
@@ -463,7 +459,6 @@ def _two_sum(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def _total(numbers: Any) -> tuple[Any, Any]:
-    """The rounded sums over the first axis, and their rounding errors."""
     if len(numbers) == 1:
         return numbers[0], jnp.zeros_like(numbers[0])
 
@@ -477,7 +472,6 @@ def _total(numbers: Any) -> tuple[Any, Any]:
 
 
 def find_skip_metric(train_step: object) -> str | None:
-    """The metric that is 1 if the whole update was skipped, by default `skipped`."""
     name = getattr(train_step, "skip_metric", SKIPPED)
     return name if isinstance(name, str) else None
 

@@ -24,7 +24,6 @@ def format_number(values: Mapping[str, Any]) -> str:
 
 
 def scalars(metrics: Metrics, leave_out: Collection[str] = ()) -> dict[str, Any]:
-    """The scalar metrics, in the order of a log line."""
     return {name: metrics[name] for name in sort_metrics(metrics, leave_out) if is_number(metrics[name])}
 
 
@@ -118,7 +117,6 @@ class TransferQueue:
         self.failed_owner: Any = None
 
     def add(self, step: int, pending: PendingTransfer, deliver: Callable[[int, Any], None], owner: object) -> None:
-        """Queue a row; `deliver(step, numbers)` is called on behalf of the owner, a hook."""
         self._queue.append((step, pending, deliver, owner))
 
     def take_failed_owner(self) -> Any:
@@ -126,7 +124,6 @@ class TransferQueue:
         return owner
 
     def deliver_ready(self) -> None:
-        """Deliver rows up to the first that is not ready."""
         while self._queue and self._queue[0][1].is_ready():
             self._next()
 

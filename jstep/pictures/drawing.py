@@ -120,9 +120,8 @@ def picture(
     return f"<style>{stylesheet()}</style>{figure}" if style else figure
 
 
-_LETTERS, _LABELS_OF_A_LINE, _MAX_LABELS = 8, 4, 8
-"""The letters of a label, and the labels, for which a line below a small picture has room on a phone."""
-_MAX_TOOLTIP = 300
+_LETTERS, _MAX_LABELS = 32, 8
+"""The letters and the labels for which the line below a small picture has room on a phone."""
 
 
 def dots(title: str, points: Sequence[Dot], y_label: str) -> str:
@@ -132,16 +131,14 @@ def dots(title: str, points: Sequence[Dot], y_label: str) -> str:
         places = np.asarray([point.place for point in points], float)
         axis = _axis(places, 2)
         xs, ticks = list(axis.share(places) * _WIDTH), axis.ticks
-        room = _LETTERS * _LABELS_OF_A_LINE
-        labels = ticks[:: -(-len(ticks) * (max(len(text) for _, text in ticks) + 1) // room)]
-        texts = [_below(at * _WIDTH, text, _LOW + 3) for at, text in labels]
+        labels = ticks[:: -(-len(ticks) * (max(len(text) for _, text in ticks) + 1) // _LETTERS)]
     else:
         names = list(dict.fromkeys(str(point.place) for point in points))
         middles = {name: (i + 0.5) / len(names) for i, name in enumerate(names)}
         xs = [middles[str(point.place)] * _WIDTH for point in points]
-        ticks = [(middles[name], name) for name in names[:: -(-len(names) // _MAX_LABELS)]]
-        lines = -(-len(ticks) // _LABELS_OF_A_LINE)
-        texts = [_category(at * _WIDTH, name, i % lines) for i, (at, name) in enumerate(ticks)]
+        shown = names[:: -(-len(names) // _MAX_LABELS)]
+        ticks = labels = [(middles[name], truncate(name, _LETTERS // max(4, len(shown)))) for name in shown]
+    texts = [_below(at * _WIDTH, text, _LOW + 3) for at, text in labels]
     drawn = [_tick(at * _WIDTH) for at, _ in ticks]
     for point, x in sorted(zip(points, xs, strict=True), key=lambda pair: (pair[0].is_best, pair[0].color != NEUTRAL)):
         kind = f"{'best ' * point.is_best}dot s{point.color}"
@@ -149,16 +146,9 @@ def dots(title: str, points: Sequence[Dot], y_label: str) -> str:
     return _framed(title, f"{y_label} against {title}", up, drawn, texts, height=_LOW)
 
 
-def _category(x: float, text: str, line: int) -> str:
-    """The label of a category, cut to the room that it has, with all of it as a tooltip."""
-    cut = truncate(text, _LETTERS if text.isascii() else _LETTERS // 2)  # other letters may be twice as wide
-    more = f"<title>{html_text(truncate(text, _MAX_TOOLTIP))}</title>" if cut != text else ""
-    return _below(x, cut, _LOW + 3 + 14 * line, more)
-
-
-def _below(x: float, text: str, height: int, more: str = "") -> str:
+def _below(x: float, text: str, height: int) -> str:
     place = f'x="{x / _WIDTH:.2%}" y="{height + 16}"'
-    return f'<text class="x" {place} text-anchor="middle">{html_text(text)}{more}</text>'
+    return f'<text class="x" {place} text-anchor="middle">{html_text(text)}</text>'
 
 
 def _tick(x: float) -> str:
@@ -180,7 +170,6 @@ def _framed(
     ends: str = "",
     height: int = _HEIGHT,
 ) -> str:
-    """The figure around what is drawn, with the vertical axis."""
     label = html_text(label)
     lines = [f'<path class="axis" d="M0,{(1 - at) * _HEIGHT:.1f}H{_WIDTH}"/>' for at, _ in up.ticks]
     labels = [f'<text x="-6" y="{(1 - at) * height + 4:.1f}" text-anchor="end">{text}</text>' for at, text in up.ticks]
@@ -214,7 +203,6 @@ class _Axis(NamedTuple):
         return np.where(np.isfinite(places), places, np.nan)
 
     def y(self, values: Any) -> Any:
-        """The heights of values in a picture whose vertical axis this is."""
         return (1 - self.share(values)) * _HEIGHT
 
 

@@ -17,7 +17,6 @@ def html_text(text: object) -> str:
 
 
 def html_table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
-    """Format an HTML table in the notebook's colors; all strings are escaped."""
     parts = [f'<div style="margin: 0.4em 0"><div style="font-weight: 600">{html_text(title)}</div>']
     parts.append('<table style="border-collapse: collapse; background: none; color: inherit; font-size: 0.92em">')
     if head:

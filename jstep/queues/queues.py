@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core.checks import as_bool, as_int
-from jstep.core.exceptions import Picklable
 from jstep.core.meshes import internal_transfers
 from jstep.core.threads import WAITING_FOR_ROOM, doing
 from jstep.core.trees import no_rows, stack_trees, unstack_trees
@@ -20,7 +19,7 @@ from jstep.core.trees import no_rows, stack_trees, unstack_trees
 _T = TypeVar("_T")
 
 
-class OutOfRangeError(Picklable, Exception):
+class OutOfRangeError(Exception):
     """A queue is closed and holds fewer elements than requested: the input has ended.
 
     If a `QueueRunner` thread failed, its exception is the `__cause__`.
@@ -38,7 +37,7 @@ class OutOfRangeError(Picklable, Exception):
     """
 
 
-class CancelledError(Picklable, Exception):
+class CancelledError(Exception):
     """An enqueue was rejected by a closed queue, or cancelled while it waited for room.
 
     Example:

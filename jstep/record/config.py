@@ -40,7 +40,6 @@ def cut(text: str) -> str:
 
 
 def json_number(value: float) -> float | str:
-    """A float as JSON has it: one that is not finite as text."""
     return value if math.isfinite(value) else str(value)
 
 
@@ -101,7 +100,7 @@ def _flat(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def _entries(value: Any) -> list[tuple[Any, Any]] | None:
-    """Return the entries of a mapping, or the names and values of an object that has named fields; else None."""
+    """Return the entries of a mapping or an object with named fields; else None."""
     if isinstance(value, type):
         return None
     with contextlib.suppress(Exception):

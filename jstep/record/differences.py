@@ -136,7 +136,6 @@ def changes(
 
 
 def _stem(name: str) -> str:
-    """The name of a value without the stage of its program."""
     return name.partition("[")[0]
 
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
-from jstep.core.checks import format_value
-from jstep.record.starts import is_seconds, is_step
+from jstep.record.starts import fits, is_seconds, is_step
 from jstep.stores.files import (
     decode_json,
     foreign_file,
@@ -86,32 +85,25 @@ def _files(where: str, prefix: str | None) -> tuple[list[tuple[str, Fields]], li
             problems.append(f"{path} is skipped: {error}")
             continue
         if prefix is None or stall.get("prefix", prefix) == prefix:
-            stalls.append((path, {**stall, **{key: str(stall.get(key, "")) for key in _TEXTS}}))
+            stalls.append((path, stall))
     return sorted(stalls, key=lambda item: float(item[1]["since"])), problems
 
 
 def _valid_fields(stall: Any) -> dict[str, Any]:
-    """Return the fields of a stall file, whose values are checked here and nowhere else."""
-    if not isinstance(stall, dict):
-        raise ValueError("it is not the file of a stall, or incomplete")
-    if is_step(version := stall.get("version")) and version > STALLS_VERSION:
-        raise ValueError("it was written by a newer jstep")
-    for name, is_valid in _CHECKS.items():
-        if not is_valid(value := stall.get(name)):
-            raise ValueError(f"it is not the file of a stall: {name}={format_value(value)}")
+    """Return the fields of a stall file; their values are checked here and nowhere else."""
+    if not fits(stall, _KINDS) or any(stall.get(name) is None for name in _NEEDED):
+        raise ValueError("it is incomplete, or not the file of a stall that this version writes")
     if not stall["process"] < stall["processes"] <= _MAX_PROCESSES:
         raise ValueError(f"process={stall['process']} of processes={stall['processes']} is not possible")
-    return stall
+    return {**dict.fromkeys(_TEXTS, ""), **stall}
 
 
-_CHECKS: Mapping[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("process", "processes"), is_step),
-    "pid": lambda value: is_step(value) and value < 2**31,
-    **dict.fromkeys(("since", "renewed"), is_seconds),
-    "host": lambda value: type(value) is str,
-    "stall": lambda value: type(value) is bool,
-    "step": lambda value: value is None or is_step(value),
-}
+_KINDS: Mapping[str, Any] = {
+    "version": lambda value: value == STALLS_VERSION, "process": is_step, "processes": is_step,
+    "pid": lambda value: is_step(value) and value < 2**31, "host": str, "since": is_seconds, "renewed": is_seconds,
+    "stall": bool, "step": is_step, **dict.fromkeys(_TEXTS, str),
+}  # fmt: skip
+_NEEDED = ("version", "process", "processes", "pid", "host", "since", "renewed", "stall")
 
 
 def find_waited_for(stalls: Sequence[Fields]) -> list[Fields]:
@@ -139,7 +131,6 @@ def in_ranges(numbers: Iterable[int]) -> list[str]:
 
 
 def silent(stalls: Sequence[Fields], count: int) -> list[int]:
-    """The processes, of `count`, without a file."""
     return sorted(set(range(count)) - {stall["process"] for stall in stalls})
 
 

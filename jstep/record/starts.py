@@ -102,7 +102,7 @@ class StartFile:
         self.write()
 
     def update(self, fields: Mapping[str, Any]) -> None:
-        """Change what the next write writes, without waiting for a disk."""
+        """Change what is written next, without waiting for a disk."""
         with self._updating:
             self.fields = {**self.fields, **fields}
 
@@ -234,14 +234,14 @@ def _load(path: str) -> Any:
 
 
 def with_card(where: str, start: Start) -> Start:
-    """Return a valid start with its card; a card that is missing or not valid is empty."""
+    """Return a valid start with its card, which is empty if it is missing or not valid."""
     return {**start, "card": _load_card(where, start).get("card") or {}}
 
 
 def _load_card(where: str, start: Start) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, RecursionError):
         whole = _load(_card_path(where, start))
-        if _fits(whole, _CARD_FILE):
+        if fits(whole, _CARD_FILE):
             return dict(whole)
     return {}
 
@@ -255,13 +255,13 @@ def _problem(start: Any, prefix: str, number: int) -> str:
     if (start.get("prefix"), start.get("number")) != (prefix, number):
         return "has another prefix or number than its name"
     for name, kind in _KINDS.items():
-        if not (_fits(value := start.get(name), kind) or (value is None and name not in _NEEDED)):
+        if not (fits(value := start.get(name), kind) or (value is None and name not in _NEEDED)):
             return f"has {name}={format_value(value)}, which is not valid"
     return ""
 
 
 def is_seconds(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 1e15
+    return type(value) in (int, float) and 0 <= value < 3e10  # as a time, before the year 2921
 
 
 def is_step(value: object) -> TypeGuard[int]:
@@ -276,7 +276,7 @@ def _is_number(value: Any) -> bool:
     return type(value) is float or (type(value) is int and abs(value) < 2**1000) or value in ("nan", "inf", "-inf")
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def fits(value: Any, kind: Any) -> bool:
     """Return whether JSON is of a kind: a type, a predicate, a list or tuple of kinds, or a dict.
 
     `[kind]` is a list of any length, and a tuple one of its length. In a dict, each key may be absent, or None; the key
@@ -286,20 +286,20 @@ def _fits(value: Any, kind: Any) -> bool:
     if of is type:
         return type(value) is kind
     if of is tuple:
-        return type(value) is list and len(value) == len(kind) and all(map(_fits, value, kind))
+        return type(value) is list and len(value) == len(kind) and all(map(fits, value, kind))
     if of is list:
-        return type(value) is list and all(_fits(each, kind[0]) for each in value)
+        return type(value) is list and all(fits(each, kind[0]) for each in value)
     if of is not dict:
         return bool(kind(value))
     if type(value) is not dict:
         return False
     if str in kind:
-        return all(_fits(each, kind[str]) for each in value.values())
-    return all(value.get(key) is None or _fits(value[key], each) for key, each in kind.items())
+        return all(fits(each, kind[str]) for each in value.values())
+    return all(value.get(key) is None or fits(value[key], each) for key, each in kind.items())
 
 
 def _are_parts(value: Any) -> bool:
-    return _fits(value, {str: is_seconds}) and value.keys() <= {*PARTS}
+    return fits(value, {str: is_seconds}) and value.keys() <= {*PARTS}
 
 
 _BEFORE: Mapping[str, Any] = {"count": 0, "since": None, "seconds": {}, "step": None}
@@ -307,9 +307,9 @@ _KINDS: Mapping[str, Any] = {
     "run": str, "process": {"host": str, "pid": lambda x: type(x) is int and 0 < x < 2**31}, "began": is_seconds,
     "now": is_seconds, "seconds": _are_parts, "directory": _is_path, "logdir": _is_path, "last_step": is_step,
     "argv": [str], "config": lambda x: type(x) is dict or x == _IN_CARD, "commit": str, "edits": str,
-    "parent": lambda x: _fits(x, {"path": _is_path, "step": is_step}) and None not in (x.get("path"), x.get("step")),
+    "parent": lambda x: fits(x, {"path": _is_path, "step": is_step}) and None not in (x.get("path"), x.get("step")),
     "parent_run": str, "copied": bool, "devices": str, "parameters": is_step,
-    "step": lambda x: _fits(x, (is_step, is_step)) and x[0] <= x[1],
+    "step": lambda x: fits(x, (is_step, is_step)) and x[0] <= x[1],
     "examples": is_step, "values": {str: _is_number}, "best": {str: (_is_number, is_step, _is_path)},
     "peak_bytes": is_step, "mfu": is_seconds,
     "saved": [(is_step, is_seconds, lambda x: x is None or is_step(x), lambda x: x is None or _is_number(x))],
@@ -341,7 +341,6 @@ def has_trained(start: Mapping[str, Any]) -> bool:
 
 
 def last_trained(starts: Sequence[Start]) -> Start | None:
-    """Return the newest valid start that took a step, or None."""
     return next(filter(has_trained, reversed(valid(starts))), None)
 
 

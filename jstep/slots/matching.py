@@ -9,16 +9,17 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import array_type, describe_type
-from jstep.core.exceptions import Picklable
 from jstep.core.trees import Params, Slots, Updates
 from jstep.slots import indexed_slices
 
 
-class NoGradientsError(Picklable, ValueError):
+class NoGradientsError(ValueError):
     """No leaf has a gradient: an error for a whole update; a part of a `partition` skips such a step."""
 
-    def __init__(self, params: Params, why: str) -> None:
-        super().__init__(f"No gradients provided for any variable: {trees.leaf_paths(params)[:20]}. {why}")
+    def __init__(self, params: Params, why: str = "") -> None:
+        # It is unpickled with its message alone.
+        text = f"No gradients provided for any variable: {trees.leaf_paths(params)[:20]}. {why}" if why else params
+        super().__init__(text)
 
 
 def match_gradients(updates: Updates, params: Params) -> list[Any]:

@@ -16,7 +16,7 @@ import numpy as np
 from jstep.core.annotations import Tree
 from jstep.core.exceptions import setting
 from jstep.core.jaxprs import COPYING, Operation, body_of, evaluate
-from jstep.core.recorded_calls import Made
+from jstep.core.recorded_calls import RecordedCall
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, Params, Slots, Step, default_int, shape_of, structure
 
@@ -203,7 +203,7 @@ class Init:
     roles: Callable[[Params], Roles]
     finished: bool = False
     guarded: bool = False
-    call: Made | None = dataclasses.field(default=None, compare=False, repr=False, kw_only=True)
+    call: RecordedCall | None = dataclasses.field(default=None, compare=False, repr=False, kw_only=True)
     labels: Callable[[Params], Labels | None] = lambda params: None
 
     @shortens_tracebacks

@@ -103,6 +103,6 @@ class NanLossDuringTrainingError(WrongStateError, RuntimeError):
             if the run ended because too many consecutive updates were skipped.
     """
 
-    def __init__(self, message: str, step: int, *, may_save: bool = False) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, step: int = 0, *, may_save: bool = False) -> None:
+        super().__init__(message)  # with which it is unpickled
         self.step, self.may_save = step, may_save

@@ -13,7 +13,6 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from jstep.core.exceptions import Picklable
 from jstep.stores.files import is_directory, names_in, open_for_reading, walk
 from jstep.stores.urls import is_url, join_path, location
 
@@ -70,7 +69,7 @@ FOOTER = 4
 _MASK_DELTA = 0xA282EAD8
 
 
-class DataLossError(Picklable, Exception):
+class DataLossError(Exception):
     """A record of an event file is corrupted.
 
     Attributes:
@@ -79,9 +78,11 @@ class DataLossError(Picklable, Exception):
     """
 
     def __init__(self, path: str, offset: int, reason: str) -> None:
-        super().__init__(f"{path}: corrupted record at offset {offset}: {reason}")
-        self.path = path
-        self.offset = offset
+        super().__init__(path, offset, reason)  # the arguments, with which it is unpickled
+        self.path, self.offset, self._reason = path, offset, reason
+
+    def __str__(self) -> str:
+        return f"{self.path}: corrupted record at offset {self.offset}: {self._reason}"
 
 
 MAX_LENGTH = 2**31

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO
 
-from jstep.core.exceptions import Picklable
 from jstep.stores.objects import Directory, Objects
 from jstep.stores.owners import new_token, remove_temporary, temporary_path
 from jstep.stores.urls import is_url, join_path, split_path
@@ -48,11 +47,7 @@ def _check_regular(path: str, found: os.stat_result) -> None:
 
 
 def read_small(path: str, limit: int) -> bytes:
-    """Read a regular file or object as a whole.
-
-    Raises:
-        ValueError: It has more than `limit` bytes.
-    """
+    """Read a regular file or object of at most `limit` bytes; a larger one is a ValueError."""
     with open_for_reading(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
@@ -119,7 +114,6 @@ def names_in(path: str) -> list[str]:
 
 
 def walk(path: str) -> list[tuple[str, list[str]]]:
-    """Return directories with the names of their files, like a sorted `os.walk`."""
     if not is_url(path):
         return sorted((folder, names) for folder, _, names in os.walk(path))
     folders: dict[str, list[str]] = {}
@@ -129,7 +123,7 @@ def walk(path: str) -> list[tuple[str, list[str]]]:
     return sorted(folders.items())
 
 
-class ForeignFileError(Picklable, ValueError):
+class ForeignFileError(ValueError):
     """A file with a name that jstep writes, which is not one that jstep wrote."""
 
 

@@ -23,7 +23,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from jstep.core.exceptions import Picklable
 from jstep.core.secret_text import hide
 from jstep.stores.urls import parts_of_url
 
@@ -147,7 +146,6 @@ class Objects:
         return self._begin("read", key, lambda kv: kv.read(key, byte_range=slice(start, stop)), nbytes)
 
     def write(self, key: str, data: bytes) -> bytes:
-        """Write an object unconditionally, and return its stamp."""
         return self.start_write(key, data).stamp()
 
     def start_write(self, key: str, data: Any) -> PendingOperation:
@@ -337,7 +335,7 @@ ENDPOINT = {
 }
 
 
-class StoreError(Picklable, OSError):
+class StoreError(OSError):
     """A request to a store failed after all retries: the store is too busy, or the error is unknown."""
 
 
@@ -385,5 +383,4 @@ def no_bucket(url: str, verb: str) -> FileNotFoundError:
 
 
 def redact(text: str) -> str:
-    """Shorten an error message, without response bodies and secrets."""
     return hide("", re.split(r"\s*\[(?:http_response_body|source locations)|\n", text)[0])[:200]

@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.lib import format as npy
 
-from jstep.core.exceptions import Picklable
 from jstep.core.meshes import internal_transfers
 
 LARGE = 2**16
 """The bytes above which an array is a file of the checkpoint, and a position is not copied with each batch."""
 
 
-class UnsupportedError(Picklable, TypeError):
+class UnsupportedError(TypeError):
     """A value cannot be encoded.
 
     Attributes:

@@ -62,7 +62,6 @@ def answer(arguments: argparse.Namespace, fields: object, lines: Iterable[str], 
 
 
 def complain(command: str, *problems: object) -> int:
-    """Print the problems to stderr, if any, and return the exit code."""
     for problem in problems:
         print(f"jstep {command}: {printable(problem)}", file=sys.stderr)
     return TROUBLE if problems else OK
@@ -73,10 +72,7 @@ def terminal_width() -> int:
 
 
 def table(keys: Mapping[str, str], rows: Iterable[Mapping[str, Any]], left: int) -> list[str]:
-    """Return the lines of a table that fits the terminal.
-
-    `keys` maps the heads of columns to the keys of rows. The first `left` columns are left-aligned.
-    """
+    """Return the lines of a table that fits the terminal; `keys` maps heads to the keys of rows."""
     cells = [list(keys), *([cell(row.get(key)) for key in keys.values()] for row in rows)]
     return columns(cells, left, terminal_width())
 
@@ -106,7 +102,6 @@ def choose(names: Iterable[str], patterns: Iterable[str], option: str, what: str
 
 
 def utc_text(seconds: float, precision: str = "seconds") -> str:
-    """Format a time in UTC, without the zone."""
     try:
         return datetime.fromtimestamp(seconds, UTC).isoformat(" ", precision).removesuffix("+00:00")
     except (OverflowError, ValueError, OSError):  # outside the range of datetime
@@ -114,11 +109,7 @@ def utc_text(seconds: float, precision: str = "seconds") -> str:
 
 
 def local_text(seconds: float, precision: str = "seconds") -> str:
-    """Format a time in the time zone that the reader has now, `local_zone`."""
-    try:
-        return datetime.fromtimestamp(seconds, datetime.now().astimezone().tzinfo).isoformat(" ", precision)[:-6]
-    except (OverflowError, ValueError, OSError):
-        return utc_text(seconds)
+    return datetime.fromtimestamp(seconds, datetime.now().astimezone().tzinfo).isoformat(" ", precision)[:-6]
 
 
 def local_zone() -> str:

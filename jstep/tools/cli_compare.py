@@ -111,7 +111,6 @@ def start_differences(places: Iterable[tuple[str, str | None]], problems: list[s
 
 
 def _trained(where: str, prefix: str | None, problems: list[str]) -> dict[str, Start]:
-    """The newest start that was trained, with its card, of each run in a directory."""
     found: dict[str, Start] = {}
     with contextlib.suppress(OSError):  # a directory that cannot be read is reported by the comparison itself
         for name, starts in read_starts(where).items():
@@ -132,7 +131,6 @@ def changes_text(lines: list[str] | None) -> list[str]:
 
 
 def _first(lines: Sequence[str], shown: Sequence[str] | None = None) -> list[str]:
-    """The first lines, or those that are shown for them, and how many more there are."""
     others = len(lines) - _SHOWN
     more = [f"and {others} more (--json lists all)"] if others > 0 else []
     return [f"  {line}" for line in (*(shown or lines[:_SHOWN]), *more)]
@@ -174,7 +172,6 @@ def _text_of_starts(starts: list[dict[str, Any]]) -> list[str]:
 
 
 def differences_left_out(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:
-    """Yield the differences of leaves that were left out of one or both checkpoints."""
     of_a, of_b = a.left_out, b.left_out
     for path in of_a | of_b:
         first, second, where = of_a.get(path), of_b.get(path), "left out of both"
@@ -293,7 +290,6 @@ def _runs(a: _Side, b: _Side) -> dict[str, Any]:
 
 
 def _of_entries(a: Any, b: Any) -> tuple[list[LeafDifference], dict[str, bool]] | None:
-    """Return the leaves that differ, and further fields of the result."""
     from jstep.state.fingerprints import compare_logs
 
     result = compare_logs(a, b)
@@ -337,15 +333,14 @@ def _differences_text(result: dict[str, Any]) -> list[str]:
     if result["same"]:
         if common is None:
             return [f"identical ({result['compared']} leaves, bitwise)"]
-        if len(common) == 1:
-            return [f"identical at the only common step, {common[0]}"]
-        return [f"identical at all {len(common)} common steps, {common[0]} to {common[-1]}"]
+        return [f"identical at all common steps ({len(common)}, from {common[0]} to {common[-1]})"]
     if common is None:
         steps = result["steps"]
         at_steps = f"step {steps['a']}" if steps["a"] == steps["b"] else f"step {steps['a']} in A, {steps['b']} in B"
         lines = [f"{len(leaves)} of {result['compared']} leaves differ ({at_steps})"]
     else:
-        lines = [f"the runs diverge at step {result['step']} ({_place_among(result['same_before'], len(common))})"]
+        place = f"number {result['same_before'] + 1} of {len(common)} common steps"
+        lines = [f"the runs diverge at step {result['step']}, {place}"]
         if result.get("leaves_known", True):
             lines.append(f"{len(leaves)} {'leaf differs' if len(leaves) == 1 else 'leaves differ'}")
         else:
@@ -353,12 +348,6 @@ def _differences_text(result: dict[str, Any]) -> list[str]:
     shown = [(leaf["path"], leaf["detail"]) for leaf in leaves[:_SHOWN]]
     width = cli.terminal_width() - 2
     return lines + _first(leaves, [part for line in columns(shown, 2) for part in fold(line, width, 2)])
-
-
-def _place_among(before: int, common: int) -> str:
-    if before:
-        return f"identical at {before} earlier common step{'s' if before > 1 else ''}, of {common}"
-    return "the only common step" if common == 1 else f"the first of {common} common steps"
 
 
 DIFF = cli.Command(_add_arguments, _print_differences)

@@ -88,7 +88,6 @@ def _files(paths: Sequence[str], problems: list[object]) -> Iterator[tuple[str, 
 
 
 def _print_events(paths: Sequence[str], arguments: argparse.Namespace) -> int:
-    """Print the events of files, or of all event files in directories in order, one per line."""
     code = OK
     for file in [file for path in paths for file in event_files.event_files(path)]:
         has_events = False

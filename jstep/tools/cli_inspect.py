@@ -73,7 +73,6 @@ class Checkpoint:
         return self.store.find_corruption(self.path, self.manifest, every=every)
 
     def size_problems(self) -> list[str]:
-        """Describe the files on a disk whose sizes differ from those in the manifest."""
         found = {} if is_url(self.path) else size_differences(self.path, self.manifest.files)
         return [f"{self.path}/{path}: {why}" for path, why in found.items() if why]
 
@@ -157,7 +156,6 @@ def _inspect(path: str, arguments: argparse.Namespace) -> int:
 
 
 def _corrupted(about: Mapping[str, Any], problems: Sequence[str], arguments: argparse.Namespace) -> int:
-    """Complain about a corrupted checkpoint, with `--json` also in the output."""
     fields = {**about, "problems": problems} | ({"sound": False} if arguments.verify else {})
     return max(cli.answer(arguments, fields, []), cli.complain("inspect", *problems))
 

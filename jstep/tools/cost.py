@@ -285,7 +285,6 @@ def device_peak(memory_analysis: object) -> int | None:
 
 
 def _figures(memory_analysis: object, prefix: str) -> list[int] | None:
-    """The bytes of arguments, results, aliased results and temporaries."""
     figures: list[Any] = [getattr(memory_analysis, f"{prefix}{part}_size_in_bytes", None) for part in PARTS]
     return None if None in figures else figures
 

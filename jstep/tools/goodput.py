@@ -66,7 +66,6 @@ class Goodput(Tabular):
 
     @property
     def parts(self) -> dict[str, float]:
-        """Name → seconds of the parts, which sum to `total`."""
         return {name: getattr(self, name) for name in _ALL}
 
     @property
@@ -142,7 +141,8 @@ def of_run(starts: Sequence[Start]) -> Goodput:
     known = valid(starts)
     if not known:
         raise ValueError("none of its starts can be read")
-    whole, before, oldest = sum_starts(by_start(known)), known[0]["before"], known[0]["began"]
+    each, before, oldest = by_start(known), known[0]["before"], known[0]["began"]
+    whole = Goodput(**{name: sum(getattr(start, name) for start in each) for name in (*_ALL, "starts", "steps")})
     seconds = before["seconds"]
     parts = {part: getattr(whole, part) + seconds.get(part, 0.0) for part in _COPIED}
     parts["productive"] = whole.productive + seconds.get(STEPPING, 0.0)
@@ -196,11 +196,6 @@ def until(start: Start, step: float, whole: float, column: int) -> float:
         if step <= b:
             return min(whole, max(0.0, low + (high - low) * (step - a) / (b - a)))
     return whole
-
-
-def sum_starts(starts: Sequence[Goodput]) -> Goodput:
-    names = (*_ALL, "starts", "steps")
-    return Goodput(**{name: sum(getattr(start, name) for start in starts) for name in names})
 
 
 # `goodput` of the command line.

@@ -201,7 +201,6 @@ def _range(value: Any) -> Range:
 
 
 def _bad(value: Any) -> tuple[bool, bool]:
-    """Whether a value has a NaN, and whether it has a non-finite number."""
     if value is None or not holds_floats(value):
         return False, False
     has_nan, is_bad = np.asarray(_flags(value)).tolist()

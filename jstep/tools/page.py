@@ -55,7 +55,6 @@ def _cell(text: str, most: int = _MAX_CELL, *, number: float | None = None, afte
 
 
 def _number(value: float | None, text: Callable[[float], str] = "{:.4g}".format) -> str:
-    """The cell of a number, whose tooltip has all digits."""
     if value is None:
         return "<td></td>"
     exact = f"{value!r}".removesuffix(".0")
@@ -79,18 +78,15 @@ def _boxed(names: Iterable[str], rows: Sequence[str], key: str = "") -> str:
 
 
 def _odd(sweep: Sweep) -> list[str]:
-    items = [f"<li>{html_text(line)}</li>" for line in shared_ids([row.run for row in sweep.rows])]
+    items = [html_text(line) for line in shared_ids([row.run for row in sweep.rows])]
+    several = len(sweep.rows) > 1
     for row in sweep.rows:
-        if row.odd:
-            more = [f"and {len(row.odd) - _MAX_ODD} more"] * (len(row.odd) > _MAX_ODD)
-            lines = [*(truncate(line, 300) for line in row.odd[:_MAX_ODD]), *more]
-            if len(sweep.rows) == 1:
-                items += [f"<li>{html_text(line)}</li>" for line in lines]
-            else:
-                name = html_text(truncate(row.name, _MAX_NAME))
-                items.append(f"<li><b>{name}</b>: {html_text('; '.join(lines))}</li>")
-    kind = "scrolls odd" if len(sweep.rows) > 1 else ""
-    return [f'<ul class="{kind}" tabindex="0">{"".join(items)}</ul>'] if items else []
+        more = [f"and {len(row.odd) - _MAX_ODD} more"] * (len(row.odd) > _MAX_ODD)
+        lines = [html_text(truncate(line, 300)) for line in (*row.odd[:_MAX_ODD], *more)]
+        together = [f"<b>{html_text(truncate(row.name, _MAX_NAME))}</b>: {'; '.join(lines)}"] if lines else []
+        items += together if several else lines
+    listed = "".join(f"<li>{item}</li>" for item in items)
+    return [f'<ul class="{"scrolls odd" if several else ""}" tabindex="0">{listed}</ul>'] if items else []
 
 
 # One run: its facts.
@@ -126,7 +122,6 @@ def _facts(row: RunFiles) -> list[str]:
 
 
 def _recorded(row: RunFiles) -> str:
-    """The options, and the program, its arguments, batches and versions."""
     groups: dict[str, Any] = {"options": row.run.config} if row.run.config else {}
     for name, (section, value) in values_of(row.trained).items():
         if section not in ("config", "settings") and value is not None:
@@ -166,7 +161,6 @@ def _table(sweep: Sweep) -> list[str]:
 
 
 def _best_words(sweep: Sweep) -> str:
-    """A sentence that names the best run, its value and the options that vary."""
     i = next(iter(sweep.ranked()), None)
     if i is None or (best := sweep.best[i]) is None:
         return ""
@@ -244,7 +238,6 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 
 
 def _options(sweep: Sweep) -> list[str]:
-    """A picture for each option, a point a run."""
     pictures = [drawn for option in sweep.options[:_MAX_OPTIONS] if (drawn := _option(sweep, option))]
     others = len(sweep.options) - _MAX_OPTIONS
     more = f"<p>{others} further options are in the table only.</p>" if others > 0 else ""
@@ -322,7 +315,6 @@ def _figure(sweep: Sweep, name: str, tags: Sequence[str], columns: tuple[int, in
 
 
 def _differences(sweep: Sweep) -> list[str]:
-    """A row for each difference: which runs have which value."""
     rows = []
     for name, values in sweep.differ.items():
         runs: dict[str, list[str]] = {}

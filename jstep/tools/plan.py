@@ -89,7 +89,6 @@ class Plan(Tabular):
         return {name: column for name, column in named if column.ndim == 1 and len(np.unique(column)) > 1}
 
     def _words(self) -> list[tuple[str, list[str]]]:
-        """Everything but the changing values: a name, and words."""
         constant = [name for name in self.hyperparameters if name not in self._changing()]
         weights = [
             f"{format_count(first)}: {' '.join(f'{name} {weight:.3g}' for name, weight in of.items())}"
@@ -213,7 +212,6 @@ def _values(function: Any, steps: Any, dtype: DTypeLike) -> dict[str, np.ndarray
 
 
 def _stages(train_step: object, start: int, last_step: int) -> dict[int, str]:
-    """First step → name of the training step, between `start` and `last_step`."""
     return {
         stage.first: name_of_step(stage.value)
         for stage in as_stages(train_step).stages()
@@ -242,7 +240,6 @@ def _data(batches: Tree, start: int, last_step: int) -> dict[str, Any]:
 
 
 def _between(stages: Mapping[int, T], start: int, stop: int) -> dict[int, T]:
-    """The stages of some steps; the first may begin earlier."""
     in_force = max((first for first in stages if first <= start), default=0)
     return {first: value for first, value in stages.items() if in_force <= first < stop}
 

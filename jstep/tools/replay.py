@@ -259,7 +259,6 @@ def verify_resume(
         )
 
     def run(count: int, saver: Saver | None = None) -> Bits:
-        """Run `count` steps from the step of the initial state."""
         state = make_state()
         with internal_transfers():
             start = global_step(state)
@@ -272,7 +271,6 @@ def verify_resume(
         return _bits_of(state)
 
     def again(count: int, saver: Saver | None = None) -> Bits:
-        """Run from the first batch again."""
         if position is not None:
             set_position(owner, position)
         return run(count, saver)

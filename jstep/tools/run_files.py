@@ -75,7 +75,6 @@ class RunFiles:
         )
 
     def marks(self) -> list[Mark]:
-        """The run's starts, stages and checkpoints on the axis."""
         spans = [start["step"] for start in self.starts if start["step"]]
         marks = [Mark("start", first, f"start from step {first}") for first, _ in spans if first]
         stages = (self.trained.get("card") or {}).get("stages") or {}

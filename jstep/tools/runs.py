@@ -121,7 +121,6 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> RunList:
 
 
 def distinct(found: Iterable[RunSummary]) -> RunList:
-    """The runs of several lists, each once."""
     once: dict[tuple[str, str], RunSummary] = {}
     for run in found:
         once.setdefault((resolve_path(run.path), run.prefix), run)
@@ -302,7 +301,6 @@ def run_names(summaries: Sequence[RunSummary]) -> list[str]:
 
 
 def _cells(rows: Sequence[Row], metrics: Sequence[str], differences: Mapping[str, Sequence[Any]]) -> list[list[str]]:
-    """The cells of a table, with its head; `differences` has the values in the order of the rows."""
     cells = [["run", "status", "step", *metrics, *differences, f"since ({local_zone()})", "wall", "on"]]
     names = run_names([row.run for row in rows])
     for i, (run, branch, _) in enumerate(rows):

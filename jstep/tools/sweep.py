@@ -60,7 +60,6 @@ class Ranking(NamedTuple):
 
 
 def _evaluations(start: Mapping[str, Any]) -> list[str]:
-    """The prefixes of the evaluations that a start had."""
     hooks = ((start.get("card") or {}).get("arguments") or {}).get("hooks")
     named = [re.fullmatch(r"EvaluationHook\((.*)\)", str(hook)) for hook in (hooks if isinstance(hooks, list) else [])]
     return [match[1] for match in named if match]
@@ -93,7 +92,6 @@ class Option(NamedTuple):
 
     @property
     def is_number(self) -> bool:
-        """Whether all of its values are finite numbers."""
         return all(is_finite_number(value) for value in self.values if value is not None)
 
 
@@ -184,7 +182,6 @@ class Sweep:
         return cls(rows, metric, best, colors, differ, options(rows, differ), seed_groups(rows, differ))
 
     def ranked(self) -> list[int]:
-        """The runs in color, from the best."""
         return sorted((i for i, color in enumerate(self.colors) if color != NEUTRAL), key=self.colors.__getitem__)
 
     def lines(self) -> list[Line]:

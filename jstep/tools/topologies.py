@@ -93,7 +93,6 @@ def target_config(name: str) -> str:
 
 
 def device_memory(device: Any) -> int | None:
-    """The bytes available to programs on a device, real or compile-only."""
     if not is_compile_only(device):
         stats = device.memory_stats() if device.process_index == device.client.process_index() else None
         return None if not stats else stats.get("bytes_limit")

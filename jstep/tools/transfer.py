@@ -42,7 +42,6 @@ class Widths:
 
     @property
     def larger(self) -> float:
-        """The ratio of the larger of fan-in and fan-out."""
         wide = max(self.in_base * self.r_in, self.out_base * self.r_out)
         return wide / max(self.in_base, self.out_base)
 
@@ -100,7 +99,6 @@ def _widths(path: str, leaf: object, shapes: Sequence[tuple[int, ...]], axes: Wi
 
 
 def _pair_of_axes(path: str, leaf: object, axes: WidthAxes | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The input and output axes of a leaf as nonnegative indices."""
     ndim = len(getattr(leaf, "shape", ()))
     if axes is None:
         return (() if ndim < 2 else (ndim - 2,)), (() if ndim < 1 else (ndim - 1,))
@@ -411,7 +409,6 @@ def coord_check(
 
 
 def _of_width(make: Any, width: int, activations: Any, steps: int) -> dict[str, tuple[float, float]]:
-    """The size and the change of each activation at a width."""
     result = make(width)
     if not (isinstance(result, tuple | list) and len(result) == 3 and isinstance(result[1], TrainState)):
         raise TypeError(f"make({width}): must return (train_step, state, batch), got {describe_type(result)}")

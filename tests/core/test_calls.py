@@ -16,7 +16,6 @@ from jstep.core.recorded_calls import (
     RememberedFunction,
     as_typed,
     makes_optimizer,
-    recorded_call,
 )
 
 
@@ -54,12 +53,12 @@ def a_loss(x: Any) -> Any: ...
     ("value", "expected"),
     [
         (1.5, "1.5"),
-        (np.float32(0.5), "0.5"),
+        (np.float32(0.5), repr(np.float32(0.5))),
         ("x", "'x'"),
         (jnp.ones((2, 3)), "float32[2,3]"),
         (np.ones(2, np.int8), "int8[2]"),
-        (jnp.bfloat16, "'bfloat16'"),
-        (np.dtype("int8"), "'int8'"),
+        (jnp.bfloat16, "bfloat16"),
+        (np.dtype("int8"), "dtype('int8')"),
         ([1, 2], "[1, 2]"),
         ((1,), "(1,)"),
         ((1, 2), "(1, 2)"),
@@ -75,11 +74,12 @@ def test_arguments(value: Any, expected: str) -> None:
     assert as_typed(value) == expected
 
 
-def test_only_calls_are_shown_in_full() -> None:
+def test_calls_are_shown_in_full_and_of_long_arguments_the_first_items() -> None:
+    assert len(as_typed("x" * 1000)) == 200
     long = [*range(1000)]
-    for value in (long, tuple(long), dict.fromkeys(long), "x" * 1000):
-        assert len(as_typed(value)) == 200
-        assert as_typed(value)[-1] in "….'"
+    for value in (long, tuple(long), dict.fromkeys(long)):
+        assert "49" in as_typed(value)
+        assert " and 950 more" in as_typed(value)
     optimizers = [jstep.adam(0.1 + i) for i in range(40)]
     for value in (optimizers, tuple(optimizers), dict(enumerate(optimizers))):
         assert as_typed(value).count("adam(learning_rate=") == 40
@@ -93,11 +93,7 @@ def test_an_optimizer_of_ones_own_is_no_call_of_jstep() -> None:
         return own
 
     assert mine(0.1) is own
-    assert recorded_call(own) is None
-    known = jstep.momentum(0.1, 0.9)
-    assert recorded_call(known).function.__name__ == "momentum"  # type: ignore[union-attr]
-    for change in ({"update": own.update}, {"hyperparameters": own.hyperparameters}):
-        assert recorded_call(known._replace(**change)) is None  # type: ignore[arg-type]
+    assert repr(own) == "Optimizer(<lambda>, <lambda>, <lambda>, False)"
 
 
 def test_functions_that_remember_their_call_are_copied_as_functions() -> None:

@@ -107,7 +107,7 @@ def test_a_file_of_another_host_counts_while_it_is_renewed(tmp_path):
         ("", "incomplete"),
         ("[]", "not the file of a stall"),
         ('{"version": 1}', "not the file of a stall"),
-        ('{"version": 2, "process": 0}', "written by a newer jstep"),
+        ('{"version": 2, "process": 0}', "that this version writes"),
         ("[" * 100_000, "is skipped"),
     ],
     ids=["truncated", "empty", "list", "fields", "newer", "deep"],

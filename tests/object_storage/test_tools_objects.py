@@ -37,7 +37,7 @@ def test_inspect_diff_and_replay_by_url(store, capsys):
     assert main(["diff", a, b]) == 1
     assert "the runs diverge at step 4" in capsys.readouterr().out
     assert main(["diff", f"{a}/log/fingerprints.jsonl", f"{b}/log"]) == 1
-    assert "the runs diverge at step 4 (identical at 3 earlier common steps, of 6)" in capsys.readouterr().out
+    assert "the runs diverge at step 4, number 4 of 6 common steps" in capsys.readouterr().out
     assert main(["diff", f"{a}/model-2", f"{b}/model-2"]) == 0
     state, args = jstep.replay(STEP, make_state(), lambda step: jnp.float32(step), a, 5)
     assert (jstep.global_step(state), float(args[0])) == (5, 5.0)

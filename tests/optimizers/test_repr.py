@@ -41,7 +41,7 @@ def a_loss_of(path: str, leaf: object) -> str:
         ),
         (
             lambda: jstep.update_every(2, jstep.skip_nonfinite(jstep.adam(np.float32(0.1))), accumulate=True),
-            "update_every(2, skip_nonfinite(adam(learning_rate=0.1)), accumulate=True)",
+            f"update_every(2, skip_nonfinite(adam(learning_rate={np.float32(0.1)!r})), accumulate=True)",
         ),
         (
             lambda: jstep.with_moving_average(jstep.adam(), jstep.ExponentialMovingAverage(0.99), ["w*"]),

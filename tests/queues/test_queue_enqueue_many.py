@@ -132,10 +132,10 @@ class TestEnqueueMany:
     @pytest.mark.parametrize(
         ("elements", "words"),
         [
-            ([1, 2], "elements: .*, got none at '0'"),
-            (1.0, "elements: .*, got none at the tree itself"),
-            ({"x": np.ones(2), "y": jnp.ones((3, 1))}, "elements: .*, got 2 at 'x', 3 at 'y'"),
-            ({"x": None}, "elements: .*, got no leaf"),
+            ([1, 2], r"elements: .*, got shapes \[\(\), \(\)\]"),
+            (1.0, r"elements: .*, got shapes \(\)"),
+            ({"x": np.ones(2), "y": jnp.ones((3, 1))}, r"elements: .*, got shapes {'x': \(2,\), 'y': \(3, 1\)}"),
+            ({"x": None}, "elements: .*, got shapes {'x': None}"),
         ],
     )
     def test_wrong_elements(self, elements, words):

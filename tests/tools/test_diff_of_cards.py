@@ -46,7 +46,7 @@ def test_the_exit_code_depends_only_on_the_leaves(run, cli, seed, message):
 
 def test_without_a_record_nothing_is_printed(run, cli):
     a, b = run("a"), run("b", card())
-    assert cli("diff", a, b).out == "identical at the only common step, 3\n"
+    assert cli("diff", a, b).out == "identical at all common steps (1, from 3 to 3)\n"
 
 
 def test_the_starts_of_one_run_are_compared(run, tmp_path, cli):

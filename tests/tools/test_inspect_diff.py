@@ -149,9 +149,9 @@ def test_a_renamed_checkpoint_is_an_error(save, cli):
 def test_diff_of_directories(save, cli):
     a, _ = save("a", state(1), state(2), state(4), state(5))
     b, _ = save("b", state(2), state(4, w=jnp.zeros((2, 3))), state(5, w=jnp.ones((2, 3))))
-    assert "identical at all 4 common steps, 1 to 5" in cli("diff", a, a).out
+    assert "identical at all common steps (4, from 1 to 5)" in cli("diff", a, a).out
     out = cli("diff", a, b, code=1).out
-    assert out.startswith("the runs diverge at step 4 (identical at 1 earlier common step, of 3)")
+    assert out.startswith("the runs diverge at step 4, number 2 of 3 common steps")
     assert "params/w" in out
     assert "params/b" not in out
     result = strict(cli("diff", a, b, "--json", code=1).out)
@@ -174,7 +174,7 @@ def test_diff_of_fingerprint_logs(tmp_path, cli):
     b.write_text("".join(entry(step, w=step + (step >= 9), b=7) for step in range(3, 20, 3)))
     cli("diff", a, a)
     out = cli("diff", a, b.parent, code=1).out
-    assert "the runs diverge at step 12 (identical at 1 earlier common step, of 3)" in out
+    assert "the runs diverge at step 12, number 2 of 3 common steps" in out
     assert "\n  w\n" in out
     assert strict(cli("diff", a, b, "--json", code=1).out)["step"] == 12
 

@@ -140,8 +140,8 @@ def stall(**fields):
     [
         ({"processes": 2**31}, "process=0 of processes=2147483648 is not possible"),
         ({"process": 2}, "process=2 of processes=2 is not possible"),
-        ({"pid": 10**400}, "pid=1000"),
-        ({"step": "x"}, "step='x'"),
+        ({"pid": 10**400}, "not the file of a stall"),
+        ({"step": "x"}, "not the file of a stall"),
         ({"what": "x" * 2**16}, "has more than 65536 bytes"),
     ],
 )
