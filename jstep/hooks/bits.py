@@ -17,7 +17,7 @@ from jstep.core.trees import is_array
 from jstep.distributed import processes
 from jstep.hooks.run_hook import Repeated, RunChunk, RunHook
 from jstep.metering.cadence import make_cadence
-from jstep.metering.numbers import TransferQueue, begin_transfer
+from jstep.metering.numbers import TransferQueue, start_transfer
 from jstep.state import fingerprints
 from jstep.state.fingerprints import ByDevice, Difference, Entry, by_device, leaves_with_hash_keys
 from jstep.state.train_state import TrainState
@@ -129,7 +129,7 @@ class FingerprintHook(RunHook):
         """Start a fingerprint; write those that the device has finished."""
         result = by_device(state)
         entry = functools.partial(fingerprints.make_entry, step, result, self._per_leaf)
-        self._pending.add(step, begin_transfer([part for _, part in result.parts], entry), self._finish, self)
+        self._pending.add(step, start_transfer([part for _, part in result.parts], entry), self._finish, self)
         # If processes must raise together, each one finishes the same steps: those before the latest.
         if self._raises and not processes.is_single_process():
             self._pending.deliver_all(before=step)
