@@ -142,7 +142,6 @@ def differences_of_objects(start_read: StartRead, expected: Mapping[str, Record]
 
 
 def read_file(start_read: StartRead, manifest: Manifest, name: str) -> bytes:
-    """Read a file of a checkpoint that was written to a disk, and verify its checksums."""
     try:
         data = start_read(name).read().data if name in manifest.files else None
         if data is None:

@@ -68,12 +68,7 @@ def claim_path(directory: str, prefix: str) -> str:
 
 
 class FileClaim:
-    """The exclusive right to write a prefix in a directory, until `release` or the end of the process.
-
-    Raises:
-        CheckpointError: Another writer has it.
-        ForeignFileError: The file is not a claim.
-    """
+    """The exclusive right to write a prefix in a directory, until `release` or the end of the process."""
 
     def __init__(self, directory: str, prefix: str) -> None:
         self.path = claim_path(directory, prefix)
@@ -258,7 +253,6 @@ class ObjectClaim:
         raise refusal(self._objects.url, self._prefix, who)
 
     def renew(self) -> None:
-        """Show that this writer is alive."""
         with self._lock:
             if not self.is_held():
                 return

@@ -28,8 +28,6 @@ _logger = logging.getLogger("jstep")
 
 
 class DirectoryStore(Store):
-    """Checkpoints in a local directory: each is written to a temporary folder, and renamed when it is complete."""
-
     def __init__(self, directory: str, prefix: str | None) -> None:
         super().__init__(directory, prefix)
         self._is_cleaned = False
@@ -98,7 +96,7 @@ class DirectoryStore(Store):
         self._is_cleaned = False
         return FileClaim(self.directory, self._prefix)
 
-    def save(self, path: str, arrays: Mapping[str, Any], commit: Commit, files: Mapping[str, Any]) -> None:
+    def save(self, path: str, arrays: Mapping[str, Any], files: Mapping[str, Any], commit: Commit) -> None:
         """Write a checkpoint in a thread, atomically: each step is on the disk before the next one begins.
 
         1. Arrays, then files, in a temporary folder; with several processes, the checksums of each (`orbax_arrays`).
@@ -108,11 +106,11 @@ class DirectoryStore(Store):
         4. The renamed folder (`_publish`). Only then are superseded checkpoints removed (`commit`).
         """
 
-        def end(temporary: str, final: str) -> None:
+        def commit_folder(temporary: str, final: str) -> None:
             import jax  # not at the top: listing a directory of checkpoints does not need JAX
 
-            files = checksums.collect(temporary, jax.process_count())
-            commit.end(files, functools.partial(self._publish, temporary, final))
+            written = checksums.collect(temporary, jax.process_count())
+            commit.finish(written, functools.partial(self._publish, temporary, final))
 
         from jstep.checkpoint import orbax_arrays  # not at the top: importing Orbax is slow
 
@@ -120,13 +118,13 @@ class DirectoryStore(Store):
         if self._arrays is None:
             self._arrays = orbax_arrays.Checkpointer(self._prefix)
         try:
-            self._arrays.save(path, orbax_arrays.SaveArgs(dict(arrays), files), end)
+            self._arrays.save(path, orbax_arrays.SaveArgs(dict(arrays), files), commit_folder)
         finally:
             self._write = Write(path + listing.TEMPORARY, self._arrays.finish, "jstep-save")
         self._is_cleaned = True
 
     def _publish(self, temporary: str, final: str, manifest: Manifest) -> list[str]:
-        """Add the manifest, rename the folder to its final name, and return the older checkpoint, to be erased."""
+        """Add the manifest, rename the folder, and return the older checkpoint, to be erased."""
         self._refuse_moved()  # tensorstore has made the folder again
         with new_file(os.path.join(temporary, MANIFEST_FILE)) as file:
             file.write(encode(manifest))

@@ -12,7 +12,6 @@ import numpy as np
 
 from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut, Recorded
 from jstep.core import device_values, selection, trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import describe_type
 from jstep.slots import compact_numbers
 from jstep.state.fingerprints import as_hexadecimal, leaf_key, stacked_words, start_fingerprints
@@ -23,20 +22,15 @@ WIDTHS = {"int32", "int64"}
 
 
 class SavedState(NamedTuple):
-    """What a checkpoint holds of a state.
-
-    Attributes:
-        arrays: Name → array to store.
-        left_out: Records of leaves that are not saved, and their values.
-    """
+    """Records of a state's leaves, arrays to store by their names, and leaves left out, with their values."""
 
     leaves: list[Leaf]
     arrays: dict[str, Any]
     left_out: list[tuple[Leaf, Any]]
 
     @classmethod
-    def of(cls, state: Tree, leave_out: selection.VarList) -> "SavedState":
-        found, saved = StateLeaves(state), cls([], {}, [])
+    def of(cls, found: StateLeaves, leave_out: selection.VarList) -> "SavedState":
+        saved = cls([], {}, [])
         absent, halves = found.left_out(leave_out), found.halves
         values = [_with_value(*pair) for pair in zip(found.values, found.paths, strict=True)]
         # Orbax joins keys with dots.
@@ -67,7 +61,6 @@ _Record = TypeVar("_Record", Leaf, LeftOut)
 
 
 def require_value(leaf: object, what: str) -> None:
-    """Raise an error for a leaf of a state or of weights that is traced, masked or donated."""
     if trees.is_traced(leaf):
         raise TypeError(f"{what} is traced; save outside of jit, with what a compiled step returned")
     if isinstance(leaf, np.ma.MaskedArray):
@@ -98,7 +91,6 @@ def _with_value(leaf: object, path: str) -> Any:
 
 
 def leaf_value(record: Leaf, half: Leaf | None, arrays: Mapping[str, Any]) -> Any:
-    """Return a leaf's value from its stored array, or from both halves if `compact` stored it in two."""
     value = zero_leaf(record) if record.array is None else arrays[record.array]
     if record.stored_as is not None:
         value = _carried(record, value, record.dtype)
@@ -138,7 +130,6 @@ def _key_data(impl: str) -> Any:
 
 
 def by_name(saved: Sequence[_Record]) -> dict[str, _Record]:
-    """Return the leaves by their unique paths."""
     return dict(zip(unique(leaf.path for leaf in saved), saved, strict=True))
 
 

@@ -62,7 +62,7 @@ class Extra(NamedTuple):
 
 
 def json_copy(value: object, name: str) -> Any:
-    """Return the value as JSON decodes it: tuples become lists."""
+    """Convert as JSON does: tuples become lists."""
     _check_json(value, name)
     return json.loads(json.dumps(value))
 

@@ -12,7 +12,7 @@ from jstep.checkpoint import leaf_records, targets
 from jstep.checkpoint.manifest import Leaf, LeftOut, Manifest
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import array_type, describe_type, format_items, format_value
+from jstep.core.checks import array_type
 from jstep.core.placement import is_of_host, on_devices
 from jstep.slots import compact_numbers
 from jstep.slots.roles import COPIES, Role, Roles, roles_in
@@ -72,11 +72,7 @@ class WantedLeaf(targets.TargetLeaf[Leaf | None]):
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointMatch(targets.TargetMatch[WantedLeaf]):
-    """The result of matching a target to a checkpoint.
-
-    Attributes:
-        in_other_format: Whether `compact` stores slots of only one in two, or in other blocks.
-    """
+    """A match; `in_other_format`: whether `compact` stores slots of only one in two, or in other blocks."""
 
     in_other_format: bool
 
@@ -86,12 +82,7 @@ class CheckpointMatch(targets.TargetMatch[WantedLeaf]):
 def match(
     target: Tree, manifest: Manifest, averages: Sequence[str] | None, names: Names | None, where: str
 ) -> CheckpointMatch:
-    """Find the saved leaf of each leaf of a target.
-
-    Args:
-        averages: The slots of moving averages that replace params.
-        names: Paths in the checkpoint for paths of the target.
-    """
+    """Find the saved leaf of each leaf of a target; `averages` name slots that replace params."""
     of_target, roles, arrays = StateLeaves(target), roles_in(target), manifest.by_array
     records = leaf_records.by_name(manifest.leaves)
     saved: dict[str, Leaf | LeftOut] = {**leaf_records.by_name(manifest.left_out), **records}
@@ -194,7 +185,7 @@ def _converts(keys: Keys, saved: _Kind, wanted: _Kind, steps: Sequence[int]) -> 
 
 
 def check(result: CheckpointMatch, partial: bool, where: str) -> None:
-    """Check that a state can be restored from a match; if `partial`, leaves that do not fit are skipped."""
+    """Reject a match from which a state cannot be restored; if `partial`, leaves that do not fit are skipped."""
     differences = result.differences()
     if result.in_other_format or (differences and not partial):
         advice = _OTHER_FORMAT if result.in_other_format else _OTHER_PATHS
@@ -205,13 +196,6 @@ def check(result: CheckpointMatch, partial: bool, where: str) -> None:
         raise ValueError(
             f"partial=True: {where} has no global_step that fits{differences}; a trained state whose step starts at 0 "
             "would repeat its schedule and its data. Pass a target without a step, such as {'params': params}."
-        )
-    left_out = [want for want in result.wanted if want.left_out is not None]
-    if without := [repr(want.path) for want in left_out if not targets.has_value(want.leaf)]:
-        raise ValueError(
-            f"target: some leaves were left out of {where} by Saver(leave_out=…), so target must have their values, "
-            f"not only shapes{format_items('without values', without)}. Pass the values that the run started with, "
-            "such as the pretrained parameters."
         )
 
 
@@ -240,21 +224,16 @@ def _renamed(names: Names | None, paths: Sequence[str], saved: Collection[str], 
     if not isinstance(names, Mapping):
         renamed = {path: other for path, other in renamed.items() if other is not None}
     for path, other in renamed.items():
-        if not isinstance(other, str):
-            raise TypeError(
-                f"names: for {path!r} it has {format_value(other)}: must be a path, got {describe_type(other)}"
-            )
         # A function that returns a path unchanged does not imply that the checkpoint has it.
         if other not in saved and (other != path or isinstance(names, Mapping)):
             raise ValueError(
                 f"names: {path!r} should be restored from {other!r}, which {where} does not have"
-                + trees.suggest_names(other, sorted(saved))
+                + trees.suggest_names(str(other), sorted(saved))
             )
     return renamed
 
 
 def find_average(name: str, saved: Mapping[str, Leaf], averages: Sequence[str]) -> Leaf | None:
-    """Return the leaf with the moving average of a parameter."""
     if name != PARAMS and not name.startswith(f"{PARAMS}/"):
         return None
     found = {f"{SLOTS}/{slot}{name.removeprefix(PARAMS)}" for slot in averages} & saved.keys()
@@ -302,7 +281,6 @@ def nest(values: Mapping[Keys, Any]) -> dict[str, Any]:
 
 
 def copy_leaf(wanted: WantedLeaf, values: Sequence[Any]) -> Any:
-    """Return a copy of another restored leaf, in the dtype and sharding of this one."""
     assert wanted.copy is not None
     of, half, part = wanted.copy
     original, sharding = values[of], wanted.sharding

@@ -1,4 +1,4 @@
-"""Names of checkpoints: the newest one of a directory, and new ones as they are written."""
+"""Names of checkpoints, and the store of a directory or URL: its newest checkpoint, and new ones as they appear."""
 
 import contextlib
 import math
@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 
 from jstep.checkpoint import listing
+from jstep.checkpoint.directory_store import DirectoryStore
 from jstep.checkpoint.manifest import CheckpointError
-from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.store import Store
 from jstep.core.checks import as_int, as_number, as_string, format_value
 from jstep.stores.urls import absolute, is_url, location
@@ -156,7 +156,7 @@ def check_directory(directory: object) -> str:
 
 
 def is_utf8(text: str) -> bool:
-    """Return whether UTF-8 can encode a string: it has no half of a surrogate pair."""
+    """Whether a string has no half of a surrogate pair."""
     return text.encode(errors="replace").decode() == text
 
 
@@ -169,3 +169,16 @@ def as_prefix(prefix: object) -> str:
             f"prefix={format_value(text)}: must be {hint}, at most {_MAX_LENGTH} bytes; a path is `directory`"
         )
     return text
+
+
+def open_store(directory: str, prefix: str | None = None) -> Store:
+    """Return the store of a path or URL from `check_directory`.
+
+    Args:
+        prefix: The prefix of the checkpoints to write, which distinguishes barriers of processes; None only to read.
+    """
+    if not is_url(directory):
+        return DirectoryStore(directory, prefix)
+    from jstep.checkpoint.object_store import ObjectStore  # not at the top: it imports JAX
+
+    return ObjectStore(directory, prefix)

@@ -30,8 +30,6 @@ _logger = logging.getLogger("jstep")
 
 
 class ObjectStore(Store):
-    """Checkpoints in a bucket: objects of one checkpoint, and an index that makes it visible when it is complete."""
-
     poll_secs = 10.0  # each poll is a request
     _claim: claims.ObjectClaim | None = None
 
@@ -96,21 +94,21 @@ class ObjectStore(Store):
                 raise
             return claim
 
-    def save(self, path: str, arrays: Mapping[str, Any], commit: Commit, files: Mapping[str, Any]) -> None:
+    def save(self, path: str, arrays: Mapping[str, Any], files: Mapping[str, Any], commit: Commit) -> None:
         name = self._name(path)
         began, number = processes.broadcast_ints(max(0, int(commit.saved_at)), secrets.randbits(31))
         attempt = f"data.{began}-{number:08x}"
         blocks = itertools.chain(packs.own_blocks(arrays), packs.file_blocks(files))
-        end = functools.partial(self._commit, name, attempt, commit)
         folder = f"{name}/{attempt}"
-        part = ObjectSave(self._objects, name, folder, blocks, end)
+        commit_attempt = functools.partial(self._commit_attempt, name, attempt, commit)
+        part = ObjectSave(self._objects, name, folder, blocks, commit_attempt)
         self._write = Write(folder, part.run, f"jstep-save-{name}")
 
-    def _commit(self, name: str, attempt: str, commit: Commit, files: Files, before: bytes) -> None:
+    def _commit_attempt(self, name: str, attempt: str, commit: Commit, files: Files, before: bytes) -> None:
         listed = self._listed = self._list(self._prefix)  # one list request per save
         try:
             below = {f"{attempt}/{key}": record for key, record in files.items()}
-            commit.end(below, functools.partial(self._publish, name, attempt, before))
+            commit.finish(below, functools.partial(self._publish, name, attempt, before))
             if not self._forbidden:
                 try:  # the checkpoint exists
                     self._clean_up(listed, name, attempt, commit.saved_at)
@@ -212,10 +210,8 @@ _PEER_SECS = 120.0
 class ObjectSave:
     """The part of one process in a save.
 
-    Attributes:
-        blocks: The blocks to write; each is taken once, and then its memory is free.
-        commit: Called on the first process at the end, with the records of all objects and the previous manifest's
-            stamp.
+    `blocks` are taken once, and then their memory is free. The first process calls `commit` at the end, with the
+    records of all objects and the stamp of the previous manifest.
     """
 
     objects: Directory

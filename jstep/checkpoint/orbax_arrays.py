@@ -172,7 +172,7 @@ def _within(name: str) -> str:
 # Writing of named arrays to a folder with Orbax. Only this part uses more than Orbax's public API.
 #
 # Orbax writes to a temporary folder, all processes together, and would rename it at the end. Here the folder is passed
-# to `publish` instead, which adds the manifest and renames it.
+# to `commit` instead, which adds the manifest and renames it.
 
 
 # Orbax also logs the errors that a Saver raises.
@@ -238,7 +238,7 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         arrays = ocp.args.PyTreeSave(args.arrays)
         try:
             futures = await self._handler.async_save(directory, args=arrays) or []
-            write = functools.partial(self._end, [*futures, *self._begun], str(directory), args.files)
+            write = functools.partial(self._finish_part, [*futures, *self._begun], str(directory), args.files)
             return [in_background(write, name="jstep-write-files")]
         except Exception:
             _ended(self._begun)
@@ -246,7 +246,7 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         finally:
             self._begun.clear()
 
-    def _end(self, futures: Sequence[Any], temporary: str, files: Mapping[str, Any]) -> None:
+    def _finish_part(self, futures: Sequence[Any], temporary: str, files: Mapping[str, Any]) -> None:
         """Wait for all writes of this process, even if some fail, and write its files."""
         with self._owner.deferred():
             if errors := _ended(futures):  # raised when all have ended: no thread writes into a folder being removed
@@ -276,12 +276,12 @@ class SaveArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
 
 
 class _TemporaryPath(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ignore[misc]
-    """A temporary folder that `publish` renames in place of Orbax."""
+    """A temporary folder that `commit` renames in place of Orbax."""
 
-    publish: Callable[[str, str], None]
+    commit: Callable[[str, str], None]
 
     async def finalize(self) -> None:
-        type(self).publish(str(self.get()), str(self.get_final()))
+        type(self).commit(str(self.get()), str(self.get_final()))
 
 
 class Checkpointer:
@@ -289,7 +289,7 @@ class Checkpointer:
 
     Attributes:
         error: The error of this process. If it gave up alone, the others would wait for hours: it continues, and
-            `finish` raises the error. Nothing is published without all parts.
+            `finish` raises the error. Nothing is committed without all parts.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -299,18 +299,18 @@ class Checkpointer:
             (np.ndarray, _NumpyArrays(begun, deepcopy_host_arrays=False)),
         )
         processes = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=f"jstep-{prefix}")
-        self._publish: Callable[[str, str], None] | None = None
+        self._commit: Callable[[str, str], None] | None = None
         self.error: Exception | None = None
         self._async = ocp.AsyncCheckpointer(
             Handler(self, begun, type_handler_registry=registry, multiprocessing_options=processes),
             # Directories are created within `save`, so that it raises their errors immediately.
             async_options=ocp.options.AsyncOptions(timeout_secs=_TIMEOUT, create_directories_asynchronously=False),
             multiprocessing_options=processes,
-            # `publish` replaces an existing checkpoint of the step once the new one is complete.
+            # `commit` replaces an existing checkpoint of the step once the new one is complete.
             file_options=ocp.options.FileOptions(skip_sync_file_validations=True),
             # By default, its threads would keep an error of each write, to raise it at the next save.
             checkpoint_metadata_store=ocp.metadata.metadata_store(enable_write=True, blocking_write=True),
-            temporary_path_class=type("_OwnPath", (_TemporaryPath,), {"publish": staticmethod(self._end)}),
+            temporary_path_class=type("_OwnPath", (_TemporaryPath,), {"commit": staticmethod(self._commit_parts)}),
         )
 
     @contextlib.contextmanager
@@ -323,16 +323,16 @@ class Checkpointer:
                 raise
             self.error = self.error or error
 
-    def save(self, path: str, args: SaveArgs, publish: Callable[[str, str], None]) -> None:
-        """Start to write; return when the arrays may be donated. `publish` ends the write."""
-        self._publish = publish
+    def save(self, path: str, args: SaveArgs, commit: Callable[[str, str], None]) -> None:
+        """Start to write; return when the arrays may be donated. `commit(temporary, final)` ends the write."""
+        self._commit = commit
         self._async.save(path, args=args)
 
-    def _end(self, temporary: str, final: str) -> None:
-        publish, self._publish = self._publish, None  # do not keep the function, and what it references, alive
+    def _commit_parts(self, temporary: str, final: str) -> None:
+        commit, self._commit = self._commit, None  # do not keep the function, and what it references, alive
         with self.deferred():
-            if self.error is None and publish is not None:
-                publish(temporary, final)
+            if self.error is None and commit is not None:
+                commit(temporary, final)
 
     def finish(self) -> None:
         """Wait for the write to end, and raise its error.

@@ -104,7 +104,7 @@ def boxes(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> Iterator[Box
 
 
 def overlap(part: ShardBounds, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, Box] | None:
-    """Return the common elements of a part and a block, as indices into both, or None."""
+    """Return the common elements, as indices into the part and the block, or None."""
     inside, outside = [], []
     for (lower, upper), begin, size in zip(part, start, shape, strict=True):
         first, last = max(lower, begin), min(upper, begin + size)
@@ -237,7 +237,6 @@ class PackedContents(Contents):
     verifies = True
 
     def restore(self, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """Read arrays that share no memory with anything."""
         if not shardings:
             return {}
         blocks = [block for block in self._blocks() if block.dtype != FILE]
@@ -327,7 +326,6 @@ def _dtype_of(block: BlockPosition) -> Any:
 def _check(
     manifest: Manifest, blocks: Sequence[BlockPosition], names: Collection[str]
 ) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Return the shape and dtype of arrays, compared with the blocks before any block is read."""
     kinds = {leaf.array: shape_and_dtype(leaf) for leaf in manifest.leaves if leaf.array in names}
     there = dict.fromkeys(names, 0)
     problems = []

@@ -130,7 +130,6 @@ class CheckpointReader:
         return path, manifest
 
     def _manifest(self, path: str, step: int) -> Manifest | None:
-        """Return the manifest of a checkpoint of a step; None if it does not exist."""
         try:
             manifest = self._store.manifest(path)
         except FileNotFoundError:
@@ -272,7 +271,7 @@ class CheckpointReader:
         return arrays
 
     def unusable(self, path: str, problems: Sequence[str], verdict: str, left: str = "") -> CheckpointError:
-        """Return the error for a checkpoint that cannot be restored; `left` describes what can still be read."""
+        """`left` describes what can still be read."""
         try:
             advice = self._advice(path)
         except OSError as error:
@@ -280,7 +279,6 @@ class CheckpointReader:
         return CheckpointError(f"{path} {verdict}: {first_problem(problems)}.{left} {advice}.")
 
     def _advice(self, path: str) -> str:
-        """Name the checkpoint to restore instead, and those to set aside to resume from it."""
         in_the_way: list[str] = []
         left = VERIFIED
         for step, other in self._store.newest_first(self._prefix):

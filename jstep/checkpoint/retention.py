@@ -88,16 +88,14 @@ class Retention:
         temporary_secs: float | None = None,
         listener: Listener | None = None,
     ) -> Commit:
-        """Return the commit of a save.
+        """Return the end of a save.
 
-        Args:
-            manifest: Still without files, retention and left-out leaves.
-            temporary_secs: The checkpoint is temporary within this many seconds after the last permanent one.
-            listener: Receives a permanent checkpoint, and is waited for before one is deleted.
+        `manifest` still lacks files, retention and left-out leaves. The checkpoint is temporary within `temporary_secs`
+        after the last permanent one. `listener` receives a permanent one, and is waited for before one is deleted.
         """
         began, self.write_secs = time.monotonic(), None
 
-        def end(files: Files, publish: Callable[[Manifest], Sequence[str]]) -> None:
+        def finish(files: Files, publish: Callable[[Manifest], Sequence[str]]) -> None:
             for flush in flushes:
                 flush()
             victims, retained, is_temporary = self._decide(manifest, temporary_secs)
@@ -117,10 +115,10 @@ class Retention:
                     listener.wait(path)
                 evict(self._store, path)
 
-        return Commit(manifest.saved_at, end)
+        return Commit(manifest.saved_at, finish)
 
     def _decide(self, manifest: Manifest, temporary_secs: float | None) -> tuple[list[str], RetainedSteps, bool]:
-        """Return the paths to delete, the new retention state, and whether this checkpoint is temporary."""
+        """Return the paths to delete, the retention state, and whether this checkpoint is temporary."""
         retained = self._load()
         if self._max_to_keep is None and temporary_secs is None and not self._replaces:
             return [], retained, False

@@ -16,7 +16,6 @@ from jstep.checkpoint.leaf_records import SavedState, start_leaf_fingerprints
 from jstep.checkpoint.listing import format_name
 from jstep.checkpoint.manifest import CheckpointError, Extra, Manifest, json_copy
 from jstep.checkpoint.match import Names
-from jstep.checkpoint.open_store import open_store
 from jstep.checkpoint.reading import CheckpointReader, short
 from jstep.checkpoint.retention import Listener, Retention
 from jstep.core import exceptions, meshes, placement, trees
@@ -105,7 +104,7 @@ class Saver:
         self.directory = naming.check_directory(directory)
         self.prefix = naming.as_prefix(prefix)
         self._clock = as_function(clock, "clock", "() -> seconds, such as time.time", optional=True)
-        self._store = open_store(self.directory, self.prefix)
+        self._store = naming.open_store(self.directory, self.prefix)
         if max_to_keep is not None:
             max_to_keep = as_int(max_to_keep, "max_to_keep", 0, "and None or 0 keeps all") or None
         hours = keep_checkpoint_every_n_hours
@@ -487,21 +486,19 @@ class Saver:
         processes.on_all_processes(self._store.claim if is_first else lambda: None, problem, CheckpointError)
 
     def _save(self, state: Tree, extra: Extra) -> str:
-        saved_at, saved = self._now(), SavedState.of(state, self.leave_out)
-        step = _step_of(state)
-        finite = self._finite
+        saved_at, leaves = self._now(), StateLeaves(state)
+        saved, step, finite = SavedState.of(leaves, self.leave_out), _step_of(state), self._finite
         if finite is None:
-            finite = StateContents(state, params_only=True).are_finite()
+            finite = StateContents(leaves, params_only=True).are_finite()
         manifest = Manifest(step, saved_at, tuple(saved.leaves), extra.values, finite=finite)
         path = self._store.path(naming.checkpoint_name(self.prefix, step))
         self._claim()
         self._saving = path
         try:
             records = start_leaf_fingerprints(saved.left_out)
-            commit = self._retention.commit_of(
-                manifest, records, tuple(self._flushes), self._temporary_secs, self._listener
-            )
-            self._store.save(path, saved.arrays, commit, extra.files)
+            flushes = tuple(self._flushes)
+            commit = self._retention.commit_of(manifest, records, flushes, self._temporary_secs, self._listener)
+            self._store.save(path, saved.arrays, extra.files, commit)
         except Exception as error:
             self._give_up(error)
         return path

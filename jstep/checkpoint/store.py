@@ -27,12 +27,12 @@ Files = Mapping[str, checksums.Record]
 class Commit(NamedTuple):
     """The end of a save, on the first process and in the background.
 
-    `end(files, publish)` is called with the written files. It calls `publish(manifest)`, which makes the checkpoint
+    `finish(files, publish)` is called with the written files. It calls `publish(manifest)`, which makes the checkpoint
     exist and returns leftovers; then it erases those, and deletes superseded checkpoints.
     """
 
     saved_at: float
-    end: Callable[[Files, Callable[[Manifest], Sequence[str]]], None]
+    finish: Callable[[Files, Callable[[Manifest], Sequence[str]]], None]
 
 
 class Store(abc.ABC):
@@ -92,12 +92,7 @@ class Store(abc.ABC):
         """
         problems, unused = self.contents(path, manifest).find_corruption(share, every=every)
         if unused and share[0] == 0 and not self.is_gone(path, manifest):
-            _logger.warning(
-                "%s: %s: nothing reads %s, and the checkpoint restores without",
-                path,
-                " and ".join(unused),
-                "this file" if len(unused) == 1 else "these files",
-            )
+            _logger.warning("%s: nothing reads %s, and the checkpoint restores without", path, " and ".join(unused))
         return problems
 
     def is_gone(self, path: str, manifest: Manifest) -> bool:
@@ -139,10 +134,10 @@ class Store(abc.ABC):
         return self._claim is not None and self._claim.is_held()
 
     @abc.abstractmethod
-    def save(self, path: str, arrays: Mapping[str, Any], commit: Commit, files: Mapping[str, Any]) -> None:
+    def save(self, path: str, arrays: Mapping[str, Any], files: Mapping[str, Any], commit: Commit) -> None:
         """Start to write arrays, and the files of this process; return when the arrays may be donated.
 
-        All processes call it together. When everything is written, it calls `commit.end`.
+        All processes call it together. When everything is written, the first process calls `commit.finish`.
         """
 
     def wait(self) -> None:

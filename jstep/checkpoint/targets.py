@@ -79,7 +79,6 @@ class TargetMatch(Generic[_Wanted]):
     """Entries of a list in a message."""
 
     def differences(self) -> str:
-        """Describe everything that does not fit; "" if everything fits."""
         missing, unused, differing = self.TITLES
         lacking = [want for want in self.wanted if want.is_missing]
         texts = [repr(w.path) if w.name == w.path else f"{w.name!r} (for {w.path!r})" for w in lacking]
@@ -109,17 +108,11 @@ def entries(names: object, paths: Sequence[str], what: str, form: str) -> dict[s
     return {path: names(path) for path in paths}
 
 
-def has_value(leaf: object) -> bool:
-    return not (isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and leaf.is_deleted()))
-
-
 def require_value(wanted: TargetLeaf[Any]) -> None:
-    """Reject a leaf that stays as it is, but has no value."""
-    if not has_value(wanted.leaf):
-        got = "a deleted array" if isinstance(wanted.leaf, jax.Array) else "a shape"
+    if isinstance(wanted.leaf, jax.ShapeDtypeStruct) or trees.is_donated(wanted.leaf):
         raise ValueError(
-            f"target: {trees.quote_path(wanted.path)} stays as it is, since nothing that was saved fits or names maps "
-            f"it to None, and must have a value, got {got}; pass an array there"
+            f"target: {trees.quote_path(wanted.path)} stays as it is, since it was left out of what was saved or "
+            "nothing there fits it, and must have a value, got a shape or a deleted array; pass an array there"
         )
 
 

@@ -16,7 +16,7 @@ from jstep.core import trees
 from jstep.core.checks import describe_type
 from jstep.core.exceptions import note
 from jstep.core.meshes import internal_transfers, mesh_of, using_mesh, without_explicit_axes
-from jstep.metering.numbers import host, is_number, is_numeric, local_copy
+from jstep.metering.numbers import is_number, is_numeric, local_copy, read_value
 
 _METHODS = ("merge", "compute")
 _MUST_BE = (
@@ -125,7 +125,7 @@ class MetricTotals:
 
 
 def _sum(value: object) -> int | float:
-    numbers = host(value).ravel()
+    numbers = read_value(value).ravel()
     exact = numbers if numbers.dtype.kind in "biu" else numbers.astype(np.float64)
     return _total(exact.tolist())
 
@@ -208,5 +208,5 @@ def _numbers_of(name: str, total: object) -> dict[str, float]:
             at = "" if key is None else f" at {key!r}"
             raise TypeError(f"{what} {describe_type(value)}{at}: must be a number, or a dict of numbers")
         with internal_transfers():
-            numbers[name if key is None else f"{name}/{key}"] = float(host(value))
+            numbers[name if key is None else f"{name}/{key}"] = float(read_value(value))
     return numbers

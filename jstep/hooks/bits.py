@@ -15,11 +15,12 @@ from jstep.core.exceptions import WrongStateError, note
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import is_array
 from jstep.distributed import processes
+from jstep.hooks import fingerprint_log
+from jstep.hooks.fingerprint_log import Difference, Entry
 from jstep.hooks.run_hook import Repeated, RunChunk, RunHook
 from jstep.metering.cadence import make_cadence
-from jstep.metering.numbers import TransferQueue, begin_transfer
-from jstep.state import fingerprints
-from jstep.state.fingerprints import ByDevice, Difference, Entry, by_device, leaves_with_hash_keys
+from jstep.metering.numbers import TransferQueue, start_transfer
+from jstep.state.fingerprints import ByDevice, by_device, leaves_with_hash_keys
 from jstep.state.train_state import TrainState
 from jstep.stores.files import is_directory
 from jstep.stores.growing_files import ObjectAppender
@@ -110,7 +111,7 @@ class FingerprintHook(RunHook):
         if not self._path:
             raise ValueError("FingerprintHook has nowhere to write: pass it a path, or pass logdir to train")
         if self._given is None or self._is_directory or is_directory(self._given):
-            self._path = join_path(self._path, fingerprints.FINGERPRINTS_FILE)
+            self._path = join_path(self._path, fingerprint_log.FINGERPRINTS_FILE)
         self._pending, self._before = TransferQueue(), {}
         leaves_with_hash_keys(state)  # raises now, not at the first fingerprint
         processes.on_all_processes(self._open, "the fingerprints cannot be opened")
@@ -120,12 +121,12 @@ class FingerprintHook(RunHook):
     def _open(self) -> None:
         if jax.process_index() == 0:
             self._before = _entries_of(self._path)
-            self._file = open_lines(self._path, b'{"step": ', fingerprints.is_line)
+            self._file = open_lines(self._path, b'{"step": ', fingerprint_log.is_line)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         result = by_device(state)
-        entry = functools.partial(fingerprints.make_entry, step, result, self._per_leaf)
-        self._pending.add(step, begin_transfer([part for _, part in result.parts], entry), self._finish, self)
+        entry = functools.partial(fingerprint_log.make_entry, step, result, self._per_leaf)
+        self._pending.add(step, start_transfer([part for _, part in result.parts], entry), self._finish, self)
         # If processes must raise together, each one finishes the same steps: those before the latest.
         if self._raises and not processes.is_single_process():
             self._pending.deliver_all(before=step)
@@ -170,7 +171,7 @@ class FingerprintHook(RunHook):
             with self.deferring_errors(self._path):
                 self._file.write(entry.line().encode())
         before = self._before.pop(step, None)
-        difference = None if before is None else fingerprints.compare_logs(before, entry)
+        difference = None if before is None else fingerprint_log.compare_logs(before, entry)
         if before is None or difference is None:
             return
         message = (
@@ -184,7 +185,7 @@ class FingerprintHook(RunHook):
 
 def _entries_of(path: str) -> dict[int, Entry]:
     try:
-        log = fingerprints.read_log(path)
+        log = fingerprint_log.read_log(path)
     except FileNotFoundError:
         return {}
     if log.corrupted:
@@ -194,7 +195,7 @@ def _entries_of(path: str) -> dict[int, Entry]:
 
 def _broadcast(entries: dict[int, Entry]) -> dict[int, Entry]:
     lines = processes.broadcast_bytes("".join(entry.line() for entry in entries.values()).encode())
-    return dict(fingerprints.parse_log(lines).entries)
+    return dict(fingerprint_log.parse_log(lines).entries)
 
 
 # Compute some updates twice, and compare the results bitwise.

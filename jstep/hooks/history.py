@@ -18,7 +18,7 @@ from jstep.hooks.run_hook import RunInfo
 from jstep.metering.cadence import make_cadence
 from jstep.metering.history_file import HistoryFile, Row, Rows, check_path, read_rows
 from jstep.metering.metric_sums import merge_sums
-from jstep.metering.numbers import PendingTransfer, as_numbers, begin_transfer, read_values, scalars, sort_metrics
+from jstep.metering.numbers import PendingTransfer, as_numbers, read_values, scalars, sort_metrics, start_transfer
 from jstep.pictures.drawing import Curve, picture
 from jstep.pictures.html_tables import html_table
 from jstep.state.train_state import TrainState
@@ -203,7 +203,7 @@ class History(ReportingHook):
         left_out = {*leave_out, *self.run.constant_metrics()}
         if not self._mean:
             numbers = scalars(metrics, left_out)
-            return begin_transfer(numbers.values(), lambda: read_values(numbers))
+            return start_transfer(numbers.values(), lambda: read_values(numbers))
         interval, sums = self.run.reports.sums.take(self._number), self._sums
         self._sums = {}
 

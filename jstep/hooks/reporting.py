@@ -18,7 +18,6 @@ from jstep.hooks.speed import format_utilization
 from jstep.metering.cadence import UNSET, Clock, make_cadence
 from jstep.metering.numbers import (
     PendingTransfer,
-    begin_transfer,
     format_number,
     is_number,
     is_ready,
@@ -26,6 +25,7 @@ from jstep.metering.numbers import (
     read_values,
     scalars,
     sort_metrics,
+    start_transfer,
 )
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import Metrics
@@ -104,7 +104,7 @@ class ReportingHook(RunHook):
         """The numbers to deliver for a step; restarts the means."""
         if not self._mean:
             numbers = scalars(metrics, leave_out)
-            return begin_transfer(numbers.values(), lambda: read_values(numbers))
+            return start_transfer(numbers.values(), lambda: read_values(numbers))
         interval = self.run.reports.sums.take(self._number)
         names = sort_metrics(interval.names, leave_out)
         return PendingTransfer(interval.is_ready, lambda: interval.means(names))

@@ -17,8 +17,7 @@ import jax
 import numpy as np
 
 from jstep.checkpoint.manifest import CheckpointError
-from jstep.checkpoint.names import checkpoint_name, latest_checkpoint
-from jstep.checkpoint.open_store import open_store
+from jstep.checkpoint.names import checkpoint_name, latest_checkpoint, open_store
 from jstep.checkpoint.saver import Saver
 from jstep.checkpoint.store import Store
 from jstep.core import trees

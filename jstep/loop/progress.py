@@ -23,7 +23,7 @@ from jstep.hooks.speed import format_utilization
 from jstep.loop.observer import Observer
 from jstep.loop.setup import Setup
 from jstep.metering.cadence import Cadence, Clock
-from jstep.metering.numbers import TransferQueue, as_numbers, begin_transfer, format_number, scalars
+from jstep.metering.numbers import TransferQueue, as_numbers, format_number, scalars, start_transfer
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import LOSS, Metrics
@@ -123,7 +123,7 @@ class ProgressHook(RunHook):
             self.end(step, state)
             return
         numbers = self._numbers()
-        transfer = begin_transfer(numbers.values(), lambda: numbers)
+        transfer = start_transfer(numbers.values(), lambda: numbers)
         self._transfers.add(step, transfer, lambda _, ready: self._show(ready), self)
         self._transfers.deliver_ready()
         self.run.in_flight.drop_finished()

@@ -24,7 +24,7 @@ from jstep.loop.observer import Observers
 from jstep.loop.origin import Origin, name_of_run
 from jstep.loop.setup import Setup
 from jstep.metering.metric_sums import is_bad
-from jstep.metering.numbers import host
+from jstep.metering.numbers import read_value
 from jstep.state.nonfinite import NanLossDuringTrainingError, StateContents, in_words
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import LOSS
@@ -160,8 +160,8 @@ def _loss_problem(run: Run) -> str:
             before = run.step - run.feeder.steps
             if latest is not None and latest.bad is not None and latest.bad.step > before:
                 return _NOT_FINITE
-            finite = np.isfinite(host(loss).astype(np.float64))
-            skipped = host(metrics.get(skip_metric, 0)) == 1 if skip_metric is not None else np.False_
+            finite = np.isfinite(read_value(loss).astype(np.float64))
+            skipped = read_value(metrics.get(skip_metric, 0)) == 1 if skip_metric is not None else np.False_
             return _NOT_FINITE if np.any(is_bad(finite, skipped)) else ""
     except (TypeError, ValueError):
         return ""

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core.annotations import Tree
 from jstep.core.meshes import internal_transfers
-from jstep.metering.numbers import host, is_number, is_numeric, is_ready, local_copy, start_copies
+from jstep.metering.numbers import is_number, is_numeric, is_ready, local_copy, read_value, start_copies
 from jstep.training.looped import TracedStep
 from jstep.training.metrics import GRAD_NORM, LOSS, SKIPPED, Constants, Metrics
 
@@ -84,7 +84,7 @@ class Piece(NamedTuple):
         if self.array is None:
             return HostSums(self.last, self.fixed)
         with internal_transfers():
-            row = host(self.array)
+            row = read_value(self.array)
         m, sums = len(self.columns.names), dict(self.fixed)
         for name, total, lost, count in zip(self.columns.names, row[:m], row[m : 2 * m], row[2 * m :], strict=False):
             _add_pair(sums, name, float(total) + (float(lost) if math.isfinite(total) else 0.0), float(count))
@@ -322,7 +322,7 @@ class MetricSums:
             empty, skips = self.empty(columns, like), self._skips
             if skips is not None and _sharding_of(skips) != (sharding := _sharding_of(like)):  # on other devices
                 with internal_transfers():
-                    skips = _put(host(skips), sharding)
+                    skips = _put(read_value(skips), sharding)
             self._sums = empty if skips is None else empty._replace(skips=skips)
         return self._sums
 

@@ -57,7 +57,7 @@ def is_numeric(value: object) -> bool:
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
 
 
-# Their way to the host.
+# Their way to the host: `start_…` never waits for the device, `read_…` does.
 
 
 def start_copies(values: Iterable[Any]) -> None:
@@ -74,7 +74,7 @@ def is_ready(values: Iterable[Any]) -> bool:
 
 def read_values(values: Mapping[str, Any]) -> dict[str, Any]:
     with internal_transfers():
-        return {name: host(value).item() for name, value in values.items()}
+        return {name: read_value(value).item() for name, value in values.items()}
 
 
 def local_copy(value: Any) -> Any:
@@ -82,7 +82,7 @@ def local_copy(value: Any) -> Any:
     return value.addressable_data(0) if is_global else value
 
 
-def host(value: object) -> np.ndarray[Any, Any]:
+def read_value(value: object) -> np.ndarray[Any, Any]:
     """Copy a value to the host; of a replicated array, this process's copy."""
     if isinstance(value, jax.Array) and not value.is_fully_addressable and value.is_fully_replicated:
         value = value.addressable_data(0)
@@ -96,7 +96,7 @@ class PendingTransfer(NamedTuple):
     read: Callable[[], Any]
 
 
-def begin_transfer(values: Collection[Any], read: Callable[[], Any]) -> PendingTransfer:
+def start_transfer(values: Collection[Any], read: Callable[[], Any]) -> PendingTransfer:
     """Start to copy values to the host; `read()`, called once they have arrived, returns the result."""
     start_copies(values)
     return PendingTransfer(lambda: is_ready(values), read)

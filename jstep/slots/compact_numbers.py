@@ -26,8 +26,6 @@ _PRIMES = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1
 
 
 class Blocks(NamedTuple):
-    """The blocks of an array: their axis and size."""
-
     axis: int
     size: int
 
@@ -50,7 +48,6 @@ def choose_blocks(shape: tuple[int, ...], near: int) -> Blocks:
 
 
 def blocks_between(shape: tuple[int, ...], scales: tuple[int, ...]) -> Blocks:
-    """The blocks of codes of a shape, from the shape of their scales."""
     axis = next((i for i in range(len(shape)) if shape[i] != scales[i]), len(shape) - 1)
     return Blocks(axis, shape[axis] // scales[axis])
 

@@ -61,7 +61,6 @@ def _checked_gradient(gradient: Tree, leaf: Any, path: str) -> Any:
 
 
 def require_slots(names: Collection[str], held: Slots) -> Slots:
-    """Return some of the slots of a state; raise if one is missing."""
     for name in names:
         if name not in held:
             # An element of a chain gets its own slots only: if it has none, the state may still have others.
@@ -74,7 +73,7 @@ def require_slots(names: Collection[str], held: Slots) -> Slots:
 
 
 def describe_difference(new: object, old: object) -> str:
-    """Describe how a tree differs from another in paths, shapes and dtypes; "" if equal."""
+    """Describe the difference in paths, shapes and dtypes; "" if equal."""
     after, before = dict(trees.leaves_with_paths(new)), dict(trees.leaves_with_paths(old))
     both = (("without", trees.only_in(before, after)), ("with", trees.only_in(after, before)))
     if words := [f"{what} {', '.join(map(repr, paths[:5]))}" for what, paths in both if paths]:

@@ -20,7 +20,7 @@ from jstep.slots.roles import ORIGIN, Init, Roles, copies_in, infer_roles
 
 
 def require_optimizer(name: str, value: object) -> Optimizer:
-    """Return an `Optimizer`; convert a transformation of Optax, as `from_optax` does; reject other values."""
+    """Convert a transformation of Optax, as `from_optax` does; reject other values."""
     if isinstance(value, Optimizer):
         return value
     if is_transformation(value):
@@ -121,8 +121,6 @@ def standard_promotion() -> Iterator[None]:
 
 
 class _StateSlots:
-    """An Optax state, split into slots: trees with the structure of params, and other values."""
-
     def __init__(self, prefix: str, state: Tree, params: Params) -> None:
         leaves, self._params = trees.flatten(params)
         self._trained = [trees.is_trainable(leaf) for leaf in leaves]
@@ -202,7 +200,6 @@ EXTRA = ("value", "grad", "value_fn")
 
 
 def takes_extra(update: Callable[..., Any]) -> Callable[[str], bool]:
-    """A predicate for whether an update accepts an extra argument of a given name."""
     try:
         parameters = inspect.signature(update).parameters
     except (TypeError, ValueError):  # a callable without a signature

@@ -248,7 +248,6 @@ def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role
     """The slots that are plain copies of the parameters, in any dtype, as a trace of `make` shows."""
 
     def sources(operation: Operation, operands: list[int | None]) -> list[int | None]:
-        """The parameters that the results of an operation are copies of."""
         if operation.kind == "call":
             return evaluate(operation.bodies[0], operands, sources, lambda constant: None)
         return operands if operation.name in COPYING else [None] * len(operation.eqn.outvars)
@@ -289,7 +288,6 @@ def infer_roles(
 
 
 def _traced(init: Callable[..., Slots], params: Params) -> tuple[Slots, dict[str, Role | None]]:
-    """The shapes of a custom `init`'s slots, and the roles of those made by jstep's optimizers."""
     inherited: dict[str, Role | None] = {}
     shapes: Slots = {}
 

@@ -59,7 +59,6 @@ def with_params(state: Tree, params: Params) -> tuple[Params, Slots]:
 
 
 def _set(leaf: object, old: Any, path: str, beside: Slots, roles: Roles) -> tuple[Any, Slots]:
-    """Return a new leaf of the parameters, and new leaves of the slots `beside` it."""
     remainders = [n for n in beside if roles[n] is Role.REMAINDER and n not in roles.halves.values()]
     precise = [beside[n].dtype for n in beside if roles[n] is Role.MASTER] + [np.dtype(np.float32)] * bool(remainders)
     whole = _as_old_type(leaf, old, path, precise)
@@ -91,7 +90,6 @@ def _as_old_type(leaf: object, old: Any, path: str, precise: list[Any]) -> Any:
 
 
 def _placed(value: Any, old: Any) -> Any:
-    """Return an unshared array, placed like the old one."""
     if trees.has_tracers((value, old)):
         return placement.back(jnp.copy(value), old)
     sharding = getattr(old, "sharding", None)
@@ -103,29 +101,23 @@ def _placed(value: Any, old: Any) -> Any:
 
 def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str) -> None:
     """Warn once per run if parameters are replaced, but slots that restore the old ones are not."""
-    roles = roles_in(state)
+    roles, treedef = roles_in(state), trees.structure(state.params)
     held = {*roles.of(*WITH_A_START), *roles.with_detail(SIGNED)}
     names = [name for name in roles if name in held and name in state.slots and name in slots]
     of_run = WARNED.get()  # outside of a run, each `create` starts from scratch
     warned = roles.warned if of_run is None else of_run
-    if not names or _UNDOES in warned or trees.structure(params) != trees.structure(state.params):
+    if not names or _UNDOES in warned or trees.structure(params) != treedef:
         return
     pairs = list(zip(jax.tree.leaves(params), jax.tree.leaves(state.params), strict=True))
     # The update of a traced state is user-defined.
     if not all(trees.is_array(leaf) and not trees.is_traced(leaf) for pair in pairs for leaf in pair):
         return
-    changed = {i for i, (new, old) in enumerate(pairs) if new is not old}
-    treedef = trees.structure(params)
-
-    def is_left(name: str) -> bool:
-        both = zip(*(treedef.flatten_up_to(tree[name]) for tree in (slots, state.slots)), strict=True)
-        return any(i in changed and old is not None and new is old for i, (new, old) in enumerate(both))
-
-    names = [name for name in names if is_left(name)]
-    if not names or not any(not trees.has_same_bits(*pairs[i]) for i in changed):
-        return
-    warned.add(_UNDOES)
-    _logger.warning(_UNDOES, what, ", ".join(map(repr, names)))
+    changed = [i for i, (new, old) in enumerate(pairs) if new is not old]
+    parts = {name: [treedef.flatten_up_to(tree[name]) for tree in (slots, state.slots)] for name in names}
+    left = [n for n, (new, old) in parts.items() if any(old[i] is not None and new[i] is old[i] for i in changed)]
+    if left and not all(trees.has_same_bits(*pairs[i]) for i in changed):
+        warned.add(_UNDOES)
+        _logger.warning(_UNDOES, what, ", ".join(map(repr, left)))
 
 
 _UNDOES = (

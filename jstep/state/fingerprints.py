@@ -1,12 +1,10 @@
-"""Fingerprints of arrays: arithmetic, sums on the host and on devices, and log files."""
+"""Fingerprints of arrays: arithmetic, and sums on the host and on devices."""
 
 import hashlib
 import itertools
-import json
 import math
 import operator
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
@@ -17,10 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import meshes, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_bool, describe_type, format_list, format_value
+from jstep.core.checks import as_bool, describe_type
 from jstep.core.placement import compute_on, group_by_devices, on_devices, refuse_shapes
+from jstep.state.global_step import require_alive
 from jstep.state.leaves import StateLeaves
-from jstep.stores.files import open_for_reading
 
 # Fingerprints (64-bit hashes) of a tree of arrays, for all devices together or for each device.
 
@@ -84,6 +82,7 @@ def fingerprint(tree: Tree, per_leaf: bool = False) -> Any:
 
 def leaves_with_hash_keys(tree: Tree) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]:
     """Return paths, leaves and keys `[4]`; raises the errors of `fingerprint`."""
+    require_alive(tree)
     found = StateLeaves(tree)
     paths, leaves = found.paths, found.values
     for path, leaf in zip(paths, leaves, strict=True):
@@ -117,24 +116,16 @@ def as_hexadecimal(pair: object) -> str:
 
 
 def _check(path: str, leaf: Any) -> None:
-    if isinstance(leaf, jax.Array) and not trees.is_traced(leaf) and leaf.is_deleted():
-        raise RuntimeError(
-            f"tree: {trees.quote_path(path)} was donated to an earlier step and deleted; take the fingerprint of "
-            "the state that the step returned"
-        )
     is_supported = isinstance(leaf, jax.Array) or (
-        isinstance(leaf, np.ndarray | np.generic)
-        and trees.is_array(leaf)
-        and leaf.dtype.names is None
-        and (leaf.dtype.kind in "biufc" or (leaf.dtype.kind == "V" and not leaf.dtype.name.startswith("void")))
-        and leaf.dtype.name not in ("longdouble", "float128", "float96", "clongdouble", "complex256")
+        trees.is_array(leaf)
+        and (leaf.dtype == bool or jnp.issubdtype(leaf.dtype, np.number))
+        and not issubclass(leaf.dtype.type, np.longdouble | np.clongdouble | np.timedelta64)  # a number for NumPy
     )
     if not is_supported:
         refuse_shapes(leaf, "tree")
-        what = f"dtype {leaf.dtype}" if trees.is_array(leaf) else describe_type(leaf)
         raise TypeError(
-            f"tree: the leaf at {trees.quote_path(path)} must be an array of numbers, got {what}; keep only arrays "
-            "in the tree, numbers as jnp.float32(…)"
+            f"tree: the leaf at {trees.quote_path(path)} must be an array of numbers, got {describe_type(leaf)}; keep "
+            "only arrays in the tree, numbers as jnp.float32(…)"
         )
 
 
@@ -243,7 +234,6 @@ def indexable_size(shape: tuple[int, ...]) -> int:
 
 
 def leaf_key(path: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Hash path, dtype and shape to four words."""
     text = "\0".join((path, dtype, ",".join(map(str, shape))))
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16, person=b"jstep").digest()
     return np.frombuffer(digest, "<u4").astype(U)
@@ -369,8 +359,6 @@ _GROUP, _SMALL = 16, 2**14
 
 
 def _with_sums(rows: Tree, start: Any, leaves: Sequence[Any]) -> Any:
-    """Write the sums of leaves of one shape into rows."""
-
     def written(rows: Any, start: Any, leaves: Sequence[Any]) -> Any:
         arrays = [trees.key_data(on_devices(leaf)) for leaf in leaves]
         # Words are stacked, not numbers: XLA may change the bits of a NaN that it moves.
@@ -418,100 +406,3 @@ def _by_shape(leaves: Sequence[Any], keys: object, mesh: Mesh | None) -> Any:
         at += len(numbers)
     order = np.argsort(list(itertools.chain(*alike.values()))).astype(np.int32)
     return compute_on(mesh, _each, rows, keys, order)
-
-
-# Logs of fingerprints, one JSON object per line: `{"step": N, "state": hex, "leaves": {path: hex}}`.
-
-FINGERPRINTS_FILE = "fingerprints.jsonl"
-_HEX = re.compile("[0-9a-f]{16}")
-
-
-class Entry(NamedTuple):
-    """A line of a log; `leaves` is None if they were not recorded."""
-
-    step: int
-    state: str
-    leaves: Mapping[str, str] | None = None
-
-    def line(self) -> str:
-        leaves = {} if self.leaves is None else {"leaves": dict(self.leaves)}
-        return json.dumps({"step": self.step, "state": self.state, **leaves}, allow_nan=False) + "\n"
-
-
-class Log(NamedTuple):
-    """A log: step → its last entry, and a description of each invalid line."""
-
-    entries: Mapping[int, Entry]
-    corrupted: tuple[str, ...]
-
-
-def read_log(path: str) -> Log:
-    """Read a log; the last line of a step takes precedence."""
-    with open_for_reading(path) as file:
-        return parse_log(file.read())
-
-
-def parse_log(data: bytes) -> Log:
-    entries, corrupted = {}, []
-    for number, raw in enumerate(data.splitlines(keepends=True), 1):
-        entry = _entry(raw)
-        if entry is not None:
-            entries[entry.step] = entry
-        elif raw.strip() and raw.endswith((b"\n", b"\r")):  # the last line may be an interrupted write
-            corrupted.append(
-                f"line {number} is not a fingerprint: {format_value(raw.decode(errors='replace').strip(), 60)}"
-            )
-    return Log(entries, tuple(corrupted))
-
-
-def _entry(raw: bytes) -> Entry | None:
-    try:
-        record = json.loads(raw)
-        step, state, leaves = record["step"], record["state"], record.get("leaves")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-    texts = [state, *(leaves.values() if isinstance(leaves, dict) else [])]
-    if type(step) is not int or step < 0 or not isinstance(leaves, dict | None):
-        return None
-    if not all(isinstance(text, str) and _HEX.fullmatch(text) for text in texts):
-        return None
-    return Entry(step, state, leaves)
-
-
-def is_line(raw: bytes) -> bool:
-    """Return whether a line is one of a log."""
-    return _entry(raw) is not None
-
-
-def make_entry(step: int, fingerprints: ByDevice, per_leaf: bool) -> Entry:
-    words = stacked_words(fingerprints.parts)
-    leaves = dict(zip(fingerprints.paths, map(as_hexadecimal, words), strict=True)) if per_leaf else None
-    return Entry(step, as_hexadecimal(np.sum(words, axis=0, dtype=U)), leaves)
-
-
-class Difference(NamedTuple):
-    """The paths whose fingerprints differ, or that only one of two has; `leaves` is None if they were not recorded."""
-
-    step: int
-    leaves: tuple[str, ...] | None
-    first_only: tuple[str, ...] = ()
-    second_only: tuple[str, ...] = ()
-
-    def text(self) -> str:
-        if self.leaves is None:
-            return "which leaves differ is not known (a log without leaves)"
-        other = len(self.first_only) + len(self.second_only)
-        model = f"; {other} of them in only one of the two: fingerprints of another model" if other else ""
-        differ = "leaf differs" if len(self.leaves) == 1 else "leaves differ"
-        return f"{len(self.leaves)} {differ}: {format_list(self.leaves, 8)}{model}"
-
-
-def compare_logs(first: Entry, second: Entry) -> Difference | None:
-    """Compare two entries of one step; None if equal."""
-    if first.state == second.state:
-        return None
-    if first.leaves is None or second.leaves is None:
-        return Difference(first.step, None)
-    a, b = first.leaves, second.leaves
-    leaves = tuple(path for path in dict.fromkeys([*a, *b]) if a.get(path) != b.get(path))
-    return Difference(first.step, leaves, tuple(trees.only_in(a, b)), tuple(trees.only_in(b, a)))

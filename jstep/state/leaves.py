@@ -47,14 +47,14 @@ class StateLeaves:
         self.paths = ["/".join(keys) for keys in self.keys]
 
     @functools.cached_property
-    def _numbers(self) -> Any:
+    def indices(self) -> Any:
         """A copy of the tree that holds the indices of the leaves."""
         return self._structure.unflatten(range(len(self.values)))
 
     @functools.cached_property
     def states(self) -> list[tuple[TrainState, TrainState]]:
         """Each state in the tree, with a copy that holds the indices of its leaves."""
-        both = self.tree, self._numbers
+        both = self.tree, self.indices
         nodes = (jax.tree.leaves(root, is_leaf=lambda node: isinstance(node, TrainState)) for root in both)
         return [pair for pair in zip(*nodes, strict=True) if isinstance(pair[0], TrainState)]
 
@@ -77,7 +77,7 @@ class StateLeaves:
         if leave_out is None:
             return set()
         (params, of_params), (slots, of_slots) = (
-            (field_of(self.tree, name), field_of(self._numbers, name)) for name in (PARAMS, SLOTS)
+            (field_of(self.tree, name), field_of(self.indices, name)) for name in (PARAMS, SLOTS)
         )
         if params is None:
             raise ValueError(

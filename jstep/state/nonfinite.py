@@ -21,16 +21,20 @@ class StateContents:
     """The contents of each parameter and slot of a state, computed on its devices without blocking.
 
     With `read_cpus`, arrays on a CPU are read immediately: compilation usually takes longer. The model_state is
-    excluded: it may hold anything.
+    excluded: it may hold anything. Whoever has the leaves of the state already passes them in its place.
     """
 
-    def __init__(self, state: Tree, *, params_only: bool = False, read_cpus: bool = True) -> None:
-        slots = None if params_only else field_of(state, SLOTS)
-        slots = {name: tree for name, tree in slots.items() if name != MODEL_STATE} if isinstance(slots, dict) else None
-        leaves = StateLeaves({PARAMS: field_of(state, PARAMS), SLOTS: slots})
+    def __init__(self, state: Tree | StateLeaves, *, params_only: bool = False, read_cpus: bool = True) -> None:
+        if not isinstance(state, StateLeaves):
+            names = (PARAMS,) if params_only else (PARAMS, SLOTS)
+            state = StateLeaves({name: field_of(state, name) for name in names})
+        params, slots = (field_of(state.indices, name) for name in (PARAMS, SLOTS))
+        if isinstance(slots, dict):
+            slots = {name: tree for name, tree in slots.items() if name != MODEL_STATE}
+        checked = jax.tree.leaves(params if params_only else (params, slots))
         with meshes.internal_transfers():
-            found = zip(leaves.paths, [_found(leaf, read_cpus) for leaf in leaves.values], strict=True)
-            self._found = {path: contents for path, contents in found if contents is not None}
+            found = [(state.paths[i], _found(state.values[i], read_cpus)) for i in checked]
+        self._found = {path: contents for path, contents in found if contents is not None}
 
     def contents(self) -> dict[str, int]:
         with meshes.internal_transfers():
@@ -66,7 +70,6 @@ def in_words(worse: Mapping[str, int]) -> str:
 
 
 def _found(leaf: Any, read_cpus: bool) -> Any:
-    """Return the contents of a leaf: a number, a device array that will hold it, or None for integers."""
     if not (trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, np.inexact) and leaf.size):
         return None
     if not isinstance(leaf, jax.Array) or (read_cpus and leaf.is_fully_addressable and placement.is_on_cpus(leaf)):

@@ -63,7 +63,6 @@ ParamSpecs = Any
 
 
 def axis_size(mesh: AnyMesh, axis: object, argument: str) -> int:
-    """Return the number of devices along one or several axes."""
     names = axis if isinstance(axis, tuple) else (axis,)
     for name in names:
         if not isinstance(name, str):
@@ -117,31 +116,23 @@ def _as_spec(spec: object, path: str) -> PartitionSpec:
 
 
 def check_sharding(mesh: AnyMesh, spec: PartitionSpec, shape: tuple[int, ...], path: str) -> NamedSharding:
-    """Return the sharding of a leaf, after validation of its spec."""
     where = f"param_specs: {spec} at {trees.quote_path(path)}"
     if len(spec) > len(shape):
         raise ValueError(f"{where} has {len(spec)} dimensions, but the parameter has shape {shape}")
-    names = [name for axis in spec for name in meshes.mesh_axes_of(axis)]
-    if len(set(names)) < len(names):
-        raise ValueError(f"{where} has an axis twice; each mesh axis can split only one dimension")
-    for dim, axis in enumerate(spec):
-        if axis is None:
-            continue
-        size = axis_size(mesh, axis, where)
-        if shape[dim] % size:
-            raise ValueError(
-                f"{where}: dimension {dim} of shape {shape} does not divide into {size} parts (axis {axis!r})"
-            )
-    return NamedSharding(mesh, spec)
+    try:
+        sharding = NamedSharding(mesh, spec)
+        sharding.shard_shape(shape)
+    except Exception as error:  # of JAX, which names no leaf
+        raise ValueError(f"{where} does not fit shape {shape}: {error}") from None
+    return sharding
 
 
 def state_shardings(
     params: Params, slots: Slots, mesh: AnyMesh, param_specs: ParamSpecs, slot_axis: object, roles: Roles = NO_ROLES
 ) -> tuple[Any, Slots]:
-    """Return a sharding for each leaf of params and slots (arrays or shapes).
+    """Shard leaves of slots like the parameter at their path, even if they lack some of its dimensions.
 
-    A leaf of a slot is sharded like the parameter at its path, even if it lacks some of its dimensions; everything else
-    is replicated.
+    Everything else is replicated.
     """
     named = trees.leaves_with_paths(params)
     placed = [
@@ -233,7 +224,7 @@ def largest_divisible(shape: tuple[int, ...], size: int) -> int | None:
 
 
 def put_leaf(leaf: Any, sharding: NamedSharding) -> Any:
-    """Place a copy of a leaf; a shape, or a leaf on compile-only devices, becomes a shape with the sharding."""
+    """Place a copy; a shape, or a leaf on compile-only devices, becomes a shape with the sharding."""
     leaf = trees.native(leaf, "", "state")
     if placement.is_shape(leaf) or (placement.compiles_only(sharding.mesh) and not trees.is_traced(leaf)):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

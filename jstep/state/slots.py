@@ -111,7 +111,7 @@ def has_one_value(name: str, tree: Tree, params: trees.Params, roles: Roles = NO
 def owners(name: str, tree: Tree, params: trees.Params, roles: Roles) -> list[int | None]:
     """Return, for each leaf of a slot in order, the index of its parameter, or None.
 
-    A per-parameter slot has the structure of the parameters, with None or any tree for each.
+    A per-parameter slot may have any tree for each parameter.
     """
     unowned: list[int | None] = [None] * len(jax.tree.leaves(tree))
     # Variables of the model_state may have the structure of the parameters by accident.

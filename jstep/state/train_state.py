@@ -17,7 +17,7 @@ from jstep.core.annotations import P, T, Tree
 from jstep.core.checks import as_bool, describe_type, format_bytes
 from jstep.core.placement import check_memory, compiles_only, is_shape
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, shape_of
+from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step
 from jstep.pictures.html_tables import html_table
 from jstep.slots.optax_transformations import require_optimizer
 from jstep.slots.roles import NO_ROLES, Roles, roles_in, roles_of
@@ -45,8 +45,10 @@ def make_on(
     abstract = is_abstract(mesh, params, model_state)
 
     def placed(tree: Tree, argument: str, shardings: Callable[[Any], Any]) -> Any:
-        prepared = _shape_of if abstract else device_values.host_leaf
-        tree = jax.tree_util.tree_map_with_path(lambda keys, leaf: prepared(leaf, trees.path_str(keys), argument), tree)
+        def prepared(keys: Any, leaf: object) -> Any:
+            return leaf if is_shape(leaf) else device_values.host_leaf(leaf, trees.path_str(keys), argument)
+
+        tree = jax.tree_util.tree_map_with_path(prepared, tree)
         return jax.tree.map(layout.put_leaf, tree, shardings(tree))
 
     with meshes.internal_transfers():
@@ -69,15 +71,6 @@ def make_on(
             with contextlib.suppress(Exception):
                 return layout.build(split, shardings, placed_params, others, abstract=abstract)
         return layout.build(make, shardings, placed_params, others, abstract=abstract)
-
-
-def _shape_of(leaf: object, path: str, argument: str) -> Any:
-    """Return the shape of a leaf; invalid leaves fail as in an actual creation."""
-    if is_shape(leaf) or trees.is_traced(leaf):
-        return leaf
-    if isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf"):
-        return shape_of(leaf)
-    return jax.eval_shape(lambda: device_values.as_leaf(leaf, path, copy=False, argument=argument))
 
 
 NOT_TRAINED = frozenset({"BatchStat", "Cache", "Intermediate", "Perturbation", "RngState"})
@@ -213,12 +206,11 @@ class TrainState(Generic[P]):
                 "param_specs, slot_axis and slots_memory describe the sharding over a mesh: give mesh as well"
             )
         make_params: Any = params if trees.is_function(params) else None
-        shared = _shared_leaves(params) if make_params is None else []
+        shared = [] if make_params is not None else _shared_leaves(params)
 
         def make(arrays: object, model_state: Tree) -> TrainState:
             tree = arrays if make_params is None else make_params()
-            if make_params is not None:
-                shared[:] = _shared_leaves(tree)
+            shared[:] = shared or _shared_leaves(tree)
             with meshes.internal_transfers():
                 step = create_global_step(global_step)
                 return _fresh(cls, tree, optimizer, step, model_state, copy=copy)
@@ -268,11 +260,7 @@ class TrainState(Generic[P]):
         replaceable = (*_FIELDS, MODEL_STATE)
         for name in changes:
             if name not in replaceable:
-                raise TypeError(
-                    f"replace({name}=…): a TrainState has the fields {', '.join(_FIELDS)}"
-                    f"{trees.suggest_names(name, replaceable)}; optimizer state is in slots, and model_state=… "
-                    "replaces the non-trained variables"
-                )
+                raise TypeError(f"replace({name}=…): must be one of {', '.join(replaceable)}")
         if "params" in changes and "slots" not in changes:
             copies.warn_of_copies(self, changes["params"], self.slots, "state.replace(params=…)")
         if _is_count(changes.get("global_step")):
@@ -447,13 +435,9 @@ def _bytes_text(tree: Tree) -> str:
 
 
 def _step_text(step: object) -> str:
-    if trees.is_traced(step):
-        return "traced"
-    if is_shape(step):
+    if trees.is_traced(step) or is_shape(step):
         return "abstract"
-    if isinstance(step, jax.Array) and step.is_deleted():
-        return "donated"
-    return str(np.asarray(step))
+    return "donated" if trees.is_donated(step) else str(np.asarray(step))
 
 
 def require_state(value: object) -> TrainState:

@@ -12,7 +12,7 @@ import numpy as np
 from jstep.checkpoint.checksums import size_differences
 from jstep.checkpoint.listing import misnaming_text
 from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut, Manifest
-from jstep.checkpoint.open_store import open_store
+from jstep.checkpoint.names import open_store
 from jstep.checkpoint.store import Store
 from jstep.core.checks import format_bytes
 from jstep.stores.files import is_directory, names_in

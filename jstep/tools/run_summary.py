@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jstep.checkpoint.open_store import open_store
+from jstep.checkpoint.names import open_store
 from jstep.record.stall_files import exit_reason, read_stalls
 from jstep.record.starts import (
     KILLED,

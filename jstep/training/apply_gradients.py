@@ -78,12 +78,7 @@ def apply_gradients(
 
 
 class Applied(NamedTuple):
-    """The result of an update.
-
-    Attributes:
-        updates: The updates as added to the parameters.
-        skipped_by: A guard's slot → whether it, or one around it, skipped the update.
-    """
+    """The result of an update; `skipped_by`: a guard's slot → whether it, or one around it, skipped the update."""
 
     state: TrainState
     updates: Updates
@@ -215,8 +210,6 @@ def _became_nonfinite(updates: Updates, before: Slots, after: Slots, roles: Role
 
 
 def unless_skipped(skipped: Array, old: object, new: object) -> Any:
-    """Return the old model_state if the metric `skipped` is 1, else the new one."""
-
     def leaf(before: Any, after: Any) -> Any:
         was, now = jax.typeof(before), jax.typeof(after)
         # Another structure, shape or dtype is rejected later.

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
@@ -27,7 +26,7 @@ _A_LIST = (
 
 
 def explain_one_argument(error: BaseException, args: Sequence[Any]) -> None:
-    """Add a note to an error of a function of the batch if the batch is a list, such as torch's loader gives."""
+    """Add a note if the batch is a list, such as torch's loader gives."""
     if len(args) == 1 and isinstance(args[0], list) and isinstance(error, TypeError | AttributeError):
         note(error, _A_LIST)
 
@@ -47,13 +46,7 @@ def explain(error: BaseException, state: Tree, args: Any, *, donates: bool) -> N
         require_alive(state, error)
         if donates:
             refuse_shared_buffers(state, args, error)
-    arrays = [x for x in jax.tree.leaves((state, args)) if isinstance(x, jax.Array) and not trees.is_traced(x)]
-    where = {
-        leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else frozenset(leaf.sharding.device_set)
-        for leaf in arrays
-        if leaf.committed
-    }
-    if len(where) > 1 or _OF_DEVICES.search(str(error)):
+    if _OF_DEVICES.search(str(error)):
         note(error, _ON_ONE_MESH)
 
 
@@ -79,7 +72,6 @@ def refuse_what_crashes(state: Tree, args: Any, *, is_known: bool, donates: bool
 
 
 def refuse_shared_buffers(state: Tree, args: Any, cause: BaseException | None = None) -> None:
-    """Reject a state with a buffer that would be donated twice or is used by another argument."""
     seen: dict[Any, str] = {}
     for path, leaf in trees.leaves_with_paths(state):
         buffer = _buffer(leaf)
@@ -97,7 +89,7 @@ def refuse_shared_buffers(state: Tree, args: Any, cause: BaseException | None = 
 
 
 def _buffer(leaf: Any) -> Any:
-    """Return an identifier of the memory of an array; None if it has none on this process."""
+    """Identify the memory of an array; None if it has none on this process."""
     if not isinstance(leaf, jax.Array) or trees.is_traced(leaf) or leaf.is_deleted() or not leaf.size:
         return None
     leaf = trees.key_data(leaf)

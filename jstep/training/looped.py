@@ -78,16 +78,12 @@ def without_step_axis(sharding: object) -> Any:
 
 
 def _leading_size(stacked: object, length: int | None) -> int:
-    sizes = {path: np.shape(leaf)[:1] for path, leaf in trees.leaves_with_paths(stacked)}
-    if length is not None:
-        sizes["length"] = (length,)
-    if not sizes:
-        raise ValueError("scan_steps: the step takes no args, so give the number: scan_steps(train_step, length=K)")
-    first, *others = sizes.values()
-    if any(size != first for size in others) or first in ((), (0,)):
-        shown = ", ".join(f"{path}: {size[0] if size else 'none'}" for path, size in sizes.items())
-        raise ValueError(f"scan_steps: all arguments must have a leading axis of K steps, got {shown}; stack K values")
-    return first[0]
+    sizes = trees.leading_sizes(stacked) | ({} if length is None else {length: f"length={length}"})
+    scalars = [f"none at {path!r}" for path, leaf in trees.leaves_with_paths(stacked) if not np.ndim(leaf)]
+    if len(sizes) != 1 or 0 in sizes or scalars:
+        got = ", ".join([*sizes.values(), *scalars]) or "no arguments: give scan_steps(train_step, length=K)"
+        raise ValueError(f"scan_steps: all arguments must have a leading axis of K steps, got {got}; stack K values")
+    return next(iter(sizes))
 
 
 # One compiled program that runs any number of steps, from one to K.
@@ -171,7 +167,6 @@ class LoopedStep(TrainStep):
         return state, StepMetrics(computed, traced.constants), accumulator.add(sums, rows, n)
 
     def _trace(self, state: Tree, row: tuple[Any, ...], batch_specs: Tree) -> TracedStep:
-        """Trace one step within the trace of the program."""
         specs = None if batch_specs is None else batch_specs[2:]
         if self.max_steps is not None:
             specs = jax.tree.map(without_step_axis, specs)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -93,7 +93,6 @@ SKIPPED = "skipped"
 
 
 def slot_metrics(roles: Roles, slots: Slots) -> dict[str, Array]:
-    """The current held hyperparameters and loss scales, with their prefixes."""
     held = {str(display_name(name)): slots[name] for name in roles.of(Role.HELD)}
     return held | {name: slots[name] for name in roles.of(Role.LOSS_SCALE)}
 
@@ -150,13 +149,10 @@ def _public(updates: Updates) -> Updates:
 
 
 def check_requested(metrics: Any, argument: str, number: int) -> Requested:
-    """Validate the argument `metrics` of `minimize`; `argument=number` divides a batch into the parts to compare."""
+    """`argument=number` divides a batch into the parts to compare."""
     names = (*NORMS, NOISE_SCALE)
-    if not (callable(metrics) or isinstance(metrics, str | list | tuple | set | frozenset)):
-        raise TypeError(
-            f"metrics={metrics!r}: must be names among {names}, or functions {_FORM}, got {describe_type(metrics)}"
-        )
-    entries = (metrics,) if callable(metrics) or isinstance(metrics, str) else tuple(metrics)
+    is_several = isinstance(metrics, Collection) and not callable(metrics) and not isinstance(metrics, str)
+    entries = tuple(metrics) if is_several else (metrics,)
     functions: dict[str, Callable[..., dict[str, Any]]] = {}
     for i, entry in enumerate(entries):
         if callable(entry):
@@ -173,8 +169,6 @@ def check_requested(metrics: Any, argument: str, number: int) -> Requested:
 
 
 def _with_checked_result(fn: MetricFn, name: str) -> Callable[..., dict[str, Any]]:
-    """Wrap a function of metrics, so that its result is checked and its errors name it."""
-
     def run(gradients: Updates, updates: Updates, params: Params) -> dict[str, Any]:
         # New containers, so that a function that changes its dicts affects neither the state nor the next function.
         arguments = jax.tree.map(lambda leaf: leaf, (gradients, updates, params))

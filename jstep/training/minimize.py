@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -14,11 +15,11 @@ import numpy as np
 
 from jstep.core import device_values, placement, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_bool, as_function, as_string, describe_type, format_value
+from jstep.core.checks import as_bool, as_string, format_value
 from jstep.core.exceptions import note
 from jstep.core.meshes import shard_like
 from jstep.core.placement import Unroll
-from jstep.core.selection import VarList, check_form
+from jstep.core.selection import VarList
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Updates
 from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes
 from jstep.differentiate.loss_gradients import GATE_NONE, GATE_OP, Differentiation, Inputs, apply_gate
@@ -208,8 +209,9 @@ def minimize(
     )
     differentiate: Differentiation | SeveralLosses
     if isinstance(loss_fn, Mapping):
-        excluded = {"var_list": var_list is not None, "has_model_state": as_bool(has_model_state, "has_model_state")}
-        differentiate = several_losses(loss_fn, make_differentiation, **excluded)
+        if var_list is not None or has_model_state:
+            raise ValueError("var_list, has_model_state: must not be given beside a mapping of losses")
+        differentiate = several_losses(loss_fn, make_differentiation)
     else:
         differentiate = make_differentiation(loss_fn, var_list)
     minimizing = Minimizing(
@@ -236,7 +238,6 @@ def minimize(
 
 
 def _title_of(loss_fn: object) -> str:
-    """Return the name of the loss or losses; `train_step` without a name."""
     if isinstance(loss_fn, Mapping):
         return "+".join(loss_fn)
     name = getattr(loss_fn, "__name__", "")
@@ -398,7 +399,7 @@ class SeveralLosses:
                 raise ValueError(f"loss_fn: the loss {name!r} depends on none of the parameters that it trains")
             gradients = trees.with_leaves(gradients, chosen[name], [grads[place] for place in chosen[name]])
         return LossResult(
-            _sum([result.loss for result in results.values()]),
+            functools.reduce(operator.add, [result.loss for result in results.values()]),
             None,
             {name: (result.loss, result.aux) for name, result in results.items()},
             treedef.unflatten(apply_gate(gradients, self.gate_gradients)),
@@ -407,21 +408,14 @@ class SeveralLosses:
         )
 
 
-def several_losses(losses: Losses, make: Callable[[Any, VarList], Differentiation], **given: bool) -> SeveralLosses:
-    """Create `SeveralLosses`; `given` tells which arguments that cannot be combined with them were given."""
-    for argument, is_given in given.items():
-        if is_given:
-            raise ValueError(f"{argument}: must not be given beside a mapping of losses")
+def several_losses(losses: Losses, make: Callable[[Any, VarList], Differentiation]) -> SeveralLosses:
     if not losses:
         raise ValueError(f"loss_fn={format_value(losses)}: must have at least one loss, name -> {_LOSS_FORM}")
     each = {}
     for name, entry in losses.items():
         as_string(name, "a name in loss_fn")
-        place = f"loss_fn[{name!r}]"
-        if not (isinstance(entry, tuple | list) and len(entry) == 2):
-            raise TypeError(f"{place}={format_value(entry)}: must be {_LOSS_FORM}, got {describe_type(entry)}")
-        as_function(entry[0], f"{place}[0]", "(params, *args) -> loss")
-        check_form(entry[1], f"{place}[1]")
+        if not (isinstance(entry, tuple | list) and len(entry) == 2 and callable(entry[0])):
+            raise TypeError(f"loss_fn[{name!r}]={format_value(entry)}: must be {_LOSS_FORM}")
         each[name] = make(*entry)
     gate = next(iter(each.values())).gate_gradients
     each = {name: dataclasses.replace(loss, gate_gradients=GATE_NONE) for name, loss in each.items()}
@@ -436,7 +430,7 @@ def replace_losses(differentiate: Differentiation | SeveralLosses, **changes: An
 
 
 def loss_metrics(result: LossResult, has_aux: bool, *, is_several: bool) -> dict[str, Mapping[str, Any]]:
-    """Return the metrics of the losses, their aux and their summaries, by a description of their origin."""
+    """Return metrics, by a description of their origin."""
     if not is_several:
         aux, summaries = join_returned(_by_name(result.aux), result.summaries)
         shown = {"the loss": {LOSS: result.loss}, "aux": aux if has_aux else {}}
@@ -453,7 +447,7 @@ def _by_name(aux: object) -> Mapping[str, Any]:
 
 
 def _without_overlap(params: Params, each: Mapping[str, Differentiation]) -> dict[str, list[int]]:
-    """Return the indices of the leaves that each loss trains; they must be disjoint."""
+    """Return the indices of the leaves that each loss trains."""
     chosen = {name: loss.selected(params, f"loss_fn[{name!r}][1]") for name, loss in each.items()}
     for (first, its), (second, others) in itertools.combinations(chosen.items(), 2):
         both = sorted({*its} & {*others})
@@ -464,11 +458,3 @@ def _without_overlap(params: Params, each: Mapping[str, Differentiation]) -> dic
                 "give each parameter to one of them"
             )
     return chosen
-
-
-def _sum(losses: list[Array]) -> Array:
-    dtypes = {loss.dtype for loss in losses}
-    if len(dtypes) > 1:
-        widest = max((trees.compute_dtype(dtype) for dtype in dtypes), key=lambda dtype: dtype.itemsize)
-        losses = [loss.astype(widest) for loss in losses]
-    return functools.reduce(lambda total, loss: total + loss, losses)

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jstep.checkpoint import leaf_records, targets
 from jstep.checkpoint.listing import missing
 from jstep.checkpoint.manifest import MANIFEST_FILE
-from jstep.checkpoint.open_store import open_store
+from jstep.checkpoint.names import open_store
 from jstep.checkpoint.reading import CheckpointReader
 from jstep.core import meshes, placement, trees
 from jstep.core.annotations import T

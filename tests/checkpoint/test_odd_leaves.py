@@ -191,14 +191,14 @@ def test_other_values_in_the_target_are_warned_about(tmp_path, caplog):
 def test_a_target_without_values_is_an_error(tmp_path, options):
     with Saver(tmp_path, leave_out="base/*") as saver:
         saver.save(state_of())
-        with pytest.raises(ValueError, match=r"left out of .*model-5.*'params/base/scale'") as error:
+        with pytest.raises(ValueError, match="'params/base/scale' stays as it is, since it was left out") as error:
             saver.restore(jax.eval_shape(state_of), **options)
         assert "lora" not in str(error.value)
-        with pytest.raises(ValueError, match="not only shapes"):
+        with pytest.raises(ValueError, match="must have a value, got a shape or a deleted array"):
             saver.restore_params(jax.eval_shape(params_of))
         donated = state_of()
         jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(donated)
-        with pytest.raises(ValueError, match="not only shapes"):
+        with pytest.raises(ValueError, match="must have a value, got a shape or a deleted array"):
             saver.restore(donated, **options)
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import jstep
+from jstep.hooks import fingerprint_log
 from jstep.record.stall_files import StallFiles, read_stalls
 from jstep.record.starts import StartFile, read_starts, totals, with_card
-from jstep.state import fingerprints
 from jstep.stores.owners import this_process
 from jstep.tools.cli import main
 
@@ -50,7 +50,7 @@ def test_fingerprint_logs_across_restarts(store, caplog):
         delete(store, "run/model-8/")
         run(store.run, 7, seed=1, hooks=[jstep.FingerprintHook(every_n_steps=1)])
     assert [record for record in caplog.records if "was repeated with" in record.message]
-    assert sorted(fingerprints.read_log(f"{store.run}/logs/fingerprints.jsonl").entries) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert sorted(fingerprint_log.read_log(f"{store.run}/logs/fingerprints.jsonl").entries) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_keep_best_on_objects(store):

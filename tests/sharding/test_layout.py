@@ -208,10 +208,10 @@ STATE = {"w": jnp.ones((16, 4)), "v": {"k": jnp.ones(6)}}
 @pytest.mark.parametrize(
     ("arguments", "kind", "parts"),
     [
-        ({"param_specs": P("dta")}, ValueError, ["no axis 'dta'", "nearest: 'data'", "{'data': 8}"]),
-        ({"param_specs": [("v/*", P("data"))]}, ValueError, ["'v/k'", "dimension 0 of shape (6,)", "8 parts"]),
+        ({"param_specs": P("dta")}, ValueError, ["at 'v/k'", "not found in mesh: ('data',)"]),
+        ({"param_specs": [("v/*", P("data"))]}, ValueError, ["'v/k'", "shape (6,)", "partitioned 8 times"]),
         ({"param_specs": P("data", None, None)}, ValueError, ["3 dimensions", "shape (6,)", "'v/k'"]),
-        ({"param_specs": [("w", P("data", "data"))]}, ValueError, ["'w'", "twice"]),
+        ({"param_specs": [("w", P("data", "data"))]}, ValueError, ["'w'", "duplicate entries"]),
         ({"param_specs": [("v/z", P())]}, ValueError, ["the rule 'v/z' matches no parameter", "nearest: 'v/k'"]),
         ({"param_specs": {"w": P()}}, ValueError, ["structure of params", "['v/k', 'w']"]),
         ({"param_specs": {"w": P(), "v": {"k": "data"}}}, TypeError, ["'v/k'", "'data'", "PartitionSpec"]),

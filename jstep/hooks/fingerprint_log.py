@@ -1,0 +1,107 @@
+"""Logs of fingerprints, one JSON object per line: `{"step": N, "state": hex, "leaves": {path: hex}}`."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from jstep.core import trees
+from jstep.core.checks import format_list, format_value
+from jstep.state.fingerprints import ByDevice, as_hexadecimal, stacked_words
+from jstep.stores.files import open_for_reading
+
+FINGERPRINTS_FILE = "fingerprints.jsonl"
+_HEX = re.compile("[0-9a-f]{16}")
+
+
+class Entry(NamedTuple):
+    """A line of a log; `leaves` is None if they were not recorded."""
+
+    step: int
+    state: str
+    leaves: Mapping[str, str] | None = None
+
+    def line(self) -> str:
+        leaves = {} if self.leaves is None else {"leaves": dict(self.leaves)}
+        return json.dumps({"step": self.step, "state": self.state, **leaves}, allow_nan=False) + "\n"
+
+
+class Log(NamedTuple):
+    """A log: step → its last entry, and a description of each invalid line."""
+
+    entries: Mapping[int, Entry]
+    corrupted: tuple[str, ...]
+
+
+def read_log(path: str) -> Log:
+    """Read a log; the last line of a step takes precedence."""
+    with open_for_reading(path) as file:
+        return parse_log(file.read())
+
+
+def parse_log(data: bytes) -> Log:
+    entries, corrupted = {}, []
+    for number, raw in enumerate(data.splitlines(keepends=True), 1):
+        entry = _entry(raw)
+        if entry is not None:
+            entries[entry.step] = entry
+        elif raw.strip() and raw.endswith((b"\n", b"\r")):  # the last line may be an interrupted write
+            corrupted.append(
+                f"line {number} is not a fingerprint: {format_value(raw.decode(errors='replace').strip(), 60)}"
+            )
+    return Log(entries, tuple(corrupted))
+
+
+def _entry(raw: bytes) -> Entry | None:
+    try:
+        record = json.loads(raw)
+        step, state, leaves = record["step"], record["state"], record.get("leaves")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    texts = [state, *(leaves.values() if isinstance(leaves, dict) else [])]
+    if type(step) is not int or step < 0 or not isinstance(leaves, dict | None):
+        return None
+    if not all(isinstance(text, str) and _HEX.fullmatch(text) for text in texts):
+        return None
+    return Entry(step, state, leaves)
+
+
+def is_line(raw: bytes) -> bool:
+    """Return whether a line is one of a log."""
+    return _entry(raw) is not None
+
+
+def make_entry(step: int, fingerprints: ByDevice, per_leaf: bool) -> Entry:
+    words = stacked_words(fingerprints.parts)
+    leaves = dict(zip(fingerprints.paths, map(as_hexadecimal, words), strict=True)) if per_leaf else None
+    return Entry(step, as_hexadecimal(np.sum(words, axis=0, dtype=np.uint32)), leaves)
+
+
+class Difference(NamedTuple):
+    """The paths whose fingerprints differ, or that only one of two has; `leaves` is None if they were not recorded."""
+
+    step: int
+    leaves: tuple[str, ...] | None
+    first_only: tuple[str, ...] = ()
+    second_only: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        if self.leaves is None:
+            return "which leaves differ is not known (a log without leaves)"
+        other = len(self.first_only) + len(self.second_only)
+        model = f"; {other} of them in only one of the two: fingerprints of another model" if other else ""
+        differ = "leaf differs" if len(self.leaves) == 1 else "leaves differ"
+        return f"{len(self.leaves)} {differ}: {format_list(self.leaves, 8)}{model}"
+
+
+def compare_logs(first: Entry, second: Entry) -> Difference | None:
+    """Compare two entries of one step; None if equal."""
+    if first.state == second.state:
+        return None
+    if first.leaves is None or second.leaves is None:
+        return Difference(first.step, None)
+    a, b = first.leaves, second.leaves
+    leaves = tuple(path for path in dict.fromkeys([*a, *b]) if a.get(path) != b.get(path))
+    return Difference(first.step, leaves, tuple(trees.only_in(a, b)), tuple(trees.only_in(b, a)))
