@@ -101,8 +101,7 @@ def batches(
         size = as_int(value, name, 1)
         if size > len(rows) and drop_remainder:
             raise ValueError(
-                f"{name}={size}: must not be more than the {len(rows)} rows of arrays (of a list, its items); "
-                "drop_remainder=False gives them as one smaller batch"
+                f"{name}={size}: must be at most {len(rows)}, the rows of arrays; or set drop_remainder=False"
             )
         return size
 
@@ -144,8 +143,7 @@ class Batches(BatchSequence[T]):
         size = self.batch_size
         if not isinstance(size, int):
             raise ValueError(
-                f"steps_per_epoch: batch_size={format_value(size)} has several sizes; rows_before(N) / num_rows is the "
-                "number of passes before batch N"
+                f"steps_per_epoch: batch_size={format_value(size)} has several sizes; use rows_before(N) / num_rows"
             )
         return _steps_in(self.num_rows, size, self._plan.drop_remainder)
 
@@ -299,8 +297,7 @@ def _open(sources: Any) -> dict[str, Rows]:
     for other, batch in others:
         if batch != first or structure(batch) != structure(first):
             raise ValueError(
-                f"sources: must be batches of one structure, dtype and shape, got rows of {batch} from {other!r} and "
-                f"of {first} from {name!r}"
+                f"sources: must have one structure, dtype and shape, got {batch} from {other!r}, {first} from {name!r}"
             )
     return rows
 

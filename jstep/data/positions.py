@@ -87,8 +87,7 @@ def decode_position(kept: object, owner: str) -> Any:
         return tagged_json.decode({"$bytes": kept[_BYTES]} if _BYTES in kept else kept["value"])
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"{what} cannot be decoded ({error}); to continue with the {owner} as it is now, restore the state with "
-            "Saver.restore, and train it with another checkpoint_dir"
+            f"{what} cannot be decoded ({error}); restore the state by Saver.restore and use another checkpoint_dir"
         ) from None
 
 

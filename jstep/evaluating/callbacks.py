@@ -42,8 +42,7 @@ def check_metric(metric: Any, mode: Any) -> tuple[str, str]:
     if mode is None:
         if not metric.endswith(LOWER_IS_BETTER):
             raise ValueError(
-                f'mode=None: must be "max" if higher values of {metric!r} are better, or "min" if lower ones are; only '
-                f'names that end in {", ".join(LOWER_IS_BETTER[:-1])} or {LOWER_IS_BETTER[-1]} mean "min" without it'
+                f'mode=None: must be "max" if higher values of {metric!r} are better, or "min" if lower ones are'
             )
         mode = "min"
     check_choice(mode, "mode", ("min", "max"))
@@ -449,8 +448,7 @@ class KeepBest(MetricReader):
             return
         if resolve_path(saver.directory) == resolve_path(self._directory):
             raise ValueError(
-                f"KeepBest: directory={os.fspath(self._directory)!r}, prefix={self._prefix!r} are those of the run's "
-                "own checkpoints, which it would delete; give another directory, or another prefix"
+                f"KeepBest: prefix={self._prefix!r}: the run's checkpoints in {saver.directory!r} have it; give another"
             )
 
     def begin(self, state: TrainState) -> None:

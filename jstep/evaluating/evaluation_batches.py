@@ -70,8 +70,7 @@ class EvaluationBatches:
             self.source.set_state(copy.deepcopy(self._beginning))
         elif self._used and self._is_iterator:
             raise ValueError(
-                f"batches={format_value(self.source)}: an iterator, which the first evaluation has exhausted; give "
-                "batches that can be iterated over again, such as a list or jstep.batches"
+                f"batches={format_value(self.source)}: an iterator that an evaluation has exhausted; give jstep.batches"
             )
         self._used = True
         number = 0
@@ -125,8 +124,7 @@ def _check(batches: Tree) -> None:
     """Reject values that cannot be a finite source of batches; warn of dropped rows."""
     if isinstance(batches, Mapping | str | bytes):
         raise TypeError(
-            f"batches: must be a source of batches, got a {type(batches).__name__}, which may be one batch; "
-            "give [batch]"
+            f"batches: must be a source of batches, got a {type(batches).__name__}; for one batch give [batch]"
         )
     is_iterable = any(hasattr(batches, method) for method in ("__iter__", "__next__", "__getitem__"))
     if isinstance(batches, type) or not (is_iterable or callable(batches)):

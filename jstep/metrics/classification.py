@@ -169,8 +169,7 @@ class ConfusionMatrix(_Totals):
         matrix, unknown = read_total(self.matrix), int(read_total(self.unknown))
         if unknown:
             raise ValueError(
-                f"num_classes={len(matrix)}: predictions and labels of confusion_matrix must be below it and not "
-                f"negative, {unknown} examples have others; leave them out, or give more classes"
+                f"num_classes={len(matrix)}: must cover all labels and predictions, {unknown} examples have others"
             )
         return {f"{i}/{j}": count.item() for i, row in enumerate(matrix) for j, count in enumerate(row)}
 
@@ -488,8 +487,7 @@ def logits_and_labels(logits: ArrayLike, labels: ArrayLike) -> tuple[Array, Arra
     array, truth = _numbers(logits, "logits"), indices(labels, "labels")
     if array.ndim == 0 or array.shape[:-1] != truth.shape:
         raise ValueError(
-            f"logits has shape {array.shape}, labels has shape {truth.shape}: must be [..., classes] and [...], labels "
-            "being the indices of classes"
+            f"logits has shape {array.shape}, labels has shape {truth.shape}: must be [..., classes] and [...]"
         )
     return _at_least_float32(array).reshape(math.prod(truth.shape), array.shape[-1]), truth.reshape(-1)
 
@@ -501,8 +499,7 @@ def as_weights(weights: ArrayLike | None, labels: ArrayLike) -> Array | None:
     array = _numbers(weights, "weights")
     if array.shape != np.shape(labels):
         raise ValueError(
-            f"weights has shape {array.shape}, labels has shape {np.shape(labels)}: must be equal, one weight for each "
-            "label; broadcast weights of whole sequences with jnp.broadcast_to(weights[:, None], labels.shape)"
+            f"weights has shape {array.shape}, labels has shape {np.shape(labels)}: must be equal; broadcast weights"
         )
     array = array.reshape(-1)
     if array.dtype == jnp.bool_:
@@ -513,10 +510,7 @@ def as_weights(weights: ArrayLike | None, labels: ArrayLike) -> Array | None:
 
 def pair(first: Array, second: Array, names: tuple[str, str]) -> tuple[Array, Array]:
     if first.shape != second.shape:
-        raise ValueError(
-            f"{names[0]} has shape {first.shape}, {names[1]} has shape {second.shape}: must be equal, one of each for "
-            "each example"
-        )
+        raise ValueError(f"{names[0]} has shape {first.shape}, {names[1]} has shape {second.shape}: must be equal")
     return first.reshape(-1), second.reshape(-1)
 
 

@@ -64,8 +64,7 @@ class QueueRunner:
         ops = tuple(enqueue_ops) if isinstance(enqueue_ops, Iterable) else ()
         if not ops or not all(map(callable, ops)):
             raise TypeError(
-                f"enqueue_ops={format_value(enqueue_ops)}: must be a list of functions that enqueue, one for each "
-                "thread, such as [lambda: queue.enqueue(next(iterator))]"
+                f"enqueue_ops={format_value(enqueue_ops)}: must be a list of functions that enqueue, one per thread"
             )
         self._queue = queue
         self._ops = ops

@@ -98,10 +98,7 @@ class BoundedQueue:
         self._capacity = as_int(capacity, "capacity", 1, "the number of elements the queue holds")
         self._min_after = as_int(min_after_dequeue, "min_after_dequeue", 0)
         if self._min_after >= self._capacity:
-            raise ValueError(
-                f"min_after_dequeue={self._min_after}: must be less than capacity={self._capacity}, or a dequeue would "
-                "wait forever"
-            )
+            raise ValueError(f"min_after_dequeue={self._min_after}: must be less than capacity={self._capacity}")
         self._items: deque[Any] = deque()
         self._pool: list[Any] = []
         self._empty_batch: tuple[Any, ...] | None = None  # of shapes; None before the first element

@@ -343,8 +343,7 @@ class SummaryWriter:
                 continue
             if is_traced_part(part):
                 raise TypeError(
-                    f"add_summary: summary {part.tags[0]!r} is traced and has no value; return it from the function "
-                    "that JAX transforms"
+                    f"add_summary: summary {part.tags[0]!r} is traced; return it from the function that JAX transforms"
                 )
             if type(part) is not Scalars:
                 size += sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(part))

@@ -289,7 +289,7 @@ def test_two_hooks_with_the_same_prefix_are_rejected():
     def two(first, second):
         return [jstep.EvaluationHook(evaluate, every_n_steps=n, prefix=p) for n, p in ((1, first), (2, second))]
 
-    with pytest.raises(ValueError, match="prefix='test': two EvaluationHooks have it"):
+    with pytest.raises(ValueError, match="prefix='test': must be of one EvaluationHook"):
         train(2, two("test", "test"))
     hook = jstep.EvaluationHook(evaluate, every_n_steps=1)
     with pytest.raises(ValueError, match="prefix='eval'"):
