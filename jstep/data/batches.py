@@ -148,10 +148,7 @@ class Batches(BatchSequence[T]):
         return _steps_in(self.num_rows, size, self._plan.drop_remainder)
 
     def rows_before(self, step: int) -> int:
-        """Return the total number of rows in the batches before `step`, over all processes.
-
-        Batches that were skipped or sliced away are not counted.
-        """
+        """Return the number of rows in the batches before `step`, without skipped ones, over all processes."""
         return self._counts_before(step)[""]
 
     def rows_of(self, step: int) -> "np.ndarray[Any, np.dtype[np.intp]]":
@@ -166,13 +163,7 @@ class Batches(BatchSequence[T]):
         return as_row_numbers(self._rows_of(step)[0].rows)
 
     def steps_of(self, row: int, start: int = 0, stop: int | None = None) -> list[int]:
-        """Return the steps whose batches contain a row, ascending, without iterating over the steps.
-
-        Args:
-            row: The number of the row.
-            start: The first step to search.
-            stop: The step after the last one to search; None for the end of the batches, if they end.
-        """
+        """Return the steps from `start` to `stop` whose batches contain a row, without iterating over the steps."""
         return self._steps_with("", row, start, stop)
 
 
@@ -347,12 +338,5 @@ class Mixture(BatchSequence[T]):
         return [pairs_by_index[index] for index in sorted(pairs_by_index)]
 
     def steps_of(self, source: str, row: int, start: int = 0, stop: int | None = None) -> list[int]:
-        """Return the steps whose batches contain a row of a source, ascending, without iterating over the steps.
-
-        Args:
-            source: The name of the source.
-            row: The number of the row in it.
-            start: The first step to search.
-            stop: The step after the last one to search; None for the end of the batches, if they end.
-        """
+        """Return the steps from `start` to `stop` whose batches contain a row of a source."""
         return self._steps_with(check_choice(source, "source", list(self._rows)), row, start, stop)

@@ -42,8 +42,7 @@ def restore_position(extra: Mapping[str, Any]) -> SavedPosition | None:
         return SavedPosition(
             None,
             f"the checkpoint was saved by {before} processes, whose loaders had different positions, and this run has "
-            f"{count}. Start the run with {before} processes, or give batches whose position is the step "
-            "(jstep.batches, a function of the step)",
+            f"{count}. Start the run with {before} processes",
         )
     mine = positions[0 if len(positions) == 1 else jax.process_index()]  # one if all were equal
     return None if mine is None else SavedPosition(mine)
@@ -116,12 +115,12 @@ class StoredPosition:
         """Begin a batch, which a signal may interrupt unless `finish` is called; only if `is_live`."""
 
     def end_fetch(self, position: object) -> bool:
-        """The batch was made; return whether its step must run, as the position before it was not copied."""
+        """End a fetch; return whether the step must run, because the position before it was not copied."""
         self.before, self._now = self._now, position
         return False
 
     def mark_exhausted(self) -> None:
-        """There was no other batch."""
+        """Record that the batches have ended."""
 
     def freeze(self) -> None:
         """Freeze the current position, without later changes."""

@@ -21,7 +21,6 @@ from jstep.core.trees import Array
 def unpack_outputs(
     out: object, old: object, has_aux: bool, has_model_state: bool, names_aux: bool
 ) -> tuple[Array, Any, Any]:
-    """Return loss, new model_state and aux from the output of a loss."""
     loss, model_state, aux = _split(out, has_aux, has_model_state)
     for key in aux if names_aux and isinstance(aux, Mapping) else ():
         if not isinstance(key, str):

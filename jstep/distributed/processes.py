@@ -46,7 +46,7 @@ def should_stop() -> bool:
 
 
 def refuse_another_run() -> None:
-    """Refuse a run that no signal could stop, because one has stopped a run before."""
+    """Refuse a run that no signal could stop, because a signal has stopped one before."""
     if _has_stopped.is_set():
         raise RuntimeError(
             "train: a signal stopped an earlier run, and JAX stops only one; let processes exit on jstep.Preempted"
@@ -281,7 +281,6 @@ def initialize(
             exception, the others exit with an error after this time.
 
     Raises:
-        TypeError: An argument is of the wrong type.
         ValueError: An argument or a variable is out of range or missing, or two disagree; names them.
         TimeoutError: The coordinator cannot be reached; names its address.
         RuntimeError: JAX is already in use, or is initialized with other processes than the arguments specify.

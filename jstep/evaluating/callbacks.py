@@ -224,7 +224,7 @@ class EarlyStopping(MetricCallback):
             return None
         return (
             f"{hook_key(self)} stopped the run{'' if step is None else f' at step {step}'}: {self._failure('had')}. To "
-            "continue, give EarlyStopping(…, reset=True), or more patience"
+            "continue, give EarlyStopping(…, reset=True)"
         )
 
     def _failure(self, has: str) -> str:

@@ -42,10 +42,7 @@ _logger = logging.getLogger("jstep")
 MAX_BATCHES = 1_000_000
 """A source without a length that yields more batches than this counts as endless."""
 
-_ENDLESS = (
-    "an evaluation reads all batches; give batches that end, such as jstep.batches(…, num_epochs=1, shuffle=False, "
-    "drop_remainder=False)"
-)
+_ENDLESS = "an evaluation reads all batches; give batches that end, such as jstep.batches(…, num_epochs=1)"
 _ENDED, _FAILED, _GLOBAL = -1, -2, -3
 """In place of a number of rows: the batches have ended, fetching a batch failed, or it is global already."""
 
@@ -195,8 +192,8 @@ def num_examples(args: Any) -> int | str:
         return "no argument has a leading axis of examples; return a pair (sum, count)"
     if len(sizes) > 1:
         return (
-            f"the arguments have leading axes of different sizes ({', '.join(sizes.values())}); close over arrays "
-            "without an axis of examples, or return a pair (sum, count)"
+            f"the arguments have leading axes of different sizes ({', '.join(sizes.values())}); "
+            "return a pair (sum, count)"
         )
     return next(iter(sizes))
 

@@ -124,7 +124,6 @@ def pair_of_axes(pair: object, path: str, ndim: int) -> MatrixAxes:
 
 
 def _counted(axes: object, ndim: int, path: str) -> tuple[int, ...]:
-    """Axes as nonnegative indices: an axis, several or None."""
     some = () if axes is None else axes if isinstance(axes, tuple | list) else (axes,)
     where = f"axes at {trees.quote_path(path)}"
     numbers = [as_int(axis, where) for axis in some]

@@ -99,7 +99,6 @@ class QueueRunner:
 
         Raises:
             RuntimeError: Threads of an earlier call have not ended yet, or were never started.
-            TypeError: `coord` is not a Coordinator, or another argument is not a bool.
         """
         _check_coordinator(coord)
         daemon, start = as_bool(daemon, "daemon"), as_bool(start, "start")

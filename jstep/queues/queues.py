@@ -214,7 +214,6 @@ class BoundedQueue:
                 or together with `dequeue_up_to(n)`.
             ValueError: n is negative, or 0 before any element was enqueued; or the elements differ in structure, shape
                 or dtype, and stay in the queue.
-            TypeError: n is not an integer.
         """
         n = as_int(n, "n", 0, "the number of elements to stack")
         return self._dequeue_batch(n, n, f"dequeue_many(n={n})")
@@ -231,7 +230,6 @@ class BoundedQueue:
         Raises:
             OutOfRangeError: The queue is closed and empty.
             ValueError: As for `dequeue_many`.
-            TypeError: n is not an integer.
         """
         n = as_int(n, "n", 0, "the number of elements to stack")
         return self._dequeue_batch(n, 1, f"dequeue_up_to(n={n})")
@@ -263,9 +261,6 @@ class BoundedQueue:
         Args:
             cancel_pending_enqueues: Whether enqueues that wait for room fail too; by default they still complete as
                 room becomes available.
-
-        Raises:
-            TypeError: `cancel_pending_enqueues` is not a bool.
         """
         cancel = as_bool(cancel_pending_enqueues, "cancel_pending_enqueues")
         with self._mutex:

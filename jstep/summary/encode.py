@@ -187,16 +187,11 @@ def to_proto(summary: Summary) -> Any:
 
     It waits for the arrays.
 
-    Args:
-        summary: A summary of one step.
-
     Returns:
         A `Summary` of `tensorboard.compat.proto.summary_pb2`.
 
     Raises:
-        TypeError: `summary` is not a summary of jstep, or is traced.
         ValueError: The summary holds several steps, stacked by scan or vmap.
-        Exception: A value cannot be encoded; the message has its tag.
 
     Example:
         >>> from jstep import summary

@@ -102,10 +102,6 @@ def write_graph(graph: object, logdir: str | os.PathLike[str], name: str, as_tex
     Returns:
         The path of the file.
 
-    Raises:
-        TypeError: An argument has the wrong type.
-        OSError: The file cannot be written.
-
     Example:
         >>> import pathlib, tempfile, jax, jax.numpy as jnp, jstep.summary
         >>> traced = jax.jit(lambda x: 2.0 * x).trace(jnp.ones(3))
