@@ -60,8 +60,7 @@ def shard_batch(local_batch: T, mesh: Mesh, axis: str | Sequence[str] = "data") 
         local_parts = max(1, parts // processes)
         if here % local_parts:
             raise ValueError(
-                f"local_batch: {named} has {here} rows on this process, which do not split over the "
-                f"{local_parts} parts that axis {axis!r} ({parts} in all) has here; use a multiple of {local_parts}"
+                f"local_batch: {named} has {here} rows: must be a multiple of {local_parts}, the parts of {axis!r} here"
             )
         if compiles_only(mesh) or is_shape(rows):
             dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(rows))
@@ -123,8 +122,7 @@ def over_axes(sharding: object, state: Tree) -> Any:
         mesh, what = meshes.mesh_of(state), f"batch_sharding={axes!r}"
         if mesh is None:
             raise ValueError(
-                f"{what}: must be an axis of the mesh of the state, which is on no mesh; put it on one by "
-                "jstep.shard_state(state, mesh)"
+                f"{what}: the state must be on a mesh with this axis; put it on one by jstep.shard_state(state, mesh)"
             )
         axis_size(mesh, axes, what)
         return NamedSharding(mesh, PartitionSpec(axes))
@@ -167,8 +165,7 @@ def make_placer(sharding: object, argument: str = "sharding") -> Callable[[Any],
         what = f"{argument}: {leaf!r} at {trees.quote_path(trees.path_str(keys))}"
         if not isinstance(leaf, PartitionSpec):
             raise TypeError(
-                f"{what} is not a jax.sharding.Sharding; make one from a mesh and a spec: "
-                'NamedSharding(mesh, PartitionSpec("data"))'
+                f"{what} must be a jax.sharding.Sharding, such as NamedSharding(mesh, PartitionSpec('data'))"
             )
         mesh = jax.sharding.get_mesh()
         if mesh.empty:
@@ -229,8 +226,7 @@ def _as_known(keys: Any, leaf: Any) -> Any:
     where = f"the leaf at {trees.path_str(keys)!r}" if keys else "the item"
     what = describe_type(leaf) if array is None else f"{describe_type(leaf)} ({array.dtype})"
     raise TypeError(
-        f"item: {where} must be a number or an array of numbers, got {format_value(leaf, 60)}, {what}; remove from the "
-        "item what a device cannot hold"
+        f"item: {where} must be a number or an array of numbers, got {format_value(leaf, 60)}, {what}; remove it"
     )
 
 

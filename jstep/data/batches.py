@@ -101,8 +101,7 @@ def batches(
         size = as_int(value, name, 1)
         if size > len(rows) and drop_remainder:
             raise ValueError(
-                f"{name}={size}: must not be more than the {len(rows)} rows of arrays (of a list, its items); "
-                "drop_remainder=False gives them as one smaller batch"
+                f"{name}={size}: must be at most {len(rows)}, the rows of arrays; or set drop_remainder=False"
             )
         return size
 
@@ -144,16 +143,12 @@ class Batches(BatchSequence[T]):
         size = self.batch_size
         if not isinstance(size, int):
             raise ValueError(
-                f"steps_per_epoch: batch_size={format_value(size)} has several sizes; rows_before(N) / num_rows is the "
-                "number of passes before batch N"
+                f"steps_per_epoch: batch_size={format_value(size)} has several sizes; use rows_before(N) / num_rows"
             )
         return _steps_in(self.num_rows, size, self._plan.drop_remainder)
 
     def rows_before(self, step: int) -> int:
-        """Return the total number of rows in the batches before `step`, over all processes.
-
-        Batches that were skipped or sliced away are not counted.
-        """
+        """Return the number of rows in the batches before `step`, without skipped ones, over all processes."""
         return self._counts_before(step)[""]
 
     def rows_of(self, step: int) -> "np.ndarray[Any, np.dtype[np.intp]]":
@@ -168,13 +163,7 @@ class Batches(BatchSequence[T]):
         return as_row_numbers(self._rows_of(step)[0].rows)
 
     def steps_of(self, row: int, start: int = 0, stop: int | None = None) -> list[int]:
-        """Return the steps whose batches contain a row, ascending, without iterating over the steps.
-
-        Args:
-            row: The number of the row.
-            start: The first step to search.
-            stop: The step after the last one to search; None for the end of the batches, if they end.
-        """
+        """Return the steps from `start` to `stop` whose batches contain a row, without iterating over the steps."""
         return self._steps_with("", row, start, stop)
 
 
@@ -299,8 +288,7 @@ def _open(sources: Any) -> dict[str, Rows]:
     for other, batch in others:
         if batch != first or structure(batch) != structure(first):
             raise ValueError(
-                f"sources: must be batches of one structure, dtype and shape, got rows of {batch} from {other!r} and "
-                f"of {first} from {name!r}"
+                f"sources: must have one structure, dtype and shape, got {batch} from {other!r}, {first} from {name!r}"
             )
     return rows
 
@@ -350,12 +338,5 @@ class Mixture(BatchSequence[T]):
         return [pairs_by_index[index] for index in sorted(pairs_by_index)]
 
     def steps_of(self, source: str, row: int, start: int = 0, stop: int | None = None) -> list[int]:
-        """Return the steps whose batches contain a row of a source, ascending, without iterating over the steps.
-
-        Args:
-            source: The name of the source.
-            row: The number of the row in it.
-            start: The first step to search.
-            stop: The step after the last one to search; None for the end of the batches, if they end.
-        """
+        """Return the steps from `start` to `stop` whose batches contain a row of a source."""
         return self._steps_with(check_choice(source, "source", list(self._rows)), row, start, stop)

@@ -22,8 +22,6 @@ from jstep.stores.tagged_arrays import UnsupportedError
 
 _logger = logging.getLogger("jstep")
 
-_WITHOUT = "(batch for batch in batches)"
-"""The advice for a loader whose position cannot be kept: pass this to `train` instead."""
 _SEQUENCE = (Sequence, BatchSequence)
 _OWN_STATE, _STATE_DICT = ("get_state", "set_state"), ("state_dict", "load_state_dict")
 """The methods that return and restore a position: generic names, and the names of loaders such as torchdata's."""
@@ -83,8 +81,7 @@ def open_source(
     if isinstance(batches, StateBatches):
         make, read, begin = batches.make, None, None
         if owner is not None:
-            without = "jstep.from_state(lambda step, state: fn(step, state))"
-            read, begin = _resumed(owner, position, start, last_step, without)
+            read, begin = _resumed(owner, position, start, last_step)
         elif not (isinstance(make, _STATELESS) or hasattr(make, "__wrapped__")):  # a method, or an object with __call__
             _warn_without_position(getattr(make, "__qualname__", type(make).__name__), start, resumable=resumable)
         made = map(lambda step: make(step, state()), range(start, last_step))  # noqa: C417  (it may raise StopIteration)
@@ -131,8 +128,7 @@ def _item(batches: Tree, fetch: Callable[[int], Any], step: int) -> Any:
         return fetch(step)
     except StopIteration as error:
         raise RuntimeError(
-            f"batches={format_value(batches)}: StopIteration was raised for step {step}: must return the batch of each "
-            "step; raise jstep.OutOfRangeError where the data end"
+            f"batches={format_value(batches)}: StopIteration was raised for step {step}; raise jstep.OutOfRangeError"
         ) from error
 
 
@@ -157,8 +153,7 @@ def check_batches(batches: Tree) -> None:
         return
     if callable(batches) and not hasattr(batches, "__iter__") and not may_take(batches, 1):
         raise TypeError(
-            f"batches={format_value(batches)}: a function must take the step alone; for fn(step, state) give "
-            "jstep.from_state(fn), for fn() jstep.replayed(fn)"
+            f"batches={format_value(batches)}: must be a function of the step; see jstep.from_state and jstep.replayed"
         )
     if isinstance(batches, type) or not (
         callable(batches)
@@ -175,11 +170,9 @@ def _is_array(value: object) -> bool:
     )
 
 
-def _resumed(
-    owner: object, kept: SavedPosition | None, start: int, last_step: int, without: str = _WITHOUT
-) -> tuple[Any, Any]:
+def _resumed(owner: object, kept: SavedPosition | None, start: int, last_step: int) -> tuple[Any, Any]:
     """Set the position of an earlier run, if any; return `Source.position` and `Source.begin`."""
-    name, read = type(owner).__name__, functools.partial(loader_position, owner, without)
+    name, read = type(owner).__name__, functools.partial(loader_position, owner)
     if kept is None:
         if start:
             text = (
@@ -217,7 +210,7 @@ def position_owner(batches: Tree) -> Any:
     return batches if keeps_position(batches) else None
 
 
-def loader_position(owner: object, without: str = _WITHOUT) -> Any:
+def loader_position(owner: object) -> Any:
     """The current position of a loader, copied for `as_json`; None if it is not known yet."""
     # Copied, because loaders may return a dict that they keep changing; as JSON only for a checkpoint, because the text
     # of a replay buffer takes much longer.
@@ -229,9 +222,8 @@ def loader_position(owner: object, without: str = _WITHOUT) -> Any:
     except UnsupportedError as error:
         name = type(owner).__name__
         raise TypeError(
-            f"batches: the state of the {name} cannot be kept with a checkpoint: state{error.path} {error.what}, and "
-            f"a position may hold only {tagged_json.SUPPORTED}; convert that value in its methods, or pass {without}, "
-            "which has no position to keep"
+            f"batches: the position of the {name} cannot be saved: state{error.path} {error.what}; convert it, "
+            "see docs: help/errors#positions"
         ) from None
 
 

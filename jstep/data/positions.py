@@ -42,8 +42,7 @@ def restore_position(extra: Mapping[str, Any]) -> SavedPosition | None:
         return SavedPosition(
             None,
             f"the checkpoint was saved by {before} processes, whose loaders had different positions, and this run has "
-            f"{count}. Start the run with {before} processes, or give batches whose position is the step "
-            "(jstep.batches, a function of the step)",
+            f"{count}. Start the run with {before} processes",
         )
     mine = positions[0 if len(positions) == 1 else jax.process_index()]  # one if all were equal
     return None if mine is None else SavedPosition(mine)
@@ -87,8 +86,7 @@ def decode_position(kept: object, owner: str) -> Any:
         return tagged_json.decode({"$bytes": kept[_BYTES]} if _BYTES in kept else kept["value"])
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"{what} cannot be decoded ({error}); to continue with the {owner} as it is now, restore the state with "
-            "Saver.restore, and train it with another checkpoint_dir"
+            f"{what} cannot be decoded ({error}); restore the state by Saver.restore and use another checkpoint_dir"
         ) from None
 
 
@@ -118,12 +116,12 @@ class StoredPosition:
         return True
 
     def end_fetch(self, position: object) -> bool:
-        """The batch was made; return whether its step must run, as the position before it was not copied."""
+        """End a fetch; return whether the step must run, because the position before it was not copied."""
         self.before, self._now = self._now, position
         return False
 
     def mark_exhausted(self) -> None:
-        """There was no other batch."""
+        """Record that the batches have ended."""
 
     def freeze(self) -> None:
         """Freeze the current position, without later changes."""

@@ -137,8 +137,7 @@ def as_weights(weights: object, names: Sequence[str]) -> Staircase[Weights]:
         as_mapping(value, argument, "from the name of each source to its weight")
         if set(value) != expected:
             raise ValueError(
-                f"{argument}={format_value(value)}: must have a weight for each of the sources "
-                f"{format_value(list(names))} and for no other; a source that gives no rows has the weight 0"
+                f"{argument}={format_value(value)}: must have exactly the keys {format_value(list(names))}"
             )
         exact = [Fraction(as_number(value[name], f"{argument}[{name!r}]", low=0)) for name in names]
         if not any(exact):

@@ -200,8 +200,7 @@ class BatchSequence(abc.ABC, Generic[T]):
         start, stop = as_int(start, "start", 0), as_int(stop, "stop", 0)
         if stop <= start:
             raise ValueError(
-                f"skip({start}, {stop}): must have start < stop, got {'an empty' if stop == start else 'a reversed'} "
-                "range; stop is the step after the last one to skip"
+                f"skip({start}, {stop}): must have start < stop; stop is the step after the last one to skip"
             )
         if stop > self._steps.count and not self.is_endless:
             raise ValueError(f"skip({start}, {stop}): must have stop ≤ {self._steps.count}, the number of steps")

@@ -265,8 +265,7 @@ def floating(x: object, path: str, name: str) -> Array:
     array = number(float(x) if isinstance(x, int) and not isinstance(x, bool) else x, path, name)
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         raise TypeError(
-            f"{name}: {trees.leaf_at(path)} has dtype {array.dtype}; only floating-point arrays can be "
-            "scaled. Replace it by None, or cast it."
+            f"{name}: {trees.leaf_at(path)} must be floating-point to be scaled, got {array.dtype}; cast it"
         )
     return array
 

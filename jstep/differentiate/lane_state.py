@@ -41,11 +41,11 @@ def check_integers(
         is_of_rows = any(used[len(leaves) + len(others) :])
         whole_part, _ = part_for(of_whole, results, keeps_arguments=False)
         # A number of rows is a constant of the program.
+        path = trees.quote_path(trees.leaf_paths(old)[i])
         if is_numbered or is_of_rows or program_hash(part) != program_hash(whole_part):
             raise TypeError(
-                f"lanes={lanes.number}: the leaf {trees.quote_path(trees.leaf_paths(old)[i])} of model_state must not "
-                f"depend on the rows or the key of a lane, because it is {leaves[i].dtype}; return it in aux, whose "
-                "integers are summed, or keep a float, which becomes the mean of the lanes"
+                f"lanes={lanes.number}: the leaf {path} of model_state must not depend on the rows or key of a lane, "
+                f"because it is {leaves[i].dtype}; return it in aux"
             )
 
 

@@ -138,8 +138,7 @@ def _found(number: int, rows: Sequence[tuple[Any, ...]], shardings: Sequence[Any
     devices = parts_along(mesh, axes)
     if number % devices:
         raise ValueError(
-            f"lanes={number}: the rows of the batch are on {devices} devices, and {devices} does not divide {number}; "
-            "use a larger power of two, or a number of devices that divides it"
+            f"lanes={number}: must be a multiple of {devices}, the number of devices that the rows of the batch are on"
         )
     dims = [*rows, *(dims_of(s.spec) for s in shardings if isinstance(s, NamedSharding))]
     used = {name for spec in dims for axis in spec for name in mesh_axes_of(axis) if mesh.shape[name] > 1}

@@ -221,7 +221,6 @@ class Differentiation:
         return self.num_microbatches > 1 or self.max_rows_per_device is not None or self.lanes is not None
 
     def selected(self, params: Params, argument: str = "var_list") -> list[int]:
-        """Return the indices of the differentiated leaves."""
         return select_leaves(params, self.var_list, argument, self.frozen and self.frozen(params))
 
     def _differentiate_batch(self, inputs: Inputs) -> LossResult:

@@ -21,7 +21,6 @@ from jstep.core.trees import Array
 def unpack_outputs(
     out: object, old: object, has_aux: bool, has_model_state: bool, names_aux: bool
 ) -> tuple[Array, Any, Any]:
-    """Return loss, new model_state and aux from the output of a loss."""
     loss, model_state, aux = _split(out, has_aux, has_model_state)
     for key in aux if names_aux and isinstance(aux, Mapping) else ():
         if not isinstance(key, str):
@@ -44,8 +43,7 @@ def _split(out: object, has_aux: bool, has_model_state: bool) -> tuple[Any, Any,
     if not (has_aux or has_model_state):
         if isinstance(out, tuple | list):
             raise TypeError(
-                f"loss_fn returned a {type(out).__name__} of {len(out)}; it must return a scalar loss. Set "
-                "has_aux=True if it returns (loss, aux), has_model_state=True if (loss, model_state)."
+                f"loss_fn returned a {type(out).__name__} of {len(out)}: must be a scalar loss, or set has_aux=True"
             )
         return out, None, None
     want = "(loss, aux)" if not has_model_state else "(loss, (model_state, aux))" if has_aux else "(loss, model_state)"
@@ -67,8 +65,7 @@ def _like(old: object, new: object) -> Any:
     if trees.structure(old) != trees.structure(new):
         wanted, got = (f"a {type(each).__name__} of {trees.leaf_paths(each)[:20]}" for each in (old, new))
         raise ValueError(
-            f"loss_fn returned a model_state of another structure: must be {wanted}, as in the state, got {got}; "
-            "return all of it, changed or not, and nothing else"
+            f"loss_fn returned another model_state: must be {wanted}, as in the state, got {got}; return all of it"
         )
 
     def leaf(keys: Any, before: object, after: object) -> Array:
@@ -82,8 +79,7 @@ def _like(old: object, new: object) -> Any:
         old_kind, new_kind = _kind_of(before.dtype), _kind_of(after.dtype)
         if new_kind > old_kind or -1 in (old_kind, new_kind):
             raise TypeError(
-                f"{what} must be {before.dtype}, as in the state, got {after.dtype}; create the state with "
-                f"{after.dtype} there (TrainState.create(…, model_state=…)), or convert what loss_fn returns"
+                f"{what} must be {before.dtype}, as in the state, got {after.dtype}; create it as {after.dtype}"
             )
         return after.astype(before.dtype)
 

@@ -52,8 +52,7 @@ def number_of_parts(
             _log_once(f"{what}: batches of {size} rows{each} are split into {n} microbatches")
             return n
     raise ValueError(
-        f"{what}, num_microbatches={at_least}: no such number of microbatches divides the batch: {first} has {size} "
-        "rows; use a larger batch"
+        f"{what}, num_microbatches={at_least}: no such number divides the {size} rows of {first}; use more rows"
     )
 
 
@@ -106,10 +105,7 @@ def rows_of_batch(args: tuple[Any, ...], what: str) -> tuple[str, int]:
     shapes = {place: np.shape(leaf) for place, leaf in named.items()}
     for place, shape in shapes.items():
         if not shape:
-            raise ValueError(
-                f"{what}: {place} is a scalar and has no rows to split; close over it in loss_fn, or "
-                "give it one value for each row"
-            )
+            raise ValueError(f"{what}: {place} is a scalar and has no rows to split; close over it in loss_fn")
     (first, (size, *_)), *others = shapes.items()
     for place, (other, *_) in others:
         if other != size:
@@ -248,8 +244,7 @@ def summand(weight: Array | None, keys: Any, leaf: Array) -> Array:
         return weigh(leaf, weight)
     if trees.is_key(leaf):
         raise TypeError(
-            f"aux: the leaf at {trees.quote_path(trees.path_str(keys[1:]))} is of {leaf.dtype}, of which microbatches "
-            "have no mean and no sum; return it in model_state, whose last value is kept, or not at all"
+            f"aux: {trees.quote_path(trees.path_str(keys[1:]))} is a key, which has no mean; return it in model_state"
         )
     return leaf if leaf.dtype.itemsize >= 4 else leaf.astype(jnp.int32)
 

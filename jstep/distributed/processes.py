@@ -46,11 +46,10 @@ def should_stop() -> bool:
 
 
 def refuse_another_run() -> None:
-    """Refuse a run that no signal could stop, because one has stopped a run before."""
+    """Refuse a run that no signal could stop, because a signal has stopped one before."""
     if _has_stopped.is_set():
         raise RuntimeError(
-            "train: a signal has stopped a run of these processes before, and JAX's preemption service stops a program "
-            "only once: nothing could stop this run. Let the processes exit on jstep.Preempted, and start them again"
+            "train: a signal stopped an earlier run, and JAX stops only one; let processes exit on jstep.Preempted"
         )
 
 
@@ -158,8 +157,7 @@ class AgreedShapes:
         for process, described in enumerate(each):
             if described != each[0]:
                 raise ValueError(
-                    f"batch: its arrays must have the same shapes on all processes, got {each[0]} on process 0 and "
-                    f"{described} on process {process}; give each process as many rows, as jstep.batches does"
+                    f"batch: must be alike on all processes, got {each[0]} on process 0, {described} on {process}"
                 )
         self._known.add(shapes)
 
@@ -283,7 +281,6 @@ def initialize(
             exception, the others exit with an error after this time.
 
     Raises:
-        TypeError: An argument is of the wrong type.
         ValueError: An argument or a variable is out of range or missing, or two disagree; names them.
         TimeoutError: The coordinator cannot be reached; names its address.
         RuntimeError: JAX is already in use, or is initialized with other processes than the arguments specify.

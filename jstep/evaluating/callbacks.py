@@ -42,8 +42,7 @@ def check_metric(metric: Any, mode: Any) -> tuple[str, str]:
     if mode is None:
         if not metric.endswith(LOWER_IS_BETTER):
             raise ValueError(
-                f'mode=None: must be "max" if higher values of {metric!r} are better, or "min" if lower ones are; only '
-                f'names that end in {", ".join(LOWER_IS_BETTER[:-1])} or {LOWER_IS_BETTER[-1]} mean "min" without it'
+                f'mode=None: must be "max" if higher values of {metric!r} are better, or "min" if lower ones are'
             )
         mode = "min"
     check_choice(mode, "mode", ("min", "max"))
@@ -225,7 +224,7 @@ class EarlyStopping(MetricCallback):
             return None
         return (
             f"{hook_key(self)} stopped the run{'' if step is None else f' at step {step}'}: {self._failure('had')}. To "
-            "continue, give EarlyStopping(…, reset=True), or more patience"
+            "continue, give EarlyStopping(…, reset=True)"
         )
 
     def _failure(self, has: str) -> str:
@@ -448,8 +447,7 @@ class KeepBest(MetricReader):
             return
         if resolve_path(saver.directory) == resolve_path(self._directory):
             raise ValueError(
-                f"KeepBest: directory={os.fspath(self._directory)!r}, prefix={self._prefix!r} are those of the run's "
-                "own checkpoints, which it would delete; give another directory, or another prefix"
+                f"KeepBest: prefix={self._prefix!r}: the run's checkpoints in {saver.directory!r} have it; give another"
             )
 
     def begin(self, state: TrainState) -> None:

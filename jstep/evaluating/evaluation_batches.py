@@ -42,10 +42,7 @@ _logger = logging.getLogger("jstep")
 MAX_BATCHES = 1_000_000
 """A source without a length that yields more batches than this counts as endless."""
 
-_ENDLESS = (
-    "an evaluation reads all batches; give batches that end, such as jstep.batches(…, num_epochs=1, shuffle=False, "
-    "drop_remainder=False)"
-)
+_ENDLESS = "an evaluation reads all batches; give batches that end, such as jstep.batches(…, num_epochs=1)"
 _ENDED, _FAILED, _GLOBAL = -1, -2, -3
 """In place of a number of rows: the batches have ended, fetching a batch failed, or it is global already."""
 
@@ -70,8 +67,7 @@ class EvaluationBatches:
             self.source.set_state(copy.deepcopy(self._beginning))
         elif self._used and self._is_iterator:
             raise ValueError(
-                f"batches={format_value(self.source)}: an iterator, which the first evaluation has exhausted; give "
-                "batches that can be iterated over again, such as a list or jstep.batches"
+                f"batches={format_value(self.source)}: an iterator that an evaluation has exhausted; give jstep.batches"
             )
         self._used = True
         number = 0
@@ -125,8 +121,7 @@ def _check(batches: Tree) -> None:
     """Reject values that cannot be a finite source of batches; warn of dropped rows."""
     if isinstance(batches, Mapping | str | bytes):
         raise TypeError(
-            f"batches: must be a source of batches, got a {type(batches).__name__}, which may be one batch; "
-            "give [batch]"
+            f"batches: must be a source of batches, got a {type(batches).__name__}; for one batch give [batch]"
         )
     is_iterable = any(hasattr(batches, method) for method in ("__iter__", "__next__", "__getitem__"))
     if isinstance(batches, type) or not (is_iterable or callable(batches)):
@@ -197,8 +192,8 @@ def num_examples(args: Any) -> int | str:
         return "no argument has a leading axis of examples; return a pair (sum, count)"
     if len(sizes) > 1:
         return (
-            f"the arguments have leading axes of different sizes ({', '.join(sizes.values())}); close over arrays "
-            "without an axis of examples, or return a pair (sum, count)"
+            f"the arguments have leading axes of different sizes ({', '.join(sizes.values())}); "
+            "return a pair (sum, count)"
         )
     return next(iter(sizes))
 

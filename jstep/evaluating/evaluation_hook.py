@@ -12,7 +12,7 @@ import jax
 from jstep import summary
 from jstep.checkpoint.hook_states import check_owners, get_states, hook_key, set_states
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_function, as_functions, as_string, describe_type, format_value, hook_name
+from jstep.core.checks import as_bool, as_function, as_functions, as_string, format_value, hook_name
 from jstep.core.exceptions import setting
 from jstep.core.logs import IN_BAR
 from jstep.core.meshes import internal_transfers
@@ -144,8 +144,7 @@ class EvaluationHook(RunHook):
         """Pass the run to callbacks; reject a duplicate prefix."""
         if sum(other.prefix == self.prefix for other in run.evaluations) > 1:
             raise ValueError(
-                f"hooks: prefix={self.prefix!r}: two EvaluationHooks have it, so their results would be logged and "
-                "written under the same names; give each its own prefix"
+                f"hooks: prefix={self.prefix!r}: must be of one EvaluationHook, whose results it names; give another"
             )
         super().use_run(run)
         self._call_each("use_run", run)
@@ -291,10 +290,7 @@ class EvaluationHook(RunHook):
 def _refuse_text(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if isinstance(value, str | bytes):
-            raise TypeError(
-                f"evaluate: results[{name!r}]={format_value(value)}: must be a number, got {describe_type(value)}; "
-                "leave it out, or log it in evaluate"
-            )
+            raise TypeError(f"evaluate: results[{name!r}]={format_value(value)}: must be a number; log it in evaluate")
 
 
 def _broadcast_from_0(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -156,8 +156,7 @@ def _is_object(name: str, value: object) -> bool:
     what = f"metric_fn: the metric {name!r} is {describe_type(value)}"
     if missing or isinstance(value, type) or jax.tree_util.all_leaves([value]):
         raise TypeError(
-            f"{what}: must be an object with merge(other) and compute(), of a class that is registered as a pytree, "
-            "for example by jax.tree_util.register_dataclass"
+            f"{what}: must have merge(other) and compute(), and be a pytree (jax.tree_util.register_dataclass)"
         )
     trees.require_arrays(value, what, _REGISTER)  # JAX's own error does not name the metric
     return True

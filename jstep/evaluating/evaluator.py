@@ -200,8 +200,7 @@ class Evaluator:
         own_rows = isinstance(self.batches.source, BatchSequence) and not processes.is_single_process()
         if self.batch_sharding is None and own_rows:
             raise ValueError(
-                "batch_sharding=None: jstep.batches gives each process its own rows; give the sharding that makes them "
-                "one global batch, as in train"
+                "batch_sharding=None: jstep.batches gives each process its own rows; give a sharding, as in train"
             )
 
 
@@ -285,8 +284,7 @@ def _params_of(state: TrainState, use_averages: bool | str | Sequence[str]) -> A
             kept = [slot for slot in state.slots if slot.endswith(f"/{AVERAGE_SLOT}")]
             if free is not None and kept:
                 raise ValueError(
-                    f"use_averages=True: the state has averages ({', '.join(kept)}) and schedule-free parameters, each "
-                    "for some of the parameters; give the name of the averages, or evaluate schedule_free_params(state)"
+                    f"use_averages=True: must name one of {kept}, as the state also has schedule-free parameters"
                 )
             if free is not None:
                 return free

@@ -67,15 +67,11 @@ def accuracy(logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | None 
     Args:
         logits: `[..., classes]`, logits or probabilities.
         labels: `[...]`, the indices of the true classes.
-        weights: `[...]`, a weight of at least 0 for each label; a boolean mask works. By default each label counts
-            once. A label of weight 0 is ignored, whatever it is.
+        weights: `[...]`, a weight of at least 0 for each label, by default 1; a boolean mask works. A label of
+            weight 0 is ignored, whatever it is.
 
     Returns:
         An object for `jstep.evaluator`, with `merge(other)` and `compute() -> float`.
-
-    Raises:
-        TypeError: Labels are not integers, or weights are not numbers.
-        ValueError: The shapes do not match.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -125,15 +121,11 @@ def f1(scores: ArrayLike, labels: ArrayLike, threshold: float = 0.5, *, weights:
         scores: Probabilities or other scores, of any shape.
         labels: Labels of the same shape, bools or numbers; positive where they are 1.
         threshold: Scores above it are predicted positive.
-        weights: Weights of at least 0, of the same shape; a boolean mask works. By default each example counts once.
-            An example of weight 0 is ignored.
+        weights: A weight of at least 0 for each example, by default 1; a boolean mask works. An example of weight 0 is
+            ignored.
 
     Returns:
         An object for `jstep.evaluator`, with `merge(other)` and `compute() -> float`.
-
-    Raises:
-        TypeError: An argument is not an array of numbers.
-        ValueError: The shapes differ.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -169,8 +161,7 @@ class ConfusionMatrix(_Totals):
         matrix, unknown = read_total(self.matrix), int(read_total(self.unknown))
         if unknown:
             raise ValueError(
-                f"num_classes={len(matrix)}: predictions and labels of confusion_matrix must be below it and not "
-                f"negative, {unknown} examples have others; leave them out, or give more classes"
+                f"num_classes={len(matrix)}: must cover all labels and predictions, {unknown} examples have others"
             )
         return {f"{i}/{j}": count.item() for i, row in enumerate(matrix) for j, count in enumerate(row)}
 
@@ -186,16 +177,12 @@ def confusion_matrix(
         predictions: The indices of the predicted classes, of any shape.
         labels: The indices of the true classes, of the same shape.
         num_classes: The number of classes.
-        weights: Weights of at least 0, of the same shape; a boolean mask works. By default each example counts once.
-            An example of weight 0 is ignored, whatever its prediction and label.
+        weights: A weight of at least 0 for each example, by default 1; a boolean mask works. An example of weight 0 is
+            ignored.
 
     Returns:
         An object for `jstep.evaluator`, with `merge(other)` and `compute()`, a dict with keys `"i/j"`: examples of
         class i that were predicted as j, or their weight.
-
-    Raises:
-        TypeError: Predictions or labels are not integers, or weights are not numbers.
-        ValueError: The shapes differ. From `compute`: a prediction or a label is not a class index.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -238,15 +225,11 @@ def perplexity(logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | Non
     Args:
         logits: `[..., classes]`.
         labels: `[...]`, the indices of the true classes.
-        weights: `[...]`, a weight of at least 0 for each label; a boolean mask works, such as `labels != padding`. By
-            default each label counts once. A label of weight 0 is ignored, whatever it is.
+        weights: `[...]`, a weight of at least 0 for each label, by default 1; a boolean mask works, such as
+            `labels != padding`. A label of weight 0 is ignored, whatever it is.
 
     Returns:
         An object for `jstep.evaluator`, with `merge(other)` and `compute() -> float`.
-
-    Raises:
-        TypeError: Labels are not integers, or weights are not numbers.
-        ValueError: The shapes do not match.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -366,16 +349,12 @@ def auc(
         labels: Labels of the same shape, bools or numbers; positive where they are 1.
         curve: `"ROC"`, or `"PR"` for the average precision.
         num_thresholds: The number of thresholds, from 2 to 16384.
-        weights: Weights of at least 0, of the same shape; a boolean mask works. By default each example counts once.
-            An example of weight 0 is ignored, whatever its score.
+        weights: A weight of at least 0 for each example, by default 1; a boolean mask works. An example of weight 0 is
+            ignored.
 
     Returns:
         An object for `jstep.evaluator`, with `merge(other)` and `compute() -> float`: NaN without examples, with a NaN
         score, and for ROC if all labels are equal.
-
-    Raises:
-        TypeError: An argument is not an array of numbers.
-        ValueError: The shapes differ, or an argument is out of range.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -488,8 +467,7 @@ def logits_and_labels(logits: ArrayLike, labels: ArrayLike) -> tuple[Array, Arra
     array, truth = _numbers(logits, "logits"), indices(labels, "labels")
     if array.ndim == 0 or array.shape[:-1] != truth.shape:
         raise ValueError(
-            f"logits has shape {array.shape}, labels has shape {truth.shape}: must be [..., classes] and [...], labels "
-            "being the indices of classes"
+            f"logits has shape {array.shape}, labels has shape {truth.shape}: must be [..., classes] and [...]"
         )
     return _at_least_float32(array).reshape(math.prod(truth.shape), array.shape[-1]), truth.reshape(-1)
 
@@ -501,8 +479,7 @@ def as_weights(weights: ArrayLike | None, labels: ArrayLike) -> Array | None:
     array = _numbers(weights, "weights")
     if array.shape != np.shape(labels):
         raise ValueError(
-            f"weights has shape {array.shape}, labels has shape {np.shape(labels)}: must be equal, one weight for each "
-            "label; broadcast weights of whole sequences with jnp.broadcast_to(weights[:, None], labels.shape)"
+            f"weights has shape {array.shape}, labels has shape {np.shape(labels)}: must be equal; broadcast weights"
         )
     array = array.reshape(-1)
     if array.dtype == jnp.bool_:
@@ -513,10 +490,7 @@ def as_weights(weights: ArrayLike | None, labels: ArrayLike) -> Array | None:
 
 def pair(first: Array, second: Array, names: tuple[str, str]) -> tuple[Array, Array]:
     if first.shape != second.shape:
-        raise ValueError(
-            f"{names[0]} has shape {first.shape}, {names[1]} has shape {second.shape}: must be equal, one of each for "
-            "each example"
-        )
+        raise ValueError(f"{names[0]} has shape {first.shape}, {names[1]} has shape {second.shape}: must be equal")
     return first.reshape(-1), second.reshape(-1)
 
 

@@ -149,14 +149,10 @@ class ExponentialMovingAverage:
         argument, speed = self.speed
         needed = self.num_updates or self.waits or callable(speed) or (self.zero_debias and age is None)
         if num_updates is None and needed:
-            raise ValueError(
-                "num_updates=None: an average with num_updates, zero_debias, start_step, every or a schedule needs the "
-                "number of updates, as in ema.apply(averages, params, num_updates=state.global_step)"
-            )
+            raise ValueError("num_updates=None: must be given for this average; pass num_updates=state.global_step")
         if isinstance(speed, Held):
             raise TypeError(
-                f"{argument}=held({speed.name!r}, …): its value is in the state: use "
-                "jstep.with_moving_average(optimizer, ema), which reads it, or a number or a schedule"
+                f"{argument}=held({speed.name!r}, …): its value is in the state; use jstep.with_moving_average"
             )
         for name, value in (("num_updates", num_updates), ("age", age)):
             if value is not None:
@@ -364,8 +360,7 @@ def as_average_names(use_averages: object) -> tuple[str, ...] | None:
     names = tuple(use_averages) if isinstance(use_averages, list | tuple) else (use_averages,)
     if not names or not all(isinstance(entry, str) and entry for entry in names):
         raise TypeError(
-            f"use_averages={format_value(use_averages)}: must be True or False, the name of a slot of averages, or "
-            f"a list of names, got {describe_type(use_averages)}"
+            f"use_averages={format_value(use_averages)}: must be a bool, or the name or names of slots of averages"
         )
     return names
 

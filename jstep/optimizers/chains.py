@@ -54,10 +54,8 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
     parts = {f"optimizers[{i}]": optimizer for i, optimizer in enumerate(elements)}
     finished = [part for part, optimizer in parts.items() if nested.makes_finished_updates(optimizer)]
     warning = len(finished) > 1 and (
-        f"chain: {finished[0]} makes finished updates, which already include −learning_rate, and {finished[1]} takes "
-        "them as gradients: the sign flips twice, so this is gradient ascent, and the loss climbs. Keep one of the "
-        "two; replace the first by an element that transforms gradients, such as jstep.scale_by_adam() for "
-        "jstep.adam(…); or train different leaves with each, using jstep.partition."
+        f"chain: {finished[0]} makes finished updates, and {finished[1]} takes them as gradients: the sign flips "
+        "twice, so this is gradient ascent; keep one of the two"
     )
     try:
         nested.check_names(parts)

@@ -154,8 +154,7 @@ def sgd(
     keeps, damped, decays = (not rules.is_zero(hyper[name]) for name in ("momentum", "dampening", "weight_decay"))
     if use_nesterov and (damped or not keeps):
         raise ValueError(
-            f"use_nesterov=True: requires a momentum > 0 and a dampening of 0, got momentum={momentum} and "
-            f"dampening={dampening}; omit dampening and set a momentum such as 0.9"
+            f"use_nesterov=True: must have a momentum > 0 and dampening=0, got {momentum=} and {dampening=}"
         )
     rule = sgd_nesterov_update if use_nesterov else sgd_update
     slots, hyper["weight_decay"] = {"momentum": MEAN} if keeps else {}, Masked(weight_decay, weight_decay_mask)

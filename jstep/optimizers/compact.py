@@ -124,8 +124,7 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
         for path, p in zip(trees.leaf_paths(params), owned, strict=True):
             if p is not None and p.dtype == jnp.float16:
                 raise ValueError(
-                    f"params: {trees.quote_path(path)} is float16, whose range compact cannot extend: must be "
-                    "bfloat16 or float32; cast it, or use jstep.master_weights"
+                    f"params: {trees.quote_path(path)} must be bfloat16 or float32 for compact, got float16; cast it"
                 )
         lows = [None if p is None or p.dtype != jnp.bfloat16 else jnp.zeros_like(p, jnp.int8) for p in owned]
         leaves, treedef = trees.flatten(params)

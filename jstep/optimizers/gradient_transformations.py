@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_number, describe_type, format_value
+from jstep.core.checks import as_bool, as_number, format_value
 from jstep.core.device_values import as_key
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
@@ -209,10 +209,7 @@ def clip_gradients(
     ways |= {"by_global_norm": by_global_norm, "adaptive": adaptive}
     limits: dict[str, Any] = {name: value for name, value in ways.items() if value is not None}
     if len(limits) != 1:
-        raise ValueError(
-            f"clip_gradients takes exactly one of by_value, by_norm, by_average_norm, by_global_norm and adaptive, got "
-            f"{sorted(limits) or 'none'}; chain several elements to clip in several ways"
-        )
+        raise ValueError(f"clip_gradients: must have exactly one of {', '.join(ways)}, got {sorted(limits) or 'none'}")
     ((how, limit),) = limits.items()
     if axes is not None and how != "adaptive":
         raise ValueError(f"axes={format_value(axes)}: only clip_gradients(adaptive=…) takes axes, got {how}")
@@ -376,8 +373,7 @@ def scale_updates(factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any],
         }
     else:
         raise TypeError(
-            f"factors={format_value(factors)}: must map paths or globs to numbers, or be a function (path, leaf) -> "
-            f"number, got {describe_type(factors)}"
+            f"factors={format_value(factors)}: must map paths or globs to numbers, or be fn(path, leaf) -> number"
         )
     return from_update("scale_updates", scale_update, {}, hyper, flags={"factor": factor}, by_rows=True)
 

@@ -214,8 +214,7 @@ def current_loss_scale(roles: Roles, slots: Slots) -> Array | None:
     hidden = [name for name in roles.of(Role.LOSS_SCALE) if name in roles.hidden]
     if hidden:
         raise ValueError(
-            f"dynamic_loss_scale: must be outermost, got {hidden} below a label, beside other elements or in "
-            "update_every; put it around the whole optimizer: dynamic_loss_scale(chain(...))"
+            f"dynamic_loss_scale: must be outermost, got {hidden} inside; use dynamic_loss_scale(chain(...))"
         )
     return next((slots[name] for name in roles.of(Role.LOSS_SCALE) if name in slots), None)
 
@@ -311,10 +310,7 @@ def noise_slots(roles: Roles) -> list[str]:
     names = roles.of(*NOISE_SLOTS.values())
     hidden = [name for name in names if name in roles.hidden]
     if hidden:
-        raise ValueError(
-            f"with_noise_scale: must wrap the whole optimizer, got {hidden} below a label or beside other elements; "
-            "put it around the whole optimizer: with_noise_scale(chain(...))"
-        )
+        raise ValueError(f"with_noise_scale: must be outermost, got {hidden} inside; use with_noise_scale(chain(...))")
     return names
 
 

@@ -60,8 +60,7 @@ def check_prefix(argument: str, name: str) -> None:
         raise ValueError(f"{argument}={name!r}: must be a name without slashes at its ends")
     if HELD_PART in name.split("/"):
         raise ValueError(
-            f"{argument}={name!r}: must not have the part {HELD_PART!r}, which marks the slots of held "
-            "hyperparameters; take another name"
+            f"{argument}={name!r}: must not have the part {HELD_PART!r}, which marks slots of held hyperparameters"
         )
 
 
@@ -73,8 +72,7 @@ def held_roles(hyper: Mapping[str, Any]) -> Roles:
             slot = f"{HELD_PART}/{value.name}"
             if slot in owner or not isinstance(hyper.get(value.name, value), Held):
                 raise ValueError(
-                    f"{argument} holds a hyperparameter named {value.name!r}, which is the name of another one; give "
-                    f"it another name, such as held({argument!r}, …)"
+                    f"{argument}=held({value.name!r}, …): another one has this name; use held({argument!r}, …)"
                 )
             owner[slot] = argument
     return Roles(dict.fromkeys(owner, Role.HELD), details=owner)
@@ -235,8 +233,7 @@ def value_at(name: str, value: Any, step: Step, slots: Slots | None = None) -> A
         slot = f"{HELD_PART}/{value.name}"
         if slots is None or slot not in slots:
             raise ValueError(
-                f"{name}=held({value.name!r}, …): the state has no slot {slot!r}, it has {sorted(slots or {})}; create "
-                "it with this optimizer: TrainState.create(params, optimizer)"
+                f"{name}: the state has no slot {slot!r}, it has {sorted(slots or {})}; create it with this optimizer"
             )
         return slots[slot].astype(trees.default_float())
     number = value(step) if callable(value) else value

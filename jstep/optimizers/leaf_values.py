@@ -93,7 +93,7 @@ Axes: TypeAlias = Callable[[str, Any], tuple[Any, Any]]
 MatrixAxes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def matrix_axes(axes: Axes | None, purpose: str, label: str, optimizer: str) -> Callable[[str, Any], MatrixAxes]:
+def matrix_axes(axes: Axes | None, purpose: str) -> Callable[[str, Any], MatrixAxes]:
     """`(path, leaf) -> (rows, columns)`, the axes of its matrix, by default the last two; raises for fewer."""
     as_function(axes, "axes", "(path, leaf) -> (in, out)", optional=True)
 
@@ -101,10 +101,8 @@ def matrix_axes(axes: Axes | None, purpose: str, label: str, optimizer: str) -> 
         shape = np.shape(leaf)
         if len(shape) < 2:
             raise ValueError(
-                f"params: the leaf at {trees.quote_path(path)} has shape {shape}: must have two axes, a matrix, "
-                f"{purpose}; train the rest with another optimizer: jstep.partition({{'{label}': {optimizer}, 'adamw': "
-                f"jstep.adamw(1e-3)}}, lambda path, leaf: '{label}' if leaf.ndim == 2 and 'embed' not in path else "
-                "'adamw')"
+                f"params: the leaf at {trees.quote_path(path)} has shape {shape}: must have two axes {purpose}; "
+                "use another optimizer by jstep.partition, see docs: help/errors#matrices"
             )
         pair = (-2, -1) if axes is None else axes(path, leaf)
         rows, columns = pair_of_axes(pair, path, len(shape))
@@ -118,10 +116,7 @@ def matrix_axes(axes: Axes | None, purpose: str, label: str, optimizer: str) -> 
 def pair_of_axes(pair: object, path: str, ndim: int) -> MatrixAxes:
     """The input and output axes of a leaf, as nonnegative indices; each is given as an axis, several or None."""
     if not (isinstance(pair, tuple | list) and len(pair) == 2):
-        raise TypeError(
-            f"axes: must return (in, out) at {trees.quote_path(path)}, each an axis, several or None, got "
-            f"{format_value(pair)}"
-        )
+        raise TypeError(f"axes: must be (in, out) at {trees.quote_path(path)}, axes or None, got {format_value(pair)}")
     ins, outs = (_counted(side, ndim, path) for side in pair)
     if len({*ins, *outs}) < len(ins) + len(outs):
         raise ValueError(f"axes: must name each axis at {trees.quote_path(path)} once, got {format_value(pair)}")
@@ -129,7 +124,6 @@ def pair_of_axes(pair: object, path: str, ndim: int) -> MatrixAxes:
 
 
 def _counted(axes: object, ndim: int, path: str) -> tuple[int, ...]:
-    """Axes as nonnegative indices: an axis, several or None."""
     some = () if axes is None else axes if isinstance(axes, tuple | list) else (axes,)
     where = f"axes at {trees.quote_path(path)}"
     numbers = [as_int(axis, where) for axis in some]

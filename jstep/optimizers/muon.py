@@ -147,8 +147,7 @@ def triples_and_safety(coefficients: object, steps: int | None) -> tuple[tuple[T
     count = default if count is None else count
     if count > len(triples) and not repeats:
         raise ValueError(
-            f"ns_steps={count}: must be at most {len(triples)}, the steps of ns_coefficients={coefficients!r}; "
-            "ns_coefficients='polar_express' allows any number"
+            f"ns_steps={count}: must be at most {len(triples)} for {coefficients!r}; 'polar_express' allows any"
         )
     return (triples + triples[-1:] * (count - len(triples)))[:count], safety
 
@@ -160,8 +159,7 @@ def _own(value: Any, count: int) -> tuple[Triple, ...]:
         numbers = np.zeros(0)
     if numbers.shape not in ((3,), (count, 3)) or not np.isfinite(numbers).all():
         raise ValueError(
-            f"ns_coefficients={format_value(value)}: must be three numbers (a, b, c), such a triple for each of the "
-            f"{count} steps, or one of {', '.join(map(repr, PRESETS))}"
+            f"ns_coefficients={format_value(value)}: must be a triple, {count} triples or one of {list(PRESETS)}"
         )
     return tuple((a, b, c) for a, b, c in np.broadcast_to(numbers, (count, 3)).tolist())
 
@@ -317,7 +315,7 @@ def normalize_neurons(
     Source: Li et al., "NorMuon: Making Muon more efficient and scalable" (2025), and its authors' code, which keeps the
     norm, while the paper sets the root mean square to 0.2.
     """
-    matrix = matrix_axes(axes, "to normalize its neurons", "normuon", NORMUON)
+    matrix = matrix_axes(axes, "to normalize its neurons")
     whose = check_choice(over, "over", ["neuron", "short"])
 
     def mean_and_matrix(path: str, leaf: Any) -> MatrixAxes:
@@ -335,12 +333,6 @@ def normalize_neurons(
     }
     flags = {"axes": by_path(mean_and_matrix)}
     return from_update("normalize_neurons", neurons_update, {"neuron_v": Slot(shape=shape)}, hyper, flags=flags)
-
-
-NORMUON = (
-    "jstep.chain(jstep.trace(0.95, use_nesterov=True), jstep.orthogonalize(), jstep.normalize_neurons(), "
-    "jstep.scale_by_learning_rate(0.02))"
-)
 
 
 def neurons_update(u: Array, p: Array, s: Values, h: Values) -> Result:
@@ -412,7 +404,7 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
     Source: Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them II: Hyperball Optimization" (2026),
     and its AdamH and MuonH in Levanter, which also use the norm at the current step.
     """
-    matrix = matrix_axes(axes, "to keep its norm", "ball", HYPERBALL)
+    matrix = matrix_axes(axes, "to keep its norm")
     hyper: dict[str, Any] = {"learning_rate": learning_rate}
     flags = {"axes": by_path(matrix)}
     if callable(radius) and not isinstance(radius, type):
@@ -433,9 +425,6 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
                     _refuse_zero(path, leaf, axes)
 
     return rules.checking(from_update("hyperball", hyperball_update, {}, hyper, flags=flags), check)
-
-
-HYPERBALL = "jstep.chain(jstep.scale_by_adam(0.9, 0.95), jstep.on_hyperball(0.02))"
 
 
 def hyperball_update(u: Array, p: Array, s: Values, h: Values) -> Result:
@@ -470,11 +459,9 @@ def _refuse_zero(path: str, leaf: Any, axes: tuple[int, ...]) -> None:
         wide = leaf.astype(trees.compute_dtype(leaf.dtype))
         norms = jax.device_get(on.sqrt(on.sum(on.square(wide), axes)))
     if np.any(norms == 0):
-        place = tuple(np.argwhere(norms == 0)[0].tolist())
+        place = np.argwhere(norms == 0)[0].tolist()
         raise ValueError(
-            f"params: {f'the matrix {place} of ' if place else ''}the leaf at {trees.quote_path(path)} has norm 0: "
-            "must not be zero, because on_hyperball keeps the norm and it would stay zero; initialize it with random "
-            "numbers, or train it with another optimizer (jstep.partition)"
+            f"params: the norm of {trees.quote_path(path)}{place or ''} must not be 0 for on_hyperball; use jax.random"
         )
 
 
@@ -620,7 +607,7 @@ def orthogonalize(
     hyper = {"epsilon": check_hyperparameter("epsilon", epsilon, low=0, above=True)}
     factor = SCALES[check_choice(scale, "scale", list(SCALES))]
     is_spread = as_bool(distribute, "distribute")
-    axes_of = by_path(matrix_axes(axes, "to be orthogonalized", "muon", "jstep.muon(1e-3)"))
+    axes_of = by_path(matrix_axes(axes, "to be orthogonalized"))
 
     def orthogonal(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
         gradients, treedef = match_gradients(updates, params), trees.structure(params)

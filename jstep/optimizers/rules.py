@@ -242,8 +242,7 @@ def from_direction(
     decay = as_mapping(hyper, "hyper", _HYPER).get("weight_decay")
     if weight_decay_mask is not None and decay is None:
         raise ValueError(
-            f"weight_decay_mask={format_value(weight_decay_mask)}: must be None without a weight_decay; add one to "
-            "hyper"
+            f"weight_decay_mask={format_value(weight_decay_mask)}: must be None without a weight_decay in hyper"
         )
     if decay is not None and not isinstance(decay, Masked):
         hyper = {**hyper, "weight_decay": Masked(decay, weight_decay_mask)}

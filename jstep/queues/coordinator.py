@@ -104,12 +104,7 @@ class Coordinator:
         return self._stopped
 
     def wait_for_stop(self, timeout: float | None = None) -> bool:
-        """Wait until a stop is requested, or the timeout in seconds is over; return whether it was requested.
-
-        Raises:
-            TypeError: `timeout` is not a number.
-            ValueError: It is NaN.
-        """
+        """Wait until a stop is requested, or the timeout in seconds is over; return whether it was requested."""
         secs = math.inf if timeout is None else as_number(timeout, "timeout", finite=False, meaning="seconds, or None")
         deadline = time.monotonic() + secs
         with self._changed:

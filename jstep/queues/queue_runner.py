@@ -64,8 +64,7 @@ class QueueRunner:
         ops = tuple(enqueue_ops) if isinstance(enqueue_ops, Iterable) else ()
         if not ops or not all(map(callable, ops)):
             raise TypeError(
-                f"enqueue_ops={format_value(enqueue_ops)}: must be a list of functions that enqueue, one for each "
-                "thread, such as [lambda: queue.enqueue(next(iterator))]"
+                f"enqueue_ops={format_value(enqueue_ops)}: must be a list of functions that enqueue, one per thread"
             )
         self._queue = queue
         self._ops = ops
@@ -100,7 +99,6 @@ class QueueRunner:
 
         Raises:
             RuntimeError: Threads of an earlier call have not ended yet, or were never started.
-            TypeError: `coord` is not a Coordinator, or another argument is not a bool.
         """
         _check_coordinator(coord)
         daemon, start = as_bool(daemon, "daemon"), as_bool(start, "start")

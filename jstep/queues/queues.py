@@ -97,10 +97,7 @@ class BoundedQueue:
         self._capacity = as_int(capacity, "capacity", 1, "the number of elements the queue holds")
         self._min_after = as_int(min_after_dequeue, "min_after_dequeue", 0)
         if self._min_after >= self._capacity:
-            raise ValueError(
-                f"min_after_dequeue={self._min_after}: must be less than capacity={self._capacity}, or a dequeue would "
-                "wait forever"
-            )
+            raise ValueError(f"min_after_dequeue={self._min_after}: must be less than capacity={self._capacity}")
         self._items: deque[Any] = deque()
         self._pool: list[Any] = []
         self._empty_batch: tuple[Any, ...] | None = None  # of shapes; None before the first element
@@ -216,7 +213,6 @@ class BoundedQueue:
                 or together with `dequeue_up_to(n)`.
             ValueError: n is negative, or 0 before any element was enqueued; or the elements differ in structure, shape
                 or dtype, and stay in the queue.
-            TypeError: n is not an integer.
         """
         n = as_int(n, "n", 0, "the number of elements to stack")
         return self._dequeue_batch(n, n, f"dequeue_many(n={n})")
@@ -233,7 +229,6 @@ class BoundedQueue:
         Raises:
             OutOfRangeError: The queue is closed and empty.
             ValueError: As for `dequeue_many`.
-            TypeError: n is not an integer.
         """
         n = as_int(n, "n", 0, "the number of elements to stack")
         return self._dequeue_batch(n, 1, f"dequeue_up_to(n={n})")
@@ -265,9 +260,6 @@ class BoundedQueue:
         Args:
             cancel_pending_enqueues: Whether enqueues that wait for room fail too; by default they still complete as
                 room becomes available.
-
-        Raises:
-            TypeError: `cancel_pending_enqueues` is not a bool.
         """
         cancel = as_bool(cancel_pending_enqueues, "cancel_pending_enqueues")
         with self._mutex:

@@ -72,7 +72,6 @@ def _explain_order(
 
 
 def refuse_count(name: str, value: Any, most: float, meaning: str) -> None:
-    """Reject an integer above `most`."""
     if isinstance(value, int | np.integer) and value > most:
         raise TypeError(f"{name}={format_value(value)}: must be {meaning}, at most {most:g}; {NO_STEP}")
 

@@ -35,7 +35,6 @@ def scalar(tags: object, values: object, collections: Sequence[str] | None = DEF
 
     Raises:
         ValueError: The shapes differ, or a tag is empty or given twice.
-        TypeError: A tag is not a string, or a value is not a real number.
 
     Example:
         >>> import jstep.summary
@@ -97,8 +96,7 @@ def _number(value: Any, tag: str, shape: tuple[int, ...]) -> Any:
 
 def _shape_error(tag: str, tags: tuple[int, ...], values: tuple[int, ...]) -> ValueError:
     return ValueError(
-        f"scalar {tag!r}: tags and values not the same shape: {list(tags)} != {list(values)}. "
-        "Give one tag for each value, or reduce the values (jnp.mean) to one number."
+        f"scalar {tag!r}: tags and values not the same shape: {list(tags)} != {list(values)}; give one tag per value"
     )
 
 
@@ -113,9 +111,6 @@ def zero_fraction(value: object) -> Array:
 
     Returns:
         A float32 scalar.
-
-    Raises:
-        TypeError: `value` is not an array of numbers.
 
     Example:
         >>> import jax, jax.numpy as jnp, jstep.summary
@@ -145,9 +140,6 @@ def text(tag: str, text: object, collections: Sequence[str] | None = DEFAULT) ->
 
     Returns:
         A `Summary` without leaves.
-
-    Raises:
-        TypeError: `text` is not a string or a list or table of strings.
 
     Example:
         >>> import jstep.summary
@@ -185,10 +177,6 @@ def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequen
 
     Returns:
         A `Summary` with uint8 pixels, which are compressed to PNG on the writer's thread.
-
-    Raises:
-        ValueError: The tensor is not of rank 4, has another number of channels, or max_images < 1.
-        TypeError: Its dtype is neither uint8 nor floating.
 
     Example:
         >>> import jax.numpy as jnp, jstep.summary
@@ -286,7 +274,6 @@ def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT
         A `Summary`.
 
     Raises:
-        TypeError: The values are not an array of real numbers.
         ValueError: A value is NaN or infinite, in the dtype that devices have. Values on the host, and small arrays on
             the device that are ready, are checked immediately. Others are checked by the writer, which raises at its
             next call.
@@ -344,8 +331,7 @@ def _eager(tag: str, values: object) -> Any:
 
 def non_finite_error(tag: str, count: int, size: int) -> ValueError:
     return ValueError(
-        f"histogram {tag!r}: {count} of {size} values are NaN or infinite; look at earlier steps (NanLossHook stops at "
-        "the first), or leave them out with jnp.nan_to_num"
+        f"histogram {tag!r}: {count} of {size} values are NaN or infinite; NanLossHook stops at the first such step"
     )
 
 

@@ -101,8 +101,7 @@ def _images(part: Images) -> Iterator[Values]:
     batches, added = _stacked(part.pixels, 4, tag), _stacked(part.added, 0, tag)
     if batches.dtype != np.uint8 or (added != 1).any():
         raise ValueError(
-            f"summary {tag!r}: pictures that were added up or averaged (num_microbatches) cannot be written; make them "
-            "outside of the loss function"
+            f"summary {tag!r}: must not be averaged over microbatches; make images outside of the loss function"
         )
     for batch in batches:
         yield [value(tag=tag, image=_png(pixels)) for tag, pixels in zip(part.tags, batch, strict=True)]
@@ -188,16 +187,11 @@ def to_proto(summary: Summary) -> Any:
 
     It waits for the arrays.
 
-    Args:
-        summary: A summary of one step.
-
     Returns:
         A `Summary` of `tensorboard.compat.proto.summary_pb2`.
 
     Raises:
-        TypeError: `summary` is not a summary of jstep, or is traced.
         ValueError: The summary holds several steps, stacked by scan or vmap.
-        Exception: A value cannot be encoded; the message has its tag.
 
     Example:
         >>> from jstep import summary
@@ -215,7 +209,6 @@ def to_proto(summary: Summary) -> Any:
         raise errors[0]
     if len(events) > 1:
         raise ValueError(
-            f"summary {summary.tags[0]!r} holds {len(events)} steps, and a proto holds one; select one with "
-            "jax.tree.map(lambda x: x[i], summary)"
+            f"summary {summary.tags[0]!r} holds {len(events)} steps; use jax.tree.map(lambda x: x[i], summary)"
         )
     return proto("Event").FromString(events[0]).summary if events else proto("Summary")()

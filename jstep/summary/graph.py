@@ -102,10 +102,6 @@ def write_graph(graph: object, logdir: str | os.PathLike[str], name: str, as_tex
     Returns:
         The path of the file.
 
-    Raises:
-        TypeError: An argument has the wrong type.
-        OSError: The file cannot be written.
-
     Example:
         >>> import pathlib, tempfile, jax, jax.numpy as jnp, jstep.summary
         >>> traced = jax.jit(lambda x: 2.0 * x).trace(jnp.ones(3))
@@ -140,7 +136,6 @@ def _staged(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return parse_message(data, "GraphDef", "graph")
     if not callable(graph):
         raise TypeError(
-            "graph: must be a jax.stages.Traced (jax.jit(f).trace(*args)), a jax.stages.Lowered, a GraphDef "
-            f"or a function of no arguments, not {checks.describe_type(graph)}"
+            f"graph: must be a Traced, Lowered or GraphDef, or take no arguments, got {checks.describe_type(graph)}"
         )
     return (graph if hasattr(graph, "trace") else jax.jit(graph)).trace(*args, **kwargs)

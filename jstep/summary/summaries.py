@@ -248,7 +248,8 @@ def merge_all(key: str = SUMMARIES) -> Summary | None:
     as_string(key, "key", "the name of a collection")
     collector = next((c for c in reversed(COLLECTORS.get()) if c.key == key), None)
     if _trace() != (_no_trace() if collector is None else collector.trace):
-        raise RuntimeError(_UNDER_TRACE.format(key=key))
+        what = f"merge_all({key!r}) was called inside a function that JAX is tracing"
+        raise RuntimeError(f"{what}; wrap it before: jax.jit(jstep.summary.collect(fn))")
     if collector is not None:
         merged, collector.parts = collector.parts, []
         return merge_parts(merged) if merged else None
@@ -261,12 +262,6 @@ def merge_all(key: str = SUMMARIES) -> Summary | None:
             newest.append(part)
             seen.update(part.tags)
     return merge_parts(reversed(newest)) if newest else None
-
-
-_UNDER_TRACE = (
-    "merge_all({key!r}) merges summaries made eagerly, and was called inside a function that JAX is tracing; wrap that "
-    "function before it is transformed: jax.jit(jstep.summary.collect(fn)) returns (result, merged summary)"
-)
 
 
 def collect(fn: Callable[P, R], key: str = SUMMARIES) -> Callable[P, tuple[R, Summary | None]]:
@@ -339,8 +334,7 @@ def _returned(result: object, collector: Collector) -> list[Part]:
 
 _LOST = (
     "nested in the loss, or in the function that collect runs (grad, scan, vmap, jit, remat, …), and was not returned "
-    "from it; it has no value outside. Return it from there, as jax.value_and_grad(collect(loss_fn), has_aux=True) and "
-    "jax.lax.scan over collect(body) do, and add it to the outer ones with merge([summary], collections=({key!r},))"
+    "from it; return it, and add it to the outer ones by merge([summary], collections=({key!r},))"
 )
 
 
@@ -365,7 +359,6 @@ def merge(summaries: Iterable[Summary | None], collections: Sequence[str] | None
 
     Raises:
         ValueError: Two values have the same tag; the message names it.
-        TypeError: An entry is not a summary.
 
     Example:
         >>> from jstep import summary
@@ -390,9 +383,6 @@ def merge(summaries: Iterable[Summary | None], collections: Sequence[str] | None
 
 def summaries_in(tree: Tree) -> Summary | None:
     """Merge all summaries in a pytree, such as the metrics of a train step; return None if it has none.
-
-    Args:
-        tree: Any pytree.
 
     Raises:
         ValueError: Two values have the same tag; the message names it.

@@ -257,12 +257,8 @@ class SummaryWriter:
         flush_secs: Maximum time in seconds that an event is buffered.
         filename_suffix: The end of the file's name.
 
-    Attributes:
-        logdir: The directory.
-
     Raises:
         ValueError: max_queue or flush_secs is not positive, or logdir is an unsupported URL.
-        TypeError: An argument has the wrong type.
         OSError: The directory or the file cannot be written; the message has the path.
         ImportError: tensorboard or google-crc32c is not installed.
 
@@ -326,8 +322,6 @@ class SummaryWriter:
             global_step: The step: an int or an integer scalar array, which is not waited for.
 
         Raises:
-            TypeError: `summary` is not a summary, the step is not an integer, or a value is traced.
-            RuntimeError: The writer is closed.
             Exception: An earlier event could not be written.
         """
         self._check_ready()
@@ -343,23 +337,14 @@ class SummaryWriter:
                 continue
             if is_traced_part(part):
                 raise TypeError(
-                    f"add_summary: summary {part.tags[0]!r} is traced and has no value; return it from the function "
-                    "that JAX transforms"
+                    f"add_summary: summary {part.tags[0]!r} is traced; return it from the function that JAX transforms"
                 )
             if type(part) is not Scalars:
                 size += sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(part))
         self._put(summary, step, size)
 
     def add_event(self, event: object) -> None:
-        """Write an event unchanged.
-
-        Args:
-            event: An `Event` proto, or a serialized one.
-
-        Raises:
-            TypeError: `event` is neither.
-            RuntimeError: The writer is closed.
-        """
+        """Write an `Event` proto, or a serialized one, unchanged."""
         self._check_ready()
         self._put(as_serialized(event, "Event"))
 
@@ -375,10 +360,6 @@ class SummaryWriter:
             args: Arguments to trace the function with: arrays or `jax.ShapeDtypeStruct`s.
             global_step: The step of the event.
             kwargs: Keyword arguments to trace the function with.
-
-        Raises:
-            TypeError: `graph` has another type.
-            RuntimeError: The writer is closed.
 
         Example:
             >>> import tempfile, jax.numpy as jnp, jstep.summary
@@ -401,11 +382,6 @@ class SummaryWriter:
         Args:
             session_log: A `SessionLog` proto, or "START", "STOP" or "CHECKPOINT".
             global_step: The step.
-
-        Raises:
-            TypeError: `session_log` has another type.
-            ValueError: `session_log` is another string.
-            RuntimeError: The writer is closed.
         """
         self._check_ready()
         step = as_step(global_step)
@@ -422,10 +398,6 @@ class SummaryWriter:
             hparams: Name → bool, number or string. Nested mappings are flattened: `optimizer/learning_rate`.
             metrics: Name → number, the results. They are written as scalars, and the run is marked as finished. The tab
                 shows the scalars of a run in any case.
-
-        Raises:
-            TypeError: A value has another type; the message names it.
-            RuntimeError: The writer is closed.
 
         Example:
             >>> import tempfile, jstep.summary
@@ -536,7 +508,6 @@ def as_serialized(x: Any, name: str) -> bytes:
 
 
 def hparams_values(hparams: object, metrics: object, now: float) -> list[Any]:
-    """Return the values of a run's hyperparameters and results."""
     api, plugin = (
         import_extra(f"tensorboard.plugins.hparams.{n}", "add_hparams") for n in ("api_pb2", "plugin_data_pb2")
     )

@@ -122,8 +122,7 @@ def load_weights(
     if differences := matched.differences():
         if not partial:
             raise ValueError(
-                f"target does not fit {source.path}{differences}. Nothing was loaded; names= maps leaves to tensors "
-                "(None: none), dtype= casts floating tensors, and partial=True loads what fits"
+                f"target does not fit {source.path}{differences}; map them in names, see docs: help/errors#load-weights"
             )
         nothing = "" if any(wanted.source for wanted in matched.wanted) else ", and nothing was loaded"
         _logger.warning("load_weights: %s does not fit target%s%s", source.path, nothing, differences)

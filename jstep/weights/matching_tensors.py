@@ -106,8 +106,8 @@ def match(
     """Find the tensor of each leaf of a target.
 
     With `with_more`, `tensors` are from a checkpoint, which may hold more than weights, such as optimizer state.
-    `params/` may be omitted there. If `params` is loaded from, groups at the root of its tree from which nothing is
-    loaded do not count as unused; if names only adds a group to all paths, nothing outside that group does.
+    Names may omit its `params/`. Groups at the root of `params` from which nothing is loaded do not count as unused,
+    nor does anything outside of a group that `names` adds to all paths.
     """
     wanted = []
     whole = _whole_names(by_name, tensors) if with_more else by_name
@@ -173,7 +173,4 @@ def _kind(leaf: object, path: str) -> tuple[tuple[int, ...], Any]:
     return targets.kind_of_data(leaf, targets.target_kind(leaf, path, _NO_KIND))
 
 
-_NO_KIND = (
-    "pass an array or a jax.ShapeDtypeStruct for each leaf, such as jax.eval_shape(init, key), and remove other "
-    "leaves, for instance by equinox.partition(model, equinox.is_array) or flax.nnx.split(model)"
-)
+_NO_KIND = "pass arrays or jax.ShapeDtypeStructs, and remove other leaves, as by equinox.partition or flax.nnx.split"

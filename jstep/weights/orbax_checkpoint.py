@@ -64,7 +64,4 @@ def _unreadable(folder: str, error: BaseException) -> ValueError:
     while error.__cause__ is not None:
         error = error.__cause__
     why = str(error).partition(" [tensorstore_spec=")[0]
-    return ValueError(
-        f"{folder}: Orbax {ocp.__version__} cannot read it: {why:.300}. It is corrupted, its copy is incomplete, or "
-        "another version of Orbax wrote it: read it with that version"
-    )
+    return ValueError(f"{folder}: is corrupted, incomplete, or not readable by Orbax {ocp.__version__}: {why:.300}")

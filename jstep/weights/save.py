@@ -276,9 +276,7 @@ def _items(params: Tree, names: object) -> list[_Item]:
         owners.setdefault(rule.name, path)
     if problems:
         raise ValueError(
-            f"params: cannot be saved: {'; '.join(problems)}. Safetensors supports floats, integers, booleans and "
-            "complex64, each under a unique name; in names=, give another name, a (name, transform) pair, or None to "
-            "leave a leaf out"
+            f"params: cannot be saved: {'; '.join(problems)}; give them another name or transform in names, or None"
         )
     if not items:
         raise ValueError("params: has no leaf to save")
@@ -318,8 +316,7 @@ def _as_saved(leaf: object, path: str) -> Any:
         return device_values.number(leaf, what)
     if not trees.is_array(leaf):
         raise TypeError(
-            f"{what} is {describe_type(leaf)}, and must be an array; remove other leaves, for instance by "
-            "equinox.filter(model, equinox.is_array) or flax.nnx.state(model)"
+            f"{what} must be an array, got {describe_type(leaf)}; remove others, as by equinox.filter or flax.nnx.state"
         )
     return leaf
 
@@ -341,7 +338,6 @@ def _metadata(metadata: Any) -> dict[str, str]:
     for key, value in as_mapping(metadata, "metadata", "from strings to strings").items():
         if not all(isinstance(text, str) and is_utf8(text) for text in (key, value)):
             raise TypeError(
-                f"metadata: {format_value(key)}: {format_value(value)} must be strings that UTF-8 can encode; use "
-                "str() or json.dumps()"
+                f"metadata: {format_value(key)}: {format_value(value)} must be strings in UTF-8; use json.dumps"
             )
     return dict(metadata)

@@ -43,8 +43,7 @@ def _file_at(path: str) -> str:
     if os.path.isfile(path + INDEX):
         return path + INDEX
     raise FileNotFoundError(
-        f"path={path!r}: there is no such file or folder; huggingface_hub.snapshot_download downloads a repository of "
-        "the Hub, and returns the path of its folder"
+        f"path={path!r}: there is no such file or folder; huggingface_hub.snapshot_download downloads one"
     )
 
 
@@ -129,8 +128,7 @@ def arrays_folder(path: str) -> str:
     items = [name for name, names in inside.items() if _METADATA in names]
     if not items:
         raise FileNotFoundError(
-            f"path={path!r}: the folder has no weights (*{SUFFIX}, *{SUFFIX}{INDEX}), and is not a complete checkpoint "
-            "of Orbax or jstep; pass the path of one"
+            f"path={path!r}: the folder has no *{SUFFIX} and is not a complete checkpoint; pass the path of one"
         )
     if _DEFAULT not in items and (len(items) > 1 or any(MANIFEST_FILE in inside[name] for name in items)):
         raise _several(path, "has several items or checkpoints", items)

@@ -101,8 +101,7 @@ def check_file(path: str) -> None:
             pass
     except safetensors.SafetensorError as error:
         raise ValueError(
-            f"{path}: is corrupted, not a safetensors file, or newer than safetensors {safetensors.__version__}: "
-            f"{error!s:.300}"
+            f"{path}: is corrupted, or not readable by safetensors {safetensors.__version__}: {error!s:.300}"
         ) from None
 
 

@@ -211,7 +211,7 @@ class TestMisuse:
     def test_invalid_shardings(self):
         mesh = jax.make_mesh((1,), ("data",))
         for wrong in (mesh, "data", {"x": 3}):
-            with pytest.raises(TypeError, match=r"not a jax.sharding.Sharding; make one"):
+            with pytest.raises(TypeError, match=r"must be a jax.sharding.Sharding, such as"):
                 prefetch_to_device([np.ones(2)], sharding=wrong)
 
     def test_sharding_tree_must_be_a_prefix(self):

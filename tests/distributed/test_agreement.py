@@ -77,12 +77,11 @@ def test_shapes_are_compared_once_and_errors_name_what_differs(three, monkeypatc
     assert three.each(lambda i: agreed[i].check(None, (other if i else same,), "known")) == [None] * 3
     errors = three.each(lambda i: agreed[i].check(None, (other if i == 1 else same,), "new"))
     assert {str(error) for error in errors} == {
-        "batch: its arrays must have the same shapes on all processes, got float32[2,3] at 'x', float32[2] at 'y' on "
-        "process 0 and float32[2,4] at 'x', float32[2] at 'y' on process 1; give each process as many rows, as "
-        "jstep.batches does"
+        "batch: must be alike on all processes, got float32[2,3] at 'x', float32[2] at 'y' on process 0, "
+        "float32[2,4] at 'x', float32[2] at 'y' on 1"
     }
     fewer = three.each(lambda i: agreed[i].check(None, (same["x"],) if i < 2 else (same["x"], same["y"]), "other"))
-    assert "got float32[2,3] on process 0 and float32[2,3] at '0', float32[2] at '1' on process 2" in str(fewer[0])
+    assert "got float32[2,3] on process 0, float32[2,3] at '0', float32[2] at '1' on 2" in str(fewer[0])
     kept = three.each(lambda i: agreed[i].check(None, (same["y"],) if i < 2 else (same["y"], same["y"]), "new"))
     assert all(isinstance(error, ValueError) for error in kept)  # what failed is not known
 
@@ -218,7 +217,7 @@ def test_a_stop_is_remembered_and_refuses_another_run(monkeypatch):
     assert not processes.should_stop()
     processes.refuse_another_run()
     assert processes.should_stop()
-    with pytest.raises(RuntimeError, match="a signal has stopped a run of these processes before"):
+    with pytest.raises(RuntimeError, match="a signal stopped an earlier run"):
         processes.refuse_another_run()
 
 

@@ -9,7 +9,7 @@ import signal
 
 import pytest
 from pages import DOCS, FENCE, NEEDS, PAGES, blocks_of, run_page
-from source_files import ROOT, text_of
+from source_files import MODULES, ROOT, text_of
 
 import jstep
 from jstep.loop.stalls import EXIT_CODE
@@ -148,3 +148,9 @@ def test_anchors_of_links_between_recipes_exist() -> None:
             target = (page.parent / link).resolve() if link else page
             if target.parent.name == "recipes":
                 assert anchor in anchors_of(target), f"{name_of(page)} links to {link}#{anchor}"
+
+
+def test_anchors_that_messages_name_are_on_the_page_of_errors() -> None:
+    named = {anchor for path in MODULES.values() for anchor in re.findall(r"help/errors#([\w-]+)", text_of(path))}
+    assert len(named) >= 3
+    assert named <= anchors_of(DOCS / "help" / "errors.md")

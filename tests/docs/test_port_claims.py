@@ -157,15 +157,10 @@ def test_the_defaults_of_the_loss_scale_of_flax():
 
 ROW = re.compile(r"^\| `([\w.]+)` \| `(\w+)` \| (\S+) \| `(\w+)`: `(\w+)` \| (\S+) \|$", re.MULTILINE)
 
-SAME_NAME = """
-    adabelief adadelta adafactor adagrad adamax adamw adan lamb lars lion nadam novograd radam rmsprop rprop sgd yogi
-    contrib.ademamix contrib.adopt contrib.madgrad contrib.muon contrib.prodigy contrib.schedule_free_adamw
-    contrib.schedule_free_sgd scale_by_adam scale_by_rms
-""".split()  # noqa: SIM905
-PAIRS = {name: name.removeprefix("contrib.") for name in SAME_NAME} | {
-    "nadamw": "nadam",
-    "ema": "ExponentialMovingAverage",
-}
+IN_BOTH = [name for name in jstep.__all__ if name.islower() and callable(getattr(jstep, name))]
+PAIRS = {name: name for name in IN_BOTH if hasattr(optax, name)}
+PAIRS |= {f"contrib.{name}": name for name in IN_BOTH if hasattr(optax.contrib, name)}
+PAIRS |= {"nadamw": "nadam", "ema": "ExponentialMovingAverage"}
 ARGUMENTS = {
     "b1": "beta1", "b2": "beta2", "b3": "beta3", "beta": "momentum", "eps": "epsilon", "eps_root": "epsilon_root",
     "nesterov": "use_nesterov", "clipping_threshold": "clip_threshold", "weight_decay_rate": "weight_decay",

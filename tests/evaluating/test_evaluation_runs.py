@@ -269,7 +269,7 @@ def test_a_stopped_run_reports_why_and_reset_continues_it(tmp_path, caplog):
     words = (
         "EarlyStopping(loss) stopped the run at step 6: loss had not improved on 3.0 in 2 evaluations. To continue, "
     )
-    assert stop.why == second[0].why == words + "give EarlyStopping(…, reset=True), or more patience"
+    assert stop.why == second[0].why == words + "give EarlyStopping(…, reset=True)"
     stop, third = hook(reset=True)
     assert stop.why is None
     assert jstep.global_step(train(100, third, checkpoint_dir=tmp_path)) == 12
@@ -289,7 +289,7 @@ def test_two_hooks_with_the_same_prefix_are_rejected():
     def two(first, second):
         return [jstep.EvaluationHook(evaluate, every_n_steps=n, prefix=p) for n, p in ((1, first), (2, second))]
 
-    with pytest.raises(ValueError, match="prefix='test': two EvaluationHooks have it"):
+    with pytest.raises(ValueError, match="prefix='test': must be of one EvaluationHook"):
         train(2, two("test", "test"))
     hook = jstep.EvaluationHook(evaluate, every_n_steps=1)
     with pytest.raises(ValueError, match="prefix='eval'"):

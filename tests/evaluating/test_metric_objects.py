@@ -158,7 +158,7 @@ def x_of(self):
 
 
 OTHER = make(first, x_of)
-WRONG = r"the metric 'm' is (a|the class) Mine: must be an object with merge\(other\) and compute\(\), of"
+WRONG = r"the metric 'm' is (a|the class) Mine: must have merge\(other\) and compute\(\), and be a pytree"
 
 
 @pytest.mark.parametrize(

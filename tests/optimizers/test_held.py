@@ -71,7 +71,7 @@ def test_unknown_names():
 
 
 def test_names_of_other_arguments_raise():
-    with pytest.raises(ValueError, match=r"learning_rate holds .* named 'weight_decay'.*held\('learning_rate', …\)"):
+    with pytest.raises(ValueError, match=r"learning_rate=held\('weight_decay', …\): .* use held\('learning_rate', …\)"):
         jstep.adamw(jstep.held("weight_decay", 0.1))
     jstep.adamw(
         jstep.held("weight_decay", 0.1), weight_decay=jstep.held("learning_rate", 0.1)

@@ -66,9 +66,9 @@ def test_zero_and_missing_updates_change_nothing():
 
 
 ZEROS = {
-    "prefix": ({"w": jnp.ones((2, 3)), "wx": jnp.zeros((2, 2))}, "the leaf at 'wx' has norm 0"),
-    "one of a stack": ({"s": jnp.ones((2, 3, 2, 2)).at[1, 2].set(0)}, r"the matrix \(1, 2\) of the leaf at 's'"),
-    "bfloat16": ({"w": jnp.zeros((2, 3), jnp.bfloat16)}, "the leaf at 'w' has norm 0"),
+    "prefix": ({"w": jnp.ones((2, 3)), "wx": jnp.zeros((2, 2))}, "the norm of 'wx'"),
+    "one of a stack": ({"s": jnp.ones((2, 3, 2, 2)).at[1, 2].set(0)}, r"the norm of 's'\[1, 2\]"),
+    "bfloat16": ({"w": jnp.zeros((2, 3), jnp.bfloat16)}, "the norm of 'w'"),
 }
 WRAPPERS = {
     "alone": lambda one: one,
@@ -86,7 +86,7 @@ WRAPPERS = {
 def test_zero_matrices_are_rejected(zeros, wrapper):
     params, message = ZEROS[zeros]
     optimizer = WRAPPERS[wrapper](jstep.on_hyperball(0.1))
-    with pytest.raises(ValueError, match=f"params: {message}.*jstep.partition"):
+    with pytest.raises(ValueError, match=f"params: {message} must not be 0 for on_hyperball"):
         jstep.TrainState.create(params, optimizer)
 
 
@@ -107,14 +107,14 @@ def test_zeros_of_other_labels_and_abstract_zeros_are_ignored():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: jstep.on_hyperball(0.1), "to keep its norm.*jstep.on_hyperball"),
-        (lambda: jstep.normalize_neurons(), "neurons.*jstep.normalize_neurons"),
-        (lambda: jstep.orthogonalize(), "orthogonal.*jstep.muon"),
+        (lambda: jstep.on_hyperball(0.1), "to keep its norm"),
+        (lambda: jstep.normalize_neurons(), "to normalize its neurons"),
+        (lambda: jstep.orthogonalize(), "to be orthogonalized"),
     ],
 )
 def test_leaves_that_are_not_matrices_are_named(make, message, leaf):
     params = {"dense": {"kernel": jnp.ones((2, 3)), "bias": leaf}}
-    with pytest.raises(ValueError, match=rf"'dense/bias' has shape \(.*: must have two axes.*{message}.*jstep.adamw"):
+    with pytest.raises(ValueError, match=rf"'dense/bias' has shape \(.*: must have two axes {message};.*partition"):
         jstep.TrainState.create(params, jstep.scope("s", jstep.chain(jstep.trace(0.9), make())))
 
 

@@ -262,7 +262,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 def test_a_state_on_no_mesh_and_an_axis_that_is_missing(use):
-    with pytest.raises(ValueError, match="which is on no mesh; put it on one") as error:
+    with pytest.raises(ValueError, match="the state must be on a mesh with this axis; put it on one") as error:
         USES[use](jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER), ("a", "b"))
     assert "put it on one by jstep.shard_state(state, mesh)" in str(error.value)
     with pytest.raises(ValueError, match=r"batch_sharding='dat': the mesh has no axis 'dat'.*'data'"):

@@ -51,7 +51,7 @@ def test_add_summary_accepts_pytrees_protos_and_bytes(tmp_path, accumulate):
         ("add_summary", event_pb2.Event(), "must be of type Summary, not an Event"),
         ("add_event", summary_pb2.Summary(), "must be of type Event, not a Summary"),
         ("add_event", b"\xff\xff", "2 bytes that are not a serialized Event"),
-        ("add_graph", 3, "must be a jax.stages.Traced"),
+        ("add_graph", 3, "must be a Traced, Lowered or GraphDef"),
         ("add_hparams", {"a": {"b": [1]}}, r"hparams\['a/b'\]=\[1\]: must be a number"),
     ],
 )
@@ -102,7 +102,7 @@ def test_a_traced_summary_or_step_is_an_error(tmp_path):
             writer.add_summary(summary.scalar("loss", x))
             return x
 
-        with pytest.raises(TypeError, match=r"summary 'loss' is traced and has no value; return it from"):
+        with pytest.raises(TypeError, match=r"summary 'loss' is traced; return it from"):
             step(1.0)
 
         @jax.jit

@@ -201,7 +201,7 @@ def test_misplaced_wrapper_raises(place):
     state = jstep.TrainState.create(PARAMS, optimizer)
     for metrics in ((), ("noise_scale",)):
         step = jstep.minimize(loss_fn_of_places, optimizer, num_microbatches=2, metrics=metrics)
-        with pytest.raises(ValueError, match=r"with_noise_scale: must wrap the whole .*noise/gradient_noise'"):
+        with pytest.raises(ValueError, match=r"with_noise_scale: must be outermost, .*noise/gradient_noise'"):
             step(state, jnp.ones(2))
 
 

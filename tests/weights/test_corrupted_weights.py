@@ -31,7 +31,9 @@ def test_error_for_a_malformed_header_names_the_file(tmp_path, name):
     header, length = MALFORMED[name]
     path = write_raw(tmp_path / "model.safetensors", header, bytes(16), length)
     for location in (path, tmp_path):
-        with pytest.raises(ValueError, match=r"model\.safetensors: is corrupted, not a safetensors") as caught:
+        with pytest.raises(
+            ValueError, match=r"model\.safetensors: is corrupted, or not readable by safetensors"
+        ) as caught:
             jstep.load_weights(location, TARGET, partial=True)
         assert len(str(caught.value)) < 1000
 
@@ -115,10 +117,10 @@ def test_finding_the_weights_in_a_folder(tmp_path):
         jstep.load_weights(tmp_path / "nothing-here", TARGET)
     with pytest.raises(ValueError, match="path='': must name a file or a folder"):
         jstep.load_weights("", TARGET)
-    with pytest.raises(FileNotFoundError, match="no weights"):
+    with pytest.raises(FileNotFoundError, match=r"the folder has no \*\.safetensors"):
         jstep.load_weights(tmp_path, TARGET)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match="no weights"):
+    with pytest.raises(FileNotFoundError, match=r"the folder has no \*\.safetensors"):
         jstep.load_weights(tmp_path, TARGET)
     write_arrays(tmp_path / "adapter.safetensors", a=[1, 2])
     (tmp_path / "._adapter.safetensors").write_bytes(b"metadata that macOS adds to copied files")

@@ -130,7 +130,7 @@ class TestTrainingStates:
         ):
             loaded = jstep.load_weights(path, target, names)
             assert loaded.get("params", loaded)["a"].tolist() == [0, 1, 2]
-        with pytest.raises(ValueError, match=r"unused \(1\): 'params/b'\. Nothing"):
+        with pytest.raises(ValueError, match=r"unused \(1\): 'params/b';"):
             jstep.load_weights(path, {"a": self.shapes()["a"]})
 
     def test_names_that_add_a_group(self, path):
@@ -209,14 +209,17 @@ class TestBadInput:
 
     def test_an_unfinished_save(self, tmp_path):
         os.rename(standard(tmp_path / "x"), tmp_path / "x.orbax-checkpoint-tmp")
-        for path, message in ((tmp_path / "x.orbax-checkpoint-tmp", "is incomplete"), (tmp_path, "no weights")):
+        for path, message in (
+            (tmp_path / "x.orbax-checkpoint-tmp", "is incomplete"),
+            (tmp_path, "not a complete"),
+        ):
             with pytest.raises((FileNotFoundError, ValueError), match=message):
                 jstep.load_weights(path, SHAPES)
 
     @pytest.mark.parametrize("text", ["", "{}", "[]", '{"tree_metadata": {"(\'a\',)": 3}}', "[" * 100_000])
     def test_metadata_of_another_version(self, tmp_path, text):
         (standard(tmp_path / "x") / "_METADATA").write_text(text)
-        with pytest.raises(ValueError, match=r"Orbax .* cannot read it.*another version of Orbax wrote it"):
+        with pytest.raises(ValueError, match=r"is corrupted, incomplete, or not readable by Orbax"):
             jstep.load_weights(tmp_path / "x", SHAPES)
 
 

@@ -182,7 +182,7 @@ def test_loss_scales_inside_are_rejected(case):
     optimizer = REJECTED[case]()
     state = jstep.TrainState.create(PARAMS, optimizer)
     step = jstep.minimize(loss_fn, optimizer)
-    with pytest.raises(ValueError, match=r"dynamic_loss_scale: must be outermost, got .*loss_scale'.*around the whole"):
+    with pytest.raises(ValueError, match=r"dynamic_loss_scale: must be outermost, got .*loss_scale'.* inside"):
         step(state, jnp.float32(1.0))
     with pytest.raises(ValueError, match="must be outermost"):
         jstep.apply_gradients(state, PARAMS, optimizer)
