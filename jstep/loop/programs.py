@@ -245,7 +245,6 @@ class ProgramTable:
 
     Attributes:
         compiling: `compiling(name)` is a context for the time in which the loop waits for the program of that name.
-        has_several: Whether a log says why a program is compiled.
         on_device: Whether batches without a sharding are put on the default device: a step that is not compiled would
             otherwise see NumPy or JAX arrays depending on prefetching.
         tracing: Held while any thread traces a program for new shapes.
@@ -262,7 +261,6 @@ class ProgramTable:
     ) -> None:
         self.is_auto, self.is_looped = steps_per_call == AUTO, steps_per_call != 1
         self.train_steps = train_steps
-        self.has_several = self.is_looped or len(train_steps.values) > 1
         self.stages = [
             Stage(
                 step,
@@ -286,6 +284,11 @@ class ProgramTable:
         self.state_shapes = shapes_of(state)
         self.tracing = threading.Lock()
         self.compiling, self._thread = compiling, threading.get_ident()
+
+    @property
+    def has_several(self) -> bool:
+        """Whether a log says why a program is compiled."""
+        return self.is_looped or len(self.stages) > 1
 
     def stage_of(self, step: int) -> Stage:
         return self.stages[self.train_steps.index(step)]
