@@ -189,12 +189,9 @@ def num_examples(args: Any) -> int | str:
     """Return the size of the leading axis of all arrays, or a string that explains why there is none."""
     sizes = trees.leading_sizes(args)
     if not sizes:
-        return "no argument has a leading axis of examples; return a pair (sum, count)"
+        return "no argument has a leading axis of examples"
     if len(sizes) > 1:
-        return (
-            f"the arguments have leading axes of different sizes ({', '.join(sizes.values())}); "
-            "return a pair (sum, count)"
-        )
+        return f"the arguments have leading axes of different sizes ({', '.join(sizes.values())})"
     return next(iter(sizes))
 
 

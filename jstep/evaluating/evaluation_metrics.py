@@ -72,7 +72,8 @@ def _kind(name: str, value: Any, rows: int | str) -> str:
     shape = np.shape(value)
     if isinstance(rows, str):
         problem = f"has shape {shape}" if shape else "is a scalar"
-        raise ValueError(f"{what} {problem}, which counts by the number of examples, and {rows}: {_MUST_BE}")
+        problem = f"{problem}, which counts by the number of examples, and {rows}"
+        raise ValueError(f"{what} {problem}; return a pair (sum, count)")
     if shape not in ((), (rows,)):
         raise ValueError(f"{what} has shape {shape} for a batch of {rows} examples: {_MUST_BE}")
     return PER_EXAMPLE if shape else MEAN

@@ -360,7 +360,8 @@ def as_average_names(use_averages: object) -> tuple[str, ...] | None:
     names = tuple(use_averages) if isinstance(use_averages, list | tuple) else (use_averages,)
     if not names or not all(isinstance(entry, str) and entry for entry in names):
         raise TypeError(
-            f"use_averages={format_value(use_averages)}: must be a bool, or the name or names of slots of averages"
+            f"use_averages={format_value(use_averages)}: must be True or False, the name of a slot of averages, or "
+            f"a list of names, got {describe_type(use_averages)}"
         )
     return names
 

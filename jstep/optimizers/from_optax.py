@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jstep.core.checks import as_function, as_string, format_value
+from jstep.core.checks import as_function, as_string, describe_type, format_value
 from jstep.core.recorded_calls import has_init_and_update, makes_optimizer
 from jstep.core.trees import Held, Optimizer, Step
 from jstep.optimizers import hyperparameters as hyper
@@ -70,7 +70,8 @@ def from_optax(
     """
     if not has_init_and_update(transformation):
         raise TypeError(
-            f"transformation={format_value(transformation)}: must have init and update, like optax.adam(1e-3)"
+            f"transformation={format_value(transformation)}: must have init and update, like optax.adam(1e-3), got "
+            f"{describe_type(transformation)}"
         )
     hyper.check_prefix("name", as_string(name, "name"))
     reported = _reported(hyperparameters)

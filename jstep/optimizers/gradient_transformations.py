@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import as_bool, as_number, format_value
+from jstep.core.checks import as_bool, as_number, describe_type, format_value
 from jstep.core.device_values import as_key
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
@@ -373,7 +373,7 @@ def scale_updates(factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any],
         }
     else:
         raise TypeError(
-            f"factors={format_value(factors)}: must map paths or globs to numbers, or be fn(path, leaf) -> number"
+            f"factors={format_value(factors)}: must be a mapping or fn(path, leaf), got {describe_type(factors)}"
         )
     return from_update("scale_updates", scale_update, {}, hyper, flags={"factor": factor}, by_rows=True)
 

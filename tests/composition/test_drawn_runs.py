@@ -247,4 +247,4 @@ def test_two_processes_of_which_one_is_slow(how: str, seed: int, tmp_path: Path)
     assert found[0] == found[1]
     assert found[0].endswith("] True")
     if found[0].startswith("preempted"):
-        assert all("stops a program only once" in str(printed(lines, "again")) for lines in output)
+        assert all("JAX stops only one" in str(printed(lines, "again")) for lines in output)

@@ -26,7 +26,7 @@ SECTIONS = [Section(*part.split("\n", 1)) for part in re.split(r"^### ", TEXT, f
 # Test IDs are ASCII: the first words of a title.
 IDS = ["-".join(re.findall(r"[A-Za-z0-9]+", section.title)[:8]) for section in SECTIONS]
 EXPENSIVE = (
-    *("Array-has-been-deleted", "A-generator-has", "The-position-cannot", "The-parameters-are-not"),
+    *("Array-has-been-deleted", "A-generator-has", "The-parameters-are-not"),
     *("The-checkpoint-was", "This-run-has-changed", "Slots-that", "A-checkpoint-is-corrupted", "A-directory-is"),
     "RESOURCE-EXHAUSTED",
 )

@@ -51,10 +51,10 @@ def test_a_batch_is_made_with_the_state_of_its_step_and_never_ahead():
     assert environment.seen == [(n, n, "MainThread") for n in range(40)]
 
 
-def test_a_position_that_cannot_be_kept_says_how_to_do_without(tmp_path):
+def test_a_position_that_cannot_be_saved_is_left_out_by_a_lambda(tmp_path):
     environment = Environment()
     environment.state_dict = lambda: {"simulator": object()}
-    with pytest.raises(TypeError, match=r"state\['simulator'\].* or pass jstep\.from_state\(lambda step, state: fn\("):
+    with pytest.raises(TypeError, match=r"state\['simulator'\].*; convert it, see docs: help/errors#positions"):
         trained(3, jstep.from_state(environment), checkpoint_dir=tmp_path)
     trained(3, jstep.from_state(lambda step, state: environment(step, state)), checkpoint_dir=tmp_path)
 

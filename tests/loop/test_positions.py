@@ -37,7 +37,7 @@ def test_each_process_restores_its_own_position(process, loader, caplog):
 @pytest.mark.parametrize("count", [1, 3, 4])
 def test_another_number_of_processes_is_an_error(process, count):
     process(0, count)
-    with pytest.raises(ValueError, match=rf"Stateful.*saved by 2 processes.*has {count}.*jstep\.batches") as error:
+    with pytest.raises(ValueError, match=rf"Stateful.*saved by 2 processes.*has {count}\.") as error:
         open_source(Stateful(), 4, 9, restore_position(positions_of(A, B)))
     assert "Start the run with 2 processes" in str(error.value)
     # Batches without a position are not affected, and neither is a finished run.

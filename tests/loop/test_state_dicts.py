@@ -67,7 +67,7 @@ def test_a_state_that_cannot_be_saved_names_the_loader(tmp_path):
         return Stateful(make=lambda at: {"lock": threading.Lock()})
 
     calls = Calls()
-    words = r"the state of the Stateful cannot be kept.* state\['lock'\] is .* type .*convert that value in its methods"
+    words = r"the position of the Stateful cannot be saved: state\['lock'\] is .* type .*; convert it, see docs"
     with pytest.raises(TypeError, match=words):
         jstep.train(STEP, state(), make(), 5, hooks=[calls], checkpoint_dir=tmp_path, progress=False)
     assert not calls.steps()

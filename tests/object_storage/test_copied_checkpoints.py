@@ -130,5 +130,5 @@ def test_weights_of_a_copy(store, tmp_path):
     made.fill()
     assert same(jstep.load_weights(f"{made.copy}/model-1", state_at(0).params), state_at(1).params)
     made.edit("model-1/manifest.json", lambda data: None)
-    with pytest.raises(FileNotFoundError, match="model-1': the folder has no weights"):
+    with pytest.raises(FileNotFoundError, match=r"model-1': the folder has no \*\.safetensors"):
         jstep.load_weights(f"{made.copy}/model-1", state_at(0).params)

@@ -36,19 +36,19 @@ def test_custom_optimizers_may_return_the_slots_they_got():
 
 def test_two_finished_updates_in_a_chain_warn():
     first, second = jstep.scope("a", jstep.adam(1.0)), jstep.gradient_descent(0.1)
-    with pytest.warns(UserWarning, match=r"optimizers\[0\] makes finished updates.*climb.*scale_by_adam.*partition"):
+    with pytest.warns(UserWarning, match=r"optimizers\[0\] makes finished updates, .*gradient ascent"):
         optimizer = jstep.chain(first, second)
     state = jstep.TrainState.create({"w": 0.0}, optimizer)
     state = jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer)
     np.testing.assert_allclose(state.params["w"], 0.1, rtol=1e-6)  # gradient ascent
     with pytest.raises(ValueError, match="'learning_rate'") as caught:
         jstep.chain(jstep.adam(1.0), second)
-    assert "climb" in str(caught.value.__notes__)
+    assert "gradient ascent" in str(caught.value.__notes__)
     held = jstep.scope("b", jstep.gradient_descent(jstep.held("rate", 0.1)))
-    with pytest.warns(UserWarning, match="climb"):
+    with pytest.warns(UserWarning, match="gradient ascent"):
         jstep.chain(jstep.skip_nonfinite(first), held)
     custom = jstep.Optimizer(lambda p, global_step=0: {}, lambda u, s, p, n: (u, s), lambda n: {"x/learning_rate": 0.1})
-    with pytest.warns(UserWarning, match="climb"):
+    with pytest.warns(UserWarning, match="gradient ascent"):
         jstep.chain(first, custom)
     jstep.chain(first, jstep.clip_gradients(by_norm=1.0), jstep.decay_weights(0.1), jstep.scale_updates({"*": 0.5}))
 
