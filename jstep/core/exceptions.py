@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -59,6 +59,20 @@ def note_other(error: BaseException, other: BaseException) -> None:
     if other is not error:
         notes = getattr(other, "__notes__", ())
         note(error, "\n".join([f"Additionally, {type(other).__name__}: {other}", *notes]))
+
+
+def noting(close: Callable[[], object]) -> Callable[[object, BaseException | None, object], None]:
+    """Return an `__exit__` that calls `close`; what it raises is noted on the error that ends the context, if any."""
+
+    def leave(kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            close()
+        except Exception as failure:
+            if error is None:
+                raise
+            note_other(error, failure)
+
+    return leave
 
 
 def with_path(error: OSError, path: str) -> OSError:

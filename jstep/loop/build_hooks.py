@@ -12,9 +12,11 @@ from jstep.hooks.reporting import LoggingHook, SummarySaverHook
 from jstep.hooks.run_hook import ReportingContext
 from jstep.hooks.speed import StepCounterHook
 from jstep.loop.dispatch import Dispatch
-from jstep.loop.run import Observers, Origin, name_of_run
+from jstep.loop.observer import Observers
+from jstep.loop.origin import Origin, name_of_run
 from jstep.loop.saving import RunSaverHook
 from jstep.loop.setup import Setup
+from jstep.record.starts import FINISHED, valid
 from jstep.stores.owners import is_alive, this_process
 from jstep.stores.urls import location
 from jstep.summary.new_event_files import STARTS, starts_here, suffix_of_run
@@ -73,11 +75,8 @@ def _open_writer(setup: Setup, saver: Saver | None, origin: Origin) -> SummaryWr
 
 def _is_another_run(setup: Setup) -> bool:
     """Return whether a start without a checkpoint begins another run: the previous one there finished, or is alive."""
-    file = setup.loop.file
-    earlier = [] if file is None else [one for one in file.earlier if not one.get("problem")]
+    earlier = [] if setup.loop.file is None else valid(setup.loop.file.earlier)
     if not earlier:
         return False
-    process, (status, *_) = earlier[-1].get("process"), earlier[-1].get("end") or (None,)
-    if status is None:
-        return process is not None and process != this_process() and bool(is_alive(process))
-    return status == "finished"
+    process, end = earlier[-1]["process"], earlier[-1]["end"]
+    return end[0] == FINISHED if end else process != this_process() and bool(is_alive(process))

@@ -10,16 +10,17 @@ from jstep.checkpoint.hook_states import is_public
 from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import hook_name
-from jstep.core.exceptions import note, note_other
+from jstep.core.exceptions import note, note_other, noting
 from jstep.core.stopwatch import FIRST_CALL, HOOKS, STEPPING
 from jstep.distributed import processes
 from jstep.evaluating.evaluation_hook import EvaluationHook
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.hook import call_named, check_hook_result, check_step, defines
+from jstep.hooks.hook import call_named, check_step, defines
 from jstep.hooks.reporting import LoggingHook
 from jstep.hooks.run_hook import Repeated, ReportingContext, RunChunk, RunHook, RunInfo
+from jstep.loop.loop_state import LEAVING, HookCall
 from jstep.loop.programs import Boundaries, Chunk, EndsAhead
-from jstep.loop.setup import LEAVING, HookCall, Setup
+from jstep.loop.setup import Setup
 from jstep.metering.cadence import NEVER, Cadence, HookSchedule, next_call
 
 
@@ -29,7 +30,6 @@ class HookRunner:
     def __init__(self, setup: Setup, hooks: list[Any], reports: ReportingContext, ended_at: int | None = None) -> None:
         self._setup, self._hooks, self._reports = setup, hooks, reports
         self.evaluations = [hook for hook in hooks if isinstance(hook, EvaluationHook)]
-        self._before = [hook for hook in hooks if defines(hook, "before_step")]
         self._schedules: list[HookSchedule] = []
         self._timed: list[HookSchedule] = []
         self._ends: EndsAhead | None = None
@@ -42,23 +42,15 @@ class HookRunner:
         """Pass the run to the built-in hooks, and close them with it."""
         for hook in self._hooks:
             if isinstance(hook, RunHook):
-                self._setup.closing.push(functools.partial(self._close, hook))
+                self._setup.closing.push(noting(functools.partial(call_named, hook, "close")))
                 hook.use_run(run)
-
-    def _close(self, hook: RunHook, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close a hook; what it raises must not replace the error that ended the run."""
-        try:
-            call_named(hook, "close")
-        except Exception as failure:
-            if error is None:
-                raise
-            note_other(error, failure)
 
     def around_chunks(self, run_chunk: RunChunk, repeated: Repeated) -> RunChunk:
         for hook in self._hooks:
             if isinstance(hook, RunHook):
                 run_chunk = hook.around_chunks(run_chunk, repeated)
-        return functools.partial(self._run_after_hooks, run_chunk) if self._before else run_chunk
+        before = [hook for hook in self._hooks if defines(hook, "before_step")]
+        return functools.partial(self._run_after_hooks, before, run_chunk) if before else run_chunk
 
     def begin(self) -> bool:
         loop, is_done = self._setup.loop, False
@@ -70,8 +62,8 @@ class HookRunner:
         self._next_due = min((schedule.next for schedule in self._schedules), default=NEVER)
         return is_done
 
-    def _run_after_hooks(self, run_chunk: RunChunk, state: Tree, chunk: Chunk) -> Any:
-        for hook in self._before:
+    def _run_after_hooks(self, hooks: list[Any], run_chunk: RunChunk, state: Tree, chunk: Chunk) -> Any:
+        for hook in hooks:
             self._call(hook, "before_step", chunk.first, state)
         return run_chunk(state, chunk)
 
@@ -79,9 +71,9 @@ class HookRunner:
         """Call `evaluate_first`, or `evaluate_owed` after a restart; return whether that ends the run."""
         loop, is_done = self._setup.loop, False
         for hook in self.evaluations:
-            if self._take(hook, method, self._call(hook, method, loop.at.step, loop.at.state)):
+            if loop.apply(HookCall(hook, method), self._call(hook, method, loop.at.step, loop.at.state)):
                 is_done = True
-                loop.stopped_by = loop.stopped_by or hook.stopped_by
+                loop.stop(hook.stopped_by)
         return is_done
 
     def after(self, first: int) -> bool:
@@ -122,51 +114,45 @@ class HookRunner:
     def _call_due_hooks(self) -> None:
         """Call all due hooks, even if one raises, so that no output is missing after a restart."""
         loop, watch, errors = self._setup.loop, self._setup.watch, Errors(self._setup)
-        step, pending = loop.at.step, tuple(loop.pending)
-        if pending:
+        step = loop.at.step
+        if loop.pending:
             watch.switch(HOOKS)
-        for hook, check in pending:
-            loop.pending.remove((hook, check))  # one that raises is not called again
-            loop.calling = HookCall(hook, "after_step")
-            with errors:
-                if check():
-                    loop.pending.append((hook, check))
+            self._poll(errors)
         for schedule in self._schedules:
             hook = schedule.hook
             if not schedule.is_due(step):
                 continue
-            calling = HookCall(hook, "after_step")
-            began = watch.switch(calling.part)
+            call = HookCall(hook, "after_step")
+            began = watch.switch(call.part)
             schedule.called = step
             if errors.all and isinstance(hook, CheckpointSaverHook) and not errors.are_of_savers:
                 continue  # the handler of the error saves
-            loop.calling = calling
-            if calling.is_users:
+            if call.is_users:
                 self._setup.sums.flush()
             with errors:
-                self._apply(hook, hook.after_step(step, loop.at.state, loop.at.metrics))
+                loop.during(call, self._after_step, call)
                 if errors.all:
                     continue
-                loop.calling = HookCall(hook, "next_due")
-                schedule.reschedule(step)
-                self._record(calling, began)
+                loop.during(HookCall(hook, "next_due"), schedule.reschedule, step)
+                self._record(call, began)
         if watch.current != STEPPING:
             watch.switch(STEPPING)
         errors.add_failures()
         errors.end()
         self._next_due = min((schedule.next for schedule in self._schedules), default=NEVER)
 
-    def _apply(self, hook: Any, result: Any) -> None:
-        if self._take(hook, "after_step", result):
-            loop = self._setup.loop
-            loop.stopped_by = loop.stopped_by or getattr(hook, "stopped_by", None) or hook_name(hook)
-
-    def _take(self, hook: Any, method: str, result: Any) -> bool:
-        """Apply the result of a hook; return whether it ends the run."""
+    def _poll(self, errors: "Errors", **options: bool) -> None:
         loop = self._setup.loop
-        stop, state = check_hook_result(result, loop.at.state, loop.at.step, f"{hook_name(hook)}.{method}")
-        loop.at = loop.at._replace(state=state)
-        return stop
+        for _ in range(len(loop.pending)):
+            hook, check = loop.pending.popleft()  # one that raises is not called again
+            with errors:
+                if loop.during(HookCall(hook, "after_step"), check, **options):
+                    loop.pending.append((hook, check))
+
+    def _after_step(self, call: HookCall) -> None:
+        loop = self._setup.loop
+        if loop.apply(call, call.hook.after_step(loop.at.step, loop.at.state, loop.at.metrics)):
+            loop.stop(getattr(call.hook, "stopped_by", None) or hook_name(call.hook))
 
     def before_save(self, step: int) -> bool:
         """Deliver pending results; return whether a hook prevents the save, on any process."""
@@ -179,11 +165,8 @@ class HookRunner:
         self._deliver_all(failed)
         built_in = [hook for hook in self._hooks if isinstance(hook, RunHook)]
         own = [hook for hook in self._hooks if not isinstance(hook, RunHook) and defines(hook, "before_save")]
-        hooks = [*own, *built_in]
-        is_prevented = True in [
-            bool(call_named(hook, "before_save", step)) for hook in hooks
-        ]  # a list: each hook must be called
-        return processes.any_process(is_prevented) if own else is_prevented
+        prevented = [bool(call_named(hook, "before_save", step)) for hook in (*own, *built_in)]  # each must be called
+        return processes.any_process(any(prevented)) if own else any(prevented)
 
     def last(self, failed: Callable[[Exception], None] | None = None) -> None:
         """Run hooks after the last call, once; `failed` receives their exceptions if another error is handled."""
@@ -192,16 +175,12 @@ class HookRunner:
             return
         self._was_last = True
         due = [schedule.hook for schedule in self._schedules if schedule.at_last(loop.at.step)]
-        last = {id(hook): hook for hook in due}  # each once
-        pending, loop.pending = loop.pending, []
-        for hook, check in [*pending, *((hook, None) for hook in last.values())]:
-            loop.calling = HookCall(hook, "after_step")
-            with errors, self._setup.watch.part(HOOKS):
-                if check is not None:
-                    check(wait=True)
-                else:
-                    self._apply(hook, hook.after_step(loop.at.step, loop.at.state, loop.at.metrics))
-        loop.calling = None
+        calls = {id(hook): HookCall(hook, "after_step") for hook in due}  # each hook once
+        with self._setup.watch.part(HOOKS):
+            self._poll(errors, wait=True)
+            for call in calls.values():
+                with errors:
+                    loop.during(call, self._after_step, call)
         self._deliver_all(functools.partial(errors.add, calling=None))
         errors.add_failures()
         errors.end(failed)
@@ -240,13 +219,13 @@ class HookRunner:
             if not hasattr(hook, "end"):
                 continue
             try:
-                self._take(hook, "end", self._call(hook, "end", loop.at.step, loop.at.state))
+                loop.apply(HookCall(hook, "end"), self._call(hook, "end", loop.at.step, loop.at.state))
             except Exception as error:
                 if is_saver:
                     errors.add(error, loop.calling)
                     continue
                 if not trees.is_donated(before):
-                    loop.at = loop.at._replace(state=before)  # the next start calls all of them again
+                    loop.replace_state(before)  # the next start calls all of them again
                 raise
         errors.end()
 
@@ -261,18 +240,16 @@ class HookRunner:
         return self._setup.is_at_last and is_evaluated and not has_ends and loop.phase != LEAVING
 
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
-        watch, calling = self._setup.watch, HookCall(hook, method)
-        self._setup.loop.calling = calling
+        watch, call = self._setup.watch, HookCall(hook, method)
         began = watch.clock()
-        with contextlib.nullcontext() if calling.part == STEPPING else watch.part(calling.part):
-            result = getattr(hook, method)(*args)
-        self._record(calling, began)
-        self._setup.loop.calling = None
+        with contextlib.nullcontext() if call.part == STEPPING else watch.part(call.part):
+            result = self._setup.loop.during(call, getattr(hook, method), *args)
+        self._record(call, began)
         return result
 
-    def _record(self, calling: HookCall, began: float) -> None:
-        if calling.part != STEPPING:
-            self._setup.watch.record(calling.thing, began)
+    def _record(self, call: HookCall, began: float) -> None:
+        if call.part != STEPPING:
+            self._setup.watch.record(call.thing, began)
 
     def ends(self, boundaries: Boundaries) -> EndsAhead:
         """Return the steps at which calls must end, also because a hook is due."""
@@ -285,20 +262,17 @@ class HookRunner:
             due = lines.next_multiple(step)
             try:
                 for hook in hooks:
-                    loop.calling = HookCall(hook, "next_due")
                     due = min(due, next_call(hook, step)[1])
             except Exception as error:  # raised when the run gets there
                 note(error, f"jstep: in {hook_name(hook)}.next_due({step}), which says where calls end")
                 raise
-            finally:
-                loop.calling = None
             return due
 
         self._ends = EndsAhead(boundaries.ends(loop.first, options.stop_step, due_after))
         return self._ends
 
 
-class Errors:
+class Errors(contextlib.AbstractContextManager["Errors"]):
     """The errors of hooks, which are all called, each in this context."""
 
     def __init__(self, setup: Setup) -> None:
@@ -306,9 +280,6 @@ class Errors:
         self._calling: HookCall | None = None
         self.are_of_savers = True
         self.all: list[Exception] = []
-
-    def __enter__(self) -> None:
-        """One call of a hook begins."""
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if not isinstance(error, Exception):

@@ -20,7 +20,7 @@ from jstep.hooks.hook import state_step
 from jstep.hooks.notebook import Below, NotebookBar, ShownLines
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.speed import format_utilization
-from jstep.loop.run import Observer
+from jstep.loop.observer import Observer
 from jstep.loop.setup import Setup
 from jstep.metering.cadence import Cadence, Clock
 from jstep.metering.numbers import TransferQueue, as_numbers, begin_transfer, format_number, scalars

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import logging
 import math
-import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
@@ -23,20 +22,21 @@ from jstep.core.secret_text import error_text
 from jstep.core.tables import printable
 from jstep.core.threads import Task, in_background, wait_until_done
 from jstep.data.sequence import BatchSequence
-from jstep.loop.branch import PARENT, PARENT_RUN
 from jstep.loop.card import card, program_card, shortened
+from jstep.loop.observer import Observer
+from jstep.loop.origin import PARENT, PARENT_RUN, STOPPED, Origin, name_of_run
 from jstep.loop.programs import Chunk, lanes_of
-from jstep.loop.run import STOPPED, Observer, Origin, Run, name_of_run
+from jstep.loop.run import Run
 from jstep.loop.setup import Setup
 from jstep.metering.numbers import is_ready, read_values, scalars
 from jstep.record.code import GIT_TIMEOUT_SECS, code_version
 from jstep.record.config import command_line, json_number
 from jstep.record.differences import changes
 from jstep.record.stall_files import exit_reason
-from jstep.record.starts import FINISHED, FOLDER, KILLED, Start, StartFile, read_starts, totals, valid, with_card
+from jstep.record.starts import FINISHED, KILLED, Start, StartFile, read_starts, totals, valid, with_card
 from jstep.state.sharding import describe_devices
 from jstep.stores.owners import is_alive, this_process
-from jstep.stores.urls import absolute, is_url, location
+from jstep.stores.urls import absolute, location
 
 PAST, START = "past", "start"
 """The key of a checkpoint's `extra` with what was before it, and in it the start that made it: its number, `began`."""
@@ -60,8 +60,6 @@ class Recorder(Observer):
         self._opening: Task[None] | None = None
         self._stopped_by: object = None  # the hook that stopped an earlier start
         self._devices: list[Any] = []
-        self._saver: Saver | None = None
-        self._origin = Origin()
         self._card: dict[str, Any] = {}
         self._kept: Mapping[str, Any] | None = None  # the past of the restored checkpoint, until it is compared
         self._latest: list[Task[None]] = []  # the newest task of the card; each waits for the one before
@@ -69,7 +67,7 @@ class Recorder(Observer):
     # The start and the end.
 
     def opened(self, saver: Saver | None, origin: Origin) -> None:
-        self._saver, where = saver, self.setup.options.where
+        where = self.setup.options.where
         if where is None or jax.process_index() != 0:
             return
         # In a thread: a signal ends this wait, but leaves no start without its file.
@@ -87,9 +85,6 @@ class Recorder(Observer):
         except (OSError, ValueError) as error:
             _logger.warning("%s: this run cannot be recorded: %s", where, error)
             return
-        old = os.path.join(where, "timeline.jsonl")
-        if not is_url(where) and os.path.exists(old) and not os.path.lexists(os.path.join(where, FOLDER)):
-            _logger.info("%s is of an earlier version, and is not read: the record of this run begins anew", old)
         own = [] if origin.is_copy else earlier
         newest = next(reversed(valid(own)), None)
         self._stopped_by = origin.extra.get(STOPPED)
@@ -212,41 +207,35 @@ class Recorder(Observer):
     # The card, in background threads, in order.
 
     def _is_active(self) -> bool:
-        return jax.process_index() == 0 and (self.setup.loop.file is not None or self._saver is not None)
+        run = self._run
+        return jax.process_index() == 0 and run is not None and (run.saver or self.setup.loop.file) is not None
 
     def _begin(self, task: Callable[[], None]) -> None:
         before = self._latest
 
-        def run() -> None:
+        def when_due() -> None:
             wait(before)
             try:
                 task()
             except Exception as error:
                 _logger.warning("this run could not be recorded: %s: %s", type(error).__name__, error, extra=BELOW_BAR)
 
-        self._latest = [in_background(run, name="jstep-card")]
+        self._latest = [in_background(when_due, name="jstep-card")]
 
     def _add_code(self) -> None:
         if (code := code_version()) is not None and (file := self.setup.loop.file) is not None:
             file.write(code)
 
     def before_begin(self, run: Run) -> None:
-        self._run, self._origin, origin = run, run.origin, run.origin
+        self._run, origin = run, run.origin
         if not self._is_active():
             return
         if origin.restored is not None and isinstance(kept := origin.extra.get(PAST), dict):
             self._kept = kept
-        loop = self.setup.loop
-        made_of = (
-            self.setup.options,
-            self.setup.train_steps,
-            loop.first,
-            run.dispatch.table.state_shapes,
-            self.setup.batches,
-        )
+        setup, first, shapes = self.setup, self.setup.loop.first, run.dispatch.table.state_shapes
 
         def record() -> None:
-            self._card = card(*made_of)
+            self._card = card(setup.options, setup.train_steps, first, shapes, setup.batches)
             self._write_card()
 
         self._begin(record)
@@ -274,14 +263,15 @@ class Recorder(Observer):
 
     def _compare(self, *, is_idle: bool = False) -> None:
         kept, self._kept = self._kept, None
-        if kept is not None and self._saver is not None and self._origin.restored is not None:
-            self._report(kept, self._saver, self._origin.restored, is_idle=is_idle)
+        run = self._run
+        if kept is not None and run is not None and run.saver is not None and run.restored is not None:
+            self._report(kept, run.saver, run.restored, is_idle=is_idle)
 
     # What a restart says.
 
     def about_to_save(self, step: int) -> dict[str, Any]:
         """Record the save, and return the past to save with the checkpoint, as `{PAST: …}`."""
-        extra, file = self._origin.extra, self.setup.loop.file
+        extra, file = {} if self._run is None else self._run.origin.extra, self.setup.loop.file
         if file is not None:
             newest = self._newest()
             stepping, rate = newest["seconds"].get(stopwatch.STEPPING, 0.0), newest["values"].get("learning_rate")

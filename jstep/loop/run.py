@@ -1,16 +1,14 @@
-"""A complete run of `train`, its origin, and the interface of its observers."""
+"""A complete run of `train`, and its decision whether the state may be saved."""
 
 import contextlib
 import dataclasses
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from jstep.checkpoint.saver import Saver
-from jstep.core.annotations import Tree
 from jstep.core.exceptions import WrongStateError
 from jstep.core.meshes import internal_transfers
 from jstep.data.loaders import Source
@@ -18,121 +16,20 @@ from jstep.distributed import processes
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.nan_loss import NanLossHook
 from jstep.hooks.run_hook import Poll, RunHook, RunInfo
-from jstep.loop.branch import RUN_KEY, Trunk
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import BatchFeeder
 from jstep.loop.hook_runner import HookRunner
-from jstep.loop.programs import Chunk
-from jstep.loop.setup import HookCall, Setup
+from jstep.loop.loop_state import HookCall
+from jstep.loop.observer import Observers
+from jstep.loop.origin import Origin, name_of_run
+from jstep.loop.setup import Setup
 from jstep.metering.metric_sums import is_bad
 from jstep.metering.numbers import host
 from jstep.state.nonfinite import NanLossDuringTrainingError, StateContents, in_words
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import LOSS
 
-ENDED, STOPPED = "ended", "stopped"
-"""Keys of a checkpoint's `extra`: the step at which its hooks have ended, and the name of the hook that stopped it."""
-
 _ELSEWHERE, _NOT_FINITE = "those of another process", "its loss is not finite"
-
-
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    """The state or checkpoint that a run starts from.
-
-    Attributes:
-        restored: The step of the restored state; None if the given one is used.
-        given: The step of the given state; None if it is abstract or was donated.
-        held: Name → initial value of the held hyperparameters.
-        first: The first step, if known before the state is restored.
-        trunk: The checkpoint of another run to begin from.
-        parent: The path and step of the checkpoint that this run branched from.
-        parent_run: The name of the run that saved it, if this is the first start.
-        is_claimed: Whether the run holds the claim of its checkpoints, which it needs only if there is a step left.
-        is_copy: Whether this is the first start in a copy of another run's directory.
-    """
-
-    latest: int | None = None
-    restored: int | None = None
-    given: int | None = None
-    held: dict[str, float] = dataclasses.field(default_factory=dict)
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
-    first: int | None = None
-    trunk: Trunk | None = None
-    parent: dict[str, Any] | None = None
-    parent_run: str | None = None
-    is_claimed: bool = False
-    is_copy: bool = False
-
-    @property
-    def is_at_branch_point(self) -> bool:
-        """Whether the run is at the step at which it branched off, not stopped there by its own hook."""
-        return self.trunk is not None or (
-            self.parent is not None and self.parent["step"] == self.restored and STOPPED not in self.extra
-        )
-
-
-class Observer(contextlib.AbstractContextManager["Observer"]):
-    """An observer of a run: a context manager that exits once the run has closed.
-
-    Methods are roughly in the order of a run; `flush` and `about_to_save` are called many times.
-    """
-
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        return None
-
-    def opened(self, saver: Saver | None, origin: Origin) -> None:
-        """Called once the run may write to its directory, before the state is restored."""
-
-    def progress_hook(self) -> Any:
-        """Return a hook that shows the progress in place of log lines, or None."""
-        return None
-
-    def before_begin(self, run: "Run") -> None:
-        """Called with the opened run, whose state is restored."""
-
-    def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
-        """Return a meter of the utilization, before the first step, or None."""
-        return None
-
-    def idle(self) -> None:
-        """Called if the run takes no step."""
-
-    def compiling(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """A context for the time in which the loop waits for a program."""
-        return contextlib.nullcontext()
-
-    def after_first(self, chunk: Chunk, state: Tree) -> None:
-        """Called after the first call of each stage, with the state that it returned."""
-
-    def flush(self) -> None:
-        """Called in the background before each checkpoint appears: flush anything that must not be older."""
-
-    def about_to_save(self, step: int) -> dict[str, Any]:
-        """Called before a save that nothing prevents any more; return entries for the checkpoint's `extra`."""
-        return {}
-
-    def before_close(self) -> None:
-        """Called when the run is over, or failed, while its last state and metrics still exist."""
-
-
-Observers = tuple[Observer, ...]
-
-
-@contextlib.contextmanager
-def compiling_for(observers: Observers, name: str) -> Iterator[None]:
-    with contextlib.ExitStack() as contexts:
-        for observer in observers:
-            contexts.enter_context(observer.compiling(name))
-        yield
-
-
-def name_of_run(setup: Setup, origin: Origin) -> str:
-    kept = origin.extra.get(RUN_KEY) if origin.trunk is None else None
-    return kept if isinstance(kept, str) and re.fullmatch(r"[0-9a-f]{8}", kept) else setup.new_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,7 +87,7 @@ class Run(RunInfo):
 
     def stop(self, by: str) -> None:
         if not self.setup.loop.is_over:
-            self.setup.loop.stopped_by = self.setup.loop.stopped_by or by
+            self.setup.loop.stop(by)
 
     def log_failed(self, log: Any, error: Exception) -> None:
         self.setup.loop.failures.append((HookCall(log, "flush"), error))

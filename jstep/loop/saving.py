@@ -8,9 +8,9 @@ Entries are saved by these methods of `RunSaverHook`:
 | `hooks` | the states of the hooks | `_hooks` | `restore_hooks` |
 | `stopped` | the name of the hook that stopped the run | `_hooks` | a log line; it is kept if no step is run |
 | `ended` | the step at which the hooks have ended | `_hooks` | `HookRunner`, which ends them once |
-| `held` | the initial values of held hyperparameters | `_extra_with` | `restore`, which warns if the new ones differ |
-| `run` | the name of the run and of its event files | `_extra_with` | `Run.name` |
-| `parent` | path and step of the checkpoint that the run began from | `_extra_with` | `parent_in`, for `Origin` |
+| `held` | the initial values of held hyperparameters | `_extra_of_run` | `origin.restore`, which warns of others |
+| `run` | the name of the run and of its event files | `_extra_of_run` | `Run.name` |
+| `parent` | path and step of the checkpoint that the run began from | `_extra_of_run` | `open_checkpoints` |
 | others | data of an observer, such as the past of a card | `Observer.about_to_save` | the observer |
 """
 
@@ -25,7 +25,6 @@ import jax
 
 from jstep.checkpoint.hook_states import get_states, set_states
 from jstep.checkpoint.manifest import Extra
-from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING, STEPPING
@@ -34,33 +33,19 @@ from jstep.distributed import processes
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.nan_loss import about_start
 from jstep.loop.arguments import MAX_SECS, Options
-from jstep.loop.branch import (
-    PARENT,
-    RUN_KEY,
-)
+from jstep.loop.origin import ENDED, HELD_VALUES, PARENT, RUN_KEY, STOPPED
 from jstep.loop.programs import AUTO
-from jstep.loop.run import ENDED, STOPPED, Run
+from jstep.loop.run import Run
 from jstep.metering.cadence import Cadence
 from jstep.state.train_state import TrainState
-from jstep.stores.tagged_json import AttachedFiles, LargeBytes, as_json, with_files
+from jstep.stores.tagged_json import AttachedFiles, as_json
 from jstep.stores.urls import is_url
 from jstep.training.metrics import Metrics
 
 _logger = logging.getLogger("jstep")
 
-HOOK_STATES, HELD_VALUES = "hooks", "held"
-"""Keys of a checkpoint's `extra`, in addition to those of the run, of positions and of observers."""
-
-# What a checkpoint holds beside the state, and the hooks that are restored from it.
-
-
-def extra_at(saver: Saver, step: int) -> dict[str, Any]:
-    """Return the data that `train` saved beside the state at a step, or an empty dict."""
-    extra = saver.extra(step)
-    if not isinstance(extra, dict):
-        return {}
-    loaded: dict[str, Any] = with_files(extra, lambda name: LargeBytes(load=lambda: saver.read_file(name, step)))
-    return loaded
+HOOK_STATES = "hooks"
+"""The key of a checkpoint's `extra`, in addition to those of the origin, of positions and of observers."""
 
 
 def restore_hooks(run: Run) -> bool:
@@ -191,14 +176,13 @@ class RunSaverHook(CheckpointSaverHook):
     def save_alone(self, step: int, state: TrainState, *, is_finite: bool) -> None:
         """Save from another thread while the loader or a hook stalls, without calling any hook."""
         if not super().has_saved(step, state):
-            hooks = self._saved_host_state.hooks  # as of the latest save
-            extra = self._extra_with(lambda: _HostState(self._positions(), hooks))
+            extra = self._extra_of_run(self._saved_host_state.hooks)  # as of the latest save
             with internal_transfers(), self.saver.knowing(is_finite):
                 self.saver.save(state, extra=extra)
         self.saver.wait()
 
     def restored(self, step: int, state: TrainState) -> None:
-        self._host_state = self._contents()
+        self._host_state = _HostState(self._positions(), self._hooks())
         self.mark_saved(step, state)
 
     def mark_saved(self, step: int, state: TrainState) -> None:
@@ -216,16 +200,6 @@ class RunSaverHook(CheckpointSaverHook):
         if run.source.is_of_state and run.feeder.has_begun:
             is_same = not processes.any_process(not self._positions().is_same(saved.positions))
         return self._hooks().is_same(saved.hooks) and is_same
-
-    def _extra_of_run(self) -> Extra:
-        def contents() -> _HostState:
-            self._host_state = self._contents()
-            return self._host_state
-
-        return self._extra_with(contents)
-
-    def _contents(self) -> _HostState:
-        return _HostState(self._positions(), self._hooks())
 
     def _hooks(self) -> Extra:
         run = self.run
@@ -245,8 +219,11 @@ class RunSaverHook(CheckpointSaverHook):
         # A batch that was fetched but not trained on is fetched again after a restart.
         return Extra(*gather_positions(run.feeder.position_after(run.step - run.setup.loop.first)))
 
-    def _extra_with(self, host_state: Callable[[], _HostState]) -> Extra:
-        """Notify the observers of a save that nothing prevents any more, and return its `extra`."""
+    def _extra_of_run(self, states: Extra | None = None) -> Extra:
+        """Notify the observers of a save that nothing prevents any more, and return its `extra`.
+
+        `states` are those of the hooks, if they must not be asked.
+        """
         run = self.run
         # A run that resumes from a checkpoint does not write earlier summaries again.
         if (writer := run.reports.writer) is not None:
@@ -254,7 +231,8 @@ class RunSaverHook(CheckpointSaverHook):
                 writer.drain()
             except Exception as error:
                 run.log_failed(writer, error)
-        positions, hooks = host_state()
+        self._host_state = _HostState(self._positions(), self._hooks() if states is None else states)
+        positions, hooks = self._host_state
         observed: dict[str, Any] = {}
         for observer in run.observers:
             observed |= observer.about_to_save(run.step)
@@ -270,9 +248,7 @@ def why_position_lost(run: Run) -> str:
     """Describe why the state must not be saved: the batches have advanced past it; "" if not."""
     if run.saver is None or not run.feeder.is_position_lost(run.step - run.setup.loop.first):
         return ""
-    newest = run.saver.latest_step()
-    name = "" if newest is None else checkpoint_name(run.saver.prefix, newest)
     return (
-        "the data source has advanced, and its position is too large (above 64 kB) to be copied "
-        f"before each batch; {f'the newest is {name}' if name else 'there is no checkpoint'}"
+        "the data source has advanced, and its position is too large (above 64 kB) to be copied before each batch; the "
+        "next start resumes from the newest checkpoint, if there is one"
     )

@@ -26,8 +26,10 @@ from jstep.core import threads
 from jstep.core.checks import as_number, hook_name
 from jstep.core.stopwatch import EVALUATING, SAVING, STARTING, WAITING
 from jstep.hooks.run_hook import RunHook
-from jstep.loop.run import Observer, Run
-from jstep.loop.setup import BEGINNING, CLOSING, HookCall, Setup
+from jstep.loop.loop_state import BEGINNING, CLOSING, HookCall
+from jstep.loop.observer import Observer
+from jstep.loop.run import Run
+from jstep.loop.setup import Setup
 from jstep.loop.stopping import save_while_it_hangs
 from jstep.record.stall_files import CALL, WITH_OTHERS, StallFiles, silent
 

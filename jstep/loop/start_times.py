@@ -29,6 +29,15 @@ class Compiled:
     hits: int = 0
     unfinished: float = 0.0
 
+    def follow(self, event: str) -> None:
+        """Count an event of JAX in this thread."""
+        if event == "/jax/compilation_cache/cache_hits":
+            self.hits += 1
+        elif event == "/jax/core/compile/backend_compile_duration":
+            self.programs, self.unfinished = self.programs + 1, 0.0
+        elif event.startswith("/jax/core/compile/"):
+            self.unfinished = time.perf_counter()
+
     def add(self, there: "Compiled") -> None:
         self.programs, self.hits, self.unfinished = self.programs + there.programs, self.hits + there.hits, 0.0
 
@@ -45,21 +54,8 @@ def thread_record() -> Compiled:
     return _of_thread.compiled
 
 
-def _count_compilation(event: str, duration_secs: float, **_: str | int) -> None:
-    if event.startswith("/jax/core/compile/"):
-        thread_record().unfinished = time.perf_counter()
-    if event == "/jax/core/compile/backend_compile_duration":
-        record = thread_record()
-        record.programs, record.unfinished = record.programs + 1, 0.0
-
-
-def _count_hit(event: str, **_: str | int) -> None:
-    if event == "/jax/compilation_cache/cache_hits":
-        thread_record().hits += 1
-
-
-jax.monitoring.register_event_duration_secs_listener(_count_compilation)
-jax.monitoring.register_event_listener(_count_hit)
+jax.monitoring.register_event_duration_secs_listener(lambda event, duration_secs, **_: thread_record().follow(event))
+jax.monitoring.register_event_listener(lambda event, **_: thread_record().follow(event))
 
 
 # The times of a start, in which restoring, compiling and the first batch overlap.

@@ -30,9 +30,11 @@ from jstep.core.logs import BELOW_BAR
 from jstep.distributed import processes
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.loop.hook_runner import Errors
-from jstep.loop.run import STOPPED, Run
+from jstep.loop.loop_state import HookCall
+from jstep.loop.origin import STOPPED
+from jstep.loop.run import Run
 from jstep.loop.saving import RunSaverHook, why_position_lost
-from jstep.loop.setup import HookCall, Setup
+from jstep.loop.setup import Setup
 from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")
@@ -105,14 +107,14 @@ def exit_on_signal(run: Run) -> NoReturn:
 def leave_at_once(step: int, error: KeyboardInterrupt) -> NoReturn:
     """Leave after a second Ctrl-C, whose traceback would fill pages."""
     again = KeyboardInterrupt(f"SIGINT was received twice: the run ended immediately, at step {step}")
-    again.state = error.state  # type: ignore[attr-defined]
+    _attach(again, getattr(error, "state", None))
     raise again.with_traceback(None) from None
 
 
 def leave_after_closing(setup: Setup, state: TrainState | None) -> NoReturn:
     """Leave after a signal that arrived when the run had ended, or failed, and closed its resources."""
     error = setup.signals.stop_error(f"after step {setup.loop.at.step}, while it closed")
-    error.state = state  # type: ignore[attr-defined]
+    _attach(error, state)
     if state is not None:
         interactive.keep(state)
     raise error
@@ -123,7 +125,7 @@ def leave_after_closing(setup: Setup, state: TrainState | None) -> NoReturn:
 
 def note_closing(setup: Setup, error: Exception, state: TrainState) -> None:
     """Attach the last state to an error of a run that had ended, such as that of a log which it could not close."""
-    error.state = state  # type: ignore[attr-defined]
+    _attach(error, state)
     step = setup.loop.at.step
     note(error, f"jstep: at step {step}, while the run closed; the state after step {step} is in its `state`.")
 
@@ -131,9 +133,13 @@ def note_closing(setup: Setup, error: Exception, state: TrainState) -> None:
 def keep_state(setup: Setup, error: BaseException) -> bool:
     """Attach the last complete state to an exception; return whether it is lost."""
     lost = trees.is_donated(setup.loop.at.state)
-    with contextlib.suppress(Exception):
-        error.state = None if lost else setup.loop.at.state  # type: ignore[attr-defined]
+    _attach(error, None if lost else setup.loop.at.state)
     return lost
+
+
+def _attach(error: BaseException, state: TrainState | None) -> None:
+    with contextlib.suppress(Exception):  # a class of exceptions may reject attributes
+        error.state = state  # type: ignore[attr-defined]
 
 
 def rescue(run: Run, error: BaseException) -> None:
@@ -188,10 +194,10 @@ def _saved(run: Run, error: BaseException) -> str:
         lost = why_position_lost(run)
     except Exception as failure:  # an earlier save failed
         return f", and could not be saved: {_error_clause(failure)}"
-    outcomes = [f"is not saved: {lost}"] if lost else []
+    if lost:
+        return f", and is not saved: {lost}"
+    outcomes = list[str]()
     for hook in savers:
-        if lost and isinstance(hook, RunSaverHook):
-            continue
         try:
             outcome = _save(run, hook, f" as {checkpoint_name(hook.saver.prefix, run.step)}")
         except Exception as failure:
@@ -200,14 +206,12 @@ def _saved(run: Run, error: BaseException) -> str:
             if outcomes and not is_same:
                 note(error, f"Additionally, {hook_name(hook)} could not save step {run.step}: {_error_clause(failure)}")
         outcomes.append(outcome)
-    run.setup.loop.calling = None
     return f", and {outcomes[0]}"
 
 
 def _save(run: Run, hook: CheckpointSaverHook, where: str = "") -> str:
     """Let a hook save the state; return the outcome. That of the first hook, the run's own if any, is reported."""
-    run.setup.loop.calling = HookCall(hook, "save")
-    if hook.save(run.step, run.state, wait=True):
+    if run.setup.loop.during(HookCall(hook, "save"), hook.save, run.step, run.state, wait=True):
         return f"is saved{where}; start the run again to resume"
     return "is not saved: a hook prevented it"
 

@@ -23,11 +23,13 @@ from jstep.distributed import processes
 from jstep.hooks.hook import check_step
 from jstep.loop.arguments import Options, as_steps_per_call, cache_directory, check, explains_arguments
 from jstep.loop.hook_runner import close_hooks
+from jstep.loop.loop_state import CLOSING, ENDING, LEAVING, RUNNING, At
+from jstep.loop.observer import Observer, Observers
 from jstep.loop.programs import Chunk, as_stages
 from jstep.loop.progress import Progress
 from jstep.loop.recorder import Recorder
-from jstep.loop.run import Observer, Observers, Run
-from jstep.loop.setup import CLOSING, ENDING, LEAVING, RUNNING, At, Setup, new_setup
+from jstep.loop.run import Run
+from jstep.loop.setup import Setup, new_setup
 from jstep.loop.signals import StopWaiting
 from jstep.loop.stalls import StallWatch
 from jstep.loop.start import begin, open_run

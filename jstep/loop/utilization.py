@@ -13,8 +13,9 @@ import jax
 from jstep.core.annotations import Tree
 from jstep.core.jaxprs import Product, body_of, has_remat
 from jstep.core.placement import device_count, device_of
+from jstep.loop.observer import Observer
 from jstep.loop.programs import Chunk
-from jstep.loop.run import Observer, Run
+from jstep.loop.run import Run
 from jstep.loop.work import work_of
 from jstep.state.train_state import TrainState
 

@@ -26,9 +26,9 @@ from jstep.hooks.hook import check_step
 from jstep.loop.arguments import as_steps_per_call, check, check_locations
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import copy_batches
+from jstep.loop.loop_state import At
+from jstep.loop.origin import extra_at
 from jstep.loop.programs import Boundaries, Program, ProgramTable, as_stages, make_chunks
-from jstep.loop.saving import extra_at
-from jstep.loop.setup import At
 from jstep.loop.train import train
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState

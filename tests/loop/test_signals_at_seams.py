@@ -15,7 +15,8 @@ from loop_runs import OPTIMIZER, train
 
 import jstep
 from jstep.hooks.run_hook import RunHook
-from jstep.loop.setup import ENDING, LEAVING, Setup
+from jstep.loop.loop_state import ENDING, LEAVING
+from jstep.loop.setup import Setup
 
 MAIN = Path(jstep.__file__).parent / "loop"
 

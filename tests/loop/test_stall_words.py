@@ -11,7 +11,7 @@ from jstep.core.stopwatch import EVALUATING, SAVING, STARTING, STEPPING, WAITING
 from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, TRACING
 from jstep.hooks.run_hook import RunHook
 from jstep.loop import stalls
-from jstep.loop.setup import BEGINNING, CLOSING, RUNNING, At, HookCall
+from jstep.loop.loop_state import BEGINNING, CLOSING, RUNNING, At, HookCall
 from jstep.loop.stalls import StallWatch, Wait
 from jstep.metering.in_flight import InFlight
 

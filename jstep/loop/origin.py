@@ -1,0 +1,470 @@
+"""The origin of a run: the state or the checkpoint that it begins from, opened and restored.
+
+In this order: the checkpoints are opened, a branch reads the checkpoint that it begins from, a copy of another run's
+directory becomes a run of its own, and, after the first batch and program were begun, the newest checkpoint is
+restored.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import re
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jstep.checkpoint.manifest import CheckpointError
+from jstep.checkpoint.names import checkpoint_name, latest_checkpoint
+from jstep.checkpoint.open_store import open_store
+from jstep.checkpoint.saver import Saver
+from jstep.checkpoint.store import Store
+from jstep.core import trees
+from jstep.core.annotations import Tree
+from jstep.core.exceptions import noting
+from jstep.core.meshes import internal_transfers
+from jstep.distributed import processes
+from jstep.hooks.hook import state_step
+from jstep.loop.arguments import Options
+from jstep.loop.setup import Setup
+from jstep.metering.numbers import read_values
+from jstep.optimizers.hyperparameters import held_values
+from jstep.record.starts import original_of, read_starts, valid
+from jstep.state.global_step import require_alive
+from jstep.state.leaves import StateLeaves
+from jstep.state.train_state import TrainState
+from jstep.stores import tagged_json
+from jstep.stores.files import is_directory
+from jstep.stores.urls import is_url, join_path, resolve_path, split_path
+
+ENDED, STOPPED, HELD_VALUES = "ended", "stopped", "held"
+"""Keys of a checkpoint's `extra`: the step at which its hooks have ended, the name of the hook that stopped it, and the
+initial values of held hyperparameters."""
+RUN_KEY, PARENT, PARENT_RUN = "run", "parent", "parent_run"
+"""Keys in `extra` and in starts: the name of the run, and the checkpoint that it began from; in starts also the name of
+the run that saved that checkpoint."""
+_NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
+_PROBLEM = "start_from cannot be read"
+_logger = logging.getLogger("jstep")
+
+
+class Trunk(NamedTuple):
+    """The checkpoint of another run; a different `extra` later means that it was replaced.
+
+    Attributes:
+        is_named: Whether `start_from` names the checkpoint itself, which is never exchanged for another one.
+        edited: The step of the state passed, if the run begins with that state in place of the checkpoint's, else 0.
+    """
+
+    saver: Saver
+    step: int
+    extra: Any
+    is_named: bool
+    edited: int
+
+    @property
+    def parent(self) -> dict[str, Any]:
+        path = join_path(resolve_path(self.saver.directory), checkpoint_name(self.saver.prefix, self.step))
+        return {"path": path, "step": self.step}
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """The state or checkpoint that a run starts from.
+
+    Attributes:
+        restored: The step of the restored state; None if the given one is used.
+        given: The step of the given state; None if it is abstract or was donated.
+        held: Name → initial value of the held hyperparameters.
+        first: The first step, if known before the state is restored.
+        trunk: The checkpoint of another run to begin from.
+        parent: The path and step of the checkpoint that this run branched from.
+        parent_run: The name of the run that saved it, if this is the first start.
+        is_claimed: Whether the run holds the claim of its checkpoints, which it needs only if there is a step left.
+        is_copy: Whether this is the first start in a copy of another run's directory.
+    """
+
+    latest: int | None = None
+    restored: int | None = None
+    given: int | None = None
+    held: dict[str, float] = dataclasses.field(default_factory=dict)
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    first: int | None = None
+    trunk: Trunk | None = None
+    parent: dict[str, Any] | None = None
+    parent_run: str | None = None
+    is_claimed: bool = False
+    is_copy: bool = False
+
+    @property
+    def is_at_branch_point(self) -> bool:
+        """Whether the run is at the step at which it branched off, not stopped there by its own hook."""
+        return self.trunk is not None or (
+            self.parent is not None and self.parent["step"] == self.restored and STOPPED not in self.extra
+        )
+
+
+def name_of_run(setup: Setup, origin: Origin) -> str:
+    kept = origin.extra.get(RUN_KEY) if origin.trunk is None else None
+    return kept if isinstance(kept, str) and re.fullmatch(r"[0-9a-f]{8}", kept) else setup.new_name
+
+
+# Open the checkpoints: those of the run, or the one that a branch begins from.
+
+
+def extra_at(saver: Saver, step: int) -> dict[str, Any]:
+    """Return the data that `train` saved beside the state at a step, or an empty dict."""
+    extra = saver.extra(step)
+    if not isinstance(extra, dict):
+        return {}
+    loaded: dict[str, Any] = tagged_json.with_files(
+        extra, lambda name: tagged_json.LargeBytes(load=lambda: saver.read_file(name, step))
+    )
+    return loaded
+
+
+def open_checkpoints(setup: Setup) -> tuple[Saver | None, Origin]:
+    """Open the checkpoints, and read the small parts of the newest one."""
+    options, state = setup.options, setup.loop.at.state
+    given, directory = _step_of_values(state), options.checkpoint_dir
+    saver, origin = None, Origin(given=given, first=given)
+    if directory is not None:
+
+        def opened() -> tuple[Saver, int | None]:
+            saver = directory if isinstance(directory, Saver) else Saver(directory, prefix=options.checkpoint_prefix)
+            return saver, saver.latest_step()
+
+        saver, latest = processes.on_all_processes(opened, "the checkpoints cannot be read")
+        setup.closing.push(noting(functools.partial(_close, setup, saver)))
+        origin = dataclasses.replace(origin, latest=latest, held={} if given is None else _held(state))
+    trunk = _open_trunk(options, saver, origin.latest, given)
+    if saver is not None:
+        if origin.latest is None or origin.latest < options.stop_step:
+            saver.claim(state)  # fails now, not at the first save
+            origin = dataclasses.replace(origin, is_claimed=True)
+        else:
+            StateLeaves(state).left_out(saver.leave_out)
+    if trunk is not None:
+        origin = _branch(setup, trunk, origin)
+    elif saver is not None and origin.latest is not None:
+        first, extra = None, dict[str, Any]()
+        with contextlib.suppress(Exception):  # `restore` reports the error
+            first, extra = origin.latest, extra_at(saver, origin.latest)
+        origin = dataclasses.replace(origin, first=first, extra=extra, parent=_parent_in(extra))
+        if extra and jax.process_index() == 0:
+            _warn_of_other_trunk(options.start_from, origin.parent)
+    if trunk is None and options.where is not None:
+        origin = _of_copy(setup, options.where, saver, origin)
+    return saver, origin
+
+
+def _branch(setup: Setup, trunk: Trunk, origin: Origin) -> Origin:
+    """Begin from the checkpoint of another run; it is read now, before anything depends on which one it is."""
+    setup.loop.expect(trunk.step, trunk.step)
+    with setup.times.part("restore"):
+        trunk, state, extra = _read_trunk(setup.options, trunk, setup.loop.at.state)
+    setup.loop.begin(trunk.step, state, restored=True)
+    if jax.process_index() == 0:
+        edited = ", with the state passed" if trunk.edited else ""
+        _logger.info("this run begins from %s%s", trunk.parent["path"], edited)
+    origin = dataclasses.replace(origin, latest=trunk.step, first=trunk.step, extra=extra, trunk=trunk)
+    return dataclasses.replace(origin, parent=trunk.parent, parent_run=_run_of(trunk))
+
+
+def _of_copy(setup: Setup, where: str, saver: Saver | None, origin: Origin) -> Origin:
+    """Return the origin of a run that begins in a copy of another run's directory, which is a run of its own.
+
+    Its parent is the checkpoint of the original; without a step, there is none.
+    """
+    prefix, step = setup.options.checkpoint_prefix if saver is None else saver.prefix, origin.latest
+    with contextlib.suppress(OSError, ValueError, LookupError):  # there is no valid start
+        starts = {} if is_url(where) else read_starts(where)
+        own, newest, source = origin.extra.get(RUN_KEY), valid(starts[prefix])[-1], original_of(where, starts[prefix])
+        if source is not None:
+            name = setup.new_name
+            parent = None if step is None else {"path": join_path(source, checkpoint_name(prefix, step)), "step": step}
+        elif own is not None and own == newest[PARENT_RUN] != newest[RUN_KEY]:
+            parent, name = newest[PARENT], newest[RUN_KEY]  # no earlier start of this copy has saved anything
+        else:
+            return origin
+        if source is not None and parent is not None and jax.process_index() == 0:
+            _logger.info("%s is a copy: this run is a branch of %s from here on", where, parent["path"])
+        extra = {**origin.extra, RUN_KEY: name}
+        return dataclasses.replace(origin, extra=extra, parent=parent, parent_run=own, is_copy=source is not None)
+    return origin
+
+
+def _close(setup: Setup, saver: Saver) -> None:
+    """Wait for pending writes, except after a second Ctrl-C; close the `Saver` unless the user passed it."""
+    waits = not setup.signals.received_twice
+    if saver is not setup.options.checkpoint_dir:
+        saver.close(wait=waits)
+    elif waits:
+        saver.wait()
+
+
+def _held(state: TrainState) -> dict[str, float]:
+    values = {name: value for name, value in held_values(state.slots).items() if np.ndim(value) == 0}
+    return {name: float(value) for name, value in read_values(values).items()}
+
+
+def _parent_in(extra: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the parent that a checkpoint names; None if a user saved something else under the same key."""
+    parent = extra.get(PARENT)
+    is_one = isinstance(parent, dict) and isinstance(parent.get("path"), str) and type(parent.get("step")) is int
+    return parent if is_one else None
+
+
+def _step_of_values(state: TrainState) -> int | None:
+    """Return the step of a state; None if it may be only a template: it is abstract, or was donated."""
+    if trees.is_donated(state) or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
+        return None
+    return state_step(state) if trees.is_array(state.global_step) else None
+
+
+# A branch: the checkpoint of another run, which `start_from` names.
+
+
+def _open_trunk(options: Options, saver: Saver | None, latest: int | None, given: int | None) -> Trunk | None:
+    """Find the checkpoint to begin from; None if there is none, or the run has its own.
+
+    A state passed at another step than 0 (`given`) was made from that checkpoint, and replaces the checkpoint's state.
+    """
+    path = options.start_from
+    if path is None:
+        return None
+    prefix = options.checkpoint_prefix if saver is None else saver.prefix
+    places = {"checkpoint_dir": None if saver is None else saver.directory, "logdir": options.logdir}
+
+    def find_own() -> list[str]:
+        return [key for key, place in places.items() if place is not None and _is_in(os.fspath(place), path, prefix)]
+
+    if own := processes.on_all_processes(find_own, _PROBLEM):
+        raise ValueError(
+            f"start_from={path!r}: must be a checkpoint of another run, got the {own[0]} of this one. A run "
+            f"resumes from its own by itself: leave start_from out, or give the branch a {own[0]} of its own"
+        )
+    if latest is not None:
+        return None
+    if saver is not None:
+        with contextlib.suppress(FileNotFoundError):
+            saver.extra()  # raises if the run has checkpoints, and the newest one is incomplete or corrupted
+    reads, step, is_named = processes.on_all_processes(lambda: _trunk_at(path, prefix), _PROBLEM)
+    edited = given or 0
+    return _trunk(options, reads, step, edited, is_named=is_named) or _newest_of(options, reads, edited)
+
+
+def _warn_of_other_trunk(path: str | None, parent: dict[str, Any] | None) -> None:
+    """Warn that `start_from` is not read, if a run that resumes has not begun from the checkpoint that it names."""
+    name = None if path is None else split_path(path)[1]
+    if name is None or (parent and (not _NAME.fullmatch(name) or name == split_path(parent["path"])[1])):
+        return
+    began = parent["path"] if parent else "no other run's checkpoint"
+    _logger.warning(
+        "start_from=%r: is not read, as checkpoint_dir has checkpoints of this run, which began from %s; for a branch "
+        "of that checkpoint, give another checkpoint_dir", path, began,
+    )  # fmt: skip
+
+
+def _is_in(directory: str, path: str, prefix: str) -> bool:
+    """Return whether a path is this directory or a checkpoint in it, not another directory with a name like exp-1."""
+    above, name = split_path(path)
+    match, place = _NAME.fullmatch(name), resolve_path(directory)
+    if match is None or resolve_path(above) != place:
+        return resolve_path(path) == place
+    return match[1] == prefix or open_store(above).at(match[1], int(match[2])) is not None
+
+
+def _trunk(options: Options, reads: Saver, step: int, edited: int, *, is_named: bool) -> Trunk | None:
+    """Return a checkpoint; None if it is gone, and was not named."""
+    (step,) = processes.broadcast_ints(step)
+    if step >= options.stop_step:
+        raise ValueError(
+            f"start_from={options.start_from!r}, last_step={options.last_step}: last_step must be above the step of "
+            f"that checkpoint, {step}"
+        )
+    if edited not in (0, step):
+        raise ValueError(
+            f"start_from={options.start_from!r}: must be a checkpoint at the step of the state passed, {edited}, got "
+            f"one at step {step}; to begin with the checkpoint's own state, pass a state at step 0 or an abstract one"
+        )
+    try:
+        return Trunk(reads, step, reads.extra(step), is_named, edited)
+    except FileNotFoundError:
+        if is_named:
+            raise
+        return None
+
+
+def _newest_of(options: Options, reads: Saver, edited: int, *, permanent: bool = False) -> Trunk:
+    """Return the newest checkpoint of a directory, or the newest permanent one."""
+    store = open_store(reads.directory)
+
+    def newest() -> int:
+        for step, path in store.newest_first(reads.prefix):
+            with contextlib.suppress(FileNotFoundError):
+                if not permanent or not store.manifest(path).temporary:
+                    return step
+        return -1
+
+    step = processes.on_all_processes(newest, _PROBLEM)
+    trunk = None if step < 0 else _trunk(options, reads, step, edited, is_named=False)
+    if trunk is None:
+        raise _gone(join_path(reads.directory, f"{reads.prefix}-*"))
+    return trunk
+
+
+def _gone(path: str) -> CheckpointError:
+    return CheckpointError(f"{path} was deleted or replaced while this run began from it; start the run again")
+
+
+def _read_trunk(options: Options, trunk: Trunk, target: Tree) -> tuple[Trunk, Tree, dict[str, Any]]:
+    """Return a checkpoint, its state or the edited one, and its `extra` with the files.
+
+    The run there may go on, and replace the checkpoint while it is read. Unless it was named, the newest permanent one
+    is taken then.
+    """
+    read = _read_once(trunk, target)
+    if read is None and not trunk.is_named:
+        trunk = _newest_of(options, trunk.saver, trunk.edited, permanent=True)
+        read = _read_once(trunk, target)
+    if read is None:
+        raise _gone(trunk.parent["path"])
+    return trunk, *read
+
+
+def _read_once(trunk: Trunk, target: Tree) -> tuple[Tree, dict[str, Any]] | None:
+    """Return the state and the `extra` with the files in memory; None if the checkpoint is not as it was found."""
+    saver, step = trunk.saver, trunk.step
+
+    def load(name: str) -> tagged_json.LargeBytes:
+        try:
+            return tagged_json.LargeBytes(saver.read_file(name, step))
+        except FileNotFoundError:  # as seen below, on all processes
+            return tagged_json.LargeBytes()
+
+    try:
+        with internal_transfers():
+            state = target if trunk.edited else saver.restore(target, step=step)
+        extra = tagged_json.with_files(trunk.extra, load) if isinstance(trunk.extra, dict) else {}
+        is_gone = saver.extra(step) != trunk.extra
+    except FileNotFoundError:
+        return None
+    return None if processes.any_process(is_gone) else (state, extra)
+
+
+def _trunk_at(path: str, prefix: str) -> tuple[Saver, int, bool]:
+    """Find a checkpoint, or the newest one of a directory; never fall back to an older one if it is corrupted.
+
+    The last item is whether the path names it.
+    """
+    above, name = split_path(path)
+    if match := _NAME.fullmatch(name):
+        store, step = open_store(above), int(match[2])
+        if store.at(match[1], step) is not None:
+            return Saver(above, prefix=match[1]), step, True
+        _refuse_damaged(store, match[1], step - 1, only=step)
+    if is_directory(path):
+        store = open_store(path)
+        newest = next((step for step, _ in store.newest_first(prefix)), -1)
+        _refuse_damaged(store, prefix, newest)
+        if newest >= 0:
+            return Saver(path, prefix=prefix), newest, False
+    other = latest_checkpoint(path) or latest_checkpoint(above, prefix if match is None else match[1])
+    there = f"the newest checkpoint there is {other}" if other else "there are no checkpoints"
+    raise FileNotFoundError(f"start_from={path!r}: must be a checkpoint, or a directory with {prefix}-*; {there}")
+
+
+def _run_of(trunk: Trunk) -> str | None:
+    """Return the name of the run that saved a checkpoint; of a best one, that of the run in its directory or above."""
+    if isinstance(trunk.extra, dict) and isinstance(name := trunk.extra.get(RUN_KEY), str):
+        return name
+    path, folder = trunk.parent["path"], trunk.saver.directory
+    for where in () if is_url(folder) else (folder, os.path.dirname(os.path.abspath(folder))):
+        with contextlib.suppress(OSError, ValueError):
+            for starts in read_starts(where).values():
+                for start in valid(starts)[-1:]:
+                    if any(resolve_path(best[-1]) == path for best in start["best"].values()):
+                        return str(start[RUN_KEY])
+    return None
+
+
+def _refuse_damaged(store: Store, prefix: str, above: int, only: int | None = None) -> None:
+    for broken, problem in store.broken(prefix, above):
+        if only is None or split_path(broken)[1] == checkpoint_name(prefix, only):
+            raise CheckpointError(f"start_from: {broken} is corrupted: {problem}; give another checkpoint")
+
+
+# Restore the newest checkpoint, or use the given state.
+
+
+def restore(setup: Setup, saver: Saver | None, origin: Origin) -> Origin:
+    """Restore the newest checkpoint, or start from the given state; that of a branch has been read."""
+    loop = setup.loop
+    if origin.trunk is not None:
+        # The branch is not stopped by the parent's hook, and has its own name.
+        extra = {key: value for key, value in origin.extra.items() if key not in (STOPPED, RUN_KEY)}
+        return _restored(origin, origin.trunk.step, extra, origin.trunk.parent["path"])
+    loop.expect(origin.first or 0, origin.latest)
+    state = None
+    with contextlib.suppress(FileNotFoundError), internal_transfers():
+        # Without a step: a corrupted newest checkpoint is an error, not a reason to take an older one.
+        state = None if saver is None else saver.restore(loop.at.state)
+    if saver is None or state is None:
+        step = _step_of_given(loop.at.state)
+        loop.begin(step, loop.at.state, restored=False)
+        if saver is not None and jax.process_index() == 0:
+            kind = "" if saver.prefix == "model" else f" {saver.prefix}-*"  # other prefixes may exist
+            _logger.info("no checkpoint%s in %s: starts at step %d", kind, saver.directory, step)
+        return dataclasses.replace(origin, first=step)
+    restored = state_step(state)
+    extra = origin.extra if restored == origin.first else extra_at(saver, restored)
+    loop.begin(restored, state, restored=True)
+    name = checkpoint_name(saver.prefix, restored)
+    _logger.info("restored %s", name)
+    return _restored(origin, restored, extra, name)
+
+
+def _restored(origin: Origin, step: int, extra: dict[str, Any], name: str) -> Origin:
+    """Return the origin of a run whose state was restored; warn if the given state differs."""
+    before = extra.get(HELD_VALUES)
+    _warn_if_different(origin, step, before, name)
+    held = origin.held if origin.given == 0 else (before or {})  # shapes, or a trained state, hold no initial values
+    return dataclasses.replace(origin, restored=step, extra=extra, held=held, first=step)
+
+
+def _step_of_given(state: TrainState) -> int:
+    """Return the step of the given state; reject one that is abstract or was donated."""
+    for path, leaf in trees.leaves_with_paths(state):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"state: its {path!r} is a shape without values (jax.ShapeDtypeStruct), and there is no checkpoint to "
+                "restore; give a state of arrays, as TrainState.create makes, or the checkpoint_dir of an earlier run"
+            )
+    require_alive(state)
+    return state_step(state)
+
+
+def _warn_if_different(origin: Origin, restored: int, before: object, name: str) -> None:
+    step, parent = origin.given, origin.parent or {}
+    if step and step not in (restored, parent.get("step")):  # the run may have begun with that state
+        _logger.warning(
+            "state: the state passed (step %d) is ignored in favor of %s, the newest checkpoint of checkpoint_dir. To "
+            "continue from the state passed, give another checkpoint_dir.",
+            step,
+            name,
+        )
+    if step or not isinstance(before, dict):
+        return
+    for hyperparameter, value in origin.held.items():
+        if before.get(hyperparameter, value) != value:
+            _logger.warning(
+                "state: the held hyperparameter %r is created as %g, but was %g at the start before. The value in %s "
+                "is used; to change it, call jstep.set_hyperparameter in a hook.",
+                hyperparameter,
+                value,
+                before[hyperparameter],
+                name,
+            )
