@@ -64,12 +64,6 @@ class Trunk(NamedTuple):
     edited: int
 
     @property
-    def run(self) -> str | None:
-        """The name of the run that saved it, if it says so."""
-        name = self.extra.get(RUN_KEY) if isinstance(self.extra, dict) else None
-        return name if isinstance(name, str) else None
-
-    @property
     def parent(self) -> dict[str, Any]:
         path = join_path(resolve_path(self.saver.directory), checkpoint_name(self.saver.prefix, self.step))
         return {"path": path, "step": self.step}
@@ -175,7 +169,7 @@ def _branch(setup: Setup, trunk: Trunk, origin: Origin) -> Origin:
         edited = ", with the state passed" if trunk.edited else ""
         _logger.info("this run begins from %s%s", trunk.parent["path"], edited)
     origin = dataclasses.replace(origin, latest=trunk.step, first=trunk.step, extra=extra, trunk=trunk)
-    return dataclasses.replace(origin, parent=trunk.parent, parent_run=trunk.run)
+    return dataclasses.replace(origin, parent=trunk.parent, parent_run=_run_of(trunk))
 
 
 def _of_copy(setup: Setup, where: str, saver: Saver | None, origin: Origin) -> Origin:
@@ -184,21 +178,20 @@ def _of_copy(setup: Setup, where: str, saver: Saver | None, origin: Origin) -> O
     Its parent is the checkpoint of the original; without a step, there is none.
     """
     prefix, step = setup.options.checkpoint_prefix if saver is None else saver.prefix, origin.latest
-    parent, is_copy = None, False
     with contextlib.suppress(OSError, ValueError, LookupError):  # there is no valid start
         starts = {} if is_url(where) else read_starts(where)
-        own, newest = origin.extra.get(RUN_KEY), valid(starts[prefix])[-1]
-        if (source := original_of(where, starts[prefix])) is not None:
-            is_copy, name = True, setup.new_name
+        own, newest, source = origin.extra.get(RUN_KEY), valid(starts[prefix])[-1], original_of(where, starts[prefix])
+        if source is not None:
+            name = setup.new_name
             parent = None if step is None else {"path": join_path(source, checkpoint_name(prefix, step)), "step": step}
         elif own is not None and own == newest[PARENT_RUN] != newest[RUN_KEY]:
             parent, name = newest[PARENT], newest[RUN_KEY]  # no earlier start of this copy has saved anything
         else:
             return origin
-        if is_copy and parent is not None and jax.process_index() == 0:
+        if source is not None and parent is not None and jax.process_index() == 0:
             _logger.info("%s is a copy: this run is a branch of %s from here on", where, parent["path"])
         extra = {**origin.extra, RUN_KEY: name}
-        return dataclasses.replace(origin, extra=extra, parent=parent, parent_run=own, is_copy=is_copy)
+        return dataclasses.replace(origin, extra=extra, parent=parent, parent_run=own, is_copy=source is not None)
     return origin
 
 
@@ -381,6 +374,20 @@ def _trunk_at(path: str, prefix: str) -> tuple[Saver, int, bool]:
     other = latest_checkpoint(path) or latest_checkpoint(above, prefix if match is None else match[1])
     there = f"the newest checkpoint there is {other}" if other else "there are no checkpoints"
     raise FileNotFoundError(f"start_from={path!r}: must be a checkpoint, or a directory with {prefix}-*; {there}")
+
+
+def _run_of(trunk: Trunk) -> str | None:
+    """Return the name of the run that saved a checkpoint; of a best one, that of the run in its directory or above."""
+    if isinstance(trunk.extra, dict) and isinstance(name := trunk.extra.get(RUN_KEY), str):
+        return name
+    path, folder = trunk.parent["path"], trunk.saver.directory
+    for where in () if is_url(folder) else (folder, os.path.dirname(os.path.abspath(folder))):
+        with contextlib.suppress(OSError, ValueError):
+            for starts in read_starts(where).values():
+                for start in valid(starts)[-1:]:
+                    if any(resolve_path(best[-1]) == path for best in start["best"].values()):
+                        return str(start[RUN_KEY])
+    return None
 
 
 def _refuse_damaged(store: Store, prefix: str, above: int, only: int | None = None) -> None:
