@@ -274,7 +274,7 @@ def test_errors_on_both_axis_types_raise_the_first():
     with pytest.raises(Exception, match="out_sharding=") as caught:
         jstep.minimize(half_annotated, OPTIMIZER)(create_of_auto(EXPLICIT), *batch)
     assert type(caught.value).__name__ == "ShardingTypeError"
-    assert [note for note in caught.value.__notes__ if "axis_types=" in note]
+    assert [note for note in caught.value.__notes__ if "Explicit axes" in note]
 
 
 @pytest.mark.parametrize("gradients", [False, True], ids=["step", "gradients"])
