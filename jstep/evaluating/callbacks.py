@@ -14,7 +14,7 @@ from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.retention import Listener
 from jstep.checkpoint.saver import Saver
-from jstep.core.checks import as_bool, as_int, as_number, as_string, check_choice
+from jstep.core.checks import as_bool, as_int, as_number, as_string, check_choice, format_list
 from jstep.core.meshes import internal_transfers
 from jstep.core.recorded_calls import ShownAsTyped
 from jstep.core.selection import VarList, check_form
@@ -22,7 +22,7 @@ from jstep.hooks.hook import state_step
 from jstep.hooks.run_hook import ReportingContext, RunInfo
 from jstep.metering.numbers import is_number, read_values
 from jstep.optimizers.hyperparameters import get_hyperparameter, set_hyperparameter
-from jstep.state.nonfinite import StateContents, briefly
+from jstep.state.nonfinite import StateContents
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import join_path, location, resolve_path
 
@@ -478,7 +478,7 @@ class KeepBest(MetricReader):
         contents = StateContents(state, params_only=True)
         if nan := contents.with_nan():  # a metric may be the best ever for NaN
             text = "KeepBest: step %d is not kept, though %s=%g: NaN in %s"
-            _logger.warning(text, step, self.metric, value, briefly(nan))
+            _logger.warning(text, step, self.metric, value, format_list(nan))
             return
         worse, _ = contents.worse_since(self._at_start)
         with internal_transfers(), saver.knowing(not worse):

@@ -5,13 +5,13 @@ import logging
 
 import jax
 
-from jstep.core.checks import as_bool, as_int, hook_name
+from jstep.core.checks import as_bool, as_int, format_list, hook_name
 from jstep.core.stopwatch import STEPPING
 from jstep.hooks.hook import state_step
 from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.metering.cadence import make_cadence
 from jstep.metering.metric_sums import BadStep, Interval
-from jstep.state.nonfinite import NAN, NanLossDuringTrainingError, StateContents, briefly
+from jstep.state.nonfinite import NAN, NanLossDuringTrainingError, StateContents
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import LOSS, Metrics
 
@@ -135,14 +135,14 @@ class NanLossHook(RunHook):
                 "NanLossHook: at step %d the optimizer state contains infinity: %s. A second moment that overflowed "
                 "stops these elements: clip gradients, and resume from an earlier checkpoint.",
                 step,
-                briefly(infinite_slots),
+                format_list(infinite_slots),
             )
         if not nonfinite:
             self._checked, self._gradient = step, None
             return
         self._bad = True
-        numbers = "NaN" if NAN in nonfinite.values() else "infinite numbers"
-        message = f"the state contains {numbers} after step {step}, though each loss is finite: {briefly([*nonfinite])}"
+        numbers, where = "NaN" if NAN in nonfinite.values() else "infinite numbers", format_list([*nonfinite])
+        message = f"the state contains {numbers} after step {step}, though each loss is finite: {where}"
         if self._gradient is not None:
             message += f"; the gradient is not finite {_at(self._gradient)}"
         elif self._checked < step - 1:
@@ -171,7 +171,7 @@ def _check_loss(metrics: Metrics) -> None:
 
 def about_start(with_nan: list[str], step: int) -> str:
     return (
-        f"{briefly(with_nan)} contained NaN when this run began, at step {step}: delete the checkpoints that contain "
+        f"{format_list(with_nan)} contained NaN when this run began, at step {step}: delete the checkpoints that contain "
         "NaN (python -m jstep inspect shows it), and start again"
     )
 

@@ -77,10 +77,9 @@ def find_step(state: Tree) -> Array | None:
     if isinstance(own, int | np.integer) and not isinstance(own, bool):
         return create_global_step(own)
     if not (hasattr(own, "dtype") and hasattr(own, "shape") and jnp.issubdtype(own.dtype, jnp.integer)):
-        wanted = "the state's global_step must be an integer scalar"
-        if own is state:
-            wanted = "state: must be a state with a global_step, or a step (an integer scalar)"
-        raise TypeError(f"{wanted}, got {describe_type(own)}")
+        raise TypeError(
+            f"state: must be a state with a global_step, or a step (an integer scalar), got {describe_type(own)}"
+        )
     return own
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from jstep.core import meshes, placement, trees
 from jstep.core.annotations import Tree
+from jstep.core.checks import format_list
 from jstep.core.exceptions import WrongStateError
 from jstep.state.leaves import PARAMS, SLOTS, StateLeaves, field_of
 from jstep.state.train_state import MODEL_STATE
@@ -58,15 +59,10 @@ class StateContents:
         return {path: now for path, now in worse.items() if path not in infinite_slots}, infinite_slots
 
 
-def briefly(paths: list[str]) -> str:
-    others = len(paths) - 1
-    return paths[0] + (f" and {others} other lea{'ves' if others > 1 else 'f'}" if others else "")
-
-
 def in_words(worse: Mapping[str, int]) -> str:
-    """Format `params/w and 2 other leaves contain NaN`; empty without leaves."""
+    """Format `params/w and 2 more contain NaN`; empty without leaves."""
     what = "NaN" if NAN in worse.values() else "infinity"
-    return f"{briefly([*worse])} contain{'s' if len(worse) == 1 else ''} {what}" if worse else ""
+    return f"{format_list([*worse])} contain{'s' if len(worse) == 1 else ''} {what}" if worse else ""
 
 
 def _found(leaf: Any, read_cpus: bool) -> Any:

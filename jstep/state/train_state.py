@@ -202,9 +202,7 @@ class TrainState(Generic[P]):
         optimizer = require_optimizer("optimizer", optimizer)
         copy = as_bool(copy, "copy")
         if mesh is None and (param_specs is not None or slot_axis is not None or slots_memory is not None):
-            raise ValueError(
-                "param_specs, slot_axis and slots_memory describe the sharding over a mesh: give mesh as well"
-            )
+            raise ValueError("param_specs, slot_axis, slots_memory: describe a sharding over a mesh; give mesh as well")
         make_params: Any = params if trees.is_function(params) else None
         shared = [] if make_params is not None else _shared_leaves(params)
 

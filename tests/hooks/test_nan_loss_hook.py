@@ -178,9 +178,7 @@ def test_nan_from_a_gradient_is_never_saved(tmp_path, save_steps, metrics, steps
 
 
 def test_nan_in_the_last_update_is_an_error_at_the_end():
-    with pytest.raises(
-        jstep.NanLossDuringTrainingError, match="params/w and 2 other leaves; one of the updates 0 → 6 made"
-    ):
+    with pytest.raises(jstep.NanLossDuringTrainingError, match="params/w and 2 more; one of the updates 0 → 6 made"):
         run(BAD)
     hook = jstep.NanLossHook(fail_on_nan_loss=False)
     _, _, state = run(BAD, hooks=[hook])
