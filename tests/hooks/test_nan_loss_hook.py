@@ -240,7 +240,7 @@ def test_nan_in_a_checkpoint_is_reported(where, guarded, tmp_path, caplog):
     path = "params/w" if where == "params" else "slots/m/w"
     skips_all = guarded and where == "params"
     with contextlib.nullcontext() if skips_all else pytest.raises(jstep.NanLossDuringTrainingError):
-        run(optimizer=optimizer, checkpoint_dir=tmp_path, save_checkpoint_steps=1)
+        run(9, optimizer=optimizer, checkpoint_dir=tmp_path, save_checkpoint_steps=1)
     warnings = [record for record in caplog.records if "contained NaN when this run began, at step 7" in record.message]
     assert [record.levelno for record in warnings] == [logging.WARNING]
     assert path in warnings[0].message
@@ -276,6 +276,7 @@ def test_nan_in_the_model_state_is_allowed_and_an_infinite_slot_gives_one_warnin
     assert not [record for record in caplog.records if record.levelno == logging.WARNING]
 
 
+@pytest.mark.thorough(except_for="each value once")
 @pytest.mark.parametrize("read_cpus", [False, True])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_contents_of_all_kinds_of_arrays(kind, read_cpus):

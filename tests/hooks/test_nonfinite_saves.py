@@ -111,6 +111,7 @@ def interrupted(step, state, metrics):
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.thorough(except_for=["signal-False", "signal-True", "error-False"])
 @pytest.mark.parametrize("allow", [False, True])
 @pytest.mark.parametrize("hook", [interrupted, raising(KeyError("mine"))], ids=["signal", "error"])
 def test_a_signal_or_an_error_elsewhere_saves_only_what_is_allowed(tmp_path, hook, allow):
