@@ -17,6 +17,11 @@ optimizer = jstep.gradient_descent(0.1)
 train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def git_is_asked_once():
+    """Each run asks git."""
+
+
 def train(last_step, **options):
     state = jstep.TrainState.create({"w": 0.0}, optimizer)
     options = {"log_steps": None} | options
