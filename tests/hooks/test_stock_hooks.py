@@ -136,11 +136,13 @@ def one_at_a_time(monkeypatch):
     return on
 
 
+OPTIMIZER = jstep.sgd(0.1)
+STEP = jstep.minimize(lambda p: p["w"] ** 2, OPTIMIZER)
+
+
 def train(hooks, last_step=12):
-    optimizer = jstep.sgd(0.1)
-    step = jstep.minimize(lambda p: p["w"] ** 2, optimizer)
-    state = jstep.TrainState.create({"w": 1.0}, optimizer)
-    return jstep.train(step, state, lambda n: (), last_step, hooks=hooks, progress=False)
+    state = jstep.TrainState.create({"w": 1.0}, OPTIMIZER)
+    return jstep.train(STEP, state, lambda n: (), last_step, hooks=hooks, progress=False)
 
 
 def test_a_trace_of_other_code_is_left_alone(one_at_a_time, caplog):

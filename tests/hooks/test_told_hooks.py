@@ -116,6 +116,7 @@ def test_steps_do_not_wait(tmp_path):
     assert steps == list(range(1, 21))
 
 
+@pytest.mark.thorough(except_for=["ValueError"])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_failed_gets_the_very_exception_when_all_is_saved(error, tmp_path):
     def fail(step, state, metrics):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from loop_runs import same
-from positioned import Positioned
 from waiting import wait_until
 
 import jstep
@@ -91,18 +90,6 @@ class Late(jstep.Saver):
         return super().restore(*args, **kwargs)
 
 
-@pytest.mark.thorough(except_for=["loader"])
-@pytest.mark.parametrize("kind", ["data", "function", "loader"])
-def test_batches_begin_at_the_step_that_is_restored(tmp_path, kind):
-    data = batches_of("data")
-    make = (lambda: Positioned(lambda n: data[n])) if kind == "loader" else lambda: batches_of(kind)
-    train(make_step(), make(), 3, tmp_path / "now")
-    train(make_step(), make(), 5, tmp_path / "later")
-    with Late(tmp_path / "now") as saver:
-        resumed = train(make_step(), make(), 9, saver)
-    assert same(resumed.params, train(make_step(), make(), 9, None).params)
-
-
 # Sources that hooks create
 
 
@@ -116,6 +103,7 @@ class CreateSources(jstep.Hook):
             self.queue.put(self.data[n])
 
 
+@pytest.mark.thorough
 def test_batches_can_come_from_a_hook(tmp_path):
     train(make_step(), batches_of("data"), 3, tmp_path)
     hook = CreateSources()

@@ -163,6 +163,7 @@ def test_a_start_from_that_is_not_read_is_a_warning(tmp_path, caplog):
     assert "which began from no other run's checkpoint" in caplog.text
 
 
+@pytest.mark.thorough
 def test_a_branch_of_a_branch_and_its_lines(tmp_path, caplog):
     train(10, tmp_path / "a")
     train(20, tmp_path / "b", start_from=tmp_path / "a")
@@ -247,6 +248,7 @@ def test_a_checkpoint_that_was_named_is_not_exchanged(tmp_path, monkeypatch):
         train(20, tmp_path / "branch", start_from=tmp_path / "trunk" / "model-11")
 
 
+@pytest.mark.thorough(except_for=["all but the manifest"])
 @pytest.mark.parametrize("lost", ["manifest.json", "all but the manifest"])
 def test_a_branch_with_damaged_checkpoints_is_the_error_of_any_run(lost, trunk, tmp_path, caplog):
     train(20, tmp_path / "branch", start_from=trunk)
@@ -319,6 +321,7 @@ def test_a_branch_begins_with_the_state_passed(given, steps_per_call, tmp_path, 
     assert "is ignored" not in caplog.text
 
 
+@pytest.mark.thorough
 def test_on_other_devices(trunk, tmp_path):
     mesh = jax.make_mesh((2,), ("data",))
     rows = {"w": jax.P("data")}

@@ -88,6 +88,7 @@ def test_a_failure_before_the_first_step_saves_nothing(tmp_path):
     assert jstep.Saver(tmp_path).all_steps() == []
 
 
+@pytest.mark.thorough(except_for=["1-steps1"])
 @pytest.mark.parametrize(("skipped", "steps"), [(0, []), (1, [4])])
 def test_a_state_after_a_nan_is_not_saved_by_a_signal(skipped, steps, tmp_path):
     """The loss of a skipped update does not count, because the state does not depend on it."""
@@ -137,6 +138,7 @@ def test_a_donated_state_is_reported_as_lost():
 # Too many steps, and populations
 
 
+@pytest.mark.thorough(except_for=["1"])
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_a_loss_that_was_infinite_long_ago_prevents_no_save(steps_per_call, tmp_path):
     def loss_fn(params, batch):
