@@ -11,6 +11,7 @@ import time
 import jax.numpy as jnp
 import pytest
 from foreign_files import KINDS, contents, put
+from points import number
 
 import jstep
 from jstep.checkpoint.claims import claim_path
@@ -35,8 +36,7 @@ class Steps(jstep.Hook):
         self.taken.append(step)
 
 
-OPTIMIZER = jstep.gradient_descent(0.1)
-STEP = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, OPTIMIZER)
+OPTIMIZER, STEP = number()
 
 
 def train(directory, last_step=4, more=(), **options):

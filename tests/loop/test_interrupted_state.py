@@ -5,11 +5,11 @@ import sys
 import jax.numpy as jnp
 import pytest
 from doubles import raising
+from points import number
 
 import jstep
 
-optimizer = jstep.gradient_descent(0.1)
-train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+optimizer, train_step = number()
 
 
 def batch(step):

@@ -11,6 +11,7 @@ import numpy as np
 import processes
 import pytest
 from doubles import raising
+from points import mean
 from waiting import wait_until
 
 import jstep
@@ -19,8 +20,7 @@ from jstep.record import starts
 from jstep.record.starts import read_starts, totals, with_card
 from jstep.stores.owners import this_process
 
-optimizer = jstep.gradient_descent(0.1)
-train_step = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), optimizer)
+optimizer, train_step = mean(0.1)
 
 
 def train(where, last_step, batches=None, **options):

@@ -8,6 +8,7 @@ import shutil
 
 import jax.numpy as jnp
 import pytest
+from points import norm
 from scalar_points import read_scalars
 from tensorboard.backend.event_processing import event_accumulator, plugin_event_accumulator
 
@@ -24,8 +25,7 @@ def shown(logdir):
     return found
 
 
-OPTIMIZER = jstep.sgd(0.1)
-STEP = jstep.minimize(lambda p: jnp.sum(p["w"] ** 2), OPTIMIZER)
+OPTIMIZER, STEP = norm()
 
 
 def run(logdir, checkpoints, last, *, mine=None, stop=None, saves=5, evaluated=False):

@@ -72,11 +72,6 @@ def test_metrics_remain_valid_after_later_steps(tmp_path):
 
 # `train`: functions as hooks, results of hooks, state of hooks, and custom Savers.
 
-# Functions
-
-
-# Results of hooks
-
 
 def scaled(state, factor):
     return state.replace(params=jax.tree.map(lambda p: p * factor, state.params))
@@ -100,12 +95,6 @@ def test_the_run_continues_with_a_state_that_a_hook_returns(steps_per_call, tmp_
     restored = jstep.Saver(tmp_path).restore(make_state(), step=4)  # the checkpoint holds the changed state
     np.testing.assert_allclose(restored.params["w"], 0.25 * by_hand(4).params["w"], rtol=1e-5)
     assert len(reference) == 1
-
-
-# State of hooks
-
-
-# Custom Savers and decorated steps
 
 
 def test_a_custom_saver(tmp_path):
