@@ -91,7 +91,7 @@ def test_a_due_checkpoint_is_saved_and_the_error_has_all_that_others_have(kind, 
     assert train(40, checkpoint_dir=tmp_path / "run", **options).global_step == 40
 
 
-@pytest.mark.thorough(except_for=["of_history"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_the_last_checkpoint_is_saved(kind, full, tmp_path):
     options, file, _ = kind(full, tmp_path)

@@ -195,6 +195,7 @@ def test_settings_of_jax(tmp_path, caplog):
         assert reported(caplog) == (LINE, [])
 
 
+@pytest.mark.thorough
 def test_x64_is_one_line(tmp_path, caplog, x64):
     data = {"data": lambda step: np.ones((8, 4), np.float32)}
     start = jstep.TrainState.create(

@@ -7,7 +7,7 @@ import pytest
 from children import end, release, signalled, start
 
 
-@pytest.mark.thorough(except_for=["15"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_the_current_step(number, tmp_path):
     script = """
