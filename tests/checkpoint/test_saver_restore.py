@@ -96,7 +96,6 @@ class TestRestore:
             with pytest.raises(ValueError, match=r"'params/x' stays as it is.* got a deleted array"):
                 saver.restore(target.replace(params={"x": deleted}), partial=True)
 
-    @pytest.mark.thorough
     def test_abstract_shapes_use_the_current_mesh(self, tmp_path):
         """Under jax.set_mesh, jax.eval_shape returns abstract meshes, which refer to the mesh that is set."""
 

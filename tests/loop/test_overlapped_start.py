@@ -1,7 +1,6 @@
 """The start of a run: restore, compilation and first batch run concurrently, and errors are raised as usual."""
 
 import logging
-import queue
 import shutil
 
 import jax
@@ -91,24 +90,6 @@ class Late(jstep.Saver):
 
 
 # Sources that hooks create
-
-
-class CreateSources(jstep.Hook):
-    def __init__(self):
-        self.queue, self.data = queue.Queue(), None
-
-    def begin(self, state):
-        self.data = jstep.batches(ROWS, 8)
-        for n in range(20):
-            self.queue.put(self.data[n])
-
-
-@pytest.mark.thorough
-def test_batches_can_come_from_a_hook(tmp_path):
-    train(make_step(), batches_of("data"), 3, tmp_path)
-    hook = CreateSources()
-    batches = (hook.queue.get(timeout=TIMEOUT_SECS) for _ in range(20))
-    assert jstep.global_step(train(make_step(), batches, 6, tmp_path, hooks=[hook])) == 6
 
 
 # The log line

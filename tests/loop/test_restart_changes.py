@@ -275,15 +275,6 @@ def test_without_the_start_lanes_and_batches_are_compared(tmp_path, caplog):
     assert reported(caplog) == ([], [])
 
 
-@pytest.mark.thorough
-def test_a_card_that_is_gone_is_not_compared(tmp_path, caplog):
-    run(tmp_path, 2)
-    reported(caplog)
-    (tmp_path / "starts" / "model.000001.card.json").write_text("[]")
-    run(tmp_path, 4, **FAST)
-    assert reported(caplog) == ([], [])
-
-
 def test_options_that_differ_are_lines_of_the_warning(tmp_path, caplog):
     """Not those that are arguments of train, too, paths, and what is not recorded."""
     own = {"width": 512, "steps": 2, "out": "/a", "api_token": "a1" * 10, "big": list(range(900))}

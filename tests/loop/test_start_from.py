@@ -321,17 +321,6 @@ def test_a_branch_begins_with_the_state_passed(given, steps_per_call, tmp_path, 
     assert "is ignored" not in caplog.text
 
 
-@pytest.mark.thorough
-def test_on_other_devices(trunk, tmp_path):
-    mesh = jax.make_mesh((2,), ("data",))
-    rows = {"w": jax.P("data")}
-    state = jstep.shard_state(grown(trunk, 10, rows=4), mesh, rows)
-    branch = train(15, tmp_path / "branch", state=state, start_from=trunk)
-    assert branch.params["w"].sharding.spec == rows["w"]
-    expected = continued(grown(trunk, 10, rows=4), 15)
-    np.testing.assert_allclose(branch.params["w"], expected.params["w"], rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [

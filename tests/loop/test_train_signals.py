@@ -1,43 +1,10 @@
-"""`train` and signals: the current step is completed, the state is saved, and the program exits."""
+"""`train` and signals, in processes: the state is saved, and the program exits."""
 
 import signal
 import textwrap
 
 import pytest
-from children import end, release, signalled, start
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_the_current_step(number, tmp_path):
-    script = """
-class Slow(jstep.Hook):
-    def after_step(self, step, state, metrics):
-        say("step", step)
-        if step == 5:
-            wait()
-        say("over", step)
-    def end(self, step, state):
-        say("end")
-try:
-    train(100, Counted(), hooks=[Slow()], checkpoint_dir=directory, progress=None, log_steps=None)
-except BaseException as error:
-    say("left", type(error).__name__, getattr(error, "code", None), jstep.Saver(directory).latest_step())
-    raise
-"""
-    process = signalled(script, tmp_path, "step 5", number)
-    release(process)
-    out, err = end(process, 143 if number == signal.SIGTERM else -signal.SIGINT)
-    assert "over 5" in out  # the current step was completed
-    assert "step 6" not in out
-    assert "end" not in out
-    name, code = ("Preempted", "143") if number == signal.SIGTERM else ("KeyboardInterrupt", "None")
-    assert f"left {name} {code} 5" in out
-    assert f"{number.name} stopped the run after step 5, which is saved; start the run again to resume" in err
-    script = """
-say(digest(train(30, Counted(), checkpoint_dir=directory)) == digest(train(30, Counted())))
-"""
-    assert end(start(script, tmp_path))[0] == "True\n"
+from children import end, signalled, start
 
 
 def test_a_signal_while_the_first_batch_is_computed(tmp_path):
