@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import gc
 import os
 import pathlib
@@ -76,6 +77,32 @@ def jax_settings_are_unchanged():
     yield
     _known_settings.append(_settings())
     assert _known_settings[0] == before, "the test, or the first one's imports, changed the settings of JAX"
+
+
+@functools.cache
+def _known_code(code_version, *where):
+    return code_version()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def git_is_asked_once():
+    """Let the runs of a process share what git says of their code, whose four processes take longer than a short run.
+
+    tests/loop/test_code.py, whose runs ask it, replaces this fixture.
+    """
+    recorder = sys.modules.get("jstep.loop.recorder")
+    if recorder is None:
+        yield
+        return
+
+    def code_version():
+        main = getattr(sys.modules.get("__main__"), "__file__", None)
+        return _known_code(real, main, None if main else os.getcwd())
+
+    real = recorder.code_version
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder, "code_version", code_version)
+        yield
 
 
 @pytest.fixture

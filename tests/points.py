@@ -1,4 +1,9 @@
-"""A point that follows its batches by momentum: the problem of runs whose batches or hooks have states of their own."""
+"""Points that follow their batches: the problems of runs whose batches, hooks or files are of interest.
+
+Their steps are shared by many modules, as it takes a tenth of a second to trace and to compile one.
+"""
+
+import functools
 
 import jax.numpy as jnp
 
@@ -10,6 +15,27 @@ STEP = jstep.minimize(lambda params, x: jnp.sum((params["w"] - x) ** 2), OPTIMIZ
 
 def make_state():
     return jstep.TrainState.create({"w": jnp.zeros(2)}, OPTIMIZER)
+
+
+@functools.cache
+def number(rate=0.1):
+    """Return an optimizer, and the step of a number `w` that follows numbers."""
+    optimizer = jstep.gradient_descent(rate)
+    return optimizer, jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+
+
+@functools.cache
+def mean(rate):
+    """Return an optimizer, and the step of an array `w` that follows arrays."""
+    optimizer = jstep.gradient_descent(rate)
+    return optimizer, jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), optimizer)
+
+
+@functools.cache
+def norm():
+    """Return an optimizer, and the step that decays an array `w` without batches."""
+    optimizer = jstep.sgd(0.1)
+    return optimizer, jstep.minimize(lambda params: jnp.sum(params["w"] ** 2), optimizer)
 
 
 class Remembering:

@@ -131,6 +131,7 @@ def test_a_format_of_a_newer_version_is_not_to_be_deleted(saved):
     assert str(error.value).endswith(f"to resume from it, set aside what cannot be used: {moved(saved, 3)}.")
 
 
+@pytest.mark.thorough(except_for=["manifest.ocdbt"])
 @pytest.mark.parametrize("unreadable", ["manifest.json", "manifest.ocdbt"])
 def test_files_without_permission_are_not_called_missing(saved, monkeypatch, capsys, unreadable):
     def failing(function):

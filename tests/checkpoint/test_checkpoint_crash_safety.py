@@ -6,12 +6,14 @@ import logging
 import os
 import resource
 import tempfile
+import textwrap
 import threading
 
+import forked
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_scripts import start
+from checkpoint_scripts import PRELUDE, TESTS
 from checkpoint_states import listing, save_all, state_at
 
 from jstep.checkpoint.manifest import CheckpointError
@@ -33,7 +35,8 @@ def test_interpreter_exit_without_close_finishes_the_saves(tmp_path, ending, std
     Saver(sys.argv[2]).save(state_at(4, 1.0))
     {ending}
     """
-    process = start(script, tmp_path / "run", tmp_path / "failing")
+    code = f"import sys; sys.path.insert(0, {TESTS!r})\n{PRELUDE}{textwrap.dedent(script)}"
+    process = forked.start(code, tmp_path / "run", tmp_path / "failing")
     err = process.communicate(timeout=60)[1]
     assert stderr in err
     assert f"{tmp_path}/failing/model-4 was not saved" in err

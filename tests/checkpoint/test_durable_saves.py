@@ -106,7 +106,7 @@ def test_new_folders_above_the_checkpoints_are_flushed(tmp_path, flushed):
     assert flushed[:2] == [str(tmp_path), str(tmp_path / "runs")]
 
 
-@pytest.mark.thorough(except_for=["model-2.orbax-checkpoint-tmp-5", "_METADATA-122", "manifest.json-30"])
+@pytest.mark.thorough(except_for=["manifest.json-30", "_METADATA-122"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE])
 @pytest.mark.parametrize("place", ["model-2.orbax-checkpoint-tmp", "run", "_METADATA", "manifest.json"])
 def test_an_error_of_flushing_is_an_error_of_the_save(tmp_path, monkeypatch, place, number):
@@ -201,7 +201,7 @@ class TestFilesThatNothingReads:
             save_all(saver, [1, 2])
         return tmp_path
 
-    @pytest.mark.thorough(except_for="each value once")
+    @pytest.mark.thorough(except_for=["gone-names0", "zeros-names2"])
     @pytest.mark.parametrize("names", [["_METADATA"], ["_CHECKPOINT_METADATA"], ["_METADATA", "_CHECKPOINT_METADATA"]])
     @pytest.mark.parametrize("damage", ["empty", "half", "zeros", "gone"])
     def test_a_checkpoint_is_intact_without_them(self, saved, caplog, names, damage):

@@ -103,6 +103,7 @@ class TestRetention:
         late = [step for step in existing if step >= 16]
         assert all(after - before <= 5 for before, after in itertools.pairwise(late)), late
 
+    @pytest.mark.thorough
     @settings(max_examples=200, deadline=None)
     @given(
         gaps=st.lists(st.floats(0.01, 0.99), max_size=40),

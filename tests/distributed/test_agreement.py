@@ -152,10 +152,7 @@ class Two:
 
     def __init__(self, secs=SECS, speed=3.0):
         self.now, self.sent, self.step, self.asked = 100.0, [0, 0], 0, ([], [])
-        self.clocks = (
-            AgreedClock(secs, lambda: self.now),
-            AgreedClock(secs, lambda: 7.0 + speed * self.now),
-        )
+        self.clocks = (AgreedClock(secs, lambda: self.now), AgreedClock(secs, lambda: 7.0 + speed * self.now))
 
     def _send(self, *numbers):
         self.asked[0].append(self.step)

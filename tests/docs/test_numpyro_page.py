@@ -7,7 +7,6 @@ from pages import DOCS, run_page
 
 import jstep
 
-numpyro = pytest.importorskip("numpyro")
 pytestmark = pytest.mark.thorough  # the page runs for seconds
 
 PAGE = DOCS / "recipes" / "numpyro.md"
@@ -16,6 +15,7 @@ PAGE = DOCS / "recipes" / "numpyro.md"
 @pytest.fixture(scope="module")
 def page():
     """The names that the page defines."""
+    pytest.importorskip("numpyro")
     return run_page(PAGE, lambda code: code.replace("    2000,\n", "    100,\n").replace("atol=0.02", "atol=9.0"))
 
 
@@ -29,6 +29,8 @@ def standard():
 def test_steps_are_those_of_svi(page):
     """With the keys of SVI, which splits one at each step."""
     elbo, rate = page["elbo"], 1e-6
+    import numpyro
+
     svi = numpyro.infer.SVI(page["model"], page["guide"], numpyro.optim.SGD(rate), elbo)
     theirs = svi.init(jax.random.key(0), *page["data"][0])
     params = svi.optim.get_params(theirs.optim_state)

@@ -21,7 +21,7 @@ def name_of(page: pathlib.Path) -> str:
 
 
 # Cheap pages; the tests of the other pages are thorough. Other quick tests run from/optax.md (test_port_claims.py).
-QUICK = ["from/tf-train.md", "how/donation.md", "index.md", "tutorial/state-and-step.md"]
+QUICK = ["from/tf-train.md", "how/donation.md"]
 
 
 @pytest.mark.thorough(except_for=QUICK)

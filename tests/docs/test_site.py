@@ -12,8 +12,8 @@ import pytest
 
 import jstep
 
-for needed in ("mkdocs", "material", "mkdocstrings", "griffe", "latex2mathml", "ruff"):  # the extra `docs`
-    pytest.importorskip(needed)
+NEEDED = ("mkdocs", "material", "mkdocstrings", "griffe", "latex2mathml", "ruff")  # the extra `docs`
+pytestmark = pytest.mark.skipif(None in map(importlib.util.find_spec, NEEDED), reason="needs the extra `docs`")
 
 ROOT = Path(__file__).parents[2]
 

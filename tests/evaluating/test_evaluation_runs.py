@@ -82,6 +82,7 @@ def test_one_hook_can_be_used_in_several_runs():
     assert seen == [4, 6, 4, 6]
 
 
+@pytest.mark.thorough(except_for=["5"])
 @pytest.mark.parametrize("last_step", [4, 5])
 def test_a_state_from_the_last_evaluation_is_saved_and_returned(last_step, tmp_path):
     """The evaluation of the last step is due (4), or is off-schedule (5)."""
@@ -124,6 +125,7 @@ def test_a_metric_that_the_evaluator_lacks_is_rejected_before_the_first_step(nam
             train(3, [evaluation, jstep.every(1, fail_on_step)])
 
 
+@pytest.mark.thorough(except_for=["True-val/acc", "False-acc"])
 @pytest.mark.parametrize("name", ["acc", "val/acc"])
 @pytest.mark.parametrize("is_traced", [True, False])
 def test_a_metric_is_taken_by_its_logged_name_too(name, is_traced, tmp_path):

@@ -78,8 +78,7 @@ class Spread(NamedSharding):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "owners"),
-    [([2, 1, 3], [2, 0, 1]), ([0, 3, 2], [0, 1, 2]), ([2, 2, 2], [0, 1]), ([-1, 1, 1], [1, 2])],
+    ("sizes", "owners"), [([2, 1, 3], [2, 0, 1]), ([0, 3, 2], [0, 1, 2]), ([2, 2, 2], [0, 1]), ([-1, 1, 1], [1, 2])]
 )
 @pytest.mark.parametrize("dtype", ["float32", "int8", "bool"])
 def test_rows_are_joined_in_the_order_of_the_owners(sizes, owners, dtype, monkeypatch):

@@ -70,6 +70,7 @@ def test_rows_are_means_by_hand(interval, steps_per_call):
     assert len(history) == len(expected)
 
 
+@pytest.mark.thorough(except_for=["250-steps1"])
 @pytest.mark.parametrize(("last_step", "steps"), [(5, [1, 2, 3, 4, 5]), (250, [3, 6, 9, 249, 250])])
 def test_there_are_about_a_hundred_rows(last_step, steps):
     history = jstep.History()

@@ -77,7 +77,7 @@ def test_rows_of_an_earlier_start_are_moved_aside(tmp_path, caplog):
 
 def test_a_branch_begins_a_file(tmp_path, caplog):
     path = tmp_path / "history.jsonl"
-    run(10, jstep.History(path, every_n_steps=1), **saving(tmp_path / "trunk"))
+    run(10, jstep.History(path, every_n_steps=1), **saving(tmp_path / "trunk", 8))
     rows_of_trunk = path.read_bytes()
     trunk = tmp_path / "trunk" / "model-8"
     run(12, jstep.History(path, every_n_steps=1), start_from=trunk, **saving(tmp_path / "branch"))
@@ -109,16 +109,17 @@ def test_a_run_that_goes_back_drops_its_rows_also_in_a_renamed_folder(tmp_path, 
     assert "is now" not in caplog.text
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 21, "lo', b"\0" * 4000, b'{"step": 21\0\0'])
+@pytest.mark.thorough(except_for={"torn": [b'{"step": 6, "lo', b"\0" * 4000]})
+@pytest.mark.parametrize("torn", [b'{"step": 6, "lo', b"\0" * 4000, b'{"step": 6\0\0'])
 def test_a_torn_last_line_is_left_out(torn, tmp_path, caplog):
-    path, options = tmp_path / "history.jsonl", saving(tmp_path / "run")
-    run(20, jstep.History(path, every_n_steps=1), **options)
+    path, options = tmp_path / "history.jsonl", saving(tmp_path / "run", 100)
+    run(5, jstep.History(path, every_n_steps=1), **options)
     with open(path, "ab") as file:
         file.write(torn)
-    assert [row["step"] for row in jstep.History.read(path).rows] == [*range(1, 21)]
+    assert [row["step"] for row in jstep.History.read(path).rows] == [*range(1, 6)]
     caplog.clear()
-    run(21, jstep.History(path, every_n_steps=1), **options)
-    assert steps(path) == [*range(1, 22)]
+    run(6, jstep.History(path, every_n_steps=1), **options)
+    assert steps(path) == [*range(1, 7)]
     assert "history" not in caplog.text
 
 

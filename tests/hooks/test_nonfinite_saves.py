@@ -1,5 +1,6 @@
 """A run whose parameters became NaN or infinite ends where a checkpoint is due, and what its Savers allow."""
 
+import functools
 import json
 import logging
 import math
@@ -17,13 +18,14 @@ import jstep
 BAD = 25  # this batch is NaN
 
 
-def optimizer_of(kind):
-    return jstep.skip_nonfinite(jstep.adamw(1e-2)) if kind == "skipped" else jstep.adamw(1e-2)
+@functools.cache
+def optimizer_and_step(kind):
+    optimizer = jstep.skip_nonfinite(jstep.adamw(1e-2)) if kind == "skipped" else jstep.adamw(1e-2)
+    return optimizer, jstep.minimize(lambda params, x: jnp.mean((x @ params["net"]["w"] - 1.0) ** 2), optimizer)
 
 
 def run(last_step=60, *, at=BAD, value=math.nan, params=None, kind="plain", **options):
-    optimizer = optimizer_of(kind)
-    step = jstep.minimize(lambda params, x: jnp.mean((x @ params["net"]["w"] - 1.0) ** 2), optimizer)
+    optimizer, step = optimizer_and_step(kind)
     state = jstep.TrainState.create(params or {"a": jnp.ones(2), "net": {"w": jnp.zeros((3, 1))}}, optimizer)
 
     def batches(n):
@@ -96,6 +98,7 @@ def test_allow_nonfinite_saves_them_and_keeps_the_newest_finite_checkpoint(tmp_p
         assert saver.all_steps() == [90]
 
 
+@pytest.mark.thorough(except_for=["own"])
 @pytest.mark.parametrize("allowing", ["own", "other"])
 def test_each_savers_own_argument_counts(tmp_path, allowing):
     other = jstep.Saver(tmp_path / "other", allow_nonfinite=allowing == "other")
@@ -111,6 +114,7 @@ def interrupted(step, state, metrics):
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.thorough(except_for=["signal-True", "error-False"])
 @pytest.mark.parametrize("allow", [False, True])
 @pytest.mark.parametrize("hook", [interrupted, raising(KeyError("mine"))], ids=["signal", "error"])
 def test_a_signal_or_an_error_elsewhere_saves_only_what_is_allowed(tmp_path, hook, allow):

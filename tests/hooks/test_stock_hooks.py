@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from fake_runs import FakeRun
 from hook_fakes import state_at
+from points import number
 
 import jstep
 from jstep.metering.cadence import NEVER
@@ -97,8 +98,7 @@ def test_profiler_stops_when_the_run_ends(traced):
 @pytest.mark.thorough(except_for=["1"])
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_each_call_is_marked_in_a_trace(steps_per_call, tmp_path):
-    optimizer = jstep.gradient_descent(0.1)
-    step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+    optimizer, step = number()
     hooks = [jstep.ProfilerHook(tmp_path, start_step=2, stop_step=6)]
     state = jstep.TrainState.create({"w": 0.0}, optimizer)
     batches = lambda step: jnp.ones(())  # noqa: E731
@@ -111,8 +111,7 @@ def test_each_call_is_marked_in_a_trace(steps_per_call, tmp_path):
 
 def test_nothing_is_marked_without_a_trace(monkeypatch):
     monkeypatch.setattr(jax.profiler, "StepTraceAnnotation", lambda *_, **__: pytest.fail("marked"))
-    optimizer = jstep.gradient_descent(0.1)
-    step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+    optimizer, step = number()
     jstep.train(step, jstep.TrainState.create({"w": 0.0}, optimizer), [jnp.ones(())] * 3, 3, log_steps=None)
 
 
@@ -136,11 +135,13 @@ def one_at_a_time(monkeypatch):
     return on
 
 
+OPTIMIZER = jstep.sgd(0.1)
+STEP = jstep.minimize(lambda p: p["w"] ** 2, OPTIMIZER)
+
+
 def train(hooks, last_step=12):
-    optimizer = jstep.sgd(0.1)
-    step = jstep.minimize(lambda p: p["w"] ** 2, optimizer)
-    state = jstep.TrainState.create({"w": 1.0}, optimizer)
-    return jstep.train(step, state, lambda n: (), last_step, hooks=hooks, progress=False)
+    state = jstep.TrainState.create({"w": 1.0}, OPTIMIZER)
+    return jstep.train(STEP, state, lambda n: (), last_step, hooks=hooks, progress=False)
 
 
 def test_a_trace_of_other_code_is_left_alone(one_at_a_time, caplog):

@@ -123,6 +123,7 @@ def test_audits_are_not_productive(clock, tmp_path):
     assert found.total == clock.now - 1000.0 + 3.0
 
 
+@pytest.mark.thorough(except_for=["True"])
 @pytest.mark.parametrize("traces", [True, False])
 def test_a_later_compilation_is_not_productive(traces, tmp_path, monkeypatch):
     monkeypatch.setattr(stopwatch, "CLOCKS", stopwatch.Clocks(before=lambda: 0.0))

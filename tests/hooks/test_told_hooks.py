@@ -9,12 +9,12 @@ import time
 import jax.numpy as jnp
 import pytest
 from doubles import raising
+from points import number
 
 import jstep
 from jstep.hooks.run_hook import RunHook
 
-optimizer = jstep.gradient_descent(0.1)
-train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+optimizer, train_step = number()
 
 
 def train(last_step, *hooks, batches=None, **options):
@@ -69,12 +69,12 @@ def test_no_checkpoint_is_evicted_before_its_word_has_returned(tmp_path):
     found = []
 
     def slowly(step, path):
-        time.sleep(0.1)
+        time.sleep(0.05)
         found.append(os.path.isdir(path))
 
     hook = Told(slowly)
-    train(10, hook, **saving(tmp_path, 1, max_to_keep=1))
-    assert hook.steps[:9] == list(range(1, 10))
+    train(5, hook, **saving(tmp_path, 1, max_to_keep=1))
+    assert hook.steps[:4] == list(range(1, 5))
     assert all(found)
 
 
@@ -116,6 +116,7 @@ def test_steps_do_not_wait(tmp_path):
     assert steps == list(range(1, 21))
 
 
+@pytest.mark.thorough(except_for=["ValueError"])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_failed_gets_the_very_exception_when_all_is_saved(error, tmp_path):
     def fail(step, state, metrics):

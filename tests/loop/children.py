@@ -15,9 +15,6 @@ directory = sys.argv[1]
 
 def say(*words):
     print(*words, flush=True)
-
-def wait():  # until the test calls `release`
-    sys.stdin.readline()
 """
 
 MODEL = """
@@ -83,12 +80,6 @@ def signalled(script, directory, word, number=signal.SIGTERM):
     read_until(process, word)
     process.send_signal(number)
     return process
-
-
-def release(process):
-    """Let a process return from its `wait`; signals sent before are handled first."""
-    process.stdin.write("\n")
-    process.stdin.flush()
 
 
 def end(process, code=0, timeout=60):

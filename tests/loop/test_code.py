@@ -7,14 +7,19 @@ import time
 
 import jax.numpy as jnp
 import pytest
+from points import number
 from repositories import at, git
 
 import jstep
 from jstep.record import code
 from jstep.record.starts import read_starts
 
-optimizer = jstep.gradient_descent(0.1)
-train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+optimizer, train_step = number()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def git_is_asked_once():
+    """Each run asks git."""
 
 
 def train(last_step, **options):

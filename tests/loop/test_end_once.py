@@ -36,6 +36,7 @@ def test_a_run_that_is_started_again_has_ended(saves, tmp_path):
     assert hook.ends == [5]
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_continued_ends_again(tmp_path):
     hook = Doubles()
     ends = [(last, w(train(last, hooks=[hook], checkpoint_dir=tmp_path))) for last in (5, 5, 8, 8, 3)]

@@ -33,9 +33,7 @@ def saved(directory):
     return sorted(jstep.Saver(directory).all_steps())
 
 
-@pytest.mark.thorough(
-    except_for=["closing-SIGTERM", "evaluation-SIGINT", "call-stop_secs", "save-SIGUSR1", "hook-SIGHUP"]
-)
+@pytest.mark.thorough(except_for=["evaluation-SIGINT", "call-stop_secs", "save-SIGUSR1"])
 @pytest.mark.parametrize("what", ends.STOPS)
 @pytest.mark.parametrize("phase", ends.PHASES)
 def test_a_signal_or_a_limit(phase, what, tmp_path):
@@ -58,7 +56,7 @@ def test_a_second_ctrl_c(phase, tmp_path):
     assert saved(tmp_path) == ([8] if phase == "closing" else [])
 
 
-@pytest.mark.thorough(except_for=["compiling", "save"])
+@pytest.mark.thorough(except_for=["save"])
 @pytest.mark.parametrize("phase", ends.PHASES)
 def test_an_error(phase, tmp_path):
     with pytest.raises(Exception, match=f"BoomError: {phase}" if phase == "call" else f"(?m)^{phase}$"):

@@ -44,7 +44,7 @@ VALUES = {
 }
 
 
-@pytest.mark.thorough(except_for=["number-callback", "looks like a tag-hook", "plain-hook"])
+@pytest.mark.thorough(except_for=["looks like a tag-hook"])
 @pytest.mark.parametrize("where", ["hook", "callback"])
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
 def test_a_state_is_the_same_after_a_restart(value, where, tmp_path):
@@ -55,6 +55,7 @@ def test_a_state_is_the_same_after_a_restart(value, where, tmp_path):
     assert repr(found.value) == repr(value)
 
 
+@pytest.mark.thorough(except_for=["lock-callback"])
 @pytest.mark.parametrize("where", ["hook", "callback"])
 @pytest.mark.parametrize(
     ("value", "words"),

@@ -71,7 +71,7 @@ def filling(full, at):
     return jstep.every(1, fill)
 
 
-@pytest.mark.thorough(except_for=["of_history", "of_event_files"])
+@pytest.mark.thorough(except_for=["of_event_files"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_due_checkpoint_is_saved_and_the_error_has_all_that_others_have(kind, full, tmp_path):
     """The disk is full from step 8 on, model-10 is due."""
@@ -91,7 +91,7 @@ def test_a_due_checkpoint_is_saved_and_the_error_has_all_that_others_have(kind, 
     assert train(40, checkpoint_dir=tmp_path / "run", **options).global_step == 40
 
 
-@pytest.mark.thorough(except_for=["of_history", "of_event_files"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_the_last_checkpoint_is_saved(kind, full, tmp_path):
     options, file, _ = kind(full, tmp_path)
@@ -105,7 +105,7 @@ def test_the_last_checkpoint_is_saved(kind, full, tmp_path):
     assert steps_in(tmp_path / "mine", "mine") == [7]
 
 
-@pytest.mark.thorough(except_for=["of_event_files", "of_fingerprints"])
+@pytest.mark.thorough(except_for=["of_fingerprints"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_signal_saves(kind, full, tmp_path):
     options, file, _ = kind(full, tmp_path)

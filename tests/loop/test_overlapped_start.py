@@ -1,7 +1,6 @@
 """The start of a run: restore, compilation and first batch run concurrently, and errors are raised as usual."""
 
 import logging
-import queue
 import shutil
 
 import jax
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from loop_runs import same
-from positioned import Positioned
 from waiting import wait_until
 
 import jstep
@@ -91,36 +89,7 @@ class Late(jstep.Saver):
         return super().restore(*args, **kwargs)
 
 
-@pytest.mark.thorough(except_for=["loader"])
-@pytest.mark.parametrize("kind", ["data", "function", "loader"])
-def test_batches_begin_at_the_step_that_is_restored(tmp_path, kind):
-    data = batches_of("data")
-    make = (lambda: Positioned(lambda n: data[n])) if kind == "loader" else lambda: batches_of(kind)
-    train(make_step(), make(), 3, tmp_path / "now")
-    train(make_step(), make(), 5, tmp_path / "later")
-    with Late(tmp_path / "now") as saver:
-        resumed = train(make_step(), make(), 9, saver)
-    assert same(resumed.params, train(make_step(), make(), 9, None).params)
-
-
 # Sources that hooks create
-
-
-class CreateSources(jstep.Hook):
-    def __init__(self):
-        self.queue, self.data = queue.Queue(), None
-
-    def begin(self, state):
-        self.data = jstep.batches(ROWS, 8)
-        for n in range(20):
-            self.queue.put(self.data[n])
-
-
-def test_batches_can_come_from_a_hook(tmp_path):
-    train(make_step(), batches_of("data"), 3, tmp_path)
-    hook = CreateSources()
-    batches = (hook.queue.get(timeout=TIMEOUT_SECS) for _ in range(20))
-    assert jstep.global_step(train(make_step(), batches, 6, tmp_path, hooks=[hook])) == 6
 
 
 # The log line

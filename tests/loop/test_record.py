@@ -11,6 +11,7 @@ import numpy as np
 import processes
 import pytest
 from doubles import raising
+from points import mean
 from waiting import wait_until
 
 import jstep
@@ -19,8 +20,7 @@ from jstep.record import starts
 from jstep.record.starts import read_starts, totals, with_card
 from jstep.stores.owners import this_process
 
-optimizer = jstep.gradient_descent(0.1)
-train_step = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), optimizer)
+optimizer, train_step = mean(0.1)
 
 
 def train(where, last_step, batches=None, **options):
@@ -140,7 +140,7 @@ jstep.train(step, state, batch, 9, checkpoint_dir=sys.argv[1], save_checkpoint_s
 
 
 def test_a_killed_start_has_all_but_its_last_second_and_gets_its_end_from_the_next(tmp_path):
-    processes.python("-c", PROGRAM, tmp_path, code=-9)
+    assert processes.run_program(PROGRAM, tmp_path)[0] == -9
     (start,) = record(tmp_path)
     assert (start["end"], start["step"]) == (None, [0, 5])
     assert start["values"]["loss"] < 1
@@ -152,7 +152,7 @@ def test_a_killed_start_has_all_but_its_last_second_and_gets_its_end_from_the_ne
 
 
 def test_the_temporary_files_of_a_killed_start_go_at_the_next(tmp_path):
-    dead = processes.python("-c", "from jstep.stores.owners import new_token; print(new_token())").split()[-1]
+    dead = processes.run_program("from jstep.stores.owners import new_token; print(new_token())")[1].split()[-1]
     (tmp_path / "starts").mkdir()
     for name in (f".model.000001.json.{dead}.tmp", f".model.000001.card.json.{dead}.tmp"):
         (tmp_path / "starts" / name).write_text("{")

@@ -142,7 +142,7 @@ def test_the_others_are_named_or_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     files: Any = watch._files
     files.others = [*in_calls, *agreeing, other(5)]
     assert list(watch._elsewhere()) == [
-        *("2 others are in steps 1 to 4", f"2 others are {agree}", "process 5 (host h5) is waiting for batch 7"),
+        *("2 others are in steps 1 to 4", f"2 others are {agree}", "process 5 (host h5) is waiting for batch 7")
     ]
     files.others = [in_calls[0], agreeing[0]]  # one of each is named
     assert list(watch._elsewhere()) == ["process 1 (host h1) is in steps 1 to 4", f"process 3 (host h3) is {agree}"]

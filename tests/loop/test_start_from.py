@@ -47,6 +47,14 @@ def train(last_step, where, *hooks, state=None, **options):
     return jstep.train(train_step, state, loader(), last_step, checkpoint_dir=where, hooks=hooks, **options)
 
 
+@pytest.fixture(scope="module")
+def trunk(tmp_path_factory):
+    """A run of ten steps, which no test changes."""
+    where = tmp_path_factory.mktemp("runs") / "trunk"
+    train(10, where)
+    return where
+
+
 def contents(folder):
     return {
         str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
@@ -58,47 +66,44 @@ def contents(folder):
 @pytest.mark.parametrize("steps_per_call", [1, 10, "auto"])
 @pytest.mark.parametrize("given", ["checkpoint", "directory"])
 def test_a_branch_is_its_trunk_bit_for_bit(given, steps_per_call, tmp_path):
-    whole = train(30, tmp_path / "whole", Counter(), steps_per_call=steps_per_call)
-    train(20, tmp_path / "trunk", Counter(), steps_per_call=steps_per_call)
+    whole = train(15, tmp_path / "whole", Counter(), steps_per_call=steps_per_call)
+    train(10, tmp_path / "trunk", Counter(), steps_per_call=steps_per_call)
     before = contents(tmp_path / "trunk")
     hook = Counter()
-    start = tmp_path / "trunk" / "model-20" if given == "checkpoint" else tmp_path / "trunk"
-    branch = train(30, tmp_path / "branch", hook, start_from=start, steps_per_call=steps_per_call)
+    start = tmp_path / "trunk" / "model-10" if given == "checkpoint" else tmp_path / "trunk"
+    branch = train(15, tmp_path / "branch", hook, start_from=start, steps_per_call=steps_per_call)
     assert branch == whole
     assert contents(tmp_path / "trunk") == before
     with jstep.Saver(tmp_path / "branch") as saver:
-        assert saver.all_steps() == [20, 25, 30]
-        parent = {"path": str(tmp_path / "trunk" / "model-20"), "step": 20}
-        assert [saver.extra(step)["parent"] for step in (20, 30)] == [parent] * 2
+        assert saver.all_steps() == [10, 15]
+        parent = {"path": str(tmp_path / "trunk" / "model-10"), "step": 10}
+        assert [saver.extra(step)["parent"] for step in (10, 15)] == [parent] * 2
 
 
 def test_the_trunk_is_needed_until_the_first_checkpoint_alone(tmp_path):
-    train(20, tmp_path / "trunk")
-    whole = train(40, tmp_path / "whole")
-
+    train(4, tmp_path / "trunk")
+    whole = train(9, tmp_path / "whole")
     with pytest.raises(KeyError):
-        train(40, tmp_path / "branch", jstep.every(33, raising(KeyError())), start_from=tmp_path / "trunk")
+        train(9, tmp_path / "branch", jstep.every(7, raising(KeyError())), start_from=tmp_path / "trunk")
     os.rename(tmp_path / "trunk", tmp_path / "gone")
-    assert train(40, tmp_path / "branch", start_from=tmp_path / "trunk") == whole
+    assert train(9, tmp_path / "branch", start_from=tmp_path / "trunk") == whole
 
 
-def test_the_first_checkpoint_exists_before_the_first_step(tmp_path):
-    train(10, tmp_path / "trunk")
+def test_the_first_checkpoint_exists_before_the_first_step(trunk, tmp_path):
     seen = []
 
     class Look(jstep.Hook):
         def before_step(self, step, state):
             seen.append(sorted(path.name for path in (tmp_path / "branch").glob("model-*")))
 
-    train(12, tmp_path / "branch", Look(), start_from=tmp_path / "trunk", save_checkpoint_steps=100)
+    train(12, tmp_path / "branch", Look(), start_from=trunk, save_checkpoint_steps=100)
     assert seen[0] == ["model-10"]
 
 
-def test_without_a_directory_it_is_read_at_every_start(tmp_path):
-    whole = train(15, tmp_path / "whole")
-    train(10, tmp_path / "trunk")
+def test_without_a_directory_it_is_read_at_every_start(trunk, tmp_path):
+    whole = train(15, tmp_path / "whole", save_checkpoint_steps=100)
     for _ in range(2):
-        options = {"log_steps": None, "start_from": tmp_path / "trunk"}
+        options = {"log_steps": None, "start_from": trunk}
         assert jstep.train(train_step, make_state(), loader(), 15, **options) == whole
 
 
@@ -109,15 +114,16 @@ def test_what_stopped_the_trunk_is_not_inherited_and_its_memory_is(tmp_path):
             lambda state: {"w": -1.0 * int(state.global_step)}, every_n_steps=2, callbacks=[stop]
         )
 
-    stopped = train(40, tmp_path / "trunk", early(), Counter())
+    options = {"save_checkpoint_steps": 100}
+    stopped = train(40, tmp_path / "trunk", early(), Counter(), **options)
     assert int(stopped.global_step) < 40
     counter = Counter()
-    branch = train(40, tmp_path / "branch", early(), counter, start_from=tmp_path / "trunk")
+    branch = train(40, tmp_path / "branch", early(), counter, start_from=tmp_path / "trunk", **options)
     assert int(branch.global_step) > int(stopped.global_step)
     assert counter.n == int(branch.global_step)
-    again = train(60, tmp_path / "hook", Counter(stop_at=20))
+    again = train(60, tmp_path / "hook", Counter(stop_at=20), **options)
     assert int(again.global_step) == 20
-    assert int(train(30, tmp_path / "next", Counter(), start_from=tmp_path / "hook").global_step) == 30
+    assert int(train(30, tmp_path / "next", Counter(), start_from=tmp_path / "hook", **options).global_step) == 30
 
 
 def test_a_branch_of_a_stopped_run_has_a_fresh_count_and_the_best_of_its_trunk(tmp_path):
@@ -132,13 +138,15 @@ def test_a_branch_of_a_stopped_run_has_a_fresh_count_and_the_best_of_its_trunk(t
     assert int(train(50, tmp_path / "trunk", hook).global_step) == 20
     trunk = tmp_path / "trunk" / "model-20"
     hook, stop = early(2)
-    assert int(train(50, tmp_path / "branch", hook, start_from=trunk).global_step) == 30  # 25 and 30 are no better
+    options = {"start_from": trunk, "save_checkpoint_steps": 100}
+    assert int(train(50, tmp_path / "branch", hook, **options).global_step) == 30  # 25 and 30 are no better
     assert stop.best == 1.0
     assert int(train(50, tmp_path / "branch", early(2)[0]).global_step) == 30  # it stays stopped
     hook, stop = early(3)
-    assert int(train(50, tmp_path / "patient", hook, start_from=trunk).global_step) == 50  # as 35 is better
+    assert int(train(50, tmp_path / "patient", hook, **options).global_step) == 50  # as 35 is better
     hook, stop = early(2)  # before the trunk stopped, one evaluation of two was no better
-    assert int(train(50, tmp_path / "early", hook, start_from=tmp_path / "trunk" / "model-15").global_step) == 20
+    options["start_from"] = tmp_path / "trunk" / "model-15"
+    assert int(train(50, tmp_path / "early", hook, **options).global_step) == 20
 
 
 def test_a_start_from_that_is_not_read_is_a_warning(tmp_path, caplog):
@@ -155,6 +163,7 @@ def test_a_start_from_that_is_not_read_is_a_warning(tmp_path, caplog):
     assert "which began from no other run's checkpoint" in caplog.text
 
 
+@pytest.mark.thorough
 def test_a_branch_of_a_branch_and_its_lines(tmp_path, caplog):
     train(10, tmp_path / "a")
     train(20, tmp_path / "b", start_from=tmp_path / "a")
@@ -239,16 +248,16 @@ def test_a_checkpoint_that_was_named_is_not_exchanged(tmp_path, monkeypatch):
         train(20, tmp_path / "branch", start_from=tmp_path / "trunk" / "model-11")
 
 
+@pytest.mark.thorough(except_for=["all but the manifest"])
 @pytest.mark.parametrize("lost", ["manifest.json", "all but the manifest"])
-def test_a_branch_with_damaged_checkpoints_is_the_error_of_any_run(lost, tmp_path, caplog):
-    train(10, tmp_path / "trunk")
-    train(20, tmp_path / "branch", start_from=tmp_path / "trunk")
+def test_a_branch_with_damaged_checkpoints_is_the_error_of_any_run(lost, trunk, tmp_path, caplog):
+    train(20, tmp_path / "branch", start_from=trunk)
     for checkpoint in (tmp_path / "branch").glob("model-*"):
         for path in [path for path in checkpoint.rglob("*") if path.is_file()]:
             if lost in str(path.relative_to(checkpoint)) or (lost[0] == "a" and path.name != "manifest.json"):
                 path.unlink()
     errors = []
-    for options in ({"start_from": tmp_path / "trunk"}, {}):
+    for options in ({"start_from": trunk}, {}):
         caplog.clear()
         with pytest.raises(jstep.CheckpointError, match="model-20 is corrupted") as info:
             train(30, tmp_path / "branch", **options)
@@ -258,13 +267,12 @@ def test_a_branch_with_damaged_checkpoints_is_the_error_of_any_run(lost, tmp_pat
     assert errors[0] == errors[1]
 
 
-def test_a_branch_whose_checkpoints_have_no_file_left_does_not_begin_again(tmp_path):
-    train(10, tmp_path / "trunk")
-    train(20, tmp_path / "branch", start_from=tmp_path / "trunk")
+def test_a_branch_whose_checkpoints_have_no_file_left_does_not_begin_again(trunk, tmp_path):
+    train(20, tmp_path / "branch", start_from=trunk)
     for path in [path for path in (tmp_path / "branch").glob("model-*/**/*") if path.is_file()]:
         path.unlink()
     with pytest.raises(jstep.CheckpointError, match=r"model-10: .* but it is not a checkpoint"):
-        train(30, tmp_path / "branch", start_from=tmp_path / "trunk")
+        train(30, tmp_path / "branch", start_from=trunk)
 
 
 # Runs that begin with a state made from a checkpoint: `train(start_from=…)` with a state at that step.
@@ -288,7 +296,7 @@ def continued(state, last_step):
     return jstep.train(train_step, state, batches, last_step, log_steps=None)
 
 
-@pytest.mark.thorough(except_for=["checkpoint-1", "directory-4"])
+@pytest.mark.thorough(except_for=["directory-4"])
 @pytest.mark.parametrize("steps_per_call", [1, 4, "auto"])
 @pytest.mark.parametrize("given", ["checkpoint", "directory"])
 def test_a_branch_begins_with_the_state_passed(given, steps_per_call, tmp_path, caplog):
@@ -313,17 +321,6 @@ def test_a_branch_begins_with_the_state_passed(given, steps_per_call, tmp_path, 
     assert "is ignored" not in caplog.text
 
 
-def test_on_other_devices(tmp_path):
-    train(10, tmp_path / "trunk")
-    mesh = jax.make_mesh((2,), ("data",))
-    rows = {"w": jax.P("data")}
-    state = jstep.shard_state(grown(tmp_path / "trunk", 10, rows=4), mesh, rows)
-    branch = train(15, tmp_path / "branch", state=state, start_from=tmp_path / "trunk")
-    assert branch.params["w"].sharding.spec == rows["w"]
-    expected = continued(grown(tmp_path / "trunk", 10, rows=4), 15)
-    np.testing.assert_allclose(branch.params["w"], expected.params["w"], rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -333,9 +330,9 @@ def test_on_other_devices(tmp_path):
     ],
     ids=["another step", "step 0", "abstract"],
 )
-@pytest.mark.parametrize("start", ["trunk", "trunk/model-10"])
-def test_what_is_refused(start, make, said, tmp_path):
-    train(10, tmp_path / "trunk")
+@pytest.mark.thorough(except_for={"start": [""]})
+@pytest.mark.parametrize("start", ["", "model-10"])
+def test_what_is_refused(start, make, said, trunk, tmp_path):
     with pytest.raises(ValueError, match=said):
-        train(20, tmp_path / "branch", state=make(tmp_path / "trunk"), start_from=tmp_path / start)
+        train(20, tmp_path / "branch", state=make(trunk), start_from=trunk / start)
     assert not list(tmp_path.glob("branch/model-*"))

@@ -32,7 +32,7 @@ KINDS = {
 }
 
 
-@pytest.mark.thorough(except_for=["3-integer keys"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 def test_a_killed_run_resumes_identically(tmp_path, kind, steps_per_call, caplog):

@@ -29,6 +29,7 @@ def test_a_limit_that_is_over_when_the_run_begins(tmp_path):
         train(50, hooks=[kill(signal.SIGTERM)], checkpoint_dir=tmp_path)
 
 
+@pytest.mark.thorough(except_for=["10"])
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_that_is_ignored_or_handled_is_left_alone(number, tmp_path):
     seen = []

@@ -37,7 +37,7 @@ def advancing_by(updates):
 NOT_INCREMENTED = jstep.minimize(loss_fn, OPTIMIZER, rng=jax.random.key(7), increment_global_step=False)
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["train_step-0-1", "step-16-1"])
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 @pytest.mark.parametrize(
     ("step", "advance"),

@@ -12,12 +12,6 @@ import jstep
 # Checkpoints
 
 
-def test_resume_is_bitwise(tmp_path):
-    for last_step in (1, 5, 6, 12):
-        state = train(last_step, checkpoint_dir=tmp_path)
-    assert same(state, by_hand(12))
-
-
 def test_saves_during_the_run_and_at_the_end(tmp_path):
     train(11, checkpoint_dir=tmp_path, checkpoint_prefix="net", save_checkpoint_steps=4)
     assert sorted(os.listdir(tmp_path)) == ["net-11", "net-4", "net-8", "starts"]

@@ -151,7 +151,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.thorough(except_for=["optimizer-False", "model-True", "shapes-True"])
+@pytest.mark.thorough(except_for=["optimizer-False", "model-True"])
 @pytest.mark.parametrize("is_abstract", [False, True])
 @pytest.mark.parametrize("kind", OTHERS)
 def test_another_model_or_optimizer_in_an_old_directory_is_named_before_anything_is_compiled(

@@ -131,12 +131,7 @@ def test_a_donated_state_is_reported_as_lost():
     assert "it is lost" in note_of(caught.value)
 
 
-# Batches that end early
-
-
-# Too many steps, and populations
-
-
+@pytest.mark.thorough(except_for=["1"])
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_a_loss_that_was_infinite_long_ago_prevents_no_save(steps_per_call, tmp_path):
     def loss_fn(params, batch):

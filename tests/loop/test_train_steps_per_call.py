@@ -21,6 +21,7 @@ def test_calls_end_at_due_steps():
     assert ("first", 5) in calls.seen
 
 
+@pytest.mark.thorough(except_for=["1"])
 @pytest.mark.parametrize("process", [0, 1])
 def test_calls_end_at_the_lines_of_the_log_on_all_processes(process, monkeypatch):
     """Process 0 alone writes them, and calls of other lengths would be other programs."""

@@ -16,6 +16,7 @@ QUICK = "saver, quick"
 SAVERS = [f"saver, {name}" for name in cut_runs.SAVES]
 
 
+@pytest.mark.thorough
 def test_a_sample_of_states(record):
     """Two saves, of which the second evicts the first."""
     history = History(record(QUICK))

@@ -63,7 +63,7 @@ def test_an_upload_after_a_failure_delays_its_caller_for_seconds(caplog):
         ("a", b"H123", math.inf),
     ]
     assert [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "jstep"] == [
-        ("WARNING", "no network; the data is kept, and the upload is retried"),
+        ("WARNING", "no network; the data is kept, and the upload is retried")
     ]
 
 

@@ -297,6 +297,7 @@ def _encode_to_proto(filled):
     return limits[first : last + 1], buckets[first : last + 1]
 
 
+@pytest.mark.thorough
 def test_under_jit_vmap_and_scan(written):
     x = jnp.arange(12.0).reshape(3, 4)
     rows = [expected_counts(row) for row in np.asarray(x)]

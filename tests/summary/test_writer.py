@@ -142,12 +142,7 @@ def test_add_session_log(tmp_path):
 def test_add_hparams(tmp_path, accumulate):
     from tensorboard.plugins.hparams import metadata
 
-    hparams = {
-        "rate": jnp.float32(0.5),
-        "layers": np.int64(3),
-        "nesterov": True,
-        "optimizer": {"name": "adam"},
-    }
+    hparams = {"rate": jnp.float32(0.5), "layers": np.int64(3), "nesterov": True, "optimizer": {"name": "adam"}}
     with SummaryWriter(tmp_path) as writer:
         writer.add_hparams(hparams, metrics={"accuracy": 0.9})
         with pytest.raises(TypeError, match=r"metrics\['accuracy'\]='good': must be a number"):

@@ -7,13 +7,13 @@ import struct
 
 import jax.numpy as jnp
 import pytest
+from points import norm
 from written_runs import change, starts_of
 
 import jstep
 from jstep.stores.event_files import frame, proto
 
-optimizer = jstep.sgd(0.1)
-train_step = jstep.minimize(lambda p: jnp.sum(p["w"] ** 2), optimizer)
+optimizer, train_step = norm()
 
 
 @pytest.fixture(scope="module")

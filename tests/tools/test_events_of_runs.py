@@ -10,13 +10,13 @@ import shutil
 
 import jax.numpy as jnp
 import pytest
+from points import norm
 from written_runs import change, starts_of, write_start
 
 import jstep
 from jstep import summary
 
-optimizer = jstep.sgd(0.1)
-train_step = jstep.minimize(lambda p: jnp.sum(p["w"] ** 2), optimizer)
+optimizer, train_step = norm()
 
 
 def train(logdir, checkpoints, last=20, stop=None, **options):

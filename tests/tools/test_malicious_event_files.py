@@ -58,10 +58,7 @@ def test_tags_are_escaped_for_the_terminal(tmp_path, cli):
     path = write_events(
         tmp_path / "run\x1b" / "events.out.tfevents.1.x", scalar_event(1, 1.0, tag), scalar_event(2, 1.0, tag)
     )
-    printed = [
-        *cli("events", path),
-        *cli("events", tmp_path / "missing\x1b", code=2),
-    ]
+    printed = [*cli("events", path), *cli("events", tmp_path / "missing\x1b", code=2)]
     text = "".join(printed)
     assert [len(part.splitlines()) for part in printed] == [2, 0, 0, 1]
     assert all(c.isprintable() or c == "\n" for c in text)

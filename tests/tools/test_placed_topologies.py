@@ -213,10 +213,7 @@ def fake_cuda(root):
 )
 @pytest.mark.parametrize(
     ("name", "words", "extra"),
-    [
-        ("h100:8", r"the CUDA plugin of JAX \(jax_plugins.xla_cuda13\)", "aot-cuda"),
-        ("v5e:2x2", "libtpu", "tpu"),
-    ],
+    [("h100:8", r"the CUDA plugin of JAX \(jax_plugins.xla_cuda13\)", "aot-cuda"), ("v5e:2x2", "libtpu", "tpu")],
 )
 def test_compiler_that_does_not_load(monkeypatch, tmp_path, name, words, extra, error):
     fake_cuda(tmp_path)

@@ -90,6 +90,7 @@ def test_replay_with_a_saver_and_a_prefix(tmp_path):
     assert digest(jstep.replay(STEP, make_state(), batch, tmp_path, 9, prefix="mine").state) == states[9]
 
 
+@pytest.mark.thorough
 def test_replay_with_several_steps_per_call(tmp_path):
     states = run(steps_per_call=4, checkpoint_dir=tmp_path, save_checkpoint_steps=6)
     assert sorted(states) == [0, 4, 6, 10]

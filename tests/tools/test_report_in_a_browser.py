@@ -47,7 +47,7 @@ def pages(tmp_path_factory):
     return page
 
 
-@pytest.mark.thorough(except_for=["light-1600-40"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [1, 5, 40, 300])
 @pytest.mark.parametrize("width", [360, 800, 1600])
 @pytest.mark.parametrize("theme", ["light", "dark"])

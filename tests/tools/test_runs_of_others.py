@@ -166,6 +166,7 @@ def test_silent_processes_are_shown_in_ranges(tmp_path, capsys):
     assert [line.strip("* ").split()[0] for line in lines[1:]] == ["5", "0–4", "6–99999"]
 
 
+@pytest.mark.thorough(except_for=["\\u202eevil\\u2066"])
 @pytest.mark.parametrize("text", ["\x1b[31mred", "\u202eevil\u2066", "line\rbreak\n"])
 def test_control_characters_reach_no_terminal(text, tmp_path, capsys):
     fields = {"values": {f"{text}/loss": 1.0}, "end": ["failed", f"E: {text}"], "devices": text, "argv": [text]}
@@ -212,6 +213,7 @@ def test_each_field_with_each_hostile_value(part, tmp_path, capsys):
                 show(tmp_path, bad, capsys)
 
 
+@pytest.mark.thorough(except_for=["brackets0-150-finished", "brackets1-100000-unreadable"])
 @pytest.mark.parametrize(("depth", "status"), [(150, "finished"), (300, "unreadable"), (100_000, "unreadable")])
 @pytest.mark.parametrize("brackets", [("[", "]"), ('{"": ', "}")])
 def test_a_config_may_be_deep(depth, status, brackets, tmp_path, capsys):

@@ -11,13 +11,13 @@ import forked
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from points import mean
 from written_runs import starts_of, write_start
 
 import jstep
 from jstep.tools import cli
 
-optimizer = jstep.gradient_descent(0.25)
-train_step = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), optimizer)
+optimizer, train_step = mean(0.25)
 
 
 def train(where, last_step, *hooks, batches=None, width=1, **options):

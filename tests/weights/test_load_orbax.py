@@ -86,14 +86,11 @@ def path(request, tmp_path):
     return WRITERS[request.param](tmp_path / "checkpoint")
 
 
+@pytest.mark.thorough(except_for=["StandardCheckpointer-auto", "jstep-explicit"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_shardings_and_dtypes_of_the_target(path, kind):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
-    specs = {
-        "dense": {"kernel": P("data", "model"), "bias": P("model")},
-        "layers": [P("data"), (P(),)],
-        "count": P(),
-    }
+    specs = {"dense": {"kernel": P("data", "model"), "bias": P("model")}, "layers": [P("data"), (P(),)], "count": P()}
     for dtype in (None, jnp.float16):
         target = jax.tree.map(
             lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
