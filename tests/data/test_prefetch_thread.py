@@ -95,6 +95,7 @@ class TestThreadEnds:
         """
         assert run_program(program) == (5, "", "")
 
+    @pytest.mark.thorough
     def test_ctrl_c_interrupts_next(self):
         program = """
             import threading, time

@@ -44,6 +44,7 @@ def small_packs(monkeypatch):
     monkeypatch.setattr(packs, "PACK", 50_000)  # a buffer takes several objects
 
 
+@pytest.mark.thorough
 def test_a_run_in_parts_is_a_whole_one(store, tmp_path, small_packs):
     for last in (7, 12):
         with jstep.Saver(store.run) as saver:
@@ -51,7 +52,7 @@ def test_a_run_in_parts_is_a_whole_one(store, tmp_path, small_packs):
     assert same(found, train(tmp_path, 12))
 
 
-@pytest.mark.parametrize("kind", [OnDisk, InBucket])
+@pytest.mark.parametrize("kind", [pytest.param(OnDisk, marks=pytest.mark.thorough), InBucket])
 def test_copies_resume(store, tmp_path, small_packs, kind):
     store.page = 1000
     copy = kind(store, tmp_path / "there")

@@ -38,6 +38,7 @@ def delete(store, prefix):
             del store.objects["bkt"][key]
 
 
+@pytest.mark.thorough
 def test_fingerprint_logs_across_restarts(store, caplog):
     run(store.run, 5, hooks=[jstep.FingerprintHook(every_n_steps=1)])
     assert steps(store) == [1, 2, 3, 4, 5]

@@ -62,14 +62,6 @@ def test_master_weights_are_projected():
     assert bits(state.params["half"]) == bits(state.slots["master"]["half"].astype(jnp.bfloat16))
 
 
-def test_nothing_moves_where_an_update_was_skipped():
-    bad = {**GRADIENTS, "w": GRADIENTS["w"].at[0, 0].set(jnp.nan)}
-    state = stepped(jstep.skip_nonfinite(jstep.with_projection(jstep.adam(0.5), clip)), bad)
-    assert bits(state.params) == bits(PARAMS)
-    state = stepped(jstep.update_every(2, jstep.with_projection(jstep.adam(0.5), clip)))
-    assert bits(state.params) == bits(PARAMS)
-
-
 @pytest.mark.thorough(except_for=["True"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_nothing_is_projected_where_the_inner_update_was_skipped(compiled):

@@ -80,6 +80,7 @@ def test_rows_of_a_microbatch(types, annotated, devices, size, max_rows, at_leas
     assert loss.seen == want
 
 
+@pytest.mark.thorough
 def test_the_number_of_microbatches_is_logged_once(caplog):
     caplog.set_level(logging.INFO)
     step = jstep.minimize(Loss(), OPTIMIZER, max_rows_per_device=5)
@@ -89,6 +90,7 @@ def test_the_number_of_microbatches_is_logged_once(caplog):
     assert found == ["max_rows_per_device=5: batches of 34 rows are split into 17 microbatches"]
 
 
+@pytest.mark.thorough
 def test_max_rows_matches_num_microbatches():
     def loss(params, model_state, x, rng):
         noise = jax.random.normal(rng, x.shape)
@@ -106,19 +108,3 @@ def test_max_rows_matches_num_microbatches():
     assert int(metrics_a["count"]) == 32
     jax.tree.map(np.testing.assert_array_equal, state_a.params, state_b.params)
     jax.tree.map(np.testing.assert_array_equal, (metrics_a, state_a.slots), (metrics_b, state_b.slots))
-
-
-@pytest.mark.parametrize(
-    ("batch", "at_least", "message"),
-    [
-        ((), 1, "max_rows_per_device=4: there is no batch to split"),
-        ((np.float32(1),), 1, "max_rows_per_device=4: batch argument 0 is a scalar"),
-        ((DATA[:8], DATA[:6]), 1, "max_rows_per_device=4: batch argument 0 has 8 rows and batch argument 1 has 6"),
-        ((DATA[:0],), 1, "max_rows_per_device=4, num_microbatches=1: .* batch argument 0 has 0 rows"),
-        ((DATA[:6],), 7, "max_rows_per_device=4, num_microbatches=7: .* batch argument 0 has 6 rows"),
-    ],
-)
-def test_batches_that_cannot_be_split(batch, at_least, message):
-    step = jstep.minimize(lambda p, *x: jnp.sum(p["a"]), OPTIMIZER, max_rows_per_device=4, num_microbatches=at_least)
-    with pytest.raises(ValueError, match=message):
-        step(fresh(), *batch)

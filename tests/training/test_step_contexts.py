@@ -64,6 +64,7 @@ def test_transfer_guard_allows_states_and_numpy_batches(optimizer: jstep.Optimiz
     assert float(metrics["learning_rate"][0]) > 0
 
 
+@pytest.mark.thorough(except_for=["a mesh"])
 @pytest.mark.parametrize("placement", [{}, {"mesh": EXPLICIT}], ids=["one device", "a mesh"])
 def test_what_is_set_or_changes_after_some_calls_counts_at_the_next(placement: Any) -> None:
     """Most of a call is known from the one before; what may differ is asked each time."""
