@@ -82,6 +82,7 @@ class TestThreadEnds:
         assert ended == [[]]
         source.gate.set()
 
+    @pytest.mark.thorough
     def test_when_the_process_exits(self):
         program = """
             import itertools, time

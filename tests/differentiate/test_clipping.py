@@ -122,6 +122,7 @@ def test_low_precision_norms_accumulate_in_float32(dtype):
     assert jstep.clip_by_value(large, -1.0, 1.0).dtype == dtype
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("x64")
 def test_float64_leaves_are_accumulated_in_float64():
     tree = {"a": np.array([3.0]), "b": np.array([4.0], np.float32), "tiny": np.array([1e-9])}

@@ -82,7 +82,7 @@ def test_step_does_not_allocate_the_table():
     assert program.memory_analysis().temp_size_in_bytes < 1 << 20
 
 
-@pytest.mark.thorough(except_for=["table1-ids1-rows1"])
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("table", "ids", "rows"),
     [

@@ -90,6 +90,7 @@ def test_a_single_fault_at_each_request_is_retried(each_store, status):
 # Corruption.
 
 
+@pytest.mark.thorough
 def test_corruption_of_any_object_is_detected(store):
     with jstep.Saver(store.run) as saver:
         for step in (1, 2):

@@ -39,6 +39,7 @@ def test_round_trip(store):
     assert store.keys("run/~") == ["run/~jstep"], "the claim is released"
 
 
+@pytest.mark.thorough
 def test_every_kind_of_leaf_round_trips(store):
     params = {
         **{
@@ -67,6 +68,7 @@ def test_every_kind_of_leaf_round_trips(store):
     assert type(back.params["numpy"]) is np.ndarray
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [5, 300_000])
 def test_the_saved_state_may_be_donated_before_it_is_written(store, monkeypatch, size):
     """Steps that donate the state run before any of it is written."""
@@ -120,6 +122,7 @@ def test_the_call_after_ctrl_c_waits_for_the_save_in_progress(interrupted, gcs, 
     assert gcs.keys("run/model-2/manifest.json")
 
 
+@pytest.mark.thorough
 def test_sharded_states_are_restored_onto_any_mesh(store, monkeypatch):
     monkeypatch.setattr(packs, "PACK", 300)
     mesh = jax.make_mesh((4, 2), ("data", "model"))

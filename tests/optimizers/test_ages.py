@@ -57,7 +57,7 @@ def ages(state):
 BY_UPDATES = [name for name, entry in TABLE.items() if not entry.by_step and "every" not in name]
 
 
-@pytest.mark.thorough(except_for=["partition"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", BY_UPDATES)
 def test_updates_do_not_depend_on_what_moves_the_clock(name):
     optimizer = TABLE[name].make(0.01)
@@ -175,6 +175,7 @@ def test_labels_of_labels():
     assert [int(state.slots[f"with_moving_average/{label}/start_step"]) for label in ("d/x", "d/y", "g")] == [0, 1, 1]
 
 
+@pytest.mark.thorough
 def test_a_leaf_without_a_gradient_keeps_its_average():
     """Whatever its value, also without a partition; rows of a table are a gradient."""
     optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), EMA(0.9, zero_debias=True))

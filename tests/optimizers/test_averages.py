@@ -109,6 +109,7 @@ def test_var_list_selects_the_averaged_params(var_list):
 EVERY_SECOND = jstep.ExponentialMovingAverage(1.0, zero_debias=True, every=2)
 
 
+@pytest.mark.thorough
 def test_averages_that_wait_have_an_age_of_their_own_which_a_checkpoint_keeps(tmp_path):
     optimizer = jstep.with_moving_average(jstep.adam(0.1), EVERY_SECOND)
     state, states = run(optimizer, 7, start=3)
@@ -359,7 +360,7 @@ def run_of_players(optimizer, first=0):
     return states
 
 
-@pytest.mark.thorough(except_for=["every-guard outside", "swa-guard inside"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("name", AVERAGES_OF_PLAYERS)
 def test_every_leaf_moves_once_in_each_update_that_counts(name, around):

@@ -77,7 +77,7 @@ def assert_same_run(wrap: Wrap, inner: jstep.Optimizer, **options: Any) -> None:
     assert np.any(state.params["head"] != PARAMS["head"])
 
 
-@pytest.mark.thorough(except_for=["label"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_frozen_parameters_count_in_no_wrapper(name: str) -> None:
     assert_same_run(WRAPPERS[name], jstep.adam(0.1))

@@ -126,6 +126,7 @@ def test_moments_are_means_over_the_expected_axes(shape, axes, over, mean):
         np.testing.assert_allclose(slots["neuron_v"]["w"], v, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_dead_neurons_zero_matrices_and_missing_gradients():
     optimizer = jstep.normalize_neurons()
     params = {"w": jnp.ones((3, 4)), "z": jnp.ones((2, 3, 4)), "none": jnp.ones((2, 2)), "n": jnp.int32(3)}

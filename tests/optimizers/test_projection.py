@@ -55,6 +55,7 @@ def test_new_parameters_are_those_of_fn(fn, compiled):
             jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), state.params, plain.params)
 
 
+@pytest.mark.thorough
 def test_master_weights_are_projected():
     optimizer = jstep.master_weights(jstep.with_projection(jstep.gradient_descent(0.5), clip))
     state = stepped(optimizer)

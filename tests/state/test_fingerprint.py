@@ -172,6 +172,7 @@ def test_recorded_fingerprints_of_keys():
         assert texts(tree) == KNOWN[name]
 
 
+@pytest.mark.thorough
 def test_small_leaves_of_a_shape_are_read_together(monkeypatch):
     """A call costs more than reading them; the last group of a shape overlaps the one before."""
     host = {f"w{i}": np.full((i % 2 + 2, 5), i + 1, np.float32) for i in range(90)} | {"n": np.float32(np.nan)}

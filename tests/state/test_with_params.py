@@ -50,7 +50,7 @@ def names_of_copies(state: jstep.TrainState) -> list[str]:
     return [name for name in roles_in(state).of(*WITH_A_START) if name in state.slots]
 
 
-@pytest.mark.thorough(except_for=["float32-optax", "bfloat16-average"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", WITH_COPIES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_what_is_loaded_stays(name: str, dtype: Any) -> None:

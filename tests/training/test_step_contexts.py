@@ -34,6 +34,7 @@ def train(state: jstep.TrainState, optimizer: jstep.Optimizer) -> Any:
     return jax.device_get(jstep.scan_steps(step)(state, np.stack([ROWS, ROWS])))
 
 
+@pytest.mark.thorough
 def test_step_inside_and_outside_an_explicit_mesh(compilations: Any) -> None:
     step = jstep.minimize(loss_fn, OPTIMIZER, num_microbatches=2, donate=False)
     batch = jstep.shard_batch(np.concatenate([ROWS, ROWS]), EXPLICIT)

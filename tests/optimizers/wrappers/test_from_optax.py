@@ -46,6 +46,7 @@ def test_slots_and_hyperparameters():
     assert float(metrics["learning_rate"]) == pytest.approx(1e-2)
 
 
+@pytest.mark.thorough
 def test_moments_are_sharded_like_their_parameters():
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     optimizer = jstep.from_optax(optax.adam(0.1))

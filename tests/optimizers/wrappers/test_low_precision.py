@@ -78,6 +78,7 @@ def test_clipping_computes_in_float32_and_functions_keep_the_dtype():
     assert jstep.clip_by_norm(g, 0.3).dtype == jstep.clip_by_value(g, -0.3, 0.3).dtype == jnp.bfloat16
 
 
+@pytest.mark.thorough
 def test_stochastic_rounding_is_unbiased_and_reproducible():
     params = {"w": jnp.ones(40_000, jnp.bfloat16), "h": jnp.ones(4, jnp.float16), "f": jnp.ones(4)}
     grads = jax.tree.map(jnp.ones_like, params)

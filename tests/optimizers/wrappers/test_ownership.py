@@ -104,7 +104,7 @@ def near(one, other, within=0.01):
         assert np.max(np.abs(a - b)) <= within * max(np.max(np.abs(b)), 1e-30)
 
 
-@pytest.mark.thorough(except_for=["old2-new2-bfloat16"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(("old", "new"), [(PLAIN, COMPACT), (COMPACT, PLAIN), (MASTERS, COMPACT), (COMPACT, MASTERS)])
 def test_a_state_is_converted_both_ways(dtype, old, new):
