@@ -15,11 +15,6 @@ from jstep.core.logs import slow
 OPTIMIZER = jstep.gradient_descent(0.1)
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 @pytest.fixture
 def soon(monkeypatch):
     """Compilations count as long at once."""

@@ -129,21 +129,6 @@ class TestEnqueueMany:
                 call.wait()
         assert sorted(drain(queue)) == [0, 1, 2]
 
-    @pytest.mark.parametrize(
-        ("elements", "words"),
-        [
-            ([1, 2], r"elements: .*, got shapes \[\(\), \(\)\]"),
-            (1.0, r"elements: .*, got shapes \(\)"),
-            ({"x": np.ones(2), "y": jnp.ones((3, 1))}, r"elements: .*, got shapes {'x': \(2,\), 'y': \(3, 1\)}"),
-            ({"x": None}, "elements: .*, got shapes {'x': None}"),
-        ],
-    )
-    def test_wrong_elements(self, elements, words):
-        queue = fifo()
-        with pytest.raises(ValueError, match=words):
-            queue.enqueue_many(elements)
-        assert queue.size() == 0
-
 
 class TestDequeueUpTo:
     @both_queues
