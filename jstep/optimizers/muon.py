@@ -461,7 +461,7 @@ def _refuse_zero(path: str, leaf: Any, axes: tuple[int, ...]) -> None:
     if np.any(norms == 0):
         place = np.argwhere(norms == 0)[0].tolist()
         raise ValueError(
-            f"params: the norm of {trees.quote_path(path)}{place or ''} must not be 0 for on_hyperball; use jax.random"
+            f"params: the norm of {trees.quote_path(path)}{place or ''} must not be 0 for on_hyperball; initialize it"
         )
 
 

@@ -78,7 +78,7 @@ def find_step(state: Tree) -> Array | None:
         return create_global_step(own)
     if not (hasattr(own, "dtype") and hasattr(own, "shape") and jnp.issubdtype(own.dtype, jnp.integer)):
         raise TypeError(
-            f"state: must be a state with a global_step, or a step (an integer scalar), got {describe_type(own)}"
+            f"state: its global_step, or the step itself, must be an integer scalar, got {describe_type(own)}"
         )
     return own
 
