@@ -244,7 +244,7 @@ def test_invalid_meshes_and_states():
 
 
 def test_invalid_batches():
-    with pytest.raises(ValueError, match=r"'x' has 12 rows .* 8 parts .* 'data' .* multiple of 8"):
+    with pytest.raises(ValueError, match=r"'x' has 12 rows: must be a multiple of 8, the parts of 'data' here"):
         jstep.shard_batch({"x": np.ones((12, 2))}, DATA)
     with pytest.raises(ValueError, match=r"8 at 'x', 16 at 'y'"):
         jstep.shard_batch({"x": np.ones(8), "y": np.ones(16)}, DATA)

@@ -114,8 +114,8 @@ def test_max_rows_matches_num_microbatches():
         ((), 1, "max_rows_per_device=4: there is no batch to split"),
         ((np.float32(1),), 1, "max_rows_per_device=4: batch argument 0 is a scalar"),
         ((DATA[:8], DATA[:6]), 1, "max_rows_per_device=4: batch argument 0 has 8 rows and batch argument 1 has 6"),
-        ((DATA[:0],), 1, "max_rows_per_device=4, num_microbatches=1: .* batch argument 0 has 0 rows"),
-        ((DATA[:6],), 7, "max_rows_per_device=4, num_microbatches=7: .* batch argument 0 has 6 rows"),
+        ((DATA[:0],), 1, "max_rows_per_device=4, num_microbatches=1: .* 0 rows of batch argument 0"),
+        ((DATA[:6],), 7, "max_rows_per_device=4, num_microbatches=7: .* 6 rows of batch argument 0"),
     ],
 )
 def test_batches_that_cannot_be_split(batch, at_least, message):
