@@ -76,8 +76,8 @@ def makes_optimizer(positional: int = 0) -> Callable[[Callable[_P, _T]], Callabl
 
 class RememberedFunction(RecordedCall):
     def __init__(self, function: Callable[..., Any], call: RecordedCall) -> None:
+        functools.update_wrapper(self, function)  # which copies the attributes of one that is remembered already
         super().__init__(call.function, call.positional, call.args, call.kwargs)
-        functools.update_wrapper(self, function)
 
     @shortens_tracebacks
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

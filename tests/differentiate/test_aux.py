@@ -84,9 +84,7 @@ def test_summary_lost_in_vmap_raises_with_a_fix():
     def loss_fn(params, x):
         return jnp.mean(params["w"] * jax.vmap(layer)(x))
 
-    with pytest.raises(
-        RuntimeError, match=r"'row'.*test_aux.*in the loss.*collect\(body\).*merge\(\[summary\], collections"
-    ):
+    with pytest.raises(RuntimeError, match=r"'row'.*test_aux.*in the loss.*return it.*merge\(\[summary\], collections"):
         jstep.minimize(loss_fn, optimizer)(state, X)
 
     def collecting_loss(params, x):
