@@ -53,8 +53,7 @@ def _record(owner: _Owner, hook: Any, where: str) -> dict[str, Any]:
     except UnsupportedError as error:
         raise TypeError(
             f"{where}: the state of {owner.key} cannot be kept with a checkpoint: get_state(){error.path} "
-            f"{error.what}, and a state may hold only {tagged_json.SUPPORTED}. Convert that value in get_state, and "
-            "back in set_state"
+            f"{error.what}; convert it there, and back in set_state, see docs: help/errors#positions"
         ) from None
     made_by, is_given = _class_names(hook)[1], owner.made_by is None
     record = {"key": owner.key, "class": made_by, "is_given": is_given, "state": state, _TAGGED: True}

@@ -212,8 +212,7 @@ def check_run(state: Tree, manifest: Manifest, where: str) -> CheckpointMatch:
         raise ValueError(
             f"checkpoint_dir: {where.rpartition('/')[2]} was saved by a run with another "
             f"{'model' if PARAMS in differ else 'optimizer'}: its {' and '.join(sorted(differ))} differ from those of "
-            "state. For a new run, give another checkpoint_dir; Saver.restore_params restores parameters for it. In "
-            f"detail, {error}"
+            f"state; give a new run another checkpoint_dir, see docs: help/errors#another-run. In detail, {error}"
         ) from None
     return result
 

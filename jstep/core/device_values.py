@@ -104,8 +104,7 @@ def _refuse_wide(leaf: object, path: str, argument: str) -> None:
     if isinstance(leaf, np.ndarray | np.generic | int) and (wide := first_wide(leaf)) is not None:
         raise OverflowError(
             f"{argument}: {trees.leaf_at(path)} must hold integers that fit {wide[1].name} while 64-bit types are "
-            f"off, got {wide[0]}; map them to smaller integers on the host, such as ids % num_buckets, or set "
-            "jax_enable_x64"
+            f"off, got {wide[0]}; map them to smaller ones on the host, see docs: help/errors#integers"
         )
 
 

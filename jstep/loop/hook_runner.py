@@ -11,7 +11,7 @@ from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import hook_name
 from jstep.core.exceptions import note, note_other, noting
-from jstep.core.stopwatch import FIRST_CALL, HOOKS, STEPPING
+from jstep.core.stopwatch import HOOKS, STEPPING
 from jstep.distributed import processes
 from jstep.evaluating.evaluation_hook import EvaluationHook
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
@@ -103,10 +103,8 @@ class HookRunner:
             if any(isinstance(hook, LoggingHook) and hook not in setup.options.hooks for hook in self._hooks):
                 setup.times.log(watch.before)
         self.is_checking = True
-        began = watch.clock()
         check_step(loop.at.step, loop.at.state, first)
         setup.in_flight.drop_finished()
-        watch.record(FIRST_CALL, began, share=1 / (loop.at.step - first))
         self.is_checking = False
         edge = setup.train_steps.edge_after(first)
         self._next_check = NEVER if edge is None else edge

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
@@ -33,10 +34,10 @@ from jstep.record.code import GIT_TIMEOUT_SECS, code_version
 from jstep.record.config import command_line, json_number
 from jstep.record.differences import changes
 from jstep.record.stall_files import exit_reason
-from jstep.record.starts import FINISHED, KILLED, Start, StartFile, read_starts, totals, valid, with_card
+from jstep.record.starts import FINISHED, FOLDER, KILLED, Start, StartFile, read_starts, totals, valid, with_card
 from jstep.state.sharding import describe_devices
 from jstep.stores.owners import is_alive, this_process
-from jstep.stores.urls import absolute, location
+from jstep.stores.urls import absolute, is_url, location
 
 PAST, START = "past", "start"
 """The key of a checkpoint's `extra` with what was before it, and in it the start that made it: its number, `began`."""
@@ -85,6 +86,9 @@ class Recorder(Observer):
         except (OSError, ValueError) as error:
             _logger.warning("%s: this run cannot be recorded: %s", where, error)
             return
+        old = os.path.join(where, "timeline.jsonl")
+        if not is_url(where) and os.path.exists(old) and not os.path.lexists(os.path.join(where, FOLDER)):
+            _logger.info("%s is of an earlier version, and is not read: the record of this run begins anew", old)
         own = [] if origin.is_copy else earlier
         newest = next(reversed(valid(own)), None)
         self._stopped_by = origin.extra.get(STOPPED)

@@ -120,10 +120,9 @@ class Run(RunInfo):
         if saver.allow_nonfinite:
             return False
         raise NanLossDuringTrainingError(
-            f"the parameters are not finite at step {step}, where a checkpoint is due, which is not saved: "
-            f"{in_words(bad) or _ELSEWHERE}. The cause is one of the updates {self.setup.loop.finite_at} → {step}: "
-            "jstep.NanLossHook() among the hooks names its batch; to save such parameters, give "
-            "checkpoint_dir=jstep.Saver(directory, allow_nonfinite=True)",
+            f"the parameters are not finite at step {step}, where a checkpoint is due: {in_words(bad) or _ELSEWHERE}. "
+            f"The cause is one of the updates {self.setup.loop.finite_at} → {step}: jstep.NanLossHook() in hooks "
+            "names its batch, see docs: help/errors#not-finite",
             step,
         )
 

@@ -22,11 +22,6 @@ from jstep.stores.tagged_arrays import LARGE, UnsupportedError
 _DEEPEST = 80  # levels of nested JSON; a checkpoint accepts 100 in all
 _MAX_BITS = 4096  # bits of an integer: Python refuses to write much longer ones in decimal
 
-SUPPORTED = (
-    "numbers, strings, bytes, None, lists, tuples, dicts, NumPy arrays, scalars and random generators, "
-    "random.Random, JAX arrays and keys, and torch tensors"
-)
-"""The types that can be encoded, for error messages."""
 _FILE = "$file"
 """The key of a reference to a file, in place of large bytes."""
 

@@ -167,7 +167,7 @@ def test_another_model_or_optimizer_in_an_old_directory_is_named_before_anything
     with pytest.raises(ValueError, match=f"^checkpoint_dir: model-3 was saved by a run with {OTHERS[kind]}") as error:
         train(6, state=state, step=step, checkpoint_dir=tmp_path)
     text = str(error.value)
-    assert "give another checkpoint_dir; Saver.restore_params restores parameters for it" in text
+    assert "give a new run another checkpoint_dir, see docs: help/errors#another-run" in text
     assert "target does not fit" in text
     assert step._cache_size() == 0
     assert not any("compil" in line for line in messages(caplog, logging.DEBUG))
