@@ -63,8 +63,8 @@ class Stopwatch:
         finally:
             self.lasted[part].append(self.switch(before) - began)
 
-    def record(self, thing: Hashable, began: float, share: float = 1.0) -> None:
-        self.lasted[thing].append(share * (self.clock() - began))
+    def record(self, thing: Hashable, began: float) -> None:
+        self.lasted[thing].append(self.clock() - began)
 
     def reassign(self, part: str, seconds: float) -> None:
         """Assign the latest seconds of the current category to another one."""
