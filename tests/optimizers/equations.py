@@ -159,21 +159,12 @@ def nesterov_polar(g, s, h):
 JORDAN = (3.4445, -4.775, 2.0315)
 
 
-def muonh(g, p, s, h):
-    return on_ball(nesterov_polar(g, s, h), p, h)
-
-
 def per_neuron(o, s, h):
     """Rows are inputs and columns are neurons: the transpose of the matrices of the authors."""
     axis = 1 if h.over == "short" and o.shape[1] < o.shape[0] else 0
     v = ema(s, "neurons", np.mean(o * o, axis=axis, keepdims=True), h.beta2)
     u = o / (np.sqrt(v) + 1e-10)
     return u * np.linalg.norm(o) / (np.linalg.norm(u) + 1e-10)
-
-
-def normuon(g, p, s, h):
-    u = per_neuron(nesterov_polar(g, s, h), s, h)
-    return (1 - h.lr * h.wd) * p - h.lr * math.sqrt(max(1.0, p.shape[1] / p.shape[0])) * u
 
 
 def normuonh(g, p, s, h):

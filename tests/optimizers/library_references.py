@@ -15,7 +15,6 @@ KEPT = (0, 1, 2, 5, STEPS - 1)
 """The steps after which the parameters are stored."""
 MATRICES = {"a": (4, 6), "b": (6, 4)}
 SQUARE, WIDE = {"a": (5,), "b": (4, 4), "c": ()}, {"a": (5,), "b": (4, 5), "c": ()}
-Trajectory = list[dict[str, np.ndarray]]
 CHANGING = {"lr": RATE, "weight_decay": DECAY}
 ADAM = {"betas": (0.9, 0.99), "eps": 1e-6}
 

@@ -15,7 +15,7 @@ VALUES = np.random.default_rng(0).normal(size=(15, 3))
 EMA = "ExponentialMovingAverage"
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["0.3-True-True"])
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("num_updates", [False, True])
 @pytest.mark.parametrize("zero_debias", [False, True])
@@ -43,11 +43,11 @@ def test_a_decay_near_one_is_precise_in_float32():
 def test_num_updates_takes_the_smaller_decay():
     ema = jstep.ExponentialMovingAverage(0.9, num_updates=True)
     zero, one = {"w": jnp.float32(0)}, {"w": jnp.float32(1)}
+    traced = jax.jit(lambda n: ema.apply(zero, one, num_updates=n))
     for n in (0, 1, 5, 79, 80, 81, 10**6, 2**31 - 1):
         expected = 1 - min(0.9, (1 + n) / (10 + n))
         np.testing.assert_allclose(ema.apply(zero, one, num_updates=n)["w"], expected, rtol=1e-6)
-        traced = jax.jit(lambda n: ema.apply(zero, one, num_updates=n))(n)
-        np.testing.assert_allclose(traced["w"], expected, rtol=1e-6)
+        np.testing.assert_allclose(traced(n)["w"], expected, rtol=1e-6)
 
 
 def test_init_copies_and_widens():
@@ -87,16 +87,6 @@ def run(optimizer, steps, start=0):
     return state, states
 
 
-def test_apply_with_every_requires_num_updates():
-    ema = jstep.ExponentialMovingAverage(0.5, every=2)
-    averages = ema.init({"w": jnp.float32(0.0)})
-    with pytest.raises(ValueError, match="num_updates=None"):
-        ema.apply(averages, {"w": jnp.float32(1.0)})
-    for n, want in ((1, 0.0), (2, 0.5), (3, 0.5), (4, 0.75)):
-        averages = ema.apply(averages, {"w": jnp.float32(1.0)}, num_updates=n)
-        assert float(averages["w"]) == want
-
-
 def test_nonfinite_params_between_updates_are_ignored():
     """Between two updates the parameters do not enter the average, not even as 0 · ∞."""
     ema = jstep.ExponentialMovingAverage(0.5, every=2)
@@ -116,19 +106,10 @@ def test_var_list_selects_the_averaged_params(var_list):
     assert not np.array_equal(averaged["w"], state.params["w"])
 
 
-def test_averaged_params_with_invalid_arguments():
-    with pytest.raises(TypeError, match="state=None: must be a TrainState"):
-        jstep.averaged_params(None)
-    ema = jstep.ExponentialMovingAverage(0.5)
-    state = run(jstep.scope("x", jstep.with_moving_average(jstep.gradient_descent(0.1), ema)), 1)[0]
-    assert jstep.averaged_params(state)["w"] is not None
-    with pytest.raises(ValueError, match=r"nearest: 'x/ExponentialMovingAverage'"):
-        jstep.averaged_params(state, "x/ExponentialMovingAverages")
-
-
 EVERY_SECOND = jstep.ExponentialMovingAverage(1.0, zero_debias=True, every=2)
 
 
+@pytest.mark.thorough
 def test_averages_that_wait_have_an_age_of_their_own_which_a_checkpoint_keeps(tmp_path):
     optimizer = jstep.with_moving_average(jstep.adam(0.1), EVERY_SECOND)
     state, states = run(optimizer, 7, start=3)
@@ -283,22 +264,6 @@ def test_initial_values(given):
     assert jstep.averaged_params(jstep.TrainState.create(PARAMS_OF_RATES, optimizer))["w"].tolist() == [10.0, 20.0]
 
 
-def test_invalid_initial_values():
-    sgd = jstep.gradient_descent(1.0)
-    for options in ({"zero_debias": True}, {"start_step": 3}):
-        with pytest.raises(ValueError, match="initial: must be None for averages with"):
-            jstep.with_moving_average(sgd, jstep.ExponentialMovingAverage(0.9, **options), initial=lambda p: p)
-    for initial, message in (
-        ({**PARAMS_OF_RATES, "w": jnp.ones(3)}, r"initial: must have shape \(2,\) at 'w', got shape \(3,\)"),
-        (lambda p: {**p, "w": None}, r"initial: must have shape \(2,\) at 'w', got nothing"),
-        ({"w": jnp.ones(2)}, "initial does not have the structure of params; missing: 'half'"),
-        (3, "initial does not have the structure of params; got an int"),
-    ):
-        optimizer = jstep.with_moving_average(sgd, jstep.ExponentialMovingAverage(0.9), initial=initial)
-        with pytest.raises(ValueError, match=message):
-            jstep.TrainState.create(PARAMS_OF_RATES, optimizer)
-
-
 # Averages move once in each update of their leaf.
 
 EMA_OF_PLAYERS = jstep.ExponentialMovingAverage
@@ -389,14 +354,13 @@ def run_of_players(optimizer, first=0):
         grads = {name: gradient(name) for name in PLAYERS}
         return jstep.apply_gradients(state, grads, optimizer, increment_global_step=one.increment)
 
-    apply = jax.jit(update, static_argnums=1)
     states = [jstep.TrainState.create({"d": 1.0, "dd": -1.0, "g": 2.0}, optimizer, first)]
     for one in PROGRAM:
-        states.append(apply(states[-1], one))
+        states.append(update(states[-1], one))
     return states
 
 
-@pytest.mark.thorough(except_for=["every-guard outside", "swa-guard inside"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("name", AVERAGES_OF_PLAYERS)
 def test_every_leaf_moves_once_in_each_update_that_counts(name, around):

@@ -55,7 +55,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.thorough(except_for=["scope-{'num_microbatches': 2}", "rounding-{}", "every-{}"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("kwargs", [{}, {"num_microbatches": 2}, {"sharpness": 0.1}, {"var_list": ["w", "v"]}], ids=str)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_context_is_of_this_step_inside_wrappers(wrapper, kwargs):

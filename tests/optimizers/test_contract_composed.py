@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 from contract import (
+    FEW,
     PARAMS,
     assert_same,
     avals,
     bitwise_equal,
     compile_step,
     compiled_step,
-    each_optimizer,
     for_each,
     gradients,
     make_optimizer,
@@ -23,7 +23,7 @@ import jstep
 STEP_INDEPENDENT = [name for name, entry in TABLE.items() if not entry.by_step]
 
 
-@for_each([name for name in STEP_INDEPENDENT if "last_finite_step" not in TABLE[name].scalars])
+@for_each([name for name in STEP_INDEPENDENT if "last_finite_step" not in TABLE[name].scalars], FEW)
 def test_a_skipped_step_changes_only_counters(name):
     optimizer = jstep.skip_nonfinite(make_optimizer(name))
     step = compile_step(optimizer)
@@ -41,7 +41,7 @@ def test_a_skipped_step_changes_only_counters(name):
             assert_same(tree, b.slots[slot])
 
 
-@each_optimizer
+@for_each(TABLE, FEW)
 def test_resume_is_bitwise(name, tmp_path):
     optimizer, step = make_optimizer(name), compiled_step(name)
     state = jstep.TrainState.create(PARAMS, optimizer)

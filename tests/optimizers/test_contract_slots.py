@@ -78,7 +78,7 @@ def test_structure_dtype_and_untrained_leaves_are_unchanged(name):
     assert int(after.global_step) == TABLE[name].idle + 1
 
 
-@for_each(TABLE, FEW)
+@for_each(TABLE, ["adafactor"])
 def test_update_is_pure_and_the_same_under_jit(name):
     optimizer = make_optimizer(name)
     before = jstep.TrainState.create(mixed_params(), optimizer)
@@ -91,7 +91,7 @@ def test_update_is_pure_and_the_same_under_jit(name):
         np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=1e-5)
 
 
-@each_optimizer
+@for_each(TABLE, FEW)
 def test_a_leaf_without_gradient_keeps_value_and_slots(name):
     step = compiled_step(name)
     before = step(jstep.TrainState.create(mixed_params(), make_optimizer(name)), mixed_gradients())
@@ -109,7 +109,7 @@ def test_a_leaf_without_gradient_keeps_value_and_slots(name):
     assert not bitwise_equal(before.params["half"], after.params["half"])
 
 
-@for_each(TABLE, FEW)
+@for_each(TABLE, ["adam"])
 def test_gradients_of_another_precision_are_accepted(name):
     optimizer = make_optimizer(name)
     state = jstep.TrainState.create({"a": jnp.ones(2)}, optimizer)

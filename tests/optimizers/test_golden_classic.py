@@ -180,7 +180,7 @@ def test_trajectories_in_float64(part):
     check({name: CASES[name] for name in sorted(CASES)[part::4]}, np.float64, EXACT)
 
 
-@pytest.mark.thorough(except_for=["ftrl-everything-scheduled"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_trajectory_in_float32(name):
     check({name: CASES[name]}, np.float32, SINGLE)

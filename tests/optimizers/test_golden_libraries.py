@@ -5,73 +5,38 @@ import functools
 import library_references as references
 import optax
 import pytest
-from golden import (
-    DECAY,
-    DECAYED,
-    RATE,
-    assert_close,
-    run_jstep,
-    run_optax,
-    table_schedule,
-)
+from golden import DECAY, DECAYED, RATE, assert_close, run_jstep, run_optax, table_schedule
 from optax import contrib
 
 import jstep
 
 LR, WD, MASK = table_schedule(RATE), table_schedule(DECAY), list(DECAYED)
-OPTAX_MASK = {name: name in DECAYED for name in "abc"}
 ADAM = {"beta1": 0.9, "beta2": 0.99, "epsilon": 1e-6}
 OPTAX_ADAM = {"b1": 0.9, "b2": 0.99, "eps": 1e-6}
 DECAYING = {"weight_decay": WD, "weight_decay_mask": MASK}
-OPTAX_DECAY = {"weight_decay": WD, "mask": OPTAX_MASK}
 
-
+# Those that equations.py does not have.
 BY_OPTAX = {
-    "lion": (lambda: jstep.lion(LR, **DECAYING), lambda: optax.lion(LR, **OPTAX_DECAY)),
     "radam": (lambda: jstep.radam(LR, **ADAM), lambda: optax.radam(LR, **OPTAX_ADAM)),
     "radam-early": (
         lambda: jstep.radam(LR, beta2=0.9, threshold=4.2),
         lambda: optax.radam(LR, b2=0.9, threshold=4.2),
     ),
-    "lamb": (lambda: jstep.lamb(LR, **ADAM, **DECAYING), lambda: optax.lamb(LR, **OPTAX_ADAM, **OPTAX_DECAY)),
-    "lars": (
-        lambda: jstep.lars(LR, 0.8, trust_coefficient=0.1, trust_ratio_mask=MASK, weight_decay=0.1),
-        lambda: optax.lars(LR, 0.1, True, 0.1, trust_ratio_mask=OPTAX_MASK, momentum=0.8),
-    ),
-    "adafactor": (
-        lambda: jstep.adafactor(LR, min_dim_size_to_factor=3),
-        lambda: optax.adafactor(LR, min_dim_size_to_factor=3),
-    ),
-    "adafactor-momentum": (
-        lambda: jstep.adafactor(LR, momentum=0.9, clip_threshold=None, scale_parameter=False),
-        lambda: optax.adafactor(LR, momentum=0.9, clipping_threshold=None, multiply_by_parameter_scale=False),
-    ),
-    "adafactor-without-rate": (jstep.adafactor, lambda: optax.adafactor()),
-    "ademamix": (
-        lambda: jstep.ademamix(LR, **ADAM, beta3=0.999, alpha=4.0, **DECAYING),
-        lambda: contrib.ademamix(LR, 0.9, 0.99, 0.999, 4.0, eps=1e-6, **OPTAX_DECAY),
-    ),
     "prodigy-safeguard": (
         lambda: jstep.prodigy(LR, d0=1e-2, bias_correction=True, safeguard_warmup=True, beta3=0.9),
         lambda: contrib.prodigy(LR, estim_lr0=1e-2, safeguard_warmup=True, betas=(0.9, 0.999), beta3=0.9),
     ),
-    "adadelta": (lambda: jstep.adadelta(LR, 0.9, 1e-6), lambda: optax.adadelta(LR, 0.9, 1e-6)),
     "adabelief": (
         lambda: jstep.adabelief(LR, 0.9, 0.99, 1e-6, 1e-8),
         lambda: optax.adabelief(LR, 0.9, 0.99, 1e-6, 1e-8),
     ),
-    "madgrad": (
-        lambda: jstep.madgrad(LR, 0.8, 0.01, 1e-4),
-        lambda: contrib.madgrad(LR, 0.8, 0.01, 1e-4),
-    ),
     "yogi": (lambda: jstep.yogi(LR, 0.9, 0.99), lambda: optax.yogi(LR, 0.9, 0.99)),
     "novograd": (lambda: jstep.novograd(LR, weight_decay=0.1), lambda: optax.novograd(LR, weight_decay=0.1)),
-    "signum": (lambda: jstep.signum(LR, 0.9), lambda: optax.signum(LR, beta=0.9)),
     "adopt": (lambda: jstep.adopt(LR, 0.9, 0.99), lambda: contrib.adopt(LR, 0.9, 0.99)),
 }
 
 
-@pytest.mark.thorough(except_for=["radam-early", "adafactor-without-rate", "adopt"])
+@pytest.mark.thorough(except_for=["radam-early", "adopt"])
 @pytest.mark.parametrize("name", BY_OPTAX)
 def test_matches_optax(name):
     optimizer, reference = BY_OPTAX[name]

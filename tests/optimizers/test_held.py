@@ -56,20 +56,6 @@ def test_held_values_are_accepted_wherever_schedules_are():
     assert jstep.get_hyperparameter(again, "deep/rate") == pytest.approx(0.1)
 
 
-def test_unknown_names():
-    state = state_of(jstep.scope("embed", jstep.gradient_descent(jstep.held("rate", 0.5))))
-    for act in (
-        lambda: jstep.get_hyperparameter(state, "rate"),
-        lambda: jstep.set_hyperparameter(state, "embed/held/rate", 1.0),
-    ):
-        with pytest.raises(KeyError, match="embed/rate"):
-            act()
-    with pytest.raises(KeyError, match=r"it holds \[\]"):
-        jstep.get_hyperparameter(state_of(jstep.adam()), "rate")
-    with pytest.raises(TypeError, match="must be a TrainState"):
-        jstep.get_hyperparameter(None, "rate")
-
-
 def test_names_of_other_arguments_raise():
     with pytest.raises(ValueError, match=r"learning_rate holds .* named 'weight_decay'.*held\('learning_rate', …\)"):
         jstep.adamw(jstep.held("weight_decay", 0.1))

@@ -121,17 +121,3 @@ def test_map_leaves():
     assert jstep.apply_updates(PARAMS, updates)["c"].shape == (3,)
     with pytest.raises(ValueError, match="structure of params"):
         jstep.map_leaves(leaf, PARAMS, {"c": 1.0})
-
-
-def test_invalid_results_of_a_rule_raise():
-    def updated(rule):
-        optimizer = jstep.chain(jstep.leafwise(rule, hyper={"learning_rate": 0.1}, slots={"m": 0.0}))
-        state = jstep.TrainState.create({"a": jnp.ones(2)}, optimizer)
-        jstep.apply_gradients(state, {"a": jnp.ones(2)}, optimizer)
-
-    with pytest.raises(TypeError, match=r"rule=.*must return \(update, .*got "):
-        updated(lambda g, p, slots, h: g)
-    with pytest.raises(ValueError, match=r"returned the slot 'v', must be one of \['m'\]"):
-        updated(lambda g, p, slots, h: (g, {"v": g}))
-    with pytest.raises(ValueError, match=r"must return an update of shape \(2,\), got \(\)"):
-        updated(lambda g, p, slots, h: (jnp.sum(g), {}))

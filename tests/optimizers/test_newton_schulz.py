@@ -95,7 +95,7 @@ def test_bounds_of_singular_values(name, steps, least, low, high):
             assert found[len(values) :].max(initial=0.0) < 1e-2  # rounding errors grow at most a hundredfold
 
 
-@pytest.mark.thorough(except_for=["dion-schatten"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("normalization", ["frobenius", "schatten"])
 @pytest.mark.parametrize("name", LISTS)
 def test_zero_tiny_stacked_and_low_precision_matrices(name, normalization):
@@ -137,6 +137,7 @@ def test_householder_loop_is_a_qr_decomposition(n, rank, width, size):
         np.testing.assert_allclose(np.abs(q), np.abs(np.linalg.qr(a)[0]), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_the_basis_of_a_zero_matrix_is_the_identity():
     np.testing.assert_array_equal(np.abs(soap.orthonormal(jnp.zeros((5, 5)), 2)), np.eye(5))
 
@@ -235,6 +236,7 @@ def test_layouts_of_matrices():
     assert of(P("x", None, "y"), axes=((1,), (2,))) == (True, ("x",), (), ("y",))
 
 
+@pytest.mark.thorough(except_for={"is_set": [True]})
 @pytest.mark.parametrize("is_set", [False, True])
 @pytest.mark.parametrize(
     ("layout", "shapes", "hops"),

