@@ -95,11 +95,3 @@ def test_summary_lost_in_vmap_raises_with_a_fix():
         return jnp.mean(params["w"] * y)
 
     assert jstep.minimize(collecting_loss, optimizer, jit=False)(state, X)[1]["summaries"].tags == ("row",)
-
-
-@pytest.mark.parametrize(("aux", "key"), [({0: 1.0}, "0"), ({0: 1.0, "a": 2.0}, "0"), ({(1, 2): 1.0}, r"\(1, 2\)")])
-def test_keys_that_are_not_strings_are_named(aux, key):
-    optimizer = jstep.gradient_descent(0.1)
-    step = jstep.minimize(lambda p: (jnp.sum(p["w"]), aux), optimizer, has_aux=True)
-    with pytest.raises(TypeError, match=rf"aux: the key {key} must be a string"):
-        step(jstep.TrainState.create(PARAMS, optimizer))

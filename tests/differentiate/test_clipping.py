@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from thorough import examples
 
 import jstep
 from jstep.differentiate.microbatches import squared_norm
@@ -38,6 +39,7 @@ def check_scaled(before, after, scale):
     np.testing.assert_allclose(np.asarray(after, np.float64), before.astype(np.float64) * scale, rtol=3e-6, atol=1e-30)
 
 
+@examples(100)
 @given(trees, st.floats(-100, 100), st.floats(0, 100))
 def test_clip_by_value(tree, low, width):
     low, high = np.float32(low), np.float32(low + width)
@@ -48,6 +50,7 @@ def test_clip_by_value(tree, low, width):
         np.testing.assert_allclose(after, np.minimum(np.maximum(before, low), high), rtol=0, atol=1e-37)
 
 
+@examples(100)
 @given(trees, limits)
 @example({"a": np.zeros(3, np.float32)}, 1.0)
 @example({"a": np.array([3.0, 4.0], np.float32)}, 5.0)
@@ -63,7 +66,7 @@ def test_clip_by_norm(tree, limit):
             assert norm(np.asarray(after)) <= limit * (1 + 1e-5)
 
 
-@pytest.mark.thorough(except_for=["axes3"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("axes", [0, 1, -1, (0, 1)])
 def test_rows_of_a_table_are_clipped_over_axes(axes):
     rows = jstep.IndexedSlices(jnp.array([[3.0, 4.0], [1.0, 0.0], [6.0, 8.0]]), jnp.array([2, 0, 2]), (4, 2))
@@ -71,12 +74,7 @@ def test_rows_of_a_table_are_clipped_over_axes(axes):
     np.testing.assert_allclose(clipped, jstep.clip_by_norm(rows.to_dense(), 2.0, axes=axes), rtol=1e-6)
 
 
-def test_an_axis_that_a_table_does_not_have():
-    rows = jstep.IndexedSlices(jnp.ones((1, 2)), jnp.array([2]), (4, 2))
-    with pytest.raises(ValueError, match=r"axes: axis 2 is out of bounds"):
-        jstep.clip_by_norm({"t": rows}, 2.0, axes=2)
-
-
+@examples(100)
 @given(trees, st.floats(1e-2, 1e2), st.floats(1e-2, 1e2))
 def test_clip_by_global_norm_with_a_known_norm(tree, limit, known):
     clipped, size = jstep.clip_by_global_norm(tree, limit, use_norm=jnp.float32(known))
@@ -124,6 +122,7 @@ def test_low_precision_norms_accumulate_in_float32(dtype):
     assert jstep.clip_by_value(large, -1.0, 1.0).dtype == dtype
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("x64")
 def test_float64_leaves_are_accumulated_in_float64():
     tree = {"a": np.array([3.0]), "b": np.array([4.0], np.float32), "tiny": np.array([1e-9])}
@@ -134,6 +133,7 @@ def test_float64_leaves_are_accumulated_in_float64():
     assert clipped["b"].dtype == jnp.float32
 
 
+@pytest.mark.thorough
 def test_limits_may_be_traced_and_scheduled():
     x = jnp.array([3.0, 4.0])
     for clip in (
@@ -190,30 +190,6 @@ def test_scheduled_limits_follow_the_step():
 
 
 # Sparse rows.
-
-
-FUNCTIONS = {
-    "global_norm": jstep.global_norm,
-    "clip_by_global_norm": lambda tree: jstep.clip_by_global_norm(tree, 1.0),
-    "clip_by_norm": lambda tree: jstep.clip_by_norm(tree, 1.0),
-    "clip_by_average_norm": lambda tree: jstep.clip_by_average_norm(tree, 1.0),
-    "clip_by_value": lambda tree: jstep.clip_by_value(tree, -1.0, 1.0),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_prng_key_is_rejected_with_its_path(name: str) -> None:
-    key, said = jax.random.key(0), "global_norm" if name == "clip_by_global_norm" else name
-    with pytest.raises(TypeError, match=rf"^{said}: the leaf at 'n/key' has dtype key<fry>, a PRNG key\. Replace it"):
-        FUNCTIONS[name]({"n": {"key": key}, "w": jnp.ones(2)})
-    with pytest.raises(TypeError, match=rf"^{said}: the array has dtype key<fry>, a PRNG key\. Replace it by None"):
-        jax.jit(FUNCTIONS[name])(key)
-
-
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in ("global_norm", "clip_by_value")])
-def test_integers_are_rejected_with_one_path(name):
-    with pytest.raises(TypeError, match=rf"^{name}: the leaf at 'n' has dtype int32; only floating-point arrays"):
-        FUNCTIONS[name]({"n": jnp.arange(3)})
 
 
 @pytest.mark.thorough
@@ -353,8 +329,8 @@ def _values(size, dtype="float32"):
     return x, np.asarray(x, np.float64)
 
 
-@pytest.mark.thorough(except_for=["eager-float32-1e+15", "jit-bfloat16-1.0"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.thorough(except_for=["eager-float32-large", "jit-bfloat16-one"])
+@pytest.mark.parametrize("size", SIZES, ids=["small", "one", "large"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_gradient_of_the_global_norm(size, dtype, wrap):
@@ -366,9 +342,9 @@ def test_gradient_of_the_global_norm(size, dtype, wrap):
     assert found["b"].tolist() == [0, 0]
 
 
-@pytest.mark.thorough(except_for=["clipped-1e+15-average", "clipped-1e+15-norm", "within-1.0-rows"])
+@pytest.mark.thorough(except_for=["clipped-large-average", "clipped-large-norm", "within-one-rows"])
 @pytest.mark.parametrize("name", CLIPS_OF_DERIVATIVES)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZES, ids=["small", "one", "large"])
 @pytest.mark.parametrize("part", [0.1, 3.0], ids=["clipped", "within"])
 def test_gradients_of_clipping(name, size, part):
     clip, count = CLIPS_OF_DERIVATIVES[name]

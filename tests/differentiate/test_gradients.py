@@ -54,22 +54,8 @@ def test_grad_ys_of_a_tree_with_integers():
     x = jnp.array([1.0, 3.0])
     np.testing.assert_array_equal(jstep.gradients(fn, x), [2.0, 6.0])
     np.testing.assert_array_equal(jstep.gradients(fn, x, grad_ys={"n": None, "y": np.array([1, 10])}), [2.0, 60.0])
-    bad = [
-        ({"y": x}, ValueError, "grad_ys has the structure .*, fn.xs. has "),
-        ({"n": None, "y": "x"}, TypeError, "grad_ys: .*'y'"),
-        (
-            {"n": None, "y": jnp.ones(3)},
-            ValueError,
-            r"grad_ys: the leaf at 'y' has shape \(3,\), but fn\(xs\) has \(2,\)",
-        ),
-    ]
-    for grad_ys, error, message in bad:
-        with pytest.raises(error, match=message):
-            jstep.gradients(fn, x, grad_ys=grad_ys)
-    with pytest.raises(TypeError, match=r"xs: no leaf is floating point, got dtypes \['int32'\]"):
-        jstep.gradients(fn, {"a": jnp.arange(2)})
-    with pytest.raises(TypeError, match=r"fn returned no floating-point array, but dtypes \['int32'\]"):
-        jstep.gradients(jnp.argmax, x)
+    with pytest.raises(TypeError, match=r"grad_ys: .*'y'"):
+        jstep.gradients(fn, x, grad_ys={"n": None, "y": "x"})
 
 
 def test_gradients_of_integers_are_none():
@@ -94,8 +80,8 @@ def test_aux_and_keyword_arguments():
     def with_aux(params, x, *, scale):
         return loss_fn(params, x) * scale, {"count": x.shape[0], "name": jnp.float32(1)}
 
-    (loss, aux), grads = jstep.compute_gradients(with_aux, has_aux=True)(PARAMS, X, scale=2.0)
-    plain, expected = jstep.compute_gradients(loss_fn)(PARAMS, X)
+    (loss, aux), grads = jax.jit(jstep.compute_gradients(with_aux, has_aux=True))(PARAMS, X, scale=2.0)
+    plain, expected = jax.jit(jstep.compute_gradients(loss_fn))(PARAMS, X)
     np.testing.assert_allclose(loss, 2 * plain, rtol=1e-6)
     close(grads, jax.tree.map(lambda g: 2 * g, expected))
     assert int(aux["count"]) == 12
@@ -121,8 +107,8 @@ def test_aux_and_keyword_arguments():
     ],
 )
 def test_var_list(var_list, chosen):
-    _, grads = jstep.compute_gradients(loss_fn, var_list=var_list)(PARAMS, X)
-    _, all_grads = jstep.compute_gradients(loss_fn)(PARAMS, X)
+    _, grads = jax.jit(jstep.compute_gradients(loss_fn, var_list=var_list))(PARAMS, X)
+    _, all_grads = jax.jit(jstep.compute_gradients(loss_fn))(PARAMS, X)
     for path in PATHS:
         if path in chosen:
             np.testing.assert_allclose(leaf(grads, path), leaf(all_grads, path), rtol=1e-6)
@@ -162,11 +148,11 @@ def test_gates_are_optimization_barriers():
 # Microbatches.
 
 
-@pytest.mark.thorough(except_for="each value once")
+@pytest.mark.thorough(except_for=["3-AggregationMethod.ADD_N", "12-AggregationMethod.DEFAULT"])
 @pytest.mark.parametrize("method", jstep.AggregationMethod)
 @pytest.mark.parametrize("n", [1, 2, 3, 12])
 def test_microbatches_match_the_full_batch(n, method):
-    full = jstep.compute_gradients(loss_fn)(PARAMS, X)
+    full = jax.jit(jstep.compute_gradients(loss_fn))(PARAMS, X)
     accumulated = jax.jit(jstep.compute_gradients(loss_fn, num_microbatches=n, aggregation_method=method))(PARAMS, X)
     close(accumulated, full)
 
@@ -181,10 +167,9 @@ def test_weighted_microbatches(method):
         return jnp.sum(mask * h**2) / jnp.sum(mask)
 
     params = {"w": jnp.array([1.0, -2.0])}
-    full = jstep.compute_gradients(masked)(params, X, mask)
-    accumulated = jstep.compute_gradients(
-        masked, num_microbatches=4, weight_fn=lambda x, mask: jnp.sum(mask), aggregation_method=method
-    )(params, X, mask)
+    full = jax.jit(jstep.compute_gradients(masked))(params, X, mask)
+    options = {"num_microbatches": 4, "weight_fn": lambda x, mask: jnp.sum(mask), "aggregation_method": method}
+    accumulated = jax.jit(jstep.compute_gradients(masked, **options))(params, X, mask)
     close(accumulated, full)
 
 
@@ -195,9 +180,8 @@ def test_low_precision_gradients_are_summed_in_float32(method):
     def loss(params, x):
         return jnp.sum(params["w"].astype(jnp.float32) * jnp.mean(x))
 
-    _, grads = jstep.compute_gradients(loss, num_microbatches=512, aggregation_method=method)(
-        {"w": jnp.ones(1, jnp.bfloat16)}, jnp.ones(512)
-    )
+    compute = jax.jit(jstep.compute_gradients(loss, num_microbatches=512, aggregation_method=method))
+    _, grads = compute({"w": jnp.ones(1, jnp.bfloat16)}, jnp.ones(512))
     np.testing.assert_allclose(grads["w"].astype(jnp.float32), [1.0])
 
 
@@ -260,13 +244,7 @@ def connected(grads):
     return {name for name, grad in grads.items() if grad is not None}
 
 
-@pytest.mark.thorough(
-    except_for=[
-        "AggregationMethod.DEFAULT-1-jit",
-        "AggregationMethod.DEFAULT-1-integers",
-        "AggregationMethod.ADD_N-2-stop_gradient",
-    ]
-)
+@pytest.mark.thorough(except_for=["AggregationMethod.DEFAULT-1-integers", "AggregationMethod.ADD_N-2-stop_gradient"])
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("method", jstep.AggregationMethod)
@@ -283,7 +261,7 @@ def test_gradients_of_connected_parameters(name, n, method):
             np.testing.assert_allclose(grads[path], plain[path], rtol=1e-6)
 
 
-@pytest.mark.thorough(except_for=["kwargs0"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("kwargs", [{}, {"num_microbatches": 2}, {"has_aux": True}, {"has_model_state": True}])
 def test_unconnected_parameters_and_slots_do_not_change(kwargs):
     optimizer = jstep.adamw(0.1, weight_decay=0.5)
@@ -304,22 +282,6 @@ def test_unconnected_parameters_and_slots_do_not_change(kwargs):
         np.testing.assert_array_equal(state.slots["m"][path], 0)
     assert float(state.params["w"][0]) != 1.0
     assert jstep.global_step(state) == 3
-
-
-@pytest.mark.thorough
-def test_loss_without_connected_parameters():
-    optimizer = jstep.gradient_descent(0.1)
-    for loss in (
-        lambda p, x: jnp.mean(x),
-        lambda p, x: 1.0,
-        lambda p, x: jax.lax.stop_gradient(loss_fn_of_connected(p, x)),
-    ):
-        _, grads = jstep.compute_gradients(loss)(PARAMS_OF_CONNECTED, X_OF_CONNECTED)
-        assert not connected(grads)
-        for n in (1, 2):
-            step = jstep.minimize(loss, optimizer, num_microbatches=n)
-            with pytest.raises(ValueError, match="No gradients provided for any variable"):
-                step(jstep.TrainState.create(PARAMS_OF_CONNECTED, optimizer), X_OF_CONNECTED)
 
 
 @pytest.mark.thorough

@@ -31,24 +31,6 @@ def run(change, old, steps=2, **options):
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (jnp.int32(0), jnp.float32(1.5)),
-        (jnp.array(False), jnp.float32(1.0)),
-        (jnp.array(False), jnp.int32(1)),
-        (jnp.float32(0.0), jnp.complex64(1.0)),
-        (jnp.int32(0), jax.random.key(0)),
-        (jax.random.key(0), jnp.float32(0.0)),
-    ],
-)
-@pytest.mark.parametrize("options", [{}, {"lanes": 2}])
-def test_a_model_state_of_another_kind_is_refused(old, new, options):
-    with pytest.raises(TypeError, match=r"leaf 'a/leaf' must be .*, as in the state, got ") as caught:
-        run(lambda *_: new, old, **options)
-    assert f"must be {old.dtype}, as in the state, got {new.dtype};" in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
         (jnp.float32(0.0), jnp.int32(3), 3.0),
@@ -108,7 +90,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.thorough(except_for=["lanes-steps", "lanes-steps_in_a_loop", "max_rows-steps"])
+@pytest.mark.thorough(except_for=["lanes-steps_in_a_loop", "max_rows-steps"])
 @pytest.mark.parametrize("name", ALIKE)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_integers_that_no_lane_changes_alone_are_those_of_one_lane(options, name):

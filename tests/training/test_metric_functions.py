@@ -200,10 +200,8 @@ def test_decorated_step_is_another_step():
 # Returned metrics do not share memory with the step.
 
 
-@pytest.mark.parametrize(
-    "optimizer", [jstep.adam(0.1), jstep.skip_nonfinite(jstep.adam(0.1))], ids=["plain", "guarded"]
-)
-def test_metrics_may_be_donated_and_deleted(optimizer):
+def test_metrics_may_be_donated_and_deleted():
+    optimizer = jstep.skip_nonfinite(jstep.adam(0.1))
     step = jstep.minimize(loss_fn_of_constants, optimizer)
     add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
     state, total = step(fresh(optimizer), X_OF_CONSTANTS, Y)
@@ -251,7 +249,7 @@ def fresh_of_slots(optimizer):
     return jstep.TrainState.create({"w": jnp.float32(2.0)}, optimizer)
 
 
-@pytest.mark.thorough(except_for=["2"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("n", [1, 2])
 def test_loss_is_scaled_but_reported_unscaled(n):
     plain = jstep.gradient_descent(0.5)
@@ -285,6 +283,7 @@ def test_skips_and_held_hyperparameters_are_metrics():
     np.testing.assert_array_equal(metrics["skipped"], [0, 1])
 
 
+@pytest.mark.thorough(except_for=["1e+30-0.0"])
 @pytest.mark.parametrize(("gradient", "skipped"), [(1.0, 1.0), (1e30, 0.0)])
 def test_an_update_is_not_skipped_if_a_slot_outside_of_the_guard_overflowed(gradient, skipped):
     """The update of "b" is finite, but not the sum of its squared gradients: a later update can't be right."""

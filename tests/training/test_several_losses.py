@@ -56,7 +56,7 @@ def after(params, grads):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
 
-@pytest.mark.thorough(except_for=["kwargs2-trees"])
+@pytest.mark.thorough(except_for=["kwargs1-trees"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kwargs", [{}, {"num_microbatches": 2}, {"gate_gradients": jstep.GATE_GRAPH, "jit": False}])
 def test_each_loss_trains_its_own_parameters(form, kwargs):

@@ -34,6 +34,7 @@ def train(state: jstep.TrainState, optimizer: jstep.Optimizer) -> Any:
     return jax.device_get(jstep.scan_steps(step)(state, np.stack([ROWS, ROWS])))
 
 
+@pytest.mark.thorough
 def test_step_inside_and_outside_an_explicit_mesh(compilations: Any) -> None:
     step = jstep.minimize(loss_fn, OPTIMIZER, num_microbatches=2, donate=False)
     batch = jstep.shard_batch(np.concatenate([ROWS, ROWS]), EXPLICIT)
@@ -64,6 +65,7 @@ def test_transfer_guard_allows_states_and_numpy_batches(optimizer: jstep.Optimiz
     assert float(metrics["learning_rate"][0]) > 0
 
 
+@pytest.mark.thorough(except_for=["a mesh"])
 @pytest.mark.parametrize("placement", [{}, {"mesh": EXPLICIT}], ids=["one device", "a mesh"])
 def test_what_is_set_or_changes_after_some_calls_counts_at_the_next(placement: Any) -> None:
     """Most of a call is known from the one before; what may differ is asked each time."""

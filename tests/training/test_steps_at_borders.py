@@ -37,18 +37,6 @@ def test_shapes_are_no_state_and_no_gradients() -> None:
             assert str(caught.value) == f"state and batch: {SHAPES}"
 
 
-@pytest.mark.parametrize("jit", [True, False])
-def test_integers_of_a_batch_fit_their_dtype(jit: bool) -> None:
-    step = jstep.minimize(loss_fn, OPTIMIZER, jit=jit)
-    wide = {"a": np.ones(2), "ids": np.array([1, 2**40])}
-    with pytest.raises(OverflowError, match="64-bit types are off") as caught:
-        step(state_of(), wide)
-    assert str(caught.value) == (
-        "batch: the leaf at 'ids' must hold integers that fit int32 while 64-bit types are off, got 1099511627776; map "
-        "them to smaller integers on the host, such as ids % num_buckets, or set jax_enable_x64"
-    )
-
-
 def test_processes_agree_on_shapes_before_they_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     step, state, batch = jstep.minimize(loss_fn, OPTIMIZER, donate=False), state_of(), np.ones(2, np.float32)

@@ -96,19 +96,10 @@ def test_a_loss_that_closes_over_a_sharded_array_is_explained():
     assert any("arrays that the loss closes over, are on different devices" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        (lambda state: state, "the step returned a TrainState; it must return"),
-        (lambda state: jnp.ones(2), r"the step returned an array of float32 and shape \(2,\); it must return"),
-        (lambda state: ({}, state), "the step returned a dict and a TrainState; it must return"),
-        (lambda state: (state.params, {}), "the step returned a dict and a dict; it must return"),
-    ],
-)
-def test_a_step_that_returns_something_else_keeps_its_state(result, message):
+def test_a_step_that_returns_something_else_keeps_its_state():
     state = fresh(jstep.adam(0.1))
-    with pytest.raises(TypeError, match=message):
-        jstep.TrainStep(result)(state)
+    with pytest.raises(TypeError, match="the step returned a dict and a TrainState; it must return"):
+        jstep.TrainStep(lambda state: ({}, state))(state)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
@@ -144,10 +135,7 @@ def loss_of_pmap(params, x):
 
 CALLS = {
     "minimize": lambda: jstep.minimize(loss_of_pmap, OPTIMIZER)(state(), jnp.ones(3)),
-    "minimize without jit": lambda: jstep.minimize(loss_of_pmap, OPTIMIZER, jit=False)(state(), jnp.ones(3)),
-    "gradients": lambda: jstep.gradients(lambda params: loss_of_pmap(params, 1.0), state().params),
     "evaluator": lambda: jstep.evaluator(lambda params, x: {"loss": loss_of_pmap(params, x)}, [jnp.ones(3)])(state()),
-    "a custom step": lambda: jstep.TrainStep(lambda s, x: (s, {"loss": loss_of_pmap(s.params, x)}))(state(), 1.0),
     "train": lambda: jstep.train(
         jstep.minimize(loss_of_pmap, OPTIMIZER), state(), lambda step: jnp.ones(3), 2, progress=False
     ),

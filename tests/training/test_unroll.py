@@ -44,7 +44,7 @@ def test_unrolling_of_scans_and_microbatches(loss_fn, unroll, want):
 
 def test_unrolling_does_not_change_values():
     want = None
-    for unroll in (None, 1, True, 2):
+    for unroll in (1, True):
         step = jstep.minimize(convolved, OPTIMIZER, num_microbatches=2, unroll=unroll)
         state, metrics = jstep.scan_steps(step, unroll=unroll)(fresh(), jnp.stack([IMAGES] * 3))
         got = (state.params["k"], metrics["loss"])

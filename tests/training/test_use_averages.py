@@ -20,7 +20,7 @@ def distance(params, x, averages):
 
 def reference(steps):
     w = teacher = PARAMS["w"]
-    grad = jax.grad(lambda w, teacher: distance({"w": w}, X, {"w": teacher, "n": PARAMS["n"]}))
+    grad = jax.jit(jax.grad(lambda w, teacher: distance({"w": w}, X, {"w": teacher, "n": PARAMS["n"]})))
     for _ in range(steps):
         w = w - 0.1 * grad(w, teacher)
         teacher = teacher - 0.5 * (teacher - w)
@@ -76,17 +76,6 @@ def test_averages_have_no_gradient():
     assert outer(jstep.TrainState.create(params, optimizer)) == 2.0
 
 
-def test_missing_averages_raise_with_a_hint():
-    optimizer = jstep.adam()
-    step = jstep.minimize(distance, optimizer, use_averages=True)
-    with pytest.raises(ValueError, match=r"use_averages: .*jstep\.with_moving_average\(optimizer, ema\)"):
-        step(jstep.TrainState.create(PARAMS, optimizer), X)
-    averaging = jstep.with_moving_average(optimizer, EMA)
-    step = jstep.minimize(distance, averaging, use_averages="teacher")
-    with pytest.raises(ValueError, match=r"use_averages: .*name='teacher': the state has no such slot"):
-        step(jstep.TrainState.create(PARAMS, averaging), X)
-
-
 def of_players():
     """Averages inside each label: two slots, with different leaves."""
     parts = {name: jstep.with_moving_average(jstep.gradient_descent(0.5), EMA) for name in ("critic", "actor")}
@@ -123,14 +112,3 @@ def test_several_names_give_one_tree(tmp_path):
             for name, value in slow.items():
                 np.testing.assert_allclose(back[name], value, rtol=1e-5)
         assert set(saver.restore(None, use_averages=NAMES)["params"]) == set(slow)
-
-
-@pytest.mark.parametrize("value", [[], ["a", 3], [""], 3])
-def test_invalid_lists(value, tmp_path):
-    for call in (
-        lambda: jstep.minimize(distance, jstep.adam(), use_averages=value),
-        lambda: jstep.evaluator(distance, [X], use_averages=value),
-        lambda: jstep.Saver(tmp_path).restore(None, use_averages=value),
-    ):
-        with pytest.raises(TypeError, match="use_averages="):
-            call()
