@@ -11,13 +11,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.core.recorded_calls import (
-    RecordedCall,
-    RememberedFunction,
-    as_typed,
-    makes_optimizer,
-    recorded_call,
-)
+from jstep.core.recorded_calls import RecordedCall, RememberedFunction, as_typed, makes_optimizer, recorded_call
 
 
 def function(a: int, b: int = 2, *rest: int, c: int = 3, **more: int) -> None:

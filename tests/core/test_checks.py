@@ -7,19 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jstep
 from jstep.core import checks
 from jstep.core.device_values import as_scalar
 from jstep.slots.matching import describe_difference
-from jstep.state.global_step import require_alive, step_array
-from jstep.state.train_state import require_state
-
-
-@pytest.mark.parametrize("value", ["maximum", True, [1], np.ones(3)])
-def test_one_of(value: object) -> None:
-    assert checks.check_choice("min", "mode", ("min", "max")) == "min"
-    with pytest.raises(ValueError, match=r"mode=.*: must be one of 'min', 'max', 1"):
-        checks.check_choice(value, "mode", ("min", "max", 1))
 
 
 def test_a_failing_repr_is_tolerated() -> None:
@@ -30,18 +20,6 @@ def test_a_failing_repr_is_tolerated() -> None:
     with pytest.raises(TypeError, match="flag=<Broken>"):
         checks.as_bool(Broken(), "flag")
     assert len(checks.format_value("x" * 1000)) == 100
-
-
-def test_states() -> None:
-    state = jstep.TrainState.create({"w": 1.0}, jstep.gradient_descent(0.1))
-    assert require_state(state) is state
-    assert step_array(state) is state.global_step
-    require_alive(state)
-    with pytest.raises(TypeError, match="state: must be a TrainState, got a dict"):
-        require_state({"w": 1.0})
-    state.params["w"].delete()
-    with pytest.raises(RuntimeError, match="'params/w' was donated"):
-        require_alive(state)
 
 
 @pytest.mark.parametrize("value", [2, 2.0, np.float32(2), np.array(2), np.uint8(2)])

@@ -11,7 +11,6 @@ import weakref
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jstep
@@ -106,14 +105,10 @@ PLAIN = jstep.minimize(good, SGD)
 CALLS = {
     "a loss": lambda: LOSS(state(), ROWS),
     "a loss, in a jit of the user's": lambda: jax.jit(jstep.minimize(fails, SGD, jit=False))(state()),
-    "a loss, traced": lambda: LOSS.trace(state(), ROWS),
     "a loss in lanes": lambda: in_step(SGD, fails, ROWS, lanes=2),
-    "a loss of microbatches": lambda: in_step(SGD, fails, ROWS, num_microbatches=2),
     "a loss in scan_steps": lambda: jstep.scan_steps(LOSS)(state(), ROWS),
     "a loss on Explicit axes": lambda: on_explicit_axes(LOSS),
     "a loss, in train": lambda: run(LOSS),
-    "a loss in lanes, in train": lambda: run(jstep.minimize(fails, SGD, lanes=2)),
-    "a loss, in calls of 3 steps": lambda: run(LOSS, steps_per_call=3),
     "a loss, in cost": lambda: jstep.cost(LOSS, state(), ROWS),
     "a loss, in find_nonfinite": lambda: jstep.find_nonfinite(LOSS, state(), ROWS),
     "gradients": lambda: jstep.gradients(boom, PARAMS),
@@ -121,8 +116,6 @@ CALLS = {
     "a custom step": lambda: jstep.TrainStep(boom)(state()),
     "a schedule": lambda: in_step(jstep.adam(RATE)),
     "a schedule, by hand": lambda: RATE(3),
-    "a schedule in Optax": lambda: in_step(jstep.from_optax(optax.sgd(boom))),
-    "a rule": lambda: in_step(RULE),
     "a rule, in train": lambda: run(optimizer=CHAIN),
     "a rule, by hand": lambda: CHAIN.update(PARAMS, {}, PARAMS, 0),
     "a custom optimizer": lambda: run(optimizer=CUSTOM),
@@ -131,8 +124,6 @@ CALLS = {
     "a hook's before_step": lambda: run_with(hook("before_step")),
     "a hook's after_step": lambda: run_with(hook("after_step")),
     "a function of every": lambda: run_with(jstep.every(2, boom)),
-    "a function of the step": lambda: run(data=boom),
-    "a loader": lambda: run(data=Loader(0)),
     "a loader, later": lambda: run(data=Loader(3)),
     "rows, read ahead": lambda: run(data=jstep.batches(Items(), 2, shuffle=False)),
     "prefetch_to_device": lambda: next(jstep.prefetch_to_device(Loader(0))),

@@ -16,11 +16,6 @@ from jstep.loop import progress
 OPTIMIZER = jstep.gradient_descent(0.1)
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 @pytest.fixture
 def soon(monkeypatch):
     """Compilations count as long at once."""

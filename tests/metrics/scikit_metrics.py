@@ -8,8 +8,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jstep
 
-sklearn = pytest.importorskip("sklearn.metrics")
-
 M = jstep.metrics
 CLASSES = 5
 ROWS = 103
@@ -36,6 +34,7 @@ def metric_fn(params, batch):
 
 def expected(weights=None, x=X * SCALE):
     """Return the same values by scikit-learn, in float64."""
+    sklearn = pytest.importorskip("sklearn.metrics")
     weights = None if weights is None else np.asarray(weights).astype(np.float64)
     exponentials = np.exp(x.astype(np.float64) - x.max(1, keepdims=True))
     softmax = exponentials / exponentials.sum(1, keepdims=True)
@@ -78,6 +77,7 @@ def areas(curve, size, scores, labels, weights=None, number=200):
     arrays = (scores, labels) if weights is None else (scores, labels, weights)
     parts = [tuple(one[i : i + size] for one in arrays) for i in range(0, len(scores), size)]
     evaluate = jstep.evaluator(lambda params, s, t, w=None: {"area": M.auc(s, t, curve, number, weights=w)}, parts)
+    sklearn = pytest.importorskip("sklearn.metrics")
     reference = sklearn.roc_auc_score if curve == "ROC" else sklearn.average_precision_score
     return evaluate(make_state())["area"], reference(labels > 0, scores, sample_weight=weights)
 

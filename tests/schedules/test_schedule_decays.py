@@ -30,8 +30,7 @@ def test_decays_at_the_edges(name, decay_steps):
     make, expected = DECAYS[name]
     multiples = [k * decay_steps + i for k in (1, 2, 3, 7, 1000) for i in (-1, -0.5, 0, 0.5, 1)]
     steps = sorted({*EDGES, *(int(n) for n in multiples if 0 <= n <= LAST)})
-    steps += [LAST] * (len(EDGES) + len(multiples) - len(steps))  # arrays of one size share compiled operations
-    found = make(decay_steps)(np.array(steps, np.int32))
+    found = jax.jit(make(decay_steps))(np.array(steps, np.int32))
     close(found, [finite(lambda n=n: expected(n, decay_steps)) for n in steps], rtol=3e-5)
 
 
@@ -56,7 +55,7 @@ OTHERS = {
 ALL = {name: make(100) for name, (make, _) in DECAYS.items()} | OTHERS
 
 
-@pytest.mark.thorough(except_for=["cyclical"])
+@pytest.mark.thorough(except_for=["linear"])
 @pytest.mark.parametrize("name", ALL)
 def test_schedules_agree_for_python_numpy_jax_and_traced_steps(name):
     schedule, n = ALL[name], 57
@@ -75,7 +74,7 @@ def test_schedules_agree_for_python_numpy_jax_and_traced_steps(name):
     np.testing.assert_allclose(jax.vmap(schedule)(jnp.array([n, n])), np.full(2, value), rtol=1e-6)
 
 
-@pytest.mark.thorough(except_for=["cosine", "linear_warmup-decay"])
+@pytest.mark.thorough(except_for=["linear"])
 @pytest.mark.parametrize("name", ALL)
 def test_negative_steps(name):
     schedule = ALL[name]
@@ -86,23 +85,12 @@ def test_negative_steps(name):
     np.testing.assert_array_equal(compiled(-7), compiled(0))
 
 
-@pytest.mark.thorough(except_for=["cosine", "linear_warmup-decay"])
-@pytest.mark.parametrize("name", ALL)
-def test_steps_that_are_not_integers(name):
-    for bad in (1.0, np.float32(1), jnp.float32(1), None, "1", True):
-        with pytest.raises(TypeError, match="step"):
-            ALL[name](bad)
-    with pytest.raises(ValueError, match="step"):
-        ALL[name](2**31)
-
-
-@pytest.mark.thorough(except_for=["polynomial-cycle", "join"])
+@pytest.mark.thorough(except_for=["polynomial-cycle"])
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", [name for name in ALL if not name.startswith("cosine_restarts")])
 def test_values_are_float64_under_x64(name):
-    assert ALL[name](5).dtype == jnp.float64
-    assert ALL[name](jnp.int32(5)).dtype == jnp.float64
-    assert ALL[name](2**40).dtype == jnp.float64
+    for step in (5, jnp.int32(5), 2**40):
+        assert jax.eval_shape(lambda step=step: ALL[name](step)).dtype == jnp.float64
 
 
 # Schedules at steps beyond the precision of float32: exact staircases, ends, cycles and restarts.

@@ -5,18 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jstep.slots.compact_numbers import (
-    Blocks,
-    Turn,
-    block_scales,
-    blocks_between,
-    choose_blocks,
-    decode,
-    encode,
-    fractions_at,
-    join_halves,
-    split_halves,
-)
+from jstep.slots import compact_numbers
+from jstep.slots.compact_numbers import Blocks, Turn, blocks_between, choose_blocks
+
+# One program for each, not one for each of their operations.
+encode = jax.jit(compact_numbers.encode, static_argnums=(1, 2))
+decode = jax.jit(compact_numbers.decode)
+block_scales = jax.jit(compact_numbers.block_scales, static_argnums=1)
+fractions_at = jax.jit(compact_numbers.fractions_at, static_argnums=0)
+join_halves, split_halves = jax.jit(compact_numbers.join_halves), jax.jit(compact_numbers.split_halves)
 
 
 @pytest.mark.thorough(except_for=["shape8-32-blocks8"])
@@ -36,7 +33,7 @@ from jstep.slots.compact_numbers import (
 )
 def test_blocks_lie_along_the_last_axis_with_a_divisor(shape, near, blocks):
     assert choose_blocks(shape, near) == blocks
-    _, scales = encode(jnp.zeros(shape), blocks, np.dtype("int8"))
+    _, scales = jax.eval_shape(lambda: encode(jnp.zeros(shape), blocks, np.dtype("int8")))
     assert blocks_between(shape, scales.shape) == blocks
 
 

@@ -25,23 +25,6 @@ def test_gradients_of_parameters() -> None:
     assert match_gradients(of(None, SLICES), PARAMS) == [None, SLICES]
 
 
-def test_slices_of_integers_are_no_gradient() -> None:
-    """What is said of other gradients is in `tests/optimizers/refused_calls.txt`."""
-    slices = jstep.IndexedSlices(jnp.ones((1, 3), int), jnp.array([1]), (2, 3))
-    with pytest.raises(TypeError, match="gradients: the gradient at 'w' has dtype int32; it must be floating point"):
-        match_gradients(of(None, slices), PARAMS)
-
-
-def test_gradients_of_the_same_paths_in_other_containers() -> None:
-    with pytest.raises(ValueError, match="same paths, other containers: ") as caught:
-        match_gradients([1.0], (jnp.ones(()),))
-    assert str(caught.value) == (
-        "gradients does not have the structure of params; same paths, other containers: "
-        "PyTreeDef([*]) instead of PyTreeDef((*,)). Give gradients the structure of params, with None for a leaf to "
-        "leave out."
-    )
-
-
 def test_slots_that_a_state_lacks() -> None:
     assert require_slots(["a"], {"a": 1, "b": 2}) == {"a": 1}
     for held, has in (({"b": 2, "a": 1}, "it has ['a', 'b']"), ({}, "nor any other of this optimizer")):

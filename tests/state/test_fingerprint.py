@@ -66,21 +66,6 @@ def test_64_bits_agree_with_and_without_x64(x64):
         assert leaves(on_device) == leaves(arrays)
 
 
-@pytest.mark.thorough(except_for="each value once")
-@pytest.mark.parametrize("dtype", [*DTYPES, *WIDE], ids=str)
-@pytest.mark.parametrize("shape", [(3,), (2, 2)])
-def test_every_flipped_bit_changes_the_fingerprint(dtype, shape):
-    a = array(dtype, shape)
-    bits = {"int2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4, "bool": 1}.get(dtype.name, 8 * dtype.itemsize)
-    fingerprints = {text(a)}
-    for element in range(a.size):
-        for bit in range(bits):
-            raw = np.frombuffer(a.tobytes(), np.uint8).copy()
-            raw[element * dtype.itemsize + bit // 8] ^= 1 << bit % 8
-            fingerprints.add(text(np.frombuffer(raw.tobytes(), dtype).reshape(shape)))
-    assert len(fingerprints) == 1 + a.size * bits
-
-
 def test_depends_on_paths_shapes_dtypes_and_values_only():
     w, b = np.arange(6, dtype=np.float32), np.zeros((0, 3), np.int32)
     tree = {"w": w, "b": b}
@@ -141,9 +126,7 @@ def test_huge_arrays_are_indexed_by_row(monkeypatch):
     assert text(x) == as_hexadecimal(jax.jit(jstep.fingerprint)(x)) != unsplit
 
 
-def test_bad_calls():
-    with pytest.raises(TypeError, match="per_leaf='no': must be True or False"):
-        jstep.fingerprint({}, per_leaf="no")
+def test_a_donated_tree():
     x = jnp.arange(3.0)
     x.delete()
     with pytest.raises(RuntimeError, match="'x' was donated"):
@@ -165,7 +148,7 @@ def test_recorded_fingerprints_in_host_memory():
     }
 
 
-@pytest.mark.thorough(except_for=["state"])
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [*golden_fingerprints.PLAIN, *golden_fingerprints.LOW, *golden_fingerprints.NARROW, "state"]
 )
@@ -189,6 +172,7 @@ def test_recorded_fingerprints_of_keys():
         assert texts(tree) == KNOWN[name]
 
 
+@pytest.mark.thorough
 def test_small_leaves_of_a_shape_are_read_together(monkeypatch):
     """A call costs more than reading them; the last group of a shape overlaps the one before."""
     host = {f"w{i}": np.full((i % 2 + 2, 5), i + 1, np.float32) for i in range(90)} | {"n": np.float32(np.nan)}

@@ -79,6 +79,7 @@ def by_hand(state, x):
     return jstep.TrainState(new.params, new.slots, new.global_step), {}
 
 
+@pytest.mark.thorough(except_for=["2-True", "1-False"])
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_a_state_made_by_hand_in_a_step_keeps_the_roles(jit, steps_per_call):

@@ -1,8 +1,6 @@
 """`TrainState`, its step counter, and its slots."""
 
-import dataclasses
 import types
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -207,13 +205,6 @@ def test_states_with_and_without_a_step():
             function(empty)
 
 
-def test_a_step_that_is_not_a_scalar():
-    """As in TensorFlow: 'Existing "global_step" is not scalar'."""
-    for wrong in (jnp.zeros(1, jnp.int32), state().replace(global_step=jnp.zeros(1, jnp.int32))):
-        with pytest.raises(TypeError, match=r"must be an integer scalar, got an array of int32 and shape \(1,\)"):
-            jstep.get_global_step(wrong)
-
-
 def test_donated_step_raises():
     old = state()
     jstep.minimize(lambda p: p["w"] ** 2, OPTIMIZER)(old)
@@ -258,68 +249,10 @@ def test_steps_under_x64(x64):
 # Parameters that are no arrays, copies of parameters in slots, boxed variables, and paths of several leaves.
 
 
-def test_empty_trees_raise():
-    state = jstep.TrainState.create({}, jstep.adam())
-    with pytest.raises(ValueError, match=r"No variables to optimize"):
-        jstep.minimize(lambda p: jnp.float32(1), jstep.adam())(state)
-    with pytest.raises(ValueError, match="No gradients provided for any variable"):
-        jstep.apply_gradients(state, {}, jstep.adam())
-
-
-# Equinox.
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Module:
-    """A module whose leaves are arrays and functions, as those of Equinox are."""
-
-    weight: Any
-    activation: Any
-
-
-def test_a_leaf_that_is_not_an_array_is_named_with_what_splits_the_model():
-    params = {"layers": [Module(jnp.ones(2), None), Module(jnp.ones(2), jax.nn.relu)]}
-    by_hand = jstep.TrainState(params, {}, jnp.int32(0))
-
-    def loss_fn(params):
-        return jnp.sum(params["layers"][1].activation(params["layers"][0].weight))
-
-    for make in (
-        lambda: jstep.TrainState.create(params, jstep.adam()),
-        lambda: jstep.minimize(loss_fn, jstep.adam())(by_hand),
-        lambda: jstep.minimize(loss_fn, jstep.adam(), jit=False)(by_hand),
-        lambda: jstep.compute_gradients(loss_fn)(params),
-    ):
-        with pytest.raises(TypeError, match="params: the leaf at 'layers/1/activation' is a") as caught:
-            make()
-        assert "keep only arrays in params, by equinox.partition or flax.nnx.split" in str(caught.value)
-
-
-@pytest.mark.parametrize("leaf", [jnp.float32, "relu", np.array(["relu"]), np.array([None])], ids=repr)
-def test_a_leaf_with_a_dtype_that_is_not_an_array_is_named_too(leaf):
-    params = Module(jnp.ones(2), leaf)
-    step = jstep.minimize(lambda params: jnp.sum(params.weight), jstep.adam())
-    for make in (
-        lambda: jstep.TrainState.create(params, jstep.adam()),
-        lambda: step(jstep.TrainState(params, {}, jnp.int32(0))),
-    ):
-        with pytest.raises(TypeError, match=r"params: the leaf at 'activation' is .*equinox\.partition"):
-            make()
-
-
 # Flax.
 
 
 SHARED_PATH = {"a": {"b": 1.0}, "a/b": 2.0, "c": 3.0}
-
-
-@pytest.mark.parametrize("slots", [(), None])
-def test_a_handmade_state_whose_slots_are_no_dict(slots):
-    optimizer = jstep.adam(0.1)
-    state = jstep.TrainState({"w": jnp.ones(2)}, slots, 0)
-    with pytest.raises(TypeError, match=r"slots must be a dict, got .*; make them with TrainState.create"):
-        jstep.minimize(lambda params: jnp.sum(params["w"]), optimizer)(state)
 
 
 def test_path_shared_by_two_leaves():

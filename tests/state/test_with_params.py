@@ -50,7 +50,7 @@ def names_of_copies(state: jstep.TrainState) -> list[str]:
     return [name for name in roles_in(state).of(*WITH_A_START) if name in state.slots]
 
 
-@pytest.mark.thorough(except_for=["float32-compact schedule_free", "float32-optax", "bfloat16-average"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", WITH_COPIES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_what_is_loaded_stays(name: str, dtype: Any) -> None:
@@ -70,13 +70,12 @@ def test_what_is_loaded_stays(name: str, dtype: Any) -> None:
         np.testing.assert_allclose(jstep.averaged_params(after)["w"].astype(jnp.float32), 100.0, rtol=1e-2)
 
 
-@pytest.mark.thorough(except_for=["adam", "ftrl", "partition", "schedule_free_adamw"])
+@pytest.mark.thorough(except_for=["ftrl", "partition", "schedule_free_adamw"])
 @pytest.mark.parametrize("name", TABLE)
 def test_a_new_state_is_as_if_created_with_them(name: str) -> None:
     optimizer = TABLE[name].make(0.1)
-    first, second = (
-        {"w": jax.random.normal(jax.random.key(i), (6, 4)), "b": jnp.full((4,), 1.0 + i)} for i in range(2)
-    )
+    random = np.random.default_rng(0)
+    first, second = ({"w": np.float32(random.normal(size=(6, 4))), "b": np.full(4, i, np.float32)} for i in (1, 2))
     made, wanted = (jstep.TrainState.create(p, optimizer) for p in (first, second))
     if roles_in(made).with_detail(SIGNED, ORIGIN):
         with pytest.raises(ValueError, match="computes the parameters from its slots"):
@@ -112,10 +111,11 @@ def test_nothing_is_shared_with_what_was_given() -> None:
     assert not given["w"].is_deleted()
 
 
+@pytest.mark.thorough(except_for=["<lambda>"])
 @pytest.mark.parametrize("wrap", [jstep.master_weights, lambda inner: jstep.compact(inner, min_size=0)])
 def test_a_low_precision_leaf_takes_float32(wrap: Any) -> None:
     optimizer = wrap(jstep.schedule_free_adamw(1e-3))
-    exact = jax.random.normal(jax.random.key(1), (8, 4))
+    exact = np.float32(np.random.default_rng(1).normal(size=(8, 4)))
     state = trained(optimizer, jstep.TrainState.create(params_of(1.0, jnp.bfloat16), optimizer))
     loaded = state.with_params({**state.params, "w": exact})
     assert loaded.params["w"].dtype == jnp.bfloat16
@@ -126,23 +126,6 @@ def test_a_low_precision_leaf_takes_float32(wrap: Any) -> None:
     np.testing.assert_allclose(precise, exact, rtol=2.0**-16)
     np.testing.assert_array_equal(slot_values(loaded, "z")["w"], precise)
     np.testing.assert_allclose(loaded.params["w"].astype(jnp.float32), exact, rtol=2.0**-8)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "text"),
-    [
-        (lambda p: {"w": p["w"]}, ValueError, "must have the structure of the state's parameters, got a tree without"),
-        (lambda p: {**p, "w": jnp.ones((8, 5))}, ValueError, r"the leaf at 'w' is float32\[8,5\], must be float32\[8"),
-        (lambda p: {**p, "w": jnp.ones((8, 4), jnp.bfloat16)}, ValueError, r"'w' is bfloat16"),
-        (lambda p: {**p, "n": 2.5}, ValueError, r"'n' is float32\[\], must be int32\[\]"),
-        (lambda p: {**p, "w": "x"}, TypeError, "the leaf at 'w' is a str"),
-        (lambda p: {**p, "w": np.ma.ones((8, 4), np.float32)}, TypeError, "filled"),
-    ],
-)
-def test_what_does_not_fit_is_refused(change: Any, error: type[Exception], text: str) -> None:
-    state = jstep.TrainState.create(params_of(1.0), WITH_COPIES["average"]())
-    with pytest.raises(error, match=text):
-        state.with_params(change(state.params))
 
 
 def test_a_state_made_by_hand_is_refused() -> None:
@@ -179,7 +162,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "with_params" in record.getMessage()]
 
 
-@pytest.mark.thorough(except_for=["average", "partition"])
+@pytest.mark.thorough(except_for=["partition"])
 @pytest.mark.parametrize("name", WITH_COPIES)
 def test_replaced_parameters_are_one_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
     optimizer = WITH_COPIES[name]()
@@ -221,8 +204,7 @@ def by_hand(step: int, state: jstep.TrainState, metrics: Any) -> jstep.TrainStat
     return jstep.TrainState(params_of(float(step)), state.slots, state.global_step)
 
 
-@pytest.mark.parametrize("returned", [by_hand, lambda n, state, m: state.replace(params=params_of(float(n)))])
-def test_a_state_that_a_hook_returns_is_one_warning_in_a_run(returned: Any, caplog: pytest.LogCaptureFixture) -> None:
-    for runs in (1, 2):
+def test_a_state_that_a_hook_returns_is_one_warning_in_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    for runs, returned in enumerate((by_hand, lambda n, state, m: state.replace(params=params_of(float(n)))), 1):
         hooked(jstep.every(1, returned))
         assert len(warnings_of(caplog)) == runs
