@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 from batch_rows import Items, rows, same
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from processes import run_program
+from thorough import examples
 
 import jstep
 from jstep.data.batches import batches
@@ -104,7 +105,7 @@ KEYS = jax.random.split(jax.random.key(0), 9)
 ROWS = {"x": np.ones((9, 2)), "n": np.arange(9), "key": KEYS, "item": [{"a": np.float32(n)} for n in range(9)]}
 
 
-@pytest.mark.thorough(except_for=["ragged", "process"])
+@pytest.mark.thorough(except_for=["process"])
 @pytest.mark.parametrize("kind", ["batches", "ragged", "mixture", "process"])
 def test_shapes_match_the_batch(kind):
     data = {
@@ -228,7 +229,7 @@ def size_schedules(draw):
     return n, {**draw(st.dictionaries(st.integers(1, 40), size, max_size=4)), 0: draw(size)}, drop
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(size_schedules(), st.booleans(), st.none() | st.integers(1, 5), st.integers(0, 60))
 @example((10, {0: 4, 2: 2}, True), True, 1, 0)  # the remainder, too small for 4, makes one more batch of 2
 @example((10, {0: 4, 2: 3}, True), True, 1, 0)
@@ -249,14 +250,6 @@ def test_batches_match_the_simulation(given_sizes, shuffle, num_epochs, start):
     changes = [i for i in range(start + 1, len(want)) if len(expected[i]) != len(expected[start])]
     change = data.next_change(start)
     assert change == changes[0] if changes else change is None or change >= len(want)
-
-
-def test_a_batch_larger_than_the_data_names_the_way_out():
-    with pytest.raises(
-        ValueError, match=r"batch_size=8: .* 5 rows of arrays .*; drop_remainder=False gives them as one"
-    ):
-        batches(np.arange(5), 8)
-    assert sorted(batches(np.arange(5), 8, drop_remainder=False)[3].tolist()) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -292,6 +285,7 @@ def apply_to_list(steps, kind, a, b, stride):
     return steps[slice(a, b, stride) if stride > 0 else slice(b, a or None, stride)]
 
 
+@examples(100)
 @given(
     st.lists(
         st.tuples(

@@ -166,9 +166,6 @@ class TestSources:
                 return [np.zeros(1 + (i == 13)) for i in indices]
 
         for source, found in [
-            (at(13, np.zeros(2)), r"arrays: items of the list.*must be alike.* in row 10 and .* in row 13"),
-            (at(13, np.zeros(1, int)), "float64.* in row 10 and .*int64.* in row 13"),
-            (at(13, (np.zeros(1), 1)), "row 13 must have the structure .* of row 10"),
             (at(13, [[1, 2], [3]]), "row 13 is not an array"),
             (Listed(20), "must be alike.* in row 10 and .* in row 13"),
         ]:

@@ -7,8 +7,9 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thorough import examples
 
 from jstep.data.permutation import domain, draw_keys, permute
 
@@ -25,7 +26,7 @@ def test_permutation_is_a_bijection(n):
     assert np.array_equal(np.sort(p), np.arange(n))
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(st.integers(1, 5000), st.integers(0, 2**80), st.integers(0, 2**40), st.data())
 def test_single_positions_match_the_full_permutation(n, seed, stream, data):
     full = permutation(n, seed, stream)
@@ -74,7 +75,7 @@ def chi2_bound(degrees):
     return 1 + 5 * math.sqrt(2 / degrees)
 
 
-@pytest.mark.thorough(except_for=["2", "5"])
+@pytest.mark.thorough(except_for=["4"])
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
 def test_small_permutations_are_uniformly_distributed(n):
     draws = 20 * math.factorial(n)

@@ -82,6 +82,7 @@ class TestThreadEnds:
         assert ended == [[]]
         source.gate.set()
 
+    @pytest.mark.thorough
     def test_when_the_process_exits(self):
         program = """
             import itertools, time
@@ -95,6 +96,7 @@ class TestThreadEnds:
         """
         assert run_program(program) == (5, "", "")
 
+    @pytest.mark.thorough
     def test_ctrl_c_interrupts_next(self):
         program = """
             import threading, time

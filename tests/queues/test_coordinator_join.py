@@ -64,15 +64,7 @@ def test_grace_period_begins_with_the_stop(release):
     stopper.join(TIMEOUT)
 
 
-class TestMisuse:
-    @pytest.mark.parametrize("ex", ["text", ValueError, (None, None, None), 3])
-    def test_stop_with_an_invalid_exception(self, ex):
-        coord = Coordinator()
-        with pytest.raises(TypeError, match="ex="):
-            coord.request_stop(ex)
-        assert not coord.should_stop()
-
-
+@pytest.mark.thorough
 def test_signals_interrupt_join_and_wait_for_stop():
     """A signal handler may request a stop while the main thread waits in the coordinator."""
     program = """

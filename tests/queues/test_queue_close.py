@@ -63,6 +63,7 @@ class InterruptedOnce(threading.Condition):
 class TestInterrupts:
     """Ctrl-C interrupts a waiting main thread, and no element is lost."""
 
+    @pytest.mark.thorough
     def test_ctrl_c(self):
         program = """
             import numpy as np

@@ -129,21 +129,6 @@ class TestEnqueueMany:
                 call.wait()
         assert sorted(drain(queue)) == [0, 1, 2]
 
-    @pytest.mark.parametrize(
-        ("elements", "words"),
-        [
-            ([1, 2], "elements: .*, got none at '0'"),
-            (1.0, "elements: .*, got none at the tree itself"),
-            ({"x": np.ones(2), "y": jnp.ones((3, 1))}, "elements: .*, got 2 at 'x', 3 at 'y'"),
-            ({"x": None}, "elements: .*, got no leaf"),
-        ],
-    )
-    def test_wrong_elements(self, elements, words):
-        queue = fifo()
-        with pytest.raises(ValueError, match=words):
-            queue.enqueue_many(elements)
-        assert queue.size() == 0
-
 
 class TestDequeueUpTo:
     @both_queues

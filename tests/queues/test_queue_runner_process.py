@@ -33,6 +33,7 @@ def test_threads_do_not_keep_the_process_alive():
     assert run_program(program) == (5, "True\nTrue\n", "")
 
 
+@pytest.mark.thorough
 def test_other_threads_keep_waiting_after_the_main_thread():
     """Only threads of a QueueRunner give up, since a program may continue in other threads."""
     program = """
