@@ -189,7 +189,7 @@ def check_program(seed: int, directory: Path) -> None:
     assert jstep.Saver(directory / "own").latest_step() == program.last
 
 
-@pytest.mark.thorough(except_for=["2"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(60))
 def test_a_drawn_program(seed: int, tmp_path: Path) -> None:
     check_program(seed, tmp_path)

@@ -97,7 +97,7 @@ def expected_steps(name, parts):
     return steps
 
 
-@pytest.mark.thorough(except_for=["0-1"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 @pytest.mark.parametrize("seed", range(6))
 def test_callbacks_restore_their_own_state(seed, steps_per_call, tmp_path):
@@ -154,6 +154,7 @@ def test_hooks_restore_their_own_state(seed, tmp_path):
 # Several objects of one class
 
 
+@pytest.mark.thorough(except_for=["3-2"])
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2)])
 def test_hooks_with_the_same_key_start_fresh_if_their_number_changed(before, after, tmp_path, caplog):
     train(2, [Other(), *(Recorder() for _ in range(before))], tmp_path)
@@ -173,6 +174,7 @@ def run_with_callback(directory, stop, last_step=4):
     return stop.get_state()
 
 
+@pytest.mark.thorough(except_for=["metric", "plateau"])
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -186,6 +188,7 @@ def run_with_callback(directory, stop, last_step=4):
             lambda: jstep.ReduceOnPlateau("a", "learning_rate", patience=30, mode="max", key="k"),
         ),
     ],
+    ids=["mode", "metric", "plateau"],
 )
 def test_other_modes_or_metrics_and_foreign_states_start_fresh_and_warn(first, second, tmp_path, caplog):
     run_with_callback(tmp_path, first(), 2)

@@ -57,7 +57,7 @@ def make():
     return state, jstep.minimize(loss_fn, optimizer, rng=key(), metrics=("grad_norm",))
 
 
-@pytest.mark.thorough(except_for=["explicit mesh"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_resume_is_bitwise_in_every_context(context, tmp_path):
     with CONTEXTS[context]():

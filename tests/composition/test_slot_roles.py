@@ -75,7 +75,7 @@ def run(optimizer, **kwargs):
     return state, history
 
 
-@pytest.mark.thorough(except_for=["dynamic_loss_scale-integers", "labels-turned-trees"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["floats", "integers", "trees"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_names_of_custom_slots_have_no_special_meaning(wrapper, kind):

@@ -7,11 +7,11 @@ import pytest
 from jstep.stores.objects import ABSENT, Objects
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]
-server = pytest.importorskip("moto.server", reason="pip install 'moto[s3]' flask flask-cors")
 
 
 @pytest.fixture
 def port():
+    server = pytest.importorskip("moto.server", reason="pip install 'moto[s3]' flask flask-cors")
     started = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     started.start()
     number = started.get_host_and_port()[1]

@@ -28,6 +28,7 @@ class Told(jstep.Hook):
         self.paths.append(path)
 
 
+@pytest.mark.thorough
 def test_a_branch_of_a_run_in_a_bucket(store, tmp_path):
     trunk, told = store.run, Told()
     train(10, trunk, told)

@@ -101,7 +101,7 @@ def test_a_copy_is_restored_and_continued(copies, caplog):
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-@pytest.mark.parametrize("lost", ["one file", "all files"])
+@pytest.mark.parametrize("lost", ["one file", pytest.param("all files", marks=pytest.mark.thorough)])
 def test_a_copy_that_lacks_data_is_refused_everywhere(copies, lost, capsys):
     data = [file for file in copies.files("model-3") if not file.endswith("model-3/manifest.json")]
     for file in [max(data, key=lambda file: "pack" in file or "/d/" in file)] if lost == "one file" else data:

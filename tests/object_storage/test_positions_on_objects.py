@@ -44,6 +44,7 @@ def small_packs(monkeypatch):
     monkeypatch.setattr(packs, "PACK", 50_000)  # a buffer takes several objects
 
 
+@pytest.mark.thorough
 def test_a_run_in_parts_is_a_whole_one(store, tmp_path, small_packs):
     for last in (7, 12):
         with jstep.Saver(store.run) as saver:
@@ -51,6 +52,7 @@ def test_a_run_in_parts_is_a_whole_one(store, tmp_path, small_packs):
     assert same(found, train(tmp_path, 12))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [OnDisk, InBucket])
 def test_copies_resume(store, tmp_path, small_packs, kind):
     store.page = 1000
@@ -77,6 +79,7 @@ def test_in_a_bucket(store, tmp_path, small_packs):
     assert not store.keys("run/model-5/")
 
 
+@pytest.mark.thorough
 def test_corrupted_blocks_are_found(store, small_packs):
     train(store.run, 5)
     saver = jstep.Saver(store.run, verify=False)

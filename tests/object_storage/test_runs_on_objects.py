@@ -38,6 +38,7 @@ def delete(store, prefix):
             del store.objects["bkt"][key]
 
 
+@pytest.mark.thorough
 def test_fingerprint_logs_across_restarts(store, caplog):
     run(store.run, 5, hooks=[jstep.FingerprintHook(every_n_steps=1)])
     assert steps(store) == [1, 2, 3, 4, 5]
@@ -53,6 +54,7 @@ def test_fingerprint_logs_across_restarts(store, caplog):
     assert sorted(fingerprints.read_log(f"{store.run}/logs/fingerprints.jsonl").entries) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
+@pytest.mark.thorough
 def test_keep_best_on_objects(store):
     def loss(params, x):
         return {"loss": jnp.mean((params["w"][None] - x) ** 2)}

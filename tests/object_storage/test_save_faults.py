@@ -49,7 +49,7 @@ def requests_of_a_save(store):
     return len(store.seen) - before, bucket
 
 
-@pytest.mark.thorough(except_for=["s3-403"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("status", [503, 403, 401, 404, -2, 0])
 def test_persistent_fault_from_each_request_on(each_store, status):
     """With status 0 requests are executed and all responses lost; with -2 one response is lost, then 503 follow."""
@@ -90,6 +90,7 @@ def test_a_single_fault_at_each_request_is_retried(each_store, status):
 # Corruption.
 
 
+@pytest.mark.thorough
 def test_corruption_of_any_object_is_detected(store):
     with jstep.Saver(store.run) as saver:
         for step in (1, 2):

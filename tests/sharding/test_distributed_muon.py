@@ -91,6 +91,7 @@ def test_distribution_on_explicit_axes(name):
     check_each_matrix_is_computed_once(LAYOUTS[name], separate, AxisType.Explicit)
 
 
+@pytest.mark.thorough
 def test_distribution_under_zero1():
     optimizer = jstep.muon(1e-2)
     state = state_of(separate, optimizer, LAYOUTS["replicated"], slot_axis="data")
@@ -110,7 +111,7 @@ def test_sharded_stacks_are_not_moved():
     assert set(collectives) <= {"all-reduce"}  # for the loss
 
 
-@pytest.mark.thorough(except_for=["sizes1-spec1-options1-AxisType.Auto"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
     ("sizes", "spec", "options"),

@@ -80,6 +80,7 @@ def test_rows_of_a_microbatch(types, annotated, devices, size, max_rows, at_leas
     assert loss.seen == want
 
 
+@pytest.mark.thorough
 def test_the_number_of_microbatches_is_logged_once(caplog):
     caplog.set_level(logging.INFO)
     step = jstep.minimize(Loss(), OPTIMIZER, max_rows_per_device=5)
@@ -87,38 +88,3 @@ def test_the_number_of_microbatches_is_logged_once(caplog):
     jstep.train(step, state, lambda n: DATA[:34], 3, progress=False, steps_per_call=2)
     found = [record.getMessage() for record in caplog.records if "max_rows_per_device" in record.getMessage()]
     assert found == ["max_rows_per_device=5: batches of 34 rows are split into 17 microbatches"]
-
-
-def test_max_rows_matches_num_microbatches():
-    def loss(params, model_state, x, rng):
-        noise = jax.random.normal(rng, x.shape)
-        after = {"parts": model_state["parts"] + 1, "mean": 0.9 * model_state["mean"] + 0.1 * jnp.mean(x)}
-        return jnp.mean(((x + noise) @ params["a"]) ** 2), (after, {"count": jnp.int32(x.shape[0])})
-
-    mesh, key = mesh_over(4), jax.random.key(1)
-    results = []
-    for kwargs in ({"max_rows_per_device": 2}, {"num_microbatches": 4}):
-        step = jstep.minimize(loss, OPTIMIZER, has_aux=True, has_model_state=True, rng=key, **kwargs)
-        state = fresh(mesh, model_state={"parts": jnp.int32(0), "mean": jnp.float32(0)})
-        results.append(step(state, shard(mesh, DATA[:32])))
-    (state_a, metrics_a), (state_b, metrics_b) = results
-    assert int(state_a.slots["model_state"]["parts"]) == 4
-    assert int(metrics_a["count"]) == 32
-    jax.tree.map(np.testing.assert_array_equal, state_a.params, state_b.params)
-    jax.tree.map(np.testing.assert_array_equal, (metrics_a, state_a.slots), (metrics_b, state_b.slots))
-
-
-@pytest.mark.parametrize(
-    ("batch", "at_least", "message"),
-    [
-        ((), 1, "max_rows_per_device=4: there is no batch to split"),
-        ((np.float32(1),), 1, "max_rows_per_device=4: batch argument 0 is a scalar"),
-        ((DATA[:8], DATA[:6]), 1, "max_rows_per_device=4: batch argument 0 has 8 rows and batch argument 1 has 6"),
-        ((DATA[:0],), 1, "max_rows_per_device=4, num_microbatches=1: .* batch argument 0 has 0 rows"),
-        ((DATA[:6],), 7, "max_rows_per_device=4, num_microbatches=7: .* batch argument 0 has 6 rows"),
-    ],
-)
-def test_batches_that_cannot_be_split(batch, at_least, message):
-    step = jstep.minimize(lambda p, *x: jnp.sum(p["a"]), OPTIMIZER, max_rows_per_device=4, num_microbatches=at_least)
-    with pytest.raises(ValueError, match=message):
-        step(fresh(), *batch)

@@ -83,7 +83,7 @@ def ids(rows):
     return np.tile(np.arange(rows, dtype=np.float32)[:, None], (1, 4))
 
 
-@pytest.mark.thorough(except_for=["rows and columns-64-AxisType.Auto"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(("case", "rows"), [*((case, 64) for case in MESHES), ("one axis", 16)])
 def test_microbatches_take_every_nth_row(case, rows, types):
@@ -252,25 +252,6 @@ def test_an_evaluator_takes_the_mesh_of_each_state():
     assert hook.results[2]["x"] == pytest.approx(whole)
 
 
-USES = {
-    "train": lambda state, names: jstep.train(STEP, state, DATA, 2, batch_sharding=names, progress=False),
-    "evaluator": lambda state, names: jstep.evaluator(lambda params, x: {"x": x["x"][:, 0]}, [{"x": X}],
-                                                      batch_sharding=names)(state),
-    "replay": lambda state, names: jstep.replay(STEP, state, DATA, None, 1, batch_sharding=names),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("use", USES)
-def test_a_state_on_no_mesh_and_an_axis_that_is_missing(use):
-    with pytest.raises(ValueError, match="which is on no mesh; put it on one") as error:
-        USES[use](jstep.TrainState.create({"w": jnp.ones(2)}, OPTIMIZER), ("a", "b"))
-    assert "put it on one by jstep.shard_state(state, mesh)" in str(error.value)
-    with pytest.raises(ValueError, match=r"batch_sharding='dat': the mesh has no axis 'dat'.*'data'"):
-        USES[use](make_state(mesh_of()), "dat")
-    with pytest.raises(TypeError, match="batch_sharding: 3 at"):
-        USES[use](make_state(mesh_of()), {"x": 3})
-
-
 # The warning for a run whose devices all compute the whole batch.
 
 ROWS = np.random.default_rng(0).normal(size=(32, 8)).astype(np.float32)
@@ -308,12 +289,13 @@ def test_the_remedy_of_the_warning_works(caplog, mesh):
     assert not warnings(caplog, mesh, batch_sharding=NamedSharding(mesh, P("examples")))
 
 
+@pytest.mark.thorough
 def test_split_parameters_give_no_warning(caplog):
     mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
     assert not warnings(caplog, mesh, P(None, "model"))
 
 
-@pytest.mark.thorough(except_for=["auto"])
+@pytest.mark.thorough
 def test_a_loss_that_shards_its_activations_gives_no_warning(caplog, mesh):
     def sharded(params, x):
         if AxisType.Explicit in mesh.axis_types:
