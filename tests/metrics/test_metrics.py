@@ -8,19 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scikit_metrics
-from scikit_metrics import (
-    LABELS,
-    RNG,
-    ROWS,
-    SCALE,
-    TRUTH,
-    X,
-    areas,
-    expected,
-    make_state,
-    metric_fn,
-    on_a_mesh,
-)
+from scikit_metrics import LABELS, RNG, ROWS, SCALE, TRUTH, X, areas, expected, make_state, metric_fn, on_a_mesh
 from scikit_metrics import source as source_of_scikit
 
 import jstep

@@ -5,15 +5,7 @@ import functools
 import library_references as references
 import optax
 import pytest
-from golden import (
-    DECAY,
-    DECAYED,
-    RATE,
-    assert_close,
-    run_jstep,
-    run_optax,
-    table_schedule,
-)
+from golden import DECAY, DECAYED, RATE, assert_close, run_jstep, run_optax, table_schedule
 from optax import contrib
 
 import jstep

@@ -5,15 +5,7 @@ import re
 
 import jax
 import pytest
-from layouts import (
-    BOTH,
-    COLUMNS_AND_ROWS,
-    DATA,
-    create,
-    data,
-    init,
-    loss_fn,
-)
+from layouts import BOTH, COLUMNS_AND_ROWS, DATA, create, data, init, loss_fn
 from optimizer_table import TABLE
 
 import jstep

@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from layouts import (
-    AUTO,
-    BOTH,
-    DATA,
-    create,
-    data,
-    loss_fn,
-)
+from layouts import AUTO, BOTH, DATA, create, data, loss_fn
 
 import jstep
 from jstep.state.sharding import slot_sharding

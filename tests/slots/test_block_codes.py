@@ -9,11 +9,15 @@ from jstep.slots import compact_numbers
 from jstep.slots.compact_numbers import Blocks, Turn, blocks_between, choose_blocks
 
 # One program for each, not one for each of their operations.
-encode = jax.jit(compact_numbers.encode, static_argnums=(1, 2))
 decode = jax.jit(compact_numbers.decode)
 block_scales = jax.jit(compact_numbers.block_scales, static_argnums=1)
 fractions_at = jax.jit(compact_numbers.fractions_at, static_argnums=0)
 join_halves, split_halves = jax.jit(compact_numbers.join_halves), jax.jit(compact_numbers.split_halves)
+
+
+def encode(x, blocks, dtype, fractions=0.5):
+    static = (1, 2, 3) if isinstance(fractions, float) else (1, 2)
+    return jax.jit(compact_numbers.encode, static_argnums=static)(x, blocks, dtype, fractions)
 
 
 @pytest.mark.thorough(except_for=["shape8-32-blocks8"])
