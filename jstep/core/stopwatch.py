@@ -14,8 +14,6 @@ BEFORE, STARTING, STEPPING, WAITING = "before", "starting", "stepping", "waiting
 SAVING, EVALUATING, HOOKS = "saving", "evaluating", "hooks"
 PARTS = (BEFORE, STARTING, STEPPING, WAITING, SAVING, EVALUATING, HOOKS)
 """The categories to which all time of a run is assigned."""
-FIRST_CALL = "first call"
-"""The key under which the device's seconds per step of the first call of each stage are recorded."""
 
 _VISITS = 64
 """The number of latest durations that are kept for each category or recorded key."""

@@ -54,7 +54,7 @@ def test_the_run_ends_where_the_first_checkpoint_is_due(tmp_path, value, steps_p
     assert jstep.global_step(error.state) == 30
     assert not jnp.isfinite(error.state.params["net"]["w"]).all()
     assert "params/a" not in str(error)
-    for way in ("20 → 30", "jstep.NanLossHook()", "allow_nonfinite=True"):
+    for way in ("20 → 30", "jstep.NanLossHook()", "help/errors#not-finite"):
         assert way in str(error)
     assert steps(tmp_path) == [10, 20]
     assert all(finite(tmp_path, step) for step in (10, 20))
@@ -80,7 +80,7 @@ def test_what_was_not_finite_when_the_run_began_does_not_count(tmp_path, value):
     run(20, params=params, hooks=[hook], checkpoint_dir=tmp_path)
     assert steps(tmp_path) == [10, 20]
     assert [finite(tmp_path, step) for step in (10, 20)] == [True, True]
-    with pytest.raises(jstep.NanLossDuringTrainingError, match=r"step 30.*saved: params/net/w contains NaN\."):
+    with pytest.raises(jstep.NanLossDuringTrainingError, match=r"step 30.*is due: params/net/w contains NaN\."):
         run(params=params, checkpoint_dir=tmp_path)
 
 
