@@ -16,7 +16,7 @@ from jstep.core.placement import device_count, device_of
 from jstep.loop.observer import Observer
 from jstep.loop.programs import Chunk
 from jstep.loop.run import Run
-from jstep.loop.work import work_of
+from jstep.metering.work import work_of
 from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")

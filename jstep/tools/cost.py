@@ -19,7 +19,7 @@ from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, using_mesh
 from jstep.core.placement import device_count, device_of, is_of_host, sharding_of
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.batch_placement import mesh_without_batch
-from jstep.loop.work import work_of
+from jstep.metering.work import work_of
 from jstep.state.train_state import TrainState, require_state
 from jstep.tools import topologies
 from jstep.tools.tabular import Tabular
