@@ -173,16 +173,10 @@ class FirstBatch:
         return result if shapes is not None or result is None else result[0]
 
     def __iter__(self) -> CopiedBatches:
-        return itertools.chain.from_iterable(self._parts())
-
-    def _parts(self) -> Iterator[CopiedBatches]:
         future = self.take()
         if future is not None and self._again is not None and future.exception() is not None:
-            del future  # and its error, whose traceback holds the arrays of the call
-            yield self._again()
-            return
+            return self._again()
         first = [self.make() if future is None else future.result()]
-        del future
-        if first[0] is not None:
-            yield map(first.pop, (0,))  # which does not hold the batch
-            yield self._items
+        if first[0] is None:
+            return self._items
+        return itertools.chain(map(first.pop, (0,)), self._items)  # which does not hold the batch

@@ -88,8 +88,7 @@ class Stage:
     def run_single(self) -> None:
         """Run one step per call from now on, because XLA runs its loop much slower."""
         if not self.is_slow:
-            what = "XLA runs convolutions on a CPU much slower in a loop"
-            _logger.info("%s runs one step per call: %s", self.name, what)
+            _logger.info("%s runs one step per call: XLA runs convolutions on a CPU much slower in a loop", self.name)
         self.is_slow = True
 
     @property
@@ -273,11 +272,8 @@ class ProgramTable:
         ]
         # The maximum number of steps of a call before and from a step on; None for calls that are not stacked. One
         # attribute, because a thread that makes chunks reads it.
-        self._max_steps: tuple[int | None, float, int | None] = (
-            None if self.is_auto else int(steps_per_call),
-            math.inf,
-            1,
-        )
+        most = None if self.is_auto else int(steps_per_call)
+        self._max_steps: tuple[int | None, float, int | None] = most, math.inf, 1
         self._programs: dict[Any, Program] = {}
         self.on_device = not self.is_looped and not all(stage.is_compilable for stage in self.stages)
         self.sums = MetricSums() if sums is None else sums
@@ -389,7 +385,7 @@ ProgramFor = Callable[[int, Any, Callable[[], tuple[Any, ...]]], Any]
 
 
 def make_chunks(
-    items: CopiedBatches,
+    batches: Iterable[tuple[Any, Any, Any]],
     start: int,
     program_for: ProgramFor,
     sharding: object = None,
@@ -400,7 +396,7 @@ def make_chunks(
     """Yield batches as chunks, which end where the program, the shapes of the batches or `ends` require it."""
     place_one = None if sharding is None and not on_device else make_placer(as_shardings(sharding))
     place_stacked = None if sharding is None else make_placer(as_shardings(sharding, stacked=True))
-    step, item = start, None
+    step, item, items = start, None, iter(batches)
     program: Any = None
     shapes: Any = None
     for end in ends:

@@ -165,12 +165,8 @@ class StopSignals:
 
     # Waits that a signal interrupts.
 
-    def finish(self) -> None:
-        """Let no signal interrupt what follows."""
-        self.interrupts = _nothing
-
-    def step(self, interrupts: Interrupts) -> None:
-        """Let a signal interrupt the steps of the run where `interrupts` returns an exception."""
+    def finish(self, interrupts: Interrupts = _nothing) -> None:
+        """Let a signal interrupt what follows only where `interrupts` returns an exception."""
         self.interrupts = interrupts
 
     @contextlib.contextmanager

@@ -70,7 +70,7 @@ def open_run(setup: Setup, observers: Observers) -> Run:
     source, items = processes.on_all_processes(lambda: started or _open_batches(setup, origin), no_batches)
     table = dispatch.table
     chunks = make_chunks(
-        iter(items),
+        items,
         setup.loop.first,
         table.program_for,
         setup.options.batch_sharding,

@@ -278,7 +278,7 @@ def _take_steps(run: Run) -> bool:
     """Run the chunks and hooks until the run ends; return whether a signal ended it."""
     loop, signals, runner, in_flight = run.setup.loop, run.setup.signals, run.runner, run.setup.in_flight
     last_step = run.setup.options.stop_step
-    signals.step(run.feeder.interrupted)
+    signals.finish(run.feeder.interrupted)
     loop.phase = RUNNING
     run_chunk = runner.around_chunks(run.dispatch, run.dispatch.repeated)
     try:
