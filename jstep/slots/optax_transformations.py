@@ -62,16 +62,13 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
         inferred = infer_roles(shapes, params, copies, lambda both: skeleton(both).slots)
         return inferred.joined(Roles(details=origins)).ordered()
 
-    def update(
-        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
-    ) -> tuple[Updates, Slots]:
-        gradients, shape = match_gradients(updates, params), skeleton(params)
-        require_slots(shape.slots, slots)
+    def of_leaves(gradients: list[Any], slots: Slots, params: Params, context: Context, whole: Params) -> Any:
+        """The updates and slots of the leaves of `params`; the loss is that of the whole parameters."""
         leaves, treedef = trees.flatten(params)
-        pairs = zip(gradients, leaves, strict=True)
+        shape, pairs = skeleton(params), zip(gradients, leaves, strict=True)
         grads = treedef.unflatten([dense(g, p) if trees.is_trainable(p) else None for g, p in pairs])
         with standard_promotion():
-            extra = {key: value for key, value in _extra_arguments(context, grads, params).items() if takes(key)}
+            extra = {key: value for key, value in _extra_arguments(context, grads, whole).items() if takes(key)}
             try:
                 new_updates, after = transformation.update(grads, shape.state_from(slots), seen(params), **extra)
             except TypeError as error:
@@ -84,7 +81,29 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
                 f"transformation: its update returned {sorted(new)}, its init returned {sorted(shape.slots)}; a "
                 "compiled step needs the same structure after each update"
             )
-        absent = [g is None for g in gradients]
+        return new_updates, new
+
+    def update(
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
+    ) -> tuple[Updates, Slots]:
+        gradients, shape = match_gradients(updates, params), skeleton(params)
+        require_slots(shape.slots, slots)
+        leaves, treedef = trees.flatten(params)
+        absent, computed = [g is None for g in gradients], None
+        if any(out and trees.is_trainable(p) for out, p in zip(absent, leaves, strict=True)):
+
+            def present(tree: Tree) -> Any:
+                pairs = zip(treedef.flatten_up_to(tree), absent, strict=True)
+                return treedef.unflatten([None if out else leaf for leaf, out in pairs])
+
+            # Optax must not see a leaf without a gradient: L-BFGS compares parameters with the previous ones, which are
+            # kept. But a mask that is a tree needs all leaves.
+            with contextlib.suppress(Exception):
+                parts = shape.parts_of
+                fewer = {slot: slots[slot] if parts[slot] is None else present(slots[slot]) for slot in parts}
+                given = [g for g in gradients if g is not None]
+                computed = of_leaves(given, fewer, present(params), context, params)
+        new_updates, new = of_leaves(gradients, slots, params, context, params) if computed is None else computed
         kept = {slot: _unless_absent(slots[slot], new[slot], treedef, absent) for slot in new}
         added = trees.flatten_like(params, new_updates, "updates")
         return treedef.unflatten([None if out else u for u, out in zip(added, absent, strict=True)]), kept
@@ -128,8 +147,8 @@ class _StateSlots:
         nodes, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: self._parts(x) is not None)
         self._state: Any = treedef
         named = {f"{prefix}/{trees.path_str(keys)}" if keys else prefix: node for keys, node in nodes}
-        self._parts_of = {slot: self._parts(node) for slot, node in named.items()}
-        self.slots = {slot: self._slot(node, self._parts_of[slot]) for slot, node in named.items()}
+        self.parts_of = {slot: self._parts(node) for slot, node in named.items()}
+        self.slots = {slot: self._slot(node, self.parts_of[slot]) for slot, node in named.items()}
 
     def _parts(self, node: object) -> list[Any] | None:
         """The values at the trained leaves if a node is like params; some may be nodes without leaves."""
@@ -156,7 +175,7 @@ class _StateSlots:
             mine = [leaf for leaf, trained in zip(leaves, self._trained, strict=True) if trained]
             return self._of_trained.unflatten([p if x is None else x for x, p in zip(mine, parts, strict=True)])
 
-        return self._state.unflatten([value(*item) for item in self._parts_of.items()])
+        return self._state.unflatten([value(*item) for item in self.parts_of.items()])
 
 
 def _is_array(x: object) -> bool:
