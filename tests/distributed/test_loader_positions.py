@@ -96,7 +96,7 @@ def test_each_loader_resumes_at_its_position(tmp_path, kind):
             assert "GetState" in error
             assert "saved by 2 processes" in error
             assert f"this run has {count}" in error
-            assert "jstep.batches" in error
+            assert "Start the run with 2 processes" in error
 
 
 @pytest.mark.thorough
