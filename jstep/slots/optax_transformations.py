@@ -1,6 +1,7 @@
 """Optax transformations as optimizers, for every argument that is an optimizer. Optax itself is not imported."""
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -62,13 +63,13 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
         inferred = infer_roles(shapes, params, copies, lambda both: skeleton(both).slots)
         return inferred.joined(Roles(details=origins)).ordered()
 
-    def of_leaves(gradients: list[Any], slots: Slots, params: Params, context: Context, whole: Params) -> Any:
-        """The updates and slots of the leaves of `params`; the loss is that of the whole parameters."""
+    def of_leaves(gradients: list[Any], slots: Slots, params: Params, shape: _StateSlots, extra_of: Any) -> Any:
+        """The updates and slots of the leaves of `params`; `extra_of(grads)` is of the loss of all parameters."""
         leaves, treedef = trees.flatten(params)
-        shape, pairs = skeleton(params), zip(gradients, leaves, strict=True)
+        pairs = zip(gradients, leaves, strict=True)
         grads = treedef.unflatten([dense(g, p) if trees.is_trainable(p) else None for g, p in pairs])
         with standard_promotion():
-            extra = {key: value for key, value in _extra_arguments(context, grads, whole).items() if takes(key)}
+            extra = {key: value for key, value in extra_of(grads).items() if takes(key)}
             try:
                 new_updates, after = transformation.update(grads, shape.state_from(slots), seen(params), **extra)
             except TypeError as error:
@@ -90,23 +91,20 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
         require_slots(shape.slots, slots)
         leaves, treedef = trees.flatten(params)
         absent, computed = [g is None for g in gradients], None
+        extra_of = functools.partial(_extra_arguments, context, params)
         if any(out and trees.is_trainable(p) for out, p in zip(absent, leaves, strict=True)):
-
-            def present(tree: Tree) -> Any:
-                pairs = zip(treedef.flatten_up_to(tree), absent, strict=True)
-                return treedef.unflatten([None if out else leaf for leaf, out in pairs])
-
+            present = functools.partial(_without, treedef, absent)
             # Optax must not see a leaf without a gradient: L-BFGS compares parameters with the previous ones, which are
             # kept. But a mask that is a tree needs all leaves.
             with contextlib.suppress(Exception):
                 parts = shape.parts_of
                 fewer = {slot: slots[slot] if parts[slot] is None else present(slots[slot]) for slot in parts}
-                given = [g for g in gradients if g is not None]
-                computed = of_leaves(given, fewer, present(params), context, params)
-        new_updates, new = of_leaves(gradients, slots, params, context, params) if computed is None else computed
+                given, some = [g for g in gradients if g is not None], present(params)
+                computed = of_leaves(given, fewer, some, skeleton(some), extra_of)
+        new_updates, new = computed or of_leaves(gradients, slots, params, shape, extra_of)
         kept = {slot: _unless_absent(slots[slot], new[slot], treedef, absent) for slot in new}
         added = trees.flatten_like(params, new_updates, "updates")
-        return treedef.unflatten([None if out else u for u, out in zip(added, absent, strict=True)]), kept
+        return _without(treedef, absent, treedef.unflatten(added)), kept
 
     return Optimizer(Init(init, roles), update, lambda step: {}, any(map(takes, EXTRA)))
 
@@ -199,6 +197,11 @@ def _own_copy(leaf: Any) -> Any:
     return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)), copy=True)
 
 
+def _without(treedef: Any, absent: list[bool], tree: Tree) -> Any:
+    pairs = zip(treedef.flatten_up_to(tree), absent, strict=True)
+    return treedef.unflatten([None if out else leaf for leaf, out in pairs])
+
+
 def _unless_absent(old: Any, new: Any, treedef: Any, absent: list[bool]) -> Any:
     """The new slot in the old dtypes; leaves without a gradient keep their old value."""
 
@@ -227,7 +230,7 @@ def takes_extra(update: Callable[..., Any]) -> Callable[[str], bool]:
     return lambda name: takes_any or name in parameters
 
 
-def _extra_arguments(context: Context, grads: Updates, params: Params) -> dict[str, Any]:
+def _extra_arguments(context: Context, params: Params, grads: Updates) -> dict[str, Any]:
     extra: dict[str, Any] = {}
     if context.loss is not None:
         extra |= {"value": _wide(context.loss), "grad": grads}
