@@ -208,7 +208,8 @@ class TrainState(Generic[P]):
 
         def make(arrays: object, model_state: Tree) -> TrainState:
             tree = arrays if make_params is None else make_params()
-            shared[:] = shared or _shared_leaves(tree)
+            if make_params is not None:
+                shared[:] = _shared_leaves(tree)
             with meshes.internal_transfers():
                 step = create_global_step(global_step)
                 return _fresh(cls, tree, optimizer, step, model_state, copy=copy)
