@@ -82,6 +82,12 @@ class Lanes(NamedTuple):
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
+    def everywhere(self, x: Array) -> Array:
+        """Return an array that every device has whole, unless it is split over other axes than those of the rows."""
+        if self.mesh is None or self.others or not x.ndim or trees.is_key(x):
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec()))
+
     def scattered(self, shape: tuple[int, ...]) -> int | None:
         """The dimension along which to split a sum of this shape over the devices."""
         spec = dims_of((self.places or {}).get(shape, PartitionSpec()))
@@ -162,12 +168,17 @@ def isolate(fn: Callable[..., list[Array]], args: Any, shapes: Sequence[Any], wi
 
     # Otherwise the fusion of a product and a sum, which rounds once instead of twice, could depend on the layout. XLA's
     # CPU compiler drops optimization barriers before it fuses, so `fn` is the branch of a condition there: that the
-    # first element of the witness has at most 32 bits.
+    # first element of the witness has at most 32 bits. It also makes one function of a small loop, in which sums have
+    # another order, unless the loop calls a library: the other branch does so, and never runs.
     def in_condition(witness: Array, args: Any) -> list[Array]:
-        first = jnp.real(witness[(0,) * witness.ndim]).astype(jnp.float32)
+        first = jax.lax.stop_gradient(jnp.real(witness[(0,) * witness.ndim]).astype(jnp.float32))
         bits = jax.lax.population_count(jax.lax.bitcast_convert_type(first, jnp.uint32))
-        nothing = [jnp.zeros(x.shape, x.dtype) for x in shapes]
-        return list(jax.lax.cond(bits <= 32, lambda: fn(*args), lambda: nothing))
+
+        def never() -> list[Array]:
+            value = jax.lax.linalg.cholesky(first.reshape(1, 1), symmetrize_input=False)[0, 0]
+            return [jnp.full(x.shape, value, x.dtype) for x in shapes]
+
+        return list(jax.lax.cond(bits <= 32, lambda: fn(*args), never))
 
     def behind_barriers(witness: Array, args: Any) -> list[Array]:
         return jax.lax.optimization_barrier(fn(*jax.lax.optimization_barrier(args)))

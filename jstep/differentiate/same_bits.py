@@ -1,8 +1,8 @@
 """Evaluation of a function with the same bits on any number of devices, for lanes.
 
-The function is traced. Elementwise operations stay sharded, sums over whole arrays are computed over L blocks in the
-tree of the lanes, and every device computes all other operations on whole arrays. Each group of operations is compiled
-apart from the rest, so that its roundings do not depend on the rest of the program.
+The function is traced. Elementwise operations stay sharded, except on CPUs; sums over whole arrays are computed over L
+blocks in the tree of the lanes; and every device computes all other operations on whole arrays. Each group of
+operations is compiled apart from the rest, so that its roundings do not depend on the rest of the program.
 """
 
 import collections
@@ -25,11 +25,11 @@ from jstep.differentiate.lanes import Lanes, is_in_lanes, isolate, sum_over_lane
 _MOVES = "bitcast_convert_type broadcast_in_dim expand_dims reshape rev slice squeeze transpose"
 _EXACT = "add_any argmax argmin atan2 complex conj erfc imag lgamma real reduce_max reduce_min"
 ON_PARTS = ELEMENTWISE.union(_MOVES.split(), _EXACT.split())
-"""Operations on floats whose results XLA does not round differently if it splits their arrays."""
+"""Operations on floats whose results XLA does not round differently if it splits their arrays, except on CPUs."""
 
 PARTS, SUM, WHOLE, APART = "parts", "sum", "whole", "apart"
-"""The ways to compute an operation: on the parts of its arrays; as a sum of a whole array, over blocks; by every device
-on whole arrays; and separately, if it contains such operations or is in lanes already."""
+"""The ways to compute an operation: on the parts of its arrays, if this is no CPU; as a sum of a whole array, over
+blocks; by every device on whole arrays; and separately, if it contains such operations or is in lanes already."""
 
 
 def alike(lanes: Lanes | None, fn: Callable[..., Any], *args: Any) -> Any:
@@ -86,7 +86,14 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
         env.update(zip(kept, call(compute, [env[atom] for atom in inputs], [atom.aval for atom in kept]), strict=True))
 
     def on_parts(fn: Any, args: list[Array], shapes: Tree) -> list[Array]:
-        return list(map(lanes.placed, isolate(fn, list(map(lanes.placed, args)), shapes, witness)))
+        def parts(args: list[Array]) -> list[Array]:
+            return isolate(fn, list(map(lanes.placed, args)), shapes, witness)
+
+        # XLA's CPU compiler rounds by the shape of a loop over elements, since JAX 0.12.
+        def whole(args: list[Array]) -> list[Array]:
+            return list(map(lanes.everywhere, isolate(fn, list(map(lanes.everywhere, args)), shapes, witness)))
+
+        return list(map(lanes.placed, jax.lax.platform_dependent(args, cpu=whole, default=parts)))
 
     def on_blocks(fn: Any, args: list[Array], shapes: Tree) -> list[Array]:
         dims: Any = [_dim_of_blocks(lanes.number, x.shape) for x in args]
