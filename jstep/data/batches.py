@@ -1,7 +1,7 @@
 """Shuffled batches and weighted mixtures of sources as pure functions of the step, with no position to save."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
 import jax
 import numpy as np
@@ -16,6 +16,24 @@ from jstep.data.sources import Rows, open_rows
 from jstep.data.steps import NO_END, Staircase, Steps, as_staircase
 
 # Shuffled batches as a pure function of the step, so that no data position is checkpointed.
+
+
+@overload
+def batches(arrays: list[T], batch_size: int | Mapping[int, int], *args: Any, **kwargs: Any) -> "Batches[T]": ...
+
+
+@overload
+def batches(
+    arrays: T,
+    batch_size: int | Mapping[int, int],
+    seed: int = 0,
+    shuffle: bool = True,
+    num_epochs: int | None = None,
+    drop_remainder: bool = True,
+    *,
+    process_index: int | None = None,
+    process_count: int | None = None,
+) -> "Batches[T]": ...
 
 
 def batches(
