@@ -140,10 +140,11 @@ def test_a_study_that_is_killed_resumes_its_trial_and_a_signal_ends_one_trial_al
     ended(program)
     assert program.returncode == -signal.SIGKILL
 
-    storage = f"sqlite:///{directory}/study.db"
     done = finished("template/sweep.py", *options)
     assert done.returncode == 0, done.stderr
+    storage = optuna.storages.RDBStorage(f"sqlite:///{directory}/study.db")
     trials = optuna.load_study(study_name="study", storage=storage).trials
+    storage.engine.dispose()  # an open database is a warning in whichever test is next
     pruned, killed, resumed, last = trials
     assert [trial.state.name for trial in trials] == ["PRUNED", "FAIL", "COMPLETE", last.state.name]
     assert last.state.name in ("COMPLETE", "PRUNED")

@@ -375,7 +375,8 @@ def trained_in_slices(optimizer, state):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_slices_make_the_same_values(name, dtype, in_slices):
-    most = 0.02 if name == "labels" else 0.002  # Muon's products of matrices amplify what differs
+    # Muon's products of matrices amplify what differs, and the last bit of a norm differs for all values.
+    most = {"labels": 0.02, "clip": 0.005}.get(name, 0.002)
     optimizer, start = create_in_slices(name, dtype)
     whole = trained_in_slices(optimizer, start)
     used = in_slices()
