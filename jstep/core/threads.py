@@ -109,17 +109,20 @@ def _captured() -> Callable[[Callable[[], None]], None]:
     return lambda fn: variables.run(run, fn)
 
 
-def in_background(fn: Callable[[], _R], *, name: str, daemon: bool = False, exit_secs: float = 0.0) -> Task[_R]:
+def in_background(
+    fn: Callable[[], _R], *, name: str, daemon: bool = False, exit_secs: float = 0.0, task: Task[_R] | None = None
+) -> Task[_R]:
     """Call a function in a thread, in a copy of the caller's contexts.
 
     A compiler must not be a `daemon`: abandoned at exit, it aborts the process. For one that may compile and may hang,
-    the process waits at its exit, for `exit_secs`.
+    the process waits at its exit, for `exit_secs`. A caller that a signal may interrupt in this call passes the `task`.
     """
-    task: Task[_R] = Task()
+    task = Task() if task is None else task
 
     def run() -> None:
         try:
-            task.set_result(fn())
+            if task.set_running_or_notify_cancel():
+                task.set_result(fn())
         except BaseException as error:
             task.set_exception(error)
         finally:

@@ -72,7 +72,8 @@ class Recorder(Observer):
         if where is None or jax.process_index() != 0:
             return
         # In a thread: a signal ends this wait, but leaves no start without its file.
-        self._opening = in_background(functools.partial(self._open, where, saver, origin), name="jstep-record-open")
+        self._opening = Task()
+        in_background(functools.partial(self._open, where, saver, origin), name="jstep-record-open", task=self._opening)
         wait_until_done(self._opening)
         self._opening.result()
         if self.setup.loop.file is not None:
@@ -134,7 +135,7 @@ class Recorder(Observer):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._over.set()
-        if self._opening is not None:
+        if self._opening is not None and not self._opening.cancel():
             wait([self._opening], timeout=10)
         if not self.setup.signals.received_twice:
             wait(self._latest, timeout=GIT_TIMEOUT_SECS + 1)

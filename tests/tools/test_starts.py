@@ -15,6 +15,8 @@ from points import mean
 from written_runs import starts_of, write_start
 
 import jstep
+from jstep.core import threads
+from jstep.loop import recorder
 from jstep.tools import cli
 
 optimizer, train_step = mean(0.25)
@@ -222,6 +224,7 @@ def test_after_a_hundred_starts(tmp_path):
 
 def test_a_start_that_is_stopped_while_it_opens_is_recorded(tmp_path):
     """Whenever the signal comes."""
+    train(tmp_path / "before", 5)  # a signal while JAX reads a compiled program would leave its file open
     for n in range(12):
         with contextlib.suppress(jstep.Preempted):
             train(tmp_path / f"{n}", 5, stop_secs=0.004 * n + 0.001)
@@ -229,6 +232,28 @@ def test_a_start_that_is_stopped_while_it_opens_is_recorded(tmp_path):
         assert run.error is None
         assert run.status in ("interrupted", "finished")
         assert run.exception is None
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_signal_while_the_thread_that_opens_the_record_starts(tmp_path, monkeypatch, has_begun):
+    start, read = threads.Thread.start, recorder.read_starts
+
+    def slow(where):
+        time.sleep(0.1)
+        return read(where)
+
+    def interrupted(thread):
+        is_opening = thread.name == "jstep-record-open"
+        if has_begun or not is_opening:
+            start(thread)
+        if is_opening:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threads.Thread, "start", interrupted)
+    monkeypatch.setattr(recorder, "read_starts", slow)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, 5)
+    assert [run.status for run in jstep.runs(tmp_path)] == ["interrupted"] * has_begun
 
 
 # Copies and moves.
