@@ -78,15 +78,16 @@ class Lanes(NamedTuple):
         """Return an array sharded like the parameters and slots of its shape; replicated if it is small."""
         # XLA simplifies a program on one element as one on scalars, with other roundings.
         spec = PartitionSpec() if x.size < MIN_ELEMENTS_PER_DEVICE * self.number else (self.places or {}).get(x.shape)
-        if spec is None or self.mesh is None or not x.ndim or trees.is_key(x):
-            return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        return x if spec is None else self._constrained(x, spec)
 
     def everywhere(self, x: Array) -> Array:
         """Return an array that every device has whole, unless it is split over other axes than those of the rows."""
-        if self.mesh is None or self.others or not x.ndim or trees.is_key(x):
+        return x if self.others else self._constrained(x, PartitionSpec())
+
+    def _constrained(self, x: Array, spec: PartitionSpec) -> Array:
+        if self.mesh is None or not x.ndim or trees.is_key(x):
             return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec()))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def scattered(self, shape: tuple[int, ...]) -> int | None:
         """The dimension along which to split a sum of this shape over the devices."""
