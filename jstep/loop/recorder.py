@@ -144,7 +144,7 @@ class Recorder(Observer):
             if self._thread.is_alive():
                 self._thread.join(timeout=10)  # it may be blocked on an object store
             status, reason, exception = _outcome(self.setup, error, self._stopped_by)
-            file.write({**self._newest(), "end": [status, reason], "exception": exception})
+            file.write({**self._newest(), "end": [status, reason], "exception": exception}, flush=True)
             self.setup.loop.file = None
             file.close()
 

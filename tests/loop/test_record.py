@@ -117,7 +117,8 @@ def test_it_is_replaced_every_second_and_before_a_checkpoint(tmp_path, monkeypat
     before_first = [step for flush, step, is_there in flushed if flush and not is_there]
     assert before_first
     assert before_first[-1][1] >= 4
-    assert len([flush for flush, *_ in flushed if flush]) == 2
+    assert len([flush for flush, *_ in flushed if flush]) == 3  # two checkpoints, and the end
+    assert flushed[-1][0]
 
 
 PROGRAM = """

@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import jstep
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.hooks import fingerprint_log
-from jstep.record.starts import read_starts
+from jstep.record.starts import FOLDER, read_starts
 
 ACCEPTABLE = "acceptable"
 REFUSED = "refused"
@@ -193,7 +193,7 @@ def train_judge(state, folder):
         if verdict != ACCEPTABLE:
             return verdict
         restored = saver.latest_step() or 0
-    if not _has_records(folder, restored):
+    if not _has_records(folder, restored, has_ended=newest == LAST):
         return RECORDS_LOST
     if _has_best(folder, restored):
         return ACCEPTABLE
@@ -213,7 +213,7 @@ def _has_best(folder, restored):
     return all(found <= wanted for found, wanted in zip(sorted(LOSSES[step] for step in kept), best, strict=False))
 
 
-def _has_records(folder, restored):
+def _has_records(folder, restored, *, has_ended):
     """Return whether summaries, fingerprints and the record have all steps before a checkpoint: no run repeats them."""
     steps = set(range(1, restored + 1))
     logs = os.path.join(folder, "logs")
@@ -225,10 +225,17 @@ def _has_records(folder, restored):
         starts = read_starts(cut_runs.checkpoints(folder)).get("model", [])
     except (OSError, ValueError):
         return False
-    # Between two checkpoints a start is replaced without a flush: a power cut may cost it, but not the others.
+    # Between two checkpoints, a start is replaced without a flush: a power cut may cost it, but neither the others nor
+    # one that has ended.
     timed = max((start["step"][1] for start in starts if not start["problem"] and start["step"]), default=restored)
-    is_timed = timed >= restored or any(start["problem"] for start in starts)
+    is_lost = any(start["problem"] for start in starts) or len(starts) < _count_starts(folder)
+    is_timed = timed >= restored or (is_lost and not has_ended)
     return steps <= {point.step for point in series.get("loss", ())} and steps <= set(logged) and is_timed
+
+
+def _count_starts(folder):
+    names = os.listdir(os.path.join(cut_runs.checkpoints(folder), FOLDER))
+    return sum(re.fullmatch(r"model\.\d+\.json", name) is not None for name in names)
 
 
 @functools.cache
