@@ -299,6 +299,8 @@ CLIPPED = jstep.chain(jstep.clip_gradients(by_global_norm=1.0), jstep.adam(0.1))
 
 @pytest.mark.parametrize("optimizer", [jstep.skip_nonfinite(jstep.adam(0.1)), CLIPPED], ids=["skip", "clip"])
 def test_norms_do_not_copy_leaves(optimizer):
+    if jax.__version_info__ < (0, 10, 2):
+        pytest.skip("XLA of JAX before 0.10.2 materializes gradients that later versions fuse into their consumers")
     params = {name: jax.ShapeDtypeStruct((1 << 18,), jnp.float32) for name in "abcd"}
     state = jax.eval_shape(lambda params: jstep.TrainState.create(params, optimizer), params)
     step = jax.jit(lambda state, grads: jstep.apply_gradients(state, grads, optimizer), donate_argnums=0)

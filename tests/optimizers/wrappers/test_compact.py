@@ -243,7 +243,9 @@ def test_a_mesh_shards_codes_and_scales_like_their_parameters():
 @pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["rows", "columns", "both", "zero1", "explicit", "host"])
 @pytest.mark.parametrize("devices", [4, 8])
-def test_the_bits_are_the_same_in_every_layout(layout, devices):
+def test_the_bits_are_the_same_in_every_layout(layout, devices, request):
+    if layout == "host":
+        request.getfixturevalue("host_memory")
     ema = jstep.ExponentialMovingAverage(0.9)
     optimizer = jstep.compact(jstep.with_moving_average(jstep.ademamix(LR), ema))
     shapes = {"w": (32, 1024), "b": (256,)}
