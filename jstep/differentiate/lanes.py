@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jstep.core import jaxprs, meshes, trees
@@ -19,6 +20,7 @@ from jstep.core.annotations import Tree
 from jstep.core.checks import as_int
 from jstep.core.exceptions import explain_jax, note, setting
 from jstep.core.jaxprs import Operation
+from jstep.core.merging import merge_equal
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh, without_explicit_axes
 from jstep.core.placement import SHARDINGS, traced_shardings
 from jstep.core.trees import Array, shape_of
@@ -161,11 +163,12 @@ def trace_on_lanes(lanes: Lanes, fn: Callable[..., Any], *args: Any) -> tuple[An
 _shape = functools.partial(shape_of, weak=True)
 
 
-def isolate(fn: Callable[..., list[Array]], args: Any, shapes: Sequence[Any], witness: Array) -> list[Array]:
-    """Return `fn(*args)`, compiled by itself: XLA neither fuses nor moves its operations with others.
+def isolate(program: Any, args: Any, witness: Array) -> list[Array]:
+    """Return the results of a program, compiled by itself: XLA neither fuses nor moves its operations with others.
 
     `witness` is an array, not empty, that XLA cannot know.
     """
+    fn, shapes = core.jaxpr_as_fun(merge_equal(program)), program.out_avals
 
     # Otherwise the fusion of a product and a sum, which rounds once instead of twice, could depend on the layout. XLA's
     # CPU compiler drops optimization barriers before it fuses, so `fn` is the branch of a condition there: that the
@@ -209,6 +212,7 @@ def sum_over_lanes(
     blocks = jax.eval_shape(functools.partial(blocks_at, np.int32(0)), list(blocked))
     closed, shapes = trace_lane(lanes, part, blocks, (np.int32(0), list(whole), list(blocked)))
     outs, treedef = trees.flatten(shapes)
+    program = core.ClosedJaxpr(jaxprs.with_consts_as_arguments(closed), ())
     split = [lanes.scattered(x.shape) for x in outs]
 
     def on_device(witness: Array | None, consts: list[Array], whole: list[Array], blocked: list[Array]) -> list[Array]:
@@ -218,8 +222,7 @@ def sum_over_lanes(
         first = jax.lax.axis_index(lanes.axes) * each if lanes.devices > 1 else jnp.int32(0)
 
         def lane(i: Any) -> list[Array]:
-            args = (consts, first + i, *whole, *blocks_at(i, blocked))
-            return isolate(functools.partial(jax.core.eval_jaxpr, closed.jaxpr), args, outs, data)
+            return isolate(program, (*consts, first + i, *whole, *blocks_at(i, blocked)), data)
 
         return _exchanged(lanes, _sum_in_loop(lane, each, outs), split)
 

@@ -16,7 +16,6 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from jstep.core import jaxprs, trees
-from jstep.core.annotations import Tree
 from jstep.core.jaxprs import ELEMENTWISE, Operation, Subprogram
 from jstep.core.placement import on_devices
 from jstep.core.trees import Array
@@ -82,26 +81,27 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
         kept = [atom for atom in outputs if users.get(atom, numbers) - numbers]
         first = {id(free[atom]): free[atom] for atom in used if atom in free}
         eqns = [*first.values(), *(op.eqn for op in some)]
-        compute = functools.partial(jax.core.eval_jaxpr, jaxprs.subprogram(jaxpr, inputs, kept, eqns), ())
-        env.update(zip(kept, call(compute, [env[atom] for atom in inputs], [atom.aval for atom in kept]), strict=True))
+        program = core.ClosedJaxpr(jaxprs.subprogram(jaxpr, inputs, kept, eqns), ())
+        env.update(zip(kept, call(program, [env[atom] for atom in inputs]), strict=True))
 
-    def on_parts(fn: Any, args: list[Array], shapes: Tree) -> list[Array]:
+    def on_parts(program: Any, args: list[Array]) -> list[Array]:
         def parts(args: list[Array]) -> list[Array]:
-            return isolate(fn, list(map(lanes.placed, args)), shapes, witness)
+            return isolate(program, list(map(lanes.placed, args)), witness)
 
         # XLA's CPU compiler rounds by the shape of a loop over elements, since JAX 0.12.
         def whole(args: list[Array]) -> list[Array]:
-            return list(map(lanes.everywhere, isolate(fn, list(map(lanes.everywhere, args)), shapes, witness)))
+            return list(map(lanes.everywhere, isolate(program, list(map(lanes.everywhere, args)), witness)))
 
         return list(map(lanes.placed, jax.lax.platform_dependent(args, cpu=whole, default=parts)))
 
-    def on_blocks(fn: Any, args: list[Array], shapes: Tree) -> list[Array]:
+    def on_blocks(program: Any, args: list[Array]) -> list[Array]:
         dims: Any = [_dim_of_blocks(lanes.number, x.shape) for x in args]
+        fn = core.jaxpr_as_fun(program)
         return list(sum_over_lanes(lanes, lambda i, _, blocks: fn(*blocks), [], args, dims, witness))
 
-    def on_whole_arrays(fn: Any, args: list[Array], shapes: Tree) -> list[Array]:
+    def on_whole_arrays(program: Any, args: list[Array]) -> list[Array]:
         everywhere = PartitionSpec()
-        run = lanes.spread(lambda args, witness: isolate(fn, args, shapes, witness), everywhere, everywhere)
+        run = lanes.spread(functools.partial(isolate, program), everywhere, everywhere)
         return list(run(args, witness))
 
     for level in _levels(lanes.number, [op for op in operations if jaxprs.variables(op.eqn.invars)]):

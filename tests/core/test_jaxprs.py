@@ -12,7 +12,7 @@ from jax.extend.core import primitives
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from source_files import MODULES, nodes_of, text_of
 
-from jstep.core import jaxprs
+from jstep.core import jaxprs, merging
 from jstep.differentiate import microbatches, same_bits
 
 X, KERNEL = jnp.ones((4, 4)), jnp.ones((1, 1, 3, 3))
@@ -60,6 +60,7 @@ EXAMPLES = [
     lambda x: jnp.broadcast_to(x, (2, 4, 4)),
     lambda x: pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x),
     lambda x: (jax.lax.optimization_barrier(x), jnp.split(x, 2), jnp.copy(x)),
+    lambda x: jax.lax.rng_uniform(0.0, 1.0, (2,)),
     resharded,
 ]
 """Functions whose programs have the operations of which jstep reads parameters, or names that are public nowhere."""
@@ -96,7 +97,7 @@ ALIASES = [
     {"all_gather", "all_gather_invariant"},
 ]
 """Names of one operation in the supported versions of JAX, or inside and outside of a shard_map."""
-OF_OTHER_VERSIONS = {"copy_p", "expand_dims", "pvary", "mesh_cast"}
+OF_OTHER_VERSIONS = {"copy_p", "expand_dims", "pvary", "mesh_cast", "closed_call"}
 """Names that need not be there: an operation of such a name is read like its neighbours in the same set."""
 
 
@@ -133,6 +134,7 @@ def test_parameters_are_there(operation):
 
 NAMES = {
     jaxprs: "MOVES COPYING HARMLESS ELEMENTWISE SLOW_IN_LOOPS _OPAQUE _REMAT _PLACING _PRODUCTS",
+    merging: "INLINED APART",
     same_bits: "ON_PARTS",
     microbatches: "_SAME_ELEMENTS",
 }
@@ -155,6 +157,7 @@ def test_equations_are_as_they_are_read():
         assert hasattr(frame, name), lacks(f"{name} of a frame of source_info.traceback")
     alone = jaxprs.subprogram(traced.jaxpr, [], [], [])
     assert [*alone.invars, *alone.outvars, *alone.eqns] == [], lacks("Jaxpr.replace")
+    assert hash(eqn.ctx) == hash(eqn.replace(invars=eqn.invars).ctx), lacks("ctx of an equation")
     both = jax.make_jaxpr(lambda x: (x + 1, jnp.sin(x)))(X)
     (one,) = jaxprs.part_for(both, [False, True])[0].jaxpr.eqns
     assert one.primitive.name == "sin", lacks("dce_jaxpr_consts")
@@ -194,9 +197,10 @@ def read_in(module):
             yield "dce_jaxpr"
 
 
-def test_two_files_read_programs():
-    """`core.jaxprs`, and the graph of a program, which is its equations."""
-    assert {module for module in MODULES if any(read_in(module))} == {"core.jaxprs", "summary.graph"}
+def test_three_files_read_programs():
+    """`core.jaxprs`, the graph of a program, which is its equations, and the merging of equal equations."""
+    expected = {"core.jaxprs", "core.merging", "summary.graph"}
+    assert {module for module in MODULES if any(read_in(module))} == expected
 
 
 def test_each_parameter_that_is_read_is_named_here():

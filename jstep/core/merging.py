@@ -1,0 +1,118 @@
+"""Merging of equal operations in traced programs, for lanes.
+
+XLA simplifies some operations only if an operand has no other use: it multiplies by an inverse instead of dividing by a
+broadcast, and by rsqrt instead of dividing by a root, which rounds differently. It merges equal operations before that
+if a program runs on several devices, and after it on one. If there are none, the order does not matter. Of several
+divisions by one broadcast, XLA would only replace the first one that it visits; here all of them are products.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+from jax.sharding import AbstractMesh
+
+from jstep.core.jaxprs import Operation, Subprogram, body_of
+from jstep.core.trees import is_floating
+
+INLINED = {"jit", "pjit", "closed_call"}
+"""Names of calls that XLA inlines. Those with a rule of differentiation, and `jax.checkpoint`, stay calls."""
+APART = {"optimization_barrier", "rng_uniform"}
+"""Names of operations that are never merged: a barrier keeps equal values apart, and random values are not equal."""
+
+
+def merge_equal(closed: Any) -> Any:
+    """Return the same program without equal operations; calls are inlined, divisions by broadcasts are products."""
+    body = body_of(closed)
+    constants: dict[int, tuple[Any, Any]] = {}  # id → variable and constant
+    known: dict[Any, list[Any]] = {}
+    broadcast: dict[Any, Any] = {}  # result → equation
+    eqns: list[Any] = []
+
+    def add(name: str, eqn: Any) -> list[Any]:
+        """Return the results of an operation, or those of an equal one before it."""
+        key, results = (eqn.primitive, *sorted(eqn.params.items()), eqn.ctx, *map(_identity, eqn.invars)), None
+        is_mergeable = not eqn.effects and name not in APART
+        try:
+            results = known.get(key) if is_mergeable else None
+        except TypeError:  # parameters without a hash
+            is_mergeable = False
+        if results is None:
+            results = [core.Var(var.aval) for var in eqn.outvars]
+            eqns.append(eqn.replace(outvars=results))
+            if is_mergeable:
+                known[key] = results
+            if name == "broadcast_in_dim":
+                broadcast[results[0]] = eqns[-1]
+        return results
+
+    def divide(eqn: Any) -> list[Any]:
+        """Return x · (1 / y) for a division x / y by fewer values than the result has, else the division."""
+        x, y = eqn.invars
+        of = broadcast.get(y) if isinstance(y, core.Var) else None
+        divisor = y if of is None else of.invars[0]
+        if divisor.aval.shape == eqn.outvars[0].aval.shape or not is_floating(divisor.aval.dtype):
+            return add("div", eqn)
+        one, product = _one_and_product(divisor.aval.dtype)
+        (inverse,) = add("div", eqn.replace(invars=[one, divisor], outvars=[core.Var(divisor.aval)]))
+        if of is not None:
+            (inverse,) = add("broadcast_in_dim", of.replace(invars=[inverse]))
+        about = {"ctx": eqn.ctx, "source_info": eqn.source_info}
+        return add("mul", product.replace(invars=[x, inverse], outvars=eqn.outvars, **about))
+
+    def run(body: Subprogram, atoms: Sequence[Any]) -> list[Any]:
+        consts = list(zip(body.jaxpr.constvars, body.consts, strict=True))
+        for var, const in consts:
+            constants.setdefault(id(const), (core.Var(var.aval), const))
+        env = dict(zip(body.jaxpr.invars, atoms, strict=True))
+        env.update((var, constants[id(const)][0]) for var, const in consts)
+
+        def read(atom: Any) -> Any:
+            return atom if isinstance(atom, core.Literal) else env[atom]
+
+        for operation in body.operations:
+            eqn = operation.eqn.replace(invars=list(map(read, operation.eqn.invars)))
+            if operation.kind == "call" and operation.name in INLINED:
+                results = run(operation.bodies[0], eqn.invars)
+            else:
+                eqn = eqn.replace(params=_with_merged(operation))
+                results = divide(eqn) if operation.name == "div" else add(operation.name, eqn)
+            env.update(zip(operation.eqn.outvars, results, strict=True))
+        return list(map(read, body.jaxpr.outvars))
+
+    outvars = run(body, body.jaxpr.invars)
+    constvars, consts = [var for var, _ in constants.values()], [const for _, const in constants.values()]
+    return core.ClosedJaxpr(body.jaxpr.replace(constvars=constvars, eqns=eqns, outvars=outvars), consts)
+
+
+def _identity(atom: Any) -> Any:
+    if not isinstance(atom, core.Literal):
+        return atom
+    value = np.asarray(atom.val)
+    return atom.aval, value.dtype, value.tobytes()  # 0.0 and -0.0 are equal values
+
+
+def _with_merged(operation: Operation) -> dict[str, Any]:
+    """Return the parameters of an operation, whose inner programs are merged."""
+
+    def merged(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(merged, value)) if any(isinstance(one, core.ClosedJaxpr) for one in value) else value
+        if isinstance(value, core.ClosedJaxpr):  # in JAX 0.12, of any program
+            return merge_equal(value)
+        made = merge_equal(value) if isinstance(value, core.Jaxpr) and not value.constvars else None
+        return value if made is None or made.consts else made.jaxpr
+
+    params: dict[str, Any] = operation.eqn.params
+    return {name: merged(value) for name, value in params.items()} if operation.bodies else params
+
+
+@functools.cache
+def _one_and_product(dtype: Any) -> tuple[Any, Any]:
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        traced = jax.make_jaxpr(lambda x: (1 / x) * x)(jax.ShapeDtypeStruct((), dtype))
+    division, product = traced.jaxpr.eqns
+    return division.invars[0], product
