@@ -97,7 +97,9 @@ class Recorder(Observer):
             values = {name: json_number(value) for name, value in newest["values"].items()}
             best = {name: [json_number(value), *of] for name, (value, *of) in newest["best"].items()}
             self._numbers = {"values": values, "best": best}
-        file = StartFile(where, prefix, earlier, {**self._given(where, origin, own, newest), **self._newest()})
+        file = StartFile(
+            absolute(where), prefix, earlier, {**self._given(where, origin, own, newest), **self._newest()}
+        )
         _end_earlier(file, claimed=origin.is_claimed)
         self.setup.loop.file = file
 

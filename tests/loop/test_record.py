@@ -95,6 +95,16 @@ def test_the_record_of_a_run_without_checkpoints_is_in_its_logdir(tmp_path):
     train(None, 3)
 
 
+def test_a_run_may_change_its_folder(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)  # which is undone after the test
+    (tmp_path / "b").mkdir()
+    hook = jstep.every(1, lambda *_: os.chdir(tmp_path / "b"))
+    train("a", 4, hooks=[hook], save_checkpoint_steps=2)
+    (start,) = record(tmp_path / "a")
+    assert (start["end"][0], start["step"]) == ("finished", [0, 4])
+    assert "moved or deleted" not in caplog.text
+
+
 def test_it_is_replaced_every_second_and_before_a_checkpoint(tmp_path, monkeypatch):
     seen, flushed = [], []
     replace = starts.replace_file
