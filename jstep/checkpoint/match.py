@@ -17,6 +17,7 @@ from jstep.core.placement import is_of_host, on_devices
 from jstep.slots import compact_numbers
 from jstep.slots.roles import COPIES, Role, Roles, roles_in
 from jstep.state.leaves import GLOBAL_STEP, PARAMS, SLOTS, Keys, StateLeaves
+from jstep.state.sharding import MODEL_STATE
 from jstep.state.slots import owners
 
 Names = Mapping[str, str] | Callable[[str], str | None]
@@ -206,15 +207,20 @@ def check_run(state: Tree, manifest: Manifest, where: str) -> CheckpointMatch:
         check(result, False, where)
     except ValueError as error:
         unmatched = [want.path for want in result.wanted if want.is_missing or want.problem]
-        differ = {path.split("/")[0] for path in (*unmatched, *result.unused)} & {PARAMS, SLOTS}
+        differ = {_part(path) for path in (*unmatched, *result.unused)} & {PARAMS, SLOTS, MODEL_STATE}
         if result.in_other_format or not differ:
             raise
         raise ValueError(
             f"checkpoint_dir: {where.rpartition('/')[2]} was saved by a run with another "
-            f"{'model' if PARAMS in differ else 'optimizer'}: its {' and '.join(sorted(differ))} differ from those of "
+            f"{'optimizer' if differ == {SLOTS} else 'model'}: its {' and '.join(sorted(differ))} differ from those of "
             f"state; give a new run another checkpoint_dir, see docs: help/errors#another-run. In detail, {error}"
         ) from None
     return result
+
+
+def _part(path: str) -> str:
+    top, *below = path.split("/")
+    return MODEL_STATE if top == SLOTS and below[:1] == [MODEL_STATE] else top
 
 
 def _renamed(names: Names | None, paths: Sequence[str], saved: Collection[str], where: str) -> dict[str, str]:

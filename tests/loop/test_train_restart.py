@@ -136,18 +136,20 @@ def test_a_last_step_before_the_newest_checkpoint_is_a_warning(tmp_path, caplog)
 
 def other_run(kind):
     optimizer = jstep.lion(1e-3) if kind == "optimizer" else jstep.adam(0.1)
-    params = {"w": jnp.ones(2)} if kind == "optimizer" else {"v" if kind == "model" else "w": jnp.ones(3)}
+    params = {"v" if kind == "model" else "w": jnp.ones(3 if kind in ("model", "shapes") else 2)}
+    statistics = {"model_state": {"mean": jnp.ones(2)}} if kind == "statistics" else {}
 
     def loss_fn(params, batch):
         return sum(jnp.sum(leaf) for leaf in params.values()) * jnp.sum(batch["x"])
 
-    return jstep.minimize(loss_fn, optimizer), jstep.TrainState.create(params, optimizer)
+    return jstep.minimize(loss_fn, optimizer), jstep.TrainState.create(params, optimizer, **statistics)
 
 
 OTHERS = {
     "optimizer": "another optimizer: its slots differ",
     "model": "another model: its params and slots differ",
     "shapes": "another model: its params and slots differ",
+    "statistics": "another model: its model_state differ",
 }
 
 
