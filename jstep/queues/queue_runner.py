@@ -40,8 +40,7 @@ class QueueRunner:
         enqueue_ops: Callables without arguments, each of which enqueues something.
 
     Raises:
-        TypeError: `queue` is not a queue of jstep, or an op is not callable.
-        ValueError: `enqueue_ops` is empty.
+        TypeError: `queue` is not a queue of jstep, `enqueue_ops` is empty, or an op is not callable.
 
     Example:
         >>> import jstep
