@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jstep import summary
 from jstep.checkpoint.hook_states import check_owners, get_states, hook_key, set_states
@@ -23,7 +24,7 @@ from jstep.evaluating.evaluator import STOP_REQUESTED, EvaluationAbandoned, Eval
 from jstep.hooks.hook import StopWith, check_hook_result
 from jstep.hooks.run_hook import RunHook, RunInfo, check_writer
 from jstep.metering.cadence import Clock, make_cadence
-from jstep.metering.numbers import as_numbers, format_number, read_values
+from jstep.metering.numbers import as_numbers, format_number, is_numeric, read_values
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import Metrics
@@ -238,7 +239,7 @@ class EvaluationHook(RunHook):
             return None
         if not isinstance(values, Mapping):
             raise TypeError(f"evaluate returned {type(values).__name__}; it must return a mapping of names to numbers")
-        _refuse_text(values)
+        _refuse_other_values(values)
         if (path := trees.find_donated(state)) is not None:
             raise RuntimeError(f"evaluate: must not donate the state, and donated its {path!r}; compile it without")
         self._interrupted_step = self._interrupted_last_step = None
@@ -287,9 +288,9 @@ class EvaluationHook(RunHook):
         return [bool(getattr(callback, method)(*args)) for callback in self._callbacks if hasattr(callback, method)]
 
 
-def _refuse_text(values: Mapping[str, Any]) -> None:
+def _refuse_other_values(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
-        if isinstance(value, str | bytes):
+        if not is_numeric(value) or np.size(value) != 1:
             raise TypeError(f"evaluate: results[{name!r}]={format_value(value)}: must be a number; log it in evaluate")
 
 
