@@ -1,5 +1,6 @@
 """Placement of host data on devices by a sharding, on one or several processes: shardings and copies of batches."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -220,13 +221,14 @@ def _as_known(keys: Any, leaf: Any) -> Any:
     if trees.is_array_or_number(leaf):
         return leaf
     array = leaf if isinstance(leaf, np.ndarray | np.generic) else _taken_over(leaf)
-    array = trees.native(array, trees.path_str(keys), "item")
+    array = trees.native(array, trees.path_str(keys), "batch")
     if trees.is_array_or_number(array):
         return array
-    where = f"the leaf at {trees.path_str(keys)!r}" if keys else "the item"
+    where = f"the leaf at {trees.path_str(keys)!r}" if keys else "it"
     what = describe_type(leaf) if array is None else f"{describe_type(leaf)} ({array.dtype})"
+    instead = "return the batch, or pass the generator as batches" if inspect.isgenerator(leaf) else "remove it"
     raise TypeError(
-        f"item: {where} must be a number or an array of numbers, got {format_value(leaf, 60)}, {what}; remove it"
+        f"batch: {where} must be a number or an array of numbers, got {format_value(leaf, 60)}, {what}; {instead}"
     )
 
 
