@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.sharding import AbstractMesh
@@ -54,7 +55,7 @@ def merge_equal(closed: Any) -> Any:
         x, y = eqn.invars
         of = broadcast.get(y) if isinstance(y, core.Var) else None
         divisor = y if of is None else of.invars[0]
-        if divisor.aval.shape == eqn.outvars[0].aval.shape or not is_floating(divisor.aval.dtype):
+        if divisor.aval.shape == eqn.outvars[0].aval.shape or not _has_inverses(divisor.aval.dtype):
             return add("div", eqn)
         one, product = _one_and_product(divisor.aval.dtype)
         (inverse,) = add("div", eqn.replace(invars=[one, divisor], outvars=[core.Var(divisor.aval)]))
@@ -108,6 +109,11 @@ def _with_merged(operation: Operation) -> dict[str, Any]:
 
     params: dict[str, Any] = operation.eqn.params
     return {name: merged(value) for name, value in params.items()} if operation.bodies else params
+
+
+def _has_inverses(dtype: Any) -> bool:
+    """Whether the inverses of small numbers are finite, unlike those of float16."""
+    return is_floating(dtype) and bool(jnp.finfo(dtype).maxexp >= 128)  # type: ignore[no-untyped-call]
 
 
 @functools.cache
