@@ -64,7 +64,7 @@ def merge_equal(closed: Any) -> Any:
         about = {"ctx": eqn.ctx, "source_info": eqn.source_info}
         return add("mul", product.replace(invars=[x, inverse], outvars=eqn.outvars, **about))
 
-    def run(body: Subprogram, atoms: Sequence[Any]) -> list[Any]:
+    def run(body: Subprogram, atoms: Sequence[Any], scopes: Any = None) -> list[Any]:
         consts = list(zip(body.jaxpr.constvars, body.consts, strict=True))
         for var, const in consts:
             constants.setdefault(id(const), (core.Var(var.aval), const))
@@ -75,9 +75,12 @@ def merge_equal(closed: Any) -> Any:
             return atom if isinstance(atom, core.Literal) else env[atom]
 
         for operation in body.operations:
-            eqn = operation.eqn.replace(invars=list(map(read, operation.eqn.invars)))
+            eqn, source = operation.eqn, operation.eqn.source_info
+            if scopes is not None:  # of the calls around it, which profiles and tools show
+                source = source.replace(name_stack=scopes + source.name_stack)
+            eqn = eqn.replace(invars=list(map(read, eqn.invars)), source_info=source)
             if operation.kind == "call" and operation.name in INLINED:
-                results = run(operation.bodies[0], eqn.invars)
+                results = run(operation.bodies[0], eqn.invars, source.name_stack)
             else:
                 eqn = eqn.replace(params=_with_merged(operation))
                 results = divide(eqn) if operation.name == "div" else add(operation.name, eqn)

@@ -1,5 +1,7 @@
 """Programs without equal operations compute the same as before."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,6 +106,21 @@ def test_constants_count_by_identity():
     made = merge_equal(jax.make_jaxpr(lambda x: (x + one, jax.jit(lambda x: x + one)(x), x + other))(X))
     assert names(made).count("add") == 2
     assert len(made.consts) == 2
+
+
+def test_the_scopes_of_inlined_calls_are_kept():
+    @jax.jit
+    def inner(x):
+        with jax.named_scope("inner"):
+            return jnp.sin(x)
+
+    def outer(x):
+        with jax.named_scope("outer"):
+            return jnp.sum(jax.jit(inner)(x))
+
+    made = merge_equal(jax.make_jaxpr(jax.grad(outer))(X))
+    (scopes,) = [jaxprs.name_stack(eqn) for *_, eqn in jaxprs.all_equations(made) if eqn.primitive.name == "cos"]
+    assert re.search("jvp.*outer.*inner", scopes)
 
 
 def test_rules_of_differentiation_are_kept():
