@@ -2,9 +2,9 @@
 
 JAX documents equations with their variables, and how to evaluate a custom program. It documents neither the names of
 its operations nor their parameters, positions or internal names, which other versions may change. Only this file and
-`merging.py` read them, for lanes, loops over steps, optimizers from other libraries, and tools: a step called by hand
-with one of jstep's optimizers needs none of it. `tests/core/test_jaxprs.py` lists every name that is read here, and
-fails with the name if the installed JAX lacks it.
+`differentiate/merging.py` read them, for lanes, loops over steps, optimizers from other libraries, and tools: a step
+called by hand with one of jstep's optimizers needs none of it. `tests/core/test_jaxprs.py` lists every name that is
+read here, and fails with the name if the installed JAX lacks it.
 """
 
 import dataclasses

@@ -20,10 +20,10 @@ from jstep.core.annotations import Tree
 from jstep.core.checks import as_int
 from jstep.core.exceptions import explain_jax, note, setting
 from jstep.core.jaxprs import Operation
-from jstep.core.merging import merge_equal
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh, without_explicit_axes
 from jstep.core.placement import SHARDINGS, traced_shardings
 from jstep.core.trees import Array, shape_of
+from jstep.differentiate.merging import merge_equal
 from jstep.differentiate.microbatches import specs_of_rows
 
 SMALL = 2**14

@@ -9,7 +9,7 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 from jstep.core import jaxprs
-from jstep.core.merging import merge_equal
+from jstep.differentiate.merging import merge_equal
 
 X = jnp.linspace(-1.0, 2.0, 16).reshape(4, 4)
 TABLE = np.arange(16, dtype=np.float32).reshape(4, 4)
