@@ -97,9 +97,8 @@ class Recorder(Observer):
             values = {name: json_number(value) for name, value in newest["values"].items()}
             best = {name: [json_number(value), *of] for name, (value, *of) in newest["best"].items()}
             self._numbers = {"values": values, "best": best}
-        file = StartFile(
-            absolute(where), prefix, earlier, {**self._given(where, origin, own, newest), **self._newest()}
-        )
+        where = absolute(where)  # a run may change its folder
+        file = StartFile(where, prefix, earlier, {**self._given(where, origin, own, newest), **self._newest()})
         _end_earlier(file, claimed=origin.is_claimed)
         self.setup.loop.file = file
 
@@ -117,7 +116,7 @@ class Recorder(Observer):
             "run": name_of_run(self.setup, origin),
             "process": this_process(),
             "began": stopwatch.CLOCKS.wall() - sum(self.setup.watch.seconds().values()),
-            "directory": absolute(where),
+            "directory": where,
             "logdir": None if options.logdir is None else absolute(location(options.logdir, "logdir")),
             "last_step": options.last_step,
             "argv": command_line(),
