@@ -213,8 +213,6 @@ def accumulate(
         body, (model_state, sums if running else []), jnp.arange(n), n, unroll
     )
     total = jnp.asarray(n, jnp.float32) if weights is None else jnp.sum(weights)
-    # One divisor for all arrays: XLA multiplies by the inverse of a scalar that it sees used once, and in lanes it
-    # depends on the number of devices whether equal ones were merged before.
     divisor = total if weights is None else jnp.where(total == 0, jnp.ones_like(total), total)
 
     def mean(summed: Array) -> Array:
