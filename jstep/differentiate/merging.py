@@ -61,8 +61,8 @@ def merge_equal(closed: Any) -> Any:
         (inverse,) = add("div", eqn.replace(invars=[one, divisor], outvars=[core.Var(divisor.aval)]))
         if of is not None:
             (inverse,) = add("broadcast_in_dim", of.replace(invars=[inverse]))
-        about = {"ctx": eqn.ctx, "source_info": eqn.source_info}
-        return add("mul", product.replace(invars=[x, inverse], outvars=eqn.outvars, **about))
+        product = product.replace(invars=[x, inverse], outvars=eqn.outvars, ctx=eqn.ctx, source_info=eqn.source_info)
+        return add("mul", product)
 
     def run(body: Subprogram, atoms: Sequence[Any], scopes: Any = None) -> list[Any]:
         consts = list(zip(body.jaxpr.constvars, body.consts, strict=True))
