@@ -167,7 +167,7 @@ class Evaluator:
             # Otherwise the processes may have different numbers of batches.
             if (is_global or processes.is_single_process()) and stop_requested():
                 raise EvaluationAbandoned
-            with using_mesh(mesh_of((params, args))), _explained(state, self.has_model_state, args):
+            with using_mesh(mesh_of((params, args))), self._explained(state, args):
                 # NumPy arrays, which are identical on all of several processes, become global arrays here.
                 with internal_transfers() if is_global else contextlib.nullcontext():
                     metrics = self.compute(params, args)
@@ -191,7 +191,7 @@ class Evaluator:
         args = self.batches.first_shapes(batch_shardings(self.batch_sharding, state))
         if args is None:
             return None
-        with using_mesh(mesh_of((state, args))), _explained(state, self.has_model_state, args):
+        with using_mesh(mesh_of((state, args))), self._explained(state, args):
             return [metric.name for metric in jax.eval_shape(self.compute, params, args)[0]]
 
     def _check_state(self, state: TrainState) -> None:
@@ -203,18 +203,19 @@ class Evaluator:
                 "batch_sharding=None: jstep.batches gives each process its own rows; give a sharding, as in train"
             )
 
-
-@contextlib.contextmanager
-def _explained(state: TrainState, has_model_state: bool, args: tuple[Any, ...]) -> Iterator[None]:
-    """Add a hint to an error of the metric function."""
-    try:
-        yield
-    except Exception as error:
-        explain_one_argument(error, args)
-        explain_jax(error)
-        if not has_model_state and MODEL_STATE in state.slots:
-            note(error, "jstep: the state has a model state; metric_fn takes it with evaluator(has_model_state=True)")
-        raise
+    @contextlib.contextmanager
+    def _explained(self, state: TrainState, args: tuple[Any, ...]) -> Iterator[None]:
+        """Add a hint to an error of the metric function."""
+        try:
+            yield
+        except Exception as error:
+            explain_one_argument(error, args)
+            explain_jax(error)
+            if isinstance(error, TypeError) and len(args) == 1 and trees.is_plain_tuple(self.batches.source):
+                note(error, "jstep: each item of the tuple batches is a batch; for one batch (x, y) give [(x, y)]")
+            if not self.has_model_state and MODEL_STATE in state.slots:
+                note(error, "jstep: the state has a model state; metric_fn takes it with has_model_state=True")
+            raise
 
 
 def _computing(metric_fn: Callable[..., Any], number: int | None) -> Callable[..., list[list[Metric]]]:

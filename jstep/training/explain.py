@@ -26,9 +26,12 @@ _A_LIST = (
 
 
 def explain_one_argument(error: BaseException, args: Sequence[Any]) -> None:
-    """Add a note if the batch is a list, such as torch's loader gives."""
-    if len(args) == 1 and isinstance(args[0], list) and isinstance(error, TypeError | AttributeError):
-        note(error, _A_LIST)
+    """Add a note if the batch is a list, such as torch's loader gives, or None."""
+    if len(args) == 1 and isinstance(error, TypeError | AttributeError):
+        if isinstance(args[0], list):
+            note(error, _A_LIST)
+        elif args[0] is None:
+            note(error, "jstep: the batch is None; a function of the step must return the batch")
 
 
 def explain(error: BaseException, state: Tree, args: Any, *, donates: bool) -> None:

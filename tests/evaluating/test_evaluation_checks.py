@@ -69,6 +69,18 @@ def test_a_metric_function_that_fails(fn, error, words, source):
     refused(jstep.evaluator(fn, source()), error, words)
 
 
+def test_a_batch_that_is_given_in_place_of_batches_is_named():
+    def fn(params, x, y):
+        return metric_fn(params, x) | {"error": y}
+
+    y = np.ones(12, np.float32)
+    error = refused(jstep.evaluator(fn, (X, y)), TypeError, "missing 1 required")
+    assert any("give [(x, y)]" in line for line in error.__notes__)
+    error = refused(jstep.evaluator(fn, ((X, y, y), (X, y, y))), TypeError, "takes 3 positional arguments")
+    assert not any("give [(x, y)]" in line for line in error.__notes__)
+    run(jstep.evaluator(fn, ((X, y), (X, y))))
+
+
 def test_averages_that_are_missing():
     words = r"use_averages='ema': .*ExponentialMovingAverage"
     optimizer = jstep.with_moving_average(jstep.adam(0.1), jstep.ExponentialMovingAverage(0.9))

@@ -144,3 +144,10 @@ def test_a_list_instead_of_a_tuple_gets_a_note():
     notes = "\n".join(caught.value.__notes__)
     assert "a list, which is one argument; a tuple is several" in notes
     assert "collate_fn=lambda rows: tuple(default_collate(rows))" in notes
+
+
+def test_a_batch_function_that_returns_nothing_gets_a_note():
+    step = jstep.minimize(lambda params, x: jnp.mean((params["a"] * x) ** 2), OPTIMIZER)
+    with pytest.raises(TypeError) as caught:
+        train(3, lambda n: None, step=step, state=make_state())
+    assert "a function of the step must return the batch" in "\n".join(caught.value.__notes__)
