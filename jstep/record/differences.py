@@ -39,8 +39,8 @@ _EFFECTS = {"state: sharding": _PLACE, "train: batch_sharding": _PLACE, "batch":
 _HARMLESS_FLAG = re.compile("dump|log|profil|path|dir|device_count")
 _PLACES = ("checkpoint_dir", "logdir", "compile_cache", "start_from")
 _PATH = re.compile(r"(~|\.{0,2})[/\\]|[A-Za-z]:[\\/]|\w+://")
-_TRACED = {"settings", "versions", "devices", "state", "lanes", "batch", "train: batch_sharding"}
-"""Sections and values that enter the trace of a step, so that the same step is traced differently."""
+_TRACED = {"versions", "devices", "train: batch_sharding"}
+"""Sections and values with which the same step may be traced differently, without other bits."""
 _ABSENT = object()
 
 
@@ -120,15 +120,21 @@ def changes(
         if section in sections and not same(one, other) and NOT_RECORDED not in (one, other)
         if _ABSENT not in (one, other) or section not in ("settings", "programs")
     }
+    cards = [start.get("card") or {} for start in (before, now)]
     said = {part for name, (section, *_) in differ.items() for part in (section, _stem(name)) if name not in HASHES}
+    # The same batches may have other rows at other steps, and the same lanes may be on other devices.
+    is_on_purpose = "batch" in said and same(*(card.get("batches") for card in cards))
+    is_on_purpose |= "devices" in said and bool(cards[1].get("lanes"))
     of_train = [values for section, *values in differ.values() if section == "arguments"]  # such as last_step
     for name, (section, one, other) in differ.items():
         if (section == "config" and [one, other] in of_train) or (section == "state" and "jax_enable_x64" in differ):
             continue
         if (stem := _stem(name)) in HASHES:
-            causes = _TRACED if section == "programs" else {section, "devices"}
-            if not causes & said and HASHES[stem] not in found.lines:
-                _list_of(found, stem, section).append(HASHES[stem])
+            is_program = section == "programs"
+            lines = found.place if is_program and _TRACED & said else _list_of(found, stem, section)
+            is_shown = not is_on_purpose if is_program else not {section, "devices"} & said
+            if is_shown and HASHES[stem] not in lines:
+                lines.append(HASHES[stem])
         elif not (stem == "train: batch_sharding" and "devices" in said):  # its meshes are those of the devices
             line = f"{name}: {_shown(one, other)} {words[0]}, {_shown(other, one)} {words[1]}"
             _list_of(found, stem, section).append(line)

@@ -95,12 +95,22 @@ def test_the_lines_about_two_starts(other, bits, place, others):
     assert len(changes(other, START, IN_A_AND_B).lines) == len(found.lines)
 
 
-@pytest.mark.parametrize("section", ["versions", "settings", "devices"])
-def test_the_traced_step_is_not_compared_where_its_trace_must_differ(section):
+@pytest.mark.parametrize(("section", "level"), [("versions", 1), ("settings", 0), ("devices", 1)])
+def test_another_step_is_also_named_where_its_trace_may_differ_for_another_reason(section, level):
     other = program()
     other["card"][section] = dict.fromkeys(CARD[section], "other")
+    assert TRACED in changes(START, other)[level]
+    assert TRACED in changes(START, program() | {"commit": "2" * 40, "config": {"lr": 3}}).bits
+    other["card"] |= {"lanes": 4}
+    assert (TRACED in changes(START, other).lines) == (section != "devices")
+
+
+def test_another_step_is_named_beside_another_definition_of_the_batches():
+    other = program(batch=["y"])
     assert TRACED not in changes(START, other).lines
-    assert TRACED in changes(START, program() | {"commit": "2" * 40, "config": {"lr": 3}}).lines
+    other["card"]["batches"] = CARD["batches"] | {"batch_size": {"0": 16}}
+    assert TRACED in changes(START, other).bits
+    assert TRACED in changes(START, other, leave_out=("batches", "lanes")).bits
 
 
 def test_values_are_shown_as_json_where_texts_would_be_equal():

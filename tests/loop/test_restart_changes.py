@@ -190,13 +190,13 @@ def test_settings_of_jax(tmp_path, caplog):
     reported(caplog)
     with jax.default_matmul_precision("highest"):
         run(tmp_path, 4)
-        assert reported(caplog) == (["jax_default_matmul_precision: null before, highest now"], [])
+        assert reported(caplog) == (["jax_default_matmul_precision: null before, highest now", TRACED], [])
         run(tmp_path, 6, **FAST)
         assert reported(caplog) == (LINE, [])
 
 
 @pytest.mark.thorough
-def test_x64_is_one_line(tmp_path, caplog, x64):
+def test_x64_does_not_repeat_what_it_does_to_the_state(tmp_path, caplog, x64):
     data = {"data": lambda step: np.ones((8, 4), np.float32)}
     start = jstep.TrainState.create(
         {"w": jnp.ones((4, 2), jnp.float32), "b": jnp.zeros((1, 2), jnp.float32)}, SLOW["optimizer"]
@@ -205,7 +205,7 @@ def test_x64_is_one_line(tmp_path, caplog, x64):
         run(tmp_path, 2, **data)
     reported(caplog)
     run(tmp_path, 4, place=lambda state: start, **data)
-    assert reported(caplog) == (["jax_enable_x64: false before, true now"], [])
+    assert reported(caplog) == (["jax_enable_x64: false before, true now", TRACED], [])
 
 
 class LostError(Exception):
