@@ -76,6 +76,11 @@ def refuse_count(name: str, value: Any, most: float, meaning: str) -> None:
         raise TypeError(f"{name}={format_value(value)}: must be {meaning}, at most {most:g}; {NO_STEP}")
 
 
+def _refuse_step(name: str, value: object) -> None:
+    if isinstance(value, jax.Array | np.ndarray) and jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"{name}={format_value(value)}: must be a plain number, got {describe_type(value)}; {NO_STEP}")
+
+
 def flag(name: str, value: object) -> bool:
     """Validate a bool; numbers are rejected, because in TF's argument order a number is in this position."""
     try:
@@ -97,8 +102,7 @@ def as_fraction(name: str, value: object, *, zero: bool = False, meaning: str = 
 
 def as_tf_duration(name: str, value: object, schedule: Callable[..., Any]) -> Fraction:
     """Convert the length of a decay of `tf.train`; an array is a step, below 1 it is another library's order."""
-    if isinstance(value, jax.Array | np.ndarray) and jnp.issubdtype(value.dtype, jnp.integer):
-        raise TypeError(f"{name}={format_value(value)}: must be a plain number, got {describe_type(value)}; {NO_STEP}")
+    _refuse_step(name, value)
     length = as_fraction(name, value, meaning=NO_STEP)
     return length if length >= 1 else as_step_count(name, value, schedule)
 
@@ -120,6 +124,12 @@ def as_step_count(name: str, value: Any, schedule: Callable[..., Any], *, zero: 
 def numbers(**values: Any) -> list[Any]:
     """Validate finite and infinite numbers, and arrays, by name."""
     return [as_float_or_array(name, value) for name, value in values.items()]
+
+
+def as_tf_number(name: str, value: object, **bounds: Unpack[Bounds]) -> Any:
+    """Convert a rate, a ratio or a fraction of a schedule of `tf.train`; an array of integers is a step."""
+    _refuse_step(name, value)
+    return as_float_or_array(name, value, **bounds)
 
 
 def as_float_or_array(name: str, value: object, **bounds: Unpack[Bounds]) -> Any:

@@ -131,9 +131,10 @@ def inverse_time_decay(
 def _of_decay(
     learning_rate: object, decay_steps: object, decay_rate: object, staircase: object, **bounds: Unpack[Bounds]
 ) -> tuple[Any, Fraction, Any, bool]:
-    start = arithmetic.as_float_or_array("learning_rate", learning_rate)
+    start = arithmetic.as_tf_number("learning_rate", learning_rate)
     length = arithmetic.as_fraction("decay_steps", decay_steps, meaning=arithmetic.NO_STEP)
-    rate = arithmetic.as_float_or_array("decay_rate", decay_rate, **bounds)
+    rate = arithmetic.as_tf_number("decay_rate", decay_rate, **bounds)
+    arithmetic.refuse_count("decay_rate", decay_rate, 100, "a rate")
     return start, length, rate, arithmetic.flag("staircase", staircase)
 
 
@@ -168,9 +169,10 @@ def polynomial_decay(
 
     Source: `tf.train.polynomial_decay`.
     """
-    start, end = arithmetic.numbers(learning_rate=learning_rate, end_learning_rate=end_learning_rate)
+    start = arithmetic.as_tf_number("learning_rate", learning_rate)
+    end = arithmetic.as_tf_number("end_learning_rate", end_learning_rate)
     length = arithmetic.as_tf_duration("decay_steps", decay_steps, polynomial_decay)
-    exponent = arithmetic.as_float_or_array("power", power, low=0, finite=True)
+    exponent = arithmetic.as_tf_number("power", power, low=0, finite=True)
     cycle = arithmetic.flag("cycle", cycle)
     largest = max(1.0, abs(start)) if isinstance(start, float) else 1.0
     arithmetic.refuse_count("end_learning_rate", end_learning_rate, largest, "a rate")
@@ -232,7 +234,7 @@ def _curve(first: object, last: object, length: Fraction, shape: str, start: Fra
 
 
 def _fraction(name: str, value: object) -> Any:
-    number = arithmetic.as_float_or_array(name, value)
+    number = arithmetic.as_tf_number(name, value)
     if isinstance(number, float) and number > 1:
         raise TypeError(f"{name}={value!r}: must be a fraction, at most 1; {arithmetic.NO_STEP}")
     return number
@@ -262,7 +264,7 @@ def cosine_decay(learning_rate: Number, decay_steps: float, alpha: Number = 0.0)
 
     Source: Loshchilov and Hutter, "SGDR" (2016); `tf.train.cosine_decay`.
     """
-    start = arithmetic.as_float_or_array("learning_rate", learning_rate)
+    start = arithmetic.as_tf_number("learning_rate", learning_rate)
     length = arithmetic.as_tf_duration("decay_steps", decay_steps, cosine_decay)
     floor = _fraction("alpha", alpha)
 
@@ -310,7 +312,7 @@ def cosine_decay_restarts(
     Source: Loshchilov and Hutter, "SGDR" (2016); `tf.train.cosine_decay_restarts`, which computes the period with a
     float logarithm and therefore misplaces restarts; here they are tabulated.
     """
-    start = arithmetic.as_float_or_array("learning_rate", learning_rate)
+    start = arithmetic.as_tf_number("learning_rate", learning_rate)
     length = arithmetic.as_tf_duration("first_decay_steps", first_decay_steps, cosine_decay_restarts)
     floor = _fraction("alpha", alpha)
     stretch = arithmetic.as_fraction("t_mul", t_mul)
@@ -391,7 +393,8 @@ def linear_cosine_decay(
     Source: Bello et al., "Neural Optimizer Search with Reinforcement Learning" (2017);
     `tf.train.linear_cosine_decay`.
     """
-    start, count = arithmetic.numbers(learning_rate=learning_rate, num_periods=num_periods)
+    start = arithmetic.as_tf_number("learning_rate", learning_rate)
+    count = arithmetic.as_tf_number("num_periods", num_periods)
     length = arithmetic.as_tf_duration("decay_steps", decay_steps, linear_cosine_decay)
     above, floor = _fraction("alpha", alpha), _fraction("beta", beta)
     arithmetic.refuse_count("num_periods", num_periods, 100, "a few")

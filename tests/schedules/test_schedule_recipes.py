@@ -127,6 +127,11 @@ def test_steps_where_rates_belong_and_what_is_none() -> None:
         lambda: jstep.cosine_decay(0.1, STEP),
         lambda: jstep.cosine_decay_restarts(0.1, 100, m_mul=2),
         lambda: jstep.linear_cosine_decay(0.1, 100, beta=1000),
+        lambda: jstep.exponential_decay(0.1, 1000, STEP),
+        lambda: jstep.exponential_decay(STEP, 1000, 0.5),
+        lambda: jstep.natural_exp_decay(0.1, 1, 1000),
+        lambda: jstep.cosine_decay(0.1, 1000, np.array(0)),
+        lambda: jstep.polynomial_decay(0.1, 1000, STEP),
     ):
         with pytest.raises(TypeError, match="leave out TF's global_step"):
             make()
