@@ -5,7 +5,8 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -56,7 +57,7 @@ class History(ReportingHook):
 
     Raises:
         ValueError: The path is a URL, or not a regular file. Before the first step: it has something other
-            than the rows of a History (a torn last line aside).
+            than the rows of a History (a torn last line aside), or two histories of the run have one path.
         OSError: The file cannot be written. The rows are kept, and are in the checkpoints.
 
     Example:
@@ -99,6 +100,15 @@ class History(ReportingHook):
         history = cls()
         history._rows = read_rows(location(path, "path"))
         return history
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The rows and settings; the copy is of no run, and has no open file."""
+        with self._lock:
+            rows = {step: dict(row) for step, row in self._rows.items()}
+            return {**vars(self), "_rows": rows, "_lock": None, "_file": None, "_run": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.RLock())
 
     def use_run(self, run: RunInfo) -> None:
         super().use_run(run)
@@ -293,6 +303,14 @@ class History(ReportingHook):
         cells = [[str(row["step"]), *(f"{row[name]:.4g}" if name in row else "" for name in names)] for row in rows]
         title = f"History: {len(rows)} rows" + (f", steps {rows[0]['step']} to {rows[-1]['step']}" if rows else "")
         return html_table(title, cells[-_SHOWN:], ("step", *names)) + self.svg()
+
+
+def check_paths(hooks: Sequence[object]) -> None:
+    """Refuse two histories of a run with one file."""
+    paths = Counter(os.path.realpath(hook._path) for hook in hooks if isinstance(hook, History) and hook._path)
+    for path, count in paths.items():
+        if count > 1:
+            raise ValueError(f"hooks: {count} of them are a History with path={path!r}; give each its own path")
 
 
 # Sums.

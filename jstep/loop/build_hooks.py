@@ -8,6 +8,7 @@ import jax
 
 from jstep.checkpoint.saver import Saver
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
+from jstep.hooks.history import check_paths
 from jstep.hooks.reporting import LoggingHook, SummarySaverHook
 from jstep.hooks.run_hook import ReportingContext
 from jstep.hooks.speed import StepCounterHook
@@ -27,6 +28,7 @@ def build_hooks(
     setup: Setup, observers: Observers, saver: Saver | None, origin: Origin, dispatch: Dispatch
 ) -> tuple[list[Any], ReportingContext]:
     """Open the event file; return all hooks, and the objects that reporting hooks share."""
+    check_paths(setup.options.hooks)
     options, writer = setup.options, _open_writer(setup, saver, origin)
     own = [hook for hook in options.hooks if not isinstance(hook, CheckpointSaverHook)]
     savers = [hook for hook in options.hooks if isinstance(hook, CheckpointSaverHook)]

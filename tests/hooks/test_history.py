@@ -1,9 +1,11 @@
 """`History`: the rows of a run, over restarts, in memory, in checkpoints and in a file."""
 
+import copy
 import json
 import math
 import os
 import pathlib
+import pickle
 import signal
 
 import forked
@@ -205,3 +207,23 @@ def test_no_name_turns_the_text_of_a_notebook_around(tmp_path):
     assert "\u202e" not in html
     assert "<b>" not in html
     assert r"\u202e&lt;b&gt;loss" in html
+
+
+def test_a_copy_has_the_rows_and_lives_on_by_itself(tmp_path):
+    history = jstep.History(tmp_path / "rows", every_n_steps=2)
+    run(10, history)
+    for copied in (pickle.loads(pickle.dumps(history)), copy.deepcopy(history), copy.copy(history)):
+        assert copied.rows == history.rows
+        run(4, copied)
+        assert [row["step"] for row in copied.rows] == [2, 4]
+    assert [row["step"] for row in history.rows] == [2, 4, 6, 8, 10]
+
+
+def test_two_histories_with_one_path_are_refused(tmp_path):
+    os.symlink(tmp_path, tmp_path / "link")
+    steps = []
+    for other in (tmp_path / "rows", tmp_path / "link" / "rows"):
+        with pytest.raises(ValueError, match="2 of them are a History with path="):
+            run(4, jstep.History(tmp_path / "rows"), jstep.History(other), jstep.every(1, lambda *_: steps.append(1)))
+    run(4, jstep.History(), jstep.History(), jstep.History(tmp_path / "rows"), jstep.History(tmp_path / "others"))
+    assert steps == []
