@@ -144,7 +144,6 @@ def _table(sweep: Sweep) -> list[str]:
         "name": lambda line: _name_cell(sweep, line),
         "status": lambda line: _status_cell(sweep, line),
         "step": lambda line: _step_cell(sweep, line),
-        **{option.short: _option_cells(option) for option in sweep.options},
         f"best {sweep.metric.name}": _mean_cells([best and best[0] for best in sweep.best]),
         "at step": lambda line: _number(None if line.is_group else (sweep.best[line.members[0]] or (0, None))[1]),
     }
@@ -152,6 +151,7 @@ def _table(sweep: Sweep) -> list[str]:
         columns["range"] = lambda line: _range_cell(sweep, line)
     for name in main_metrics([row.run for row in rows], None):
         columns[f"last {name}"] = _mean_cells([row.run.metrics.get(name) for row in rows])
+    columns |= {option.short: _option_cells(option) for option in sweep.options}
     columns["wall time"] = _mean_cells([None if row.run.error else row.run.wall_seconds for row in rows], duration_text)
     columns["goodput"] = _mean_cells([row.run.goodput for row in rows], "{:.1%}".format)
     drawn = [f"<tr{_row_data(sweep, line)}>{''.join(of(line) for of in columns.values())}</tr>" for line in lines]

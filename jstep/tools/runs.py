@@ -374,10 +374,12 @@ def _print_runs(arguments: argparse.Namespace) -> int:
     rows = tree(find_runs(arguments.paths))
     summaries = [row.run for row in rows]
     metrics = main_metrics(summaries, arguments.metrics)
-    if arguments.sort is not None:
-        summaries.sort(key=_key(summaries, arguments.sort))
-        rows = list(map(Row, summaries))
     differences = RunList(summaries).differences() if arguments.differences else {}
+    if arguments.sort is not None:
+        order = sorted(range(len(rows)), key=_key(summaries, differences, arguments.sort))
+        summaries = [summaries[i] for i in order]
+        rows = list(map(Row, summaries))
+        differences = {name: [values[i] for i in order] for name, values in differences.items()}
     if arguments.json:
         fields = [summary_fields(run) for run in summaries]
         for i, of_run in enumerate(fields if arguments.differences else ()):
@@ -389,17 +391,24 @@ def _print_runs(arguments: argparse.Namespace) -> int:
     return DIFFERENT if any(run.error for run in summaries) else OK
 
 
-def _key(summaries: Sequence[RunSummary], name: str) -> Callable[[RunSummary], tuple[bool, Any]]:
+def _key(
+    summaries: Sequence[RunSummary], differences: Mapping[str, Sequence[Any]], name: str
+) -> Callable[[int], tuple[Any, ...]]:
     metrics = {one for run in summaries for one in (*run.metrics, *run.best)}
-    if name not in {*_OWN, *metrics}:
-        there = ", ".join([*_OWN, *sorted(metrics)])
+    if name not in {*_OWN, *metrics, *differences}:
+        there = ", ".join([*_OWN, *sorted(metrics), *differences])
         raise ValueError(f"--sort {name}: must be a column or a metric; there are {there}")
 
-    def key(run: RunSummary) -> tuple[bool, Any]:
-        best, *_ = run.best.get(name, (None,))
-        value = getattr(run, _OWN[name]) if name in _OWN else run.metrics.get(name, best)
+    def key(i: int) -> tuple[Any, ...]:
+        run = summaries[i]
+        if name in _OWN or name in metrics:
+            best, *_ = run.best.get(name, (None,))
+            value = getattr(run, _OWN[name]) if name in _OWN else run.metrics.get(name, best)
+        else:
+            value = differences[name][i]
         is_none = value is None or (isinstance(value, float) and math.isnan(value))
-        return is_none, 0 if is_none else value
+        is_text = not isinstance(value, int | float)  # options may be of several types
+        return is_none, is_text, 0 if is_none else str(value) if is_text else value
 
     return key
 

@@ -156,15 +156,18 @@ def test_starts_are_summed_and_two_prefixes_apart(tmp_path):
     assert [run.prefix for run in jstep.runs(tmp_path, prefix="other")] == ["other"]
 
 
-def test_differences_have_the_names_of_diff(tmp_path):
-    for name, width in (("a", 512), ("b", 768)):
+def test_differences_have_the_names_of_diff(tmp_path, capsys):
+    for name, width in (("a", 768), ("b", 512)):
         train(4, tmp_path / name, config={"width": width, "same": 1}, log_steps=2)
     found = jstep.runs(tmp_path).differences()
-    assert found == {"config: width": [512, 768]}
+    assert found == {"config: width": [768, 512]}
     train(6, tmp_path / "c", config={"same": 1})
     found = jstep.runs(tmp_path).differences()
-    assert found["config: width"] == [512, 768, None]
+    assert found["config: width"] == [768, 512, None]
     assert found["train: last_step"] == [4, 4, 6]
+    for name, order in (("config: width", "bac"), ("train: last_step", "abc")):
+        assert cli.main(["runs", str(tmp_path), "--differences", "--sort", name]) == 0
+        assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == [*order]
 
 
 def test_values_that_are_not_finite(tmp_path, capsys):
