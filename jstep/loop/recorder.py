@@ -16,7 +16,6 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import stopwatch
 from jstep.core.annotations import Tree
-from jstep.core.checks import truncate
 from jstep.core.logs import BELOW_BAR
 from jstep.core.meshes import internal_transfers
 from jstep.core.secret_text import error_text
@@ -347,6 +346,12 @@ def _end_earlier(file: StartFile, *, claimed: bool) -> None:
         file.end_earlier(start["number"], [KILLED, exit_reason(file.where, file.prefix, start["began"])])
 
 
+def _cut(text: str, most: int = 1000) -> str:
+    """Cut a long text between words, if there is a blank near its end."""
+    blank = text.rfind(" ", most - 100, most)
+    return text if len(text) <= most else text[: blank if blank > 0 else most - 1] + "…"
+
+
 def _outcome(setup: Setup, error: BaseException | None, stopped_by: object) -> tuple[str, str, str | None]:
     """Return how the run ended, why, and the class of its exception; a signal is not one of the program."""
     loop, signals = setup.loop, setup.signals
@@ -355,7 +360,7 @@ def _outcome(setup: Setup, error: BaseException | None, stopped_by: object) -> t
     kind = None if error is None else type(error).__name__
     if error is not None and (isinstance(error, Exception) or not is_signal):
         first = error_text(error).strip().partition("\n")[0]
-        return "failed", truncate(f"{kind}: {first}".rstrip(": "), 1000), kind
+        return "failed", _cut(f"{kind}: {first}".rstrip(": ")), kind
     if is_signal and not is_done:
         return "interrupted", "SIGINT" if signals.received is None else signals.reason, None
     by = loop.stopped_by or (stopped_by if loop.at.step <= loop.first else None)  # an earlier start of this run, or now
