@@ -48,7 +48,7 @@ def plain(value: Any, name: str = "") -> Any:
     with contextlib.suppress(Exception):
         if isinstance(value, enum.Enum):
             return value.name
-        if value is None or isinstance(value, bool) or (isinstance(value, int) and abs(value) < 2**63):
+        if value is None or (isinstance(value, int) and abs(value) < 2**1000):  # as a float, it is finite
             return value
         if isinstance(value, float):
             return json_number(float(value))
