@@ -401,11 +401,9 @@ def _key(
 
     def key(i: int) -> tuple[Any, ...]:
         run = summaries[i]
-        if name in _OWN or name in metrics:
-            best, *_ = run.best.get(name, (None,))
-            value = getattr(run, _OWN[name]) if name in _OWN else run.metrics.get(name, best)
-        else:
-            value = differences[name][i]
+        best, *_ = run.best.get(name, (None,))
+        measured = run.metrics.get(name, best)
+        value = getattr(run, _OWN[name]) if name in _OWN else measured if name in metrics else differences[name][i]
         is_none = value is None or (isinstance(value, float) and math.isnan(value))
         is_text = not isinstance(value, int | float)  # options may be of several types
         return is_none, is_text, 0 if is_none else str(value) if is_text else value
