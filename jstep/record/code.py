@@ -3,8 +3,10 @@
 import hashlib
 import logging
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -45,16 +47,26 @@ def code_version() -> dict[str, Any] | None:
 
 
 def _git(place: str, deadline: float, *words: str) -> bytes:
-    done = subprocess.run(
-        ["git", "-C", place, *words],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=max(0.01, deadline - time.monotonic()),
-        env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},  # git must not refresh the index
-    )
-    if done.returncode:
-        raise OSError(done.stderr.decode(errors="replace").strip().split("\n")[0])
-    return done.stdout
+    if (git := shutil.which("git")) is None:
+        raise FileNotFoundError("git")
+    # A loader may fork workers meanwhile, which keep the pipes of a `subprocess` open, so that it would wait for their
+    # end. So there is none: the output is in files, and a program with a path and open descriptors is spawned, not
+    # forked.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        done = subprocess.run(
+            [git, "-C", place, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=errors,
+            close_fds=False,
+            timeout=max(0.01, deadline - time.monotonic()),
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},  # git must not refresh the index
+        )
+        out.seek(0)
+        errors.seek(0)
+        if done.returncode:
+            raise OSError(errors.read().decode(errors="replace").strip().split("\n")[0])
+        return out.read()
 
 
 def _edits(place: str, deadline: float) -> str | None:

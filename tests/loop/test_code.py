@@ -77,6 +77,19 @@ def test_no_commit_and_no_git_say_nothing(repository, tmp_path, monkeypatch, cap
     assert caplog.text == ""
 
 
+def test_git_has_no_pipe_that_a_forked_worker_would_keep_open(repository, monkeypatch):
+    """A worker of a loader that is forked meanwhile kept the pipe of a `subprocess`, which waited for its end."""
+
+    def pipe():
+        raise AssertionError("a pipe was opened")
+
+    (repository / "new.py").write_text("3")
+    before = code.code_version()
+    monkeypatch.setattr(os, "pipe", pipe)
+    assert code.code_version() == before
+    assert len(before["edits"]) == 16
+
+
 def test_a_repository_that_git_refuses_says_why(repository, monkeypatch, caplog):
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
     monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
