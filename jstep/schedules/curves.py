@@ -134,8 +134,9 @@ def _of_decay(
     start = arithmetic.as_tf_number("learning_rate", learning_rate)
     length = arithmetic.as_fraction("decay_steps", decay_steps, meaning=arithmetic.NO_STEP)
     rate = arithmetic.as_tf_number("decay_rate", decay_rate, **bounds)
+    staircase = arithmetic.flag("staircase", staircase)
     arithmetic.refuse_count("decay_rate", decay_rate, 100, "a rate")
-    return start, length, rate, arithmetic.flag("staircase", staircase)
+    return start, length, rate, staircase
 
 
 @arithmetic.makes_schedule()
