@@ -120,11 +120,9 @@ def changes(
         if section in sections and not same(one, other) and NOT_RECORDED not in (one, other)
         if _ABSENT not in (one, other) or section not in ("settings", "programs")
     }
-    cards = [start.get("card") or {} for start in (before, now)]
     said = {part for name, (section, *_) in differ.items() for part in (section, _stem(name)) if name not in HASHES}
-    # The same batches may have other rows at other steps, and the same lanes may be on other devices.
-    is_on_purpose = "batch" in said and same(*(card.get("batches") for card in cards))
-    is_on_purpose |= "devices" in said and bool(cards[1].get("lanes"))
+    # Batches of other shapes, and other devices of lanes, are traced differently by every step.
+    is_comparable = "batch" not in said and not ("devices" in said and (now.get("card") or {}).get("lanes"))
     of_train = [values for section, *values in differ.values() if section == "arguments"]  # such as last_step
     for name, (section, one, other) in differ.items():
         if (section == "config" and [one, other] in of_train) or (section == "state" and "jax_enable_x64" in differ):
@@ -132,7 +130,7 @@ def changes(
         if (stem := _stem(name)) in HASHES:
             is_program = section == "programs"
             lines = found.place if is_program and _TRACED & said else _list_of(found, stem, section)
-            is_shown = not is_on_purpose if is_program else not {section, "devices"} & said
+            is_shown = is_comparable if is_program else not {section, "devices"} & said
             if is_shown and HASHES[stem] not in lines:
                 lines.append(HASHES[stem])
         elif not (stem == "train: batch_sharding" and "devices" in said):  # its meshes are those of the devices

@@ -105,14 +105,6 @@ def test_another_step_is_also_named_where_its_trace_may_differ_for_another_reaso
     assert (TRACED in changes(START, other).lines) == (section != "devices")
 
 
-def test_another_step_is_named_beside_another_definition_of_the_batches():
-    other = program(batch=["y"])
-    assert TRACED not in changes(START, other).lines
-    other["card"]["batches"] = CARD["batches"] | {"batch_size": {"0": 16}}
-    assert TRACED in changes(START, other).bits
-    assert TRACED in changes(START, other, leave_out=("batches", "lanes")).bits
-
-
 def test_values_are_shown_as_json_where_texts_would_be_equal():
     assert changes(START, changed("config", "lr", to="0.1")).bits == ['config: lr: 0.1 before, "0.1" now']
     (line,) = changes(START, changed("config", "lr", to="a" * 100)).bits
