@@ -66,7 +66,8 @@ def shard_batch(local_batch: T, mesh: Mesh, axis: str | Sequence[str] = "data") 
         if compiles_only(mesh) or is_shape(rows):
             dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(rows))
             return jax.ShapeDtypeStruct((here * processes, *np.shape(rows)[1:]), dtype, sharding=sharding)
-        return place_rows(rows, sharding)
+        # A loader may reuse its buffer, whose memory an array on a CPU would share.
+        return place_rows(np.array(rows) if isinstance(rows, np.ndarray) else rows, sharding)
 
     return jax.tree_util.tree_map_with_path(leaf, local_batch)
 
