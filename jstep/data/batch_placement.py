@@ -67,7 +67,7 @@ def shard_batch(local_batch: T, mesh: Mesh, axis: str | Sequence[str] = "data") 
             dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(rows))
             return jax.ShapeDtypeStruct((here * processes, *np.shape(rows)[1:]), dtype, sharding=sharding)
         # A loader may reuse its buffer, whose memory an array on a CPU would share.
-        return place_rows(np.array(rows) if isinstance(rows, np.ndarray) else rows, sharding)
+        return place_rows(_copy(rows) if isinstance(rows, np.ndarray) else rows, sharding)
 
     return jax.tree_util.tree_map_with_path(leaf, local_batch)
 

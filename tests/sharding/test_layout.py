@@ -189,6 +189,17 @@ def test_shard_batch():
     assert again[1].sharding.spec == P("data")
 
 
+def test_shard_batch_copies_a_buffer_that_is_reused():
+    for devices in (1, 4):
+        mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+        memory = np.zeros(64 * 1024 + 64, np.uint8)
+        start = -memory.ctypes.data % 64  # aligned: an array on a CPU could use it without a copy
+        buffer = memory[start : start + 64 * 1024].view(np.float32).reshape(64, 256)
+        found = jstep.shard_batch({"x": buffer}, mesh)["x"]
+        buffer[:] = 7.0
+        assert not np.asarray(found).any()
+
+
 # Invalid layouts, meshes and batches: errors name the axis, leaf and size.
 
 STATE = {"w": jnp.ones((16, 4)), "v": {"k": jnp.ones(6)}}
