@@ -393,17 +393,21 @@ def _print_runs(arguments: argparse.Namespace) -> int:
 
 def _key(
     summaries: Sequence[RunSummary], differences: Mapping[str, Sequence[Any]], name: str
-) -> Callable[[int], tuple[Any, ...]]:
+) -> Callable[[int], tuple[bool, bool, Any]]:
     metrics = {one for run in summaries for one in (*run.metrics, *run.best)}
-    if name not in {*_OWN, *metrics, *differences}:
+    values: Sequence[Any]
+    if name in _OWN:
+        values = [getattr(run, _OWN[name]) for run in summaries]
+    elif name in metrics:
+        values = [run.metrics.get(name, run.best.get(name, (None,))[0]) for run in summaries]
+    elif name in differences:
+        values = differences[name]
+    else:
         there = ", ".join([*_OWN, *sorted(metrics), *differences])
         raise ValueError(f"--sort {name}: must be a column or a metric; there are {there}")
 
-    def key(i: int) -> tuple[Any, ...]:
-        run = summaries[i]
-        best, *_ = run.best.get(name, (None,))
-        measured = run.metrics.get(name, best)
-        value = getattr(run, _OWN[name]) if name in _OWN else measured if name in metrics else differences[name][i]
+    def key(i: int) -> tuple[bool, bool, Any]:
+        value = values[i]
         is_none = value is None or (isinstance(value, float) and math.isnan(value))
         is_text = not isinstance(value, int | float)  # options may be of several types
         return is_none, is_text, 0 if is_none else str(value) if is_text else value
