@@ -18,7 +18,7 @@ from jstep.optimizers.host_slots import on_leaves
 from jstep.optimizers.hyperparameters import floating_dtype
 from jstep.optimizers.leaf_values import leaf_numbers
 from jstep.optimizers.nested import StepInputs, WrapperSlots, wrap_optimizer
-from jstep.optimizers.updates import add, apply_updates, is_update, map_updates
+from jstep.optimizers.updates import Projected, add, apply_updates, is_update, map_updates
 from jstep.slots.indexed_slices import is_slices
 from jstep.slots.optax_transformations import require_optimizer
 from jstep.slots.roles import Role, Roles
@@ -78,8 +78,9 @@ def master_weights(optimizer: OptimizerLike, dtype: DTypeLike = jnp.float32) -> 
         updates, inner = nested.update_masters(optimizer, updates, inner, whole, at, _rounded)
         moves = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
         calls = [None if trees.is_none(u) else (_moved_master, u, p) for u, p in zip(moves, leaves, strict=True)]
-        moves = on_leaves(params, {MASTER: kept}, calls)
-        return treedef.unflatten(moves), inner, {MASTER: treedef.unflatten(kept)}
+        new = on_leaves(params, {MASTER: kept}, calls)
+        new = [None if p is None else Projected(p) for p in new]
+        return treedef.unflatten(new), inner, {MASTER: treedef.unflatten(kept)}
 
     def inner_roles(roles: Roles) -> Roles:
         copies: dict[Role | None, Role] = {Role.COPY: Role.MASTER_COPY, Role.MASTER: Role.MASTER_COPY}
@@ -96,9 +97,8 @@ def _rounded(p: Any, master: Any) -> Any:
 
 def _moved_master(own: Slots, u: object, p: Any) -> tuple[Array, Slots]:
     master = add(own[MASTER], u)
-    # The difference of two low-precision numbers is exact in the wider dtype unless they differ by a factor of about
-    # 2^13.
-    return _rounded(p, master).astype(master.dtype) - p.astype(master.dtype), {MASTER: master}
+    # A step that reads p nowhere else would not reuse its memory.
+    return jnp.where(True, _rounded(p, master), p), {MASTER: master}
 
 
 @makes_optimizer(1)
@@ -110,7 +110,7 @@ def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
 
     Args:
         optimizer: The optimizer that computes the updates u. Put the rounding outermost: it is undone by wrappers that
-            change updates after it.
+            change updates after it. Only `with_projection` belongs around it: inside, its values are not rounded again.
         key: A PRNG key. The random bits are a function of the key, the step and the leaf, so they are the same in a
             resumed run.
 
@@ -133,11 +133,11 @@ def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
     key = as_key(key, "key")
 
     def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        updates, inner = nested.call_update(optimizer, updates, inner, at)
+        updates, inner = nested.call_update(optimizer, updates, inner, at, exact=True)
         of_step = jax.random.fold_in(key, at.step)
 
         def rounded(u: Any, p: Array, i: int) -> Any:
-            if p.dtype != jnp.bfloat16:
+            if p.dtype != jnp.bfloat16 or isinstance(u, Projected):
                 return u
             u = (u.to_dense() if is_slices(u) else u).astype(jnp.float32)
             own_key = jax.random.fold_in(of_step, i)
@@ -146,7 +146,7 @@ def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
             bits = jax.lax.bitcast_convert_type(exact, jnp.uint32)
             chance = jax.random.bits(own_key, p.shape, jnp.uint16).astype(jnp.uint32)
             cut = jax.lax.bitcast_convert_type((bits + chance) & jnp.uint32(0xFFFF0000), jnp.float32)
-            return jnp.where(jnp.isfinite(exact) & jnp.isfinite(cut), cut, exact) - p.astype(jnp.float32)
+            return Projected(jnp.where(jnp.isfinite(exact) & jnp.isfinite(cut), cut, exact).astype(p.dtype))
 
         leaves, numbers = jax.tree.leaves(at.params), leaf_numbers(at.params)
         return map_updates(rounded, at.params, updates, leaves, numbers, what="updates"), inner, {}
