@@ -214,7 +214,7 @@ import threading
 def stuck():
     say("stuck")
     threading.Event().wait()
-hooks = [jstep.StallHook(warn_secs=0.2, exit_secs=0.6)]
+hooks = [jstep.StallHook(warn_secs=1.0, exit_secs=1.2)]
 """
 
 

@@ -315,6 +315,18 @@ def test_only_what_hangs_in_code_of_the_user_is_saved(kind: str, more: Any, is_s
     assert any("is saved" in line for line in done) is is_saved
 
 
+@pytest.mark.parametrize(("saves", "limit"), [([], 20.0), ([0.5], 2.0), ([0.5, 1.5, 0.1], 4.5)])
+def test_a_save_may_last_as_long_as_those_before(
+    saves: list[float], limit: float, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+    monkeypatch.setattr(stalls, "_in_time", lambda fn, seconds=5.0: limits.append(seconds) or bool(fn() or seconds))
+    run = run_of(saver=object())
+    run.watch.lasted[SAVING] = saves
+    ended(watch_of(run, count=1), Wait("batch", "waiting for batch 6", age=61.0), said)
+    assert [each for each in limits if each != 5.0] == [limit]
+
+
 @pytest.mark.parametrize(("process", "warn", "secs"), [(0, 2.0, 4.0), (1, 2.0, 2.0), (1, 0.5, 1.5), (0, 60.0, 10.0)])
 def test_several_processes_save_nothing_and_leave_process_0_last(
     process: int, warn: float, secs: float, said: list[str]
