@@ -39,7 +39,8 @@ def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
     tree = slot_values(state, name)
     if path is None:
         return tree
-    place = selection.find_leaf(tree, as_string(path, "path"), "get_slot")
+    # The path of params that are a single leaf is empty.
+    place = selection.find_leaf(tree, path if path == "" else as_string(path, "path"), "get_slot")
     return None if place is None else jax.tree.leaves(tree)[place]
 
 

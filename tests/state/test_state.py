@@ -58,6 +58,8 @@ def test_slots_by_name_and_path():
     assert float(jstep.get_slot(lists, "accumulator", "layers/1/w")) == 0.5
     bare = jstep.TrainState.create(jnp.ones(2), jstep.adam())
     assert jstep.get_slot_names(bare) == ["m", "v"]
+    assert jstep.get_slot(bare, "m", "") is bare.slots["m"]
+    assert jstep.get_slot(bare, "m", "w") is jstep.get_slot(lists, "accumulator", "") is None
     scalar = jstep.TrainState.create(1.0, jstep.adam())
     assert jstep.get_slot_names(scalar) == ["m", "v"]
     assert jstep.get_slot_names(create(jstep.gradient_descent(0.1))) == []
