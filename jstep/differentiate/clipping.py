@@ -151,6 +151,7 @@ def _numbers(tree: Tree, name: str) -> Iterator[tuple[tuple[Any, ...], Array]]:
         if trees.is_none(x):
             continue
         path = trees.path_str(keys)
+        _refuse_list(keys, x, name)
         array = combine_rows(x, path).values if isinstance(x, IndexedSlices) else number(x, path, name)
         array = array if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(jnp.float32)
         # Computed first: on a CPU, XLA would otherwise merge these squares with the optimizer's g² and keep the array.
@@ -289,12 +290,17 @@ def map_arrays(
             return trim_slices(dataclasses.replace(rows, values=values))
         if trees.is_none(x):
             return x
-        if keys and isinstance(keys[-1], jax.tree_util.SequenceKey) and isinstance(x, int | float | np.generic):
-            raise TypeError(f"{name}: {trees.leaf_at(path)} is a number in a list; give an array: jnp.array([...])")
+        _refuse_list(keys, x, name)
         array = as_array(x, path, name)
         return function(array, array.shape, path)
 
     return jax.tree_util.tree_map_with_path(leaf, tree, is_leaf=is_slices)
+
+
+def _refuse_list(keys: tuple[Any, ...], x: object, name: str) -> None:
+    if keys and isinstance(keys[-1], jax.tree_util.SequenceKey) and isinstance(x, int | float | np.generic):
+        place = trees.leaf_at(trees.path_str(keys))
+        raise TypeError(f"{name}: {place} is a number in a list; give an array: jnp.array([...])")
 
 
 # Norms, and scaling for clipping.
