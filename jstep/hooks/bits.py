@@ -62,9 +62,9 @@ class FingerprintHook(RunHook):
     before this one.
 
     Args:
+        every_n_steps: Interval in steps; due at its multiples.
         path: The log, a file or a URL; for a directory (one that exists, or a path that ends with a slash),
             `fingerprints.jsonl` in it; None for the one in the logdir of `train`.
-        every_n_steps: Interval in steps; due at its multiples.
         per_leaf: Whether lines include the fingerprint of each leaf.
         on_divergence: `"log"` warns; `"raise"` ends the run, on all processes at the same step and before a checkpoint
             of such a state is saved.
@@ -79,7 +79,7 @@ class FingerprintHook(RunHook):
         >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
         >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "fingerprints.jsonl"
-        >>> hook = jstep.FingerprintHook(path, every_n_steps=2, per_leaf=False)
+        >>> hook = jstep.FingerprintHook(2, path, per_leaf=False)
         >>> state = jstep.train(train_step, state, [jnp.ones(())] * 4, last_step=4, hooks=[hook])
         >>> [json.loads(line)["step"] for line in path.read_text().splitlines()]
         [2, 4]
@@ -89,9 +89,8 @@ class FingerprintHook(RunHook):
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | None = None,
-        *,
         every_n_steps: int = 100,
+        path: str | os.PathLike[str] | None = None,
         per_leaf: bool = True,
         on_divergence: str = "log",
     ) -> None:
@@ -237,7 +236,7 @@ class AuditHook(RunHook):
 
     instead = "compare jstep.fingerprint(state) of two calls of the step"
 
-    def __init__(self, *, every_n_steps: int = 1000, on_mismatch: str = "raise") -> None:
+    def __init__(self, every_n_steps: int = 1000, on_mismatch: str = "raise") -> None:
         self._n = as_int(every_n_steps, "every_n_steps", 1, "a number of steps")
         self._raises = check_choice(on_mismatch, "on_mismatch", ("log", "raise")) == "raise"
 

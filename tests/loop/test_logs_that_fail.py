@@ -52,7 +52,7 @@ def of_event_files(full, where):
 def of_fingerprints(full, where):
     full.fills(line_files.LocalLines, "write")
     full.fills(line_files.LocalLines, "sync")
-    hook = jstep.FingerprintHook(where / "fingerprints.jsonl", every_n_steps=1)
+    hook = jstep.FingerprintHook(1, where / "fingerprints.jsonl")
     return {"hooks": [hook]}, "fingerprints.jsonl", "FingerprintHook.flush"
 
 

@@ -297,7 +297,7 @@ def main(cases):
                     state, mesh, rows = placed(place, model, optimizer, jnp.dtype("float32"))
                     sharding = None if mesh is None else NamedSharding(mesh, rows)
                     log = pathlib.Path(directory, "log")
-                    hooks = [jstep.FingerprintHook(log, every_n_steps=case.get("fingerprints", 2))]
+                    hooks = [jstep.FingerprintHook(case.get("fingerprints", 2), log)]
                     rows_of_all = zip(*data[case.get("model", "mlp")], strict=True)
                     batches = jstep.batches(tuple(map(np.concatenate, rows_of_all)), model.rows, seed=1)
                     options = {"steps_per_call": k, "batch_sharding": sharding, "checkpoint_dir": directory}
