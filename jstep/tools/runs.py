@@ -255,7 +255,8 @@ def _with_moved_parents(summaries: Sequence[RunSummary]) -> list[RunSummary]:
     for run in summaries:
         if run.parent is not None and (above := find_parent(run)) is not None:
             folder, checkpoint = split_path(run.parent[0])
-            if not is_directory(folder):
+            was_below = resolve_path(split_path(folder)[0]) == resolve_path(above.path)  # a folder that was deleted
+            if not is_directory(folder) and not was_below:
                 inner = join_path(above.path, split_path(folder)[1])  # such as that of the best checkpoints
                 moved = join_path(inner if is_directory(inner) else above.path, checkpoint)
                 run = dataclasses.replace(run, parent=(moved, run.parent[1]))

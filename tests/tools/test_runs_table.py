@@ -70,6 +70,12 @@ def test_a_parent_that_was_moved_alone_has_its_new_path(tmp_path):
     assert names == [["another", "finished"], ["moved", "finished"], ["├─", "best"], ["└─", "branch"]]
 
 
+def test_a_branch_of_best_checkpoints_that_were_deleted_keeps_their_path(tmp_path):
+    write_branched(tmp_path)
+    (best,) = [run for run in jstep.runs(tmp_path) if os.path.basename(run.path) == "best"]
+    assert best.parent == (f"{tmp_path}/trunk/best/best-5", 5)
+
+
 def test_two_directories_with_one_run_id(tmp_path, capsys):
     write_branched(tmp_path)
     write_run(tmp_path / "copy", run="t")
