@@ -16,7 +16,7 @@ PRELUDE = """
 import os, signal, sys, time
 process, count, address, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 import jstep
-timeouts = dict(initialization_timeout_secs=60, heartbeat_timeout_secs=10, shutdown_timeout_secs=5)
+timeouts = dict(initialization_timeout_secs=60, heartbeat_timeout_secs=10, shutdown_timeout_secs=patience)
 jstep.distributed.initialize(address, count, process, **timeouts)
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -68,12 +68,15 @@ def free_address():
     return f"127.0.0.1:{held.getsockname()[1]}"
 
 
-def start(script, count, directory, *args, devices=4):
-    """Start `count` processes with `devices` devices in total; the script may use the names that PRELUDE defines."""
+def start(script, count, directory, *args, devices=4, patience=5):
+    """Start `count` processes with `devices` devices in total; the script may use the names that PRELUDE defines.
+
+    One that ends waits for the others for `patience` seconds, and is aborted after them.
+    """
     address = free_address()
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices // count}"
     env = {"XLA_FLAGS": flags}
-    code = PRELUDE + textwrap.dedent(script)
+    code = f"patience = {patience}\n{PRELUDE}{textwrap.dedent(script)}"
     return [forked.start(code, i, count, address, directory, *args, env=env) for i in range(count)]
 
 
@@ -95,7 +98,7 @@ def wait_for(processes, timeout=120):
 
 def run(script, count, directory, *args, devices=4):
     """Run the processes and return the lines that each one printed; all of them must exit with 0."""
-    finished = wait_for(start(script, count, directory, *args, devices=devices))
+    finished = wait_for(start(script, count, directory, *args, devices=devices, patience=60))
     for one in finished:
         assert one.code == 0, one.err[-4000:]
     return [one.out.split("\n") for one in finished]
