@@ -418,7 +418,8 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
         An `Optimizer` with one more slot, `slow`, initially a copy of the parameters (at least float32), and the
         hyperparameter `slow_step_size`. The age comes from `start_step`, which is added if missing, or around a
         `partition` from `lookahead/label/start_step`. A leaf without a gradient at a synchronizing update is not
-        synchronized; leaves that the partition freezes have no slow weights.
+        synchronized; leaves that the partition freezes have no slow weights. All rows of a table are synchronized, also
+        those that `lookup` did not read.
 
     Raises:
         ValueError: A number is out of its range, or the optimizer already has such a slot or hyperparameter.
