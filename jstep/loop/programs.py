@@ -186,8 +186,7 @@ class Program:
             return new, metrics.merged()
         # A step that jstep did not make.
         require_alive(state)  # on a mesh, JAX would crash
-        with using_mesh(mesh_of((state, chunk.args))):
-            result = self.step(state, *chunk.args)
+        result = self.step(state, *chunk.args)
         if not (isinstance(result, tuple) and len(result) == 2):
             return result
         self.constants = Constants({}, find_skip_metric(self.step))

@@ -135,22 +135,6 @@ def test_stage_changes_do_not_compile_in_the_main_thread(kind, steps_per_call, f
     assert "MainThread" not in compiled[marks[0] :]
 
 
-@pytest.mark.parametrize("steps_per_call", [1, 2])
-def test_a_step_of_the_user_that_is_not_compiled(steps_per_call):
-    """JAX multiplies sharded by replicated arrays only where their mesh is set."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    optimizer = jstep.gradient_descent(0.1)
-
-    def step(state, x):
-        loss, gradients = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(state.params)
-        return jstep.apply_gradients(state, gradients, optimizer), {"loss": loss}
-
-    state = jstep.shard_state(jstep.TrainState.create({"w": jnp.ones(4)}, optimizer), mesh)
-    how = {"steps_per_call": steps_per_call, "batch_sharding": "data", "progress": False}
-    state = jstep.train(step, state, lambda n: np.ones((8, 4), np.float32), 2, **how)
-    assert state.params["w"].tolist() == pytest.approx([0.04] * 4)
-
-
 # Functions of trees on Explicit axes: what they return is sharded like what they were given.
 
 SPECS = {"a": P("data", None), "b": P(None, "data"), "c": P(None, None)}
