@@ -334,8 +334,8 @@ class StallWatch(Observer):
         self._files.finish(lambda: {**self._fields(wait), "exit_code": EXIT_CODE})
         may_save = run is not None and run.saver is not None and loop.at.step > loop.first
         if run is not None and may_save and wait.kind in _OF_USER and self._count == 1:
-            saves = self.setup.watch.lasted[SAVING]
-            limit = max(self._warn, 3 * max(saves)) if saves else 10 * self._warn
+            usual = self._usual(Wait("save", "", SAVING))
+            limit = 10 * self._warn if usual is None else max(self._warn, 3 * usual)
             if not _in_time(lambda: _logger.warning("%s", save_while_it_hangs(run)), limit):
                 _log_in_time(f"step {loop.at.step} could not be saved within {_secs(limit)} s")
         _in_time(lambda: print(end="", flush=True))

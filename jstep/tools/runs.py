@@ -255,10 +255,10 @@ def _with_moved_parents(summaries: Sequence[RunSummary]) -> list[RunSummary]:
     for run in summaries:
         if run.parent is not None and (above := find_parent(run)) is not None:
             folder, checkpoint = split_path(run.parent[0])
-            was_below = resolve_path(split_path(folder)[0]) == resolve_path(above.path)  # a folder that was deleted
-            if not is_directory(folder) and not was_below:
+            if not is_directory(folder):
                 inner = join_path(above.path, split_path(folder)[1])  # such as that of the best checkpoints
-                moved = join_path(inner if is_directory(inner) else above.path, checkpoint)
+                is_inner = is_directory(inner) or resolve_path(inner) == resolve_path(folder)  # that were deleted
+                moved = join_path(inner if is_inner else above.path, checkpoint)
                 run = dataclasses.replace(run, parent=(moved, run.parent[1]))
         found.append(run)
     return found
