@@ -55,6 +55,17 @@ def internal_transfers() -> contextlib.AbstractContextManager[object]:
     return jax.transfer_guard("allow")
 
 
+def exempts_transfers(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorator: exempt internal transfers from transfer guards, as one calls such a function by hand."""
+
+    @functools.wraps(fn)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with internal_transfers():
+            return fn(*args, **kwargs)
+
+    return call
+
+
 def read_setting(name: str) -> Any:
     return getattr(jax.config, f"jax_{name}")
 

@@ -61,6 +61,7 @@ def gradients(fn: Callable[[T], Any], xs: T, grad_ys: Tree = None) -> T:
     return treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, grads))
 
 
+@meshes.exempts_transfers
 def _cotangents(ys: object, grad_ys: Any) -> Any:
     named = trees.leaves_with_paths(ys)
     if not any(jnp.issubdtype(y.dtype, jnp.inexact) for _, y in named):
@@ -154,13 +155,22 @@ def _combined(fn: Callable[..., Array], leaves: Sequence[Any], path: str) -> Any
     shapes = {tuple(g.dense_shape) if is_slices(g) else np.shape(g) for g in present}
     if len(shapes) > 1:
         raise ValueError(f"grads: the gradients at {trees.quote_path(path)} have different shapes: {sorted(shapes)}")
-    if all(map(is_slices, present)):  # on the union of their rows
-        indices = jnp.concatenate([jnp.asarray(g.indices).astype(trees.default_int()) for g in present])
-        shape, rows = present[0].dense_shape, []
-        for g in leaves:
-            values = [jnp.asarray(s.values) if s is g else jnp.zeros_like(s.values) for s in present]
-            rows.append(combine_rows(IndexedSlices(jnp.concatenate(values), indices, shape)))
-        return trim_slices(dataclasses.replace(rows[0], values=fn(*(s.values for s in rows))))
-    whole = [g.to_dense() if is_slices(g) else g for g in leaves]
-    zeros = jnp.zeros_like(next(g for g in whole if g is not None))
-    return fn(*(zeros if g is None else g for g in whole))
+    first, *others = _alike(leaves, present)
+    if not is_slices(first):
+        return fn(first, *others)
+    return trim_slices(dataclasses.replace(first, values=fn(first.values, *(rows.values for rows in others))))
+
+
+@meshes.exempts_transfers
+def _alike(leaves: Sequence[Any], present: Sequence[Any]) -> list[Any]:
+    """Return gradients as slices on the union of their rows if all are slices, else as arrays; None becomes zeros."""
+    if not all(map(is_slices, present)):
+        whole = [g.to_dense() if is_slices(g) else g for g in leaves]
+        zeros = jnp.zeros_like(next(g for g in whole if g is not None))
+        return [zeros if g is None else g for g in whole]
+    indices = jnp.concatenate([jnp.asarray(g.indices).astype(trees.default_int()) for g in present])
+    shape, rows = present[0].dense_shape, []
+    for g in leaves:
+        values = [jnp.asarray(s.values) if s is g else jnp.zeros_like(s.values) for s in present]
+        rows.append(combine_rows(IndexedSlices(jnp.concatenate(values), indices, shape)))
+    return rows

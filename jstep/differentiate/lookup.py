@@ -60,6 +60,7 @@ TABLES: contextvars.ContextVar[Tables | None] = contextvars.ContextVar("jstep_ta
 """The tables available for lookups, while a loss is traced; None elsewhere."""
 
 
+@meshes.exempts_transfers
 def lookup(table: object, ids: object) -> Array:
     """Return rows of a table, `table[ids]`, with an `IndexedSlices` of those rows as gradient.
 

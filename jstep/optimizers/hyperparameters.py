@@ -16,6 +16,7 @@ from jstep.core import trees
 from jstep.core.annotations import P, Tree
 from jstep.core.checks import Bounds, as_string, describe_type, format_value
 from jstep.core.device_values import as_scalar
+from jstep.core.meshes import exempts_transfers
 from jstep.core.trees import Array, Held, ScalarOrSchedule, Slots, Step
 from jstep.slots.roles import Role, Roles, abstractly
 from jstep.state.train_state import TrainState
@@ -119,6 +120,7 @@ def get_hyperparameter(state: Tree, name: str) -> float | np.ndarray[Any, Any]:
     return value if value.ndim else float(value)
 
 
+@exempts_transfers
 def set_hyperparameter(state: TrainState[P], name: str, value: object) -> TrainState[P]:
     """Return a new state with another value of a held hyperparameter. Compiled steps are not recompiled.
 
@@ -280,7 +282,7 @@ def report(hyper: Mapping[str, Any]) -> Callable[[Step], dict[str, Array]]:
     """
     hyper = {name: value for name, value in hyper.items() if not isinstance(value, Held)}
 
-    return lambda step, /: as_arrays(values_at(hyper, step), step)
+    return exempts_transfers(lambda step, /: as_arrays(values_at(hyper, step), step))
 
 
 def report_names(reported: Callable[[Step], Mapping[str, Any]]) -> dict[str, bool]:

@@ -13,6 +13,7 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import Bounds, as_bool, as_number, describe_type, format_value
 from jstep.core.device_values import as_scalar
+from jstep.core.meshes import exempts_transfers
 from jstep.core.recorded_calls import RecordedCall, RememberedFunction, record_calls
 from jstep.core.trees import Array
 
@@ -46,8 +47,9 @@ NO_STEP = "a schedule of jstep is made without the step, and called with it late
 
 
 def _remember(schedule: Any, call: RecordedCall) -> Any:
-    arguments = (*call.args, *call.kwargs.values())  # a warmup of 0 steps returns its argument
-    return schedule if any(schedule is argument for argument in arguments) else RememberedFunction(schedule, call)
+    if any(schedule is argument for argument in (*call.args, *call.kwargs.values())):  # after a warmup of 0 steps
+        return schedule
+    return RememberedFunction(exempts_transfers(schedule), call)
 
 
 def makes_schedule(positional: int = 0) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:

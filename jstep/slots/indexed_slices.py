@@ -10,6 +10,7 @@ import numpy as np
 
 from jstep.core.annotations import Tree
 from jstep.core.device_values import as_array
+from jstep.core.meshes import exempts_transfers
 from jstep.core.trees import Array, compute_dtype, concrete, default_int, native, quote_path
 
 
@@ -50,6 +51,7 @@ class IndexedSlices:
                 object.__setattr__(self, name, native(value, name, "IndexedSlices"))
         object.__setattr__(self, "dense_shape", tuple(int(size) for size in self.dense_shape))
 
+    @exempts_transfers
     def to_dense(self) -> Array:
         """Return the table as an array of shape `dense_shape`."""
         rows = combine_rows(self)
@@ -126,6 +128,7 @@ def check(slices: IndexedSlices, path: str = "", shape: tuple[int, ...] | None =
             raise ValueError(f"{where}: indices must be ≥ 0 and < {slices.dense_shape[0]}, got {wrong}")
 
 
+@exempts_transfers
 def trim_slices(rows: IndexedSlices) -> IndexedSlices:
     """Make a result of `combine_rows` valid slices again: unused entries become zero rows at its first index.
 
@@ -140,6 +143,7 @@ def trim_slices(rows: IndexedSlices) -> IndexedSlices:
     return IndexedSlices(values, jnp.where(inside, rows.indices, rows.indices[0]), rows.dense_shape)
 
 
+@exempts_transfers
 def combine_rows(slices: IndexedSlices, path: str = "") -> IndexedSlices:
     """Sum rows with the same index, in float32 or wider, so that each index occurs once.
 

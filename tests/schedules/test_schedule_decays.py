@@ -55,6 +55,15 @@ OTHERS = {
 ALL = {name: make(100) for name, (make, _) in DECAYS.items()} | OTHERS
 
 
+@pytest.mark.thorough(except_for=["piecewise_constant", "linear_warmup-decay"])
+@pytest.mark.parametrize("name", ALL)
+def test_calls_by_hand_pass_a_transfer_guard(name):
+    for step in 5, np.int32(5), jnp.int32(5):
+        with jax.transfer_guard("disallow_explicit"):
+            found = ALL[name](step)
+        assert found == ALL[name](step)
+
+
 @pytest.mark.thorough(except_for=["linear"])
 @pytest.mark.parametrize("name", ALL)
 def test_schedules_agree_for_python_numpy_jax_and_traced_steps(name):
