@@ -155,14 +155,14 @@ def _combined(fn: Callable[..., Array], leaves: Sequence[Any], path: str) -> Any
     shapes = {tuple(g.dense_shape) if is_slices(g) else np.shape(g) for g in present}
     if len(shapes) > 1:
         raise ValueError(f"grads: the gradients at {trees.quote_path(path)} have different shapes: {sorted(shapes)}")
-    first, *others = _alike(leaves, present)
+    first, *others = _in_one_form(leaves, present)
     if not is_slices(first):
         return fn(first, *others)
     return trim_slices(dataclasses.replace(first, values=fn(first.values, *(rows.values for rows in others))))
 
 
 @meshes.exempts_transfers
-def _alike(leaves: Sequence[Any], present: Sequence[Any]) -> list[Any]:
+def _in_one_form(leaves: Sequence[Any], present: Sequence[Any]) -> list[Any]:
     """Return gradients as slices on the union of their rows if all are slices, else as arrays; None becomes zeros."""
     if not all(map(is_slices, present)):
         whole = [g.to_dense() if is_slices(g) else g for g in leaves]
