@@ -19,6 +19,8 @@ GIT_TIMEOUT_SECS = 2.0
 _SOURCES = tuple(f".{end}" for end in "py pyx sh c cc cpp cu cuh h hpp".split())  # noqa: SIM905
 _DIFF = ("diff", "HEAD", "--binary", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
 _UNTRACKED = ("ls-files", "--others", "--exclude-standard", "-z")
+_PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
+"""Variables that git sets for its hooks, and that would name another repository."""
 _logger = logging.getLogger("jstep")
 
 
@@ -52,6 +54,7 @@ def _git(place: str, deadline: float, *words: str) -> bytes:
     # A loader may fork workers meanwhile, which keep the pipes of a `subprocess` open, so that it would wait for their
     # end. So there is none: the output is in files, and a program with a path and open descriptors is spawned, not
     # forked.
+    environment = {name: value for name, value in os.environ.items() if name not in _PLACES}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         done = subprocess.run(
             [git, "-C", place, *words],
@@ -60,7 +63,7 @@ def _git(place: str, deadline: float, *words: str) -> bytes:
             stderr=errors,
             close_fds=False,
             timeout=max(0.01, deadline - time.monotonic()),
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},  # git must not refresh the index
+            env={**environment, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},  # git must not refresh the index
         )
         out.seek(0)
         errors.seek(0)

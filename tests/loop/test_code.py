@@ -65,6 +65,15 @@ def test_the_repository_is_that_of_the_program(repository, tmp_path, monkeypatch
     assert code.code_version() is None
 
 
+def test_the_variables_of_a_hook_of_git_name_no_other_repository(repository, tmp_path, monkeypatch):
+    expected = code.code_version()
+    (tmp_path / "other").mkdir()
+    git(tmp_path / "other", "init", "-q")
+    for name, place in {"GIT_DIR": ".git", "GIT_WORK_TREE": ".", "GIT_INDEX_FILE": ".git/index"}.items():
+        monkeypatch.setenv(name, str(tmp_path / "other" / place))
+    assert code.code_version() == expected
+
+
 def test_no_commit_and_no_git_say_nothing(repository, tmp_path, monkeypatch, caplog):
     (tmp_path / "new").mkdir()
     git(tmp_path / "new", "init", "-q")
