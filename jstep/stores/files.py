@@ -174,11 +174,10 @@ def write_named(path: str, data: bytes) -> None:
 
     Links are followed. What is not a regular file, such as a FIFO or a device, is written through.
     """
-    place = path if is_url(path) else os.path.realpath(path)
-    if is_url(path) or os.path.isfile(place) or not os.path.exists(place):
-        replace_file(place, data)
+    if is_url(path) or os.path.isfile(path) or not os.path.exists(path):
+        replace_file(path if is_url(path) else os.path.realpath(path), data)
         return
-    with open(place, "wb") as file:
+    with open(path, "wb") as file:
         file.write(data)
 
 

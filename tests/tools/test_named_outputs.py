@@ -75,6 +75,16 @@ def test_a_fifo_is_written_through(writer: Any) -> None:
     assert [one.name for one in path.parent.iterdir()] == [path.name]
 
 
+def test_an_open_pipe_is_written_through(tmp_path: pathlib.Path) -> None:
+    """As `-o /dev/stdout | gzip` does: the path that its link names is none."""
+    read, write = os.pipe()
+    (tmp_path / "page.html").symlink_to(f"/dev/fd/{write}")
+    Report("<p>").save(tmp_path / "page.html")
+    assert os.read(read, 100) == b"<p>"
+    os.close(read)
+    os.close(write)
+
+
 @pytest.mark.thorough(except_for={"writer": QUICK})
 def test_a_link_is_followed_and_a_mode_stays(writer: Any, tmp_path: pathlib.Path) -> None:
     path, write, check = writer
