@@ -148,7 +148,8 @@ def read_changes(where: str) -> list[dict[str, Any]]:
             elif (now := with_card(where, start))["card"]:
                 lines = None if before is None else changes(before, now).lines
                 found.append({**about, "time": now["began"], "step": (now["step"] or [0])[0], "changes": lines})
-                before = now
+                programs = now["card"].get("programs") or (before or now)["card"].get("programs")  # none without a step
+                before = {**now, "card": {**now["card"], "programs": programs}}
     if not found:
         raise ValueError(f"{where}: no start of a run is there; give the checkpoint_dir of a run, or its logdir")
     return found

@@ -71,5 +71,12 @@ def test_the_starts_of_one_run_are_compared(run, tmp_path, cli):
     assert [one["changes"] for one in starts][1:3] == [["learning_rate: 0.1 before, 0.2 now"], []]
 
 
+def test_a_start_without_steps_hides_no_change(run, cli):
+    """It has no programs: the start after it is compared with those before."""
+    a, b = (card(programs=[PROGRAM | {"hyperparameters": {"learning_rate": rate}}]) for rate in (0.1, 0.2))
+    starts = json.loads(cli("diff", run("a", a, card(programs=[]), b), "--json").out)["starts"]
+    assert [one["changes"] for one in starts] == [None, [], ["learning_rate: 0.1 before, 0.2 now"]]
+
+
 def test_a_run_without_a_record_is_an_error(run, cli):
     assert "no start of a run is there" in cli("diff", run("a"), code=2).err
