@@ -101,9 +101,9 @@ def _flat(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
 
 def _entries(value: Any) -> list[tuple[Any, Any]] | None:
     """Return the entries of a mapping or an object with named fields; else None."""
-    if isinstance(value, type):
-        return None
     with contextlib.suppress(Exception):
+        if isinstance(value, type):
+            return None
         if isinstance(value, Mapping):
             return list(value.items())
         if hasattr(value, "keys") and hasattr(value, "__getitem__") and not hasattr(value, "shape"):  # ml_collections

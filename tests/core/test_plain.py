@@ -38,6 +38,12 @@ class Raises:
         raise RuntimeError
 
 
+class Unbound:
+    """As a proxy of an object that does not exist yet."""
+
+    __class__ = property(lambda self: 1 / 0)
+
+
 Pair = collections.namedtuple("Pair", "lr size")
 VALUES = [
     (True, True),
@@ -55,6 +61,7 @@ VALUES = [
     (np.float32, "numpy.float32"),
     (plain, "jstep.record.config.plain"),
     (Raises(), f"{__name__}.Raises"),
+    (Unbound(), f"{__name__}.Unbound"),
     (10**400, "builtins.int"),
     (b"x", "builtins.bytes"),
     (1j, "builtins.complex"),
@@ -73,9 +80,15 @@ def test_values(value, expected):
 
 
 def test_names_are_joined():
-    config = {"a": {"b": Options(), "empty": {}}, "c": argparse.Namespace(d=1), 3: Pair(1, 2), "raises": Raises()}
+    config = {
+        "a": {"b": Options(), "empty": {}},
+        "c": argparse.Namespace(d=1),
+        3: Pair(1, 2),
+        "raises": Raises(),
+        "no": Unbound(),
+    }
     expected = {"a/b/lr": 0.1, "a/b/name": "adam", "a/empty": {}, "c/d": 1, "3/lr": 1, "3/size": 2}
-    assert as_config(config) == {**expected, "raises": f"{__name__}.Raises"}
+    assert as_config(config) == {**expected, "raises": f"{__name__}.Raises", "no": f"{__name__}.Unbound"}
     assert as_config(Options()) == {"lr": 0.1, "name": "adam"}
     assert as_config(Pair(1, 2)) == {"lr": 1, "size": 2}
     assert as_config({}) == {}
