@@ -7,17 +7,17 @@ NOT_RECORDED = "(not recorded)"
 """The placeholder for a secret."""
 _ALWAYS = re.compile(r"secret|passw|passphrase|credential|private[_-]?key|authorization", re.IGNORECASE)
 _IF_RANDOM = re.compile(r"(?:key|token|auth)s?$", re.IGNORECASE)
-_RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+=-]{16,}")
+_RANDOM = re.compile(r"[^\w+=-]*+(?=.*\d)(?=.*[A-Za-z])[\w+=-]{16,}+[^\w+=-]*+")  # also in quotes or brackets
 _TOKEN = re.compile(
     r"-----BEGIN[\s\S]*|\b(?:sk-|hf_|gh[po]_|github_pat_|AKIA|xoxb-|glpat-)[\w-]{12,}|\b(?:Bearer|Basic)\s+\S{8,}"
 )
-_PAIR = re.compile(r"([\w.-]+)=([^\s,;&]+)")
+_PAIR = re.compile(r"""([\w.-]+)=("[^"]*"|'[^']*'|[^\s,;&]+)""")
 _LOGIN = re.compile(r"(\w://)[^\s/]*@")
 
 
 def hide(name: str, text: str) -> str:
     """Return the text of an option, a variable or a message (`name=""`) without what must not be recorded."""
-    if _ALWAYS.search(name) or (_IF_RANDOM.search(name) and _RANDOM.fullmatch(text.strip())):
+    if _ALWAYS.search(name) or (_IF_RANDOM.search(name) and _RANDOM.fullmatch(text)):
         return NOT_RECORDED
     return _TOKEN.sub(NOT_RECORDED, _LOGIN.sub(r"\1", text))
 

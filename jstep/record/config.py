@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jstep.core.secret_text import hide
+from jstep.core.secret_text import NOT_RECORDED, hide
 
 MAX_OPTIONS, MAX_TEXT, _MAX_WORDS, _MAX_DEPTH, _MAX_CONFIG = 10_000, 1000, 100, 20, 2**19
 """The maximum numbers of options, of characters of a value, of words of a command line, of levels, of characters."""
@@ -25,9 +25,10 @@ def command_line() -> list[str]:
     argv, shown, option = [str(word) for word in getattr(sys, "argv", ())], list[str](), ""
     for word in argv[:_MAX_WORDS]:
         name, equals, value = word.partition("=")
-        option = name if word.startswith("-") else option
-        text = f"{hide('', name)}={hide(name, value)}" if equals else hide("" if word.startswith("-") else option, word)
-        shown.append(cut(text))
+        is_option = word.startswith("-")
+        option = ("" if equals else name) if is_option else option
+        text = hide("" if is_option else option, word)
+        shown.append(cut(f"{hide('', name)}={hide(name, value)}" if equals and text != NOT_RECORDED else text))
     return shown if len(argv) <= _MAX_WORDS else [*shown, f"… and {len(argv) - _MAX_WORDS} more"]
 
 

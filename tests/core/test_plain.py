@@ -141,6 +141,8 @@ HIDDEN = [
     ("apiKey", "dGhpc2lzc2VjcmV0dG9rZW4="),
     ("hf_token", SECRET),
     ("tokens", SECRET),
+    ("token", f"'{SECRET}'"),
+    ("token", f" <{SECRET}>.\n"),
     ("APIKEY", SECRET),
     ("x", "hf_" + "a1" * 10),
     ("x", "Bearer abcdefghij"),
@@ -158,6 +160,8 @@ SHOWN = [
     ("keyboard", SECRET),
     ("name", SECRET),
     ("mode", "Basic"),
+    ("key", "'a b 123456789012345'"),
+    ("key", "!" * 100_000),
 ]
 
 
@@ -191,12 +195,36 @@ def test_the_command_line(monkeypatch):
     ]
     assert found[9:13] == ["--tokenizer", SECRET, "http://c/d?e=f", "--verbose"]
     assert found[100:] == ["… and 113 more"]
+    words = [
+        "p.py",
+        "--api-token",
+        "dGhpc2lzYXNlY3JldDEyMw==",
+        "--password",
+        "a=b",
+        "--set",
+        "lr=0.1",
+        "--password=a=b",
+    ]
+    monkeypatch.setattr(sys, "argv", words)
+    assert command_line() == [
+        *("p.py", "--api-token", hidden, "--password", hidden, "--set", "lr=0.1", f"--password={hidden}")
+    ]
 
 
 def test_messages_of_exceptions():
     error = OSError(f"postgres://me:{SECRET}@host/db?password=x is down, token={SECRET}, lr=0.1, Bearer {SECRET}")
     hidden = NOT_RECORDED
     assert error_text(error) == f"postgres://host/db?password={hidden} is down, token={hidden}, lr=0.1, {hidden}"
+    for text in (
+        f"token={SECRET}",
+        f"'token={SECRET}'",
+        f"token='{SECRET}'",
+        f"(token={SECRET})",
+        f"token={SECRET}: no",
+    ):
+        assert SECRET not in error_text(KeyError(text))
+        assert "token=" in error_text(ValueError(text))
+    assert error_text(ValueError(f"password='a b' {SECRET}")) == f"password={hidden} {SECRET}"
 
     class UnreadableError(Exception):
         def __str__(self):
