@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from jstep.core import meshes, placement, trees
 from jstep.core.checks import as_bool, describe_type
-from jstep.core.exceptions import setting
+from jstep.core.exceptions import note, setting
 from jstep.core.meshes import internal_transfers, leaving_auto_axes, shard_like, without_explicit_axes
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Slots, Updates
@@ -77,6 +77,12 @@ def apply_gradients(
         return apply_update(state, grads, optimizer, increment_global_step, context or EMPTY_CONTEXT).state
 
 
+_MISSING = (
+    "jstep: the gradients of {} are None, because the loss does not depend on them or var_list leaves them out; return "
+    "the update None for them, as jstep.leafwise does, or with jstep.map_gradients"
+)
+
+
 class Applied(NamedTuple):
     """The result of an update; `skipped_by`: a guard's slot → whether it, or one around it, skipped the update."""
 
@@ -115,7 +121,7 @@ def apply_update(
 
 def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> Applied:
     step = step_array(state)
-    match_gradients(grads, state.params)  # here, because perhaps no element of a chain checks them
+    matched = match_gradients(grads, state.params)  # here, because perhaps no element of a chain checks them
     if not isinstance(state.slots, Mapping):
         raise TypeError(
             f"state: its slots must be a dict, got {describe_type(state.slots)}; make them with TrainState.create"
@@ -132,7 +138,14 @@ def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
     guarding = [name for name in roles.of(Role.LAST_FINITE) if name in held]
     not_reached = {name: jnp.full_like(held[name], guards.NOT_REACHED) for name in guarding}
     inputs = StepInputs(state.params, step, context)
-    updates, own = call_update(optimizer, grads, held | not_reached, inputs, exact=True)
+    try:
+        updates, own = call_update(optimizer, grads, held | not_reached, inputs, exact=True)
+    except (TypeError, ValueError, AttributeError) as error:
+        leaves = zip(trees.leaves_with_paths(state.params), matched, strict=True)
+        missing = [path for (path, leaf), gradient in leaves if gradient is None and trees.is_trainable(leaf)]
+        if missing and "None" in str(error):
+            note(error, _MISSING.format(missing[:5]))
+        raise
     _check_slots(held, own)
     skipped_by = {name: own[name] == guards.SKIPPED_MARK for name in guarding}
     own |= {name: jnp.where(own[name] < 0, held[name], own[name]) for name in guarding}

@@ -110,6 +110,28 @@ def loss_fn_of_errors(params):
     return params["w"] ** 2
 
 
+@pytest.mark.parametrize(
+    "of_leaf",
+    [
+        lambda g, p: jax.tree.map(lambda g, p: -0.1 * g, g, p),
+        lambda g, p: jax.tree.map(lambda p, g: -0.1 * g, p, g),
+        lambda g, p: {name: -0.1 * x.astype(jnp.float32) for name, x in g.items()},
+    ],
+    ids=["of trees that differ", "a product", "a method"],
+)
+def test_an_optimizer_that_computes_with_a_missing_gradient_gets_a_note(of_leaf):
+    custom = jstep.Optimizer(lambda p, global_step=0: {}, lambda g, s, p, step: (of_leaf(g, p), s), lambda step: {})
+    step = jstep.minimize(loss_fn_of_errors, custom)
+    for optimizer in (custom, jstep.chain(jstep.scale(1.0), custom)):
+        with pytest.raises((TypeError, ValueError, AttributeError)) as caught:
+            jstep.minimize(loss_fn_of_errors, optimizer)(
+                jstep.TrainState.create({"w": 1.0, "unused": 2.0, "n": jnp.int32(3)}, optimizer)
+            )
+        (told,) = [line for line in caught.value.__notes__ if line.startswith("jstep: the gradients of ['unused'] are")]
+        assert "jstep.leafwise" in told
+    assert float(step(jstep.TrainState.create({"w": 1.0}, custom))[0].params["w"]) == pytest.approx(0.8)
+
+
 def test_errors_of_the_step_get_no_note_about_gradients_that_are_there():
     def update(updates, slots, params, step):
         raise TypeError("None of this works")
