@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_function, format_bytes, format_scaled
+from jstep.core.checks import as_function, format_bytes, format_list, format_scaled
 from jstep.core.device_values import arguments_from_host
 from jstep.core.jaxprs import body_of, is_annotated
 from jstep.core.logs import slow
@@ -20,6 +21,8 @@ from jstep.core.placement import device_count, device_of, is_of_host, sharding_o
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.batch_placement import mesh_without_batch
 from jstep.metering.work import work_of
+from jstep.slots.compact_numbers import blocks_between
+from jstep.slots.roles import roles_in
 from jstep.state.train_state import TrainState, require_state
 from jstep.tools import topologies
 from jstep.tools.tabular import Tabular
@@ -208,7 +211,7 @@ def compile_cost(step: Any, state: TrainState, args: tuple[Any, ...]) -> Cost:
         flops=_scaled(analysis.get("flops"), work.once, work.all, devices),
         # The traced program gives the operations, but not which results XLA fuses and so never writes.
         bytes_accessed=None if traffic is None else _scaled(traffic, work.once_bytes, work.all_bytes, devices),
-        warnings=(*_unplaced_batch(state, args), *_undonated(compiled, state)),
+        warnings=(*_unplaced_batch(state, args), *_undonated(compiled, state), *_split_blocks(state)),
         memory_bytes=memory,
         fits=None if memory is None or peak is None else peak <= memory,
     )
@@ -354,4 +357,19 @@ def _undonated(compiled: Any, state: TrainState) -> list[str]:
     return [
         f"{format_bytes(left)} of the state is not donated, so that the old and the new state are both in memory: use "
         "jstep.minimize(..., donate=True) or jax.jit(step, donate_argnums=0)"
+    ]
+
+
+def _split_blocks(state: TrainState) -> list[str]:
+    split = []
+    for slot, half in roles_in(state).halves.items():
+        both = (trees.flatten_like(state.params, state.slots[name], name) for name in (slot, half))
+        for path, codes, scales in zip(trees.leaf_paths(state.params), *both, strict=True):
+            sharding = None if scales is None else sharding_of(codes)
+            if sharding is not None:
+                axis, size = blocks_between(codes.shape, scales.shape)
+                split += [f"{slot}/{path}"] * (sharding.shard_shape(codes.shape)[axis] % size > 0)
+    return split and [
+        f"blocks of slots are split between devices ({format_list(split)}), which exchange codes for common scales in "
+        "each update: split these parameters along another axis, or give compact a smaller block"
     ]

@@ -275,6 +275,18 @@ def test_batch_outside_the_mesh_warns():
     assert jstep.cost(STEP_OF_WARNINGS, state_of_warnings(jax.make_mesh((1,), ("data",))), x, y).warnings == ()
 
 
+def test_a_block_between_devices_warns():
+    mesh = jax.make_mesh((8,), ("data",))
+    for block, spec, warns in ((128, jax.P(None, "data"), 1), (32, jax.P(None, "data"), 0), (128, jax.P("data"), 0)):
+        optimizer = jstep.compact(jstep.adam(), block=block)
+        params = {"w": jnp.ones((128, 256)), "small": jnp.ones(4)}
+        state = jstep.TrainState.create(params, optimizer, mesh=mesh, param_specs={"w": spec, "small": jax.P()})
+        step = jstep.minimize(lambda params, x: jnp.mean((x @ params["w"]) ** 2), optimizer)
+        found = jstep.cost(step, state, jstep.shard_batch(np.ones((8, 128), np.float32), mesh)).warnings
+        assert len(found) == warns
+        assert all(line.startswith("blocks of slots are split between devices (m/w and 1 more)") for line in found)
+
+
 # Peak device memory, from the compiler's memory analysis.
 
 MB = 10**6
