@@ -56,7 +56,7 @@ def internal_transfers() -> contextlib.AbstractContextManager[object]:
 
 
 def exempts_transfers(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorator: exempt internal transfers from transfer guards, as one calls such a function by hand."""
+    """Decorator: exempt the internal transfers of a function, which one may call by hand, from transfer guards."""
 
     @functools.wraps(fn)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
