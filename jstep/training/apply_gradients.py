@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from jstep.core import meshes, placement, trees
 from jstep.core.checks import as_bool, describe_type
-from jstep.core.exceptions import note, setting
+from jstep.core.exceptions import setting
 from jstep.core.meshes import internal_transfers, leaving_auto_axes, shard_like, without_explicit_axes
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Slots, Updates
@@ -30,6 +30,7 @@ from jstep.slots.optax_transformations import require_optimizer
 from jstep.slots.roles import COUNTS, Role, Roles, roles_of
 from jstep.state.global_step import later_step, require_alive, step_array
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
+from jstep.training.explain import explain_missing_gradients
 from jstep.training.metrics import SKIPPED
 
 
@@ -75,12 +76,6 @@ def apply_gradients(
         raise TypeError(f"context: must be a jstep.Context or None, got {describe_type(context)}")
     with internal_transfers():
         return apply_update(state, grads, optimizer, increment_global_step, context or EMPTY_CONTEXT).state
-
-
-_MISSING = (
-    "jstep: the gradients of {} are None, because the loss does not depend on them or var_list leaves them out; return "
-    "the update None for them, as jstep.leafwise does, or with jstep.map_gradients"
-)
 
 
 class Applied(NamedTuple):
@@ -140,11 +135,8 @@ def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
     inputs = StepInputs(state.params, step, context)
     try:
         updates, own = call_update(optimizer, grads, held | not_reached, inputs, exact=True)
-    except (TypeError, ValueError, AttributeError) as error:
-        leaves = zip(trees.leaves_with_paths(state.params), matched, strict=True)
-        missing = [path for (path, leaf), gradient in leaves if gradient is None and trees.is_trainable(leaf)]
-        if missing and "None" in str(error):
-            note(error, _MISSING.format(missing[:5]))
+    except Exception as error:
+        explain_missing_gradients(error, state.params, matched)
         raise
     _check_slots(held, own)
     skipped_by = {name: own[name] == guards.SKIPPED_MARK for name in guarding}

@@ -9,6 +9,8 @@ import jax
 from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.exceptions import explain_jax, note
+from jstep.core.trees import Params
+from jstep.slots.matching import NoGradientsError
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
 
@@ -32,6 +34,18 @@ def explain_one_argument(error: BaseException, args: Sequence[Any]) -> None:
             note(error, _A_LIST)
         elif args[0] is None:
             note(error, "jstep: the batch is None; a function of the step must return the batch")
+
+
+def explain_missing_gradients(error: Exception, params: Params, gradients: Sequence[Any]) -> None:
+    """Add a note if an optimizer failed on a gradient that is None."""
+    leaves = zip(trees.leaves_with_paths(params), gradients, strict=True)
+    missing = [path for (path, leaf), gradient in leaves if gradient is None and trees.is_trainable(leaf)]
+    if missing and "None" in str(error) and not isinstance(error, NoGradientsError):
+        note(
+            error,
+            f"jstep: the gradients of {missing[:5]} are None, because the loss does not depend on them or var_list "
+            "leaves them out; return the update None for them, as jstep.leafwise does, or with jstep.map_gradients",
+        )
 
 
 def explain(error: BaseException, state: Tree, args: Any, *, donates: bool) -> None:

@@ -121,15 +121,13 @@ def loss_fn_of_errors(params):
 )
 def test_an_optimizer_that_computes_with_a_missing_gradient_gets_a_note(of_leaf):
     custom = jstep.Optimizer(lambda p, global_step=0: {}, lambda g, s, p, step: (of_leaf(g, p), s), lambda step: {})
-    step = jstep.minimize(loss_fn_of_errors, custom)
     for optimizer in (custom, jstep.chain(jstep.scale(1.0), custom)):
+        step = jstep.minimize(loss_fn_of_errors, optimizer)
         with pytest.raises((TypeError, ValueError, AttributeError)) as caught:
-            jstep.minimize(loss_fn_of_errors, optimizer)(
-                jstep.TrainState.create({"w": 1.0, "unused": 2.0, "n": jnp.int32(3)}, optimizer)
-            )
+            step(jstep.TrainState.create({"w": 1.0, "unused": 2.0, "n": jnp.int32(3)}, optimizer))
         (told,) = [line for line in caught.value.__notes__ if line.startswith("jstep: the gradients of ['unused'] are")]
         assert "jstep.leafwise" in told
-    assert float(step(jstep.TrainState.create({"w": 1.0}, custom))[0].params["w"]) == pytest.approx(0.8)
+        assert float(step(jstep.TrainState.create({"w": 1.0}, optimizer))[0].params["w"]) == pytest.approx(0.8)
 
 
 def test_errors_of_the_step_get_no_note_about_gradients_that_are_there():
