@@ -51,10 +51,11 @@ def code_version() -> dict[str, Any] | None:
 def _git(place: str, deadline: float, *words: str) -> bytes:
     if (git := shutil.which("git")) is None:
         raise FileNotFoundError("git")
+    environment = {name: value for name, value in os.environ.items() if name not in _PLACES}
+    environment |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}  # git must not refresh the index
     # A loader may fork workers meanwhile, which keep the pipes of a `subprocess` open, so that it would wait for their
     # end. So there is none: the output is in files, and a program with a path and open descriptors is spawned, not
     # forked.
-    environment = {name: value for name, value in os.environ.items() if name not in _PLACES}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         done = subprocess.run(
             [git, "-C", place, *words],
@@ -63,7 +64,7 @@ def _git(place: str, deadline: float, *words: str) -> bytes:
             stderr=errors,
             close_fds=False,
             timeout=max(0.01, deadline - time.monotonic()),
-            env={**environment, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},  # git must not refresh the index
+            env=environment,
         )
         out.seek(0)
         errors.seek(0)
