@@ -365,11 +365,14 @@ def _split_blocks(state: TrainState) -> list[str]:
     for slot, half in roles_in(state).halves.items():
         both = (trees.flatten_like(state.params, state.slots[name], name) for name in (slot, half))
         for path, codes, scales in zip(trees.leaf_paths(state.params), *both, strict=True):
-            sharding = None if scales is None else sharding_of(codes)
-            if sharding is not None:
-                axis, size = blocks_between(codes.shape, scales.shape)
-                split += [f"{slot}/{path}"] * (sharding.shard_shape(codes.shape)[axis] % size > 0)
-    return split and [
+            if scales is None or (sharding := sharding_of(codes)) is None:
+                continue
+            axis, size = blocks_between(codes.shape, scales.shape)
+            if sharding.shard_shape(codes.shape)[axis] % size:
+                split.append(f"{slot}/{path}")
+    if not split:
+        return []
+    return [
         f"blocks of slots are split between devices ({format_list(split)}), which exchange codes for common scales in "
         "each update: split these parameters along another axis, or give compact a smaller block"
     ]
