@@ -303,7 +303,7 @@ def _language_run(directory: str) -> None:
         jstep.TrainState.create(params, optimizer),
         jstep.batches(train_rows, batch_size=32, seed=0),
         last_step=600,
-        hooks=[jstep.EvaluationHook(evaluate, every_n_steps=50), jstep.AuditHook(every_n_steps=50)],
+        hooks=[jstep.EvaluationHook(evaluate, every_n_steps=50)],
         checkpoint_dir=directory,
         save_checkpoint_steps=50,
         progress=False,

@@ -94,7 +94,7 @@ Training loop and hooks
     loop.progress: ProgressHook
     hooks.history: History
     hooks.checkpoint_saver: CheckpointSaverHook
-    hooks.bits: FingerprintHook DivergenceError AuditHook AuditError
+    hooks.bits: FingerprintHook DivergenceError
     hooks.nan_loss: NanLossHook
     state.nonfinite: NanLossDuringTrainingError
     loop.stalls: StallHook

@@ -43,8 +43,6 @@ from jstep.evaluating.evaluator import evaluator as evaluator
 from jstep.hooks.at_steps import ProfilerHook as ProfilerHook
 from jstep.hooks.at_steps import StopAtStepHook as StopAtStepHook
 from jstep.hooks.at_steps import every as every
-from jstep.hooks.bits import AuditError as AuditError
-from jstep.hooks.bits import AuditHook as AuditHook
 from jstep.hooks.bits import DivergenceError as DivergenceError
 from jstep.hooks.bits import FingerprintHook as FingerprintHook
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook as CheckpointSaverHook

@@ -1,26 +1,21 @@
-"""Hooks that check a run bitwise: fingerprints, logged and compared with an earlier log, and updates computed twice."""
+"""A hook that logs fingerprints of the state, and compares them with an earlier log."""
 
 import contextlib
 import functools
 import logging
 import os
-from typing import Any
 
 import jax
-import numpy as np
 
-from jstep.core.annotations import Tree
-from jstep.core.checks import as_bool, as_int, check_choice, format_list
-from jstep.core.exceptions import WrongStateError, note
-from jstep.core.meshes import internal_transfers
-from jstep.core.trees import is_array
+from jstep.core.checks import as_bool, check_choice, format_list
+from jstep.core.exceptions import WrongStateError
 from jstep.distributed import processes
 from jstep.hooks import fingerprint_log
-from jstep.hooks.fingerprint_log import Difference, Entry
-from jstep.hooks.run_hook import Repeated, RunChunk, RunHook
+from jstep.hooks.fingerprint_log import Entry
+from jstep.hooks.run_hook import RunHook
 from jstep.metering.cadence import make_cadence
 from jstep.metering.numbers import TransferQueue, start_transfer
-from jstep.state.fingerprints import ByDevice, by_device, leaves_with_hash_keys
+from jstep.state.fingerprints import fingerprint_leaves, leaves_with_hash_keys
 from jstep.state.train_state import TrainState
 from jstep.stores.files import is_directory
 from jstep.stores.growing_files import ObjectAppender
@@ -30,22 +25,18 @@ from jstep.training.metrics import Metrics
 
 _logger = logging.getLogger("jstep")
 
-# Log fingerprints of the state during training.
 
-
-class _OtherBitsError(WrongStateError, RuntimeError):
-    def __init__(self, message: str, step: int = 0, leaves: tuple[str, ...] | None = None) -> None:
-        super().__init__(message)  # with which it is unpickled
-        self.step, self.leaves = step, leaves
-
-
-class DivergenceError(_OtherBitsError):
+class DivergenceError(WrongStateError, RuntimeError):
     """A repeated step produced different bits than before.
 
     Attributes:
         step: The step N of the update N − 1 → N.
         leaves: The paths of the leaves that differ; None if not known.
     """
+
+    def __init__(self, message: str, step: int = 0, leaves: tuple[str, ...] | None = None) -> None:
+        super().__init__(message)  # with which it is unpickled
+        self.step, self.leaves = step, leaves
 
 
 class FingerprintHook(RunHook):
@@ -123,7 +114,7 @@ class FingerprintHook(RunHook):
             self._file = open_lines(self._path, b'{"step": ', fingerprint_log.is_line)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        result = by_device(state)
+        result = fingerprint_leaves(state)
         entry = functools.partial(fingerprint_log.make_entry, step, result, self._per_leaf)
         self._pending.add(step, start_transfer([part for _, part in result.parts], entry), self._finish, self)
         # If processes must raise together, each one finishes the same steps: those before the latest.
@@ -195,156 +186,3 @@ def _entries_of(path: str) -> dict[int, Entry]:
 def _broadcast(entries: dict[int, Entry]) -> dict[int, Entry]:
     lines = processes.broadcast_bytes("".join(entry.line() for entry in entries.values()).encode())
     return dict(fingerprint_log.parse_log(lines).entries)
-
-
-# Compute some updates twice, and compare the results bitwise.
-
-
-class AuditHook(RunHook):
-    """A hook that detects silent data corruption by computing some updates twice, from the same state and batch.
-
-    The fingerprints of the two resulting states must be equal. A difference means either silent data corruption (a
-    device computes wrongly without an error) or a program that is not deterministic. The error names the leaves, and
-    the devices if only some of them differ (every device's copy of a replicated array is compared). The second result
-    and its metrics are dropped.
-
-    The update N → N + 1 is audited if N is a multiple of `every_n_steps`, including 0. With `steps_per_call`, the whole
-    call that contains step N is repeated. The loop waits for the device at these steps, so that no wrong state is
-    passed to a hook or saved; other steps cost nothing. An audited step takes twice the time, and memory for a second
-    state. Host callbacks run twice in it. A step that is a plain Python function is called twice, with copies of its
-    arrays; its random numbers must be a function of the step.
-
-    Args:
-        every_n_steps: Interval in steps; due at its multiples.
-        on_mismatch: `"raise"` ends the run, on all processes together, without saving; `"log"` warns and continues
-            with the first result.
-
-    Raises:
-        AuditError: From `train`: two results differ.
-        TypeError: A leaf of the state is not an array (before the first step; names its path).
-
-    Example:
-        >>> import jax.numpy as jnp, jstep
-        >>> optimizer = jstep.gradient_descent(0.1)
-        >>> state = jstep.TrainState.create({"w": 1.0}, optimizer)
-        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
-        >>> hooks = [jstep.AuditHook(every_n_steps=2)]
-        >>> state = jstep.train(train_step, state, [jnp.ones(())] * 4, last_step=4, hooks=hooks)
-
-    Source: Hochschild et al., "Cores that don't count" (HotOS 2021).
-    """
-
-    instead = "compare jstep.fingerprint(state) of two calls of the step"
-
-    def __init__(self, every_n_steps: int = 1000, on_mismatch: str = "raise") -> None:
-        self._n = as_int(every_n_steps, "every_n_steps", 1, "a number of steps")
-        self._raises = check_choice(on_mismatch, "on_mismatch", ("log", "raise")) == "raise"
-
-    def begin(self, state: TrainState) -> None:
-        super().begin(state)
-        leaves_with_hash_keys(state)
-
-    def around_chunks(self, run_chunk: RunChunk, repeated: Repeated) -> RunChunk:
-        return functools.partial(self.audit_chunk, run_chunk, repeated)
-
-    def steps_between(self, start: int, last_step: int) -> range:
-        """The steps N from `start` to `last_step` whose update N → N + 1 is audited."""
-        return range(-(-start // self._n) * self._n, last_step, self._n)
-
-    def audit_chunk(self, run_chunk: RunChunk, repeated: Repeated, state: Tree, chunk: Any) -> Any:
-        if -chunk.first % self._n >= chunk.steps:
-            return run_chunk(state, chunk)
-        repeat = repeated(chunk)
-        with self.run.watch.part(self.part):
-            state_copy, args = _preserved(repeat, state, chunk.args)
-        result = run_chunk(state, chunk)
-        del state  # usually donated
-        jax.block_until_ready(result[0])  # the time so far counts as the step's
-        with self.run.watch.part(self.part):
-            first = by_device(result[0])
-            try:
-                second = by_device(repeat(state_copy, *args)[0])
-            except Exception as error:
-                note(error, f"jstep: raised while AuditHook computed step {chunk.first} a second time")
-                raise
-            del state_copy
-            leaves, devices = _differences(first, second)
-        if leaves:
-            finding = _audit_error(chunk.first, chunk.steps, leaves, devices)
-            if self._raises:
-                raise finding
-            if jax.process_index() == 0:
-                _logger.warning("%s The run continues with the first result.", finding)
-        return result
-
-
-def _preserved(step: object, state: Tree, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """The state and arguments for the second computation, copied if the first may donate or change them."""
-    if not hasattr(step, "donate"):
-        return _copied((state, args))  # a plain function may modify or donate its arguments
-    return (_copied(state) if step.donate else state), args
-
-
-def _copied(tree: Tree) -> Any:
-    """Copy all arrays, with shardings that need no other compilation."""
-    with internal_transfers():
-        return jax.tree.map(_copy, tree)
-
-
-def _copy(leaf: Any) -> Any:
-    if not is_array(leaf):
-        return leaf
-    copied = leaf.copy()
-    # A copy has an equivalent but unequal PartitionSpec, for which the step would be traced again. This moves no data.
-    is_on_mesh = isinstance(leaf, jax.Array) and isinstance(leaf.sharding, jax.sharding.NamedSharding)
-    return jax.device_put(copied, leaf.sharding) if is_on_mesh else copied
-
-
-_SHOWN = 8
-_SAME, _DIFFERS = 1, 2
-
-
-class AuditError(_OtherBitsError):
-    """An update was computed twice with different results.
-
-    Attributes:
-        step: The step N of the update N − 1 → N, or of the first update of the call, if a call takes several.
-        leaves: The paths of the state's leaves that differ.
-    """
-
-
-def _audit_error(step: int, steps: int, leaves: tuple[str, ...], devices: tuple[str, ...]) -> AuditError:
-    where = ", ".join(devices[:_SHOWN]) + (", …" if len(devices) > _SHOWN else "")
-    what = Difference(step, leaves).text() + (f" (on {where} alone)" if where else "")
-    update = f"update {step} → {step + 1} was" if steps == 1 else f"updates {step} → {step + steps} were"
-    return AuditError(
-        f"the {update} computed twice, and the results differ: {what}. A device computes wrongly: resume on other "
-        "devices; or the program is not deterministic, as on GPUs without XLA_FLAGS=--xla_gpu_deterministic_ops=true.",
-        step + 1,
-        leaves,
-    )
-
-
-def _differences(first: ByDevice, second: ByDevice) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The leaves of a state that differ, and the devices, if not all of them; on all processes alike, after a wait."""
-    if first.paths != second.paths:
-        raise TypeError("train_step: returned a state of other leaves when AuditHook repeated it; must be the same")
-    devices = jax.devices()
-    marks = processes.max_over_processes(_marks(first, second, devices))
-    differ, of_devices = marks[: len(first.paths)], marks[len(first.paths) :]
-    leaves = tuple(path for path, mark in zip(first.paths, differ, strict=True) if mark)
-    all_do = (of_devices[of_devices > 0] == _DIFFERS).all()
-    return leaves, () if all_do else tuple(str(devices[i]) for i in np.flatnonzero(of_devices == _DIFFERS))
-
-
-def _marks(first: ByDevice, second: ByDevice, devices: list[Any]) -> np.ndarray[Any, Any]:
-    """For each leaf, whether it differs; for each device, `_SAME`, `_DIFFERS`, or 0 on another process."""
-    leaves, number = len(first.paths), {device: i for i, device in enumerate(devices)}
-    marks = np.zeros(leaves + len(devices), np.int32)
-    a, b = first.words(), second.words()
-    for device in {**a, **b}:
-        differ = np.any(a[device] != b[device], axis=1) if device in a and device in b else np.ones(leaves, bool)
-        marks[:leaves] |= differ
-        if device in number:
-            marks[leaves + number[device]] = _DIFFERS if differ.any() else _SAME
-    return marks

@@ -29,9 +29,9 @@ class Hook(ShownAsTyped):
 
     Steps are integers on the host, the number of training steps completed. Step N is the update N − 1 → N, which used
     batch N − 1, or the state after it: in log lines, metrics rows, evaluations, checkpoints and fingerprints, and in
-    the attribute `step` of exceptions (`AuditError`, `DivergenceError`, `NanLossDuringTrainingError`). What starts from
-    a step has the number of the state from which it starts, N → N + 1: `before_step`, `replay(step=N)`, the multiples
-    of `AuditHook`, the first step of a stage, step marks of a profile, and lines about stalls or compilations. Reading
+    the attribute `step` of exceptions (`DivergenceError`, `NanLossDuringTrainingError`). What starts from
+    a step has the number of the state from which it starts, N → N + 1: `before_step`, `replay(step=N)`, the
+    first step of a stage, step marks of a profile, and lines about stalls or compilations. Reading
     values of `state` or `metrics` waits for the device: do it only when due. A state that a hook stores is donated to
     the next step, which deletes its arrays: copy what the hook needs later.
 

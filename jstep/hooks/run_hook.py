@@ -21,12 +21,6 @@ from jstep.state.train_state import TrainState
 from jstep.summary.writer import SummaryWriter
 from jstep.training.metrics import Metrics
 
-# Chunks, for hooks that wrap their calls: each has its `args`, its number of `steps`, and the `first` step.
-
-RunChunk = Callable[[Any, Any], Any]
-"""`run_chunk(state, chunk)` runs the steps of a chunk; it returns the new state and the last metrics."""
-Repeated = Callable[[Any], Callable[..., tuple[TrainState, Metrics]]]
-"""Maps a chunk to a function `(state, *chunk.args)` that repeats it, and adds no metrics to the sums."""
 Poll = Callable[..., bool | None]
 """`poll()` is called after each call of the loop while it returns True, and `poll(wait=True)` after the last step."""
 
@@ -195,10 +189,6 @@ class RunHook(Hook):
             if self._run is None:  # it closes after its run
                 raise
             self.run.log_failed(self, with_path(error, path) if path else error)
-
-    def around_chunks(self, run_chunk: RunChunk, repeated: Repeated) -> RunChunk:
-        """Return `run_chunk`, or a function in its place that calls it."""
-        return run_chunk
 
     def flush(self) -> None:
         """Called before a checkpoint is published, in the background: flush files that must not be older."""

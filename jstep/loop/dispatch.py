@@ -110,10 +110,6 @@ class Dispatch:
             for after_chunk in self._after_first:
                 after_chunk(chunk, result[0])
 
-    def repeated(self, chunk: Chunk) -> Callable[..., Any]:
-        """Return a function `repeat(state, *chunk.args) -> (state, metrics)` for a chunk that was run."""
-        return chunk.program.repeated(chunk, self.table.sums)
-
     @property
     def constants(self) -> Constants:
         return NO_CONSTANTS if self._latest is None else self._latest.constants

@@ -17,11 +17,14 @@ from jstep.evaluating.evaluation_hook import EvaluationHook
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.hook import call_named, check_step, defines
 from jstep.hooks.reporting import LoggingHook
-from jstep.hooks.run_hook import Repeated, ReportingContext, RunChunk, RunHook, RunInfo
+from jstep.hooks.run_hook import ReportingContext, RunHook, RunInfo
 from jstep.loop.loop_state import LEAVING, HookCall
 from jstep.loop.programs import Boundaries, Chunk, EndsAhead
 from jstep.loop.setup import Setup
 from jstep.metering.cadence import NEVER, Cadence, HookSchedule, next_call
+
+RunChunk = Callable[[Any, Chunk], Any]
+"""`run_chunk(state, chunk)` runs the steps of a chunk; it returns the new state and the last metrics."""
 
 
 class HookRunner:
@@ -45,10 +48,8 @@ class HookRunner:
                 self._setup.closing.push(noting(functools.partial(call_named, hook, "close")))
                 hook.use_run(run)
 
-    def around_chunks(self, run_chunk: RunChunk, repeated: Repeated) -> RunChunk:
-        for hook in self._hooks:
-            if isinstance(hook, RunHook):
-                run_chunk = hook.around_chunks(run_chunk, repeated)
+    def with_before_step(self, run_chunk: RunChunk) -> RunChunk:
+        """Return `run_chunk`, after a call of each hook's `before_step`."""
         before = [hook for hook in self._hooks if defines(hook, "before_step")]
         return functools.partial(self._run_after_hooks, before, run_chunk) if before else run_chunk
 

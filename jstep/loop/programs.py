@@ -218,20 +218,6 @@ class Program:
         lowered.compile()
         self.is_ahead = True
 
-    def repeated(self, chunk: "Chunk", sums: MetricSums) -> Callable[..., Any]:
-        """Return a function `repeat(state, *chunk.args)` that adds no metrics; its `donate` is that of the step."""
-        if not self.is_looped:
-            step: Callable[..., Any] = self.step
-            return step
-
-        def repeat(state: Tree, *args: Any) -> Any:
-            before = sums.empty(self._columns, state.global_step)
-            new, metrics, _ = call_step(self.step, state, (np.int32(chunk.steps), before, *args))
-            return new, metrics.merged()
-
-        repeat.donate = self.step.donate  # type: ignore[attr-defined]
-        return repeat
-
 
 AUTO = "auto"
 

@@ -280,7 +280,7 @@ def _take_steps(run: Run) -> bool:
     last_step = run.setup.options.stop_step
     signals.finish(run.feeder.interrupted)
     loop.phase = RUNNING
-    run_chunk = runner.around_chunks(run.dispatch, run.dispatch.repeated)
+    run_chunk = runner.with_before_step(run.dispatch)
     try:
         for chunk in fetch_by_all(run.feeder):
             in_flight.make_room()

@@ -152,38 +152,17 @@ def _summed(words: Any) -> Any:
     return words.sum(axis=0, dtype=U)
 
 
-_ABSENT = -1
-"""Placeholder for a leaf that a device does not hold; words of fingerprints are never negative."""
-
-
-class ByDevice(NamedTuple):
-    """Fingerprints of a tree's leaves, computed by each device of this process from its own data.
-
-    For a replicated array each device reads its own copy; for a split array its devices compute one sum together.
-    `parts` has indices of leaves, and fingerprints `[n, 2]` by device.
-    """
+class Fingerprints(NamedTuple):
+    """Fingerprints of a tree's leaves, which their devices compute: indices of leaves, and their words `[n, 2]`."""
 
     paths: list[str]
     parts: list[tuple[list[int], Any]]
 
-    def words(self) -> dict[Any, np.ndarray[Any, Any]]:
-        """Return device (None: host) → int64 `[leaves, 2]`, −1 for leaves that it does not hold. Blocks."""
-        on_device: dict[Any, np.ndarray[Any, Any]] = {}
-        with meshes.internal_transfers():
-            for numbers, part in self.parts:
-                on_each: list[tuple[Any, Any]] = [(None, part)]
-                if isinstance(part, jax.Array):
-                    on_each = [(shard.device, shard.data) for shard in part.addressable_shards]
-                for device, words in on_each:
-                    mine = on_device.setdefault(device, np.full((len(self.paths), 2), _ABSENT, np.int64))
-                    mine[numbers] = np.asarray(words)
-        return on_device
 
-
-def by_device(tree: Tree) -> ByDevice:
+def fingerprint_leaves(tree: Tree) -> Fingerprints:
     """Start computing fingerprints of leaves, without blocking."""
     paths, leaves, keys = leaves_with_hash_keys(tree)
-    return ByDevice(paths, start_fingerprints(leaves, keys))
+    return Fingerprints(paths, start_fingerprints(leaves, keys))
 
 
 # Arithmetic of fingerprints: 32-bit words are mixed with their position and summed modulo 2^32 in two lanes.

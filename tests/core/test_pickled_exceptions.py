@@ -22,7 +22,6 @@ ERRORS = [
     jstep.CheckpointError("x"),
     jstep.Preempted("saved model-5", 138),
     jstep.DivergenceError("m", 3, ("w",)),
-    jstep.AuditError("m", 3, None),
     jstep.NanLossDuringTrainingError("m", 4, may_save=True),
     jstep.OutOfRangeError("end"),
     jstep.CancelledError("c"),

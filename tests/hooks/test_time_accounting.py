@@ -116,13 +116,6 @@ def test_steps_in_progress_at_an_evaluation_are_productive(clock, tmp_path, monk
     assert (found.productive, found.evaluating) == (8.0 + 2 * 4.0, 20.0)  # at step 5 and at the end
 
 
-def test_audits_are_not_productive(clock, tmp_path):
-    train(clock, 10, [jstep.AuditHook(every_n_steps=3)], logdir=tmp_path)
-    found = jstep.goodput(tmp_path)
-    assert (found.productive, found.hooks, found.steps) == (9.0, 4.0, 10)
-    assert found.total == clock.now - 1000.0 + 3.0
-
-
 @pytest.mark.thorough(except_for=["True"])
 @pytest.mark.parametrize("traces", [True, False])
 def test_a_later_compilation_is_not_productive(traces, tmp_path, monkeypatch):

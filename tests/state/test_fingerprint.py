@@ -220,20 +220,3 @@ def test_on_a_mesh_the_bits_are_those_of_one_device(kind):
     assert {
         path: hexadecimal(one) for path, one in jax.jit(lambda: jstep.fingerprint(one_device, per_leaf=True))().items()
     } == {path: text for path, text in texts(tree).items() if path}
-
-
-def test_on_a_mesh_each_device_reads_its_own_copy():
-    """A copy that differs changes the fingerprint of its device alone; parts are summed over the axes that split."""
-    mesh = jax.make_mesh((4, 2), ("a", "b"))
-    place = NamedSharding(mesh, PartitionSpec("a"))
-    copies = [jax.device_put(np.full(2, 1.0 + (i == 5), "f"), device) for i, device in enumerate(mesh.devices.flat)]
-    tree = {
-        "w": jax.make_array_from_single_device_arrays((8,), place, copies),
-        "v": jax.device_put(np.ones(8, "f"), place),
-    }
-    words = fingerprints.by_device(tree).words()
-    values = [tuple(map(tuple, words[device])) for device in mesh.devices.flat]
-    assert len({one[0] for one in values}) == 1  # v
-    column = [one[1] for one in values]
-    assert len(set(column[1::2])) == len(set(column[::2])) == 1
-    assert column[0] != column[1]
