@@ -77,12 +77,14 @@ Schedules
 Input data
     data.batches: batches Batches mixture Mixture
     data.loaders: from_state replayed
+    data.loop_batches: from_loop
     data.prefetch: prefetch_to_device PrefetchIterator
 Queues
     queues.queues: FIFOQueue RandomShuffleQueue OutOfRangeError CancelledError
     queues.queue_runner: QueueRunner add_queue_runner start_queue_runners
     queues.coordinator: Coordinator
 Training loop and hooks
+    loop.run: Run
     loop.train: train
     loop.signals: Preempted
     state.interrupted: interrupted_state

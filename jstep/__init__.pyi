@@ -18,6 +18,7 @@ from jstep.data.batches import batches as batches
 from jstep.data.batches import mixture as mixture
 from jstep.data.loaders import from_state as from_state
 from jstep.data.loaders import replayed as replayed
+from jstep.data.loop_batches import from_loop as from_loop
 from jstep.data.prefetch import PrefetchIterator as PrefetchIterator
 from jstep.data.prefetch import prefetch_to_device as prefetch_to_device
 from jstep.differentiate.clipping import clip_by_average_norm as clip_by_average_norm
@@ -55,6 +56,7 @@ from jstep.hooks.reporting import ReportingHook as ReportingHook
 from jstep.hooks.reporting import SummarySaverHook as SummarySaverHook
 from jstep.hooks.speed import StepCounterHook as StepCounterHook
 from jstep.loop.progress import ProgressHook as ProgressHook
+from jstep.loop.run import Run as Run
 from jstep.loop.signals import Preempted as Preempted
 from jstep.loop.stalls import StallHook as StallHook
 from jstep.loop.train import train as train

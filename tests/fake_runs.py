@@ -1,7 +1,9 @@
 """A stand-in for a run of `train`, for tests of one built-in hook alone."""
 
+from collections import Counter
+
 from jstep.core.stopwatch import Stopwatch
-from jstep.hooks.run_hook import ReportingContext
+from jstep.hooks.run_hook import RunInfo
 from jstep.hooks.speed import StepCounterHook
 from jstep.metering.cadence import HookSchedule
 from jstep.metering.in_flight import InFlight
@@ -14,13 +16,14 @@ class FakeRun:
     """Has what `RunInfo` has, and calls its hook when it is due after each `after_step`."""
 
     is_over, is_new_branch, restored, saver, last_step = False, False, None, None, None
-    evaluations = ()
+    writer = background = config = None
+    evaluations, examples = (), RunInfo.examples
 
     def __init__(self, hook, state, step=0):
         self.hook, self.state, self.step, self.metrics, self.stopped = hook, state, step, None, []
-        counter = hook if isinstance(hook, StepCounterHook) else StepCounterHook()
-        sums = MetricSums(getattr(hook, "max_skipped_steps", None))
-        self.reports = ReportingContext(sums, TransferQueue(), counter, None, None, None)
+        self.counter = counter = hook if isinstance(hook, StepCounterHook) else StepCounterHook()
+        self.sums, self.transfers = MetricSums(getattr(hook, "max_skipped_steps", None)), TransferQueue()
+        self.steps_by_rows = Counter()
         self.watch, self.in_flight, self.at_start = Stopwatch(), InFlight(), StateContents(state)
         self.polls = []
         for each in {counter, hook}:
@@ -31,8 +34,8 @@ class FakeRun:
     def after_step(self, step, state, metrics):
         """What the loop does after a call."""
         first, self.step, self.state, self.metrics = self.step, step, state, metrics
-        if self.reports.sums.is_wanted:
-            self.reports.sums.add(step - 1, metrics)
+        if self.sums.is_wanted:
+            self.sums.add(step - 1, metrics)
         polls, self.polls = self.polls, []
         self.polls += [check for check in polls if check()]
         if not self.schedule.is_due(step):

@@ -32,6 +32,7 @@ class Stopwatch:
 
     Attributes:
         waiting: The category for the time spent waiting for a batch; `starting` until the first step has returned.
+        aside: When the user's code began to run between two steps; its seconds are those of `hooks` until it ends.
         lasted: The seconds of the latest visits of each category, and of other things that `record` names.
     """
 
@@ -42,6 +43,7 @@ class Stopwatch:
         self._since = clock() if since is None else since
         self._totals = dict.fromkeys(PARTS, 0.0) | {BEFORE: before}
         self.current = self.waiting = STARTING
+        self.aside: float | None = None
         self.lasted: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_VISITS))
         self._latest: deque[tuple[str, float]] = deque(maxlen=_SWITCHES)
 
@@ -80,8 +82,12 @@ class Stopwatch:
         return [then - at for (this, at), (_, then) in itertools.pairwise(marks) if this == part][-_VISITS:]
 
     def seconds(self) -> dict[str, float]:
-        totals, current, since = dict(self._totals), self.current, self._since
-        totals[current] += self.clock() - since
+        totals, current, since, aside = dict(self._totals), self.current, self._since, self.aside
+        now = self.clock()
+        totals[current] += now - since
+        if aside is not None:
+            totals[current] -= now - aside
+            totals[HOOKS] += now - aside
         return totals
 
 

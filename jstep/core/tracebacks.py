@@ -41,7 +41,8 @@ def shortens_tracebacks(fn: Callable[_P, _T], instead: Mapping[str, str] = {}) -
     @functools.wraps(fn)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         for name in instead.keys() & kwargs.keys():
-            raise TypeError(f"{name}: {fn.__name__} has no such argument; {instead[name]}")
+            owner = fn.__qualname__.removesuffix(".__init__")
+            raise TypeError(f"{name}: {owner} has no such argument; {instead[name]}")
         try:
             return fn(*args, **kwargs)
         except BaseException as error:

@@ -14,7 +14,16 @@ import numpy as np
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_function, can_take, describe_type, format_value, may_take
 from jstep.core.exceptions import note
-from jstep.data.positions import SavedPosition, batches_since, decode_position
+from jstep.data.loop_batches import LoopBatches
+from jstep.data.positions import (
+    OWN_STATE,
+    STATE_DICT,
+    SavedPosition,
+    batches_since,
+    decode_position,
+    has_methods,
+    position_methods,
+)
 from jstep.data.sequence import BatchIterator, BatchSequence
 from jstep.queues.queues import until_end
 from jstep.stores import tagged_json
@@ -23,8 +32,6 @@ from jstep.stores.tagged_arrays import UnsupportedError
 _logger = logging.getLogger("jstep")
 
 _SEQUENCE = (Sequence, BatchSequence)
-_OWN_STATE, _STATE_DICT = ("get_state", "set_state"), ("state_dict", "load_state_dict")
-"""The methods that return and restore a position: generic names, and the names of loaders such as torchdata's."""
 _STATELESS = (types.FunctionType, types.BuiltinFunctionType, functools.partial)
 _USED = "batches"
 """The key of the position of `replayed`: the number of batches that were used."""
@@ -39,6 +46,8 @@ class Source(NamedTuple):
         by_step: The batches if each can be fetched by its step (indexable, or a function of it); else None.
         fresh: Whether each batch is in new arrays that no other code writes to.
         is_of_state: Whether batches are made with the run's state, and never ahead.
+        is_of_loop: Whether the body of the loop makes them, which is also with the state.
+        given: What the user gave as batches.
     """
 
     items: Iterator[Any]
@@ -47,6 +56,8 @@ class Source(NamedTuple):
     by_step: Any = None
     fresh: bool = False
     is_of_state: bool = False
+    is_of_loop: bool = False
+    given: Any = None
 
     @property
     def seekable(self) -> bool:
@@ -77,7 +88,23 @@ def open_source(
             the first step.
         position: From an earlier run.
     """
+    return _open(batches, start, last_step, position, resumable=resumable, state=state)._replace(given=batches)
+
+
+def _open(
+    batches: Tree,
+    start: int,
+    last_step: int,
+    position: SavedPosition | None,
+    *,
+    resumable: bool,
+    state: Callable[[], Any],
+) -> Source:
     owner = position_owner(batches)
+    if isinstance(batches, LoopBatches):
+        # Restored also where no step is left: the loop may go on to use the objects.
+        read, begin = (None, None) if owner is None else _resumed(owner, position, start, start + 1)
+        return Source(iter(batches), read, begin, is_of_state=True, is_of_loop=True)
     if isinstance(batches, StateBatches):
         make, read, begin = batches.make, None, None
         if owner is not None:
@@ -149,7 +176,7 @@ def check_batches(batches: Tree) -> None:
     if isinstance(batches, Mapping | str | bytes):
         what = f"batches: must be a source of batches, got a {type(batches).__name__}"
         raise TypeError(f"{what}; to repeat one batch, give itertools.repeat(batch)")
-    if isinstance(batches, StateBatches):
+    if isinstance(batches, StateBatches | LoopBatches):
         return
     if callable(batches) and not hasattr(batches, "__iter__") and not may_take(batches, 1):
         raise TypeError(
@@ -157,7 +184,7 @@ def check_batches(batches: Tree) -> None:
         )
     if isinstance(batches, type) or not (
         callable(batches)
-        or _has(batches, *_OWN_STATE, "__next__")
+        or has_methods(batches, *OWN_STATE, "__next__")
         or any(hasattr(batches, n) for n in ("__getitem__", "__iter__"))
     ):
         what = "must have batches[N], be a function of the step, or be iterable"
@@ -196,17 +223,19 @@ def _resumed(owner: object, kept: SavedPosition | None, start: int, last_step: i
 
 
 def keeps_position(batches: Tree) -> bool:
-    if _has(batches, *_OWN_STATE, "__next__"):
+    if has_methods(batches, *OWN_STATE, "__next__"):
         return True
     # `state_dict` must take no arguments: some data sets require the number of examples that were read.
     is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__next__")
-    is_stateful = is_iterable and not isinstance(batches, _SEQUENCE) and _has(batches, *_STATE_DICT)
+    is_stateful = is_iterable and not isinstance(batches, _SEQUENCE) and has_methods(batches, *STATE_DICT)
     return is_stateful and can_take(batches.state_dict, 0)
 
 
 def position_owner(batches: Tree) -> Any:
     if isinstance(batches, StateBatches):
-        return batches.make if _has(batches.make, *_OWN_STATE) or _has(batches.make, *_STATE_DICT) else None
+        return batches.make if position_methods(batches.make) is not None else None
+    if isinstance(batches, LoopBatches):
+        return batches if batches.kept else None
     return batches if keeps_position(batches) else None
 
 
@@ -220,11 +249,11 @@ def loader_position(owner: object) -> Any:
     try:
         return {"value": tagged_json.copy_encodable(position)}
     except UnsupportedError as error:
-        name = type(owner).__name__
-        raise TypeError(
-            f"batches: the position of the {name} cannot be saved: state{error.path} {error.what}; convert it, "
-            "see docs: help/errors#positions"
-        ) from None
+        whose = f"batches: the position of the {type(owner).__name__} cannot be saved: state"
+        if isinstance(owner, LoopBatches):
+            whose = "from_loop: the state of its objects cannot be saved: "
+        text = f"{whose}{error.path} {error.what}; convert it, see docs: help/errors#positions"
+        raise TypeError(text) from None
 
 
 def set_position(owner: object, position: object) -> None:
@@ -232,12 +261,9 @@ def set_position(owner: object, position: object) -> None:
 
 
 def _methods(owner: object) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    get, set_to = _OWN_STATE if _has(owner, *_OWN_STATE) else _STATE_DICT
-    return getattr(owner, get), getattr(owner, set_to)
-
-
-def _has(value: object, *methods: str) -> bool:
-    return all(callable(getattr(value, method, None)) for method in methods)
+    methods = position_methods(owner)
+    assert methods is not None
+    return methods
 
 
 def _indexed(batches: Tree, start: int, last_step: int) -> Iterator[Any]:

@@ -21,6 +21,20 @@ _BYTES = "base64"
 """The key of a position that consists of bytes, in checkpoints of earlier versions."""
 
 
+OWN_STATE, STATE_DICT = ("get_state", "set_state"), ("state_dict", "load_state_dict")
+"""The methods that return and restore a position: generic names, and the names of loaders such as torchdata's."""
+
+
+def has_methods(value: object, *methods: str) -> bool:
+    return all(callable(getattr(value, method, None)) for method in methods)
+
+
+def position_methods(owner: object) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """Return the methods that return and restore the position of an object, or None."""
+    names = next((names for names in (OWN_STATE, STATE_DICT) if has_methods(owner, *names)), None)
+    return None if names is None else (getattr(owner, names[0]), getattr(owner, names[1]))
+
+
 class SavedPosition(NamedTuple):
     """The position of this process's loader in a checkpoint; `error` says why it is not available."""
 
@@ -99,9 +113,11 @@ class StoredPosition:
 
     Attributes:
         before: The position before the latest batch.
+        iterations: How many iterations have begun of a loop that makes its batches.
     """
 
     is_live = is_large = False
+    iterations = 0
 
     def __init__(self, begin: Callable[[], Any] | None) -> None:
         self.before: Any = None
@@ -122,6 +138,12 @@ class StoredPosition:
 
     def mark_exhausted(self) -> None:
         """Record that the batches have ended."""
+
+    def begin_iteration(self) -> None:
+        """Begin an iteration of a loop that makes its batches."""
+
+    def end_iteration(self) -> None:
+        """End that iteration: the position belongs to the state."""
 
     def freeze(self) -> None:
         """Freeze the current position, without later changes."""
@@ -172,6 +194,42 @@ class LivePosition(StoredPosition):
 
     def now(self) -> Any:
         return self.before if self._is_frozen else self._ask()
+
+
+class LoopPosition(StoredPosition):
+    """The position of batches that the body of a loop makes: it belongs to the state between two iterations.
+
+    It is read when a checkpoint is written. In an iteration there is nothing to resume from, unless its batches depend
+    on nothing else and it has taken no step, or iterations take one step each, which is done.
+    """
+
+    def __init__(self, ask: Callable[[], Any] | None) -> None:
+        super().__init__(None)
+        self._ask, self._is_inside, self._steps, self._most = ask, False, 0, 0
+
+    def begin_iteration(self) -> None:
+        self.iterations += 1
+        self._is_inside, self._steps = True, 0
+
+    def end_fetch(self, position: object) -> bool:
+        self._steps += 1
+        return True  # the body has used up what it made the batch of
+
+    def end_iteration(self) -> None:
+        self._is_inside, self._most = False, max(self._steps, self._most)
+
+    def is_lost(self, is_before: bool) -> bool:
+        if not self._is_inside:
+            return False
+        taken = self._steps - is_before
+        return taken != 1 or self._most != 1 if taken else self._ask is not None
+
+    def freeze(self) -> None:
+        position = self.now()
+        self._ask = lambda: position
+
+    def now(self) -> Any:
+        return None if self._ask is None else self._ask()
 
 
 _SHARE = 0.02

@@ -19,7 +19,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.recorded_calls import ShownAsTyped
 from jstep.core.selection import VarList, check_form
 from jstep.hooks.hook import state_step
-from jstep.hooks.run_hook import ReportingContext, RunInfo
+from jstep.hooks.run_hook import RunInfo
 from jstep.metering.numbers import is_number, read_values
 from jstep.optimizers.hyperparameters import get_hyperparameter, set_hyperparameter
 from jstep.state.nonfinite import StateContents
@@ -433,7 +433,8 @@ class KeepBest(MetricReader):
         check_form(leave_out, "leave_out")
         self._given = self._leave_out = leave_out
         self._saver: Saver | None = None
-        self._reports: ReportingContext | None = None
+        self._config: dict[str, Any] | None = None
+        self._listener: Listener | None = None
         self._is_fresh = False
         self._at_start: StateContents | None = None
         self.values: dict[int, float] = {}
@@ -441,7 +442,8 @@ class KeepBest(MetricReader):
 
     def use_run(self, run: RunInfo) -> None:
         """Reject the directory and prefix of the run's own checkpoints."""
-        saver, self._is_fresh, self._reports = run.saver, run.restored is None or run.is_new_branch, run.reports
+        saver, self._is_fresh = run.saver, run.restored is None or run.is_new_branch
+        self._config, self._listener = run.config, run.background
         self._leave_out = saver.leave_out if self._given is None and saver is not None else self._given
         if saver is None or saver.prefix != self._prefix:
             return
@@ -482,8 +484,7 @@ class KeepBest(MetricReader):
             return
         worse, _ = contents.worse_since(self._at_start)
         with internal_transfers(), saver.knowing(not worse):
-            config = None if self._reports is None else self._reports.config
-            extra = {} if config is None else {"config": dict(config)}
+            extra = {} if self._config is None else {"config": dict(self._config)}
             saver.save(state, extra=extra | {self.metric: value})
             self.values[step] = value
             # The new checkpoint must be on disk before another is deleted.
@@ -525,7 +526,7 @@ class KeepBest(MetricReader):
         self.close()
         saver = Saver(self._directory, prefix=self._prefix, max_to_keep=None, leave_out=self._leave_out)
         self._saver = saver
-        self._complete = _Complete(None if self._reports is None else self._reports.listener)
+        self._complete = _Complete(self._listener)
         saver.set_listener(self._complete)
         self.values = {}
         for step in saver.all_steps():

@@ -229,7 +229,7 @@ class EvaluationHook(RunHook):
         self._interrupted_step, self._interrupted_last_step = (step, None) if on_cadence else (None, step)
         with self.run.watch.part(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
             jax.block_until_ready(state)
-        self.run.reports.transfers.deliver_all()  # rows of earlier steps precede these results
+        self.run.transfers.deliver_all()  # rows of earlier steps precede these results
         try:
             with setting(STOP_REQUESTED, self.run.to_stop):
                 values = self._evaluate(state)

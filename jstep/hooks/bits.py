@@ -97,7 +97,7 @@ class FingerprintHook(RunHook):
 
     def begin(self, state: TrainState) -> None:
         super().begin(state)
-        self._path = self._given or os.fspath(getattr(self.run.reports.writer, "logdir", ""))
+        self._path = self._given or os.fspath(getattr(self.run.writer, "logdir", ""))
         if not self._path:
             raise ValueError("FingerprintHook has nowhere to write: pass it a path, or pass logdir to train")
         if self._given is None or self._is_directory or is_directory(self._given):

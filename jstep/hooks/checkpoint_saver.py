@@ -100,7 +100,7 @@ class CheckpointSaverHook(RunHook):
                 self.saver, self._is_closed = Saver(self._directory), False
             is_finite = self.run.require_finite(step, self.saver)
             extra = self._extra() if self._extra else None
-            self.saver.set_listener(self.run.reports.listener)
+            self.saver.set_listener(self.run.background)
             with internal_transfers(), self.saver.knowing(is_finite, self._temporary_secs):
                 self.saver.save(state, extra=extra)
             self.mark_saved(step, state)

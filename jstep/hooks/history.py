@@ -214,7 +214,7 @@ class History(ReportingHook):
         if not self._mean:
             numbers = scalars(metrics, left_out)
             return start_transfer(numbers.values(), lambda: read_values(numbers))
-        interval, sums = self.run.reports.sums.take(self._number), self._sums
+        interval, sums = self.run.sums.take(self._number), self._sums
         self._sums = {}
 
         def means() -> Row:
@@ -225,10 +225,10 @@ class History(ReportingHook):
 
     def _carry(self) -> None:
         """Read the evaluations and the sums of the unfinished row; waits for the device."""
-        self.run.reports.transfers.deliver_all()
+        self.run.transfers.deliver_all()
         self._pull()
         if self._mean:
-            self._sums = _plus(self._sums, self.run.reports.sums.take(self._number))
+            self._sums = _plus(self._sums, self.run.sums.take(self._number))
         self._reached = self.run.step
 
     def _pull(self) -> None:

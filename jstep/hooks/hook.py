@@ -197,9 +197,9 @@ def check_hook_result(result: object, state: TrainState, step: int, by: str) -> 
     if isinstance(result, bool | np.bool_ | None):
         return bool(result), state
     if isinstance(result, TrainState):
-        return False, check_returned_state(result, state, step, by)
+        return False, check_returned_state(result, state, step, f"{by} returned")
     if isinstance(result, StopWith):
-        return True, check_returned_state(result.state, state, step, by)
+        return True, check_returned_state(result.state, state, step, f"{by} returned")
     raise TypeError(
         f"{by} returned {describe_type(result)}: must be None, True (stop after this step), "
         "or a TrainState to continue with" + ("; make a bool of it: bool(…)" if trees.is_array(result) else "")
@@ -207,7 +207,7 @@ def check_hook_result(result: object, state: TrainState, step: int, by: str) -> 
 
 
 def check_returned_state(other: TrainState, state: TrainState, step: int, by: str) -> TrainState:
-    """Check a state that a hook returned, and place its leaves like the current ones."""
+    """Check a state that a hook returned, or that a loop assigned, and place its leaves like the current ones."""
     if other is state:
         return state
     # A hook may build its state by hand; its slots keep the roles that they have in the run.
@@ -215,13 +215,13 @@ def check_returned_state(other: TrainState, state: TrainState, step: int, by: st
     new, old = trees.leaves_with_paths(other), trees.leaves_with_paths(state)
     if trees.structure(other) != trees.structure(state):
         different = describe_difference(other, state) or "the same paths, in other containers"
-        raise ValueError(f"{by} returned a state of another structure: {different}")
-    warn_of_copies(state, other.params, other.slots, f"{by} returned a state with other parameters")
+        raise ValueError(f"{by} a state of another structure: {different}")
+    warn_of_copies(state, other.params, other.slots, f"{by} a state with other parameters")
     with internal_transfers():
         leaves = [_placed_like(leaf, was, path, by) for (path, leaf), (_, was) in zip(new, old, strict=True)]
         if other.global_step is not state.global_step and int(np.asarray(other.global_step)) != step:
             raise ValueError(
-                f"{by} returned a state at step {int(np.asarray(other.global_step))}: must be at step {step}; only the "
+                f"{by} a state at step {int(np.asarray(other.global_step))}: must be at step {step}; only the "
                 "run counts steps"
             )
     return jax.tree.unflatten(trees.structure(state), leaves)
@@ -234,7 +234,7 @@ def _placed_like(leaf: Any, was: Any, path: str, by: str) -> Any:
     if not trees.is_array(leaf) or leaf.shape != was.shape or leaf.dtype != was.dtype:
         want = f"{was.dtype} of shape {was.shape}"
         got = f"{leaf.dtype} of shape {leaf.shape}" if trees.is_array(leaf) else describe_type(leaf)
-        raise ValueError(f"{by} returned a state whose {path!r} is {got}: must be {want}, as before")
+        raise ValueError(f"{by} a state whose {path!r} is {got}: must be {want}, as before")
     if isinstance(leaf, jax.Array) and leaf.weak_type:
         leaf = leaf.astype(leaf.dtype)  # otherwise the step would be compiled again
     if isinstance(leaf, jax.Array) and leaf.sharding == was.sharding:

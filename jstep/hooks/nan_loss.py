@@ -64,7 +64,7 @@ class NanLossHook(RunHook):
 
     def use_run(self, run: RunInfo) -> None:
         super().use_run(run)
-        self._number = run.reports.sums.subscribe(means=False)
+        self._number = run.sums.subscribe(means=False)
 
     def begin(self, state: TrainState) -> None:
         super().begin(state)
@@ -82,7 +82,7 @@ class NanLossHook(RunHook):
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> bool:
         _check_loss(metrics)  # a later stage may have other metrics
         # All processes check the same steps, so that they stop together.
-        before, self._held = self._held, self.run.reports.sums.take(self._number)
+        before, self._held = self._held, self.run.sums.take(self._number)
         self._check_interval(before)
         return self._bad or self._over
 
@@ -123,7 +123,7 @@ class NanLossHook(RunHook):
     def _check_all(self, step: int, state: TrainState) -> None:
         before, self._held = self._held, None
         self._check_interval(before)
-        self._check_interval(self.run.reports.sums.take(self._number))
+        self._check_interval(self.run.sums.take(self._number))
         if self._bad or self._over or step == self._began:
             return
         with self.run.watch.part(STEPPING), contextlib.suppress(Exception):  # a failed step raises below

@@ -87,14 +87,14 @@ class ReportingHook(RunHook):
     def use_run(self, run: RunInfo) -> None:
         super().use_run(run)
         if self._mean:
-            self._number = run.reports.sums.subscribe()
+            self._number = run.sums.subscribe()
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        self.run.reports.transfers.add(step, self._numbers(metrics, self._leave_out()), self.deliver, self)
-        self.run.reports.transfers.deliver_ready()
+        self.run.transfers.add(step, self._numbers(metrics, self._leave_out()), self.deliver, self)
+        self.run.transfers.deliver_ready()
 
     def end(self, step: int, state: TrainState) -> None:
-        self.run.reports.transfers.deliver_all()
+        self.run.transfers.deliver_all()
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
         """Report the values of a step: name → number, `loss` first, then learning rates, then the others by name."""
@@ -105,7 +105,7 @@ class ReportingHook(RunHook):
         if not self._mean:
             numbers = scalars(metrics, leave_out)
             return start_transfer(numbers.values(), lambda: read_values(numbers))
-        interval = self.run.reports.sums.take(self._number)
+        interval = self.run.sums.take(self._number)
         names = sort_metrics(interval.names, leave_out)
         return PendingTransfer(interval.is_ready, lambda: interval.means(names))
 
@@ -152,7 +152,7 @@ class LoggingHook(ReportingHook):
             _logger.log(self._level, "step %d  %s%s", step, format_number(values), self._speed(), extra=IN_BAR)
 
     def _speed(self) -> str:
-        counter = self.run.reports.counter
+        counter = self.run.counter
         counter.measure_finished()
         if counter.steps_per_sec is None:
             return ""
@@ -308,11 +308,11 @@ class SummarySaverHook(ReportingHook):
         """Pass the values to the writer, which waits for them."""
         leave_out = {*self._leave_out(), *(self.run.constant_metrics() if self.takes_writer else ())}
         if self._mean:
-            self.run.reports.transfers.add(step, self._numbers(metrics, leave_out), self.deliver, self)
+            self.run.transfers.add(step, self._numbers(metrics, leave_out), self.deliver, self)
         self.deliver(step, {} if self._mean else scalars(metrics, leave_out), metrics)
         if self._histograms:
             self._writer.add_summary(summarize_histograms(state, self._histograms), step)
-        self.run.reports.transfers.deliver_ready()
+        self.run.transfers.deliver_ready()
 
     def deliver(self, step: int, values: dict[str, Any], metrics: Metrics | None = None) -> None:
         if is_ready(values.values()):  # numbers of the host are the quickest to write

@@ -1,7 +1,6 @@
 """The base class of built-in hooks, and the part of a run that they see."""
 
 import contextlib
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -24,59 +23,61 @@ from jstep.training.metrics import Metrics
 Poll = Callable[..., bool | None]
 """`poll()` is called after each call of the loop while it returns True, and `poll(wait=True)` after the last step."""
 
-# Objects that hooks share.
+# The run.
 
 
-@dataclasses.dataclass
-class ReportingContext:
-    """Objects that the reporting hooks of a run share.
+class RunInfo(Protocol):
+    """The part of a run that built-in hooks may use.
 
     Attributes:
-        steps: The number of steps by the size of their batches; None if it is not known.
+        sums: The sums of metrics on the device.
+        transfers: The numbers in transfer from the device, in the order of their delivery.
+        counter: The `StepCounterHook`.
+        writer: The writer of the run's event file, or None.
+        background: Receives the checkpoints that are complete.
+        steps_by_rows: The number of steps by the size of their batches; None if it is not known.
+        watch: The times of the run.
+        in_flight: The calls that the device has not finished, and the step that it has.
+        at_start: The contents of the state when the run began; empty if no hook checks or saves it.
+        saver: Its checkpoints, or None.
     """
 
     sums: MetricSums
     transfers: TransferQueue
     counter: Any
     writer: SummaryWriter | None
-    listener: Listener | None
-    config: dict[str, Any] | None
-    steps: Counter[int | None] = dataclasses.field(default_factory=Counter)
-
-    @property
-    def examples(self) -> tuple[int, int]:
-        """The number of examples, and of the steps whose batch size is not known."""
-        return sum(steps * (rows or 0) for rows, steps in list(self.steps.items())), self.steps[None]
-
-
-# The run.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunInfo(Protocol):
-    """The part of a run that built-in hooks may use.
-
-    Attributes:
-        reports: What the reporting hooks share.
-        watch: The times of the run.
-        in_flight: The calls that the device has not finished, and the step that it has.
-        at_start: The contents of the state when the run began; empty if no hook checks or saves it.
-        saver: Its checkpoints, or None.
-        last_step: None if the batches, a hook or a signal end the run.
-        is_new_branch: Whether this start continues from a checkpoint of another run.
-        restored: The step that the run resumes from, or None.
-        evaluations: The `EvaluationHook`s.
-    """
-
-    reports: ReportingContext
+    background: Listener | None
+    steps_by_rows: Counter[int | None]
     watch: Stopwatch
     in_flight: InFlight
     at_start: StateContents
     saver: Saver | None
-    last_step: int | None
-    is_new_branch: bool
-    restored: int | None
-    evaluations: Sequence[Any]
+
+    @property
+    def last_step(self) -> int | None:
+        """None if the batches, a hook or a signal end the run."""
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """The program's own options."""
+
+    @property
+    def is_new_branch(self) -> bool:
+        """Whether this start continues from a checkpoint of another run."""
+
+    @property
+    def restored(self) -> int | None:
+        """The step that the run resumes from, or None."""
+
+    @property
+    def evaluations(self) -> Sequence[Any]:
+        """The `EvaluationHook`s."""
+
+    @property
+    def examples(self) -> tuple[int, int]:
+        """The number of examples, and of the steps whose batch size is not known."""
+        sizes = list(self.steps_by_rows.items())
+        return sum(steps * (rows or 0) for rows, steps in sizes), self.steps_by_rows[None]
 
     @property
     def step(self) -> int: ...
@@ -155,7 +156,7 @@ class RunHook(Hook):
 
     @property
     def _writer(self) -> Any:
-        return self.run.reports.writer if self._given_writer is None else self._given_writer
+        return self.run.writer if self._given_writer is None else self._given_writer
 
     def use_run(self, run: RunInfo) -> None:
         """Called before `begin`."""

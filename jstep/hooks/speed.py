@@ -135,7 +135,7 @@ class StepCounterHook(RunHook):
 
     def _count_at(self, step: int) -> _Count:
         counted = None if self._meter is None else self._meter.steps()
-        return _Count(step, self._clock(), counted, self.run.reports.examples)
+        return _Count(step, self._clock(), counted, self.run.examples)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """End an interval; the measurement follows when the device has finished it."""

@@ -15,6 +15,7 @@ from jstep.core.placement import refuse_compile_only
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.batch_placement import make_placer
 from jstep.data.loaders import StateBatches
+from jstep.data.loop_batches import LoopBatches
 from jstep.hooks.hook import list_of_hooks
 from jstep.loop.programs import AUTO
 from jstep.metering.cadence import make_cadence
@@ -100,9 +101,9 @@ def as_steps_per_call(value: object, batches: Tree = None) -> int | str:
     if isinstance(value, str):
         if value != AUTO:
             raise ValueError(f"steps_per_call={value!r}: must be an integer ≥ 1, or 'auto'")
-        return 1 if isinstance(batches, StateBatches) else AUTO
+        return 1 if isinstance(batches, StateBatches | LoopBatches) else AUTO
     steps = as_int(value, "steps_per_call", 1)
-    if steps > 1 and isinstance(batches, StateBatches):
+    if steps > 1 and isinstance(batches, StateBatches | LoopBatches):
         raise ValueError(
             f"steps_per_call={steps}, batches={batches!r}: batches of jstep.from_state are made with the state before "
             "each step; use steps_per_call=1"

@@ -2,21 +2,15 @@
 
 import contextlib
 import json
-from typing import Any
 
 import jax
 
-from jstep.checkpoint.saver import Saver
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.history import check_paths
 from jstep.hooks.reporting import LoggingHook, SummarySaverHook
-from jstep.hooks.run_hook import ReportingContext
 from jstep.hooks.speed import StepCounterHook
-from jstep.loop.dispatch import Dispatch
-from jstep.loop.observer import Observers
-from jstep.loop.origin import Origin, name_of_run
+from jstep.loop.run_context import RunContext
 from jstep.loop.saving import RunSaverHook
-from jstep.loop.setup import Setup
 from jstep.record.starts import FINISHED, valid
 from jstep.stores.owners import is_alive, this_process
 from jstep.stores.urls import location
@@ -24,12 +18,11 @@ from jstep.summary.new_event_files import STARTS, starts_here, suffix_of_run
 from jstep.summary.writer import SummaryWriter
 
 
-def build_hooks(
-    setup: Setup, observers: Observers, saver: Saver | None, origin: Origin, dispatch: Dispatch
-) -> tuple[list[Any], ReportingContext]:
-    """Open the event file; return all hooks, and the objects that reporting hooks share."""
-    check_paths(setup.options.hooks)
-    options, writer = setup.options, _open_writer(setup, saver, origin)
+def build_hooks(run: RunContext) -> None:
+    """Open the event file, and make all hooks of the run."""
+    check_paths(run.options.hooks)
+    options = run.options
+    run.writer = _open_writer(run)
     own = [hook for hook in options.hooks if not isinstance(hook, CheckpointSaverHook)]
     savers = [hook for hook in options.hooks if isinstance(hook, CheckpointSaverHook)]
     hooks = list(own)
@@ -37,47 +30,47 @@ def build_hooks(
     if counter is None:
         counter = StepCounterHook(every_n_steps=options.log_steps or options.save_summaries_steps or 100)
         hooks.append(counter)
-    progress_hooks = [hook for observer in observers if (hook := observer.progress_hook()) is not None]
+    run.counter = counter
+    progress_hooks = [hook for observer in run.observers if (hook := observer.progress_hook()) is not None]
     hooks += progress_hooks
     is_logged = options.log_steps is not None and not any(hook.replaces_log_lines for hook in progress_hooks)
     if is_logged and options.progress is not False and jax.process_index() == 0:
-        hooks.append(LoggingHook(every_n_steps=options.log_steps, leave_out=lambda: dispatch.constants.values.keys()))
+        hooks.append(LoggingHook(every_n_steps=options.log_steps, leave_out=lambda: run.constant_metrics().keys()))
     has_summary_hook = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in own)
-    if writer is not None and options.save_summaries_steps is not None and not has_summary_hook:
+    if run.writer is not None and options.save_summaries_steps is not None and not has_summary_hook:
         hooks.append(SummarySaverHook(save_steps=options.save_summaries_steps))
-    if saver is not None:
-        savers.insert(0, RunSaverHook(options, saver))
-    hooks += savers  # last: the checkpoint of a step includes the other hooks' changes to the state
-    return hooks, ReportingContext(setup.sums, setup.transfers, counter, writer, setup.background, options.config)
+    if run.saver is not None:
+        savers.insert(0, RunSaverHook(options, run.saver))
+    run.hooks = hooks + savers  # a checkpoint includes the other hooks' changes to the state
 
 
-def _open_writer(setup: Setup, saver: Saver | None, origin: Origin) -> SummaryWriter | None:
-    options, where = setup.options, setup.options.where
+def _open_writer(run: RunContext) -> SummaryWriter | None:
+    options, where, saver, origin = run.options, run.options.where, run.saver, run.origin
     if options.logdir is None or where is None:
         return None
     prefix = options.checkpoint_prefix if saver is None else saver.prefix
-    suffix = suffix_of_run(location(options.logdir, "logdir"), where, prefix, name_of_run(setup, origin))
-    writer = setup.closing.enter_context(SummaryWriter(options.logdir, filename_suffix=suffix))
+    suffix = suffix_of_run(location(options.logdir, "logdir"), where, prefix, run.name)
+    writer = run.closing.enter_context(SummaryWriter(options.logdir, filename_suffix=suffix))
     if writer.path is not None:
         # The point of a restored step is kept. A run that begins again may evaluate before its first step again.
-        first = setup.loop.first + (origin.restored is not None)
+        first = run.first + (origin.restored is not None)
         own = origin.restored if origin.trunk is None else None
-        if starts_here(writer.path, first, same_place=own is not None or not _is_another_run(setup)):
+        if starts_here(writer.path, first, same_place=own is not None or not _is_another_run(run)):
             for _ in range(STARTS):
                 writer.add_session_log("START", first)
-    if setup.options.config and jax.process_index() == 0:
+    if run.options.config and jax.process_index() == 0:
         plain = {
             name: value if isinstance(value, bool | int | float | str) else json.dumps(value)
-            for name, value in list(setup.options.config.items())
+            for name, value in list(run.options.config.items())
         }
         with contextlib.suppress(ImportError):  # TensorBoard is not installed
             writer.add_hparams(plain)
     return writer
 
 
-def _is_another_run(setup: Setup) -> bool:
+def _is_another_run(run: RunContext) -> bool:
     """Return whether a start without a checkpoint begins another run: the previous one there finished, or is alive."""
-    earlier = [] if setup.loop.file is None else valid(setup.loop.file.earlier)
+    earlier = [] if run.file is None else valid(run.file.earlier)
     if not earlier:
         return False
     process, end = earlier[-1]["process"], earlier[-1]["end"]

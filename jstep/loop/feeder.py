@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +11,9 @@ from jstep.core.stopwatch import WAITING, Stopwatch
 from jstep.core.threads import MAKING, READER_EXIT_SECS, Task, doing, in_background, wait_until_done
 from jstep.data.batch_placement import copy_leaves
 from jstep.data.loaders import Source
-from jstep.data.positions import LivePosition, StoredPosition
+from jstep.data.positions import LivePosition, LoopPosition, StoredPosition
 from jstep.data.prefetch import ReaderThread
+from jstep.distributed import processes
 from jstep.loop.programs import READ_AHEAD, Chunk, CopiedBatches, shapes_of_leaves
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.start_times import StartTimes
@@ -49,11 +50,9 @@ class BatchFeeder(Iterator[Chunk]):
         self.waiting = self.may_stop = False
         self.got = 0.0
         self.steps, self._taken = 1, 0
-        self.position = (
-            LivePosition(source.position, source.begin)
-            if source.is_of_state and source.position
-            else StoredPosition(None if source.is_of_state else source.begin or source.position)
-        )
+        # A body that has passed a batch must see its step run, whatever has been received.
+        self._may_leave = not source.is_of_loop
+        self.position = _position_of(source)
 
     @property
     def has_begun(self) -> bool:
@@ -67,11 +66,11 @@ class BatchFeeder(Iterator[Chunk]):
     def __next__(self) -> Chunk:
         watch, position = self._watch, self.position
         self._requests += 1
-        self.waiting = self.may_stop = True
+        self.waiting, self.may_stop = True, self._may_leave
         before = watch.current
         watch.switch(watch.waiting)
         try:
-            if self._signals.received is not None:
+            if self._signals.received is not None and self._may_leave:
                 self._signals.check()
             if self._reader is not None:
                 chunk: Chunk = self._reader.take()
@@ -121,6 +120,14 @@ class BatchFeeder(Iterator[Chunk]):
     def close(self) -> None:
         if self._reader is not None:
             self._reader.close()
+
+
+def _position_of(source: Source) -> StoredPosition:
+    if source.is_of_loop:
+        return LoopPosition(source.position)
+    if source.is_of_state and source.position is not None:
+        return LivePosition(source.position, source.begin)
+    return StoredPosition(None if source.is_of_state else source.begin or source.position)
 
 
 def copy_batches(source: Source, fetched: SimpleNamespace | None = None) -> CopiedBatches:
@@ -180,3 +187,14 @@ class FirstBatch:
         if first[0] is None:
             return self._items
         return itertools.chain(map(first.pop, (0,)), self._items)  # which does not hold the batch
+
+
+def fetch_by_all(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
+    """Return the chunks once all processes have fetched the first one; an error in one is raised in all."""
+    if processes.is_single_process():
+        return chunks
+    rest = iter(chunks)
+    first = processes.on_all_processes(lambda: next(rest, None), "batches: the first one cannot be fetched")
+    if processes.any_process(first is None) and first is not None:
+        raise ValueError("batches: another process has no batch at all; give each process a part")
+    return rest if first is None else itertools.chain([first], rest)

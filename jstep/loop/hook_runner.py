@@ -17,10 +17,10 @@ from jstep.evaluating.evaluation_hook import EvaluationHook
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.hook import call_named, check_step, defines
 from jstep.hooks.reporting import LoggingHook
-from jstep.hooks.run_hook import ReportingContext, RunHook, RunInfo
-from jstep.loop.loop_state import LEAVING, HookCall
+from jstep.hooks.run_hook import RunHook
+from jstep.loop.origin import ENDED
 from jstep.loop.programs import Boundaries, Chunk, EndsAhead
-from jstep.loop.setup import Setup
+from jstep.loop.run_context import LEAVING, HookCall, RunContext
 from jstep.metering.cadence import NEVER, Cadence, HookSchedule, next_call
 
 RunChunk = Callable[[Any, Chunk], Any]
@@ -30,23 +30,26 @@ RunChunk = Callable[[Any, Chunk], Any]
 class HookRunner:
     """Calls the hooks of a run when they are due, in the loop's thread, each in the context that times it."""
 
-    def __init__(self, setup: Setup, hooks: list[Any], reports: ReportingContext, ended_at: int | None = None) -> None:
-        self._setup, self._hooks, self._reports = setup, hooks, reports
-        self.evaluations = [hook for hook in hooks if isinstance(hook, EvaluationHook)]
+    def __init__(self, run: RunContext) -> None:
+        self._run, self._hooks = run, run.hooks
+        self.evaluations = [hook for hook in run.hooks if isinstance(hook, EvaluationHook)]
         self._schedules: list[HookSchedule] = []
+        self._savers: list[HookSchedule] = []
         self._timed: list[HookSchedule] = []
+        self._timed_savers: list[HookSchedule] = []
         self._ends: EndsAhead | None = None
         self.is_checking = self._was_last = False
-        self._next_check = setup.loop.first
-        self.ended_at = ended_at  # the step at which `end` of the hooks was called last, also by an earlier start
-        self._next_due = NEVER
+        self._next_check = run.first
+        # The step at which `end` of the hooks was called last, also by an earlier start.
+        self.ended_at: int | None = run.origin.extra.get(ENDED)
+        self._next_due = self.next_save = NEVER  # the next steps at which others, or savers, are due
 
-    def use_run(self, run: RunInfo) -> None:
+    def use_run(self) -> None:
         """Pass the run to the built-in hooks, and close them with it."""
         for hook in self._hooks:
             if isinstance(hook, RunHook):
-                self._setup.closing.push(noting(functools.partial(call_named, hook, "close")))
-                hook.use_run(run)
+                self._run.closing.push(noting(functools.partial(call_named, hook, "close")))
+                hook.use_run(self._run)
 
     def with_before_step(self, run_chunk: RunChunk) -> RunChunk:
         """Return `run_chunk`, after a call of each hook's `before_step`."""
@@ -54,13 +57,16 @@ class HookRunner:
         return functools.partial(self._run_after_hooks, before, run_chunk) if before else run_chunk
 
     def begin(self) -> bool:
-        loop, is_done = self._setup.loop, False
+        run, is_done = self._run, False
         for hook in self._hooks:
-            if hasattr(hook, "begin") and self._call(hook, "begin", loop.at.state):
+            if hasattr(hook, "begin") and self._call(hook, "begin", run.at.state):
                 is_done = True
-        self._schedules = [HookSchedule(hook, loop.first) for hook in self._hooks if _acts(hook)]
+        every = [HookSchedule(hook, run.first) for hook in self._hooks if _acts(hook)]
+        self._schedules = [schedule for schedule in every if not _saves(schedule)]
+        self._savers = [schedule for schedule in every if _saves(schedule)]
         self._timed = [schedule for schedule in self._schedules if schedule.deadline != math.inf]
-        self._next_due = min((schedule.next for schedule in self._schedules), default=NEVER)
+        self._timed_savers = [schedule for schedule in self._savers if schedule.deadline != math.inf]
+        self._next_due, self.next_save = _next_of(self._schedules), _next_of(self._savers)
         return is_done
 
     def _run_after_hooks(self, hooks: list[Any], run_chunk: RunChunk, state: Tree, chunk: Chunk) -> Any:
@@ -70,88 +76,97 @@ class HookRunner:
 
     def evaluate(self, method: str) -> bool:
         """Call `evaluate_first`, or `evaluate_owed` after a restart; return whether that ends the run."""
-        loop, is_done = self._setup.loop, False
+        run, is_done = self._run, False
         for hook in self.evaluations:
-            if loop.apply(HookCall(hook, method), self._call(hook, method, loop.at.step, loop.at.state)):
+            if run.apply(HookCall(hook, method), self._call(hook, method, run.at.step, run.at.state)):
                 is_done = True
-                loop.stop(hook.stopped_by)
+                run.end_by(hook.stopped_by)
         return is_done
 
-    def after(self, first: int) -> bool:
-        """Run hooks after a call that began at step `first`; return whether one of them ends the run."""
-        loop = self._setup.loop
-        step = loop.at.step
-        self._reports.steps[loop.at.rows] += step - first
+    def after(self, first: int) -> None:
+        """Run the hooks that are due after a call that began at step `first`, except those that save."""
+        run = self._run
+        step = run.at.step
+        run.steps_by_rows[run.at.rows] += step - first
         if first >= self._next_check:
             self._check_step(first)
         for schedule in self._timed:
             if schedule.cadence.clock() >= schedule.deadline:
                 self._next_due = step
-        if step >= self._next_due or loop.pending or loop.failures:
-            self._call_due_hooks()
+        if step >= self._next_due or run.pending:
+            self._call_due(self._schedules)
+            self._next_due = _next_of(self._schedules)
+        for schedule in self._timed_savers:  # hooks may take long
+            if schedule.cadence.clock() >= schedule.deadline:
+                self.next_save = step
+        if run.failures and step < self.next_save:  # else once it is saved
+            self.settle()
         if self._ends is not None:
             self._ends.extend()
-        return loop.stopped_by is not None
+
+    def save(self) -> None:
+        """Let the hooks save that are due, once all other code of this step has run."""
+        self._call_due(self._savers, with_failures=True)
+        self.next_save = _next_of(self._savers)
 
     def _check_step(self, first: int) -> None:
         """Check, once for each stage, that its step advances the global step by one; waits for the device."""
-        setup, loop, watch = self._setup, self._setup.loop, self._setup.watch
-        if first == loop.first:
+        run, watch = self._run, self._run.watch
+        if first == run.first:
             watch.started()
-            for schedule in self._schedules:  # the intervals of automatic saves begin with the first step
+            # The intervals of automatic saves begin with the first step.
+            for schedule in (*self._schedules, *self._savers):
                 if callable(schedule.cadence.secs):
-                    schedule.reschedule(loop.at.step)
-            if any(isinstance(hook, LoggingHook) and hook not in setup.options.hooks for hook in self._hooks):
-                setup.times.log(watch.before)
+                    schedule.reschedule(run.at.step)
+            if any(isinstance(hook, LoggingHook) and hook not in run.options.hooks for hook in self._hooks):
+                run.times.log(watch.before)
         self.is_checking = True
-        check_step(loop.at.step, loop.at.state, first)
-        setup.in_flight.drop_finished()
+        check_step(run.at.step, run.at.state, first)
+        run.in_flight.drop_finished()
         self.is_checking = False
-        edge = setup.train_steps.edge_after(first)
+        edge = run.train_steps.edge_after(first)
         self._next_check = NEVER if edge is None else edge
 
-    def _call_due_hooks(self) -> None:
+    def _call_due(self, schedules: list[HookSchedule], *, with_failures: bool = False) -> None:
         """Call all due hooks, even if one raises, so that no output is missing after a restart."""
-        loop, watch, errors = self._setup.loop, self._setup.watch, Errors(self._setup)
-        step = loop.at.step
-        if loop.pending:
+        run, watch, errors = self._run, self._run.watch, Errors(self._run)
+        step = run.at.step
+        if run.pending:
             watch.switch(HOOKS)
             self._poll(errors)
-        for schedule in self._schedules:
+        for schedule in schedules:
             hook = schedule.hook
             if not schedule.is_due(step):
                 continue
             call = HookCall(hook, "after_step")
             began = watch.switch(call.part)
             schedule.called = step
-            if errors.all and isinstance(hook, CheckpointSaverHook) and not errors.are_of_savers:
-                continue  # the handler of the error saves
             if call.is_users:
-                self._setup.sums.flush()
+                self._run.sums.flush()
             with errors:
-                loop.during(call, self._after_step, call)
+                run.during(call, self._after_step, call)
                 if errors.all:
                     continue
-                loop.during(HookCall(hook, "next_due"), schedule.reschedule, step)
+                run.during(HookCall(hook, "next_due"), schedule.reschedule, step)
                 self._record(call, began)
         if watch.current != STEPPING:
             watch.switch(STEPPING)
-        errors.add_failures()
+        if errors.all or with_failures:
+            errors.add_failures()
         errors.end()
-        self._next_due = min((schedule.next for schedule in self._schedules), default=NEVER)
 
     def _poll(self, errors: "Errors", **options: bool) -> None:
-        loop = self._setup.loop
-        for _ in range(len(loop.pending)):
-            hook, check = loop.pending.popleft()  # one that raises is not called again
+        run = self._run
+        for _ in range(len(run.pending)):
+            hook, check = run.pending.popleft()  # one that raises is not called again
             with errors:
-                if loop.during(HookCall(hook, "after_step"), check, **options):
-                    loop.pending.append((hook, check))
+                if run.during(HookCall(hook, "after_step"), check, **options):
+                    run.pending.append((hook, check))
 
     def _after_step(self, call: HookCall) -> None:
-        loop = self._setup.loop
-        if loop.apply(call, call.hook.after_step(loop.at.step, loop.at.state, loop.at.metrics)):
-            loop.stop(getattr(call.hook, "stopped_by", None) or hook_name(call.hook))
+        run = self._run
+        if run.apply(call, call.hook.after_step(run.at.step, run.at.state, run.at.metrics)):
+            run.end_by(getattr(call.hook, "stopped_by", None) or hook_name(call.hook))
 
     def before_save(self, step: int) -> bool:
         """Deliver pending results; return whether a hook prevents the save, on any process."""
@@ -159,7 +174,7 @@ class HookRunner:
         def failed(error: Exception) -> None:
             if not isinstance(error, OSError) and not isinstance(error.__cause__, OSError):
                 raise error
-            self._setup.loop.failures.append((HookCall(self._setup.transfers.take_failed_owner(), "flush"), error))
+            self._run.failures.append((HookCall(self._run.transfers.take_failed_owner(), "flush"), error))
 
         self._deliver_all(failed)
         built_in = [hook for hook in self._hooks if isinstance(hook, RunHook)]
@@ -169,17 +184,17 @@ class HookRunner:
 
     def last(self, failed: Callable[[Exception], None] | None = None) -> None:
         """Run hooks after the last call, once; `failed` receives their exceptions if another error is handled."""
-        loop, errors = self._setup.loop, Errors(self._setup)
-        if loop.at.step == loop.first or self._was_last:
+        run, errors = self._run, Errors(self._run)
+        if run.at.step == run.first or self._was_last:
             return
         self._was_last = True
-        due = [schedule.hook for schedule in self._schedules if schedule.at_last(loop.at.step)]
+        due = [schedule.hook for schedule in (*self._schedules, *self._savers) if schedule.at_last(run.at.step)]
         calls = {id(hook): HookCall(hook, "after_step") for hook in due}  # each hook once
-        with self._setup.watch.part(HOOKS):
+        with self._run.watch.part(HOOKS):
             self._poll(errors, wait=True)
             for call in calls.values():
                 with errors:
-                    loop.during(call, self._after_step, call)
+                    run.during(call, self._after_step, call)
         self._deliver_all(functools.partial(errors.add, calling=None))
         errors.add_failures()
         errors.end(failed)
@@ -188,77 +203,77 @@ class HookRunner:
         """Deliver all numbers; a row that fails is dropped, the others are delivered."""
         while True:
             try:
-                return self._setup.transfers.deliver_all()
+                return self._run.transfers.deliver_all()
             except Exception as error:
                 failed(error)
 
     def settle(self, failed: Callable[[Exception], None] | None = None) -> None:
         """Raise the errors of logs that could not be written before the last checkpoint, or pass them to `failed`."""
-        errors = Errors(self._setup)
+        errors = Errors(self._run)
         errors.add_failures()
         errors.end(failed)
 
     def end(self) -> None:
         """Call `end` of the hooks; a start that takes no step only repeats the last evaluations, to fill `results`."""
-        loop, errors = self._setup.loop, Errors(self._setup)
+        run, errors = self._run, Errors(self._run)
         hooks, evaluations = self._hooks, self.evaluations
-        if loop.at.step == loop.first and (not loop.is_restored or self.ended_at == loop.at.step):
-            left = [hook for hook in evaluations if hook.owes_end(loop.at.step)]
+        if run.at.step == run.first and (run.restored is None or self.ended_at == run.at.step):
+            left = [hook for hook in evaluations if hook.owes_end(run.at.step)]
             for hook in evaluations:
                 if hook not in left:
-                    self._call(hook, "repeat", loop.at.step, loop.at.state)
+                    self._call(hook, "repeat", run.at.step, run.at.state)
             savers = [hook for hook in hooks if isinstance(hook, CheckpointSaverHook)]
             hooks = [*left, *savers] if left else []
-        before = loop.at.state
+        before = run.at.state
         # Savers come last; all of them run, even if one raises.
         for hook in hooks:
             is_saver = isinstance(hook, CheckpointSaverHook)
             if is_saver:
-                self.ended_at = loop.at.step
+                self.ended_at = run.at.step
             if not hasattr(hook, "end"):
                 continue
             try:
-                loop.apply(HookCall(hook, "end"), self._call(hook, "end", loop.at.step, loop.at.state))
+                run.apply(HookCall(hook, "end"), self._call(hook, "end", run.at.step, run.at.state))
             except Exception as error:
                 if is_saver:
-                    errors.add(error, loop.calling)
+                    errors.add(error, run.calling)
                     continue
                 if not trees.is_donated(before):
-                    loop.replace_state(before)  # the next start calls all of them again
+                    run.replace_state(before)  # the next start calls all of them again
                 raise
         errors.end()
 
     def has_ended(self) -> bool:
         """Return whether the hooks have ended at this step, or only need to save there."""
-        loop, options = self._setup.loop, self._setup.options
-        if self.ended_at == loop.at.step:
+        run, options = self._run, self._run.options
+        if self.ended_at == run.at.step:
             return True
-        is_evaluated = all(loop.at.step in hook.results for hook in self.evaluations)
+        is_evaluated = all(run.at.step in hook.results for hook in self.evaluations)
         # User-defined hooks may act at the end; what jstep's do there shows in the checkpoint.
         has_ends = any(defines(hook, "end") and not is_public(type(hook)) for hook in options.hooks)
-        return self._setup.is_at_last and is_evaluated and not has_ends and loop.phase != LEAVING
+        return self._run.is_at_last and is_evaluated and not has_ends and run.phase != LEAVING
 
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
-        watch, call = self._setup.watch, HookCall(hook, method)
+        watch, call = self._run.watch, HookCall(hook, method)
         began = watch.clock()
         with contextlib.nullcontext() if call.part == STEPPING else watch.part(call.part):
-            result = self._setup.loop.during(call, getattr(hook, method), *args)
+            result = self._run.during(call, getattr(hook, method), *args)
         self._record(call, began)
         return result
 
     def _record(self, call: HookCall, began: float) -> None:
         if call.part != STEPPING:
-            self._setup.watch.record(call.thing, began)
+            self._run.watch.record(call.thing, began)
 
     def ends(self, boundaries: Boundaries) -> EndsAhead:
         """Return the steps at which calls must end, also because a hook is due."""
-        loop, options = self._setup.loop, self._setup.options
+        run, options = self._run, self._run.options
         hooks = [hook for hook in self._hooks if hasattr(hook, "next_due")]
         # Only process 0 writes lines, but all processes end a call when one is due.
         lines = Cadence(None if options.progress is False else options.log_steps)
 
         def due_after(step: int) -> int:
-            due = lines.next_multiple(step)
+            due = min(lines.next_multiple(step), Cadence(run.body_interval).next_multiple(step))
             try:
                 for hook in hooks:
                     due = min(due, next_call(hook, step)[1])
@@ -267,29 +282,26 @@ class HookRunner:
                 raise
             return due
 
-        self._ends = EndsAhead(boundaries.ends(loop.first, options.stop_step, due_after))
+        self._ends = EndsAhead(boundaries.ends(run.first, options.stop_step, due_after))
         return self._ends
 
 
 class Errors(contextlib.AbstractContextManager["Errors"]):
     """The errors of hooks, which are all called, each in this context."""
 
-    def __init__(self, setup: Setup) -> None:
-        self._loop, self._transfers = setup.loop, setup.transfers
+    def __init__(self, run: RunContext) -> None:
+        self._run, self._transfers = run, run.transfers
         self._calling: HookCall | None = None
-        self.are_of_savers = True
         self.all: list[Exception] = []
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if not isinstance(error, Exception):
             return False
-        self.add(error, self._loop.calling)
+        self.add(error, self._run.calling)
         return True
 
     def add(self, error: Exception, calling: HookCall | None) -> None:
         """Add an error; it belongs to the hook whose numbers were being delivered, if any."""
-        is_of_saver = calling is not None and isinstance(calling.hook, CheckpointSaverHook)
-        self.are_of_savers = self.are_of_savers and is_of_saver
         owner = self._transfers.take_failed_owner()
         if owner is not None:
             calling = HookCall(owner, "after_step" if calling is None else calling.method)
@@ -298,13 +310,13 @@ class Errors(contextlib.AbstractContextManager["Errors"]):
 
     def add_failures(self) -> None:
         """Add the errors of logs, each once."""
-        while self._loop.failures:
-            calling, error = self._loop.failures.popleft()
+        while self._run.failures:
+            calling, error = self._run.failures.popleft()
             self.add(error, calling)
 
     def end(self, failed: Callable[[Exception], None] | None = None) -> None:
         """Pass the errors to `failed`, or raise the first, with the others as notes."""
-        self._loop.calling = self._calling  # of the first error
+        self._run.calling = self._calling  # of the first error
         if failed is not None:
             for error in self.all:
                 failed(error)
@@ -319,16 +331,16 @@ class Errors(contextlib.AbstractContextManager["Errors"]):
                 del error  # breaks the reference cycle with this frame, which its traceback holds
 
 
-def close_hooks(setup: Setup, error: BaseException | None) -> None:
+def close_hooks(run: RunContext, error: BaseException | None) -> None:
     """Call `failed`, `closed` and `close` of the user's hooks after a run that ended with this error, if any.
 
     What any hook raised, also in the background, is noted on that error, or else the first one is raised.
     """
-    hooks, errors = setup.options.hooks, Errors(setup)
-    for problem in setup.background.end():
+    hooks, errors = run.options.hooks, Errors(run)
+    for problem in run.background.end():
         errors.add(problem, None)
     calls: list[tuple[Any, str, tuple[Any, ...]]] = [
-        (hook, "failed", (setup.loop.at.step, error)) for hook in hooks if error is not None
+        (hook, "failed", (run.at.step, error)) for hook in hooks if error is not None
     ]
     calls += [(hook, method, ()) for hook in reversed(hooks) for method in ("closed", "close")]
     for hook, method, args in calls:
@@ -338,6 +350,14 @@ def close_hooks(setup: Setup, error: BaseException | None) -> None:
             with errors:
                 call_named(hook, method, *args)
     errors.end(None if error is None else functools.partial(note_other, error))
+
+
+def _saves(schedule: HookSchedule) -> bool:
+    return isinstance(schedule.hook, CheckpointSaverHook)
+
+
+def _next_of(schedules: list[HookSchedule]) -> int:
+    return min((schedule.next for schedule in schedules), default=NEVER)
 
 
 def _acts(hook: Any) -> bool:

@@ -4,35 +4,29 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from jstep.checkpoint.saver import Saver
 from jstep.core.annotations import Tree
-from jstep.loop.origin import Origin
 from jstep.loop.programs import Chunk
-from jstep.loop.setup import Setup
 from jstep.state.train_state import TrainState
 
 
 class Observer(contextlib.AbstractContextManager["Observer"]):
-    """An observer of a run: a context manager that exits once the run has closed.
+    """An observer of a run, made from its `RunContext`: a context manager that exits once the run has closed.
 
     Methods are roughly in the order of a run; `flush` and `about_to_save` are called many times.
     """
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
-
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         return None
 
-    def opened(self, saver: Saver | None, origin: Origin) -> None:
+    def opened(self) -> None:
         """Called once the run may write to its directory, before the state is restored."""
 
     def progress_hook(self) -> Any:
         """Return a hook that shows the progress in place of log lines, or None."""
         return None
 
-    def before_begin(self, run: Any) -> None:
-        """Called with the `Run`, which is opened, and whose state is restored."""
+    def before_begin(self) -> None:
+        """Called once the run is open, and its state is restored."""
 
     def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
         """Return a meter of the utilization, before the first step, or None."""

@@ -7,7 +7,6 @@ restored.
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import re
@@ -22,12 +21,10 @@ from jstep.checkpoint.saver import Saver
 from jstep.checkpoint.store import Store
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.exceptions import noting
 from jstep.core.meshes import internal_transfers
 from jstep.distributed import processes
 from jstep.hooks.hook import state_step
 from jstep.loop.arguments import Options
-from jstep.loop.setup import Setup
 from jstep.metering.numbers import read_values
 from jstep.optimizers.hyperparameters import held_values
 from jstep.record.starts import original_of, read_starts, valid
@@ -98,16 +95,17 @@ class Origin:
     is_copy: bool = False
 
     @property
+    def name(self) -> str | None:
+        """The name that an earlier start gave the run."""
+        name = self.extra.get(RUN_KEY) if self.trunk is None else None
+        return name if isinstance(name, str) and re.fullmatch(r"[0-9a-f]{8}", name) else None
+
+    @property
     def is_at_branch_point(self) -> bool:
         """Whether the run is at the step at which it branched off, not stopped there by its own hook."""
         return self.trunk is not None or (
             self.parent is not None and self.parent["step"] == self.restored and STOPPED not in self.extra
         )
-
-
-def name_of_run(setup: Setup, origin: Origin) -> str:
-    kept = origin.extra.get(RUN_KEY) if origin.trunk is None else None
-    return kept if isinstance(kept, str) and re.fullmatch(r"[0-9a-f]{8}", kept) else setup.new_name
 
 
 # Open the checkpoints: those of the run, or the one that a branch begins from.
@@ -124,84 +122,78 @@ def extra_at(saver: Saver, step: int) -> dict[str, Any]:
     return loaded
 
 
-def open_checkpoints(setup: Setup) -> tuple[Saver | None, Origin]:
-    """Open the checkpoints, and read the small parts of the newest one."""
-    options, state = setup.options, setup.loop.at.state
-    given, directory = _step_of_values(state), options.checkpoint_dir
-    saver, origin = None, Origin(given=given, first=given)
-    if directory is not None:
+def open_saver(options: Options) -> tuple[Saver | None, int | None]:
+    """Open the checkpoints of the run; return also the newest step."""
+    directory = options.checkpoint_dir
+    if directory is None:
+        return None, None
 
-        def opened() -> tuple[Saver, int | None]:
-            saver = directory if isinstance(directory, Saver) else Saver(directory, prefix=options.checkpoint_prefix)
-            return saver, saver.latest_step()
+    def opened() -> tuple[Saver, int | None]:
+        saver = directory if isinstance(directory, Saver) else Saver(directory, prefix=options.checkpoint_prefix)
+        return saver, saver.latest_step()
 
-        saver, latest = processes.on_all_processes(opened, "the checkpoints cannot be read")
-        setup.closing.push(noting(functools.partial(_close, setup, saver)))
-        origin = dataclasses.replace(origin, latest=latest, held={} if given is None else _held(state))
-    trunk = _open_trunk(options, saver, origin.latest, given)
+    return processes.on_all_processes(opened, "the checkpoints cannot be read")
+
+
+def find_origin(options: Options, state: TrainState, saver: Saver | None, latest: int | None) -> Origin:
+    """Find what the run begins from, and read the small parts of the newest checkpoint."""
+    given = _step_of_values(state)
+    held = {} if given is None or saver is None else _held(state)
+    origin = Origin(latest=latest, given=given, first=given, held=held)
+    trunk = _open_trunk(options, saver, latest, given)
     if saver is not None:
-        if origin.latest is None or origin.latest < options.stop_step:
+        if latest is None or latest < options.stop_step:
             saver.claim(state)  # fails now, not at the first save
             origin = dataclasses.replace(origin, is_claimed=True)
         else:
             StateLeaves(state).left_out(saver.leave_out)
     if trunk is not None:
-        origin = _branch(setup, trunk, origin)
-    elif saver is not None and origin.latest is not None:
+        return dataclasses.replace(origin, latest=trunk.step, first=trunk.step, trunk=trunk)
+    if saver is not None and latest is not None:
         first, extra = None, dict[str, Any]()
         with contextlib.suppress(Exception):  # `restore` reports the error
-            first, extra = origin.latest, extra_at(saver, origin.latest)
+            first, extra = latest, extra_at(saver, latest)
         origin = dataclasses.replace(origin, first=first, extra=extra, parent=_parent_in(extra))
         if extra and jax.process_index() == 0:
             _warn_of_other_trunk(options.start_from, origin.parent)
-    if trunk is None and options.where is not None:
-        origin = _of_copy(setup, options.where, saver, origin)
-    return saver, origin
+    return origin
 
 
-def _branch(setup: Setup, trunk: Trunk, origin: Origin) -> Origin:
-    """Begin from the checkpoint of another run; it is read now, before anything depends on which one it is."""
-    setup.loop.expect(trunk.step, trunk.step)
-    with setup.times.part("restore"):
-        trunk, state, extra = _read_trunk(setup.options, trunk, setup.loop.at.state)
-    setup.loop.begin(trunk.step, state, restored=True)
+def read_trunk(options: Options, state: TrainState, origin: Origin) -> tuple[Origin, TrainState]:
+    """Read the checkpoint of another run to begin from, before anything depends on which one it is."""
+    assert origin.trunk is not None
+    trunk, state, extra = _read_trunk(options, origin.trunk, state)
     if jax.process_index() == 0:
         edited = ", with the state passed" if trunk.edited else ""
         _logger.info("this run begins from %s%s", trunk.parent["path"], edited)
     origin = dataclasses.replace(origin, latest=trunk.step, first=trunk.step, extra=extra, trunk=trunk)
-    return dataclasses.replace(origin, parent=trunk.parent, parent_run=_run_of(trunk))
+    return dataclasses.replace(origin, parent=trunk.parent, parent_run=_run_of(trunk)), state
 
 
-def _of_copy(setup: Setup, where: str, saver: Saver | None, origin: Origin) -> Origin:
+def of_copy(options: Options, saver: Saver | None, origin: Origin, new_name: str) -> Origin:
     """Return the origin of a run that begins in a copy of another run's directory, which is a run of its own.
 
     Its parent is the checkpoint of the original; without a step, there is none.
     """
-    prefix, step = setup.options.checkpoint_prefix if saver is None else saver.prefix, origin.latest
+    directory, step = options.where, origin.latest
+    prefix = options.checkpoint_prefix if saver is None else saver.prefix
+    if directory is None or is_url(directory):
+        return origin
     with contextlib.suppress(OSError, ValueError, LookupError):  # there is no valid start
-        starts = {} if is_url(where) else read_starts(where)
-        own, newest, source = origin.extra.get(RUN_KEY), valid(starts[prefix])[-1], original_of(where, starts[prefix])
+        starts = read_starts(directory)[prefix]
+        own, newest, source = origin.extra.get(RUN_KEY), valid(starts)[-1], original_of(directory, starts)
         if source is not None:
-            name = setup.new_name
+            name = new_name
             parent = None if step is None else {"path": join_path(source, checkpoint_name(prefix, step)), "step": step}
         elif own is not None and own == newest[PARENT_RUN] != newest[RUN_KEY]:
             parent, name = newest[PARENT], newest[RUN_KEY]  # no earlier start of this copy has saved anything
         else:
             return origin
         if source is not None and parent is not None and jax.process_index() == 0:
-            _logger.info("%s is a copy: this run is a branch of %s from here on", where, parent["path"])
+            _logger.info("%s is a copy: this run is a branch of %s from here on", directory, parent["path"])
         extra = {**origin.extra, RUN_KEY: name}
         return dataclasses.replace(origin, extra=extra, parent=parent, parent_run=own, is_copy=source is not None)
     return origin
-
-
-def _close(setup: Setup, saver: Saver) -> None:
-    """Wait for pending writes, except after a second Ctrl-C; close the `Saver` unless the user passed it."""
-    waits = not setup.signals.received_twice
-    if saver is not setup.options.checkpoint_dir:
-        saver.close(wait=waits)
-    elif waits:
-        saver.wait()
 
 
 def _held(state: TrainState) -> dict[str, float]:
@@ -399,31 +391,27 @@ def _refuse_damaged(store: Store, prefix: str, above: int, only: int | None = No
 # Restore the newest checkpoint, or use the given state.
 
 
-def restore(setup: Setup, saver: Saver | None, origin: Origin) -> Origin:
+def restore(saver: Saver | None, state: TrainState, origin: Origin) -> tuple[Origin, TrainState]:
     """Restore the newest checkpoint, or start from the given state; that of a branch has been read."""
-    loop = setup.loop
     if origin.trunk is not None:
         # The branch is not stopped by the parent's hook, and has its own name.
         extra = {key: value for key, value in origin.extra.items() if key not in (STOPPED, RUN_KEY)}
-        return _restored(origin, origin.trunk.step, extra, origin.trunk.parent["path"])
-    loop.expect(origin.first or 0, origin.latest)
-    state = None
+        return _restored(origin, origin.trunk.step, extra, origin.trunk.parent["path"]), state
+    restored = None
     with contextlib.suppress(FileNotFoundError), internal_transfers():
         # Without a step: a corrupted newest checkpoint is an error, not a reason to take an older one.
-        state = None if saver is None else saver.restore(loop.at.state)
-    if saver is None or state is None:
-        step = _step_of_given(loop.at.state)
-        loop.begin(step, loop.at.state, restored=False)
+        restored = None if saver is None else saver.restore(state)
+    if saver is None or restored is None:
+        step = _step_of_given(state)
         if saver is not None and jax.process_index() == 0:
             kind = "" if saver.prefix == "model" else f" {saver.prefix}-*"  # other prefixes may exist
             _logger.info("no checkpoint%s in %s: starts at step %d", kind, saver.directory, step)
-        return dataclasses.replace(origin, first=step)
-    restored = state_step(state)
-    extra = origin.extra if restored == origin.first else extra_at(saver, restored)
-    loop.begin(restored, state, restored=True)
-    name = checkpoint_name(saver.prefix, restored)
+        return dataclasses.replace(origin, first=step), state
+    step = state_step(restored)
+    extra = origin.extra if step == origin.first else extra_at(saver, step)
+    name = checkpoint_name(saver.prefix, step)
     _logger.info("restored %s", name)
-    return _restored(origin, restored, extra, name)
+    return _restored(origin, step, extra, name), restored
 
 
 def _restored(origin: Origin, step: int, extra: dict[str, Any], name: str) -> Origin:

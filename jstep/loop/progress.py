@@ -21,7 +21,7 @@ from jstep.hooks.notebook import Below, NotebookBar, ShownLines
 from jstep.hooks.run_hook import RunHook
 from jstep.hooks.speed import format_utilization
 from jstep.loop.observer import Observer
-from jstep.loop.setup import Setup
+from jstep.loop.run_context import RunContext
 from jstep.metering.cadence import Cadence, Clock
 from jstep.metering.numbers import TransferQueue, as_numbers, format_number, scalars, start_transfer
 from jstep.optimizers.hyperparameters import held_values
@@ -34,9 +34,8 @@ _logger = logging.getLogger("jstep")
 class Progress(Observer):
     """A progress bar on a terminal, or if requested by `train(progress=True)`, in place of log lines."""
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        wanted = setup.options.progress
+    def __init__(self, run: RunContext) -> None:
+        wanted = run.options.progress
         self._hook: ProgressHook | None = None
         self._is_shown = wanted is not False and jax.process_index() == 0
         # A program may have replaced `sys.stderr` by a stream with `write` and `flush` only.
@@ -45,10 +44,10 @@ class Progress(Observer):
         if self._is_shown and wanted is None and is_notebook():
             self._lines = ShownLines()
             _logger.addHandler(self._lines)
-            histories = [hook for hook in setup.options.hooks if isinstance(hook, History)]
-            self._hook = _NotebookHook(self._lines, histories, last_step=setup.options.last_step)
+            histories = [hook for hook in run.options.hooks if isinstance(hook, History)]
+            self._hook = _NotebookHook(self._lines, histories, last_step=run.options.last_step)
         elif self._is_shown and (wanted or is_terminal):
-            self._hook = ProgressHook(last_step=setup.options.last_step)
+            self._hook = ProgressHook(last_step=run.options.last_step)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._lines is not None:
@@ -147,7 +146,7 @@ class ProgressHook(RunHook):
         for name, value in functools.reduce(operator.or_, results, numbers).items():  # as many as fit
             more = f"{words}  {format_number({name: value})}".lstrip()
             words = more if len(more) <= _WIDTH else words
-        counter = self.run.reports.counter
+        counter = self.run.counter
         rate = [f"{counter.examples_per_sec:.4g} examples/s"] if counter.examples_per_sec else []
         share = format_utilization(counter.utilization)
         self._bar.set_postfix_str("  ".join([words, *rate, *share]), refresh=False)

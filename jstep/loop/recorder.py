@@ -24,10 +24,9 @@ from jstep.core.threads import Task, in_background, wait_until_done
 from jstep.data.sequence import BatchSequence
 from jstep.loop.card import card, program_card, shortened
 from jstep.loop.observer import Observer
-from jstep.loop.origin import PARENT, PARENT_RUN, STOPPED, Origin, name_of_run
+from jstep.loop.origin import PARENT, PARENT_RUN, STOPPED
 from jstep.loop.programs import Chunk, lanes_of
-from jstep.loop.run import Run
-from jstep.loop.setup import Setup
+from jstep.loop.run_context import RunContext
 from jstep.metering.numbers import is_ready, read_values, scalars
 from jstep.record.code import GIT_TIMEOUT_SECS, code_version
 from jstep.record.config import command_line, json_number
@@ -50,11 +49,12 @@ class Recorder(Observer):
     Only process 0 writes, and only if the run has a checkpoint_dir or a logdir. The card is made in background threads.
     """
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
+    run: RunContext
+
+    def __init__(self, run: RunContext) -> None:
+        self.run = run
         self._over, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._tick, name="jstep-record", daemon=True)
-        self._run: Run | None = None
         self._pending: dict[str, Any] | None = None  # the latest metrics, until they are ready
         self._numbers: dict[str, dict[str, Any]] = {"values": {}, "best": {}}
         self._opening: Task[None] | None = None
@@ -66,21 +66,22 @@ class Recorder(Observer):
 
     # The start and the end.
 
-    def opened(self, saver: Saver | None, origin: Origin) -> None:
-        where = self.setup.options.where
+    def opened(self) -> None:
+        where = self.run.options.where
         if where is None or jax.process_index() != 0:
             return
         # In a thread: a signal ends this wait, but leaves no start without its file.
         self._opening = Task()
-        in_background(functools.partial(self._open, where, saver, origin), name="jstep-record-open", task=self._opening)
+        in_background(functools.partial(self._open, where), name="jstep-record-open", task=self._opening)
         wait_until_done(self._opening)
         self._opening.result()
-        if self.setup.loop.file is not None:
+        if self.run.file is not None:
             self._thread.start()
             self._begin(self._add_code)
 
-    def _open(self, where: str, saver: Saver | None, origin: Origin) -> None:
-        prefix = self.setup.options.checkpoint_prefix if saver is None else saver.prefix
+    def _open(self, where: str) -> None:
+        saver, origin = self.run.saver, self.run.origin
+        prefix = self.run.options.checkpoint_prefix if saver is None else saver.prefix
         try:
             earlier = read_starts(where).get(prefix, [])
         except (OSError, ValueError) as error:
@@ -97,13 +98,13 @@ class Recorder(Observer):
             best = {name: [json_number(value), *of] for name, (value, *of) in newest["best"].items()}
             self._numbers = {"values": values, "best": best}
         where = absolute(where)  # a run may change its folder
-        file = StartFile(where, prefix, earlier, {**self._given(where, origin, own, newest), **self._newest()})
+        file = StartFile(where, prefix, earlier, {**self._given(where, own, newest), **self._newest()})
         _end_earlier(file, claimed=origin.is_claimed)
-        self.setup.loop.file = file
+        self.run.file = file
 
-    def _given(self, where: str, origin: Origin, earlier: list[Start], newest: Start | None) -> dict[str, Any]:
+    def _given(self, where: str, earlier: list[Start], newest: Start | None) -> dict[str, Any]:
         """Return what is known when the file is made, and does not change."""
-        options, state = self.setup.options, self.setup.loop.at.state
+        options, state, origin = self.run.options, self.run.at.state, self.run.origin
         leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
         self._devices = list(next((leaf.sharding.addressable_devices for leaf in leaves), ()))
         about: dict[str, Any] = {}
@@ -112,9 +113,9 @@ class Recorder(Observer):
             about["devices"] = f"{devices['of_state']}×{devices['kind']}"
             about["parameters"] = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
         return {
-            "run": name_of_run(self.setup, origin),
+            "run": self.run.name,
             "process": this_process(),
-            "began": stopwatch.CLOCKS.wall() - sum(self.setup.watch.seconds().values()),
+            "began": stopwatch.CLOCKS.wall() - sum(self.run.watch.seconds().values()),
             "directory": where,
             "logdir": None if options.logdir is None else absolute(location(options.logdir, "logdir")),
             "last_step": options.last_step,
@@ -137,15 +138,15 @@ class Recorder(Observer):
         self._over.set()
         if self._opening is not None and not self._opening.cancel():
             wait([self._opening], timeout=10)
-        if not self.setup.signals.received_twice:
+        if not self.run.signals.received_twice:
             wait(self._latest, timeout=GIT_TIMEOUT_SECS + 1)
-        if (file := self.setup.loop.file) is not None:
+        if (file := self.run.file) is not None:
             file.due.set()
             if self._thread.is_alive():
                 self._thread.join(timeout=10)  # it may be blocked on an object store
-            status, reason, exception = _outcome(self.setup, error, self._stopped_by)
+            status, reason, exception = _outcome(self.run, error, self._stopped_by)
             file.write({**self._newest(), "end": [status, reason], "exception": exception}, flush=True)
-            self.setup.loop.file = None
+            self.run.file = None
             file.close()
 
     # What changes all the time.
@@ -155,11 +156,11 @@ class Recorder(Observer):
             self._read_numbers()
 
     def flush(self) -> None:
-        if (file := self.setup.loop.file) is not None:
+        if (file := self.run.file) is not None:
             file.write(self._newest(), flush=True)
 
     def _tick(self) -> None:
-        while (file := self.setup.loop.file) is not None:
+        while (file := self.run.file) is not None:
             file.due.wait(file.period)
             file.due.clear()
             if self._over.is_set():
@@ -171,16 +172,16 @@ class Recorder(Observer):
                 return
 
     def _newest(self) -> dict[str, Any]:
-        loop, seconds, run = self.setup.loop, self.setup.watch.seconds(), self._run
+        run, seconds = self.run, self.run.watch.seconds()
         self._read_numbers()
-        counted, unknown = (0, 0) if run is None else run.reports.examples
-        counter = None if run is None else run.reports.counter
+        counted, unknown = run.examples if run.is_open else (0, 0)
+        counter = run.counter if run.is_open else None
         peaks = [0]
         with contextlib.suppress(Exception):  # a backend may not know it
             peaks += [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in self._devices]
         return {
             "now": stopwatch.CLOCKS.wall(),
-            "step": [loop.first, max(loop.first, loop.at.step)] if loop.is_known else None,
+            "step": [run.first, max(run.first, run.at.step)] if run.is_known else None,
             "seconds": {part: round(max(0.0, value), 6) for part, value in seconds.items() if value},
             "examples": None if unknown else counted,
             **{name: dict(of) for name, of in self._numbers.items()},
@@ -190,8 +191,8 @@ class Recorder(Observer):
 
     def _read_numbers(self) -> None:
         """Read the numbers of the latest step once they are ready, without waiting for the device."""
-        run = self._run
-        if run is None or self.setup.loop.file is None:
+        run = self.run
+        if not run.is_open or run.file is None:
             return
         with self._lock, contextlib.suppress(Exception), internal_transfers():
             values, best = dict(self._numbers["values"]), dict(self._numbers["best"])
@@ -212,8 +213,8 @@ class Recorder(Observer):
     # The card, in background threads, in order.
 
     def _is_active(self) -> bool:
-        run = self._run
-        return jax.process_index() == 0 and run is not None and (run.saver or self.setup.loop.file) is not None
+        run = self.run
+        return jax.process_index() == 0 and run.is_open and (run.saver or run.file) is not None
 
     def _begin(self, task: Callable[[], None]) -> None:
         before = self._latest
@@ -228,25 +229,25 @@ class Recorder(Observer):
         self._latest = [in_background(when_due, name="jstep-card")]
 
     def _add_code(self) -> None:
-        if (code := code_version()) is not None and (file := self.setup.loop.file) is not None:
+        if (code := code_version()) is not None and (file := self.run.file) is not None:
             file.write(code)
 
-    def before_begin(self, run: Run) -> None:
-        self._run, origin = run, run.origin
+    def before_begin(self) -> None:
+        run, origin = self.run, self.run.origin
         if not self._is_active():
             return
         if origin.restored is not None and isinstance(kept := origin.extra.get(PAST), dict):
             self._kept = kept
-        setup, first, shapes = self.setup, self.setup.loop.first, run.dispatch.table.state_shapes
+        first, shapes = run.first, run.dispatch.table.state_shapes
 
         def record() -> None:
-            self._card = card(setup.options, setup.train_steps, first, shapes, setup.batches)
+            self._card = card(run.options, run.train_steps, first, shapes, run.source.given)
             self._write_card()
 
         self._begin(record)
 
     def _write_card(self) -> None:
-        if (file := self.setup.loop.file) is not None:
+        if (file := self.run.file) is not None:
             file.write_card(self._card)
 
     def after_first(self, chunk: Chunk, state: Tree) -> None:
@@ -268,49 +269,49 @@ class Recorder(Observer):
 
     def _compare(self, *, is_idle: bool = False) -> None:
         kept, self._kept = self._kept, None
-        run = self._run
-        if kept is not None and run is not None and run.saver is not None and run.restored is not None:
+        run = self.run
+        if kept is not None and run.saver is not None and run.restored is not None:
             self._report(kept, run.saver, run.restored, is_idle=is_idle)
 
     # What a restart says.
 
     def about_to_save(self, step: int) -> dict[str, Any]:
         """Record the save, and return the past to save with the checkpoint, as `{PAST: …}`."""
-        extra, file = {} if self._run is None else self._run.origin.extra, self.setup.loop.file
+        extra, file = self.run.origin.extra, self.run.file
         if file is not None:
             newest = self._newest()
             stepping, rate = newest["seconds"].get(stopwatch.STEPPING, 0.0), newest["values"].get("learning_rate")
             saved = [*file.fields["saved"], [step, stepping, newest["examples"], rate]]
             file.update({**newest, "saved": saved[-_MAX_SAVES:]})
-        if step <= self.setup.loop.first and (self.setup.loop.is_restored or PAST in extra):  # no step was run
+        if step <= self.run.first and (self.run.restored is not None or PAST in extra):  # no step was run
             return {key: extra[key] for key in (PAST, "config", "code") if key in extra}
         if not self._is_active():
             return {}
         kept: dict[str, Any] = {PAST: self._past(step)}
-        if self.setup.options.config is not None:
-            kept["config"] = dict(self.setup.options.config)
+        if self.run.options.config is not None:
+            kept["config"] = dict(self.run.options.config)
         if file is not None and file.fields["commit"] is not None:
             kept["code"] = {name: file.fields[name] for name in ("commit", "edits")}
         return kept
 
     def _past(self, step: int) -> dict[str, Any]:
-        past: dict[str, Any] = {"lanes": lanes_of(self.setup.train_steps.at(max(step - 1, 0)))}
-        if (file := self.setup.loop.file) is not None:
+        past: dict[str, Any] = {"lanes": lanes_of(self.run.train_steps.at(max(step - 1, 0)))}
+        if (file := self.run.file) is not None:
             past[START] = [file.fields["number"], file.fields["began"]]
-        if isinstance(self.setup.batches, BatchSequence):
-            before = self.setup.batches[:step]
+        if isinstance(batches := self.run.source.given, BatchSequence):
+            before = batches[:step]
             definition = {name: shortened(part) for name, part in before.definition().items() if name != "num_epochs"}
             past |= {"rows": before.rows_hash(), "batches": definition}
         return past
 
     def _report(self, kept: Mapping[str, Any], saver: Saver, step: int, *, is_idle: bool) -> None:
         """Log what has changed since the start that made the checkpoint: a warning if its bits change."""
-        name, now, file = checkpoint_name(saver.prefix, step), self._past(step), self.setup.loop.file
+        name, now, file = checkpoint_name(saver.prefix, step), self._past(step), self.run.file
         bits, place = list[str](), list[str]()
         earlier = [] if file is None else valid(file.earlier)
         before = next((one for one in earlier if [one["number"], one["began"]] == kept.get(START)), None)
         if file is not None and before is not None:
-            own = {**file.fields, "config": self.setup.options.config, "card": self._card}
+            own = {**file.fields, "config": self.run.options.config, "card": self._card}
             found = changes(with_card(file.where, before), own, leave_out=("batches", "lanes"))
             bits, place = found.bits, found.place
         elif earlier:
@@ -352,10 +353,10 @@ def _cut(text: str, most: int = 1000) -> str:
     return text if len(text) <= most else text[: blank if blank > 0 else most - 1] + "…"
 
 
-def _outcome(setup: Setup, error: BaseException | None, stopped_by: object) -> tuple[str, str, str | None]:
+def _outcome(run: RunContext, error: BaseException | None, stopped_by: object) -> tuple[str, str, str | None]:
     """Return how the run ended, why, and the class of its exception; a signal is not one of the program."""
-    loop, signals = setup.loop, setup.signals
-    is_done = loop.is_known and loop.at.step >= setup.options.stop_step
+    signals = run.signals
+    is_done = run.is_known and run.at.step >= run.options.stop_step
     is_signal = error is not None and (signals.received is not None or isinstance(error, KeyboardInterrupt))
     kind = None if error is None else type(error).__name__
     if error is not None and (isinstance(error, Exception) or not is_signal):
@@ -363,7 +364,7 @@ def _outcome(setup: Setup, error: BaseException | None, stopped_by: object) -> t
         return "failed", _cut(f"{kind}: {first}".rstrip(": ")), kind
     if is_signal and not is_done:
         return "interrupted", "SIGINT" if signals.received is None else signals.reason, None
-    by = loop.stopped_by or (stopped_by if loop.at.step <= loop.first else None)  # an earlier start of this run, or now
+    by = run.stopped_by or (stopped_by if run.at.step <= run.first else None)  # an earlier start of this run, or now
     if isinstance(by, str):
         return FINISHED, f"stopped by {by}", None
     return FINISHED, "" if is_done else "the batches ended", None

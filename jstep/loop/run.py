@@ -1,168 +1,516 @@
-"""A complete run of `train`, and its decision whether the state may be saved."""
+"""A run that a loop holds, `jstep.Run`; `jstep.train` is a loop with an empty body.
+
+| state | from | a signal | `run.state` |
+|---|---|---|---|
+| made | `Run(…)`: the arguments are checked | is not handled | the state passed |
+| starting | `with`: opens, restores, begins the hooks | leaves immediately | the restored state |
+| between bodies | `next(run)`: due savers, a call, due hooks | see `stopping.py` | the latest state |
+| in the body | `next(run)` has returned a step | is obeyed when the body has ended | may be replaced |
+| ended | the last step, a hook, a signal, the end of the block | see `stopping.py` | the last state |
+| closed | the block is left | is not handled | the last complete state, or None |
+
+The body belongs to the step that it follows. A restart resumes after it, so a checkpoint of that step is saved only
+when the body has ended. If the body makes the batches, it may take any number of steps.
+"""
 
 import contextlib
-import dataclasses
-from collections.abc import Mapping
-from typing import Any
+import logging
+import os
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Generic, TypeAlias
 
 import jax
-import numpy as np
 
 from jstep.checkpoint.saver import Saver
-from jstep.core.exceptions import WrongStateError
-from jstep.core.meshes import internal_transfers
-from jstep.data.loaders import Source
+from jstep.core import interactive
+from jstep.core.annotations import P, Tree
+from jstep.core.checks import as_int, as_string, describe_type
+from jstep.core.exceptions import setting
+from jstep.core.logs import WARNED, log_to_stderr
+from jstep.core.meshes import mesh_of, overriding_mesh
+from jstep.core.stopwatch import HOOKS, SAVING, STARTING, STEPPING
+from jstep.core.tracebacks import shorten, shortens_tracebacks
+from jstep.data.batch_placement import over_axes
+from jstep.data.loaders import check_batches
+from jstep.data.loop_batches import LoopBatches
 from jstep.distributed import processes
-from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.nan_loss import NanLossHook
-from jstep.hooks.run_hook import Poll, RunHook, RunInfo
-from jstep.loop.dispatch import Dispatch
-from jstep.loop.feeder import BatchFeeder
-from jstep.loop.hook_runner import HookRunner
-from jstep.loop.loop_state import HookCall
-from jstep.loop.observer import Observers
-from jstep.loop.origin import Origin, name_of_run
-from jstep.loop.setup import Setup
-from jstep.metering.metric_sums import is_bad
-from jstep.metering.numbers import read_value
-from jstep.state.nonfinite import NanLossDuringTrainingError, StateContents, in_words
+from jstep.hooks.hook import check_returned_state, check_step
+from jstep.loop.arguments import Options, as_steps_per_call, cache_directory, check, explains_arguments
+from jstep.loop.feeder import fetch_by_all
+from jstep.loop.hook_runner import HookRunner, close_hooks
+from jstep.loop.observer import Observer
+from jstep.loop.programs import Chunk, as_stages
+from jstep.loop.progress import Progress
+from jstep.loop.recorder import Recorder
+from jstep.loop.run_context import BEGINNING, BODY, CLOSING, ENDING, LEAVING, RUNNING, LoopState, RunContext
+from jstep.loop.signals import StopWaiting
+from jstep.loop.stalls import StallWatch
+from jstep.loop.start import begin, open_run
+from jstep.loop.start_times import StartTimes
+from jstep.loop.stopping import (
+    exit_on_signal,
+    keep_state,
+    leave_after_closing,
+    leave_at_once,
+    note_closing,
+    report_early_end,
+    rescue,
+)
+from jstep.loop.utilization import Meters
 from jstep.state.train_state import TrainState
-from jstep.training.metrics import LOSS
+from jstep.stores.compile_cache import persistent_cache
 
-_ELSEWHERE, _NOT_FINITE = "those of another process", "its loss is not finite"
+OBSERVERS: tuple[Callable[[RunContext], Observer], ...] = (
+    Progress,
+    Recorder,
+    StallWatch,
+    Meters,
+)
+"""The observers of a run, in the order in which they are called; they exit in reverse order, so that `Progress` shows
+what the others log until then. If a line and its file are deleted, only the output of that observer is missing."""
+_SHORT = 1e-4
+"""The seconds of a body below which they count as those of the step, which is cheaper."""
+
+_Kind: TypeAlias = type[BaseException] | None
+_Trace: TypeAlias = TracebackType | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run(RunInfo):
-    """One run of `train`, once its state is restored; its hooks have not begun."""
+class Run(Generic[P]):
+    """A training run for a loop of your own; `train` is `with Run(…) as run: for _ in run: pass`.
 
-    setup: Setup
-    origin: Origin
-    hooks: list[Any]
-    observers: Observers
-    source: Source
-    feeder: BatchFeeder
-    dispatch: Dispatch
-    runner: HookRunner
+    Entering the block restores the newest checkpoint. Leaving it calls the last hooks, saves and closes. Each iteration
+    is one call of the step, of up to `steps_per_call` steps, followed by the hooks that are due. The loop ends after
+    `last_step`, when the batches end, or when a hook, a signal or `stop` ends the run; `break` and `return` also end
+    the run. `next(run)` works as `for` does.
 
-    @property
-    def name(self) -> str:
-        return name_of_run(self.setup, self.origin)
+    The body of the loop belongs to the step before it. What is due at that step is saved when the body has ended, so a
+    restart neither repeats nor omits a body. A signal during the body is obeyed when it has ended. An exception in the
+    body is handled like one in a hook: the state is saved, and it is in the exception's `state`.
 
-    @property
-    def savers(self) -> list[CheckpointSaverHook]:
-        return [hook for hook in self.hooks if isinstance(hook, CheckpointSaverHook)]
+    If batches is None or `from_loop(…)`, the body makes the batches and calls `train_step`, any number of times. Then a
+    restart resumes between two iterations: saves, signals, stops and last_step take effect there, so the last iteration
+    may pass last_step, and an exception in an iteration that has taken more than one step is not saved.
 
-    @property
-    def has_nan_hook(self) -> bool:
-        return any(isinstance(hook, NanLossHook) for hook in self.hooks)
+    A run is entered once, and iterated over in the thread that entered it. On several processes all iterate alike. In a
+    notebook, one cell holds the block.
 
-    # The interface of hooks, documented at `RunInfo`.
+    Args:
+        train_step: The arguments are those of `train`, and are checked here; nothing is opened before the block.
+        batches: The same, or None or `from_loop(…)` if the body makes the batches.
+
+    Attributes:
+        step: The number of training steps completed.
+        state: The latest state, which is donated to the next step. In the body it may be replaced by a state of the
+            same step, structure, shapes and dtypes. It stays after the block, also after an exception: the last
+            complete state, or None if it was donated.
+        metrics: The metrics of the latest call, on the device; None before the first one.
+
+    Raises:
+        RuntimeError: It is entered twice, or used where it must not be: `run.state = …` and `train_step` outside of the
+            body, `every` after the first step.
+        Preempted: From the loop, or where the block ends: see `train`, also for the other exceptions.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.gradient_descent(0.25)
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> with jstep.Run(train_step, state, lambda step: jnp.ones(()), last_step=10) as run:
+        ...     for step in run:
+        ...         if step % 5 == 0:
+        ...             print(step, round(float(run.metrics["loss"]), 4))
+        5 0.0039
+        10 0.0
+        >>> print(round(float(run.state.params["w"]), 4))
+        0.999
+
+    Source: `tf.train.MonitoredTrainingSession`, whose users wrote the loop.
+    """
+
+    @explains_arguments
+    def __init__(
+        self,
+        train_step: Callable[..., tuple[TrainState, Any]] | Mapping[int, Callable[..., tuple[TrainState, Any]]],
+        state: TrainState[P],
+        batches: Callable[[int], Tree] | Tree,
+        last_step: int | None,
+        *,
+        hooks: Sequence[Any] = (),
+        checkpoint_dir: str | os.PathLike[str] | Saver | None = None,
+        checkpoint_prefix: str = "model",
+        save_checkpoint_secs: float | str | None = "auto",
+        save_checkpoint_steps: int | None = None,
+        logdir: str | os.PathLike[str] | None = None,
+        save_summaries_steps: int | None = 100,
+        log_steps: int | None = 100,
+        steps_per_call: int | str = 1,
+        progress: bool | None = None,
+        batch_sharding: object = None,
+        compile_cache: str | os.PathLike[str] | bool | None = None,
+        stop_secs: float | None = None,
+        config: object = None,
+        start_from: str | os.PathLike[str] | None = None,
+    ) -> None:
+        times = StartTimes()
+        self._batches = LoopBatches() if batches is None else batches
+        options = Options(
+            batch_sharding=over_axes(batch_sharding, state),
+            steps_per_call=as_steps_per_call(steps_per_call, self._batches),
+            last_step=last_step,
+            hooks=hooks,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_prefix=checkpoint_prefix,
+            save_checkpoint_secs=save_checkpoint_secs,
+            save_checkpoint_steps=save_checkpoint_steps,
+            logdir=logdir,
+            save_summaries_steps=save_summaries_steps,
+            log_steps=log_steps,
+            progress=progress,
+            compile_cache=compile_cache,
+            stop_secs=stop_secs,
+            config=config,
+            start_from=start_from,
+        )
+        stages = as_stages(train_step)
+        check(state, options.stop_step)
+        processes.refuse_another_run()
+        check_batches(self._batches)
+        self._cached_in = cache_directory(options.compile_cache, options.checkpoint_dir)
+        with times.part("devices"):
+            jax.devices()
+        self._context = RunContext(options, stages, state, times)
+        self._runner: HookRunner | None = None
+        self._stack: contextlib.ExitStack | None = None
+        self._owner = 0, 0
+        self._iterator: Generator[int, None, None] = (step for step in range(0))
+        self._last = LoopState(0, None)
+        self._has_steps = self._is_stopped = self._is_finished = self._is_handled = False
+        self._failure: BaseException | None = None
+
+    # What a loop uses.
 
     @property
     def step(self) -> int:
-        return self.setup.loop.at.step
+        return self._context.at.step
 
     @property
-    def state(self) -> Any:
-        return self.setup.loop.at.state
+    def state(self) -> TrainState[P]:
+        state: TrainState[P] = self._latest.state
+        return state
+
+    @state.setter
+    def state(self, state: TrainState[P]) -> None:
+        run = self._context
+        self._require_body("run.state = …")
+        if not isinstance(state, TrainState):
+            raise TypeError(f"run.state: must be a TrainState, got {describe_type(state)}")
+        run.replace_state(check_returned_state(state, run.at.state, run.at.step, "run.state was assigned"))
 
     @property
     def metrics(self) -> Any:
-        return self.setup.loop.at.metrics
+        return self._latest.metrics
 
     @property
-    def is_over(self) -> bool:
-        return self.setup.loop.is_over
+    def _latest(self) -> LoopState:
+        return self._context.at if self._context.at.state is not None else self._last
 
-    def constant_metrics(self) -> Mapping[str, Any]:
-        return self.dispatch.constants.values
+    def stop(self, by: str = "the loop") -> None:
+        """End the run after this iteration; `by` is the name that the record gives as the reason."""
+        run = self._context
+        if run.at.step < run.options.stop_step:  # else the run has reached its end
+            run.stop(as_string(by, "by"))
 
-    def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
-        meters = (observer.meter(state, peak_flops, flops_per_step) for observer in self.observers)
-        return next((meter for meter in meters if meter is not None), None)
+    def __iter__(self) -> Iterator[int]:
+        """Return the iterator over the rest of the run, always the same one, which yields the step of `state`."""
+        if self._stack is None:
+            raise RuntimeError("Run: must be entered first: with jstep.Run(…) as run: for step in run: …")
+        if self._owner != (os.getpid(), threading.get_ident()) and not self._is_finished:
+            raise RuntimeError("Run: must be iterated over by the process and the thread that entered it")
+        return self._iterator
 
-    def poll(self, hook: RunHook, check: Poll) -> None:
-        self.setup.loop.pending.append((hook, check))
+    def __next__(self) -> int:
+        return next(iter(self))
 
-    def stop(self, by: str) -> None:
-        if not self.setup.loop.is_over:
-            self.setup.loop.stop(by)
+    def every(self, steps: int) -> Iterator[int]:
+        """Return the iterator over the run whose body runs at multiples of `steps`, and at the end.
 
-    def log_failed(self, log: Any, error: Exception) -> None:
-        self.setup.loop.failures.append((HookCall(log, "flush"), error))
-
-    def to_stop(self) -> bool:
-        return self.setup.signals.to_stop()
-
-    def before_save(self, step: int) -> bool:
-        return self.runner.before_save(step)
-
-    def before_off_cadence(self) -> None:
-        """Freeze the position of batches that are made with the state as it is now."""
-        if self.feeder.has_begun:
-            self.feeder.position.freeze()
-
-    # The decision whether the state may be saved: where a save is due, and after a signal, an error or a stall.
-
-    def nonfinite_params(self) -> dict[str, int]:
-        """Wait for the contents of the parameters that became NaN or infinite since the run began."""
-        return StateContents(self.state, params_only=True).worse_since(self.at_start)[0]
-
-    def require_finite(self, step: int, saver: Saver) -> bool:
-        if self.has_nan_hook:  # its `before_save` has checked the parameters, and more
-            return True
-        bad = self.nonfinite_params()
-        # All processes end here together: one that left alone would leave the others waiting in their save.
-        if not processes.any_process(bool(bad)):
-            self.setup.loop.finite_at = step
-            return True
-        if saver.allow_nonfinite:
-            return False
-        raise NanLossDuringTrainingError(
-            f"the parameters are not finite at step {step}, where a checkpoint is due: {in_words(bad) or _ELSEWHERE}. "
-            f"The cause is one of the updates {self.setup.loop.finite_at} → {step}: jstep.NanLossHook() in hooks "
-            "names its batch, see docs: help/errors#not-finite",
-            step,
-        )
-
-    def may_save(self, error: BaseException | None = None) -> tuple[list[CheckpointSaverHook], str]:
-        """Return the hooks that may save after a signal, this error or a stall, and why the others must not.
-
-        The last loss counts, too: `NanLossHook` may not have checked it yet.
+        Calls end there, whatever `steps_per_call` is. It must be called before the first step.
         """
-        if not self.savers:
-            return [], ""
-        allowing = [hook for hook in self.savers if hook.saver.allow_nonfinite]
-        if isinstance(error, WrongStateError) and not error.may_save:
-            # A Saver allows NaN and infinity, but not bits that differ from the run's.
-            return allowing if isinstance(error, NanLossDuringTrainingError) else [], ""
-        bad: dict[str, int] = {}
-        with contextlib.suppress(Exception):  # the device failed, so the loss cannot be read either
-            bad = self.nonfinite_params()
-        if processes.any_process(bool(bad)):
-            return allowing, in_words(bad) or _ELSEWHERE
-        why = _loss_problem(self)
-        return (allowing if why else self.savers), why
+        interval = as_int(steps, "steps", 1, "a number of steps")
+        if isinstance(self._batches, LoopBatches):
+            raise RuntimeError("run.every: the body makes the batches, so it must run each time: if step % n == 0: …")
+        if self._context.phase != BEGINNING:
+            raise RuntimeError("run.every: must be called before the first step, because it sets where calls end")
+        iterator = iter(self)
+        self._context.body_interval = interval
+        return iterator
 
+    @shortens_tracebacks
+    def train_step(self, *args: Any) -> Any:
+        """Take one step, `train_step(state, *args)`, and call the hooks that are due; return its metrics."""
+        run = self._context
+        if not isinstance(self._batches, LoopBatches):
+            raise RuntimeError(
+                "run.train_step: the run takes its batches itself; to make them in the body, give batches=None or "
+                "jstep.from_loop(…)"
+            )
+        self._require_body("run.train_step(…)")
+        run.calling = None
+        run.watch.switch(STARTING if run.at.step == run.first else STEPPING)
+        self._batches.passed.append(args)
+        with self._keeping_failure():
+            self._take(next(run.feeder))
+        run.calling = BODY
+        run.watch.switch(run.watch.waiting)
+        return run.at.metrics
 
-def _loss_problem(run: Run) -> str:
-    """Describe a loss of the last call that is not finite, except in skipped updates, or cannot be read; "" if none."""
-    metrics = run.metrics if isinstance(run.metrics, Mapping) else {}
-    loss = metrics.get(LOSS)
-    is_on_all = isinstance(loss, jax.Array) and not loss.is_fully_addressable and loss.is_fully_replicated
-    if loss is None or not (is_on_all or processes.is_single_process()):
-        return ""
-    try:
-        with internal_transfers():
-            latest, skip_metric = run.setup.sums.latest(), run.dispatch.constants.skipped
-            before = run.step - run.feeder.steps
-            if latest is not None and latest.bad is not None and latest.bad.step > before:
-                return _NOT_FINITE
-            finite = np.isfinite(read_value(loss).astype(np.float64))
-            skipped = read_value(metrics.get(skip_metric, 0)) == 1 if skip_metric is not None else np.False_
-            return _NOT_FINITE if np.any(is_bad(finite, skipped)) else ""
-    except (TypeError, ValueError):
-        return ""
-    except Exception as error:  # the device failed
-        return f"its loss cannot be read: {type(error).__name__}: {error}"
+    def _require_body(self, what: str) -> None:
+        if self._context.calling is not BODY or self._owner != (os.getpid(), threading.get_ident()):
+            raise RuntimeError(f"{what}: must be in the body of `for step in run:`, before the run has ended")
+
+    # Enter, and leave: what the end has to undo is pushed on one stack, which is unwound in reverse order.
+
+    @shortens_tracebacks
+    def __enter__(self) -> "Run[P]":
+        if self._stack is not None:
+            raise RuntimeError("Run: must be entered once; make another Run to resume from its checkpoint")
+        run = self._context
+        with contextlib.ExitStack() as stack:
+            self._stack, self._owner = stack, (os.getpid(), threading.get_ident())
+            self._enter_settings(stack)
+            stack.push(self._close_hooks)
+            stack.push(self._leave)
+            for make_observer in OBSERVERS:
+                run.observers = (*run.observers, stack.enter_context(make_observer(run)))
+            stack.callback(run.signals.end)
+            stack.callback(self._wait_for_background)
+            stack.enter_context(run.closing)
+            stack.callback(self._release)
+            stack.push(self._rescue)
+            run.signals.begin()
+            self._runner = open_run(run, self._batches)
+            self._has_steps = begin(run, self._runner)
+            self._iterator = self._push() if isinstance(self._batches, LoopBatches) else self._pull()
+            self._stack = stack.pop_all()
+        return self
+
+    @shortens_tracebacks
+    def __exit__(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
+        failure, self._failure, stack = self._failure, None, self._stack
+        if stack is None or self._owner[0] != os.getpid():  # the body has forked; the run is that of the parent
+            return
+        if error is not None:
+            stack.__exit__(kind, error, trace)
+            shorten(error)
+            return
+        with stack:
+            if failure is not None:  # the block has swallowed it
+                raise failure
+            self._end()
+
+    def _enter_settings(self, stack: contextlib.ExitStack) -> None:
+        """Set what holds while the run goes on: hooks and the body run under the mesh of the state."""
+        progress = self._context.options.progress
+        # The progress bar of a notebook shows the rest.
+        least = logging.WARNING if progress is None and interactive.is_notebook() else logging.NOTSET
+        stack.enter_context(overriding_mesh(mesh_of(self._context.at.state)))
+        if progress is not False and jax.process_index() == 0:
+            stack.enter_context(log_to_stderr(least))
+        stack.enter_context(persistent_cache(self._cached_in))
+        stack.enter_context(setting(WARNED, set()))
+
+    def _rescue(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
+        """Save and attach the state after an error of the run, or of the body."""
+        run = self._context
+        if error is None:
+            return
+        run.signals.finish()
+        self._is_handled = run.signals.received is not None
+        run.phase = ENDING
+        if run.is_open:
+            rescue(run, error)
+        else:
+            keep_state(run, error)
+        self._last = run.at._replace(state=getattr(error, "state", None))
+        if run.signals.received_twice and isinstance(error, KeyboardInterrupt):
+            leave_at_once(run.at.step, error)
+
+    def _release(self) -> None:
+        """Let the observers see the last state, and drop it: hooks and signal handlers must not keep it alive."""
+        run = self._context
+        for observer in run.observers:
+            observer.before_close()
+        run.watch.switch(SAVING)  # only pending writes are left
+        run.at, run.calling, run.phase = LoopState(run.at.step, None), None, CLOSING
+        run.in_flight.clear()
+        self._iterator.close()
+
+    def _wait_for_background(self) -> None:
+        if not self._context.signals.received_twice:
+            self._context.background.wait()
+
+    def _leave(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
+        """Agree on the end, and obey a signal that arrived while the run closed."""
+        run, state = self._context, self._last.state
+        if error is None:
+            run.signals.agree_at_end()
+        elif isinstance(error, Exception) and not hasattr(error, "state") and state is not None:
+            note_closing(run, error, state)
+        if run.signals.received is not None and not self._is_handled:
+            leave_after_closing(run, state)
+
+    def _close_hooks(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
+        try:
+            close_hooks(self._context, error)
+        except Exception as failure:
+            failure.state = self._last.state  # type: ignore[attr-defined]
+            raise
+        if error is None:
+            interactive.forget()
+
+    # The loop.
+
+    def _pull(self) -> Generator[int, None, None]:
+        """Take a call for each iteration."""
+        run, watch, clock = self._context, self._context.watch, self._context.watch.clock
+        last_step, interval, runner = run.options.stop_step, run.body_interval, self._runner
+        assert runner is not None
+        with self._keeping_failure():
+            with self._until_stopped():
+                for chunk in self._begin_steps():
+                    step = self._take(chunk)
+                    if interval is None or step % interval == 0 or run.is_at_last:
+                        run.calling, watch.aside = BODY, clock()
+                        yield step
+                        run.calling, began, watch.aside = None, watch.aside, None
+                        if clock() - began > _SHORT:
+                            watch.reassign(HOOKS, clock() - began)
+                            watch.record(BODY.thing, began)
+                    is_quiet = run.signals.received is None and run.stopped_by is None and run.signals.is_alone
+                    if not (is_quiet and step < runner.next_save and step < last_step) and not self._resumes():
+                        break
+            if self._has_ended_between(interval):  # the batches have ended
+                run.calling = BODY
+                with watch.part(HOOKS):
+                    yield run.at.step
+                run.calling = None
+            self._finish()
+
+    def _push(self) -> Generator[int, None, None]:
+        """Yield iterations to a body that makes the batches; it takes any number of steps in each."""
+        run = self._context
+        with self._keeping_failure():
+            with self._until_stopped():
+                self._begin_steps()
+                resumes = self._has_steps
+                while resumes:
+                    run.feeder.position.begin_iteration()
+                    run.calling = BODY
+                    run.watch.switch(run.watch.waiting)
+                    yield run.at.step
+                    if self._failure is not None:  # the body has swallowed it
+                        return
+                    self._end_iteration()
+                    resumes = self._resumes()
+            self._finish()
+
+    def _begin_steps(self) -> Iterable[Chunk]:
+        """Return the chunks of the run, which has begun; none if the body makes the batches."""
+        run, runner = self._context, self._runner
+        assert runner is not None
+        if not self._has_steps:
+            return ()
+        run.signals.finish(run.feeder.interrupted)
+        run.phase = RUNNING
+        self._run_chunk = runner.with_before_step(run.dispatch)
+        return () if isinstance(self._batches, LoopBatches) else fetch_by_all(run.feeder)
+
+    def _take(self, chunk: Chunk) -> int:
+        """Take a call, and call the hooks that are due after it, except those that save."""
+        run = self._context
+        if run.in_flight.is_full:
+            run.in_flight.make_room()
+        if run.signals.received is not None and not chunk.must_run:
+            run.signals.check()  # it arrived meanwhile
+        step = chunk.first + chunk.steps
+        run.at = LoopState._make((step, *self._run_chunk(run.at.state, chunk), chunk.program.rows))
+        run.in_flight.add(chunk.first, *run.at[:3])
+        self._runner.after(chunk.first)  # type: ignore[union-attr]  # an assertion for each call would cost
+        return step
+
+    def _resumes(self) -> bool:
+        """Do what is due once the body has ended: save, and obey a signal; return whether there is another step."""
+        run, runner = self._context, self._runner
+        assert runner is not None
+        if run.at.step >= runner.next_save:
+            runner.save()
+        if (run.signals.received is not None or not run.signals.is_alone) and run.signals.to_stop():
+            self._is_stopped = True
+            return False
+        return not run.is_at_last
+
+    def _has_ended_between(self, interval: int | None) -> bool:
+        """Return whether the run has ended at a step at which no body has run, though one is wanted at the end."""
+        run = self._context
+        has_body = interval is None or run.at.step % interval == 0 or run.is_at_last
+        return not (has_body or self._is_stopped or run.at.step == run.first)
+
+    def _end_iteration(self) -> None:
+        run = self._context
+        run.calling = None
+        run.watch.switch(STARTING if run.at.step == run.first else STEPPING)
+        run.feeder.position.end_iteration()
+
+    @contextlib.contextmanager
+    def _until_stopped(self) -> Iterator[None]:
+        try:
+            yield
+        except StopWaiting:
+            self._is_stopped = True
+
+    @contextlib.contextmanager
+    def _keeping_failure(self) -> Iterator[None]:
+        """Keep what ended the run, in case the block swallows it."""
+        try:
+            yield
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._failure = error
+            self._context.calling = self._context.calling if self._context.calling is not BODY else None
+            raise
+
+    # The end.
+
+    def _end(self) -> None:
+        """End a run whose block is left before its last step, such as by `break`."""
+        run = self._context
+        if self._is_finished:
+            return
+        if self._has_steps:
+            self.stop()
+        if run.calling is BODY:
+            run.watch.aside = None
+            self._end_iteration()
+        self._finish()
+
+    def _finish(self) -> None:
+        """End the hooks, which save the last state, or leave if a signal was received."""
+        run, runner = self._context, self._runner
+        assert runner is not None
+        self._is_finished = True
+        if self._has_steps and not run.is_at_last and not self._is_stopped:
+            run.phase = ENDING
+            report_early_end(run)
+        run.signals.finish()
+        run.phase = LEAVING if self._is_stopped else ENDING
+        runner.last()
+        check_step(run.step, run.state)
+        if not self._is_stopped:
+            runner.end()
+        if self._is_stopped or run.signals.to_stop():  # also during the hooks above
+            exit_on_signal(run)
+        runner.settle()
+        self._last = run.at

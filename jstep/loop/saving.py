@@ -35,7 +35,7 @@ from jstep.hooks.nan_loss import about_start
 from jstep.loop.arguments import MAX_SECS, Options
 from jstep.loop.origin import ENDED, HELD_VALUES, PARENT, RUN_KEY, STOPPED
 from jstep.loop.programs import AUTO
-from jstep.loop.run import Run
+from jstep.loop.run_context import RunContext
 from jstep.metering.cadence import Cadence
 from jstep.state.train_state import TrainState
 from jstep.stores.tagged_json import AttachedFiles, as_json
@@ -48,25 +48,25 @@ HOOK_STATES = "hooks"
 """The key of a checkpoint's `extra`, in addition to those of the origin, of positions and of observers."""
 
 
-def restore_hooks(run: Run) -> bool:
+def restore_hooks(run: RunContext) -> bool:
     """Restore the states of the hooks; return whether one of them ends the run."""
     is_stopped = set_states(run.hooks, run.origin.extra.get(HOOK_STATES))
     for hook in run.savers:
         if not isinstance(hook, RunSaverHook):
             continue
         if run.origin.trunk is None:
-            hook.restored(run.setup.loop.first, run.state)
+            hook.restored(run.first, run.state)
         else:  # from now on the other run is not read
-            hook.save(run.setup.loop.first, run.state, wait=True)
+            hook.save(run.first, run.state, wait=True)
         if not run.has_nan_hook and not hook.saver.allow_nonfinite:
             run.poll(hook, functools.partial(_warn_of_nan, run))
     return is_stopped and not run.origin.is_at_branch_point
 
 
-def _warn_of_nan(run: Run, *, wait: bool = False) -> None:
+def _warn_of_nan(run: RunContext, *, wait: bool = False) -> None:
     """Warn of restored parameters, now that the device is busy with the first step."""
     if bad := run.at_start.with_nan():
-        _logger.warning("%s", about_start(bad, run.setup.loop.first))
+        _logger.warning("%s", about_start(bad, run.first))
 
 
 # The interval between automatic saves.
@@ -142,10 +142,11 @@ class RunSaverHook(CheckpointSaverHook):
             self.cadence = Cadence(secs=self._interval, together=True)
         self.part = STEPPING  # it measures its own time when it saves
         self._saved_host_state = self._host_state = _HostState(Extra({}, {}), Extra({}, {}))
+        self._saved_iterations = 0
 
     @property
-    def run(self) -> Run:
-        return cast(Run, super().run)
+    def run(self) -> RunContext:
+        return cast(RunContext, super().run)
 
     def save(self, step: int, state: TrainState, *, wait: bool = False) -> bool:
         """Save, without counting the wait for steps in flight."""
@@ -167,7 +168,7 @@ class RunSaverHook(CheckpointSaverHook):
         interval = self._interval
         if interval is not None and processes.broadcast_ints(interval.is_too_early())[0]:
             return
-        self._temporary_secs = None if interval is None or self.run.setup.is_at_last else MAX_SECS
+        self._temporary_secs = None if interval is None or self.run.is_at_last else MAX_SECS
         try:
             self.save(step, state)
         finally:
@@ -187,7 +188,7 @@ class RunSaverHook(CheckpointSaverHook):
 
     def mark_saved(self, step: int, state: TrainState) -> None:
         super().mark_saved(step, state)
-        self._saved_host_state = self._host_state
+        self._saved_host_state, self._saved_iterations = self._host_state, self.run.feeder.position.iterations
         # For `save_alone`, when they are no longer in memory:
         for name, file in self._host_state.hooks.files.items():
             file.load = functools.partial(self.saver.read_file, name, step)
@@ -197,14 +198,16 @@ class RunSaverHook(CheckpointSaverHook):
             return False
         run, saved, is_same = self.run, self._saved_host_state, True
         # Only positions of batches made with the state can change after their step; all processes must compare them.
-        if run.source.is_of_state and run.feeder.has_begun:
+        if run.source.is_of_loop:
+            is_same = run.feeder.position.iterations == self._saved_iterations
+        elif run.source.is_of_state and run.feeder.has_begun:
             is_same = not processes.any_process(not self._positions().is_same(saved.positions))
         return self._hooks().is_same(saved.hooks) and is_same
 
     def _hooks(self) -> Extra:
         run = self.run
         # A run that takes no step keeps the name of the hook that stopped the earlier one.
-        by = run.setup.loop.stopped_by or (None if run.feeder.has_begun else run.origin.extra.get(STOPPED))
+        by = run.stopped_by or (None if run.feeder.has_begun else run.origin.extra.get(STOPPED))
         states = get_states(run.hooks)
         entries = {HOOK_STATES: states or None, STOPPED: by, ENDED: run.step if run.runner.has_ended() else None}
         values = {key: value for key, value in entries.items() if value is not None}
@@ -217,7 +220,7 @@ class RunSaverHook(CheckpointSaverHook):
         if not run.feeder.has_begun:  # the positions have not changed
             return Extra(*positions_elsewhere(run.origin.extra))
         # A batch that was fetched but not trained on is fetched again after a restart.
-        return Extra(*gather_positions(run.feeder.position_after(run.step - run.setup.loop.first)))
+        return Extra(*gather_positions(run.feeder.position_after(run.step - run.first)))
 
     def _extra_of_run(self, states: Extra | None = None) -> Extra:
         """Notify the observers of a save that nothing prevents any more, and return its `extra`.
@@ -226,7 +229,7 @@ class RunSaverHook(CheckpointSaverHook):
         """
         run = self.run
         # A run that resumes from a checkpoint does not write earlier summaries again.
-        if (writer := run.reports.writer) is not None:
+        if (writer := run.writer) is not None:
             try:
                 writer.drain()
             except Exception as error:
@@ -244,10 +247,15 @@ class RunSaverHook(CheckpointSaverHook):
         )
 
 
-def why_position_lost(run: Run) -> str:
+def why_position_lost(run: RunContext) -> str:
     """Describe why the state must not be saved: the batches have advanced past it; "" if not."""
-    if run.saver is None or not run.feeder.is_position_lost(run.step - run.setup.loop.first):
+    if run.saver is None or not run.feeder.is_position_lost(run.step - run.first):
         return ""
+    if run.source.is_of_loop:
+        return (
+            "the iteration of the loop is not complete, so a restart could not resume it; the next start resumes "
+            "from the newest checkpoint, if there is one"
+        )
     return (
         "the data source has advanced, and its position is too large (above 64 kB) to be copied before each batch; the "
         "next start resumes from the newest checkpoint, if there is one"

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from concurrent import futures
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import jax
@@ -26,10 +26,8 @@ from jstep.core import threads
 from jstep.core.checks import as_number, hook_name
 from jstep.core.stopwatch import EVALUATING, SAVING, STARTING, WAITING
 from jstep.hooks.run_hook import RunHook
-from jstep.loop.loop_state import BEGINNING, CLOSING, HookCall
 from jstep.loop.observer import Observer
-from jstep.loop.run import Run
-from jstep.loop.setup import Setup
+from jstep.loop.run_context import BEGINNING, BODY, CLOSING, HookCall, RunContext
 from jstep.loop.stopping import save_while_it_hangs
 from jstep.record.stall_files import CALL, WITH_OTHERS, StallFiles, silent
 
@@ -41,6 +39,7 @@ _OF_HOST = (_BATCH, _COMPILE, _START)
 _EVALUATION, _USERS_HOOK = "evaluation", "hook"
 _OF_USER = (_BATCH, _EVALUATION, _USERS_HOOK)
 """The kinds of waits in code of the user, after which another thread may save."""
+_RUN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "run.py")
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = (*(path + os.sep for name, path in sysconfig.get_paths().items() if "lib" in name), "<frozen")
 _logger = logging.getLogger("jstep")
@@ -124,17 +123,16 @@ class Wait(NamedTuple):
 class StallWatch(Observer):
     """The thread that watches one run, whose loop runs in the thread that creates it."""
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self._hook = next((hook for hook in setup.options.hooks if isinstance(hook, StallHook)), StallHook())
-        self._index, self._count, options = jax.process_index(), jax.process_count(), setup.options
+    def __init__(self, run: RunContext) -> None:
+        self.run = run
+        self._hook = next((hook for hook in run.options.hooks if isinstance(hook, StallHook)), StallHook())
+        self._index, self._count, options = jax.process_index(), jax.process_count(), run.options
         self._name = f"process {self._index} of {self._count} (host {socket.gethostname()})"
         self._every = min(1.0, self._warn / 4)
         self._files = StallFiles(options.where, self._index, self._warn, options.checkpoint_prefix)
         self._over = threading.Event()
         self._thread = threads.Thread(target=self._watch, name="jstep-stalls", daemon=True)
-        self._ident, self._caller = threading.get_ident(), sys._getframe(1).f_code
-        self._run: Run | None = None
+        self._ident = threading.get_ident()
         self._wait = Wait(_START, "")
         if self._warn:
             try:
@@ -150,10 +148,7 @@ class StallWatch(Observer):
     @property
     def _is_shared(self) -> bool:
         """Whether processes read each other's files."""
-        return self.setup.options.where is not None and self._count > 1
-
-    def before_begin(self, run: Run) -> None:
-        self._run = run
+        return self.run.options.where is not None and self._count > 1
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._warn:
@@ -188,7 +183,7 @@ class StallWatch(Observer):
         self._wait = wait._replace(due=due)
         # Others, which have stalled for as long, need a moment to write their files.
         if wait.age >= due + 3 * self._every * self._is_shared:
-            self._wait = wait._replace(due=2 * wait.age, part=self.setup.watch.current)
+            self._wait = wait._replace(due=2 * wait.age, part=self.run.watch.current)
             _log_in_time(self._line(wait))
         if self._hook.exit_secs is not None and wait.age > self._hook.exit_secs:
             self._exit(self._wait)
@@ -196,8 +191,8 @@ class StallWatch(Observer):
     # What the run waits for: the host, or the device where the host may wait for that.
 
     def _now(self) -> Wait:
-        now, step = threads.activities_of(self._ident), self.setup.loop.at.step
-        wait, unfinished = self._wait_of_run(is_tracing=threads.TRACING in now), self.setup.in_flight.unfinished()
+        now, step = threads.activities_of(self._ident), self.run.at.step
+        wait, unfinished = self._wait_of_run(is_tracing=threads.TRACING in now), self.run.in_flight.unfinished()
         if threads.AGREEING in now:
             topic = f"what is due at step {step}" if wait.kind in (CALL, *_OF_HOST) else wait.what.removeprefix("in ")
             if threads.AGREEING_ON_SHAPES in now:
@@ -206,36 +201,38 @@ class StallWatch(Observer):
         return wait if unfinished is None or wait.kind in _OF_HOST else _call(unfinished[0], unfinished[1] - 1)
 
     def _wait_of_run(self, *, is_tracing: bool) -> Wait:
-        loop, run, part = self.setup.loop, self._run, self.setup.watch.current
-        step, call, owner = loop.at.step, loop.calling, self.setup.transfers.owner
+        run, part = self.run, self.run.watch.current
+        step, call, owner = run.at.step, run.calling, run.transfers.owner
         if owner is not None:  # a hook may deliver the metrics of another
             call = HookCall(owner, "" if call is None else call.method)
         thing = None if call is None else call.thing
-        if thing == SAVING or (part == SAVING and loop.phase != CLOSING):
+        if thing == SAVING or (part == SAVING and run.phase != CLOSING):
             return Wait("save", f"saving step {step}", SAVING)
         if call is not None and thing == (id(call.hook), EVALUATING):
             return Wait(
                 _EVALUATION, f"in an evaluation at step {step}", thing, taken=threads.evaluation_batches_taken.count
             )
+        if call is BODY:
+            return Wait(_USERS_HOOK, f"in {BODY.method} at step {step}", BODY.thing)
         if call is not None:
             kind = _USERS_HOOK if call.is_users else "built-in hook"
             return Wait(kind, f"in the hook {hook_name(call.hook)} at step {step}", thing)
-        if loop.is_over:
+        if run.is_over:
             return Wait("close", f"closing after step {step}", "close")
-        if loop.restoring is not None:
-            return Wait("restore", f"restoring step {loop.restoring}", "restore")
-        if run is None or loop.phase == BEGINNING:
-            what = f"starting at step {step}" if loop.is_known else "starting: it looks for checkpoints"
+        if run.restoring is not None:
+            return Wait("restore", f"restoring step {run.restoring}", "restore")
+        if not run.is_open or run.phase == BEGINNING:
+            what = f"starting at step {step}" if run.is_known else "starting: it looks for checkpoints"
             return Wait(_START, what, _START)
         feeder, compiler = run.feeder, run.dispatch.compiler
-        waits_for_compiler = part == STARTING and (step > loop.first or compiler.begun)
+        waits_for_compiler = part == STARTING and (step > run.first or compiler.begun)
         is_checking = run.runner.is_checking
         has_traced = compiler.record.unfinished >= feeder.got
         compiles = is_tracing or waits_for_compiler or (not is_checking and has_traced)
         if compiler.table.tracing.locked() or (compiles and not feeder.waiting):
             return Wait(_COMPILE, f"compiling step {step}'s program")
         if feeder.waiting:
-            return Wait(_BATCH, f"waiting for batch {loop.first + self.setup.fetched.count}")
+            return Wait(_BATCH, f"waiting for batch {run.first + run.fetched.count}")
         first = step - feeder.steps if is_checking else step
         return _call(first, first + feeder.steps - 1)
 
@@ -253,9 +250,9 @@ class StallWatch(Observer):
             self._record(self._wait)
 
     def _record(self, wait: Wait) -> None:
-        part, now, stalled = wait.part or self.setup.watch.current, round(time.time(), 6), round(wait.age, 3)
-        fields = {"time": now, "step": self.setup.loop.at.step, "part": part, "stalled": stalled, "what": wait.what}
-        if (file := self.setup.loop.file) is not None:
+        part, now, stalled = wait.part or self.run.watch.current, round(time.time(), 6), round(wait.age, 3)
+        fields = {"time": now, "step": self.run.at.step, "part": part, "stalled": stalled, "what": wait.what}
+        if (file := self.run.file) is not None:
             file.update({"stalls": [*file.fields["stalls"], {**fields, "process": self._index}][-100:]})
             file.due.set()
 
@@ -271,10 +268,10 @@ class StallWatch(Observer):
 
     def _usual(self, wait: Wait) -> float | None:
         """Return the usual seconds of the same thing, of a call those of a step; None the first time."""
-        watch = self.setup.watch
+        watch = self.run.watch
         if wait.thing is not None:
             return max(watch.lasted[wait.thing], default=None)
-        seconds = watch.visits(WAITING) if wait.kind == _BATCH else [*self.setup.in_flight.per_step]
+        seconds = watch.visits(WAITING) if wait.kind == _BATCH else [*self.run.in_flight.per_step]
         return statistics.median(seconds) if seconds else None
 
     # Messages.
@@ -305,7 +302,7 @@ class StallWatch(Observer):
         ]
         callbacks = [i for i in frames if i not in python_threads]  # threads of XLA
         first = makers if wait.kind in (_BATCH, _COMPILE) else callbacks if wait.kind == CALL else []
-        stacks = [frame for i in [*first, self._ident] for frame in _stack(frames.get(i), self._caller)]
+        stacks = [frame for i in [*first, self._ident] for frame in _stack(frames.get(i), is_whole=False)]
         outside = [frame for frame in stacks if not frame.f_code.co_filename.startswith(_OWN)]
         users = [frame for frame in outside if not frame.f_code.co_filename.startswith(_LIBRARIES)]
         return next((os.path.basename(_as_line(frame)) for frame in users or outside or stacks), "")
@@ -318,7 +315,7 @@ class StallWatch(Observer):
         }
         what = wait.what.replace("in a call of ", "in ")
         return {
-            "processes": self._count, "step": self.setup.loop.at.step, "part": self.setup.watch.current,
+            "processes": self._count, "step": self.run.at.step, "part": self.run.watch.current,
             "kind": wait.kind, "what": what, "since": time.time() - wait.age, "stall": stall,
             "line": self._place(wait), "steps": wait.steps, "threads": stacks,
         }  # fmt: skip
@@ -327,17 +324,17 @@ class StallWatch(Observer):
 
     def _exit(self, wait: Wait) -> None:
         """End the process; nothing here may wait long for the stalled code."""
-        loop, run = self.setup.loop, self._run
+        run = self.run
         _log_in_time(f"{self._name} has been {wait.what} for {_secs(wait.age)} s: it ends with exit code {EXIT_CODE}")
         _in_time(lambda: faulthandler.dump_traceback(2, all_threads=True))
         _in_time(lambda: self._record(wait))
         self._files.finish(lambda: {**self._fields(wait), "exit_code": EXIT_CODE})
-        may_save = run is not None and run.saver is not None and loop.at.step > loop.first
-        if run is not None and may_save and wait.kind in _OF_USER and self._count == 1:
+        may_save = run.is_open and run.saver is not None and run.at.step > run.first
+        if may_save and wait.kind in _OF_USER and self._count == 1:
             usual = self._usual(Wait("save", "", SAVING))
             limit = 10 * self._warn if usual is None else max(self._warn, 3 * usual)
             if not _in_time(lambda: _logger.warning("%s", save_while_it_hangs(run)), limit):
-                _log_in_time(f"step {loop.at.step} could not be saved within {_secs(limit)} s")
+                _log_in_time(f"step {run.at.step} could not be saved within {_secs(limit)} s")
         _in_time(lambda: print(end="", flush=True))
         _in_time(logging.shutdown)
         if self._count > 1:  # let the others get here; without process 0, JAX aborts them
@@ -355,8 +352,9 @@ def _secs(seconds: float) -> str:
     return f"{seconds:.0f}" if seconds >= 9.95 else f"{float(f'{seconds:.2g}'):.6f}".rstrip("0").rstrip(".")
 
 
-def _stack(frame: FrameType | None, until: CodeType | None = None) -> Iterator[FrameType]:
-    while frame is not None and frame.f_code is not until:
+def _stack(frame: FrameType | None, *, is_whole: bool = True) -> Iterator[FrameType]:
+    """Yield the frames of a thread, the innermost first: all, or those within the run."""
+    while frame is not None and (is_whole or frame.f_code.co_filename != _RUN):
         yield frame
         frame = frame.f_back
 

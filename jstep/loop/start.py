@@ -17,7 +17,10 @@ import jax
 from jstep.checkpoint.hook_states import check_owners, get_states
 from jstep.checkpoint.saver import Saver
 from jstep.core import interactive
+from jstep.core.annotations import Tree
+from jstep.core.exceptions import noting
 from jstep.data.loaders import Source, StateBatches, open_source
+from jstep.data.loop_batches import LoopBatches
 from jstep.data.positions import RarePosition, restore_position
 from jstep.data.sequence import BatchSequence
 from jstep.distributed import processes
@@ -28,12 +31,11 @@ from jstep.loop.build_hooks import build_hooks
 from jstep.loop.dispatch import Dispatch, warn_of_ended_rate
 from jstep.loop.feeder import BatchFeeder, FirstBatch, copy_batches
 from jstep.loop.hook_runner import HookRunner
-from jstep.loop.observer import Observers, compiling_for
-from jstep.loop.origin import ENDED, STOPPED, Origin, open_checkpoints, restore
+from jstep.loop.observer import compiling_for
+from jstep.loop.origin import STOPPED, find_origin, of_copy, open_saver, read_trunk, restore
 from jstep.loop.programs import Boundaries, ProgramTable, make_chunks
-from jstep.loop.run import Run
+from jstep.loop.run_context import RunContext
 from jstep.loop.saving import restore_hooks
-from jstep.loop.setup import Setup
 from jstep.loop.stopping import report_done
 from jstep.metering.cadence import next_multiple
 from jstep.record.stall_files import FOLDER as STALLS
@@ -44,74 +46,91 @@ from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.owners import remove_temporary
 from jstep.stores.urls import is_url
 
+_NO_LOGS, _NO_BATCHES = "the logs cannot be opened", "the batches cannot be opened"
 _logger = logging.getLogger("jstep")
 
 
-def open_run(setup: Setup, observers: Observers) -> Run:
+def open_run(run: RunContext, batches: Tree) -> HookRunner:
     """Open the checkpoints, restore the state, and make the hooks and chunks of the run; none of them has begun."""
-    no_logs, no_batches = "the logs cannot be opened", "the batches cannot be opened"
-    saver, origin = open_checkpoints(setup)
-    processes.on_all_processes(lambda: _notify_opened(setup.options, observers, saver, origin), no_logs)
-    dispatch = _dispatch_of(setup, observers)
-    setup.closing.callback(dispatch.compiler.close)
-    if saver is not None and origin.latest is not None and origin.first is not None:
+    _open_checkpoints(run)
+    processes.on_all_processes(lambda: _notify_opened(run), _NO_LOGS)
+    run.dispatch = _dispatch_of(run)
+    run.closing.callback(run.dispatch.compiler.close)
+    started = _restore(run, batches)
+    processes.on_all_processes(lambda: build_hooks(run), _NO_LOGS)
+    run.at_start = _contents_at_start(run.at.state, run.hooks)
+    run.runner = runner = HookRunner(run)
+    run.source, items = processes.on_all_processes(lambda: started or _open_batches(run, batches), _NO_BATCHES)
+    table = run.dispatch.table
+    chunks = make_chunks(
+        items,
+        run.first,
+        table.program_for,
+        run.options.batch_sharding,
+        on_device=table.on_device,
+        ends=runner.ends(Boundaries(run.train_steps, run.source.next_change)) if table.is_looped else (math.inf,),
+    )
+    run.feeder = BatchFeeder(run.source, chunks, run.signals, run.watch)
+    run.closing.callback(run.feeder.close)
+    run.is_open = True
+    runner.use_run()
+    if run.saver is not None:  # a run that resumes from a checkpoint does not write earlier lines again
+        summaries = [] if run.writer is None else [run.writer.settle]
+        for flush in (*summaries, *(observer.flush for observer in run.observers), run.background.flush):
+            run.closing.enter_context(run.saver.flushing(flush))
+    return runner
+
+
+def _open_checkpoints(run: RunContext) -> None:
+    """Open the checkpoints, and find what the run begins from; a branch reads that now."""
+    options, state = run.options, run.at.state
+    run.saver, latest = open_saver(options)
+    if run.saver is not None:
+        run.closing.push(noting(functools.partial(_close, run, run.saver)))
+    origin = find_origin(options, state, run.saver, latest)
+    if origin.trunk is None:
+        run.origin = of_copy(options, run.saver, origin, run.name)
+        return
+    run.expect(origin.trunk.step, origin.trunk.step)
+    with run.times.part("restore"):
+        run.origin, state = read_trunk(options, state, origin)
+    run.begin(run.origin.latest or 0, state)
+
+
+def _close(run: RunContext, saver: Saver) -> None:
+    """Wait for pending writes, except after a second Ctrl-C; close the `Saver` unless the user passed it."""
+    waits = not run.signals.received_twice
+    if saver is not run.options.checkpoint_dir:
+        saver.close(wait=waits)
+    elif waits:
+        saver.wait()
+
+
+def _restore(run: RunContext, batches: Tree) -> "tuple[Source, FirstBatch] | None":
+    """Restore the state; return the batches if they were opened meanwhile."""
+    saver, latest, assumed_first = run.saver, run.origin.latest, run.origin.first
+    if saver is not None and latest is not None and assumed_first is not None:
         with contextlib.suppress(FileNotFoundError):  # `restore` uses the newest one at that time
-            saver.check_run(setup.loop.at.state, origin.latest)  # before a program is compiled, which takes longer
-    assumed_first = origin.first
-    started = processes.on_all_processes(lambda: _begin_early(setup, dispatch, origin), no_batches)
-    with contextlib.nullcontext() if origin.latest is None else setup.times.part("restore"):
-        origin = restore(setup, saver, origin)
-    if started is not None and started[0].seekable and setup.loop.first != assumed_first:
+            saver.check_run(run.at.state, latest)  # before a program is compiled, which takes longer
+    started = processes.on_all_processes(lambda: _begin_early(run, batches), _NO_BATCHES)
+    with contextlib.nullcontext() if latest is None else run.times.part("restore"):
+        if run.origin.trunk is None:
+            run.expect(assumed_first or 0, latest)
+        run.origin, state = restore(saver, run.at.state, run.origin)
+        run.begin(run.origin.first or 0, state)
+    if started is not None and started[0].seekable and run.first != assumed_first:
         # A save of an earlier run has ended meanwhile, so the batches begin at another step.
         started[1].take()  # the thread ends before the batches are opened again
         started = None
-    hooks, reports = processes.on_all_processes(lambda: build_hooks(setup, observers, saver, origin, dispatch), no_logs)
-    runner = HookRunner(setup, hooks, reports, origin.extra.get(ENDED))
-    source, items = processes.on_all_processes(lambda: started or _open_batches(setup, origin), no_batches)
-    table = dispatch.table
-    chunks = make_chunks(
-        items,
-        setup.loop.first,
-        table.program_for,
-        setup.options.batch_sharding,
-        on_device=table.on_device,
-        ends=runner.ends(Boundaries(setup.train_steps, source.next_change)) if table.is_looped else (math.inf,),
-    )
-    feeder = BatchFeeder(source, chunks, setup.signals, setup.watch)
-    setup.closing.callback(feeder.close)
-    run = Run(
-        setup=setup,
-        origin=origin,
-        watch=setup.watch,
-        in_flight=setup.in_flight,
-        last_step=setup.options.last_step,
-        is_new_branch=origin.trunk is not None,
-        restored=origin.restored,
-        evaluations=runner.evaluations,
-        saver=saver,
-        reports=reports,
-        hooks=hooks,
-        observers=observers,
-        source=source,
-        feeder=feeder,
-        dispatch=dispatch,
-        runner=runner,
-        at_start=_contents_at_start(setup.loop.at.state, hooks),
-    )
-    runner.use_run(run)
-    if saver is not None:  # a run that resumes from a checkpoint does not write earlier lines again
-        summaries = [] if reports.writer is None else [reports.writer.settle]
-        for flush in (*summaries, *(observer.flush for observer in observers), setup.background.flush):
-            setup.closing.enter_context(saver.flushing(flush))
-    return run
+    return started
 
 
-def begin(run: Run) -> bool:
+def begin(run: RunContext, runner: HookRunner) -> bool:
     """Begin the hooks; return whether to run steps."""
     check_owners(run.hooks)
     for observer in run.observers:
-        observer.before_begin(run)
-    runner, first, last_step = run.runner, run.setup.loop.first, run.setup.options.stop_step
+        observer.before_begin()
+    first, last_step = run.first, run.options.stop_step
     is_over = runner.begin()
     if run.restored is not None:
         is_over = restore_hooks(run) or is_over
@@ -127,13 +146,14 @@ def begin(run: Run) -> bool:
         return False
     if run.origin.extra.get(STOPPED) is not None:
         _logger.info("%s stopped this run at step %d; it resumes", run.origin.extra[STOPPED], first)
-    run.dispatch.compiler.plan(run.source, first, last_step, run.setup.options.batch_sharding)
+    run.dispatch.compiler.plan(run.source, first, last_step, run.options.batch_sharding)
     return True
 
 
-def _notify_opened(options: Options, observers: Observers, saver: Saver | None, origin: Origin) -> None:
+def _notify_opened(run: RunContext) -> None:
+    options = run.options
     if jax.process_index() == 0:
-        if saver is None and options.where is not None and is_url(options.where):
+        if run.saver is None and options.where is not None and is_url(options.where):
             objects = Objects(options.where)  # asked now, as the record and the event files would each wait for it
             with objects.within(START_TIMEOUT_SECS):
                 objects.list(FOLDER, f"{FOLDER}~")
@@ -143,8 +163,8 @@ def _notify_opened(options: Options, observers: Observers, saver: Saver | None, 
                 remove_temporary(place)
                 if not os.path.islink(stalls := os.path.join(place, STALLS)):
                     remove_temporary(stalls)
-    for observer in observers:
-        observer.opened(saver, origin)
+    for observer in run.observers:
+        observer.opened()
 
 
 def _contents_at_start(state: TrainState, hooks: list[Any]) -> StateContents:
@@ -153,20 +173,20 @@ def _contents_at_start(state: TrainState, hooks: list[Any]) -> StateContents:
     return StateContents(state if is_checked else {}, params_only=not has_hook)
 
 
-def _dispatch_of(setup: Setup, observers: Observers) -> Dispatch:
-    options, compiling = setup.options, functools.partial(compiling_for, observers)
+def _dispatch_of(run: RunContext) -> Dispatch:
+    options, compiling = run.options, functools.partial(compiling_for, run.observers)
     table = ProgramTable(
-        setup.train_steps, options.steps_per_call, state=setup.loop.at.state, sums=setup.sums, compiling=compiling
+        run.train_steps, options.steps_per_call, state=run.at.state, sums=run.sums, compiling=compiling
     )
     return Dispatch(
         table,
-        signals=setup.signals,
-        first_call=setup.times.compiling,
-        watch=setup.watch,
+        signals=run.signals,
+        first_call=run.times.compiling,
+        watch=run.watch,
         after_first=[
             lambda chunk, state: interactive.forget(),
-            functools.partial(warn_of_ended_rate, setup.train_steps, options.last_step),
-            *(observer.after_first for observer in observers),
+            functools.partial(warn_of_ended_rate, run.train_steps, options.last_step),
+            *(observer.after_first for observer in run.observers),
         ],
     )
 
@@ -174,39 +194,40 @@ def _dispatch_of(setup: Setup, observers: Observers) -> Dispatch:
 # The batches, whose first one is made while the state is restored.
 
 
-def _begin_early(setup: Setup, dispatch: Dispatch, origin: Origin) -> tuple[Source, FirstBatch] | None:
+def _begin_early(run: RunContext, batches: Tree) -> tuple[Source, FirstBatch] | None:
     """Start the first batch and the first compilation before the state is restored, or return None."""
-    start, batches = origin.first, setup.batches
+    start, latest = run.origin.first, run.origin.latest
     own = batches if isinstance(batches, BatchSequence) else None
-    if start is None or start >= setup.options.stop_step or isinstance(batches, StateBatches):
+    if start is None or start >= run.options.stop_step or isinstance(batches, StateBatches | LoopBatches):
         return None
-    if origin.latest is None if own is None else not own.is_endless and start >= len(own):
+    if latest is None if own is None else not own.is_endless and start >= len(own):
         return None
-    source, first = _open_batches(setup, origin)
+    source, first = _open_batches(run, batches)
     # A function of the step is called again if it failed, because it may depend on a hook.
-    again = (lambda: copy_batches(_source(setup, origin), setup.fetched)) if source.by_step else None
+    again = (lambda: copy_batches(_source(run, batches), run.fetched)) if source.by_step else None
     first.start(again)
-    sharding = setup.options.batch_sharding
+    sharding = run.options.batch_sharding
     shapes = None if own is None or sharding is not None else functools.partial(own.shapes, start)
-    dispatch.compiler.begin_first(start, sharding, setup.times, functools.partial(first.peek, shapes))
+    run.dispatch.compiler.begin_first(start, sharding, run.times, functools.partial(first.peek, shapes))
     return source, first
 
 
-def _open_batches(setup: Setup, origin: Origin) -> tuple[Source, FirstBatch]:
-    source = _source(setup, origin)
-    return source, FirstBatch(copy_batches(source, setup.fetched), setup.times)
+def _open_batches(run: RunContext, batches: Tree) -> tuple[Source, FirstBatch]:
+    source = _source(run, batches)
+    return source, FirstBatch(copy_batches(source, run.fetched), run.times)
 
 
-def _source(setup: Setup, origin: Origin) -> Source:
+def _source(run: RunContext, batches: Tree) -> Source:
     """Return the batches from the first step, at its saved position."""
-    first, options, loop = origin.first or 0, setup.options, setup.loop
-    saved, is_saved = restore_position(origin.extra), options.checkpoint_dir is not None
-    source = open_source(
-        setup.batches, first, options.stop_step, saved, resumable=is_saved, state=lambda: loop.at.state
-    )
+    first, options = run.origin.first or 0, run.options
+    saved, is_saved = restore_position(run.origin.extra), options.checkpoint_dir is not None
+    source = open_source(batches, first, options.stop_step, saved, resumable=is_saved, state=lambda: run.at.state)
     if not is_saved:
         return source._replace(position=None)  # the position is never saved
     if source.position is None:
+        return source
+    if source.is_of_loop:
+        source.position()  # raises now if it cannot be saved
         return source
     ask = source.position
     if not source.is_of_state:

@@ -30,11 +30,9 @@ from jstep.core.logs import BELOW_BAR
 from jstep.distributed import processes
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.loop.hook_runner import Errors
-from jstep.loop.loop_state import HookCall
 from jstep.loop.origin import STOPPED
-from jstep.loop.run import Run
+from jstep.loop.run_context import BODY, HookCall, RunContext
 from jstep.loop.saving import RunSaverHook, why_position_lost
-from jstep.loop.setup import Setup
 from jstep.state.train_state import TrainState
 
 _logger = logging.getLogger("jstep")
@@ -42,9 +40,9 @@ _logger = logging.getLogger("jstep")
 # The normal end of a run, also one that takes no step.
 
 
-def report_early_end(run: Run) -> None:
+def report_early_end(run: RunContext) -> None:
     """Log that the batches ended before the run did; raise a ValueError if there were none."""
-    start, last_step = run.setup.loop.first, run.setup.options.last_step
+    start, last_step = run.first, run.options.last_step
     if run.step == start and run.restored is not None:
         _logger.info("the batches are used up at step %d, at which the run was restored: it is finished", start)
         return
@@ -65,9 +63,9 @@ def report_early_end(run: Run) -> None:
     )
 
 
-def report_done(run: Run) -> None:
+def report_done(run: RunContext) -> None:
     """Log why no step is run; a last_step before the state is probably a mistake."""
-    first, last_step, by = run.setup.loop.first, run.setup.options.stop_step, run.origin.extra.get(STOPPED)
+    first, last_step, by = run.first, run.options.stop_step, run.origin.extra.get(STOPPED)
     if first > last_step:
         text = "last_step=%d: the run is already at step %d; there is nothing left to run. Give a larger last_step"
         _logger.warning(text, last_step, first, extra=BELOW_BAR)
@@ -79,7 +77,7 @@ def report_done(run: Run) -> None:
             "state: EarlyStopping(reset=True)"
         )
     elif first < last_step:
-        reasons = [getattr(hook, "why", None) for hook in run.setup.options.hooks]
+        reasons = [getattr(hook, "why", None) for hook in run.options.hooks]
         why = next((f". {reason}" for reason in reasons if isinstance(reason, str)), "")
     _logger.info("the run is already at step %d; there is nothing left to run%s", first, why)
 
@@ -87,10 +85,10 @@ def report_done(run: Run) -> None:
 # A signal, or the end of `stop_secs`.
 
 
-def exit_on_signal(run: Run) -> NoReturn:
+def exit_on_signal(run: RunContext) -> NoReturn:
     when = f"after step {run.step}"
     savers, why = run.may_save()
-    outcomes, errors = list[str](), Errors(run.setup)
+    outcomes, errors = list[str](), Errors(run)
     for hook in savers:
         with errors:
             outcomes.append(_save(run, hook))
@@ -100,8 +98,8 @@ def exit_on_signal(run: Run) -> NoReturn:
         run.before_save(run.step)  # `NanLossHook` raises a more specific error
         for hook in run.savers:  # and otherwise an error says more of the parameters
             run.require_finite(run.step, hook.saver)
-        raise run.setup.signals.stop_error(f"{when}, which is not saved: {why}")
-    raise run.setup.signals.stop_error(f"{when}, which {outcomes[0]}" if outcomes else when)
+        raise run.signals.stop_error(f"{when}, which is not saved: {why}")
+    raise run.signals.stop_error(f"{when}, which {outcomes[0]}" if outcomes else when)
 
 
 def leave_at_once(step: int, error: KeyboardInterrupt) -> NoReturn:
@@ -111,9 +109,9 @@ def leave_at_once(step: int, error: KeyboardInterrupt) -> NoReturn:
     raise again.with_traceback(None) from None
 
 
-def leave_after_closing(setup: Setup, state: TrainState | None) -> NoReturn:
+def leave_after_closing(run: RunContext, state: TrainState | None) -> NoReturn:
     """Leave after a signal that arrived when the run had ended, or failed, and closed its resources."""
-    error = setup.signals.stop_error(f"after step {setup.loop.at.step}, while it closed")
+    error = run.signals.stop_error(f"after step {run.at.step}, while it closed")
     _attach(error, state)
     if state is not None:
         interactive.keep(state)
@@ -123,17 +121,17 @@ def leave_after_closing(setup: Setup, state: TrainState | None) -> NoReturn:
 # An error, or a stall.
 
 
-def note_closing(setup: Setup, error: Exception, state: TrainState) -> None:
+def note_closing(run: RunContext, error: Exception, state: TrainState) -> None:
     """Attach the last state to an error of a run that had ended, such as that of a log which it could not close."""
     _attach(error, state)
-    step = setup.loop.at.step
+    step = run.at.step
     note(error, f"jstep: at step {step}, while the run closed; the state after step {step} is in its `state`.")
 
 
-def keep_state(setup: Setup, error: BaseException) -> bool:
+def keep_state(run: RunContext, error: BaseException) -> bool:
     """Attach the last complete state to an exception; return whether it is lost."""
-    lost = trees.is_donated(setup.loop.at.state)
-    _attach(error, None if lost else setup.loop.at.state)
+    lost = trees.is_donated(run.at.state)
+    _attach(error, None if lost else run.at.state)
     return lost
 
 
@@ -142,9 +140,9 @@ def _attach(error: BaseException, state: TrainState | None) -> None:
         error.state = state  # type: ignore[attr-defined]
 
 
-def rescue(run: Run, error: BaseException) -> None:
+def rescue(run: RunContext, error: BaseException) -> None:
     """Attach the last complete state to the exception, save it if possible, and note where the run failed."""
-    where, signals = f"jstep: {_doing(run)}", run.setup.signals
+    where, signals = f"jstep: {_doing(run)}", run.signals
     said = {str(error)}
 
     def failed(other: Exception) -> None:
@@ -155,20 +153,20 @@ def rescue(run: Run, error: BaseException) -> None:
     is_saved = signals.received_twice or (signals.received is not None and not isinstance(error, Exception))
     if not signals.received_twice:
         run.runner.last(failed)
-    if keep_state(run.setup, error):
+    if keep_state(run, error):
         note(error, f"{where}. The state was donated to a step: it is lost.")
         return
     saved = ""
     # Otherwise it is saved already, or must not be.
-    if run.savers and not is_saved and run.step > run.setup.loop.first:
+    if run.savers and not is_saved and run.step > run.first:
         saved = _saved(run, error)
         run.runner.settle(failed)
-    is_kept = run.step > run.setup.loop.first and interactive.keep(run.state)
+    is_kept = run.step > run.first and interactive.keep(run.state)
     also = " and in jstep.interrupted_state()" if is_kept else ""
     note(error, f"{where}; the state after step {run.step} is in the exception's `state`{also}{saved}.")
 
 
-def save_while_it_hangs(run: Run) -> str:
+def save_while_it_hangs(run: RunContext) -> str:
     """Save the last complete state from another thread; return the outcome."""
     step = run.step
     try:
@@ -183,7 +181,7 @@ def save_while_it_hangs(run: Run) -> str:
     return f"step {step} is saved as {name}, with the states of hooks of the save before"
 
 
-def _saved(run: Run, error: BaseException) -> str:
+def _saved(run: RunContext, error: BaseException) -> str:
     """Save the state and return the outcome, as the end of a sentence."""
     if not processes.is_single_process():
         return ", and is not saved: the other processes may be elsewhere"
@@ -209,9 +207,9 @@ def _saved(run: Run, error: BaseException) -> str:
     return f", and {outcomes[0]}"
 
 
-def _save(run: Run, hook: CheckpointSaverHook, where: str = "") -> str:
+def _save(run: RunContext, hook: CheckpointSaverHook, where: str = "") -> str:
     """Let a hook save the state; return the outcome. That of the first hook, the run's own if any, is reported."""
-    if run.setup.loop.during(HookCall(hook, "save"), hook.save, run.step, run.state, wait=True):
+    if run.during(HookCall(hook, "save"), hook.save, run.step, run.state, wait=True):
         return f"is saved{where}; start the run again to resume"
     return "is not saved: a hook prevented it"
 
@@ -220,19 +218,21 @@ def _error_clause(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(".")  # a sentence ends with it
 
 
-def _doing(run: Run) -> str:
-    setup, loop, feeder = run.setup, run.setup.loop, run.feeder
-    at_step = f"at step {loop.at.step}"
-    if loop.at.step > loop.first:
-        at_step += f", after the update with batch {loop.at.step - 1}"
-    if loop.calling is not None:
-        hook = setup.transfers.failed_owner or loop.calling.hook  # a hook may deliver the metrics of another
-        return f"{at_step}, in {hook_name(hook)}.{loop.calling.method}"
+def _doing(run: RunContext) -> str:
+    feeder = run.feeder
+    at_step = f"at step {run.at.step}"
+    if run.at.step > run.first:
+        at_step += f", after the update with batch {run.at.step - 1}"
+    if run.calling is BODY:
+        return f"{at_step}, in {BODY.method}"
+    if run.calling is not None:
+        hook = run.transfers.failed_owner or run.calling.hook  # a hook may deliver the metrics of another
+        return f"{at_step}, in {run.calling._replace(hook=hook).name}"
     if feeder.waiting:
         # A call of several steps may have fetched some of its batches already.
-        return f"{at_step}, while batch {loop.first + setup.fetched.count} was fetched"
-    if setup.signals.received is not None or not feeder.has_begun or setup.is_at_last or run.runner.is_checking:
+        return f"{at_step}, while batch {run.first + run.fetched.count} was fetched"
+    if run.signals.received is not None or not feeder.has_begun or run.is_at_last or run.runner.is_checking:
         return at_step
-    first, steps = loop.at.step, feeder.steps
+    first, steps = run.at.step, feeder.steps
     batches = f"batch {first}" if steps == 1 else f"batches {first} to {first + steps - 1}"
     return f"{at_step}, while running the step on {batches}"

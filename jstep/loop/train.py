@@ -1,85 +1,33 @@
-"""The training loop, `jstep.train`."""
+"""The training loop, `jstep.train`: a `Run` whose body is empty."""
 
-import contextlib
-import itertools
-import logging
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
-import jax
-
-from jstep.checkpoint.saver import Saver
-from jstep.core import interactive
-from jstep.core.annotations import P, Tree
-from jstep.core.exceptions import setting
-from jstep.core.interactive import is_notebook
-from jstep.core.logs import WARNED, log_to_stderr
-from jstep.core.meshes import mesh_of, overriding_mesh
-from jstep.core.stopwatch import SAVING
-from jstep.data.batch_placement import over_axes
-from jstep.data.loaders import check_batches
-from jstep.distributed import processes
-from jstep.hooks.hook import check_step
-from jstep.loop.arguments import Options, as_steps_per_call, cache_directory, check, explains_arguments
-from jstep.loop.hook_runner import close_hooks
-from jstep.loop.loop_state import CLOSING, ENDING, LEAVING, RUNNING, At
-from jstep.loop.observer import Observer, Observers
-from jstep.loop.programs import Chunk, as_stages
-from jstep.loop.progress import Progress
-from jstep.loop.recorder import Recorder
+from jstep.core.annotations import P
+from jstep.data.loop_batches import LoopBatches
+from jstep.loop.arguments import explains_arguments
 from jstep.loop.run import Run
-from jstep.loop.setup import Setup, new_setup
-from jstep.loop.signals import StopWaiting
-from jstep.loop.stalls import StallWatch
-from jstep.loop.start import begin, open_run
-from jstep.loop.start_times import StartTimes
-from jstep.loop.stopping import (
-    exit_on_signal,
-    keep_state,
-    leave_after_closing,
-    leave_at_once,
-    note_closing,
-    report_early_end,
-    rescue,
-)
-from jstep.loop.utilization import Meters
 from jstep.state.train_state import TrainState
-from jstep.stores.compile_cache import persistent_cache
 
-OBSERVERS: tuple[type[Observer], ...] = (
-    Progress,
-    Recorder,
-    StallWatch,
-    Meters,
-)
-"""The observers of a run, in the order in which they are called; they exit in reverse order, so that `Progress` shows
-what the others log until then. If a line and its file are deleted, only the output of that observer is missing."""
+_Arguments = ParamSpec("_Arguments")
 
 
-@explains_arguments
-def train(
-    train_step: Callable[..., tuple[TrainState, Any]] | Mapping[int, Callable[..., tuple[TrainState, Any]]],
-    state: TrainState[P],
-    batches: Callable[[int], Tree] | Tree,
-    last_step: int | None,
-    *,
-    hooks: Sequence[Any] = (),
-    checkpoint_dir: str | os.PathLike[str] | Saver | None = None,
-    checkpoint_prefix: str = "model",
-    save_checkpoint_secs: float | str | None = "auto",
-    save_checkpoint_steps: int | None = None,
-    logdir: str | os.PathLike[str] | None = None,
-    save_summaries_steps: int | None = 100,
-    log_steps: int | None = 100,
-    steps_per_call: int | str = 1,
-    progress: bool | None = None,
-    batch_sharding: object = None,
-    compile_cache: str | os.PathLike[str] | bool | None = None,
-    stop_secs: float | None = None,
-    config: object = None,
-    start_from: str | os.PathLike[str] | None = None,
-) -> TrainState[P]:
+def _with_arguments_of(
+    make_run: Callable[_Arguments, Run[P]],
+) -> Callable[[Callable[..., TrainState[Any]]], Callable[_Arguments, TrainState[P]]]:
+    """Decorator of a function that has the arguments of a `Run`, and returns its last state."""
+    signature = inspect.signature(make_run)
+
+    def decorate(fn: Callable[..., TrainState[Any]]) -> Callable[_Arguments, TrainState[P]]:
+        fn.__signature__ = signature.replace(return_annotation=TrainState[P])  # type: ignore[attr-defined]
+        return explains_arguments(fn)
+
+    return decorate
+
+
+@_with_arguments_of(Run)
+def train(*args: Any, **options: Any) -> TrainState[Any]:
     """Train up to `last_step`: restore the newest checkpoint, run the steps and save checkpoints.
 
     A run that was stopped, killed or preempted resumes when it is started again, as if it had never stopped: the step,
@@ -178,148 +126,13 @@ def train(
 
     Source: `tf.train.MonitoredTrainingSession`.
     """
-    times = StartTimes()
-    options = Options(
-        batch_sharding=over_axes(batch_sharding, state),
-        steps_per_call=as_steps_per_call(steps_per_call, batches),
-        last_step=last_step,
-        hooks=hooks,
-        checkpoint_dir=checkpoint_dir,
-        checkpoint_prefix=checkpoint_prefix,
-        save_checkpoint_secs=save_checkpoint_secs,
-        save_checkpoint_steps=save_checkpoint_steps,
-        logdir=logdir,
-        save_summaries_steps=save_summaries_steps,
-        log_steps=log_steps,
-        progress=progress,
-        compile_cache=compile_cache,
-        stop_secs=stop_secs,
-        config=config,
-        start_from=start_from,
-    )
-    stages = as_stages(train_step)
-    check(state, options.stop_step)
-    processes.refuse_another_run()
-    check_batches(batches)
-    cached_in = cache_directory(options.compile_cache, options.checkpoint_dir)
-    with times.part("devices"):
-        jax.devices()
-    # The progress bar of a notebook shows the rest.
-    least = logging.WARNING if progress is None and is_notebook() else logging.NOTSET
-    log = log_to_stderr(least) if progress is not False and jax.process_index() == 0 else contextlib.nullcontext()
-    # Hooks and evaluations run under the mesh of the state, even if another mesh is set.
-    with overriding_mesh(mesh_of(state)), log, persistent_cache(cached_in), setting(WARNED, set()):
-        return _train(new_setup(options, stages, state, batches, times))
-
-
-def _train(setup: Setup) -> TrainState:
     try:
-        state = _run_to_its_end(setup)
-    except BaseException as error:
-        close_hooks(setup, error)
-        raise
-    try:
-        close_hooks(setup, None)
-    except Exception as error:
-        error.state = state  # type: ignore[attr-defined]
-        raise
-    interactive.forget()
-    return state
-
-
-def _run_to_its_end(setup: Setup) -> TrainState:
-    state, is_handled, signals = None, False, setup.signals
-    try:
-        with contextlib.ExitStack() as stack:
-            observers: Observers = ()
-            for make_observer in OBSERVERS:
-                observers = (*observers, stack.enter_context(make_observer(setup)))
-            stack.callback(signals.end)
-            stack.callback(lambda: None if signals.received_twice else setup.background.wait())
-            stack.enter_context(setup.closing)
-            run = None
-            try:
-                signals.begin()
-                run = open_run(setup, observers)
-                _finish(run, is_stopped=begin(run) and _take_steps(run))
-                state = run.state
-            except BaseException as error:
-                signals.finish()
-                is_handled = signals.received is not None
-                setup.loop.phase = ENDING
-                if run is None:
-                    keep_state(setup, error)
-                else:
-                    rescue(run, error)
-                state = getattr(error, "state", None)
-                if signals.received_twice and isinstance(error, KeyboardInterrupt):
-                    leave_at_once(setup.loop.at.step, error)
-                raise
-            finally:
-                for observer in observers:
-                    observer.before_close()
-                setup.watch.switch(SAVING)  # only pending writes are left
-                # Hooks and signal handlers must not keep the state alive.
-                setup.loop.at, setup.loop.calling = At(setup.loop.at.step, None), None
-                setup.loop.phase = CLOSING
-                setup.in_flight.clear()
-        signals.agree_at_end()
-    except Exception as error:
-        if not hasattr(error, "state") and state is not None:
-            note_closing(setup, error, state)
-        raise
-    finally:
-        if signals.received is not None and not is_handled:
-            leave_after_closing(setup, state)
-    return state
-
-
-def _take_steps(run: Run) -> bool:
-    """Run the chunks and hooks until the run ends; return whether a signal ended it."""
-    loop, signals, runner, in_flight = run.setup.loop, run.setup.signals, run.runner, run.setup.in_flight
-    last_step = run.setup.options.stop_step
-    signals.finish(run.feeder.interrupted)
-    loop.phase = RUNNING
-    run_chunk = runner.with_before_step(run.dispatch)
-    try:
-        for chunk in fetch_by_all(run.feeder):
-            in_flight.make_room()
-            if signals.received is not None and not chunk.must_run:
-                signals.check()  # it arrived meanwhile
-            loop.at = At._make((chunk.first + chunk.steps, *run_chunk(loop.at.state, chunk), chunk.program.rows))
-            in_flight.add(chunk.first, *loop.at[:3])
-            is_over = runner.after(chunk.first)
-            if (signals.received is not None or not signals.is_alone) and signals.to_stop():
-                return True
-            if is_over or loop.at.step >= last_step:
-                break
-    except StopWaiting:
-        return True
-    if loop.at.step < last_step and loop.stopped_by is None:
-        loop.phase = ENDING
-        report_early_end(run)
-    return False
-
-
-def fetch_by_all(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
-    """Return the chunks once all processes have fetched the first one; an error in one is raised in all."""
-    if processes.is_single_process():
-        return chunks
-    rest = iter(chunks)
-    first = processes.on_all_processes(lambda: next(rest, None), "batches: the first one cannot be fetched")
-    if processes.any_process(first is None) and first is not None:
-        raise ValueError("batches: another process has no batch at all; give each process a part")
-    return rest if first is None else itertools.chain([first], rest)
-
-
-def _finish(run: Run, *, is_stopped: bool) -> None:
-    """End the hooks, which save the last state, or leave if a signal was received."""
-    run.setup.signals.finish()
-    run.setup.loop.phase = LEAVING if is_stopped else ENDING
-    run.runner.last()
-    check_step(run.step, run.state)
-    if not is_stopped:
-        run.runner.end()
-    if is_stopped or run.setup.signals.to_stop():  # also during the hooks above
-        exit_on_signal(run)
-    run.runner.settle()
+        batches = inspect.signature(train).bind(*args, **options).arguments["batches"]
+    except TypeError as error:
+        raise TypeError(f"train: {error}") from None
+    if batches is None or isinstance(batches, LoopBatches):
+        raise TypeError(f"batches={batches}: train has no body that makes them; write the loop with jstep.Run")
+    with Run[Any](*args, **options) as run:
+        for _ in run:
+            pass
+    return run.state

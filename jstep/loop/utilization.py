@@ -15,7 +15,7 @@ from jstep.core.jaxprs import Product, body_of, has_remat
 from jstep.core.placement import device_count, device_of
 from jstep.loop.observer import Observer
 from jstep.loop.programs import Chunk
-from jstep.loop.run import Run
+from jstep.loop.run_context import RunContext
 from jstep.metering.work import work_of
 from jstep.state.train_state import TrainState
 
@@ -143,8 +143,8 @@ def _log_unknown(why: str) -> None:
 class Meters(Observer):
     """The observer that counts operations for `mfu` and `hfu`, if the device's peak is known."""
 
-    def before_begin(self, run: Run) -> None:
-        self._after_each = run.dispatch.after_each
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
 
     def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
         """Make a meter; None if the device's peak is unknown."""
@@ -154,5 +154,5 @@ class Meters(Observer):
                 _log_unknown(f"the peak of the device {device.device_kind!r} is not known")
             return None
         meter = UtilizationMeter(peak_flops, flops_per_step)
-        self._after_each.append(meter.count)
+        self._run.dispatch.after_each.append(meter.count)
         return meter

@@ -46,6 +46,7 @@ class InFlight:
         self._busy_since = 0.0  # when the device began its current call, as far as known
         self._each: float | None = None  # the duration of a call in seconds
         self.max_calls = _MIN_CALLS
+        self.is_full = False  # whether `make_room` may have to wait
         self._are_donated = False  # whether metrics are donated to later calls
 
     def add(self, first: int, step: int, state: Tree, metrics: Any) -> None:
@@ -55,6 +56,7 @@ class InFlight:
         if not isinstance(loss, jax.Array):
             loss = _result(state, None if self._are_donated else metrics)
         self._calls.append((loss, first, step))
+        self.is_full = len(self._calls) >= min(self.max_calls, _AT_ONCE)
 
     def drop_finished(self) -> None:
         """Drop the finished calls, without waiting."""
@@ -78,10 +80,11 @@ class InFlight:
         self._each = new if self._each is None else self._each + _SHARE * (new - self._each)
         self.max_calls = _MIN_CALLS if not self._each else max(_MIN_CALLS, math.ceil(_SECONDS / self._each))
         self._busy_since = now
+        self.is_full = len(self._calls) >= min(self.max_calls, _AT_ONCE)
 
     def make_room(self) -> None:
         """Wait until another call may be dispatched. Errors of calls are left to their results."""
-        if len(self._calls) < min(self.max_calls, _AT_ONCE):
+        if not self.is_full:
             return
         self.drop_finished()
         while len(self._calls) >= self.max_calls:

@@ -26,9 +26,9 @@ from jstep.hooks.hook import check_step
 from jstep.loop.arguments import as_steps_per_call, check, check_locations
 from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import copy_batches
-from jstep.loop.loop_state import At
 from jstep.loop.origin import extra_at
 from jstep.loop.programs import Boundaries, Program, ProgramTable, as_stages, make_chunks
+from jstep.loop.run_context import LoopState
 from jstep.loop.train import train
 from jstep.state.global_step import global_step
 from jstep.state.train_state import TrainState
@@ -124,7 +124,7 @@ def replay(
     check_locations(checkpoint_dir, prefix, None, batch_sharding)
 
     start, state, position = _restored_start(state, checkpoint_dir, prefix, step)
-    at = At(start, state)
+    at = LoopState(start, state)
     check_batches(batches)
     source = open_source(batches, start, step + 1, position, state=lambda: at.state)
     is_lost = source.position is not None and position is None and start > 0
@@ -140,7 +140,7 @@ def replay(
     ends = Boundaries(stages, source.next_change).ends(start, step)
     make = functools.partial(make_chunks, items, sharding=batch_sharding, on_device=table.on_device)
     for chunk in make(start, table.program_for, ends=ends):
-        at = At(chunk.first + chunk.steps, dispatch(at.state, chunk)[0])
+        at = LoopState(chunk.first + chunk.steps, dispatch(at.state, chunk)[0])
     last = next(make(step, lambda step, *_: Program(table.stage_of(step))), None)
     if at.step < step or last is None:
         raise ValueError(

@@ -117,7 +117,7 @@ class Program:
 
             def end(self, step: int, state: Any) -> Any:
                 program.maybe("end", step)
-                program.examples = self.run.reports.examples
+                program.examples = self.run.examples
                 return state.replace(params=jax.tree.map(lambda x: 3 * x, state.params)) if program.ends else None
 
             def close(self) -> None:

@@ -224,7 +224,9 @@ def test_a_fresh_run_warns_of_the_best_of_another_run(mode, best, start, tmp_pat
     for restored in (60, None):
         assert not caplog.records
         one = jstep.KeepBest(tmp_path, "accuracy", mode=mode)
-        one.use_run(types.SimpleNamespace(saver=None, restored=restored, reports=None, is_new_branch=False))
+        one.use_run(
+            types.SimpleNamespace(saver=None, restored=restored, config=None, background=None, is_new_branch=False)
+        )
         one.begin(state_at(start))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert (

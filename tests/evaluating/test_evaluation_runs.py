@@ -12,7 +12,7 @@ from evaluated_runs import make_state, rate, scripted, train
 from positioned import Positioned
 
 import jstep
-from jstep.loop.run import Run
+from jstep.loop.run_context import RunContext
 
 
 @pytest.mark.thorough(except_for=["3"])
@@ -191,7 +191,7 @@ def test_results_are_logged_once_in_a_line_of_their_own(caplog):
 def test_positions_are_kept_before_callbacks_of_an_evaluation_off_the_cadence(monkeypatch):
     """They may replace the state with which the next batch of `from_state` is made."""
     order = []
-    monkeypatch.setattr(Run, "before_off_cadence", lambda run: order.append("kept"))
+    monkeypatch.setattr(RunContext, "before_off_cadence", lambda run: order.append("kept"))
     hook = jstep.EvaluationHook(
         lambda state: {"x": 1.0}, every_n_steps=2, callbacks=[lambda step, *_: order.append(step)]
     )

@@ -25,7 +25,7 @@ def test_the_contents_of_a_line(caplog):
     counter = jstep.StepCounterHook(every_n_steps=10)
     hook = jstep.LoggingHook(every_n_steps=10, leave_out=lambda: {"beta1", "learning_rate"}, level=logging.DEBUG)
     run = FakeRun(hook, state_at())
-    run.reports.counter = counter
+    run.counter = counter
     counter.use_run(run)
     counter.steps_per_sec = 812.34
     metrics = {
@@ -122,7 +122,7 @@ def hook_run_clock_and_writer(monkeypatch):
 
 
 def drive(run, step, metrics, rows=None):
-    run.reports.steps[rows] += step - run.step
+    run.steps_by_rows[rows] += step - run.step
     run.after_step(step, None, metrics)
 
 

@@ -106,7 +106,7 @@ def test_states_that_are_plain_or_cannot_be_decoded_or_kept():
 
 def test_a_hook_may_return_its_state_or_another_of_the_same_step():
     state = state_at(5)
-    assert check_returned_state(state, state, 5, "hook") is state
+    assert check_returned_state(state, state, 5, "hook returned") is state
     assert check_hook_result(None, state, 5, "hook") == (False, state)
     assert check_hook_result(np.True_, state, 5, "hook") == (True, state)
     for step in (state.global_step, jnp.copy(state.global_step)):
@@ -115,7 +115,7 @@ def test_a_hook_may_return_its_state_or_another_of_the_same_step():
         assert int(other.global_step) == 5
         np.testing.assert_array_equal(other.params["w"], np.full(3, 7.0))
     with pytest.raises(ValueError, match="hook returned a state at step 6: must be at step 5"):
-        check_returned_state(state_at(6), state, 5, "hook")
+        check_returned_state(state_at(6), state, 5, "hook returned")
 
 
 def test_callbacks_may_stop_and_replace_the_state_at_once():
@@ -132,5 +132,5 @@ def test_a_returned_state_has_no_weak_types():
     state = state_at(5)
     weak = jnp.broadcast_to(jnp.asarray(2.0), (3,))
     assert weak.weak_type
-    found = check_returned_state(state.replace(params={"w": weak}), state, 5, "hook")
+    found = check_returned_state(state.replace(params={"w": weak}), state, 5, "hook returned")
     assert (found.params["w"].weak_type, found.params["w"].tolist()) == (False, [2.0] * 3)

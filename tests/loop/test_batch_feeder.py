@@ -16,10 +16,9 @@ from waiting import wait_until
 from jstep.core.stopwatch import Stopwatch
 from jstep.data.loaders import open_source
 from jstep.loop import feeder as feeder_module
-from jstep.loop.feeder import BatchFeeder, copy_batches
+from jstep.loop.feeder import BatchFeeder, copy_batches, fetch_by_all
 from jstep.loop.programs import make_chunks
 from jstep.loop.signals import StopSignals, StopWaiting
-from jstep.loop.train import fetch_by_all
 
 # From batches to the arguments of calls
 

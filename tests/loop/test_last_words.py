@@ -37,7 +37,7 @@ def steps_in(directory):
 
 def test_a_hang_is_not_saved_if_the_state_must_not_be_or_cannot(tmp_path, monkeypatch):
     def at_step_3(run):
-        run.setup.loop.at = run.setup.loop.at._replace(metrics={"loss": np.float32(math.nan)})
+        run.at = run.at._replace(metrics={"loss": np.float32(math.nan)})
         return stopping.save_while_it_hangs(run)
 
     assert said_in(tmp_path / "a", at_step_3) == "step 3 is not saved: its loss is not finite"

@@ -15,8 +15,7 @@ from loop_runs import OPTIMIZER, train
 
 import jstep
 from jstep.hooks.run_hook import RunHook
-from jstep.loop.loop_state import ENDING, LEAVING
-from jstep.loop.setup import Setup
+from jstep.loop.run_context import ENDING, LEAVING, RunContext
 
 MAIN = Path(jstep.__file__).parent / "loop"
 
@@ -52,9 +51,9 @@ class AtLine:
         if Path(frame.f_code.co_filename).parent != MAIN:
             return None
         owner = frame.f_locals.get("self")
-        places = [*frame.f_locals.values(), *(getattr(owner, name, None) for name in ("_setup", "_run"))]
-        setup = next((x for x in (getattr(x, "setup", x) for x in places) if isinstance(x, Setup)), None)
-        if event == "line" and setup is not None and setup.loop.phase in (ENDING, LEAVING):
+        held = (getattr(owner, "__dict__", {}).get(name) for name in ("run", "_run", "_context"))
+        run = next((x for x in (*frame.f_locals.values(), *held) if isinstance(x, RunContext)), None)
+        if event == "line" and getattr(run, "phase", None) in (ENDING, LEAVING):
             self.seen += 1
             if self.seen == self.n:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

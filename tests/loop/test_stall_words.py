@@ -11,7 +11,7 @@ from jstep.core.stopwatch import EVALUATING, SAVING, STARTING, STEPPING, WAITING
 from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, TRACING
 from jstep.hooks.run_hook import RunHook
 from jstep.loop import stalls
-from jstep.loop.loop_state import BEGINNING, CLOSING, RUNNING, At, HookCall
+from jstep.loop.run_context import BEGINNING, CLOSING, RUNNING, HookCall, LoopState
 from jstep.loop.stalls import StallWatch, Wait
 from jstep.metering.in_flight import InFlight
 
@@ -20,12 +20,12 @@ def run_of(*, loop: Any = None, **more: Any) -> Any:
     """A run at step 5 of one that began at step 2, in a call of the steps 5 and 6."""
     loop = loop or {}
     place = {
-        "at": At(loop.get("step", 5), None), "first": 2,
+        "at": LoopState(loop.get("step", 5), None), "first": 2,
         "calling": None, "phase": RUNNING, "is_over": False, "restoring": None,
         "is_known": True,
     }  # fmt: skip
-    fields = {
-        "loop": types.SimpleNamespace(**place | loop),
+    fields = place | loop | {
+        "is_open": True,
         "feeder": types.SimpleNamespace(waiting=False, steps=2, got=3), "saver": None,
         "transfers": types.SimpleNamespace(owner=None),
         "options": types.SimpleNamespace(where="runs", checkpoint_prefix="model"),
@@ -36,7 +36,7 @@ def run_of(*, loop: Any = None, **more: Any) -> Any:
         "dispatch": dispatch_of(), "in_flight": InFlight(),
     }  # fmt: skip
     run = types.SimpleNamespace(**fields | more)
-    run.step = run.loop.at.step
+    run.step = run.at.step
     return run
 
 
@@ -51,8 +51,8 @@ def watch_of(run: Any, *, warn: float = 2.0, process: int = 0, count: int = 3, *
     watch = object.__new__(StallWatch)
     files = types.SimpleNamespace(others=[], shown=None, period=1.0, finish=lambda fields: None)
     fields = {
-        "setup": run, "_hook": jstep.StallHook(warn_secs=warn), "_index": process, "_count": count,
-        "_name": "process 0 of 3", "_run": run, "_ident": 1, "_caller": None,
+        "run": run, "_hook": jstep.StallHook(warn_secs=warn), "_index": process, "_count": count,
+        "_name": "process 0 of 3", "_ident": 1,
         "_every": 1.0, "_wait": Wait("start", ""), "_files": files,
     }  # fmt: skip
     vars(watch).update(fields | more)
@@ -96,7 +96,7 @@ def waits() -> dict[str, Any]:
 @pytest.mark.parametrize("what", waits())
 def test_what_is_waited_for(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: ())
-    wait, calling = watch_of(run := waits()[what])._now(), run.loop.calling
+    wait, calling = watch_of(run := waits()[what])._now(), run.calling
     assert wait.what == what.partition(" #")[0]
     assert calling is None or wait.thing == calling.thing
 
@@ -156,7 +156,7 @@ def test_the_others_are_named_or_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(watch._elsewhere())[-1] == "no sign of life from process 6"
     files.shown = 7.6
     assert "no sign" not in "".join(watch._elsewhere())
-    watch.setup.options.where = None  # type: ignore[misc]
+    watch.run.options.where = None  # type: ignore[misc]
     files.shown = 7.5
     assert "no sign" not in "".join(watch._elsewhere())
 
@@ -282,7 +282,7 @@ def ended(watch: StallWatch, wait: Wait, said: list[str]) -> list[str]:
     written: list[Any] = []
     files: Any = watch._files
     files.finish = lambda fields: written.append(fields())
-    watch.setup.loop.file = Recorded(said)  # type: ignore[assignment]
+    watch.run.file = Recorded(said)  # type: ignore[assignment]
     with pytest.raises(LeftError):
         watch._exit(wait)
     assert (written[0]["exit_code"], written[0]["stall"], written[0]["what"]) == (75, True, wait.what)

@@ -1,0 +1,143 @@
+"""`jstep.from_loop`: the objects of a loop are saved between two iterations, and restored when the run is entered."""
+
+import random
+import signal
+import threading
+import types
+
+import numpy as np
+import pytest
+from loop_runs import DATA, STEP, Counted, make_state, same
+
+import jstep
+
+
+class BoomError(Exception):
+    pass
+
+
+def run_of(last_step, directory, *, save_checkpoint_steps=4, **kept):
+    return jstep.Run(
+        STEP,
+        make_state(),
+        jstep.from_loop(**kept),
+        last_step,
+        checkpoint_dir=directory,
+        save_checkpoint_steps=save_checkpoint_steps,
+        progress=False,
+    )
+
+
+class Walk:
+    """An environment in Python whose attributes are its state."""
+
+    def __init__(self):
+        self.rng, self.place, self.seen = np.random.default_rng(5), np.zeros(3), []
+
+    def move(self):
+        self.place = self.place + self.rng.normal(size=3)
+        self.seen.append((float(self.place[0]), None))
+        return self.place
+
+
+class Asked:
+    def __init__(self):
+        self.asked = self.number = 0
+
+    def get_state(self):
+        self.asked += 1
+        return {"number": self.number}
+
+    def set_state(self, state):
+        self.number = state["number"]
+
+
+def play(last_step, directory, *, at=None, event=lambda: None, steps=1):
+    """Run a loop whose batches depend on objects of each kind; at a step, something happens in the body."""
+    rng, python, seen, loader, walk = np.random.default_rng(0), random.Random(1), {"steps": []}, Counted(), Walk()
+    values = types.SimpleNamespace(total=0.0, last=None)
+    kept = {"rng": rng, "python": python, "seen": seen, "loader": loader, "walk": walk, "values": values}
+    with run_of(last_step, directory, **kept) as run:
+        for step in run:
+            for n in range(steps):
+                batch = next(loader)
+                if rng.random() < python.random():
+                    seen["steps"].append(step)
+                values.total, values.last = values.total + float(walk.move()[1]), step
+                if step + n == at:
+                    event()
+                run.train_step({name: array * np.float32(1 + values.total / 100) for name, array in batch.items()})
+    return run.state, (rng.random(), python.random(), seen, walk.seen, walk.place.tolist(), values)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_stopped_loop_resumes_bitwise(steps, tmp_path):
+    whole = play(12, tmp_path / "a", steps=steps)
+
+    def raise_error():
+        raise BoomError
+
+    with pytest.raises(BoomError):
+        play(12, tmp_path / "b", at=7, event=raise_error, steps=steps)
+    assert jstep.Saver(tmp_path / "b").latest_step() == (4 if steps == 1 else 6)
+    with pytest.raises(jstep.Preempted):
+        play(12, tmp_path / "b", at=10, event=lambda: signal.raise_signal(signal.SIGTERM), steps=steps)
+    assert jstep.Saver(tmp_path / "b").latest_step() == (11 if steps == 1 else 12)
+    resumed = play(12, tmp_path / "b", steps=steps)
+    assert same(resumed[0], whole[0])
+    assert resumed[1] == whole[1]
+
+
+def test_objects_are_asked_only_when_a_checkpoint_is_saved(tmp_path):
+    asked = Asked()
+    with run_of(12, tmp_path, asked=asked) as run:
+        for step in run:
+            run.train_step(DATA[step])
+            asked.number += 1
+    assert asked.asked <= 1 + len(jstep.Saver(tmp_path).all_steps())
+    again = Asked()
+    with run_of(12, tmp_path, asked=again):
+        assert again.number == 12
+
+
+@pytest.mark.parametrize("value", [3, 2.5, "text", [1], np.zeros(3), len, Walk, None, (1,)])
+def test_what_has_no_state_that_can_be_set_is_rejected(value):
+    with pytest.raises(TypeError, match="from_loop: thing="):
+        jstep.from_loop(thing=value)
+
+
+def test_what_cannot_be_saved_is_named_before_the_first_step(tmp_path):
+    walk = Walk()
+    walk.lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"from_loop.*\['walk'\]\['lock'\]"), run_of(5, tmp_path, walk=walk) as run:
+        next(run)
+    rng = np.random.default_rng(0)
+    twice = types.SimpleNamespace(rng=rng)
+    with pytest.raises(TypeError, match="several places"), run_of(5, tmp_path, rng=rng, twice=twice) as run:
+        next(run)
+    assert jstep.Saver(tmp_path).latest_step() is None
+
+
+class Later(Walk):
+    def __init__(self):
+        super().__init__()
+        self.speed = 1.0
+
+
+@pytest.mark.parametrize(
+    ("kept", "text"),
+    [
+        ({"walk": Walk()}, "states of asked, walk.*keeps walk"),
+        ({"walk": Later(), "asked": Asked()}, "walk: .*no value for its speed"),
+        ({"walk": random.Random(0), "asked": Asked()}, "walk: must be"),
+    ],
+    ids=["name", "attribute", "kind"],
+)
+def test_a_state_that_does_not_fit_is_named_before_the_first_step(kept, text, tmp_path):
+    with run_of(4, tmp_path, walk=Walk(), asked=Asked()) as run:
+        for step in run:
+            run.train_step(DATA[step])
+    with pytest.raises(Exception, match=text) as caught, run_of(8, tmp_path, **kept) as run:
+        next(run)
+    assert isinstance(caught.value, ValueError)
+    assert jstep.Saver(tmp_path).latest_step() == 4
