@@ -29,6 +29,10 @@ class AsUsersSeeIt(griffe.Extension):
             for member in module.members.values():
                 if not member.is_alias:
                     _examples_and_links(member)
+        # `train` has the arguments of `Run` by a decorator.
+        loop = pkg["loop"]
+        init, train = loop["run"]["Run"]["__init__"], loop["train"]["train"]
+        train.parameters = griffe.Parameters(*(argument for argument in init.parameters if argument.name != "self"))
         for name, member in list(pkg.members.items()):
             if member.is_alias:
                 target = _meant(member.final_target, name)
