@@ -53,7 +53,11 @@ READERS = {"core.placement"}
 """Reads arrays on their devices outside of steps, for fingerprints and checks of parameters. Donates nothing."""
 SUMS = {"metering.metric_sums"}
 """Accumulates metrics in an array, which it donates; it never donates a state."""
-LOADED_WHEN_USED = {"checkpoint.orbax_arrays": {"orbax", "tensorstore"}, "weights.orbax_checkpoint": {"orbax"}}
+LOADED_WHEN_USED = {
+    "checkpoint.array_reader": {"tensorstore"},
+    "checkpoint.array_writer": {"tensorstore"},
+    "weights.orbax_checkpoint": {"orbax"},
+}
 """Modules that `import jstep` does not load, and the packages that they may import at module level."""
 SHARED_TRACES = {
     "core.meshes",  # a function that JAX may reject leaves nothing in the caller's program

@@ -1,68 +1,66 @@
 """The contents of a checkpoint, read and verified: its arrays, and the files that were saved with them."""
 
-import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jstep.checkpoint import checksums
-from jstep.checkpoint.listing import UNUSED
+from jstep.checkpoint.listing import COMMITTED, COMMITTED_TEXT
 from jstep.checkpoint.manifest import Manifest
 
-
-class Contents(abc.ABC):
-    """The contents of a checkpoint in one of the storage formats.
-
-    Attributes:
-        verifies: Whether `restore` verifies what it reads; otherwise `find_corruption` does.
-    """
-
-    verifies: bool
-
-    @abc.abstractmethod
-    def restore(self, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        """Read arrays by their `Leaf.array`, with these shardings, or None for NumPy arrays.
-
-        Shapes and dtypes are compared with the manifest (`leaf_records.shape_and_dtype`) before any byte is decoded.
-        """
-
-    @abc.abstractmethod
-    def read_file(self, name: str) -> bytes:
-        """Read a file that was saved with the arrays, and verify its checksums."""
-
-    @abc.abstractmethod
-    def find_corruption(self, share: tuple[int, int], *, every: bool) -> tuple[list[str], list[str]]:
-        """Return the problems of files that are read, and of unused ones; see `Store.find_corruption`."""
+if TYPE_CHECKING:
+    from jstep.checkpoint.array_reader import ArrayReader
 
 
 @dataclasses.dataclass(frozen=True)
-class OrbaxContents(Contents):
-    """Arrays in Orbax's files, with other files beside them.
+class Contents:
+    """The contents of a checkpoint in a folder, or below a URL.
 
     Attributes:
-        base: tensorstore's JSON for the files.
-        wait: See `orbax_arrays.read_arrays`.
+        base: tensorstore's JSON for the folder with the arrays.
+        read_small: A function that returns a file of that folder; None if it is missing.
+        find_wrong_sizes: A function that describes the files of the manifest that are missing, or have another size.
+        wait: See `array_writer.Wait`.
     """
 
-    path: str
     manifest: Manifest
-    start_read: checksums.StartRead
-    differences: Callable[[Mapping[str, checksums.Record]], dict[str, str]]
     base: Mapping[str, Any]
+    read_small: Callable[[str], bytes | None]
+    find_wrong_sizes: Callable[[], Mapping[str, str]] = dict
     wait: Callable[[Any, int], Any] = lambda future, nbytes: future.result()
-    verifies = False
 
-    def restore(self, shardings: Mapping[str, Any]) -> dict[str, Any]:
-        from jstep.checkpoint import orbax_arrays  # not at the top: importing tensorstore is slow
-
-        return orbax_arrays.read_arrays(self.base, self.manifest, shardings, self.wait) if shardings else {}
+    def read(self, shardings: Mapping[str, Any]) -> dict[str, Any]:
+        """Read arrays by their `Leaf.array`, with these shardings, or None for NumPy arrays; see `ArrayReader.read`."""
+        return self._reader.read(shardings) if shardings else {}
 
     def read_file(self, name: str) -> bytes:
-        return checksums.read_file(self.start_read, self.manifest, name)
+        """Read a file that was saved with the arrays."""
+        return self._reader.read_file(name)
 
-    def find_corruption(self, share: tuple[int, int], *, every: bool) -> tuple[list[str], list[str]]:
-        differences = self.differences(checksums.process_share(self.manifest, share))
-        unread = frozenset[str]() if every else UNUSED
-        bad = {path: why for path, why in differences.items() if why}
-        read = [f"{self.path}/{path}: {why}" for path, why in bad.items() if path not in unread]
-        return read, [f"{path} ({why})" for path, why in bad.items() if path in unread]
+    def find_corruption(self) -> list[str]:
+        """Read every chunk, and describe what is corrupted."""
+        reader = self._reader
+        names = [*self.manifest.by_array, *reader.files()]
+        return reader.problems or reader.find_corruption(names)
+
+    def find_unused_corruption(self) -> dict[str, str]:
+        """Describe the files that only Orbax reads and that differ from what was written."""
+        from jstep.checkpoint.array_writer import description  # not at the top: importing tensorstore is slow
+
+        expected = description(self.manifest.by_array, self.manifest.saved_at) | {COMMITTED: COMMITTED_TEXT}
+        found: dict[str, str] = {}
+        for name, data in expected.items():
+            try:
+                read = self.read_small(name)
+            except OSError as error:
+                found[name] = f"cannot be read: {error.strerror or error}"
+                continue
+            if read != data:
+                found[name] = "missing" if read is None else "its content differs from what was written"
+        return found
+
+    @functools.cached_property
+    def _reader(self) -> "ArrayReader":
+        from jstep.checkpoint.array_reader import ArrayReader  # not at the top: importing tensorstore is slow
+
+        return ArrayReader(self.base, self.manifest.by_array, self.wait)

@@ -11,17 +11,16 @@ import os
 import shlex
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from jstep.checkpoint import checksums, listing
+from jstep.checkpoint import attempts, listing
 from jstep.checkpoint.claims import FileClaim
-from jstep.checkpoint.contents import Contents, OrbaxContents
+from jstep.checkpoint.contents import Contents
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, encode
 from jstep.checkpoint.retention import evict
-from jstep.checkpoint.store import Commit, Store
+from jstep.checkpoint.store import Commit, Files, Store
 from jstep.checkpoint.writes import IN_FLIGHT, Write
-from jstep.stores.files import foreign_file, make_folders, new_file, open_regular, sync_folder
-from jstep.stores.objects import ABSENT, ReadResult
+from jstep.stores.files import foreign_file, make_folders, new_file, sync_folder
 
 _LOOKS = 10  # a writer evicts one checkpoint per save
 _logger = logging.getLogger("jstep")
@@ -31,7 +30,8 @@ class DirectoryStore(Store):
     def __init__(self, directory: str, prefix: str | None) -> None:
         super().__init__(directory, prefix)
         self._is_cleaned = False
-        self._arrays: Any = None
+        self._failed: str | None = None
+        """The folder of an attempt of several processes, which some of them may write to until all have waited."""
 
     def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
         """Check only the existence of files."""
@@ -70,14 +70,9 @@ class DirectoryStore(Store):
         return listing.read_manifest(path)
 
     def contents(self, path: str, manifest: Manifest) -> Contents:
-        start_read = functools.partial(LocalRead, path)
-        if manifest.is_packed:  # a copy from a bucket
-            from jstep.checkpoint import packs  # not at the top: it imports JAX
-
-            return packs.PackedContents(start_read, manifest)
-
-        differences = functools.partial(checksums.differences, path)
-        return OrbaxContents(path, manifest, start_read, differences, listing.in_folder(path))
+        folder = attempts.LocalFolder(os.path.join(path, manifest.data or ""))
+        find_wrong_sizes = functools.partial(listing.find_wrong_sizes, path, manifest)
+        return Contents(manifest, folder.base(""), folder.read, find_wrong_sizes)
 
     def claim(self) -> None:
         self._refuse_moved()
@@ -99,28 +94,36 @@ class DirectoryStore(Store):
     def save(self, path: str, arrays: Mapping[str, Any], files: Mapping[str, Any], commit: Commit) -> None:
         """Write a checkpoint in a thread, atomically: each step is on the disk before the next one begins.
 
-        1. Arrays, then files, in a temporary folder; with several processes, the checksums of each (`orbax_arrays`).
-        2. The checksums of all (`checksums.collect`), and the flushes of `Saver.flushing`.
-        3. The manifest, without which a folder is not a checkpoint, and the file without which Orbax rejects a copy of
-           it in a bucket.
+        1. Arrays and files in a temporary folder, and what Orbax needs (`attempts`).
+        2. The flushes of `Saver.flushing`.
+        3. The manifest, without which a folder is not a checkpoint.
         4. The renamed folder (`_publish`). Only then are superseded checkpoints removed (`commit`).
         """
+        import jax  # not at the top: listing a directory of checkpoints does not need JAX
 
-        def commit_folder(temporary: str, final: str) -> None:
-            import jax  # not at the top: listing a directory of checkpoints does not need JAX
+        from jstep.checkpoint import array_writer  # not at the top: importing tensorstore is slow
 
-            written = checksums.collect(temporary, jax.process_count())
-            commit.finish(written, functools.partial(self._publish, temporary, final))
-
-        from jstep.checkpoint import orbax_arrays  # not at the top: importing Orbax is slow
-
+        process, count = jax.process_index(), jax.process_count()
         self._is_cleaned = False  # if this is interrupted, the next save removes the leftovers
-        if self._arrays is None:
-            self._arrays = orbax_arrays.Checkpointer(self._prefix)
-        try:
-            self._arrays.save(path, orbax_arrays.SaveArgs(dict(arrays), files), commit_folder)
-        finally:
-            self._write = Write(path + listing.TEMPORARY, self._arrays.finish, "jstep-save")
+        if self._failed is not None and process == 0:  # no process writes into it any more
+            remove(self._failed)
+        temporary = path + listing.TEMPORARY + (f"-{commit.number}" if count > 1 else "")
+        os.makedirs(temporary, exist_ok=count > 1)
+        self._failed = temporary if count > 1 else None
+
+        def commit_folder(sizes: Files) -> None:
+            commit.finish(sizes, functools.partial(self._publish, temporary, path))
+            self._failed = None
+
+        def is_committed() -> bool:
+            part = os.path.join(path, attempts.part_key(process))
+            return attempts.is_part_of(attempts.read_file(part), temporary)
+
+        folder, own = attempts.LocalFolder(temporary), array_writer.take(arrays)
+        attempt = attempts.Attempt(
+            folder, temporary, process, count, commit.saved_at, own, files, commit_folder, is_committed
+        )
+        self._write = Write(temporary, attempt.run, "jstep-save")
         self._is_cleaned = True
 
     def _publish(self, temporary: str, final: str, manifest: Manifest) -> list[str]:
@@ -128,9 +131,6 @@ class DirectoryStore(Store):
         self._refuse_moved()  # tensorstore has made the folder again
         with new_file(os.path.join(temporary, MANIFEST_FILE)) as file:
             file.write(encode(manifest))
-        # Orbax checks only the name of this file, which is flushed with the folder.
-        with new_file(os.path.join(temporary, listing.COMMITTED), flush=False) as file:
-            file.write(f"Checkpoint commit was successful to {final}".encode(errors="surrogateescape"))
         replaced = final + listing.REPLACED
         if os.path.lexists(final):
             _require_remains(final)
@@ -148,6 +148,7 @@ class DirectoryStore(Store):
         return [replaced]
 
     def abandon(self, path: str) -> None:
+        """Remove a failed attempt; one of several processes stays until the next save, as they read why it failed."""
         self._is_cleaned = False
         remove(path + listing.TEMPORARY)
 
@@ -177,15 +178,10 @@ class DirectoryStore(Store):
                     _require_remains(final)
                     evict(self, final)
                 os.rename(path, final)
-            elif suffix and path not in IN_FLIGHT:
+            elif suffix and path not in IN_FLIGHT and path != self._failed:
                 if not os.path.islink(path) and not os.path.isdir(path):
                     raise foreign_file(path, "is not a folder")
                 remove(path)
-
-    def close(self, wait: bool = True) -> None:
-        super().close(wait)
-        if self._arrays is not None and wait:
-            self._arrays.close()
 
 
 def _require_remains(path: str) -> None:
@@ -199,27 +195,3 @@ def remove(path: str) -> None:
             os.unlink(path)
     elif os.path.isdir(path):  # `rmtree` opens what it is given, even a FIFO or a device
         shutil.rmtree(path, ignore_errors=True)
-
-
-class LocalRead(NamedTuple):
-    """A range of a file to read, like a `PendingOperation` of an object."""
-
-    folder: str
-    key: str
-    start: int = 0
-    stop: int | None = None
-
-    @property
-    def url(self) -> str:
-        return os.path.join(self.folder, self.key)
-
-    def give_up(self) -> None:
-        """Do nothing: the file is read only on request."""
-
-    def read(self) -> ReadResult:
-        try:
-            with open_regular(self.url) as file:
-                file.seek(self.start)
-                return ReadResult(file.read(-1 if self.stop is None else self.stop - self.start), b"")
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            return ReadResult(None, ABSENT)

@@ -51,7 +51,8 @@ ASIDE = ".aside."  # a checkpoint set aside by the command that an error shows; 
 
 COMMITTED = "commit_success.txt"
 """The file by which Orbax knows that a checkpoint in a bucket is complete."""
-UNUSED = frozenset({"_METADATA", "_CHECKPOINT_METADATA"})
+COMMITTED_TEXT = b"written by jstep\n"
+UNUSED = frozenset({"_METADATA", "_CHECKPOINT_METADATA", COMMITTED})
 """Files in which Orbax describes a checkpoint. The manifest does that here, so a checkpoint is intact without them."""
 OF_ORBAX = UNUSED | {"manifest.ocdbt"}
 _STEP = "(0|[1-9][0-9]*)"
@@ -60,7 +61,7 @@ _logger = logging.getLogger("jstep")
 
 def in_folder(path: str) -> dict[str, Any]:
     """Return tensorstore's JSON for the files in a folder."""
-    return {"driver": "file", "path": path + "/"}
+    return {"driver": "file", "path": path.rstrip("/") + "/"}
 
 
 def format_name(prefix: str, step: int) -> str:
@@ -128,7 +129,21 @@ def missing(path: str) -> str | None:
         # An unreadable file (permissions) counts as present, too: it may be intact, and reading it raises the reason.
         return MANIFEST_FILE if is_absent(error) else None
     files = manifest.files.keys() - UNUSED
+    if manifest.data is not None:  # a copy of what was written below a URL
+        files |= {f"{manifest.data}/manifest.ocdbt"}
     return next((file for file in sorted(files) if not may_be_file(os.path.join(path, file))), None)
+
+
+def find_wrong_sizes(path: str, manifest: Manifest) -> dict[str, str]:
+    """Describe the files of a manifest that are missing or have another size; no file is read."""
+    wrong = {}
+    for file, nbytes in manifest.files.items():
+        whole = os.path.join(path, file)
+        if not may_be_file(whole):
+            wrong[file] = "missing"
+        elif (size := os.path.getsize(whole)) != nbytes:
+            wrong[file] = f"{size} bytes instead of {nbytes}"
+    return wrong
 
 
 def has_data(path: str) -> bool:

@@ -1,7 +1,6 @@
-"""The manifest of a checkpoint: a JSON description of its leaves and files, with checksums.
+"""The manifest of a checkpoint: a JSON description of its leaves and files, with a checksum of itself in its last line.
 
-Orbax checks nothing: a flipped byte in its files restores silently. The manifest covers every byte: checksums of the
-files, and in its last line a checksum of itself.
+It has no other checksums: those of the arrays are in the database that holds them (`array_writer`).
 """
 
 import dataclasses
@@ -16,7 +15,8 @@ from jstep.core.checks import describe_type, format_value
 from jstep.stores.files import decode_json
 
 MANIFEST_FILE = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+"""The format, which began with jstep 0.4; earlier versions wrote format 1."""
 _LARGEST = 2**58  # elements of any dtype that NumPy can index, even if an axis has none
 _DEEPEST = 100  # levels of nesting; Python parses JSON recursively, and the stack may be deep already
 _SEAL = ',\n "crc32": "'
@@ -105,7 +105,7 @@ class Recorded:
             else:
                 is_told = value is None or (name == "keys" and list(value) == self.path.split("/"))
             if not is_told:
-                record["bytes" if name == "nbytes" else name] = list(value) if isinstance(value, tuple) else value
+                record[name] = list(value) if isinstance(value, tuple) else value
         return record
 
     @staticmethod
@@ -142,7 +142,7 @@ class Leaf(Recorded):
             None if data.get(name) is None else _word(data[name]) for name in ("stored_as", "key_impl")
         )
         half = _text_or_none(data.get("half"))
-        return cls(path, keys, shape, dtype, _count(data["bytes"]), array, stored_as, key_impl, half)
+        return cls(path, keys, shape, dtype, _count(data["nbytes"]), array, stored_as, key_impl, half)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Manifest:
 
     Attributes:
         retention: Decided when the save ends.
-        files: Path below the checkpoint → size in bytes, and checksums or a stamp, depending on the store.
+        files: Path below the checkpoint → its bytes; empty if it was written to a bucket.
         data: The folder with the files of a checkpoint written to a bucket; None if they are next to the manifest.
         left_out: Leaves that a target must provide.
         finite: Whether all parameters are finite, or were not when the run began; True if it was not recorded.
@@ -186,7 +186,7 @@ class Manifest:
     leaves: tuple[Leaf, ...]
     extra: Any = None
     retention: RetainedSteps = RetainedSteps(frozenset(), 0.0)
-    files: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    files: Mapping[str, int] = dataclasses.field(default_factory=dict)
     # Not from the metadata of the installed package: another version, or none, may be installed under this name.
     jstep: str = dataclasses.field(default_factory=lambda: str(sys.modules["jstep"].__version__))
     data: str | None = None
@@ -194,10 +194,8 @@ class Manifest:
     finite: bool = True
     temporary: bool = False
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether the arrays are packed into a few objects, as below a URL and in its copies."""
-        return self.data is not None
+    def is_of_same_save(self, other: "Manifest") -> bool:
+        return (self.saved_at, self.data, self.files) == (other.saved_at, other.data, other.files)
 
     @property
     def by_array(self) -> dict[str, Leaf]:
@@ -211,12 +209,12 @@ def encode(manifest: Manifest) -> bytes:
         "jstep": manifest.jstep,
         "step": manifest.step,
         "saved_at": manifest.saved_at,
-        "bytes": sum([leaf.nbytes for leaf in manifest.leaves]),
+        "nbytes": sum([leaf.nbytes for leaf in manifest.leaves]),
         "extra": manifest.extra,
         "retention": {"kept": sorted(manifest.retention.steps), "since": manifest.retention.since},
         "finite": manifest.finite,
     }
-    head |= ({"passing": True} if manifest.temporary else {}) | (
+    head |= ({"temporary": True} if manifest.temporary else {}) | (
         {} if manifest.data is None else {"data": manifest.data}
     )
     lines = [f' "{name}": {json.dumps(value)}' for name, value in head.items()]
@@ -238,26 +236,33 @@ def decode(data: bytes) -> Manifest:
         if (loaded := decode_json(body + b"\n}")) is None:
             raise ValueError("it is not JSON, or is nested too deeply")
         if loaded["format"] != FORMAT:
-            raise UnsupportedFormatError(
-                f"format {format_value(loaded['format'], 50)}, written by jstep {_word(loaded['jstep'])}, but this "
-                f"version reads format {FORMAT}: read it with that version of jstep"
-            )
+            raise UnsupportedFormatError(_unsupported(loaded["format"], _word(loaded["jstep"])))
         return _valid_manifest(loaded)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         reason = f"{type(error).__name__}: {error}"[:200]
         raise CheckpointError(f"its checksum is correct, but its content is not what jstep writes ({reason})") from None
 
 
+def _unsupported(number: object, version: str) -> str:
+    found = f"format {format_value(number, 50)}, written by jstep {version}, but this version reads format {FORMAT}"
+    if number == 1:
+        return (
+            f"{found}, which began with jstep 0.4: restore it with jstep {version} and write its arrays with "
+            "jstep.save_weights; then save what jstep.load_weights reads"
+        )
+    return f"{found}: read it with that version of jstep"
+
+
 def _valid_manifest(loaded: Mapping[str, Any]) -> Manifest:
     """Check the type of every field: a checksum shows that nothing changed, not who wrote it."""
     retention, files = dict(loaded["retention"]), dict(loaded["files"])
-    for path, record in files.items():
+    for path, nbytes in files.items():
         parts = _valid_text(path).split("/")
         if not path.isprintable():
             _refuse(f"the file {path!r} has a name that jstep does not give")
         if path.startswith("/") or "\\" in path or "\0" in path or ".." in parts or "" in parts:
             _refuse(f"the file {path!r} is not below the checkpoint")
-        _count(record["bytes"])
+        _count(nbytes)
     data = loaded.get("data")
     if data is not None and (_valid_text(data) in ("", ".", "..") or "/" in data):
         _refuse(f"the folder {data!r} is not below the checkpoint")
@@ -272,7 +277,7 @@ def _valid_manifest(loaded: Mapping[str, Any]) -> Manifest:
         data,
         tuple(LeftOut.from_json(leaf) for leaf in loaded.get("left_out", ())),
         _truth(loaded.get("finite", True)),
-        _truth(loaded.get("passing", False)),
+        _truth(loaded.get("temporary", False)),
     )
 
 

@@ -3,25 +3,20 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
-import json
 import logging
-import secrets
 import shlex
 import time
-import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from jstep.checkpoint import checksums, claims, listing, packs
-from jstep.checkpoint.contents import Contents, OrbaxContents
+from jstep.checkpoint import attempts, claims, listing
+from jstep.checkpoint.contents import Contents
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, decode, encode
 from jstep.checkpoint.store import Commit, Files, Store
 from jstep.checkpoint.writes import Write
-from jstep.distributed import processes
-from jstep.stores.objects import START_TIMEOUT_SECS, Directory, PendingOperation, pipelined, spec
+from jstep.stores.objects import ABSENT, START_TIMEOUT_SECS, Directory, PendingOperation, pipelined, spec
 from jstep.stores.urls import parts_of_url
 
 _AT_ONCE = 16
@@ -63,24 +58,14 @@ class ObjectStore(Store):
         if result.data is None:
             raise FileNotFoundError(f"{url}: there is no such object; the checkpoint was deleted")
         manifest = listing.decode_manifest(result.data, url)
-        if manifest.is_packed and not listing.is_attempt(manifest.data):
+        if manifest.data is not None and not listing.is_attempt(manifest.data):
             raise CheckpointError(f"{url}: its data is in {manifest.data!r:.50}, where jstep never puts it")
         return manifest
 
     def contents(self, path: str, manifest: Manifest) -> Contents:
         name = self._name(path)
-
-        def start_read(key: str, *bounds: int) -> Any:
-            return self._objects.start_read(f"{name}/{key}", *bounds)
-
-        if manifest.is_packed:
-            return packs.PackedContents(start_read, manifest)
-
-        def wait(future: object, nbytes: int) -> Any:
-            return PendingOperation(self._objects, future, "read", f"{name}/", nbytes).result()
-
-        differences = functools.partial(checksums.differences_of_objects, start_read)  # a copy from a disk
-        return OrbaxContents(path, manifest, start_read, differences, spec(path), wait)
+        folder = ObjectFolder(self._objects, name if manifest.data is None else f"{name}/{manifest.data}")
+        return Contents(manifest, folder.base(""), folder.read, wait=functools.partial(folder.wait_to, "read"))
 
     def lock(self) -> claims.ObjectClaim:
         """Read, list and write once, within `START_TIMEOUT_SECS` seconds."""
@@ -95,20 +80,30 @@ class ObjectStore(Store):
             return claim
 
     def save(self, path: str, arrays: Mapping[str, Any], files: Mapping[str, Any], commit: Commit) -> None:
-        name = self._name(path)
-        began, number = processes.broadcast_ints(max(0, int(commit.saved_at)), secrets.randbits(31))
-        attempt = f"data.{began}-{number:08x}"
-        blocks = itertools.chain(packs.own_blocks(arrays), packs.file_blocks(files))
-        folder = f"{name}/{attempt}"
-        commit_attempt = functools.partial(self._commit_attempt, name, attempt, commit)
-        part = ObjectSave(self._objects, name, folder, blocks, commit_attempt)
-        self._write = Write(folder, part.run, f"jstep-save-{name}")
+        """Write a checkpoint in a thread: arrays and files below an attempt, then the manifest, on condition."""
+        from jstep.checkpoint import array_writer  # not at the top: importing tensorstore is slow
 
-    def _commit_attempt(self, name: str, attempt: str, commit: Commit, files: Files, before: bytes) -> None:
+        name = self._name(path)
+        attempt = f"data.{max(0, int(commit.saved_at))}-{commit.number:08x}"
+        place = ObjectFolder(self._objects, f"{name}/{attempt}", f"{name}/{MANIFEST_FILE}")
+
+        def commit_attempt(sizes: Files) -> None:
+            self._commit_attempt(name, attempt, place.before, commit)
+
+        def is_committed() -> bool:
+            data = self._objects.read(f"{name}/{MANIFEST_FILE}").data
+            return data is not None and decode(data).data == attempt
+
+        process, count, own = jax.process_index(), jax.process_count(), array_writer.take(arrays)
+        part = attempts.Attempt(
+            place, attempt, process, count, commit.saved_at, own, files, commit_attempt, is_committed
+        )
+        self._write = Write(f"{name}/{attempt}", part.run, f"jstep-save-{name}")
+
+    def _commit_attempt(self, name: str, attempt: str, before: bytes, commit: Commit) -> None:
         listed = self._listed = self._list(self._prefix)  # one list request per save
         try:
-            below = {f"{attempt}/{key}": record for key, record in files.items()}
-            commit.finish(below, functools.partial(self._publish, name, attempt, before))
+            commit.finish({}, functools.partial(self._publish, name, attempt, before))
             if not self._forbidden:
                 try:  # the checkpoint exists
                     self._clean_up(listed, name, attempt, commit.saved_at)
@@ -139,17 +134,17 @@ class ObjectStore(Store):
 
     def _clean_up(self, listed: listing.Checkpoints, new: str, attempt: str, now: float) -> None:
         """Remove what the new manifest has replaced, and what interrupted saves left behind."""
-        for name, attempts in listed.attempts.items():
-            old = [folder for folder in attempts if listing.is_old(folder, now)]
+        for name, folders in listed.attempts.items():
+            old = [folder for folder in folders if listing.is_old(folder, now)]
             victims: list[str] = []
             if name == new:  # a reader may still read the replaced objects
-                victims = [folder for folder in (old if name in listed.committed else attempts) if folder != attempt]
+                victims = [folder for folder in (old if name in listed.committed else folders) if folder != attempt]
             elif name not in listed.committed:  # lists are unreliable: only a read shows that it has no manifest
-                victims = list(attempts) if self._objects.read(f"{name}/{MANIFEST_FILE}").data is None else []
-            elif old and len(attempts) > 1:  # all but the attempt of the existing checkpoint
+                victims = list(folders) if self._objects.read(f"{name}/{MANIFEST_FILE}").data is None else []
+            elif old and len(folders) > 1:  # all but the attempt of the existing checkpoint
                 data = self.manifest(self.path(name)).data
                 victims = [folder for folder in old if folder != data]
-            self.erase([key for victim in victims for key in attempts[victim]])
+            self.erase([key for victim in victims for key in folders[victim]])
 
     def command_to_set_aside(self, path: str) -> str:
         aside = f"{path}{listing.ASIDE}{int(time.time())}"
@@ -169,7 +164,7 @@ class ObjectStore(Store):
             return []
         ours = {key for attempt in listed.attempts.get(name, {}).values() for key in attempt}
         with contextlib.suppress(CheckpointError):  # a copy from a disk has its files next to the manifest
-            ours |= {f"{name}/{file}" for file in (*decode(there.data).files, listing.COMMITTED)}
+            ours |= {f"{name}/{file}" for file in decode(there.data).files}
         return sorted(ours)
 
     def erase(self, remains: Sequence[str]) -> None:
@@ -189,88 +184,37 @@ class ObjectStore(Store):
         super().close(wait)
 
 
-# One save to an object store in a background thread: data, parts, manifest, and removal of superseded objects.
-#
-#     1. Every process writes its packs below data.<attempt>, and then its part: the index of its packs.
-#     2. The first process waits for all parts, checks that its claim still holds, and writes the manifest, on the
-#        condition that the previous manifest is unchanged. From here on the checkpoint exists.
-#     3. The first process removes old objects, which never fails the save, and reports the outcome to the others.
-#
-# A crash before 2 leaves unreferenced objects, which the next save removes.
+class ObjectFolder(attempts.AttemptFolder):
+    """The objects of an attempt; a key has its content from the start, or does not exist."""
 
-OUTCOME = "outcome.json"
-"""The object in which the first process reports the outcome of a save to the others."""
-_OUTCOME_TIMEOUT = 1800.0
-"""Seconds that the others wait for the outcome: the first process may have much more to write."""
-_PEER_SECS = 120.0
-"""Seconds that the first process waits for the others, plus ten times the time of its own part."""
+    before = ABSENT
+    """The stamp of the manifest that this attempt may replace."""
 
+    def __init__(self, objects: Directory, folder: str, manifest: str = "") -> None:
+        self._objects, self._folder, self._manifest = objects, folder, manifest
 
-@dataclasses.dataclass(frozen=True)
-class ObjectSave:
-    """The part of one process in a save.
+    def begin(self) -> None:
+        self.before = self._objects.read(self._manifest).stamp
 
-    `blocks` are taken once, and then their memory is free. The first process calls `commit` at the end, with the
-    records of all objects and the stamp of the previous manifest.
-    """
+    def _key(self, key: str) -> str:
+        return f"{self._folder}/{key}" if key else self._folder
 
-    objects: Directory
-    name: str
-    folder: str
-    blocks: Iterator[packs.Block]
-    commit: Callable[[Files, bytes], None]
+    def at(self, key: str) -> str:
+        return self._objects.at(self._key(key))
 
-    def run(self) -> None:
-        """Write this process's part; then the first process commits all parts, and the others wait for it."""
-        index = jax.process_index()
-        is_first = index == 0
-        try:
-            before = self.objects.read(f"{self.name}/{MANIFEST_FILE}").stamp if is_first else b""
-            began = time.monotonic()
-            part = packs.write(self.objects, self.folder, index, self.blocks)
-            self.objects.write(f"{self.folder}/part.{index}.json", part)
-            if is_first:
-                self.commit(self._parts(part, time.monotonic() - began), before)
-        except BaseException as error:
-            self._report(f"{type(error).__name__}: {error}"[:300])
-            raise
-        if is_first:
-            self._report("")
-        else:
-            missing = "the first process has not reported the outcome"
-            data = self._polled(f"{self.folder}/{OUTCOME}", began + _OUTCOME_TIMEOUT, missing)
-            if failed := json.loads(data)["failed"]:
-                raise CheckpointError(f"on the first process: {failed}")
+    def base(self, key: str) -> dict[str, Any]:
+        return spec(self.at(key))
 
-    def _parts(self, own: bytes, took: float) -> dict[str, dict[str, Any]]:
-        files: dict[str, dict[str, Any]] = {}
-        until = time.monotonic() + _PEER_SECS + 10 * took
-        for index in range(jax.process_count()):
-            key = f"part.{index}.json"
-            late = f"process {index} has not written"
-            data = own if index == 0 else self._polled(f"{self.folder}/{key}", until, late)
-            if data.startswith(b'{"failed"'):
-                raise CheckpointError(f"process {index}: {json.loads(data)['failed']}")
-            files |= packs.read_index(data)[0]
-            files[key] = {"bytes": len(data), "crc32": [f"{zlib.crc32(data):08x}"]}
-        return dict(sorted(files.items()))
+    def read(self, key: str) -> bytes | None:
+        return self._objects.read(self._key(key)).data
 
-    def _polled(self, key: str, until: float, missing: str) -> bytes:
-        pause = 0.02
-        while (data := self.objects.read(key).data) is None:
-            if time.monotonic() > until:
-                raise CheckpointError(f"{self.objects.at(key)}: {missing}")
-            time.sleep(pause)
-            pause = min(1.0, 1.5 * pause)
-        return data
+    def write(self, key: str, data: bytes) -> object:
+        return self._objects.write(self._key(key), data)
 
-    def _report(self, failed: str) -> None:
-        if jax.process_count() > 1:
-            index = jax.process_index()
-            key = OUTCOME if index == 0 else f"part.{index}.json"
-            try:
-                self.objects.write(f"{self.folder}/{key}", json.dumps({"failed": failed}).encode())
-            except OSError as error:
-                _logger.warning(
-                    "the outcome of %s could not be reported to the other processes: %s", self.folder, error
-                )
+    publish = write
+
+    def wait(self, future: Any, nbytes: int) -> Any:
+        return self.wait_to("write", future, nbytes)
+
+    def wait_to(self, verb: str, future: Any, nbytes: int) -> Any:
+        return PendingOperation(self._objects, future, verb, self._folder, nbytes).result()

@@ -1,6 +1,5 @@
 """Finding, verifying and restoring checkpoints."""
 
-import concurrent.futures
 import copy
 import dataclasses
 import logging
@@ -44,8 +43,8 @@ class GoneError(CheckpointError):
 
 
 class CheckpointReader:
-    def __init__(self, store: Store, prefix: str, verify: bool) -> None:
-        self._store, self._prefix, self._verify = store, prefix, verify
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
         self._checked: tuple[Tree, Manifest, match.CheckpointMatch] | None = None
         """The result of `check_run`, for `restore`."""
 
@@ -76,7 +75,7 @@ class CheckpointReader:
         def read(path: str, manifest: Manifest) -> Any:
             match.check_averages(averages or (), manifest.leaves, path)
             if target is None:
-                arrays = self.read(path, manifest, dict.fromkeys(manifest.by_array), self._verify)
+                arrays = self.read(path, manifest, dict.fromkeys(manifest.by_array))
                 return match.nest_values(manifest.leaves, arrays, averages)
             if checked is not None and checked[0] is target and checked[1] is manifest and not (averages or names):
                 matched = checked[2]
@@ -171,7 +170,7 @@ class CheckpointReader:
             sources = {
                 i: (want.source, want.half, want.sharding_of_data) for i, want in enumerate(wanted) if want.source
             }
-            read = self.read_leaves(path, manifest, list(sources.values()), self._verify)
+            read = self.read_leaves(path, manifest, list(sources.values()))
             for i, value in zip(sources, read, strict=True):
                 values[i] = targets.place_leaf(wanted[i], value)
             for i, want in enumerate(wanted):
@@ -214,9 +213,7 @@ class CheckpointReader:
             _AGES if any(want.keys[0] == SLOTS for want in left) else "",
         )
 
-    def read_leaves(
-        self, path: str, manifest: Manifest, leaves: Sequence[tuple[Leaf, Leaf | None, Any]], verify: bool
-    ) -> list[Any]:
+    def read_leaves(self, path: str, manifest: Manifest, leaves: Sequence[tuple[Leaf, Leaf | None, Any]]) -> list[Any]:
         """Read leaves, each with its other half if that makes its value, and the sharding to read it with.
 
         Nothing else uses the arrays returned; those that devices do not support are NumPy's.
@@ -231,52 +228,40 @@ class CheckpointReader:
                 if part is not None and part.array is not None:
                     shardings.setdefault(part.array, sharding)
             uses[leaf.array] += 1
-        arrays = self.read(path, manifest, shardings, verify)
+        arrays = self.read(path, manifest, shardings)
         values = []
         for leaf, half, _ in leaves:
             value = leaf_records.leaf_value(leaf, half, arrays)
             values.append(value.copy() if uses[leaf.array] > 1 and isinstance(value, jax.Array) else value)
         return values
 
-    def read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any], verify: bool) -> dict[str, Any]:
-        """Read stored arrays by name, and verify all files meanwhile; corrupted arrays are never returned.
-
-        The processes share this work, and agree on its outcome.
-        """
-        share = jax.process_index(), jax.process_count()
+    def read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
+        """Read stored arrays by name; corrupted arrays are never returned. The processes agree on the outcome."""
         arrays, problems = dict[str, Any](), list[str]()
         failure: Exception | None = None
-        contents = self._store.contents(path, manifest)
-        with concurrent.futures.ThreadPoolExecutor(1, "jstep-verify") as pool:
-            is_needed = verify and not contents.verifies
-            verdict = pool.submit(self._store.find_corruption, path, manifest, share) if is_needed else None
-            try:
-                arrays = contents.restore(shardings)
-            except CorruptedError as error:
-                problems = error.problems
-            except Exception as error:
-                failure = error
-            try:
-                problems = (verdict.result() if verdict else []) or problems
-            except OSError as error:  # whether it is corrupted is unknown
-                failure = error
+        try:
+            arrays = self._store.contents(path, manifest).read(shardings)
+        except CorruptedError as error:
+            problems = error.problems
+        except Exception as error:
+            failure = error
         if processes.any_process(bool(problems) or failure is not None):
             if processes.any_process(self._store.is_gone(path, manifest)):
                 raise GoneError(path)
             if processes.any_process(bool(problems)):
-                left = "" if manifest.is_packed or is_url(path) else " Saver(…, verify=False) restores it unverified."
-                raise self.unusable(path, problems or ["another process names the file"], CORRUPTED, left)
+                raise self.unusable(path, problems or ["another process names the array"], CORRUPTED)
             reason = "see the error of another process" if failure is None else short(failure)
             raise CheckpointError(f"{path} could not be read: {reason}") from failure
+        if jax.process_index() == 0:
+            self._store.warn_of_unused(path, manifest)
         return arrays
 
-    def unusable(self, path: str, problems: Sequence[str], verdict: str, left: str = "") -> CheckpointError:
-        """`left` describes what can still be read."""
+    def unusable(self, path: str, problems: Sequence[str], verdict: str) -> CheckpointError:
         try:
             advice = self._advice(path)
         except OSError as error:
             advice = f"The other checkpoints cannot be listed now ({error})"
-        return CheckpointError(f"{path} {verdict}: {first_problem(problems)}.{left} {advice}.")
+        return CheckpointError(f"{path} {verdict}: {first_problem(problems)}. {advice}.")
 
     def _advice(self, path: str) -> str:
         in_the_way: list[str] = []
@@ -309,7 +294,7 @@ def is_usable(store: Store, path: str, step: int, max_bytes: int) -> tuple[bool 
     """Return whether a checkpoint seems intact, None if it was deleted; and the bytes read, none above `max_bytes`."""
     try:
         manifest = store.manifest(path)
-        nbytes = sum(int(record["bytes"]) for record in manifest.files.values())
+        nbytes = sum(leaf.nbytes for leaf in manifest.leaves)
         if manifest.step != step or nbytes > max_bytes:
             return manifest.step == step, 0
         return not store.find_corruption(path, manifest), nbytes

@@ -82,6 +82,7 @@ class Retention:
 
     def commit_of(
         self,
+        number: int,
         manifest: Manifest,
         left_out: Callable[[], tuple[LeftOut, ...]],
         flushes: Iterable[Callable[[], None]],
@@ -90,8 +91,9 @@ class Retention:
     ) -> Commit:
         """Return the end of a save.
 
-        `manifest` still lacks files, retention and left-out leaves. The checkpoint is temporary within `temporary_secs`
-        after the last permanent one. `listener` receives a permanent one, and is waited for before one is deleted.
+        `number` is that of `Commit`. `manifest` still lacks files, retention and left-out leaves. The checkpoint is
+        temporary within `temporary_secs` after the last permanent one. `listener` receives a permanent one, and is
+        waited for before one is deleted.
         """
         began, self.write_secs = time.monotonic(), None
 
@@ -115,7 +117,7 @@ class Retention:
                     listener.wait(path)
                 evict(self._store, path)
 
-        return Commit(manifest.saved_at, finish)
+        return Commit(number, manifest.saved_at, finish)
 
     def _decide(self, manifest: Manifest, temporary_secs: float | None) -> tuple[list[str], RetainedSteps, bool]:
         """Return the paths to delete, the retention state, and whether this checkpoint is temporary."""

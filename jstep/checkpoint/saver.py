@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +35,8 @@ class Saver:
 
     The arrays are written in the background, and a step may donate the state right after `save`: the checkpoint holds
     the state as it was passed. Until the arrays are written, their memory is not reused, so that steps in the meantime
-    need memory for one more state. A checkpoint is atomic: it gets its name when all of it is on disk, with checksums
-    of every file, which `restore` verifies.
+    need memory for one more state. A checkpoint is atomic: it gets its name when all of it is on disk. Arrays have
+    checksums, which `restore` verifies. Orbax opens it.
 
     The newest checkpoint is the one with the highest step: to return to an earlier one permanently, delete all later
     ones. Saving a step again replaces its checkpoint; the old one exists until the new one does. Every call first waits
@@ -49,8 +50,6 @@ class Saver:
     processes, all of them call `save` and `restore`, each one writes and reads its shards, and the first one manages
     the directory.
 
-    Each save leaks about 20 kB: lists that tensorstore's metrics never free.
-
     Args:
         directory: The directory of the checkpoints: a path on a file system that all processes share, created by the
             first `save`, or a URL, `gs://bucket/prefix` or `s3://bucket/prefix`.
@@ -60,8 +59,6 @@ class Saver:
         keep_checkpoint_every_n_hours: Hours between checkpoints that are kept permanently: one per interval stays of
             those that `max_to_keep` would delete. The interval is remembered across restarts.
         async_save: Whether to write in the background.
-        verify: Whether `restore` verifies the checksums of all files before it returns, which reads each file once
-            more. Checkpoints that were written below a URL are always verified, as they are read.
         clock: A function that returns the time in seconds since 1970.
         leave_out: Parameters that are not saved, such as a frozen base under LoRA; their slots are not saved
             either: a predicate `(path, leaf) -> bool`, paths or globs, or a tree of bools, like `var_list`. The
@@ -96,7 +93,6 @@ class Saver:
         keep_checkpoint_every_n_hours: float | None = None,
         async_save: bool = True,
         *,
-        verify: bool = True,
         clock: Callable[[], float] | None = None,
         leave_out: VarList = None,
         allow_nonfinite: bool = False,
@@ -122,7 +118,7 @@ class Saver:
         self._finite: bool | None = None
         self._temporary_secs: float | None = None
         self._listener: Listener | None = None
-        self._reader = CheckpointReader(self._store, self.prefix, as_bool(verify, "verify"))
+        self._reader = CheckpointReader(self._store, self.prefix)
         self._lock = threading.RLock()
         self._closed = False
 
@@ -167,13 +163,10 @@ class Saver:
         with self._lock:
             self._check_open()
             placement.refuse_compile_only(state, "state")
-            # All processes start this save, or none of them.
-            problem = "the last checkpoint was not saved; see the error of another process"
-            processes.on_all_processes(self.wait, problem, CheckpointError)
-            content = extra if isinstance(extra, Extra) else Extra(extra, {})
-            content = Extra(json_copy(content.values, "extra"), content.files)
+            content = extra if isinstance(extra, Extra) else Extra(json_copy(extra, "extra"), {})
+            number, microseconds = self._begin()
             with meshes.internal_transfers():
-                path = self._save(state, content)
+                path = self._save(state, content, number, microseconds / 1e6)
             if not self._async_save:
                 self.wait()
             return path
@@ -485,19 +478,30 @@ class Saver:
         is_first = jax.process_index() == 0
         processes.on_all_processes(self._store.claim if is_first else lambda: None, problem, CheckpointError)
 
-    def _save(self, state: Tree, extra: Extra) -> str:
-        saved_at, leaves = self._now(), StateLeaves(state)
+    def _begin(self) -> list[int]:
+        """Return a number for this save, and its time in microseconds; all processes start it, or none of them."""
+
+        def begin() -> tuple[int, int]:
+            self.wait()
+            if jax.process_index() == 0:
+                self._store.claim()
+            return secrets.randbits(31), max(0, int(self._now() * 1e6))
+
+        problem = f"{self.prefix}-* in {self.directory} cannot be saved; see the error of another process"
+        return processes.first_ints_on_all(begin, 2, problem, CheckpointError)
+
+    def _save(self, state: Tree, extra: Extra, number: int, saved_at: float) -> str:
+        leaves = StateLeaves(state)
         saved, step, finite = SavedState.of(leaves, self.leave_out), _step_of(state), self._finite
         if finite is None:
             finite = StateContents(leaves, params_only=True).are_finite()
         manifest = Manifest(step, saved_at, tuple(saved.leaves), extra.values, finite=finite)
         path = self._store.path(naming.checkpoint_name(self.prefix, step))
-        self._claim()
         self._saving = path
         try:
             records = start_leaf_fingerprints(saved.left_out)
             flushes = tuple(self._flushes)
-            commit = self._retention.commit_of(manifest, records, flushes, self._temporary_secs, self._listener)
+            commit = self._retention.commit_of(number, manifest, records, flushes, self._temporary_secs, self._listener)
             self._store.save(path, saved.arrays, extra.files, commit)
         except Exception as error:
             self._give_up(error)

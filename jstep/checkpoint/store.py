@@ -11,26 +11,28 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jstep.checkpoint import checksums
 from jstep.checkpoint.claims import FileClaim, ObjectClaim
 from jstep.checkpoint.contents import Contents
+from jstep.checkpoint.listing import UNUSED
 from jstep.checkpoint.manifest import CheckpointError, Manifest
 from jstep.checkpoint.writes import Write
 from jstep.stores.urls import join_path
 
 _logger = logging.getLogger("jstep")
 
-Files = Mapping[str, checksums.Record]
-"""Path below a checkpoint → record of that file or object: its `bytes`, and checksums or a stamp."""
+Files = Mapping[str, int]
+"""Path of a file below a checkpoint → its bytes; none below a URL."""
 
 
 class Commit(NamedTuple):
     """The end of a save, on the first process and in the background.
 
     `finish(files, publish)` is called with the written files. It calls `publish(manifest)`, which makes the checkpoint
-    exist and returns leftovers; then it erases those, and deletes superseded checkpoints.
+    exist and returns leftovers; then it erases those, and deletes superseded checkpoints. `number` is one that no other
+    save has, the same on all processes, as `saved_at` is.
     """
 
+    number: int
     saved_at: float
     finish: Callable[[Files, Callable[[Manifest], Sequence[str]]], None]
 
@@ -81,24 +83,25 @@ class Store(abc.ABC):
     def contents(self, path: str, manifest: Manifest) -> Contents:
         """Return the arrays and files of a checkpoint, not yet read."""
 
-    def find_corruption(
-        self, path: str, manifest: Manifest, share: tuple[int, int] = (0, 1), *, every: bool = False
-    ) -> list[str]:
-        """Read every byte of a checkpoint, and describe its corrupted files.
+    def find_corruption(self, path: str, manifest: Manifest, *, every: bool = False) -> list[str]:
+        """Read every chunk of a checkpoint, and describe what is corrupted; with `every`, also what nothing reads."""
+        contents = self.contents(path, manifest)
+        problems = contents.find_corruption()
+        wrong = dict(contents.find_wrong_sizes()) | (contents.find_unused_corruption() if every else {})
+        unread = frozenset[str]() if every else UNUSED
+        return problems + [f"{path}/{name}: {why}" for name, why in wrong.items() if name not in unread]
 
-        Args:
-            share: (i, n) for the i-th of n processes that share the work.
-            every: Whether a corrupted file that nothing reads is a problem, not a warning.
-        """
-        problems, unused = self.contents(path, manifest).find_corruption(share, every=every)
-        if unused and share[0] == 0 and not self.is_gone(path, manifest):
-            _logger.warning("%s: nothing reads %s, and the checkpoint restores without", path, " and ".join(unused))
-        return problems
+    def warn_of_unused(self, path: str, manifest: Manifest) -> None:
+        """Log the corrupted files that nothing reads."""
+        unused = self.contents(path, manifest).find_unused_corruption()
+        if unused and not self.is_gone(path, manifest):
+            texts = [f"{name} ({why})" for name, why in unused.items()]
+            _logger.warning("%s: nothing reads %s, and the checkpoint restores without", path, " and ".join(texts))
 
     def is_gone(self, path: str, manifest: Manifest) -> bool:
         """Return whether a checkpoint was deleted or replaced since its manifest was read."""
         try:
-            return self.manifest(path).files != manifest.files
+            return not self.manifest(path).is_of_same_save(manifest)
         except FileNotFoundError:
             return True
         except (CheckpointError, OSError):

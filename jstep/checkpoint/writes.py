@@ -55,7 +55,7 @@ class Write:
 @functools.cache
 def _finish_at_exit() -> None:
     """Register the saves in progress to be finished at exit, which ends their threads."""
-    # Executors, which Orbax uses, refuse work once threading shuts down, which happens before atexit functions run.
+    # Executors refuse work once threading shuts down, which happens before atexit functions run.
     with contextlib.suppress(RuntimeError):  # it is shutting down already
         getattr(threading, "_register_atexit", atexit.register)(_finish)
 
@@ -65,4 +65,4 @@ def _finish() -> None:
         try:
             write.wait()
         except Exception:
-            _logger.exception("%s was not saved", name.removesuffix(TEMPORARY))
+            _logger.exception("%s was not saved", name.partition(TEMPORARY)[0])

@@ -8,7 +8,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -128,10 +128,34 @@ def on_all_processes(fn: Callable[[], _T], problem: str, kind: type[Exception] =
     except Exception as caught:
         error = caught
     if any_process(error is not None):
-        texts = gather_texts("" if error is None else f"{type(error).__name__}: {error}")
-        process = next(i for i, text in enumerate(texts) if text)
-        raise error or kind(f"{problem}: process {process}: {texts[process]}")
+        _raise_on_all(error, problem, kind)
     return result
+
+
+def _raise_on_all(error: Exception | None, problem: str, kind: type[Exception]) -> NoReturn:
+    texts = gather_texts("" if error is None else f"{type(error).__name__}: {error}")
+    process = next(i for i, text in enumerate(texts) if text)
+    raise error or kind(f"{problem}: process {process}: {texts[process]}")
+
+
+def first_ints_on_all(
+    fn: Callable[[], tuple[int, ...]], count: int, problem: str, kind: type[Exception] = RuntimeError
+) -> list[int]:
+    """Return the `count` integers (below 2**62) that `fn` returns on process 0; an error is raised on all processes.
+
+    Unlike `on_all_processes` followed by `broadcast_ints`, it communicates once.
+    """
+    error: Exception | None = None
+    numbers: tuple[int, ...] = (0,) * count
+    try:
+        numbers = fn()
+    except Exception as caught:
+        error = caught
+    halves = [half for number in numbers for half in divmod(number, 2**31)]
+    found = _gathered(np.array([error is not None, *halves], np.int32))
+    if found[:, 0].any():
+        _raise_on_all(error, problem, kind)
+    return [int(high) * 2**31 + int(low) for high, low in found[0, 1:].reshape(count, 2)]
 
 
 class AgreedShapes:

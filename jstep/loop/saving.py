@@ -154,7 +154,7 @@ class RunSaverHook(CheckpointSaverHook):
             jax.block_until_ready(state)
         timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._interval is not None:
-            import jstep.checkpoint.orbax_arrays  # noqa: F401  # the first import is slow and not part of a save
+            import jstep.checkpoint.array_writer  # noqa: F401  # the first import is slow and not part of a save
 
             timed = self._interval.saving()
         with self.run.watch.part(SAVING), timed:

@@ -19,6 +19,46 @@ SLOTS = "slots"
 Keys = tuple[str, ...]
 
 
+def _states_in(tree: Tree) -> list[TrainState]:
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, TrainState))
+    return [node for node in nodes if isinstance(node, TrainState)]
+
+
+class _Places:
+    """What the structure of a tree alone says of its leaves; see `StateLeaves`."""
+
+    def __init__(self, structure: Any) -> None:
+        self.indices = structure.unflatten(range(structure.num_leaves))
+        self.keys: list[Keys] = []
+        names: dict[Any, str] = {}
+        for entries, _ in jax.tree_util.tree_flatten_with_path(self.indices)[0]:
+            keys = []
+            for entry in entries:
+                typed = entry, type(getattr(entry, "key", None))  # 1 equals True
+                if typed not in names:
+                    names[typed] = trees.path_str((entry,))
+                keys.append(names[typed])
+            self.keys.append(tuple(keys))
+        self.paths = ["/".join(keys) for keys in self.keys]
+
+    @functools.cached_property
+    def halves(self) -> dict[int, int]:
+        halves: dict[int, int] = {}
+        for state in _states_in(self.indices):
+            roles = roles_in(state)
+            pairs = [(state.slots.get(name), state.slots.get(half)) for name, half in roles.halves.items()]
+            own = (name for name in roles.of(Role.REMAINDER) if name not in roles.halves.values())
+            for both in [*pairs, *((state.params, state.slots.get(name)) for name in own)]:
+                if all(trees.is_like(state.params, part) for part in both):
+                    places = zip(*(trees.flatten_like(state.params, part, SLOTS) for part in both), strict=True)
+                    halves |= {place: half for place, half in places if place is not None and half is not None}
+        return halves
+
+
+_known_places = functools.lru_cache(maxsize=8)(_Places)
+"""A run saves states of one structure, and fingerprints them."""
+
+
 class StateLeaves:
     """The leaves of a tree, such as a state, flattened once, with what their places in states say of them.
 
@@ -29,48 +69,28 @@ class StateLeaves:
     """
 
     def __init__(self, tree: Tree) -> None:
-        structure: Any
-        flat, structure = jax.tree_util.tree_flatten_with_path(tree)
-        self.tree, self._structure = tree, structure
-        self.values: list[Any] = []
-        self.keys: list[Keys] = []
-        names: dict[Any, str] = {}
-        for entries, leaf in flat:
-            keys = []
-            for entry in entries:
-                typed = entry, type(getattr(entry, "key", None))  # 1 equals True
-                if typed not in names:
-                    names[typed] = trees.path_str((entry,))
-                keys.append(names[typed])
-            self.keys.append(tuple(keys))
-            self.values.append(leaf)
-        self.paths = ["/".join(keys) for keys in self.keys]
+        self.values, self._structure = trees.flatten(tree)
+        self.tree = tree
+        try:
+            self._places = _known_places(self._structure)
+        except TypeError:  # a node whose static part has no hash
+            self._places = _Places(self._structure)
+        self.keys, self.paths = self._places.keys, self._places.paths
 
-    @functools.cached_property
+    @property
     def indices(self) -> Any:
         """A copy of the tree that holds the indices of the leaves."""
-        return self._structure.unflatten(range(len(self.values)))
+        return self._places.indices
 
     @functools.cached_property
     def states(self) -> list[tuple[TrainState, TrainState]]:
         """Each state in the tree, with a copy that holds the indices of its leaves."""
-        both = self.tree, self.indices
-        nodes = (jax.tree.leaves(root, is_leaf=lambda node: isinstance(node, TrainState)) for root in both)
-        return [pair for pair in zip(*nodes, strict=True) if isinstance(pair[0], TrainState)]
+        return list(zip(_states_in(self.tree), _states_in(self.indices), strict=True))
 
     @functools.cached_property
     def halves(self) -> dict[int, int]:
         """The leaves that `compact` stores in two → their other halves, as indices."""
-        halves: dict[int, int] = {}
-        for state, numbers in self.states:
-            roles = roles_in(state)
-            pairs = [(numbers.slots.get(name), numbers.slots.get(half)) for name, half in roles.halves.items()]
-            own = (name for name in roles.of(Role.REMAINDER) if name not in roles.halves.values())
-            for both in [*pairs, *((numbers.params, numbers.slots.get(name)) for name in own)]:
-                if all(trees.is_like(state.params, part) for part in both):
-                    places = zip(*(trees.flatten_like(state.params, part, SLOTS) for part in both), strict=True)
-                    halves |= {place: half for place, half in places if place is not None and half is not None}
-        return halves
+        return self._places.halves
 
     def left_out(self, leave_out: selection.VarList) -> set[int]:
         """Return the indices of the left-out parameters and of their slots."""

@@ -1,6 +1,5 @@
 """Reading of local files and objects, for logs and the command line, and atomic and durable writing of files."""
 
-import concurrent.futures
 import contextlib
 import errno
 import io
@@ -256,12 +255,6 @@ def _is_flushed_by_drive(handle: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def sync_files(paths: Iterable[str]) -> None:
-    """Flush files to disk concurrently, which a disk serves together."""
-    with concurrent.futures.ThreadPoolExecutor(8, "jstep-sync") as pool:
-        list(pool.map(_sync_path, paths))
 
 
 def sync_folder(folder: str) -> None:

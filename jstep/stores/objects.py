@@ -347,6 +347,10 @@ class TruncatedError(StoreError):
     """An object is shorter than the requested range of bytes."""
 
 
+class LostError(StoreError):
+    """Objects are missing, or their content is not what was written."""
+
+
 def translate_error(error: Exception, verb: str, url: str) -> OSError:
     """Return the error to raise `from None` in place of tensorstore's."""
     text = str(error)
@@ -358,6 +362,8 @@ def translate_error(error: Exception, verb: str, url: str) -> OSError:
     details = f"HTTP {status} {code}".strip()
     if status == 416 or text.startswith("OUT_OF_RANGE"):
         return TruncatedError(f"{url}: it is shorter than it was")
+    if verb == "read" and text.startswith(("DATA_LOSS", "NOT_FOUND")) and not code:
+        return LostError(f"{what}: {redact(text)}")
     if code in _REGION or status in (301, 307):
         return StoreError(f"{what}: the bucket is in another region ({details}); set AWS_REGION to that of the bucket")
     if code in _KEYS or status == 401:

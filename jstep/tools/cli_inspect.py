@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from jstep.checkpoint.checksums import size_differences
 from jstep.checkpoint.listing import misnaming_text
 from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut, Manifest
 from jstep.checkpoint.names import open_store
@@ -60,7 +59,7 @@ class Checkpoint:
 
         wanted: dict[str, Any] = {leaf.array: None for leaf in leaves.values() if leaf.array is not None}
         try:
-            arrays = self.store.contents(self.path, self.manifest).restore(wanted) if wanted else {}
+            arrays = self.store.contents(self.path, self.manifest).read(wanted)
         except (CheckpointError, OSError):
             raise
         except Exception as error:
@@ -73,8 +72,8 @@ class Checkpoint:
         return self.store.find_corruption(self.path, self.manifest, every=every)
 
     def size_problems(self) -> list[str]:
-        found = {} if is_url(self.path) else size_differences(self.path, self.manifest.files)
-        return [f"{self.path}/{path}: {why}" for path, why in found.items() if why]
+        found = self.store.contents(self.path, self.manifest).find_wrong_sizes()
+        return [f"{self.path}/{path}: {why}" for path, why in found.items()]
 
 
 def at(path: str) -> Checkpoint | None:
@@ -242,7 +241,7 @@ def _directory(path: str, arguments: argparse.Namespace) -> int:
 def _note(row: Mapping[str, Any], arguments: argparse.Namespace) -> str:
     sound = ("as written" if row["sound"] else "CORRUPTED") if arguments.verify else ""
     finite = "" if row["finite"] else "NOT FINITE"
-    return ", ".join(filter(None, (sound, finite, "until the next one" if row["passing"] else "")))
+    return ", ".join(filter(None, (sound, finite, "until the next one" if row["temporary"] else "")))
 
 
 def _about(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -255,7 +254,7 @@ def _about(checkpoint: Checkpoint) -> dict[str, Any]:
         "jstep": manifest.jstep,
         "bytes": sum(leaf.nbytes for leaf in manifest.leaves),
         "finite": manifest.finite,
-        "passing": manifest.temporary,
+        "temporary": manifest.temporary,
     }
 
 

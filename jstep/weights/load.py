@@ -203,21 +203,18 @@ def _checkpoint_of_jstep(path: str) -> tuple[dict[str, Tensor], Read]:
     """
     above, name = os.path.split(path)
     store = open_store(above)
-    reader = CheckpointReader(store, name.rpartition("-")[0] or name, verify=True)
+    reader = CheckpointReader(store, name.rpartition("-")[0] or name)
     manifest = store.manifest(path)
     by_array = manifest.by_array
     halved = [leaf for leaf in manifest.leaves if leaf.half in by_array and leaf.keys[0] != PARAMS]
     second = {leaf.half for leaf in halved}
     saved = {name: leaf for name, leaf in leaf_records.by_name(manifest.leaves).items() if leaf.array not in second}
     halves = {leaf.array: by_array[leaf.half] for leaf in halved if leaf.half is not None}
-    is_verified = False
 
     def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
-        nonlocal is_verified
         leaves = [(saved[name], halves.get(saved[name].array), sharding) for name, sharding in shardings.items()]
         with meshes.internal_transfers():
-            values = reader.read_leaves(path, manifest, leaves, verify=not is_verified)
-        is_verified = True
+            values = reader.read_leaves(path, manifest, leaves)
         return dict(zip(shardings, values, strict=True))
 
     arrays: dict[str, Tensor] = {}

@@ -103,7 +103,6 @@ def test_a_file_size_limit(tmp_path):
 
 
 def test_a_failed_save_ends_all_of_its_writes(tmp_path, capfd, caplog):
-    """Orbax closes its event loop at the first failure, without waiting for its other writes."""
     saver = Saver(tmp_path)
     saver.save({"global_step": 1, "w": jnp.ones(1000)})
     saver.wait()
@@ -149,3 +148,14 @@ def test_a_read_only_directory(unprivileged):
             with pytest.raises(PermissionError, match="Permission denied"):
                 Saver(os.path.join(directory, "below")).save(state_at(2, 2.0))
         os.chmod(directory, 0o755)
+
+
+def test_unreadable_arrays_are_not_called_corrupted(unprivileged):
+    with tempfile.TemporaryDirectory() as above:
+        os.chmod(above, 0o755)
+        with Saver(os.path.join(above, "run")) as saver:
+            save_all(saver, [1])
+            saver.restore()
+        os.chmod(os.path.join(above, "run", "model-1", "manifest.ocdbt"), 0)
+        with unprivileged(), pytest.raises(CheckpointError, match=r"model-1 could not be read: .*PERMISSION_DENIED"):
+            Saver(os.path.join(above, "run")).restore()

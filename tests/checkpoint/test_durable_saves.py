@@ -8,11 +8,11 @@ import threading
 
 import jax.numpy as jnp
 import pytest
-from checkpoint_states import files_of, listing, save_all, state_at
+from checkpoint_states import files_of, flip, listing, save_all, state_at
 from file_operations import before, failing, held
 
 import jstep
-from jstep.checkpoint.listing import COMMITTED
+from jstep.checkpoint.listing import UNUSED
 from jstep.checkpoint.manifest import CheckpointError, Extra
 from jstep.checkpoint.saver import Saver
 from jstep.stores.tagged_json import LargeBytes
@@ -66,20 +66,21 @@ def test_files_then_manifest_then_folder_then_name_then_directory(tmp_path, flus
         flushed.clear()
         save_all(saver, [2])
     temporary, final = f"{tmp_path}/model-2.orbax-checkpoint-tmp", f"{tmp_path}/model-2"
-    names = [os.path.relpath(path, final) for path in files_of(final)]
+    names = {os.path.relpath(path, final) for path in files_of(final)}
+    of_orbax = UNUSED & names  # tensorstore flushes the others itself, which `tests/powercut` sees
+    assert of_orbax == UNUSED
     order = [
-        max(flushed.index(f"{temporary}/{name}") for name in names if name not in ("manifest.json", COMMITTED)),
+        max(flushed.index(f"{temporary}/{name}") for name in [*of_orbax, "d"]),
         flushed.index(f"{temporary}/manifest.json"),
-        flushed.index(temporary),
+        len(flushed) - 1 - flushed[::-1].index(temporary),
         flushed.index((temporary, final)),
         flushed.index(str(tmp_path)),
         flushed.index((f"{tmp_path}/model-1", f"{tmp_path}/model-1.jstep-deleted")),
     ]
     assert order == sorted(order)
-    assert {"_METADATA", "_CHECKPOINT_METADATA"} <= set(names)
 
 
-def test_files_of_an_extra_are_flushed_before_the_manifest(tmp_path, flushed, monkeypatch):
+def test_files_of_an_extra_are_in_the_database(tmp_path, monkeypatch):
     def save_with_file(step):
         file = LargeBytes(b"a" * 100_000)
         saver.save(
@@ -89,15 +90,13 @@ def test_files_of_an_extra_are_flushed_before_the_manifest(tmp_path, flushed, mo
 
     with Saver(tmp_path, max_to_keep=1) as saver:
         save_with_file(1)
-        temporary = f"{tmp_path}/model-1.orbax-checkpoint-tmp"
-        at = flushed.index(f"{temporary}/position.process_0.0")
-        assert at < flushed.index(f"{temporary}/manifest.json")
-        assert flushed.count(f"{temporary}/position.process_0.0") == 1
         full = pytest.raises(CheckpointError, match="No space left on device")
-        with failing_flush(monkeypatch, "/position.process_0.0", errno.ENOSPC), full:
+        with failing_flush(monkeypatch, "/_METADATA", errno.ENOSPC), full:
             save_with_file(2)
         assert listing(tmp_path) == ["model-1"]
         assert saver.read_file("position.process_0.0", 1) == b"a" * 100_000
+        with pytest.raises(CheckpointError, match=r"model-1 is corrupted: the file 'position.process_1.0' is missing"):
+            saver.read_file("position.process_1.0", 1)
 
 
 def test_new_folders_above_the_checkpoints_are_flushed(tmp_path, flushed):
@@ -228,21 +227,39 @@ class TestFilesThatNothingReads:
 
 
 def test_what_can_be_read_of_a_corrupted_checkpoint(tmp_path):
+    """A flipped bit is an error of the leaf that has it; parameters are restored if only slots are corrupted."""
     params = {"a": jnp.arange(4000.0), "b": jnp.ones(3)}
     with Saver(tmp_path) as saver:
-        path = saver.save(jstep.TrainState.create(params, OPTIMIZER, global_step=3))
+        state = jstep.TrainState.create(params, jstep.momentum(0.1, 0.9), global_step=3)
+        state = state.replace(slots={"momentum": {"a": jnp.full(4000, 7.0), "b": jnp.ones(3)}})
+        path = saver.save(state)
         saver.wait()
         largest = max(files_of(path), key=os.path.getsize)
-        with open(largest, "r+b") as file:
-            file.seek(9000)
-            file.write(b"\xff")
+        with open(largest, "rb") as file:
+            at = file.read().index(b"\0\0\xe0\x40" * 100)  # 7.0
+        flip(largest, at + 40)
         zeros = {"a": jnp.zeros(4000), "b": jnp.zeros(3)}
-        with pytest.raises(CheckpointError) as error:
+        with pytest.raises(CheckpointError, match="the array of 'slots/momentum/a' has another checksum"):
+            saver.restore(state)
+        restored = saver.restore_params(zeros)
+        assert (restored["a"] == params["a"]).all()
+        assert (jstep.load_weights(path, zeros)["a"] == params["a"]).all()
+        assert saver.restore({"params": {"b": zeros["b"]}}, 3, partial=True)["params"]["b"].tolist() == [1, 1, 1]
+        flip(largest, at + 40)
+        with open(largest, "rb") as file:
+            at = file.read().index(params["a"].tobytes()[400:800])
+        flip(largest, at)
+        with pytest.raises(CheckpointError, match="the array of 'params/a' has another checksum"):
             saver.restore_params(zeros)
-        with pytest.raises(CheckpointError):
-            jstep.load_weights(path, zeros, partial=True)
-    assert "Saver(…, verify=False) restores it unverified" in str(error.value)
-    unverified = Saver(str(tmp_path), "model", verify=False)
-    assert int(jnp.sum(unverified.restore_params(zeros, 3)["a"] != params["a"])) == 1
-    os.truncate(largest, 9000)
-    assert unverified.restore({"params": {"b": zeros["b"]}}, 3, partial=True)["params"]["b"].tolist() == [1, 1, 1]
+        with pytest.raises(CheckpointError, match="the array of 'params/a' has another checksum"):
+            jstep.load_weights(path, zeros)
+
+
+def test_a_full_disk_says_what_it_lacks(tmp_path, monkeypatch):
+    with Saver(tmp_path) as saver:
+        with (
+            failing_flush(monkeypatch, "/_METADATA", errno.ENOSPC),
+            pytest.raises(CheckpointError, match=r"No space left on device \(52 B needed, .* free\)"),
+        ):
+            save_all(saver, [1])
+        save_all(saver, [1])

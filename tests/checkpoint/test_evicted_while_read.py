@@ -5,7 +5,7 @@ import os
 import pytest
 from checkpoint_states import save_all, state_at
 
-from jstep.checkpoint import checksums
+from jstep.checkpoint.array_reader import ArrayReader
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.saver import Saver
@@ -42,18 +42,18 @@ def test_an_older_one_is_not_taken_in_place_of_an_evicted_one(tmp_path, after_li
         assert latest_checkpoint(tmp_path) == f"{tmp_path}/model-3"
 
 
-def test_evicted_while_it_is_verified(tmp_path, caplog, monkeypatch):
+def test_evicted_while_its_arrays_are_read(tmp_path, caplog, monkeypatch):
     """Files that are missing because the checkpoint was deleted are not told of, also those that nothing reads."""
     with Saver(tmp_path, max_to_keep=1) as writer:
         save_all(writer, [1])
-        real, due = checksums.differences, [2]
+        real, due = ArrayReader.read, [2]
 
-        def differences(path, expected):
+        def read(reader, shardings):
             if due:
                 save_all(writer, [due.pop()])
-            return real(path, expected)
+            return real(reader, shardings)
 
-        monkeypatch.setattr(checksums, "differences", differences)
+        monkeypatch.setattr(ArrayReader, "read", read)
         assert int(Saver(tmp_path).restore(state_at(0)).global_step) == 2
         due.append(3)
         with pytest.raises(CheckpointError, match="model-2 was deleted or replaced while it was read"):

@@ -104,7 +104,7 @@ def test_a_copy_is_restored_and_continued(copies, caplog):
 @pytest.mark.parametrize("lost", ["one file", pytest.param("all files", marks=pytest.mark.thorough)])
 def test_a_copy_that_lacks_data_is_refused_everywhere(copies, lost, capsys):
     data = [file for file in copies.files("model-3") if not file.endswith("model-3/manifest.json")]
-    for file in [max(data, key=lambda file: "pack" in file or "/d/" in file)] if lost == "one file" else data:
+    for file in [next(file for file in data if "/d/" in file)] if lost == "one file" else data:
         copies.edit(file, lambda data: None)
     restores = [lambda saver: saver.restore(state_at(0)), lambda saver: saver.restore_params(state_at(0).params)]
     for restore in restores:
@@ -130,5 +130,5 @@ def test_weights_of_a_copy(store, tmp_path):
     made.fill()
     assert same(jstep.load_weights(f"{made.copy}/model-1", state_at(0).params), state_at(1).params)
     made.edit("model-1/manifest.json", lambda data: None)
-    with pytest.raises(FileNotFoundError, match=r"model-1': the folder has no \*\.safetensors"):
-        jstep.load_weights(f"{made.copy}/model-1", state_at(0).params)
+    loaded = jstep.load_weights(f"{made.copy}/model-1", state_at(0).params)  # by Orbax
+    assert same(loaded, state_at(1).params)

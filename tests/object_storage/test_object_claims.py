@@ -88,7 +88,7 @@ def test_a_conditional_write_prevents_two_commits(store):
         other_manifest = store.data("run/model-1/manifest.json").replace(b'"step": 1', b'"step": 1 ')
 
         def commit(number):
-            if "pack.0.0" in store.seen[-1]:
+            if "_CHECKPOINT_METADATA" in store.seen[-1]:
                 with store.lock:
                     store.put("bkt", "run/model-1/manifest.json", other_manifest)
 
@@ -106,7 +106,7 @@ def test_a_claim_lost_during_the_commit_reverts_it(store):
         saver.wait()
 
         def take(number):
-            if "manifest" in store.seen[-1] and store.seen[-1].startswith(("PUT", "POST")):
+            if "manifest.json" in store.seen[-1] and store.seen[-1].startswith(("PUT", "POST")):
                 with store.lock:
                     store.put("bkt", "run/~claims/model", b'{"host": "elsewhere", "pid": 12, "id": "x"}')
 

@@ -1,4 +1,4 @@
-"""Large arrays of positions and hooks in object stores: blocks of the packs, each with its checksum."""
+"""Large arrays of positions and hooks in object stores: arrays of the database, in chunks with checksums."""
 
 import jax
 import numpy as np
@@ -7,7 +7,7 @@ from points import STEP, Remembering, make_state
 from test_copied_checkpoints import InBucket, OnDisk
 
 import jstep
-from jstep.checkpoint import packs
+from jstep.checkpoint import array_writer
 from jstep.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
@@ -40,12 +40,12 @@ def same(one, other):
 
 
 @pytest.fixture
-def small_packs(monkeypatch):
-    monkeypatch.setattr(packs, "PACK", 50_000)  # a buffer takes several objects
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(array_writer, "LARGEST", 50_000)  # a buffer takes several objects
 
 
 @pytest.mark.thorough
-def test_a_run_in_parts_is_a_whole_one(store, tmp_path, small_packs):
+def test_a_run_in_parts_is_a_whole_one(store, tmp_path, small_chunks):
     for last in (7, 12):
         with jstep.Saver(store.run) as saver:
             found = train(saver, last)
@@ -54,7 +54,7 @@ def test_a_run_in_parts_is_a_whole_one(store, tmp_path, small_packs):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", [OnDisk, InBucket])
-def test_copies_resume(store, tmp_path, small_packs, kind):
+def test_copies_resume(store, tmp_path, small_chunks, kind):
     store.page = 1000
     copy = kind(store, tmp_path / "there")
     train(copy.url, 7)
@@ -63,33 +63,39 @@ def test_copies_resume(store, tmp_path, small_packs, kind):
     assert same(train(copy.copy, 12), train(tmp_path / "whole", 12))
 
 
-def test_in_a_bucket(store, tmp_path, small_packs):
+def test_in_a_bucket(store, tmp_path, small_chunks):
     assert len(store.keys("run/")) == 0
     train(store.run, 5)
     manifest = store.data("run/model-5/manifest.json")
     assert len(manifest) < 5_000
     assert b"hooks.0" in manifest
-    assert sum("/pack." in key for key in store.keys("run/model-5/")) > 6
+    assert sum("/d/" in key for key in store.keys("run/model-5/")) > 4
     assert main(["inspect", store.run, "--verify"]) == 0
     with jstep.Saver(store.run) as saver:
         assert np.frombuffer(saver.read_file("hooks.0", 5), np.float32).reshape(-1, 2)[-3].tolist() == [3, 3]
-        with pytest.raises(jstep.CheckpointError, match=r"hooks\.7: it is missing"):
+        with pytest.raises(jstep.CheckpointError, match=r"the file 'hooks\.7' is missing"):
             saver.read_file("hooks.7", 5)
         saver.delete(5)
     assert not store.keys("run/model-5/")
 
 
 @pytest.mark.thorough
-def test_corrupted_blocks_are_found(store, small_packs):
+def test_corrupted_chunks_are_found(store, small_chunks):
     train(store.run, 5)
-    saver = jstep.Saver(store.run, verify=False)
-    for key in [key for key in store.keys("run/model-5/") if "/pack." in key][1:]:  # the first has the state
+    saver = jstep.Saver(store.run)
+    names = ("position.process_0.0", "hooks.0")
+    contents = {name: saver.read_file(name, 5) for name in names}
+    for key in [key for key in store.keys("run/model-5/") if "/d/" in key]:
         data = bytearray(store.data(key))
-        data[-1] ^= 1
+        for content in contents.values():
+            if (at := data.find(content[8_000:8_100])) >= 0:
+                data[at] ^= 1
         store.put("bkt", key, bytes(data))
     assert main(["inspect", store.run, "--verify"]) != 0
-    for name in ("position.process_0.0", "hooks.0"):
-        with pytest.raises(jstep.CheckpointError, match=r"model-5 is corrupted: .*pack\.0\.\d+: the checksum"):
+    for name in names:
+        with pytest.raises(
+            jstep.CheckpointError, match=rf"model-5 is corrupted: the file '{name}' has another checksum"
+        ):
             saver.read_file(name, 5)
-    with pytest.raises(jstep.CheckpointError, match=r"model-5 is corrupted: .*pack\.0\.\d+: the checksum"):
+    with pytest.raises(jstep.CheckpointError, match=r"model-5 is corrupted: the file .* has another checksum"):
         train(store.run, 9)

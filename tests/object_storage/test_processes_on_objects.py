@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 import jstep
 
 SAVE = """
-from jstep.checkpoint import packs
-packs.PACK = 64
+from jstep.checkpoint import array_writer
+array_writer.LARGEST = 64
 state = jstep.TrainState.create(init(), optimizer)
 state = jstep.shard_state(state, mesh, [("w", P("data")), ("*", P())])
 
@@ -28,21 +28,21 @@ with jstep.Saver(directory) as saver:
     print("STEP", int(back.global_step.addressable_data(0)), weights(back) == weights(state))
     saver.save(back)
     saver.wait()
-    write = packs.write
+    write = array_writer.write
     for which in (0, 1):
-        def broken(*args):
+        def broken(*args, **options):
             if process == which:
                 raise OSError("the disk of this one is on fire")
-            return write(*args)
-        packs.write = broken
+            return write(*args, **options)
+        array_writer.write = broken
         saver.save(state_at(3))
         try:
             saver.wait()
         except jstep.CheckpointError as error:
             print("FAILED", which, "on fire" in str(error), flush=True)
-    packs.write = write
+    array_writer.write = write
     saver.save(state_at(4))
-packs.PACK = 2**20
+array_writer.LARGEST = 2**20
 """
 
 
@@ -66,9 +66,9 @@ def test_each_writes_its_shards_and_failures_are_shared(gcs):
     assert jstep.Saver("gs://bkt/run").all_steps() == [1, 2, 4]
     assert gcs.keys("run/model-3/") == [], "the next save has deleted its objects"
     last = gcs.keys("run/model-1/")
-    assert {re.findall(r"/(pack\.[01]|part\.[01]|outcome|manifest)\.", key)[0] for key in last} == {
-        *("pack.0", "pack.1", "part.0", "part.1", "outcome", "manifest")
-    }
+    parts = {re.sub(r"run/model-1/(data[^/]*/)?(.*?)(/d/.*)?$", r"\2", key) for key in last}
+    assert parts >= {f"ocdbt.process_{i}{name}" for i in (0, 1) for name in ("", "/part.json", "/manifest.ocdbt")}
+    assert parts >= {"manifest.json", "manifest.ocdbt", "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt"}
     params = {"w": jnp.zeros((8, 8)), "b": jnp.zeros(8)}
     optimizer = jstep.with_moving_average(jstep.adam(0.02), jstep.ExponentialMovingAverage(0.9))
     rows = NamedSharding(jax.make_mesh((8,), ("data",)), P("data"))

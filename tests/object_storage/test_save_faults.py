@@ -10,6 +10,7 @@ from object_states import state_at
 from scalar_points import read_scalars
 
 import jstep
+from jstep.checkpoint.listing import UNUSED
 
 pytestmark = pytest.mark.usefixtures("one_retry")
 
@@ -96,12 +97,14 @@ def test_corruption_of_any_object_is_detected(store):
         for step in (1, 2):
             saver.save(state_at(step))
     for key in store.keys("run/model-2/"):
+        if key.rpartition("/")[2] in UNUSED:
+            continue
         generation, data = store.objects["bkt"][key]
         for at in (0, len(data) // 2, len(data) - 1):
             flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
             for corrupted in (flipped, data[:at]):
                 store.objects["bkt"][key] = generation, corrupted
-                with pytest.raises(jstep.CheckpointError, match=r"model-2/.*intact checkpoint is step 1"):
+                with pytest.raises(jstep.CheckpointError, match=r"model-2.*intact checkpoint is step 1"):
                     jstep.Saver(store.run).restore(state_at(0))
         del store.objects["bkt"][key]
         with pytest.raises((jstep.CheckpointError, FileNotFoundError)):

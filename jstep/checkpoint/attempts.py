@@ -1,0 +1,248 @@
+"""One save, in a background thread of each process: the same in a folder and below a URL.
+
+    1. Each process writes its arrays, and then, if there are several, its part: a file that says so.
+    2. The first process waits for all parts, merges their databases, and commits: the manifest, and in a directory the
+       name of the folder. From here on the checkpoint exists.
+    3. The others wait until it does, or until the first process reports why not.
+
+With one process, the database is directly in the attempt, else below `ocdbt.process_N/`. A crash before the commit
+leaves an attempt, which the next save removes.
+"""
+
+import abc
+import dataclasses
+import errno
+import json
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jstep.checkpoint.listing import COMMITTED, COMMITTED_TEXT, in_folder
+from jstep.checkpoint.manifest import CheckpointError
+from jstep.core.checks import format_bytes
+from jstep.stores.files import new_file, open_regular, replace_file, sync_folder
+
+OUTCOME_SECS = 1800.0
+"""Seconds that the others wait for the outcome: the first process may have much more to write."""
+PEER_SECS = 120.0
+"""Seconds that the first process waits for the others, plus ten times the time of its own part."""
+_FAILURE = "failed.json"
+"""The file in which the first process reports a failed save to the others."""
+_logger = logging.getLogger("jstep")
+
+
+class AttemptFolder(abc.ABC):
+    """Where an attempt is written: a folder, or the objects below a URL. Keys are relative to it."""
+
+    def begin(self) -> None:  # noqa: B027  a directory is renamed to under its lock
+        """Note what this attempt replaces; called on the first process."""
+
+    @abc.abstractmethod
+    def at(self, key: str) -> str:
+        """Return the path or URL of a key."""
+
+    @abc.abstractmethod
+    def base(self, key: str) -> dict[str, Any]:
+        """Return tensorstore's JSON for what is below a key."""
+
+    @abc.abstractmethod
+    def read(self, key: str) -> bytes | None:
+        """Read a small file; None if it is missing."""
+
+    @abc.abstractmethod
+    def write(self, key: str, data: bytes) -> object:
+        """Write a new file, and flush its content."""
+
+    @abc.abstractmethod
+    def publish(self, key: str, data: bytes) -> object:
+        """Write a file that others wait for, atomically."""
+
+    def wait(self, future: Any, nbytes: int) -> Any:
+        """See `array_writer.Wait`."""
+        return future.result()
+
+    def finish(self, key: str = "") -> Mapping[str, int]:
+        """Flush the names of the files below a key, and return those that the manifest lists, with their sizes."""
+        return {}
+
+
+class LocalFolder(AttemptFolder):
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def at(self, key: str) -> str:
+        return os.path.join(self._path, key) if key else self._path
+
+    def base(self, key: str) -> dict[str, Any]:
+        return in_folder(self.at(key))
+
+    def read(self, key: str) -> bytes | None:
+        return read_file(self.at(key))
+
+    def write(self, key: str, data: bytes) -> None:
+        with new_file(self.at(key)) as file:
+            file.write(data)
+
+    def publish(self, key: str, data: bytes) -> None:
+        replace_file(self.at(key), data)
+
+    def finish(self, key: str = "") -> Mapping[str, int]:
+        sizes = {}
+        for folder, _, names in os.walk(self.at(key)):
+            for name in names:
+                path = os.path.join(folder, name)
+                sizes[os.path.relpath(path, self._path).replace(os.sep, "/")] = os.path.getsize(path)
+            sync_folder(folder)
+        return dict(sorted(sizes.items()))
+
+
+def read_file(path: str) -> bytes | None:
+    try:
+        with open_regular(path) as file:
+            return bytes(file.read())
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """The part of one process in a save.
+
+    Attributes:
+        name: A name that no other attempt has, the same on all processes.
+        process: The index of this process.
+        count: The number of processes.
+        saved_at: The time in the manifest, on the first process.
+        arrays: `OwnParts`, whose memory is released when they are written, as that of `files` is.
+        files: Name → `LargeBytes`.
+        commit: Makes the checkpoint exist; called on the first process with the sizes of the files.
+        is_committed: Returns whether this attempt is the checkpoint; called on the others.
+    """
+
+    place: AttemptFolder
+    name: str
+    process: int
+    count: int
+    saved_at: float
+    arrays: list[Any]
+    files: Mapping[str, Any]
+    commit: Callable[[Mapping[str, int]], None]
+    is_committed: Callable[[], bool]
+
+    def run(self) -> None:
+        """Write this process's part; then the first process commits all parts, and the others wait for it."""
+        began = time.monotonic()
+        try:
+            if self.process == 0:
+                self.place.begin()
+            names = self._write_part()
+            if self.process == 0:
+                self._commit_all(names, time.monotonic() - began)
+        except BaseException as error:
+            explained = _explained(error, self.place.at(""), self.arrays)
+            self._report(f"{type(explained).__name__}: {explained}"[:300])
+            if explained is error:
+                raise
+            raise explained from error
+        finally:
+            self.arrays.clear()
+        if self.process:
+            self._wait_for_first()
+
+    def _base(self, process: int) -> dict[str, Any]:
+        return self.place.base(folder_of(process) if self.count > 1 else "")
+
+    def _write_part(self) -> list[str]:
+        from jstep.checkpoint import array_writer  # not at the top: importing tensorstore is slow
+
+        names = [array.name for array in self.arrays]
+        own = [*self.arrays, *(array_writer.file_array(name, file.read()) for name, file in self.files.items())]
+        array_writer.write(self._base(self.process), own, self.place.wait, first=self.process == 0)
+        for file in self.files.values():
+            file.written()
+        if self.count > 1:
+            self.place.finish(folder_of(self.process))
+            self.place.publish(part_key(self.process), json.dumps({"attempt": self.name}).encode())
+        return names
+
+    def _commit_all(self, names: Sequence[str], took: float) -> None:
+        from jstep.checkpoint import array_writer
+
+        until = time.monotonic() + PEER_SECS + 10 * took
+        for process in range(1, self.count):
+            self._wait_for_part(process, until)
+        if self.count > 1:
+            array_writer.merge(self.place.base(""), map(self._base, range(self.count)), self.place.wait)
+        # Orbax ignores a checkpoint in a bucket without the last one.
+        for name, data in {**array_writer.description(names, self.saved_at), COMMITTED: COMMITTED_TEXT}.items():
+            self.place.write(name, data)
+        self.commit(self.place.finish())
+
+    def _wait_for_part(self, process: int, until: float) -> None:
+        for _ in _pauses(until):
+            part = self._read_json(part_key(process))
+            if part is not None and "failed" in part:
+                raise CheckpointError(f"process {process}: {part['failed']}")
+            if part is not None:
+                return
+        raise CheckpointError(f"{self.place.at(part_key(process))}: process {process} has not written")
+
+    def _wait_for_first(self) -> None:
+        for _ in _pauses(time.monotonic() + OUTCOME_SECS):
+            failure, part = self._read_json(_FAILURE), self.place.read(part_key(self.process))
+            if self.is_committed():
+                return
+            if failure is not None or part is None:  # the first process has removed it, and it is not committed
+                raise CheckpointError(f"on the first process: {(failure or {'failed': 'see its error'})['failed']}")
+        raise CheckpointError(f"{self.place.at('')}: the first process has not reported the outcome")
+
+    def _read_json(self, key: str) -> Any:
+        data = self.place.read(key)
+        return None if data is None else json.loads(data)
+
+    def _report(self, text: str) -> None:
+        if self.count == 1:
+            return
+        try:
+            self.place.publish(
+                part_key(self.process) if self.process else _FAILURE, json.dumps({"failed": text}).encode()
+            )
+        except OSError as error:
+            _logger.warning("the failure of %s could not be reported to other processes: %s", self.place.at(""), error)
+
+
+def folder_of(process: int) -> str:
+    return f"ocdbt.process_{process}"
+
+
+def part_key(process: int) -> str:
+    return f"{folder_of(process)}/part.json"
+
+
+def is_part_of(data: bytes | None, attempt: str) -> bool:
+    """Return whether a part, which may not exist, is one of an attempt."""
+    return data is not None and json.loads(data).get("attempt") == attempt
+
+
+def _pauses(until: float) -> Iterator[None]:
+    """Yield, with longer and longer pauses, until a time."""
+    pause = 0.005
+    while time.monotonic() < until:
+        yield
+        time.sleep(pause)
+        pause = min(1.0, 1.5 * pause)
+
+
+def _explained(error: BaseException, path: str, arrays: Sequence[Any]) -> BaseException:
+    """Return an error that says how much a full disk lacks; tensorstore's errors have no numbers."""
+    full = (errno.ENOSPC, errno.EDQUOT)
+    number = next((number for number in full if os.strerror(number) in str(error)), None)
+    if number is None or not isinstance(error, OSError | ValueError) or not os.path.isabs(path):
+        return error
+    needed = sum(math.prod(array.part) * array.dtype.itemsize * len(array.values) for array in arrays)
+    free = format_bytes(shutil.disk_usage(os.path.dirname(path)).free)
+    return OSError(number, f"{os.strerror(number)} ({format_bytes(needed)} needed, {free} free)", path)

@@ -1,0 +1,65 @@
+"""The database of the arrays of a checkpoint: parts, chunks, and what is not read from it."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import tensorstore as ts
+
+from jstep.checkpoint import array_writer
+from jstep.checkpoint.array_reader import ArrayReader
+from jstep.checkpoint.listing import in_folder
+from jstep.checkpoint.manifest import CorruptedError, Leaf
+
+
+def result_of(future, nbytes):
+    return future.result()
+
+
+def test_an_array_without_one_of_its_chunks_is_not_read_as_zeros(tmp_path):
+    base = in_folder(str(tmp_path))
+    grid = {"name": "regular", "configuration": {"chunk_shape": [2]}}
+    metadata = {"shape": [4], "data_type": "float32", "chunk_grid": grid}
+    spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": "params/w/"}, "metadata": metadata}
+    array = ts.open(spec, create=True).result()
+    array[:2].write(np.ones(2, np.float32)).result()
+    leaves = {"params/w": Leaf("params/w", ("params", "w"), (4,), "float32", 16, "params/w")}
+    with pytest.raises(CorruptedError, match="the array of 'params/w' is missing"):
+        ArrayReader(base, leaves, result_of).read({"params/w": None})
+    assert "is missing" in ArrayReader(base, leaves, result_of).find_corruption(leaves)[0]
+    array[2:].write(np.ones(2, np.float32)).result()
+    found = ArrayReader(base, leaves, result_of).read({"params/w": None})
+    assert found["params/w"].tolist() == [1.0] * 4
+
+
+def test_zeros_are_stored(tmp_path):
+    """Chunks of zeros that were not stored could not be told from lost ones."""
+    base, zeros = in_folder(str(tmp_path)), np.zeros((512, 8), np.float32)
+    array_writer.write(base, array_writer.take({"w": zeros, "b": np.int32(0)[None]}), result_of, first=True)
+    assert sum(file.stat().st_size for file in tmp_path.glob("d/*")) > zeros.nbytes
+
+
+@pytest.mark.parametrize(
+    ("part", "shape", "expected"),
+    [
+        ((), (), []),
+        ((10, 10), (10, 10), [10, 10]),
+        ((50_021, 4), (50_021, 4), [8337, 4]),  # a prime number of rows: the last chunk is smaller
+        ((50_021, 4), (100_042, 4), [1, 4]),  # two parts: no chunk may belong to both
+        ((24, 10_000), (48, 10_000), [3, 10_000]),
+        ((3, 50_000), (3, 50_000), [1, 25_000]),
+    ],
+)
+def test_chunks_of_a_part(monkeypatch, part, shape, expected):
+    monkeypatch.setattr(array_writer, "LARGEST", 140_000)
+    chunk = array_writer.chunk_shape(part, shape, 4)
+    assert chunk == expected
+    assert math.prod(chunk) * 4 <= 140_000
+
+
+@pytest.mark.parametrize("part", [*itertools.product([1, 2, 7, 12], [1, 5, 16])])
+def test_no_chunk_belongs_to_two_parts(monkeypatch, part):
+    monkeypatch.setattr(array_writer, "LARGEST", 40)
+    chunk = array_writer.chunk_shape(part, tuple(2 * size for size in part), 4)
+    assert all(size % step == 0 for size, step in zip(part, chunk, strict=True))
