@@ -589,7 +589,7 @@ def commit(path: pathlib.Path) -> None:
         ("state\n(donated)", 16),
         ("copy", 156),
         ("arrays in a\ntemporary folder", 276),
-        ("read back,\nchecksums", 430),
+        ("all of it\nflushed", 430),
         ("manifest,\nflushed", 566),
         ("renamed:\nit exists", 696),
     ]
@@ -627,7 +627,7 @@ def saves(path: pathlib.Path) -> None:
             label = f'<text x="{x}" y="{top - 38}" text-anchor="middle" fill="{BLUE}">kept</text>'
             parts += [label, f'<text x="{x}" y="{top + 20}" text-anchor="middle" fill="{INK}">{seconds} s</text>']
     words = (
-        (at(310), top - 24, GREY, "passing: each is replaced by the next"),
+        (at(310), top - 24, GREY, "temporary: each is replaced by the next"),
         (at(1285), top + 36, RED, "the newest"),
     )
     parts += [f'<text x="{x}" y="{y}" text-anchor="middle" fill="{color}">{text}</text>' for x, y, color, text in words]

@@ -169,8 +169,9 @@ def write(base: Mapping[str, Any], arrays: Sequence[OwnParts], wait: Wait, *, fi
             "metadata": kind,
         }
         spec |= {"store_data_equal_to_fill_value": True}
+        # "delete_existing" makes the commit unconditional: if its response is lost, it is tried again.
         creates = first or array.is_file
-        options: dict[str, Any] = {"open": True, "create": creates, "assume_metadata": not creates}
+        options = {"create": True, "delete_existing": True} if creates else {"open": True, "assume_metadata": True}
         opening.append(ts.open(ts.Spec(spec), context=context, transaction=transaction, **options))
     opened = [future.result() if is_local else wait(future, 0) for future in opening]
     writes = [

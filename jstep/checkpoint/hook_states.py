@@ -16,9 +16,6 @@ from jstep.stores.tagged_arrays import UnsupportedError
 
 _logger = logging.getLogger("jstep")
 
-_TAGGED = "is_tagged"
-"""The key that marks records whose state is tagged JSON."""
-
 
 class _Owner(NamedTuple):
     """The identity of a hook with state; `made_by` is its class, or None if the `key` was given."""
@@ -56,7 +53,7 @@ def _record(owner: _Owner, hook: Any, where: str) -> dict[str, Any]:
             f"{error.what}; convert it there, and back in set_state, see docs: help/errors#positions"
         ) from None
     made_by, is_given = _class_names(hook)[1], owner.made_by is None
-    record = {"key": owner.key, "class": made_by, "is_given": is_given, "state": state, _TAGGED: True}
+    record = {"key": owner.key, "class": made_by, "is_given": is_given, "state": state}
     settings = _settings(hook)
     return record | {"settings": settings} if settings else record
 
@@ -97,9 +94,6 @@ def _is_record(record: object) -> bool:
 
 
 def _state_in(record: Mapping[str, Any], where: str) -> Any:
-    """The state in a record; jstep 0.3 and earlier wrote plain JSON."""
-    if not record.get(_TAGGED):
-        return record["state"]
     try:
         return tagged_json.decode(record["state"])
     except (TypeError, ValueError, RecursionError) as error:

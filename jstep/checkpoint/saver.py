@@ -24,9 +24,9 @@ from jstep.core.annotations import T, Tree
 from jstep.core.checks import as_bool, as_function, as_int, as_number, describe_type
 from jstep.core.selection import VarList, check_form
 from jstep.distributed import processes
-from jstep.optimizers.averages import as_average_names
 from jstep.state.leaves import GLOBAL_STEP, PARAMS, StateLeaves, field_of
 from jstep.state.nonfinite import StateContents
+from jstep.state.slots import as_average_names
 from jstep.state.train_state import TrainState
 
 

@@ -17,8 +17,6 @@ from jstep.stores.tagged_json import AttachedFiles, LargeBytes
 POSITION, POSITIONS = "batches", "batches_of_processes"
 """Keys of a checkpoint's `extra`: the position of process 0, and of all processes if there are several."""
 _PROCESSES = "processes"
-_BYTES = "base64"
-"""The key of a position that consists of bytes, in checkpoints of earlier versions."""
 
 
 OWN_STATE, STATE_DICT = ("get_state", "set_state"), ("state_dict", "load_state_dict")
@@ -97,7 +95,7 @@ def decode_position(kept: object, owner: str) -> Any:
     if not isinstance(kept, Mapping):
         raise ValueError(f"{what} must be a position, got {describe_type(kept)}")
     try:
-        return tagged_json.decode({"$bytes": kept[_BYTES]} if _BYTES in kept else kept["value"])
+        return tagged_json.decode(kept["value"])
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{what} cannot be decoded ({error}); restore the state by Saver.restore and use another checkpoint_dir"

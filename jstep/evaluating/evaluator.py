@@ -31,9 +31,10 @@ from jstep.evaluating.evaluation_batches import (
 )
 from jstep.evaluating.evaluation_metrics import OBJECT, Metric, MetricTotals, classify_metrics, merge_objects
 from jstep.metering.numbers import start_copies
-from jstep.optimizers.averages import AVERAGE_SLOT, as_average_names, averaged_params
+from jstep.optimizers.averages import averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params
 from jstep.state.global_step import require_alive
+from jstep.state.slots import AVERAGE_SLOT, as_average_names
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 from jstep.training.explain import explain_one_argument
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.annotations import P
-from jstep.core.checks import as_bool, as_function, as_int, as_string, describe_type, format_value
+from jstep.core.checks import as_bool, as_function, as_int, as_string, describe_type
 from jstep.core.device_values import as_scalar
 from jstep.core.meshes import on_any_mesh
 from jstep.core.recorded_calls import makes_optimizer
@@ -29,12 +29,11 @@ from jstep.optimizers.updates import add, apply_updates, is_update
 from jstep.slots.indexed_slices import is_slices
 from jstep.slots.optax_transformations import require_optimizer
 from jstep.slots.roles import Role, Roles
-from jstep.state.slots import params_from_slot
+from jstep.state.slots import AVERAGE_SLOT, params_from_slot
 from jstep.state.train_state import TrainState
 
 # Exponential moving averages of parameters, and the wrapper that keeps them.
 
-AVERAGE_SLOT = "ExponentialMovingAverage"
 DECAY, RATE = "decay", "rate"
 
 
@@ -351,19 +350,6 @@ def _initial(initial: Any, params: Params, averaged: Sequence[bool]) -> list[Any
             raise ValueError(f"initial: must have shape {np.shape(leaf)} at {trees.quote_path(path)}, got {have}")
         leaves.append(jnp.asarray(value).astype(trees.compute_dtype(jnp.result_type(leaf))))
     return leaves
-
-
-def as_average_names(use_averages: object) -> tuple[str, ...] | None:
-    """Return the slots of averages that an argument `use_averages` selects; None for False."""
-    if isinstance(use_averages, bool | np.bool_):
-        return (AVERAGE_SLOT,) if use_averages else None
-    names = tuple(use_averages) if isinstance(use_averages, list | tuple) else (use_averages,)
-    if not names or not all(isinstance(entry, str) and entry for entry in names):
-        raise TypeError(
-            f"use_averages={format_value(use_averages)}: must be True or False, the name of a slot of averages, or "
-            f"a list of names, got {describe_type(use_averages)}"
-        )
-    return names
 
 
 def averaged_params(state: TrainState[P], name: str | Sequence[str] = AVERAGE_SLOT) -> P:

@@ -9,10 +9,12 @@ import numpy as np
 
 from jstep.core import meshes, placement, selection, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import as_string, describe_type
+from jstep.core.checks import as_string, describe_type, format_value
 from jstep.slots.compact_numbers import decode_leaf
 from jstep.slots.roles import HALVES, NO_ROLES, Role, Roles, roles_in
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
+
+AVERAGE_SLOT = "ExponentialMovingAverage"
 
 
 def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
@@ -123,6 +125,19 @@ def owners(name: str, tree: Tree, params: trees.Params, roles: Roles) -> list[in
     except (ValueError, TypeError):
         return unowned
     return [place for place, part in enumerate(parts) for _ in jax.tree.leaves(part)]
+
+
+def as_average_names(use_averages: object) -> tuple[str, ...] | None:
+    """Return the slots of averages that an argument `use_averages` selects; None for False."""
+    if isinstance(use_averages, bool | np.bool_):
+        return (AVERAGE_SLOT,) if use_averages else None
+    names = tuple(use_averages) if isinstance(use_averages, list | tuple) else (use_averages,)
+    if not names or not all(isinstance(entry, str) and entry for entry in names):
+        raise TypeError(
+            f"use_averages={format_value(use_averages)}: must be True or False, the name of a slot of averages, or "
+            f"a list of names, got {describe_type(use_averages)}"
+        )
+    return names
 
 
 def params_from_slot(state: TrainState, name: str | Sequence[str], hint: str) -> trees.Params:

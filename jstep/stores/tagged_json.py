@@ -271,9 +271,5 @@ _WHOLE: dict[str, Callable[[Any], Any]] = {
     "$seed_sequence": _seed,
     "$random": _python_random,
     "$bit_generator": _bits,
-    "$set": set,
-    "$frozenset": frozenset,
-    "$complex": lambda parts: complex(*parts),
-    "$bytearray": bytearray,
 }
-"""By tag: the inverse, which rejects all else. Only earlier versions wrote the last four."""
+"""By tag: the inverse, which rejects all else."""

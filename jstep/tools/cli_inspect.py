@@ -15,7 +15,7 @@ from jstep.checkpoint.names import open_store
 from jstep.checkpoint.store import Store
 from jstep.core.checks import format_bytes
 from jstep.stores.files import is_directory, names_in
-from jstep.stores.urls import absolute, is_url, location, split_path
+from jstep.stores.urls import absolute, is_url, join_path, location, split_path
 from jstep.tools import cli
 from jstep.tools.ranges import array_range, is_inexact
 
@@ -127,9 +127,9 @@ OWN_EXTRA = frozenset({"batches", "batches_of_processes", "ended", "held", "hook
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "a checkpoint (run/model-1000), or a directory of checkpoints"
+    what = "a checkpoint (run/model-1000), or a directory of checkpoints, with those in its folder best"
     parser.add_argument("paths", metavar="PATH", nargs="+", help=what)
-    parser.add_argument("--verify", action="store_true", help="compare every byte with the checksums, not only sizes")
+    parser.add_argument("--verify", action="store_true", help="verify every byte, not only sizes")
 
 
 def _print_contents(arguments: argparse.Namespace) -> int:
@@ -175,7 +175,7 @@ def _checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> int:
     lines = [
         checkpoint.path,
         f"step {checkpoint.step}, saved {about['time']}, by jstep {manifest.jstep}, {len(rows)} leaves, "
-        f"{format_bytes(about['bytes'])}{', every byte as it was written' if arguments.verify else ''}",
+        f"{format_bytes(about['bytes'])}, {_extent(checkpoint.path, arguments)}",
         *_extra_lines(manifest.extra),
         "",
         *cli.table(kinds | figures, rows, left=3),
@@ -184,6 +184,12 @@ def _checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> int:
         lines += ["", "left out by Saver(leave_out=…); restore takes them from the target", ""]
         lines += cli.table(kinds | {"fingerprint": "fingerprint"}, absent, left=4)
     return cli.answer(arguments, fields, lines)
+
+
+def _extent(path: str, arguments: argparse.Namespace) -> str:
+    if arguments.verify:
+        return "every byte as it was written"
+    return "not verified (--verify does)" if is_url(path) else "sizes only (--verify reads every byte)"
 
 
 def _extra_lines(extra: Any) -> list[str]:
@@ -220,16 +226,19 @@ def _directory(path: str, arguments: argparse.Namespace) -> int:
 
         none = f"no checkpoints in {path}: they are folders such as model-1000, in the checkpoint_dir of train"
         raise FileNotFoundError(directory_of_runs(path, runs(path)) or none)
+    best, broken_best = below(join_path(path, "best")) if checkpoints else ([], {})
+    broken |= broken_best
     rows, problems = list[dict[str, Any]](), list(broken.values())
-    for checkpoint in checkpoints:
+    for checkpoint in [*checkpoints, *best]:
         wrong = _problems(checkpoint, arguments)
         problems += wrong
         name, leaves = f"{checkpoint.prefix}-{checkpoint.step}", len(checkpoint.manifest.leaves)
+        name = f"best/{name}" if checkpoint in best else name
         rows.append({"name": name, **_about(checkpoint), "leaves": leaves, "sound": not wrong})
     keys = {"checkpoint": "name", "saved": "time", "step": "step", "leaves": "leaves", "size": "size", "": "note"}
     shown = [{**row, "size": format_bytes(row["bytes"]), "note": _note(row, arguments)} for row in rows]
     lines = [path] if len(arguments.paths) > 1 else []
-    lines += cli.table(keys, shown, left=2) if rows else []
+    lines += [*cli.table(keys, shown, left=2), _extent(path, arguments)] if rows else []
     if arguments.verify:
         rows += [{"name": split_path(place)[1], "path": place, "sound": False} for place in broken]
     else:

@@ -27,12 +27,13 @@ from jstep.differentiate.loss_outputs import join_returned, merge_summaries
 from jstep.differentiate.microbatches import AggregationMethod, LossResult, estimate_noise, together_squared
 from jstep.differentiate.same_bits import alike
 from jstep.optimizers import guards
-from jstep.optimizers.averages import as_average_names, averaged_params
+from jstep.optimizers.averages import averaged_params
 from jstep.optimizers.chains import frozen_leaves
 from jstep.optimizers.hyperparameters import value_at
 from jstep.slots.optax_transformations import require_optimizer
 from jstep.slots.roles import roles_of
 from jstep.state.global_step import step_array
+from jstep.state.slots import as_average_names
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 from jstep.training.apply_gradients import apply_update, parameter_layouts, skip_metrics, unless_skipped
 from jstep.training.metrics import (

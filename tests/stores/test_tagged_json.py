@@ -154,11 +154,9 @@ def test_the_json_is_that_of_earlier_versions():
 
 
 @pytest.mark.parametrize("value", [{1}, frozenset({1}), 1j, bytearray(b"a")], ids=str)
-def test_values_that_only_earlier_versions_wrote(value):
+def test_values_that_are_not_encoded(value):
     with pytest.raises(UnsupportedError, match=type(value).__name__):
         encode(value)
-    parts = {"set": [1], "frozenset": [1], "complex": [0.0, 1.0], "bytearray": {"$bytes": "YQ=="}}
-    assert decode({f"${type(value).__name__}": parts[type(value).__name__]}) == value
 
 
 Named = collections.namedtuple("Named", "a")
