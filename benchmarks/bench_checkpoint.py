@@ -15,7 +15,7 @@ The ratios to the manager are medians of the ratios of the rounds.
 
 The state of 256 MB is measured in 300 arrays in the temporary folder (or $BENCH_DIR), and in 16 arrays in memory
 (/dev/shm); those of a sixteenth and of a quarter of its bytes are in 30 and 100 arrays. The manager takes most of its
-time for each array, and Saver most of it for each byte, which it reads twice to verify it.
+time for each array, and Saver most of it for each byte.
 """
 
 import itertools

@@ -138,6 +138,8 @@ _CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "c
 # Orbax's settings, except for the size of a node, which is searched entry by entry for each array: with all arrays in
 # one node, reading would be quadratic. No other process writes to a database.
 _CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 2**21, "manifest_kind": "single"}
+ROOT = "manifest.ocdbt"
+"""The name of the root of a database."""
 FILES = "$files/"
 """The beginning of the names of arrays that are files of an `Extra`; no other name has this sign."""
 
@@ -148,10 +150,31 @@ def file_array(name: str, data: bytes) -> OwnParts:
     return OwnParts(FILES + name, values.shape, values.dtype, values.shape, [((), values)], is_file=True)
 
 
-def write(base: Mapping[str, Any], arrays: Sequence[OwnParts], wait: Wait, *, first: bool) -> None:
-    """Write the parts of arrays in one transaction; they are flushed when this returns.
+def in_memory_root(folder: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return the `base` of a database below a key of a folder whose root is kept in memory, for a store of objects.
+
+    tensorstore writes a root on condition, tries again if a response is lost, and crashes if the bucket is gone. The
+    other objects have random names.
+    """
+    root = f"{key}{ROOT}"
+    layers = [{"base": dict(folder)}, {"exact": root, "base": {"driver": "memory", "path": root}}]
+    return {"driver": "kvstack", "layers": layers, "path": key}
+
+
+def _root(base: Mapping[str, Any], context: ts.Context) -> bytes | None:
+    if base["driver"] != "kvstack":
+        return None
+    memory = ts.KvStore.open({"driver": "memory"}, context=context).result()
+    return bytes(memory.read(f"{base['path']}{ROOT}").result().value)
+
+
+def write(base: Mapping[str, Any], arrays: Sequence[OwnParts], wait: Wait, *, first: bool) -> bytes | None:
+    """Write the parts of arrays in one transaction, and flush them.
 
     The first process creates the arrays, and the others assume what it writes.
+
+    Returns:
+        The root of the database, which is to be written then, if `base` is of `in_memory_root`.
     """
     context, transaction = ts.Context(), ts.Transaction(atomic=True)
     is_local = base["driver"] == "file"
@@ -169,9 +192,8 @@ def write(base: Mapping[str, Any], arrays: Sequence[OwnParts], wait: Wait, *, fi
             "metadata": kind,
         }
         spec |= {"store_data_equal_to_fill_value": True}
-        # "delete_existing" makes the commit unconditional: if its response is lost, it is tried again.
         creates = first or array.is_file
-        options = {"create": True, "delete_existing": True} if creates else {"open": True, "assume_metadata": True}
+        options: dict[str, Any] = {"open": True, "create": creates, "assume_metadata": not creates}
         opening.append(ts.open(ts.Spec(spec), context=context, transaction=transaction, **options))
     opened = [future.result() if is_local else wait(future, 0) for future in opening]
     writes = [
@@ -182,6 +204,7 @@ def write(base: Mapping[str, Any], arrays: Sequence[OwnParts], wait: Wait, *, fi
     for pending in writes:  # within the transaction, that is in memory
         pending.result()
     wait(transaction.commit_async(), sum([values.nbytes for array in arrays for _, values in array.values]))
+    return _root(base, context)
 
 
 def chunk_shape(part: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> list[int]:
@@ -199,16 +222,18 @@ def chunk_shape(part: tuple[int, ...], shape: tuple[int, ...], itemsize: int) ->
     return chunk
 
 
-def merge(base: Mapping[str, Any], parts: Iterable[Mapping[str, Any]], wait: Wait) -> None:
-    """Merge the databases of all processes into one, which refers to their files."""
+def merge(base: Mapping[str, Any], keys: Iterable[str], wait: Wait) -> bytes | None:
+    """Merge the databases below some keys into one, which refers to their files; see `write` for the result."""
     # Orbax's own merge uses a glob, which reads brackets and `**` in the path of the folder as a pattern.
     context, transaction = ts.Context({"cache_pool": {"total_bytes_limit": 10**8}}), ts.Transaction(atomic=True)
     whole = {"driver": "ocdbt", "base": dict(base), "config": _CONFIG}
     merged = wait(ts.KvStore.open(whole, context=context), 0).with_transaction(transaction)
-    opening = [ts.KvStore.open({"driver": "ocdbt", "base": dict(part)}, context=context) for part in parts]
+    parts = [{"driver": "ocdbt", "base": {**base, "path": f"{base['path']}{key}"}} for key in keys]
+    opening = [ts.KvStore.open(part, context=context) for part in parts]
     for copy in [wait(part, 0).experimental_copy_range_to(merged) for part in opening]:
         wait(copy, 0)
     wait(transaction.commit_async(), 0)
+    return _root(base, context)
 
 
 def description(names: Iterable[str], saved_at: float) -> dict[str, bytes]:

@@ -47,7 +47,7 @@ class AttemptFolder(abc.ABC):
 
     @abc.abstractmethod
     def base(self, key: str) -> dict[str, Any]:
-        """Return tensorstore's JSON for what is below a key."""
+        """Return tensorstore's JSON for the database below a key, which ends with a slash or is empty."""
 
     @abc.abstractmethod
     def read(self, key: str) -> bytes | None:
@@ -153,15 +153,15 @@ class Attempt:
         if self.process:
             self._wait_for_first()
 
-    def _base(self, process: int) -> dict[str, Any]:
-        return self.place.base(folder_of(process) if self.count > 1 else "")
-
     def _write_part(self) -> list[str]:
         from jstep.checkpoint import array_writer  # not at the top: importing tensorstore is slow
 
         names = [array.name for array in self.arrays]
         own = [*self.arrays, *(array_writer.file_array(name, file.read()) for name, file in self.files.items())]
-        array_writer.write(self._base(self.process), own, self.place.wait, first=self.process == 0)
+        key = folder_of(self.process) if self.count > 1 else ""
+        root = array_writer.write(self.place.base(key), own, self.place.wait, first=self.process == 0)
+        if root is not None:
+            self.place.write(f"{key}{array_writer.ROOT}", root)
         for file in self.files.values():
             file.written()
         if self.count > 1:
@@ -176,7 +176,9 @@ class Attempt:
         for process in range(1, self.count):
             self._wait_for_part(process, until)
         if self.count > 1:
-            array_writer.merge(self.place.base(""), map(self._base, range(self.count)), self.place.wait)
+            root = array_writer.merge(self.place.base(""), map(folder_of, range(self.count)), self.place.wait)
+            if root is not None:
+                self.place.write(array_writer.ROOT, root)
         # Orbax ignores a checkpoint in a bucket without the last one.
         for name, data in {**array_writer.description(names, self.saved_at), COMMITTED: COMMITTED_TEXT}.items():
             self.place.write(name, data)
@@ -216,11 +218,11 @@ class Attempt:
 
 
 def folder_of(process: int) -> str:
-    return f"ocdbt.process_{process}"
+    return f"ocdbt.process_{process}/"
 
 
 def part_key(process: int) -> str:
-    return f"{folder_of(process)}/part.json"
+    return f"{folder_of(process)}part.json"
 
 
 def is_part_of(data: bytes | None, attempt: str) -> bool:

@@ -65,7 +65,7 @@ class ObjectStore(Store):
     def contents(self, path: str, manifest: Manifest) -> Contents:
         name = self._name(path)
         folder = ObjectFolder(self._objects, name if manifest.data is None else f"{name}/{manifest.data}")
-        return Contents(manifest, folder.base(""), folder.read, wait=functools.partial(folder.wait_to, "read"))
+        return Contents(manifest, spec(folder.at("")), folder.read, wait=functools.partial(folder.wait_to, "read"))
 
     def lock(self) -> claims.ObjectClaim:
         """Read, list and write once, within `START_TIMEOUT_SECS` seconds."""
@@ -203,7 +203,9 @@ class ObjectFolder(attempts.AttemptFolder):
         return self._objects.at(self._key(key))
 
     def base(self, key: str) -> dict[str, Any]:
-        return spec(self.at(key))
+        from jstep.checkpoint import array_writer  # not at the top: importing tensorstore is slow
+
+        return array_writer.in_memory_root(spec(self.at("")), key)
 
     def read(self, key: str) -> bytes | None:
         return self._objects.read(self._key(key)).data

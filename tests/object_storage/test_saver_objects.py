@@ -96,7 +96,7 @@ def interrupted(gcs):
     released = threading.Event()
 
     def hold(number):
-        if "model-2" in gcs.seen[number - 1] and "/data." in gcs.seen[number - 1]:
+        if "model-2" in gcs.seen[number - 1] and "data." in gcs.seen[number - 1]:
             released.wait(30)
 
     saver = jstep.Saver("gs://bkt/run")
