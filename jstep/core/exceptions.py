@@ -75,6 +75,12 @@ _WAYS_OUT = (
         "A carry keeps its dtypes, and so does what branches return: create states with TrainState.create, and other "
         "initial values as arrays of their final dtype (jnp.float32(0) for 0).",
     ),
+    (
+        (RuntimeError, ValueError),
+        re.compile("(?:Array|Buffer) has been deleted"),
+        "If it was an array of a state, the next training step took its memory (donation): read it before, keep a copy "
+        "(jax.tree.map(jnp.copy, state.params)), or make the step with donate=False.",
+    ),
 )
 """Errors of JAX whose message does not say how to fix them, and the note that does."""
 

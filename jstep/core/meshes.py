@@ -20,7 +20,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core.annotations import Tree
-from jstep.core.exceptions import explain_jax
 from jstep.core.trees import is_traced, partition_arrays
 
 _P = ParamSpec("_P")
@@ -300,28 +299,24 @@ class Attempts:
 
     def __call__(self, fn: Callable[..., _R], *args: Any, place: Callable[[Any], Any] | None = None) -> _R:
         """Call `fn(*args)`; if both attempts fail, raise the first error, with a note."""
-        try:
-            mesh = explicit_mesh(args)
-            if mesh is None:
-                return fn(*args)
-            with using_mesh(mesh_of(args)), jax.sharding.use_abstract_mesh(mesh):
-                try:
-                    return atomic(fn, *args)
-                except Exception as error:
-                    refusal = error
-                try:
-                    result = without_explicit_axes(fn, *args, place=place)
-                except Exception as error:
-                    if _signature(error) != _signature(refusal):
-                        on_auto_axes = f"On Auto axes: {type(error).__name__}: {error}".splitlines()[0]
-                        refusal.add_note(f"{on_auto_axes}\n{_WAYS_OUT}")
-                    raise refusal from refusal.__cause__
-                finally:
-                    reason = f"{type(refusal).__name__}: {refusal}".splitlines()[0]
-                    del refusal  # its traceback holds tracers
-        except (NameError, TypeError) as error:
-            explain_jax(error)
-            raise
+        mesh = explicit_mesh(args)
+        if mesh is None:
+            return fn(*args)
+        with using_mesh(mesh_of(args)), jax.sharding.use_abstract_mesh(mesh):
+            try:
+                return atomic(fn, *args)
+            except Exception as error:
+                refusal = error
+            try:
+                result = without_explicit_axes(fn, *args, place=place)
+            except Exception as error:
+                if _signature(error) != _signature(refusal):
+                    on_auto_axes = f"On Auto axes: {type(error).__name__}: {error}".splitlines()[0]
+                    refusal.add_note(f"{on_auto_axes}\n{_WAYS_OUT}")
+                raise refusal from refusal.__cause__
+            finally:
+                reason = f"{type(refusal).__name__}: {refusal}".splitlines()[0]
+                del refusal  # its traceback holds tracers
         if not self._is_logged and jax.process_index() == 0:
             self._is_logged = True
             text = "%s is computed on Auto axes: JAX refuses it on the Explicit axes of its mesh (%s)"

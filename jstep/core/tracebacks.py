@@ -19,6 +19,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
+from jstep.core.exceptions import explain_jax
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -46,6 +48,7 @@ def shortens_tracebacks(fn: Callable[_P, _T], instead: Mapping[str, str] = {}) -
         try:
             return fn(*args, **kwargs)
         except BaseException as error:
+            explain_jax(error)
             shorten(error)
             raise  # without another frame
 

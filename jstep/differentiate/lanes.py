@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jstep.core import jaxprs, meshes, trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_int
-from jstep.core.exceptions import explain_jax, note, setting
+from jstep.core.exceptions import note, setting
 from jstep.core.jaxprs import Operation
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh, without_explicit_axes
 from jstep.core.placement import SHARDINGS, traced_shardings
@@ -310,7 +310,6 @@ def trace_lane(lanes: Lanes, part: Callable[..., Any], blocks: object, args: tup
     try:
         trace = trace_on_lanes(lanes, part, *args[:-1], blocks)
     except Exception as error:
-        explain_jax(error)
         if lanes.manual:
             note(error, f"lanes={lanes.number}: {_ONE_DEVICE} {', '.join(map(repr, sorted(lanes.manual)))}")
         raise

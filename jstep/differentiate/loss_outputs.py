@@ -65,7 +65,8 @@ def _like(old: object, new: object) -> Any:
     if trees.structure(old) != trees.structure(new):
         wanted, got = (f"a {type(each).__name__} of {trees.leaf_paths(each)[:20]}" for each in (old, new))
         raise ValueError(
-            f"loss_fn returned another model_state: must be {wanted}, as in the state, got {got}; return all of it"
+            f"loss_fn returned another model_state: must be {wanted}, as in the state, got {got}; return (loss, "
+            "model_state) with all of it, or with has_aux=True (loss, (model_state, aux))"
         )
 
     def leaf(keys: Any, before: object, after: object) -> Array:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, as_function
-from jstep.core.exceptions import explain_jax, note
+from jstep.core.exceptions import note
 from jstep.core.meshes import Attempts, internal_transfers, mesh_of, using_mesh
 from jstep.core.placement import refuse_shapes
 from jstep.core.recorded_calls import RecordedCall, record_calls
@@ -36,7 +36,7 @@ from jstep.optimizers.parameter_free import schedule_free_params
 from jstep.state.global_step import require_alive
 from jstep.state.slots import AVERAGE_SLOT, as_average_names
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
-from jstep.training.explain import explain_one_argument
+from jstep.training.explain import explain_arguments
 
 STOP_REQUESTED: ContextVar[Callable[[], bool]] = ContextVar("stop_requested", default=lambda: False)
 """Returns whether the run is stopping, while a hook evaluates; must be called equally often on all processes."""
@@ -210,12 +210,9 @@ class Evaluator:
         try:
             yield
         except Exception as error:
-            explain_one_argument(error, args)
-            explain_jax(error)
+            explain_arguments(error, args, state, has_model_state=self.has_model_state)
             if isinstance(error, TypeError) and len(args) == 1 and trees.is_plain_tuple(self.batches.source):
                 note(error, "jstep: each item of the tuple batches is a batch; for one batch (x, y) give [(x, y)]")
-            if not self.has_model_state and MODEL_STATE in state.slots:
-                note(error, "jstep: the state has a model state; metric_fn takes it with has_model_state=True")
             raise
 
 

@@ -80,20 +80,23 @@ class Options:
             "config": as_config(self.config),
             "start_from": None if self.start_from is None else absolute(location(self.start_from, "start_from")),
             "progress": None if self.progress is None else as_bool(self.progress, "progress"),
-            "stop_secs": None
-            if self.stop_secs is None
-            else as_number(self.stop_secs, "stop_secs", low=0, above=True, expected="a number of seconds"),
+            "stop_secs": _as_secs(self.stop_secs, "stop_secs", "a number of seconds or None"),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.save_checkpoint_secs == AUTO and self.save_checkpoint_steps is not None:
             object.__setattr__(self, "save_checkpoint_secs", MAX_SECS)
-        secs = None if self.save_checkpoint_secs == AUTO else self.save_checkpoint_secs
+        secs = self.save_checkpoint_secs
+        secs = None if secs == AUTO else _as_secs(secs, "save_checkpoint_secs", "a number of seconds, 'auto' or None")
         steps = ("save_checkpoint_steps", self.save_checkpoint_steps)
         make_cadence(steps=steps, secs=("save_checkpoint_secs", secs), required=False)
         for name in ("save_summaries_steps", "log_steps"):
             make_cadence(steps=(name, getattr(self, name)), required=False)
         check_locations(self.checkpoint_dir, self.checkpoint_prefix, self.logdir, self.batch_sharding)
+
+
+def _as_secs(value: object, argument: str, expected: str) -> float | None:
+    return None if value is None else as_number(value, argument, low=0, above=True, expected=expected)
 
 
 def as_steps_per_call(value: object, batches: Tree = None) -> int | str:

@@ -25,7 +25,6 @@ from jstep.metering.metric_sums import NO_CONSTANTS
 from jstep.optimizers.hyperparameters import LEARNING_RATE, is_learning_rate
 from jstep.slots.roles import roles_in
 from jstep.state.train_state import TrainState
-from jstep.training.explain import explain_one_argument
 from jstep.training.metrics import Constants
 from jstep.training.step import step_function
 
@@ -66,14 +65,10 @@ class Dispatch:
         if self.compiler.begun or self.compiler.jobs:
             self.compiler.wait(chunk.first, may_leave=not chunk.must_run)
         began = self._watch.clock()
-        try:
-            if program.is_called and self._auto is None and not _is_traced():  # else three contexts take a microsecond
-                result = program.run(state, chunk, self.table.sums)
-            else:
-                result = self._run_watched(state, chunk)
-        except Exception as error:
-            explain_one_argument(error, chunk.args)
-            raise
+        if program.is_called and self._auto is None and not _is_traced():  # else three contexts take a microsecond
+            result = program.run(state, chunk, self.table.sums)
+        else:
+            result = self._run_watched(state, chunk)
         if not program.is_called or compiled.programs != before:
             self._follow_up(chunk, result, began)
         self._latest = program

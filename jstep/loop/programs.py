@@ -33,6 +33,7 @@ from jstep.metering.cadence import NEVER
 from jstep.metering.metric_sums import NO_CONSTANTS, Accumulate, MetricSums, find_skip_metric
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import keep_roles
+from jstep.training.explain import call_custom_step
 from jstep.training.looped import LoopedStep, TracedStep, loop_step
 from jstep.training.metrics import Constants
 from jstep.training.step import TrainStep, call_step, jitted_program, trace_program
@@ -186,7 +187,8 @@ class Program:
             return new, metrics.merged()
         # A step that jstep did not make.
         require_alive(state)  # on a mesh, JAX would crash
-        result = self.step(state, *chunk.args)
+        call = self.step if self.is_called else functools.partial(call_custom_step, self.step)
+        result = call(state, *chunk.args)
         if not (isinstance(result, tuple) and len(result) == 2):
             return result
         self.constants = Constants({}, find_skip_metric(self.step))

@@ -178,9 +178,15 @@ def _slot_of(state: Tree, name: str) -> str:
     arrays = (slot for slot, value in slots.items() if trees.is_array(value))
     slot_of = {shown: slot for slot in arrays if (shown := display_name(slot)) is not None}
     if name not in slot_of:
+        of_optax = sorted(slot for slot in slots if slot.endswith(f"/hyperparams/{name.rpartition('/')[2]}"))
+        to_do = "pass jstep.held(name, value) to the optimizer in place of its number"
+        if of_optax:  # of optax.inject_hyperparams
+            to_do = (
+                f"Optax holds {of_optax}: state.replace(slots={{**state.slots, {of_optax[0]!r}: jnp.asarray(value)}})"
+            )
         raise KeyError(
             f"name={name!r}: the state holds no such hyperparameter{trees.suggest_names(name, slot_of)}, it holds "
-            f"{sorted(slot_of)}; pass jstep.held(name, value) to the optimizer in place of its number"
+            f"{sorted(slot_of)}; {to_do}"
         )
     return slot_of[name]
 

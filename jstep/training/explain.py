@@ -1,18 +1,20 @@
 """Explanations of errors of a training step by its arguments, and states that cannot be donated."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.exceptions import explain_jax, note
+from jstep.core.checks import describe_type
+from jstep.core.exceptions import note
+from jstep.core.meshes import mesh_of, using_mesh
 from jstep.core.trees import Params
 from jstep.slots.matching import NoGradientsError
 from jstep.state.global_step import require_alive
-from jstep.state.train_state import TrainState
+from jstep.state.train_state import MODEL_STATE, TrainState
 
 _ON_ONE_MESH = (
     "The state and the batch, or arrays that the loss closes over, are on different devices or on different meshes. Put"
@@ -25,15 +27,67 @@ _A_LIST = (
     "jstep: the batch is a list, which is one argument; a tuple is several: give (x, y). With torch's DataLoader pass "
     "collate_fn=lambda rows: tuple(default_collate(rows)); map(tuple, loader) would lose the loader's position"
 )
+_OTHER_ARGUMENTS = re.compile(
+    r"missing \d+ required (?:positional|keyword-only) arguments?: (.+)|takes \d+ positional arguments? but \d+ "
+)
+_PASSED_WITH = {"rng": "rng=key", "averages": "use_averages=True", "model_state": "has_model_state=True"}
+"""Arguments of a loss → the argument of `minimize` that passes them."""
 
 
-def explain_one_argument(error: BaseException, args: Sequence[Any]) -> None:
-    """Add a note if the batch is a list, such as torch's loader gives, or None."""
-    if len(args) == 1 and isinstance(error, TypeError | AttributeError):
-        if isinstance(args[0], list):
-            note(error, _A_LIST)
-        elif args[0] is None:
-            note(error, "jstep: the batch is None; a function of the step must return the batch")
+def explain_arguments(error: BaseException, args: Sequence[Any], state: Tree, *, has_model_state: bool = True) -> None:
+    """Add a note if a function of the batch takes other arguments than it got."""
+    if not isinstance(error, TypeError | AttributeError):
+        return
+    match, is_one = _OTHER_ARGUMENTS.search(str(error)), len(args) == 1
+    missing = [name for name in _PASSED_WITH if match is not None and f"'{name}'" in (match[1] or "")]
+    if match is not None and not has_model_state and MODEL_STATE in getattr(state, "slots", ()):
+        note(error, "jstep: the state has a model_state, which the function gets with has_model_state=True")
+    elif missing:
+        options = ", ".join(_PASSED_WITH[name] for name in missing)
+        note(error, f"jstep: a loss gets {' and '.join(missing)} with minimize(…, {options})")
+    elif is_one and isinstance(args[0], list):
+        note(error, _A_LIST)
+    elif is_one and args[0] is None:
+        note(error, "jstep: the batch is None; a function of the step must return the batch")
+    elif match is not None and is_one:
+        note(
+            error, f"jstep: the batch is {describe_type(args[0])}, which is one argument; a tuple is passed as several"
+        )
+    elif match is not None:
+        note(error, f"jstep: the batch is a tuple, passed as {len(args)} arguments; a dict or a list is passed as one")
+
+
+def call_custom_step(step: Callable[..., Any], state: Tree, *args: Any) -> Any:
+    """Call a step that jstep did not make, for the first time; if it fails, say whether it is a loss."""
+    try:
+        return step(state, *args)
+    except Exception as error:
+        frames = error.__traceback__
+        is_loss = "TypeError" in type(error).__name__ or isinstance(
+            error, AttributeError | ValueError
+        )  # Flax has its own
+        is_loss = is_loss and _is_loss(step, state, args)  # which may raise the same object again
+        BaseException.with_traceback(error, frames)
+        if is_loss:
+            name = getattr(step, "__name__", "")
+            name = name if name.isidentifier() else "loss_fn"
+            raise TypeError(
+                f"train_step={name}: must be a step (state, *args) -> (state, metrics), got a loss, a function of the "
+                f"parameters; its step is jstep.minimize({name}, optimizer)"
+            ) from error
+        explain_arguments(error, args, state)
+        raise
+
+
+def _is_loss(fn: Callable[..., Any], state: Tree, args: tuple[Any, ...]) -> bool:
+    """Whether a function of the parameters returns a loss, perhaps with aux, when it is traced."""
+    try:
+        with using_mesh(mesh_of((state, args))):
+            out = jax.eval_shape(fn, state.params, *args)
+        loss = out[0] if isinstance(out, tuple) else out
+        return loss.shape == () and jax.numpy.issubdtype(loss.dtype, jax.numpy.floating)
+    except Exception:
+        return False
 
 
 def explain_missing_gradients(error: Exception, params: Params, gradients: Sequence[Any]) -> None:
@@ -57,7 +111,6 @@ def explain(error: BaseException, state: Tree, args: Any, *, donates: bool) -> N
         if isinstance(error, TypeError):  # from JAX, about a whole module in place of its arrays
             argument, tree = ("params", state.params) if isinstance(state, TrainState) else ("state", state)
             trees.require_arrays(tree, argument, trees.keep_arrays(argument))
-        explain_jax(error)
         return
     if not is_spent(state):
         require_alive(state, error)

@@ -36,6 +36,7 @@ from jstep.state.global_step import step_array
 from jstep.state.slots import as_average_names
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 from jstep.training.apply_gradients import apply_update, parameter_layouts, skip_metrics, unless_skipped
+from jstep.training.explain import explain_arguments
 from jstep.training.metrics import (
     LOSS,
     SKIPPED,
@@ -289,7 +290,12 @@ class Minimizing:
         if self.schedule is not None:
             now = alike(lanes, functools.partial(value_at, "sharpness", self.schedule), step)
             differentiate = replace_losses(differentiate, sharpness=now)
-        return alike(lanes, functools.partial(self.updated, inputs), state, differentiate(inputs))
+        try:
+            result = differentiate(inputs)
+        except Exception as error:
+            explain_arguments(error, args, state, has_model_state=self.has_model_state)
+            raise
+        return alike(lanes, functools.partial(self.updated, inputs), state, result)
 
     def updated(self, inputs: Inputs, state: TrainState, result: LossResult) -> tuple[TrainState, StepMetrics]:
         scale = guards.current_loss_scale(roles_of(self.optimizer, state.params), state.slots)

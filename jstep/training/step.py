@@ -30,7 +30,7 @@ from jstep.core.trees import Optimizer, Params
 from jstep.distributed.processes import AgreedShapes, is_single_process
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState, keep_roles
-from jstep.training.explain import explain, is_spent, refuse_what_crashes
+from jstep.training.explain import call_custom_step, explain, is_spent, refuse_what_crashes
 from jstep.training.metrics import SKIPPED, StepMetrics, split_metrics
 
 Body = Callable[[Any, tuple[Any, ...], Any], Any]
@@ -92,11 +92,13 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
 
     def body(state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, StepMetrics]:
         def one(state: Tree, args: tuple[Any, ...]) -> Any:
-            result = step(state, *args)
+            result = call_custom_step(step, state, *args)
             is_pair = isinstance(result, tuple | list) and len(result) == 2
             if not is_pair or (isinstance(state, TrainState) and not isinstance(result[0], TrainState)):
                 returned = " and ".join(map(describe_type, result)) if is_pair else describe_type(result)
-                raise TypeError(f"the step returned {returned}; it must return (state, metrics)")
+                raise TypeError(
+                    f"the step returned {returned}; it must return (state, metrics), as jstep.minimize(loss_fn, …) does"
+                )
             return keep_roles(state, result[0]), result[1]
 
         new, metrics = attempts(one, state, args, place=shard_like((state,)))
