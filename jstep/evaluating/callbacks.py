@@ -262,9 +262,9 @@ class ReduceOnPlateau(MetricCallback):
     """Multiply a held hyperparameter by `factor` when a metric stops improving; a callback of `EvaluationHook`.
 
     As in torch's ReduceLROnPlateau, an evaluation is good if the metric is better than the best by more than the
-    fraction `threshold` (less than best·(1 − threshold), or more than best·(1 + threshold)), and bad otherwise. The
-    value is reduced after more than `patience` bad evaluations in a row. For `cooldown` evaluations after a reduction,
-    none counts as bad. A change of at most 1e-8 is not applied. The counters are saved in checkpoints; the
+    fraction `threshold` (less than best − threshold·|best|, or more than best + threshold·|best|), and bad otherwise.
+    The value is reduced after more than `patience` bad evaluations in a row. For `cooldown` evaluations after a
+    reduction, none counts as bad. A change of at most 1e-8 is not applied. The counters are saved in checkpoints; the
     hyperparameter is part of the state.
 
     Args:
@@ -333,9 +333,9 @@ class ReduceOnPlateau(MetricCallback):
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> TrainState | None:
         """Return the state with the reduced value if a reduction is due, or None."""
         value, progress = self.score(results), self._progress
-        by = self._threshold if self._mode == "max" else -self._threshold
-        than = (-math.inf if self._mode == "max" else math.inf) if progress.best is None else progress.best * (1.0 + by)
-        is_good = is_better(value, than, self._mode)
+        than = (-math.inf if self._mode == "max" else math.inf) if progress.best is None else progress.best
+        margin = self._threshold * abs(than) if math.isfinite(than) else 0.0
+        is_good = is_better(value, than, self._mode, margin)
         bad = 0 if is_good or progress.cooling > 0 else progress.bad + 1
         best, cooling = value if is_good else progress.best, max(progress.cooling - 1, 0)
         self._progress = CallbackState(best, bad, cooling=cooling)

@@ -89,10 +89,14 @@ def rates(values, **kwargs):
 
 
 def torch_rates(values, factor, patience, mode, threshold, cooldown, min_value):
-    """Return the rates of torch.optim.lr_scheduler.ReduceLROnPlateau (threshold_mode="rel"), as transcribed."""
+    """Return the rates of torch.optim.lr_scheduler.ReduceLROnPlateau (threshold_mode="rel"), as transcribed.
+
+    But for the threshold below 0, where torch's `best * (1 - threshold)` is worse than the best in mode "min".
+    """
     rate, best, bad, cooling, found = 0.5, math.inf if mode == "min" else -math.inf, 0, 0, []
     for value in values:
-        good = value < best * (1.0 - threshold) if mode == "min" else value > best * (threshold + 1.0)
+        margin = threshold * abs(best) if math.isfinite(best) else 0.0
+        good = value < best - margin if mode == "min" else value > best + margin
         if good:
             best, bad = value, 0
         else:
@@ -124,6 +128,18 @@ def test_reduce_on_plateau_matches_the_transcribed_torch_scheduler(seed):
         "min_value": float(rng.choice([0.0, 0.01])),
     }
     assert rates(values, **kwargs) == pytest.approx(torch_rates(values, **kwargs), rel=1e-5)
+
+
+@pytest.mark.parametrize(("mode", "worse"), [("min", 5e-5), ("max", -5e-5)])
+@pytest.mark.parametrize("first", [-1.0, 0.0, 1.0])
+def test_a_metric_that_is_flat_or_gets_worse_is_on_a_plateau_at_any_sign(first, mode, worse):
+    for values in ([first] * 6, [first + i * worse for i in range(6)]):
+        reduce = jstep.ReduceOnPlateau("loss", "learning_rate", factor=0.5, patience=2, mode=mode)
+        state = state_at()
+        for i, value in enumerate(values):
+            state = reduce(i, state, {"loss": value}) or state
+        assert jstep.get_hyperparameter(state, "learning_rate") == 0.25
+        assert reduce.best == first
 
 
 # KeepBest
