@@ -16,7 +16,7 @@ from typing import Any
 
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.core.checks import truncate
-from jstep.stores.files import open_own
+from jstep.stores.files import make_folders, open_own
 from jstep.stores.objects import ABSENT, Directory
 from jstep.stores.owners import is_alive, owner_in, this_process
 
@@ -90,6 +90,16 @@ class FileClaim:
 
     def release(self, wait: bool = True) -> None:
         self.finalizer()
+
+
+def claim_file(path: str) -> FileClaim:
+    """Claim a file that the user named, which one run at a time may write; create its folder."""
+    folder, name = os.path.split(path)
+    make_folders(folder)
+    try:
+        return FileClaim(folder, name)
+    except CheckpointError as error:
+        raise ValueError(f"path={path!r}: another run is writing this file; give each run its own") from error
 
 
 def _locked(path: str, directory: str, prefix: str) -> io.FileIO:

@@ -7,6 +7,7 @@ import os
 
 import jax
 
+from jstep.checkpoint.claims import FileClaim, claim_file
 from jstep.core.checks import as_bool, check_choice, format_list
 from jstep.core.exceptions import WrongStateError
 from jstep.distributed import processes
@@ -20,7 +21,7 @@ from jstep.state.train_state import TrainState
 from jstep.stores.files import is_directory
 from jstep.stores.growing_files import ObjectAppender
 from jstep.stores.line_files import LocalLines, open_lines
-from jstep.stores.urls import join_path, location
+from jstep.stores.urls import is_url, join_path, location
 from jstep.training.metrics import Metrics
 
 _logger = logging.getLogger("jstep")
@@ -92,6 +93,7 @@ class FingerprintHook(RunHook):
         self._raises = check_choice(on_divergence, "on_divergence", ("log", "raise")) == "raise"
         self._path = ""
         self._file: LocalLines | ObjectAppender | None = None
+        self._claim: FileClaim | None = None
         self._before: dict[int, Entry] = {}
         self._pending = TransferQueue()
 
@@ -110,6 +112,7 @@ class FingerprintHook(RunHook):
 
     def _open(self) -> None:
         if jax.process_index() == 0:
+            self._claim = None if is_url(self._path) else claim_file(self._path)
             self._before = _entries_of(self._path)
             self._file = open_lines(self._path, b'{"step": ', fingerprint_log.is_line)
 
@@ -135,18 +138,20 @@ class FingerprintHook(RunHook):
 
     def close(self) -> None:
         super().close()
-        file, pending = self._file, self._pending
+        file, pending, claim = self._file, self._pending, self._claim
+        self._claim = None
         self._pending, self._before = TransferQueue(), {}  # nothing is compared any more
-        if file is None:
-            return
         # If the device or the disk fails here, do not hide the error that ended the run.
         try:
-            with contextlib.closing(file):
-                pending.deliver_all()
+            if file is not None:
+                with contextlib.closing(file):
+                    pending.deliver_all()
         except Exception as error:
             _logger.warning("%s: the last fingerprints are lost: %s", self._path, error)
         finally:
             self._file = None
+            if claim is not None:
+                claim.release()
 
     def _finish_all(self) -> None:
         try:

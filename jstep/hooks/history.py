@@ -57,7 +57,8 @@ class History(ReportingHook):
 
     Raises:
         ValueError: The path is a URL, or not a regular file. Before the first step: it has something other
-            than the rows of a History (a torn last line aside), or two histories of the run have one path.
+            than the rows of a History (a torn last line aside), another run is writing it, or two histories of the run
+            have one path.
         OSError: The file cannot be written. The rows are kept, and are in the checkpoints.
 
     Example:

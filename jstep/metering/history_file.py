@@ -8,6 +8,7 @@ import os
 import stat
 from typing import Any
 
+from jstep.checkpoint.claims import claim_file
 from jstep.core.checks import describe_type, format_value
 from jstep.record.config import json_number
 from jstep.stores import files
@@ -81,8 +82,14 @@ class HistoryFile:
 
     def __init__(self, path: str, step: int, *, resumes: bool) -> None:
         self._path = check_path(path)
-        folder = os.path.dirname(path)
-        files.make_folders(folder)
+        self._claim = claim_file(path)
+        try:
+            self._open(path, step, resumes)
+        except BaseException:
+            self._claim.release()
+            raise
+
+    def _open(self, path: str, step: int, resumes: bool) -> None:
         found = read_rows(path) if os.path.exists(path) else {}
         if found and not resumes:
             moved = next(new for i in itertools.count(1) if not os.path.lexists(new := f"{path}.{i}"))
@@ -94,7 +101,7 @@ class HistoryFile:
         self._ends = dict(zip(self.rows, ends, strict=True))
         self._opened = files.open_own(path, _BEGINNING)
         self._opened.truncate(self._size)
-        files.sync_folder(folder)
+        files.sync_folder(os.path.dirname(path))
 
     @property
     def _size(self) -> int:
@@ -122,3 +129,4 @@ class HistoryFile:
 
     def close(self) -> None:
         self._opened.close()
+        self._claim.release()

@@ -201,3 +201,20 @@ def test_a_metric_called_step_has_another_name(tmp_path):
     pandas = pytest.importorskip("pandas")
     assert isinstance(histories[0].to_pandas(), pandas.DataFrame)
     assert histories[0].to_pandas().index.tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("make", [jstep.History, lambda path: jstep.FingerprintHook(1, path)], ids=["history", "bits"])
+def test_a_file_that_another_run_is_writing_is_refused_before_the_first_step(make, tmp_path):
+    """The rows of the run that goes on are those of a run alone, and the file is free when it has ended."""
+    path, alone, steps_of_others = tmp_path / "log.jsonl", tmp_path / "alone.jsonl", []
+
+    def start_another(step, state, metrics):
+        with pytest.raises(ValueError, match=r"log\.jsonl.* another run is writing this file; give each run its own"):
+            run(6, make(path), jstep.every(1, lambda step, *_: steps_of_others.append(step)))
+
+    run(6, make(path), jstep.every(2, start_another))
+    run(6, make(alone))
+    assert not steps_of_others
+    assert path.read_bytes() == alone.read_bytes()
+    run(3, make(path))
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".jstep-writer")]
