@@ -9,8 +9,12 @@ _ALWAYS = re.compile(r"secret|passw|passphrase|credential|private[_-]?key|author
 _IF_RANDOM = re.compile(r"(?:key|token|auth)s?$", re.IGNORECASE)
 _RANDOM = re.compile(r"[^\w+=-]*+(?=.*\d)(?=.*[A-Za-z])[\w+=-]{16,}+[^\w+=-]*+")  # also in quotes or brackets
 _TOKEN = re.compile(
-    r"-----BEGIN[\s\S]*|\b(?:sk-|hf_|gh[po]_|github_pat_|AKIA|xoxb-|glpat-)[\w-]{12,}|\b(?:Bearer|Basic)\s+\S{8,}"
+    r"-----BEGIN[\s\S]*|\bBearer\s+\S{8,}|\bAKIA[A-Z\d]{12,}"
+    r"|\b(?:sk-|hf_|gh[po]_|github_pat_|xoxb-|glpat-)(?=[\w-]{0,64}?(?:\d[A-Za-z]|[a-z][A-Z]))[\w-]{16,}"
+    r"|\bBasic\s+(?=[a-zA-Z/+]{0,64}(?:\d|[a-z][A-Z]|=))(?=[\w/+=]{8})"
+    r"(?:[\w/+]{4})+(?:[\w/+]{2}==|[\w/+]{3}=)?(?![\w/+=])"
 )
+"""Tokens as they are: `sk-learn-random-forest` and `Basic transformer` are models."""
 _PAIR = re.compile(r"""([\w.-]+)=("[^"]*"|'[^']*'|[^\s,;&]+)""")
 _LOGIN = re.compile(r"(\w://)[^\s/]*@")
 

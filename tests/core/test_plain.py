@@ -145,7 +145,13 @@ HIDDEN = [
     ("token", f" <{SECRET}>.\n"),
     ("APIKEY", SECRET),
     ("x", "hf_" + "a1" * 10),
+    ("x", "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"),
+    ("x", "sk-proj-abcDEF123_abcDEF123"),
+    ("x", "xoxb-123456789012-AbCdEfGhIjKl"),
+    ("x", "AKIAIOSFODNNEXAMPLEX"),
     ("x", "Bearer abcdefghij"),
+    ("x", "Basic dXNlcjpwYXNz"),
+    ("x", "Basic dTpwdw=="),
     ("x", "-----BEGIN PRIVATE KEY-----\nabc"),
 ]
 SHOWN = [
@@ -160,6 +166,11 @@ SHOWN = [
     ("keyboard", SECRET),
     ("name", SECRET),
     ("mode", "Basic"),
+    ("model", "Basic transformer"),
+    ("model", "Basic Transformers v2"),
+    ("model", "sk-learn-random-forest"),
+    ("model", "sk-learn-random-forest-2"),
+    ("model", "hf_question_answering_v2"),
     ("key", "'a b 123456789012345'"),
     ("key", "!" * 100_000),
 ]
