@@ -13,6 +13,7 @@ import contextlib
 import functools
 import itertools
 import os
+import traceback
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -48,11 +49,24 @@ def shortens_tracebacks(fn: Callable[_P, _T], instead: Mapping[str, str] = {}) -
         try:
             return fn(*args, **kwargs)
         except BaseException as error:
+            other = error.__context__ if _is_of_contextlib(error) else None
             explain_jax(error)
-            shorten(error)
+            shorten(other or error)
+            if other is not None:
+                raise other from None
             raise  # without another frame
 
     return call
+
+
+def _is_of_contextlib(error: BaseException) -> bool:
+    """Whether `contextlib` raised an error when it set the traceback of another, whose class takes no attributes."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-2:]
+    return (
+        bool(frames)
+        and frames[-1].f_code.co_name == "__setattr__"
+        and frames[0].f_code.co_filename == contextlib.__file__
+    )
 
 
 def shorten(error: BaseException) -> None:
