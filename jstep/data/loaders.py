@@ -120,13 +120,14 @@ def _open(
         items = iter(batches)
         if not keeps_position(items):
             _warn_without_position(type(batches).__name__, start, resumable=resumable)
-            return Source(items, fresh=isinstance(items, BatchIterator))
+            return Source(items)
         owner = items
     read, begin = _resumed(owner, position, start, last_step)
     # Some iterators have `__next__` but no `__iter__`.
     items = iter(owner) if hasattr(owner, "__iter__") else map(next, itertools.repeat(owner))
     since = batches_since(position)
-    return Source(itertools.islice(items, since, None) if since else items, read, begin)
+    fresh = isinstance(owner, BatchIterator)
+    return Source(itertools.islice(items, since, None) if since else items, read, begin, fresh=fresh)
 
 
 def _by_step(batches: Tree, start: int, last_step: int) -> Iterator[Any] | None:
@@ -144,6 +145,7 @@ def _by_step(batches: Tree, start: int, last_step: int) -> Iterator[Any] | None:
         except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError):
             first = None
         if first is not None:
+            refuse_rows(batches, first)
             return itertools.chain(first, _indexed(batches, start + len(first), last_step))
     is_function = not hasattr(batches, "__iter__") and callable(batches)
     return map(functools.partial(_item, batches, batches), range(start, last_step)) if is_function else None
@@ -280,7 +282,25 @@ def _indexed(batches: Tree, start: int, last_step: int) -> Iterator[Any]:
             if size is not None:
                 raise
             return
+        if step == start:
+            refuse_rows(batches, [item])
         yield item
+
+
+def refuse_rows(batches: Tree, first: Sequence[Any]) -> None:
+    """Reject a data set of rows given as batches, by its first item; warn if that may be a batch, too."""
+    if not first or isinstance(batches, BatchSequence) or not hasattr(batches, "__len__"):
+        return
+    sizes, name = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(first[0])}, type(batches).__name__
+    what = f"batches: each item of the {name} is taken as the batch of a step"
+    is_row = sizes == {()} if isinstance(batches, Sequence) else len(sizes) > 1 or () in sizes
+    if is_row and isinstance(first[0], Mapping | tuple):  # others may be batches that are a number
+        raise ValueError(
+            f"{what}, and its leaves have no common first axis: for rows give jstep.batches(dataset, batch_size), else "
+            "a function of the step"
+        )
+    if "Dataset" in {kind.__name__ for kind in type(batches).__mro__}:  # of Hugging Face, or of PyTorch
+        _logger.warning("%s; if it is a row, give jstep.batches(dataset, batch_size)", what)
 
 
 # Batches made with the state of the run.

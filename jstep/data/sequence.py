@@ -301,3 +301,10 @@ class BatchIterator(Iterator[T]):
         batch: T = self._read(self._batches._steps[self.step])
         self.step += 1
         return batch
+
+    def get_state(self) -> dict[str, int]:
+        """Return the position, which `set_state` restores."""
+        return {"step": self.step}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.step = self._batches._as_step(state["step"], end=1)

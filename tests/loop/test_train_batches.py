@@ -50,7 +50,9 @@ def test_all_sources_give_an_identical_run(name, steps_per_call):
 
 
 @pytest.mark.thorough(except_for=["1-bytes position"])
-@pytest.mark.parametrize("name", ["indexed", "list", "function", "position", "bytes position", "slow"])
+@pytest.mark.parametrize(
+    "name", ["indexed", "list", "function", "iterator of batches", "position", "bytes position", "slow"]
+)
 @pytest.mark.parametrize("steps_per_call", [1, 5])
 def test_all_sources_with_a_position_resume(name, steps_per_call, tmp_path):
     kwargs = {"checkpoint_dir": tmp_path, "steps_per_call": steps_per_call}
@@ -58,6 +60,20 @@ def test_all_sources_with_a_position_resume(name, steps_per_call, tmp_path):
     state = train(14, SOURCES[name](), **kwargs)
     uninterrupted = train(14, SOURCES[name](), steps_per_call=steps_per_call, hooks=[Calls(every_n=7)])
     assert same(state, uninterrupted)
+
+
+def test_an_iterator_from_a_step_resumes_where_it_stopped(tmp_path):
+    """Batch N is that of step N from the step of the iterator on, not of the step of the run."""
+    seen = []
+    data = jstep.batches({"x": np.arange(40.0)}, 1, shuffle=False)
+
+    def step(state, batch):
+        seen.append(int(batch["x"][0]))
+        return jstep.increment_global_step(state), {}
+
+    for last_step in (3, 6):
+        jstep.train(step, make_state(), data.from_step(10), last_step, checkpoint_dir=tmp_path, progress=False)
+    assert seen == [10, 11, 12, 13, 14, 15]
 
 
 def test_a_loader_that_rejects_its_position_is_named(tmp_path):
@@ -295,3 +311,63 @@ def test_train_passes_one_argument(steps_per_call, tmp_path):
     for last in (3, 6):
         state = train(last, batch, step=step, checkpoint_dir=tmp_path, steps_per_call=steps_per_call)
     np.testing.assert_allclose(state.params["w"], by_hand.params["w"], rtol=1e-6)
+
+
+class Rows:
+    """A data set of rows, as those of Hugging Face and PyTorch are: a length and items, perhaps an iterator."""
+
+    def __init__(self, row):
+        self.row = row
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, i):
+        if i >= 100:
+            raise IndexError(i)
+        return self.row
+
+
+class IterableRows(Rows):
+    def __iter__(self):
+        return iter([self.row] * 100)
+
+
+class Dataset(Rows):
+    """As `torch.utils.data.Dataset` and `datasets.Dataset`, known by this name among the bases."""
+
+
+class TokenDataset(Dataset):
+    pass
+
+
+ROW, BATCH = {"x": np.ones((28, 28)), "y": np.int64(3)}, {"x": np.ones((4, 2)), "y": np.ones(4)}
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        *(
+            kind(row)
+            for kind in (Rows, IterableRows, TokenDataset)
+            for row in (ROW, (1.0, 2.0), {"ids": [1, 2], "y": 3})
+        ),
+        [{"x": 1.0, "y": 2.0}] * 50,
+        [(1.0, 2.0)] * 50,
+    ],
+    ids=lambda batches: f"{type(batches).__name__} of {getattr(batches, 'row', None)}"[:40],
+)
+def test_rows_given_as_batches_are_refused(batches):
+    with pytest.raises(ValueError, match=r"no common first axis: for rows give jstep\.batches\(dataset, batch_size\)"):
+        train(3, batches)
+
+
+@pytest.mark.parametrize(
+    ("batches", "warned"), [(TokenDataset(BATCH), 1), (Rows(BATCH), 0), ([BATCH] * 9, 0), ([1] * 9, 0)]
+)
+def test_rows_that_may_be_batches_are_warned_about_if_their_class_is_a_dataset(batches, warned, caplog):
+    def step(state, batch):
+        return jstep.increment_global_step(state), {}
+
+    jstep.train(step, make_state(), batches, 3, progress=False)
+    assert caplog.text.count("if it is a row, give jstep.batches(dataset, batch_size)") == warned
