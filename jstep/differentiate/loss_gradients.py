@@ -24,7 +24,7 @@ from jstep.differentiate.clipping import global_norm
 from jstep.differentiate.lane_state import check_integers, merge_leaf, summand
 from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes, stack_over_lanes, sum_over_lanes
 from jstep.differentiate.lookup import TABLES, Tables
-from jstep.differentiate.loss_outputs import COLLECTORS, SUMMARIES, Collector, unpack_outputs
+from jstep.differentiate.loss_outputs import COLLECTORS, Collector, unpack_outputs
 from jstep.differentiate.microbatches import AggregationMethod, LossResult, Squares
 from jstep.differentiate.same_bits import alike
 from jstep.slots.indexed_slices import IndexedSlices
@@ -359,8 +359,7 @@ class Differentiation:
             with setting(TABLES, looked_up), setting(COLLECTORS, collectors):
                 out = self.loss_fn(whole, *before, *inputs.args, **{**(inputs.kwargs or {}), **rng})
             loss, *others = unpack_outputs(out, inputs.model_state, self.has_aux, self.has_model_state, self.names_aux)
-            is_empty = not (collector.parts or collector.nested)
-            summaries = None if is_empty else SUMMARIES["unreturned"](collector, out)
+            summaries = None if collector.unreturned is None else collector.unreturned(collector, out)
             wide = trees.compute_dtype(loss.dtype)
             scaled = loss if inputs.scale is None else loss.astype(wide) * inputs.scale.astype(wide)
             return scaled, (loss, *others, summaries)

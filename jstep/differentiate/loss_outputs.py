@@ -1,11 +1,10 @@
 """Outputs of a loss: their validation, a model_state like the old one, and summaries.
 
-When `jstep.summary` is loaded, it adds the summaries that a loss creates while it is traced to a collector.
+`jstep.summary` adds the summaries that a loss creates while it is traced to a collector.
 """
 
 import contextvars
-import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -107,30 +106,16 @@ class Collector:
         trace: The trace in which the function is called.
         parts: Summaries created in this trace.
         nested: Tags → source line of summaries created inside a transformation; tracers are never stored.
+        unreturned: `unreturned(collector, result)`: a summary of those created and not in the result, or None; set with
+            the first one.
     """
 
     def __init__(self, key: str) -> None:
         self.key, self.trace = key, get_opaque_trace_state()
         self.parts: list[Any] = []
         self.nested: dict[tuple[str, ...], str] = {}
+        self.unreturned: Callable[[Collector, Any], Any] | None = None
 
 
 COLLECTORS: contextvars.ContextVar[tuple[Collector, ...]] = contextvars.ContextVar("jstep_collect", default=())
 """The collectors of the active functions, innermost last."""
-
-SUMMARIES: dict[str, Callable[[Any, Any], Any]] = {}
-"""Two functions of `jstep.summary`, once it is loaded: `unreturned(collector, result)`, a summary of the values
-that a loss created and does not return, or None; and `merge(one, other)`, one summary of two summaries, else None."""
-
-
-def join_returned(aux: Mapping[str, Any], created: object) -> tuple[Mapping[str, Any], Any]:
-    """Return aux, and the created summaries, merged with the summaries that the loss returned as `summaries`."""
-    merged = SUMMARIES["merge"](aux["summaries"], created) if "summaries" in aux and created is not None else None
-    if merged is None:
-        return aux, created
-    return {name: value for name, value in aux.items() if name != "summaries"}, merged
-
-
-def merge_summaries(several: Iterable[Any]) -> Any:
-    summaries = [summary for summary in several if summary is not None]
-    return functools.reduce(SUMMARIES["merge"], summaries) if summaries else None

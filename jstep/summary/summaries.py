@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
@@ -25,7 +25,6 @@ from jstep.core.annotations import Tree
 from jstep.core.checks import as_function, as_string, describe_type, format_value
 from jstep.core.placement import is_on_cpus
 from jstep.core.trees import has_tracers, is_traced
-from jstep.differentiate import loss_outputs
 from jstep.differentiate.loss_outputs import COLLECTORS, Collector
 
 _STATIC = {"static": True}
@@ -180,7 +179,9 @@ def register(part: Part, collections: Sequence[str] | None) -> None:
                     parts = _eager.setdefault(key, {})
                     parts.pop(part.tags, None)  # so that the newest is the last
                     parts[part.tags] = part
-        elif traced and _trace() != collector.trace:
+            continue
+        collector.unreturned = _unreturned
+        if traced and _trace() != collector.trace:
             collector.nested[part.tags] = _caller()
         else:
             collector.parts.append(part)
@@ -316,11 +317,13 @@ def _unreturned(collector: Collector, result: object) -> Summary | None:
     return merge_parts(parts) if parts else None
 
 
-def _merged(returned: Any, created: Any) -> Summary | None:
-    return merge_parts((*returned.parts, *created.parts)) if isinstance(returned, Summary) else None
-
-
-loss_outputs.SUMMARIES.update(unreturned=_unreturned, merge=_merged)
+def join_returned(aux: Mapping[str, Any], created: Summary) -> tuple[Mapping[str, Any], Summary]:
+    """Return aux, and the created summaries, merged with the summary that the loss returned as `summaries`."""
+    returned = aux.get(SUMMARIES)
+    if not isinstance(returned, Summary):
+        return aux, created
+    others = {name: value for name, value in aux.items() if name != SUMMARIES}
+    return others, merge_parts((*returned.parts, *created.parts))
 
 
 def _returned(result: object, collector: Collector) -> list[Part]:

@@ -23,7 +23,6 @@ from jstep.core.selection import VarList
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Updates
 from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes
 from jstep.differentiate.loss_gradients import GATE_NONE, GATE_OP, Differentiation, Inputs, apply_gate
-from jstep.differentiate.loss_outputs import join_returned, merge_summaries
 from jstep.differentiate.microbatches import AggregationMethod, LossResult, estimate_noise, together_squared
 from jstep.differentiate.same_bits import alike
 from jstep.optimizers import guards
@@ -309,8 +308,9 @@ class Minimizing:
                 new = unless_skipped(skipped[SKIPPED], state.slots[MODEL_STATE], new)
             new_state = new_state.replace(slots={**new_state.slots, MODEL_STATE: new})
 
+        hyperparameters = self.optimizer.hyperparameters(step_array(state))
         named = {
-            "the optimizer's hyperparameters": self.optimizer.hyperparameters(step_array(state)),
+            "the optimizer's hyperparameters": hyperparameters,
             "the optimizer's slots": slot_metrics(done.roles, state.slots) | skipped,
             **loss_metrics(result, self.has_aux, is_several=isinstance(self.differentiate, SeveralLosses)),
             "the noise scale": guards.noise_metrics(done.roles, done.slots) if self.wanted.noise else {},
@@ -320,7 +320,8 @@ class Minimizing:
         def refusal(name: str, first: str, second: str) -> str:
             return f"metrics: {second} and {first} both have {name!r}; rename it in {second}"
 
-        return new_state, split_metrics(trees.merge_dicts(named.items(), refusal), SKIPPED if skipped else None)
+        metrics = trees.merge_dicts(named.items(), refusal)
+        return new_state, split_metrics(metrics, SKIPPED if skipped else None, hyperparameters)
 
     def _context(self, inputs: Inputs, result: LossResult, scale: Array | None) -> Context:
         noise = None if result.squares is None else estimate_noise(result.squares)
@@ -410,7 +411,7 @@ class SeveralLosses:
             None,
             {name: (result.loss, result.aux) for name, result in results.items()},
             treedef.unflatten(apply_gate(gradients, self.gate_gradients)),
-            merge_summaries([result.summaries for result in results.values()]),
+            _merged([result.summaries for result in results.values() if result.summaries is not None]),
             together_squared([result.squares for result in results.values()]),
         )
 
@@ -439,7 +440,11 @@ def replace_losses(differentiate: Differentiation | SeveralLosses, **changes: An
 def loss_metrics(result: LossResult, has_aux: bool, *, is_several: bool) -> dict[str, Mapping[str, Any]]:
     """Return metrics, by a description of their origin."""
     if not is_several:
-        aux, summaries = join_returned(_by_name(result.aux), result.summaries)
+        aux, summaries = _by_name(result.aux), result.summaries
+        if summaries is not None:
+            from jstep.summary.summaries import join_returned  # loaded, because there is one
+
+            aux, summaries = join_returned(aux, summaries)
         shown = {"the loss": {LOSS: result.loss}, "aux": aux if has_aux else {}}
     else:
         summaries, shown = result.summaries, {"the sum of the losses": {LOSS: result.loss}}
@@ -447,6 +452,14 @@ def loss_metrics(result: LossResult, has_aux: bool, *, is_several: bool) -> dict
             shown[f"the loss {name!r}"] = {f"{name}/{LOSS}": loss}
             shown[f"aux of {name!r}"] = {f"{name}/{key}": x for key, x in _by_name(aux).items()} if has_aux else {}
     return shown | {"the summaries of the loss": {} if summaries is None else {"summaries": summaries}}
+
+
+def _merged(summaries: list[Any]) -> Any:
+    if not summaries:
+        return None
+    from jstep.summary.summaries import merge_parts  # loaded, because there is one
+
+    return merge_parts(part for summary in summaries for part in summary.parts)
 
 
 def _by_name(aux: object) -> Mapping[str, Any]:
