@@ -182,7 +182,7 @@ class MetricsHook(ReportingHook):
             last row of an interrupted run and the first one after the restart cover the two parts of the interval.
 
     Attributes:
-        constants: Name → value of the numbers that the program was compiled with, from the first row on; for a config,
+        constants: Name → value of the hyperparameters that never change, from the first row on; for a config,
             as in `wandb.config.update(hook.constants)`.
 
     Example:

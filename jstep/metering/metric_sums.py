@@ -305,7 +305,7 @@ class MetricSums:
 
     def _fold(self) -> None:
         steps, self._constant_steps = self._constant_steps, 0
-        for name, value in self._constants.values.items() if steps else ():
+        for name, value in self._constants.all.items() if steps else ():
             if is_number(value):
                 _add_pair(self._fixed, name, float(value) * steps, steps)
 

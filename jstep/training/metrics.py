@@ -35,15 +35,18 @@ class Constants:
     """Numbers known before the program runs; a pytree without leaves that compares by their values.
 
     Attributes:
-        values: Name → NumPy scalar or read-only array; the same objects at each call, compared by identity.
+        all: Name → NumPy scalar or read-only array; the same objects at each call, compared by identity.
+        values: Those that are hyperparameters, which hooks show once. Others may differ in the next program: the
+            user's function returned them, such as the length of a batch.
         skipped: The name of the metric that reports whether the update was skipped; None without a guard.
     """
 
-    def __init__(self, values: Mapping[str, Any], skipped: str | None = None) -> None:
-        self.values = {name: value[()] for name, value in values.items()}
+    def __init__(self, values: Mapping[str, Any], skipped: str | None = None, once: Collection[str] = ()) -> None:
+        self.all = {name: value[()] for name, value in values.items()}
+        self.values = {name: value for name, value in self.all.items() if name in once}
         self.skipped = skipped
-        described = ((name, str(value.dtype), value.shape, value.tobytes()) for name, value in self.values.items())
-        self._key = (skipped, *described)
+        described = ((name, str(value.dtype), value.shape, value.tobytes()) for name, value in self.all.items())
+        self._key = (skipped, *self.values, *described)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Constants) and self._key == other._key
@@ -52,8 +55,8 @@ class Constants:
         return hash(self._key)
 
     def repeated(self, k: int) -> "Constants":
-        stacked = {name: np.broadcast_to(value, (k, *value.shape)) for name, value in self.values.items()}
-        return Constants(stacked, self.skipped)
+        stacked = {name: np.broadcast_to(value, (k, *value.shape)) for name, value in self.all.items()}
+        return Constants(stacked, self.skipped, self.values)
 
 
 class StepMetrics(NamedTuple):
@@ -63,17 +66,17 @@ class StepMetrics(NamedTuple):
     constants: Constants
 
     def merged(self) -> Any:
-        return {**self.computed, **self.constants.values} if self.constants.values else self.computed
+        return {**self.computed, **self.constants.all} if self.constants.all else self.computed
 
 
-def split_metrics(metrics: Any, skipped: str | None = None) -> StepMetrics:
+def split_metrics(metrics: Any, skipped: str | None = None, once: Collection[str] = ()) -> StepMetrics:
     """Split metrics into computed ones and plain Python or NumPy numbers; anything but a dict counts as computed."""
     if type(metrics) is not dict:
         return StepMetrics(metrics, Constants({}, skipped))
     plain = {name: _plain(value) for name, value in metrics.items() if not isinstance(value, jax.Array)}
     constants = {name: value for name, value in plain.items() if value is not None}
     computed = {name: value for name, value in metrics.items() if name not in constants}
-    return StepMetrics(computed, Constants(constants, skipped))
+    return StepMetrics(computed, Constants(constants, skipped, once))
 
 
 def _plain(value: Any) -> np.ndarray[Any, Any] | None:

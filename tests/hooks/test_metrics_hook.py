@@ -185,6 +185,44 @@ def test_constants_are_in_no_row_and_float32_has_its_own_digits(mean):
     assert "loss" not in hook.constants
 
 
+def of_a_loss(params, x):
+    return jnp.mean(params["w"] * x), {"length": x.shape[1]}
+
+
+def of_a_step(state, x):
+    return jstep.increment_global_step(state), {"loss": jnp.mean(x), "length": x.shape[1]}
+
+
+SGD = jstep.gradient_descent(0.1)
+STEPS_WITH_NUMBERS = {
+    "aux": lambda: jstep.minimize(of_a_loss, SGD, has_aux=True),
+    "metrics": lambda: jstep.minimize(lambda p, x: jnp.mean(p["w"] * x), SGD, metrics=[lambda *_: {"length": 3}]),
+    "a step": lambda: of_a_step,
+    "a compiled step": lambda: jstep.TrainStep(of_a_step),
+}
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+@pytest.mark.parametrize("make", STEPS_WITH_NUMBERS.values(), ids=STEPS_WITH_NUMBERS)
+def test_a_number_that_a_users_function_returns_is_in_every_row(make, steps_per_call):
+    """It is a constant of the program for batches of one length, and another one for the next length."""
+    lengths = [3, 3, 5, 5] if make is not STEPS_WITH_NUMBERS["metrics"] else [3] * 4
+    rows, means = [], []
+    history = jstep.History(every_n_steps=1)
+    hooks = [
+        jstep.MetricsHook(lambda step, values: rows.append(values["length"]), every_n_steps=1),
+        jstep.MetricsHook(lambda step, values: means.append(values["length"]), every_n_steps=4, mean=True),
+        history,
+    ]
+    state = jstep.TrainState.create({"w": 1.0}, SGD)
+    batches = [np.ones((2, length), np.float32) for length in lengths]
+    jstep.train(make(), state, batches, 4, hooks=hooks, steps_per_call=steps_per_call, progress=False)
+    assert rows == lengths
+    assert means == [np.mean(lengths)]
+    assert history["length"][1].tolist() == lengths
+    assert "length" not in hooks[0].constants
+
+
 @pytest.mark.parametrize("value", [0.9, 1e-8, 1 / 3, 2.0**40, 16777217, 1e300, math.inf, 3])
 def test_numbers_keep_their_value(value):
     assert in_own_digits(value) == value

@@ -134,7 +134,7 @@ def by_shape(state, x):
 
 def constants_of(step, *args):
     """The names of the constant metrics of a call of a step."""
-    return set(call_step(step, args[0], args[1:])[1].constants.values)
+    return set(call_step(step, args[0], args[1:])[1].constants.all)
 
 
 def test_constants_belong_to_the_program_that_ran():
@@ -171,7 +171,7 @@ def test_numbers_that_32_bits_hold_are_constants():
     computed, constants = split_metrics(values | others)
     assert list(computed) == list(others)
     kinds = {"i": "int32", "f": "float32", "b": "bool"}
-    assert {name: (one, str(one.dtype)) for name, one in constants.values.items()} == {
+    assert {name: (one, str(one.dtype)) for name, one in constants.all.items()} == {
         name: (value, kinds[np.asarray(value).dtype.kind]) for name, value in values.items()
     }
 
@@ -231,7 +231,7 @@ def test_constants_are_equal_by_their_bits():
     others += [Constants({"a": nan, "b": np.float64(0)}, "skipped"), Constants({"a": nan}, "skipped")]
     assert [one == other for other in [*others, "skipped"]] == [False] * 5
     repeated = one.repeated(3)
-    assert {name: value.tolist() for name, value in repeated.values.items() if name == "b"} == {"b": [0.0] * 3}
+    assert {name: value.tolist() for name, value in repeated.all.items() if name == "b"} == {"b": [0.0] * 3}
     assert repeated.values["a"].shape == (3,)
     assert repeated.skipped == "skipped"
 
