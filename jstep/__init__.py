@@ -144,11 +144,10 @@ __all__ = sorted(_EXPORTS)
 def __getattr__(name: str) -> object:
     import importlib
     import sys
-    import types
 
-    place = _EXPORTS.get(name)
+    place, public_names = _EXPORTS.get(name), importlib.import_module("jstep.core.public_names")
     if place is None:
-        others: object = importlib.import_module("jstep.core.public_names").explain(name)
+        others: object = public_names.explain(name)
         text = f"module 'jstep' has no attribute {name!r}{others}"
         # Python suggests a similar name of `obj`, which would contradict what is known.
         raise AttributeError(text, name=name, obj=None if others else sys.modules[__name__])
@@ -158,9 +157,8 @@ def __getattr__(name: str) -> object:
     globals()[name] = found
     # What is loaded now belongs to `jstep`, so that errors and reprs show a name to type.
     for public, module in _EXPORTS.items():
-        value = vars(sys.modules[module]).get(public) if module in sys.modules else None
-        if isinstance(value, type | types.FunctionType):
-            value.__module__ = "jstep"
+        if module in sys.modules:
+            public_names.show_in("jstep", vars(sys.modules[module]).get(public))
     return found
 
 

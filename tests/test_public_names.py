@@ -4,11 +4,13 @@ import ast
 import importlib
 import inspect
 import pathlib
+import pickle
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+import traceback
 import typing
 
 import pytest
@@ -16,6 +18,9 @@ from processes import python
 from source_files import PACKAGE, ROOT, text_of, tree_of
 
 import jstep
+import jstep.distributed
+import jstep.metrics
+import jstep.summary
 
 PACKAGES = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
 
@@ -148,3 +153,23 @@ def test_states_of_hooks_are_stored_by_public_names() -> None:
     from jstep.checkpoint.hook_states import get_states
 
     assert get_states([jstep.EarlyStopping("loss", patience=1)])[0]["class"] == "jstep.EarlyStopping"
+
+
+def test_the_source_of_each_public_class_and_function_is_found():
+    """`??` of a notebook and "go to definition" use it; what errors and pickles show is the public name."""
+    for namespace in (jstep, jstep.metrics, jstep.summary, jstep.distributed):
+        for name in namespace.__all__:
+            value = getattr(namespace, name)
+            if isinstance(value, type):
+                assert f"class {value.__name__}" in inspect.getsource(value)
+                assert inspect.getmodule(value).__dict__[name] is value
+                assert f"{value.__module__}" == value.__module__ == namespace.__name__
+                for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+                    data = pickle.dumps(value, protocol)
+                    assert pickle.loads(data) is value
+                    assert namespace.__name__.encode() in data
+                    assert b"PublicModule" not in data
+            elif callable(value):
+                assert inspect.getsource(value)
+    assert repr(jstep.Saver) == "<class 'jstep.Saver'>"
+    assert traceback.format_exception_only(jstep.CheckpointError("x")) == ["jstep.CheckpointError: x\n"]

@@ -6,20 +6,47 @@ import sys
 import tomllib
 import types
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
+
+
+class PublicModule(str):
+    """The `__module__` of a public class: the package that shows it, by which `inspect` finds the file that defines it.
+
+    Errors, reprs and pickles have the text, `jstep`. `inspect.getsource` looks the object up in `sys.modules`, where
+    it equals the name of the defining module.
+    """
+
+    def __new__(cls, shown: str, defining: str) -> Self:
+        module = super().__new__(cls, shown)
+        module.defining = str(defining)
+        return module
+
+    defining: str
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) is True or other == self.defining
+
+    def __hash__(self) -> int:
+        return hash(self.defining)
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+
+def show_in(package: str, value: object) -> None:
+    """Set `__module__` of a class or function of jstep, so that errors, reprs and documentation show public names."""
+    if isinstance(value, types.FunctionType) and value.__module__.startswith("jstep"):
+        value.__module__ = package
+    elif isinstance(value, type) and type(value.__module__) is str and value.__module__.startswith("jstep"):
+        value.__module__ = PublicModule(package, value.__module__)
 
 
 def set_public_module(namespace: dict[str, Any]) -> None:
-    """Set `__module__` of a package's `__all__`, so that errors, reprs and documentation show public names.
-
-    It is `jstep` for names exported at the root, and the package for others.
-    """
+    """Show a package's `__all__` in `jstep` for names exported at the root, and in the package for others."""
     package = namespace["__name__"]
     root = sys.modules[package.partition(".")[0]]
     for name in namespace["__all__"]:
-        value = namespace.get(name)
-        if isinstance(value, type | types.FunctionType) and value.__module__.startswith("jstep"):
-            value.__module__ = root.__name__ if name in root.__all__ else package
+        show_in(root.__name__ if name in root.__all__ else package, namespace.get(name))
     namespace["__dir__"] = lambda: sorted(namespace["__all__"])
 
 

@@ -232,7 +232,7 @@ def test_constants_are_equal_by_their_bits():
     assert [one == other for other in [*others, "skipped"]] == [False] * 5
     repeated = one.repeated(3)
     assert {name: value.tolist() for name, value in repeated.all.items() if name == "b"} == {"b": [0.0] * 3}
-    assert repeated.values["a"].shape == (3,)
+    assert repeated.all["a"].shape == (3,)
     assert repeated.skipped == "skipped"
 
 
