@@ -106,7 +106,7 @@ class ProfilerHook(RunHook):
     this one is skipped.
 
     Args:
-        logdir: The directory of the trace, for TensorBoard's profile plugin or Perfetto.
+        logdir: The directory of the trace, or its `gs://` URL, for TensorBoard's profile plugin or Perfetto.
         start_step: The first traced step, ≥ 0. Skip the first steps of a run, which compile.
         stop_step: The step at which the trace ends, > start_step.
 
@@ -120,8 +120,8 @@ class ProfilerHook(RunHook):
         if not 0 <= start_step < stop_step:
             raise ValueError(f"start_step={start_step}, stop_step={stop_step}: must be 0 ≤ start_step < stop_step")
         self._logdir, self._start, self._stop = location(logdir, "logdir"), start_step, stop_step
-        if is_url(self._logdir):
-            raise ValueError(f"logdir={self._logdir!r}: must be a local directory, because JAX's profiler writes to it")
+        if is_url(self._logdir) and not self._logdir.startswith("gs://"):
+            raise ValueError(f"logdir={self._logdir!r}: must be a directory or a gs:// URL, where JAX's profiler writes")
         self._running = self._is_refused = False
 
     def begin(self, state: TrainState) -> None:

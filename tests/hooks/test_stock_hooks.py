@@ -85,6 +85,14 @@ def test_profiler_traces_the_given_steps(traced, start, expected):
     assert traced == ([("start", "logs"), "stop"] if expected else [])
 
 
+def test_profiler_writes_where_jax_does(traced):
+    """JAX's profiler writes below gs:// itself."""
+    hook = jstep.ProfilerHook("gs://bucket/logs", start_step=5, stop_step=8)
+    FakeRun(hook, state_at(5), 5)
+    hook.close()
+    assert traced == [("start", "gs://bucket/logs"), "stop"]
+
+
 def test_profiler_stops_when_the_run_ends(traced):
     for finish in (lambda hook: hook.end(6, state_at(6)), lambda hook: hook.close()):
         hook = jstep.ProfilerHook("logs", start_step=5, stop_step=8)
