@@ -13,9 +13,10 @@ venv=.peers
 if [ ! -x "$venv/bin/python" ]; then
     "${PYTHON:-python3}" -m venv "$venv"
 fi
-"$venv/bin/pip" install -q torch --index-url https://download.pytorch.org/whl/cpu || "$venv/bin/pip" install -q torch
+"$venv/bin/pip" install -q torch torchvision --index-url https://download.pytorch.org/whl/cpu ||
+    "$venv/bin/pip" install -q torch torchvision
 "$venv/bin/pip" install -q -e '.[test]' schedulefree pytorch_optimizer torchdata transformers accelerate datasets keras \
-    wandb mlflow nbclient ipykernel
+    timm diffusers ema_pytorch tensorflow-cpu wandb mlflow nbclient ipykernel
 
 mapfile -t files < <(grep -rlE 'importorskip|find_spec|pytest\.skip\(' tests --include='test_*.py' |
     grep -vE '^tests/(compilers|powercut|typed)/|^tests/examples/test_launchers\.py$|^tests/docs/test_site\.py$' | sort)

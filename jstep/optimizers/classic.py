@@ -251,37 +251,37 @@ def rmsprop(
     Neural Networks" (2013), for the centered form; `tf.train.RMSPropOptimizer`. If rounding makes the
     variance negative, it is set to 0; TF returns NaN.
     """
-    is_centered = as_bool(centered, "centered")
-    # No `holds`, so that `compact` keeps it in full precision: a variance is a small difference of two averages, whose
-    # rounding errors would dominate it.
-    slots = {"rms": Slot(1.0, holds=None if is_centered else "square"), "momentum": MEAN}
-    slots |= {"mg": Slot()} if is_centered else {}
+    slots = rms_slots(1.0, as_bool(centered, "centered"), momentum=MEAN)
     hyper = {"learning_rate": learning_rate, "decay": decay, "momentum": momentum, "epsilon": epsilon}
     return rules.from_update("rmsprop", rmsprop_update, slots, hyper, by_rows=True)
 
 
 def rmsprop_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    """Divide by an average of squares, or of the variance if there is a slot for the mean."""
-    r = h.decay * s.rms + (1 - h.decay) * (g * g)
-    new = {"rms": r}
-    variance = r
-    if "mg" in s:
-        new["mg"] = h.decay * s.mg + (1 - h.decay) * g
-        variance = jnp.maximum(r - new["mg"] * new["mg"], 0.0)
+    variance, new = variance_of(g, s, h.decay)
     new["momentum"] = h.momentum * s.momentum + h.learning_rate * g / jnp.sqrt(variance + h.epsilon)
     return -new["momentum"], new
 
 
 @makes_optimizer()
-def scale_by_rms(decay: ScalarOrSchedule = 0.9, epsilon: ScalarOrSchedule = 1e-8) -> Optimizer:
-    """RMSProp's direction: g / √(r + ε), r = decay·r + (1−decay)·g².
+def scale_by_rms(
+    decay: ScalarOrSchedule = 0.9,
+    epsilon: ScalarOrSchedule = 1e-8,
+    *,
+    centered: bool = False,
+    epsilon_in_root: bool = True,
+) -> Optimizer:
+    """RMSProp's direction: g / √(r + ε), r = decay·r + (1−decay)·g²; torch's is g / (√r + ε).
+
+    Centered, it also keeps mg = decay·mg + (1−decay)·g and takes r − mg² in place of r.
 
     Args:
-        decay: The decay of the average, in [0, 1].
-        epsilon: Added under the root, ≥ 0.
+        decay: The decay of the averages, in [0, 1].
+        epsilon: Added under the root or to it, ≥ 0.
+        centered: Whether to divide by an estimate of the variance instead of the second moment.
+        epsilon_in_root: Whether ε is added under the root, as in Optax and Keras; if False to the root, as in torch.
 
     Returns:
-        An element of a chain with the slot `rms` (initially 0; in `rmsprop` initially 1, as in TF).
+        An element of a chain with the slot `rms` (initially 0; in `rmsprop` initially 1, as in TF) and, centered, `mg`.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -290,15 +290,38 @@ def scale_by_rms(decay: ScalarOrSchedule = 0.9, epsilon: ScalarOrSchedule = 1e-8
         >>> print(jstep.apply_gradients(state, {"w": jnp.float32(3.0)}, optimizer).params["w"])
         0.5
 
-    Source: Tieleman and Hinton (2012); `optax.scale_by_rms`.
+        `torch.optim.RMSprop(params, 1e-2, momentum=0.9)`:
+
+        >>> optimizer = jstep.chain(
+        ...     jstep.scale_by_rms(0.99, epsilon_in_root=False), jstep.trace(0.9), jstep.scale_by_learning_rate(1e-2)
+        ... )
+
+    Source: Tieleman and Hinton (2012); `optax.scale_by_rms`, `optax.scale_by_stddev`, `torch.optim.RMSprop`.
     """
+    is_centered, is_inside = as_bool(centered, "centered"), as_bool(epsilon_in_root, "epsilon_in_root")
+
+    def direction(g: Array, p: Array, s: Values, h: Values) -> Result:
+        variance, new = variance_of(g, s, h.decay)
+        return g / (jnp.sqrt(variance + h.epsilon) if is_inside else jnp.sqrt(variance) + h.epsilon), new
+
     hyper = {"decay": decay, "epsilon": epsilon}
-    return rules.from_update("scale_by_rms", rms_direction, {"rms": SQUARE}, hyper, by_rows=True)
+    return rules.from_update("scale_by_rms", direction, rms_slots(0.0, is_centered), hyper, by_rows=True)
 
 
-def rms_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
-    rms = rules.average(s.rms, g * g, h.decay)
-    return g / jnp.sqrt(rms + h.epsilon), {"rms": rms}
+def rms_slots(first: float, is_centered: bool, **between: Slot) -> dict[str, Any]:
+    # No `holds`, so that `compact` keeps it in full precision: a variance is a small difference of two averages, whose
+    # rounding errors would dominate it.
+    slots = {"rms": Slot(first, holds=None if is_centered else "square"), **between}
+    return slots | {"mg": Slot()} if is_centered else slots
+
+
+def variance_of(g: Array, s: Values, decay: Any) -> tuple[Array, dict[str, Any]]:
+    """Return an average of squares, or the variance if there is a slot for the mean, and the new averages."""
+    new = {"rms": rules.average(s.rms, g * g, decay)}
+    if "mg" not in s:
+        return new["rms"], new
+    new["mg"] = rules.average(s.mg, g, decay)
+    return jnp.maximum(new["rms"] - new["mg"] * new["mg"], 0.0), new
 
 
 @makes_optimizer()
