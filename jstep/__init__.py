@@ -50,7 +50,8 @@ Wrappers of optimizers
     optimizers.chains: chain partition scope
     optimizers.guards: skip_nonfinite dynamic_loss_scale update_every with_noise_scale
     optimizers.low_precision: master_weights stochastic_rounding
-    optimizers.averages: lookahead slow_params with_moving_average ExponentialMovingAverage averaged_params
+    optimizers.averages: lookahead slow_params with_moving_average ExponentialMovingAverage
+    optimizers.averages: averaged_params averaged_model_state
     optimizers.constraints: cautious with_projection
     optimizers.compact: compact repack
 Elements of a chain

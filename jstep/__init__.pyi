@@ -73,6 +73,7 @@ from jstep.optimizers.adam import radam as radam
 from jstep.optimizers.adam import scale_by_adam as scale_by_adam
 from jstep.optimizers.adam import yogi as yogi
 from jstep.optimizers.averages import ExponentialMovingAverage as ExponentialMovingAverage
+from jstep.optimizers.averages import averaged_model_state as averaged_model_state
 from jstep.optimizers.averages import averaged_params as averaged_params
 from jstep.optimizers.averages import lookahead as lookahead
 from jstep.optimizers.averages import slow_params as slow_params

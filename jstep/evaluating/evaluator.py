@@ -3,9 +3,10 @@
 import contextlib
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -31,12 +32,15 @@ from jstep.evaluating.evaluation_batches import (
 )
 from jstep.evaluating.evaluation_metrics import OBJECT, Metric, MetricTotals, classify_metrics, merge_objects
 from jstep.metering.numbers import start_copies
-from jstep.optimizers.averages import averaged_params
+from jstep.optimizers.averages import averaged_model_state, averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params
+from jstep.slots.roles import roles_in
 from jstep.state.global_step import require_alive
 from jstep.state.slots import AVERAGE_SLOT, as_average_names
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 from jstep.training.explain import explain_arguments
+
+_logger = logging.getLogger("jstep")
 
 STOP_REQUESTED: ContextVar[Callable[[], bool]] = ContextVar("stop_requested", default=lambda: False)
 """Returns whether the run is stopping, while a hook evaluates; must be called equally often on all processes."""
@@ -83,8 +87,10 @@ def evaluator(
             drop_remainder=False)`, or a loader. Each evaluation iterates over all of them. An iterator that cannot be
             reset can be used only once. If `jstep.batches` drops rows, a warning is logged.
         use_averages: Whether to evaluate `averaged_params(state)`, or `schedule_free_params(state)` if the state has
-            these; a string is the name of the slot of averages, a list names several, of different leaves.
-        has_model_state: Whether metric_fn accepts the model state.
+            these; a string is the name of the slot of averages, a list names several, of different leaves. "both"
+            evaluates the parameters and their averages in one pass: `loss` and `averaged/loss`.
+        has_model_state: Whether metric_fn accepts the model state; with averages `averaged_model_state(state)` if there
+            is one. Averages beside a model state that is not averaged are one warning.
         batch_sharding: Placement of the batches, as in `train`: the rows of each process become its part of one global
             array. The name of a mesh axis, or a tuple of names, means the mesh of the state that is evaluated.
         lanes: Number of lanes, a power of two, as in `minimize`: each batch is evaluated as if its lanes were batches,
@@ -134,7 +140,7 @@ def evaluator(
     Source: Keras' `Model.evaluate`, which weights batches in float32.
     """
     as_function(metric_fn, "metric_fn", "(params, *args) -> {name: metric}")
-    as_average_names(use_averages)
+    _parameters_of(use_averages)
     has_model_state = as_bool(has_model_state, "has_model_state")
     evaluation_batches = EvaluationBatches(batches)
     check_sharding(batch_sharding)
@@ -160,7 +166,7 @@ class Evaluator:
     @shortens_tracebacks
     def __call__(self, state: TrainState) -> dict[str, float]:
         self._check_state(state)
-        params = (_params_of(state, self.use_averages), *_model_state_of(state, self.has_model_state))
+        params = self._evaluated(state)
         totals, stop_requested = MetricTotals(self.merge), STOP_REQUESTED.get()
         shardings = batch_shardings(self.batch_sharding, state)
         for args in place_batches(self.batches, shardings):
@@ -183,10 +189,8 @@ class Evaluator:
     def check(self, state: TrainState) -> list[str] | None:
         """Raise the errors of an evaluation; return the names of the metrics, if they can be known without one."""
         self._check_state(state)
-        params: Any = state.params
-        if as_average_names(self.use_averages):
-            params = jax.eval_shape(functools.partial(_params_of, use_averages=self.use_averages), state)
-        params = (params, *_model_state_of(state, self.has_model_state))
+        raw = as_average_names(self.use_averages) is None
+        params: Any = self._evaluated(state) if raw else jax.eval_shape(self._evaluated, state)
         if not processes.is_single_process():
             return None
         args = self.batches.first_shapes(batch_shardings(self.batch_sharding, state))
@@ -194,6 +198,14 @@ class Evaluator:
             return None
         with using_mesh(mesh_of((state, args))), self._explained(state, args):
             return [metric.name for metric in jax.eval_shape(self.compute, params, args)[0]]
+
+    def _evaluated(self, state: TrainState) -> "Evaluated":
+        """The arguments of metric_fn that the state has, by the prefix of the names of their metrics."""
+        found = {}
+        for prefix, averages in _parameters_of(self.use_averages).items():
+            model_state = _model_state_of(state, averages) if self.has_model_state else ()
+            found[prefix] = (_params_of(state, averages), *model_state)
+        return found
 
     def _check_state(self, state: TrainState) -> None:
         require_alive(require_state(state))
@@ -221,10 +233,15 @@ def _computing(metric_fn: Callable[..., Any], number: int | None) -> Callable[..
     name = getattr(metric_fn, "__name__", "metric_fn")
     attempts = Attempts(name)
 
-    def metrics(params: tuple[Any, ...], args: tuple[Any, ...]) -> list[Metric]:
-        return classify_metrics(metric_fn(*params, *args), num_examples(args))
+    def metrics(params: Evaluated, args: tuple[Any, ...]) -> list[Metric]:
+        rows = num_examples(args)
+        return [
+            dataclasses.replace(metric, name=f"{prefix}{metric.name}")
+            for prefix, own in params.items()
+            for metric in classify_metrics(metric_fn(*own, *args), rows)
+        ]
 
-    def compute(params: tuple[Any, ...], args: tuple[Any, ...]) -> list[list[Metric]]:
+    def compute(params: Evaluated, args: tuple[Any, ...]) -> list[list[Metric]]:
         if number is None:
             return [attempts(metrics, params, args)]
         return list(on_lanes(number, functools.partial(_evaluate_in_lanes, metrics), params, args))
@@ -271,6 +288,19 @@ def _mesh_of_processes(tree: Tree) -> Any:
     return None if mesh is None or NamedSharding(mesh, PartitionSpec()).is_fully_addressable else mesh
 
 
+Evaluated: TypeAlias = dict[str, tuple[Any, ...]]
+"""The prefix of the names of metrics → the parameters, and the model state, that metric_fn gets."""
+BOTH = "both"
+
+
+def _parameters_of(use_averages: bool | str | Sequence[str]) -> dict[str, bool | str | Sequence[str]]:
+    """Return by prefix which averages are evaluated."""
+    if isinstance(use_averages, str) and use_averages == BOTH:
+        return {"": False, "averaged/": True}
+    as_average_names(use_averages)
+    return {"": use_averages}
+
+
 def _params_of(state: TrainState, use_averages: bool | str | Sequence[str]) -> Any:
     names = as_average_names(use_averages)
     if names is None:
@@ -293,11 +323,23 @@ def _params_of(state: TrainState, use_averages: bool | str | Sequence[str]) -> A
             raise ValueError(f"use_averages={use_averages!r}: {error}") from None
 
 
-def _model_state_of(state: TrainState, has_model_state: bool) -> tuple[Any, ...]:
-    if not has_model_state:
-        return ()
+def _model_state_of(state: TrainState, use_averages: bool | str | Sequence[str]) -> tuple[Any, ...]:
     if MODEL_STATE not in state.slots:
         raise ValueError(
             "has_model_state=True: the state has no model state; create it with TrainState.create(…, model_state=…)"
         )
-    return (state.slots[MODEL_STATE],)
+    names = as_average_names(use_averages)
+    if names is not None:
+        with contextlib.suppress(ValueError), internal_transfers():
+            return (averaged_model_state(state, names),)
+        if any(map(trees.is_trainable, jax.tree.leaves(state.model_state))) and _RAW not in roles_in(state).warned:
+            roles_in(state).warned.add(_RAW)
+            _logger.warning(_RAW)
+    return (state.model_state,)
+
+
+_RAW = (
+    "use_averages: averages of the parameters are evaluated with the model state of the raw parameters, such as "
+    "statistics of BatchNorm. Average both by jstep.ExponentialMovingAverage(…, model_state=True), or recompute the "
+    "model state with the averages"
+)

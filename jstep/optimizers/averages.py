@@ -15,6 +15,7 @@ from jstep.core.annotations import P
 from jstep.core.checks import as_bool, as_function, as_int, as_string, describe_type
 from jstep.core.device_values import as_scalar
 from jstep.core.meshes import on_any_mesh
+from jstep.core.placement import on_devices
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Held, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Slots, Step, Updates
@@ -29,8 +30,8 @@ from jstep.optimizers.updates import add, apply_updates, is_update
 from jstep.slots.indexed_slices import is_slices
 from jstep.slots.optax_transformations import require_optimizer
 from jstep.slots.roles import Role, Roles
-from jstep.state.slots import AVERAGE_SLOT, params_from_slot
-from jstep.state.train_state import TrainState
+from jstep.state.slots import AVERAGE_SLOT, find_slots, params_from_slot
+from jstep.state.train_state import MODEL_STATE, TrainState
 
 # Exponential moving averages of parameters, and the wrapper that keeps them.
 
@@ -56,6 +57,8 @@ class ExponentialMovingAverage:
         rate: The rate 1 − d in place of the decay, in [0, 1] and usually close to 0, such as 0.001; also a schedule, or
             `held`. It is applied as it is given, while a decay that is a schedule or `held` is a float32, whose
             digits near 1 are few: at 0.999999 its rate is off by 1.3 %.
+        model_state: Whether `with_moving_average` averages the floating leaves of the model state, too, such as the
+            statistics of BatchNorm, with the same weights: `averaged_model_state`.
 
     Raises:
         TypeError: `decay` or `rate` is not a number or a schedule, `name` is not a string, or start_step or every is
@@ -83,6 +86,7 @@ class ExponentialMovingAverage:
     start_step: int = 0
     every: int = 1
     rate: ScalarOrSchedule | None = None
+    model_state: bool = False
 
     def __post_init__(self) -> None:
         if (self.decay is None) == (self.rate is None):
@@ -91,7 +95,7 @@ class ExponentialMovingAverage:
             )
         argument, value = self.speed
         object.__setattr__(self, argument, check_hyperparameter(argument, value, low=0, high=1))
-        for flag in ("num_updates", "zero_debias"):
+        for flag in ("num_updates", "zero_debias", MODEL_STATE):
             as_bool(getattr(self, flag), flag)
         check_prefix("name", as_string(self.name, "name"))
         object.__setattr__(self, "start_step", as_int(self.start_step, "start_step", at_least=0))
@@ -285,6 +289,7 @@ def with_moving_average(
     if trees.is_function(initial):
         as_function(initial, "initial", "(params) -> params", takes=1)
     averaged = mask("var_list", var_list)
+    followed = [f"{ema.name}/weight"] if ema.model_state else []  # by which `move_model_state` moves
     argument, speed = ema.speed
     hyper = {f"{ema.name}/{argument}": speed} if callable(speed) or isinstance(speed, Held) else {}
 
@@ -320,14 +325,16 @@ def with_moving_average(
 
         leaves = averages, jax.tree.leaves(params), moves_of_leaves, gradients, at.starts
         on_leaves(params, {AVERAGE_SLOT: averages}, list(map(call, *leaves)))
-        return updates, inner, {ema.name: trees.structure(params).unflatten(averages)}
+        weight = next((weight for weight, _ in by_label.values()), 0.0)
+        own = dict.fromkeys(followed, jnp.asarray(weight, jnp.float32))
+        return updates, inner, {ema.name: trees.structure(params).unflatten(averages), **own}
 
     role = Role.COPY if initial is None and not ema.starts_at_zeros else Role.AVERAGE
     # Averages that do not move at each update have a separate age; the others use the optimizer's.
     waits = ema.zero_debias and ema.waits
     own = WrapperSlots(
-        {ema.name: fresh},
-        {ema.name: role},
+        {ema.name: fresh, **dict.fromkeys(followed, lambda params, step: jnp.zeros((), jnp.float32))},
+        {ema.name: role, **dict.fromkeys(followed, Role.LAST_WEIGHT)},
         {ema.name: "weight"},
         hyper,
         aged=ema.zero_debias,
@@ -355,9 +362,9 @@ def _initial(initial: Any, params: Params, averaged: Sequence[bool]) -> list[Any
 def averaged_params(state: TrainState[P], name: str | Sequence[str] = AVERAGE_SLOT) -> P:
     """The moving averages of the parameters, in the dtypes of the parameters, for evaluation.
 
-    Values that are not averaged come from the state: integer leaves, leaves excluded by var_list, and model_state.
-    BatchNorm statistics belong to the raw parameters; if that matters, recompute them on some batches with the
-    averages, or make them change slowly (a momentum of 0.999).
+    Values that are not averaged come from the state: integer leaves and leaves excluded by var_list. BatchNorm
+    statistics in the model state belong to the raw parameters: average them, too (`averaged_model_state`), or recompute
+    them on some batches with the averages.
 
     Args:
         state: A state whose optimizer is `with_moving_average`.
@@ -382,7 +389,69 @@ def averaged_params(state: TrainState[P], name: str | Sequence[str] = AVERAGE_SL
         >>> print(state.params["w"], jstep.averaged_params(state)["w"])
         1.0 0.5
     """
-    return params_from_slot(state, name, "Averages are kept by jstep.with_moving_average(optimizer, ema).")
+    return params_from_slot(state, name, _KEPT_BY)
+
+
+_KEPT_BY = "Averages are kept by jstep.with_moving_average(optimizer, ema)."
+
+
+def averaged_model_state(state: TrainState, name: str | Sequence[str] = AVERAGE_SLOT) -> Any:
+    """The moving averages of the model state, kept by `ExponentialMovingAverage(…, model_state=True)`.
+
+    Leaves that have no average, such as integers and keys, come from the state.
+
+    Args:
+        state: A state with a model state, whose optimizer is `with_moving_average`.
+        name: The slot of the averages of the parameters, or several names, as for `averaged_params`.
+
+    Returns:
+        A tree like `state.model_state`, in its dtypes.
+
+    Raises:
+        ValueError: The state has no such slot, or several, or its model state has no averages.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> ema = jstep.ExponentialMovingAverage(0.5, model_state=True)
+        >>> optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), ema)
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer, model_state={"mean": 0.0})
+        >>> state = state.replace(model_state={"mean": 1.0})  # `minimize(has_model_state=True)` does this
+        >>> state = jstep.apply_gradients(state, {"w": jnp.float32(-1.0)}, optimizer)
+        >>> print(jstep.averaged_model_state(state)["mean"])
+        0.5
+
+    Source: `torch.optim.swa_utils.AveragedModel(use_buffers=True)`.
+    """
+    found = [f"{slot}/{MODEL_STATE}" for slot in find_slots(state, name, _KEPT_BY)]
+    slot = next((each for each in found if each in state.slots), None)
+    if slot is None:
+        raise ValueError(
+            f"name={name!r}: the state has no averages of its model state; keep them by "
+            "jstep.ExponentialMovingAverage(…, model_state=True)"
+        )
+
+    def leaf(now: Any, average: Any) -> Any:
+        return now if average is None else on_devices(average).astype(now.dtype)
+
+    return _over_averages(leaf, state.model_state, state.slots[slot])
+
+
+def move_model_state(state: TrainState, roles: Roles) -> TrainState:
+    """Move the averages of the model state by the weight with which those of the parameters moved in this update."""
+    slots = dict(state.slots)
+    for name in roles.of(Role.LAST_WEIGHT):
+        slot, weight = f"{name.rpartition('/')[0]}/{MODEL_STATE}", slots[name]
+
+        def leaf(now: Any, average: Any, weight: Any = weight) -> Any:
+            return None if average is None else move_average(average, now, weight)
+
+        if slot in slots:
+            slots[slot] = _over_averages(leaf, slots[MODEL_STATE], slots[slot])
+    return dataclasses.replace(state, slots=slots) if slots else state
+
+
+def _over_averages(leaf: Callable[[Any, Any], Any], model_state: Any, averages: Any) -> Any:
+    return jax.tree.map(leaf, model_state, averages, is_leaf=trees.is_none)
 
 
 # Lookahead: slow weights that follow the fast ones.

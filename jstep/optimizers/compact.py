@@ -32,9 +32,9 @@ from jstep.slots.matching import require_slots
 from jstep.slots.optax_transformations import require_optimizer
 from jstep.slots.roles import HALVES, Role, Roles
 from jstep.state.global_step import step_array
-from jstep.state.sharding import state_shardings
+from jstep.state.sharding import is_model_state, state_shardings
 from jstep.state.slots import master_params, slot_values
-from jstep.state.train_state import MODEL_STATE, TrainState, require_state
+from jstep.state.train_state import TrainState, require_state
 
 # The inner optimizer sees float32 parameters and slots. Its results are stored block by block. Blocks without a changed
 # value keep their bits, whatever the reason: a missing gradient, a guard that skipped the update, or rows that a sparse
@@ -479,7 +479,7 @@ def repack(state: TrainState, old_optimizer: OptimizerLike, new_optimizer: Optim
 def _specs(state: TrainState, converted: TrainState) -> TrainState:
     """The specs of a converted state; new slots follow parameters and old slots."""
     treedef = trees.structure(state.params)
-    others = [tree for name, tree in state.slots.items() if name != MODEL_STATE]
+    others = [tree for name, tree in state.slots.items() if not is_model_state(name)]
     slots = [treedef.flatten_up_to(tree) for tree in others if trees.is_like(state.params, tree)]
 
     def spec(*leaves: Any) -> PartitionSpec:
@@ -499,7 +499,7 @@ def _specs(state: TrainState, converted: TrainState) -> TrainState:
 
 
 def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimizer) -> TrainState:
-    others = {MODEL_STATE: state.slots[MODEL_STATE]} if MODEL_STATE in state.slots else {}
+    others = {name: tree for name, tree in state.slots.items() if is_model_state(name)}
     held = {name: on_devices(tree) for name, tree in state.slots.items() if name not in others}
     _check("old_optimizer", held, _shapes(state, old_optimizer))
     old, treedef = slot_roles.roles_of(old_optimizer, state.params).for_state(), trees.structure(state.params)

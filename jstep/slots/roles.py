@@ -34,6 +34,7 @@ class Role(enum.Enum):
     NOISE = "the average of the gradient's noise"
     NOISE_SQUARE = "the average of the gradient's squared norm"
     NOISE_WEIGHT = "the weight of the averages of the gradient's noise and squared norm"
+    LAST_WEIGHT = "the weight with which averages took the values of the last update; 0 before each update"
 
     SHARED = "a value shared by all parameters, with no other role"
     ROWS = "a value for each row of a parameter"

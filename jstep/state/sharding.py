@@ -57,6 +57,12 @@ def fsdp_specs(params: Params, mesh: object, axis: object = "data", min_size: in
 
 MODEL_STATE = "model_state"
 
+
+def is_model_state(name: str) -> bool:
+    """Whether a slot is the model state or one of its averages, `…/model_state`, which no optimizer sees."""
+    return name == MODEL_STATE or name.endswith(f"/{MODEL_STATE}")
+
+
 AnyMesh = Mesh | AbstractMesh
 ParamSpecs = Any
 """None (replicated), a PartitionSpec, a tree of them, rules `[(glob, spec), …]`, or `(path, leaf) -> spec`."""
@@ -145,7 +151,7 @@ def state_shardings(
 
     def slot(name: str, tree: Tree) -> Any:
         # Non-trained variables may have the structure of the parameters by accident; they are not per-parameter slots.
-        of_all = name == MODEL_STATE or (name in roles and roles.has_one_value(name))
+        of_all = is_model_state(name) or (name in roles and roles.has_one_value(name))
         if of_all or not trees.is_like(params, tree):
             return jax.tree.map(lambda _: everywhere(mesh), tree)
         role = roles.get(name)
@@ -166,7 +172,7 @@ def in_memory(shardings: Slots, slots: Slots, kind: str | None) -> Slots:
         return sharding.with_memory_kind(kind) if np.ndim(leaf) else sharding
 
     return {
-        name: tree if name == MODEL_STATE else jax.tree.map(moved, tree, slots[name])
+        name: tree if is_model_state(name) else jax.tree.map(moved, tree, slots[name])
         for name, tree in shardings.items()
     }
 

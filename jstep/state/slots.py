@@ -12,7 +12,8 @@ from jstep.core.annotations import Tree
 from jstep.core.checks import as_string, describe_type, format_value
 from jstep.slots.compact_numbers import decode_leaf
 from jstep.slots.roles import HALVES, NO_ROLES, Role, Roles, roles_in
-from jstep.state.train_state import MODEL_STATE, TrainState, require_state
+from jstep.state.sharding import is_model_state
+from jstep.state.train_state import TrainState, require_state
 
 AVERAGE_SLOT = "ExponentialMovingAverage"
 
@@ -60,7 +61,9 @@ def get_slot_names(state: TrainState) -> list[str]:
     return sorted(
         name
         for name, tree in state.slots.items()
-        if name != MODEL_STATE and not has_one_value(name, tree, state.params, roles) and roles.get(name) not in HALVES
+        if not is_model_state(name)
+        and not has_one_value(name, tree, state.params, roles)
+        and roles.get(name) not in HALVES
     )
 
 
@@ -118,7 +121,7 @@ def owners(name: str, tree: Tree, params: trees.Params, roles: Roles) -> list[in
     """
     unowned: list[int | None] = [None] * len(jax.tree.leaves(tree))
     # Variables of the model_state may have the structure of the parameters by accident.
-    if name == MODEL_STATE or has_one_value(name, tree, params, roles):
+    if is_model_state(name) or has_one_value(name, tree, params, roles):
         return unowned
     try:
         parts: list[Any] = trees.structure(params).flatten_up_to(tree)
@@ -142,8 +145,7 @@ def as_average_names(use_averages: object) -> tuple[str, ...] | None:
 
 def params_from_slot(state: TrainState, name: str | Sequence[str], hint: str) -> trees.Params:
     """Return the leaves of a slot, or several, in the dtypes of the parameters; parameters where it has None."""
-    names = (name,) if isinstance(name, str) or not isinstance(name, Sequence) else name
-    slots = dict.fromkeys(find_slot(state, each, hint) for each in names)
+    slots = find_slots(state, name, hint)
     leaves_of = {slot: trees.flatten_like(state.params, slot_values(state, slot), f"slot {slot!r}") for slot in slots}
     leaves, treedef = trees.flatten(state.params)
     new: list[Any] = []
@@ -151,9 +153,14 @@ def params_from_slot(state: TrainState, name: str | Sequence[str], hint: str) ->
         having = [slot for slot, values in leaves_of.items() if values[i] is not None]
         if len(having) > 1:
             path = trees.quote_path(trees.leaf_paths(state.params)[i])
-            raise ValueError(f"name={list(names)!r}: the slots {having} all have the leaf {path}; give one of them")
+            raise ValueError(f"name={name!r}: the slots {having} all have the leaf {path}; give one of them")
         new.append(placement.on_devices(leaves_of[having[0]][i]).astype(jnp.result_type(p)) if having else p)
     return treedef.unflatten(new)
+
+
+def find_slots(state: TrainState, name: str | Sequence[str], hint: str) -> list[str]:
+    names = (name,) if isinstance(name, str) or not isinstance(name, Sequence) else name
+    return list(dict.fromkeys(find_slot(state, each, hint) for each in names))
 
 
 def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], bool] = lambda slot: True) -> str:

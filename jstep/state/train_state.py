@@ -20,7 +20,7 @@ from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step
 from jstep.pictures.html_tables import html_table
 from jstep.slots.optax_transformations import require_optimizer
-from jstep.slots.roles import NO_ROLES, Roles, roles_in, roles_of
+from jstep.slots.roles import NO_ROLES, Role, Roles, roles_in, roles_of
 from jstep.state import copies
 from jstep.state import sharding as layout
 from jstep.state.global_step import create_global_step
@@ -348,7 +348,13 @@ def _fresh(
                 f"the optimizer has a slot named {MODEL_STATE!r}, a name reserved for non-trained variables"
             )
         slots[MODEL_STATE] = _as_arrays(model_state, copy=copy, argument=MODEL_STATE)
+        for name in roles.of(Role.LAST_WEIGHT):
+            slots[f"{name.rpartition('/')[0]}/{MODEL_STATE}"] = jax.tree.map(_fresh_average, slots[MODEL_STATE])
     return cls(params, slots, jnp.array(step, copy=True), roles=roles)
+
+
+def _fresh_average(leaf: Any) -> Any:
+    return jnp.array(leaf, trees.compute_dtype(leaf.dtype), copy=True) if trees.is_trainable(leaf) else None
 
 
 def _slots_of(params: Params, optimizer: Optimizer, step: Array, roles: Roles) -> Slots:

@@ -20,6 +20,7 @@ from jstep.core.meshes import internal_transfers, leaving_auto_axes, shard_like,
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Slots, Updates
 from jstep.optimizers import guards
+from jstep.optimizers.averages import move_model_state
 from jstep.optimizers.chains import without_frozen
 from jstep.optimizers.host_slots import TRANSFERS, Transfers, with_small_ones_loaded
 from jstep.optimizers.nested import StepInputs, call_update, inner_context, is_guarded
@@ -29,7 +30,8 @@ from jstep.slots.matching import NoGradientsError, describe_difference, match_gr
 from jstep.slots.optax_transformations import require_optimizer
 from jstep.slots.roles import COUNTS, Role, Roles, roles_of
 from jstep.state.global_step import later_step, require_alive, step_array
-from jstep.state.train_state import MODEL_STATE, TrainState, require_state
+from jstep.state.sharding import is_model_state
+from jstep.state.train_state import TrainState, require_state
 from jstep.training.explain import explain_missing_gradients
 from jstep.training.metrics import SKIPPED
 
@@ -75,7 +77,8 @@ def apply_gradients(
     if not (context is None or isinstance(context, Context)):
         raise TypeError(f"context: must be a jstep.Context or None, got {describe_type(context)}")
     with internal_transfers():
-        return apply_update(state, grads, optimizer, increment_global_step, context or EMPTY_CONTEXT).state
+        done = apply_update(state, grads, optimizer, increment_global_step, context or EMPTY_CONTEXT)
+        return move_model_state(done.state, done.roles)
 
 
 class Applied(NamedTuple):
@@ -121,7 +124,7 @@ def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
         raise TypeError(
             f"state: its slots must be a dict, got {describe_type(state.slots)}; make them with TrainState.create"
         )
-    held = {name: tree for name, tree in state.slots.items() if name != MODEL_STATE}
+    held = {name: tree for name, tree in state.slots.items() if not is_model_state(name)}
     roles = roles_of(optimizer, state.params)
     guards.current_loss_scale(roles, held)
     guards.noise_slots(roles)
@@ -132,6 +135,7 @@ def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
         raise NoGradientsError(state.params, "All gradients are None or of frozen leaves.")
     guarding = [name for name in roles.of(Role.LAST_FINITE) if name in held]
     not_reached = {name: jnp.full_like(held[name], guards.NOT_REACHED) for name in guarding}
+    not_reached |= {name: jnp.zeros_like(held[name]) for name in roles.of(Role.LAST_WEIGHT) if name in held}
     inputs = StepInputs(state.params, step, context)
     try:
         updates, own = call_update(optimizer, grads, held | not_reached, inputs, exact=True)

@@ -26,7 +26,7 @@ from jstep.differentiate.loss_gradients import GATE_NONE, GATE_OP, Differentiati
 from jstep.differentiate.microbatches import AggregationMethod, LossResult, estimate_noise, together_squared
 from jstep.differentiate.same_bits import alike
 from jstep.optimizers import guards
-from jstep.optimizers.averages import averaged_params
+from jstep.optimizers.averages import averaged_params, move_model_state
 from jstep.optimizers.chains import frozen_leaves
 from jstep.optimizers.hyperparameters import value_at
 from jstep.slots.optax_transformations import require_optimizer
@@ -307,6 +307,7 @@ class Minimizing:
             if skipped:  # one bad row would ruin the statistics of a batch normalization permanently
                 new = unless_skipped(skipped[SKIPPED], state.slots[MODEL_STATE], new)
             new_state = new_state.replace(slots={**new_state.slots, MODEL_STATE: new})
+        new_state = move_model_state(new_state, done.roles)
 
         hyperparameters = self.optimizer.hyperparameters(step_array(state))
         named = {

@@ -173,7 +173,7 @@ def _update_average(average, model, n):
 class EDM:
     """The average of NVlabs/edm, whose training loop is one function: half-lives in images, of a batch of 64."""
 
-    def __init__(self, model, halflife, rampup_ratio):
+    def __init__(self, model, *, halflife, rampup_ratio):
         self.module, self.images = copy.deepcopy(model), 0
         self.halflife, self.rampup_ratio = halflife, rampup_ratio
 
