@@ -72,6 +72,7 @@ def minimize(
     has_model_state: bool = False,
     use_averages: bool | str | Sequence[str] = False,
     rng: Array | None = None,
+    pass_step: bool = False,
     sharpness: ScalarOrSchedule | None = None,
     adaptive: bool = False,
     unroll: Unroll = None,
@@ -86,8 +87,8 @@ def minimize(
     Args:
         loss_fn: `loss_fn(params, *args) -> loss`, a floating-point scalar. With has_aux, it returns `(loss, aux)`;
             with has_model_state, it is `loss_fn(params, model_state, *args) -> (loss, model_state)`; with both, it
-            returns `(loss, (model_state, aux))`. With rng, it also takes `rng=key`; with use_averages,
-            `averages=params`. Alternatively several losses,
+            returns `(loss, (model_state, aux))`. With rng, it also takes `rng=key`; with pass_step, `step=global_step`;
+            with use_averages, `averages=params`. Alternatively several losses,
             `{"critic": (critic_loss, "critic/*"), "actor": (actor_loss, "actor/*")}`: each is differentiated with
             respect to its own var_list, all at the same parameters, and all gradients are applied in one update.
             Parameters that no loss trains are unchanged.
@@ -119,6 +120,8 @@ def minimize(
         rng: A PRNG key; loss_fn gets `fold_in(rng, global_step)`, a function of the step alone, so a resumed run
             draws the same numbers. With several losses, loss i gets `fold_in(key, i)` of that key. Microbatch i gets
             `fold_in(key, i)` of the key of its loss.
+        pass_step: Whether loss_fn gets `step`, the global step before the update, an integer: for annealed weights and
+            curricula, `weight = jstep.linear(0.0, 1.0, 1000)(step)`.
         sharpness: The radius of sharpness-aware minimization, as in `compute_gradients`, or a schedule of it. The
             loss, aux and model_state are evaluated at the unperturbed parameters. With several losses, each perturbs
             its own parameters.
@@ -222,6 +225,7 @@ def minimize(
         has_aux=has_aux,
         has_model_state=has_model_state,
         rng=None if rng is None else device_values.as_key(rng, "rng"),
+        pass_step=as_bool(pass_step, "pass_step"),
         averages=as_average_names(use_averages),
         schedule=sharpness if callable(sharpness) else None,
         increments=increment_global_step,
@@ -262,6 +266,7 @@ class Minimizing:
     has_aux: bool
     has_model_state: bool
     rng: Array | None
+    pass_step: bool
     averages: tuple[str, ...] | None
     schedule: Callable[[Any], Any] | None
     increments: bool
@@ -279,9 +284,9 @@ class Minimizing:
         scale = guards.current_loss_scale(roles, state.slots)
         if self.wanted.noise:
             guards.require_noise_slots(roles)
-        kwargs = None
+        kwargs: dict[str, Any] = {"step": step} if self.pass_step else {}
         if self.averages is not None:
-            kwargs = {"averages": alike(lanes, functools.partial(_averages_for, names=self.averages), state)}
+            kwargs["averages"] = alike(lanes, functools.partial(_averages_for, names=self.averages), state)
         # Without has_model_state, and with several losses, the model state is not passed and stays unchanged.
         model_state = state.slots[MODEL_STATE] if self.has_model_state else None
         inputs = Inputs(state.params, model_state, args, kwargs, key, batch_specs, scale, lanes)
