@@ -11,6 +11,7 @@ import copy
 import functools
 import importlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -47,6 +48,7 @@ MODULES = {
     "transformers": ["transformers.optimization"],
     "tf": ["tensorflow.compat.v1"],
     "edm": [],
+    "get_lr": [],
     "diffusers": ["diffusers.optimization", "diffusers.training_utils"],
     "timm": ["timm.scheduler", "timm.utils"],
     "ema_pytorch": ["ema_pytorch"],
@@ -109,7 +111,9 @@ def computed(code):
     names = {}
     for name, modules in modules_of(code).items():
         imported = [importlib.import_module(module) for module in modules]
-        names[name] = sys.modules.get(name, imported[0]) if imported else EDM
+        names[name] = sys.modules.get(name, imported[0]) if imported else SCRIPTS[name]
+    if "get_lr" in names:
+        return np.array([eval(code, names)(n) for n in range(UPDATES)])
     run = {"optax": _of_optax, "keras": _of_keras, "tf": _of_tensorflow}.get(next(iter(names)), _of_torch)
     with warnings.catch_warnings(), jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         warnings.simplefilter("ignore")
@@ -184,6 +188,25 @@ class EDM:
         for average, p in zip(self.module.parameters(), model.parameters(), strict=True):
             average.data.copy_(p.detach().lerp(average.data, beta))
         self.images += 64
+
+
+def get_lr_of(learning_rate, warmup_iters, lr_decay_iters, min_lr):
+    """nanoGPT's `get_lr`, whose arguments are globals of its script."""
+
+    def get_lr(it):
+        if it < warmup_iters:
+            return learning_rate * (it + 1) / (warmup_iters + 1)
+        if it > lr_decay_iters:
+            return min_lr
+        decay_ratio = (it - warmup_iters) / (lr_decay_iters - warmup_iters)
+        coeff = 0.5 * (1.0 + math.cos(math.pi * decay_ratio))
+        return min_lr + coeff * (learning_rate - min_lr)
+
+    return get_lr
+
+
+SCRIPTS = {"edm": EDM, "get_lr": get_lr_of}
+"""What is part of a script in the original, and cannot be imported."""
 
 
 def _averaged(average, model):
