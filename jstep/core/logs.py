@@ -115,18 +115,29 @@ class _LineHandler(logging.StreamHandler[Any]):
 
 # Progress of long compilations.
 
-FIRST_SECS = 5.0
+SLOW_SECS = (5.0, 30.0, 60.0, 120.0, 240.0)
 """The seconds after which a compilation is named."""
 
 
 @contextlib.contextmanager
-def slow(doing: str, log: Callable[[str], object] | None = None) -> Iterator[None]:
-    """Say after five seconds that something takes long: by `log` if given, else on standard error."""
-    text = f"{doing}: {FIRST_SECS:g} s so far"
-    timer = threading.Timer(FIRST_SECS, lambda: log(text) if log else print(text, file=sys.stderr, flush=True))
-    timer.daemon = True
-    timer.start()
+def slow(doing: str, log: Callable[[str], object] | None = None, hint: str = "") -> Iterator[None]:
+    """Say at `SLOW_SECS` that something takes long, with a hint from the second time on.
+
+    It is said by `log` if given, else on standard error.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        said, more = 0.0, ""
+        for secs in SLOW_SECS:
+            if over.wait(secs - said):
+                return
+            text = f"{doing}: {secs:g} s so far{more}"
+            log(text) if log else print(text, file=sys.stderr, flush=True)
+            said, more = secs, hint
+
+    threading.Thread(target=watch, name="jstep-slow", daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        over.set()

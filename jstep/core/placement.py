@@ -2,6 +2,7 @@
 
 import contextvars
 import functools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,10 @@ from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_int, as_string, check_choice
 from jstep.core.jaxprs import is_slow_in_loops
+from jstep.core.logs import is_first
 from jstep.core.meshes import dims_of, internal_transfers, mesh_of, parts_along, using_mesh
+
+_logger = logging.getLogger("jstep")
 
 
 def sharding_of(leaf: object) -> Any:
@@ -319,7 +323,14 @@ def scan(
             values = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *jax.tree.leaves((carry, x)))
             return jax.tree.unflatten(out, values)
 
-        unroll = is_slow_in_loops(traced.jaxpr) or 1
+        if is_slow_in_loops(traced.jaxpr):
+            unroll = True
+            text = (
+                f"a loop of {length} iterations with convolutions is unrolled, since XLA runs them 10 to 30 times "
+                f"slower in loops on a CPU: it compiles as long as {length} copies do; unroll=1 keeps the loop"
+            )
+            if is_first(text):
+                _logger.info(text)
     return jax.lax.scan(body, carry, xs, length=length, unroll=1 if unroll is None else unroll)
 
 

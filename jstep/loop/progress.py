@@ -56,7 +56,11 @@ class Progress(Observer):
             self._hook.finish()
 
     def compiling(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return slow(f"compiling {name}", _logger.info) if self._is_shown else contextlib.nullcontext()
+        if not self._is_shown:
+            return contextlib.nullcontext()
+        is_kept = jax.config.jax_compilation_cache_dir is not None  # type: ignore[attr-defined]
+        hint = "" if is_kept else "; train(compile_cache=True) keeps the program for the next start"
+        return slow(f"compiling {name}", _logger.info, hint)
 
     def progress_hook(self) -> "ProgressHook | None":
         return self._hook

@@ -100,6 +100,6 @@ class StartTimes:
             if name in self.parts
         ]
         if words:
-            also = f"; before {before:.1f} s" if before >= 0.05 else ""
+            also = f"; the program took {before:.1f} s before it called train" if before >= 0.05 else ""
             seconds = stopwatch.CLOCKS.seconds() - self.began
             _logger.info("first step after %.1f s: %s%s", seconds, ", ".join(words), also)

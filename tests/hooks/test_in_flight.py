@@ -143,7 +143,7 @@ def test_progress_counts_finished_steps_and_waits_for_none(monkeypatch):
 
 def test_progress_of_a_run_shows_compilations(monkeypatch):
     pytest.importorskip("tqdm")
-    monkeypatch.setattr(logs, "FIRST_SECS", 0.001)
+    monkeypatch.setattr(logs, "SLOW_SECS", (0.001,))
     file = Terminal()
     optimizer = jstep.gradient_descent(0.0)
     seen = set()
