@@ -179,6 +179,7 @@ SHARED_TESTS = {
     "architecture",
     "docstrings",
     "golden",
+    "names",
     "optimizer_contract",
     "public_names",
     "averages",
