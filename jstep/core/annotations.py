@@ -1,4 +1,4 @@
-"""Names of types in signatures."""
+"""Type variables and aliases that signatures share."""
 
 import typing
 from typing import TYPE_CHECKING, Any, TypeAlias

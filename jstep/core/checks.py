@@ -126,7 +126,9 @@ def as_number(
         ) from None
     except OverflowError:
         raise ValueError(f"{argument}={format_value(value)}: must be {expected} that fits in a float{hint}") from None
-    low, high, finite = bounds.get("low", -math.inf), bounds.get("high", math.inf), bounds.get("finite", True)
+    low = bounds.get("low", -math.inf)
+    high = bounds.get("high", math.inf)
+    finite = bounds.get("finite", True)
     above, below = bounds.get("above", False), bounds.get("below", False)
     # NaN never fits.
     fits = (number > low if above else number >= low) and (number < high if below else number <= high)
@@ -207,7 +209,7 @@ def hook_name(hook: object) -> str:
 
 
 def in_own_digits(value: float) -> float:
-    """Return a number as a float; one that a float32 holds with the digits of that one, 0.9 for 0.8999999761581421."""
+    """Return a float; a value of float32 gets the shortest digits of a float32: 0.9 for 0.8999999761581421."""
     with np.errstate(over="ignore"):
         single = np.float32(value)
     return float(str(single)) if float(single) == value and value % 1 else float(value)

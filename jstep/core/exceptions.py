@@ -38,7 +38,7 @@ def note_other(error: BaseException, other: BaseException) -> None:
 
 
 def noting(close: Callable[[], object]) -> Callable[[object, BaseException | None, object], None]:
-    """Return an `__exit__` that calls `close`; what it raises is noted on the error that ends the context, if any."""
+    """Return an `__exit__` that calls `close`; its error becomes a note on the error that ended the context, if any."""
 
     def leave(kind: object, error: BaseException | None, trace: object) -> None:
         try:
@@ -86,7 +86,7 @@ _WAYS_OUT = (
 
 
 def explain_jax(error: BaseException) -> None:
-    """Add a note of `_WAYS_OUT`."""
+    """Add the note of `_WAYS_OUT` that fits an error of JAX, if there is one."""
     for kind, pattern, way_out in _WAYS_OUT:
         match = pattern.search(str(error)) if isinstance(error, kind) else None
         if match is not None and (text := way_out.format(*match.groups())) not in getattr(error, "__notes__", ()):

@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 _kept: list[Any] = []
-"""The last complete state of the last run that an exception ended, if any; not a copy."""
+"""The last complete state of the latest run that ended with an exception, if any; not a copy."""
 
 
 def is_interactive() -> bool:
@@ -38,5 +38,5 @@ def keep(state: Any) -> bool:
 
 
 def forget() -> None:
-    """Drop the kept state, when a run has taken its first step or ended well."""
+    """Drop the kept state, after the first step of a run or its normal end."""
     _kept.clear()

@@ -184,7 +184,9 @@ def _subprogram(jaxpr: Any, numbers: Iterator[int], *, on_shards: bool = False) 
 
 
 def _as_operation(eqn: Any, jaxpr: object, numbers: Iterator[int], on_shards: bool) -> Operation:
-    number, name, params = next(numbers), _name(eqn), eqn.params
+    number = next(numbers)
+    name = _name(eqn)
+    params = eqn.params
 
     def made(kind: str, *inside: Any) -> Operation:
         shards = on_shards or kind == "shard_map"
@@ -257,7 +259,7 @@ def subprogram(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any], eqns: 
 
 
 def part_for(closed: Any, results: list[bool], *, keeps_arguments: bool = True) -> tuple[Any, list[bool]]:
-    """Return the part of a program for some results, and which arguments it has."""
+    """Return the part of a program that computes some results, and which arguments it has."""
     jaxpr, used, arguments = dce_jaxpr_consts(closed.jaxpr, results, keeps_arguments)
     consts = [const for const, is_used in zip(closed.consts, used, strict=True) if is_used]
     return core.ClosedJaxpr(jaxpr, consts), arguments
@@ -380,11 +382,11 @@ def _is_explicit(var: Any) -> bool:
 # Variables are numbered in the order in which they appear. Names, source positions, memory addresses, and rules of
 # differentiation that were not used are left out; constants count by value, host callbacks by their qualified name.
 
-_UNSAID = {
+_SOURCE = {
     "name", "debug_info", "ctx_mesh", "name_and_src_info", "src_info", "source_info", "origin",
     "jvp_jaxpr_fun", "jvp", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "fwd", "bwd", "callback_id", "call_id",
 }  # fmt: skip
-"""Parameters of operations that describe the source of a program, or its rules of differentiation."""
+"""Parameters of operations that describe the source of a program or its rules of differentiation."""
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _FILE = re.compile(r"[^\s'\"<>()\[\],=]*\.py\b(?::\d+)*")
@@ -420,7 +422,7 @@ class _Hasher:
 
             parts = [bound(jaxpr.constvars), bound(jaxpr.invars)]
             for eqn in jaxpr.eqns:
-                fields = [f"{name}={self.text(eqn.params[name])}" for name in sorted(eqn.params) if name not in _UNSAID]
+                fields = [f"{name}={self.text(eqn.params[name])}" for name in sorted(eqn.params) if name not in _SOURCE]
                 parts += [_name(eqn), " ".join(map(used, eqn.invars)), ", ".join(fields), bound(eqn.outvars)]
             parts += [" ".join(map(used, jaxpr.outvars)), *map(self.text, getattr(closed, "consts", ()))]
             self._seen[id(closed)] = hash_strings(*parts)

@@ -28,7 +28,7 @@ def is_below_bar(record: logging.LogRecord) -> bool:
 # Warnings once a run, and rate-limited logging.
 
 WARNED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("jstep_warned", default=None)
-"""The texts of these warnings so far; None outside of a run, where each is logged again."""
+"""The texts of these warnings so far; None outside of a run: there, each warning is logged again."""
 
 
 def is_first(text: str) -> bool:
@@ -82,7 +82,9 @@ def log_to_stderr(shown: int = logging.NOTSET) -> Iterator[None]:
     if _logger.handlers or (_logger.hasHandlers() and _logger.isEnabledFor(logging.INFO)) or sys.stderr is None:
         yield
         return
-    handler, level, propagate = _LineHandler(sys.stderr), _logger.level, _logger.propagate
+    handler = _LineHandler(sys.stderr)
+    level = _logger.level
+    propagate = _logger.propagate
     _logger.propagate = False  # otherwise a handler added to the root logger would repeat the lines
     handler.setFormatter(logging.Formatter("%(message)s"))
     handler.setLevel(shown)

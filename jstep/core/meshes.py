@@ -38,7 +38,7 @@ SETTINGS = tuple(
 _GUARDS = tuple(name for name in SETTINGS if name.startswith("transfer_guard_"))
 _guard_values = operator.attrgetter(*[f"jax_{name}" for name in _GUARDS])
 special_settings = operator.attrgetter(*[f"jax_{name}" for name in (*_GUARDS, "debug_nans", "debug_infs")])
-"""The settings of `jax.config` under which a step is called in another way, if any is set."""
+"""The settings of `jax.config` that change how a step is called, if one of them is set."""
 
 NO_GUARD: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 """The result of `internal_transfers` if the caller has set no guard."""
@@ -55,7 +55,7 @@ def internal_transfers() -> contextlib.AbstractContextManager[object]:
 
 
 def exempts_transfers(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorator: exempt the internal transfers of a function, which one may call by hand, from transfer guards."""
+    """Decorator: exempt the internal transfers of a function that users may call from transfer guards."""
 
     @functools.wraps(fn)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -270,7 +270,7 @@ def on_any_mesh(*like: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
         signature = inspect.signature(fn)
 
         @functools.wraps(fn)
-        def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             with internal_transfers():
                 if explicit_mesh((args, kwargs)) is None:
                     return fn(*args, **kwargs)
@@ -278,7 +278,7 @@ def on_any_mesh(*like: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
                 place = shard_like(*(_found(arguments, name) for name in reversed(like)))
                 return without_explicit_axes(lambda args, kwargs: fn(*args, **kwargs), args, kwargs, place=place)
 
-        return run
+        return call
 
     return decorated
 

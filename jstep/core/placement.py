@@ -72,7 +72,7 @@ def is_on_host(leaf: object) -> bool:
 
 
 def is_on_cpus(array: Any) -> bool:
-    """Whether a process reads its part of an array without a transfer."""
+    """Whether an array is on CPUs alone, so that a process reads its shards without a transfer."""
     return all(device.platform == "cpu" for device in array.sharding.device_set)
 
 
@@ -140,7 +140,8 @@ def group_by_devices(leaves: Sequence[Any]) -> tuple[list[tuple[list[int], Any]]
     on_host = []
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array):
-            sharding, devices, mesh = leaf.sharding, None, None  # JAX may choose the device
+            sharding = leaf.sharding
+            devices = mesh = None  # JAX may choose the device
             if isinstance(sharding, NamedSharding) and sharding.num_devices > 1:
                 devices, mesh = tuple(sharding.mesh.devices.flat), sharding.mesh
             elif leaf.committed:
@@ -216,25 +217,25 @@ def is_shape(leaf: object) -> bool:
 
 
 ShardBounds = tuple[tuple[int, int], ...]
-"""A part of an array: (begin, end) for each axis. Unlike slices, it has no implicit ends and is always hashable."""
+"""The bounds of a shard: (begin, end) for each axis. Unlike slices, it has no implicit ends and is always hashable."""
 
 
 def bounds(index: Sequence[slice] | None, shape: Sequence[int]) -> ShardBounds:
     """Return the bounds of an index, which is None for a scalar."""
-    ranges = (part.indices(size) for part, size in zip(index or (), shape, strict=True))
+    ranges = (axis.indices(size) for axis, size in zip(index or (), shape, strict=True))
     return tuple((begin, max(begin, end)) for begin, end, _ in ranges)
 
 
-def slices(part: ShardBounds) -> tuple[slice, ...]:
-    return tuple(slice(*ends) for ends in part)
+def slices(shard: ShardBounds) -> tuple[slice, ...]:
+    return tuple(slice(*ends) for ends in shard)
 
 
-def lengths(part: ShardBounds) -> tuple[int, ...]:
-    return tuple(end - begin for begin, end in part)
+def lengths(shard: ShardBounds) -> tuple[int, ...]:
+    return tuple(end - begin for begin, end in shard)
 
 
 def local_parts(shape: Sequence[int], sharding: Any) -> list[ShardBounds]:
-    """Return the distinct parts of an array in this process; the whole array without a sharding."""
+    """Return the bounds of the distinct shards in this process; those of the whole array without a sharding."""
     if sharding is None:
         return [tuple((0, size) for size in shape)]
     indices = sharding.addressable_devices_indices_map(tuple(shape)).values()
@@ -249,21 +250,21 @@ def place(
     devices = [jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in indices]
     values = [parts[bounds(index, shape)] for index in indices.values()]
     with internal_transfers():
-        placed = [_own(*pair) for pair in zip(jax.device_put(values, devices), values, strict=True)]
+        placed = [_without_alias(*pair) for pair in zip(jax.device_put(values, devices), values, strict=True)]
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, placed, dtype=dtype)
 
 
 def place_anywhere(values: np.ndarray[Any, Any]) -> jax.Array:
     with internal_transfers():
-        return _own(jax.device_put(values), values)
+        return _without_alias(jax.device_put(values), values)
 
 
-def _own(array: jax.Array, values: np.ndarray[Any, Any]) -> jax.Array:
+def _without_alias(array: jax.Array, values: np.ndarray[Any, Any]) -> jax.Array:
     """Copy an array that aliases NumPy memory, as on the CPU: a donation would not reuse that memory."""
     (device,) = array.devices()
-    lent = device.platform == "cpu" and array.unsafe_buffer_pointer() == values.ctypes.data
+    is_alias = device.platform == "cpu" and array.unsafe_buffer_pointer() == values.ctypes.data
     # For NumPy arrays JAX ignores may_alias.
-    return jax.device_put(array, array.sharding if array.committed else None, may_alias=False) if lent else array
+    return jax.device_put(array, array.sharding if array.committed else None, may_alias=False) if is_alias else array
 
 
 def target_sharding(leaf: Any, path: str) -> Any:

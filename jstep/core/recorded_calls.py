@@ -19,13 +19,14 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class RecordedCall:
     """A recorded call; its `repr`, formatted on demand, omits the names of the first `positional` arguments."""
 
-    def __init__(
-        self, function: Callable[..., Any], positional: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        self.function, self.positional, self.args, self.kwargs = function, positional, args, kwargs
+    function: Callable[..., Any]
+    positional: int
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
 
     def __deepcopy__(self, memo: object) -> "RecordedCall":
         return self  # immutable; an argument may be something that cannot be copied
@@ -76,7 +77,7 @@ def makes_optimizer(positional: int = 0) -> Callable[[Callable[_P, _T]], Callabl
 
 class RememberedFunction(RecordedCall):
     def __init__(self, function: Callable[..., Any], call: RecordedCall) -> None:
-        functools.update_wrapper(self, function)  # which copies the attributes of one that is remembered already
+        functools.update_wrapper(self, function)  # also copies the attributes of a function that is already remembered
         super().__init__(call.function, call.positional, call.args, call.kwargs)
 
     @shortens_tracebacks

@@ -1,4 +1,4 @@
-"""Texts without secrets: one rule for configs, command lines, environment variables and messages."""
+"""Removal of secrets: one rule for the texts of configs, command lines, environment variables and messages."""
 
 import contextlib
 import re
@@ -20,7 +20,7 @@ _LOGIN = re.compile(r"(\w://)[^\s/]*@")
 
 
 def hide(name: str, text: str) -> str:
-    """Return the text of an option, a variable or a message (`name=""`) without what must not be recorded."""
+    """Return the text of an option, a variable or a message (`name=""`) without secrets."""
     if _ALWAYS.search(name) or (_IF_RANDOM.search(name) and _RANDOM.fullmatch(text)):
         return NOT_RECORDED
     return _TOKEN.sub(NOT_RECORDED, _LOGIN.sub(r"\1", text))

@@ -1,4 +1,4 @@
-"""A stopwatch that assigns all time of a run to categories, without gaps."""
+"""A stopwatch that assigns the wall time of a run to phases, without gaps."""
 
 import contextlib
 import itertools
@@ -10,24 +10,29 @@ from typing import NamedTuple
 
 from jstep.core.interactive import is_interactive
 
-BEFORE, STARTING, STEPPING, WAITING = "before", "starting", "stepping", "waiting"
-SAVING, EVALUATING, HOOKS = "saving", "evaluating", "hooks"
+BEFORE = "before"
+STARTING = "starting"
+STEPPING = "stepping"
+WAITING = "waiting"
+SAVING = "saving"
+EVALUATING = "evaluating"
+HOOKS = "hooks"
 PARTS = (BEFORE, STARTING, STEPPING, WAITING, SAVING, EVALUATING, HOOKS)
-"""The categories to which all time of a run is assigned."""
+"""The phases of a run, to which all of its wall time is assigned."""
 
 _VISITS = 64
-"""The number of latest durations that are kept for each category or recorded key."""
+"""The number of latest durations that are kept for each phase or recorded key."""
 _SWITCHES = 256
 """The number of latest switches that are kept."""
 
 
 class Stopwatch:
-    """A stopwatch that assigns elapsed time to categories; one thread switches them, any thread reads the times.
+    """A stopwatch that assigns elapsed time to phases; one thread switches them, any thread reads the times.
 
-    What another thread reads during a switch may lack the seconds before it, once.
+    A time that another thread reads during a switch may lack the seconds of the phase that ends.
 
     Args:
-        before: Seconds of the category `before`, which precede the others.
+        before: Seconds of the phase `before`, which precedes the others.
         since: The time of the clock at which `starting` began; None for now.
 
     Attributes:
@@ -47,39 +52,40 @@ class Stopwatch:
         self.lasted: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_VISITS))
         self._latest: deque[tuple[str, float]] = deque(maxlen=_SWITCHES)
 
-    def switch(self, part: str) -> float:
-        now, before, since = self.clock(), self.current, self._since
-        self.current, self._since = part, now
-        self._totals[before] += now - since
-        self._latest.append((part, now))
-        return now
+    def switch(self, phase: str) -> float:
+        time_now, ended = self.clock(), self.current
+        seconds = time_now - self._since
+        self.current, self._since = phase, time_now
+        self._totals[ended] += seconds
+        self._latest.append((phase, time_now))
+        return time_now
 
     @contextlib.contextmanager
-    def part(self, part: str) -> Iterator[None]:
-        before = self.current
-        began = self.switch(part)
+    def part(self, phase: str) -> Iterator[None]:
+        outer = self.current
+        began = self.switch(phase)
         try:
             yield
         finally:
-            self.lasted[part].append(self.switch(before) - began)
+            self.lasted[phase].append(self.switch(outer) - began)
 
-    def record(self, thing: Hashable, began: float) -> None:
-        self.lasted[thing].append(self.clock() - began)
+    def record(self, activity: Hashable, began: float) -> None:
+        self.lasted[activity].append(self.clock() - began)
 
-    def reassign(self, part: str, seconds: float) -> None:
-        """Assign the latest seconds of the current category to another one."""
+    def reassign(self, phase: str, seconds: float) -> None:
+        """Assign the latest seconds of the current phase to another one."""
         self._totals[self.current] -= seconds
-        self._totals[part] += seconds
+        self._totals[phase] += seconds
 
     def started(self) -> None:
-        """End the category `starting`, after the first step."""
+        """End the phase `starting`, after the first step."""
         self.waiting = WAITING
         self.switch(STEPPING)
 
-    def visits(self, part: str) -> list[float]:
-        """Return the seconds of the latest visits of a category."""
-        marks = list(self._latest)
-        return [then - at for (this, at), (_, then) in itertools.pairwise(marks) if this == part][-_VISITS:]
+    def visits(self, phase: str) -> list[float]:
+        """Return the seconds of the latest visits of a phase."""
+        pairs = itertools.pairwise(list(self._latest))
+        return [end - begin for (entered, begin), (_, end) in pairs if entered == phase][-_VISITS:]
 
     def seconds(self) -> dict[str, float]:
         totals, current, since, aside = dict(self._totals), self.current, self._since, self.aside
@@ -98,7 +104,7 @@ _trained: set[int] = set()
 def seconds_before_training() -> float:
     """Return the seconds since the start of this process on the first call, and 0 on later ones.
 
-    It is also 0 in interactive sessions, and where the start is unknown: on systems other than Linux.
+    It is also 0 in interactive sessions, and on systems other than Linux, where the start is unknown.
     """
     if os.getpid() in _trained or is_interactive():
         return 0.0

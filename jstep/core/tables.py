@@ -8,7 +8,7 @@ WIDTH = 100
 
 
 def printable(text: object) -> str:
-    """Escape what a terminal would obey, not show: control characters, line ends and direction marks."""
+    """Escape the characters that a terminal would not show: control characters, line ends and direction marks."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
@@ -24,7 +24,7 @@ def wrap_words(title: str, words: Sequence[str]) -> list[str]:
 def columns(rows: Sequence[Sequence[str]], left: int, max_width: int | None = None) -> list[str]:
     """Align the cells of rows of equal length, as `printable` text; the first `left` columns are left-aligned.
 
-    Rows wider than `max_width` take several lines, with each cell after its head.
+    Rows wider than `max_width` take several lines, with each cell after its heading.
     """
     rows = [[printable(cell) for cell in cells] for cells in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -34,7 +34,7 @@ def columns(rows: Sequence[Sequence[str]], left: int, max_width: int | None = No
         return ["  ".join(cells).rstrip() for cells in padded]
     heads = ["", *rows[0][1:]]
     named = ["  ".join(f"{head} {cell}".strip() for head, cell in zip(heads, cells, strict=True)) for cells in rows[1:]]
-    return [part for text in named for part in fold(text.strip(), max_width, 2)]
+    return [line for text in named for line in fold(text.strip(), max_width, 2)]
 
 
 def breadth(rows: Sequence[Sequence[str]]) -> int:

@@ -33,7 +33,7 @@ class Thread(threading.Thread):
     _in_contexts: Callable[[Callable[[], None]], None] | None = None
 
     def start(self) -> None:
-        self._in_contexts = _captured()
+        self._in_contexts = _capture_contexts()
         super().start()
 
     def run(self) -> None:
@@ -60,10 +60,10 @@ def join_thread(thread: threading.Thread, timeout: float = math.inf) -> None:
 
 
 class Task(Future[_R]):
-    """The future of a task in the background, for whose end a thread can wait that a signal handler interrupts.
+    """The future of a background task; a signal handler may interrupt the thread that waits for its end.
 
-    An exception of the handler inside of `concurrent.futures.wait` would break the locks of the future; a bare lock has
-    no such place.
+    An exception that the handler raises inside of `concurrent.futures.wait` would break the locks of the future; a wait
+    for a bare lock is safe.
     """
 
     def __init__(self) -> None:
@@ -90,11 +90,13 @@ def wait_until_done(task: Task[Any], unless: Callable[[], object] | None = None)
     return True
 
 
-def _captured() -> Callable[[Callable[[], None]], None]:
-    mesh, abstract_mesh, variables = current_mesh(), jax.sharding.get_abstract_mesh(), contextvars.copy_context()
+def _capture_contexts() -> Callable[[Callable[[], None]], None]:
+    mesh = current_mesh()
+    abstract_mesh = jax.sharding.get_abstract_mesh()
+    variables = contextvars.copy_context()
     settings = {name: read_setting(name) for name in SETTINGS}
 
-    def run(fn: Callable[[], None]) -> None:
+    def call_in_contexts(fn: Callable[[], None]) -> None:
         # Equal settings are not set again, so that they still follow `jax.config.update`.
         with contextlib.ExitStack() as stack:
             for name, value in settings.items():
@@ -106,7 +108,7 @@ def _captured() -> Callable[[Callable[[], None]], None]:
                 stack.enter_context(jax.sharding.use_abstract_mesh(abstract_mesh))
             fn()
 
-    return lambda fn: variables.run(run, fn)
+    return lambda fn: variables.run(call_in_contexts, fn)
 
 
 def in_background(
@@ -114,12 +116,13 @@ def in_background(
 ) -> Task[_R]:
     """Call a function in a thread, in a copy of the caller's contexts.
 
-    A compiler must not be a `daemon`: abandoned at exit, it aborts the process. For one that may compile and may hang,
-    the process waits at its exit, for `exit_secs`. A caller that a signal may interrupt in this call passes the `task`.
+    A thread that compiles must not be a `daemon`: if it is abandoned at exit, it aborts the process. For a thread that
+    may compile and may hang, the process waits `exit_secs` at its exit. If a signal may interrupt this call, the caller
+    passes the `task`.
     """
     task = Task() if task is None else task
 
-    def run() -> None:
+    def complete_task() -> None:
         try:
             if task.set_running_or_notify_cancel():
                 task.set_result(fn())
@@ -129,7 +132,7 @@ def in_background(
             task.end()
             atexit.unregister(thread.join)
 
-    thread = Thread(target=run, name=name, daemon=daemon)
+    thread = Thread(target=complete_task, name=name, daemon=daemon)
     if exit_secs:
         atexit.register(thread.join, exit_secs)
     thread.start()
@@ -147,19 +150,19 @@ TRACING = "tracing"
 AGREEING, AGREEING_ON_SHAPES = "agreeing", "agreeing on shapes"
 """All processes exchange values, or the shapes of a batch."""
 MAKING, WAITING_FOR_ROOM = "making", "waiting for room"
-"""A thread creates batches or programs for the loop, or waits until its batch is taken."""
+"""A thread creates batches or programs for the loop, or waits until the loop takes its batch."""
 _activities: list[tuple[int, str]] = []
 """The identifiers of threads, and what they are doing."""
 
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-    mine = threading.get_ident(), what
-    _activities.append(mine)
+    activity = threading.get_ident(), what
+    _activities.append(activity)
     try:
         yield
     finally:
-        _activities.remove(mine)
+        _activities.remove(activity)
 
 
 class SignsOfLife:
@@ -178,8 +181,8 @@ evaluation_batches_taken = SignsOfLife()
 
 def activities_of(ident: int) -> frozenset[str]:
     """Return the activities of a thread; may be called from any thread."""
-    return frozenset(what for thread, what in tuple(_activities) if thread == ident)
+    return frozenset(activity for thread, activity in tuple(_activities) if thread == ident)
 
 
 def threads_doing(what: str) -> list[int]:
-    return [thread for thread, thing in tuple(_activities) if thing == what]
+    return [thread for thread, activity in tuple(_activities) if activity == what]

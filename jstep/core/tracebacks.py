@@ -1,7 +1,7 @@
 """Tracebacks without jstep's inner frames, as JAX leaves out its own.
 
 An error in the user's code (a loss, a schedule, a hook, …) passes through many frames of jstep. Functions that users
-call have the decorator `shortens_tracebacks`: of each run of jstep's frames between the user's frames, only the first
+call have the decorator `shortens_tracebacks`: of each row of jstep's frames between the user's frames, only the first
 one, which the user called, and the last one, which called the user's function, remain.
 
 JAX's setting `jax_traceback_filtering` applies to both: `off` keeps all frames, and `remove_frames` leaves the causes
@@ -78,26 +78,26 @@ def shorten(error: BaseException) -> None:
         if notes := getattr(left, "__notes__", None):  # JAX adds the same note each time that a function raises it
             notes[:] = [text for text, _ in itertools.groupby(notes)]
         short: TracebackType | None = None
-        for part in reversed(_shown(left.__traceback__)):
-            short = TracebackType(short, part.tb_frame, part.tb_lasti, part.tb_lineno)
+        for frame in reversed(_shown(left.__traceback__)):
+            short = TracebackType(short, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
         BaseException.with_traceback(left, short)  # also of a class that rejects attributes
         # In this mode JAX adds a cause that shows all frames on purpose.
         left = None if mode == "remove_frames" else left.__cause__ or left.__context__
 
 
 def _shown(trace: TracebackType | None) -> list[TracebackType]:
-    """Return the visible frames of a traceback: of each run of jstep's frames, the first and the last."""
-    parts: list[TracebackType] = []
+    """Return the visible frames of a traceback: of each row of jstep's frames, the first and the last."""
+    frames: list[TracebackType] = []
     while trace is not None:
-        parts += [trace] * (_file(trace) != __file__)
+        frames += [trace] * (_file(trace) != __file__)
         trace = trace.tb_next
     shown: list[TracebackType] = []
-    for _, group in itertools.groupby(parts, lambda part: _file(part).startswith((_JSTEP, *_PASSED))):
+    for _, group in itertools.groupby(frames, lambda frame: _file(frame).startswith((_JSTEP, *_PASSED))):
         row = list(group)
-        own = [part for part in row if _file(part).startswith(_JSTEP)]
-        shown += dict.fromkeys((own[0], own[-1])) if own else row
+        of_jstep = [frame for frame in row if _file(frame).startswith(_JSTEP)]
+        shown += dict.fromkeys((of_jstep[0], of_jstep[-1])) if of_jstep else row
     return shown
 
 
-def _file(part: TracebackType) -> str:
-    return part.tb_frame.f_code.co_filename
+def _file(frame: TracebackType) -> str:
+    return frame.tb_frame.f_code.co_filename

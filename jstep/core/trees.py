@@ -397,8 +397,8 @@ def compute_dtype(dtype: DTypeLike) -> Any:
 
 def with_leaves(leaves: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> list[Any]:
     changed = list(leaves)
-    for place, value in zip(indices, values, strict=True):
-        changed[place] = value
+    for index, value in zip(indices, values, strict=True):
+        changed[index] = value
     return changed
 
 
@@ -550,8 +550,8 @@ def _copied_rows(array: Any) -> list[Any]:
 
 def _check_same(arrays: Sequence[Any], path: str, what: str, name: Callable[[int], str]) -> None:
     # Strings may have different lengths; the dtypes of PRNG keys have no kind.
-    each = [(a.shape, a.dtype.kind if getattr(a.dtype, "kind", "V") in "SU" else a.dtype) for a in arrays]
-    i = next((i for i, one in enumerate(each) if one != each[0]), None)
+    types = [(a.shape, a.dtype.kind if getattr(a.dtype, "kind", "V") in "SU" else a.dtype) for a in arrays]
+    i = next((i for i, array_type in enumerate(types) if array_type != types[0]), None)
     if i is not None:
         both = f"{describe_type(arrays[0])} in {name(0)} and {describe_type(arrays[i])} in {name(i)}"
         raise ValueError(f"{what}: {leaf_at(path)} must be alike to be stacked, got {both}; pad, crop or cast before")
