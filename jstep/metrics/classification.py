@@ -402,8 +402,8 @@ def _average_precision(positive: Any, negative: Any, is_span: object) -> float:
 def _fewer(bins: Thresholds, most: int) -> Thresholds:
     """Reduce the number of bins to `most`; equal scores share a bin.
 
-    If there are too many different scores, neighbors are merged into bins of about equal size, as `_places` measures
-    it.
+    If there are too many different scores, neighbors are merged into bins of about equal size, as `_bin_indices`
+    measures it.
     """
     counts = bins.counts.astype(jnp.float32)
     # By the middle of their range; NaN scores and empty bins, which become NaN, come last.
@@ -412,22 +412,24 @@ def _fewer(bins: Thresholds, most: int) -> Thresholds:
     limits: Any = jnp.finfo(low.dtype)  # type: ignore[no-untyped-call]
     finite = [jnp.clip(end, limits.min, limits.max) * jnp.asarray(0.5, low.dtype) for end in (low, high)]
     order = jnp.lexsort((low, jnp.where(low == high, low, finite[0] + finite[1])))
-    low, high, counts = low[order], high[order], counts[order]
+    low = low[order]
+    high = high[order]
+    counts = counts[order]
     group = jnp.cumsum((_differs(low) | _differs(high)).astype(jnp.int32)) - 1
     unit = jnp.float32(1)
     if bins.counts.dtype != jnp.uint32:
         unit = jnp.min(jnp.where(counts > 0, counts, jnp.full_like(counts, jnp.inf)), initial=jnp.inf)
-    place = _places(jax.ops.segment_sum(counts, group, len(group)), unit, most)[group]
-    ends = jax.ops.segment_max(jnp.stack([-low, high], axis=1), place, most)
-    totals = jax.ops.segment_sum(bins.counts[order], place, most)
+    index = _bin_indices(jax.ops.segment_sum(counts, group, len(group)), unit, most)[group]
+    ends = jax.ops.segment_max(jnp.stack([-low, high], axis=1), index, most)
+    totals = jax.ops.segment_sum(bins.counts[order], index, most)
     if totals.dtype == jnp.uint32:
-        is_full = jax.ops.segment_sum(counts, place, most) >= jnp.float32(FULL)
+        is_full = jax.ops.segment_sum(counts, index, most) >= jnp.float32(FULL)
         totals = jnp.where(is_full, jnp.full_like(totals, FULL), totals)
     return Thresholds(-ends[:, 0], ends[:, 1], totals)
 
 
-def _places(counts: Array, unit: Array, most: int) -> Array:
-    """The bins of scores with these counts `[scores, 2]`; scores without examples get `most`, past the last bin."""
+def _bin_indices(counts: Array, unit: Array, most: int) -> Array:
+    """The bin of each score, from counts `[scores, 2]`; scores without examples get `most`, past the last bin."""
     # The size of a score is its share of the positive examples, the negative examples and the log ranks, because
     # precision changes fastest at the highest scores.
     both = jnp.sum(counts, axis=1)
@@ -436,15 +438,15 @@ def _places(counts: Array, unit: Array, most: int) -> Array:
     size = jnp.sum(shares / jnp.maximum(jnp.sum(shares, axis=0, keepdims=True), jnp.float32(1e-30)), axis=1)
     # Integers, because sums of float32 are not monotone.
     size = jnp.floor(size / jnp.sum(size) * _WHOLE).astype(jnp.int32)
-    parts = most // 3
+    equal_bins = most // 3
     middle = jnp.cumsum(size) - size + size // 2
-    part = jnp.minimum(jnp.floor(middle.astype(jnp.float32) * (parts / _WHOLE)), jnp.float32(parts - 1))
-    is_large = size > _WHOLE // parts
-    place = jnp.cumsum((_differs(part) | is_large | jnp.roll(is_large, 1)).astype(jnp.int32)) - 1
+    bins = jnp.minimum(jnp.floor(middle.astype(jnp.float32) * (equal_bins / _WHOLE)), jnp.float32(equal_bins - 1))
+    is_large = size > _WHOLE // equal_bins
+    index = jnp.cumsum((_differs(bins) | is_large | jnp.roll(is_large, 1)).astype(jnp.int32)) - 1
     is_seen = both > 0
     is_few = jnp.sum(is_seen.astype(jnp.int32)) <= most
-    place = jnp.where(is_few, jnp.arange(len(place), dtype=jnp.int32), place)
-    return jnp.where(is_seen, place, jnp.full_like(place, most))
+    index = jnp.where(is_few, jnp.arange(len(index), dtype=jnp.int32), index)
+    return jnp.where(is_seen, index, jnp.full_like(index, most))
 
 
 def _differs(vector: Array) -> Array:

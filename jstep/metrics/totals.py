@@ -9,7 +9,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.trees import Array
 
 FULL = 2**32 - 1
-"""The count at which counts stay; it stands for any larger one."""
+"""The count at which counts saturate; it stands for any larger count."""
 
 
 def per_element(condition: Array, weights: Array | None) -> Array:
@@ -21,12 +21,12 @@ def per_element(condition: Array, weights: Array | None) -> Array:
 
 def sum_where(condition: Array, weights: Array | None = None) -> Array:
     """The number of true elements, or the sum of their weights."""
-    each = per_element(condition, weights)
-    return jnp.sum(each, dtype=each.dtype)
+    totals = per_element(condition, weights)
+    return jnp.sum(totals, dtype=totals.dtype)
 
 
 def in_one_dtype(first: Array, second: Array) -> tuple[Array, Array]:
-    """Convert counts to sums of weights if the others are such."""
+    """Convert counts to sums of weights if the others are sums of weights."""
     dtype = second.dtype if first.dtype == jnp.uint32 else first.dtype
     return first.astype(dtype), second.astype(dtype)
 

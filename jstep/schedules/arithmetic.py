@@ -55,7 +55,7 @@ def _remember(schedule: Any, call: RecordedCall) -> Any:
 def makes_schedule(positional: int = 0) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Make a decorator of functions, so that the `repr` of their schedules is the call.
 
-    An argument too many is explained: schedules of `tf.train` also accept the step.
+    The error for a surplus argument explains that schedules of `tf.train` also accept the step.
     """
     return record_calls(_remember, positional, _explain_order)
 
@@ -69,8 +69,8 @@ def _explain_order(
     raise error
 
 
-# In the order of arguments in `tf.train`, the step comes after the rate: a number of steps is then in the place of a
-# flag, or of a rate, a ratio or a fraction.
+# In `tf.train` the step is the second argument, after the rate. In such a call a number of steps is passed for a flag,
+# a rate, a ratio or a fraction.
 
 
 def refuse_count(name: str, value: Any, most: float, meaning: str) -> None:
@@ -84,7 +84,7 @@ def _refuse_step(name: str, value: object) -> None:
 
 
 def flag(name: str, value: object) -> bool:
-    """Validate a bool; numbers are rejected, because in TF's argument order a number is in this position."""
+    """Validate a bool; a number is rejected, because in TF's argument order a number has this position."""
     try:
         return as_bool(value, name)
     except TypeError as error:
@@ -103,14 +103,14 @@ def as_fraction(name: str, value: object, *, zero: bool = False, meaning: str = 
 
 
 def as_tf_duration(name: str, value: object, schedule: Callable[..., Any]) -> Fraction:
-    """Convert the length of a decay of `tf.train`; an array is a step, below 1 it is another library's order."""
+    """Convert the length of a decay of `tf.train`; reject an array, which is a step, and a rate (below 1)."""
     _refuse_step(name, value)
     length = as_fraction(name, value, meaning=NO_STEP)
     return length if length >= 1 else as_step_count(name, value, schedule)
 
 
 def as_step_count(name: str, value: Any, schedule: Callable[..., Any], *, zero: bool = False) -> Fraction:
-    """Validate a number of steps; a float, as in another library's argument order, is rejected."""
+    """Validate a number of steps; reject a float, which another library has in this position."""
     order = f"the arguments are {schedule.__name__}({', '.join(inspect.signature(schedule).parameters)})"
     is_float = isinstance(value, float) or (trees.is_array(value) and jnp.issubdtype(value.dtype, jnp.floating))
     if is_float:
@@ -129,7 +129,7 @@ def numbers(**values: Any) -> list[Any]:
 
 
 def as_tf_number(name: str, value: object, **bounds: Unpack[Bounds]) -> Any:
-    """Convert a rate, a ratio or a fraction of a schedule of `tf.train`; an array of integers is a step."""
+    """Convert a rate, a ratio or a fraction of a schedule of `tf.train`; reject an array of integers (a step)."""
     _refuse_step(name, value)
     return as_float_or_array(name, value, **bounds)
 
@@ -147,7 +147,7 @@ def as_float_or_array(name: str, value: object, **bounds: Unpack[Bounds]) -> Any
 
 
 def progress(step: Array, start: Fraction, end: Fraction) -> tuple[Array, Array]:
-    """The fractions of the way from `start` to `end` that have passed and that are left, each precise near its 0."""
+    """The fractions of the interval from `start` to `end` that have passed and that remain, each precise near its 0."""
     largest = int(np.iinfo(step.dtype).max)
     scale = start.denominator if math.ceil(end) * start.denominator <= largest else 1
     first = max(min(round(start * scale), largest), -largest)
@@ -213,8 +213,8 @@ def divide_steps(step: Array, length: Fraction) -> Periods:
     # lax.div rounds towards zero: for steps ≥ 0 the result of //, in fewer operations.
     size, in_real = jnp.full_like(step, n), jnp.asarray(n, real)
     u, v = jax.lax.div(step, size), jax.lax.rem(step, size)
-    more, v = jax.lax.div(v * d, size), jax.lax.rem(v * d, size)
-    return Periods(u.astype(real) * d + more.astype(real), v.astype(real) / in_real, (n - v).astype(real) / in_real)
+    carry, v = jax.lax.div(v * d, size), jax.lax.rem(v * d, size)
+    return Periods(u.astype(real) * d + carry.astype(real), v.astype(real) / in_real, (n - v).astype(real) / in_real)
 
 
 def power(base: Any, periods: Periods, *, staircase: bool) -> Array:

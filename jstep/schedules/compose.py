@@ -90,7 +90,7 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
         step = as_steps(step)
         dtype = trees.default_float()
         is_plain = all(isinstance(number, float) for number in numbers)  # then one constant, not one for each
-        table = jnp.asarray(numbers, dtype) if is_plain else jnp.stack([jnp.asarray(one, dtype) for one in numbers])
+        table = jnp.asarray(numbers, dtype) if is_plain else jnp.stack([jnp.asarray(x, dtype) for x in numbers])
         last = np.iinfo(step.dtype).max
         firsts = jnp.asarray(np.array([min(max(edge, -1), last) for edge in edges], step.dtype))
         return table[jnp.searchsorted(firsts, step, side="left")]
@@ -207,15 +207,15 @@ def join(schedules: Sequence[ScalarOrSchedule], boundaries: Sequence[int]) -> Sc
         )
     if edges and edges[0] <= 0:
         raise ValueError(f"boundaries[0]={edges[0]}: must be > 0, or the first schedule would never be used")
-    parts = [_as_schedule(f"schedules[{i}]", part) for i, part in enumerate(schedules)]
-    parts = [parts[0], *(shift(part, edge) for part, edge in zip(parts[1:], edges, strict=True))]
+    segments = [_as_schedule(f"schedules[{i}]", entry) for i, entry in enumerate(schedules)]
+    segments = [segments[0], *(shift(segment, edge) for segment, edge in zip(segments[1:], edges, strict=True))]
 
     def joined(step: Step, /) -> Any:
         step = as_steps(step)
-        value = _floating(parts[0](step))
-        for part, edge in zip(parts[1:], edges, strict=True):
+        value = _floating(segments[0](step))
+        for segment, edge in zip(segments[1:], edges, strict=True):
             if edge <= np.iinfo(step.dtype).max:
-                later = _floating(part(step))
+                later = _floating(segment(step))
                 value = jnp.where(step >= edge, later.astype(value.dtype), value)
         return value
 
@@ -246,13 +246,13 @@ def times(*schedules: ScalarOrSchedule) -> Schedule:
     """
     if not schedules:
         raise ValueError("schedules: must be at least one schedule or number, got none")
-    parts = [_as_schedule(f"schedules[{i}]", part) for i, part in enumerate(schedules)]
+    factors = [_as_schedule(f"schedules[{i}]", entry) for i, entry in enumerate(schedules)]
 
     def product(step: Step, /) -> Any:
         step = as_steps(step)
-        value = _floating(parts[0](step))
-        for part in parts[1:]:
-            value = value * _floating(part(step)).astype(value.dtype)
+        value = _floating(factors[0](step))
+        for factor in factors[1:]:
+            value = value * _floating(factor(step)).astype(value.dtype)
         return value
 
     return product
