@@ -25,7 +25,7 @@ from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, doing
 # JAX counts calls of its synchronization point over the lifetime of the process, so this counter is global, too.
 _calls = itertools.count(1)
 _has_stopped = threading.Event()
-"""Whether the service has stopped a run of this program; it can do so only once."""
+"""Set when the preemption service has stopped a run of this process, which it can do only once."""
 _SMALLEST = 1024  # minimum number of bytes to exchange
 _T = TypeVar("_T")
 
@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 def should_stop() -> bool:
     """Return whether all processes must stop after this call, because one of them received SIGTERM.
 
-    All must call this after each call of the step. It queries JAX's preemption service, without device work.
+    All must call this after each call of the training step. It queries JAX's preemption service, without device work.
     """
     try:
         with doing(AGREEING):
@@ -46,7 +46,7 @@ def should_stop() -> bool:
 
 
 def refuse_another_run() -> None:
-    """Refuse a run that no signal could stop, because a signal has stopped one before."""
+    """Reject a run that no signal could stop, because a signal has stopped an earlier run of this process."""
     if _has_stopped.is_set():
         raise RuntimeError(
             "train: a signal stopped an earlier run, and JAX stops only one; let processes exit on jstep.Preempted"
@@ -77,11 +77,11 @@ class AgreedClock:
             self._first_step = step
         if step < self._ask_at:
             return False
-        now = self._clock()
-        per_step = (now - self._began) / max(1, step - self._first_step)
-        left = max(0.0, self._secs - (now - self._last))
+        time_now = self._clock()
+        per_step = (time_now - self._began) / max(1, step - self._first_step)
+        left = max(0.0, self._secs - (time_now - self._last))
         gap = min(left, self._secs / 10) / max(per_step, 1e-6)
-        over, gap_of_all = broadcast_ints(now - self._last >= self._secs, min(max(1, int(gap)), 100_000))
+        over, gap_of_all = broadcast_ints(time_now - self._last >= self._secs, min(max(1, int(gap)), 100_000))
         self._ask_at = step + gap_of_all
         return bool(over)
 
@@ -104,8 +104,8 @@ def any_process(true: bool) -> bool:
     return bool(max_over_processes(np.array([true]))[0])
 
 
-def max_over_processes(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return _gathered(mine).max(axis=0)
+def max_over_processes(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return _gathered(values).max(axis=0)
 
 
 def gather_texts(text: str) -> list[str]:
@@ -120,7 +120,7 @@ def gather_texts(text: str) -> list[str]:
 def on_all_processes(fn: Callable[[], _T], problem: str, kind: type[Exception] = RuntimeError) -> _T:
     """Return `fn()`, which must not communicate; an error on one process is raised on all.
 
-    Otherwise the remaining processes would wait forever. Elsewhere the error is `kind`, with `problem` and the process.
+    Otherwise the remaining processes would wait forever. They raise `kind`, with `problem` and the process that failed.
     """
     error: Exception | None = None
     try:
@@ -159,7 +159,7 @@ def first_ints_on_all(
 
 
 class AgreedShapes:
-    """The batch shapes that all processes have agreed on: different ones would make them wait forever."""
+    """The batch shapes that all processes have agreed on; with different shapes they would wait forever."""
 
     def __init__(self) -> None:
         self._known: set[Any] = set()
@@ -177,11 +177,11 @@ class AgreedShapes:
         if not any(map(_spans_processes, (*jax.tree.leaves(args), getattr(state, "global_step", None)))):
             return  # not recorded either: one process may run steps by itself
         with doing(AGREEING_ON_SHAPES):
-            each = gather_texts(_described(args))
-        for process, described in enumerate(each):
-            if described != each[0]:
+            batches = gather_texts(_described(args))
+        for process, batch in enumerate(batches):
+            if batch != batches[0]:
                 raise ValueError(
-                    f"batch: must be alike on all processes, got {each[0]} on process 0, {described} on {process}"
+                    f"batch: must be alike on all processes, got {batches[0]} on process 0, {batch} on {process}"
                 )
         self._known.add(shapes)
 
@@ -191,7 +191,7 @@ def _spans_processes(leaf: object) -> bool:
 
 
 def _described(args: tuple[Any, ...]) -> str:
-    """Name the type of each array over all processes, and its path."""
+    """Describe each array by its type over all processes and its path."""
     named = trees.leaves_with_paths(trees.args_to_batch(args))
     types = [array_type(np.shape(leaf), np.dtype(jax.dtypes.result_type(leaf)).name) for _, leaf in named]
     return ", ".join(kind + (f" at {path!r}" if path else "") for kind, (path, _) in zip(types, named, strict=True))
@@ -199,8 +199,8 @@ def _described(args: tuple[Any, ...]) -> str:
 
 def broadcast_bytes(data: bytes) -> bytes:
     (size,) = broadcast_ints(len(data))
-    mine = np.frombuffer(data[:size].ljust(size, b"\0"), np.uint8)
-    return _broadcast_from_0(mine).astype(np.uint8).tobytes() if size else b""
+    padded = np.frombuffer(data[:size].ljust(size, b"\0"), np.uint8)
+    return _broadcast_from_0(padded).astype(np.uint8).tobytes() if size else b""
 
 
 def broadcast_ints(*numbers: int) -> list[int]:
@@ -209,14 +209,14 @@ def broadcast_ints(*numbers: int) -> list[int]:
     return [int(high) * 2**31 + int(low) for high, low in _broadcast_from_0(halves)]
 
 
-def _gathered(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _gathered(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     with internal_transfers(), doing(AGREEING):
-        return np.asarray(multihost_utils.process_allgather(mine))
+        return np.asarray(multihost_utils.process_allgather(values))
 
 
-def _broadcast_from_0(mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _broadcast_from_0(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     with internal_transfers(), doing(AGREEING):
-        return np.asarray(multihost_utils.broadcast_one_to_all(mine))
+        return np.asarray(multihost_utils.broadcast_one_to_all(values))
 
 
 # Initialization of multi-process training, from arguments and the environment variables of launchers.

@@ -14,11 +14,13 @@ from jstep.core.checks import truncate
 from jstep.pictures.html_tables import html_text
 
 Numbers: TypeAlias = np.ndarray[Any, Any]
-_WIDTH, _HEIGHT, _LOW = 560, 168, 110
+_WIDTH = 560
+_HEIGHT = 168
+_LOW = 110
 """The size of the plot area, which is stretched to the width of the page, and the height of a small one."""
 COLORS, _DASHES = 10, 4
 NEUTRAL = COLORS
-"""The color of runs that stand back: thin, gray and coarse, without a legend entry."""
+"""The color of runs in the background: thin, gray and coarse, without a legend entry."""
 
 
 @functools.cache
@@ -43,7 +45,7 @@ class Curve(NamedTuple):
 
 
 class Dot(NamedTuple):
-    """A point of a picture by `dots`, at a number or a category."""
+    """A point of a picture by `dots`; its place is a number or a category."""
 
     place: float | str
     value: float
@@ -78,7 +80,7 @@ def picture(
 ) -> str:
     """Draw curves over the step as a `<figure>`; a page with many figures includes the style once.
 
-    `columns` is how many columns a colored and a neutral curve may have.
+    `columns` are the maximum numbers of points across of a colored and of a neutral curve.
     """
     finite = [curve.values[np.isfinite(curve.values)] for curve in curves]
     up = _axis(np.concatenate([*finite, []]))
@@ -88,14 +90,16 @@ def picture(
     def x(step: Any) -> Any:
         return (step - first) / ((last - first) or 1) * _WIDTH
 
-    drawn, keys, texts = list[str](), list[str](), list[str]()
+    drawn: list[str] = []
+    keys: list[str] = []
+    texts: list[str] = []
     ticks = _round_ticks(Decimal(first), Decimal(last), 5)
     ticks = [tick for tick in ticks if first <= tick <= last and tick == int(tick)]
     for tick, text in zip(ticks, _labels(ticks), strict=True):
         drawn.append(_tick(x(int(tick))))
         texts.append(_below(x(int(tick)), text, _HEIGHT))
     texts.append(f'<text class="unit" x="100%" y="{_HEIGHT + 32}" text-anchor="end">step</text>')
-    for i, curve in sorted(enumerate(curves), key=lambda each: each[1].color != NEUTRAL):
+    for i, curve in sorted(enumerate(curves), key=lambda pair: pair[1].color != NEUTRAL):
         kind, key = f"s{curve.color}{' pale' * curve.pale}", i if curve.key is None else curve.key
         is_neutral = curve.color == NEUTRAL
         kept = thin(curve.steps, curve.values, columns[is_neutral])
@@ -121,16 +125,16 @@ def picture(
 
 
 _LETTERS, _MAX_LABELS = 32, 8
-"""The letters and the labels for which the line below a small picture has room on a phone."""
+"""The numbers of letters and labels that fit below a small picture on a phone."""
 
 
 def dots(title: str, points: Sequence[Dot], y_label: str) -> str:
     """Draw points over numbers, on a logarithmic axis if they span two decades, or over categories."""
     up = _axis(np.asarray([point.value for point in points], float))
     if all(isinstance(point.place, float) for point in points):
-        places = np.asarray([point.place for point in points], float)
-        axis = _axis(places, 2)
-        xs, ticks = list(axis.share(places) * _WIDTH), axis.ticks
+        positions = np.asarray([point.place for point in points], float)
+        axis = _axis(positions, 2)
+        xs, ticks = list(axis.share(positions) * _WIDTH), axis.ticks
         labels = ticks[:: -(-len(ticks) * (max(len(text) for _, text in ticks) + 1) // _LETTERS)]
     else:
         names = list(dict.fromkeys(str(point.place) for point in points))
@@ -147,8 +151,8 @@ def dots(title: str, points: Sequence[Dot], y_label: str) -> str:
 
 
 def _below(x: float, text: str, height: int) -> str:
-    place = f'x="{x / _WIDTH:.2%}" y="{height + 16}"'
-    return f'<text class="x" {place} text-anchor="middle">{html_text(text)}</text>'
+    position = f'x="{x / _WIDTH:.2%}" y="{height + 16}"'
+    return f'<text class="x" {position} text-anchor="middle">{html_text(text)}</text>'
 
 
 def _tick(x: float) -> str:
@@ -156,8 +160,8 @@ def _tick(x: float) -> str:
 
 
 def _marked(kind: str, d: str, text: str, key: int | None) -> str:
-    of = "" if key is None else f' data-i="{key}"'
-    return f'<path class="{kind}"{of} d="{d}"><title>{html_text(text)}</title></path>'
+    data = "" if key is None else f' data-i="{key}"'
+    return f'<path class="{kind}"{data} d="{d}"><title>{html_text(text)}</title></path>'
 
 
 def _framed(
@@ -184,12 +188,12 @@ def _framed(
 
 def legend_key(text: str, color: int, dash: int, key: int | None = None) -> str:
     line = f'<svg width="18" height="8"><path class="s{color} d{dash % _DASHES}" d="M0,4h18"/></svg>'
-    of = "" if key is None else f' data-i="{key}"'
-    return f'<span class="key"{of}>{line} {html_text(text)}</span>'
+    data = "" if key is None else f' data-i="{key}"'
+    return f'<span class="key"{data}>{line} {html_text(text)}</span>'
 
 
 class _Axis(NamedTuple):
-    """An axis; its ends are numbers, or exponents of ten, and its ticks shares of its length with their labels."""
+    """An axis. Its ends are numbers, or exponents of ten; its ticks are positions from 0 to 1 with their labels."""
 
     low: float
     high: float
@@ -197,7 +201,7 @@ class _Axis(NamedTuple):
     is_log: bool
 
     def share(self, values: Any) -> Any:
-        """How far along the axis numbers are, from 0 to 1; NaN for those that are not finite."""
+        """The positions of numbers along the axis, from 0 to 1; NaN for numbers that are not finite."""
         with np.errstate(all="ignore"):
             places = _between(np.log10(values) if self.is_log else values, self.low, self.high)
         return np.where(np.isfinite(places), places, np.nan)
@@ -259,7 +263,7 @@ def _label(tick: Decimal, is_short: bool) -> str:
 
 
 def thin(steps: Numbers, values: Numbers, columns: int) -> Numbers:
-    """Return the indices of the points that show in so many columns: their ends, extremes and first nonfinite one."""
+    """Return the indices of the points to draw in so many columns: ends, extremes and first nonfinite point of each."""
     if values.size <= 4 * columns:
         return np.arange(values.size)
     ahead = (steps - steps[0]) / ((int(steps[-1]) - int(steps[0])) or 1)
@@ -276,7 +280,7 @@ def thin(steps: Numbers, values: Numbers, columns: int) -> Numbers:
 
 
 def _path(x: Numbers, y: Numbers, digits: int) -> tuple[str, str, list[int]]:
-    """Return lines, isolated points and the places of gaps."""
+    """Return lines, isolated points and the positions of gaps."""
     lines, bad = list[dict[str, None]]([{}]), dict[int, None]()
     for at, height in zip(x.tolist(), y.tolist(), strict=True):
         if math.isnan(height):

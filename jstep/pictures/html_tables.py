@@ -12,7 +12,7 @@ _RULE = "border-bottom: 1px solid color-mix(in srgb, currentColor 35%, transpare
 
 
 def html_text(text: object) -> str:
-    """Escape text of others for a page, as `printable` does for a terminal."""
+    """Escape untrusted text for a page, as `printable` does for a terminal."""
     return html.escape(printable(text))
 
 

@@ -58,10 +58,10 @@ class Coordinator:
 
     def __init__(self, clean_stop_exception_types: Iterable[type[BaseException]] | None = None) -> None:
         types: Any = (OutOfRangeError,) if clean_stop_exception_types is None else clean_stop_exception_types
-        each = tuple(types) if isinstance(types, Iterable) else (types,)
-        if not all(isinstance(t, type) and issubclass(t, BaseException) for t in each):
+        clean_types = tuple(types) if isinstance(types, Iterable) else (types,)
+        if not all(isinstance(t, type) and issubclass(t, BaseException) for t in clean_types):
             raise TypeError(f"clean_stop_exception_types={format_value(types)}: must be exception types")
-        self._clean_stop_types = each
+        self._clean_stop_types = clean_types
         # Reentrant: a signal handler may request a stop while the main thread holds the lock.
         self._changed = threading.Condition(threading.RLock())
         self._stopped = False

@@ -104,7 +104,9 @@ class QueueRunner:
         with self._lock:
             if self.is_running():
                 raise RuntimeError("create_threads: threads of an earlier call have not ended; join them first")
-            self._exceptions, self._coord, self._left = [], coord, len(self._ops)
+            self._exceptions = []
+            self._coord = coord
+            self._left = len(self._ops)
             if coord:
                 coord.call_on_stop(lambda: self._queue.close(cancel_pending_enqueues=True))
             threads: list[threading.Thread] = []
@@ -133,7 +135,7 @@ class QueueRunner:
             if ex.__cause__:  # the op's input failed: pass the cause on to the consumers of this queue
                 self._queue.fail(ex.__cause__)
         except CancelledError as ex:
-            if not self._queue.is_closed() and threading.main_thread().is_alive():  # that of another queue
+            if not self._queue.is_closed() and threading.main_thread().is_alive():  # an exception of another queue
                 self._report(ex)
         except BaseException as ex:
             self._report(ex)

@@ -79,7 +79,7 @@ _POLL_SECS = 0.25
 
 
 def _empty_batch_of(element: object) -> tuple[Any, ...]:
-    """An empty batch of such elements, in a tuple; () if they cannot be stacked."""
+    """An empty batch of elements like this one, in a tuple; () if they cannot be stacked."""
     try:
         return (no_rows(element),)
     except Exception:
@@ -90,7 +90,7 @@ class BoundedQueue:
     """A bounded queue; subclasses choose the next element.
 
     The elements are `_items`, in order of arrival, and `_pool`, elements that a subclass has taken out of it.
-    A change wakes all threads that wait for one, and each looks whether it may continue.
+    A change wakes all threads that wait for one, and each checks whether it may continue.
     """
 
     def __init__(self, capacity: int, min_after_dequeue: int = 0) -> None:
