@@ -127,8 +127,8 @@ def _squares(share: Array, up: Any, largest: int) -> Array:
 def fractions_at(shape: tuple[int, ...], turn: Turn, first: tuple[Any, ...] | None = None) -> Array:
     """A number in [0, 1) for each element: a hash of its position, moved by the golden ratio in each step.
 
-    They are spread more evenly over the steps than random numbers, so rounding errors cancel sooner. `first` is the
-    position of a part in the whole.
+    These numbers are spread more evenly over the steps than random ones, and so rounding errors cancel sooner.
+    `first` is the position of a slice in the whole array.
     """
     n = jnp.zeros(shape, jnp.uint32) + jnp.asarray(turn.salt).astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
     for axis in range(len(shape)):
@@ -145,7 +145,7 @@ def fractions_at(shape: tuple[int, ...], turn: Turn, first: tuple[Any, ...] | No
 def split_halves(x: Array, fractions: Any = 0.5) -> tuple[Array, Array]:
     """A float32 as a bfloat16 and the next 8 bits, from −128 to 127 of its last place.
 
-    The bfloat16 is both together, rounded half up: with ties to even a remainder would need a ninth bit.
+    The bfloat16 is the float32 rounded half up: with ties to even, the remainder would need a ninth bit.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     finite = jnp.isfinite(x)
@@ -167,7 +167,7 @@ def join_halves(top: Array, low: Array) -> Array:
 
 
 def decode_leaf(stored: Any, half: Any, flat: bool = False) -> Any:
-    """The values of a leaf; half=None if it is stored as it is."""
+    """The values of a leaf; `half` is None if the leaf is not compact."""
     if half is None:
         return stored
     return join_halves(stored, half) if stored.dtype == jnp.bfloat16 else decode(stored, half, flat)

@@ -65,7 +65,7 @@ class RowsInOrder(IndexedSlices):
     """Slices with one entry for each row of the table, in order, of which only some are named.
 
     Entry i names row i if `indices[i] == i`. The others are zero rows at the first named index, so that code that does
-    not know this class sees valid slices; code that does needs no sort, gather or scatter.
+    not know this class sees valid slices; code that knows it needs no sort, gather or scatter.
     """
 
     @property
@@ -108,24 +108,24 @@ def is_slices(x: object) -> bool:
 
 def check(slices: IndexedSlices, path: str = "", shape: tuple[int, ...] | None = None) -> None:
     """Validate slices; the range of indices is checked only if they are concrete."""
-    where = f"IndexedSlices at {quote_path(path)}" if path else "IndexedSlices"
+    subject = f"IndexedSlices at {quote_path(path)}" if path else "IndexedSlices"
     if shape is not None and slices.dense_shape != tuple(shape):
-        raise ValueError(f"{where}: dense_shape={slices.dense_shape}, but the parameter has shape {tuple(shape)}")
+        raise ValueError(f"{subject}: dense_shape={slices.dense_shape}, but the parameter has shape {tuple(shape)}")
     if not slices.dense_shape:
-        raise ValueError(f"{where}: dense_shape=() has no rows; a scalar takes a plain gradient")
+        raise ValueError(f"{subject}: dense_shape=() has no rows; a scalar takes a plain gradient")
     if not jnp.issubdtype(jnp.result_type(slices.indices), jnp.integer):
-        raise TypeError(f"{where}: indices must be integers, got {jnp.result_type(slices.indices)}")
+        raise TypeError(f"{subject}: indices must be integers, got {jnp.result_type(slices.indices)}")
     if np.ndim(slices.indices) != 1:
-        raise ValueError(f"{where}: indices must have shape (n,), got {np.shape(slices.indices)}")
+        raise ValueError(f"{subject}: indices must have shape (n,), got {np.shape(slices.indices)}")
     expected = (np.shape(slices.indices)[0], *slices.dense_shape[1:])
     if np.shape(slices.values) != expected:
-        raise ValueError(f"{where}: values must have shape {expected}, got {np.shape(slices.values)}")
+        raise ValueError(f"{subject}: values must have shape {expected}, got {np.shape(slices.values)}")
     indices = concrete(slices.indices)
     if indices is not None and indices.size:
         low, high = int(indices.min()), int(indices.max())
         if low < 0 or high >= slices.dense_shape[0]:
             wrong = low if low < 0 else high
-            raise ValueError(f"{where}: indices must be ≥ 0 and < {slices.dense_shape[0]}, got {wrong}")
+            raise ValueError(f"{subject}: indices must be ≥ 0 and < {slices.dense_shape[0]}, got {wrong}")
 
 
 @exempts_transfers

@@ -14,10 +14,10 @@ from jstep.slots import indexed_slices
 
 
 class NoGradientsError(ValueError):
-    """No leaf has a gradient: an error for a whole update; a part of a `partition` skips such a step."""
+    """No leaf has a gradient: an error for a whole update; an optimizer of a `partition` skips such a step."""
 
     def __init__(self, params: Params, why: str = "") -> None:
-        # It is unpickled with its message alone.
+        # Pickle calls it with the message alone.
         text = f"No gradients provided for any variable: {trees.leaf_paths(params)[:20]}. {why}" if why else params
         super().__init__(text)
 
@@ -42,34 +42,34 @@ def _checked_gradient(gradient: Tree, leaf: Any, path: str) -> Any:
             f"gradients: got a gradient for {trees.quote_path(path)}, whose dtype {jnp.result_type(leaf)} cannot be "
             "trained; pass None instead"
         )
-    where = f"gradients: the gradient at {trees.quote_path(path)}"
+    subject = f"gradients: the gradient at {trees.quote_path(path)}"
     if indexed_slices.is_slices(gradient):
         indexed_slices.check(gradient, path, np.shape(leaf))
         dtype = jnp.result_type(gradient.values)
     else:
         if not (trees.is_array(gradient) or isinstance(gradient, float | int)):
-            raise TypeError(f"{where} must be an array, got {describe_type(gradient)}")
+            raise TypeError(f"{subject} must be an array, got {describe_type(gradient)}")
         gradient = trees.native(gradient, path, "gradients")
         if not trees.is_array(gradient):
             gradient = jnp.asarray(gradient, jnp.result_type(leaf))
         dtype = gradient.dtype
         if gradient.shape != np.shape(leaf):
-            raise ValueError(f"{where} has shape {gradient.shape}, its parameter has shape {np.shape(leaf)}")
+            raise ValueError(f"{subject} has shape {gradient.shape}, its parameter has shape {np.shape(leaf)}")
     if not trees.is_floating(dtype):
-        raise TypeError(f"{where} has dtype {dtype}; it must be floating point")
+        raise TypeError(f"{subject} has dtype {dtype}; it must be floating point")
     return gradient
 
 
-def require_slots(names: Collection[str], held: Slots) -> Slots:
+def require_slots(names: Collection[str], slots: Slots) -> Slots:
     for name in names:
-        if name not in held:
+        if name not in slots:
             # An element of a chain gets its own slots only: if it has none, the state may still have others.
-            has = f"it has {sorted(held)}" if held else "nor any other of this optimizer"
+            has = f"it has {sorted(slots)}" if slots else "nor any other of this optimizer"
             raise ValueError(
                 f"the state has no slot {name!r}, {has}. It was created with another optimizer: use that "
                 "one, or create new slots with TrainState.create(params, optimizer, global_step=state.global_step)."
             )
-    return {name: held[name] for name in names}
+    return {name: slots[name] for name in names}
 
 
 def describe_difference(new: object, old: object) -> str:
@@ -79,7 +79,9 @@ def describe_difference(new: object, old: object) -> str:
     if words := [f"{what} {', '.join(map(repr, paths[:5]))}" for what, paths in both if paths]:
         return "; ".join(words)
     for path, leaf in after.items():
-        now, was = (array_type(np.shape(x), getattr(x, "dtype", type(x).__name__)) for x in (leaf, before[path]))
-        if now != was:
-            return f"whose {path!r} is {now} instead of {was}"
+        new_type, old_type = (
+            array_type(np.shape(x), getattr(x, "dtype", type(x).__name__)) for x in (leaf, before[path])
+        )
+        if new_type != old_type:
+            return f"whose {path!r} is {new_type} instead of {old_type}"
     return ""

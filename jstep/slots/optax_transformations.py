@@ -46,7 +46,7 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
             state = transformation.init(seen(params))
         _refuse_private(state)
         slots = _StateSlots(name, state, params).slots
-        return {slot: jax.tree.map(_own_copy, tree) for slot, tree in slots.items()}
+        return {slot: jax.tree.map(_separate_copy, tree) for slot, tree in slots.items()}
 
     def skeleton(params: Params) -> _StateSlots:
         with standard_promotion():
@@ -64,7 +64,7 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
         return inferred.joined(Roles(details=origins)).ordered()
 
     def of_leaves(gradients: list[Any], slots: Slots, params: Params, shape: _StateSlots, extra_of: Any) -> Any:
-        """The updates and slots of the leaves of `params`; `extra_of(grads)` is of the loss of all parameters."""
+        """The updates and slots of the leaves of `params`; `extra_of(grads)` uses the loss of all parameters."""
         leaves, treedef = trees.flatten(params)
         pairs = zip(gradients, leaves, strict=True)
         grads = treedef.unflatten([dense(g, p) if trees.is_trainable(p) else None for g, p in pairs])
@@ -114,7 +114,7 @@ _ORIGINS = ("x0", "init_particles")
 
 
 def _refuse_private(state: Tree) -> None:
-    """Raise for `dpsgd`, which would take the first axis of a mean gradient for the examples."""
+    """Reject `dpsgd`, which would treat the first axis of a mean gradient as the examples."""
 
     def is_private(node: object) -> bool:
         return type(node).__name__ == "DifferentiallyPrivateAggregateState"
@@ -149,7 +149,7 @@ class _StateSlots:
         self.slots = {slot: self._slot(node, self.parts_of[slot]) for slot, node in named.items()}
 
     def _parts(self, node: object) -> list[Any] | None:
-        """The values at the trained leaves if a node is like params; some may be nodes without leaves."""
+        """The values at the trained leaves, or nodes without leaves, if a node has the structure of params."""
         if self._of_trained.num_leaves == 0 or jax.tree_util.all_leaves([node]):
             return None
         try:
@@ -170,8 +170,8 @@ class _StateSlots:
             if parts is None:
                 return slots[slot]
             leaves = self._params.flatten_up_to(slots[slot])
-            mine = [leaf for leaf, trained in zip(leaves, self._trained, strict=True) if trained]
-            return self._of_trained.unflatten([p if x is None else x for x, p in zip(mine, parts, strict=True)])
+            trained = [leaf for leaf, is_trained in zip(leaves, self._trained, strict=True) if is_trained]
+            return self._of_trained.unflatten([p if x is None else x for x, p in zip(trained, parts, strict=True)])
 
         return self._state.unflatten([value(*item) for item in self.parts_of.items()])
 
@@ -189,10 +189,10 @@ def seen(params: Params) -> Params:
     return jax.tree.map(lambda leaf: leaf.astype(trees.compute_dtype(leaf.dtype)), _trained_only(params))
 
 
-def _own_copy(leaf: Any) -> Any:
+def _separate_copy(leaf: Any) -> Any:
     """Copy to a separate buffer: some initial states alias the parameters or contain an array twice."""
     if trees.is_key(leaf):
-        return jnp.copy(leaf)  # leaf.copy() fails where a program is traced
+        return jnp.copy(leaf)  # leaf.copy() fails during tracing
     # A weak type would become strong in the first step, which would recompile it.
     return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)), copy=True)
 
@@ -218,7 +218,7 @@ def _unless_absent(old: Any, new: Any, treedef: Any, absent: list[bool]) -> Any:
 # Arguments of a transformation besides the gradients.
 
 EXTRA = ("value", "grad", "value_fn")
-"""The extra arguments that Optax's own transformations take."""
+"""The extra arguments that Optax's own transformations accept."""
 
 
 def takes_extra(update: Callable[..., Any]) -> Callable[[str], bool]:
@@ -245,8 +245,8 @@ def _value_fn(value_and_grad: Callable[[Params], tuple[Array, Updates]], params:
 
     def evaluated(seen: Params) -> tuple[Array, Params]:
         seen_leaves = treedef.flatten_up_to(seen)
-        own = [p if s is None else s.astype(p.dtype) for s, p in zip(seen_leaves, leaves, strict=True)]
-        loss, gradients = value_and_grad(treedef.unflatten(own))
+        values = [p if s is None else s.astype(p.dtype) for s, p in zip(seen_leaves, leaves, strict=True)]
+        loss, gradients = value_and_grad(treedef.unflatten(values))
         pairs = zip(treedef.flatten_up_to(gradients), leaves, seen_leaves, strict=True)
         return _wide(loss), treedef.unflatten([None if s is None else dense(g, p) for g, p, s in pairs])
 

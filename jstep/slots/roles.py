@@ -53,7 +53,7 @@ COUNTS = (*AGES, Role.SCALE_SINCE)
 COPIES = (Role.COPY, Role.MASTER, Role.MASTER_COPY)
 """Slots that start as copies of the parameters: they follow if the parameters are restored without them."""
 WITH_A_START = (*COPIES, Role.AVERAGE)
-"""Slots with values like the parameters', which bring old values back if only the parameters are replaced."""
+"""Slots with values like the parameters', which restore old values if only the parameters are replaced."""
 HALVES = (Role.SCALES, Role.REMAINDER)
 """Slots that are only half of another slot, or of the parameters."""
 OUTERMOST = (Role.LOSS_SCALE, Role.NOISE, Role.NOISE_SQUARE, Role.NOISE_WEIGHT)
@@ -69,7 +69,7 @@ _OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS, *WITH_A_START, *HALVES)
 class Roles(Mapping[str, Role | None]):
     """Slot name → its role; immutable and hashable, so that it can be static metadata of a pytree.
 
-    Equality is made for metadata: unknown roles fit all others, and the initial values of a slot make no difference.
+    Equality serves static metadata: unknown roles equal all others, and the initial values of a slot do not matter.
     `dict(roles)` compares the roles themselves.
 
     Attributes:
@@ -106,14 +106,14 @@ class Roles(Mapping[str, Role | None]):
         if not isinstance(other, Roles):
             return NotImplemented
         if self.roles == other.roles and self.complete == other.complete:
-            return True  # quickly: JAX may compare the roles of two states at each step
-        mine, theirs = (
-            {name: None if role in WITH_A_START else role for name, role in roles.items()} for roles in (self, other)
+            return True  # the fast path: JAX may compare the roles of two states at each step
+        roles, other_roles = (
+            {name: None if role in WITH_A_START else role for name, role in either.items()} for either in (self, other)
         )
-        # For JAX a state made by hand has the structure of every other with its slots: a carry, in_axes and shardings
-        # may be written with the constructor.
-        is_unknown = any(not roles and not roles.complete for roles in (self, other))
-        return is_unknown or (mine == theirs and self.complete == other.complete)
+        # A state made by hand is equal in structure to every other state with its slots, so that a carry, in_axes and
+        # shardings can be written with the constructor.
+        is_unknown = any(not either and not either.complete for either in (self, other))
+        return is_unknown or (roles == other_roles and self.complete == other.complete)
 
     def __hash__(self) -> int:
         return hash(Roles)  # deliberately constant: `==` is not transitive, as unknown roles equal all others
@@ -229,7 +229,7 @@ def roles_of(optimizer: Optimizer, params: Params) -> Roles:
     declared |= dict.fromkeys(getattr(optimizer.init, "ages", ()), Role.AGE)
     try:
         slots, inherited = _traced(init, params)
-    except Exception:  # a custom init may need values; its slots are then known only once it has run
+    except Exception:  # a custom init may need values: its slots are unknown until it has run
         return Roles(declared, complete=False)
     partial = copies_in(lambda tree: init(tree, 0), params) | declared | inherited
     return infer_roles(slots, params, partial, lambda both: _traced(init, both)[0])
@@ -246,7 +246,7 @@ def init_labels(optimizer: Optimizer, params: Params) -> Labels | None:
 
 
 def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role]:
-    """The slots that are plain copies of the parameters, in any dtype, as a trace of `make` shows."""
+    """The slots that are plain copies of the parameters, in any dtype, according to a trace of `make`."""
 
     def sources(operation: Operation, operands: list[int | None]) -> list[int | None]:
         if operation.kind == "call":
@@ -274,7 +274,7 @@ def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role
 def infer_roles(
     slots: Slots, params: Params, known: Mapping[str, Role | None], again: Callable[[Params], Slots]
 ) -> Roles:
-    """The roles of slots of which only some are known; `again` is the function that made the slots."""
+    """The roles of all slots if only some are known; `again` is the function that made the slots."""
     # If the parameters are a single leaf, a slot of that leaf looks like a value for all parameters. With two leaves it
     # does not.
     single = [name for name in slots if name not in known and jax.tree_util.all_leaves([slots[name]])]
@@ -283,7 +283,7 @@ def infer_roles(
         try:
             doubled = again([params, params])
             shared = {name for name in single if jax.tree_util.all_leaves([doubled[name]])}
-        except Exception:  # it depends on the structure of params: only counts are then taken as shared
+        except Exception:  # it depends on the structure of params: only counts are shared then
             shared = {name for name in single if np.issubdtype(getattr(slots[name], "dtype", np.float32), np.integer)}
     return Roles({name: known.get(name, Role.SHARED if name in shared else None) for name in slots})
 
