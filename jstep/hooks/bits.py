@@ -119,7 +119,7 @@ class FingerprintHook(RunHook):
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         result = fingerprint_leaves(state)
         entry = functools.partial(fingerprint_log.make_entry, step, result, self._per_leaf)
-        self._pending.add(step, start_transfer([part for _, part in result.parts], entry), self._finish, self)
+        self._pending.add(step, start_transfer([words for _, words in result.groups], entry), self._finish, self)
         # If processes must raise together, each one finishes the same steps: those before the latest.
         if self._raises and not processes.is_single_process():
             self._pending.deliver_all(before=step)

@@ -74,7 +74,7 @@ def is_line(raw: bytes) -> bool:
 
 
 def make_entry(step: int, fingerprints: Fingerprints, per_leaf: bool) -> Entry:
-    words = stacked_words(fingerprints.parts)
+    words = stacked_words(fingerprints.groups)
     leaves = dict(zip(fingerprints.paths, map(as_hexadecimal, words), strict=True)) if per_leaf else None
     return Entry(step, as_hexadecimal(np.sum(words, axis=0, dtype=np.uint32)), leaves)
 

@@ -50,30 +50,30 @@ def with_params(state: Tree, params: Params) -> tuple[Params, Slots]:
     for i, (path, old) in enumerate(trees.leaves_with_paths(state.params)):
         if leaves[i] is old:
             continue
-        beside = {name: parts[i] for name, parts in set_slots.items() if parts[i] is not None}
+        slots = {name: values[i] for name, values in set_slots.items() if values[i] is not None}
         with meshes.internal_transfers():
-            leaves[i], new = _set(leaves[i], old, path, beside, roles)
+            leaves[i], new = _set(leaves[i], old, path, slots, roles)
         for name, value in new.items():
             set_slots[name][i] = value
-    return treedef.unflatten(leaves), state.slots | {n: treedef.unflatten(parts) for n, parts in set_slots.items()}
+    return treedef.unflatten(leaves), state.slots | {n: treedef.unflatten(values) for n, values in set_slots.items()}
 
 
-def _set(leaf: object, old: Any, path: str, beside: Slots, roles: Roles) -> tuple[Any, Slots]:
-    remainders = [n for n in beside if roles[n] is Role.REMAINDER and n not in roles.halves.values()]
-    precise = [beside[n].dtype for n in beside if roles[n] is Role.MASTER] + [np.dtype(np.float32)] * bool(remainders)
+def _set(leaf: object, old: Any, path: str, slots: Slots, roles: Roles) -> tuple[Any, Slots]:
+    remainders = [n for n in slots if roles[n] is Role.REMAINDER and n not in roles.halves.values()]
+    precise = [slots[n].dtype for n in slots if roles[n] is Role.MASTER] + [np.dtype(np.float32)] * bool(remainders)
     whole = _as_old_type(leaf, old, path, precise)
     with meshes.using_mesh(meshes.mesh_of(whole)):
         stored, new = whole.astype(old.dtype), Slots()
         if remainders:
             stored, low = compact_numbers.split_halves(whole.astype(jnp.float32))
             whole, new = compact_numbers.join_halves(stored, low), dict.fromkeys(remainders, low)
-        for name in (n for n in beside if roles[n] is not Role.REMAINDER):
+        for name in (n for n in slots if roles[n] is not Role.REMAINDER):
             value, half = whole if remainders or roles[name] in _EXACT else stored, roles.halves.get(name, "")
-            if half in beside:
+            if half in slots:
                 new[name], new[half] = compact_numbers.split_halves(value.astype(jnp.float32))
             else:
-                new[name] = value.astype(beside[name].dtype)
-    return _placed(stored, old), {name: _placed(value, beside[name]) for name, value in new.items()}
+                new[name] = value.astype(slots[name].dtype)
+    return _placed(stored, old), {name: _placed(value, slots[name]) for name, value in new.items()}
 
 
 def _as_old_type(leaf: object, old: Any, path: str, precise: list[Any]) -> Any:
@@ -102,8 +102,8 @@ def _placed(value: Any, old: Any) -> Any:
 def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str) -> None:
     """Warn once per run if parameters are replaced, but slots that restore the old ones are not."""
     roles, treedef = roles_in(state), trees.structure(state.params)
-    held = {*roles.of(*WITH_A_START), *roles.with_detail(SIGNED)}
-    names = [name for name in roles if name in held and name in state.slots and name in slots]
+    copies = {*roles.of(*WITH_A_START), *roles.with_detail(SIGNED)}
+    names = [name for name in roles if name in copies and name in state.slots and name in slots]
     of_run = WARNED.get()  # outside of a run, each `create` starts from scratch
     warned = roles.warned if of_run is None else of_run
     if not names or _UNDOES in warned or trees.structure(params) != treedef:
@@ -113,8 +113,8 @@ def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str) -> None
     if not all(trees.is_array(leaf) and not trees.is_traced(leaf) for pair in pairs for leaf in pair):
         return
     changed = [i for i, (new, old) in enumerate(pairs) if new is not old]
-    parts = {name: [treedef.flatten_up_to(tree[name]) for tree in (slots, state.slots)] for name in names}
-    left = [n for n, (new, old) in parts.items() if any(old[i] is not None and new[i] is old[i] for i in changed)]
+    pairs_of = {name: [treedef.flatten_up_to(tree[name]) for tree in (slots, state.slots)] for name in names}
+    left = [n for n, (new, old) in pairs_of.items() if any(old[i] is not None and new[i] is old[i] for i in changed)]
     if left and not all(trees.has_same_bits(*pairs[i]) for i in changed):
         warned.add(_UNDOES)
         _logger.warning(_UNDOES, what, ", ".join(map(repr, left)))

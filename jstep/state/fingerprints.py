@@ -72,10 +72,10 @@ def fingerprint(tree: Tree, per_leaf: bool = False) -> Any:
     # Inside a traced function, concrete leaves are hashed without tracing. `ensure_compile_time_eval` would also
     # compute the keys of all positions and store them in the program.
     with meshes.internal_transfers(), jax.core.eval_context():
-        parts = _by_placement(leaves, keys)
+        groups = _by_placement(leaves, keys)
         if not per_leaf:
-            return _total([part for _, part in parts])
-        rows = [(numbers, _split(part) if isinstance(part, jax.Array) else part) for numbers, part in parts]
+            return _total([words for _, words in groups])
+        rows = [(numbers, _split(words) if isinstance(words, jax.Array) else words) for numbers, words in groups]
         pairs = (pair for numbers, some in rows for pair in zip(numbers, some, strict=True))
         return {paths[number]: jnp.asarray(words) for number, words in sorted(pairs, key=operator.itemgetter(0))}
 
@@ -101,13 +101,13 @@ def start_fingerprints(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> lis
         return _by_placement(leaves, keys)
 
 
-def stacked_words(parts: Sequence[tuple[list[int], Any]]) -> np.ndarray[Any, Any]:
+def stacked_words(groups: Sequence[tuple[list[int], Any]]) -> np.ndarray[Any, Any]:
     """Return the results of `start_fingerprints` in the order of the leaves. Blocks."""
-    words = np.zeros((sum(len(numbers) for numbers, _ in parts), 2), U)
+    rows = np.zeros((sum(len(numbers) for numbers, _ in groups), 2), U)
     with meshes.internal_transfers():
-        for numbers, part in parts:
-            words[numbers] = np.asarray(part)
-    return words
+        for numbers, words in groups:
+            rows[numbers] = np.asarray(words)
+    return rows
 
 
 def as_hexadecimal(pair: object) -> str:
@@ -132,20 +132,20 @@ def _check(path: str, leaf: Any) -> None:
 def _by_placement(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[tuple[list[int], Any]]:
     """Compute fingerprints `[n, 2]` on each set of devices; of arrays in host memory by NumPy."""
     placements, on_host = group_by_devices(leaves)
-    parts: list[tuple[list[int], Any]] = []
+    groups: list[tuple[list[int], Any]] = []
     for numbers, mesh in placements:
-        parts.append((numbers, _by_shape([leaves[number] for number in numbers], keys[np.array(numbers)], mesh)))
+        groups.append((numbers, _by_shape([leaves[number] for number in numbers], keys[np.array(numbers)], mesh)))
     if on_host:
         sums = np.stack([host_sums(np.asarray(leaves[number])) for number in on_host])
-        parts.append((on_host, np.stack(combine_sums(sums, keys[np.array(on_host)]), axis=-1)))
-    return parts
+        groups.append((on_host, np.stack(combine_sums(sums, keys[np.array(on_host)]), axis=-1)))
+    return groups
 
 
-def _total(parts: Sequence[Any]) -> Any:
-    if len(parts) == 1 and isinstance(parts[0], jax.Array):
-        return compute_on(meshes.mesh_of(parts[0]), _summed, parts[0])
+def _total(words: Sequence[Any]) -> Any:
+    if len(words) == 1 and isinstance(words[0], jax.Array):
+        return compute_on(meshes.mesh_of(words[0]), _summed, words[0])
     # Sums on different devices are combined on the host.
-    return jnp.asarray(np.sum([np.zeros(2, U), *(_summed(np.asarray(part)) for part in parts)], axis=0, dtype=U))
+    return jnp.asarray(np.sum([np.zeros(2, U), *(_summed(np.asarray(rows)) for rows in words)], axis=0, dtype=U))
 
 
 def _summed(words: Any) -> Any:
@@ -156,7 +156,7 @@ class Fingerprints(NamedTuple):
     """Fingerprints of a tree's leaves, which their devices compute: indices of leaves, and their words `[n, 2]`."""
 
     paths: list[str]
-    parts: list[tuple[list[int], Any]]
+    groups: list[tuple[list[int], Any]]
 
 
 def fingerprint_leaves(tree: Tree) -> Fingerprints:
@@ -349,7 +349,7 @@ def _with_sums(rows: Tree, start: Any, leaves: Sequence[Any]) -> Any:
 
 
 def _split(rows: Tree) -> list[Any]:
-    """Return the rows by one program for all: n results of one program are slow to compile."""
+    """Return the rows, by one program for any row: a program with n results is slow to compile."""
     mesh = meshes.mesh_of(rows)
     return [compute_on(mesh, operator.getitem, rows, np.int32(number)) for number in range(len(rows))]
 

@@ -71,16 +71,16 @@ def get_global_step(state: Tree) -> Array | None:
 
 def find_step(state: Tree) -> Array | None:
     """Return the global step of a state, of any shape, or None."""
-    own: Any = state.get("global_step", state) if isinstance(state, Mapping) else getattr(state, "global_step", state)
-    if own is None and state is not None:
+    step: Any = state.get("global_step", state) if isinstance(state, Mapping) else getattr(state, "global_step", state)
+    if step is None and state is not None:
         return None
-    if isinstance(own, int | np.integer) and not isinstance(own, bool):
-        return create_global_step(own)
-    if not (hasattr(own, "dtype") and hasattr(own, "shape") and jnp.issubdtype(own.dtype, jnp.integer)):
+    if isinstance(step, int | np.integer) and not isinstance(step, bool):
+        return create_global_step(step)
+    if not (hasattr(step, "dtype") and hasattr(step, "shape") and jnp.issubdtype(step.dtype, jnp.integer)):
         raise TypeError(
-            f"state: its global_step, or the step itself, must be an integer scalar, got {describe_type(own)}"
+            f"state: its global_step, or the step itself, must be an integer scalar, got {describe_type(step)}"
         )
-    return own
+    return step
 
 
 def step_array(state: Tree, *, scalar: bool = False) -> Array:
@@ -174,10 +174,10 @@ def increment_global_step(state: Tree, amount: Step = 1) -> Any:
         >>> jstep.global_step(jstep.increment_global_step(state, 5))
         5
     """
-    more = _as_count(amount, "amount")
+    steps = _as_count(amount, "amount")
     before = step_array(state, scalar=True)
     placement.refuse_shapes(before, "state")
-    later = later_step(before, more)
+    later = later_step(before, steps)
     if isinstance(state, Mapping):
         return {**state, "global_step": later}
     if not hasattr(state, "global_step"):
@@ -199,8 +199,8 @@ def later_step(step: Any, by: Any = 1) -> Array:
     if isinstance(step, np.ndarray):
         step = _as_count(step, "global_step")
     last = int(np.iinfo(step.dtype).max)
-    before, more = trees.concrete(step), trees.concrete(by)
-    if before is not None and more is not None and int(before) + int(more) > last:
-        raise ValueError(f"global_step: {before} + {more} does not fit {step.dtype}; enable jax_enable_x64")
+    before, amount = trees.concrete(step), trees.concrete(by)
+    if before is not None and amount is not None and int(before) + int(amount) > last:
+        raise ValueError(f"global_step: {before} + {amount} does not fit {step.dtype}; enable jax_enable_x64")
     by = jnp.asarray(by).astype(step.dtype)
     return jnp.minimum(step, jnp.asarray(last, step.dtype) - by) + by

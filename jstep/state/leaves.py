@@ -60,7 +60,7 @@ _known_places = functools.lru_cache(maxsize=8)(_Places)
 
 
 class StateLeaves:
-    """The leaves of a tree, such as a state, flattened once, with what their places in states say of them.
+    """The leaves of a tree, such as a state, flattened once, and their positions in the states of the tree.
 
     Attributes:
         values: The leaves.
@@ -107,9 +107,9 @@ class StateLeaves:
         chosen = selection.resolve(params, leave_out, "leave_out")
         left_out = {i for i, is_chosen in zip(jax.tree.leaves(of_params), chosen, strict=True) if is_chosen}
         for name, tree in slots.items() if isinstance(slots, Mapping) else ():
-            places = owners(str(name), tree, params, roles_in(self.tree))
-            of_slot = zip(jax.tree.leaves(of_slots[name]), places, strict=True)
-            left_out |= {i for i, place in of_slot if place is not None and chosen[place]}
+            parameters = owners(str(name), tree, params, roles_in(self.tree))
+            of_slot = zip(jax.tree.leaves(of_slots[name]), parameters, strict=True)
+            left_out |= {i for i, parameter in of_slot if parameter is not None and chosen[parameter]}
         return left_out
 
 

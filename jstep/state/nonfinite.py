@@ -22,7 +22,7 @@ class StateContents:
     """The contents of each parameter and slot of a state, computed on its devices without blocking.
 
     With `read_cpus`, arrays on a CPU are read immediately: compilation usually takes longer. The model_state is
-    excluded: it may hold anything. Whoever has the leaves of the state already passes them in its place.
+    excluded: it may hold anything. A caller that already has the leaves of the state passes them instead.
     """
 
     def __init__(self, state: Tree | StateLeaves, *, params_only: bool = False, read_cpus: bool = True) -> None:
@@ -50,13 +50,13 @@ class StateContents:
     def worse_since(self, before: "StateContents | None") -> tuple[dict[str, int], list[str]]:
         """Wait, and compare with an earlier state, or with a finite one if it is None.
 
-        Returns leaves that became worse, except slots with infinity, and these slots: it may be valid there, such as a
-        bound.
+        Returns the leaves that became worse, except slots with infinity, and separately these slots: infinity may be
+        valid in a slot, such as a bound.
         """
-        then = {} if before is None else before.contents()
-        worse = {path: now for path, now in self.contents().items() if now > then.get(path, FINITE)}
-        infinite_slots = [path for path, now in worse.items() if now == INFINITE and path.startswith(f"{SLOTS}/")]
-        return {path: now for path, now in worse.items() if path not in infinite_slots}, infinite_slots
+        earlier = {} if before is None else before.contents()
+        worse = {path: kind for path, kind in self.contents().items() if kind > earlier.get(path, FINITE)}
+        infinite_slots = [path for path, kind in worse.items() if kind == INFINITE and path.startswith(f"{SLOTS}/")]
+        return {path: kind for path, kind in worse.items() if path not in infinite_slots}, infinite_slots
 
 
 def in_words(worse: Mapping[str, int]) -> str:
@@ -70,20 +70,20 @@ def _found(leaf: Any, read_cpus: bool) -> Any:
         return None
     if not isinstance(leaf, jax.Array) or (read_cpus and leaf.is_fully_addressable and placement.is_on_cpus(leaf)):
         return _contents_on_host(leaf)
-    # One program for all leaves of a shape. All processes that have a part of a leaf know its contents.
+    # One program for all leaves of a shape. All processes that have a shard of a leaf know its contents.
     contents = placement.compute_on(meshes.mesh_of(leaf), _contents, leaf).addressable_data(0)
     contents.copy_to_host_async()
     return contents
 
 
 def _contents_on_host(leaf: Any) -> int:
-    parts = [leaf]
+    shards = [leaf]
     if isinstance(leaf, jax.Array):
-        parts = [np.asarray(shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0]
-    nonfinite = [part for part in parts if not np.isfinite(part).all()]
+        shards = [np.asarray(shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0]
+    nonfinite = [shard for shard in shards if not np.isfinite(shard).all()]
     if not nonfinite:
         return FINITE
-    return NAN if any(np.isnan(part).any() for part in nonfinite) else INFINITE
+    return NAN if any(np.isnan(shard).any() for shard in nonfinite) else INFINITE
 
 
 def _contents(leaf: Any) -> jax.Array:
@@ -103,5 +103,5 @@ class NanLossDuringTrainingError(WrongStateError, RuntimeError):
     """
 
     def __init__(self, message: str, step: int = 0, *, may_save: bool = False) -> None:
-        super().__init__(message)  # with which it is unpickled
+        super().__init__(message)  # pickle calls it with these
         self.step, self.may_save = step, may_save

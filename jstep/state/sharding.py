@@ -122,14 +122,14 @@ def _as_spec(spec: object, path: str) -> PartitionSpec:
 
 
 def check_sharding(mesh: AnyMesh, spec: PartitionSpec, shape: tuple[int, ...], path: str) -> NamedSharding:
-    where = f"param_specs: {spec} at {trees.quote_path(path)}"
+    subject = f"param_specs: {spec} at {trees.quote_path(path)}"
     if len(spec) > len(shape):
-        raise ValueError(f"{where} has {len(spec)} dimensions, but the parameter has shape {shape}")
+        raise ValueError(f"{subject} has {len(spec)} dimensions, but the parameter has shape {shape}")
     try:
         sharding = NamedSharding(mesh, spec)
         sharding.shard_shape(shape)
     except Exception as error:  # of JAX, which names no leaf
-        raise ValueError(f"{where} does not fit shape {shape}: {error}") from None
+        raise ValueError(f"{subject} does not fit shape {shape}: {error}") from None
     return sharding
 
 
@@ -183,7 +183,7 @@ def everywhere(mesh: AnyMesh) -> NamedSharding:
 
 def shard_slot(sharding: NamedSharding, shape: tuple[int, ...], axis: object) -> NamedSharding:
     """Return the parameter's sharding, or if it is replicated, one split over `axis` (ZeRO-1)."""
-    if axis is None or any(part is not None for part in sharding.spec):
+    if axis is None or any(dim is not None for dim in sharding.spec):
         return sharding
     dim = largest_divisible(shape, meshes.parts_along(sharding.mesh, axis))
     return sharding if dim is None else NamedSharding(sharding.mesh, PartitionSpec(*[None] * dim, axis))
@@ -200,14 +200,14 @@ def slot_sharding(
     sharding = shard_slot(sharding, shape, slot_axis)
     if role is Role.SCALES:
         # Sharded like their codes, except along an axis whose blocks would be split.
-        parts = zip(sharding.spec, slot_shape, strict=False)
-        fitting = (None if size % meshes.parts_along(mesh, part) else part for part, size in parts)
+        dims = zip(sharding.spec, slot_shape, strict=False)
+        fitting = (None if size % meshes.parts_along(mesh, axis) else axis for axis, size in dims)
         return NamedSharding(mesh, PartitionSpec(*fitting))
     if slot_shape == shape:
         return sharding
     spec = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
     if len(slot_shape) == len(shape) and all(size in (1, whole) for size, whole in zip(slot_shape, shape, strict=True)):
-        kept_dims = (part if size == whole else None for part, size, whole in zip(spec, slot_shape, shape, strict=True))
+        kept_dims = (axis if size == whole else None for axis, size, whole in zip(spec, slot_shape, shape, strict=True))
         return shard_slot(NamedSharding(mesh, PartitionSpec(*kept_dims)), slot_shape, slot_axis)
     kept = [
         PartitionSpec(*(spec[dim] for dim in dims))
@@ -218,8 +218,8 @@ def slot_sharding(
         return everywhere(mesh)
     if len(kept) > 1 and role in (Role.ROWS, Role.COLUMNS):
         chosen = kept[0] if role is Role.ROWS else kept[1]
-    else:  # either dimension may be the reduced one: prefer more parts, to save memory
-        chosen = max(kept, key=lambda candidate: sum(part is not None for part in candidate))
+    else:  # either dimension may be the reduced one: prefer more shards, to save memory
+        chosen = max(kept, key=lambda candidate: sum(axis is not None for axis in candidate))
     return shard_slot(NamedSharding(mesh, chosen), slot_shape, slot_axis)
 
 

@@ -43,8 +43,8 @@ def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
     if path is None:
         return tree
     # The path of params that are a single leaf is empty.
-    place = selection.find_leaf(tree, path if path == "" else as_string(path, "path"), "get_slot")
-    return None if place is None else jax.tree.leaves(tree)[place]
+    index = selection.find_leaf(tree, path if path == "" else as_string(path, "path"), "get_slot")
+    return None if index is None else jax.tree.leaves(tree)[index]
 
 
 def get_slot_names(state: TrainState) -> list[str]:
@@ -83,15 +83,15 @@ def slot_values(state: TrainState, name: str) -> Any:
 
 
 def master_params(state: TrainState) -> trees.Params:
-    """Return the parameters in the full precision that slots have of them: masters, or the remainders of `compact`."""
+    """Return the parameters in the full precision that is stored in slots: masters, or the remainders of `compact`."""
     roles = roles_in(state)
     treedef, leaves = trees.structure(state.params), placement.on_devices(jax.tree.leaves(state.params))
     for name in roles.of(Role.MASTER, Role.REMAINDER):
         if name not in roles.halves.values() and name in state.slots:
-            parts = treedef.flatten_up_to(placement.on_devices(state.slots[name]))
-            for i, part in enumerate(parts):
-                if part is not None:
-                    leaves[i] = part if roles[name] is Role.MASTER else _value(leaves[i], part)
+            values = treedef.flatten_up_to(placement.on_devices(state.slots[name]))
+            for i, value in enumerate(values):
+                if value is not None:
+                    leaves[i] = value if roles[name] is Role.MASTER else _value(leaves[i], value)
     return treedef.unflatten(leaves)
 
 
@@ -124,10 +124,10 @@ def owners(name: str, tree: Tree, params: trees.Params, roles: Roles) -> list[in
     if is_model_state(name) or has_one_value(name, tree, params, roles):
         return unowned
     try:
-        parts: list[Any] = trees.structure(params).flatten_up_to(tree)
+        subtrees: list[Any] = trees.structure(params).flatten_up_to(tree)
     except (ValueError, TypeError):
         return unowned
-    return [place for place, part in enumerate(parts) for _ in jax.tree.leaves(part)]
+    return [index for index, subtree in enumerate(subtrees) for _ in jax.tree.leaves(subtree)]
 
 
 def as_average_names(use_averages: object) -> tuple[str, ...] | None:

@@ -40,7 +40,7 @@ def make_on(
 ) -> Any:
     """Return the state `make(params, model_state)`, sharded over a mesh, or its shapes.
 
-    If `params` is a function, `make` receives None in its place.
+    If `params` is a function, `make` receives None instead.
     """
     abstract = is_abstract(mesh, params, model_state)
 
@@ -138,7 +138,10 @@ class TrainState(Generic[P]):
     def __init__(self, params: P, slots: Slots, global_step: Array, roles: Roles = NO_ROLES) -> None:
         # JAX calls it at each step: setting the attributes of a frozen dataclass takes twice as long.
         fields = self.__dict__
-        fields["params"], fields["slots"], fields["global_step"], fields["roles"] = params, slots, global_step, roles
+        fields["params"] = params
+        fields["slots"] = slots
+        fields["global_step"] = global_step
+        fields["roles"] = roles
 
     @overload
     @classmethod
@@ -227,11 +230,11 @@ class TrainState(Generic[P]):
                 return _shardings_of(shapes, mesh, param_specs, slot_axis, memory)
 
             state = device_values.with_checks(make_on, mesh, make, params, model_state, shardings)
-        for places in shared:
+        for paths in shared:
             _logger.warning(
                 "params: %s are the same array. The state stores a separate copy under each path, and the copies are "
                 "trained independently. To tie them, keep the array under one path and read it there in the model.",
-                " and ".join(map(repr, places)),
+                " and ".join(map(repr, paths)),
             )
         return state
 
@@ -302,8 +305,8 @@ class TrainState(Generic[P]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TrainState):
             return NotImplemented
-        mine, others = ((state.params, state.slots, state.global_step) for state in (self, other))
-        return self is other or _is_equal(mine, others)
+        fields, others = ((state.params, state.slots, state.global_step) for state in (self, other))
+        return self is other or _is_equal(fields, others)
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(self.params)
@@ -422,12 +425,12 @@ def _numbers_as_arrays(model_state: Tree) -> Any:
 
 
 def _shared_leaves(params: Params) -> list[list[str]]:
-    places: dict[int, list[str]] = {}
+    paths_of: dict[int, list[str]] = {}
     named = trees.leaves_with_paths(params)  # kept, so that the ids stay unique
     for path, leaf in named:
         if isinstance(leaf, jax.Array | np.ndarray):
-            places.setdefault(id(leaf), []).append(path)
-    return [paths for paths in places.values() if len(paths) > 1]
+            paths_of.setdefault(id(leaf), []).append(path)
+    return [paths for paths in paths_of.values() if len(paths) > 1]
 
 
 def _counted(count: int, singular: str, plural: str) -> str:
