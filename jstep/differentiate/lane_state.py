@@ -1,7 +1,7 @@
 """Merging the leaves of model_state that the lanes of a batch return.
 
-Floating leaves become the mean over the lanes. Integers, such as step numbers, and keys must be the same in every lane:
-one that depends on the rows of a lane, on their number or on its key is an error.
+Floating leaves become the mean over the lanes. Integers, such as step numbers, and keys must be equal in all lanes: an
+integer that depends on the rows of a lane, on their number or on its key is an error.
 """
 
 import contextlib
@@ -30,19 +30,19 @@ def check_integers(
     integers = [i for i, leaf in enumerate(leaves) if not (microbatches.is_inexact(leaf) or trees.is_key(leaf))]
     if not integers:
         return
-    held = np.int32(0), leaves, others
+    whole = np.int32(0), leaves, others
     rows = [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in batch]
-    of_whole = of_lane = trace_lane(lanes, new_state, rows, (*held, batch))[0]
+    of_whole = of_lane = trace_lane(lanes, new_state, rows, (*whole, batch))[0]
     with contextlib.suppress(Exception):  # the loss may only work for the rows of a lane
-        of_whole = trace_on_lanes(lanes, new_state, *held, batch)[0]
+        of_whole = trace_on_lanes(lanes, new_state, *whole, batch)[0]
     for i in integers:
         results = [n == i for n in range(len(leaves))]
-        part, (is_numbered, *used) = part_for(of_lane, results, keeps_arguments=False)
+        program, (is_numbered, *used) = part_for(of_lane, results, keeps_arguments=False)
         is_of_rows = any(used[len(leaves) + len(others) :])
-        whole_part, _ = part_for(of_whole, results, keeps_arguments=False)
+        whole_program, _ = part_for(of_whole, results, keeps_arguments=False)
         # A number of rows is a constant of the program.
         path = trees.quote_path(trees.leaf_paths(old)[i])
-        if is_numbered or is_of_rows or program_hash(part) != program_hash(whole_part):
+        if is_numbered or is_of_rows or program_hash(program) != program_hash(whole_program):
             raise TypeError(
                 f"lanes={lanes.number}: the leaf {path} of model_state must not depend on the rows or key of a lane, "
                 f"because it is {leaves[i].dtype}; return it in aux"

@@ -1,7 +1,7 @@
-"""Lanes: a batch in L parts, each computed by one device with the same program, and sums in one binary tree.
+"""Lanes: a batch is split into L lanes, each computed on one device by the same program, and summed in a binary tree.
 
-The bits of a sum depend on L alone, not on the number n of devices, which divides L: each device computes L/n lanes
-one after the other and adds them in its part of the tree; these sums are exchanged and added in the rest of the tree.
+Sums are bitwise identical for any number n of devices that divides L: each device computes L/n lanes one after the
+other and adds them in its branch of the tree; these sums are exchanged and added in the rest of the tree.
 """
 
 import contextlib
@@ -36,18 +36,18 @@ class Lanes(NamedTuple):
     """L lanes and the mesh that they are spread over.
 
     Attributes:
-        number: L.
-        mesh: Has Auto axes; may be None.
+        number: L, the number of lanes.
+        mesh: A mesh with Auto axes, or None.
         axes: The mesh axes of the rows of the batch.
         others: The other mesh axes (tensor parallelism), which are left to XLA.
-        places: Shape → the finer spec of parameters and slots. It affects traffic, not bits.
+        specs: Shape → the finer spec of the parameters and slots of this shape. It affects traffic, not results.
     """
 
     number: int
     mesh: Any = None
     axes: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
-    places: Mapping[tuple[int, ...], PartitionSpec] | None = None
+    specs: Mapping[tuple[int, ...], PartitionSpec] | None = None
 
     @property
     def devices(self) -> int:
@@ -65,7 +65,7 @@ class Lanes(NamedTuple):
         return self.mesh.update_axis_types(dict.fromkeys(self.manual, AxisType.Manual))
 
     def spread(self, fn: Any, in_specs: Any, out_specs: Any) -> Any:
-        """Return `fn` as a program that every device runs on its parts of the arguments."""
+        """Return `fn` as a program that every device runs on its shards of the arguments."""
         if not self.manual:
             return fn
         return jax.shard_map(
@@ -79,11 +79,11 @@ class Lanes(NamedTuple):
     def placed(self, x: Array) -> Array:
         """Return an array sharded like the parameters and slots of its shape; replicated if it is small."""
         # XLA simplifies a program on one element as one on scalars, with other roundings.
-        spec = PartitionSpec() if x.size < MIN_ELEMENTS_PER_DEVICE * self.number else (self.places or {}).get(x.shape)
+        spec = PartitionSpec() if x.size < MIN_ELEMENTS_PER_DEVICE * self.number else (self.specs or {}).get(x.shape)
         return x if spec is None else self._constrained(x, spec)
 
     def everywhere(self, x: Array) -> Array:
-        """Return an array that every device has whole, unless it is split over other axes than those of the rows."""
+        """Return an array that every device has whole, unless it is split over axes other than the axes of the rows."""
         return x if self.others else self._constrained(x, PartitionSpec())
 
     def _constrained(self, x: Array, spec: PartitionSpec) -> Array:
@@ -93,7 +93,7 @@ class Lanes(NamedTuple):
 
     def scattered(self, shape: tuple[int, ...]) -> int | None:
         """The dimension along which to split a sum of this shape over the devices."""
-        spec = dims_of((self.places or {}).get(shape, PartitionSpec()))
+        spec = dims_of((self.specs or {}).get(shape, PartitionSpec()))
         split = (dim for dim, axis in enumerate(spec) if set(mesh_axes_of(axis)) & set(self.axes))
         dim = next(split, None)
         return None if dim is None or shape[dim] % self.devices else dim
@@ -109,35 +109,35 @@ def as_lanes(lanes: object) -> int | None:
 
 def on_lanes(
     number: int | None,
-    run: Callable[..., Any],
-    held: object,
+    fn: Callable[..., Any],
+    whole: object,
     args: tuple[Any, ...],
     batch_specs: Tree = None,
-    places: Mapping[tuple[int, ...], PartitionSpec] | None = None,
+    specs: Mapping[tuple[int, ...], PartitionSpec] | None = None,
     place: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Return `run(lanes, held, args)`, compiled and on Auto axes; without lanes, `run(None, held, args)`.
+    """Return `fn(lanes, whole, args)`, compiled and on Auto axes; without lanes, `fn(None, whole, args)`.
 
-    `held` are arrays that are not split by rows: parameters, or a state. `place` is as in `without_explicit_axes`.
+    `whole` are arrays that are not split by rows: parameters, or a state. `place` is as in `without_explicit_axes`.
     """
     if number is None:
-        return run(None, held, args)
+        return fn(None, whole, args)
     rows = [dims_of(spec) for spec in specs_of_rows(args, batch_specs) if spec is not None]
-    shardings = traced_shardings(held) or list(map(meshes.sharding_on_mesh, jax.tree.leaves(held)))
+    shardings = traced_shardings(whole) or list(map(meshes.sharding_on_mesh, jax.tree.leaves(whole)))
 
-    def on_auto_axes(held: object, args: Any) -> Any:
-        lanes = _found(number, rows, shardings)
-        return run(lanes if lanes.mesh is None else lanes._replace(places=places), held, args)
+    def on_auto_axes(whole: object, args: Any) -> Any:
+        lanes = _lanes_on_mesh(number, rows, shardings)
+        return fn(lanes if lanes.mesh is None else lanes._replace(specs=specs), whole, args)
 
-    def computed(held: object, args: Any) -> Any:
-        return without_explicit_axes(on_auto_axes, held, args, place=place)
+    def computed(whole: object, args: Any) -> Any:
+        return without_explicit_axes(on_auto_axes, whole, args, place=place)
 
-    is_traced = any(map(trees.is_traced, jax.tree.leaves((held, args))))
-    with using_mesh(None if is_traced else mesh_of((held, args))):
-        return (computed if is_traced else jax.jit(computed))(held, args)
+    is_traced = any(map(trees.is_traced, jax.tree.leaves((whole, args))))
+    with using_mesh(None if is_traced else mesh_of((whole, args))):
+        return (computed if is_traced else jax.jit(computed))(whole, args)
 
 
-def _found(number: int, rows: Sequence[tuple[Any, ...]], shardings: Sequence[Any]) -> Lanes:
+def _lanes_on_mesh(number: int, rows: Sequence[tuple[Any, ...]], shardings: Sequence[Any]) -> Lanes:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
         return Lanes(number)
@@ -155,7 +155,7 @@ def _found(number: int, rows: Sequence[tuple[Any, ...]], shardings: Sequence[Any
 
 
 def trace_on_lanes(lanes: Lanes, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """Trace a function without any mesh or layout: the closed jaxpr, the same on all, and the result shapes."""
+    """Trace a function without any mesh or layout; return its jaxpr, equal on all devices, and the result shapes."""
     with jax.sharding.use_abstract_mesh(lanes.alone()), setting(SHARDINGS, None):
         return jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(_shape, args))
 
@@ -166,7 +166,7 @@ _shape = functools.partial(shape_of, weak=True)
 def isolate(program: Any, args: Any, witness: Array) -> list[Array]:
     """Return the results of a program, compiled by itself: XLA neither fuses nor moves its operations with others.
 
-    `witness` is an array, not empty, that XLA cannot know.
+    `witness` is a nonempty array whose values XLA does not know when it compiles.
     """
     fn, shapes = core.jaxpr_as_fun(merge_equal(program)), program.out_avals
 
@@ -192,25 +192,25 @@ def isolate(program: Any, args: Any, witness: Array) -> list[Array]:
 
 def sum_over_lanes(
     lanes: Lanes,
-    part: Callable[..., Any],
+    lane_fn: Callable[..., Any],
     whole: Sequence[Array],
     blocked: Sequence[Array],
     dims: Sequence[int],
     witness: Array | None = None,
 ) -> Any:
-    """Return Σ part(i, whole, blocks) over the lanes i, in the tree; for bools, whether any is true.
+    """Return Σ lane_fn(i, whole, blocks) over the lanes i, in the tree; for bools, whether any is true.
 
     `blocks` are the i-th of L contiguous blocks of each of `blocked`, along its dimension in `dims`. `witness` is as in
-    `isolate`; by default one of the other arguments.
+    `isolate`; by default it is one of the other arguments.
     """
     sizes = [x.shape[dim] // lanes.number for x, dim in zip(blocked, dims, strict=True)]
 
     def blocks_at(i: Any, blocked: Sequence[Array]) -> list[Array]:
-        each = zip(blocked, sizes, dims, strict=True)
-        return [jax.lax.dynamic_slice_in_dim(x, i * size, size, dim) for x, size, dim in each]
+        triples = zip(blocked, sizes, dims, strict=True)
+        return [jax.lax.dynamic_slice_in_dim(x, i * size, size, dim) for x, size, dim in triples]
 
     blocks = jax.eval_shape(functools.partial(blocks_at, np.int32(0)), list(blocked))
-    closed, shapes = trace_lane(lanes, part, blocks, (np.int32(0), list(whole), list(blocked)))
+    closed, shapes = trace_lane(lanes, lane_fn, blocks, (np.int32(0), list(whole), list(blocked)))
     outs, treedef = trees.flatten(shapes)
     program = core.ClosedJaxpr(jaxprs.with_consts_as_arguments(closed), ())
     split = [lanes.scattered(x.shape) for x in outs]
@@ -218,21 +218,21 @@ def sum_over_lanes(
     def on_device(witness: Array | None, consts: list[Array], whole: list[Array], blocked: list[Array]) -> list[Array]:
         candidates = (x for x in (*blocked, *whole) if x.size and not trees.is_key(x))
         data = next(candidates, jnp.ones(())) if witness is None else witness
-        each = lanes.number // lanes.devices
-        first = jax.lax.axis_index(lanes.axes) * each if lanes.devices > 1 else jnp.int32(0)
+        count = lanes.number // lanes.devices
+        first = jax.lax.axis_index(lanes.axes) * count if lanes.devices > 1 else jnp.int32(0)
 
         def lane(i: Any) -> list[Array]:
             return isolate(program, (*consts, first + i, *whole, *blocks_at(i, blocked)), data)
 
-        return _exchanged(lanes, _sum_in_loop(lane, each, outs), split)
+        return _exchanged(lanes, _sum_in_loop(lane, count, outs), split)
 
-    def run(*args: Any) -> list[Array]:
+    def on_devices(*args: Any) -> list[Array]:
         in_specs = (*[PartitionSpec()] * 3, list(map(lanes.split, dims)))
         return list(lanes.spread(on_device, in_specs, list(map(lanes.split, split)))(*args))
 
-    run.__name__ = sum_over_lanes.__qualname__
+    on_devices.__name__ = sum_over_lanes.__qualname__
     with contextlib.nullcontext() if lanes.mesh is None else jax.sharding.use_abstract_mesh(lanes.mesh):
-        return treedef.unflatten(jax.jit(run)(witness, list(closed.consts), list(whole), list(blocked)))
+        return treedef.unflatten(jax.jit(on_devices)(witness, list(closed.consts), list(whole), list(blocked)))
 
 
 def is_in_lanes(operation: Operation) -> bool:
@@ -249,12 +249,12 @@ def stack_over_lanes(lanes: Lanes, i: Array, tree: Tree) -> Any:
     return jax.tree.map(leaf, tree)
 
 
-def _sum_in_loop(part: Callable[[Any], list[Array]], count: int, shapes: Sequence[Any]) -> list[Array]:
-    """Return Σ part(i) for i < count, a power of two, in a binary tree; `part` is traced once."""
+def _sum_in_loop(lane: Callable[[Any], list[Array]], count: int, shapes: Sequence[Any]) -> list[Array]:
+    """Return Σ lane(i) for i < count, a power of two, in a binary tree; `lane` is traced once."""
 
     def subtree(size: int, first: Any) -> list[Array]:
         if size == 1:
-            return part(first)
+            return lane(first)
 
         def add(i: Any, total: list[Array]) -> list[Array]:
             new = subtree(size // 2, first + i * (size // 2))
@@ -266,11 +266,12 @@ def _sum_in_loop(part: Callable[[Any], list[Array]], count: int, shapes: Sequenc
 
 
 def _exchanged(lanes: Lanes, arrays: Sequence[Array], dims: Sequence[int | None]) -> list[Array]:
-    """Sum over the devices, in the same tree; each sum is whole, or the device's part along a dimension.
+    """Sum over the devices, in the same tree; each sum is whole, or the device's shard along a dimension.
 
-    The exchange has the bytes of a reduce-scatter, or of an all-reduce for whole sums.
+    The exchange moves as many bytes as a reduce-scatter, or of an all-reduce for whole sums.
     """
-    n, axes, sums = lanes.devices, lanes.axes, list(arrays)
+    n, axes = lanes.devices, lanes.axes
+    sums = list(arrays)
     if n == 1:
         return sums
     together: dict[Any, list[int]] = {}
@@ -278,15 +279,15 @@ def _exchanged(lanes: Lanes, arrays: Sequence[Array], dims: Sequence[int | None]
         if dim is None:
             together.setdefault(x.dtype if x.size < SMALL else i, []).append(i)
         else:
-            parts = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
-            sums[i] = _sum(jax.lax.all_to_all(parts, axes, dim, 0))
+            shards = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
+            sums[i] = _sum(jax.lax.all_to_all(shards, axes, dim, 0))
     for indices in together.values():
         flat = jnp.concatenate([arrays[i].reshape(-1) for i in indices])
-        parts = jnp.pad(flat, (0, -flat.size % n)).reshape(n, -1)
-        total = _gathered(_sum(jax.lax.all_to_all(parts, axes, 0, 0)), axes).reshape(-1)
+        shards = jnp.pad(flat, (0, -flat.size % n)).reshape(n, -1)
+        total = _gathered(_sum(jax.lax.all_to_all(shards, axes, 0, 0)), axes).reshape(-1)
         ends = np.cumsum([arrays[i].size for i in indices])
-        for i, part in zip(indices, jnp.split(total, ends), strict=False):
-            sums[i] = part.reshape(arrays[i].shape)
+        for i, summed in zip(indices, jnp.split(total, ends), strict=False):
+            sums[i] = summed.reshape(arrays[i].shape)
     return sums
 
 
@@ -306,9 +307,9 @@ def _gathered(x: Array, axes: tuple[str, ...]) -> Array:
     return jax.lax.bitcast_convert_type(jax.lax.all_gather(bits, axes), x.dtype)
 
 
-def trace_lane(lanes: Lanes, part: Callable[..., Any], blocks: object, args: tuple[Any, ...]) -> tuple[Any, Any]:
+def trace_lane(lanes: Lanes, lane_fn: Callable[..., Any], blocks: object, args: tuple[Any, ...]) -> tuple[Any, Any]:
     try:
-        trace = trace_on_lanes(lanes, part, *args[:-1], blocks)
+        trace = trace_on_lanes(lanes, lane_fn, *args[:-1], blocks)
     except Exception as error:
         if lanes.manual:
             note(error, f"lanes={lanes.number}: {_ONE_DEVICE} {', '.join(map(repr, sorted(lanes.manual)))}")

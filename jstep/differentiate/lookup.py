@@ -29,35 +29,35 @@ class Tables:
         self._taken: list[tuple[int, Array, Array]] = []
 
     def index_of(self, table: object) -> int | None:
-        """Return the index; None for other tables, and under another transformation."""
+        """Return the index of a table; None if it is unknown, or under another transformation."""
         return self._indices.get(id(table)) if get_opaque_trace_state() == self._trace else None
 
-    def rows(self, place: int, table: Array, ids: Array) -> Array:
+    def rows(self, index: int, table: Array, ids: Array) -> Array:
         """Return the rows; their gradient is recorded here and does not reach the table."""
 
         def forward(table: Array, ids: Array) -> tuple[Array, Array]:
             return _rows_at(table, ids), ids
 
         def backward(ids: Array, gradient: Array) -> tuple[None, None]:
-            self._taken.append((place, ids, gradient))
+            self._taken.append((index, ids, gradient))
             return None, None
 
         rows = jax.custom_vjp(_rows_at)
         rows.defvjp(forward, backward)
         return rows(table, ids)
 
-    def gradient(self, place: int, dense: Array | None) -> Any:
+    def gradient(self, index: int, dense: Array | None) -> Any:
         """Sum the gradients of all lookups of a leaf and of its other uses."""
-        taken = [(ids, gradient) for at, ids, gradient in self._taken if at == place]
+        taken = [(ids, gradient) for i, ids, gradient in self._taken if i == index]
         if not taken:
             return dense
         return meshes.without_explicit_axes(
-            functools.partial(_joined, self._shapes[place]), taken, dense, place=meshes.shard_like(dense)
+            functools.partial(_joined, self._shapes[index]), taken, dense, place=meshes.shard_like(dense)
         )
 
 
 TABLES: contextvars.ContextVar[Tables | None] = contextvars.ContextVar("jstep_tables", default=None)
-"""The tables available for lookups, while a loss is traced; None elsewhere."""
+"""The tables available for lookups while a loss is traced; None outside of a loss."""
 
 
 @meshes.exempts_transfers
@@ -98,14 +98,14 @@ def lookup(table: object, ids: object) -> Array:
     if not (trees.is_array(table) or isinstance(table, list | tuple)):
         raise TypeError(f"table: must be an array of rows, got {describe_type(table)}")
     tables = TABLES.get()
-    place = None if tables is None else tables.index_of(table)
+    index = None if tables is None else tables.index_of(table)
     table, ids = device_values.as_array(table, "table"), device_values.as_array(ids, "ids")
     if table.ndim == 0:
         raise ValueError("table: must have rows, got a scalar")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"ids: must be integers, got dtype {ids.dtype}")
-    if tables is not None and place is not None:
-        return tables.rows(place, table, ids)
+    if tables is not None and index is not None:
+        return tables.rows(index, table, ids)
     return _rows_at(table, ids)
 
 

@@ -74,10 +74,10 @@ def compute_gradients(
         sharpness: The radius ρ ≥ 0 of sharpness-aware minimization: gradients are taken at p + ρ·g/‖g‖, with the
             same batch and key; loss and aux are evaluated at p. It costs a second gradient.
         adaptive: Whether to scale the radius by the magnitude of each element (ASAM): p + ρ·p²·g/‖|p|·g‖.
-        lanes: Number of lanes, a power of two, as in `minimize`: gradients equal those of its step, with the same bits
-            on any number of devices that divides it. Sums that a custom step computes elsewhere are not covered.
-            In a `jax.jit` of your own, set the mesh (`jax.set_mesh`); rows of unknown sharding are spread over all of
-            its devices.
+        lanes: Number of lanes, a power of two, as in `minimize`: gradients are bitwise identical to those of its step,
+            on any number of devices that divides it. Sums that a custom step computes elsewhere are not covered. Inside
+            your own `jax.jit`, set the mesh (`jax.set_mesh`); rows of unknown sharding are spread over all of its
+            devices.
 
     Returns:
         `f(params, *args, **kwargs) -> (loss, grads)`, or `((loss, aux), grads)`. Keyword arguments are passed to
@@ -112,12 +112,12 @@ def compute_gradients(
 
     @shortens_tracebacks
     def loss_and_gradients(params: Params, *args: Any, **kwargs: Any) -> Any:
-        def run(lanes: Lanes | None, params: Params, args: tuple[Any, ...]) -> LossResult:
+        def compute_in_lanes(lanes: Lanes | None, params: Params, args: tuple[Any, ...]) -> LossResult:
             return compute(Inputs(params, args=args, kwargs=kwargs, lanes=lanes))
 
         params, args = trees.all_native(params, "params"), trees.all_native(args, "args")
         place = meshes.shard_like(LossResult(None, None, None, params))  # type: ignore[arg-type]
-        result = on_lanes(compute.lanes, run, params, args, jax.tree.map(sharding_of, args), place=place)
+        result = on_lanes(compute.lanes, compute_in_lanes, params, args, jax.tree.map(sharding_of, args), place=place)
         return ((result.loss, result.aux), result.gradients) if has_aux else (result.loss, result.gradients)
 
     return loss_and_gradients
@@ -136,8 +136,8 @@ class Inputs(NamedTuple):
     Attributes:
         key: A PRNG key, passed to the loss as `rng`.
         batch_specs: Shardings or specs, if known.
-        scale: The factor of the loss, and so of the gradients.
-        lanes: The lanes of the batch: on Auto axes, in a program.
+        scale: The factor of the loss, and therefore of the gradients.
+        lanes: The lanes of the batch, whose loss is compiled, on Auto axes; None without lanes.
     """
 
     params: Params
@@ -244,15 +244,15 @@ class Differentiation:
         """Return the method that differentiates the batch; its gradients are a list."""
         if inputs.lanes is not None:
             return functools.partial(self._in_lanes, inputs.lanes)
-        n = microbatches.number_of_parts(
+        n = microbatches.number_of_microbatches(
             inputs.args, inputs.batch_specs, self.num_microbatches, self.max_rows_per_device
         )
-        return self._differentiate_once if n == 1 else functools.partial(self._in_parts, n)
+        return self._differentiate_once if n == 1 else functools.partial(self._in_microbatches, n)
 
-    def _in_parts(self, n: int, inputs: Inputs, indices: list[int]) -> LossResult:
+    def _in_microbatches(self, n: int, inputs: Inputs, indices: list[int]) -> LossResult:
         parts = microbatches.split_batch(inputs.args, n, inputs.batch_specs)
 
-        def run(params: Params, parts: tuple[Any, ...]) -> LossResult:
+        def accumulate(params: Params, parts: tuple[Any, ...]) -> LossResult:
             def part_fn(model_state: Tree, batch: Tree, i: Array) -> LossResult:
                 return self._differentiate_once(
                     inputs.for_evaluation(i, params=params, model_state=model_state, args=batch), indices
@@ -274,12 +274,12 @@ class Differentiation:
 
         # The squared norm of a microbatch gradient requires the sum over all devices, so reduction cannot be deferred.
         if self.weight_fn is not None or self.aggregation_method is not AggregationMethod.DEFAULT or self.squares:
-            return run(inputs.params, parts)
+            return accumulate(inputs.params, parts)
 
         def loss(params: Params, batch: Tree) -> Array:
             return self._differentiate_once(inputs._replace(params=params, args=batch), []).loss
 
-        return microbatches.reduce_once(run, inputs.params, parts, loss, indices)
+        return microbatches.reduce_once(accumulate, inputs.params, parts, loss, indices)
 
     def _in_lanes(self, lanes: Lanes, inputs: Inputs, indices: list[int]) -> LossResult:
         """Differentiate in lanes: means for loss, gradients and floating aux, sums for integer aux."""
@@ -289,7 +289,7 @@ class Differentiation:
         whole, filled = trees.partition_arrays(inputs._replace(args=(), batch_specs=None, lanes=None))
         self._check_integers(lanes, inputs, size)
 
-        def part(i: Array, whole: list[Array], rows: list[Array]) -> Any:
+        def lane_fn(i: Array, whole: list[Array], rows: list[Array]) -> Any:
             lane_inputs = filled(whole).for_lane(i, of_rows.unflatten(rows))
             results = one_lane._choose_method(lane_inputs)(lane_inputs, indices)
             weight = microbatches.part_weight(self.weight_fn, lane_inputs.args)
@@ -306,7 +306,7 @@ class Differentiation:
                 )
             return grads, microbatches.weigh(results.loss, weight), weight, others, state, norms
 
-        summed = sum_over_lanes(lanes, part, whole, [jnp.asarray(x) for x in rows], [0] * len(rows))
+        summed = sum_over_lanes(lanes, lane_fn, whole, [jnp.asarray(x) for x in rows], [0] * len(rows))
         grads, loss, weight, others, state, norms = summed
         total = jnp.float32(lanes.number) if weight is None else jnp.where(weight == 0, jnp.ones_like(weight), weight)
 
@@ -321,7 +321,7 @@ class Differentiation:
         return LossResult(loss, state, aux, grads, summaries, squares)
 
     def _check_integers(self, lanes: Lanes, inputs: Inputs, size: int) -> None:
-        """Reject integers of model_state that depend on a lane, as its traced loss shows."""
+        """Reject integers of model_state that depend on a lane, by tracing the loss of a lane."""
         rows, of_rows = trees.flatten(inputs.args)
         of_state = trees.structure(inputs.model_state)
         others, filled = trees.partition_arrays(
@@ -330,7 +330,7 @@ class Differentiation:
         n = self.num_microbatches
         if self.max_rows_per_device is not None:
             lane = [jax.ShapeDtypeStruct((size, *np.shape(x)[1:]), jnp.result_type(x)) for x in rows]
-            n = microbatches.number_of_parts((lane,), [None] * len(lane), n, self.max_rows_per_device)
+            n = microbatches.number_of_microbatches((lane,), [None] * len(lane), n, self.max_rows_per_device)
         one_lane = dataclasses.replace(
             self, lanes=None, squares=False, gathers=False, num_microbatches=n, max_rows_per_device=None, weight_fn=None
         )

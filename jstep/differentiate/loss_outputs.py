@@ -55,14 +55,14 @@ def _split(out: object, has_aux: bool, has_model_state: bool) -> tuple[Any, Any,
             )
         return value
 
-    loss, rest = pair(out, "{}")
-    model_state, aux = pair(rest, "(loss, {})") if has_model_state and has_aux else (rest, rest)
+    loss, others = pair(out, "{}")
+    model_state, aux = pair(others, "(loss, {})") if has_model_state and has_aux else (others, others)
     return loss, model_state if has_model_state else None, aux if has_aux else None
 
 
 def _like(old: object, new: object) -> Any:
     if trees.structure(old) != trees.structure(new):
-        wanted, got = (f"a {type(each).__name__} of {trees.leaf_paths(each)[:20]}" for each in (old, new))
+        wanted, got = (f"a {type(tree).__name__} of {trees.leaf_paths(tree)[:20]}" for tree in (old, new))
         raise ValueError(
             f"loss_fn returned another model_state: must be {wanted}, as in the state, got {got}; return (loss, "
             "model_state) with all of it, or with has_aux=True (loss, (model_state, aux))"
@@ -87,7 +87,7 @@ def _like(old: object, new: object) -> Any:
 
 
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-"""Kinds of numbers, each of which holds the values of those before it."""
+"""Kinds of numbers, each of which holds the values of the kinds before it."""
 
 
 def _kind_of(dtype: DTypeLike) -> int:
@@ -99,10 +99,10 @@ def _kind_of(dtype: DTypeLike) -> int:
 
 
 class Collector:
-    """The summaries that a function creates, added by `jstep.summary`, which it may be the first to load.
+    """The summaries that a function creates, added by `jstep.summary`, which this function may be the first to load.
 
     Attributes:
-        key: The name of their collection.
+        key: The name of the collection of these summaries.
         trace: The trace in which the function is called.
         parts: Summaries created in this trace.
         nested: Tags → source line of summaries created inside a transformation; tracers are never stored.

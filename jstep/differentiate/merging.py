@@ -2,8 +2,8 @@
 
 XLA simplifies some operations only if an operand has no other use: it multiplies by an inverse instead of dividing by a
 broadcast, and by rsqrt instead of dividing by a root, which rounds differently. It merges equal operations before that
-if a program runs on several devices, and after it on one. If there are none, the order does not matter. Of several
-divisions by one broadcast, XLA would only replace the first one that it visits; here all of them are products.
+if a program runs on several devices, and after it on one. Without equal operations the order does not matter. Of
+several divisions by one broadcast, XLA would replace only the first one that it visits; here all become products.
 """
 
 import functools
@@ -34,7 +34,7 @@ def merge_equal(closed: Any) -> Any:
     eqns: list[Any] = []
 
     def add(name: str, eqn: Any) -> list[Any]:
-        """Return the results of an operation, or those of an equal one before it."""
+        """Return the results of an operation, or of an earlier equal one."""
         key, results = (eqn.primitive, *sorted(eqn.params.items()), eqn.ctx, *map(_identity, eqn.invars)), None
         is_mergeable = not eqn.effects and name not in APART
         try:
@@ -53,18 +53,18 @@ def merge_equal(closed: Any) -> Any:
     def divide(eqn: Any) -> list[Any]:
         """Return x · (1 / y) for a division x / y by fewer values than the result has, else the division."""
         x, y = eqn.invars
-        of = broadcast.get(y) if isinstance(y, core.Var) else None
-        divisor = y if of is None else of.invars[0]
+        widening = broadcast.get(y) if isinstance(y, core.Var) else None
+        divisor = y if widening is None else widening.invars[0]
         if divisor.aval.shape == eqn.outvars[0].aval.shape or not _has_inverses(divisor.aval.dtype):
             return add("div", eqn)
-        one, product = _one_and_product(divisor.aval.dtype)
-        (inverse,) = add("div", eqn.replace(invars=[one, divisor], outvars=[core.Var(divisor.aval)]))
-        if of is not None:
-            (inverse,) = add("broadcast_in_dim", of.replace(invars=[inverse]))
+        unit, product = _one_and_product(divisor.aval.dtype)
+        (inverse,) = add("div", eqn.replace(invars=[unit, divisor], outvars=[core.Var(divisor.aval)]))
+        if widening is not None:
+            (inverse,) = add("broadcast_in_dim", widening.replace(invars=[inverse]))
         product = product.replace(invars=[x, inverse], outvars=eqn.outvars, ctx=eqn.ctx, source_info=eqn.source_info)
         return add("mul", product)
 
-    def run(body: Subprogram, atoms: Sequence[Any], scopes: Any = None) -> list[Any]:
+    def merge_body(body: Subprogram, atoms: Sequence[Any], scopes: Any = None) -> list[Any]:
         consts = list(zip(body.jaxpr.constvars, body.consts, strict=True))
         for var, const in consts:
             constants.setdefault(id(const), (core.Var(var.aval), const))
@@ -80,14 +80,14 @@ def merge_equal(closed: Any) -> Any:
                 source = source.replace(name_stack=scopes + source.name_stack)
             eqn = eqn.replace(invars=list(map(read, eqn.invars)), source_info=source)
             if operation.kind == "call" and operation.name in INLINED:
-                results = run(operation.bodies[0], eqn.invars, source.name_stack)
+                results = merge_body(operation.bodies[0], eqn.invars, source.name_stack)
             else:
                 eqn = eqn.replace(params=_with_merged(operation))
                 results = divide(eqn) if operation.name == "div" else add(operation.name, eqn)
             env.update(zip(operation.eqn.outvars, results, strict=True))
         return list(map(read, body.jaxpr.outvars))
 
-    outvars = run(body, body.jaxpr.invars)
+    outvars = merge_body(body, body.jaxpr.invars)
     constvars, consts = [var for var, _ in constants.values()], [const for _, const in constants.values()]
     return core.ClosedJaxpr(body.jaxpr.replace(constvars=constvars, eqns=eqns, outvars=outvars), consts)
 
@@ -104,7 +104,7 @@ def _with_merged(operation: Operation) -> dict[str, Any]:
 
     def merged(value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(map(merged, value)) if any(isinstance(one, core.ClosedJaxpr) for one in value) else value
+            return tuple(map(merged, value)) if any(isinstance(item, core.ClosedJaxpr) for item in value) else value
         if isinstance(value, core.ClosedJaxpr):  # in JAX 0.12, of any program
             return merge_equal(value)
         made = merge_equal(value) if isinstance(value, core.Jaxpr) and not value.constvars else None

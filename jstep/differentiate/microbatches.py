@@ -35,7 +35,7 @@ def specs_of_rows(args: tuple[Any, ...], rows: Tree = None) -> list[PartitionSpe
     ]
 
 
-def number_of_parts(
+def number_of_microbatches(
     args: tuple[Any, ...], specs: list[PartitionSpec | None], at_least: int, max_rows: int | None
 ) -> int:
     """Return the smallest number ≥ `at_least` of microbatches with at most `max_rows` rows on each device."""
@@ -48,8 +48,8 @@ def number_of_parts(
         rows = size // n
         # If the rows do not split over the devices, every device may have all of them.
         if size % n == 0 and (rows // devices if rows % devices == 0 else rows) <= max_rows:
-            each = f" over {devices} devices" if devices > 1 else ""
-            _log_once(f"{what}: batches of {size} rows{each} are split into {n} microbatches")
+            spread = f" over {devices} devices" if devices > 1 else ""
+            _log_once(f"{what}: batches of {size} rows{spread} are split into {n} microbatches")
             return n
     raise ValueError(
         f"{what}, num_microbatches={at_least}: no such number divides the {size} rows of {first}; use more rows"
@@ -102,14 +102,14 @@ def rows_of_batch(args: tuple[Any, ...], what: str) -> tuple[str, int]:
     if not leaves:
         raise ValueError(f"{what}: there is no batch to split; pass it as an argument after params")
     named = {f"batch argument {path}": leaf for path, leaf in leaves}
-    shapes = {place: np.shape(leaf) for place, leaf in named.items()}
-    for place, shape in shapes.items():
+    shapes = {name: np.shape(leaf) for name, leaf in named.items()}
+    for name, shape in shapes.items():
         if not shape:
-            raise ValueError(f"{what}: {place} is a scalar and has no rows to split; close over it in loss_fn")
+            raise ValueError(f"{what}: {name} is a scalar and has no rows to split; close over it in loss_fn")
     (first, (size, *_)), *others = shapes.items()
-    for place, (other, *_) in others:
+    for name, (other, *_) in others:
         if other != size:
-            raise ValueError(f"{what}: {first} has {size} rows and {place} has {other}; they must agree")
+            raise ValueError(f"{what}: {first} has {size} rows and {name} has {other}; they must agree")
     return first, size
 
 
@@ -250,7 +250,7 @@ def summand(weight: Array | None, keys: Any, leaf: Array) -> Array:
 
 
 def is_inexact(leaf: Array) -> bool:
-    """Whether microbatches have a mean of a leaf, not a sum."""
+    """Whether a leaf is averaged over microbatches, not summed."""
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
@@ -279,15 +279,15 @@ def weigh(value: Array, weight: Array | None) -> Array:
 #
 # On Explicit axes, JAX types determine where a reduction takes place. Parameters of type `reduced` over the batch axis
 # have gradients of type `unreduced`, which are summed on each device and reduced when their type is changed back. JAX
-# rejects such parameters outside of matrix products, so the gradients of those with other uses are accumulated as
+# rejects such parameters outside of matrix products, so the gradients of parameters with other uses are accumulated as
 # usual.
 
 
 def reduce_once(
-    run: Callable[[Any, Any], Any], params: Tree, parts: object, loss: Callable[[Any, Any], Array], indices: list[int]
+    fn: Callable[[Any, Any], Any], params: Tree, parts: object, loss: Callable[[Any, Any], Array], indices: list[int]
 ) -> Any:
-    """Return `run(params, parts)`, with the gradients of parameters reduced once if their uses in `loss` allow it."""
-    axes: set[str] = set()  # over which the rows of each part are sharded
+    """Return `fn(params, parts)`, with the gradients of parameters reduced once if their uses in `loss` allow it."""
+    axes: set[str] = set()  # the axes over which the rows of each part are sharded
     for leaf in jax.tree.leaves(parts):
         if meshes.explicit_mesh(leaf) is not None and meshes.dims_of(meshes.spec_of(leaf)):
             axes |= set(meshes.mesh_axes_of(meshes.dims_of(meshes.spec_of(leaf))[0]))
@@ -316,15 +316,15 @@ def reduce_once(
                 sharding: Any = jax.typeof(leaves[i]).sharding
                 spec = PartitionSpec(*meshes.dims_of(sharding.spec), reduced=frozenset(axes))
                 some.append(jax.sharding.reshard(leaves[i], NamedSharding(sharding.mesh, spec)))
-            return run(treedef.unflatten(trees.with_leaves(leaves, able, some)), parts)
+            return fn(treedef.unflatten(trees.with_leaves(leaves, able, some)), parts)
 
         with contextlib.suppress(Exception):  # JAX has no rule for an operation of the loss: fall back
             return meshes.atomic(typed, params, parts)
-    return run(params, parts)
+    return fn(params, parts)
 
 
 def zeros_of_gradient(leaf: Array) -> Array:
-    """Return zeros of a gradient's type and at least float32."""
+    """Return zeros with the type of a gradient, in at least float32."""
     dtype = trees.compute_dtype(leaf.dtype)
     mesh = meshes.explicit_mesh(leaf)
     if mesh is None:

@@ -1,4 +1,4 @@
-"""Evaluation of a function with the same bits on any number of devices, for lanes.
+"""Bitwise reproducible evaluation of a function on any number of devices, for lanes.
 
 The function is traced. Elementwise operations stay sharded, except on CPUs; sums over whole arrays are computed over L
 blocks in the tree of the lanes; and every device computes all other operations on whole arrays. Each group of
@@ -23,16 +23,21 @@ from jstep.differentiate.lanes import Lanes, is_in_lanes, isolate, sum_over_lane
 
 _MOVES = "bitcast_convert_type broadcast_in_dim expand_dims reshape rev slice squeeze transpose"
 _EXACT = "add_any argmax argmin atan2 complex conj erfc imag lgamma real reduce_max reduce_min"
-ON_PARTS = ELEMENTWISE.union(_MOVES.split(), _EXACT.split())
-"""Operations on floats whose results XLA does not round differently if it splits their arrays, except on CPUs."""
+ON_SHARDS = ELEMENTWISE.union(_MOVES.split(), _EXACT.split())
+"""Operations on floats that XLA rounds in the same way on the shards of an array, except on CPUs."""
 
-PARTS, SUM, WHOLE, APART = "parts", "sum", "whole", "apart"
-"""The ways to compute an operation: on the parts of its arrays, if this is no CPU; as a sum of a whole array, over
-blocks; by every device on whole arrays; and separately, if it contains such operations or is in lanes already."""
+SHARDS = "shards"
+"""An operation is computed on the shards of its arrays, except on CPUs."""
+SUM = "sum"
+"""A sum of a whole array is computed over blocks, in the tree of the lanes."""
+WHOLE = "whole"
+"""An operation is computed by every device on whole arrays."""
+APART = "apart"
+"""An operation is computed separately: it contains operations of the other kinds, or is in lanes already."""
 
 
 def alike(lanes: Lanes | None, fn: Callable[..., Any], *args: Any) -> Any:
-    """Return `fn(*args)`, in device memory; with lanes, its bits are the same on any number of devices."""
+    """Return `fn(*args)`, in device memory; with lanes, bitwise reproducible on any number of devices."""
     if lanes is None:
         return fn(*args)
     arrays, filled = trees.partition_arrays(args)
@@ -45,7 +50,7 @@ def alike(lanes: Lanes | None, fn: Callable[..., Any], *args: Any) -> Any:
 
     arrays = on_devices(arrays)
     program, _ = trace_on_lanes(lanes, of_arrays, arrays)
-    # Data that XLA cannot know: constants are not traced.
+    # Data that XLA does not know: constants are not traced.
     data = [x for x in arrays if x.size and not trees.is_key(x)]
     witness = min(data, key=lambda x: (not trees.is_traced(x), x.size))
     return rebuilds[-1](_evaluated(lanes, jaxprs.body_of(program), arrays, witness))
@@ -72,7 +77,7 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
             env[atom] if atom in env else jax.core.eval_jaxpr(jaxprs.subprogram(jaxpr, [], [atom], [free[atom]]), ())[0]
         )
 
-    def together(call: Callable[..., list[Array]], some: Sequence[Operation]) -> None:
+    def compute_together(call: Callable[..., list[Array]], some: Sequence[Operation]) -> None:
         """Compute operations as one program, whose outputs are the values used by other operations."""
         outputs = dict.fromkeys(atom for op in some for atom in op.eqn.outvars)
         used = dict.fromkeys(atom for op in some for atom in jaxprs.variables(op.eqn.invars))
@@ -84,15 +89,15 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
         program = core.ClosedJaxpr(jaxprs.subprogram(jaxpr, inputs, kept, eqns), ())
         env.update(zip(kept, call(program, [env[atom] for atom in inputs]), strict=True))
 
-    def on_parts(program: Any, args: list[Array]) -> list[Array]:
-        def parts(args: list[Array]) -> list[Array]:
+    def on_shards(program: Any, args: list[Array]) -> list[Array]:
+        def sharded(args: list[Array]) -> list[Array]:
             return isolate(program, list(map(lanes.placed, args)), witness)
 
-        # XLA's CPU compiler rounds by the shape of a loop over elements, since JAX 0.12.
+        # Since JAX 0.12, roundings of XLA's CPU compiler depend on the shape of a loop over elements.
         def whole(args: list[Array]) -> list[Array]:
             return list(map(lanes.everywhere, isolate(program, list(map(lanes.everywhere, args)), witness)))
 
-        return list(map(lanes.placed, jax.lax.platform_dependent(args, cpu=whole, default=parts)))
+        return list(map(lanes.placed, jax.lax.platform_dependent(args, cpu=whole, default=sharded)))
 
     def on_blocks(program: Any, args: list[Array]) -> list[Array]:
         dims: Any = [_dim_of_blocks(lanes.number, x.shape) for x in args]
@@ -101,16 +106,16 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
 
     def on_whole_arrays(program: Any, args: list[Array]) -> list[Array]:
         everywhere = PartitionSpec()
-        run = lanes.spread(functools.partial(isolate, program), everywhere, everywhere)
-        return list(run(args, witness))
+        spread = lanes.spread(functools.partial(isolate, program), everywhere, everywhere)
+        return list(spread(args, witness))
 
     for level in _levels(lanes.number, [op for op in operations if jaxprs.variables(op.eqn.invars)]):
-        if level[PARTS]:
-            together(on_parts, level[PARTS])
+        if level[SHARDS]:
+            compute_together(on_shards, level[SHARDS])
         if level[SUM]:
-            together(on_blocks, level[SUM])
+            compute_together(on_blocks, level[SUM])
         for some in _connected(level[WHOLE]):
-            together(on_whole_arrays, some)
+            compute_together(on_whole_arrays, some)
         for op in level[APART]:
             results = _apart(lanes, op, list(map(read, op.eqn.invars)), witness)
             env.update(zip(op.eqn.outvars, results, strict=True))
@@ -118,16 +123,16 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
 
 
 def _inlined(operation: Operation, values: list[Any]) -> Sequence[Any]:
-    """Apply an operation; inline a call that cannot run on parts."""
-    if operation.kind == "call" and not is_in_lanes(operation) and _way(1, operation) != PARTS:
+    """Apply an operation; inline a call that cannot run on shards."""
+    if operation.kind == "call" and not is_in_lanes(operation) and _way(1, operation) != SHARDS:
         return jaxprs.evaluate(operation.bodies[0], values, _inlined)
     return jaxprs.apply(operation, values)
 
 
 def _levels(number: int, operations: Sequence[Operation]) -> Iterator[dict[str, list[Operation]]]:
-    """Group operations by way: within a level, operations on parts come first, then sums, then the others.
+    """Group operations by way: within a level, operations on shards come first, then sums, then the others.
 
-    A result on whole arrays stays on every device as long as the next operation needs nothing else.
+    A result on whole arrays stays on every device if the next operations need nothing else.
     """
     levels: dict[int, dict[str, list[Operation]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     ready: dict[Any, int] = collections.defaultdict(int)  # the level in which a value is known
@@ -136,12 +141,12 @@ def _levels(number: int, operations: Sequence[Operation]) -> Iterator[dict[str, 
         operands = jaxprs.variables(operation.eqn.invars)
         arrays = [atom for atom in operands if atom.aval.shape]
         way = _way(number, operation)
-        if way in (PARTS, SUM) and arrays and all(atom in inside for atom in arrays):
+        if way in (SHARDS, SUM) and arrays and all(atom in inside for atom in arrays):
             way = WHOLE
         at = max(inside.get(atom, ready[atom]) if way == WHOLE else ready[atom] for atom in operands)
         levels[at][way].append(operation)
         for atom in operation.eqn.outvars:
-            ready[atom] = at + (way != PARTS)
+            ready[atom] = at + (way != SHARDS)
             if way == WHOLE:
                 inside[atom] = at
     return (levels[at] for at in sorted(levels))
@@ -153,11 +158,11 @@ def _way(number: int, operation: Operation) -> str:
         return APART
     if operation.kind in ("call", "cond"):
         ways = {_way(number, inner) for body in operation.bodies for inner in body.operations}
-        return PARTS if ways <= {PARTS} else WHOLE if operation.is_of_platforms else APART  # XLA must see one branch
+        return SHARDS if ways <= {SHARDS} else WHOLE if operation.is_of_platforms else APART  # XLA must see one branch
     if operation.bodies:
         return APART if any(map(is_in_lanes, jaxprs.inside(operation))) else WHOLE
-    if operation.name in ON_PARTS or not any(map(_is_inexact, [*eqn.invars, *eqn.outvars])):
-        return PARTS
+    if operation.name in ON_SHARDS or not any(map(_is_inexact, [*eqn.invars, *eqn.outvars])):
+        return SHARDS
     is_sum = operation.name == "reduce_sum" and not eqn.outvars[0].aval.shape
     return SUM if is_sum and _dim_of_blocks(number, eqn.invars[0].aval.shape) is not None else WHOLE
 
@@ -174,7 +179,7 @@ def _dim_of_blocks(number: int, shape: Sequence[int]) -> int | None:
 
 
 def _connected(operations: Sequence[Operation]) -> list[list[Operation]]:
-    """Group operations that use each other's results, so that not all arrays have to be whole at the same time."""
+    """Group operations that use each other's results, so that only the arrays of one group are whole at a time."""
     group_of: dict[Any, list[Operation]] = {}
     for operation in operations:
         used = [group_of[atom] for atom in jaxprs.variables(operation.eqn.invars) if atom in group_of]
@@ -187,14 +192,16 @@ def _connected(operations: Sequence[Operation]) -> list[list[Operation]]:
 
 
 def _apart(lanes: Lanes, operation: Operation, values: Sequence[Any], witness: Array) -> Sequence[Any]:
-    def run(i: int, *values: object) -> list[Array]:
+    def run_body(i: int, *values: object) -> list[Array]:
         return _evaluated(lanes, operation.bodies[i], list(map(jnp.asarray, values)), witness)
 
     if operation.kind == "cond":
-        branches = [functools.partial(run, i) for i in range(len(operation.bodies))]
+        branches = [functools.partial(run_body, i) for i in range(len(operation.bodies))]
         return list(jax.lax.switch(values[0], branches, *values[1:]))
     if operation.kind == "while":
         of_test, of_body = operation.counts
-        test, body, start = values[:of_test], values[of_test : of_test + of_body], values[of_test + of_body :]
-        return jax.lax.while_loop(lambda now: run(0, *test, *now)[0], lambda now: run(1, *body, *now), list(start))
+        test = values[:of_test]
+        body = values[of_test : of_test + of_body]
+        start = list(values[of_test + of_body :])
+        return jax.lax.while_loop(lambda x: run_body(0, *test, *x)[0], lambda x: run_body(1, *body, *x), start)
     return jaxprs.apply(operation, values)

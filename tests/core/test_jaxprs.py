@@ -135,7 +135,7 @@ def test_parameters_are_there(operation):
 NAMES = {
     jaxprs: "MOVES COPYING HARMLESS ELEMENTWISE SLOW_IN_LOOPS _OPAQUE _REMAT _PLACING _PRODUCTS",
     merging: "INLINED APART",
-    same_bits: "ON_PARTS",
+    same_bits: "ON_SHARDS",
     microbatches: "_SAME_ELEMENTS",
 }
 """Module → its sets of names of operations."""

@@ -157,16 +157,16 @@ def test_which_operations_every_device_computes_on_its_parts():
     program, _ = trace_on_lanes(Lanes(4), lambda given: fn(*given), [jnp.arange(8.0), jnp.ones(3), jnp.int32(2)])
     operations = [one for one in body_of(program).operations if one.name not in ("gt", "convert_element_type")]
     assert [(one.name, _way(4, one)) for one in operations] == [
-        ("add", "parts"),
+        ("add", "shards"),
         ("reduce_sum", "sum"),
         ("reduce_sum", "whole"),
-        ("cond", "parts"),
+        ("cond", "shards"),
         ("cond", "apart"),
         ("while", "whole"),
-        ("argmax", "parts"),
-        ("add", "parts"),
+        ("argmax", "shards"),
+        ("add", "shards"),
         ("dot_general", "whole"),
-        ("jit", "parts"),
+        ("jit", "shards"),
         ("jit", "apart"),
     ]
 
