@@ -18,7 +18,7 @@ GRADIENTS = "gradients"
 
 
 class _Graph:
-    """A GraphDef under construction: its nodes have unique names, and `refs` are those of the values they produce."""
+    """A GraphDef under construction; its nodes have unique names, and `refs` maps values to names of node outputs."""
 
     def __init__(self) -> None:
         self.proto, self.refs = proto("GraphDef")(), dict[Any, str]()
@@ -30,7 +30,7 @@ class _Graph:
         base = "/".join(filter(None, (re.sub(r"[^\w.\-]", "_", part, flags=re.A) for part in name.split("/"))))
         base = base if re.match(r"[A-Za-z0-9.]", base) else f"op{base}"
         numbered = itertools.chain([base], (f"{base}_{n}" for n in itertools.count(1)))
-        full = next(each for each in numbered if each not in self._names)
+        full = next(candidate for candidate in numbered if candidate not in self._names)
         self._names.add(full)
         self.proto.node.add(name=full, op=op, input=[self.refs[value] for value in operands])
         self.refs.update((result, f"{full}:{i}" if i else full) for i, result in enumerate(results))
@@ -63,7 +63,7 @@ def _of_equations(traced: Any) -> Any:
 
 
 def _of_operations(lowered: Any) -> Any:
-    """The same of a lowered function, whose operations have no scopes and whose arguments have no paths."""
+    """One node for each argument and operation of a lowered function, which has neither scopes nor paths."""
     operations = [view.operation for view in lowered.compiler_ir("stablehlo").body.operations]
     main = next(op for op in operations if op.name == "func.func" and str(op.attributes["sym_name"]) == '"main"')
     graph, block = _Graph(), main.regions[0].blocks[0]

@@ -1,4 +1,4 @@
-"""New event files, on a disk and below a URL: location, name and first record."""
+"""Creation of event files, on a disk or below a URL: their names and first records."""
 
 import contextlib
 import hashlib
@@ -31,8 +31,8 @@ class LocalFile:
 
     def _open(self) -> None:
         make_folders(self._logdir)
-        there = filter(is_event_file, os.listdir(self._logdir))
-        name = next(_file_names(there, self._suffix))
+        existing = filter(is_event_file, os.listdir(self._logdir))
+        name = next(_file_names(existing, self._suffix))
         self.path, self._is_named = os.path.join(self._logdir, name), False
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115  closed by `close`
         try:
@@ -43,7 +43,7 @@ class LocalFile:
             raise
 
     def write(self, data: bytes) -> None:
-        """Append records atomically; if the file was removed meanwhile, to a new file in the same place."""
+        """Append records atomically; if the file was removed meanwhile, to a new file in the same directory."""
         try:
             if os.fstat(self._file.fileno()).st_nlink == 0:
                 removed = self.path
@@ -108,11 +108,13 @@ def _first_record() -> bytes:
     return frame(event_bytes(0, time.time(), file_version=FILE_VERSION, source_metadata=source))
 
 
-def _file_names(there: Iterable[str], suffix: str) -> Iterator[str]:
+def _file_names(existing: Iterable[str], suffix: str) -> Iterator[str]:
     """Return names that sort after all others in the directory, since TensorBoard reads files in that order."""
     # Process id and counter distinguish writers of the same second. If an existing file still sorts later, because it
     # is of the same second or of a host whose clock is ahead, the time in the name is moved forward.
-    host, stamp, newest = f"{socket.gethostname()}.{os.getpid()}", int(time.time()), max(there, default="")
+    host = f"{socket.gethostname()}.{os.getpid()}"
+    stamp = int(time.time())
+    newest = max(existing, default="")
     first = next(_counter)
     if newest >= f"{_PREFIX}{stamp:010d}.{host}.{first:06d}{suffix}":
         latest = newest.removeprefix(_PREFIX).partition(".")[0]
@@ -122,27 +124,27 @@ def _file_names(there: Iterable[str], suffix: str) -> Iterator[str]:
 
 
 def suffix_of_run(logdir: str, where: str, prefix: str, run: str) -> str:
-    """Return the end of the names of a run's event files: a hash of its place, and the name that its checkpoints keep.
+    """Return the end of the names of a run's event files: a hash of its directory, and the ID in its checkpoints.
 
-    A start that died before its first checkpoint had another name, but the same place: the directory of the run, seen
-    from the logdir, so that both may be moved.
+    A start that died before its first checkpoint had another ID, but the same directory. The path of the directory is
+    relative to the logdir, so that both may be moved.
     """
-    above, place = resolve_path(logdir), resolve_path(where)
-    if is_url(above) == is_url(place):
+    above, directory = resolve_path(logdir), resolve_path(where)
+    if is_url(above) == is_url(directory):
         with contextlib.suppress(ValueError):  # another drive of Windows
-            place = os.path.relpath(place, above)
-    return f".{hashlib.sha256(f'{prefix} {place}'.encode(errors='surrogateescape')).hexdigest()[:8]}.{run}"
+            directory = os.path.relpath(directory, above)
+    return f".{hashlib.sha256(f'{prefix} {directory}'.encode(errors='surrogateescape')).hexdigest()[:8]}.{run}"
 
 
 STARTS = 2
-"""The marks of a restart: TensorBoard's page takes the first one in a directory for the beginning of the run."""
+"""The number of marks of a restart: TensorBoard treats the first one in a directory as the beginning of the run."""
 
 
 def starts_here(path: str, step: int, *, same_place: bool) -> bool:
     """Return whether a new event file must begin with marks of a restart, so that no step of a run is shown twice.
 
-    The marks make TensorBoard drop all events from `step` on that it read before, whichever writer wrote them. Files
-    that others opened since the last start must stay, and are read later: a separate file before them holds the marks.
+    The marks make TensorBoard drop all events from `step` on that it read before, whichever writer wrote them. If other
+    writers opened files since the last start, their events must stay: a separate file before theirs holds the marks.
 
     Args:
         path: The new file of the run.
@@ -151,15 +153,17 @@ def starts_here(path: str, step: int, *, same_place: bool) -> bool:
     """
     logdir, new = split_path(path)
     names = _names_there(Objects(logdir)) if is_url(logdir) else filter(is_event_file, names_in(logdir))
-    there, mine = {name: Writer.of(name) for name in names if name != new}, Writer.of(new)
-    own = [
+    writers = {name: Writer.of(name) for name in names if name != new}
+    own_writer = Writer.of(new)
+    own_names = [
         name
-        for name, writer in there.items()
-        if writer.run is not None and (writer.run == mine.run or (same_place and writer.place == mine.place))
+        for name, writer in writers.items()
+        if writer.run is not None
+        and (writer.run == own_writer.run or (same_place and writer.place == own_writer.place))
     ]
-    if not own:
+    if not own_names:
         process = f".{socket.gethostname()}.{os.getpid()}."  # also in the names of files of other libraries
-        others = [name for name, writer in there.items() if writer.run is not None or process not in name]
+        others = [name for name, writer in writers.items() if writer.run is not None or process not in name]
         if others:
             _logger.warning(
                 "logdir=%s: has event files of others, which are shown together with this run's: %s; give each run a "
@@ -168,10 +172,10 @@ def starts_here(path: str, step: int, *, same_place: bool) -> bool:
                 format_list(others, 5),
             )
         return False
-    newest = max(own)
-    if max(there) == newest:
+    newest = max(own_names)
+    if max(writers) == newest:
         return True
     mark = frame(event_bytes(step, time.time(), session_log=proto("SessionLog")(status="START")))
-    suffix = f".{mine.place}.{mine.run}"
+    suffix = f".{own_writer.place}.{own_writer.run}"
     replace_file(join_path(logdir, f"{newest}.again{suffix}"), _first_record() + STARTS * mark)
     return False

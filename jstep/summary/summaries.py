@@ -113,7 +113,7 @@ def find_summaries(tree: Tree) -> list[Summary]:
 
 
 def is_traced_part(part: Part) -> bool:
-    """Whether a value of a part is traced; quick for scalars, which are created at every logged step."""
+    """Whether a value of a part is traced; fast for scalars, which are created at every logged step."""
     return is_traced(part.values) if type(part) is Scalars else has_tracers(part)
 
 
@@ -311,9 +311,9 @@ def collect(fn: Callable[P, R], key: str = SUMMARIES) -> Callable[P, tuple[R, Su
 
 def _unreturned(collector: Collector, result: object) -> Summary | None:
     """Return the summaries that the loss of a training step created and did not return."""
-    back = {tag for summary in find_summaries(result) for part in summary.parts for tag in part.tags}
-    _refuse_lost(collector, back)
-    parts = [part for part in collector.parts if not back.issuperset(part.tags)]
+    tags = {tag for summary in find_summaries(result) for part in summary.parts for tag in part.tags}
+    _refuse_lost(collector, tags)
+    parts = [part for part in collector.parts if not tags.issuperset(part.tags)]
     return merge_parts(parts) if parts else None
 
 
@@ -329,10 +329,10 @@ def join_returned(aux: Mapping[str, Any], created: Summary) -> tuple[Mapping[str
 def _returned(result: object, collector: Collector) -> list[Part]:
     """Return the parts in `result` that were created under nested transformations."""
     kept = {tag for part in collector.parts for tag in part.tags}
-    back = [part for summary in find_summaries(result) for part in summary.parts if kept.isdisjoint(part.tags)]
-    _refuse_lost(collector, kept.union(*(part.tags for part in back)))
+    new = [part for summary in find_summaries(result) for part in summary.parts if kept.isdisjoint(part.tags)]
+    _refuse_lost(collector, kept.union(*(part.tags for part in new)))
     nested = {tag for tags in collector.nested for tag in tags}
-    return [part for part in back if not nested.isdisjoint(part.tags)]
+    return [part for part in new if not nested.isdisjoint(part.tags)]
 
 
 _LOST = (
@@ -341,11 +341,11 @@ _LOST = (
 )
 
 
-def _refuse_lost(collector: Collector, there: set[str]) -> None:
-    for tags, where in collector.nested.items():
-        if not there.issuperset(tags):
+def _refuse_lost(collector: Collector, returned: set[str]) -> None:
+    for tags, line in collector.nested.items():
+        if not returned.issuperset(tags):
             why = _LOST.format(key=collector.key)
-            raise RuntimeError(f"summary {tags[0]!r}, made at {where}, comes from a transformation {why}")
+            raise RuntimeError(f"summary {tags[0]!r}, made at {line}, comes from a transformation {why}")
 
 
 def merge(summaries: Iterable[Summary | None], collections: Sequence[str] | None = ()) -> Summary:

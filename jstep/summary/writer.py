@@ -91,7 +91,7 @@ class Worker:
         return error
 
     def put(self, what: object, step: object, size: int = 0) -> None:
-        now = time.time()
+        wall_time = time.time()
         with self._changed:
             if (size or len(self._jobs) > MAX_JOBS) and not self._has_room():
                 self._is_urgent = True
@@ -99,7 +99,7 @@ class Worker:
                 self._changed.wait_for(self._has_room)
             self._bytes += size
             # One tuple of existing objects: many small ones would keep the garbage collector busy.
-            self._jobs.append((what, step, now, size))
+            self._jobs.append((what, step, wall_time, size))
             if len(self._jobs) == 1:
                 self._changed.notify_all()
 
@@ -174,10 +174,10 @@ class Worker:
             return len(self._jobs)
 
     def _do_what_is_due(self) -> None:
-        now = time.monotonic()
-        if len(self._buffer) >= self._max_queue or now >= self._due:
+        time_now = time.monotonic()
+        if len(self._buffer) >= self._max_queue or time_now >= self._due:
             self._flush()
-        if self._sink.due() <= now:
+        if self._sink.due() <= time_now:
             self.sync()
 
     def _end(self) -> None:
@@ -507,12 +507,12 @@ def as_serialized(x: Any, name: str) -> bytes:
     return x.SerializeToString()
 
 
-def hparams_values(hparams: object, metrics: object, now: float) -> list[Any]:
+def hparams_values(hparams: object, metrics: object, wall_time: float) -> list[Any]:
     api, plugin = (
         import_extra(f"tensorboard.plugins.hparams.{n}", "add_hparams") for n in ("api_pb2", "plugin_data_pb2")
     )
     flat = dict(_flat(hparams, "hparams"))
-    start = plugin.SessionStartInfo(start_time_secs=now)
+    start = plugin.SessionStartInfo(start_time_secs=wall_time)
     for name, value in flat.items():
         if isinstance(value, bool | str):
             setattr(start.hparams[name], "bool_value" if isinstance(value, bool) else "string_value", value)
@@ -525,7 +525,7 @@ def hparams_values(hparams: object, metrics: object, now: float) -> list[Any]:
         for name, value in _flat(metrics, "metrics"):
             number = as_number(value, f"metrics[{name!r}]", finite=False)
             values.append(proto("Summary").Value(tag=name, simple_value=number))
-        end = plugin.SessionEndInfo(status=api.STATUS_SUCCESS, end_time_secs=now)
+        end = plugin.SessionEndInfo(status=api.STATUS_SUCCESS, end_time_secs=wall_time)
         values.append(_value("_hparams_/session_end_info", plugin.HParamsPluginData(session_end_info=end)))
     return values
 
