@@ -97,7 +97,7 @@ def compute_gradients(
 
     Source: `tf.train.Optimizer.compute_gradients`; Foret et al., "Sharpness-Aware Minimization" (2020).
     """
-    compute = Differentiation(
+    compute = LossGradients(
         loss_fn,
         var_list=var_list,
         has_aux=has_aux,
@@ -113,7 +113,7 @@ def compute_gradients(
     @shortens_tracebacks
     def loss_and_gradients(params: Params, *args: Any, **kwargs: Any) -> Any:
         def compute_in_lanes(lanes: Lanes | None, params: Params, args: tuple[Any, ...]) -> LossResult:
-            return compute(Inputs(params, args=args, kwargs=kwargs, lanes=lanes))
+            return compute(LossInputs(params, args=args, kwargs=kwargs, lanes=lanes))
 
         params, args = trees.all_native(params, "params"), trees.all_native(args, "args")
         place = meshes.shard_like(LossResult(None, None, None, params))  # type: ignore[arg-type]
@@ -130,7 +130,7 @@ def apply_gate(grads: list[Any], gate: int) -> list[Any]:
     return jax.lax.optimization_barrier(grads) if gate == GATE_GRAPH else grads
 
 
-class Inputs(NamedTuple):
+class LossInputs(NamedTuple):
     """The inputs of one evaluation of a loss.
 
     Attributes:
@@ -149,16 +149,16 @@ class Inputs(NamedTuple):
     scale: Array | None = None
     lanes: Lanes | None = None
 
-    def for_evaluation(self, i: Any, **changes: Any) -> "Inputs":
+    def for_evaluation(self, i: Any, **changes: Any) -> "LossInputs":
         """Return the inputs of one of several evaluations, with their own key."""
         return self._replace(key=None if self.key is None else jax.random.fold_in(self.key, i), **changes)
 
-    def for_lane(self, i: Array, args: tuple[Any, ...], **changes: object) -> "Inputs":
+    def for_lane(self, i: Array, args: tuple[Any, ...], **changes: object) -> "LossInputs":
         return self.for_evaluation(i, args=args, batch_specs=microbatches.specs_of_rows(args), **changes)
 
 
 @dataclasses.dataclass(frozen=True)
-class Differentiation:
+class LossGradients:
     """The validated options of `compute_gradients` and `minimize`."""
 
     loss_fn: Callable[..., Any]
@@ -204,7 +204,7 @@ class Differentiation:
             raise ValueError("adaptive=True: specifies how sharpness is measured; give sharpness as well")
         as_unroll(self.unroll)
 
-    def __call__(self, inputs: Inputs) -> LossResult:
+    def __call__(self, inputs: LossInputs) -> LossResult:
         """Return the results, with gradients as a tree like params."""
         params = inputs.params
         trees.require_arrays(params, "params", trees.keep_arrays("params"))
@@ -223,7 +223,7 @@ class Differentiation:
     def selected(self, params: Params, argument: str = "var_list") -> list[int]:
         return select_leaves(params, self.var_list, argument, self.frozen and self.frozen(params))
 
-    def _differentiate_batch(self, inputs: Inputs) -> LossResult:
+    def _differentiate_batch(self, inputs: LossInputs) -> LossResult:
         params = inputs.params
         leaves, treedef = trees.flatten(params)
         indices = self.selected(params)
@@ -240,7 +240,7 @@ class Differentiation:
         grads = apply_gate(result.gradients, self.gate_gradients)
         return result._replace(gradients=treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, grads)))
 
-    def _choose_method(self, inputs: Inputs) -> Callable[[Inputs, list[int]], LossResult]:
+    def _choose_method(self, inputs: LossInputs) -> Callable[[LossInputs, list[int]], LossResult]:
         """Return the method that differentiates the batch; its gradients are a list."""
         if inputs.lanes is not None:
             return functools.partial(self._in_lanes, inputs.lanes)
@@ -249,7 +249,7 @@ class Differentiation:
         )
         return self._differentiate_once if n == 1 else functools.partial(self._in_microbatches, n)
 
-    def _in_microbatches(self, n: int, inputs: Inputs, indices: list[int]) -> LossResult:
+    def _in_microbatches(self, n: int, inputs: LossInputs, indices: list[int]) -> LossResult:
         parts = microbatches.split_batch(inputs.args, n, inputs.batch_specs)
 
         def accumulate(params: Params, parts: tuple[Any, ...]) -> LossResult:
@@ -281,7 +281,7 @@ class Differentiation:
 
         return microbatches.reduce_once(accumulate, inputs.params, parts, loss, indices)
 
-    def _in_lanes(self, lanes: Lanes, inputs: Inputs, indices: list[int]) -> LossResult:
+    def _in_lanes(self, lanes: Lanes, inputs: LossInputs, indices: list[int]) -> LossResult:
         """Differentiate in lanes: means for loss, gradients and floating aux, sums for integer aux."""
         one_lane = dataclasses.replace(self, lanes=None, squares=False)
         size = microbatches.rows_of_part(inputs.args, lanes.number, f"lanes={lanes.number}", "use a multiple of it")
@@ -320,7 +320,7 @@ class Differentiation:
             squares = Squares(norms[0], norms[1], alike(lanes, microbatches.squared_norm, grads, inputs.scale))
         return LossResult(loss, state, aux, grads, summaries, squares)
 
-    def _check_integers(self, lanes: Lanes, inputs: Inputs, size: int) -> None:
+    def _check_integers(self, lanes: Lanes, inputs: LossInputs, size: int) -> None:
         """Reject integers of model_state that depend on a lane, by tracing the loss of a lane."""
         rows, of_rows = trees.flatten(inputs.args)
         of_state = trees.structure(inputs.model_state)
@@ -341,7 +341,7 @@ class Differentiation:
 
         check_integers(lanes, new_state, inputs.model_state, others, [jnp.asarray(x) for x in rows], size)
 
-    def _differentiate_once(self, inputs: Inputs, indices: list[int]) -> LossResult:
+    def _differentiate_once(self, inputs: LossInputs, indices: list[int]) -> LossResult:
         leaves, treedef = trees.flatten(inputs.params)
         connected: set[int] = set()
         looked_up: Any = None

@@ -15,7 +15,7 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules
 from jstep.optimizers.hyperparameters import check_hyperparameter
-from jstep.optimizers.rules import BETA, MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Masked, Result, Slot, Values
+from jstep.optimizers.rules import BETA, MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Decay, Result, Slot, Values
 
 # Adam and its classic variants: AdamW, Adamax, NAdam, RAdam.
 
@@ -118,7 +118,7 @@ def adamw(
     """
     slots = {"m": MEAN, "v": SQUARE} | ({"v_max": SQUARE} if as_bool(amsgrad, "amsgrad") else {})
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
+    hyper |= {"weight_decay": Decay(weight_decay, weight_decay_mask)}
     return rules.from_direction("adamw", adam_direction, slots, hyper, prepare=corrections)
 
 
@@ -254,7 +254,7 @@ def nadam(
     `optax.nadamw`, and with momentum_decay `torch.optim.NAdam(decoupled_weight_decay=True)`.
     """
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
+    hyper |= {"weight_decay": Decay(weight_decay, weight_decay_mask)}
     if momentum_decay is None:
         return rules.from_direction("nadam", nadam_direction, M_V, hyper, prepare=nadam_weights)
     slots, hyper = M_V | {"mu_product": rules.Scalar(1.0)}, hyper | {"momentum_decay": momentum_decay}
@@ -332,7 +332,7 @@ def radam(
     `optax.radam`. torch uses ρ_t > 5, and adds ε to √v before the bias correction.
     """
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    hyper |= {"threshold": threshold, "weight_decay": Masked(weight_decay, weight_decay_mask)}
+    hyper |= {"threshold": threshold, "weight_decay": Decay(weight_decay, weight_decay_mask)}
     return rules.from_direction("radam", radam_direction, M_V, hyper, prepare=rectification)
 
 
@@ -485,7 +485,7 @@ def ademamix(
     `optax.contrib.ademamix`, with v in float32 whatever the dtype of the parameters.
     """
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    hyper |= {"beta3": beta3, "alpha": alpha, "weight_decay": Masked(weight_decay, weight_decay_mask)}
+    hyper |= {"beta3": beta3, "alpha": alpha, "weight_decay": Decay(weight_decay, weight_decay_mask)}
     slots = {"m1": MEAN, "m2": SLOW, "v": SQUARE}
     return rules.from_direction("ademamix", ademamix_direction, slots, hyper, prepare=corrections)
 
@@ -539,7 +539,7 @@ def adan(
     and timm. `optax.adan` 0.2.8 uses 1 − β2 in place of β2.
     """
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    hyper |= {"beta3": beta3, "weight_decay": Masked(weight_decay, weight_decay_mask)}
+    hyper |= {"beta3": beta3, "weight_decay": Decay(weight_decay, weight_decay_mask)}
     slots = {"m": MEAN, "d": MEAN, "v": SQUARE, "previous": Slot(in_order=True)}
     return rules.from_update("adan", adan_update, slots, hyper, prepare=adan_corrections)
 
@@ -677,7 +677,7 @@ def adafactor(
     """
     least = as_int(min_dim_size_to_factor, "min_dim_size_to_factor", at_least=1)
     hyper: dict[str, Any] = {"decay_rate": decay_rate, "epsilon": rules.positive("epsilon", epsilon)}
-    hyper |= {"epsilon_scale": epsilon_scale, "weight_decay": Masked(weight_decay, weight_decay_mask)}
+    hyper |= {"epsilon_scale": epsilon_scale, "weight_decay": Decay(weight_decay, weight_decay_mask)}
     optional = {"learning_rate": learning_rate, "clip_threshold": clip_threshold}
     optional |= {"momentum": None if momentum is None else check_hyperparameter("momentum", momentum, **BETA)}
     hyper |= {name: value for name, value in optional.items() if value is not None}

@@ -13,7 +13,7 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Array, Number, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules
 from jstep.optimizers.hyperparameters import check_hyperparameter
-from jstep.optimizers.rules import COPY, MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Masked, Result, Rule, Slot, Values
+from jstep.optimizers.rules import COPY, MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Decay, Result, Rule, Slot, Values
 from jstep.slots.roles import ORIGIN, SIGNED
 
 # Gradient descent and momentum: Polyak's heavy ball and Nesterov's variant, as in TF and as in PyTorch.
@@ -157,7 +157,7 @@ def sgd(
             f"use_nesterov=True: must have a momentum > 0 and dampening=0, got {momentum=} and {dampening=}"
         )
     rule = sgd_nesterov_update if use_nesterov else sgd_update
-    slots, hyper["weight_decay"] = {"momentum": MEAN} if keeps else {}, Masked(weight_decay, weight_decay_mask)
+    slots, hyper["weight_decay"] = {"momentum": MEAN} if keeps else {}, Decay(weight_decay, weight_decay_mask)
     slots = {"momentum": MEAN_IN_ORDER} if use_nesterov else slots
     prepare = share_of_gradient if keeps and damped else None
     return rules.from_update("sgd", rule, slots, hyper, prepare=prepare, by_rows=not decays)

@@ -23,7 +23,7 @@ from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, Optimizer
 from jstep.optimizers import by_slices, leaf_values, nested
 from jstep.optimizers.chains import trained_params
 from jstep.optimizers.nested import CONDITIONS, Conditions, report_condition
-from jstep.optimizers.updates import Projected, add, is_update
+from jstep.optimizers.updates import Replacement, add, is_update
 from jstep.slots import compact_numbers
 from jstep.slots import roles as slot_roles
 from jstep.slots.compact_numbers import KINDS, SMALLEST_BLOCK, Blocks, Turn
@@ -291,7 +291,7 @@ def _closed(
         u = new_updates[i] if large[i] or REMAINDER in rows[i] else None
         args = rows[i], other, whole[i], u, turns[i], blocks, halves
         value, row = done[i] if i in done else _closed_leaf(*args)
-        new_updates[i], rows[i] = new_updates[i] if value is None else Projected(value), rows[i] | row
+        new_updates[i], rows[i] = new_updates[i] if value is None else Replacement(value), rows[i] | row
     return trees.structure(stored.params).unflatten(new_updates), stored.trees(rows, stored.slots | after)
 
 

@@ -14,7 +14,7 @@ from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Updates
 from jstep.optimizers import nested
 from jstep.optimizers.nested import Conditions, StepInputs, observing_conditions, update_conditions, wrap_optimizer
-from jstep.optimizers.updates import Projected, apply_updates, map_updates
+from jstep.optimizers.updates import Replacement, apply_updates, map_updates
 from jstep.slots.indexed_slices import is_slices, on_table
 from jstep.slots.optax_transformations import require_optimizer
 
@@ -70,12 +70,12 @@ def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) ->
         moved = apply_updates(params, updates)
         new = _projected_leaves(moved, fn(moved))
 
-        def projected(_: object, new: Any, before: Any, after: Any, condition: Any) -> Projected:
+        def projected(_: object, new: Any, before: Any, after: Any, condition: Any) -> Replacement:
             if condition is None:
-                return Projected(new)
+                return Replacement(new)
             before = on_devices(before)
             # Behind a guard, or if no update was due, another element of a chain may still move the parameter.
-            return Projected(jnp.where(condition | jnp.any(after != before), new, before))
+            return Replacement(jnp.where(condition | jnp.any(after != before), new, before))
 
         leaves = jax.tree.leaves(params), jax.tree.leaves(moved), update_conditions(params, conditions)
         return map_updates(projected, params, updates, new, *leaves, what="updates"), inner, {}

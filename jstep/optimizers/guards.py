@@ -18,7 +18,7 @@ from jstep.optimizers import nested
 from jstep.optimizers.host_slots import on_leaves, only_if
 from jstep.optimizers.nested import StepInputs, WrapperSlots, call_update, wrap_optimizer
 from jstep.optimizers.rules import Slot, fresh_slot, new_start_step, slot_leaves
-from jstep.optimizers.updates import Projected, map_updates, wide_updates
+from jstep.optimizers.updates import Replacement, map_updates, wide_updates
 from jstep.slots.indexed_slices import IndexedSlices, combine_rows, rows_in_order
 from jstep.slots.matching import match_gradients
 from jstep.slots.optax_transformations import require_optimizer
@@ -108,8 +108,8 @@ def conditional_update(
         updates, new_slots = call_update(optimizer, updates, slots, at, exact=True)
 
     def zero_unless(update: object, leaf: object) -> Any:
-        if isinstance(update, Projected):
-            return Projected(_select(condition, on_devices(leaf), update.value))
+        if isinstance(update, Replacement):
+            return Replacement(_select(condition, on_devices(leaf), update.value))
         return jax.tree.map(lambda u: _zero_array_unless(condition, u), update)
 
     updates = map_updates(zero_unless, at.params, updates, jax.tree.leaves(at.params), what="updates")

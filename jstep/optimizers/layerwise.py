@@ -18,7 +18,7 @@ from jstep.optimizers.adam import M_V, adam_direction, corrections
 from jstep.optimizers.chains import element
 from jstep.optimizers.hyperparameters import Hyper
 from jstep.optimizers.leaf_values import mask
-from jstep.optimizers.rules import MEAN, Masked, Result, Slot, Values
+from jstep.optimizers.rules import MEAN, Decay, Result, Slot, Values
 from jstep.optimizers.updates import map_updates
 from jstep.slots.indexed_slices import on_table
 from jstep.slots.matching import match_gradients
@@ -63,7 +63,7 @@ def lamb(
     match `optax.lamb`. timm also clips by the global norm; Keras decays outside the norm.
     """
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
+    hyper |= {"weight_decay": Decay(weight_decay, weight_decay_mask)}
     return rules.from_update("lamb", lamb_update, M_V, hyper, prepare=corrections)
 
 
@@ -116,7 +116,7 @@ def lars(
     """
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "momentum": momentum}
     hyper |= {"trust_coefficient": trust_coefficient, "epsilon": epsilon}
-    hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
+    hyper |= {"weight_decay": Decay(weight_decay, weight_decay_mask)}
     flags = {"trusts": mask("trust_ratio_mask", trust_ratio_mask)}
     is_ahead = as_bool(use_nesterov, "use_nesterov")
 
@@ -169,7 +169,7 @@ def novograd(
     """
     slots = {"m": MEAN, "v": Slot(shape=lambda path, leaf: ())}
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
+    hyper |= {"weight_decay": Decay(weight_decay, weight_decay_mask)}
     return rules.from_update("novograd", novograd_update, slots, hyper, prepare=share_of_old)
 
 

@@ -18,7 +18,7 @@ from jstep.optimizers.host_slots import on_leaves
 from jstep.optimizers.hyperparameters import floating_dtype
 from jstep.optimizers.leaf_values import leaf_numbers
 from jstep.optimizers.nested import StepInputs, WrapperSlots, wrap_optimizer
-from jstep.optimizers.updates import Projected, add, apply_updates, is_update, map_updates
+from jstep.optimizers.updates import Replacement, add, apply_updates, is_update, map_updates
 from jstep.slots.indexed_slices import is_slices
 from jstep.slots.optax_transformations import require_optimizer
 from jstep.slots.roles import Role, Roles
@@ -79,7 +79,7 @@ def master_weights(optimizer: OptimizerLike, dtype: DTypeLike = jnp.float32) -> 
         moves = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
         calls = [None if trees.is_none(u) else (_moved_master, u, p) for u, p in zip(moves, leaves, strict=True)]
         new = on_leaves(params, {MASTER: kept}, calls)
-        new = [None if p is None else Projected(p) for p in new]
+        new = [None if p is None else Replacement(p) for p in new]
         return treedef.unflatten(new), inner, {MASTER: treedef.unflatten(kept)}
 
     def inner_roles(roles: Roles) -> Roles:
@@ -137,7 +137,7 @@ def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
         of_step = jax.random.fold_in(key, at.step)
 
         def rounded(u: Any, p: Array, i: int) -> Any:
-            if p.dtype != jnp.bfloat16 or isinstance(u, Projected):
+            if p.dtype != jnp.bfloat16 or isinstance(u, Replacement):
                 return u
             u = (u.to_dense() if is_slices(u) else u).astype(jnp.float32)
             own_key = jax.random.fold_in(of_step, i)
@@ -146,7 +146,7 @@ def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
             bits = jax.lax.bitcast_convert_type(exact, jnp.uint32)
             chance = jax.random.bits(own_key, p.shape, jnp.uint16).astype(jnp.uint32)
             cut = jax.lax.bitcast_convert_type((bits + chance) & jnp.uint32(0xFFFF0000), jnp.float32)
-            return Projected(jnp.where(jnp.isfinite(exact) & jnp.isfinite(cut), cut, exact).astype(p.dtype))
+            return Replacement(jnp.where(jnp.isfinite(exact) & jnp.isfinite(cut), cut, exact).astype(p.dtype))
 
         leaves, numbers = jax.tree.leaves(at.params), leaf_numbers(at.params)
         return map_updates(rounded, at.params, updates, leaves, numbers, what="updates"), inner, {}

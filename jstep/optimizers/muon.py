@@ -27,7 +27,7 @@ from jstep.optimizers import hyperparameters, rules
 from jstep.optimizers.chains import chain, element
 from jstep.optimizers.hyperparameters import Hyper, check_hyperparameter
 from jstep.optimizers.leaf_values import Axes, MatrixAxes, by_path, matrix_axes, own_leaves
-from jstep.optimizers.rules import SLOW, Masked, Result, Slot, Values, average, from_direction, from_update, positive
+from jstep.optimizers.rules import SLOW, Decay, Result, Slot, Values, average, from_direction, from_update, positive
 from jstep.slots.indexed_slices import IndexedSlices
 from jstep.slots.matching import match_gradients
 
@@ -540,7 +540,7 @@ def muon(
         m = average(s.momentum, g, h.momentum)
         return (average(m, g, h.momentum) if is_ahead else m), {"momentum": m}
 
-    hyper = {"learning_rate": learning_rate, "weight_decay": Masked(weight_decay, weight_decay_mask)}
+    hyper = {"learning_rate": learning_rate, "weight_decay": Decay(weight_decay, weight_decay_mask)}
     return chain(
         # SLOW: orthogonalization amplifies the smallest singular values, and with them rounding errors of 8-bit codes.
         from_update("muon", averaged, {"momentum": SLOW}, {"momentum": momentum}),

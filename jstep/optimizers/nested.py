@@ -177,7 +177,7 @@ def call_update(
 ) -> tuple[Updates, Slots]:
     """Call the update of an optimizer, with the context if it accepts one.
 
-    With `exact` the result may contain `Projected` leaves: pass it on unchanged, or to `apply_updates`.
+    With `exact` the result may contain `Replacement` leaves: pass it on unchanged, or to `apply_updates`.
     """
     further = (at.context,) if optimizer.takes_context else ()
 

@@ -19,7 +19,7 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules
 from jstep.optimizers.hyperparameters import check_hyperparameter, constant
-from jstep.optimizers.rules import COPY, MEAN_IN_ORDER, SLOW, SQUARE, Masked, Result, Scalar, Slot, Values
+from jstep.optimizers.rules import COPY, MEAN_IN_ORDER, SLOW, SQUARE, Decay, Result, Scalar, Slot, Values
 from jstep.state.slots import find_slot, master_params, slot_values
 from jstep.state.train_state import TrainState
 
@@ -82,7 +82,7 @@ def prodigy(
     """
     first = check_hyperparameter("d0", d0, **rules.POSITIVE)
     hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "d0": first}
-    hyper |= {"d_coef": d_coef, "weight_decay": Masked(weight_decay, weight_decay_mask)}
+    hyper |= {"d_coef": d_coef, "weight_decay": Decay(weight_decay, weight_decay_mask)}
     if beta3 is not None:
         hyper["beta3"] = beta3
     if not (isinstance(growth_rate, float) and growth_rate == math.inf):
@@ -212,7 +212,7 @@ def schedule_free_adamw(
     """
     beta1 = _beta1(beta1)
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    hyper |= {"weight_lr_power": weight_lr_power, "r": r, "weight_decay": Masked(weight_decay, weight_decay_mask)}
+    hyper |= {"weight_lr_power": weight_lr_power, "r": r, "weight_decay": Decay(weight_decay, weight_decay_mask)}
     slots = {"z": Slot("copy", holds="weight", in_order=True), "v": SQUARE} | _scalars(beta1)
     return rules.from_update("schedule_free_adamw", adamw_update, slots, hyper, prepare=adamw_weights)
 
@@ -257,7 +257,7 @@ def schedule_free_sgd(
     """
     beta1 = _beta1(beta1)
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "weight_lr_power": weight_lr_power, "r": r}
-    hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
+    hyper |= {"weight_decay": Decay(weight_decay, weight_decay_mask)}
     slots = {"z": COPY} | _scalars(beta1)
     return rules.from_update("schedule_free_sgd", sgd_update, slots, hyper, prepare=weights)
 

@@ -10,7 +10,7 @@ returns u and the new slots; the parameter becomes p − learning_rate·(u + wei
         hyper = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2}
         return from_direction("lion", lion_direction, {"m": MEAN}, hyper)
 
-Weight decay is the hyperparameter `weight_decay`, a `Masked(weight_decay, weight_decay_mask)` where the mask is an
+Weight decay is the hyperparameter `weight_decay`, a `Decay(weight_decay, weight_decay_mask)` where the mask is an
 argument. Bias correction needs the age of the slots, h.age, which exists only if there is a `prepare`: a function
 that computes additional values of h once for all leaves. With `prepare=correction` a direction multiplies its
 average by h.unbias:
@@ -170,8 +170,8 @@ class Scalar(NamedTuple):
     initial: Any = 0.0
 
 
-class Masked(NamedTuple):
-    """A weight decay, and the argument `weight_decay_mask`."""
+class Decay(NamedTuple):
+    """A weight decay and its mask, the argument `weight_decay_mask`."""
 
     weight_decay: ScalarOrSchedule
     mask: VarList
@@ -244,8 +244,8 @@ def from_direction(
         raise ValueError(
             f"weight_decay_mask={format_value(weight_decay_mask)}: must be None without a weight_decay in hyper"
         )
-    if decay is not None and not isinstance(decay, Masked):
-        hyper = {**hyper, "weight_decay": Masked(decay, weight_decay_mask)}
+    if decay is not None and not isinstance(decay, Decay):
+        hyper = {**hyper, "weight_decay": Decay(decay, weight_decay_mask)}
 
     def rule(g: Array, p: Array, s: Values, h: Values) -> Result:
         u, new = direction(g, p, s, h)
@@ -271,13 +271,13 @@ def from_update(
         name: As run cards show it.
         slots: Name → initial value, a `Slot` or a `Scalar`; or a function from params to these. List a slot after the
             slots that are computed from its old value.
-        hyper: Hyperparameters, checked by `BOUNDS`. A `weight_decay` is `Masked`.
+        hyper: Hyperparameters, checked by `BOUNDS`. A `weight_decay` is a `Decay`.
         prepare: As in `from_direction`; with it, the slots have an age.
         by_rows: Whether a sparse gradient updates only its rows.
     """
     specs = {} if callable(slots) else as_mapping(slots, "slots", _SLOTS)
     decay = hyper.get("weight_decay")
-    if isinstance(decay, Masked):
+    if isinstance(decay, Decay):
         hyper = {**hyper, "weight_decay": decay.weight_decay}
         flags = {DECAYED: mask("weight_decay_mask", decay.mask), **(flags or {})}
     scalars = {name: slot.initial for name, slot in specs.items() if isinstance(slot, Scalar)}

@@ -11,7 +11,7 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules
 from jstep.optimizers.hyperparameters import check_hyperparameter, constant
-from jstep.optimizers.rules import BETA, MEAN, MEAN_IN_ORDER, POSITIVE, Masked, Result, Slot, Values
+from jstep.optimizers.rules import BETA, MEAN, MEAN_IN_ORDER, POSITIVE, Decay, Result, Slot, Values
 
 
 @makes_optimizer()
@@ -51,7 +51,7 @@ def lion(
     """
     slots = {"m": Slot(holds="mean", in_order=True)}
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2}
-    hyper |= {"weight_decay": Masked(weight_decay, weight_decay_mask)}
+    hyper |= {"weight_decay": Decay(weight_decay, weight_decay_mask)}
     return rules.from_direction("lion", lion_direction, slots, hyper)
 
 

@@ -18,7 +18,7 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers import rules
 from jstep.optimizers.host_slots import loads_slots, with_slots_loaded
-from jstep.optimizers.rules import MEAN_IN_ORDER, SQUARE, Masked, Result, Slot, Values, from_update, slot_age
+from jstep.optimizers.rules import MEAN_IN_ORDER, SQUARE, Decay, Result, Slot, Values, from_update, slot_age
 from jstep.state.train_state import START_STEP
 
 
@@ -83,7 +83,7 @@ def soap(
         return {"m": MEAN_IN_ORDER, "v": SQUARE, **squares}
 
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    hyper |= {"shampoo_beta": shampoo_beta, "weight_decay": Masked(weight_decay, weight_decay_mask)}
+    hyper |= {"shampoo_beta": shampoo_beta, "weight_decay": Decay(weight_decay, weight_decay_mask)}
     moments = from_update("soap", soap_update, slots, hyper, prepare=sizes_and_shares)
 
     @loads_slots

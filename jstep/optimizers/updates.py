@@ -20,7 +20,7 @@ from jstep.slots.indexed_slices import IndexedSlices, RowsInOrder, combine_rows,
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Projected:
+class Replacement:
     """A leaf of updates that replaces the parameter by `value`, because the difference of the two may be rounded.
 
     Only wrappers that pass updates on see it, by `call_update(…, exact=True)`.
@@ -30,8 +30,8 @@ class Projected:
 
 
 def is_update(x: object) -> bool:
-    """Whether a node of a tree of updates is an `IndexedSlices` or a `Projected`, for `is_leaf`."""
-    return isinstance(x, IndexedSlices | Projected)
+    """Whether a node of a tree of updates is an `IndexedSlices` or a `Replacement`, for `is_leaf`."""
+    return isinstance(x, IndexedSlices | Replacement)
 
 
 @on_any_mesh("params")
@@ -98,7 +98,7 @@ def _is_sum(leaf: object, update: object) -> bool:
 
 @jax.jit
 def add(leaf: Array, update: Any) -> Array:
-    if isinstance(update, Projected):
+    if isinstance(update, Replacement):
         return update.value
     dtype = trees.compute_dtype(leaf.dtype)
     if not isinstance(update, IndexedSlices):
@@ -113,12 +113,12 @@ def add(leaf: Array, update: Any) -> Array:
 
 
 def moves(params: Params, updates: Updates) -> Updates:
-    """The updates with the difference from the parameter for each `Projected`."""
-    if not any(isinstance(u, Projected) for u in jax.tree.leaves(updates, is_leaf=is_update)):
+    """The updates with the difference from the parameter for each `Replacement`."""
+    if not any(isinstance(u, Replacement) for u in jax.tree.leaves(updates, is_leaf=is_update)):
         return updates
 
     def move(u: object, p: object) -> Any:
-        if not isinstance(u, Projected):
+        if not isinstance(u, Replacement):
             return u
         dtype = trees.compute_dtype(jnp.result_type(p))
         return u.value.astype(dtype) - jnp.asarray(p).astype(dtype)

@@ -81,7 +81,7 @@ def apply_gradients(
         return move_model_state(done.state, done.roles)
 
 
-class Applied(NamedTuple):
+class UpdateResult(NamedTuple):
     """The result of an update; `skipped_by`: a guard's slot → whether it, or one around it, skipped the update."""
 
     state: TrainState
@@ -93,31 +93,31 @@ class Applied(NamedTuple):
 
 def apply_update(
     state: TrainState, grads: Updates, optimizer: OptimizerLike, increment: bool, context: Context
-) -> Applied:
+) -> UpdateResult:
     optimizer = require_optimizer("optimizer", optimizer)
     require_alive(require_state(state))
     placement.refuse_shapes((state, grads), "state and gradients")
     evaluate = context.value_and_grad and leaving_auto_axes(context.value_and_grad, state.params)
     slots, limit = with_small_ones_loaded(state)
 
-    def run(state: TrainState, grads: Updates, step_context: Context) -> Applied:
+    def run(state: TrainState, grads: Updates, step_context: Context) -> UpdateResult:
         # Always 1, which XLA must not know: it would inline the loops of transfers, and no longer keep their order.
         transfers = None if limit is None else Transfers(limit, jnp.where(step_array(state) >= 0, 1, 0))
         with setting(TRANSFERS, transfers):
-            done = _updated(state, grads, optimizer, increment, step_context._replace(value_and_grad=evaluate))
+            done = _update(state, grads, optimizer, increment, step_context._replace(value_and_grad=evaluate))
         shown = moves(state.params, done.updates)  # as added to the parameters
         params, slots = apply_in_order(state.params, done.updates, done.slots, done.roles.in_order)
         new = done.state.replace(params=params, slots={**state.slots, **slots})
         return done._replace(state=new, updates=shown, slots=slots)
 
-    place = shard_like(Applied(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
+    place = shard_like(UpdateResult(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
     with setting(placement.LAYOUTS, parameter_layouts(state)):
         here = state.replace(slots=slots)
         done = without_explicit_axes(run, here, grads, context._replace(value_and_grad=None), place=place)
     return done._replace(state=jax.tree.map(placement.back, done.state, state))
 
 
-def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> Applied:
+def _update(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> UpdateResult:
     step = step_array(state)
     matched = match_gradients(grads, state.params)  # here, because perhaps no element of a chain checks them
     if not isinstance(state.slots, Mapping):
@@ -150,7 +150,7 @@ def _updated(state: TrainState, grads: Updates, optimizer: Optimizer, increment:
         own |= {name: jax.tree.map(lambda slot: slot - 1, own[name]) for name in roles.of(*COUNTS)}
         own |= {name: jnp.minimum(own[name], jnp.asarray(step).astype(own[name].dtype)) for name in guarding}
     new = state.replace(slots={**state.slots, **own}, global_step=later_step(step) if increment else step)
-    return Applied(new, updates, own, roles, skipped_by)
+    return UpdateResult(new, updates, own, roles, skipped_by)
 
 
 def _check_slots(held: Slots, own: Slots) -> None:
@@ -186,7 +186,7 @@ def parameter_layouts(state: TrainState) -> placement.Layouts:
     return layouts
 
 
-def skip_metrics(done: Applied, before: TrainState, grads: Updates, optimizer: Optimizer) -> dict[str, Array]:
+def skip_metrics(done: UpdateResult, before: TrainState, grads: Updates, optimizer: Optimizer) -> dict[str, Array]:
     """Return whether each guard skipped the update, and `skipped` overall; empty without guards."""
     by_guard = {_metric_name(name): value for name, value in done.skipped_by.items()}
     if guards.current_loss_scale(done.roles, before.slots) is not None:

@@ -111,7 +111,7 @@ _FORM = "(gradients, updates, params) -> {name: scalar}"
 
 
 @dataclasses.dataclass(frozen=True)
-class Requested:
+class RequestedMetrics:
     """The metrics requested of a step; `functions` are keyed by description and check their results."""
 
     norms: tuple[str, ...]
@@ -151,7 +151,7 @@ def _public(updates: Updates) -> Updates:
     return jax.tree.map(leaf, updates, is_leaf=is_slices)
 
 
-def check_requested(metrics: Any, argument: str, number: int) -> Requested:
+def check_requested(metrics: Any, argument: str, number: int) -> RequestedMetrics:
     """`argument=number` divides a batch into the parts to compare."""
     names = (*NORMS, NOISE_SCALE)
     is_several = isinstance(metrics, Collection) and not callable(metrics) and not isinstance(metrics, str)
@@ -168,7 +168,7 @@ def check_requested(metrics: Any, argument: str, number: int) -> Requested:
     chosen = tuple(entry for entry in entries if not callable(entry))
     if NOISE_SCALE in chosen and number == 1:
         raise ValueError(f"{argument}=1: must be at least 2 for metrics={metrics!r}, which compares parts of a batch")
-    return Requested(tuple(name for name in chosen if name != NOISE_SCALE), NOISE_SCALE in chosen, functions)
+    return RequestedMetrics(tuple(name for name in chosen if name != NOISE_SCALE), NOISE_SCALE in chosen, functions)
 
 
 def _with_checked_result(fn: MetricFn, name: str) -> Callable[..., dict[str, Any]]:

@@ -40,7 +40,7 @@ from jstep.training.metrics import (
     LOSS,
     SKIPPED,
     MetricFn,
-    Requested,
+    RequestedMetrics,
     StepMetrics,
     check_requested,
     slot_metrics,
@@ -194,7 +194,7 @@ def minimize(
     for name, flag in {"increment_global_step": increment_global_step, "jit": jit, "donate": donate}.items():
         as_bool(flag, name)
     make_differentiation = functools.partial(
-        Differentiation,
+        LossGradients,
         has_aux=has_aux,
         has_model_state=has_model_state,
         num_microbatches=num_microbatches,
@@ -211,14 +211,14 @@ def minimize(
         squares=wanted.noise,
         frozen=functools.partial(frozen_leaves, optimizer),
     )
-    differentiate: Differentiation | SeveralLosses
+    differentiate: LossGradients | SeveralLosses
     if isinstance(loss_fn, Mapping):
         if var_list is not None or has_model_state:
             raise ValueError("var_list, has_model_state: must not be given beside a mapping of losses")
         differentiate = several_losses(loss_fn, make_differentiation)
     else:
         differentiate = make_differentiation(loss_fn, var_list)
-    minimizing = Minimizing(
+    minimizing = UpdateStep(
         optimizer,
         differentiate,
         wanted,
@@ -250,7 +250,7 @@ def _title_of(loss_fn: object) -> str:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Minimizing:
+class UpdateStep:
     """The body of a step of `minimize`: the gradients of one or more losses, and one update.
 
     Attributes:
@@ -260,8 +260,8 @@ class Minimizing:
     """
 
     optimizer: Optimizer
-    differentiate: Differentiation | SeveralLosses
-    wanted: Requested
+    differentiate: LossGradients | SeveralLosses
+    wanted: RequestedMetrics
     _: dataclasses.KW_ONLY
     has_aux: bool
     has_model_state: bool
@@ -289,7 +289,7 @@ class Minimizing:
             kwargs["averages"] = alike(lanes, functools.partial(_averages_for, names=self.averages), state)
         # Without has_model_state, and with several losses, the model state is not passed and stays unchanged.
         model_state = state.slots[MODEL_STATE] if self.has_model_state else None
-        inputs = Inputs(state.params, model_state, args, kwargs, key, batch_specs, scale, lanes)
+        inputs = LossInputs(state.params, model_state, args, kwargs, key, batch_specs, scale, lanes)
         differentiate = self.differentiate
         if self.schedule is not None:
             now = alike(lanes, functools.partial(value_at, "sharpness", self.schedule), step)
@@ -301,7 +301,7 @@ class Minimizing:
             raise
         return alike(lanes, functools.partial(self.updated, inputs), state, result)
 
-    def updated(self, inputs: Inputs, state: TrainState, result: LossResult) -> tuple[TrainState, StepMetrics]:
+    def updated(self, inputs: LossInputs, state: TrainState, result: LossResult) -> tuple[TrainState, StepMetrics]:
         scale = guards.current_loss_scale(roles_of(self.optimizer, state.params), state.slots)
         context = self._context(inputs, result, scale)
         done = apply_update(state, result.gradients, self.optimizer, self.increments, context)
@@ -329,7 +329,7 @@ class Minimizing:
         metrics = trees.merge_dicts(named.items(), refusal)
         return new_state, split_metrics(metrics, SKIPPED if skipped else None, hyperparameters)
 
-    def _context(self, inputs: Inputs, result: LossResult, scale: Array | None) -> Context:
+    def _context(self, inputs: LossInputs, result: LossResult, scale: Array | None) -> Context:
         noise = None if result.squares is None else estimate_noise(result.squares)
         if not self.optimizer.takes_context:
             return EMPTY_CONTEXT._replace(noise=noise)
@@ -389,14 +389,14 @@ def _averages_for(state: TrainState, names: Sequence[str]) -> Params:
 class SeveralLosses:
     """Losses that are differentiated at the same parameters, each with respect to its own, with a gate for all."""
 
-    each: Mapping[str, Differentiation]
+    each: Mapping[str, LossGradients]
     gate_gradients: int
 
     @property
     def looks_at_rows(self) -> bool:
         return any(loss.looks_at_rows for loss in self.each.values())
 
-    def __call__(self, inputs: Inputs) -> LossResult:
+    def __call__(self, inputs: LossInputs) -> LossResult:
         """Return the sum of the losses, all gradients in one tree, and as aux each loss and its aux by name."""
         chosen = _without_overlap(inputs.params, self.each)
         leaves, treedef = trees.flatten(inputs.params)
@@ -422,7 +422,7 @@ class SeveralLosses:
         )
 
 
-def several_losses(losses: Losses, make: Callable[[Any, VarList], Differentiation]) -> SeveralLosses:
+def several_losses(losses: Losses, make: Callable[[Any, VarList], LossGradients]) -> SeveralLosses:
     if not losses:
         raise ValueError(f"loss_fn={format_value(losses)}: must have at least one loss, name -> {_LOSS_FORM}")
     each = {}
@@ -436,7 +436,7 @@ def several_losses(losses: Losses, make: Callable[[Any, VarList], Differentiatio
     return SeveralLosses(each, gate)
 
 
-def replace_losses(differentiate: Differentiation | SeveralLosses, **changes: Any) -> Differentiation | SeveralLosses:
+def replace_losses(differentiate: LossGradients | SeveralLosses, **changes: Any) -> LossGradients | SeveralLosses:
     if not isinstance(differentiate, SeveralLosses):
         return dataclasses.replace(differentiate, **changes)
     each = {name: dataclasses.replace(loss, **changes) for name, loss in differentiate.each.items()}
@@ -472,7 +472,7 @@ def _by_name(aux: object) -> Mapping[str, Any]:
     return aux if isinstance(aux, Mapping) else {"aux": aux}
 
 
-def _without_overlap(params: Params, each: Mapping[str, Differentiation]) -> dict[str, list[int]]:
+def _without_overlap(params: Params, each: Mapping[str, LossGradients]) -> dict[str, list[int]]:
     """Return the indices of the leaves that each loss trains."""
     chosen = {name: loss.selected(params, f"loss_fn[{name!r}][1]") for name, loss in each.items()}
     for (first, its), (second, others) in itertools.combinations(chosen.items(), 2):
