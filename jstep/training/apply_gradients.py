@@ -1,6 +1,6 @@
 """One optimizer update of the state: params + updates, new slots, global_step + 1; and whether it was skipped.
 
-Of the library's training code, only this module advances the global step; users may with `increment_global_step`.
+Only this module increments the global step; users may do so with `increment_global_step`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def apply_gradients(
 
 
 class UpdateResult(NamedTuple):
-    """The result of an update; `skipped_by`: a guard's slot → whether it, or one around it, skipped the update."""
+    """The result of an update; `skipped_by`: a guard's slot → whether it, or a guard around it, skipped the update."""
 
     state: TrainState
     updates: Updates
@@ -100,8 +100,8 @@ def apply_update(
     evaluate = context.value_and_grad and leaving_auto_axes(context.value_and_grad, state.params)
     slots, limit = with_small_ones_loaded(state)
 
-    def run(state: TrainState, grads: Updates, step_context: Context) -> UpdateResult:
-        # Always 1, which XLA must not know: it would inline the loops of transfers, and no longer keep their order.
+    def update_on_auto_axes(state: TrainState, grads: Updates, step_context: Context) -> UpdateResult:
+        # Always 1, which XLA must not know: otherwise it inlines the loops of transfers and loses their order.
         transfers = None if limit is None else Transfers(limit, jnp.where(step_array(state) >= 0, 1, 0))
         with setting(TRANSFERS, transfers):
             done = _update(state, grads, optimizer, increment, step_context._replace(value_and_grad=evaluate))
@@ -113,7 +113,8 @@ def apply_update(
     place = shard_like(UpdateResult(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
     with setting(placement.LAYOUTS, parameter_layouts(state)):
         here = state.replace(slots=slots)
-        done = without_explicit_axes(run, here, grads, context._replace(value_and_grad=None), place=place)
+        context = context._replace(value_and_grad=None)
+        done = without_explicit_axes(update_on_auto_axes, here, grads, context, place=place)
     return done._replace(state=jax.tree.map(placement.back, done.state, state))
 
 
@@ -126,7 +127,7 @@ def _update(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
         )
     held = {name: tree for name, tree in state.slots.items() if not is_model_state(name)}
     roles = roles_of(optimizer, state.params)
-    guards.current_loss_scale(roles, held)
+    guards.current_loss_scale(roles, old_slots)
     guards.noise_slots(roles)
     # Without frozen leaves, so that no norm and no wrapper sees them.
     inwards = functools.partial(without_frozen, optimizer, state.params)
@@ -138,24 +139,24 @@ def _update(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
     not_reached |= {name: jnp.zeros_like(held[name]) for name in roles.of(Role.LAST_WEIGHT) if name in held}
     inputs = StepInputs(state.params, step, context)
     try:
-        updates, own = call_update(optimizer, grads, held | not_reached, inputs, exact=True)
+        updates, slots = call_update(optimizer, grads, old_slots | not_reached, inputs, exact=True)
     except Exception as error:
         explain_missing_gradients(error, state.params, matched)
         raise
-    _check_slots(held, own)
-    skipped_by = {name: own[name] == guards.SKIPPED_MARK for name in guarding}
-    own |= {name: jnp.where(own[name] < 0, held[name], own[name]) for name in guarding}
+    _check_slots(old_slots, slots)
+    skipped_by = {name: slots[name] == guards.SKIPPED_MARK for name in guarding}
+    slots |= {name: jnp.where(slots[name] < 0, old_slots[name], slots[name]) for name in guarding}
     if not increment:
         # An age is global_step − start_step: an update at the same step makes it larger by one, and none leaves it.
-        own |= {name: jax.tree.map(lambda slot: slot - 1, own[name]) for name in roles.of(*COUNTS)}
-        own |= {name: jnp.minimum(own[name], jnp.asarray(step).astype(own[name].dtype)) for name in guarding}
-    new = state.replace(slots={**state.slots, **own}, global_step=later_step(step) if increment else step)
-    return UpdateResult(new, updates, own, roles, skipped_by)
+        slots |= {name: jax.tree.map(lambda slot: slot - 1, slots[name]) for name in roles.of(*COUNTS)}
+        slots |= {name: jnp.minimum(slots[name], jnp.asarray(step).astype(slots[name].dtype)) for name in guarding}
+    new = state.replace(slots={**state.slots, **slots}, global_step=later_step(step) if increment else step)
+    return UpdateResult(new, updates, slots, roles, skipped_by)
 
 
-def _check_slots(held: Slots, own: Slots) -> None:
-    different = describe_difference(own, held)
-    if different or trees.structure(own) != trees.structure(held):
+def _check_slots(old: Slots, new: Slots) -> None:
+    different = describe_difference(new, old)
+    if different or trees.structure(new) != trees.structure(old):
         raise ValueError(
             f"the optimizer's slots are not those of the state: it returned a tree {different or 'of others'}; use "
             "the optimizer that the state was created with"
@@ -220,9 +221,9 @@ def _became_nonfinite(updates: Updates, before: Slots, after: Slots, roles: Role
 
 def unless_skipped(skipped: Array, old: object, new: object) -> Any:
     def leaf(before: Any, after: Any) -> Any:
-        was, now = jax.typeof(before), jax.typeof(after)
+        x, y = jax.typeof(before), jax.typeof(after)
         # Another structure, shape or dtype is rejected later.
-        fits = (was.shape, was.dtype, was.sharding) == (now.shape, now.dtype, now.sharding)
+        fits = (x.shape, x.dtype, x.sharding) == (y.shape, y.dtype, y.sharding)
         return jnp.where(skipped == 1, before, after) if fits else after
 
     return jax.tree.map(leaf, old, new) if trees.structure(old) == trees.structure(new) else new

@@ -59,10 +59,10 @@ def scan_steps(
         k = _leading_size(stacked, length)
         batch_specs = jax.tree.map(without_step_axis, batch_specs)
 
-        def one(state: TrainState, args: Any) -> tuple[TrainState, StepMetrics]:
+        def one_step(state: TrainState, args: Any) -> tuple[TrainState, StepMetrics]:
             return step.body(state, args, batch_specs)
 
-        state, (computed, constants) = scan(one, state, stacked, k, unroll)
+        state, (computed, constants) = scan(one_step, state, stacked, k, unroll)
         return state, StepMetrics(computed, constants.repeated(k))
 
     scanned = dataclasses.replace(
@@ -106,8 +106,8 @@ class TracedStep(NamedTuple):
 class LoopedStep(TrainStep):
     """A compiled program of 1 to K steps: `state, metrics, sums = call_step(looped, state, (n, sums, *stacked))`.
 
-    It runs the first n of K steps, in a loop whose length is an argument, so the bits do not depend on how steps are
-    divided into calls. The metrics are from the last step; the numbers of all steps are accumulated in the sums.
+    It runs the first n of K steps, in a loop whose length is an argument, so that results are bitwise identical however
+    steps are divided into calls. The metrics are from the last step; the numbers of all steps are added to the sums.
 
     Args:
         step: Any function `(state, *args) -> (state, metrics)`.
@@ -145,15 +145,16 @@ class LoopedStep(TrainStep):
         if self.max_steps is None:
             stacked = jax.tree.map(_with_another, stacked)
         row = tuple(jax.tree.map(first_row, stacked))
-        # The step was traced for the first state of a run; the next one may be on a mesh where that one was not.
+        # The step was traced for the first state of a run; a later state may be on a mesh although that one was not.
         traced = self._traced.get(_key(state, row)) or self._trace(state, row, batch_specs)
-        accumulator, jaxpr, out = self.accumulate(traced), traced.jaxpr, traced.out
+        accumulator = self.accumulate(traced)
+        jaxpr = traced.jaxpr
 
         def one_step(i: object, carry: Tree) -> Any:
             state, _, rows = carry
             args = jax.tree.map(lambda x: _at(x, i), stacked)
             values = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves((state, args)))
-            state, (computed, _) = jax.tree.unflatten(out, values)
+            state, (computed, _) = jax.tree.unflatten(traced.out, values)
             # Reading the numbers must not change how XLA compiles the step.
             row = accumulator.row(jax.lax.optimization_barrier(computed))
             rows = jax.tree.map(lambda rows, x: jax.lax.dynamic_update_index_in_dim(rows, x, i, 0), rows, row)
@@ -179,8 +180,8 @@ def loop_step(step: Callable[..., Any], max_steps: int | None, accumulate: Calla
     """Return the `LoopedStep` of a step, compiled only once per step."""
     # Stored on the step, so that both are freed together. A decorator copies the step's attributes, hence the check.
     kept: dict[Any, LoopedStep]
-    of, kept = getattr(step, "_jstep_looped", (None, {}))
-    if of is not step:
+    owner, kept = getattr(step, "_jstep_looped", (None, {}))
+    if owner is not step:
         kept = {}
         with contextlib.suppress(AttributeError, TypeError):  # a bound method, a frozen or slotted object
             step._jstep_looped = (step, kept)  # type: ignore[attr-defined]
@@ -201,8 +202,8 @@ def _traced_step(jaxpr: Any, out: Any) -> TracedStep:
 
 
 def _with_another(x: object) -> Any:
-    """Stack a row with another one, which is not used."""
-    # XLA would compile a loop over its only row differently from a loop over several: work on it would move out.
+    """Stack a row with a second one, which is not used."""
+    # XLA compiles a loop over a single row differently from a loop over several: it would move work out of the loop.
     x = jnp.asarray(x)
     return jnp.stack([x, _zeros(jax.typeof(x))])
 

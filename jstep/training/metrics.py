@@ -1,4 +1,4 @@
-"""The metrics of a step: constant and computed, from the optimizer, and requested by the user."""
+"""The metrics of a training step: constant or computed, from the optimizer, and requested by the user."""
 
 import dataclasses
 import functools
@@ -96,8 +96,8 @@ SKIPPED = "skipped"
 
 
 def slot_metrics(roles: Roles, slots: Slots) -> dict[str, Array]:
-    held = {str(display_name(name)): slots[name] for name in roles.of(Role.HELD)}
-    return held | {name: slots[name] for name in roles.of(Role.LOSS_SCALE)}
+    held_values = {str(display_name(name)): slots[name] for name in roles.of(Role.HELD)}
+    return held_values | {name: slots[name] for name in roles.of(Role.LOSS_SCALE)}
 
 
 # The metrics that `minimize(metrics=…)` requests: norms, the noise scale, and functions of gradients and updates.
@@ -123,7 +123,7 @@ class RequestedMetrics:
     ) -> dict[str, dict[str, Any]]:
         """Return the values of the norms and functions, by a description of their origin.
 
-        `gradients` include the loss scale, `updates` are as added, and `params` are new.
+        `gradients` include the loss scale, `updates` are the values added to the parameters, and `params` are new.
         """
 
         def norm(name: str) -> Array:
@@ -152,16 +152,16 @@ def _public(updates: Updates) -> Updates:
 
 
 def check_requested(metrics: Any, argument: str, number: int) -> RequestedMetrics:
-    """`argument=number` divides a batch into the parts to compare."""
+    """Validate `metrics` of `minimize`; `argument=number` divides a batch into the parts that noise metrics compare."""
     names = (*NORMS, NOISE_SCALE)
     is_several = isinstance(metrics, Collection) and not callable(metrics) and not isinstance(metrics, str)
     entries = tuple(metrics) if is_several else (metrics,)
     functions: dict[str, Callable[..., dict[str, Any]]] = {}
     for i, entry in enumerate(entries):
         if callable(entry):
-            place = f"metrics[{i}]"
-            as_function(entry, place, _FORM, takes=3)
-            name = f"{place}={as_typed(entry)}"
+            argument_name = f"metrics[{i}]"
+            as_function(entry, argument_name, _FORM, takes=3)
+            name = f"{argument_name}={as_typed(entry)}"
             functions[name] = _with_checked_result(entry, name)
         elif entry not in names:
             raise ValueError(f"metrics: {entry!r} must be one of {names}, or a function {_FORM}")
@@ -172,7 +172,7 @@ def check_requested(metrics: Any, argument: str, number: int) -> RequestedMetric
 
 
 def _with_checked_result(fn: MetricFn, name: str) -> Callable[..., dict[str, Any]]:
-    def run(gradients: Updates, updates: Updates, params: Params) -> dict[str, Any]:
+    def checked(gradients: Updates, updates: Updates, params: Params) -> dict[str, Any]:
         # New containers, so that a function that changes its dicts affects neither the state nor the next function.
         arguments = jax.tree.map(lambda leaf: leaf, (gradients, updates, params))
         try:
@@ -187,5 +187,5 @@ def _with_checked_result(fn: MetricFn, name: str) -> Callable[..., dict[str, Any
                 raise TypeError(f"{name}: must return a mapping of names to scalars, got {got}")
         return device_values.from_host(dict(result), name)
 
-    # It may combine trees that are sharded in different ways, which JAX rejects on Explicit axes.
-    return functools.partial(Attempts(name), run)
+    # The function may combine trees that are sharded in different ways, which JAX rejects on Explicit axes.
+    return functools.partial(Attempts(name), checked)

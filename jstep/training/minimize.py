@@ -218,7 +218,7 @@ def minimize(
         differentiate = several_losses(loss_fn, make_differentiation)
     else:
         differentiate = make_differentiation(loss_fn, var_list)
-    minimizing = UpdateStep(
+    update_step = UpdateStep(
         optimizer,
         differentiate,
         wanted,
@@ -231,14 +231,14 @@ def minimize(
         increments=increment_global_step,
     )
     pure_step = PureStep(
-        minimizing if lanes is None else _in_lanes(lanes, minimizing),
+        update_step if lanes is None else _in_lanes(lanes, update_step),
         title=_title_of(loss_fn),
         looks_at_rows=differentiate.looks_at_rows,
         lanes=lanes,
         optimizer=optimizer,
-        trains=minimizing.trains,
+        trains=update_step.trains,
     )
-    # A `PureStep` is called alike; its own type would need a second signature of all arguments.
+    # A `PureStep` is called in the same way; its own type would need a second signature of all arguments.
     return TrainStep(pure_step, donate=donate) if jit else cast(TrainStep, pure_step)
 
 
@@ -251,7 +251,7 @@ def _title_of(loss_fn: object) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UpdateStep:
-    """The body of a step of `minimize`: the gradients of one or more losses, and one update.
+    """The body of a training step of `minimize`: the gradients of one or more losses, and one update.
 
     Attributes:
         rng: The key of the run.
@@ -337,22 +337,22 @@ class UpdateStep:
 
         def value_and_grad(params: Params) -> tuple[Array, Updates]:
             """Return loss and gradients of this step's batch, without the scale."""
-            there = plain(inputs._replace(params=params))
-            return there.loss, there.gradients if scale is None else guards.unscale(there.gradients, scale)
+            other = plain(inputs._replace(params=params))
+            return other.loss, other.gradients if scale is None else guards.unscale(other.gradients, scale)
 
         return Context(result.loss, value_and_grad, inputs.for_evaluation(CONTEXT_KEY_SALT).key, noise)
 
     def trains(self, params: Params) -> list[bool]:
         several = self.differentiate
-        each = several.each.values() if isinstance(several, SeveralLosses) else [several]
-        chosen = {i for loss in each for i in loss.selected(params)}
+        losses = several.losses.values() if isinstance(several, SeveralLosses) else [several]
+        chosen = {i for loss in losses for i in loss.selected(params)}
         return [i in chosen for i in range(len(jax.tree.leaves(params)))]
 
 
 def _in_lanes(number: int, pure: Callable[..., Any]) -> Body:
     has_warned = False
 
-    def run(lanes: Lanes, state: TrainState, args: tuple[Any, ...]) -> Any:
+    def step_in_lanes(lanes: Lanes, state: TrainState, args: tuple[Any, ...]) -> Any:
         nonlocal has_warned
         if lanes.others and not has_warned and jax.process_index() == 0:
             has_warned = True
@@ -367,8 +367,8 @@ def _in_lanes(number: int, pure: Callable[..., Any]) -> Body:
     def body(state: TrainState, args: tuple[Any, ...], batch_specs: Tree) -> Any:
         layouts = parameter_layouts(require_state(state))
         leaves = trees.leaves_with_paths(state.params)
-        places = {np.shape(leaf): layouts[path].spec for path, leaf in leaves if path in layouts}
-        new, metrics = on_lanes(number, run, state, args, batch_specs, places, shard_like((state,)))
+        specs = {np.shape(leaf): layouts[path].spec for path, leaf in leaves if path in layouts}
+        new, metrics = on_lanes(number, step_in_lanes, state, args, batch_specs, specs, shard_like((state,)))
         return jax.tree.map(placement.back, new, state), metrics
 
     return body
@@ -387,31 +387,31 @@ def _averages_for(state: TrainState, names: Sequence[str]) -> Params:
 
 @dataclasses.dataclass(frozen=True)
 class SeveralLosses:
-    """Losses that are differentiated at the same parameters, each with respect to its own, with a gate for all."""
+    """Losses with one gate, differentiated at the same parameters, each with respect to a separate part of them."""
 
-    each: Mapping[str, LossGradients]
+    losses: Mapping[str, LossGradients]
     gate_gradients: int
 
     @property
     def looks_at_rows(self) -> bool:
-        return any(loss.looks_at_rows for loss in self.each.values())
+        return any(loss.looks_at_rows for loss in self.losses.values())
 
     def __call__(self, inputs: LossInputs) -> LossResult:
         """Return the sum of the losses, all gradients in one tree, and as aux each loss and its aux by name."""
-        chosen = _without_overlap(inputs.params, self.each)
+        chosen = _without_overlap(inputs.params, self.losses)
         leaves, treedef = trees.flatten(inputs.params)
         gradients: list[Any] = [None] * len(leaves)
         results: dict[str, LossResult] = {}
-        for i, (name, differentiate) in enumerate(self.each.items()):
+        for i, (name, differentiate) in enumerate(self.losses.items()):
             try:
                 results[name] = differentiate(inputs.for_evaluation(i))
             except Exception as error:
                 note(error, f"This error was raised while the loss {name!r} was differentiated.")
                 raise
             grads = treedef.flatten_up_to(results[name].gradients)
-            if all(grads[place] is None for place in chosen[name]):
+            if all(grads[index] is None for index in chosen[name]):
                 raise ValueError(f"loss_fn: the loss {name!r} depends on none of the parameters that it trains")
-            gradients = trees.with_leaves(gradients, chosen[name], [grads[place] for place in chosen[name]])
+            gradients = trees.with_leaves(gradients, chosen[name], [grads[index] for index in chosen[name]])
         return LossResult(
             functools.reduce(operator.add, [result.loss for result in results.values()]),
             None,
@@ -425,22 +425,22 @@ class SeveralLosses:
 def several_losses(losses: Losses, make: Callable[[Any, VarList], LossGradients]) -> SeveralLosses:
     if not losses:
         raise ValueError(f"loss_fn={format_value(losses)}: must have at least one loss, name -> {_LOSS_FORM}")
-    each = {}
+    gated = {}
     for name, entry in losses.items():
         as_string(name, "a name in loss_fn")
         if not (isinstance(entry, tuple | list) and len(entry) == 2 and callable(entry[0])):
             raise TypeError(f"loss_fn[{name!r}]={format_value(entry)}: must be {_LOSS_FORM}")
-        each[name] = make(*entry)
-    gate = next(iter(each.values())).gate_gradients
-    each = {name: dataclasses.replace(loss, gate_gradients=GATE_NONE) for name, loss in each.items()}
-    return SeveralLosses(each, gate)
+        gated[name] = make(*entry)
+    gate = next(iter(gated.values())).gate_gradients
+    ungated = {name: dataclasses.replace(loss, gate_gradients=GATE_NONE) for name, loss in gated.items()}
+    return SeveralLosses(ungated, gate)
 
 
 def replace_losses(differentiate: LossGradients | SeveralLosses, **changes: Any) -> LossGradients | SeveralLosses:
     if not isinstance(differentiate, SeveralLosses):
         return dataclasses.replace(differentiate, **changes)
-    each = {name: dataclasses.replace(loss, **changes) for name, loss in differentiate.each.items()}
-    return dataclasses.replace(differentiate, each=each)
+    losses = {name: dataclasses.replace(loss, **changes) for name, loss in differentiate.losses.items()}
+    return dataclasses.replace(differentiate, losses=losses)
 
 
 def loss_metrics(result: LossResult, has_aux: bool, *, is_several: bool) -> dict[str, Mapping[str, Any]]:
@@ -472,15 +472,15 @@ def _by_name(aux: object) -> Mapping[str, Any]:
     return aux if isinstance(aux, Mapping) else {"aux": aux}
 
 
-def _without_overlap(params: Params, each: Mapping[str, LossGradients]) -> dict[str, list[int]]:
+def _without_overlap(params: Params, losses: Mapping[str, LossGradients]) -> dict[str, list[int]]:
     """Return the indices of the leaves that each loss trains."""
-    chosen = {name: loss.selected(params, f"loss_fn[{name!r}][1]") for name, loss in each.items()}
-    for (first, its), (second, others) in itertools.combinations(chosen.items(), 2):
-        both = sorted({*its} & {*others})
+    chosen = {name: loss.selected(params, f"loss_fn[{name!r}][1]") for name, loss in losses.items()}
+    for (first, indices), (second, others) in itertools.combinations(chosen.items(), 2):
+        both = sorted({*indices} & {*others})
         if both:
             paths = trees.leaf_paths(params)
             raise ValueError(
-                f"loss_fn: the losses {first!r} and {second!r} both train {[paths[place] for place in both][:20]}; "
+                f"loss_fn: the losses {first!r} and {second!r} both train {[paths[index] for index in both][:20]}; "
                 "give each parameter to one of them"
             )
     return chosen

@@ -47,7 +47,7 @@ class PureStep:
         leading_axes: The number of batch axes before the rows, one per `scan_steps`.
         optimizer: The optimizer, for a step of `minimize`.
         trains: `trains(params)`: for each leaf, whether the step trains it.
-        kept: A cache for other modules, under names of their own.
+        kept: A cache for other modules, each under a name of its own.
     """
 
     body: Body
@@ -101,7 +101,7 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
                 )
             return keep_roles(state, result[0]), result[1]
 
-        new, metrics = attempts(one, state, args, place=shard_like((state,)))
+        new, metrics = attempts(call_user_step, state, args, place=shard_like((state,)))
         # A user-defined step reports a skipped update with a metric of the same name as jstep's.
         is_guarded = isinstance(metrics, dict) and SKIPPED in metrics
         return new, split_metrics(metrics, SKIPPED if is_guarded else None)
@@ -196,7 +196,7 @@ class TrainStep:
     """
 
     _returns_sums = False
-    """Whether its programs also return sums, which the next call continues: only in a `LoopedStep`."""
+    """Whether the programs also return sums, which the next call continues: only in a `LoopedStep`."""
 
     def __init__(self, step: Callable[..., tuple[TrainState, dict[str, Any]]], *, donate: bool = True) -> None:
         self.__wrapped__ = as_function(step, "step", "(state, *args) -> (state, metrics)")
@@ -236,13 +236,13 @@ class TrainStep:
                 return body(state, args, batch_specs)
 
         traced.__name__ = traced.__qualname__ = self.__name__  # in JAX's errors
-        where: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if shardings is not None:
             # Otherwise XLA may choose another sharding for an output than for its input, which prevents donation and
             # recompiles the step for its own result.
             continued = (NamedSharding(layout.mesh, PartitionSpec()),) if self._returns_sums else ()
-            where = {"out_shardings": (shardings, None, *continued)}
-        return jax.jit(traced, donate_argnums=(0,) if donates else (), **where)
+            options = {"out_shardings": (shardings, None, *continued)}
+        return jax.jit(traced, donate_argnums=(0,) if donates else (), **options)
 
     @shortens_tracebacks
     def lower(self, state: TrainState, *args: Any) -> Any:
@@ -261,7 +261,7 @@ class TrainStep:
         return self.trace(state, *args).out_info
 
     def clear_cache(self) -> None:
-        """Clear the compilation cache."""
+        """Clear the compiled programs, as `jax.jit(...).clear_cache`."""
         for program in self._programs.values():
             program.clear_cache()
 
@@ -272,7 +272,7 @@ class TrainStep:
         return f"<jstep.TrainStep {describe_step(self._pure)}, donate={self.donate}>"
 
 
-# The only way to call a compiled step: by hand, in `train`, in `replay`, in `verify_resume`.
+# All calls of a compiled step: by hand, in `train`, in `replay` and in `verify_resume`.
 
 
 def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
@@ -285,7 +285,9 @@ def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
         layout = inspect_layout(state)
     if is_spent(state) if not is_known else state.global_step.is_deleted():
         require_alive(state)  # a call that fails while it runs donates it, too
-    transfers, mesh, donates = NO_GUARD, layout.mesh, step.donate
+    transfers = NO_GUARD
+    mesh = layout.mesh
+    donates = step.donate
     if any(special_settings(jax.config)):
         transfers, donates = internal_transfers(), _donates(step)
     # As `_program`, without a call at each step.
