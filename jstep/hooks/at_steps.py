@@ -154,4 +154,4 @@ class ProfilerHook(RunHook):
             jax.profiler.stop_trace()
 
     def next_due(self, step: int) -> int:
-        return min((at for at in (self._start, self._stop) if at > step), default=NEVER)
+        return min((edge for edge in (self._start, self._stop) if edge > step), default=NEVER)

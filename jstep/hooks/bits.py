@@ -28,15 +28,15 @@ _logger = logging.getLogger("jstep")
 
 
 class DivergenceError(WrongStateError, RuntimeError):
-    """A repeated step produced different bits than before.
+    """A repeated step is not bitwise identical to the earlier one.
 
     Attributes:
         step: The step N of the update N − 1 → N.
-        leaves: The paths of the leaves that differ; None if not known.
+        leaves: The paths of the leaves that differ; None if unknown.
     """
 
     def __init__(self, message: str, step: int = 0, leaves: tuple[str, ...] | None = None) -> None:
-        super().__init__(message)  # with which it is unpickled
+        super().__init__(message)  # pickle calls it with the message alone
         self.step, self.leaves = step, leaves
 
 
@@ -62,7 +62,7 @@ class FingerprintHook(RunHook):
             of such a state is saved.
 
     Raises:
-        DivergenceError: From `train`: a repeated step produced different bits.
+        DivergenceError: From `train`: a repeated step is not bitwise identical to the earlier one.
         ValueError: There is neither path nor logdir (before the first step).
 
     Example:

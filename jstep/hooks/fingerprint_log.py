@@ -17,7 +17,7 @@ _HEX = re.compile("[0-9a-f]{16}")
 
 
 class Entry(NamedTuple):
-    """A line of a log; `leaves` is None if they were not recorded."""
+    """A line of a log; `leaves` is None if the log has no fingerprints of leaves."""
 
     step: int
     state: str
@@ -57,7 +57,9 @@ def parse_log(data: bytes) -> Log:
 def _entry(raw: bytes) -> Entry | None:
     try:
         record = json.loads(raw)
-        step, state, leaves = record["step"], record["state"], record.get("leaves")
+        step = record["step"]
+        state = record["state"]
+        leaves = record.get("leaves")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     texts = [state, *(leaves.values() if isinstance(leaves, dict) else [])]
@@ -69,7 +71,6 @@ def _entry(raw: bytes) -> Entry | None:
 
 
 def is_line(raw: bytes) -> bool:
-    """Return whether a line is one of a log."""
     return _entry(raw) is not None
 
 
@@ -80,7 +81,7 @@ def make_entry(step: int, fingerprints: Fingerprints, per_leaf: bool) -> Entry:
 
 
 class Difference(NamedTuple):
-    """The paths whose fingerprints differ, or that only one of two has; `leaves` is None if they were not recorded."""
+    """The paths whose fingerprints differ, or that only one of two entries has; `leaves` is None if a log has none."""
 
     step: int
     leaves: tuple[str, ...] | None
@@ -97,7 +98,7 @@ class Difference(NamedTuple):
 
 
 def compare_logs(first: Entry, second: Entry) -> Difference | None:
-    """Compare two entries of one step; None if equal."""
+    """Return the difference of two entries of one step; None if they are equal."""
     if first.state == second.state:
         return None
     if first.leaves is None or second.leaves is None:

@@ -30,7 +30,7 @@ _logger = logging.getLogger("jstep")
 
 _SHOWN = 10
 _DIGITS = 9
-"""The significant digits of a mean: as many as float32 has, so that it does not depend on where its sum was cut."""
+"""The significant digits of a mean: those of a float32, so that the mean does not depend on where its sum was cut."""
 
 
 class History(ReportingHook):
@@ -49,7 +49,7 @@ class History(ReportingHook):
             flushed before each checkpoint exists. If any other run finds rows in the file, it is renamed to `PATH.1`
             (`PATH.2`, …), with a warning. Without a path the rows are in the checkpoints.
         every_n_steps: Interval in steps.
-        mean: Whether rows have means over the steps since the last row, in place of the values of their step.
+        mean: Whether rows have means over the steps since the last row, instead of the metrics of the row's own step.
 
     Attributes:
         names: The names of all metrics. A metric named `step` is named `step_` in the rows.
@@ -91,12 +91,12 @@ class History(ReportingHook):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
-        """Return a History with the rows of a file; a last line that was torn by a crash is left out.
+        """Return a History with the rows of a file; a last line that a crash left incomplete is dropped.
 
         Raises:
             FileNotFoundError: There is no such file.
-            OSError: It is not a regular file.
-            ValueError: It has something other than the rows of a History.
+            OSError: The path is not a regular file.
+            ValueError: The file has lines that no History wrote.
         """
         history = cls()
         history._rows = read_rows(location(path, "path"))
@@ -250,7 +250,7 @@ class History(ReportingHook):
                 self._rows = dict(sorted(self._rows.items()))
             self._since = min(self._since, step)
 
-    # What it shows.
+    # Views of the rows.
 
     @property
     def names(self) -> list[str]:
@@ -307,7 +307,7 @@ class History(ReportingHook):
 
 
 def check_paths(hooks: Sequence[object]) -> None:
-    """Refuse two histories of a run with one file."""
+    """Reject two histories of a run with the same file."""
     paths = Counter(os.path.realpath(hook._path) for hook in hooks if isinstance(hook, History) and hook._path)
     for path, count in paths.items():
         if count > 1:

@@ -25,7 +25,7 @@ class Hook(ShownAsTyped):
 
     A hook defines only those that it needs. Besides the methods below, `train` calls `get_state`, `set_state`, `flush`
     and `close`: `flush()` on process 0 before each checkpoint of the run exists, in a background thread, for a log that
-    must not be older (what it raises is an error of the save), and `close()` after `closed`.
+    must not be older than the checkpoint (its exception is an error of the save), and `close()` after `closed`.
 
     Steps are integers on the host, the number of training steps completed. Step N is the update N − 1 → N, which used
     batch N − 1, or the state after it: in log lines, metrics rows, evaluations, checkpoints and fingerprints, and in
@@ -122,7 +122,7 @@ def defines(hook: object, name: str) -> bool:
 
 
 def call_named(hook: object, method: str, *args: Any) -> Any:
-    """Call a method of a hook; a note on what it raises names both."""
+    """Call a method of a hook; a note on its exception names the hook and the method."""
     try:
         return getattr(hook, method)(*args)
     except BaseException as error:
@@ -131,7 +131,7 @@ def call_named(hook: object, method: str, *args: Any) -> Any:
 
 
 def state_step(state: TrainState) -> int:
-    """The step of a state, whatever transfers the user has forbidden."""
+    """Return the step of a state, also under a transfer guard."""
     with internal_transfers():
         return global_step(state)
 
@@ -159,7 +159,7 @@ def check_step(step: int, state: TrainState, first: int | None = None) -> None:
 
 _OF_HOOKS = ("after_step", "before_step", "end", "next_due", "before_save", "saved", "failed", "closed")
 _ALSO_OF_CALLBACKS = ("begin", "get_state", "set_state")
-"""Methods that callbacks of evaluations have, too; these are called themselves."""
+"""Methods that callbacks of evaluations have, too; callbacks are called directly."""
 _ALSO_OF_FILES = ("flush", "close")
 
 

@@ -10,7 +10,7 @@ from jstep.core.stopwatch import STEPPING
 from jstep.hooks.hook import state_step
 from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.metering.cadence import make_cadence
-from jstep.metering.metric_sums import BadStep, Interval
+from jstep.metering.metric_sums import Interval
 from jstep.state.nonfinite import NAN, NanLossDuringTrainingError, StateContents
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import LOSS, Metrics
@@ -47,7 +47,7 @@ class NanLossHook(RunHook):
     def __init__(
         self, *, every_n_steps: int = 10, fail_on_nan_loss: bool = True, max_skipped_steps: int | None = None
     ) -> None:
-        # The sums of a call are the same wherever it ends, so no call must end for this hook.
+        # This hook needs no call to end at its steps: the sums of a call do not depend on where it ends.
         self.cadence = make_cadence(steps=("every_n_steps", every_n_steps), ends_calls=False)
         self._fail = as_bool(fail_on_nan_loss, "fail_on_nan_loss")
         if max_skipped_steps is not None:
@@ -110,7 +110,7 @@ class NanLossHook(RunHook):
             self._bad = True
             origin = bad.step if self._gradient is None else min(bad.step, self._gradient)
             before = f", after a gradient that is not finite {_at(origin)}" if origin < bad.step else ""
-            self._stop(f"{_loss(bad)}{before}{_advice(origin)}", origin)
+            self._stop(f"the loss is {bad.loss} {_at(bad.step)}{before}{_advice(origin)}", origin)
         elif over is not None:
             self._over = True
             self._bad = bad is not None
@@ -141,8 +141,8 @@ class NanLossHook(RunHook):
             self._checked, self._gradient = step, None
             return
         self._bad = True
-        numbers, where = "NaN" if NAN in nonfinite.values() else "infinite numbers", format_list([*nonfinite])
-        message = f"the state contains {numbers} after step {step}, though each loss is finite: {where}"
+        kind, leaves = "NaN" if NAN in nonfinite.values() else "infinite numbers", format_list([*nonfinite])
+        message = f"the state contains {kind} after step {step}, though each loss is finite: {leaves}"
         if self._gradient is not None:
             message += f"; the gradient is not finite {_at(self._gradient)}"
         elif self._checked < step - 1:
@@ -174,10 +174,6 @@ def about_start(with_nan: list[str], step: int) -> str:
         f"{format_list(with_nan)} contained NaN when this run began, at step {step}: delete the checkpoints that "
         "contain NaN (python -m jstep inspect shows it), and start again"
     )
-
-
-def _loss(bad: BadStep) -> str:
-    return f"the loss is {bad.loss} {_at(bad.step)}"
 
 
 def _at(step: int) -> str:

@@ -36,7 +36,10 @@ class Below:
     """The output below the bar: log lines, the evaluations of a run, and the curves of each `History`."""
 
     def __init__(self, run: RunInfo, histories: Sequence[History], clock: Clock, lines: ShownLines) -> None:
-        self._run, self._histories, self._clock, self._lines = run, histories, clock, lines
+        self._run = run
+        self._histories = histories
+        self._clock = clock
+        self._lines = lines
         self._curves, self._drawn = "", float("-inf")
 
     def html(self, *, is_last: bool) -> str:
@@ -74,9 +77,12 @@ class NotebookBar:
         postfix: str = "",
         **others: object,
     ) -> None:
-        self.n, self.total, self.postfix = initial, total, postfix
+        self.n = initial
+        self.total = total
+        self.postfix = postfix
         self._below, self._clock = below, clock
-        self._first, self._began, self._shown = initial, clock(), float("-inf")
+        self._first, self._began = initial, clock()
+        self._shown = float("-inf")
         self._html, self._text = "", ""
         self._write(is_last=False)
         display: Any = importlib.import_module("IPython.display")

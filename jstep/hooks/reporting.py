@@ -227,7 +227,7 @@ class MetricsHook(ReportingHook):
         return super().begin(state)
 
     def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> PendingTransfer:
-        """The numbers to pass on; metrics that are arrays are logged once per run."""
+        """The numbers to pass on; the names of metrics that are arrays are logged once per run."""
         names = sorted({*names_of_arrays(metrics)} - self._named)
         self._named.update(names)
         if names and jax.process_index() == 0:

@@ -87,7 +87,7 @@ class RunInfo(Protocol):
 
     @property
     def metrics(self) -> Any:
-        """None before the first step."""
+        """The metrics of the last call; None before the first step."""
 
     @property
     def is_over(self) -> bool: ...
@@ -124,7 +124,7 @@ class RunInfo(Protocol):
     def before_off_cadence(self) -> None:
         """Called before work that is done only because the run ends here, such as an evaluation that is not due.
 
-        Its feedback to the data source is not saved, or a resumed run would differ.
+        The feedback of this work to the data source is not saved, because a resumed run would differ.
         """
 
 
@@ -134,7 +134,7 @@ class RunInfo(Protocol):
 class RunHook(Hook):
     """Base class of built-in hooks, which are called by a run of `train` only; it also calls the methods below.
 
-    A hook with a `cadence` defines `when_due`. `part` is the category that its calls are timed as, and `instead` says
+    A hook with a `cadence` defines `when_due`. `part` is the phase that its calls are timed as, and `instead` says
     what to call in a custom loop.
     """
 
@@ -192,7 +192,7 @@ class RunHook(Hook):
             self.run.log_failed(self, with_path(error, path) if path else error)
 
     def flush(self) -> None:
-        """Called before a checkpoint is published, in the background: flush files that must not be older."""
+        """Called before a checkpoint is published, in the background: flush files that must not be older than it."""
 
     def close(self) -> None:
         """Called at the end, also after an error, before `closed` of any hook."""

@@ -59,8 +59,8 @@ class StepCounterHook(RunHook):
 
     Attributes:
         steps_per_sec: The latest rate in steps per second; None before the first measurement.
-        examples_per_sec: The latest rate in examples per second; None if the size of a batch is not known.
-        mfu: The latest utilization, a fraction; None if it is not known, or if it is reported as `hfu`.
+        examples_per_sec: The latest rate in examples per second; None if the size of a batch is unknown.
+        mfu: The latest utilization, a fraction; None if it is unknown, or reported as `hfu`.
         hfu: The latest utilization of a step that recomputes; None otherwise.
 
     Raises:
@@ -161,13 +161,13 @@ class StepCounterHook(RunHook):
             self._unfinished_at = before
         return bool(self._unfinished)
 
-    def _measure(self, finished: list[_Count], since: _Count, now: float) -> None:
+    def _measure(self, finished: list[_Count], since: _Count, measured_at: float) -> None:
         last = finished[-1]
         # Later steps finish after this time, so the next rate is not higher than the device's.
         self._since = last._replace(since=max(last.since, self._unfinished_at))
         if last.step <= since.step:
-            return  # the first interval begins with it
-        seconds = max(now - since.since, 1e-9)
+            return  # the first interval begins with this count
+        seconds = max(measured_at - since.since, 1e-9)
         self.steps_per_sec = rate = (last.step - since.step) / seconds
         counted, unknown = (after - before for after, before in zip(last.examples, since.examples, strict=True))
         self.examples_per_sec = counted / seconds if counted and not unknown else None

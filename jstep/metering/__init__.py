@@ -1,1 +1,1 @@
-"""The numbers of steps: when they are due, their sums and transfers from the device, and the file of their rows."""
+"""Metering: cadences of hooks, sums of metrics and their transfer from the device, and files of rows."""

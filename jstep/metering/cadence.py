@@ -38,7 +38,7 @@ class Cadence:
     Attributes:
         steps: The interval in steps.
         secs: Seconds, or a function that returns them at the start of each interval.
-        clock: Returns the time in seconds.
+        clock: A function that returns the time in seconds.
         together: Whether all processes act at the same step, by one process's clock.
         ends_calls: Whether calls of several steps end at multiples; if not, the first call that reaches one counts.
         at_last: Whether the hook is also due at the last step.
@@ -69,7 +69,7 @@ def make_cadence(
     secs: tuple[str, Any] | None = None,
     clock: Clock = time.monotonic,
     required: bool = True,
-    **more: bool,
+    **options: bool,
 ) -> Cadence:
     """Make a cadence whose errors name the caller's arguments, given as (name, value).
 
@@ -86,12 +86,12 @@ def make_cadence(
         number = as_int(number, name, 1, "a number of steps")
     if seconds is not None:
         seconds = as_number(seconds, secs_name, low=0, above=True, expected="a number of seconds")
-    return Cadence(number, seconds, clock, **more)
+    return Cadence(number, seconds, clock, **options)
 
 
 def hook_cadence(hook: object) -> Cadence | None:
     """The cadence of a built-in hook; None if the hook names its own steps."""
-    # Not the attribute of another hook that an object delegates to: `train` gives that one no run.
+    # Not the attribute of another hook that an object delegates to, because `train` passes no run to that hook.
     cadence = getattr(hook, "cadence", None) if hasattr(type(hook), "cadence") else None
     return cadence if isinstance(cadence, Cadence) else None
 
@@ -119,11 +119,11 @@ def next_call(hook: object, step: int) -> tuple[int, int]:
 
 
 class HookSchedule:
-    """When a hook of a run is due.
+    """The schedule of a hook in a run.
 
     Attributes:
-        next: The next step at which it is due by steps; the loop calls `is_due` only from this step or the deadline on.
-        called: The last step at which it was called, or the first step of the run.
+        next: The next step at which the hook is due by steps; `is_due` is called from this step or the deadline on.
+        called: The last step at which the hook was called, or the first step of the run.
     """
 
     def __init__(self, hook: Any, step: int) -> None:

@@ -32,10 +32,10 @@ def check_path(path: Any) -> str:
     name = os.fspath(path)
     if is_url(name):
         raise ValueError(f"path={name!r}: must be a local file, which grows by lines; objects of a store cannot")
-    name = location(name, "path") if name else name  # as a directory of a run: with `~`, and without `file://`
+    name = location(name, "path") if name else name  # resolves `~` and `file://`, as for a directory of a run
     is_regular = not os.path.lexists(name) or stat.S_ISREG(os.lstat(name).st_mode)
     if not os.path.basename(name) or not is_regular:  # nothing is written through a link
-        raise ValueError(f"path={name!r}: must be a regular file, got a folder, a link or a device; give another path")
+        raise ValueError(f"path={name!r}: must be a regular file, got a directory, link or device; give another path")
     return os.path.abspath(name)
 
 
@@ -43,7 +43,7 @@ def read_rows(path: str) -> Rows:
     """Return the rows of a file, without a torn last line.
 
     Raises:
-        ValueError: A line is not a row of a History, or not of a later step than the one before it.
+        ValueError: A line is not a row of a History, or its step is not later than the step of the line before.
     """
     rows: Rows = {}
     *lines, last = files.read_small(path, _MAX_BYTES).rstrip(b"\0").split(b"\n")  # zeros are left by a power cut
@@ -60,7 +60,7 @@ def read_rows(path: str) -> Rows:
 
 
 def _parse(line: bytes) -> tuple[int, Row]:
-    """Return the step and the row of a line; −1 if a History does not write such a line."""
+    """Return the step and the row of a line; step −1 if no History wrote the line."""
     try:
         found = json.loads(line)
         step = found.pop("step")

@@ -19,8 +19,8 @@ _SECONDS, _MIN_CALLS = 1.0, 2
 """The seconds of work that may be unfinished, and the number of calls that always may be."""
 _SHARE = 0.3
 """The weight of the newest observation in the average duration of a call."""
-_AT_ONCE = 8
-"""The calls after which finished ones are dropped, as asking costs as much as a twentieth of a small step."""
+_MIN_DROPPED = 8
+"""The number of calls from which on finished ones are dropped: a check costs a twentieth of a small step."""
 _LATEST = 64
 """The number of latest durations that are kept."""
 
@@ -29,10 +29,10 @@ class InFlight:
     """The calls that the device has not finished.
 
     At most max(2, calls that take one second) may be unfinished, so that a stop need not wait for more, and few batches
-    occupy the device. JAX itself dispatches dozens. One thread adds calls; any thread may ask for the `unfinished` one.
+    occupy the device. JAX itself dispatches dozens. One thread adds calls; any thread may query the `unfinished` one.
 
     Attributes:
-        finished: The step after the last call known to have finished; 0 before.
+        finished: The step after the last call that is known to have finished; 0 without one.
         per_step: The latest durations of calls, in seconds per step.
     """
 
@@ -44,7 +44,7 @@ class InFlight:
         self._clock = clock
         self._seen = 0, 0.0  # the latest step that another thread saw finished, and when
         self._busy_since = 0.0  # when the device began its current call, as far as known
-        self._each: float | None = None  # the duration of a call in seconds
+        self._call_secs: float | None = None  # the average duration of a call
         self.max_calls = _MIN_CALLS
         self.is_full = False  # whether `make_room` may have to wait
         self._are_donated = False  # whether metrics are donated to later calls
@@ -66,15 +66,17 @@ class InFlight:
             if result.is_deleted():  # for example a metric that is an array of the state: no information
                 self._are_donated = True
             elif result.is_ready():
-                self.finished, done, steps = step, done + 1, steps + step - first
+                self.finished = step
+                done += 1
+                steps += step - first
             else:
                 break
             self._calls.popleft()
         if not done:
             return
         step, at = self._seen
-        now = self._clock() if step < self.finished else max(at, self._busy_since)
-        seconds = now - self._busy_since
+        finished_at = self._clock() if step < self.finished else max(at, self._busy_since)
+        seconds = finished_at - self._busy_since
         new = seconds / done
         self.per_step.append(seconds / steps)
         self._each = new if self._each is None else self._each + _SHARE * (new - self._each)

@@ -96,7 +96,7 @@ class Piece(NamedTuple):
 
 
 class Interval:
-    """The sums of an interval between two log lines: one part for each program that ran in it."""
+    """The sums of an interval between two log lines, in pieces: one for each program that ran in it."""
 
     def __init__(self) -> None:
         self._merged: HostSums | None = None
@@ -142,7 +142,7 @@ class Grouping(NamedTuple):
 
 
 class MetricSums:
-    """Sums of the metrics of all steps, for several hooks with intervals of their own.
+    """Sums of the metrics of all steps, for several hooks with different intervals.
 
     A mean is over the steps that have the metric. A value that is not finite is ignored if its update was skipped.
 
@@ -232,7 +232,7 @@ class MetricSums:
                 if value.ndim == 0 or name == LOSS:
                     computed[name] = value
             elif is_number(value):
-                if name == skip or not math.isfinite(value):  # whether it counts depends on the step's other metrics
+                if name == skip or not math.isfinite(value):  # it counts unless the step was skipped
                     computed[name] = np.float32(value)
                 else:
                     on_host[name] = float(value)
@@ -251,7 +251,8 @@ class MetricSums:
         """Add the latest calls, before code that may donate their metrics runs."""
         if not self._calls:
             return
-        calls, self._calls, grouping = self._calls, [], self._grouping
+        calls, self._calls = self._calls, []
+        grouping = self._grouping
         assert grouping is not None
         sums = self._started(grouping.columns, next((x for x in calls[0] if getattr(x, "committed", False)), None))
         count = np.int32(len(calls))
@@ -353,8 +354,8 @@ class DeviceSums(NamedTuple):
 class Columns(NamedTuple):
     """The accumulated metrics of a step, with the indices of special ones, and the numbers of steps, [steps, metrics].
 
-    The last number of a step is its loss, or of a loss of several numbers, which has no mean, the sum of those that are
-    not finite. `limit` is the number of consecutive skipped steps to report, if any.
+    The last number of a step is its loss. If the loss is an array, which has no mean, it is the sum of its nonfinite
+    elements. `limit` is the number of consecutive skipped steps to report, if any.
     """
 
     names: tuple[str, ...]
@@ -376,7 +377,8 @@ class Columns(NamedTuple):
         return jnp.stack([x.astype(self.dtype) for x in (*(metrics[name] for name in self.names), loss)])
 
     def add(self, sums: DeviceSums, rows: Any, count: Any) -> DeviceSums:
-        numbers, loss, m = rows[:, :-1], rows[:, -1], len(self.names)
+        numbers, loss = rows[:, :-1], rows[:, -1]
+        m = len(self.names)
         nothing = jnp.zeros(len(rows), bool)
         counted = jnp.arange(len(rows), dtype=np.int32) < count
         skipped = nothing if self.skip is None else numbers[:, self.skip] == 1
@@ -401,9 +403,9 @@ class Columns(NamedTuple):
     ) -> tuple[Any, Any]:
         dtype, steps = watched.dtype, jnp.arange(len(bad), dtype=np.int32)
 
-        def first(column: Any, where: Any) -> Any:
-            at = watched[SEEN] + jnp.argmax(where).astype(dtype)
-            return jnp.where((column < 0) & where.any(), at, column)
+        def first(column: Any, flags: Any) -> Any:
+            step = watched[SEEN] + jnp.argmax(flags).astype(dtype)
+            return jnp.where((column < 0) & flags.any(), step, column)
 
         last_made = jax.lax.cummax(jnp.where(skipped, jnp.int32(-1), steps))
         in_a_row = jnp.where(last_made < 0, before + steps + 1, steps - last_made)
@@ -441,7 +443,7 @@ def choose_columns(metrics: Mapping[str, Any], skip: str | None, limit: int | No
 def compile_add(columns: Columns, names: tuple[str, ...]) -> Callable[..., Any]:
     """Compile `add(sums, calls, count) -> sums` for calls of one step.
 
-    `calls` are the values of the metrics `names`; those after the first `count` are padding.
+    `calls` are the values of the metrics `names`; calls after the first `count` are padding.
     """
 
     def add(sums: DeviceSums, calls: list[list[Any]], count: object) -> DeviceSums:

@@ -46,7 +46,7 @@ def names_of_arrays(metrics: Metrics) -> list[str]:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a real number or bool, or an array of one without axes, or its type."""
+    """Whether a value is a real number or a bool: a Python or NumPy scalar, an array without axes, or its shape."""
     return is_numeric(value) and getattr(value, "ndim", 0) == 0
 
 
@@ -57,7 +57,7 @@ def is_numeric(value: object) -> bool:
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
 
 
-# Their way to the host: `start_…` never waits for the device, `read_…` does.
+# Transfers to the host: `start_…` never waits for the device, `read_…` does.
 
 
 def start_copies(values: Iterable[Any]) -> None:
@@ -105,7 +105,7 @@ def start_transfer(values: Collection[Any], read: Callable[[], Any]) -> PendingT
 class TransferQueue:
     """A queue of transfers to the host. The reporting hooks of a run share one, so that rows arrive in order.
 
-    `owner` is the hook to which a row is being delivered; `failed_owner` is the one whose `deliver` raised last.
+    `owner` is the hook to which a row is being delivered; `failed_owner` is the hook whose `deliver` raised last.
     """
 
     def __init__(

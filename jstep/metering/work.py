@@ -1,4 +1,4 @@
-"""The work of a traced program: operations and bytes, with all loop iterations; XLA counts each loop body once."""
+"""The work of a traced program: operations and bytes over all loop iterations; XLA counts each loop body once."""
 
 import functools
 import math
@@ -18,8 +18,8 @@ class Work(NamedTuple):
     """Operations and memory traffic of a program, summed over all devices.
 
     Attributes:
-        once: With each loop body counted once, as XLA does.
-        all: With each loop body counted once per iteration.
+        once: The operations if each loop body counts once, as in XLA.
+        all: The operations if each loop body counts once per iteration.
         unknown: The number of loops, counted once, whose length depends on values.
     """
 

@@ -127,7 +127,7 @@ def test_what_is_not_a_regular_file_is_never_opened(tmp_path):
     path = tmp_path / "history.jsonl"
     history = jstep.History(path)
     os.mkfifo(path)
-    with pytest.raises(ValueError, match="must be a regular file, got a folder, a link or a device"):
+    with pytest.raises(ValueError, match="must be a regular file, got a directory, link or device"):
         jstep.History(path)
     with pytest.raises(ValueError, match="must be a regular file"):
         run(3, history)

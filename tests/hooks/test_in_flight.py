@@ -80,7 +80,7 @@ def test_a_metric_that_the_next_call_donates():
     jax.tree.map(lambda x: x.delete(), state)
     flight.drop_finished()
     assert flight.finished == 0
-    assert flight._each is None
+    assert flight._call_secs is None
     flight.add(7, 8, next_state, {"n": next_state.global_step})
     jax.tree.map(lambda x: x.delete(), next_state)
     ((result, *_),) = flight._calls
