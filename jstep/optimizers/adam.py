@@ -280,12 +280,12 @@ def growing_nadam_weights(h: Values) -> dict[str, Any]:
     def mu(t: Array) -> Array:
         return h.beta1 * (1 - 0.5 * jnp.power(0.96, t * h.momentum_decay))
 
-    now, later = mu(age), mu(age + 1)
-    product = h.mu_product * now
+    current, following = mu(age), mu(age + 1)
+    product = h.mu_product * current
     return {
         "mu_product": product,
-        "of_m": later / (1 - product * later),
-        "of_g": (1 - now) / (1 - product),
+        "of_m": following / (1 - product * following),
+        "of_g": (1 - current) / (1 - product),
         "unbias2": 1 / rules.bias_correction(h.beta2, h.age),
     }
 

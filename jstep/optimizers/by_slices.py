@@ -22,9 +22,9 @@ from jstep.core.trees import Array
 from jstep.slots.compact_numbers import Blocks
 
 LARGE = 2**20
-"""The number of elements from which a leaf is updated in slices."""
+"""The minimum number of elements of a leaf that is updated in slices."""
 SLICE = 2**19
-"""The number of elements that a slice should have at most."""
+"""The maximum number of elements of a slice, if the axes of the leaf allow it."""
 _TILE = {1: 4096, 2: 128}
 _ROWS = 32
 """Whole tiles of a TPU's memory, for every dtype: elements by the dimensions of a leaf, and rows of its last two."""
@@ -33,28 +33,28 @@ Shape = tuple[int, ...]
 
 
 def slice_shape(path: str, shape: Shape, blocks: Blocks | None) -> Shape:
-    """Return the shape of a leaf's slices, which do not cut blocks; its own if its axes cannot be cut."""
+    """Return the shape of a leaf's slices, which do not cut blocks; the leaf's shape if its axes cannot be cut."""
     layout = layout_of(path)
     if layout is None and jax.default_backend() == "tpu" and jax.device_count() > 1:
         return shape  # a loop along an axis that is split would gather the leaf
-    part = list(shape)
+    sizes = list(shape)
     for axis in range(len(shape)):
         if layout is not None and axis < len(layout.spec) and parts_along(layout.mesh, layout.spec[axis]) > 1:
             continue
         from_end = len(shape) - axis
         whole = {1: _TILE[min(len(shape), 2)], 2: _ROWS}.get(from_end, 1)
         multiple = math.lcm(whole, blocks.size if blocks is not None and axis == blocks.axis else 1)
-        rest = math.prod(part) // part[axis]
+        others = math.prod(sizes) // sizes[axis]
         lengths = [n for n in range(multiple, shape[axis] + 1, multiple) if shape[axis] % n == 0]
         if lengths:
-            part[axis] = max((n for n in lengths if n * rest <= SLICE), default=min(lengths))
-    return tuple(part)
+            sizes[axis] = max((n for n in lengths if n * others <= SLICE), default=min(lengths))
+    return tuple(sizes)
 
 
 def find_ending(
     program: Subprogram, results: Sequence[Any], is_part: Callable[[Operation], bool] = lambda operation: True
 ) -> Subprogram:
-    """The last operations (with `is_part`) that compute `results`, as a program of the variables that they read."""
+    """The last operations (with `is_part`) that compute `results`, as a program of the variables that these read."""
     needs = dict.fromkeys(variables(results))
     operations = []
     for operation in reversed(program.operations):
@@ -72,7 +72,7 @@ def is_of_leaf(shape: Shape, operation: Operation) -> bool:
 
 
 def compute_values(program: Subprogram, inputs: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
-    """Compute some variables of a program, and only what they need."""
+    """Compute some variables of a program, and only the operations that they depend on."""
     env = dict(zip([*program.jaxpr.constvars, *program.jaxpr.invars], [*program.consts, *inputs], strict=True))
     widened: dict[Any, Any] = {}
 
@@ -106,11 +106,11 @@ Body = Callable[[tuple[Any, ...], Any, Any], Any]
 """`body(position, carried, read) -> carried`, for the slices at a position."""
 
 
-def over_slices(body: Body, shape: Shape, part: Shape, carried: object, read: object) -> Any:
+def over_slices(body: Body, shape: Shape, of_slice: Shape, carried: object, read: object) -> Any:
     """Replace the `carried` arrays slice by slice, in place; `read` arrays are sliced, too, except for scalars."""
-    if part == shape:
+    if of_slice == shape:
         return body((0,) * len(shape), carried, read)
-    counts = [whole // size for whole, size in zip(shape, part, strict=True)]
+    counts = [whole // size for whole, size in zip(shape, of_slice, strict=True)]
     cut_axes = [axis for axis, count in enumerate(counts) if count > 1]
     slice_axes = [axis + i for i, axis in enumerate(cut_axes)]  # of a view: see `split`
 
@@ -119,13 +119,13 @@ def over_slices(body: Body, shape: Shape, part: Shape, carried: object, read: ob
         sizes = [[count, size // count] if count > 1 else [size] for size, count in zip(x.shape, counts, strict=False)]
         return x.reshape([n for both in sizes for n in both])  # a scalar has no axes
 
-    def one(i: Array, carried: object) -> Any:
-        places, rest = {}, i
+    def one_slice(i: Array, carried: object) -> Any:
+        indices = {}
         for axis in reversed(cut_axes):
-            places[axis], rest = rest % counts[axis], rest // counts[axis]
-        position = tuple(places.get(axis, 0) * size for axis, size in enumerate(part))
+            indices[axis], i = i % counts[axis], i // counts[axis]
+        position = tuple(indices.get(axis, 0) * size for axis, size in enumerate(of_slice))
         starts: list[Any] = [
-            start for axis in range(len(shape)) for start in ([places[axis], 0] if axis in places else [0])
+            start for axis in range(len(shape)) for start in ([indices[axis], 0] if axis in indices else [0])
         ]
 
         def cut(x: Array) -> Array:
@@ -141,5 +141,5 @@ def over_slices(body: Body, shape: Shape, part: Shape, carried: object, read: ob
         return jax.tree.map(put, carried, new)
 
     views = jax.tree.map(split, (carried, read))
-    new_views = jax.lax.fori_loop(0, math.prod(counts), one, views[0])
+    new_views = jax.lax.fori_loop(0, math.prod(counts), one_slice, views[0])
     return jax.tree.map(lambda x, y: x.reshape(y.shape), new_views, carried)

@@ -73,10 +73,10 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
         new: Slots = {}
         at = StepInputs(params, step, context)
         for i, optimizer in enumerate(elements):
-            mine = nested.slots_of(optimizer, slots, params)
+            old = nested.slots_of(optimizer, slots, params)
             is_last = i == len(elements) - 1
-            updates, own = nested.call_update(optimizer, updates, mine, at, exact=is_last)
-            new |= own
+            updates, changed = nested.call_update(optimizer, updates, old, at, exact=is_last)
+            new |= changed
         return updates, new
 
     def labels(params: Params) -> Labels | None:
@@ -124,9 +124,9 @@ def scope(name: str, optimizer: OptimizerLike) -> Optimizer:
     def update(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
-        mine = nested.slots_of(optimizer, slots, params, f"{name}/")
-        updates, own = nested.call_update(optimizer, updates, mine, StepInputs(params, step, context), exact=True)
-        return updates, nested.add_prefix(name, own)
+        old = nested.slots_of(optimizer, slots, params, f"{name}/")
+        updates, new = nested.call_update(optimizer, updates, old, StepInputs(params, step, context), exact=True)
+        return updates, nested.add_prefix(name, new)
 
     def labels(params: Params) -> Labels | None:
         inner = init_labels(optimizer, params)
@@ -172,14 +172,14 @@ def element(fn: Callable[[Updates, Params, Step, Hyper], Updates], hyper: Mappin
 
     `fn` must handle None leaves and `IndexedSlices`; arrays are float32 at least.
     """
-    held = held_roles(hyper)
+    roles = held_roles(hyper)
 
     @loads_slots
     def update(updates: Updates, slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
-        kept = require_slots(held, slots)
+        kept = require_slots(roles, slots)
         return fn(wide_updates(updates), on_devices(params), step, values_at(hyper, step, slots)), kept
 
-    init = Init(lambda params, step: held_slots(hyper), lambda params: held)
+    init = Init(lambda params, step: held_slots(hyper), lambda params: roles)
     return Optimizer(init, update, hyperparameters.report(hyper))
 
 
@@ -201,7 +201,7 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
     Returns:
         An `Optimizer` whose slots and hyperparameters are named `label/…`; a slot is None for the leaves of other
         labels. Values that an element computes over all leaves, such as a global norm, cover only the leaves of its
-        label. A part without any gradient skips the step: its slots stay unchanged and it does not age.
+        label. A label without any gradient skips the step: its slots stay unchanged and do not age.
 
     Raises:
         ValueError: No optimizer is given, two have a slot or hyperparameter of the same name (possible with labels `a`
@@ -245,28 +245,28 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
 class _Part:
     """The leaves of one label: the others are None in `params`. The names of slots have the label as prefix."""
 
-    def __init__(self, optimizer: Optimizer, params: Params, mine: list[bool]) -> None:
+    def __init__(self, optimizer: Optimizer, params: Params, flags: list[bool]) -> None:
         self.optimizer = optimizer
         self._leaves, self._treedef = trees.flatten(params)
-        self._mine = mine
+        self._flags = flags
         self.params = self._restricted(self._leaves)
 
     def _restricted(self, leaves: list[Any]) -> Any:
-        return self._treedef.unflatten([leaf if mine else None for leaf, mine in zip(leaves, self._mine, strict=True)])
+        return self._treedef.unflatten([leaf if flag else None for leaf, flag in zip(leaves, self._flags, strict=True)])
 
     def update(self, gradients: list[Any], slots: Slots, step: Step, context: Context) -> tuple[Updates, Slots]:
-        own = self._restricted(gradients)
-        if not jax.tree.leaves(own, is_leaf=is_slices):
-            raise NoGradientsError(self.params, "All gradients of this part are None.")
+        updates = self._restricted(gradients)
+        if not jax.tree.leaves(updates, is_leaf=is_slices):
+            raise NoGradientsError(self.params, "All gradients of this label are None.")
 
         def in_whole(params: Params) -> Params:
-            pairs = zip(self._treedef.flatten_up_to(params), self._leaves, self._mine, strict=True)
-            return self._treedef.unflatten([new if mine else leaf for new, leaf, mine in pairs])
+            pairs = zip(self._treedef.flatten_up_to(params), self._leaves, self._flags, strict=True)
+            return self._treedef.unflatten([new if flag else leaf for new, leaf, flag in pairs])
 
-        own_context = nested.inner_context(
+        context = nested.inner_context(
             context, in_whole, lambda tree: self._restricted(self._treedef.flatten_up_to(tree))
         )
-        return nested.call_update(self.optimizer, own, slots, StepInputs(self.params, step, own_context), exact=True)
+        return nested.call_update(self.optimizer, updates, slots, StepInputs(self.params, step, context), exact=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -287,7 +287,7 @@ class _Partition:
         with leaf_values.partial_params(params):
             names = self._labels_of(params)
             parts = {
-                label: _Part(optimizer, params, [mine == label for mine in names])
+                label: _Part(optimizer, params, [name == label for name in names])
                 for label, optimizer in self.parts.items()
             }
             yield names, parts
@@ -305,11 +305,11 @@ class _Partition:
         return names
 
     def inner_labels(self, params: Params) -> Labels:
-        """The labels of the leaves; for a part that is a partition itself, its labels."""
+        """The labels of the leaves; for an optimizer that is a partition, its labels."""
         with self.divided(params) as (names, divided):
             inner = {label: init_labels(part.optimizer, part.params) for label, part in divided.items()}
-        below = {label: iter(own) for label, own in inner.items() if own is not None}
-        return [next(below[label]) if label in below else label for label in names]
+        lists = {label: iter(labels) for label, labels in inner.items() if labels is not None}
+        return [next(lists[label]) if label in lists else label for label in names]
 
     def init(self, params: Params, global_step: Step = 0) -> Slots:
         with self.divided(params) as (_, divided):
@@ -325,7 +325,7 @@ class _Partition:
     def update(
         self, updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
-        """A part without any gradient keeps its slots and does not age."""
+        """Update the leaves of each label; a label without any gradient keeps its slots and does not age."""
         gradients = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
         merged: list[Any] = [None] * len(gradients)
         new: Slots = {}
@@ -333,16 +333,16 @@ class _Partition:
         with self.divided(params) as (_, divided):
             roles = {label: roles_of(part.optimizer, part.params) for label, part in divided.items()}
             for label, part in divided.items():
-                mine = _slots_of(label, roles, slots)
+                old = _slots_of(label, roles, slots)
                 try:
-                    partial, own = part.update(gradients, mine, step, context)
+                    partial, changed = part.update(gradients, old, step, context)
                 except NoGradientsError:
                     idle += 1
                     ages = roles[label].of(*AGES)
-                    later = {name: jax.tree.map(lambda slot: slot + 1, mine[name]) for name in ages if name in mine}
-                    new |= mine | later
+                    later = {name: jax.tree.map(lambda slot: slot + 1, old[name]) for name in ages if name in old}
+                    new |= old | later
                     continue
-                new |= own
+                new |= changed
                 for i, u in enumerate(trees.flatten_like(params, partial, "updates", is_leaf=is_update)):
                     merged[i] = u if u is not None else merged[i]
         if idle == len(self.parts):
@@ -353,7 +353,7 @@ class _Partition:
 def _filled(labels: Any, params: Params) -> list[Any]:
     """Return the label of each leaf from a tree prefix of labels."""
     names: list[Any] = []
-    if not jax.tree.leaves(params):  # wrappers ask for the slots of an empty tree
+    if not jax.tree.leaves(params):  # wrappers query the slots of an empty tree
         return names
 
     def fill(label: object, part: object) -> None:

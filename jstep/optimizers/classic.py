@@ -426,7 +426,9 @@ def ftrl(
 
 def ftrl_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     """The update to the minimum of the regularized linear model."""
-    lr, power, l1 = h.learning_rate, h.learning_rate_power, h.l1_regularization_strength
+    lr = h.learning_rate
+    power = h.learning_rate_power
+    l1 = h.l1_regularization_strength
     moves = lr > 0
     lr = jnp.where(moves, lr, jnp.ones_like(p, shape=()))
 

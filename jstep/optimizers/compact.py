@@ -37,8 +37,8 @@ from jstep.state.slots import master_params, slot_values
 from jstep.state.train_state import TrainState, require_state
 
 # The inner optimizer sees float32 parameters and slots. Its results are stored block by block. Blocks without a changed
-# value keep their bits, whatever the reason: a missing gradient, a guard that skipped the update, or rows that a sparse
-# gradient does not name.
+# value stay bitwise identical, whatever the reason: a missing gradient, a guard that skipped the update, or rows that a
+# sparse gradient does not name.
 
 SCALE = "scale"
 LARGEST_BLOCK = 1024
@@ -110,14 +110,16 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
         return [None if flag else _blocks(leaf, least, near) for leaf, flag in zip(leaves, stay, strict=True)]
 
     def roles(params: Params) -> Roles:
-        inner, own, halves = slot_roles.roles_of(optimizer, params), dict[str, Role | None](), dict[str, str]()
+        inner = slot_roles.roles_of(optimizer, params)
+        added: dict[str, Role | None] = {}
+        halves: dict[str, str] = {}
         if any(blocks_in(params)):
             for name, what in inner.holds.items():
                 halves[name] = f"{name}/{REMAINDER if what == 'weight' else SCALE}"
-                own[halves[name]] = Role.REMAINDER if what == "weight" else Role.SCALES
+                added[halves[name]] = Role.REMAINDER if what == "weight" else Role.SCALES
         if any(p is not None and p.dtype == jnp.bfloat16 for p in _trained_leaves(optimizer, params)):
-            own[REMAINDER] = Role.REMAINDER
-        return inner.joined(Roles(own, halves=halves, formats={"compact"}))
+            added[REMAINDER] = Role.REMAINDER
+        return inner.joined(Roles(added, halves=halves, formats={"compact"}))
 
     def init(params: Params, global_step: Step = 0) -> Slots:
         owned = _trained_leaves(optimizer, params)
@@ -181,14 +183,14 @@ def _first_slots(values: Slots, params: Params, roles: Roles, blocks: list[Block
     return slots
 
 
-# An update of stored slots: they are opened, updated by the inner optimizer, and closed again.
+# An update of stored slots: they are decoded, updated by the inner optimizer, and encoded again.
 
 REMAINDER = "remainder"
 TPU, GPU = "tpu", "cuda"
 Inner: TypeAlias = Callable[[Updates, Slots, Params], tuple[Updates, Slots]]
 """`inner(updates, slots, params)`, the update of the inner optimizer, of float32 values."""
 Row: TypeAlias = dict[str, Any]
-"""The leaves of slots at one parameter, by name; slots without a leaf there are left out."""
+"""The leaves of slots at one parameter, by name; slots without a leaf at this parameter are left out."""
 
 
 class OldState(NamedTuple):
@@ -219,7 +221,7 @@ class OldState(NamedTuple):
         return slots | {name: treedef.unflatten([row.get(name) for row in rows]) for name in like}
 
     def turns(self) -> list[dict[str, Turn]]:
-        """The position in the rounding sequence for each leaf and slot; all are different."""
+        """The position in the rounding sequence for each leaf and slot; no two are equal."""
         names, step = (REMAINDER, *self.halves), jnp.asarray(self.step).astype(jnp.uint32)
         firsts = [len(names) * number for number in leaf_values.leaf_numbers(self.params)]
         return [{name: Turn(step, np.uint32(first + i)) for i, name in enumerate(names)} for first in firsts]
@@ -236,7 +238,7 @@ class OldState(NamedTuple):
 
 
 def stored_value(stored: object, half: object, flat: bool = False) -> Any:
-    """The values of a leaf from its two halves, or from the only one."""
+    """The values of a leaf from its two halves, or from the leaf itself."""
     return stored if half is None else _opened(stored, half, flat)
 
 
@@ -265,10 +267,10 @@ def store_updates(stored: OldState, inner: Inner, updates: Updates) -> tuple[Upd
 def _collecting(conditions: Conditions, update: Callable[..., Any], *first: object) -> Callable[..., Any]:
     """Let a traced `update` also return its conditions, which replace earlier ones."""
 
-    def traced(*rest: object) -> Any:
+    def traced(*others: object) -> Any:
         conditions.clear()
         with setting(CONDITIONS, (conditions,)):
-            result = update(*first, *rest)
+            result = update(*first, *others)
         return result, [condition.holds for condition in conditions]
 
     return traced
@@ -284,8 +286,13 @@ def _closed(
 ) -> tuple[Updates, Slots]:
     """The updates and slots as they are stored; `done` has the leaves that were updated separately."""
     new_updates = trees.flatten_like(stored.params, updates, "updates", is_leaf=is_update)
-    rows, old, new = stored.rows(stored.slots), stored.rows(before), stored.rows(after)
-    halves, turns, large, whole = tuple(stored.halves.items()), stored.turns(), stored.large(), jax.tree.leaves(masters)
+    rows = stored.rows(stored.slots)
+    old = stored.rows(before)
+    new = stored.rows(after)
+    halves = tuple(stored.halves.items())
+    turns = stored.turns()
+    large = stored.large()
+    whole = jax.tree.leaves(masters)
     for i, blocks in enumerate(stored.blocks):
         other = {name: x for name, x in new[i].items() if x is not old[i].get(name)}
         u = new_updates[i] if large[i] or REMAINDER in rows[i] else None
@@ -349,13 +356,13 @@ class _Leaf(NamedTuple):
         master: The variable of the parameter.
         slots: Name of a slot of its shape → its variable before the update.
         made: The indices, among all results, of its update and of its new slots.
-        ending: The operations that compute these.
+        ending: The operations that compute its update and its new slots.
     """
 
     row: Row
     turns: dict[str, Turn]
     blocks: Blocks | None
-    part: by_slices.Shape
+    slice_shape: by_slices.Shape
     master: Any
     slots: Row
     made: tuple[Any, Row]
@@ -379,17 +386,17 @@ def _by_leaf(stored: OldState, inner: Inner, updates: Updates, platform: str) ->
     for i, (row, turns, blocks, master, before) in enumerate(zip(*lists, strict=True)):
         path, shape = named[i][0], np.shape(named[i][1])
         if large[i] and nodes[i] is not None and not is_slices(nodes[i]):
-            part = by_slices.slice_shape(path, shape, blocks) if platform == TPU else shape
-            mine = {name: var for name, var in before.items() if results[after_rows[i][name]].aval.shape == shape}
-            replaced = {n: after_rows[i][n] for n, var in mine.items() if results[after_rows[i][n]] is not var}
+            of_slice = by_slices.slice_shape(path, shape, blocks) if platform == TPU else shape
+            old = {name: var for name, var in before.items() if results[after_rows[i][name]].aval.shape == shape}
+            replaced = {n: after_rows[i][n] for n, var in old.items() if results[after_rows[i][n]] is not var}
             outputs = nodes[i], replaced
             wanted = [results[number] for number in jax.tree.leaves(outputs)]
             ending = by_slices.find_ending(program, wanted, functools.partial(by_slices.is_of_leaf, shape))
-            leaves[i] = _Leaf(row, turns, blocks, part, master, mine, outputs, ending)
+            leaves[i] = _Leaf(row, turns, blocks, of_slice, master, old, outputs, ending)
     done = {number for leaf in leaves.values() for number in jax.tree.leaves(leaf.made)}
     needed = [var for leaf in leaves.values() for var in leaf.ending.jaxpr.invars]
-    rest = [var for number, var in enumerate(results) if number not in done]
-    computed = iter(by_slices.compute_values(program, inputs, [*rest, *needed]))
+    others = [var for number, var in enumerate(results) if number not in done]
+    computed = iter(by_slices.compute_values(program, inputs, [*others, *needed]))
     (updates, new), reached = structure.unflatten([None if n in done else next(computed) for n in range(len(results))])
     for condition, holds in zip(conditions, reached, strict=True):
         report_condition(condition._replace(holds=holds))
@@ -401,35 +408,35 @@ def _by_leaf(stored: OldState, inner: Inner, updates: Updates, platform: str) ->
 def _closed_by_itself(
     p: Array, leaf: _Leaf, halves: Mapping[str, str], env: Mapping[Any, Any], platform: str
 ) -> tuple[Array, Row]:
-    own = {*leaf.made[1], *(halves.get(name) for name in leaf.made[1]), REMAINDER}
-    only_read = {*leaf.slots, *(halves.get(name) for name in leaf.slots)} - own
+    written = {*leaf.made[1], *(halves.get(name) for name in leaf.made[1]), REMAINDER}
+    only_read = {*leaf.slots, *(halves.get(name) for name in leaf.slots)} - written
     others = [var for var in leaf.ending.jaxpr.invars if var not in (leaf.master, *leaf.slots.values())]
 
-    def values(now: Any, read: Any) -> tuple[Array, Any, Row]:
-        (p, row), (inputs, kept) = now, read
+    def values(carried: Any, read: Any) -> tuple[Array, Any, Row]:
+        (p, row), (inputs, kept) = carried, read
         old, master = _values(row | kept, halves, platform == GPU), stored_value(p, row.get(REMAINDER))
         env_values = dict(zip(others, inputs, strict=True)) | {var: old[name] for name, var in leaf.slots.items()}
         env_values[leaf.master] = master
-        outputs = on_slices(leaf.ending, [env_values[var] for var in leaf.ending.jaxpr.invars], leaf.part)
+        outputs = on_slices(leaf.ending, [env_values[var] for var in leaf.ending.jaxpr.invars], leaf.slice_shape)
         # On TPUs the new slots are not computed again for their codes.
         outputs = jax.lax.optimization_barrier(outputs) if platform == TPU else outputs
         return master, *trees.structure(leaf.made).unflatten(outputs)
 
-    def body(position: tuple[Any, ...], now: Any, read: object) -> Any:
-        master, u, new = values(now, read)
-        scales = _scales(now[1], new, leaf.blocks, halves)
+    def body(position: tuple[Any, ...], carried: Any, read: object) -> Any:
+        master, u, new = values(carried, read)
+        scales = _scales(carried[1], new, leaf.blocks, halves)
         if platform == GPU:  # everything is computed again in a second kernel, not stored in float32
-            now, read, scales = jax.lax.optimization_barrier((now, read, scales))
-            master, u, new = values(now, read)
+            carried, read, scales = jax.lax.optimization_barrier((carried, read, scales))
+            master, u, new = values(carried, read)
 
         def fractions(name: str) -> Array:
-            return compact_numbers.fractions_at(leaf.part, leaf.turns[name], position)
+            return compact_numbers.fractions_at(leaf.slice_shape, leaf.turns[name], position)
 
-        return _closed_row(now[1], new, add(master, u), scales, fractions, leaf.blocks, halves, platform == GPU)
+        return _closed_row(carried[1], new, add(master, u), scales, fractions, leaf.blocks, halves, platform == GPU)
 
-    row, kept = ({name: x for name, x in leaf.row.items() if name in names} for names in (own, only_read))
+    row, kept = ({name: x for name, x in leaf.row.items() if name in names} for names in (written, only_read))
     read = [env[var] for var in others], kept
-    closed: tuple[Array, Row] = by_slices.over_slices(body, p.shape, leaf.part, (p, row), read)
+    closed: tuple[Array, Row] = by_slices.over_slices(body, p.shape, leaf.slice_shape, (p, row), read)
     return closed
 
 
@@ -503,14 +510,14 @@ def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimi
     held = {name: on_devices(tree) for name, tree in state.slots.items() if name not in others}
     _check("old_optimizer", held, _shapes(state, old_optimizer))
     old, treedef = slot_roles.roles_of(old_optimizer, state.params).for_state(), trees.structure(state.params)
-    old_state = TrainState(state.params, held, state.global_step, roles=old)
+    old_state = TrainState(state.params, old_slots, state.global_step, roles=old)
     masters = jax.tree.leaves(master_params(old_state))
     wanted, roles = _shapes(state, new_optimizer), slot_roles.roles_of(new_optimizer, state.params)
     leaves = [x.astype(p.dtype) for x, p in zip(masters, jax.tree.leaves(state.params), strict=True)]
     slots: Slots = {}
     for name in (n for n in wanted if n not in roles.halves.values()):
         if roles[name] not in (Role.MASTER, Role.REMAINDER):
-            values = slot_values(old_state, name) if name in held else None
+            values = slot_values(old_state, name) if name in old_slots else None
             slots |= _stored(name, values, wanted, roles.halves.get(name), state.params)
             continue
         new_leaves = trees.flatten_like(state.params, wanted[name], f"slot {name!r}")
@@ -520,8 +527,8 @@ def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimi
             elif like is not None:
                 new_leaves[i] = jnp.array(masters[i], like.dtype, copy=True)
         slots[name] = treedef.unflatten(new_leaves)
-    own = {name for name in held if old.get(name) not in (*HALVES, Role.MASTER)}
-    _check("new_optimizer", slots | {name: held[name] for name in own - slots.keys()}, wanted)
+    plain = {name for name in old_slots if old.get(name) not in (*HALVES, Role.MASTER)}
+    _check("new_optimizer", slots | {name: old_slots[name] for name in plain - slots.keys()}, wanted)
     return TrainState(treedef.unflatten(leaves), slots | others, state.global_step, roles=roles.for_state())
 
 

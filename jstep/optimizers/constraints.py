@@ -25,15 +25,15 @@ MIN_SHARE = 1e-3
 def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) -> Optimizer:
     """Project the parameters after each update: p ← fn(p + u).
 
-    The new parameters are `fn(p + u)` bit for bit, so the bounds of a clip hold exactly. The metric `update_norm` is
-    the norm of the whole move, from p to the projected parameters.
+    The new parameters are bitwise identical to `fn(p + u)`, so the bounds of a clip hold exactly. The metric
+    `update_norm` is the norm of the whole move, from p to the projected parameters.
 
     Args:
         optimizer: The optimizer that computes the updates u. Only guards (`skip_nonfinite`, `dynamic_loss_scale`),
             `with_moving_average`, `update_every`, `master_weights`, `partition` and `scope` belong around the
             projection: wrappers that change updates undo it.
         fn: `fn(params) -> params`, of the same structure, shapes and dtypes, a pure function that JAX can trace. Below
-            a label of `partition`, the leaves of other parts are None. It sees integer leaves, too; their results are
+            a label of `partition`, the leaves of other labels are None. It sees integer leaves, too; their results are
             ignored.
 
     Returns:
@@ -63,7 +63,7 @@ def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) ->
     optimizer = require_optimizer("optimizer", optimizer)
     as_function(fn, "fn", "(params) -> params, such as a clip of each leaf", takes=1)
 
-    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+    def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         params, conditions = at.params, Conditions()
         with observing_conditions(conditions):
             updates, inner = nested.call_update(optimizer, updates, inner, at, exact=True)
@@ -91,9 +91,9 @@ def _projected_leaves(params: Params, projected: object) -> list[Any]:
             continue
         if not trees.is_array_or_number(new):
             raise TypeError(f"fn: must return an array at {trees.quote_path(path)}, got {describe_type(new)}")
-        was, now = (array_type(np.shape(x), jnp.result_type(x)) for x in (leaf, new))
-        if was != now:
-            raise ValueError(f"fn: must return {was} at {trees.quote_path(path)}, as in params, got {now}")
+        old_type, new_type = (array_type(np.shape(x), jnp.result_type(x)) for x in (leaf, new))
+        if old_type != new_type:
+            raise ValueError(f"fn: must return {old_type} at {trees.quote_path(path)}, as in params, got {new_type}")
         leaves[i] = jnp.asarray(new)
     return leaves
 
@@ -134,7 +134,7 @@ def cautious(optimizer: OptimizerLike) -> Optimizer:
 
         return on_table(of_table, u)
 
-    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+    def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         gradients = trees.flatten_like(at.params, updates, "gradients", is_leaf=is_slices)
         updates, inner = nested.call_update(optimizer, updates, inner, at)
         return map_updates(masked, at.params, updates, gradients, what="updates"), inner, {}

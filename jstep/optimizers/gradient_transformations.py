@@ -145,10 +145,10 @@ def normalize_gradients(scale: ScalarOrSchedule = 1.0, per_leaf: bool = False) -
 
     Source: `optax.normalize_by_update_norm`.
     """
-    each = as_bool(per_leaf, "per_leaf")
+    is_per_leaf = as_bool(per_leaf, "per_leaf")
 
     def normalize(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
-        norm = None if each else clipping.global_norm(updates)
+        norm = None if is_per_leaf else clipping.global_norm(updates)
         return jax.tree.map(lambda g: _normalized(g, norm, h["gradient_norm"]), updates, is_leaf=is_slices)
 
     return element(normalize, {"gradient_norm": check_hyperparameter("scale", scale, low=0, above=True)})

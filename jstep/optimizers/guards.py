@@ -66,17 +66,19 @@ def skip_nonfinite(optimizer: OptimizerLike) -> Optimizer:
     """
     optimizer = require_optimizer("optimizer", optimizer)
 
-    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+    def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         finite = all_finite(updates, at.params)
         updates, inner = conditional_update(finite, optimizer, updates, inner, at, is_guard=True)
-        last = own[LAST_FINITE_STEP]
+        last = outer[LAST_FINITE_STEP]
         after = jnp.asarray(at.step).astype(last.dtype) + 1
         return updates, inner, {LAST_FINITE_STEP: jnp.where(finite, after, _mark_skipped(last))}
 
-    own = WrapperSlots({LAST_FINITE_STEP: _at_step}, {LAST_FINITE_STEP: Role.LAST_FINITE})
-    return wrap_optimizer(
-        optimizer, "skip_nonfinite", update, own, guarded=True, inner_roles=lambda roles: roles.with_own_age().ordered()
-    )
+    outer = WrapperSlots({LAST_FINITE_STEP: _at_step}, {LAST_FINITE_STEP: Role.LAST_FINITE})
+
+    def inner_roles(roles: Roles) -> Roles:
+        return roles.with_own_age().ordered()
+
+    return wrap_optimizer(optimizer, "skip_nonfinite", update, outer, guarded=True, inner_roles=inner_roles)
 
 
 def _at_step(params: Params, step: Step) -> Array:
@@ -190,8 +192,8 @@ def dynamic_loss_scale(
     length = as_int(period, "period", at_least=1)
     by = as_number(factor, "factor", low=1, above=True)
 
-    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        scale, since = own[LOSS_SCALE], own[SCALE_SINCE]
+    def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+        scale, since = outer[LOSS_SCALE], outer[SCALE_SINCE]
         finite = all_finite(updates, at.params)
         updates, inner = conditional_update(finite, optimizer, unscale(updates, scale), inner, at, is_guard=True)
         after = jnp.asarray(at.step).astype(since.dtype) + 1
@@ -202,12 +204,12 @@ def dynamic_loss_scale(
         return updates, inner, changed
 
     added = {LOSS_SCALE: lambda params, step: jnp.array(first, dtype=jnp.float32), SCALE_SINCE: _at_step}
-    own = WrapperSlots(added, {LOSS_SCALE: Role.LOSS_SCALE, SCALE_SINCE: Role.SCALE_SINCE})
+    outer = WrapperSlots(added, {LOSS_SCALE: Role.LOSS_SCALE, SCALE_SINCE: Role.SCALE_SINCE})
 
     def inner_roles(roles: Roles) -> Roles:
         return roles.with_own_age().ordered().hiding(Role.LOSS_SCALE)
 
-    return wrap_optimizer(optimizer, "dynamic_loss_scale", update, own, guarded=True, inner_roles=inner_roles)
+    return wrap_optimizer(optimizer, "dynamic_loss_scale", update, outer, guarded=True, inner_roles=inner_roles)
 
 
 def current_loss_scale(roles: Roles, slots: Slots) -> Array | None:
@@ -285,24 +287,24 @@ def with_noise_scale(optimizer: OptimizerLike, decay: float = 0.99) -> Optimizer
     optimizer = require_optimizer("optimizer", optimizer)
     share = 1 - hyper.constant("decay", decay, low=0, high=1, below=True)
 
-    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+    def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         updates, inner = call_update(optimizer, updates, inner, at, exact=True)
         measured = at.context.noise
         if measured is None:
-            return updates, inner, own
+            return updates, inner, outer
         is_measured = jnp.isfinite(measured.noise) & jnp.isfinite(measured.square)
 
         def averaged(old: Array, value: Array) -> Array:
             return jnp.where(is_measured, old + share * (value.astype(old.dtype) - old), old)
 
         values = (measured.noise, measured.square, jnp.ones((), jnp.float32))
-        return updates, inner, {name: averaged(own[name], x) for name, x in zip(NOISE_SLOTS, values, strict=True)}
+        return updates, inner, {name: averaged(outer[name], x) for name, x in zip(NOISE_SLOTS, values, strict=True)}
 
     def inner_roles(roles: Roles) -> Roles:
         return roles.hiding(Role.LOSS_SCALE)
 
-    own = WrapperSlots(dict.fromkeys(NOISE_SLOTS, lambda params, step: jnp.zeros((), jnp.float32)), NOISE_SLOTS)
-    return wrap_optimizer(optimizer, "with_noise_scale", update, own, inner_roles=inner_roles, takes_context=True)
+    outer = WrapperSlots(dict.fromkeys(NOISE_SLOTS, lambda params, step: jnp.zeros((), jnp.float32)), NOISE_SLOTS)
+    return wrap_optimizer(optimizer, "with_noise_scale", update, outer, inner_roles=inner_roles, takes_context=True)
 
 
 def noise_slots(roles: Roles) -> list[str]:
@@ -382,41 +384,41 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
     optimizer = require_optimizer("optimizer", optimizer)
     sums = {GRADIENT_SUM: Slot(NOTHING), GRADIENT_COUNT: Slot(shape=lambda path, leaf: ())} if accumulate else {}
 
-    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+    def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         due, params = (jnp.asarray(at.step) - offset) % every == every - 1, at.params
         treedef = trees.structure(params)
         if not accumulate:
-            return *conditional_update(due, optimizer, updates, inner, at), own
+            return *conditional_update(due, optimizer, updates, inner, at), outer
         gradients = match_gradients(updates, params)
-        mine = {name: slot_leaves(own, name, params, spec.shape) for name, spec in sums.items()}
-        means = on_leaves(params, mine, [None if g is None else (_mean_and_rest, g, due) for g in gradients])
+        leaves = {name: slot_leaves(outer, name, params, spec.shape) for name, spec in sums.items()}
+        means = on_leaves(params, leaves, [None if g is None else (_mean_and_sums, g, due) for g in gradients])
         updates, inner = conditional_update(due, optimizer, treedef.unflatten(means), inner, at)
-        return updates, inner, {name: treedef.unflatten(leaves) for name, leaves in mine.items()}
+        return updates, inner, {name: treedef.unflatten(values) for name, values in leaves.items()}
 
     def inner_roles(roles: Roles) -> Roles:
         return roles.with_own_age().ordered().hiding(Role.LOSS_SCALE)
 
     added = {name: functools.partial(fresh_slot, name, spec) for name, spec in sums.items()}
-    own = WrapperSlots(added)
+    outer = WrapperSlots(added)
     is_guarded = False if accumulate else None  # a nonfinite gradient would reach the sum
-    return wrap_optimizer(optimizer, "update_every", update, own, guarded=is_guarded, inner_roles=inner_roles)
+    return wrap_optimizer(optimizer, "update_every", update, outer, guarded=is_guarded, inner_roles=inner_roles)
 
 
-def _mean_and_rest(own: Slots, gradient: Tree, due: Array) -> tuple[Any, Slots]:
+def _mean_and_sums(slots: Slots, gradient: Tree, due: Array) -> tuple[Any, Slots]:
     """The mean of a leaf's gradients, and their sum and number, reset if the mean is used."""
-    total = own[GRADIENT_SUM]
+    total = slots[GRADIENT_SUM]
     if isinstance(gradient, IndexedSlices):
         rows = combine_rows(gradient)
         total = total.at[rows.indices].add(_named_zeros(rows.values.astype(total.dtype)), mode="drop")
     else:
         total = total + _named_zeros(gradient.astype(total.dtype))
-    count = own[GRADIENT_COUNT] + 1
+    count = slots[GRADIENT_COUNT] + 1
     mean: Any = total * (1 / count)  # XLA would store a quotient in memory
     if isinstance(gradient, IndexedSlices):
-        named = ~(jnp.signbit(total) & (total == 0))  # named by any gradient in the sum
+        named = ~(jnp.signbit(total) & (total == 0))  # any gradient in the sum names it
         mean = rows_in_order(mean, jnp.any(named, axis=tuple(range(1, total.ndim))))
-    rest = jnp.where(due, jnp.full_like(total, NOTHING), total), jnp.where(due, jnp.zeros_like(count), count)
-    return mean, dict(zip((GRADIENT_SUM, GRADIENT_COUNT), rest, strict=True))
+    new = jnp.where(due, jnp.full_like(total, NOTHING), total), jnp.where(due, jnp.zeros_like(count), count)
+    return mean, dict(zip((GRADIENT_SUM, GRADIENT_COUNT), new, strict=True))
 
 
 def _named_zeros(values: Array) -> Array:

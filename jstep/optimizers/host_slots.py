@@ -134,8 +134,8 @@ def per_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *a
         return with_slots_loaded(lambda slots, args: rule(slots, *args), slots, args)
     closed, shapes = jax.make_jaxpr(rule, return_shape=True)(*jax.eval_shape(on_devices, (slots, *args)))
     body, inputs = body_of(closed), jax.tree.leaves((slots, *args))
-    places = _replaced(shapes, slots, args)
-    pairs = zip(closed.out_avals, places, strict=True)
+    replaced = _replaced(shapes, slots, args)
+    pairs = zip(closed.out_avals, replaced, strict=True)
     start = [jnp.zeros(x.shape, x.dtype) if i is None else inputs[i] for x, i in pairs]
     count = _number_of_slices(body, path, -(-sum(map(_host_bytes, inputs)) // max(transfers.limit, 1)))
     rows = start[0].shape[0] // count if count > 1 else 0
@@ -143,10 +143,10 @@ def per_leaf(rule: Callable[..., tuple[Any, Slots]], path: str, slots: Slots, *a
     def turn(i: Array, carry: list[Any]) -> list[Any]:
         # The barriers hide from XLA that values are the same in all iterations: otherwise it would load a parameter in
         # host memory, which the loop only reads, before the loop.
-        if rows and any(is_on_host(x) for k, x in enumerate(inputs) if k not in places):
+        if rows and any(is_on_host(x) for k, x in enumerate(inputs) if k not in replaced):
             first, i = jax.lax.optimization_barrier((carry[0], i))
             carry = [first, *carry[1:]]
-        current = dict(zip(places, carry, strict=True))
+        current = dict(zip(replaced, carry, strict=True))
         values = [current.get(k, x) for k, x in enumerate(inputs)]
         if rows:
             parts = [jax.lax.dynamic_slice_in_dim(x, i * rows, rows, 0) if jnp.ndim(x) else x for x in values]
@@ -179,15 +179,15 @@ def on_leaves(params: Params, slots: Mapping[str, list[Any]], calls: Iterable[tu
 
 def _replaced(shapes: tuple[Any, Slots], slots: Slots, args: Any) -> list[int | None]:
     """The index, among the arrays of slots and args, of the array that each output replaces, or None."""
-    own, others = jax.tree.unflatten(jax.tree.structure((slots, args)), range(len(jax.tree.leaves((slots, args)))))
-    free = dict(zip(jax.tree.leaves(others), jax.tree.leaves(args), strict=True))
-    places: list[int | None] = []
+    of_slots, of_x = jax.tree.unflatten(jax.tree.structure((slots, args)), range(len(jax.tree.leaves((slots, args)))))
+    free = dict(zip(jax.tree.leaves(of_x), jax.tree.leaves(args), strict=True))
+    replaced: list[int | None] = []
     # A result replaces an argument, such as the gradient, whose memory the loop reuses; a slot replaces the old one.
     for result in jax.tree.leaves(shapes[0]):
         alike = [i for i, x in free.items() if not is_on_host(x) and (x.shape, x.dtype) == (result.shape, result.dtype)]
-        places.append(alike[0] if alike else None)
-        free.pop(places[-1], None)
-    return [*places, *jax.tree.leaves({name: own[name] for name, leaf in shapes[1].items() if leaf is not None})]
+        replaced.append(alike[0] if alike else None)
+        free.pop(replaced[-1], None)
+    return [*replaced, *jax.tree.leaves({name: of_slots[name] for name, leaf in shapes[1].items() if leaf is not None})]
 
 
 def _number_of_slices(body: Subprogram, path: str, at_least: int) -> int:

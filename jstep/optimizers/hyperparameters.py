@@ -80,8 +80,8 @@ def held_roles(hyper: Mapping[str, Any]) -> Roles:
 
 
 def held_slots(hyper: Mapping[str, Any]) -> Slots:
-    held = [value for value in hyper.values() if isinstance(value, Held)]
-    return {f"{HELD_PART}/{entry.name}": jnp.array(entry.value, dtype=jnp.float32, copy=True) for entry in held}
+    entries = [value for value in hyper.values() if isinstance(value, Held)]
+    return {f"{HELD_PART}/{entry.name}": jnp.array(entry.value, dtype=jnp.float32, copy=True) for entry in entries}
 
 
 def display_name(slot: str) -> str | None:

@@ -68,14 +68,14 @@ def leaf_numbers(params: Params) -> list[int]:
     return on_whole(params, lambda whole: list(range(len(jax.tree.leaves(whole)))))
 
 
-def on_whole(params: Params, of: Callable[[Params], list[Any]]) -> list[Any]:
-    """Apply `of` to all parameters, even inside `partition`, and return its values for the leaves of params."""
+def on_whole(params: Params, fn: Callable[[Params], list[Any]]) -> list[Any]:
+    """Apply `fn` to all parameters, even inside `partition`, and return its values for the leaves of params."""
     whole = _WHOLE.get()
     everything, structure_of_all = trees.flatten(whole, is_leaf=trees.is_none)
     leaves, structure = trees.flatten(params, is_leaf=trees.is_none)
-    if whole is None or structure != structure_of_all:  # params are not a part, or another form, of others
-        return of(params)
-    values = iter(of(whole))
+    if whole is None or structure != structure_of_all:  # params are not some leaves, or another form, of others
+        return fn(params)
+    values = iter(fn(whole))
     by_all = [None if leaf is None else next(values) for leaf in everything]
     return [value for value, leaf in zip(by_all, leaves, strict=True) if leaf is not None]
 
@@ -125,10 +125,10 @@ def pair_of_axes(pair: object, path: str, ndim: int) -> MatrixAxes:
 
 def _counted(axes: object, ndim: int, path: str) -> tuple[int, ...]:
     some = () if axes is None else axes if isinstance(axes, tuple | list) else (axes,)
-    where = f"axes at {trees.quote_path(path)}"
-    numbers = [as_int(axis, where) for axis in some]
+    argument = f"axes at {trees.quote_path(path)}"
+    numbers = [as_int(axis, argument) for axis in some]
     if any(not -ndim <= axis < ndim for axis in numbers):
-        raise ValueError(f"{where}: must be axes of a leaf that has {ndim}, got {format_value(axes)}")
+        raise ValueError(f"{argument}: must be axes of a leaf that has {ndim}, got {format_value(axes)}")
     return tuple(axis % ndim for axis in numbers)
 
 

@@ -70,10 +70,10 @@ def master_weights(optimizer: OptimizerLike, dtype: DTypeLike = jnp.float32) -> 
     def fresh(params: Params, global_step: Step) -> Any:
         return jax.tree.map(lambda leaf: widened(leaf) if trees.is_trainable(leaf) else None, params)
 
-    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+    def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         params = at.params
         leaves, treedef = trees.flatten(params)
-        kept = trees.flatten_like(params, own[MASTER], f"slot {MASTER!r}")
+        kept = trees.flatten_like(params, outer[MASTER], f"slot {MASTER!r}")
         whole = treedef.unflatten([p if m is None else m for m, p in zip(kept, leaves, strict=True)])
         updates, inner = nested.update_masters(optimizer, updates, inner, whole, at, _rounded)
         moves = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
@@ -86,17 +86,17 @@ def master_weights(optimizer: OptimizerLike, dtype: DTypeLike = jnp.float32) -> 
         copies: dict[Role | None, Role] = {Role.COPY: Role.MASTER_COPY, Role.MASTER: Role.MASTER_COPY}
         return roles.changed(copies).stored_by("master_weights").ordered()
 
-    own = WrapperSlots({MASTER: fresh}, {MASTER: Role.MASTER})
+    outer = WrapperSlots({MASTER: fresh}, {MASTER: Role.MASTER})
     init_on = functools.partial(jax.tree.map, widened)
-    return wrap_optimizer(optimizer, "master_weights", update, own, inner_roles=inner_roles, init_on=init_on)
+    return wrap_optimizer(optimizer, "master_weights", update, outer, inner_roles=inner_roles, init_on=init_on)
 
 
 def _rounded(p: Any, master: Any) -> Any:
     return master.astype(p.dtype) if trees.is_trainable(p) else master
 
 
-def _moved_master(own: Slots, u: object, p: Any) -> tuple[Array, Slots]:
-    master = add(own[MASTER], u)
+def _moved_master(slots: Slots, u: object, p: Any) -> tuple[Array, Slots]:
+    master = add(slots[MASTER], u)
     # A step that reads p nowhere else would not reuse its memory.
     return jnp.where(True, _rounded(p, master), p), {MASTER: master}
 
@@ -132,7 +132,7 @@ def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
     nested.refuse_formats("stochastic_rounding", optimizer, compact="which loses no update: leave one of them out")
     key = as_key(key, "key")
 
-    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+    def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         updates, inner = nested.call_update(optimizer, updates, inner, at, exact=True)
         of_step = jax.random.fold_in(key, at.step)
 
@@ -140,11 +140,11 @@ def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
             if p.dtype != jnp.bfloat16 or isinstance(u, Replacement):
                 return u
             u = (u.to_dense() if is_slices(u) else u).astype(jnp.float32)
-            own_key = jax.random.fold_in(of_step, i)
+            leaf_key = jax.random.fold_in(of_step, i)
             exact = apply_updates(p.astype(jnp.float32), u)
             # The dropped 16 bits are the probability of rounding up.
             bits = jax.lax.bitcast_convert_type(exact, jnp.uint32)
-            chance = jax.random.bits(own_key, p.shape, jnp.uint16).astype(jnp.uint32)
+            chance = jax.random.bits(leaf_key, p.shape, jnp.uint16).astype(jnp.uint32)
             cut = jax.lax.bitcast_convert_type((bits + chance) & jnp.uint32(0xFFFF0000), jnp.float32)
             return Replacement(jnp.where(jnp.isfinite(exact) & jnp.isfinite(cut), cut, exact).astype(p.dtype))
 

@@ -419,7 +419,7 @@ def on_hyperball(learning_rate: ScalarOrSchedule, radius: Radius = None, axes: A
         for path, leaf in own_leaves(params):
             if trees.is_trainable(leaf) and trees.is_array(leaf) and np.size(leaf):
                 axes = sum(matrix(path, leaf), ())
-                if trees.is_traced(leaf):  # its value is not known yet
+                if trees.is_traced(leaf):  # its value is unknown during tracing
                     when_concrete(path, _refuse_zero, axes)
                 else:
                     _refuse_zero(path, leaf, axes)
@@ -459,9 +459,9 @@ def _refuse_zero(path: str, leaf: Any, axes: tuple[int, ...]) -> None:
         wide = leaf.astype(trees.compute_dtype(leaf.dtype))
         norms = jax.device_get(on.sqrt(on.sum(on.square(wide), axes)))
     if np.any(norms == 0):
-        place = np.argwhere(norms == 0)[0].tolist()
+        index = np.argwhere(norms == 0)[0].tolist()
         raise ValueError(
-            f"params: the norm of {trees.quote_path(path)}{place or ''} must not be 0 for on_hyperball; initialize it"
+            f"params: the norm of {trees.quote_path(path)}{index or ''} must not be 0 for on_hyperball; initialize it"
         )
 
 
@@ -612,17 +612,19 @@ def orthogonalize(
     def orthogonal(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
         gradients, treedef = match_gradients(updates, params), trees.structure(params)
         new: list[Any] = [None] * len(gradients)
-        matrices, ways, layouts = {}, {}, []
+        matrices: dict[int, Array] = {}
+        inverses: dict[int, Callable[[Array], Array]] = {}
+        layouts: list[MatrixLayout | None] = []
         lists = gradients, jax.tree.leaves(params), axes_of(params), own_leaves(params)
-        for i, (gradient, leaf, where, (path, _)) in enumerate(zip(*lists, strict=True)):
+        for i, (gradient, leaf, axes, (path, _)) in enumerate(zip(*lists, strict=True)):
             if gradient is not None:
                 sharding = layout_of(path) if is_spread else None
-                layouts.append(layout_of_matrix(sharding, leaf.shape, where))
+                layouts.append(layout_of_matrix(sharding, leaf.shape, axes))
                 dense = gradient.to_dense() if isinstance(gradient, IndexedSlices) else gradient
-                matrices[i], ways[i] = as_matrix(dense.astype(trees.compute_dtype(leaf.dtype)), where)
+                matrices[i], inverses[i] = as_matrix(dense.astype(trees.compute_dtype(leaf.dtype)), axes)
         results = orthogonalize_matrices(list(matrices.values()), iteration, h["epsilon"], layouts)
         for i, matrix in zip(matrices, results, strict=True):
-            new[i] = factor(*matrix.shape[-2:]) * ways[i](matrix)
+            new[i] = factor(*matrix.shape[-2:]) * inverses[i](matrix)
         return treedef.unflatten(new)
 
     return rules.checking(element(orthogonal, hyper), axes_of)

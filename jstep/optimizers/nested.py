@@ -41,7 +41,7 @@ class StepInputs(NamedTuple):
 
 
 WrappedUpdate: TypeAlias = Callable[[Updates, Slots, Slots, StepInputs], tuple[Updates, Slots, Slots]]
-"""`update(updates, inner, own, at) -> (updates, inner, own)`, with separate slots."""
+"""`update(updates, inner, outer, at) -> (updates, inner, outer)`, with separate slots of optimizer and wrapper."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +71,8 @@ class WrapperSlots:
         return fresh | hyperparameters.held_slots(self.hyper)
 
     def all_roles(self) -> Roles:
-        own = Roles({**dict.fromkeys(self.slots), **self.roles}, holds=self.holds, details=self.details)
-        return own.joined(held_roles(self.hyper))
+        roles = Roles({**dict.fromkeys(self.slots), **self.roles}, holds=self.holds, details=self.details)
+        return roles.joined(held_roles(self.hyper))
 
 
 _NOTHING = WrapperSlots()
@@ -82,7 +82,7 @@ def wrap_optimizer(
     optimizer: Optimizer,
     wrapper_name: str,
     update: WrappedUpdate,
-    own: WrapperSlots = _NOTHING,
+    outer: WrapperSlots = _NOTHING,
     *,
     guarded: bool | None = None,
     inner_roles: Callable[[Roles], Roles] = lambda roles: roles,
@@ -92,20 +92,21 @@ def wrap_optimizer(
     """Wrap an optimizer.
 
     Args:
+        outer: The slots and hyperparameters of the wrapper.
         guarded: Whether nonfinite gradients reach neither parameters nor slots; by default as in the inner optimizer.
         inner_roles: Maps the inner roles to those that outer wrappers see.
-        init_on: Maps params to the ones from which the inner optimizer creates its slots.
+        init_on: Maps params to the parameters from which the inner optimizer creates its slots.
         takes_context: Whether the update reads the context.
     """
-    own_roles, reported = own.all_roles(), hyperparameters.report(own.hyper)
-    added = Optimizer(Init(own.init, lambda params: own_roles), lambda *args: (args[0], {}), reported)
+    outer_roles, reported = outer.all_roles(), hyperparameters.report(outer.hyper)
+    added = Optimizer(Init(outer.init, lambda params: outer_roles), lambda *args: (args[0], {}), reported)
     parts = {f"the optimizer in {wrapper_name}": optimizer, wrapper_name: added}
     check_names(parts)
-    age_role = Role.AGE if own.counted is None else Role.OWN_AGE
-    age_scope = wrapper_name if own.age_scope is None else own.age_scope
+    age_role = Role.AGE if outer.counted is None else Role.OWN_AGE
+    age_scope = wrapper_name if outer.age_scope is None else outer.age_scope
 
     def age_slots(params: Params) -> Ages:
-        if not own.aged:
+        if not outer.aged:
             return Ages([None] * len(jax.tree.leaves(params)), {})
         inner, labels = roles_of(optimizer, params), init_labels(optimizer, params)
 
@@ -115,7 +116,7 @@ def wrap_optimizer(
             return slot
 
         if labels is None:
-            slot = free(START_STEP if own.counted is None else f"{age_scope}/{START_STEP}")
+            slot = free(START_STEP if outer.counted is None else f"{age_scope}/{START_STEP}")
             return Ages([slot] * len(jax.tree.leaves(params)), {slot: slot not in inner})
         slots = [None if label is None else free(f"{age_scope}/{label}/{START_STEP}") for label in labels]
         return Ages(slots, {slot: slot not in inner for slot in slots if slot is not None})
@@ -123,26 +124,26 @@ def wrap_optimizer(
     def init(params: Params, global_step: Step) -> Slots:
         with partial_params(params):
             inner = optimizer.init(init_on(params), global_step)
-        slots = merge(zip(parts, (inner, own.init(params, global_step)), strict=True), "slot")
+        slots = merge(zip(parts, (inner, outer.init(params, global_step)), strict=True), "slot")
         ages = [age for age, is_own in age_slots(params).slots.items() if is_own]
         return slots | {age: new_start_step(global_step) for age in ages}
 
     def all_roles(params: Params) -> Roles:
         ages = Roles(dict.fromkeys(age_slots(params).slots, age_role))
-        return inner_roles(roles_of(optimizer, params)).joined(own_roles).joined(ages)
+        return inner_roles(roles_of(optimizer, params)).joined(outer_roles).joined(ages)
 
     @loads_slots
     def wrapped_update(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
         ages = age_slots(params)
-        mine, starts = require_slots(own_roles, slots), require_slots(ages.slots, slots)
+        old, starts = require_slots(outer_roles, slots), require_slots(ages.slots, slots)
         inner = slots_of(optimizer, slots, params)
-        later = ages.after(starts, trees.flatten_like(params, updates, "gradients", is_leaf=is_slices), own, step)
-        h, of_leaves = values_at(own.hyper, step, slots), [starts.get(slot or "") for slot in ages.of_leaves]
+        later = ages.after(starts, trees.flatten_like(params, updates, "gradients", is_leaf=is_slices), outer, step)
+        h, of_leaves = values_at(outer.hyper, step, slots), [starts.get(slot or "") for slot in ages.of_leaves]
         at = StepInputs(params, step, context, h, of_leaves)
-        updates, inner, changed = update(updates, inner, mine, at)
-        return updates, mine | later | changed | inner
+        updates, inner, changed = update(updates, inner, old, at)
+        return updates, old | later | changed | inner
 
     outer_init = wrap_init(optimizer, init, all_roles, guarded)
     hyper = merge_hyperparameters(parts)
@@ -160,14 +161,14 @@ class Ages(NamedTuple):
     of_leaves: Labels
     slots: Mapping[str, bool]
 
-    def after(self, starts: Slots, gradients: Sequence[Any], own: WrapperSlots, step: Step) -> Slots:
-        """The wrapper's age slots after an update: later by one if it did not count for their leaves."""
+    def after(self, starts: Slots, gradients: Sequence[Any], outer: WrapperSlots, step: Step) -> Slots:
+        """The wrapper's age slots after an update: later by one if the update did not count for their leaves."""
         updated = {slot for slot, g in zip(self.of_leaves, gradients, strict=True) if g is not None}
 
         def later(slot: str, start: Array) -> Array:
             if slot not in updated:
                 return start + 1
-            return start if own.counted is None else start + (~own.counted(step)).astype(start.dtype)
+            return start if outer.counted is None else start + (~outer.counted(step)).astype(start.dtype)
 
         return {slot: later(slot, starts[slot]) for slot, is_own in self.slots.items() if is_own}
 
@@ -300,8 +301,8 @@ class Condition(NamedTuple):
     """A condition of the updates of some parameters.
 
     Attributes:
-        params: The parameters, with None in place of the others.
-        holds: Whether they were updated; otherwise their updates are zero.
+        params: The parameters, with None for all others.
+        holds: Whether these parameters were updated; otherwise their updates are zero.
     """
 
     params: Params

@@ -133,7 +133,9 @@ def progress(g: Array, p: Array, s: Values, h: Values) -> dict[str, Array]:
 
 
 def estimate(h: Values) -> dict[str, Any]:
-    d, highest, length = h.d, h.d_max, h.length
+    d = h.d
+    highest = h.d_max
+    length = h.length
     numerator = h.s_old * h.d_numerator + h.n_new * h.ahead
     # The estimate stays unchanged as long as all gradients have been 0, and at a rate of 0.
     learns = h.moves & (length > 0)

@@ -134,8 +134,8 @@ class Slot:
             parameter, without the dimensions that it lacks.
         dtype: The dtype in which the slot is stored; by default the dtype of arithmetic (the parameter's, at least
             float32). The rule always sees floating slots in the dtype of arithmetic.
-        keeps: `"rows"` or `"columns"`: which dimension a slot with one dimension less keeps, where the shape does not
-            tell, as for a square matrix.
+        keeps: `"rows"` or `"columns"`: which dimension a slot with one dimension less keeps, if the shape is
+            ambiguous, as for a square matrix.
         holds: The kind of the values, so that `compact` can store them; None for values that it must leave alone.
             `"mean"`: an average of signed values, with a decay of at most 0.99. `"slow"`: one with a slower decay, a
             sum, or one whose rounding errors would be amplified, as by Muon. `"square"`: an average, a sum or a maximum
@@ -268,7 +268,7 @@ def from_update(
     """An optimizer whose rule returns the update of a leaf.
 
     Args:
-        name: As run cards show it.
+        name: The name in run cards.
         slots: Name → initial value, a `Slot` or a `Scalar`; or a function from params to these. List a slot after the
             slots that are computed from its old value.
         hyper: Hyperparameters, checked by `BOUNDS`. A `weight_decay` is a `Decay`.
@@ -396,7 +396,9 @@ RULE = "_rule"
 _HYPER, _SLOTS = "from names to numbers, arrays, schedules or held", "from names to initial values"
 _KEPT = {None: None, "rows": Role.ROWS, "columns": Role.COLUMNS}
 
-MEAN, SLOW, SQUARE = Slot(holds="mean"), Slot(holds="slow"), Slot(holds="square")
+MEAN = Slot(holds="mean")
+SLOW = Slot(holds="slow")
+SQUARE = Slot(holds="square")
 COPY = Slot("copy", holds="weight")
 MEAN_IN_ORDER = Slot(holds="mean", in_order=True)
 """Slots by their contents: see `Slot`."""
@@ -467,8 +469,8 @@ def leafwise(
         as_mapping(slots, "slots", _SLOTS)
     hyper = {name: check_hyperparameter(name, value) for name, value in as_mapping(hyper, "hyper", _HYPER).items()}
     is_finished = LEARNING_RATE in hyper if finished is None else finished
-    held = held_roles(hyper)
-    scalar_names = (*([START_STEP] if aged else []), *scalars, *held)
+    hyper_roles = held_roles(hyper)
+    scalar_names = (*([START_STEP] if aged else []), *scalars, *hyper_roles)
 
     def specs_for(params: Params) -> dict[str, Slot]:
         specs = slots(params) if callable(slots) else slots or {}
@@ -490,7 +492,7 @@ def leafwise(
     def update(updates: Updates, state_slots: Slots, params: Params, step: Step, /) -> tuple[Updates, Slots]:
         gradients = match_gradients(updates, params)
         treedef, specs = trees.structure(params), specs_for(params)
-        mine = {name: slot_leaves(state_slots, name, params, spec.shape) for name, spec in specs.items()}
+        leaves = {name: slot_leaves(state_slots, name, params, spec.shape) for name, spec in specs.items()}
         kept = require_slots(scalar_names, state_slots)
         h = Values(values_at(hyper, step, state_slots), step=jnp.asarray(step))
         h |= {name: kept[name].astype(trees.default_float()) for name in scalars}
@@ -504,39 +506,39 @@ def leafwise(
             # Without the barrier XLA would fuse a schedule into the kernel of each leaf.
             arrays = jax.lax.optimization_barrier({name: x for name, x in h.items() if trees.is_array(x)})
 
-            def call(g: Any, p: Any, own: Any) -> Any:
+            def call(g: Any, p: Any, static: Any) -> Any:
                 def rule(slots: LeafSlots, g: Any, p: Any, arrays: Hyper) -> Any:
-                    return fn(g, p, slots, arrays, (*floats, *own))
+                    return fn(g, p, slots, arrays, (*floats, *static))
 
                 return None if g is None else (rule, g, p, arrays)
 
-            return on_leaves(params, mine, map(call, gradients, jax.tree.leaves(params), statics))
+            return on_leaves(params, leaves, map(call, gradients, jax.tree.leaves(params), statics))
 
         if prepare is not None:
             h |= prepare(h)
         if measure_leaf is not None:
-            parts = [part for part in of_leaves(measure_leaf) if part is not None]
-            h |= {name: sum(jnp.asarray(part[name], trees.default_float()) for part in parts) for name in parts[0]}
+            terms = [term for term in of_leaves(measure_leaf) if term is not None]
+            h |= {name: sum(jnp.asarray(term[name], trees.default_float()) for term in terms) for name in terms[0]}
         if conclude is not None:
             h |= conclude(h)
         new_updates = of_leaves(on_leaf)
-        new: Slots = {name: treedef.unflatten(values) for name, values in mine.items()} | kept
+        new: Slots = {name: treedef.unflatten(values) for name, values in leaves.items()} | kept
         return treedef.unflatten(new_updates), new | {n: jnp.asarray(h[n]).astype(kept[n].dtype) for n in scalars}
 
     def roles(params: Params) -> Roles:
-        own = dict.fromkeys(scalars, Role.SHARED) | ({START_STEP: Role.AGE} if aged else {})
-        return _declared_by(specs_for(params)).joined(Roles(own)).joined(held)
+        shared = dict.fromkeys(scalars, Role.SHARED) | ({START_STEP: Role.AGE} if aged else {})
+        return _declared_by(specs_for(params)).joined(Roles(shared)).joined(hyper_roles)
 
     described = Init(init, roles, is_finished)
     return Optimizer(described, update, hyperparameters.report(hyper))
 
 
 def _declared_by(specs: Mapping[str, Slot]) -> Roles:
-    held = {name: spec for name, spec in specs.items() if spec.holds is not None}
+    storable = {name: spec for name, spec in specs.items() if spec.holds is not None}
     return Roles(
         {name: Role.COPY if isinstance(spec.initial, str) else _KEPT[spec.keeps] for name, spec in specs.items()},
-        holds={name: str(spec.holds) for name, spec in held.items()},
-        formats={"Slot(dtype=…)"} if any(spec.dtype is not None for spec in held.values()) else set(),
+        holds={name: str(spec.holds) for name, spec in storable.items()},
+        formats={"Slot(dtype=…)"} if any(spec.dtype is not None for spec in storable.values()) else set(),
         in_order={name for name, spec in specs.items() if spec.in_order},
     )
 
@@ -655,9 +657,9 @@ def slot_age(step: Step, start_step: Array) -> Array:
     return jnp.maximum(step - start_step + 1, 1)
 
 
-def slot_leaves(held: Slots, name: str, params: Params, shape: Callable[[str, Any], Any] | None = None) -> list[Any]:
+def slot_leaves(slots: Slots, name: str, params: Params, shape: Callable[[str, Any], Any] | None = None) -> list[Any]:
     """Return the leaves of a slot, None for a parameter without one; raise if they do not fit params."""
-    leaves = trees.flatten_like(params, require_slots([name], held)[name], f"slot {name!r}")
+    leaves = trees.flatten_like(params, require_slots([name], slots)[name], f"slot {name!r}")
     seen = own_leaves(params) if shape else [("", None)] * len(leaves)
     for i, (slot, leaf) in enumerate(zip(leaves, jax.tree.leaves(params), strict=True)):
         want = (np.shape(leaf) if shape is None else shape(*seen[i])) if trees.is_trainable(leaf) else None

@@ -94,8 +94,8 @@ def soap(
         has_update = [not trees.is_none(u) for u in trees.flatten_like(params, new_updates, "updates")]
         treedef = trees.structure(params)
 
-        def turned(own: Slots, _: object) -> tuple[None, Slots]:
-            values = {name: trees.flatten_like(params, tree, name) for name, tree in own.items()}
+        def turned(old: Slots, _: object) -> tuple[None, Slots]:
+            values = {name: trees.flatten_like(params, tree, name) for name, tree in old.items()}
             axes = [axis for axis in range(len(values)) if f"gg_{axis}" in values]
             leaves = {}
             for i, v in enumerate(values["v"]):
@@ -107,7 +107,7 @@ def soap(
                 values["v"][i] = leaf.v
                 for axis, basis in leaf.bases.items():
                     values[f"q_{axis}"][i] = basis
-            return None, {name: treedef.unflatten(values[name]) for name in own if not name.startswith("gg")}
+            return None, {name: treedef.unflatten(values[name]) for name in old if not name.startswith("gg")}
 
         # All matrices of one size are processed by one loop, so they are on the devices at the same time.
         return new_updates, new | with_slots_loaded(turned, {n: new[n] for n in slots(params) if n != "m"}, None)[1]
@@ -156,7 +156,7 @@ def gram(g: Array, axis: int, old: Array, decay: Any) -> Array:
 
 # Eigenbases of averaged g·gᵀ for SOAP: computed once, then tracked by power iteration.
 
-FIRST, NEXT, SAME = 0, 1, 2
+FIRST, NEXT, SAME = range(3)
 """How a step updates the bases: compute them by eigh, refine them by one power iteration, or leave them unchanged."""
 
 

@@ -1,4 +1,4 @@
-"""Updates, which may contain new values that p + u cannot represent exactly: maps over them, and adding them."""
+"""Updates, which may contain new values that p + u cannot represent exactly: maps over them, and their addition."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable
@@ -23,7 +23,7 @@ from jstep.slots.indexed_slices import IndexedSlices, RowsInOrder, combine_rows,
 class Replacement:
     """A leaf of updates that replaces the parameter by `value`, because the difference of the two may be rounded.
 
-    Only wrappers that pass updates on see it, by `call_update(…, exact=True)`.
+    Only wrappers that call `call_update(…, exact=True)` see it, and pass it on.
     """
 
     value: Any
@@ -73,11 +73,10 @@ def apply_in_order(params: Params, updates: Updates, slots: Slots, names: Collec
         if trees.is_none(update):
             continue
         new[i] = jax.lax.add(leaf, update) if _is_sum(leaf, update) else add(leaf, update)
-        own = {} if is_update(update) else {name: tree for name, tree in ordered.items() if _is_alike(tree[i], leaf)}
-        if any(name in names for name in own):
-            for tree, value in zip(
-                own.values(), run_in_order(new[i], *(tree[i] for tree in own.values())), strict=True
-            ):
+        alike = {} if is_update(update) else {name: t for name, t in ordered.items() if _is_alike(t[i], leaf)}
+        if any(name in names for name in alike):
+            values = run_in_order(new[i], *(tree[i] for tree in alike.values()))
+            for tree, value in zip(alike.values(), values, strict=True):
                 tree[i] = value
     return treedef.unflatten(new), slots | {name: treedef.unflatten(tree) for name, tree in ordered.items()}
 
@@ -129,10 +128,10 @@ def moves(params: Params, updates: Updates) -> Updates:
 def map_updates(
     fn: Callable[..., Any], params: Params, updates: Updates, *others: Iterable[Any], what: str = "gradients"
 ) -> Updates:
-    """Map `fn(update, *others)` over leaves that have an update, maybe `IndexedSlices`; others stay None."""
+    """Map `fn(update, *others)` over leaves that have an update, perhaps `IndexedSlices`; the others stay None."""
     matched = trees.flatten_like(params, updates, what, is_leaf=is_update)
     rows = zip(matched, *others, strict=True)
-    return trees.structure(params).unflatten([None if trees.is_none(u) else fn(u, *rest) for u, *rest in rows])
+    return trees.structure(params).unflatten([None if trees.is_none(u) else fn(u, *values) for u, *values in rows])
 
 
 def map_leaves(fn: Callable[..., Any], params: Params, *others: object) -> Any:
@@ -162,11 +161,11 @@ def map_leaves(fn: Callable[..., Any], params: Params, *others: object) -> Any:
     as_function(fn, "fn", "(path, leaf, …)")
     matched = [trees.flatten_like(params, tree, f"others[{i}]", is_leaf=is_slices) for i, tree in enumerate(others)]
 
-    def result(path: str, leaf: object, *rest: object) -> Any:
-        if not trees.is_trainable(leaf) or any(map(trees.is_none, rest)):
+    def result(path: str, leaf: object, *values: object) -> Any:
+        if not trees.is_trainable(leaf) or any(map(trees.is_none, values)):
             return None
         dtype = trees.compute_dtype(jnp.result_type(leaf))
-        return fn(path, *(_wide(x, dtype) for x in (leaf, *rest)))
+        return fn(path, *(_wide(x, dtype) for x in (leaf, *values)))
 
     leaves, treedef = trees.flatten(params)
     return treedef.unflatten([result(*row) for row in zip(trees.leaf_paths(params), leaves, *matched, strict=True)])
