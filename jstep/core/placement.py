@@ -316,8 +316,7 @@ def scan(
 ) -> tuple[Any, Any]:
     """Run `jax.lax.scan`; `unroll=None` fully unrolls a body that would be slow in a loop."""
     if unroll is None and jax.default_backend() == "cpu" and length > 1:
-        first = jax.tree.map(first_row, xs)
-        traced, shapes = jax.make_jaxpr(body, return_shape=True)(carry, first)
+        traced, shapes = jax.make_jaxpr(body, return_shape=True)(carry, jax.tree.map(first_row, xs))
         out = jax.tree.structure(shapes)
 
         def body(carry: Tree, x: object) -> Any:  # trace only once

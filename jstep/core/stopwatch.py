@@ -10,14 +10,8 @@ from typing import NamedTuple
 
 from jstep.core.interactive import is_interactive
 
-BEFORE = "before"
-STARTING = "starting"
-STEPPING = "stepping"
-WAITING = "waiting"
-SAVING = "saving"
-EVALUATING = "evaluating"
-HOOKS = "hooks"
-PARTS = (BEFORE, STARTING, STEPPING, WAITING, SAVING, EVALUATING, HOOKS)
+PARTS = ("before", "starting", "stepping", "waiting", "saving", "evaluating", "hooks")
+BEFORE, STARTING, STEPPING, WAITING, SAVING, EVALUATING, HOOKS = PARTS
 """The phases of a run, to which all of its wall time is assigned."""
 
 _VISITS = 64

@@ -108,7 +108,8 @@ class FingerprintHook(RunHook):
         leaves_with_hash_keys(state)  # raises now, not at the first fingerprint
         processes.on_all_processes(self._open, "the fingerprints cannot be opened")
         if self._raises and not processes.is_single_process():
-            self._before = _broadcast(self._before)
+            lines = processes.broadcast_bytes("".join(entry.line() for entry in self._before.values()).encode())
+            self._before = dict(fingerprint_log.parse_log(lines).entries)
 
     def _open(self) -> None:
         if jax.process_index() == 0:
@@ -186,8 +187,3 @@ def _entries_of(path: str) -> dict[int, Entry]:
     if log.corrupted:
         _logger.warning("%s: skipped: %s", path, format_list(log.corrupted, 5, "; "))
     return dict(log.entries)
-
-
-def _broadcast(entries: dict[int, Entry]) -> dict[int, Entry]:
-    lines = processes.broadcast_bytes("".join(entry.line() for entry in entries.values()).encode())
-    return dict(fingerprint_log.parse_log(lines).entries)

@@ -15,18 +15,8 @@ from jstep.core.exceptions import note
 from jstep.core.logs import IN_BAR, as_level
 from jstep.hooks.run_hook import RunHook, RunInfo, check_writer
 from jstep.hooks.speed import format_utilization
+from jstep.metering import numbers
 from jstep.metering.cadence import UNSET, Clock, make_cadence
-from jstep.metering.numbers import (
-    PendingTransfer,
-    format_number,
-    is_number,
-    is_ready,
-    names_of_arrays,
-    read_values,
-    scalars,
-    sort_metrics,
-    start_transfer,
-)
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import Metrics
 
@@ -100,7 +90,7 @@ class ReportingHook(RunHook):
         """Report the values of a step: name → number, `loss` first, then learning rates, then the others by name."""
         raise NotImplementedError(f"{type(self).__name__} defines no deliver(step, values)")
 
-    def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> PendingTransfer:
+    def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> numbers.PendingTransfer:
         """The numbers to deliver for a step; restarts the means."""
         if not self._mean:
             numbers = scalars(metrics, leave_out)
@@ -149,7 +139,7 @@ class LoggingHook(ReportingHook):
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
         if jax.process_index() == 0:
-            _logger.log(self._level, "step %d  %s%s", step, format_number(values), self._speed(), extra=IN_BAR)
+            _logger.log(self._level, "step %d  %s%s", step, numbers.format_number(values), self._speed(), extra=IN_BAR)
 
     def _speed(self) -> str:
         counter = self.run.counter
@@ -226,9 +216,9 @@ class MetricsHook(ReportingHook):
         self._named = set()
         return super().begin(state)
 
-    def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> PendingTransfer:
+    def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> numbers.PendingTransfer:
         """The numbers to pass on; the names of metrics that are arrays are logged once per run."""
-        names = sorted({*names_of_arrays(metrics)} - self._named)
+        names = sorted({*numbers.names_of_arrays(metrics)} - self._named)
         self._named.update(names)
         if names and jax.process_index() == 0:
             _logger.info(
@@ -236,10 +226,10 @@ class MetricsHook(ReportingHook):
                 "norms, or handle them in a custom hook (jstep.every).",
                 ", ".join(map(repr, names)),
             )
-        constants = {name: value for name, value in self.run.constant_metrics().items() if is_number(value)}
+        constants = {name: value for name, value in self.run.constant_metrics().items() if numbers.is_number(value)}
         if constants.keys() != self._constants.keys() or any(constants[k] is not self._constants[k] for k in constants):
             self._constants = constants  # those of a program: they change with the stage
-            self.constants = {name: in_own_digits(value) for name, value in read_values(constants).items()}
+            self.constants = {name: in_own_digits(value) for name, value in numbers.read_values(constants).items()}
         return super()._numbers(metrics, {*leave_out, *constants})
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
@@ -315,8 +305,8 @@ class SummarySaverHook(ReportingHook):
         self.run.transfers.deliver_ready()
 
     def deliver(self, step: int, values: dict[str, Any], metrics: Metrics | None = None) -> None:
-        if is_ready(values.values()):  # numbers of the host are the quickest to write
-            values = read_values(values)
+        if numbers.is_ready(values.values()):  # numbers of the host are the quickest to write
+            values = numbers.read_values(values)
         scalars = [summary.scalar(name, value, collections=()) for name, value in values.items()]
         merged = summary.merge([*scalars, summary.summaries_in(dict(metrics or {}))])
         if merged.parts:

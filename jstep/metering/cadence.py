@@ -138,8 +138,7 @@ class HookSchedule:
         """Whether the hook is due; with a cadence in seconds, every process must call this after every call."""
         if self._agreed is not None:
             # Ask in any case, because all processes must do so at the same steps.
-            by_clock = self._agreed.due(step)
-            return by_clock or self.cadence.has_multiple(step)
+            return self._agreed.due(step) or self.cadence.has_multiple(step)
         return step >= self.next or (self.deadline != math.inf and self.cadence.clock() >= self.deadline)
 
     def at_last(self, step: int) -> bool:
@@ -155,6 +154,5 @@ class HookSchedule:
             self.next = 0  # ask after every call
             return
         if self.cadence.secs is not None:
-            secs = self.cadence.interval()
-            self.deadline = self.cadence.clock() + secs
+            self.deadline = self.cadence.interval() + self.cadence.clock()
         self.next, _ = next_call(self.hook, step)

@@ -41,8 +41,7 @@ def slice_shape(path: str, shape: Shape, blocks: Blocks | None) -> Shape:
     for axis in range(len(shape)):
         if layout is not None and axis < len(layout.spec) and parts_along(layout.mesh, layout.spec[axis]) > 1:
             continue
-        from_end = len(shape) - axis
-        whole = {1: _TILE[min(len(shape), 2)], 2: _ROWS}.get(from_end, 1)
+        whole = {1: _TILE[min(len(shape), 2)], 2: _ROWS}.get(len(shape) - axis, 1)
         multiple = math.lcm(whole, blocks.size if blocks is not None and axis == blocks.axis else 1)
         others = math.prod(sizes) // sizes[axis]
         lengths = [n for n in range(multiple, shape[axis] + 1, multiple) if shape[axis] % n == 0]

@@ -74,8 +74,7 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
         at = StepInputs(params, step, context)
         for i, optimizer in enumerate(elements):
             old = nested.slots_of(optimizer, slots, params)
-            is_last = i == len(elements) - 1
-            updates, changed = nested.call_update(optimizer, updates, old, at, exact=is_last)
+            updates, changed = nested.call_update(optimizer, updates, old, at, exact=i == len(elements) - 1)
             new |= changed
         return updates, new
 

@@ -177,8 +177,7 @@ def sgd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 
 def sgd_nesterov_update(g: Array, p: Array, s: Values, h: Values) -> Result:
-    decayed = rules.with_decay(g, p, h)
-    a = h.momentum * s.momentum + decayed
+    a = h.momentum * s.momentum + rules.with_decay(g, p, h)
     # The buffer is computed first; otherwise XLA would compute the parameter from a copy of the old buffer.
     a, g, p = compute_first(a, g, p)
     return -h.learning_rate * (rules.with_decay(g, p, h) + h.momentum * a), {"momentum": a}

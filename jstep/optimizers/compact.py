@@ -289,14 +289,13 @@ def _closed(
     rows = stored.rows(stored.slots)
     old = stored.rows(before)
     new = stored.rows(after)
-    halves = tuple(stored.halves.items())
     turns = stored.turns()
     large = stored.large()
     whole = jax.tree.leaves(masters)
     for i, blocks in enumerate(stored.blocks):
         other = {name: x for name, x in new[i].items() if x is not old[i].get(name)}
         u = new_updates[i] if large[i] or REMAINDER in rows[i] else None
-        args = rows[i], other, whole[i], u, turns[i], blocks, halves
+        args = rows[i], other, whole[i], u, turns[i], blocks, tuple(stored.halves.items())
         value, row = done[i] if i in done else _closed_leaf(*args)
         new_updates[i], rows[i] = new_updates[i] if value is None else Replacement(value), rows[i] | row
     return trees.structure(stored.params).unflatten(new_updates), stored.trees(rows, stored.slots | after)

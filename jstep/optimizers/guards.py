@@ -200,8 +200,7 @@ def dynamic_loss_scale(
         grows = finite & (after - since >= length)
         larger, smaller = scale * by, jnp.maximum(scale / by, SMALLEST)
         new = jnp.where(finite, jnp.where(grows & (larger <= LARGEST), larger, scale), smaller)
-        changed = {LOSS_SCALE: new, SCALE_SINCE: jnp.where(finite & ~grows, since, after)}
-        return updates, inner, changed
+        return updates, inner, {LOSS_SCALE: new, SCALE_SINCE: jnp.where(finite & ~grows, since, after)}
 
     added = {LOSS_SCALE: lambda params, step: jnp.array(first, dtype=jnp.float32), SCALE_SINCE: _at_step}
     outer = WrapperSlots(added, {LOSS_SCALE: Role.LOSS_SCALE, SCALE_SINCE: Role.SCALE_SINCE})
@@ -398,8 +397,7 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
     def inner_roles(roles: Roles) -> Roles:
         return roles.with_own_age().ordered().hiding(Role.LOSS_SCALE)
 
-    added = {name: functools.partial(fresh_slot, name, spec) for name, spec in sums.items()}
-    outer = WrapperSlots(added)
+    outer = WrapperSlots({name: functools.partial(fresh_slot, name, spec) for name, spec in sums.items()})
     is_guarded = False if accumulate else None  # a nonfinite gradient would reach the sum
     return wrap_optimizer(optimizer, "update_every", update, outer, guarded=is_guarded, inner_roles=inner_roles)
 

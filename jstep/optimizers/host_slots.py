@@ -179,8 +179,9 @@ def on_leaves(params: Params, slots: Mapping[str, list[Any]], calls: Iterable[tu
 
 def _replaced(shapes: tuple[Any, Slots], slots: Slots, args: Any) -> list[int | None]:
     """The index, among the arrays of slots and args, of the array that each output replaces, or None."""
-    of_slots, of_x = jax.tree.unflatten(jax.tree.structure((slots, args)), range(len(jax.tree.leaves((slots, args)))))
-    free = dict(zip(jax.tree.leaves(of_x), jax.tree.leaves(args), strict=True))
+    leaves, treedef = trees.flatten((slots, args))
+    of_slots, of_args = treedef.unflatten(range(len(leaves)))
+    free = dict(zip(jax.tree.leaves(of_args), jax.tree.leaves(args), strict=True))
     replaced: list[int | None] = []
     # A result replaces an argument, such as the gradient, whose memory the loop reuses; a slot replaces the old one.
     for result in jax.tree.leaves(shapes[0]):

@@ -141,8 +141,7 @@ def wrap_optimizer(
         inner = slots_of(optimizer, slots, params)
         later = ages.after(starts, trees.flatten_like(params, updates, "gradients", is_leaf=is_slices), outer, step)
         h, of_leaves = values_at(outer.hyper, step, slots), [starts.get(slot or "") for slot in ages.of_leaves]
-        at = StepInputs(params, step, context, h, of_leaves)
-        updates, inner, changed = update(updates, inner, old, at)
+        updates, inner, changed = update(updates, inner, old, StepInputs(params, step, context, h, of_leaves))
         return updates, old | later | changed | inner
 
     outer_init = wrap_init(optimizer, init, all_roles, guarded)

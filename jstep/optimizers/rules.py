@@ -72,15 +72,7 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Array, Held, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.host_slots import loads_slots, on_leaves
-from jstep.optimizers.hyperparameters import (
-    LEARNING_RATE,
-    Hyper,
-    check_hyperparameter,
-    held_roles,
-    held_slots,
-    value_at,
-    values_at,
-)
+from jstep.optimizers.hyperparameters import Hyper, check_hyperparameter, value_at
 from jstep.optimizers.leaf_values import Flag, mask, own_leaves
 from jstep.slots.compact_numbers import KINDS
 from jstep.slots.indexed_slices import IndexedSlices, RowsInOrder, combine_rows, trim_slices
@@ -468,8 +460,8 @@ def leafwise(
     if slots is not None and not callable(slots):
         as_mapping(slots, "slots", _SLOTS)
     hyper = {name: check_hyperparameter(name, value) for name, value in as_mapping(hyper, "hyper", _HYPER).items()}
-    is_finished = LEARNING_RATE in hyper if finished is None else finished
-    hyper_roles = held_roles(hyper)
+    is_finished = hyperparameters.LEARNING_RATE in hyper if finished is None else finished
+    hyper_roles = hyperparameters.held_roles(hyper)
     scalar_names = (*([START_STEP] if aged else []), *scalars, *hyper_roles)
 
     def specs_for(params: Params) -> dict[str, Slot]:
@@ -483,7 +475,7 @@ def leafwise(
         if aged:
             fresh[START_STEP] = new_start_step(global_step)
         fresh |= {name: _scalar(name, value, global_step) for name, value in scalars.items()}
-        return fresh | held_slots(hyper)
+        return fresh | hyperparameters.held_slots(hyper)
 
     on_leaf = _shared_by_leaves_of_a_shape(check_rule_result(rule), sparse=sparse and measure is None)
     measure_leaf = measure and _shared_by_leaves_of_a_shape(_without_slots(measure), sparse=False)
@@ -494,7 +486,7 @@ def leafwise(
         treedef, specs = trees.structure(params), specs_for(params)
         leaves = {name: slot_leaves(state_slots, name, params, spec.shape) for name, spec in specs.items()}
         kept = require_slots(scalar_names, state_slots)
-        h = Values(values_at(hyper, step, state_slots), step=jnp.asarray(step))
+        h = Values(hyperparameters.values_at(hyper, step, state_slots), step=jnp.asarray(step))
         h |= {name: kept[name].astype(trees.default_float()) for name in scalars}
         if aged:
             h["age"] = slot_age(step, kept[START_STEP])
@@ -529,8 +521,7 @@ def leafwise(
         shared = dict.fromkeys(scalars, Role.SHARED) | ({START_STEP: Role.AGE} if aged else {})
         return _declared_by(specs_for(params)).joined(Roles(shared)).joined(hyper_roles)
 
-    described = Init(init, roles, is_finished)
-    return Optimizer(described, update, hyperparameters.report(hyper))
+    return Optimizer(Init(init, roles, is_finished), update, hyperparameters.report(hyper))
 
 
 def _declared_by(specs: Mapping[str, Slot]) -> Roles:

@@ -214,8 +214,7 @@ def power_iteration(gram: Array, basis: Array) -> tuple[Array, Array]:
 
 def eigenvectors(gram: Array, basis: Array) -> tuple[Array, Array]:
     """As `power_iteration`, by Jacobi's method; the permutation is the identity."""
-    jacobi = jax.lax.linalg.EighImplementation.JACOBI
-    vectors, _ = jax.lax.linalg.eigh(gram, implementation=jacobi)
+    vectors, _ = jax.lax.linalg.eigh(gram, implementation=jax.lax.linalg.EighImplementation.JACOBI)
     return jnp.flip(vectors, 1), jnp.arange(gram.shape[0], dtype=jnp.int32)
 
 

@@ -129,8 +129,7 @@ def map_updates(
     fn: Callable[..., Any], params: Params, updates: Updates, *others: Iterable[Any], what: str = "gradients"
 ) -> Updates:
     """Map `fn(update, *others)` over leaves that have an update, perhaps `IndexedSlices`; the others stay None."""
-    matched = trees.flatten_like(params, updates, what, is_leaf=is_update)
-    rows = zip(matched, *others, strict=True)
+    rows = zip(trees.flatten_like(params, updates, what, is_leaf=is_update), *others, strict=True)
     return trees.structure(params).unflatten([None if trees.is_none(u) else fn(u, *values) for u, *values in rows])
 
 

@@ -184,8 +184,7 @@ class Coordinator:
         passed = {_as_thread(thread, f"threads[{i}]") for i, thread in enumerate(threads or ())}
         self._wait_for_end(passed, grace_secs)
         with self._changed:
-            waited_for = passed | self._threads
-            alive = sorted(t.name for t in waited_for if t.is_alive())
+            alive = sorted(t.name for t in passed | self._threads if t.is_alive())
             self._joined = True
             self._threads = set()
         still = f"Coordinator stopped with threads still running: {', '.join(alive)}"

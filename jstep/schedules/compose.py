@@ -14,16 +14,10 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_int, as_number, describe_type, format_value
 from jstep.core.trees import Number, ScalarOrSchedule, Schedule, Step
-from jstep.schedules.arithmetic import (
-    as_float_or_array,
-    as_step_count,
-    as_steps,
-    makes_schedule,
-    ramp,
-)
+from jstep.schedules import arithmetic
 
 
-@makes_schedule(1)
+@arithmetic.makes_schedule(1)
 def constant(value: Number) -> Schedule:
     """Constant schedule: the same value at every step.
 
@@ -32,16 +26,16 @@ def constant(value: Number) -> Schedule:
         >>> print(jstep.constant(0.5)(1000))
         0.5
     """
-    number = as_float_or_array("value", value)
+    number = arithmetic.as_float_or_array("value", value)
 
     def schedule(step: Step, /) -> Any:
-        return jnp.full(as_steps(step).shape, number, trees.default_float())
+        return jnp.full(arithmetic.as_steps(step).shape, number, trees.default_float())
 
     return schedule
 
 
 def _as_schedule(name: str, schedule: ScalarOrSchedule) -> Any:
-    return schedule if callable(schedule) else constant(as_float_or_array(name, schedule))
+    return schedule if callable(schedule) else constant(arithmetic.as_float_or_array(name, schedule))
 
 
 def _listed(name: str, values: object) -> list[Any]:
@@ -57,7 +51,7 @@ def _floating(value: object) -> Any:
     return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(trees.default_float())
 
 
-@makes_schedule(2)
+@arithmetic.makes_schedule(2)
 def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) -> Schedule:
     """Piecewise constant schedule: values[0] through step boundaries[0], then values[1] through boundaries[1], etc.
 
@@ -84,10 +78,10 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
     values = _listed("values", values)
     if len(values) != len(edges) + 1:
         raise ValueError(f"values: must be {len(edges) + 1} values, one more than boundaries, got {len(values)}")
-    numbers = [as_float_or_array(f"values[{i}]", value) for i, value in enumerate(values)]
+    numbers = [arithmetic.as_float_or_array(f"values[{i}]", value) for i, value in enumerate(values)]
 
     def schedule(step: Step, /) -> Any:
-        step = as_steps(step)
+        step = arithmetic.as_steps(step)
         dtype = trees.default_float()
         is_plain = all(isinstance(number, float) for number in numbers)  # then one constant, not one for each
         table = jnp.asarray(numbers, dtype) if is_plain else jnp.stack([jnp.asarray(x, dtype) for x in numbers])
@@ -110,7 +104,7 @@ def _increasing(name: str, values: Sequence[float], check: Callable[[Any, str], 
     return [math.floor(edge) for edge in edges]
 
 
-@makes_schedule(1)
+@arithmetic.makes_schedule(1)
 def linear_warmup(schedule: ScalarOrSchedule, warmup_steps: int) -> Schedule:
     """Linear warmup of a schedule: schedule(step) · min(1, (step + 1) / warmup_steps).
 
@@ -134,18 +128,18 @@ def linear_warmup(schedule: ScalarOrSchedule, warmup_steps: int) -> Schedule:
         [0.25, 0.5, 0.75, 1.0, 1.0]
     """
     inner = _as_schedule("schedule", schedule)
-    length = as_step_count("warmup_steps", warmup_steps, linear_warmup, zero=True)
+    length = arithmetic.as_step_count("warmup_steps", warmup_steps, linear_warmup, zero=True)
     if not length:
         return inner
 
     def warm(step: Step, /) -> Any:
         value = _floating(inner(step))
-        return value * ramp(as_steps(step), length).astype(value.dtype)
+        return value * arithmetic.ramp(arithmetic.as_steps(step), length).astype(value.dtype)
 
     return warm
 
 
-@makes_schedule(1)
+@arithmetic.makes_schedule(1)
 def shift(schedule: ScalarOrSchedule, start_step: int) -> Schedule:
     """Delay a schedule until `start_step`: schedule(max(0, step − start_step)).
 
@@ -170,13 +164,13 @@ def shift(schedule: ScalarOrSchedule, start_step: int) -> Schedule:
     start = as_int(start_step, "start_step", at_least=0)
 
     def shifted(step: Step, /) -> Any:
-        step = as_steps(step)
+        step = arithmetic.as_steps(step)
         return inner(jnp.maximum(step, start) - start if start <= np.iinfo(step.dtype).max else jnp.zeros_like(step))
 
     return shifted
 
 
-@makes_schedule(1)
+@arithmetic.makes_schedule(1)
 def join(schedules: Sequence[ScalarOrSchedule], boundaries: Sequence[int]) -> Schedule:
     """Join schedules in sequence: schedules[i] applies for boundaries[i−1] ≤ step < boundaries[i].
 
@@ -211,18 +205,17 @@ def join(schedules: Sequence[ScalarOrSchedule], boundaries: Sequence[int]) -> Sc
     segments = [segments[0], *(shift(segment, edge) for segment, edge in zip(segments[1:], edges, strict=True))]
 
     def joined(step: Step, /) -> Any:
-        step = as_steps(step)
+        step = arithmetic.as_steps(step)
         value = _floating(segments[0](step))
         for segment, edge in zip(segments[1:], edges, strict=True):
             if edge <= np.iinfo(step.dtype).max:
-                later = _floating(segment(step))
-                value = jnp.where(step >= edge, later.astype(value.dtype), value)
+                value = jnp.where(step >= edge, _floating(segment(step)).astype(value.dtype), value)
         return value
 
     return joined
 
 
-@makes_schedule()
+@arithmetic.makes_schedule()
 def times(*schedules: ScalarOrSchedule) -> Schedule:
     """Product of schedules and numbers: `schedules[0](step) · schedules[1](step) · …`.
 
@@ -249,7 +242,7 @@ def times(*schedules: ScalarOrSchedule) -> Schedule:
     factors = [_as_schedule(f"schedules[{i}]", entry) for i, entry in enumerate(schedules)]
 
     def product(step: Step, /) -> Any:
-        step = as_steps(step)
+        step = arithmetic.as_steps(step)
         value = _floating(factors[0](step))
         for factor in factors[1:]:
             value = value * _floating(factor(step)).astype(value.dtype)

@@ -55,8 +55,7 @@ class IndexedSlices:
     def to_dense(self) -> Array:
         """Return the table as an array of shape `dense_shape`."""
         rows = combine_rows(self)
-        dense = jnp.zeros(self.dense_shape, rows.values.dtype)
-        return dense.at[rows.indices].add(rows.values, mode="drop")
+        return jnp.zeros(self.dense_shape, rows.values.dtype).at[rows.indices].add(rows.values, mode="drop")
 
 
 @jax.tree_util.register_dataclass

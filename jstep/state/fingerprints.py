@@ -67,7 +67,9 @@ def fingerprint(tree: Tree, per_leaf: bool = False) -> Any:
     per_leaf = as_bool(per_leaf, "per_leaf")
     paths, leaves, keys = leaves_with_hash_keys(tree)
     if trees.has_tracers(leaves):
-        hashes = list(_each(_stacked_sums(leaves), keys))
+        # Leaves in host memory become constants of the traced program.
+        sums = [device_sums(x) if isinstance(x, jax.Array) else host_sums(np.asarray(x)) for x in leaves]
+        hashes = list(_each(jnp.stack(sums), keys))
         return dict(zip(paths, hashes, strict=True)) if per_leaf else sum(hashes[1:], hashes[0])
     # Inside a traced function, concrete leaves are hashed without tracing. `ensure_compile_time_eval` would also
     # compute the keys of all positions and store them in the program.
@@ -311,8 +313,7 @@ def _words(array: Any) -> list[tuple[Any, Any]]:
     if size == 8:
         both = lax.bitcast_convert_type(array, U)
         return [(both[..., 0], both[..., 1])]
-    words = lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * size}"))
-    return [(words.astype(U), None)]
+    return [(lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * size}")).astype(U), None)]
 
 
 def _keys(shape: tuple[int, ...]) -> Any:
@@ -326,11 +327,6 @@ def _keys(shape: tuple[int, ...]) -> Any:
         key = key + lax.expand_dims(along, [other for other in range(len(shape)) if other != axis])
         stride *= shape[axis]
     return key
-
-
-def _stacked_sums(leaves: Sequence[Any]) -> Any:
-    """Trace the sums of leaves, uint32 `[n, 2]`; leaves in host memory become constants."""
-    return jnp.stack([device_sums(x) if isinstance(x, jax.Array) else host_sums(np.asarray(x)) for x in leaves])
 
 
 _GROUP, _SMALL = 16, 2**14

@@ -214,8 +214,7 @@ class TrainState(Generic[P]):
             if make_params is not None:
                 shared[:] = _shared_leaves(tree)
             with meshes.internal_transfers():
-                step = create_global_step(global_step)
-                return _fresh(cls, tree, optimizer, step, model_state, copy=copy)
+                return _fresh(cls, tree, optimizer, create_global_step(global_step), model_state, copy=copy)
 
         if mesh is None:
             if is_abstract(None, params, model_state):
@@ -501,8 +500,7 @@ def shard_state(
     """
     require_state(state)
     mesh = meshes.require_mesh(mesh)
-    memory = check_memory(slots_memory, mesh)
-    shardings = _shardings_of(state, mesh, param_specs, slot_axis, memory)
+    shardings = _shardings_of(state, mesh, param_specs, slot_axis, check_memory(slots_memory, mesh))
     with meshes.internal_transfers():
         return jax.tree.map(layout.put_leaf, state, shardings)
 

@@ -48,7 +48,8 @@ def _of_equations(traced: Any) -> Any:
     """One node for each argument, equation and result of a traced function; calls and loops are one node each."""
     graph, program = _Graph(), traced.jaxpr.jaxpr
     # Paths in (positional arguments, keyword arguments): the first key tells which of them.
-    paths = [path.partition("/")[2] for path in trees.leaf_paths(traced.args_info, is_leaf=_is_info)]
+    arguments = trees.leaf_paths(traced.args_info, is_leaf=lambda info: hasattr(info, "donated"))
+    paths = [path.partition("/")[2] for path in arguments]
     for var, path in zip(program.invars, paths, strict=True):
         graph.add(path, "Parameter", results=[var])
     for var in program.constvars:
@@ -74,10 +75,6 @@ def _of_operations(lowered: Any) -> Any:
         called = str(op.attributes["callee"]) if "callee" in op.attributes else op.name.rpartition(".")[2]
         graph.add(called.strip('@"'), op.name, op.operands, op.results)
     return graph.proto
-
-
-def _is_info(x: object) -> bool:
-    return hasattr(x, "donated")
 
 
 def _scope(stack: str) -> str:

@@ -31,8 +31,7 @@ class LocalFile:
 
     def _open(self) -> None:
         make_folders(self._logdir)
-        existing = filter(is_event_file, os.listdir(self._logdir))
-        name = next(_file_names(existing, self._suffix))
+        name = next(_file_names(filter(is_event_file, os.listdir(self._logdir)), self._suffix))
         self.path, self._is_named = os.path.join(self._logdir, name), False
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115  closed by `close`
         try:

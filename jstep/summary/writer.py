@@ -294,8 +294,7 @@ class SummaryWriter:
         import_extra(CHECKSUMS)
         proto("Event")
         if jax.process_index() == 0:
-            sink = open_event_file(self.logdir, flush_secs, suffix)
-            self._worker = Worker(sink, max_queue, flush_secs)
+            self._worker = Worker(open_event_file(self.logdir, flush_secs, suffix), max_queue, flush_secs)
             # The thread of a garbage-collected writer finishes its jobs; the interpreter waits for it at exit.
             weakref.finalize(self, self._worker.request_close).atexit = False
         if graph is not None:

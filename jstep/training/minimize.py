@@ -34,6 +34,7 @@ from jstep.slots.roles import roles_of
 from jstep.state.global_step import step_array
 from jstep.state.slots import as_average_names
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
+from jstep.training import metrics as step_metrics
 from jstep.training.apply_gradients import apply_update, parameter_layouts, skip_metrics, unless_skipped
 from jstep.training.explain import explain_arguments
 from jstep.training.metrics import (
@@ -190,7 +191,7 @@ def minimize(
     optimizer = require_optimizer("optimizer", optimizer)
     lanes = as_lanes(lanes)
     compared = ("num_microbatches", num_microbatches) if lanes is None else ("lanes", lanes)
-    wanted = check_requested(metrics, *compared)
+    wanted = step_metrics.check_requested(metrics, *compared)
     for name, flag in {"increment_global_step": increment_global_step, "jit": jit, "donate": donate}.items():
         as_bool(flag, name)
     make_differentiation = functools.partial(

@@ -9,19 +9,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.core import device_values, trees
+from jstep.core import device_values, meshes, trees
 from jstep.core.annotations import P, Tree
 from jstep.core.checks import as_bool, as_function, describe_type
 from jstep.core.exceptions import setting
-from jstep.core.meshes import (
-    NO_GUARD,
-    Attempts,
-    internal_transfers,
-    mesh_of,
-    shard_like,
-    special_settings,
-    using_mesh,
-)
 from jstep.core.placement import SHARDINGS, refuse_shapes, sharding_of
 from jstep.core.recorded_calls import as_typed
 from jstep.core.threads import TRACING, doing
@@ -69,12 +60,12 @@ class PureStep:
     def __call__(self, state: TrainState[P], *args: Any) -> tuple[TrainState[P], dict[str, Any]]:
         refuse_shapes((state, args), "state and batch")
         args = device_values.arguments_from_host(args)
-        with using_mesh(mesh_of((state, args))):
+        with meshes.using_mesh(meshes.mesh_of((state, args))):
             return with_constants(self.body, state, args, self.batch_specs(args))
 
     def batch_specs(self, args: tuple[Any, ...]) -> Any:
         """Return the shardings of a batch; None if the step ignores them."""
-        if not self.looks_at_rows or mesh_of(args) is None:
+        if not self.looks_at_rows or meshes.mesh_of(args) is None:
             return None
         return jax.tree.map(sharding_of, args)
 
@@ -88,7 +79,7 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
     if isinstance(step, TrainStep):
         return step._pure
     name = getattr(step, "__name__", "train_step")
-    attempts = Attempts(name)
+    attempts = meshes.Attempts(name)
 
     def body(state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, StepMetrics]:
         def one(state: Tree, args: tuple[Any, ...]) -> Any:
@@ -101,7 +92,7 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
                 )
             return keep_roles(state, result[0]), result[1]
 
-        new, metrics = attempts(call_user_step, state, args, place=shard_like((state,)))
+        new, metrics = attempts(call_user_step, state, args, place=meshes.shard_like((state,)))
         # A user-defined step reports a skipped update with a metric of the same name as jstep's.
         is_guarded = isinstance(metrics, dict) and SKIPPED in metrics
         return new, split_metrics(metrics, SKIPPED if is_guarded else None)
@@ -138,7 +129,7 @@ _LAYOUTS: "weakref.WeakValueDictionary[Any, StateLayout]" = weakref.WeakValueDic
 
 
 def inspect_layout(state: Tree) -> StateLayout:
-    mesh = mesh_of(state)
+    mesh = meshes.mesh_of(state)
     if mesh is None:
         return _ON_ONE_DEVICE
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -247,7 +238,7 @@ class TrainStep:
     @shortens_tracebacks
     def lower(self, state: TrainState, *args: Any) -> Any:
         """As `jax.jit(...).lower`."""
-        with using_mesh(mesh_of((state, args))):
+        with meshes.using_mesh(meshes.mesh_of((state, args))):
             return self.trace(state, *args).lower()
 
     @shortens_tracebacks
@@ -285,25 +276,25 @@ def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
         layout = inspect_layout(state)
     if is_spent(state) if not is_known else state.global_step.is_deleted():
         require_alive(state)  # a call that fails while it runs donates it, too
-    transfers = NO_GUARD
+    transfers = meshes.NO_GUARD
     mesh = layout.mesh
     donates = step.donate
-    if any(special_settings(jax.config)):
-        transfers, donates = internal_transfers(), _donates(step)
+    if any(meshes.special_settings(jax.config)):
+        transfers, donates = meshes.internal_transfers(), _donates(step)
     # As `_program`, without a call at each step.
     program = None if step._pure.looks_at_rows else step._programs.get(("call", donates, layout))
     if program is None:
         program = step._program(layout, args, donates=donates)
     if mesh is None and not is_known:
-        mesh = mesh_of(args)
+        mesh = meshes.mesh_of(args)
     if mesh is not None:
         refuse_what_crashes(state, args, is_known=is_known, donates=donates)
     try:
-        if mesh is None and transfers is NO_GUARD:  # entering empty contexts would add 5 % to a small step
+        if mesh is None and transfers is meshes.NO_GUARD:  # entering empty contexts would add 5 % to a small step
             new, metrics, *others = program(state, *args)
         else:
-            with using_mesh(mesh):
-                if transfers is not NO_GUARD:
+            with meshes.using_mesh(mesh):
+                if transfers is not meshes.NO_GUARD:
                     # The guard applies to the loss, which is traced here, but not to batches of NumPy arrays.
                     program.trace(state, *args)
                 with transfers:
@@ -316,7 +307,7 @@ def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
 
 def trace_program(step: TrainStep, state: Tree, args: tuple[Any, ...], kind: str = "call") -> Any:
     """Return the trace of the program that `call_step` calls, for arrays or shapes."""
-    with using_mesh(mesh_of((state, args))):
+    with meshes.using_mesh(meshes.mesh_of((state, args))):
         return jitted_program(step, state, args, kind).trace(state, *args)
 
 
