@@ -203,9 +203,9 @@ def shard_like(*trees: Any) -> Callable[[Any], Any]:
 
 
 def without_explicit_axes(
-    fn: Callable[..., _R], *args: Any, place: Callable[[Any], Any] | None = None, mesh: AbstractMesh | None = None
+    fn: Callable[..., _R], *args: Any, specs_of: Callable[[Any], Any] | None = None, mesh: AbstractMesh | None = None
 ) -> _R:
-    """Call `fn(*args)` with Auto axes; `place` maps the result to its specs, replicated by default.
+    """Call `fn(*args)` with Auto axes; `specs_of` maps the result to its specs, replicated by default.
 
     `fn` must not close over arrays on the mesh.
     """
@@ -215,7 +215,7 @@ def without_explicit_axes(
     with using_mesh(mesh_of(args)):
         with jax.sharding.use_abstract_mesh(mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))):
             result = fn(*jax.tree.map(_entered, args))
-        specs = (place or shard_like())(result)
+        specs = (specs_of or shard_like())(result)
         return jax.tree.map(functools.partial(_left, mesh), result, specs)
 
 
@@ -224,11 +224,11 @@ def leaving_auto_axes(fn: Callable[[Any], _R], params: Tree) -> Callable[[Any], 
     mesh = explicit_mesh(params)
     if mesh is None:
         return fn
-    place = shard_like(params)
+    specs_of = shard_like(params)
 
     def outside(params: Tree) -> _R:
         with jax.sharding.use_abstract_mesh(mesh):
-            result = fn(jax.tree.map(functools.partial(_left, mesh), params, place(params)))
+            result = fn(jax.tree.map(functools.partial(_left, mesh), params, specs_of(params)))
         return jax.tree.map(_entered, result)
 
     return outside
@@ -275,8 +275,8 @@ def on_any_mesh(*like: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
                 if explicit_mesh((args, kwargs)) is None:
                     return fn(*args, **kwargs)
                 arguments = types.SimpleNamespace(**signature.bind(*args, **kwargs).arguments)
-                place = shard_like(*(_found(arguments, name) for name in reversed(like)))
-                return without_explicit_axes(lambda args, kwargs: fn(*args, **kwargs), args, kwargs, place=place)
+                specs_of = shard_like(*(_found(arguments, name) for name in reversed(like)))
+                return without_explicit_axes(lambda args, kwargs: fn(*args, **kwargs), args, kwargs, specs_of=specs_of)
 
         return call
 
@@ -297,7 +297,7 @@ class Attempts:
     def __init__(self, name: str) -> None:
         self._name, self._is_logged = name, False
 
-    def __call__(self, fn: Callable[..., _R], *args: Any, place: Callable[[Any], Any] | None = None) -> _R:
+    def __call__(self, fn: Callable[..., _R], *args: Any, specs_of: Callable[[Any], Any] | None = None) -> _R:
         """Call `fn(*args)`; if both attempts fail, raise the first error, with a note."""
         mesh = explicit_mesh(args)
         if mesh is None:

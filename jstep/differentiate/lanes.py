@@ -114,11 +114,11 @@ def on_lanes(
     args: tuple[Any, ...],
     batch_specs: Tree = None,
     specs: Mapping[tuple[int, ...], PartitionSpec] | None = None,
-    place: Callable[[Any], Any] | None = None,
+    specs_of: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Return `fn(lanes, whole, args)`, compiled and on Auto axes; without lanes, `fn(None, whole, args)`.
 
-    `whole` are arrays that are not split by rows: parameters, or a state. `place` is as in `without_explicit_axes`.
+    `whole` are arrays that are not split by rows: parameters, or a state. `specs_of` is as in `without_explicit_axes`.
     """
     if number is None:
         return fn(None, whole, args)
@@ -130,7 +130,7 @@ def on_lanes(
         return fn(lanes if lanes.mesh is None else lanes._replace(specs=specs), whole, args)
 
     def computed(whole: object, args: Any) -> Any:
-        return without_explicit_axes(on_auto_axes, whole, args, place=place)
+        return without_explicit_axes(on_auto_axes, whole, args, specs_of=specs_of)
 
     is_traced = any(map(trees.is_traced, jax.tree.leaves((whole, args))))
     with using_mesh(None if is_traced else mesh_of((whole, args))):

@@ -52,7 +52,7 @@ class Tables:
         if not taken:
             return dense
         return meshes.without_explicit_axes(
-            functools.partial(_joined, self._shapes[index]), taken, dense, place=meshes.shard_like(dense)
+            functools.partial(_joined, self._shapes[index]), taken, dense, specs_of=meshes.shard_like(dense)
         )
 
 

@@ -112,12 +112,12 @@ def compute_gradients(
 
     @shortens_tracebacks
     def loss_and_gradients(params: Params, *args: Any, **kwargs: Any) -> Any:
-        def compute_in_lanes(lanes: Lanes | None, params: Params, args: tuple[Any, ...]) -> LossResult:
+        def evaluate(lanes: Lanes | None, params: Params, args: tuple[Any, ...]) -> LossResult:
             return compute(LossInputs(params, args=args, kwargs=kwargs, lanes=lanes))
 
         params, args = trees.all_native(params, "params"), trees.all_native(args, "args")
-        place = meshes.shard_like(LossResult(None, None, None, params))  # type: ignore[arg-type]
-        result = on_lanes(compute.lanes, compute_in_lanes, params, args, jax.tree.map(sharding_of, args), place=place)
+        specs_of = meshes.shard_like(LossResult(None, None, None, params))  # type: ignore[arg-type]
+        result = on_lanes(compute.lanes, evaluate, params, args, jax.tree.map(sharding_of, args), specs_of=specs_of)
         return ((result.loss, result.aux), result.gradients) if has_aux else (result.loss, result.gradients)
 
     return loss_and_gradients
@@ -211,9 +211,9 @@ class LossGradients:
         if inputs.lanes is not None:
             return self._differentiate_batch(inputs)
         inputs = inputs._replace(batch_specs=microbatches.specs_of_rows(inputs.args, inputs.batch_specs))
-        place = meshes.shard_like(LossResult(None, inputs.model_state, None, params))  # type: ignore[arg-type]
+        specs_of = meshes.shard_like(LossResult(None, inputs.model_state, None, params))  # type: ignore[arg-type]
         assert self.attempts is not None  # set in __post_init__
-        return self.attempts(self._differentiate_batch, inputs, place=place)
+        return self.attempts(self._differentiate_batch, inputs, specs_of=specs_of)
 
     @property
     def looks_at_rows(self) -> bool:
@@ -231,7 +231,7 @@ class LossGradients:
         if self.sharpness is not None:
             some = [jnp.asarray(leaves[i]) for i in indices]
             move = functools.partial(perturb, adaptive=self.adaptive)
-            on_auto_axes = functools.partial(meshes.without_explicit_axes, move, place=meshes.shard_like(some))
+            on_auto_axes = functools.partial(meshes.without_explicit_axes, move, specs_of=meshes.shard_like(some))
             moved_leaves = alike(inputs.lanes, on_auto_axes, some, result.gradients, self.sharpness)
             moved = treedef.unflatten(trees.with_leaves(leaves, indices, moved_leaves))
             without_summaries = dataclasses.replace(self, gathers=False)

@@ -81,7 +81,7 @@ def split_batch(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]
         whole = PartitionSpec(*(meshes.dims_of(spec)[:1] or (None,)), None, *meshes.dims_of(spec)[1:])
         fits = fitting_spec(mesh, whole, shape) == whole  # not if there are fewer rows than devices
         if meshes.explicit_mesh(leaf) is not None:
-            return meshes.without_explicit_axes(in_parts, leaf, place=(lambda _: whole) if fits else None)
+            return meshes.without_explicit_axes(in_parts, leaf, specs_of=(lambda _: whole) if fits else None)
         parts = in_parts(leaf)
         return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, whole)) if fits else parts
 

@@ -479,7 +479,7 @@ def repack(state: TrainState, old_optimizer: OptimizerLike, new_optimizer: Optim
         return jax.eval_shape(lambda state: repack(state, old_optimizer, new_optimizer), state)
     convert = functools.partial(_repacked, old_optimizer=old_optimizer, new_optimizer=new_optimizer)
     with internal_transfers():
-        return without_explicit_axes(convert, state, place=functools.partial(_specs, state))
+        return without_explicit_axes(convert, state, specs_of=functools.partial(_specs, state))
 
 
 def _specs(state: TrainState, converted: TrainState) -> TrainState:

@@ -245,13 +245,13 @@ def put_leaf(leaf: Any, sharding: NamedSharding) -> Any:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))
 
 
-def build(make: Callable[..., Any], place: Callable[[Any], Any], *args: object, abstract: bool) -> Any:
-    """Compute `make(*args)` with the shardings `place(shapes)`: no device ever holds more than its shards.
+def build(make: Callable[..., Any], shardings_of: Callable[[Any], Any], *args: object, abstract: bool) -> Any:
+    """Compute `make(*args)` with the shardings `shardings_of(shapes)`: no device ever holds more than its shards.
 
     Closed-over arrays would become constants of the program.
     """
     shapes = jax.eval_shape(make, *args)
-    shardings = place(shapes)
+    shardings = shardings_of(shapes)
     return jax.tree.map(put_leaf, shapes, shardings) if abstract else jax.jit(make, out_shardings=shardings)(*args)
 
 

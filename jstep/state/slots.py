@@ -79,7 +79,7 @@ def slot_values(state: TrainState, name: str) -> Any:
 
     with meshes.internal_transfers():
         whole = placement.on_devices((state.slots[name], half))
-        return meshes.without_explicit_axes(values, *whole, place=meshes.shard_like(state.slots[name]))
+        return meshes.without_explicit_axes(values, *whole, specs_of=meshes.shard_like(state.slots[name]))
 
 
 def master_params(state: TrainState) -> trees.Params:

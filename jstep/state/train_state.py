@@ -62,7 +62,7 @@ def make_on(
         def specs(state: Tree) -> Any:
             return jax.tree.map(lambda sharding: sharding.spec, shardings(state))
 
-        return meshes.without_explicit_axes(make, placed_params, others, place=specs, mesh=mesh.abstract_mesh)
+        return meshes.without_explicit_axes(make, placed_params, others, specs_of=specs, mesh=mesh.abstract_mesh)
 
     with meshes.using_mesh(mesh):
         if AxisType.Explicit in mesh.axis_types:
@@ -366,13 +366,13 @@ def _slots_of(params: Params, optimizer: Optimizer, step: Array, roles: Roles) -
     everywhere = layout.everywhere(mesh)
     specs = jax.tree.map(lambda leaf: meshes.spec_of(leaf) if meshes.explicit_mesh(leaf) else everywhere.spec, params)
 
-    def place(slots: Slots) -> Any:
+    def specs_of(slots: Slots) -> Any:
         return jax.tree.map(
             lambda sharding: sharding.spec, layout.state_shardings(params, slots, mesh, specs, None, roles)[1]
         )
 
     return meshes.without_explicit_axes(
-        lambda params, step: dict(optimizer.init(params, step)), params, step, place=place
+        lambda params, step: dict(optimizer.init(params, step)), params, step, specs_of=specs_of
     )
 
 

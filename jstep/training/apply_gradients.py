@@ -110,11 +110,11 @@ def apply_update(
         new = done.state.replace(params=params, slots={**state.slots, **slots})
         return done._replace(state=new, updates=shown, slots=slots)
 
-    place = shard_like(UpdateResult(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
+    specs_of = shard_like(UpdateResult(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
     with setting(placement.LAYOUTS, parameter_layouts(state)):
         here = state.replace(slots=slots)
         context = context._replace(value_and_grad=None)
-        done = without_explicit_axes(update_on_auto_axes, here, grads, context, place=place)
+        done = without_explicit_axes(update_on_auto_axes, here, grads, context, specs_of=specs_of)
     return done._replace(state=jax.tree.map(placement.back, done.state, state))
 
 

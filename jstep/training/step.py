@@ -92,7 +92,7 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
                 )
             return keep_roles(state, result[0]), result[1]
 
-        new, metrics = attempts(call_user_step, state, args, place=meshes.shard_like((state,)))
+        new, metrics = attempts(call_user_step, state, args, specs_of=meshes.shard_like((state,)))
         # A user-defined step reports a skipped update with a metric of the same name as jstep's.
         is_guarded = isinstance(metrics, dict) and SKIPPED in metrics
         return new, split_metrics(metrics, SKIPPED if is_guarded else None)

@@ -36,7 +36,7 @@ def test_the_users_function_sees_its_own_axes_within_jsteps_computations(mesh, s
         found.append((types, jax.typeof(made["double"]).sharding.spec))
         return made["double"]
 
-    made = meshes.without_explicit_axes(own, params, place=lambda result: P("x", "y"))
+    made = meshes.without_explicit_axes(own, params, specs_of=lambda result: P("x", "y"))
     assert found == [(seen, "a"), ({AxisType.Auto}, P(None, None))]
     assert made.sharding == NamedSharding(mesh, P("x", "y"))
     np.testing.assert_array_equal(made, 2 * VALUES)
