@@ -294,7 +294,7 @@ def scale(factor: ScalarOrSchedule) -> Optimizer:
         An element of a chain without slots.
 
     Raises:
-        ValueError: It is not finite.
+        ValueError: The factor is not finite.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -319,7 +319,7 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule) -> Optimizer:
         An element of a chain without slots.
 
     Raises:
-        ValueError: It is negative.
+        ValueError: The learning rate is negative.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -386,7 +386,7 @@ def scale_update(u: Array, p: Array, s: Values, h: Values) -> Result:
 
 # Weight decay: with the learning rate, or independent of it.
 
-Decay: TypeAlias = ScalarOrSchedule | Mapping[str, ScalarOrSchedule]
+DecayRates: TypeAlias = ScalarOrSchedule | Mapping[str, ScalarOrSchedule]
 """A decay, or path or glob → the decay of the leaves that match."""
 
 DECAY = "decay"
@@ -394,7 +394,7 @@ DECAY = "decay"
 
 
 @makes_optimizer()
-def add_weight_decay(weight_decay: Decay, mask: VarList | Mapping[str, float] = None) -> Optimizer:
+def add_weight_decay(weight_decay: DecayRates, mask: VarList | Mapping[str, float] = None) -> Optimizer:
     """Add weight decay: u + weight_decay·p, where u is the update from the previous element.
 
     After `scale_by_adam` the decay is decoupled as in AdamW; before a `trace` it is coupled as in SGD. For a decay
@@ -435,7 +435,7 @@ def with_added_decay(u: Array, p: Array, s: Values, h: Values) -> Result:
 
 @makes_optimizer()
 def decay_weights(
-    weight_decay: Decay, mask: VarList | Mapping[str, float] = None, *, cautious: bool = False
+    weight_decay: DecayRates, mask: VarList | Mapping[str, float] = None, *, cautious: bool = False
 ) -> Optimizer:
     """Weight decay independent of the learning rate: u −= wd·p, chained after an optimizer whose updates are u.
 

@@ -1,4 +1,4 @@
-"""Guards of updates: finite gradients, loss scales, noise scales, every so many steps."""
+"""Guards of updates: finite gradients, loss scales, noise scales, and updates at every k-th step."""
 
 import functools
 from typing import Any
@@ -29,9 +29,9 @@ from jstep.slots.roles import AGES, Role, Roles, roles_of
 LAST_FINITE_STEP = "last_finite_step"
 NOT_REACHED = -1
 """The value that a step writes to `last_finite_step` before an update, to find out whether the guard skipped it. The
-value stays if the guard is not reached because its part has no gradient."""
+value stays if the guard is not reached, because its label has no gradient."""
 SKIPPED_MARK = -2
-"""The value that a guard writes there if it skips the update."""
+"""The value that a guard writes to `last_finite_step` if it skips the update."""
 
 
 @makes_optimizer(1)

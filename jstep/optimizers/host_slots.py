@@ -3,7 +3,7 @@
 Without loops XLA would load all slots at the same time: it moves transfers across barriers, but not out of loops. Small
 leaves are loaded together before the update, large ones slice by slice if their rule is elementwise.
 
-For JAX, arrays in host memory have another type, with which it computes nothing. The updates of this package read them
+In JAX, arrays in host memory have another type, which most operations reject. The updates of this package read them
 by `per_leaf` or pass them on, and are marked with `loads_slots`. Other updates, such as a custom optimizer's, get all
 their slots in device memory, which is correct but needs the space.
 """

@@ -107,7 +107,7 @@ def get_hyperparameter(state: Tree, name: str) -> float | np.ndarray[Any, Any]:
         name: Its name with its prefix, such as `"learning_rate"` or `"embed/learning_rate"`.
 
     Raises:
-        KeyError: The state holds no such hyperparameter; the error lists those it holds.
+        KeyError: The state holds no such hyperparameter; the error lists the names of the others.
 
     Example:
         >>> import jstep
@@ -131,7 +131,7 @@ def set_hyperparameter(state: TrainState[P], name: str, value: object) -> TrainS
             `jax.vmap`, one value for all, or an array with one value per state.
 
     Raises:
-        KeyError: The state holds no such hyperparameter; the error lists those it holds.
+        KeyError: The state holds no such hyperparameter; the error lists the names of the others.
         ValueError: The value is not finite, or its shape differs from the shape of the stored value.
 
     Example:
@@ -265,9 +265,9 @@ def as_schedule(value: ScalarOrSchedule, name: str = "value") -> Callable[[Step]
         `schedule(step)`, a scalar; a plain number stays a Python float, which is exact and free in a compiled step.
 
     Raises:
-        TypeError: It is not a number, an array or a schedule. `held` is not supported, because a held value depends on
-            the state.
-        ValueError: It is not a scalar, or not finite.
+        TypeError: The value is not a number, an array or a schedule. `held` is not supported, because a held value
+            depends on the state.
+        ValueError: The value is not a scalar, or not finite.
 
     Example:
         >>> import jstep
