@@ -51,14 +51,14 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
     if not optimizers:
         raise ValueError("optimizers: must be at least one optimizer, got none")
     elements = [require_optimizer(f"optimizers[{i}]", optimizer) for i, optimizer in enumerate(optimizers)]
-    parts = {f"optimizers[{i}]": optimizer for i, optimizer in enumerate(elements)}
-    finished = [part for part, optimizer in parts.items() if nested.makes_finished_updates(optimizer)]
+    named = {f"optimizers[{i}]": optimizer for i, optimizer in enumerate(elements)}
+    finished = [name for name, optimizer in named.items() if nested.makes_finished_updates(optimizer)]
     warning = len(finished) > 1 and (
         f"chain: {finished[0]} makes finished updates, and {finished[1]} takes them as gradients: the sign flips "
         "twice, so this is gradient ascent; keep one of the two"
     )
     try:
-        nested.check_names(parts)
+        nested.check_names(named)
     except ValueError as error:
         if warning:
             error.add_note(warning)
@@ -85,15 +85,15 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
 
     init = Init(
         lambda params, step: nested.merge(
-            [(part, optimizer.init(params, step)) for part, optimizer in parts.items()], "slot"
+            [(name, optimizer.init(params, step)) for name, optimizer in named.items()], "slot"
         ),
-        lambda params: nested.merge_roles(parts, params),
+        lambda params: nested.merge_roles(named, params),
         finished=bool(finished),
         guarded=nested.is_guarded(elements[0]),
         labels=labels,
     )
     return Optimizer(
-        init, update, nested.merge_hyperparameters(parts), any(optimizer.takes_context for optimizer in elements)
+        init, update, nested.merge_hyperparameters(named), any(optimizer.takes_context for optimizer in elements)
     )
 
 
@@ -224,25 +224,25 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
         raise ValueError(f"optimizers={format_value(optimizers)}: must have at least one optimizer, got none")
     if labels is None or isinstance(labels, bool | int | float) or (callable(labels) and trees.is_function(labels)):
         as_function(labels, "labels", "(path, leaf) -> label, or a tree of labels")
-    parts = {
+    scoped = {
         label: scope(label, require_optimizer(f"optimizers[{label!r}]", optimizer))
         for label, optimizer in optimizers.items()
     }
-    divided = _Partition(parts, labels)
+    divided = _Partition(scoped, labels)
     nested.check_names(divided.called)
     init = Init(
         divided.init,
         divided.roles,
-        finished=any(map(nested.makes_finished_updates, parts.values())),
-        guarded=all(map(nested.is_guarded, parts.values())),
+        finished=any(map(nested.makes_finished_updates, scoped.values())),
+        guarded=all(map(nested.is_guarded, scoped.values())),
         labels=divided.inner_labels,
     )
-    takes_context = any(part.takes_context for part in parts.values())
+    takes_context = any(optimizer.takes_context for optimizer in scoped.values())
     return Optimizer(init, divided.update, nested.merge_hyperparameters(divided.called), takes_context)
 
 
-class _Part:
-    """The leaves of one label: the others are None in `params`. The names of slots have the label as prefix."""
+class _LabeledOptimizer:
+    """The optimizer of one label, and its leaves (the others are None). The label is a prefix of its slots."""
 
     def __init__(self, optimizer: Optimizer, params: Params, flags: list[bool]) -> None:
         self.optimizer = optimizer
@@ -270,26 +270,26 @@ class _Part:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Partition:
-    """The functions of a partition. `parts` maps a label to its optimizer, whose slots have it as prefix."""
+    """The functions of a partition. `optimizers` maps a label to its optimizer, whose slots have it as prefix."""
 
-    parts: Mapping[str, Optimizer]
+    optimizers: Mapping[str, Optimizer]
     labels: Any
 
     @property
     def called(self) -> dict[str, Optimizer]:
         """The optimizers, under their names in errors."""
-        return {f"the optimizer of label {label!r}": part for label, part in self.parts.items()}
+        return {f"the optimizer of label {label!r}": optimizer for label, optimizer in self.optimizers.items()}
 
     @contextlib.contextmanager
-    def divided(self, params: Params) -> Iterator[tuple[Labels, dict[str, _Part]]]:
+    def divided(self, params: Params) -> Iterator[tuple[Labels, dict[str, _LabeledOptimizer]]]:
         """Yield the label of each leaf, and the leaves of each label; masks inside see all parameters."""
         with leaf_values.partial_params(params):
             names = self._labels_of(params)
-            parts = {
-                label: _Part(optimizer, params, [name == label for name in names])
-                for label, optimizer in self.parts.items()
+            divided = {
+                label: _LabeledOptimizer(optimizer, params, [name == label for name in names])
+                for label, optimizer in self.optimizers.items()
             }
-            yield names, parts
+            yield names, divided
 
     def _labels_of(self, params: Params) -> Labels:
         named, is_function = leaf_values.own_leaves(params), trees.is_function(self.labels)
@@ -298,26 +298,28 @@ class _Partition:
         else:
             names = leaf_values.on_whole(params, functools.partial(_filled, self.labels))
         for label, (path, _) in zip(names, named, strict=True):
-            if not (label is None or (isinstance(label, str) and label in self.parts)):
-                where = f"labels({path!r}, …) returned" if is_function else f"labels: the leaf at {path!r} has"
-                raise ValueError(f"{where} {label!r}, must be one of {sorted(self.parts)}, or None to freeze the leaf")
+            if not (label is None or (isinstance(label, str) and label in self.optimizers)):
+                subject = f"labels({path!r}, …) returned" if is_function else f"labels: the leaf at {path!r} has"
+                raise ValueError(
+                    f"{subject} {label!r}, must be one of {sorted(self.optimizers)}, or None to freeze the leaf"
+                )
         return names
 
     def inner_labels(self, params: Params) -> Labels:
         """The labels of the leaves; for an optimizer that is a partition, its labels."""
         with self.divided(params) as (names, divided):
-            inner = {label: init_labels(part.optimizer, part.params) for label, part in divided.items()}
+            inner = {label: init_labels(labeled.optimizer, labeled.params) for label, labeled in divided.items()}
         lists = {label: iter(labels) for label, labels in inner.items() if labels is not None}
         return [next(lists[label]) if label in lists else label for label in names]
 
     def init(self, params: Params, global_step: Step = 0) -> Slots:
         with self.divided(params) as (_, divided):
-            slots = [part.optimizer.init(part.params, global_step) for part in divided.values()]
+            slots = [labeled.optimizer.init(labeled.params, global_step) for labeled in divided.values()]
         return nested.merge(zip(self.called, slots, strict=True), "slot")
 
     def roles(self, params: Params) -> Roles:
         with self.divided(params) as (_, divided):
-            roles = [roles_of(part.optimizer, part.params) for part in divided.values()]
+            roles = [roles_of(labeled.optimizer, labeled.params) for labeled in divided.values()]
         return functools.reduce(Roles.joined, roles).hiding()
 
     @loads_slots
@@ -330,11 +332,11 @@ class _Partition:
         new: Slots = {}
         idle = 0
         with self.divided(params) as (_, divided):
-            roles = {label: roles_of(part.optimizer, part.params) for label, part in divided.items()}
-            for label, part in divided.items():
+            roles = {label: roles_of(labeled.optimizer, labeled.params) for label, labeled in divided.items()}
+            for label, labeled in divided.items():
                 old = _slots_of(label, roles, slots)
                 try:
-                    partial, changed = part.update(gradients, old, step, context)
+                    partial, changed = labeled.update(gradients, old, step, context)
                 except NoGradientsError:
                     idle += 1
                     ages = roles[label].of(*AGES)
@@ -344,7 +346,7 @@ class _Partition:
                 new |= changed
                 for i, u in enumerate(trees.flatten_like(params, partial, "updates", is_leaf=is_update)):
                     merged[i] = u if u is not None else merged[i]
-        if idle == len(self.parts):
+        if idle == len(self.optimizers):
             raise NoGradientsError(params, "All gradients are None or of frozen leaves.")
         return trees.structure(params).unflatten(merged), new
 
@@ -355,8 +357,8 @@ def _filled(labels: Any, params: Params) -> list[Any]:
     if not jax.tree.leaves(params):  # wrappers query the slots of an empty tree
         return names
 
-    def fill(label: object, part: object) -> None:
-        names.extend([label] * len(jax.tree.leaves(part)))
+    def fill(label: object, subtree: object) -> None:
+        names.extend([label] * len(jax.tree.leaves(subtree)))
 
     try:
         jax.tree.map(fill, labels, params, is_leaf=trees.is_none)

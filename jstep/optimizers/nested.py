@@ -100,8 +100,8 @@ def wrap_optimizer(
     """
     outer_roles, reported = outer.all_roles(), hyperparameters.report(outer.hyper)
     added = Optimizer(Init(outer.init, lambda params: outer_roles), lambda *args: (args[0], {}), reported)
-    parts = {f"the optimizer in {wrapper_name}": optimizer, wrapper_name: added}
-    check_names(parts)
+    named = {f"the optimizer in {wrapper_name}": optimizer, wrapper_name: added}
+    check_names(named)
     age_role = Role.AGE if outer.counted is None else Role.OWN_AGE
     age_scope = wrapper_name if outer.age_scope is None else outer.age_scope
 
@@ -124,7 +124,7 @@ def wrap_optimizer(
     def init(params: Params, global_step: Step) -> Slots:
         with partial_params(params):
             inner = optimizer.init(init_on(params), global_step)
-        slots = merge(zip(parts, (inner, outer.init(params, global_step)), strict=True), "slot")
+        slots = merge(zip(named, (inner, outer.init(params, global_step)), strict=True), "slot")
         ages = [age for age, is_own in age_slots(params).slots.items() if is_own]
         return slots | {age: new_start_step(global_step) for age in ages}
 
@@ -145,7 +145,7 @@ def wrap_optimizer(
         return updates, old | later | changed | inner
 
     outer_init = wrap_init(optimizer, init, all_roles, guarded)
-    hyper = merge_hyperparameters(parts)
+    hyper = merge_hyperparameters(named)
     return Optimizer(outer_init, wrapped_update, hyper, optimizer.takes_context or takes_context)
 
 
@@ -251,42 +251,42 @@ def wrap_init(
     return Init(make, roles, makes_finished_updates(optimizer), is_safe, labels=labels)
 
 
-Parts = Mapping[str, Optimizer]
-"""The name of each part in errors → the part."""
+NamedOptimizers = Mapping[str, Optimizer]
+"""Name of an optimizer in errors → the optimizer."""
 
 
-def merge(parts: Iterable[tuple[str, Mapping[str, Any]]], what: str) -> dict[str, Any]:
+def merge(named: Iterable[tuple[str, Mapping[str, Any]]], what: str) -> dict[str, Any]:
     """Merge dicts, named for errors; raise if a name occurs twice. `what` is the kind of their entries."""
 
     def refusal(name: str, first: str, second: str) -> str:
         return f"{first} and {second} both have a {what} named {name!r}; rename one with jstep.scope('name', optimizer)"
 
-    return trees.merge_dicts(parts, refusal)
+    return trees.merge_dicts(named, refusal)
 
 
 def add_prefix(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{prefix}/{name}": value for name, value in values.items()}
 
 
-def merge_roles(parts: Parts, params: Params) -> Roles:
-    roles = {part: roles_of(optimizer, params) for part, optimizer in parts.items()}
+def merge_roles(named: NamedOptimizers, params: Params) -> Roles:
+    roles = {name: roles_of(optimizer, params) for name, optimizer in named.items()}
     merge(roles.items(), "slot")
     merged = functools.reduce(Roles.joined, roles.values(), Roles())
-    return merged.hiding() if len(parts) > 1 else merged
+    return merged.hiding() if len(named) > 1 else merged
 
 
-def merge_hyperparameters(parts: Parts) -> Callable[[Step], dict[str, Any]]:
+def merge_hyperparameters(named: NamedOptimizers) -> Callable[[Step], dict[str, Any]]:
     return lambda step, /: merge(
-        [(part, optimizer.hyperparameters(step)) for part, optimizer in parts.items()], "hyperparameter"
+        [(name, optimizer.hyperparameters(step)) for name, optimizer in named.items()], "hyperparameter"
     )
 
 
-def check_names(parts: Parts) -> None:
+def check_names(named: NamedOptimizers) -> None:
     """Raise for colliding names when optimizers are combined, not only when they are first used."""
     # Without parameters no device is used, because `jax.distributed.initialize` may be called later.
-    merge_roles(parts, {})
+    merge_roles(named, {})
     # The names of a schedule that needs a concrete step are checked at first use.
-    names = [(part, hyperparameters.report_names(optimizer.hyperparameters)) for part, optimizer in parts.items()]
+    names = [(name, hyperparameters.report_names(optimizer.hyperparameters)) for name, optimizer in named.items()]
     merge(names, "hyperparameter")
 
 
@@ -327,7 +327,7 @@ def report_condition(condition: Condition) -> None:
 def update_conditions(params: Params, collected: Conditions) -> list[Array | None]:
     """The condition under which each leaf was updated, in order; None if it always was."""
     by_path: dict[Any, Array] = {}
-    for part, condition in collected:
-        for keys, _ in jax.tree_util.tree_leaves_with_path(part):
+    for partial, condition in collected:
+        for keys, _ in jax.tree_util.tree_leaves_with_path(partial):
             by_path[keys] = by_path[keys] & condition if keys in by_path else condition
     return [by_path.get(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
