@@ -11,7 +11,6 @@ from hook_fakes import Marker
 
 import jstep
 from jstep.core import stopwatch
-from jstep.hooks import reporting as report
 from jstep.hooks.run_hook import RunHook
 from jstep.metering import in_flight, metric_sums, numbers
 
@@ -187,7 +186,9 @@ class Device:
 
     def __init__(self, monkeypatch):
         self.now, self.waits = 0.0, 0
-        wait_for, read, totals = jax.block_until_ready, report.read_values, metric_sums.Interval.totals.fget
+        wait_for = jax.block_until_ready
+        read = numbers.read_values
+        totals = metric_sums.Interval.totals.fget
         clocks = stopwatch.Clocks(seconds=lambda: self.now, wall=lambda: self.now, before=lambda: 0.0)
         monkeypatch.setattr(stopwatch, "CLOCKS", clocks)
         monkeypatch.setattr(numbers, "is_ready", lambda values: False)
@@ -198,7 +199,7 @@ class Device:
             is_waited_for = any(isinstance(value, jax.Array) for value in values.values())
             return self.waited(read, values) if is_waited_for else read(values)
 
-        monkeypatch.setattr(report, "read_values", read_slowly)
+        monkeypatch.setattr(numbers, "read_values", read_slowly)
         add = in_flight.InFlight.add
 
         def add_unfinished(calls, first, step, state, metrics):
