@@ -308,7 +308,7 @@ class Attempts:
             except Exception as error:
                 refusal = error
             try:
-                result = without_explicit_axes(fn, *args, place=place)
+                result = without_explicit_axes(fn, *args, specs_of=specs_of)
             except Exception as error:
                 if _signature(error) != _signature(refusal):
                     on_auto_axes = f"On Auto axes: {type(error).__name__}: {error}".splitlines()[0]

@@ -121,7 +121,9 @@ class ProfilerHook(RunHook):
             raise ValueError(f"start_step={start_step}, stop_step={stop_step}: must be 0 ≤ start_step < stop_step")
         self._logdir, self._start, self._stop = location(logdir, "logdir"), start_step, stop_step
         if is_url(self._logdir) and not self._logdir.startswith("gs://"):
-            raise ValueError(f"logdir={self._logdir!r}: must be a directory or a gs:// URL, where JAX's profiler writes")
+            raise ValueError(
+                f"logdir={self._logdir!r}: must be a directory or a gs:// URL, where JAX's profiler writes"
+            )
         self._running = self._is_refused = False
 
     def begin(self, state: TrainState) -> None:

@@ -93,11 +93,11 @@ class ReportingHook(RunHook):
     def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> numbers.PendingTransfer:
         """The numbers to deliver for a step; restarts the means."""
         if not self._mean:
-            numbers = scalars(metrics, leave_out)
-            return start_transfer(numbers.values(), lambda: read_values(numbers))
+            values = numbers.scalars(metrics, leave_out)
+            return numbers.start_transfer(values.values(), lambda: numbers.read_values(values))
         interval = self.run.sums.take(self._number)
-        names = sort_metrics(interval.names, leave_out)
-        return PendingTransfer(interval.is_ready, lambda: interval.means(names))
+        names = numbers.sort_metrics(interval.names, leave_out)
+        return numbers.PendingTransfer(interval.is_ready, lambda: interval.means(names))
 
 
 # Log metrics.
@@ -299,7 +299,7 @@ class SummarySaverHook(ReportingHook):
         leave_out = {*self._leave_out(), *(self.run.constant_metrics() if self.takes_writer else ())}
         if self._mean:
             self.run.transfers.add(step, self._numbers(metrics, leave_out), self.deliver, self)
-        self.deliver(step, {} if self._mean else scalars(metrics, leave_out), metrics)
+        self.deliver(step, {} if self._mean else numbers.scalars(metrics, leave_out), metrics)
         if self._histograms:
             self._writer.add_summary(summarize_histograms(state, self._histograms), step)
         self.run.transfers.deliver_ready()

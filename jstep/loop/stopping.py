@@ -16,9 +16,9 @@ The exit code is that of `Preempted` after SIGTERM, SIGUSR1, SIGHUP and `stop_se
 of `KeyboardInterrupt` after SIGINT, of the error otherwise, and 75 after a stall. The run saves the state after the
 last complete call, unless a loss or the parameters are not finite, or a hook prevents it. An evaluation by
 `jstep.evaluator` is abandoned between two batches; any other function is finished. Another thread saves if the user's
-code stalls. Several processes stop after the same call; if one of them fails or stalls, nothing is saved. If the body of the loop
-makes the batches, "the step in flight" is the whole iteration, and what an error or a stall interrupts within one is
-not saved, unless nothing of it has happened or all iterations take one step.
+code stalls. Several processes stop after the same call; if one of them fails or stalls, nothing is saved. If the body
+of the loop makes the batches, a signal waits for the end of its iteration, and what an error or a stall interrupts
+within an iteration is not saved, unless nothing of it has happened or all iterations take one step.
 """
 
 import contextlib

@@ -56,7 +56,7 @@ class InFlight:
         if not isinstance(loss, jax.Array):
             loss = _result(state, None if self._are_donated else metrics)
         self._calls.append((loss, first, step))
-        self.is_full = len(self._calls) >= min(self.max_calls, _AT_ONCE)
+        self.is_full = len(self._calls) >= min(self.max_calls, _MIN_DROPPED)
 
     def drop_finished(self) -> None:
         """Drop the finished calls, without waiting."""
@@ -79,10 +79,11 @@ class InFlight:
         seconds = finished_at - self._busy_since
         new = seconds / done
         self.per_step.append(seconds / steps)
-        self._each = new if self._each is None else self._each + _SHARE * (new - self._each)
-        self.max_calls = _MIN_CALLS if not self._each else max(_MIN_CALLS, math.ceil(_SECONDS / self._each))
-        self._busy_since = now
-        self.is_full = len(self._calls) >= min(self.max_calls, _AT_ONCE)
+        average = self._call_secs
+        self._call_secs = average = new if average is None else average + _SHARE * (new - average)
+        self.max_calls = _MIN_CALLS if not average else max(_MIN_CALLS, math.ceil(_SECONDS / average))
+        self._busy_since = finished_at
+        self.is_full = len(self._calls) >= min(self.max_calls, _MIN_DROPPED)
 
     def make_room(self) -> None:
         """Wait until another call may be dispatched. Errors of calls are left to their results."""

@@ -506,8 +506,8 @@ def _specs(state: TrainState, converted: TrainState) -> TrainState:
 
 def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimizer) -> TrainState:
     others = {name: tree for name, tree in state.slots.items() if is_model_state(name)}
-    held = {name: on_devices(tree) for name, tree in state.slots.items() if name not in others}
-    _check("old_optimizer", held, _shapes(state, old_optimizer))
+    old_slots = {name: on_devices(tree) for name, tree in state.slots.items() if name not in others}
+    _check("old_optimizer", old_slots, _shapes(state, old_optimizer))
     old, treedef = slot_roles.roles_of(old_optimizer, state.params).for_state(), trees.structure(state.params)
     old_state = TrainState(state.params, old_slots, state.global_step, roles=old)
     masters = jax.tree.leaves(master_params(old_state))

@@ -125,7 +125,7 @@ def _update(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
         raise TypeError(
             f"state: its slots must be a dict, got {describe_type(state.slots)}; make them with TrainState.create"
         )
-    held = {name: tree for name, tree in state.slots.items() if not is_model_state(name)}
+    old_slots = {name: tree for name, tree in state.slots.items() if not is_model_state(name)}
     roles = roles_of(optimizer, state.params)
     guards.current_loss_scale(roles, old_slots)
     guards.noise_slots(roles)
@@ -134,9 +134,9 @@ def _update(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
     grads, context = inwards(grads), inner_context(context, lambda params: params, inwards)
     if all(map(trees.is_none, jax.tree.leaves(grads, is_leaf=is_slices))):
         raise NoGradientsError(state.params, "All gradients are None or of frozen leaves.")
-    guarding = [name for name in roles.of(Role.LAST_FINITE) if name in held]
-    not_reached = {name: jnp.full_like(held[name], guards.NOT_REACHED) for name in guarding}
-    not_reached |= {name: jnp.zeros_like(held[name]) for name in roles.of(Role.LAST_WEIGHT) if name in held}
+    guarding = [name for name in roles.of(Role.LAST_FINITE) if name in old_slots]
+    not_reached = {name: jnp.full_like(old_slots[name], guards.NOT_REACHED) for name in guarding}
+    not_reached |= {name: jnp.zeros_like(old_slots[name]) for name in roles.of(Role.LAST_WEIGHT) if name in old_slots}
     inputs = StepInputs(state.params, step, context)
     try:
         updates, slots = call_update(optimizer, grads, old_slots | not_reached, inputs, exact=True)

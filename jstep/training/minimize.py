@@ -22,7 +22,7 @@ from jstep.core.placement import Unroll
 from jstep.core.selection import VarList
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Updates
 from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes
-from jstep.differentiate.loss_gradients import GATE_NONE, GATE_OP, Differentiation, Inputs, apply_gate
+from jstep.differentiate.loss_gradients import GATE_NONE, GATE_OP, LossGradients, LossInputs, apply_gate
 from jstep.differentiate.microbatches import AggregationMethod, LossResult, estimate_noise, together_squared
 from jstep.differentiate.same_bits import alike
 from jstep.optimizers import guards
@@ -43,7 +43,6 @@ from jstep.training.metrics import (
     MetricFn,
     RequestedMetrics,
     StepMetrics,
-    check_requested,
     slot_metrics,
     split_metrics,
 )

@@ -82,7 +82,7 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
     attempts = meshes.Attempts(name)
 
     def body(state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> tuple[Any, StepMetrics]:
-        def one(state: Tree, args: tuple[Any, ...]) -> Any:
+        def call_user_step(state: Tree, args: tuple[Any, ...]) -> Any:
             result = call_custom_step(step, state, *args)
             is_pair = isinstance(result, tuple | list) and len(result) == 2
             if not is_pair or (isinstance(state, TrainState) and not isinstance(result[0], TrainState)):
