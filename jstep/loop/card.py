@@ -20,12 +20,11 @@ from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.jaxprs import hash_strings, part_for, program_hash, without_addresses
 from jstep.core.meshes import sharding_text
-from jstep.core.secret_text import hide
 from jstep.data.loaders import ReplayedBatches, StateBatches
 from jstep.data.sequence import BatchSequence
 from jstep.loop.arguments import Options
 from jstep.loop.programs import TrainSteps, lanes_of, name_of_step, shapes_of, type_text
-from jstep.record.config import cut, plain
+from jstep.record.config import as_text, plain
 from jstep.record.differences import SETTINGS
 from jstep.state.sharding import describe_devices
 from jstep.training.metrics import LOSS, StepMetrics
@@ -41,7 +40,7 @@ def card(options: Options, stages: TrainSteps, step: int, state: Tree, batches: 
     return {
         "step": step,
         "versions": _versions(),
-        "environment": {name: cut(hide(name, os.environ[name])) for name in variables},
+        "environment": {name: as_text(os.environ[name], name) for name in variables},
         "settings": {name: plain(getattr(jax.config, name, None)) for name in SETTINGS},
         "devices": describe_devices(state),
         "state": _state(state),

@@ -7,41 +7,71 @@ import argparse
 import contextlib
 import dataclasses
 import enum
+import functools
+import hashlib
 import itertools
+import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jstep.core.secret_text import NOT_RECORDED, hide
 
-MAX_OPTIONS, MAX_TEXT, _MAX_WORDS, _MAX_DEPTH, _MAX_CONFIG = 10_000, 1000, 100, 20, 2**19
-"""The maximum numbers of options, of characters of a value, of words of a command line, of levels, of characters."""
+MAX_OPTIONS, MAX_TEXT, _MAX_WORDS, _MAX_DEPTH = 10_000, 1000, 100, 20
+"""The maximum numbers of options, of characters of a value, of words of a command line, and of levels."""
+_MAX_CONFIG, _MAX_ARGV = 2**19, 2**12
+"""The maximum numbers of bytes of a config and of a command line, as they are written."""
 
 
 def command_line() -> list[str]:
     """Return the first words of the command line; one without a dash belongs to the option before it."""
-    argv, shown, option = [str(word) for word in getattr(sys, "argv", ())], list[str](), ""
+    argv, shown, option, size = [str(word) for word in getattr(sys, "argv", ())], list[str](), "", 0
     for word in argv[:_MAX_WORDS]:
         name, equals, value = word.partition("=")
         is_option = word.startswith("-")
         option = ("" if equals else name) if is_option else option
-        text = hide("" if is_option else option, word)
-        shown.append(cut(f"{hide('', name)}={hide(name, value)}" if equals and text != NOT_RECORDED else text))
-    return shown if len(argv) <= _MAX_WORDS else [*shown, f"… and {len(argv) - _MAX_WORDS} more"]
+        text = as_text(word, "" if is_option else option)
+        text = f"{as_text(name)}={as_text(value, name)}" if equals and text != NOT_RECORDED else text
+        size += len(encoded(text))
+        if size > _MAX_ARGV:
+            break
+        shown.append(text)
+    return shown if len(argv) == len(shown) else [*shown, f"… and {len(argv) - len(shown)} more"]
 
 
 # Values.
 
 
-def cut(text: str) -> str:
-    text = text.encode("utf-8", "replace").decode()
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}… ({len(text)} characters)"
+def encoded(value: Any) -> bytes:
+    """Return JSON as UTF-8, which has a byte for most characters, and at most four; strict, also without NaN."""
+    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return json_number(value) if isinstance(value, float) else value
 
 
 def json_number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
+    return value if math.isfinite(value) else str(float(value))
+
+
+def _digest(text: str) -> str:
+    return f"hash {hashlib.blake2b(text.encode('utf-8', 'surrogatepass'), digest_size=4).hexdigest()}"
+
+
+def as_text(text: str, name: str = "") -> str:
+    """Return the text of an option without secrets; one that is cut has a hash, so that each change is seen."""
+    shown = hide(name, text[: 2 * MAX_TEXT])
+    if len(text) > MAX_TEXT and shown != NOT_RECORDED:
+        whole = _digest(shown + text[2 * MAX_TEXT :])
+        shown = f"{shown[:MAX_TEXT]}… ({len(text)} characters), {whole}"
+    return shown.encode("utf-8", "replace").decode()
 
 
 def plain(value: Any, name: str = "") -> Any:
@@ -54,10 +84,11 @@ def plain(value: Any, name: str = "") -> Any:
         if isinstance(value, float):
             return json_number(float(value))
         if isinstance(value, str | os.PathLike):
-            return cut(hide(name, str(os.fspath(value))))
-        if isinstance(value, list | tuple):
-            shown = [plain(item, name) for item in value[:MAX_TEXT]]
-            return shown if len(str(shown)) <= MAX_TEXT else f"{type(value).__name__} ({len(value)} items)"
+            return as_text(str(os.fspath(value)), name)
+        if _is_list(value):
+            shown = [item if type(item) is int else plain(item, name) for _, item in _items(value)]
+            text = str(shown)
+            return shown if len(text) <= MAX_TEXT else f"{type(value).__name__} ({len(value)} items), {_digest(text)}"
         if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
             if value.shape == () and isinstance(item := value.item(), bool | int | float):
                 return plain(float(str(value)) if value.dtype.kind == "f" else item)  # a float32 0.1 is 0.1
@@ -74,41 +105,45 @@ def as_config(config: Any) -> dict[str, Any] | None:
     """Return the record of a config: name → JSON value, the names of nested options joined by `/`."""
     if config is None:
         return None
-    entries = _entries(config)
+    entries = None if _is_list(config) and not hasattr(config, "_fields") else _entries(config)
     if entries is None:
         raise TypeError(
             "config: must be a mapping, a dataclass instance, a namedtuple or an argparse.Namespace, got "
             f"{type(config).__name__}; give the attributes of another object as vars(config)"
         )
-    record: dict[str, Any] = {}
-    size = 0
+    record, left_out, size = dict[str, Any](), list[str](), 0
     for name, value in itertools.chain.from_iterable(_flat(str(key), item, 1) for key, item in entries):
         if name in record:
             raise ValueError(f"config: two of its values are called {name!r}; give one of them another name")
-        size += len(name) + len(str(value))
-        if len(record) == MAX_OPTIONS or size > _MAX_CONFIG:
+        if len(record) == MAX_OPTIONS:
             return {**record, "…": f"more than {len(record)} options"}
-        record[cut(name)] = value
-    return record
+        option = encoded({(text := as_text(name)): value})
+        if size + len(option) > _MAX_CONFIG:
+            left_out.append(option.decode())
+        else:
+            record[text], size = value, size + len(option)
+    more = f"{len(left_out)} options are left out, {_digest(str(left_out))}"
+    return {**record, "…": more} if left_out else record
 
 
 def _flat(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    entries = _entries(value) if depth < _MAX_DEPTH else None
+    entries = _entries(value, depth) if depth < _MAX_DEPTH else None
     if not entries:
         yield name, plain(value, name) if entries is None else {}
     for key, item in entries or ():
         yield from _flat(f"{name}/{key}", item, depth + 1)
 
 
-def _entries(value: Any) -> list[tuple[Any, Any]] | None:
-    """Return the entries of a mapping or an object with named fields; else None."""
+def _entries(value: Any, depth: int = 0) -> list[tuple[Any, Any]] | None:
+    """Return the entries of a mapping, an object with named fields, or a list that has such items; else None."""
     with contextlib.suppress(Exception):
-        if isinstance(value, type):
+        if isinstance(value, type | str):
             return None
-        if isinstance(value, Mapping):
-            return list(value.items())
-        if hasattr(value, "keys") and hasattr(value, "__getitem__") and not hasattr(value, "shape"):  # ml_collections
-            return [(key, value[key]) for key in value.keys()]  # noqa: SIM118
+        if callable(getattr(value, "flag_values_dict", None)):  # the FLAGS of absl
+            value = value.flag_values_dict()
+        is_mapping = hasattr(value, "keys") and hasattr(value, "__getitem__") and not hasattr(value, "shape")
+        if isinstance(value, Mapping) or is_mapping:  # of ml_collections
+            return [(key, _read(value.__getitem__, key)) for key in value.keys()]  # noqa: SIM118
         if isinstance(value, argparse.Namespace):
             return list(vars(value).items())
         fields: Any = dataclasses.fields(value) if dataclasses.is_dataclass(value) else None
@@ -116,5 +151,30 @@ def _entries(value: Any) -> list[tuple[Any, Any]] | None:
             fields = getattr(type(value), kind, fields)
         if isinstance(fields, list | tuple | dict):
             names = [str(getattr(item, "name", item)) for item in fields]
-            return [(name, getattr(value, name)) for name in names]
+            return [(name, _read(functools.partial(getattr, value), name)) for name in names]
+        if _is_list(value) and depth < _MAX_DEPTH:
+            # At most so many options are recorded; the items of most lists are numbers.
+            some = (item for _, item in itertools.islice(_items(value), MAX_OPTIONS) if type(item) not in _PLAIN)
+            if any(_entries(item, depth + 1) is not None for item in some):
+                return list(itertools.islice(_items(value), MAX_OPTIONS + 1))
     return None
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
+
+
+def _items(value: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    known = isinstance(value, list | tuple)
+    return enumerate(value) if known else ((i, _read(value.__getitem__, i)) for i in range(len(value)))
+
+
+def _read(get: Callable[[Any], Any], key: Any) -> Any:
+    """Return a value, or the class of the error that it raises: a part of a config may not be set yet."""
+    try:
+        return get(key)
+    except Exception as error:
+        return type(error)

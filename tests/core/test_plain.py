@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jstep.core.secret_text import NOT_RECORDED, error_text, hide
-from jstep.record.config import as_config, command_line, plain
+from jstep.record.config import as_config, command_line, encoded, plain
 
 SECRET = "hunter2-hunter2-hunter2"
 
@@ -54,8 +54,10 @@ VALUES = [
     (float("nan"), "nan"),
     (pathlib.Path("/a/b"), "/a/b"),
     ((1, "x", None, [2.5]), [1, "x", None, [2.5]]),
-    ([{"a": 1}, {1}], ["builtins.dict", "builtins.set"]),
-    (list(range(10**6)), "list (1000000 items)"),
+    ([{1}, print], ["builtins.set", "builtins.print"]),
+    (collections.deque([1, "x"]), [1, "x"]),
+    (range(3), [0, 1, 2]),
+    (list(range(10**6)), "list (1000000 items), hash fcf52099"),
     (np.ones((2, 3), np.float32), "float32[2, 3]"),
     (Level.HIGH, "HIGH"),
     (np.float32, "numpy.float32"),
@@ -66,7 +68,7 @@ VALUES = [
     (b"x", "builtins.bytes"),
     (1j, "builtins.complex"),
     ("http://user:pass@host/x", "http://host/x"),
-    ("ab" * 2000, "ab" * 500 + "… (4000 characters)"),
+    ("ab" * 2000, "ab" * 500 + "… (4000 characters), hash 8fcbd233"),
     ("\udcff", "?"),
 ]
 
@@ -126,6 +128,97 @@ def test_there_are_at_most_10000_options_in_half_a_megabyte():
     assert (len(found), found["…"]) == (10_001, "more than 10000 options")
     assert len(as_config({str(i): i for i in range(10_000)})) == 10_000
     assert len(json.dumps(as_config({str(i): "x" * 1000 for i in range(9000)}))) < 600_000
+
+
+class Lazy(dict):
+    def __getitem__(self, key):
+        return super().__getitem__(key) if key != "bad" else 1 / 0
+
+    def items(self):
+        return [(key, self[key]) for key in self]
+
+
+class Endless(collections.UserList):
+    """As a list of OmegaConf: a sequence, of which an item may not resolve."""
+
+    def __getitem__(self, i):
+        return self.data[i] if self.data[i] != "???" else 1 / 0
+
+
+@dataclasses.dataclass
+class Later:
+    width: int = 64
+    vocabulary: int = dataclasses.field(init=False)
+
+
+def test_a_value_that_raises_takes_no_other_with_it():
+    config = {"lazy": Lazy(a=1, bad=2), "later": Later(), "list": Endless([1, "???"]), "deep": [{"x": Later()}]}
+    assert as_config(config) == {
+        "lazy/a": 1, "lazy/bad": "builtins.ZeroDivisionError",
+        "later/width": 64, "later/vocabulary": "builtins.AttributeError",
+        "list": [1, "builtins.ZeroDivisionError"],
+        "deep/0/x/width": 64, "deep/0/x/vocabulary": "builtins.AttributeError",
+    }  # fmt: skip
+    assert as_config(Later()) == {"width": 64, "vocabulary": "builtins.AttributeError"}
+
+
+def test_lists_of_mappings_have_names():
+    data = [{"path": "a", "weight": 0.9}, {"path": "b"}]
+    assert as_config({"data": data}) == {"data/0/path": "a", "data/0/weight": 0.9, "data/1/path": "b"}
+    assert as_config({"a": collections.UserList([1, [Options()]])}) == {
+        "a/0": 1, "a/1/0/lr": 0.1, "a/1/0/name": "adam",
+    }  # fmt: skip
+    circle = [1]
+    circle.append(circle)
+    assert len(as_config({"a": circle, "b": 2})) == 2
+    for config in ([{"a": 1}], [1], "abc", 3):
+        with pytest.raises(TypeError, match="must be a mapping"):
+            as_config(config)
+
+
+def test_a_change_behind_a_cut_is_seen():
+    for one, other in (("x" * 2000 + "a", "x" * 2000 + "b"), ("x" * 9000 + "a", "x" * 9000 + "b")):
+        assert plain(one) != plain(other)
+        assert plain(one)[:1000] == plain(other)[:1000] == "x" * 1000
+    assert plain([*range(1000), 1]) != plain([*range(1000), 2])
+
+
+def test_a_long_text_is_cut_before_it_is_searched():
+    began = time.perf_counter()
+    assert plain("a" * 50_000_000).startswith("aaa")
+    assert plain("a" * 990 + " hf_" + "a1" * 100).endswith("aaa (not reco… (1194 characters), hash 581ae978")
+    assert plain(f"-----BEGIN KEY-----{'x' * 5000}") == NOT_RECORDED
+    assert time.perf_counter() - began < 2
+
+
+def test_bytes_of_utf_8_are_counted():
+    for letter in ("x", "\u63d0", "\U0001f600", "\0"):
+        config = {f"prompt{i}": letter * 1000 for i in range(300)} | {"lr": 0.1}
+        found = as_config(config)
+        size = len(encoded(found))
+        assert size < 2**19 + 10_000
+        assert found["lr"] == 0.1
+        assert ("…" in found) == (len(encoded(config)) > 2**19)
+    assert found["…"].startswith("213 options are left out, hash ")
+    assert as_config(config | {"prompt299": "y" * 4000})["…"] != found["…"]
+    assert json.loads(encoded({"a": "\udcff", "b": float("nan"), "c": [float("inf")]})) == {
+        "a": "\udcff", "b": "nan", "c": ["inf"],
+    }  # fmt: skip
+
+
+def test_a_long_command_line_is_cut(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["\U0001f600" * 900] * 50)
+    assert command_line() == ["\U0001f600" * 900, "… and 49 more"]
+
+
+def test_flags_of_absl():
+    from absl import flags
+
+    values = flags.FlagValues()
+    flags.DEFINE_float("lr", 0.1, "the rate", flag_values=values)
+    values(["p.py", "--lr=0.2"])
+    assert as_config(values)["lr"] == 0.2
+    assert as_config({"flags": values})["flags/lr"] == 0.2
 
 
 HIDDEN = [
