@@ -38,6 +38,8 @@ _EFFECTS = {"state: sharding": _PLACE, "train: batch_sharding": _PLACE, "batch":
 """Values whose effect is not that of their section; the rows of a batch are those of its definition."""
 _HARMLESS_FLAG = re.compile("dump|log|profil|path|dir|device_count")
 _PLACES = ("checkpoint_dir", "logdir", "compile_cache", "start_from")
+_NAMES = dict.fromkeys(("steps", "num_steps", "max_steps", "total_steps", "train_steps"), "last_step")
+"""Names of options → the argument of `train` that they are."""
 _PATH = re.compile(r"(~|\.{0,2})[/\\]|[A-Za-z]:[\\/]|\w+://")
 _TRACED = {"versions", "devices", "train: batch_sharding"}
 """Sections and values with which the same step may be traced differently, without other bits."""
@@ -47,6 +49,8 @@ _ABSENT = object()
 def values_of(start: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     """Return the values of a start, with its card, that are compared: name → section and value. Paths are left out."""
     card, commit, edits = start.get("card") or {}, start.get("commit"), start.get("edits")
+    arguments = card.get("arguments") or {}
+    places = [place for name in _PLACES if isinstance(place := arguments.get(name), str)]
     code = None if commit is None else f"commit {commit[:8]}{f' with edits {edits} not committed' if edits else ''}"
     flags = (word.partition("=") for word in str((card.get("environment") or {}).get("XLA_FLAGS", "")).split())
     variables = {name: value for name, value in (card.get("environment") or {}).items() if name != "XLA_FLAGS"}
@@ -70,9 +74,13 @@ def values_of(start: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
         name: (section, value)
         for section, begins in SECTIONS.items()
         for name, value in _flat(begins, parts.get(section) or {})
-        if name.removeprefix("train: ") not in _PLACES
-        and not (section in ("config", "environment") and isinstance(value, str) and _PATH.match(value))
+        if name.removeprefix("train: ").removeprefix("config: ") not in _PLACES
+        and not (section in ("config", "environment") and isinstance(value, str) and _is_place(value, places))
     }
+
+
+def _is_place(value: str, places: Collection[str]) -> bool:
+    return _PATH.match(value) is not None or ("/" in value and any(f"{value}/".startswith(f"{one}/") for one in places))
 
 
 def _flat(begins: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -123,9 +131,10 @@ def changes(
     said = {part for name, (section, *_) in differ.items() for part in (section, _stem(name)) if name not in HASHES}
     # Batches of other shapes, and other devices of lanes, are traced differently by every step.
     is_comparable = "batch" not in said and not ("devices" in said and (now.get("card") or {}).get("lanes"))
-    of_train = [values for section, *values in differ.values() if section == "arguments"]  # such as last_step
     for name, (section, one, other) in differ.items():
-        if (section == "config" and [one, other] in of_train) or (section == "state" and "jax_enable_x64" in differ):
+        own = name.removeprefix("config: ").rpartition("/")[2]
+        of_train = differ.get(f"train: {_NAMES.get(own, own)}", (None,))[1:]  # such as last_step
+        if (section == "config" and (one, other) == of_train) or (section == "state" and "jax_enable_x64" in differ):
             continue
         if (stem := _stem(name)) in HASHES:
             is_program = section == "programs"

@@ -80,6 +80,13 @@ CASES = [
     (changed("config", "lr", to=ABSENT), ["config: lr: 0.1 before, absent now"], [], []),
     (changed("config", to={"lr": 0.1, "steps": 6, "out": "s3://b/c", "token": "x"}), [], [], []),
     (changed("config", to=None), [], [], []),
+    # An option that changes as an argument of another name is named; places are not.
+    (of("arguments", last_step=9) | {"config": START["config"] | {"steps": 9}},
+     [], [], ["train: last_step: 6 before, 9 now"]),
+    (of("arguments", last_step=9) | {"config": START["config"] | {"augment": 9}},
+     ["config: augment: absent before, 9 now"], [], ["train: last_step: 6 before, 9 now"]),
+    (of("arguments", checkpoint_dir="runs/a") | {"config": START["config"] | {"logs": "runs/a/logs", "logdir": "x"}},
+     [], [], []),
     (changed("commit", to="2" * 40), [], ["code: commit 11111111 before, commit 22222222 now"], []),
     (changed("edits", to="a"),
      [], ["code: commit 11111111 before, commit 11111111 with edits a not committed now"], []),
@@ -112,3 +119,9 @@ def test_values_are_shown_as_json_where_texts_would_be_equal():
     assert not same(1, True)
     assert not same(0.1, "0.1")
     assert same({"a": 1, "b": 2}, {"b": 2, "a": 1})
+
+
+def test_an_option_is_an_argument_only_by_its_name():
+    before = of("arguments", steps_per_call=1) | {"config": {"augment": 1, "steps_per_call": 1, "train/last_step": 6}}
+    now = of("arguments", steps_per_call=4) | {"config": {"augment": 4, "steps_per_call": 4, "train/last_step": 6}}
+    assert changes(before, now).lines == ["config: augment: 1 before, 4 now", "train: steps_per_call: 1 before, 4 now"]
