@@ -134,12 +134,16 @@ class EvaluationHook(RunHook):
         )
 
     @property
+    def watched(self) -> list[tuple[str, Any]]:
+        """The logged names of the metrics that callbacks watch, each with its callback."""
+        named = [(name, one) for one in self._callbacks if isinstance(name := getattr(one, "metric", None), str)]
+        return [(f"{self.prefix}/{name.removeprefix(f'{self.prefix}/')}", one) for name, one in named]
+
+    @property
     def best(self) -> dict[str, Best]:
         """The best checkpoints that callbacks keep, by the logged name of their metric."""
-        kept = ((getattr(callback, "metric", ""), getattr(callback, "best_kept", None)) for callback in self._callbacks)
-        return {
-            f"{self.prefix}/{name.removeprefix(f'{self.prefix}/')}": best for name, best in kept if best is not None
-        }
+        kept = ((name, getattr(callback, "best_kept", None)) for name, callback in self.watched)
+        return {name: best for name, best in kept if best is not None}
 
     def use_run(self, run: RunInfo) -> None:
         """Pass the run to callbacks; reject a duplicate prefix."""

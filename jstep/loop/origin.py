@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import os
 import re
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
@@ -38,7 +38,9 @@ from jstep.stores.urls import is_url, join_path, resolve_path, split_path
 ENDED, STOPPED, HELD_VALUES = "ended", "stopped", "held"
 """Keys of a checkpoint's `extra`: the step at which its hooks have ended, the name of the hook that stopped it, and the
 initial values of held hyperparameters."""
-RUN_KEY, PARENT, PARENT_RUN = "run", "parent", "parent_run"
+RUN_KEY: Final = "run"
+PARENT: Final = "parent"
+PARENT_RUN: Final = "parent_run"
 """Keys in `extra` and in starts: the name of the run, and the checkpoint that it began from; in starts also the name of
 the run that saved that checkpoint."""
 _NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
@@ -184,7 +186,9 @@ def of_copy(options: Options, saver: Saver | None, origin: Origin, new_name: str
         own, newest, source = origin.extra.get(RUN_KEY), valid(starts)[-1], original_of(directory, starts)
         if source is not None:
             name = new_name
-            parent = None if step is None else {"path": join_path(source, checkpoint_name(prefix, step)), "step": step}
+            parent: Any = (
+                None if step is None else {"path": join_path(source, checkpoint_name(prefix, step)), "step": step}
+            )
         elif own is not None and own == newest[PARENT_RUN] != newest[RUN_KEY]:
             parent, name = newest[PARENT], newest[RUN_KEY]  # no earlier start of this copy has saved anything
         else:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import os
@@ -29,17 +30,19 @@ from jstep.loop.programs import Chunk, lanes_of
 from jstep.loop.run_context import RunContext
 from jstep.metering.numbers import is_ready, read_values, scalars
 from jstep.record.code import GIT_TIMEOUT_SECS, code_version
-from jstep.record.config import command_line, json_number
+from jstep.record.config import command_line, encoded
 from jstep.record.differences import changes
+from jstep.record.schema import Start
 from jstep.record.stall_files import exit_reason
-from jstep.record.starts import FINISHED, FOLDER, KILLED, Start, StartFile, read_starts, totals, valid, with_card
+from jstep.record.starts import FINISHED, FOLDER, KILLED, StartFile, read_starts, totals, valid, with_card
 from jstep.state.sharding import describe_devices
 from jstep.stores.owners import is_alive, this_process
 from jstep.stores.urls import absolute, is_url, location
+from jstep.training.metrics import LOSS
 
 PAST, START = "past", "start"
 """The key of a checkpoint's `extra` with what was before it, and in it the start that made it: its number, `began`."""
-_MAX_VALUES, _MAX_SAVES, _MAX_LINES = 64, 20, 40
+_MAX_VALUES, _MAX_BYTES, _MAX_SAVES, _MAX_LINES = 128, 4096, 20, 40
 _logger = logging.getLogger("jstep")
 
 
@@ -94,9 +97,7 @@ class Recorder(Observer):
         newest = next(reversed(valid(own)), None)
         self._stopped_by = origin.extra.get(STOPPED)
         if newest is not None:
-            values = {name: json_number(value) for name, value in newest["values"].items()}
-            best = {name: [json_number(value), *of] for name, (value, *of) in newest["best"].items()}
-            self._numbers = {"values": values, "best": best}
+            self._numbers = {"values": newest["values"], "best": newest["best"]}
         where = absolute(where)  # a run may change its folder
         file = StartFile(where, prefix, earlier, {**self._given(where, own, newest), **self._newest()})
         _end_earlier(file, claimed=origin.is_claimed)
@@ -145,9 +146,7 @@ class Recorder(Observer):
             if self._thread.is_alive():
                 self._thread.join(timeout=10)  # it may be blocked on an object store
             status, reason, exception = _outcome(self.run, error, self._stopped_by)
-            file.write({**self._newest(), "end": [status, reason], "exception": exception}, flush=True)
-            self.run.file = None
-            file.close()
+            file.close({**self._newest(), "end": [status, reason], "exception": exception})
 
     # What changes all the time.
 
@@ -184,7 +183,8 @@ class Recorder(Observer):
             "step": [run.first, max(run.first, run.at.step)] if run.is_known else None,
             "seconds": {part: round(max(0.0, value), 6) for part, value in seconds.items() if value},
             "examples": None if unknown else counted,
-            **{name: dict(of) for name, of in self._numbers.items()},
+            **_bounded(self._numbers["values"]),
+            "best": dict(self._numbers["best"]),
             "peak_bytes": max(peaks) or None,
             "mfu": None if counter is None else counter.mfu,
         }
@@ -198,17 +198,16 @@ class Recorder(Observer):
             values, best = dict(self._numbers["values"]), dict(self._numbers["best"])
             if self._pending is None:
                 numbers = scalars(run.metrics or {}, run.constant_metrics())
-                self._pending = dict(list(numbers.items())[:_MAX_VALUES])
+                self._pending = dict(itertools.islice(numbers.items(), _MAX_VALUES))
             if is_ready(self._pending.values()):
                 numbers, self._pending = self._pending, None
-                values |= {name: json_number(value) for name, value in read_values(numbers).items()}
+                values |= read_values(numbers)
             for hook in run.evaluations:
-                newest = {} if hook.newest is None else read_values(hook.newest[1])
-                values |= {name: json_number(value) for name, value in newest.items()}
-                best |= {
-                    name: [json_number(one.value), one.step, absolute(one.path)] for name, one in hook.best.items()
-                }
-            self._numbers = {"values": dict(list(values.items())[: 2 * _MAX_VALUES]), "best": best}
+                values |= {} if hook.newest is None else read_values(hook.newest[1])
+                best |= {name: [one.value, one.step, absolute(one.path)] for name, one in hook.best.items()}
+            watched = [LOSS, *(name for hook in run.evaluations for name, _ in hook.watched)]
+            first = {name: values[name] for name in watched if name in values}
+            self._numbers = {"values": first | values, "best": best}
 
     # The card, in background threads, in order.
 
@@ -345,6 +344,13 @@ def _end_earlier(file: StartFile, *, claimed: bool) -> None:
         return
     if claimed or is_alive(start["process"]) is False:
         file.end_earlier(start["number"], [KILLED, exit_reason(file.where, file.prefix, start["began"])])
+
+
+def _bounded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the first values, of a bounded number of bytes, and how many others there are."""
+    sizes = itertools.accumulate(len(encoded({name: value})) for name, value in values.items())
+    count = min(_MAX_VALUES, sum(size <= _MAX_BYTES for size in sizes))
+    return {"values": dict(itertools.islice(values.items(), count)), "values_left_out": len(values) - count}
 
 
 def _cut(text: str, most: int = 1000) -> str:

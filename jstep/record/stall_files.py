@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import logging
 import os
 import time
@@ -11,7 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
-from jstep.record.starts import fits, is_seconds, is_step
+from jstep.record.config import encoded
+from jstep.record.schema import StallFile, checked
+from jstep.record.starts import HeldFolder
 from jstep.stores.files import (
     decode_json,
     foreign_file,
@@ -31,10 +32,9 @@ _logger = logging.getLogger("jstep")
 FOLDER, STALLS_VERSION = "stalls", 1
 CALL, WITH_OTHERS = "call", "agreement"
 """The kinds of waits that are usually for other processes."""
-_TEXTS = ("kind", "what", "line")
 _SILENT = 60.0
 """Seconds without a renewal after which the file of another host is stale."""
-_MAX_BYTES, _MAX_PROCESSES = 2**16, 2**20
+_MAX_BYTES = 2**16
 
 Fields = Mapping[str, Any]
 """The fields of a file."""
@@ -90,20 +90,13 @@ def _files(where: str, prefix: str | None) -> tuple[list[tuple[str, Fields]], li
 
 
 def _valid_fields(stall: Any) -> dict[str, Any]:
-    """Return the fields of a stall file; their values are checked here and nowhere else."""
-    if not fits(stall, _KINDS) or any(stall.get(name) is None for name in _NEEDED):
-        raise ValueError("it is incomplete, or not the file of a stall that this version writes")
-    if not stall["process"] < stall["processes"] <= _MAX_PROCESSES:
-        raise ValueError(f"process={stall['process']} of processes={stall['processes']} is not possible")
-    return {**dict.fromkeys(_TEXTS, ""), **stall}
-
-
-_KINDS: Mapping[str, Any] = {
-    "version": lambda value: value == STALLS_VERSION, "process": is_step, "processes": is_step,
-    "pid": lambda value: is_step(value) and value < 2**31, "host": str, "since": is_seconds, "renewed": is_seconds,
-    "stall": bool, "step": is_step, **dict.fromkeys(_TEXTS, str),
-}  # fmt: skip
-_NEEDED = ("version", "process", "processes", "pid", "host", "since", "renewed", "stall")
+    try:
+        fields: dict[str, Any] = checked(stall, StallFile)
+    except ValueError as error:
+        raise ValueError(f"it is incomplete, or not the file of a stall that this version writes: {error}") from None
+    if not fields["process"] < fields["processes"]:
+        raise ValueError(f"process={fields['process']} of processes={fields['processes']} is not possible")
+    return fields | {name: fields[name] or "" for name in ("kind", "what", "line")}
 
 
 def find_waited_for(stalls: Sequence[Fields]) -> list[Fields]:
@@ -137,7 +130,7 @@ def silent(stalls: Sequence[Fields], count: int) -> list[int]:
 def _as_bytes(fields: Fields) -> bytes:
     """Return the content of a file that readers accept: of the stacks of many threads, only the innermost lines."""
     most = 1000
-    while len(data := json.dumps(fields).encode()) > _MAX_BYTES and (threads := fields.get("threads")):
+    while len(data := encoded(fields)) > _MAX_BYTES and (threads := fields.get("threads")):
         most //= 2
         fields = {**fields, "threads": {name: lines[:most] for name, lines in threads.items()} if most else {}}
     return data
@@ -163,6 +156,7 @@ class StallFiles:
             raise foreign_file(self._folder, "is a link")
         self.period = 10.0 if is_url(where) else min(15.0, max(0.25, warn_secs / 4))
         self._job: Any = None
+        self._held: HeldFolder | None = None  # the directory of the run, once it is there
         self._begun, self._may_exist, self._has_warned = -self.period, True, False  # an earlier start may have left one
         self.others: list[Fields] = []
         self.shown: float | None = None
@@ -183,11 +177,21 @@ class StallFiles:
         for begin in (bool, functools.partial(self.exchange, fields, at_once=True)):
             begin()
             futures.wait([] if self._job is None else [self._job], timeout=5.0)
+        if self._held is not None:
+            self._held.close()
+
+    def _check(self) -> None:
+        """Raise an error if the directory of the run was moved: another run may be at its place."""
+        if self._held is None and not is_url(self._where) and os.path.isdir(self._where):
+            self._held = HeldFolder(self._where)
+        if self._held is not None:
+            self._held.check()
 
     def _exchange(self, mine: Fields | None, read: bool) -> None:
         try:
             if mine is not None or self._may_exist:
-                self._may_exist = mine is not None
+                self._check()
+                self._may_exist = mine is not None or (self._held is None and not is_url(self._where))
                 own = {"prefix": self._prefix, "process": self._process, "renewed": time.time()}
                 data = _as_bytes({"version": STALLS_VERSION, **own, **this_process(), **(mine or {})})
                 path = join_path(self._folder, f"{self._prefix}.{self._process}.json")

@@ -1,73 +1,77 @@
 """The record of runs: each start of a run is a file, `starts/PREFIX.NNNNNN.json`, below the directory of the run.
 
-A `Start` is a dict. `read_starts` checks it once, so that a valid one has all fields below; what is not known is None
-(an empty value for dicts, lists, and `devices`). A start that is not valid has only `prefix`, `number` and `problem`.
-
-    version, prefix, number     the format (1); the prefix of the run's checkpoints; the number in the file's name
-    run, parent_run             the IDs of the run, and of the run that its parent is of
-    parent                      {"path", "step"} of the checkpoint that the run branched from
-    copied                      whether this is the first start in a copy of another run's directory
-    process                     {"host", "space", "pid", "started"} of process 0
-    began, now                  when its process began (its call, unless that is the first one of the process), and
-                                when this was written, in seconds since 1970; began + sum(seconds) is about now
-    directory, logdir           absolute paths or URLs: where the record is, and the event files
-    last_step, argv, config     what the run was given, without secrets; a config above 4 kB is in the card's file
-    commit, edits               of the code; `edits` is None without any
-    devices, parameters         such as "8×cpu"; the number of parameters
-    step                        [first, last]: the step that it began from, and reached; None before the restore
-    seconds                     part → seconds; a part may be missing
-    examples                    the number of examples that it trained on; None if not known
-    values, best                those of the run, which a start inherits: name → float; name → [value, step, path]
-    peak_bytes, mfu             of this start
-    saved                       the last 20 saves: [step, seconds of stepping, examples, learning rate]
-    stalls                      the last 100: {"time", "step", "part", "stalled", "what", "process"}
-    end, exception              [status, reason], None while it lives or after a SIGKILL; the class of the exception
-    before                      what all starts before this one add up to, as `totals`; readers use that of the oldest
-                                start they read, for those that they do not read any more
-    card                        {} until `with_card`
-    problem                     "" of a valid start, otherwise why it is not, as the end of a sentence
-
-`PREFIX.NNNNNN.card.json` beside it is {"card", "config"}: what does not change while the start lives.
+`schema.Start` says what it holds. `PREFIX.NNNNNN.card.json` beside it is a `schema.Card`.
 """
 
 import concurrent.futures
 import contextlib
+import errno
 import functools
-import json
 import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, cast
 
 from jstep.core.checks import format_value
 from jstep.core.stopwatch import PARTS
+from jstep.record.config import encoded
+from jstep.record.schema import IN_CARD, Before, Card, Start, checked, sound
 from jstep.stores.files import decode_json, foreign_file, make_folders, names_in, read_small, replace_file
 from jstep.stores.objects import ABSENT, Objects
 from jstep.stores.owners import remove_temporary
-from jstep.stores.urls import is_url, join_path
+from jstep.stores.urls import is_url, join_path, split_path
 
 FOLDER, VERSION = "starts", 1
 KILLED, FINISHED = "killed", "finished"
 KEPT, MAX_BYTES = 100, 2**20
 """The number of the newest starts that are read, and the size of a file that is."""
-_MAX_CONFIG, _IN_CARD = 2**12, "in the card"
-_NAME = re.compile(r"(?P<prefix>.+)\.(?P<number>\d{6,})\.json", re.DOTALL)
+NOT_WRITTEN = "could not be written, as on a full disk"
+_MAX_CONFIG, _MAX_START, _ROOM = 2**12, 15_000, 2**12
+"""The bytes of a config that is not in the card, of a start, and those that are free in its file: its end needs no room
+on a disk that has become full."""
+_TRIES = 3
+_NAME = re.compile(r"(?P<prefix>.+)\.(?P<number>[0-9]{6,})\.json", re.DOTALL)
 _logger = logging.getLogger("jstep")
-
-Start = dict[str, Any]
 
 
 def path_of(where: str, prefix: str, number: int) -> str:
     return join_path(where, FOLDER, f"{prefix}.{number:06d}.json")
 
 
-def _card_path(where: str, start: Start) -> str:
+def _card_path(where: str, start: Mapping[str, Any]) -> str:
     return f"{path_of(where, start['prefix'], start['number']).removesuffix('.json')}.card.json"
 
 
 # Writing.
+
+
+class HeldFolder:
+    """A folder that stays open, so that another one that takes its place is noticed.
+
+    Raises:
+        FileNotFoundError: From `check`: it was moved, deleted or replaced.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path, self._handle = path, -1
+        with contextlib.suppress(OSError):  # Windows opens no folder
+            self._handle = os.open(path, os.O_RDONLY)
+
+    def check(self) -> None:
+        if self._handle < 0 and os.path.isdir(self._path):
+            return
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(self._handle), os.stat(self._path)):
+                return
+        raise FileNotFoundError(f"{self._path} was moved or deleted; start the run again where its directory is now")
+
+    def close(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
 
 
 class StartFile:
@@ -92,14 +96,22 @@ class StartFile:
         self.where, self.prefix, self.is_url, self.earlier = where, prefix, is_url(where), earlier
         self.period, self.due = (10.0 if self.is_url else 1.0), threading.Event()
         self._updating, self._writing = threading.Lock(), threading.Lock()
-        self._is_made, self._is_failing, self._is_closed = False, False, False
+        self._is_failing, self._is_closed = False, False
+        self._folder: HeldFolder | None = None  # once the file is made
+        self._stamp: bytes | None = None  # of the object, once it is made
         number = earlier[-1]["number"] + 1 if earlier else 1
         self._config, config = fields["config"], fields["config"]
         self._card: dict[str, Any] | None = None  # what is not written yet
-        if len(json.dumps(config)) > _MAX_CONFIG:
-            self._card, config = {}, _IN_CARD
-        self.fields: Start = {"version": VERSION, "prefix": prefix, "number": number, **fields, "config": config}
+        if len(encoded(config)) > _MAX_CONFIG:
+            self._card, config = {}, IN_CARD
+        self.fields: dict[str, Any] = {
+            "version": VERSION, "prefix": prefix, "number": number, **fields, "config": config,
+        }  # fmt: skip
         self.write()
+
+    @property
+    def _path(self) -> str:
+        return path_of(self.where, self.prefix, self.fields["number"])
 
     def update(self, fields: Mapping[str, Any]) -> None:
         """Change what is written next, without waiting for a disk."""
@@ -117,16 +129,25 @@ class StartFile:
             self._card = dict(card)
         self.write()
 
-    def end_earlier(self, number: int, end: Sequence[str]) -> None:
-        """Write how an earlier start ended, which was killed before it could."""
+    def end_earlier(self, number: int, end: Sequence[str], exception: str | None = None) -> None:
+        """Write how an earlier start ended, which was killed before it could, or this one, after it was closed."""
         path = path_of(self.where, self.prefix, number)
-        self._try(lambda: _replace(path, {**_load(path), "end": list(end)}))
+        fields = {"end": list(end), "exception": exception}
+        self._try(lambda: replace_file(path, encoded({**_load(path), **fields}), flush=False))
 
-    def close(self) -> None:
+    def close(self, fields: Mapping[str, Any] | None = None) -> None:
+        """Write the end, on a full disk in place; a write that fails is tried again."""
+        self.update(fields or {})
         with self._writing:
+            for number in range(_TRIES):
+                if self._is_closed or self._try(lambda: self._write(True, is_end=True)):
+                    break
+                time.sleep(0.2 * (number < _TRIES - 1))
             self._is_closed = True
+            if self._folder is not None:
+                self._folder.close()
 
-    def _try(self, write: Callable[[], None]) -> None:
+    def _try(self, write: Callable[[], None]) -> bool:
         try:
             write()
             self._is_failing = False
@@ -134,42 +155,64 @@ class StartFile:
             if not self._is_failing:
                 _logger.warning("%s: the record of this run cannot be written: %s", self.where, error)
             self._is_failing = True
+        return not self._is_failing
 
-    def _write(self, flush: bool) -> None:
-        if self._is_made and not self.is_url and not os.path.isdir(folder := join_path(self.where, FOLDER)):
-            raise FileNotFoundError(f"{folder} was moved or deleted; start the run again where its directory is now")
-        if self._is_made or not self._make():
-            _replace(path_of(self.where, self.prefix, self.fields["number"]), self.fields, flush=flush)
+    def _write(self, flush: bool, *, is_end: bool = False) -> None:
+        if self.is_url:
+            self._write_object()
+        else:
+            folder = self._folder or self._make()
+            folder.check()
+            self._replace(_as_bytes(self.fields), flush, is_end=is_end)
         if self._card is not None:
-            _replace(_card_path(self.where, self.fields), {"card": self._card, "config": self._config})
+            card = encoded({"card": self._card, "config": self._config})
+            replace_file(_card_path(self.where, self.fields), card, flush=False)
             self._card = None
 
-    def _make(self) -> bool:
-        """Make the file with the next free number, exclusively; return whether it has its contents: an object does."""
+    def _make(self) -> HeldFolder:
+        """Make the file with the next free number, exclusively."""
         folder = join_path(self.where, FOLDER)
-        if not self.is_url:
-            if os.path.islink(folder):
-                raise foreign_file(folder, "is a link")
-            make_folders(folder)
-            remove_temporary(folder)  # of starts that were killed
-        while not self._is_made:
-            path = path_of(self.where, self.prefix, self.fields["number"])
-            if self.is_url:
-                claim = json.dumps(self.fields).encode()
-                self._is_made = Objects(folder).write_if(path.removeprefix(f"{folder}/"), claim, ABSENT) is not None
-            else:
-                with contextlib.suppress(FileExistsError), open(path, "xb"):
-                    self._is_made = True
-            if not self._is_made:
+        if os.path.islink(folder):
+            raise foreign_file(folder, "is a link")
+        make_folders(folder)
+        remove_temporary(folder)  # of starts that were killed
+        while self._folder is None:
+            with contextlib.suppress(FileExistsError), open(self._path, "xb"):
+                self._folder = HeldFolder(folder)
+            if self._folder is None:
                 self.update({"number": self.fields["number"] + 1})
-        return self.is_url
+        return self._folder
+
+    def _replace(self, data: bytes, flush: bool, *, is_end: bool) -> None:
+        try:
+            replace_file(self._path, data if is_end else data.ljust(len(data) + _ROOM), flush=flush)
+        except OSError as error:
+            size = os.path.getsize(self._path)
+            if not is_end or error.errno not in (errno.ENOSPC, errno.EDQUOT) or len(data) > size:
+                raise
+            with open(self._path, "r+b") as file:
+                file.write(data.ljust(size))
+
+    def _write_object(self) -> None:
+        """Write the object; the first time with the next free number."""
+        folder, stamp = Objects(join_path(self.where, FOLDER)), None
+        while stamp is None:
+            name = split_path(self._path)[1]
+            stamp = folder.write_if(name, _as_bytes(self.fields), self._stamp or ABSENT)
+            if stamp is None and self._stamp is not None:
+                raise FileExistsError(f"{self._path} was replaced by another process")
+            if stamp is None:
+                self.update({"number": self.fields["number"] + 1})
+        self._stamp = stamp
 
 
-def _replace(path: str, value: Mapping[str, Any], *, flush: bool = False) -> None:
-    data = json.dumps(value, allow_nan=False).encode()
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"{path} would have {len(data)} bytes; at most {MAX_BYTES} are read")
-    replace_file(path, data, flush=flush)
+def _as_bytes(fields: Mapping[str, Any]) -> bytes:
+    """Return what a reader accepts: a field that is not valid is left out, and old stalls if there are many."""
+    start = {name: value for name, value in sound(fields, Start).items() if name not in ("card", "problem")}
+    checked(start, Start)
+    while len(data := encoded(start)) > _MAX_START and start.get("stalls"):
+        start["stalls"] = start["stalls"][len(start["stalls"]) // 2 + 1 :]
+    return data
 
 
 # Reading.
@@ -178,58 +221,77 @@ def _replace(path: str, value: Mapping[str, Any], *, flush: bool = False) -> Non
 def read_starts(where: str) -> dict[str, list[Start]]:
     """Return the newest starts of each run of a directory or bucket by its prefix, oldest first.
 
-    Those of a copy of another run's directory begin with the start that says so.
+    Those of a copy of another run's directory begin with the start that says so. A folder behind a link is no record.
     """
     folder, numbers = join_path(where, FOLDER), dict[str, list[int]]()
     names: Sequence[str] = ()
     if is_url(where):
         names = Objects(folder).list()
-    else:
+    elif not os.path.islink(folder):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             names = names_in(folder)
     for match in filter(None, map(_NAME.fullmatch, names)):
-        numbers.setdefault(match["prefix"], []).append(int(match["number"]))
-    found = {prefix: _read_newest(where, prefix, sorted(own)[-KEPT:]) for prefix, own in numbers.items()}
+        if match[0] == split_path(path_of("", match["prefix"], int(match["number"])))[1]:
+            numbers.setdefault(match["prefix"], []).append(int(match["number"]))
+    found = {prefix: _read_newest(where, prefix, sorted(own)) for prefix, own in numbers.items()}
     return {prefix: starts for prefix, starts in found.items() if starts}
 
 
+def find_starts(where: str) -> dict[str, list[Start]]:
+    """Return what `read_starts` does, or raise a FileNotFoundError if there is none."""
+    if not (found := read_starts(where)):
+        raise FileNotFoundError(
+            f"{where}: no run is there; give the checkpoint_dir of a run, or its logdir if it has none, with {FOLDER}/"
+        )
+    return found
+
+
 def _read_newest(where: str, prefix: str, numbers: Sequence[int]) -> list[Start]:
+    """Return the newest starts that were written, and those in between and after them that could not be."""
+    starts, missing = list[Start](), KEPT
     with concurrent.futures.ThreadPoolExecutor(16) if is_url(where) else contextlib.nullcontext() as pool:
-        read = functools.partial(_read, where, prefix)
-        starts = [start for start in (pool.map if pool else map)(read, numbers) if start is not None]
+        while numbers and missing:
+            newest = (pool.map if pool else map)(functools.partial(read_start, where, prefix), numbers[-missing:])
+            numbers, starts = numbers[:-missing], [*(start for start in newest if start is not None), *starts]
+            missing = KEPT - sum(start["problem"] != NOT_WRITTEN for start in starts)
     first = next((i for i in reversed(range(len(starts))) if starts[i].get("copied")), 0)
     return starts[first:]
 
 
-def _read(where: str, prefix: str, number: int) -> Start | None:
-    """Return a start; None if it was killed before it was written."""
+def read_start(where: str, prefix: str, number: int) -> Start | None:
+    """Return a start; None if there is no such file."""
     try:
-        start = _load(path_of(where, prefix, number))
-        if start is None:
-            return None
-        if not (problem := _problem(start, prefix, number)):
-            own = {name: start[name] for name in _KINDS if start.get(name) is not None}
-            start = {"version": VERSION, "prefix": prefix, "number": number, **_DEFAULTS, **own}
-            start["before"] = {**_BEFORE, **start["before"]}
-            start["values"] = {name: float(value) for name, value in start["values"].items()}
-            start["best"] = {name: [float(best), *of] for name, (best, *of) in start["best"].items()}
-            if start["config"] == _IN_CARD:
+        value = _load(path_of(where, prefix, number))
+        if not (problem := _problem(value, prefix, number)):
+            start = cast(Start, {**checked(value, Start), "card": {}, "problem": ""})
+            if start["config"] == IN_CARD:
                 start["config"] = _load_card(where, start).get("config")
             return start
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except ValueError as error:
+        problem = str(error)
+    except (OSError, RecursionError) as error:
         problem = f"cannot be read: {error}"
-    return {"prefix": prefix, "number": number, "problem": problem}
+    return cast(Start, {"prefix": prefix, "number": number, "problem": problem})
+
+
+def _problem(start: Any, prefix: str, number: int) -> str:
+    if not isinstance(start, dict):
+        return NOT_WRITTEN if start is None else "holds no start"
+    if (version := start.get("version")) != VERSION:
+        return f"has version={format_value(version)}, and this jstep reads {VERSION}: update jstep"
+    is_own = (start.get("prefix"), start.get("number")) == (prefix, number)
+    return "" if is_own else "has another prefix or number than its name"
 
 
 def _load(path: str) -> Any:
-    """Return the JSON of a file; None if it is empty, as after a power cut."""
+    """Return the JSON of a file; None if it is empty, as on a full disk, or after a power cut."""
     data = read_small(path, MAX_BYTES)
     if not data.strip(b"\0"):
         return None
     if (value := decode_json(data)) is None:
-        raise ValueError("it is no JSON")
+        raise ValueError("cannot be read: it is no JSON")
     return value
 
 
@@ -241,92 +303,9 @@ def with_card(where: str, start: Start) -> Start:
 def _load_card(where: str, start: Start) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, RecursionError):
         whole = _load(_card_path(where, start))
-        if fits(whole, _CARD_FILE):
-            return dict(whole)
+        checked(whole, Card)
+        return dict(whole)
     return {}
-
-
-def _problem(start: Any, prefix: str, number: int) -> str:
-    """Return why a start is not valid, as the end of a sentence; the only check of the values of records."""
-    if not isinstance(start, dict):
-        return "holds no start"
-    if (version := start.get("version")) != VERSION:
-        return f"has version={format_value(version)}, and this jstep reads {VERSION}: update jstep"
-    if (start.get("prefix"), start.get("number")) != (prefix, number):
-        return "has another prefix or number than its name"
-    for name, kind in _KINDS.items():
-        if not (fits(value := start.get(name), kind) or (value is None and name not in _NEEDED)):
-            return f"has {name}={format_value(value)}, which is not valid"
-    return ""
-
-
-def is_seconds(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 3e10  # as a time, before the year 2921
-
-
-def is_step(value: object) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _is_path(value: Any) -> bool:
-    return type(value) is str and 0 < len(value) < 2**15 and "\0" not in value
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is float or (type(value) is int and abs(value) < 2**1000) or value in ("nan", "inf", "-inf")
-
-
-def fits(value: Any, kind: Any) -> bool:
-    """Return whether JSON is of a kind: a type, a predicate, a list or tuple of kinds, or a dict.
-
-    `[kind]` is a list of any length, and a tuple one of its length. In a dict, each key may be absent, or None; the key
-    `str` stands for any.
-    """
-    of = type(kind)
-    if of is type:
-        return type(value) is kind
-    if of is tuple:
-        return type(value) is list and len(value) == len(kind) and all(map(fits, value, kind))
-    if of is list:
-        return type(value) is list and all(fits(each, kind[0]) for each in value)
-    if of is not dict:
-        return bool(kind(value))
-    if type(value) is not dict:
-        return False
-    if str in kind:
-        return all(fits(each, kind[str]) for each in value.values())
-    return all(value.get(key) is None or fits(value[key], each) for key, each in kind.items())
-
-
-def _are_parts(value: Any) -> bool:
-    return fits(value, {str: is_seconds}) and value.keys() <= {*PARTS}
-
-
-_BEFORE: Mapping[str, Any] = {"count": 0, "since": None, "seconds": {}, "step": None}
-_KINDS: Mapping[str, Any] = {
-    "run": str, "process": {"host": str, "pid": lambda x: type(x) is int and 0 < x < 2**31}, "began": is_seconds,
-    "now": is_seconds, "seconds": _are_parts, "directory": _is_path, "logdir": _is_path, "last_step": is_step,
-    "argv": [str], "config": lambda x: type(x) is dict or x == _IN_CARD, "commit": str, "edits": str,
-    "parent": lambda x: fits(x, {"path": _is_path, "step": is_step}) and None not in (x.get("path"), x.get("step")),
-    "parent_run": str, "copied": bool, "devices": str, "parameters": is_step,
-    "step": lambda x: fits(x, (is_step, is_step)) and x[0] <= x[1],
-    "examples": is_step, "values": {str: _is_number}, "best": {str: (_is_number, is_step, _is_path)},
-    "peak_bytes": is_step, "mfu": is_seconds,
-    "saved": [(is_step, is_seconds, lambda x: x is None or is_step(x), lambda x: x is None or _is_number(x))],
-    "stalls": [{"time": is_seconds, "step": is_step, "part": str, "stalled": is_seconds, "what": str}],
-    "end": (str, str), "exception": str,
-    "before": {"count": is_step, "since": is_seconds, "seconds": _are_parts, "step": is_step},
-}  # fmt: skip
-_DEFAULTS: Start = {
-    **dict.fromkeys(_KINDS), "devices": "", "argv": (), "saved": (), "stalls": (), "values": {}, "best": {},
-    "copied": False, "card": {}, "problem": "",
-}  # fmt: skip
-_NEEDED = ("run", "process", "began", "now", "seconds", "before")
-_DICTS = ("versions", "settings", "environment", "devices", "state", "batches", "stages", "arguments")
-_CARD_FILE = {
-    "config": dict,
-    "card": {"step": is_step, "programs": [{"hash": str, "hyperparameters": dict}], **dict.fromkeys(_DICTS, dict)},
-}
 
 
 # What starts add up to.
@@ -336,7 +315,7 @@ def valid(starts: Sequence[Start]) -> list[Start]:
     return [start for start in starts if not start["problem"]]
 
 
-def has_trained(start: Mapping[str, Any]) -> bool:
+def has_trained(start: Start) -> bool:
     return start["step"] is not None and start["step"][0] < start["step"][1]
 
 
@@ -344,22 +323,23 @@ def last_trained(starts: Sequence[Start]) -> Start | None:
     return next(filter(has_trained, reversed(valid(starts))), None)
 
 
-def totals(starts: Sequence[Start]) -> dict[str, Any]:
-    """Return what starts add up to, with those before the oldest one.
-
-    Returns:
-        `count`: the number of starts, also of those that are not valid; `since`: when the first one began, or None;
-        `seconds`: part → seconds; `step`: the step that the last one reached, or None.
-    """
+def totals(starts: Sequence[Start]) -> Before:
+    """Return what starts add up to, with those before the oldest one; `count` is also of those that are not valid."""
     known = valid(starts)
     if not known:
-        return {**_BEFORE, "count": len(starts)}
-    oldest, before = known[0], known[0]["before"]
+        return {"count": len(starts), "since": None, "seconds": {}, "first": None, "step": None, "trained": None}
+    oldest, before, trained = known[0], known[0]["before"], last_trained(starts)
+    spans = [span for one in known if (span := one["step"]) is not None]
+    first = before["first"]
+    if first is None and before["count"]:  # as written by an earlier version
+        first = 0 if oldest["parent"] is None else oldest["parent"]["step"]
     return {
-        "count": before["count"] + len(starts) - starts.index(oldest),
+        "count": before["count"] + starts[-1]["number"] + 1 - oldest["number"],
         "since": oldest["began"] if before["since"] is None else before["since"],
         "seconds": {part: sum(one["seconds"].get(part, 0.0) for one in (before, *known)) for part in PARTS},
-        "step": next((one["step"][1] for one in reversed(known) if one["step"] is not None), before["step"]),
+        "first": spans[0][0] if first is None and spans else first,
+        "step": spans[-1][1] if spans else before["step"],
+        "trained": before["trained"] if trained is None else trained["number"],
     }
 
 
@@ -368,7 +348,7 @@ def original_of(where: str, starts: Sequence[Start]) -> str | None:
     start = next(reversed(valid(starts)), None)
     if start is None or start["directory"] in (None, where) or is_url(where) or is_url(start["directory"]):
         return None
-    source: str = start["directory"]
+    source = start["directory"]
     with contextlib.suppress(OSError, ValueError):
         if not os.path.samefile(source, where):
             others = valid(read_starts(source).get(start["prefix"], ()))

@@ -11,7 +11,8 @@ import numpy as np
 from jstep.core.checks import format_list
 from jstep.core.tables import columns, fold
 from jstep.record.differences import IN_A_AND_B, changes
-from jstep.record.starts import Start, read_starts, with_card
+from jstep.record.schema import Start
+from jstep.record.starts import find_starts, read_starts, with_card
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.urls import is_url, join_path, location, split_path
 from jstep.tools import cli
@@ -110,8 +111,8 @@ def start_differences(places: Iterable[tuple[str, str | None]], problems: list[s
     ]
 
 
-def _trained(where: str, prefix: str | None, problems: list[str]) -> dict[str, Start]:
-    found: dict[str, Start] = {}
+def _trained(where: str, prefix: str | None, problems: list[str]) -> dict[str, Mapping[str, Any]]:
+    found: dict[str, Mapping[str, Any]] = {}
     with contextlib.suppress(OSError):  # a directory that cannot be read is reported by the comparison itself
         for name, starts in read_starts(where).items():
             problems += [f"{where}: its start {one['number']} {one['problem']}" for one in starts if one["problem"]]
@@ -139,19 +140,27 @@ def _first(lines: Sequence[str], shown: Sequence[str] | None = None) -> list[str
 def read_changes(where: str) -> list[dict[str, Any]]:
     """Return the starts of the runs in a directory, each with the changes since the one before; None of a first one."""
     found: list[dict[str, Any]] = []
-    for prefix, starts in read_starts(where).items():
+    for prefix, starts in find_starts(where).items():
         before: Start | None = None
         for start in starts:
             about = {"prefix": prefix, "number": start["number"], "problem": start["problem"] or None}
             if start["problem"]:
                 found.append({**about, "time": None, "step": None, "changes": None})
-            elif (now := with_card(where, start))["card"]:
+            elif not (now := with_card(where, start))["card"]:
+                found.append(
+                    {
+                        **about,
+                        "problem": "has no card: what it was given is not known",
+                        "time": start["began"],
+                        "step": start["step"] and start["step"][0],
+                        "changes": None,
+                    }
+                )
+            else:
                 lines = None if before is None else changes(before, now).lines
                 found.append({**about, "time": now["began"], "step": (now["step"] or [0])[0], "changes": lines})
                 programs = now["card"].get("programs") or (before or now)["card"].get("programs")  # none without a step
                 before = {**now, "card": {**now["card"], "programs": programs}}
-    if not found:
-        raise ValueError(f"{where}: no start of a run is there; give the checkpoint_dir of a run, or its logdir")
     return found
 
 

@@ -6,9 +6,11 @@ import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jstep.core.stopwatch import PARTS, STEPPING
-from jstep.record.starts import Start, read_starts, totals, valid
+from jstep.record.schema import Start
+from jstep.record.starts import find_starts, totals, valid
 from jstep.stores.urls import absolute, location
 from jstep.tools.cli import Command, answer
 from jstep.tools.tabular import Tabular
@@ -122,11 +124,7 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
         (9, 1, True, True)
     """
     where = absolute(location(path, "path"))
-    found = read_starts(where)
-    if not found:
-        raise FileNotFoundError(
-            f"{where}: there is no run; give the checkpoint_dir of a run, or its logdir if it has none"
-        )
+    found = find_starts(where)
     if prefix not in found:
         raise ValueError(
             f"prefix={prefix!r}: must be the prefix of a run in {where}, which has {', '.join(map(repr, found))}; give "
@@ -140,19 +138,22 @@ def of_run(starts: Sequence[Start]) -> Goodput:
     known = valid(starts)
     if not known:
         raise ValueError("none of its starts can be read")
-    each, before, oldest = by_start(known), known[0]["before"], known[0]["began"]
+    each, before, oldest, sums = by_start(known), known[0]["before"], known[0]["began"], totals(starts)
     whole = Goodput(**{name: sum(getattr(start, name) for start in each) for name in (*_ALL, "starts", "steps")})
     seconds = before["seconds"]
-    parts = {part: getattr(whole, part) + seconds.get(part, 0.0) for part in _COPIED}
+    parts: dict[str, Any] = {part: getattr(whole, part) + seconds.get(part, 0.0) for part in _COPIED}
     parts["productive"] = whole.productive + seconds.get(STEPPING, 0.0)
     if before["since"] is not None:
         parts["down"] = whole.down + max(0.0, oldest - before["since"] - sum(seconds.values()))
+    spans = [span for start in known if (span := start["step"]) is not None]
+    if before["count"] and spans and sums["first"] is not None:
+        parts["steps"] = whole.steps + max(0, min(spans)[0] - sums["first"])
     stalled: dict[str, float] = {}
     for stall in (stall for start in known for stall in start["stalls"]):
         if (part := stall.get("part")) in PARTS:
             name = "productive" if part == STEPPING else str(part)
             stalled[name] = stalled.get(name, 0.0) + (stall.get("stalled") or 0.0)
-    return dataclasses.replace(whole, **parts, starts=totals(starts)["count"], stalled=stalled)
+    return dataclasses.replace(whole, **parts, starts=sums["count"], stalled=stalled)
 
 
 def by_start(starts: Sequence[Start]) -> list[Goodput]:
@@ -160,7 +161,8 @@ def by_start(starts: Sequence[Start]) -> list[Goodput]:
     found: list[Goodput] = []
     ended: float | None = None
     for start, kept_until in zip(starts, _kept_until(starts), strict=True):
-        own, began, down = dict.fromkeys(PARTS, 0.0) | start["seconds"], start["began"], 0.0
+        own: dict[str, Any] = dict.fromkeys(PARTS, 0.0) | start["seconds"]
+        began, down = start["began"], 0.0
         stepping, last = own.pop(STEPPING), began + sum(start["seconds"].values())
         if ended is not None:
             down = max(0.0, began - ended)
@@ -190,7 +192,8 @@ def until(start: Start, step: float, whole: float, column: int) -> float:
     first, last = start["step"] or (0, 0)
     if step >= last:
         return whole
-    saves = [(save[0], save[column]) for save in start["saved"] if first < save[0] < last and save[column] is not None]
+    saved: list[Any] = start["saved"]
+    saves = [(save[0], save[column]) for save in saved if first < save[0] < last and save[column] is not None]
     for (a, low), (b, high) in itertools.pairwise([(first, 0.0), *sorted(saves), (last, whole)]):
         if step <= b:
             return min(whole, max(0.0, low + (high - low) * (step - a) / (b - a)))

@@ -5,7 +5,8 @@ import socket
 from collections.abc import Sequence
 
 from jstep.core.checks import format_list, truncate
-from jstep.record.starts import Start, read_starts, valid
+from jstep.record.schema import Start
+from jstep.record.starts import read_starts, valid
 from jstep.stores.event_files import Writer, event_files
 from jstep.stores.files import is_directory
 from jstep.stores.urls import is_url, join_path, resolve_path, split_path

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +11,8 @@ from jstep.checkpoint.listing import entries
 from jstep.core.checks import truncate
 from jstep.pictures.drawing import Mark, Numbers, thin
 from jstep.record.differences import changes
-from jstep.record.starts import Start, read_starts, valid, with_card
+from jstep.record.schema import Start
+from jstep.record.starts import read_starts, valid, with_card
 from jstep.stores.event_files import Series, read_series
 from jstep.stores.urls import is_url
 from jstep.tools.cli import utc_text
@@ -40,7 +42,7 @@ class RunFiles:
     name: str
     odd: Sequence[str] = ()
     starts: Sequence[Start] = ()
-    trained: Start = dataclasses.field(default_factory=dict)
+    trained: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     series: Mapping[str, Points] = dataclasses.field(default_factory=dict)
     rewound: Mapping[str, Sequence[Points]] = dataclasses.field(default_factory=dict)
     clock: Sequence[tuple[int, float]] = ()

@@ -10,14 +10,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jstep.checkpoint.names import open_store
+from jstep.record.schema import Start
 from jstep.record.stall_files import exit_reason, read_stalls
 from jstep.record.starts import (
+    FINISHED,
     KILLED,
-    Start,
     has_trained,
     last_trained,
     original_of,
     path_of,
+    read_start,
     totals,
     valid,
     with_card,
@@ -77,6 +79,7 @@ class RunSummary:
             `exception`, `config`, `argv`, `commit`, `edits`, `host`, `pid` and `devices`; the `status` of one that
             cannot be read is `"unreadable"`.
         starts_count: The number of all starts.
+        metrics_left_out: The number of further metrics, for which there is no room in its record.
     """
 
     path: str
@@ -110,6 +113,7 @@ class RunSummary:
     refused: Mapping[str, Any] | None = None
     starts: Sequence[Mapping[str, Any]] = ()
     starts_count: int = 0
+    metrics_left_out: int = 0
 
     @property
     def nonfinite(self) -> list[str]:
@@ -148,59 +152,85 @@ def summarize(where: str, prefix: str, starts: Sequence[Start]) -> RunSummary:
 
 def _summary(where: str, prefix: str, starts: Sequence[Start]) -> RunSummary:
     source, sums = original_of(where, starts), totals(starts)
-    newest = valid(starts)[-1]
-    trained = last_trained(starts) or newest
-    facts = [_facts(where, start, source) for start in starts]
-    doing = facts[-1] if facts[-1]["status"] in (RUNNING, HANGS) else facts[starts.index(trained)]
+    newest, facts = valid(starts)[-1], [_facts(where, start, source) for start in starts]
+    alive = [fact for fact in facts if fact["status"] in (RUNNING, HANGS)]
+    # The newest living start that takes steps, or else the newest living one.
+    doing = max(alive, key=lambda fact: (fact["first"] is not None, fact["number"]), default=None)
+    owner = doing or facts[starts.index(newest)]
+    trained = starts[facts.index(owner)] if owner["first"] is not None and doing else trained_start(where, starts)
+    ending = _ending(starts, trained)
+    doing = doing or _facts(where, ending, source)
     reason = doing["reason"] if newest is starts[-1] else f"its newest start {starts[-1]['problem']}"
-    best, paths = _best(where, newest, is_copy=source is not None)
-    parent = newest["parent"]
+    others = [
+        f"start {fact['number']} (process {fact['pid']} on {fact['host']})" for fact in alive if fact is not doing
+    ]
+    best, paths = _best(where, ending, is_copy=source is not None)
     return RunSummary(
         path=where,
         prefix=prefix,
         status=doing["status"],
-        reason=reason,
-        step=trained["step"][1] if has_trained(trained) else sums["step"] or 0,
+        reason="; ".join(filter(None, (reason, *(f"{other} {RUNNING}, too" for other in others)))),
+        step=span[1] if has_trained(trained) and (span := trained["step"]) else sums["step"] or 0,
         last_step=trained["last_step"],
-        metrics=newest["values"],
+        metrics=ending["values"],
+        metrics_left_out=ending["values_left_out"] or 0,
         best=best,
         started=sums["since"],
-        ended=facts[-1]["ended"],
+        ended=None if alive else max(fact["ended"] for fact in facts if fact["ended"] is not None),
         wall_seconds=sum(sums["seconds"].values()),
-        devices=trained["devices"],
-        parent=parent and (_moved(parent["path"], newest["directory"], where), parent["step"]),
+        devices=trained["devices"] or "",
+        parent=_parent(where, newest),
         parameters=trained["parameters"],
         peak_bytes=max((start["peak_bytes"] or 0 for start in valid(starts)), default=0) or None,
         mfu=next((start["mfu"] for start in reversed(valid(starts)) if start["mfu"]), None),
         goodput=of_run(starts).fraction,
-        **{name: trained[name] for name in ("config", "commit", "edits")},
+        config=trained["config"],
+        commit=trained["commit"],
+        edits=trained["edits"],
         exception=doing["exception"],
         run=newest["run"],
         parent_run=newest["parent_run"],
-        host=newest["process"].get("host"),
-        pid=newest["process"].get("pid"),
+        host=owner["host"],
+        pid=owner["pid"],
         examples=_examples(starts),
         best_checkpoints=paths,
-        refused=_refused(facts),
+        refused=_refused(facts, ending["number"]) if has_trained(trained) else None,
         starts=facts,
         starts_count=sums["count"],
     )
 
 
-def start_with_card(where: str, starts: Sequence[Start]) -> Start:
+def trained_start(where: str, starts: Sequence[Start]) -> Start:
+    """Return the start that the run is: the newest that took a step, or else the newest one."""
+    known = valid(starts)
+    number, found = known[0]["before"]["trained"], last_trained(known)
+    if found is None and number is not None:
+        found = read_start(where, known[0]["prefix"], number)
+    return known[-1] if found is None or found["problem"] else found
+
+
+def _ending(starts: Sequence[Start], trained: Start) -> Start:
+    """Return the start that ended a run; one that took no step did so if it called the hooks that were left."""
+    reached = trained["step"] and trained["step"][1]
+    for start in () if reached is None or _has_finished(trained) else valid(starts):
+        is_same = (
+            start["step"] is not None and {*start["step"]} == {reached} and start["last_step"] == trained["last_step"]
+        )
+        if is_same and start["number"] > trained["number"] and _has_finished(start):
+            return start
+    return trained
+
+
+def _has_finished(start: Start) -> bool:
+    return start["end"] is not None and start["end"][0] == FINISHED
+
+
+def start_with_card(where: str, starts: Sequence[Start]) -> Mapping[str, Any]:
     """Return the newest start that has a card, up to the one that the run is; an empty one if there is none."""
     known = valid(starts)
-    trained = last_trained(known)
-    if trained is not None:
-        known = known[: known.index(trained) + 1]
-    return next((full for start in reversed(known) if (full := with_card(where, start))["card"]), {})
-
-
-def trained_start(run: RunSummary) -> Start:
-    """Return the facts of the start that the run is, with its card; empty if it cannot be read."""
-    known = [{**fact, "prefix": run.prefix} for fact in run.starts if fact["status"] != UNREADABLE]
-    trained = next((i for i in reversed(range(len(known))) if known[i]["first"] is not None), len(known) - 1)
-    return next((full for fact in known[trained::-1] if (full := with_card(run.path, fact))["card"]), {})
+    trained = trained_start(where, known) if known else None
+    last = [start for start in (*known, trained) if trained and start and start["number"] <= trained["number"]]
+    return next((full for start in reversed(last) if (full := with_card(where, start))["card"]), {})
 
 
 def _facts(where: str, start: Start, source: str | None) -> dict[str, Any]:
@@ -212,7 +242,7 @@ def _facts(where: str, start: Start, source: str | None) -> dict[str, Any]:
     life = None if source or start["end"] else _life(where, start)
     killed_by = f"a copy of {source}" if source else exit_reason(where, start["prefix"], start["began"])
     status, reason = life or start["end"] or (KILLED, killed_by)
-    first, last = start["step"] if has_trained(start) else (None, None)
+    first, last = start["step"] if start["step"] and has_trained(start) else (None, None)
     return {
         "number": start["number"],
         "began": start["began"],
@@ -221,7 +251,7 @@ def _facts(where: str, start: Start, source: str | None) -> dict[str, Any]:
         "last": last,
         "status": status,
         "reason": reason,
-        **{name: start[name] for name in _GIVEN},
+        **{name: value for name, value in start.items() if name in _GIVEN},
         "host": start["process"].get("host"),
         "pid": start["process"].get("pid"),
         "devices": start["devices"],
@@ -250,11 +280,11 @@ def _life(where: str, start: Start) -> tuple[str, str] | None:
     return RUNNING, ""
 
 
-def _refused(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the newest start that ended without a step, if it is later than those that took one."""
-    later = list(itertools.takewhile(lambda fact: fact["first"] is None, reversed(facts)))
+def _refused(facts: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any] | None:
+    """Return the newest start that ended without a step, if it is later than the one that ended the run."""
+    later = list(itertools.takewhile(lambda fact: fact["number"] > number and fact["first"] is None, reversed(facts)))
     ended = [fact for fact in later if fact["ended"] is not None]
-    if not ended or len(later) == len(facts):  # nothing was tried later, or nothing trained
+    if not ended:
         return None
     return {"time": ended[0]["ended"], **{name: ended[0][name] for name in ("status", "reason", "exception", "config")}}
 
@@ -272,16 +302,23 @@ def _examples(starts: Sequence[Start]) -> int | None:
     return None if known[0]["before"]["count"] else round(count)
 
 
-def _best(where: str, newest: Start, *, is_copy: bool) -> tuple[dict[str, tuple[float, int]], dict[str, str]]:
-    """Return the best values and their steps, and the checkpoints, of those that are there."""
+def _best(where: str, start: Start, *, is_copy: bool) -> tuple[dict[str, tuple[float, int]], dict[str, str]]:
+    """Return the best values and their steps, and the checkpoints, of those that are there and of this run's steps."""
     best, paths = dict[str, tuple[float, int]](), dict[str, str]()
-    for name, (value, step, recorded) in newest["best"].items():
-        path = _moved(recorded, newest["directory"], where, is_copy=is_copy)
+    own = -1 if start["parent"] is None else start["parent"]["step"]
+    for name, (value, step, recorded) in start["best"].items():
+        path = _moved(recorded, start["directory"], where, is_copy=is_copy)
         above, checkpoint = split_path(path)
         with contextlib.suppress(Exception):
-            if open_store(above).at(checkpoint.rpartition("-")[0], int(checkpoint.rpartition("-")[2])) is not None:
+            stored = open_store(above).at(checkpoint.rpartition("-")[0], int(checkpoint.rpartition("-")[2]))
+            if stored is not None and step > own:
                 best[name], paths[name] = (value, step), path
     return best, paths
+
+
+def _parent(where: str, start: Start) -> tuple[str, int] | None:
+    parent = start["parent"]
+    return parent and (_moved(parent["path"], start["directory"], where), parent["step"])
 
 
 def _moved(path: str, before: str | None, where: str, *, is_copy: bool = False) -> str:

@@ -19,11 +19,11 @@ from jstep.core.checks import as_string, format_list, truncate
 from jstep.core.tables import breadth, columns, printable
 from jstep.pictures.html_tables import html_table
 from jstep.record.differences import values_of
-from jstep.record.starts import FOLDER, Start, read_starts
+from jstep.record.starts import FOLDER, read_starts
 from jstep.stores.files import is_absent, is_directory, walk
 from jstep.stores.urls import absolute, is_url, join_path, location, resolve_path, split_path
 from jstep.tools.cli import DIFFERENT, OK, Command, as_strict_json, choose, complain, local_text, local_zone
-from jstep.tools.run_summary import RunSummary, summarize, summary_fields, trained_start, unreadable_run
+from jstep.tools.run_summary import RunSummary, start_with_card, summarize, summary_fields, unreadable_run
 
 
 class RunList(list[RunSummary]):
@@ -43,10 +43,16 @@ class RunList(list[RunSummary]):
             Name → the value of each run, in the order of the list; None if a run has none, or no record of it can be
             read. Paths are not compared.
         """
-        return differences_of([trained_start(run) for run in self])
+        return differences_of([_given(run) for run in self])
 
 
-def differences_of(starts: Sequence[Start]) -> dict[str, list[Any]]:
+def _given(run: RunSummary) -> Mapping[str, Any]:
+    with contextlib.suppress(OSError):
+        return start_with_card(run.path, read_starts(run.path).get(run.prefix, ()))
+    return {}
+
+
+def differences_of(starts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     every = [values_of(start) if start else {} for start in starts]
     present = [named for named in every if named]
     names = {name: section for named in present for name, (section, _) in named.items()}
@@ -250,16 +256,21 @@ def _by_id(summaries: Iterable[RunSummary]) -> dict[str, list[RunSummary]]:
 
 
 def _with_moved_parents(summaries: Sequence[RunSummary]) -> list[RunSummary]:
-    """Replace the path of each parent that was moved, and is known by its run ID."""
+    """Replace the path of each parent that was moved, and is known by its run ID; no run is its own parent."""
     find_parent, found = _parents_among(summaries), list[RunSummary]()
     for run in summaries:
-        if run.parent is not None and (above := find_parent(run)) is not None:
-            folder, checkpoint = split_path(run.parent[0])
-            if not is_directory(folder):
+        if run.parent is not None:
+            path, step = run.parent
+            folder, checkpoint = split_path(path)
+            is_own = resolve_path(folder) == resolve_path(run.path) and run.parent_run not in (None, run.run)
+            above = find_parent(run)
+            if above is not None and above is not run and (is_own or not is_directory(folder)):
                 inner = join_path(above.path, split_path(folder)[1])  # such as that of the best checkpoints
                 is_inner = is_directory(inner) or resolve_path(inner) == resolve_path(folder)  # that were deleted
-                moved = join_path(inner if is_inner else above.path, checkpoint)
-                run = dataclasses.replace(run, parent=(moved, run.parent[1]))
+                path = join_path(inner if is_inner else above.path, checkpoint)
+            elif is_own:
+                path = f"{path} of the run {run.parent_run}, which was there before"
+            run = dataclasses.replace(run, parent=(path, step))
         found.append(run)
     return found
 

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from waiting import wait_until
 
 from jstep.record.stall_files import StallFiles, read_stalls
 from jstep.tools.cli import main
@@ -160,8 +161,9 @@ def test_all_runs_below_a_directory(tmp_path, capsys, monkeypatch):
     for run in "abc":
         (tmp_path / run / "starts").mkdir(parents=True)
         (tmp_path / run / "starts" / "model.000001.json").write_text("torn")
-    assert main(["stalls", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "no process hangs\n"
+    assert main(["stalls", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("its newest start cannot be read")) == ("no process hangs\n", 3)
     write(tmp_path / "a", process=3)
     write(tmp_path / "b", process=0, stall=False)
     write(tmp_path / "c", process=1, kind="call", what="in a call of step 7")
@@ -181,3 +183,19 @@ def test_all_runs_below_a_directory(tmp_path, capsys, monkeypatch):
         ("c", [0, 2, 3], 1),
     ]
     assert [one["process"] for one in found["stalls"]] == [3, 1]
+
+
+def test_no_file_is_written_where_another_run_has_taken_the_place(tmp_path):
+    (tmp_path / "a").mkdir()
+    files = StallFiles(str(tmp_path / "a"), 0, 1.0)
+    files.exchange(None)
+    wait_until(lambda: files._job.done())
+    os.rename(tmp_path / "a", tmp_path / "b")
+    for is_taken in (False, True):
+        if is_taken:
+            write(tmp_path / "a", process=0)
+        files.exchange(lambda: {"what": "mine"}, at_once=True)
+        wait_until(lambda: files._job.done())
+        assert (tmp_path / "a").exists() == is_taken
+    files.finish(None)
+    assert read_stalls(str(tmp_path / "a"))[0][0]["what"] == "waiting for batch 7"

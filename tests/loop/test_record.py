@@ -241,6 +241,42 @@ def test_an_invalid_newest_start_costs_only_itself(tmp_path):
     assert (third["before"]["count"], third["before"]["step"], third["run"]) == (2, 2, first["run"])
 
 
+def test_a_run_of_which_a_hook_cannot_close_has_failed(tmp_path):
+    class Closes(jstep.Hook):
+        def close(self):
+            raise OSError("the results cannot be written")
+
+    with pytest.raises(OSError, match="the results"):
+        train(tmp_path, 4, hooks=[Closes()])
+    (start,) = record(tmp_path)
+    assert (start["end"], start["exception"]) == (["failed", "OSError: the results cannot be written"], "OSError")
+    assert (start["step"], start["problem"]) == ([0, 4], "")
+
+
+SIGNALLED = """
+import os, signal, sys, threading, time
+import jax.numpy as jnp, numpy as np
+import jstep
+from jstep.loop import recorder
+
+def slow():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.5)
+
+recorder.Recorder.before_close = lambda self: self._begin(slow)
+optimizer = jstep.gradient_descent(0.1)
+step = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), optimizer)
+state = jstep.TrainState.create({"w": jnp.zeros(3)}, optimizer)
+jstep.train(step, state, lambda at: np.ones(3, np.float32), 3, checkpoint_dir=sys.argv[1], progress=False)
+"""
+
+
+def test_a_signal_while_the_record_closes_is_143_and_the_run_is_finished(tmp_path):
+    assert processes.run_program(SIGNALLED, tmp_path)[0] == 143
+    (start,) = record(tmp_path)
+    assert (start["end"], start["step"]) == (["finished", ""], [0, 3])
+
+
 def test_a_secret_is_nowhere(tmp_path, monkeypatch, caplog):
     secret = "hunter2-hunter2-hunter2"
     monkeypatch.setattr("sys.argv", ["p.py", "--password", secret])

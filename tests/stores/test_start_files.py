@@ -4,16 +4,30 @@ import errno
 import json
 import logging
 import os
+import shutil
 import signal
 import threading
 import time
 
 import forked
 import pytest
+from doubles import raising
 
 from jstep.record import starts
-from jstep.record.starts import KEPT, StartFile, has_trained, last_trained, original_of, read_starts, totals, with_card
+from jstep.record.starts import (
+    KEPT,
+    NOT_WRITTEN,
+    StartFile,
+    has_trained,
+    last_trained,
+    original_of,
+    read_starts,
+    totals,
+    with_card,
+)
 from jstep.stores.owners import this_process
+from jstep.tools.goodput import of_run
+from jstep.tools.run_summary import summarize
 
 GIVEN = {
     "run": "0a1b2c3d", "process": this_process(), "began": 100.0, "now": 100.0, "seconds": {}, "config": {"lr": 0.1},
@@ -39,7 +53,7 @@ def test_a_start_is_a_file_that_is_replaced_as_a_whole(tmp_path):
     (start,) = read_starts(str(tmp_path))["model"]
     assert (start["step"], start["number"], start["best"]) == ([0, 5], 1, {"loss": [0.5, 3, "/a/best-3"]})
     assert start["values"]["loss"] != start["values"]["loss"]
-    assert (start["problem"], start["card"], start["argv"], start["exception"]) == ("", {}, (), None)
+    assert (start["problem"], start["card"], start["argv"], start["exception"]) == ("", {}, [], None)
     assert with_card(str(tmp_path), start)["card"] == {"step": 0}
     assert files(tmp_path) == ["model.000001.card.json", "model.000001.json"]
     file.close()
@@ -58,7 +72,7 @@ def test_numbers_are_exclusive_and_prefixes_apart(tmp_path):
 def test_a_large_config_is_beside_the_card(tmp_path):
     config = {f"option {i}": "x" * 100 for i in range(100)}
     file = start_file(tmp_path, config=config)
-    assert os.path.getsize(tmp_path / "starts/model.000001.json") < 2000
+    assert os.path.getsize(tmp_path / "starts/model.000001.json") < 6000
     assert read_starts(str(tmp_path))["model"][0]["config"] == config
     file.write_card({"step": 1})
     (start,) = read_starts(str(tmp_path))["model"]
@@ -80,7 +94,9 @@ def test_a_disk_that_is_full_is_one_warning_and_the_file_appears_later(what, tmp
         file.write_card({"step": 3})
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "the record of this run cannot be written" in caplog.text
-    assert read_starts(str(tmp_path)) == {}
+    assert [start["problem"] for start in read_starts(str(tmp_path)).get("model", ())] == [NOT_WRITTEN] * (
+        what == "writes"
+    )
     file.write({"step": [0, 2]})
     (start,) = read_starts(str(tmp_path))["model"]
     assert (start["step"], with_card(str(tmp_path), start)["card"]) == ([0, 2], {"step": 3})
@@ -140,8 +156,8 @@ def test_twenty_sigkills_tear_no_file(tmp_path):
         ({"step": [0, 2.5]}, "has step="),
         ({"seconds": {"stepping": -1}}, "has seconds="),
         ({"seconds": {"other": 1}}, "has seconds="),
-        ({"values": {"loss": [1]}}, "has values="),
-        ({"best": {"loss": [1, 2]}}, "has best="),
+        ({"values": [1]}, "has values="),
+        ({"best": "loss"}, "has best="),
         ({"process": {"pid": 2**31}}, "has process="),
         ({"before": {"count": -1}}, "has before="),
         ({"now": None}, "has now="),
@@ -176,12 +192,14 @@ def test_other_contents_are_a_start_that_cannot_be_read(content, tmp_path):
     assert [bool(start["problem"]) for start in read_starts(str(tmp_path))["model"]] == [False, True]
 
 
-def test_a_start_that_was_killed_before_it_wrote_is_none(tmp_path):
+def test_an_empty_file_is_a_start_that_could_not_be_written(tmp_path):
     start_file(tmp_path)
     for number, content in ((2, b""), (3, b"\0" * 512)):
         (tmp_path / f"starts/model.{number:06d}.json").write_bytes(content)
     (tmp_path / "starts/.model.000001.json.abc.tmp").write_text("{")
-    assert [start["number"] for start in read_starts(str(tmp_path))["model"]] == [1]
+    found = read_starts(str(tmp_path))["model"]
+    assert [(start["number"], start["problem"]) for start in found] == [(1, ""), (2, NOT_WRITTEN), (3, NOT_WRITTEN)]
+    assert totals(found)["count"] == 3
     assert start_file(tmp_path).fields["number"] == 4
 
 
@@ -214,7 +232,7 @@ def test_a_hundred_starts_are_read_and_the_oldest_of_them_has_what_was_before(tm
 
 
 def test_totals_of_nothing():
-    assert totals([]) == {"count": 0, "since": None, "seconds": {}, "step": None}
+    assert totals([]) == {"count": 0, "since": None, "seconds": {}, "first": None, "step": None, "trained": None}
     assert not has_trained({"step": [2, 2]})
 
 
@@ -257,3 +275,129 @@ def test_what_is_no_record(tmp_path, caplog):
     (tmp_path / "starts").write_text("a file")
     assert read_starts(str(tmp_path)) == {}
     assert caplog.text == ""
+
+
+# What is written is what is read.
+
+
+def test_numbers_are_written_as_numbers_and_one_value_that_is_not_valid_takes_only_itself(tmp_path):
+    values = {"ok": True, "count": 3, "loss": float("nan"), "text": "x", "many": [1], "huge": 10**400}
+    file = start_file(tmp_path, values=values, mfu=-1.0, stalls=["x"], best={"a": [1, 2, "/a/best-2"], "b": [1, 2]})
+    raw = json.loads((tmp_path / "starts/model.000001.json").read_text())
+    assert raw["values"] == {"ok": 1.0, "count": 3.0, "loss": "nan"}
+    assert (raw["best"], "mfu" in raw, "stalls" in raw) == ({"a": [1.0, 2, "/a/best-2"]}, False, False)
+    (start,) = read_starts(str(tmp_path))["model"]
+    assert (start["problem"], start["mfu"], start["stalls"], list(start["values"])) == ("", None, [], [*raw["values"]])
+    file.write({"values": {"ok": False}})
+    path = tmp_path / "starts/model.000001.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "values": {"ok": True, "x": "y"}}))  # as of 0.4
+    assert read_starts(str(tmp_path))["model"][0]["values"] == {"ok": 1.0}
+
+
+NULLS = [("before", "count"), ("before", "seconds"), ("process", "pid"), ("before", "first"), ("before", "trained")]
+
+
+@pytest.mark.parametrize(("field", "name"), NULLS, ids=str)
+def test_a_null_inside_of_a_field(field, name, tmp_path):
+    """It is a value that is not known, or that start is not valid; no reader raises."""
+    start_file(tmp_path, step=[0, 1], seconds={"stepping": 1.0})
+    start_file(tmp_path, step=[1, 2], seconds={"stepping": 1.0})
+    path = tmp_path / "starts/model.000001.json"
+    whole = json.loads(path.read_text())
+    path.write_text(json.dumps({**whole, field: {**whole[field], name: None}}))
+    found = read_starts(str(tmp_path))["model"]
+    assert [bool(start["problem"]) for start in found] == [name == "count", False]
+    assert of_run(found).steps in (1, 2)
+    assert totals(found)["count"] == 2
+
+
+def test_names_are_exact(tmp_path):
+    start_file(tmp_path)
+    data = (tmp_path / "starts/model.000001.json").read_bytes()
+    for name in ("model.0000001.json", "model.\u0660\u0660\u0660\u0660\u0660\u0661.json", "model.000001.json.json"):
+        (tmp_path / "starts" / name).write_bytes(data)
+    assert [start["number"] for start in read_starts(str(tmp_path))["model"]] == [1]
+    for number in (10**6, 10**7):
+        (tmp_path / f"starts/model.{number}.json").write_bytes(data)
+    assert [start["number"] for start in read_starts(str(tmp_path))["model"]] == [1, 10**6, 10**7]
+
+
+def test_a_start_has_less_than_20_kilobytes(tmp_path):
+    what = {"time": 1e9, "step": 3, "part": "waiting", "stalled": 100.0, "what": "\u63d0" * 100, "process": 0}
+    file = start_file(tmp_path, stalls=[what | {"step": i} for i in range(100)])
+    assert 0 < os.path.getsize(tmp_path / "starts/model.000001.json") < 20_000
+    (start,) = read_starts(str(tmp_path))["model"]
+    assert start["stalls"][-1]["step"] == 99
+    file.close()
+
+
+# Full disks.
+
+
+def test_the_end_is_written_where_the_disk_has_become_full(tmp_path, monkeypatch):
+    file = start_file(tmp_path, step=[0, 5])
+    size = os.path.getsize(tmp_path / "starts/model.000001.json")
+    monkeypatch.setattr(starts, "replace_file", raising(OSError(errno.ENOSPC, "No space left on device")))
+    file.write({"step": [0, 9]})
+    file.close({"end": ["failed", "\u63d0" * 1000]})
+    (start,) = read_starts(str(tmp_path))["model"]
+    assert (start["step"], start["end"]) == ([0, 9], ["failed", "\u63d0" * 1000])
+    assert os.path.getsize(tmp_path / "starts/model.000001.json") == size
+    assert files(tmp_path) == ["model.000001.json"]
+
+
+def test_the_end_is_tried_again(tmp_path, monkeypatch):
+    file, replace, calls = start_file(tmp_path), starts.replace_file, []
+
+    def once(path, data, *, flush):
+        calls.append(path)
+        if len(calls) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        replace(path, data, flush=flush)
+
+    monkeypatch.setattr(starts, "replace_file", once)
+    file.close({"end": ["finished", ""]})
+    assert read_starts(str(tmp_path))["model"][0]["end"] == ["finished", ""]
+    assert len(calls) == 2
+
+
+def test_starts_that_could_not_be_written_do_not_hide_others(tmp_path):
+    start_file(tmp_path, step=[0, 5])
+    for number in range(2, 300):
+        (tmp_path / f"starts/model.{number:06d}.json").touch()
+    found = read_starts(str(tmp_path))["model"]
+    assert (found[0]["number"], found[0]["step"], found[-1]["number"]) == (1, [0, 5], 299)
+    later = start_file(tmp_path).fields
+    assert (later["number"], later["before"]["count"], later["before"]["step"]) == (300, 299, 5)
+
+
+# Folders that are moved.
+
+
+@pytest.mark.parametrize("how", ["moved", "replaced", "deleted"])
+def test_a_process_replaces_only_its_own_file_and_makes_no_folder(how, tmp_path, caplog):
+    file = start_file(tmp_path / "a", step=[0, 1])
+    os.rename(tmp_path / "a", tmp_path / "b")
+    if how == "replaced":
+        start_file(tmp_path / "a", run="another0", step=[0, 7])
+    if how == "deleted":
+        shutil.rmtree(tmp_path / "b")
+    file.write({"step": [0, 2]})
+    file.write_card({"step": 0})
+    file.close({"end": ["finished", ""]})
+    assert (tmp_path / "a").exists() == (how == "replaced")
+    if how == "replaced":
+        assert files(tmp_path / "a") == ["model.000001.json"]
+        assert read_starts(str(tmp_path / "a"))["model"][0]["step"] == [0, 7]
+    assert [record.getMessage().count("was moved or deleted") for record in caplog.records] == [1]
+
+
+def test_the_newest_start_that_took_a_step_is_known_after_a_hundred_others(tmp_path):
+    start_file(tmp_path, step=[3, 7], seconds={"stepping": 4.0}, config={"lr": 3}, end=["finished", ""])
+    for _ in range(KEPT + 5):
+        start_file(tmp_path, step=[7, 7], end=["failed", "x"])
+    found = read_starts(str(tmp_path))["model"]
+    assert (found[0]["number"], totals(found)["trained"], totals(found)["first"]) == (7, 1, 3)
+    run = summarize(str(tmp_path), "model", found)
+    assert (run.status, run.step, run.config, run.starts_count) == ("finished", 7, {"lr": 3}, KEPT + 6)
+    assert (run.refused["status"], of_run(found).steps) == ("failed", 4)

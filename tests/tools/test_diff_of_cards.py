@@ -66,6 +66,7 @@ def test_the_starts_of_one_run_are_compared(run, tmp_path, cli):
         "from step 30: changed since the start before:",
         "  jax: 0.10 before, 0.11 now",
         "its start 5 has step=5, which is not valid",
+        "its start 6 has no card: what it was given is not known",
     ]
     starts = json.loads(cli("diff", a, "--json").out)["starts"]
     assert [one["changes"] for one in starts][1:3] == [["learning_rate: 0.1 before, 0.2 now"], []]
@@ -79,4 +80,16 @@ def test_a_start_without_steps_hides_no_change(run, cli):
 
 
 def test_a_run_without_a_record_is_an_error(run, cli):
-    assert "no start of a run is there" in cli("diff", run("a"), code=2).err
+    assert "no run is there" in cli("diff", run("a"), code=2).err
+
+
+def test_starts_without_cards_are_lines(run, cli):
+    assert "its start 1 has no card" in cli("diff", run("a", None)).out
+
+
+def test_a_record_behind_a_link_is_none_for_any_command(run, tmp_path, cli):
+    run("a", card())
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "starts").symlink_to(tmp_path / "a" / "starts")
+    for command in ("runs", "report", "goodput", "diff", "stalls"):
+        assert "no run is there" in cli(command, tmp_path / "b", code=2).err

@@ -1,0 +1,216 @@
+"""The schema of the files of a run, as types, and their only check.
+
+What is written and what is read pass through `checked`. What may be None is not known, or does not apply; it may be
+absent, as a list or a dict may.
+"""
+
+import contextlib
+import functools
+import itertools
+import types
+import typing
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeAlias, TypedDict, TypeGuard
+
+from jstep.core.checks import format_value
+from jstep.core.stopwatch import PARTS
+
+IN_CARD = "in the card"
+"""In place of a large config."""
+
+
+def is_seconds(value: float) -> bool:
+    return 0 <= value < 3e10  # as a time, before the year 2921
+
+
+def is_step(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < 2**63
+
+
+Seconds: TypeAlias = Annotated[float, is_seconds]
+Step: TypeAlias = Annotated[int, is_step]
+Path: TypeAlias = Annotated[str, lambda value: 0 < len(value) < 2**15 and "\0" not in value]
+
+
+def _are_parts(value: dict[str, Any]) -> bool:
+    return value.keys() <= {*PARTS} and all(type(one) in (int, float) and is_seconds(one) for one in value.values())
+
+
+Parts: TypeAlias = Annotated[dict[str, Any], _are_parts]
+
+
+class Process(TypedDict):
+    host: str | None
+    pid: Annotated[int, lambda value: 0 < value < 2**31] | None
+
+
+class Parent(TypedDict):
+    path: Path
+    step: Step
+
+
+class Stall(TypedDict):
+    time: Seconds | None
+    step: Step | None
+    part: str | None
+    stalled: Seconds | None
+    what: str | None
+    process: Step | None
+
+
+class Before(TypedDict):
+    """What all starts before one add up to; readers use that of the oldest start that they read."""
+
+    count: Step
+    since: Seconds | None  # when the first one began
+    seconds: Parts
+    first: Step | None  # the step at which the run began
+    step: Step | None  # the one that the last start reached
+    trained: Step | None  # the number of the last start that took a step
+
+
+class Start(TypedDict):
+    """A start of a run; one that cannot be read has only `prefix`, `number` and `problem`."""
+
+    version: int
+    prefix: str
+    number: int  # as in the name of the file
+    problem: str | None  # why it cannot be read, as the end of a sentence
+    run: str  # the ID of the run
+    parent_run: str | None  # that of the run that its parent is of
+    parent: Parent | None  # the checkpoint that the run branched from
+    copied: bool | None  # whether this is the first start in a copy of another run's directory
+    process: Process  # process 0
+    began: Seconds  # since 1970: when its process began, or its call, if that is not the first one of the process
+    now: Seconds  # when this was written, about began + sum(seconds)
+    directory: Path | None  # where the record is, absolute
+    logdir: Path | None  # where the event files are
+    last_step: Step | None
+    argv: list[str]
+    config: Annotated[Any, lambda value: type(value) is dict or value == IN_CARD] | None
+    commit: str | None
+    edits: str | None
+    devices: str | None  # such as "8×cpu"
+    parameters: Step | None
+    step: Annotated[tuple[Step, Step], lambda span: span[0] <= span[1]] | None  # that it began from, and reached
+    seconds: Parts
+    examples: Step | None
+    values: dict[str, float]  # the latest ones of the run, which a start inherits
+    values_left_out: Step | None  # how many others there are
+    best: dict[str, tuple[float, Step, Path]]  # those of the run
+    peak_bytes: Step | None
+    mfu: Seconds | None
+    saved: list[tuple[Step, Seconds, Step | None, float | None]]  # step, seconds of stepping, examples, learning rate
+    stalls: list[Stall]
+    end: tuple[str, str] | None  # status and reason; None while it lives, and after a SIGKILL
+    exception: str | None  # its class
+    before: Before
+    card: dict[str, Any]  # {} until `with_card`
+
+
+class CardProgram(TypedDict):
+    hash: str | None
+    hyperparameters: dict[str, Any]
+
+
+class CardFields(TypedDict):
+    step: Step | None
+    versions: dict[str, Any]
+    settings: dict[str, Any]
+    environment: dict[str, Any]
+    devices: dict[str, Any]
+    state: dict[str, Any]
+    batches: dict[str, Any]
+    stages: dict[str, Any]
+    arguments: dict[str, Any]
+    programs: list[CardProgram]
+
+
+class Card(TypedDict):
+    """What does not change while a start lives; a config only if it is large."""
+
+    card: CardFields
+    config: dict[str, Any]
+
+
+class StallFile(TypedDict):
+    """What a process of a stalled run is waiting for."""
+
+    version: Annotated[int, lambda value: value == 1]
+    process: Step
+    processes: Annotated[int, lambda value: 0 < value <= 2**20]
+    pid: Annotated[int, lambda value: 0 <= value < 2**31]
+    host: str
+    since: Seconds
+    renewed: Seconds
+    stall: bool
+    step: Step | None
+    kind: str | None
+    what: str | None
+    line: str | None
+
+
+def checked(value: Any, kind: Any) -> Any:
+    """Return JSON as a value of a type, or raise a ValueError that says what is not valid.
+
+    Of a dict by names, entries that are not valid are left out. A float may be a bool, which is 0 or 1, or "nan".
+
+    Example:
+        >>> checked({"loss": True, "accuracy": "nan", "x": [1]}, dict[str, float])
+        {'loss': 1.0, 'accuracy': nan}
+    """
+    of, kinds = typing.get_origin(kind), typing.get_args(kind)
+    if of in (typing.Union, types.UnionType):
+        return None if value is None else checked(value, kinds[0])
+    if of is Annotated:
+        value = checked(value, kinds[0])
+        return value if kinds[1](value) else _refuse(value)
+    if typing.is_typeddict(kind):
+        return value | _fields_of(value, kind) if type(value) is dict else _refuse(value)
+    if of is dict:
+        return _entries_of({} if value is None else value, kinds[1])
+    if of in (list, tuple):
+        value = [] if value is None and of is list else value
+        fits = isinstance(value, list | tuple) and (of is list or len(value) == len(kinds))
+        return [checked(*one) for one in zip(value, itertools.cycle(kinds))] if fits else _refuse(value)
+    if kind is float and (type(value) in (bool, float) or value in ("nan", "inf", "-inf")):
+        return float(value)
+    if kind is float and type(value) is int and abs(value) < 2**1000:
+        return float(value)
+    return value if kind is Any or type(value) is kind else _refuse(value)
+
+
+def sound(fields: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    """Return the fields that are valid."""
+    found = {}
+    for name, of in _hints(kind).items():
+        with contextlib.suppress(ValueError, TypeError):
+            found[name] = checked(fields.get(name), of)
+    return found
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
+
+
+def _refuse(value: object) -> Any:
+    raise ValueError(f"holds {format_value(value)}, which is not valid")
+
+
+def _fields_of(value: dict[str, Any], kind: Any) -> dict[str, Any]:
+    found = {}
+    for name, of in _hints(kind).items():
+        try:
+            found[name] = checked(value.get(name), of)
+        except (ValueError, TypeError):
+            raise ValueError(f"has {name}={format_value(value.get(name))}, which is not valid") from None
+    return found
+
+
+def _entries_of(value: Any, kind: Any) -> dict[str, Any]:
+    found = {}
+    for name, one in value.items() if type(value) is dict else _refuse(value):
+        with contextlib.suppress(ValueError, TypeError):
+            found[name] = checked(one, kind)
+    return found
