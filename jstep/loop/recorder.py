@@ -63,6 +63,8 @@ class Recorder(Observer):
         self._opening: Task[None] | None = None
         self._stopped_by: object = None  # the hook that stopped an earlier start
         self._devices: list[Any] = []
+        self._saving: list[list[Any]] = []  # the saves that are not complete
+        self._samples = [0, 0]  # the seconds at which the loop was in a hook, and those at which the device computed
         self._card: dict[str, Any] = {}
         self._kept: Mapping[str, Any] | None = None  # the past of the restored checkpoint, until it is compared
         self._latest: list[Task[None]] = []  # the newest task of the card; each waits for the one before
@@ -146,7 +148,16 @@ class Recorder(Observer):
             if self._thread.is_alive():
                 self._thread.join(timeout=10)  # it may be blocked on an object store
             status, reason, exception = _outcome(self.run, error, self._stopped_by)
-            file.close({**self._newest(), "end": [status, reason], "exception": exception})
+            fields = {"saved": self._complete(file.fields["saved"]), "end": [status, reason], "exception": exception}
+            file.close({**self._newest(), **fields})
+
+    def _complete(self, saved: list[Any]) -> list[Any]:
+        """Return the saves without those that failed, which are newer than the newest checkpoint."""
+        with contextlib.suppress(Exception):
+            if self.run.saver is not None:
+                newest = self.run.saver.latest_step() or 0
+                return [save for save in saved if save[0] <= newest]
+        return saved
 
     # What changes all the time.
 
@@ -155,8 +166,10 @@ class Recorder(Observer):
             self._read_numbers()
 
     def flush(self) -> None:
+        """Write the record before a checkpoint appears, whose data is complete."""
         if (file := self.run.file) is not None:
-            file.write(self._newest(), flush=True)
+            saved, self._saving = [*file.fields["saved"], *self._saving], []
+            file.write({**self._newest(), "saved": saved[-_MAX_SAVES:]}, flush=True)
 
     def _tick(self) -> None:
         while (file := self.run.file) is not None:
@@ -164,6 +177,9 @@ class Recorder(Observer):
             file.due.clear()
             if self._over.is_set():
                 return
+            if self.run.watch.current == stopwatch.HOOKS:
+                is_busy = self.run.in_flight.unfinished() is not None
+                self._samples = [self._samples[0] + 1, self._samples[1] + is_busy]
             try:
                 file.write(self._newest())
             except Exception as error:  # an error here must not end the run
@@ -178,9 +194,13 @@ class Recorder(Observer):
         peaks = [0]
         with contextlib.suppress(Exception):  # a backend may not know it
             peaks += [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in self._devices]
+        unfinished, (hooks, busy) = self.run.in_flight.unfinished(), self._samples
+        finished = run.at.step if unfinished is None else unfinished[0]
         return {
             "now": stopwatch.CLOCKS.wall(),
-            "step": [run.first, max(run.first, run.at.step)] if run.is_known else None,
+            "step": [run.first, max(run.first, finished)] if run.is_known else None,
+            "computing": seconds.get(stopwatch.HOOKS, 0.0) * busy / hooks if hooks else None,
+            **host_memory(),
             "seconds": {part: round(max(0.0, value), 6) for part, value in seconds.items() if value},
             "examples": None if unknown else counted,
             **_bounded(self._numbers["values"]),
@@ -280,8 +300,8 @@ class Recorder(Observer):
         if file is not None:
             newest = self._newest()
             stepping, rate = newest["seconds"].get(stopwatch.STEPPING, 0.0), newest["values"].get("learning_rate")
-            saved = [*file.fields["saved"], [step, stepping, newest["examples"], rate]]
-            file.update({**newest, "saved": saved[-_MAX_SAVES:]})
+            self._saving = [*self._saving, [step, stepping, newest["examples"], rate]]
+            file.update(newest)
         if step <= self.run.first and (self.run.restored is not None or PAST in extra):  # no step was run
             return {key: extra[key] for key in (PAST, "config", "code") if key in extra}
         if not self._is_active():
@@ -344,6 +364,15 @@ def _end_earlier(file: StartFile, *, claimed: bool) -> None:
         return
     if claimed or is_alive(start["process"]) is False:
         file.end_earlier(start["number"], [KILLED, exit_reason(file.where, file.prefix, start["began"])])
+
+
+def host_memory() -> dict[str, int | None]:
+    """Return the memory of this process, now and at most; None where the system does not tell it as Linux does."""
+    found = dict[str, int | None].fromkeys(("host_bytes", "host_peak_bytes"))
+    with contextlib.suppress(OSError, ValueError, KeyError), open("/proc/self/status") as file:
+        fields = dict(line.split(":", 1) for line in file)
+        return {name: int(fields[of].split()[0]) * 1024 for name, of in zip(found, ("VmRSS", "VmHWM"), strict=True)}
+    return found
 
 
 def _bounded(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -134,6 +134,7 @@ class StallWatch(Observer):
         self._thread = threads.Thread(target=self._watch, name="jstep-stalls", daemon=True)
         self._ident = threading.get_ident()
         self._wait = Wait(_START, "")
+        self._recorded: dict[str, Any] | None = None  # the stall that lasts
         if self._warn:
             try:
                 self._thread.start()
@@ -185,6 +186,8 @@ class StallWatch(Observer):
         if wait.age >= due + 3 * self._every * self._is_shared:
             self._wait = wait._replace(due=2 * wait.age, part=self.run.watch.current)
             _log_in_time(self._line(wait))
+        if self._wait.part:
+            self._record(self._wait)
         if self._hook.exit_secs is not None and wait.age > self._hook.exit_secs:
             self._exit(self._wait)
 
@@ -248,12 +251,17 @@ class StallWatch(Observer):
         if self._wait.part:
             _log_in_time(f"{self._name}, which was {self._wait.what}, resumed after {_secs(self._wait.age)} s")
             self._record(self._wait)
+            self._recorded = None
 
     def _record(self, wait: Wait) -> None:
+        """Keep a stall in the record, while it lasts and when it is over."""
         part, now, stalled = wait.part or self.run.watch.current, round(time.time(), 6), round(wait.age, 3)
         fields = {"time": now, "step": self.run.at.step, "part": part, "stalled": stalled, "what": wait.what}
         if (file := self.run.file) is not None:
-            file.update({"stalls": [*file.fields["stalls"], {**fields, "process": self._index}][-100:]})
+            stalls = file.fields["stalls"]
+            earlier = stalls[:-1] if stalls and stalls[-1] is self._recorded else stalls
+            self._recorded = {**fields, "process": self._index}
+            file.update({"stalls": [*earlier, self._recorded][-100:]})
             file.due.set()
 
     # The definition of a stall.

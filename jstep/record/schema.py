@@ -92,13 +92,16 @@ class Start(TypedDict):
     edits: str | None
     devices: str | None  # such as "8×cpu"
     parameters: Step | None
-    step: Annotated[tuple[Step, Step], lambda span: span[0] <= span[1]] | None  # that it began from, and reached
+    step: Annotated[tuple[Step, Step], lambda span: span[0] <= span[1]] | None  # that it began from, and finished
     seconds: Parts
     examples: Step | None
     values: dict[str, float]  # the latest ones of the run, which a start inherits
     values_left_out: Step | None  # how many others there are
     best: dict[str, tuple[float, Step, Path]]  # those of the run
-    peak_bytes: Step | None
+    peak_bytes: Step | None  # of a device
+    host_bytes: Step | None  # of process 0 on its host, now
+    host_peak_bytes: Step | None
+    computing: Seconds | None  # of the seconds of hooks, those in which the device computed steps, by samples
     mfu: Seconds | None
     saved: list[tuple[Step, Seconds, Step | None, float | None]]  # step, seconds of stepping, examples, learning rate
     stalls: list[Stall]
@@ -138,7 +141,7 @@ class StallFile(TypedDict):
 
     version: Annotated[int, lambda value: value == 1]
     process: Step
-    processes: Annotated[int, lambda value: 0 < value <= 2**20]
+    processes: Step
     pid: Annotated[int, lambda value: 0 <= value < 2**31]
     host: str
     since: Seconds

@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,20 +36,33 @@ CALL, WITH_OTHERS = "call", "agreement"
 """The kinds of waits that are usually for other processes."""
 _SILENT = 60.0
 """Seconds without a renewal after which the file of another host is stale."""
-_MAX_BYTES = 2**16
+_MAX_BYTES, _MAX_PROCESSES = 2**16, 2**20
 
 Fields = Mapping[str, Any]
 """The fields of a file."""
 
 
-def read_stalls(where: str, prefix: str | None = None) -> tuple[list[Fields], list[str]]:
+def read_stalls(where: str, prefix: str | None = None, *, ended: bool = False) -> tuple[list[Fields], list[str]]:
     """Return what the processes of a run wait for, the oldest first, and the problems of unreadable files.
 
-    Files of ended processes, and files not renewed, are left out. While any process is stalled, the others also write
-    files, whose `stall` is false.
+    Files of ended processes, and files not renewed, are left out, or with `ended` returned alone. While any process is
+    stalled, the others also write files, whose `stall` is false.
     """
     stalls, problems = _files(where, prefix)
-    return [stall for path, stall in stalls if "exit_code" not in stall and _is_current(path, stall)], problems
+    return [one for path, one in stalls if ("exit_code" not in one and _is_current(path, one)) != ended], problems
+
+
+def missing_threads(stalls: Sequence[Fields]) -> list[str]:
+    """Name the threads that most processes have, and one lacks: what it waits for may have ended."""
+    names = {stall["process"]: _thread_names(stall) for stall in stalls if isinstance(stall.get("threads"), dict)}
+    often = Counter(itertools.chain.from_iterable(names.values()))
+    most = [name for name, count in often.items() if len(names) / 2 <= count < len(names)]
+    return [f'process {one} has no thread "{name}"' for name in most for one, own in names.items() if name not in own]
+
+
+def _thread_names(stall: Fields) -> set[str]:
+    """Return the names of the threads of a process without the numbers that tell those of a pool apart."""
+    return {re.sub(r"[-_ ]*\d+", "", str(name)) for name in stall["threads"]} - {""}
 
 
 def exit_reason(where: str, prefix: str, since: float) -> str:
@@ -94,7 +109,7 @@ def _valid_fields(stall: Any) -> dict[str, Any]:
         fields: dict[str, Any] = checked(stall, StallFile)
     except ValueError as error:
         raise ValueError(f"it is incomplete, or not the file of a stall that this version writes: {error}") from None
-    if not fields["process"] < fields["processes"]:
+    if not fields["process"] < fields["processes"] <= _MAX_PROCESSES:
         raise ValueError(f"process={fields['process']} of processes={fields['processes']} is not possible")
     return fields | {name: fields[name] or "" for name in ("kind", "what", "line")}
 

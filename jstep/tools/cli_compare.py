@@ -11,14 +11,14 @@ import numpy as np
 from jstep.core.checks import format_list
 from jstep.core.tables import columns, fold
 from jstep.record.differences import IN_A_AND_B, changes
-from jstep.record.schema import Start
-from jstep.record.starts import find_starts, read_starts, with_card
+from jstep.record.starts import find_starts, read_starts
 from jstep.stores.files import is_directory, names_in
 from jstep.stores.urls import is_url, join_path, location, split_path
 from jstep.tools import cli
 from jstep.tools.cli_inspect import Checkpoint, at, below
 from jstep.tools.ranges import is_inexact
 from jstep.tools.run_summary import start_with_card
+from jstep.tools.start_rows import SHOWN, changes_of_starts, first_lines, start_rows
 
 # Comparison of two arrays, by absolute difference and by units in the last place.
 
@@ -122,60 +122,10 @@ def _trained(where: str, prefix: str | None, problems: list[str]) -> dict[str, M
     return {prefix: found[prefix]} if prefix in found else found
 
 
-_SHOWN = 40
-
-
 def changes_text(lines: list[str] | None) -> list[str]:
     if not lines:
         return [] if lines is None else ["the last starts do not differ"]
-    return ["the last starts differ:", *_first(lines)]
-
-
-def _first(lines: Sequence[str], shown: Sequence[str] | None = None) -> list[str]:
-    others = len(lines) - _SHOWN
-    more = [f"and {others} more (--json lists all)"] if others > 0 else []
-    return [f"  {line}" for line in (*(shown or lines[:_SHOWN]), *more)]
-
-
-def read_changes(where: str) -> list[dict[str, Any]]:
-    """Return the starts of the runs in a directory, each with the changes since the one before; None of a first one."""
-    found: list[dict[str, Any]] = []
-    for prefix, starts in find_starts(where).items():
-        before: Start | None = None
-        for start in starts:
-            about = {"prefix": prefix, "number": start["number"], "problem": start["problem"] or None}
-            if start["problem"]:
-                found.append({**about, "time": None, "step": None, "changes": None})
-            elif not (now := with_card(where, start))["card"]:
-                found.append(
-                    {
-                        **about,
-                        "problem": "has no card: what it was given is not known",
-                        "time": start["began"],
-                        "step": start["step"] and start["step"][0],
-                        "changes": None,
-                    }
-                )
-            else:
-                lines = None if before is None else changes(before, now).lines
-                found.append({**about, "time": now["began"], "step": (now["step"] or [0])[0], "changes": lines})
-                programs = now["card"].get("programs") or (before or now)["card"].get("programs")  # none without a step
-                before = {**now, "card": {**now["card"], "programs": programs}}
-    return found
-
-
-def _text_of_starts(starts: list[dict[str, Any]]) -> list[str]:
-    lines: list[str] = []
-    several = len({start["prefix"] for start in starts}) > 1
-    for start in starts:
-        own, begin = start["changes"], f"{start['prefix']}: " if several else ""
-        if start["problem"]:
-            lines.append(f"{begin}its start {start['number']} {start['problem']}")
-            continue
-        what = "the first start" if own is None else "changed since the start before:" if own else "nothing has changed"
-        lines.append(f"{begin}{cli.local_text(start['time'])}, from step {start['step']}: {what}")
-        lines += _first(own or [])
-    return lines
+    return ["the last starts differ:", *first_lines(lines)]
 
 
 # `diff` of two runs: the first step at which they diverge; of two checkpoints: the leaves that differ.
@@ -227,8 +177,8 @@ def _print_differences(arguments: argparse.Namespace) -> int:
     if arguments.b is None:
         # As for two runs, the starts do not decide the exit code.
         run = location(arguments.a, "A")
-        starts = read_changes(run)
-        return cli.answer(arguments, {"run": run, "starts": starts}, _text_of_starts(starts))
+        rows = [row for starts in find_starts(run).values() for row in start_rows(run, starts)]
+        return cli.answer(arguments, {"run": run, "starts": rows}, changes_of_starts(rows))
     a, b = (_side(location(path, name)) for path, name in ((arguments.a, "A"), (arguments.b, "B")))
     if a.kind != b.kind:
         raise ValueError(f"{a.path} is {a.kind}, and {b.path} is {b.kind}: pass two of the same kind")
@@ -355,9 +305,9 @@ def _differences_text(result: dict[str, Any]) -> list[str]:
             lines.append(f"{len(leaves)} {'leaf differs' if len(leaves) == 1 else 'leaves differ'}")
         else:
             lines.append("which leaves differ is not known: a log was written with per_leaf=False")
-    shown = [(leaf["path"], leaf["detail"]) for leaf in leaves[:_SHOWN]]
+    shown = [(leaf["path"], leaf["detail"]) for leaf in leaves[:SHOWN]]
     width = cli.terminal_width() - 2
-    return lines + _first(leaves, [part for line in columns(shown, 2) for part in fold(line, width, 2)])
+    return lines + first_lines(leaves, [part for line in columns(shown, 2) for part in fold(line, width, 2)])
 
 
 DIFF = cli.Command(_add_arguments, _print_differences)

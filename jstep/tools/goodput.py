@@ -8,11 +8,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jstep.core.stopwatch import PARTS, STEPPING
+from jstep.core.stopwatch import BEFORE, PARTS, STARTING, STEPPING
 from jstep.record.schema import Start
 from jstep.record.starts import find_starts, totals, valid
 from jstep.stores.urls import absolute, location
-from jstep.tools.cli import Command, answer
+from jstep.tools.cli import Command, answer, table
 from jstep.tools.tabular import Tabular
 
 _COPIED = tuple(part for part in PARTS if part != STEPPING)
@@ -41,7 +41,10 @@ class Goodput(Tabular):
         starts: Number of starts of the run.
         steps: Number of steps that led to the final state.
         stalled: Part → its seconds in which process 0 was stalled, as `StallHook` reported. They are included in the
-            seconds of that part.
+            seconds of that part, but not in the goodput.
+        notes: Parts whose time a step changed by more than a factor of two between starts, and starts that cannot be
+            read, as sentences.
+        computing: The seconds of `hooks` in which the device computed steps, by samples: waiting for them, or beside.
 
     Example:
         >>> import jstep
@@ -64,6 +67,8 @@ class Goodput(Tabular):
     steps: int = 0
     stalled: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     before: float = 0.0
+    notes: Sequence[str] = dataclasses.field(default=(), hash=False)
+    computing: float = 0.0
 
     @property
     def parts(self) -> dict[str, float]:
@@ -75,17 +80,23 @@ class Goodput(Tabular):
 
     @property
     def fraction(self) -> float:
-        """The goodput, productive / total; 0 if no time has elapsed."""
-        return self.productive / self.total if self.total > 0 else 0.0
+        """The goodput, productive / total without stalls; 0 if no time has elapsed."""
+        useful = max(0.0, self.productive - self.stalled.get("productive", 0.0))
+        return useful / self.total if self.total > 0 else 0.0
 
     def _title(self) -> str:
         starts = "start" if self.starts == 1 else "starts"
         return f"goodput {_percent(self.fraction)}: {self.steps} steps in {self.total:.6g} s, {self.starts} {starts}"
 
     def _rows(self) -> list[tuple[str, str, str]]:
-        parts = [((name, secs), ("  stalled", self.stalled.get(name, 0.0))) for name, secs in self.parts.items()]
-        rows = [row for part in parts for row in part]
+        rows = list[tuple[str, float]]()
+        for name, secs in self.parts.items():
+            inner = {"  stalled": self.stalled.get(name, 0.0), "  computing": self.computing * (name == "hooks")}
+            rows += [(name, secs), *inner.items()]
         return [(f"{name:<10}", f"{secs:.3f} s", f"{_percent(secs / self.total):>7}") for name, secs in rows if secs]
+
+    def _notes(self) -> Sequence[str]:
+        return self.notes
 
 
 def _percent(share: float) -> str:
@@ -123,6 +134,10 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
         >>> found.steps, found.starts, found.productive > 0, abs(sum(found.parts.values()) - found.total) < 1e-9
         (9, 1, True, True)
     """
+    return of_run(_starts_of(path, prefix))
+
+
+def _starts_of(path: str | os.PathLike[str], prefix: str) -> Sequence[Start]:
     where = absolute(location(path, "path"))
     found = find_starts(where)
     if prefix not in found:
@@ -130,7 +145,7 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
             f"prefix={prefix!r}: must be the prefix of a run in {where}, which has {', '.join(map(repr, found))}; give "
             "the checkpoint_prefix of the run"
         )
-    return of_run(found[prefix])
+    return found[prefix]
 
 
 def of_run(starts: Sequence[Start]) -> Goodput:
@@ -139,7 +154,9 @@ def of_run(starts: Sequence[Start]) -> Goodput:
     if not known:
         raise ValueError("none of its starts can be read")
     each, before, oldest, sums = by_start(known), known[0]["before"], known[0]["began"], totals(starts)
-    whole = Goodput(**{name: sum(getattr(start, name) for start in each) for name in (*_ALL, "starts", "steps")})
+    whole = Goodput(
+        **{name: sum(getattr(start, name) for start in each) for name in (*_ALL, "computing", "starts", "steps")}
+    )
     seconds = before["seconds"]
     parts: dict[str, Any] = {part: getattr(whole, part) + seconds.get(part, 0.0) for part in _COPIED}
     parts["productive"] = whole.productive + seconds.get(STEPPING, 0.0)
@@ -148,12 +165,36 @@ def of_run(starts: Sequence[Start]) -> Goodput:
     spans = [span for start in known if (span := start["step"]) is not None]
     if before["count"] and spans and sums["first"] is not None:
         parts["steps"] = whole.steps + max(0, min(spans)[0] - sums["first"])
-    stalled: dict[str, float] = {}
-    for stall in (stall for start in known for stall in start["stalls"]):
-        if (part := stall.get("part")) in PARTS:
-            name = "productive" if part == STEPPING else str(part)
-            stalled[name] = stalled.get(name, 0.0) + (stall.get("stalled") or 0.0)
-    return dataclasses.replace(whole, **parts, starts=sums["count"], stalled=stalled)
+    names = dict.fromkeys(itertools.chain.from_iterable(start.stalled for start in each))
+    stalled = {name: sum(start.stalled.get(name, 0.0) for start in each) for name in names}
+    notes = [*part_changes(known), *(f"start {one['number']} {one['problem']}" for one in starts if one["problem"])]
+    return dataclasses.replace(whole, **parts, starts=sums["count"], stalled=stalled, notes=notes)
+
+
+_MIN_STEPS, _MIN_MS, _MIN_SHARE = 10, 0.1, 0.01
+"""From how many steps of a start on its times are compared, and which parts of them are."""
+
+
+def milliseconds(start: Start) -> dict[str, float]:
+    """Return the milliseconds a step of the parts of a start that repeat; {} of one that took no step."""
+    first, last = start["step"] or (0, 0)
+    secs = {part: start["seconds"].get(part, 0.0) for part in PARTS if part not in (BEFORE, STARTING)}
+    return {part: 1000 * value / (last - first) for part, value in secs.items()} if last > first else {}
+
+
+def part_changes(starts: Sequence[Start]) -> list[str]:
+    """Name each part whose time a step changed by more than a factor of two between two starts."""
+    spans = [(start, start["step"] or (0, 0), milliseconds(start)) for start in starts]
+    found = list[str]()
+    for (_, _, was), (start, (first, _), now) in itertools.pairwise(
+        span for span in spans if span[1][1] - span[1][0] >= _MIN_STEPS
+    ):
+        least = max(_MIN_MS, _MIN_SHARE * max(sum(was.values()), sum(now.values())))
+        for part, value in now.items():
+            if not was[part] / 2 <= value <= 2 * was[part] and max(was[part], value) >= least:
+                change = f"{was[part]:.3g} → {value:.3g} ms a step"
+                found.append(f"{part}: {change} from step {first} (start {start['number']}) on")
+    return found
 
 
 def by_start(starts: Sequence[Start]) -> list[Goodput]:
@@ -173,8 +214,13 @@ def by_start(starts: Sequence[Start]) -> list[Goodput]:
                 own[part], left = own[part] - cut, left - cut
         ended = last if ended is None else max(ended, last)
         first, kept = (start["step"] or (0, 0))[0], until(start, kept_until, stepping, 1)
-        times = {"productive": kept, "rewound": stepping - kept, "down": down}
-        found.append(Goodput(**own, **times, starts=1, steps=kept_until - first))
+        times = {"productive": kept, "rewound": stepping - kept, "down": down, "computing": start["computing"] or 0.0}
+        stalled: dict[str, float] = {}
+        for stall in start["stalls"]:
+            if stall["part"] in PARTS:
+                name = "productive" if stall["part"] == STEPPING else str(stall["part"])
+                stalled[name] = stalled.get(name, 0.0) + (stall["stalled"] or 0.0)
+        found.append(Goodput(**own, **times, starts=1, steps=kept_until - first, stalled=stalled))
     return found
 
 
@@ -209,9 +255,19 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _print_goodput(arguments: argparse.Namespace) -> int:
-    result = goodput(arguments.path, arguments.prefix)
+    starts = _starts_of(arguments.path, arguments.prefix)
+    result = of_run(starts)
     fields = {**vars(result), "total": result.total, "fraction": result.fraction}
-    return answer(arguments, {name: value for name, value in fields.items() if value != {}}, [str(result)])
+    rows = [
+        {"start": one["number"], "from": one["step"][0], **each}
+        for one in valid(starts)
+        if one["step"] and (each := milliseconds(one))
+    ]
+    lines = [str(result)]
+    if part_changes(valid(starts)):
+        fields["by_start"] = rows
+        lines += ["milliseconds a step:", *table({name: name for name in rows[0]}, rows, left=1)]
+    return answer(arguments, {name: value for name, value in fields.items() if value or value == 0}, lines)
 
 
 GOODPUT = Command(_add_arguments, _print_goodput)

@@ -10,14 +10,15 @@ import numpy as np
 from jstep.checkpoint.listing import entries
 from jstep.core.checks import truncate
 from jstep.pictures.drawing import Mark, Numbers, thin
-from jstep.record.differences import changes
 from jstep.record.schema import Start
-from jstep.record.starts import read_starts, valid, with_card
+from jstep.record.starts import read_starts, valid
 from jstep.stores.event_files import Series, read_series
 from jstep.stores.urls import is_url
 from jstep.tools.cli import utc_text
+from jstep.tools.goodput import part_changes
 from jstep.tools.own_events import events_of_run
 from jstep.tools.run_summary import RunSummary, start_with_card
+from jstep.tools.start_rows import start_rows
 
 _MAX_TAGS, _KNOTS = 1000, 9
 """How many scalars of a run are shown, and how many points of its clock are kept."""
@@ -33,6 +34,7 @@ class RunFiles:
     Attributes:
         odd: What is odd, as sentences; also why some files are not shown.
         trained: The start that the run is, with its card; {} if there is none.
+        rows: Its starts, as `start_rows` returns them.
         series: Tag → points, thinned.
         rewound: Tag → points that a later start made again.
         clock: Steps and the seconds since the first one.
@@ -43,6 +45,7 @@ class RunFiles:
     odd: Sequence[str] = ()
     starts: Sequence[Start] = ()
     trained: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rows: Sequence[Mapping[str, Any]] = ()
     series: Mapping[str, Points] = dataclasses.field(default_factory=dict)
     rewound: Mapping[str, Sequence[Points]] = dataclasses.field(default_factory=dict)
     clock: Sequence[tuple[int, float]] = ()
@@ -56,7 +59,8 @@ class RunFiles:
         try:
             starts = read_starts(run.path).get(run.prefix, ())
             problems += [f"its start {start['number']} {start['problem']}" for start in starts if start["problem"]]
-            found = cls(run, name, (), valid(starts), start_with_card(run.path, starts))
+            rows, trained = start_rows(run.path, starts), start_with_card(run.path, starts)
+            found = cls(run, name, (), valid(starts), trained, rows)
             problems += _oddities(found)
             files, not_shown = events_of_run(run)
             problems += not_shown
@@ -115,11 +119,10 @@ def _oddities(found: RunFiles) -> Iterator[str]:
     for before, now in itertools.pairwise(spans):
         if now[0] < before[1]:
             yield f"steps {now[0]} to {before[1]} were made again by a later start"
-    if len(found.starts) > 1:
-        cards = [full for start in found.starts if (full := with_card(run.path, start))["card"]]
-        for start, later in itertools.pairwise(cards):
-            for change in changes(start, later).lines:
-                yield f"changed before the start of {utc_text(later['began'])}: {truncate(change, 300)}"
+    yield from part_changes(found.starts)
+    for row in found.rows:
+        for change in row["changes"] or ():
+            yield f"changed before the start of {utc_text(row['began'])}: {truncate(change, 300)}"
 
 
 def _not_finite(series: Mapping[str, Series]) -> Iterator[str]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jstep.checkpoint.names import open_store
+from jstep.checkpoint.names import latest_checkpoint, open_store
 from jstep.record.schema import Start
 from jstep.record.stall_files import exit_reason, read_stalls
 from jstep.record.starts import (
@@ -26,7 +26,7 @@ from jstep.record.starts import (
 )
 from jstep.stores.files import seconds_since_write
 from jstep.stores.owners import is_alive
-from jstep.stores.urls import is_url, split_path
+from jstep.stores.urls import is_url, resolve_path, split_path
 from jstep.tools.goodput import of_run, until
 
 RUNNING, HANGS, UNREADABLE = "running", "hangs", "unreadable"
@@ -79,6 +79,8 @@ class RunSummary:
             `exception`, `config`, `argv`, `commit`, `edits`, `host`, `pid` and `devices`; the `status` of one that
             cannot be read is `"unreadable"`.
         starts_count: The number of all starts.
+        newest_checkpoint: The path of its newest checkpoint, from which a restart resumes; None if there is none.
+        former_paths: The directories in which it was before it was moved.
         metrics_left_out: The number of further metrics, for which there is no room in its record.
     """
 
@@ -114,6 +116,8 @@ class RunSummary:
     starts: Sequence[Mapping[str, Any]] = ()
     starts_count: int = 0
     metrics_left_out: int = 0
+    newest_checkpoint: str | None = None
+    former_paths: Sequence[str] = ()
 
     @property
     def nonfinite(self) -> list[str]:
@@ -152,14 +156,14 @@ def summarize(where: str, prefix: str, starts: Sequence[Start]) -> RunSummary:
 
 def _summary(where: str, prefix: str, starts: Sequence[Start]) -> RunSummary:
     source, sums = original_of(where, starts), totals(starts)
-    newest, facts = valid(starts)[-1], [_facts(where, start, source) for start in starts]
+    newest, facts = valid(starts)[-1], [facts_of(where, start, source) for start in starts]
     alive = [fact for fact in facts if fact["status"] in (RUNNING, HANGS)]
     # The newest living start that takes steps, or else the newest living one.
     doing = max(alive, key=lambda fact: (fact["first"] is not None, fact["number"]), default=None)
     owner = doing or facts[starts.index(newest)]
     trained = starts[facts.index(owner)] if owner["first"] is not None and doing else trained_start(where, starts)
     ending = _ending(starts, trained)
-    doing = doing or _facts(where, ending, source)
+    doing = doing or facts_of(where, ending, source)
     reason = doing["reason"] if newest is starts[-1] else f"its newest start {starts[-1]['problem']}"
     others = [
         f"start {fact['number']} (process {fact['pid']} on {fact['host']})" for fact in alive if fact is not doing
@@ -197,7 +201,20 @@ def _summary(where: str, prefix: str, starts: Sequence[Start]) -> RunSummary:
         refused=_refused(facts, ending["number"]) if has_trained(trained) else None,
         starts=facts,
         starts_count=sums["count"],
+        newest_checkpoint=_newest_checkpoint(where, prefix),
+        former_paths=() if source else _former_paths(where, starts),
     )
+
+
+def _newest_checkpoint(where: str, prefix: str) -> str | None:
+    with contextlib.suppress(Exception):
+        return latest_checkpoint(where, prefix)
+    return None
+
+
+def _former_paths(where: str, starts: Sequence[Start]) -> list[str]:
+    places = dict.fromkeys(place for start in valid(starts) if (place := start["directory"]) is not None)
+    return [place for place in places if resolve_path(place) != resolve_path(where)]
 
 
 def trained_start(where: str, starts: Sequence[Start]) -> Start:
@@ -233,7 +250,7 @@ def start_with_card(where: str, starts: Sequence[Start]) -> Mapping[str, Any]:
     return next((full for start in reversed(last) if (full := with_card(where, start))["card"]), {})
 
 
-def _facts(where: str, start: Start, source: str | None) -> dict[str, Any]:
+def facts_of(where: str, start: Start, source: str | None) -> dict[str, Any]:
     """Return the facts about a start; `source` is the directory that it is a copy of, which has its process."""
     if start["problem"]:
         reason = f"its start {start['number']} {start['problem']}"

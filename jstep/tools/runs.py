@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.core.checks import as_string, format_list, truncate
-from jstep.core.tables import breadth, columns, printable
+from jstep.core.tables import breadth, columns, fold, printable
 from jstep.pictures.html_tables import html_table
 from jstep.record.differences import values_of
 from jstep.record.starts import FOLDER, read_starts
@@ -24,17 +24,19 @@ from jstep.stores.files import is_absent, is_directory, walk
 from jstep.stores.urls import absolute, is_url, join_path, location, resolve_path, split_path
 from jstep.tools.cli import DIFFERENT, OK, Command, as_strict_json, choose, complain, local_text, local_zone
 from jstep.tools.run_summary import RunSummary, start_with_card, summarize, summary_fields, unreadable_run
+from jstep.tools.start_rows import start_rows, table_of_starts
 
 
 class RunList(list[RunSummary]):
     """A list of runs, parents before their branches; `str()` is a table, and a notebook shows one."""
 
     def __str__(self) -> str:
-        return "\n".join(_lines(_cells(tree(self), main_metrics(self, None), {})))
+        return "\n".join(_lines(tree(self), main_metrics(self, None), {}))
 
     def _repr_html_(self) -> str:
-        head, *rows = _cells(tree(self), main_metrics(self, None), {})
-        return html_table(f"{len(self)} run{'s' * (len(self) != 1)}", rows, head)
+        listed = tree(self)
+        head, *rows = _cells(listed, main_metrics(self, None), {})
+        return html_table(f"{len(self)} run{'s' * (len(self) != 1)}", rows, head, messages(listed))
 
     def differences(self) -> dict[str, list[Any]]:
         """Return what differs between the runs, by the names that `python -m jstep diff` shows, options first.
@@ -313,21 +315,30 @@ def run_names(summaries: Sequence[RunSummary]) -> list[str]:
 
 
 def _cells(rows: Sequence[Row], metrics: Sequence[str], differences: Mapping[str, Sequence[Any]]) -> list[list[str]]:
-    cells = [["run", "status", "step", *metrics, *differences, f"since ({local_zone()})", "wall", "on"]]
+    cells = [["run", "status", "step", "saved", *metrics, *differences, f"since ({local_zone()})", "wall", "on"]]
     names = run_names([row.run for row in rows])
     for i, (run, branch, _) in enumerate(rows):
-        name = branch + names[i] + (f" @{run.parent[1]}" if run.parent is not None else "")
+        former = [split_path(path)[1] for path in run.former_paths if split_path(path)[1] != split_path(run.path)[1]]
+        name = branch + names[i] + f" (was {', '.join(former)})" * bool(former)
+        name += f" @{run.parent[1]}" if run.parent is not None else ""
         step = f"{run.step}" if run.last_step is None else f"{run.step}/{run.last_step}"
+        saved = "" if run.newest_checkpoint is None else run.newest_checkpoint.rpartition("-")[2]
         varied = ["" if values[i] is None else str(values[i]) for values in differences.values()]
         since = "" if run.started is None else local_text(run.started, "minutes")
         wall = "" if run.error else duration_text(run.wall_seconds)
         numbers = [_metric_text(run, metric) for metric in metrics]
-        cells.append([name, status_text(run), "" if run.error else step, *numbers, *varied, since, wall, run.devices])
+        cells.append([name, run.status, "" if run.error else step, saved, *numbers, *varied, since, wall, run.devices])
     return [[truncate(item, _MAX_CELL) for item in row] for row in cells]
 
 
 _MAX_CELL = 400
 """The maximum number of characters of a cell: all rows are as wide."""
+
+
+def messages(rows: Sequence[Row]) -> list[str]:
+    """Return a line for each run of which there is more to say than its status."""
+    told = zip(run_names([row.run for row in rows]), (status_text(row.run) for row in rows), rows, strict=True)
+    return [printable(truncate(f"{name}: {text}", _MAX_CELL)) for name, text, row in told if text != row.run.status]
 
 
 def status_text(run: RunSummary) -> str:
@@ -354,19 +365,21 @@ def _ago(at: float) -> str:
     return f"{passed / size:.0f} {unit} ago"
 
 
-def _lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table that fits the terminal, if any: reasons are cut first, then names, then rows fold."""
-    width = shutil.get_terminal_size((0, 0)).columns
-    narrow = [[printable(cell) for cell in row] for row in rows]
-    for column in (1, 0) if width else ():
-        widest = max(len(row[column]) for row in narrow)
-        room = max(_LEAST_CUT, widest - max(0, breadth(narrow) - width))
-        narrow = [[*row[:column], truncate(row[column], room), *row[column + 1 :]] for row in narrow]
-    return columns(narrow if breadth(narrow) <= width else rows, 2, width or None)
+def _lines(rows: Sequence[Row], metrics: Sequence[str], differences: Mapping[str, Sequence[Any]]) -> list[str]:
+    """The lines of a table that fits the terminal, if any, and what there is to say below it."""
+    cells, width = _cells(rows, metrics, differences), shutil.get_terminal_size((0, 0)).columns
+    narrow = [[printable(cell) for cell in row] for row in cells]
+    widest = max(len(row[0]) for row in narrow)
+    room = max(_LEAST_CUT, widest - max(0, breadth(narrow) - width)) if width else widest
+    narrow = [[truncate(row[0], room), *row[1:]] for row in narrow]
+    below = messages(rows)
+    if width:
+        below = [part for line in below for part in fold(truncate(line, 2 * width - 10), width, 2)]
+    return [*columns(narrow if breadth(narrow) <= width else cells, 2, width or None), *below]
 
 
 _LEAST_CUT = 16
-"""The least number of characters to which a reason and a name are cut."""
+"""The least number of characters to which a name is cut."""
 
 
 # `runs` of the command line.
@@ -379,11 +392,26 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", metavar="DIR", nargs="+", help="a directory or URL with runs below it")
     parser.add_argument("--metrics", metavar="GLOBS", help="the metrics to show, such as 'loss,validation/*'")
     parser.add_argument("--sort", metavar="NAME", help="sort by a column or a metric, ascending, in a flat table")
+    parser.add_argument("--starts", action="store_true", help="show the starts of each run, and what changed at each")
     parser.add_argument("--differences", action="store_true", help="also show what differs between the runs")
+
+
+def _print_starts(rows: Sequence[Row], arguments: argparse.Namespace) -> int:
+    found = list[dict[str, Any]]()
+    for row, name in zip(rows, run_names([row.run for row in rows]), strict=True):
+        starts = start_rows(row.run.path, read_starts(row.run.path).get(row.run.prefix, ()))
+        found += [{"run": name, **start} for start in starts]
+        if not arguments.json and starts:
+            print("\n".join([*[f"{name}:"] * (len(rows) > 1), *table_of_starts(starts)]))
+    if arguments.json:
+        print(as_strict_json(found))
+    return DIFFERENT if any(row.run.error for row in rows) else OK
 
 
 def _print_runs(arguments: argparse.Namespace) -> int:
     rows = tree(find_runs(arguments.paths))
+    if arguments.starts:
+        return _print_starts(rows, arguments)
     summaries = [row.run for row in rows]
     metrics = main_metrics(summaries, arguments.metrics)
     differences = RunList(summaries).differences() if arguments.differences else {}
@@ -398,7 +426,7 @@ def _print_runs(arguments: argparse.Namespace) -> int:
             of_run["differences"] = {name: values[i] for name, values in differences.items()}
         print(as_strict_json(fields))
     else:  # without a terminal, lines are whole
-        print("\n".join(_lines(_cells(rows, metrics, differences))))
+        print("\n".join(_lines(rows, metrics, differences)))
     complain("runs", *shared_ids(summaries))
     return DIFFERENT if any(run.error for run in summaries) else OK
 

@@ -92,7 +92,9 @@ def test_stale_files_do_not_count(tmp_path, stale, capsys):
     os.utime(tmp_path / "stalls" / "model.0.json", (1.7e9, 1.7e9))
     assert read_stalls(str(tmp_path)) == ([], [])
     assert main(["stalls", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "no process hangs\n"
+    out = capsys.readouterr().out
+    assert out.startswith("no process hangs now\n\nbefore the processes ended, at ")
+    assert "waiting for batch 7" in out
 
 
 def test_a_file_of_another_host_counts_while_it_is_renewed(tmp_path):
@@ -163,7 +165,7 @@ def test_all_runs_below_a_directory(tmp_path, capsys, monkeypatch):
         (tmp_path / run / "starts" / "model.000001.json").write_text("torn")
     assert main(["stalls", str(tmp_path)]) == 2
     out, err = capsys.readouterr()
-    assert (out, err.count("its newest start cannot be read")) == ("no process hangs\n", 3)
+    assert (out, err.count("its newest start cannot be read")) == ("no process hangs now\n", 3)
     write(tmp_path / "a", process=3)
     write(tmp_path / "b", process=0, stall=False)
     write(tmp_path / "c", process=1, kind="call", what="in a call of step 7")
@@ -199,3 +201,20 @@ def test_no_file_is_written_where_another_run_has_taken_the_place(tmp_path):
         assert (tmp_path / "a").exists() == is_taken
     files.finish(None)
     assert read_stalls(str(tmp_path / "a"))[0][0]["what"] == "waiting for batch 7"
+
+
+def test_what_processes_that_have_ended_were_waiting_for(tmp_path, capsys):
+    """Also which thread one of them lacks."""
+    threads = {"MainThread 1": [], "fill 2": [], "pool-1_3 4": []}
+    for process in range(3):
+        lacks = {name: [] for name in threads if process != 1 or name != "fill 2"}
+        write(tmp_path, process=process, processes=3, threads=lacks, what=f"waiting for batch {process}")
+        change(tmp_path / "stalls" / f"model.{process}.json", pid=dead_process())
+    assert main(["stalls", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1:6] for line in lines[4:7]] != []
+    assert all(f"waiting for batch {process}" in "".join(lines) for process in range(3))
+    assert lines[-1] == 'process 1 has no thread "fill"'
+    assert main(["stalls", str(tmp_path), str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["stalls"], len(found["ended"]), len(found["ended"][0]["stalls"])) == ([], 2, 3)

@@ -246,16 +246,18 @@ def test_a_table_is_as_wide_as_the_terminal(width, tmp_path, capsys, monkeypatch
         assert main(["runs", str(tmp_path), *options]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert max(map(len, lines)) <= width
-        assert sum(bool(re.search(r"run-\d{3}", line)) for line in lines) == 12
+        assert sum(bool(re.match(r"\W*run-\d{3}(?!:)", line)) for line in lines) == 12
     assert max(map(len, str(jstep.runs(tmp_path)).splitlines())) <= width
 
 
-def test_reasons_are_cut_before_rows_fold(tmp_path, monkeypatch):
+def test_reasons_are_below_the_table(tmp_path, monkeypatch):
     write_six(tmp_path, RATES, end=["failed", "ValueError: " + "why " * 99], values={"loss": 1.0})
     monkeypatch.setenv("COLUMNS", "100")
     lines = str(jstep.runs(tmp_path)).splitlines()
-    assert len(lines) == 7
-    assert re.search(r"failed: ValueError: why .*… +300/300 +1 +2023-\S+ \S+ +10 s +1×cpu$", lines[1])
+    assert re.search(r"failed +300/300 +1 +2023-\S+ \S+ +10 s +1×cpu$", lines[1])
+    assert max(map(len, lines)) <= 100
+    assert [line.partition(":")[0] for line in lines[7:] if line[0] != " "] == [f"r{i}" for i in range(6)]
+    assert lines[7].startswith("r0: failed: ValueError: why why")
 
 
 @pytest.mark.thorough

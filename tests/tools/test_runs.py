@@ -183,7 +183,7 @@ def test_values_that_are_not_finite(tmp_path, capsys):
     assert found[0].keys() == vars(run).keys() | {"nonfinite"}
     assert cli.main(["runs", str(tmp_path), "--sort", "loss"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["run", "b", "a"]
+    assert [line.split()[0] for line in lines] == ["run", "b", "a", "a:"]
     assert cli.main(["runs", str(tmp_path), "--sort", "less"]) == 2
     assert "--sort less: must be a column or a metric; there are" in capsys.readouterr().err
 

@@ -67,7 +67,7 @@ def test_a_parent_that_was_moved_alone_has_its_new_path(tmp_path):
         assert found["branch"].parent == (f"{tmp_path}/moved/model-5", 5)
         assert found["best"].parent == (f"{tmp_path}/moved/best/best-5", 5)
     names = [line.split()[:2] for line in str(jstep.runs(tmp_path)).splitlines()[1:]]
-    assert names == [["another", "finished"], ["moved", "finished"], ["├─", "best"], ["└─", "branch"]]
+    assert names == [["another", "finished"], ["moved", "(was"], ["├─", "best"], ["└─", "branch"]]
 
 
 def test_a_branch_of_best_checkpoints_that_were_deleted_keeps_their_path(tmp_path):
@@ -158,7 +158,7 @@ def test_metrics_are_chosen_by_name_and_by_pattern(tmp_path, capsys):
 
     def heads(*options):
         assert cli.main(["runs", str(tmp_path), *options]) == 0
-        return capsys.readouterr().out.splitlines()[0].partition(" since")[0].split()[3:]
+        return capsys.readouterr().out.splitlines()[0].partition(" since")[0].split()[4:]
 
     assert heads() == ["loss", "norm"]
     assert heads("--metrics", "val[top1]") == ["val[top1]"], "the name comes before the pattern, which is valt"

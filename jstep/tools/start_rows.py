@@ -1,0 +1,95 @@
+"""The starts of a run as rows: what each began from, did, was given, and how it ended.
+
+`runs --starts`, `diff RUN`, `goodput` and the page show them, and nothing else is computed for any of these.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jstep.core.checks import format_bytes, format_list
+from jstep.record.differences import changes
+from jstep.record.schema import Start
+from jstep.record.starts import original_of, with_card
+from jstep.tools.cli import local_text, local_zone, table
+from jstep.tools.goodput import milliseconds
+from jstep.tools.run_summary import facts_of
+
+SHOWN = 40
+"""How many changes of a start are shown."""
+_NO_CARD = "has no card: what it was given is not known"
+
+
+def start_rows(where: str, starts: Sequence[Start]) -> list[dict[str, Any]]:
+    """Return a row for each start, also of those that cannot be read, whose `problem` says why.
+
+    `changes` are those since the start before it that has a card; None of a first one, and if that is not known.
+    """
+    source, rows = original_of(where, starts), list[dict[str, Any]]()
+    before: Mapping[str, Any] | None = None
+    for start in starts:
+        row = {"prefix": start["prefix"], **facts_of(where, start, source), "problem": start["problem"] or None}
+        row |= dict.fromkeys(("from", "to", "saved", "directory", "milliseconds", "changes", *_MEMORY))
+        if not start["problem"]:
+            first, last = start["step"] or (None, None)
+            saved = start["saved"][-1][0] if start["saved"] else None
+            row |= {"from": first, "to": last, "saved": saved, "directory": start["directory"]}
+            row |= {"milliseconds": milliseconds(start), **{name: start.get(name) for name in _MEMORY}}
+            now: Mapping[str, Any] = with_card(where, start)
+            if not now["card"]:
+                row["problem"] = _NO_CARD
+            else:
+                row["changes"] = None if before is None else changes(before, now).lines
+                programs = now["card"].get("programs") or (before or now)["card"].get("programs")  # none without a step
+                before = {**now, "card": {**now["card"], "programs": programs}}
+        rows.append(row)
+    return rows
+
+
+_MEMORY = ("host_bytes", "host_peak_bytes", "peak_bytes")
+
+
+def changes_of_starts(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Describe what each start changed, in lines."""
+    several = len({row["prefix"] for row in rows}) > 1
+    for row in rows:
+        own, begin = row["changes"], f"{row['prefix']}: " if several else ""
+        if row["problem"]:
+            yield f"{begin}its start {row['number']} {row['problem']}"
+            continue
+        what = "the first start" if own is None else "changed since the start before:" if own else "nothing has changed"
+        yield f"{begin}{local_text(row['began'])}, from step {row['from'] or 0}: {what}"
+        yield from first_lines(own or [])
+
+
+def first_lines(lines: Sequence[str], shown: Sequence[str] | None = None) -> list[str]:
+    others = len(lines) - SHOWN
+    more = [f"and {others} more (--json lists all)"] if others > 0 else []
+    return [f"  {line}" for line in (*(shown or lines[:SHOWN]), *more)]
+
+
+def table_of_starts(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the lines of a table, and below it what has changed, and where the run was before."""
+    parts = [
+        part for part in rows[0]["milliseconds"] or () if any((row["milliseconds"] or {}).get(part) for row in rows)
+    ]
+    cells, notes = list[dict[str, Any]](), list[str]()
+    for row in rows:
+        each = {part: f"{value:.3g}" for part, value in (row["milliseconds"] or {}).items()}
+        sizes = {name: format_bytes(row[name]) if row[name] else None for name in _MEMORY}
+        began = None if row["began"] is None else local_text(row["began"])
+        end = f"{row['status']}: {row['reason'] or ''}"[:60].rstrip(": ")
+        cells.append({**row, **each, **sizes, "began": began, "end": end})
+        if row["problem"]:
+            notes.append(f"start {row['number']} {row['problem']}")
+        elif row["changes"]:
+            notes.append(f"start {row['number']} changed: {format_list(row['changes'], SHOWN, '; ')}")
+    places = dict.fromkeys(row["directory"] for row in rows if row["directory"])
+    if len(places) > 1:
+        notes.append(f"it was in {format_list(list(places), SHOWN, ', then in ')}")
+    names = ["number", "began", "from", "to", "end", "saved", *parts]
+    heads = {
+        "start" if name == "number" else f"began ({local_zone()})" if name == "began" else name: name for name in names
+    }
+    heads |= {"host now": "host_bytes", "host most": "host_peak_bytes", "device most": "peak_bytes"}
+    in_ms = [f"milliseconds a step: {', '.join(parts)}"] * bool(parts)
+    return [*table(heads, cells, left=2), *in_ms, *notes]
