@@ -1,4 +1,4 @@
-"""The section "SAC": its updates against a plain loop, its targets, and killed runs with the buffer on the host."""
+"""The section "SAC": its updates against a plain loop, and its targets."""
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ PAGE, SECTION = DOCS / "recipes" / "dqn.md", "SAC"
 
 @pytest.fixture(scope="module")
 def page():
-    """The names of the first block, and of those with the updates and the environments."""
-    definitions = [block.code for block in blocks_of(PAGE, SECTION)[:3]]
+    """The names of the blocks with the losses and the updates."""
+    definitions = [block.code for block in blocks_of(PAGE, SECTION)[:2]]
     return run_page(PAGE, lambda code: code if code in definitions else "", SECTION)
 
 
@@ -31,7 +31,7 @@ def adam(slots, grads, rate=1e-3):
 
 
 def plain_updates(page, params, batches, noise):
-    """The updates of a step, one after the other, each with its own Adam and the targets by hand."""
+    """The updates of several steps, one after the other, each with its own Adam and the targets by hand."""
     targets, slots = params["critic"], {}
     for name in params:
         zeros = jax.tree.map(jnp.zeros_like, params[name])
@@ -57,19 +57,22 @@ def plain_updates(page, params, batches, noise):
 
 
 def test_the_updates_of_a_step_are_those_of_a_plain_loop(page, standard):
-    rng, rows = np.random.default_rng(0), (page["UPDATES"], page["ROWS"])
+    rng, steps = np.random.default_rng(0), page["UPDATES"]
     shapes = {"seen": (3,), "action": (1,), "reward": (), "after": (3,)}
+    rows = (steps, page["ROWS"])
     batches = {name: rng.normal(size=(*rows, *shape)).astype(np.float32) for name, shape in shapes.items()}
-    params, key = page["init_params"](jax.random.key(0)), jax.random.key(3)
-    noise = jax.random.normal(key, (page["UPDATES"], 2, page["ROWS"], 1))
+    params = page["make_params"](jax.random.key(0))
+    keys = [jax.random.fold_in(page["KEY"], step) for step in range(steps)]
+    noise = jnp.stack([jax.random.normal(key, (2, page["ROWS"], 1)) for key in keys])
     expected, targets = plain_updates(page, params, batches, noise)
 
-    state = jstep.TrainState.create(params, page["optimizer"])
-    state, _ = jax.jit(page["learn"])(state, batches, key)
+    state, learn = jstep.TrainState.create(params, page["optimizer"]), jax.jit(page["learn"])
+    for step in range(steps):
+        state, _ = learn(state, {name: x[step] for name, x in batches.items()})
     found = jstep.averaged_params(state, "critic/target")
-    assert int(state.global_step) == 1
-    ages = {name: 1 - int(state.slots[f"{name}/start_step"]) for name in params}
-    assert ages == dict.fromkeys(params, page["UPDATES"])
+    assert int(state.global_step) == steps
+    ages = {name: steps - int(state.slots[f"{name}/start_step"]) for name in params}
+    assert ages == dict.fromkeys(params, steps)
     for one, other in ((state.params, expected), (found["critic"], targets), (found["actor"], expected["actor"])):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5), one, other)
     moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), targets, params["critic"])
