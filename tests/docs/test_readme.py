@@ -15,7 +15,7 @@ import jstep
 README = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
 
 
-(PROGRAM,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PROGRAM, LOOP = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 @pytest.mark.thorough(except_for=["100"])
@@ -33,6 +33,25 @@ def test_the_program_learns(last_step, loss, tmp_path, monkeypatch):
             assert names["evaluate"](names["state"])["loss"] < loss
         assert jstep.global_step(names["state"]) == last_step
     assert jstep.latest_checkpoint("runs/images").endswith(f"model-{last_step}")
+
+
+def test_the_loop_prunes_and_learns(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("sklearn")
+    definitions, _ = PROGRAM.split("state = jstep.train(")
+    loop = LOOP
+    for old, new in {"10_000": "40", "1000": "20", "5000": "20"}.items():
+        assert loop.count(old) == 1
+        loop = loop.replace(old, new)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        exec(compile(definitions + loop, "README.md", "exec"), names)
+        run = names["run"]
+        assert names["evaluate"](run.state)["loss"] < 2.3
+    assert run.step == jstep.global_step(run.state) == 40
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["20", "40"]
+    assert (names["pruned"]["w"] == 0).any()
+    assert jstep.latest_checkpoint("runs/loop").endswith("model-40")
 
 
 def test_the_program_is_read_in_half_a_minute():
