@@ -52,7 +52,7 @@ class CartPoles:
 
 
 class Buffer:
-    """The newest rows, in arrays. Its arguments are one row: `Buffer(8192, seen=np.zeros(4, np.float32), done=False)`."""
+    """The newest rows, in arrays; its arguments are one row: `Buffer(8192, seen=np.zeros(4), done=False)`."""
 
     def __init__(self, capacity, **row):
         self.count = 0

@@ -18,7 +18,7 @@ PROGRAMS = {
     "wgan": ("gan", "WGAN with five critic steps"),
 }
 ORIGINALS = pathlib.Path(__file__).parent / "originals"
-UNLISTED = {"dqn": ("dqn", "DQN"), "ppo": ("ppo", "PPO")}
+UNLISTED = {"dqn": ("dqn", "On the device"), "ppo": ("ppo", "PPO")}
 """Programs whose originals are compared, but not shown with their numbers."""
 NUMBER = re.compile(r"-?\d+\.?\d*")
 
