@@ -1,23 +1,22 @@
-"""Recipes of reinforcement learning: environments that are killed."""
+"""Pages with environments on the host: programs that are killed."""
 
 import pytest
 from killed import assert_same_bits_after_kills
 from pages import DOCS, EXAMPLES, blocks_of
 
-RECIPES = DOCS / "recipes"
-
 
 @pytest.mark.thorough
-def test_environments_on_the_host_are_killed_and_end_with_the_same_bits(tmp_path):
-    definitions, training, *_ = blocks_of(RECIPES / "reinforcement-learning.md", "Environments on the host")
-    code = definitions.code + training.code
+def test_ppo_in_a_loop_is_killed_and_ends_with_the_same_bits(tmp_path):
+    """Its iterations take 16 steps, so most saves are due within one."""
+    code = blocks_of(DOCS / "from" / "loops.md", "CleanRL")[0].code
     for old, new in {
-        "DISCOUNT, LAST_STEP = 16, 32, 0.99, 600": "DISCOUNT, LAST_STEP = 16, 32, 0.99, 120",
-        "save_checkpoint_steps=50": "save_checkpoint_steps=10",
-        'train("runs/host")': "train(sys.argv[1])",
+        "PUSHES, EPOCHS, MINIBATCHES = 40, 16, 128, 4, 4": "PUSHES, EPOCHS, MINIBATCHES = 20, 16, 32, 4, 4",
+        "checkpoint_dir=directory": "checkpoint_dir=directory, save_checkpoint_steps=10",
+        'train("runs/ppo")': "train(sys.argv[1])",
     }.items():
         assert code.count(old) == 1
         code = code.replace(old, new)
-    program = f"import sys\nsys.path.insert(0, {str(EXAMPLES)!r})\n{code}\nprint(jstep.fingerprint(state))"
+    imports = "import sys, jax, jax.numpy as jnp, jstep, numpy as np"
+    program = f"{imports}\nsys.path.insert(0, {str(EXAMPLES)!r})\n{code}\nprint(jstep.fingerprint(state))"
 
     assert_same_bits_after_kills(program, tmp_path)
