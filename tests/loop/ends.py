@@ -12,7 +12,7 @@ import jstep
 from jstep.hooks.run_hook import RunHook
 from jstep.loop import signals
 
-PHASES = "start", "waiting", "compiling", "call", "hook", "evaluation", "save", "closing"
+PHASES = "start", "waiting", "compiling", "call", "hook", "body", "evaluation", "save", "closing"
 STOPS = "SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "stop_secs"
 AT, LAST = 5, 8
 """The step at which it comes, except in `start` and `closing`, and the last one."""
@@ -126,11 +126,15 @@ def run(phase, what, directory):
     if what == "a hang":
         hooks.append(jstep.StallHook(warn_secs=0.3, exit_secs=1.0))
     step = jstep.minimize(loss_fn, optimizer)
-    return jstep.train(
+    with jstep.Run(
         step, jstep.TrainState.create({"w": jnp.float32(0)}, optimizer), Loader(comes), LAST, hooks=hooks,
         checkpoint_dir=directory, save_checkpoint_secs=None, save_checkpoint_steps=AT if phase == "save" else None,
         stop_secs=1000.0 if what == "stop_secs" else None, log_steps=None, progress=False,
-    )  # fmt: skip
+    ) as loop:  # fmt: skip
+        for number in loop:
+            if number == AT:
+                comes.at("body")
+    return loop.state
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ SAVED = {
     "compiling": ([5], [5], []),
     "call": ([6], [], []),
     "hook": ([5], [5], [5]),
+    "body": ([5], [5], [5]),
     "evaluation": ([5], [5], [5]),
     "save": ([5], [], []),
     "closing": ([8], [8], [8]),
@@ -76,5 +77,6 @@ def test_the_table_has_each_cell():
     head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     assert len(head) == 5
     assert [row[0] for row in rows] == ["start", "waiting for a batch", "compiling", "in a call", "in a hook",
-                                        "in an evaluation", "in a save", "closing"]  # fmt: skip
+                                        "in the body of a loop", "in an evaluation", "in a save",
+                                        "closing"]  # fmt: skip
     assert all(len(row) == 5 and all(row) for row in rows)

@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 import pytest
-from loop_runs import Calls, make_state, train
+from loop_runs import Calls, train
 
 import jstep
 
@@ -92,17 +92,3 @@ def test_the_state_is_read_once_and_after_begin(tmp_path):
     hook = Opens()
     train(3, hooks=[hook], checkpoint_dir=tmp_path)
     assert hook.value["rows"].tolist() == [1, 1, 1]
-
-
-def test_states_of_earlier_versions_are_read(tmp_path):
-    """Jstep 0.3 wrote plain JSON, whose dicts with one key may look like tags."""
-    value = {"$array": [1, {"x": None}]}
-    record = {"key": "Keeps", "class": f"{__name__}.Keeps", "is_given": False, "state": value}
-    inner = record | {"key": "KeepsCallback", "class": f"{__name__}.KeepsCallback"}
-    outer = {"key": "EvaluationHook(eval)", "class": "jstep.EvaluationHook", "is_given": False}
-    outer["state"] = {"step": 2, "owed": None, "then": [inner]}
-    with jstep.Saver(tmp_path) as saver:
-        saver.save(make_state(2), extra={"hooks": [record, outer]})
-    hook, callback = Keeps(), KeepsCallback()
-    train(3, hooks=[hook, evaluation(callback)], checkpoint_dir=tmp_path)
-    assert hook.value == callback.value == value

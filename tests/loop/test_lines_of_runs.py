@@ -85,6 +85,7 @@ def run(folder, last_step=6, *, step=STEP, state=None, batches=DATA, **options):
 MASKED = {
     *("time", "pid", "began", "versions", "environment", "devices", "settings", "hash", "sharding"),
     *("argv", "directory", "logdir", "process", "run", "since", "wall", "now", "values"),
+    *("host_bytes", "host_peak_bytes", "computing"),
 }
 
 
