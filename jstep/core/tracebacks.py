@@ -49,24 +49,25 @@ def shortens_tracebacks(fn: Callable[_P, _T], instead: Mapping[str, str] = {}) -
         try:
             return fn(*args, **kwargs)
         except BaseException as error:
-            other = error.__context__ if _is_of_contextlib(error) else None
+            original = original_error(error)
             explain_jax(error)
-            shorten(other or error)
-            if other is not None:
-                raise other from None
+            shorten(original)
+            if original is not error:
+                raise original from None
             raise  # without another frame
 
     return call
 
 
-def _is_of_contextlib(error: BaseException) -> bool:
-    """Whether `contextlib` raised an error when it set the traceback of another, whose class takes no attributes."""
+def original_error(error: BaseException) -> BaseException:
+    """Return the error whose traceback `contextlib` could not set, as its class takes no attributes, or this one."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-2:]
-    return (
+    is_of_contextlib = (
         bool(frames)
         and frames[-1].f_code.co_name == "__setattr__"
         and frames[0].f_code.co_filename == contextlib.__file__
     )
+    return error.__context__ if is_of_contextlib and error.__context__ is not None else error
 
 
 def shorten(error: BaseException) -> None:

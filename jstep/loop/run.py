@@ -32,7 +32,7 @@ from jstep.core.logs import WARNED, log_to_stderr
 from jstep.core.meshes import mesh_of, overriding_mesh
 from jstep.core.secret_text import error_text
 from jstep.core.stopwatch import HOOKS, SAVING, STARTING, STEPPING
-from jstep.core.tracebacks import shorten, shortens_tracebacks
+from jstep.core.tracebacks import original_error, shorten, shortens_tracebacks
 from jstep.data.batch_placement import over_axes
 from jstep.data.loaders import check_batches
 from jstep.data.loop_batches import LoopBatches
@@ -76,6 +76,19 @@ _SHORT = 1e-4
 
 _Kind: TypeAlias = type[BaseException] | None
 _Trace: TypeAlias = TracebackType | None
+
+
+class _Failures(contextlib.AbstractContextManager[None]):
+    """Keeps the error that ends a run, in case the block of the user swallows it."""
+
+    latest: BaseException | None = None
+
+    def __exit__(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
+        if error is None or isinstance(error, GeneratorExit):
+            return
+        self.latest = original_error(error)
+        if self.latest is not error:
+            raise self.latest from None
 
 
 class Run(Generic[P]):
@@ -188,7 +201,7 @@ class Run(Generic[P]):
         self._iterator: Generator[int, None, None] = (step for step in range(0))
         self._last = LoopState(0, None)
         self._has_steps = self._is_stopped = self._is_finished = self._is_handled = False
-        self._failure: BaseException | None = None
+        self._failures = _Failures()
 
     # What a loop uses.
 
@@ -261,7 +274,7 @@ class Run(Generic[P]):
         run.calling = None
         run.watch.switch(STARTING if run.at.step == run.first else STEPPING)
         self._batches.passed.append(args)
-        with self._keeping_failure():
+        with self._failures:
             self._take(next(run.feeder))
         run.calling = BODY
         run.watch.switch(run.watch.waiting)
@@ -299,7 +312,8 @@ class Run(Generic[P]):
 
     @shortens_tracebacks
     def __exit__(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
-        failure, self._failure, stack = self._failure, None, self._stack
+        failure, stack = self._failures.latest, self._stack
+        self._failures.latest = None
         if stack is None or self._owner[0] != os.getpid():  # the body has forked; the run is that of the parent
             return
         if error is not None:
@@ -381,8 +395,8 @@ class Run(Generic[P]):
         run, watch, clock = self._context, self._context.watch, self._context.watch.clock
         last_step, interval, runner = run.options.stop_step, run.body_interval, self._runner
         assert runner is not None
-        with self._keeping_failure():
-            with self._until_stopped():
+        with self._failures:
+            try:
                 for chunk in self._begin_steps():
                     step = self._take(chunk)
                     if interval is None or step % interval == 0 or run.is_at_last:
@@ -395,6 +409,8 @@ class Run(Generic[P]):
                     is_quiet = run.signals.received is None and run.stopped_by is None and run.signals.is_alone
                     if not (is_quiet and step < runner.next_save and step < last_step) and not self._resumes():
                         break
+            except StopWaiting:
+                self._is_stopped = True
             if self._has_ended_between(interval):  # the batches have ended
                 run.calling = BODY
                 with watch.part(HOOKS):
@@ -405,19 +421,18 @@ class Run(Generic[P]):
     def _push(self) -> Generator[int, None, None]:
         """Yield iterations to a body that makes the batches; it takes any number of steps in each."""
         run = self._context
-        with self._keeping_failure():
-            with self._until_stopped():
-                self._begin_steps()
-                resumes = self._has_steps
-                while resumes:
-                    run.feeder.position.begin_iteration()
-                    run.calling = BODY
-                    run.watch.switch(run.watch.waiting)
-                    yield run.at.step
-                    if self._failure is not None:  # the body has swallowed it
-                        return
-                    self._end_iteration()
-                    resumes = self._resumes()
+        with self._failures:
+            self._begin_steps()
+            resumes = self._has_steps
+            while resumes:
+                run.feeder.position.begin_iteration()
+                run.calling = BODY
+                run.watch.switch(run.watch.waiting)
+                yield run.at.step
+                if self._failures.latest is not None:  # the body has swallowed it
+                    return
+                self._end_iteration()
+                resumes = self._resumes()
             self._finish()
 
     def _begin_steps(self) -> Iterable[Chunk]:
@@ -466,25 +481,6 @@ class Run(Generic[P]):
         run.calling = None
         run.watch.switch(STARTING if run.at.step == run.first else STEPPING)
         run.feeder.position.end_iteration()
-
-    @contextlib.contextmanager
-    def _until_stopped(self) -> Iterator[None]:
-        try:
-            yield
-        except StopWaiting:
-            self._is_stopped = True
-
-    @contextlib.contextmanager
-    def _keeping_failure(self) -> Iterator[None]:
-        """Keep what ended the run, in case the block swallows it."""
-        try:
-            yield
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            self._failure = error
-            self._context.calling = self._context.calling if self._context.calling is not BODY else None
-            raise
 
     # The end.
 
