@@ -14,7 +14,7 @@ from jstep.checkpoint.array_writer import FILES, LARGEST, Wait, array_path
 from jstep.checkpoint.leaf_records import shape_and_dtype
 from jstep.checkpoint.manifest import CorruptedError, Leaf
 from jstep.core.placement import ShardBounds, local_parts, place, slices
-from jstep.stores.objects import LostError, TruncatedError, redact
+from jstep.stores.objects import LostError, redact
 
 _IN_FLIGHT = 2**30
 """Bytes to read ahead of the array that is being placed."""
@@ -151,7 +151,7 @@ class ArrayReader:
         """Return the result of a future for an array, or None if it is corrupted."""
         try:
             return self._wait(future, nbytes)
-        except (ValueError, LostError, TruncatedError) as error:
+        except (ValueError, LostError) as error:
             text = str(error)
             if text.startswith(_UNAVAILABLE) or "OS error" in text:
                 raise

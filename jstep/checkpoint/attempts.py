@@ -9,17 +9,15 @@ With one process, the database is directly in the attempt, else below `ocdbt.pro
 leaves an attempt, which the next save removes.
 """
 
-import abc
 import dataclasses
 import errno
-import json
 import logging
 import math
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from jstep.checkpoint.listing import COMMITTED, COMMITTED_TEXT, in_folder
 from jstep.checkpoint.manifest import CheckpointError
@@ -30,34 +28,29 @@ OUTCOME_SECS = 1800.0
 """Seconds that the others wait for the outcome: the first process may have much more to write."""
 PEER_SECS = 120.0
 """Seconds that the first process waits for the others, plus ten times the time of its own part."""
-_FAILURE = "failed.json"
-"""The file in which the first process reports a failed save to the others."""
+_FAILURE = "failed.txt"
+"""The file in which a process reports a failed save to the others."""
 _logger = logging.getLogger("jstep")
 
 
-class AttemptFolder(abc.ABC):
+class AttemptFolder(Protocol):
     """Where an attempt is written: a folder, or the objects below a URL. Keys are relative to it."""
 
-    def begin(self) -> None:  # noqa: B027  a directory is renamed to under its lock
+    def begin(self) -> None:
         """Note what this attempt replaces; called on the first process."""
 
-    @abc.abstractmethod
     def at(self, key: str) -> str:
         """Return the path or URL of a key."""
 
-    @abc.abstractmethod
     def base(self, key: str) -> dict[str, Any]:
         """Return tensorstore's JSON for the database below a key, which ends with a slash or is empty."""
 
-    @abc.abstractmethod
     def read(self, key: str) -> bytes | None:
         """Read a small file; None if it is missing."""
 
-    @abc.abstractmethod
     def write(self, key: str, data: bytes) -> object:
         """Write a new file, and flush its content."""
 
-    @abc.abstractmethod
     def publish(self, key: str, data: bytes) -> object:
         """Write a file that others wait for, atomically."""
 
@@ -73,6 +66,9 @@ class AttemptFolder(abc.ABC):
 class LocalFolder(AttemptFolder):
     def __init__(self, path: str) -> None:
         self._path = path
+
+    def begin(self) -> None:
+        """Do nothing: the folder is renamed under the claim."""
 
     def at(self, key: str) -> str:
         return os.path.join(self._path, key) if key else self._path
@@ -135,7 +131,7 @@ class Attempt:
 
     def run(self) -> None:
         """Write this process's part; then the first process commits all parts, and the others wait for it."""
-        began = time.monotonic()
+        began, nbytes = time.monotonic(), sum([math.prod(one.part) * one.dtype.itemsize for one in self.arrays])
         try:
             if self.process == 0:
                 self.place.begin()
@@ -143,13 +139,9 @@ class Attempt:
             if self.process == 0:
                 self._commit_all(names, time.monotonic() - began)
         except BaseException as error:
-            explained = _explained(error, self.place.at(""), self.arrays)
+            explained = _explained(error, self.place.at(""), nbytes)
             self._report(f"{type(explained).__name__}: {explained}"[:300])
-            if explained is error:
-                raise
-            raise explained from error
-        finally:
-            self.arrays.clear()
+            raise explained from error.__cause__
         if self.process:
             self._wait_for_first()
 
@@ -158,6 +150,7 @@ class Attempt:
 
         names = [array.name for array in self.arrays]
         own = [*self.arrays, *(array_writer.file_array(name, file.read()) for name, file in self.files.items())]
+        self.arrays.clear()
         key = folder_of(self.process) if self.count > 1 else ""
         root = array_writer.write(self.place.base(key), own, self.place.wait, first=self.process == 0)
         if root is not None:
@@ -165,8 +158,8 @@ class Attempt:
         for file in self.files.values():
             file.written()
         if self.count > 1:
-            self.place.finish(folder_of(self.process))
-            self.place.publish(part_key(self.process), json.dumps({"attempt": self.name}).encode())
+            self.place.finish(key)
+            self.place.publish(part_key(self.process, self.name), b"")
         return names
 
     def _commit_all(self, names: Sequence[str], took: float) -> None:
@@ -175,44 +168,40 @@ class Attempt:
         until = time.monotonic() + PEER_SECS + 10 * took
         for process in range(1, self.count):
             self._wait_for_part(process, until)
-        if self.count > 1:
-            root = array_writer.merge(self.place.base(""), map(folder_of, range(self.count)), self.place.wait)
-            if root is not None:
-                self.place.write(array_writer.ROOT, root)
         # Orbax ignores a checkpoint in a bucket without the last one.
-        for name, data in {**array_writer.description(names, self.saved_at), COMMITTED: COMMITTED_TEXT}.items():
+        files = {**array_writer.description(names, self.saved_at), COMMITTED: COMMITTED_TEXT}
+        keys, base = map(folder_of, range(self.count)), self.place.base("")
+        root = array_writer.merge(base, keys, self.place.wait) if self.count > 1 else None
+        for name, data in (files if root is None else {array_writer.ROOT: root, **files}).items():
             self.place.write(name, data)
         self.commit(self.place.finish())
 
     def _wait_for_part(self, process: int, until: float) -> None:
         for _ in _pauses(until):
-            part = self._read_json(part_key(process))
-            if part is not None and "failed" in part:
-                raise CheckpointError(f"process {process}: {part['failed']}")
-            if part is not None:
+            self._raise_failure_of(process)
+            if self.place.read(part_key(process, self.name)) is not None:
                 return
-        raise CheckpointError(f"{self.place.at(part_key(process))}: process {process} has not written")
+        raise CheckpointError(f"{self.place.at(folder_of(process))}: process {process} has not written")
 
     def _wait_for_first(self) -> None:
         for _ in _pauses(time.monotonic() + OUTCOME_SECS):
-            failure, part = self._read_json(_FAILURE), self.place.read(part_key(self.process))
+            own = self.place.read(part_key(self.process, self.name))
+            self._raise_failure_of(0)
             if self.is_committed():
                 return
-            if failure is not None or part is None:  # the first process has removed it, and it is not committed
-                raise CheckpointError(f"on the first process: {(failure or {'failed': 'see its error'})['failed']}")
+            if own is None:
+                raise CheckpointError(f"{self.place.at('')}: the first process has removed it; see its error")
         raise CheckpointError(f"{self.place.at('')}: the first process has not reported the outcome")
 
-    def _read_json(self, key: str) -> Any:
-        data = self.place.read(key)
-        return None if data is None else json.loads(data)
+    def _raise_failure_of(self, process: int) -> None:
+        if (text := self.place.read(f"{folder_of(process)}{_FAILURE}")) is not None:
+            raise CheckpointError(f"process {process}: {text.decode()}")
 
     def _report(self, text: str) -> None:
         if self.count == 1:
             return
         try:
-            self.place.publish(
-                part_key(self.process) if self.process else _FAILURE, json.dumps({"failed": text}).encode()
-            )
+            self.place.publish(f"{folder_of(self.process)}{_FAILURE}", text.encode(errors="replace"))
         except OSError as error:
             _logger.warning("the failure of %s could not be reported to other processes: %s", self.place.at(""), error)
 
@@ -221,13 +210,9 @@ def folder_of(process: int) -> str:
     return f"ocdbt.process_{process}/"
 
 
-def part_key(process: int) -> str:
-    return f"{folder_of(process)}part.json"
-
-
-def is_part_of(data: bytes | None, attempt: str) -> bool:
-    """Return whether a part, which may not exist, is one of an attempt."""
-    return data is not None and json.loads(data).get("attempt") == attempt
+def part_key(process: int, attempt: str) -> str:
+    """Return the key of the part of a process: an empty file, which has the name of the attempt."""
+    return f"{folder_of(process)}part.{attempt}"
 
 
 def _pauses(until: float) -> Iterator[None]:
@@ -239,12 +224,11 @@ def _pauses(until: float) -> Iterator[None]:
         pause = min(1.0, 1.5 * pause)
 
 
-def _explained(error: BaseException, path: str, arrays: Sequence[Any]) -> BaseException:
+def _explained(error: BaseException, path: str, nbytes: int) -> BaseException:
     """Return an error that says how much a full disk lacks; tensorstore's errors have no numbers."""
     full = (errno.ENOSPC, errno.EDQUOT)
     number = next((number for number in full if os.strerror(number) in str(error)), None)
     if number is None or not isinstance(error, OSError | ValueError) or not os.path.isabs(path):
         return error
-    needed = sum(math.prod(array.part) * array.dtype.itemsize * len(array.values) for array in arrays)
     free = format_bytes(shutil.disk_usage(os.path.dirname(path)).free)
-    return OSError(number, f"{os.strerror(number)} ({format_bytes(needed)} needed, {free} free)", path)
+    return OSError(number, f"{os.strerror(number)} ({format_bytes(nbytes)} needed, {free} free)", path)

@@ -51,12 +51,10 @@ class Contents:
         found: dict[str, str] = {}
         for name, data in expected.items():
             try:
-                read = self.read_small(name)
+                if (read := self.read_small(name)) != data:
+                    found[name] = "missing" if read is None else "its content differs from what was written"
             except OSError as error:
                 found[name] = f"cannot be read: {error.strerror or error}"
-                continue
-            if read != data:
-                found[name] = "missing" if read is None else "its content differs from what was written"
         return found
 
     @functools.cached_property

@@ -116,12 +116,11 @@ class DirectoryStore(Store):
             self._failed = None
 
         def is_committed() -> bool:
-            part = os.path.join(path, attempts.part_key(process))
-            return attempts.is_part_of(attempts.read_file(part), temporary)
+            return os.path.exists(os.path.join(path, attempts.part_key(process, str(commit.number))))
 
         folder, own = attempts.LocalFolder(temporary), array_writer.take(arrays)
         attempt = attempts.Attempt(
-            folder, temporary, process, count, commit.saved_at, own, files, commit_folder, is_committed
+            folder, str(commit.number), process, count, commit.saved_at, own, files, commit_folder, is_committed
         )
         self._write = Write(temporary, attempt.run, "jstep-save")
         self._is_cleaned = True

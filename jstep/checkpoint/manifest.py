@@ -17,6 +17,10 @@ from jstep.stores.files import decode_json
 MANIFEST_FILE = "manifest.json"
 FORMAT = 2
 """The format, which began with jstep 0.4; earlier versions wrote format 1."""
+_OTHER_FORMATS = {
+    1: "restore it with that version and write its arrays with jstep.save_weights; save what jstep.load_weights reads"
+}
+"""What to do with checkpoints of other formats."""
 _LARGEST = 2**58  # elements of any dtype that NumPy can index, even if an axis has none
 _DEEPEST = 100  # levels of nesting; Python parses JSON recursively, and the stack may be deep already
 _SEAL = ',\n "crc32": "'
@@ -236,21 +240,14 @@ def decode(data: bytes) -> Manifest:
         if (loaded := decode_json(body + b"\n}")) is None:
             raise ValueError("it is not JSON, or is nested too deeply")
         if loaded["format"] != FORMAT:
-            raise UnsupportedFormatError(_unsupported(loaded["format"], _word(loaded["jstep"])))
+            raise UnsupportedFormatError(
+                f"format {format_value(loaded['format'], 50)}, written by jstep {_word(loaded['jstep'])}, but this "
+                f"version reads format {FORMAT}: {_OTHER_FORMATS.get(loaded['format'], 'read it with that version')}"
+            )
         return _valid_manifest(loaded)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         reason = f"{type(error).__name__}: {error}"[:200]
         raise CheckpointError(f"its checksum is correct, but its content is not what jstep writes ({reason})") from None
-
-
-def _unsupported(number: object, version: str) -> str:
-    found = f"format {format_value(number, 50)}, written by jstep {version}, but this version reads format {FORMAT}"
-    if number == 1:
-        return (
-            f"{found}, which began with jstep 0.4: restore it with jstep {version} and write its arrays with "
-            "jstep.save_weights; then save what jstep.load_weights reads"
-        )
-    return f"{found}: read it with that version of jstep"
 
 
 def _valid_manifest(loaded: Mapping[str, Any]) -> Manifest:

@@ -88,8 +88,7 @@ class Store(abc.ABC):
         contents = self.contents(path, manifest)
         problems = contents.find_corruption()
         wrong = dict(contents.find_wrong_sizes()) | (contents.find_unused_corruption() if every else {})
-        unread = frozenset[str]() if every else UNUSED
-        return problems + [f"{path}/{name}: {why}" for name, why in wrong.items() if name not in unread]
+        return problems + [f"{path}/{name}: {why}" for name, why in wrong.items() if every or name not in UNUSED]
 
     def warn_of_unused(self, path: str, manifest: Manifest) -> None:
         """Log the corrupted files that nothing reads."""

@@ -139,11 +139,7 @@ class Objects:
     # Operations.
 
     def read(self, key: str) -> ReadResult:
-        return self.start_read(key).read()
-
-    def start_read(self, key: str, start: int = 0, stop: int | None = None) -> PendingOperation:
-        nbytes = 0 if stop is None else stop - start
-        return self._begin("read", key, lambda kv: kv.read(key, byte_range=slice(start, stop)), nbytes)
+        return self._begin("read", key, lambda kv: kv.read(key)).read()
 
     def write(self, key: str, data: bytes) -> bytes:
         return self.start_write(key, data).stamp()
@@ -343,12 +339,8 @@ class BusyError(StoreError):
     """A store accepted no request for half a minute (429 and 5xx)."""
 
 
-class TruncatedError(StoreError):
-    """An object is shorter than the requested range of bytes."""
-
-
 class LostError(StoreError):
-    """Objects are missing, or their content is not what was written."""
+    """Objects are missing or truncated, or their content is not what was written."""
 
 
 def translate_error(error: Exception, verb: str, url: str) -> OSError:
@@ -361,7 +353,7 @@ def translate_error(error: Exception, verb: str, url: str) -> OSError:
     code = next((code for code in (*_KEYS, *_REGION, "NoSuchBucket") if code in text), "")
     details = f"HTTP {status} {code}".strip()
     if status == 416 or text.startswith("OUT_OF_RANGE"):
-        return TruncatedError(f"{url}: it is shorter than it was")
+        return LostError(f"{url}: OUT_OF_RANGE: it is shorter than it was")
     if verb == "read" and text.startswith(("DATA_LOSS", "NOT_FOUND")) and not code:
         return LostError(f"{what}: {redact(text)}")
     if code in _REGION or status in (301, 307):

@@ -11,7 +11,7 @@ from jstep.checkpoint.manifest import CorruptedError, UnsupportedFormatError
 from jstep.checkpoint.reading import GoneError
 from jstep.slots.matching import NoGradientsError
 from jstep.stores.files import ForeignFileError
-from jstep.stores.objects import BusyError, StoreError, TruncatedError
+from jstep.stores.objects import BusyError, LostError, StoreError
 from jstep.stores.tagged_arrays import UnsupportedError
 
 ERRORS = [
@@ -27,7 +27,7 @@ ERRORS = [
     jstep.CancelledError("c"),
     StoreError(28, "No space left on device", "gs://bucket/model-1"),
     BusyError("b"),
-    TruncatedError("t"),
+    LostError("t"),
     UnsupportedError("u", "['epoch']"),
     ForeignFileError("f"),
     GoneError("g"),

@@ -66,8 +66,8 @@ def test_each_writes_its_shards_and_failures_are_shared(gcs):
     assert jstep.Saver("gs://bkt/run").all_steps() == [1, 2, 4]
     assert gcs.keys("run/model-3/") == [], "the next save has deleted its objects"
     last = gcs.keys("run/model-1/")
-    parts = {re.sub(r"run/model-1/(data[^/]*/)?(.*?)(/d/.*)?$", r"\2", key) for key in last}
-    assert parts >= {f"ocdbt.process_{i}{name}" for i in (0, 1) for name in ("", "/part.json", "/manifest.ocdbt")}
+    parts = {re.sub(r"run/model-1/(data[^/]*/)?(.*?)(/d/.*|\.data\..*)?$", r"\2", key) for key in last}
+    assert parts >= {f"ocdbt.process_{i}{name}" for i in (0, 1) for name in ("", "/part", "/manifest.ocdbt")}
     assert parts >= {"manifest.json", "manifest.ocdbt", "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt"}
     params = {"w": jnp.zeros((8, 8)), "b": jnp.zeros(8)}
     optimizer = jstep.with_moving_average(jstep.adam(0.02), jstep.ExponentialMovingAverage(0.9))

@@ -125,12 +125,12 @@ def test_commands_do_not_import_jax(run_without_jax):
         **{f"{name} --help": f"jstep {name}" for name in COMMANDS},
         "--version": f"jstep {jstep.__version__}",
         "inspect run": "model-3",
-        "inspect run --verify": "as written",
         "goodput run": "3 steps in",
         "events log": "loss = ",
         "events log --name loss": "loss",
         "runs run": "finished",
         "report run -o log/page.html": "page.html: ",
+        "inspect run --verify": "as written",
         "inspect run/model-3": "step 3",
     }
     found = run_commands(run_without_jax, *expected)
