@@ -119,8 +119,8 @@ def _to_host(own: Sequence[OwnParts]) -> list[OwnParts]:
     places = [(i, j) for i, array in enumerate(own) for j in range(len(array.values))]
     places = [(i, j) for i, j in places if isinstance(own[i].values[j][1], jax.Array)]
     data = [own[i].values[j][1] for i, j in places]
-    device = next(iter(data[0].devices()))
-    if any(memory.kind == "pinned_host" for memory in device.addressable_memories()):
+    devices = {device for values in data for device in values.devices()}
+    if all("pinned_host" in {memory.kind for memory in device.addressable_memories()} for device in devices):
         pinned = [values.sharding.with_memory_kind("pinned_host") for values in data]
         copies = jax.device_put(data, pinned, may_alias=False)  # of what is there already, too
     else:

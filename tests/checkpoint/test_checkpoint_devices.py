@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from processes import free_address
 
 import jstep
+from jstep.checkpoint import array_writer
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.saver import Saver
 
@@ -240,3 +241,25 @@ def test_two_processes(tmp_path):
         assert saver.restore(step=2)["params"]["w"].tolist() == [2 + i for i in range(8)]
         assert saver.restore(step=2)["params"]["shared"].tolist() == [0, 1, 2, 3]
     assert latest_checkpoint(tmp_path) == str(tmp_path / "model-2")
+
+
+def test_arrays_that_are_not_read_in_place(tmp_path, monkeypatch):
+    """As on accelerators: replicas are divided on the devices, and copied to pinned memory; the state is donated."""
+    monkeypatch.setattr(array_writer, "is_read_in_place", lambda sharding: False)
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    values = {
+        name: jax.device_put(jnp.arange(64.0).reshape(8, 8) + i, NamedSharding(mesh, spec))
+        for i, (name, spec) in enumerate({"all": P(), "rows": P("x"), "both": P("x", "y")}.items())
+    }
+    values["pinned"] = jax.device_put(values["rows"], values["rows"].sharding.with_memory_kind("pinned_host"))
+    values["odd"] = jax.device_put(jnp.arange(7.0), NamedSharding(mesh, P()))
+    values["one"] = jnp.arange(5.0)
+    expected = {name: np.array(value) for name, value in values.items()}
+    parts = {part.name: part.part for part in array_writer.take(values)}
+    assert parts == {"all": (1, 8), "rows": (1, 8), "both": (2, 4), "pinned": (2, 8), "odd": (7,), "one": (5,)}
+    with Saver(tmp_path) as saver:
+        saver.save({"global_step": np.int32(1), **values})
+        for value in values.values():
+            value.delete()
+        restored = saver.restore()
+    assert all((restored[name] == value).all() for name, value in expected.items())
