@@ -3,14 +3,20 @@
 import itertools
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
+from checkpoint_scripts import end, start
 
+import jstep
 from jstep.checkpoint import array_writer
 from jstep.checkpoint.array_reader import ArrayReader
 from jstep.checkpoint.listing import in_folder
 from jstep.checkpoint.manifest import CorruptedError, Leaf
+from jstep.checkpoint.saver import Saver
 
 
 def result_of(future, nbytes):
@@ -63,3 +69,30 @@ def test_no_chunk_belongs_to_two_parts(monkeypatch, part):
     monkeypatch.setattr(array_writer, "LARGEST", 40)
     chunk = array_writer.chunk_shape(part, tuple(2 * size for size in part), 4)
     assert all(size % step == 0 for size, step in zip(part, chunk, strict=True))
+
+
+def test_orbax_opens_a_checkpoint(tmp_path):
+    """It reads it in each of its ways, with and without a target."""
+    params = {"w": jnp.arange(12.0).reshape(3, 4), "h": jnp.ones((2, 2), jnp.bfloat16), "flag": jnp.array(True)}
+    with Saver(tmp_path) as saver:
+        path = saver.save(jstep.TrainState.create(params, jstep.gradient_descent(0.1), global_step=7))
+    expected = {"params/w": params["w"], "params/h": params["h"], "params/flag": params["flag"], "global_step": 7}
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    kinds = {name: (np.shape(leaf), jnp.asarray(leaf).dtype) for name, leaf in expected.items()}
+    target = {name: jax.ShapeDtypeStruct(*kind, sharding=here) for name, kind in kinds.items()}
+    with ocp.PyTreeCheckpointer() as trees, ocp.StandardCheckpointer() as standard:
+        found = [trees.restore(path), standard.restore(path), standard.restore(path, target)]
+    for restored in (*found, ocp.v1.load(path), ocp.v1.load(path, target)):
+        assert restored.keys() == expected.keys()
+        for name, leaf in restored.items():
+            np.testing.assert_array_equal(np.asarray(leaf), np.asarray(expected[name]), name)
+
+
+def test_saves_and_restores_import_nothing_of_orbax(tmp_path):
+    script = """
+        with Saver(directory) as saver:
+            saver.save(state_at(1, 2.0))
+            assert saver.restore()["global_step"] == 1
+        print("orbax" in sys.modules)
+        """
+    assert end(start(script, tmp_path))[0] == "False"
