@@ -493,7 +493,11 @@ def decay_arguments(name: str, weight_decay: Any, mask_given: object) -> tuple[d
     else:
         hyper, which = {name: check_hyperparameter("weight_decay", weight_decay, low=0)}, None
     factors = _factors(mask_given)
-    scales = leaf_values.mask("mask", mask_given) if factors is None else leaf_values.first_match("mask", factors)
+    scales = (
+        leaf_values.mask("mask", mask_given, warns=True)
+        if factors is None
+        else leaf_values.first_match("mask", factors)
+    )
 
     def of_leaf(glob: str | None, scale: Any) -> Any:
         factor = float(scale) if factors is None else 1.0 if scale is None else factors[scale]

@@ -5,6 +5,7 @@ Inside `partition` and other wrappers, paths, shapes and dtypes are still the on
 
 import contextlib
 import contextvars
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
@@ -17,17 +18,29 @@ from jstep.core.exceptions import setting
 from jstep.core.selection import VarList, check_form, flags, is_named, leaf_names
 from jstep.core.trees import Params
 
+_logger = logging.getLogger("jstep")
+
 Flag: TypeAlias = Callable[[Params], list[Any]]
 """Maps params to one hashable value per leaf, in order."""
 
 
-def mask(argument: str, var_list: VarList) -> Flag:
+def mask(argument: str, var_list: VarList, *, warns: bool = False) -> Flag:
     """The flag for whether each leaf is selected, in the grammar of `var_list`; None for all.
 
-    An entry without a match raises; inside `partition` it may match leaves of other labels only.
+    An entry without a match raises, and with `warns` a function or a tree that selects nothing is one warning; inside
+    `partition` it may match leaves of other labels only.
     """
     check_form(var_list, argument)
-    return lambda params: on_whole(params, lambda whole: flags(whole, var_list, argument))
+    said: set[str] = set()
+
+    def of(whole: Params) -> list[Any]:
+        chosen = flags(whole, var_list, argument)
+        if warns and var_list is not None and not any(chosen) and argument not in said:
+            said.add(argument)
+            _logger.warning("%s: it selects none of the %d parameters, so that none decays", argument, len(chosen))
+        return chosen
+
+    return lambda params: on_whole(params, of)
 
 
 def by_path(fn: Callable[[str, Any], Any]) -> Flag:

@@ -271,7 +271,7 @@ def from_update(
     decay = hyper.get("weight_decay")
     if isinstance(decay, Decay):
         hyper = {**hyper, "weight_decay": decay.weight_decay}
-        flags = {DECAYED: mask("weight_decay_mask", decay.mask), **(flags or {})}
+        flags = {DECAYED: mask("weight_decay_mask", decay.mask, warns=True), **(flags or {})}
     scalars = {name: slot.initial for name, slot in specs.items() if isinstance(slot, Scalar)}
 
     def of_leaf(g: Array, p: Array, s: Values, h: Values) -> Result:

@@ -244,3 +244,28 @@ def test_several_candidates_raise_and_are_listed(part):
         extract(state)
     np.testing.assert_allclose(extract(state, f"x/{slot}")["a"], extract(run_two_steps(make()))["a"])
     np.testing.assert_array_equal(extract(state, f"x/{slot}")["b"], state.params["b"])
+
+
+@pytest.mark.parametrize("nothing", [lambda path, leaf: False, {"w": False, "v": False}], ids=["function", "tree"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda mask: jstep.adamw(0.1, weight_decay_mask=mask),
+        lambda mask: jstep.chain(jstep.sgd(0.1), jstep.decay_weights(0.1, mask)),
+    ],
+    ids=["argument", "element"],
+)
+def test_a_decay_mask_that_selects_nothing_is_one_warning(make, nothing, caplog):
+    optimizer = make(nothing)
+    state = jstep.TrainState.create({"w": 1.0, "v": 2.0}, optimizer)
+    for _ in range(2):
+        state = jstep.apply_gradients(state, {"w": jnp.float32(1.0), "v": jnp.float32(1.0)}, optimizer)
+    assert caplog.text.count("mask: it selects none of the 2 parameters, so that none decays") == 1
+
+
+@pytest.mark.parametrize("mask", [None, lambda path, leaf: path == "w", ["w"]])
+def test_other_decay_masks_are_not(mask, caplog):
+    optimizer = jstep.adamw(0.1, weight_decay_mask=mask)
+    state = jstep.TrainState.create({"w": 1.0, "v": 2.0}, optimizer)
+    jstep.apply_gradients(state, {"w": jnp.float32(1.0), "v": jnp.float32(1.0)}, optimizer)
+    assert "selects none" not in caplog.text
