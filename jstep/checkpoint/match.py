@@ -239,9 +239,11 @@ def _renamed(names: Names | None, paths: Sequence[str], saved: Collection[str], 
 
 
 def find_average(name: str, saved: Mapping[str, Leaf], averages: Sequence[str]) -> Leaf | None:
-    if name != PARAMS and not name.startswith(f"{PARAMS}/"):
+    part = next((part for part in (PARAMS, f"{SLOTS}/{MODEL_STATE}") if f"{name}/".startswith(f"{part}/")), None)
+    if part is None:
         return None
-    found = {f"{SLOTS}/{slot}{name.removeprefix(PARAMS)}" for slot in averages} & saved.keys()
+    of_slot = name.removeprefix(PARAMS) if part == PARAMS else f"/{name.removeprefix(f'{SLOTS}/')}"
+    found = {f"{SLOTS}/{slot}{of_slot}" for slot in averages} & saved.keys()
     if len(found) > 1:
         raise ValueError(
             f"use_averages={list(averages)}: several of these slots have an average of {name!r}; give one of them"

@@ -216,7 +216,8 @@ class Saver:
                 knows these slots. A warning lists leaves that were copied or kept, and
                 unused arrays.
             use_averages: Whether to restore the moving averages of params in place of params, in their dtype, for
-                evaluation. A string names their slot; a list names slots with averages of different leaves.
+                evaluation, and those of the model state if it has any. A string names their slot; a list names slots
+                with averages of different leaves.
             names: Leaves that have another path in the checkpoint: a mapping from paths of target
                 (`"params/dense/kernel"`, `"slots/m/dense/kernel"`) to paths in the checkpoint, or a function from one
                 to the other. Leaves that are not mentioned, or for which it returns None, have the same path.

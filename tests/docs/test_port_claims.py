@@ -16,7 +16,7 @@ import jstep
 
 
 def test_both_programs_on_the_page_of_tf_train_have_the_same_numbers():
-    programs, _, _ = (DOCS / "from" / "tf-train.md").read_text(encoding="utf-8").partition("## Symbol by symbol")
+    programs, _, _ = (DOCS / "from" / "tf-train.md").read_text(encoding="utf-8").partition("\n## ")
     lines = re.compile(r"exponential_decay.*|last_step=\d+|% \d|0\.9")
     theirs, ours = map(lines.findall, programs.split('=== "')[1:])
     numbers = [sorted(re.findall(r"\d[\d.]*", line)) for line in theirs]
@@ -200,9 +200,3 @@ def differing():
 
 def test_the_page_about_optax_has_all_of_them():
     assert rows_of("optax.md") == set(differing())
-
-
-def test_the_page_about_flax_has_some_of_them():
-    rows = rows_of("flax.md")
-    assert len(rows) > 2
-    assert rows < rows_of("optax.md")

@@ -115,7 +115,13 @@ def test_checkpoints_have_them(tmp_path):
     with jstep.Saver(tmp_path) as saver:
         saver.save(state)
         restored = saver.restore(make_state(optimizer))
+        averaged = saver.restore(make_state(optimizer), use_averages=True)
     assert restored == state
+    for found, expected in (
+        (averaged.params, jstep.averaged_params(state)),
+        (averaged.model_state, jstep.averaged_model_state(state)),
+    ):
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a == b), True), found, expected)
 
 
 def test_a_state_without_them():
