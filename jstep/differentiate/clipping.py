@@ -22,7 +22,6 @@ from jstep.slots.indexed_slices import IndexedSlices, combine_rows, is_slices, t
 # Gradient clipping by value, norm, average norm and global norm.
 
 
-@on_any_mesh("t")
 def clip_by_value(t: object, min: Number | Array, max: Number | Array) -> Any:
     """Clip each element to [min, max]: min(max(t, min), max).
 
@@ -46,8 +45,15 @@ def clip_by_value(t: object, min: Number | Array, max: Number | Array) -> Any:
     Source: `tf.clip_by_value`.
     """
     bounds: tuple[Any, Any] = min, max
-    if all(trees.concrete(bound) is not None for bound in bounds) and not np.all(np.less_equal(*bounds)):
-        raise ValueError(f"min={min!r}: must be ≤ max={max!r}")
+    with internal_transfers():
+        if all(trees.concrete(bound) is not None for bound in bounds) and not np.all(np.less_equal(*bounds)):
+            raise ValueError(f"min={min!r}: must be ≤ max={max!r}")
+    return clip_values(t, *bounds)
+
+
+@on_any_mesh("t")
+def clip_values(t: Tree, *bounds: Any) -> Any:
+    """As `clip_by_value`, with bounds that are not checked: those of schedules, as in a compiled step."""
 
     def clip(x: Array, shape: tuple[int, ...], path: str) -> Array:
         if jnp.iscomplexobj(x):
@@ -58,7 +64,6 @@ def clip_by_value(t: object, min: Number | Array, max: Number | Array) -> Any:
     return map_arrays(clip, t, "clip_by_value", number)
 
 
-@on_any_mesh("t")
 def clip_by_norm(t: object, clip_norm: Number, axes: int | tuple[int, ...] | None = None) -> Any:
     """Clip each leaf by its L2 norm: t · clip_norm / ‖t‖ if ‖t‖ > clip_norm.
 
@@ -81,16 +86,15 @@ def clip_by_norm(t: object, clip_norm: Number, axes: int | tuple[int, ...] | Non
 
     Source: `tf.clip_by_norm`.
     """
-    as_scalar(clip_norm, "clip_norm", low=0, above=True, finite=False)
+    _check_norm(clip_norm)
 
-    def clip(x: Array, shape: tuple[int, ...], path: str) -> Array:
+    def norm_of(x: Array, shape: tuple[int, ...]) -> Array:
         over = None if axes is None else normalize_axis_tuple(axes, len(shape), "axes")
-        return scale_to_norm(x, compute_norm([x], over), clip_norm)
+        return compute_norm([x], over)
 
-    return map_arrays(clip, t, "clip_by_norm")
+    return clip_norms(t, clip_norm, "clip_by_norm", norm_of)
 
 
-@on_any_mesh("t")
 def clip_by_average_norm(t: object, clip_norm: Number) -> Any:
     """Clip each leaf by its average L2 norm: t · clip_norm / a if a = ‖t‖ / size(t) > clip_norm.
 
@@ -112,13 +116,29 @@ def clip_by_average_norm(t: object, clip_norm: Number) -> Any:
 
     Source: `tf.clip_by_average_norm`.
     """
-    as_scalar(clip_norm, "clip_norm", low=0, above=True, finite=False)
+    _check_norm(clip_norm)
+    return clip_norms(t, clip_norm, "clip_by_average_norm", average_norm)
+
+
+def average_norm(x: Array, shape: tuple[int, ...]) -> Array:
+    return compute_norm([x]) / max(1, int(np.prod(shape)))
+
+
+def _check_norm(clip_norm: Any) -> None:
+    with internal_transfers():
+        as_scalar(clip_norm, "clip_norm", low=0, above=True, finite=False)
+
+
+@on_any_mesh("tree")
+def clip_norms(
+    tree: Tree, limit: Any, name: str, norm_of: Callable[[Array, tuple[int, ...]], Array], norm: Any = None
+) -> Any:
+    """Scale arrays to a norm, `norm` or `norm_of(array, dense shape)`, that is not checked: a schedule may reach 0."""
 
     def clip(x: Array, shape: tuple[int, ...], path: str) -> Array:
-        size = max(1, int(np.prod(shape)))
-        return scale_to_norm(x, compute_norm([x]) / size, clip_norm)
+        return scale_to_norm(x, norm_of(x, shape) if norm is None else norm, limit)
 
-    return map_arrays(clip, t, "clip_by_average_norm")
+    return map_arrays(clip, tree, name)
 
 
 @on_any_mesh()
@@ -234,15 +254,10 @@ def clip_by_global_norm(tree: Tree, clip_norm: Number, use_norm: Array | None = 
     Source: Pascanu et al., "On the difficulty of training Recurrent Neural Networks" (2012);
     `tf.clip_by_global_norm`.
     """
+    _check_norm(clip_norm)
     with internal_transfers():
-        as_scalar(clip_norm, "clip_norm", low=0, above=True, finite=False)
         norm = global_norm(tree) if use_norm is None else _known_norm(use_norm)
-
-    @on_any_mesh("tree")
-    def clip(tree: Tree, norm: Array) -> Any:
-        return map_arrays(lambda x, *_: scale_to_norm(x, norm, clip_norm), tree, "clip_by_global_norm")
-
-    return clip(tree, norm), norm
+    return clip_norms(tree, clip_norm, "clip_by_global_norm", average_norm, norm), norm
 
 
 def _known_norm(norm: Any) -> Array:

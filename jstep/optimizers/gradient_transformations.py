@@ -223,13 +223,11 @@ def clip_gradients(
     def clip(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
         if how == "by_value":
             high = h["clip_by_value_max"]
-            return clipping.clip_by_value(updates, h.get("clip_by_value_min", -high), high)
-        if how == "by_global_norm":
-            return clipping.clip_by_global_norm(updates, h["clip_by_global_norm"])[0]
-        if how == "by_norm":
-            return clipping.clip_by_norm(updates, h["clip_by_norm"])
-        if how == "by_average_norm":
-            return clipping.clip_by_average_norm(updates, h["clip_by_average_norm"])
+            return clipping.clip_values(updates, h.get("clip_by_value_min", -high), high)
+        if how != "adaptive":
+            norm = clipping.global_norm(updates) if how == "by_global_norm" else None
+            norm_of = clipping.average_norm if how == "by_average_norm" else lambda x, _: clipping.compute_norm([x])
+            return clipping.clip_norms(updates, h[f"clip_{how}"], f"clip_{how}", norm_of, norm)
 
         def by_unit(g: object, p: Array, leaf: tuple[str, Any]) -> Any:
             return on_table(lambda g: _clipped_units(g, p, h["clip_adaptive"], axes_of(*leaf)), g)

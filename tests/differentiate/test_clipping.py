@@ -388,3 +388,14 @@ def test_bounds_are_broadcast_against_each_other():
             clip(x, low, jnp.ones((2, 2)))
     with pytest.raises(ValueError, match="must be ≤ max"):
         jstep.clip_by_value(x, low, jnp.array([[2.5], [1.5]]))
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3])
+@pytest.mark.parametrize("how", ["by_value", "by_norm", "by_average_norm", "by_global_norm", "adaptive"])
+def test_a_limit_that_a_schedule_ends_at_0_is_the_same_by_hand_and_compiled(how: str, step: int) -> None:
+    clip = jstep.clip_gradients(**{how: jstep.linear(1.0, -0.5, 3)})
+    optimizer = jstep.chain(clip, jstep.gradient_descent(1.0))
+    state = jstep.TrainState.create({"w": jnp.ones(3)}, optimizer, global_step=step)
+    by_hand = jstep.apply_gradients(state, {"w": jnp.full(3, 2.0)}, optimizer)
+    compiled, _ = jstep.minimize(lambda params: jnp.sum(2.0 * params["w"]), optimizer)(state)
+    np.testing.assert_array_equal(by_hand.params["w"], compiled.params["w"])
