@@ -118,25 +118,25 @@ class _LineHandler(logging.StreamHandler[Any]):
 # Progress of long compilations.
 
 SLOW_SECS = (5.0, 30.0, 60.0, 120.0, 240.0)
-"""The seconds after which a compilation is named."""
+"""The seconds after which a compilation is reported."""
 
 
 @contextlib.contextmanager
 def slow(doing: str, log: Callable[[str], object] | None = None, hint: str = "") -> Iterator[None]:
-    """Say at `SLOW_SECS` that something takes long, with a hint from the second time on.
+    """Report at `SLOW_SECS` that something takes long: by `log` if given, else on standard error.
 
-    It is said by `log` if given, else on standard error.
+    From the second report on, `hint` is added.
     """
     over = threading.Event()
 
     def watch() -> None:
-        said, more = 0.0, ""
+        reported = 0.0
         for secs in SLOW_SECS:
-            if over.wait(secs - said):
+            if over.wait(secs - reported):
                 return
-            text = f"{doing}: {secs:g} s so far{more}"
+            text = f"{doing}: {secs:g} s so far{hint if reported else ''}"
             log(text) if log else print(text, file=sys.stderr, flush=True)
-            said, more = secs, hint
+            reported = secs
 
     threading.Thread(target=watch, name="jstep-slow", daemon=True).start()
     try:

@@ -82,12 +82,14 @@ class Stopwatch:
         return [end - begin for (entered, begin), (_, end) in pairs if entered == phase][-_VISITS:]
 
     def seconds(self) -> dict[str, float]:
-        totals, current, since, aside = dict(self._totals), self.current, self._since, self.aside
-        now = self.clock()
-        totals[current] += now - since
+        totals = dict(self._totals)
+        current, since = self.current, self._since
+        aside = self.aside
+        end = self.clock()
+        totals[current] += end - since
         if aside is not None:
-            totals[current] -= now - aside
-            totals[HOOKS] += now - aside
+            totals[current] -= end - aside
+            totals[HOOKS] += end - aside
         return totals
 
 

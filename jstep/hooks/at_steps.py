@@ -119,7 +119,8 @@ class ProfilerHook(RunHook):
         start_step, stop_step = as_int(start_step, "start_step"), as_int(stop_step, "stop_step")
         if not 0 <= start_step < stop_step:
             raise ValueError(f"start_step={start_step}, stop_step={stop_step}: must be 0 ≤ start_step < stop_step")
-        self._logdir, self._start, self._stop = location(logdir, "logdir"), start_step, stop_step
+        self._logdir = location(logdir, "logdir")
+        self._start, self._stop = start_step, stop_step
         if is_url(self._logdir) and not self._logdir.startswith("gs://"):
             raise ValueError(
                 f"logdir={self._logdir!r}: must be a directory or a gs:// URL, where JAX's profiler writes"

@@ -139,9 +139,9 @@ class FingerprintHook(RunHook):
 
     def close(self) -> None:
         super().close()
-        file, pending, claim = self._file, self._pending, self._claim
-        self._claim = None
-        self._pending, self._before = TransferQueue(), {}  # nothing is compared any more
+        file, pending = self._file, self._pending
+        claim, self._claim = self._claim, None
+        self._pending, self._before = TransferQueue(), {}  # no further comparison
         # If the device or the disk fails here, do not hide the error that ended the run.
         try:
             if file is not None:

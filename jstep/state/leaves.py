@@ -24,11 +24,11 @@ def _states_in(tree: Tree) -> list[TrainState]:
     return [node for node in nodes if isinstance(node, TrainState)]
 
 
-class _Places:
-    """What the structure of a tree alone says of its leaves; see `StateLeaves`."""
+class _Structure:
+    """The structure of a tree: the indices, keys, paths and halves of its leaves; see `StateLeaves`."""
 
-    def __init__(self, structure: Any) -> None:
-        self.indices = structure.unflatten(range(structure.num_leaves))
+    def __init__(self, treedef: Any) -> None:
+        self.indices = treedef.unflatten(range(treedef.num_leaves))
         self.keys: list[Keys] = []
         names: dict[Any, str] = {}
         for entries, _ in jax.tree_util.tree_flatten_with_path(self.indices)[0]:
@@ -47,15 +47,15 @@ class _Places:
         for state in _states_in(self.indices):
             roles = roles_in(state)
             pairs = [(state.slots.get(name), state.slots.get(half)) for name, half in roles.halves.items()]
-            own = (name for name in roles.of(Role.REMAINDER) if name not in roles.halves.values())
-            for both in [*pairs, *((state.params, state.slots.get(name)) for name in own)]:
-                if all(trees.is_like(state.params, part) for part in both):
-                    places = zip(*(trees.flatten_like(state.params, part, SLOTS) for part in both), strict=True)
-                    halves |= {place: half for place, half in places if place is not None and half is not None}
+            remainders = (name for name in roles.of(Role.REMAINDER) if name not in roles.halves.values())
+            for both in [*pairs, *((state.params, state.slots.get(name)) for name in remainders)]:
+                if all(trees.is_like(state.params, indices) for indices in both):
+                    leaves = zip(*(trees.flatten_like(state.params, indices, SLOTS) for indices in both), strict=True)
+                    halves |= {i: half for i, half in leaves if i is not None and half is not None}
         return halves
 
 
-_known_places = functools.lru_cache(maxsize=8)(_Places)
+_structure_of = functools.lru_cache(maxsize=8)(_Structure)
 """A run saves states of one structure, and fingerprints them."""
 
 
@@ -69,18 +69,18 @@ class StateLeaves:
     """
 
     def __init__(self, tree: Tree) -> None:
-        self.values, self._structure = trees.flatten(tree)
+        self.values, treedef = trees.flatten(tree)
         self.tree = tree
         try:
-            self._places = _known_places(self._structure)
+            self._structure = _structure_of(treedef)
         except TypeError:  # a node whose static part has no hash
-            self._places = _Places(self._structure)
-        self.keys, self.paths = self._places.keys, self._places.paths
+            self._structure = _Structure(treedef)
+        self.keys, self.paths = self._structure.keys, self._structure.paths
 
     @property
     def indices(self) -> Any:
         """A copy of the tree that holds the indices of the leaves."""
-        return self._places.indices
+        return self._structure.indices
 
     @functools.cached_property
     def states(self) -> list[tuple[TrainState, TrainState]]:
@@ -90,7 +90,7 @@ class StateLeaves:
     @functools.cached_property
     def halves(self) -> dict[int, int]:
         """The leaves that `compact` stores in two → their other halves, as indices."""
-        return self._places.halves
+        return self._structure.halves
 
     def left_out(self, leave_out: selection.VarList) -> set[int]:
         """Return the indices of the left-out parameters and of their slots."""

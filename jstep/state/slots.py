@@ -160,7 +160,7 @@ def params_from_slot(state: TrainState, name: str | Sequence[str], hint: str) ->
 
 def find_slots(state: TrainState, name: str | Sequence[str], hint: str) -> list[str]:
     names = (name,) if isinstance(name, str) or not isinstance(name, Sequence) else name
-    return list(dict.fromkeys(find_slot(state, each, hint) for each in names))
+    return list(dict.fromkeys(find_slot(state, entry, hint) for entry in names))
 
 
 def find_slot(state: TrainState, name: str, hint: str, belongs: Callable[[str], bool] = lambda slot: True) -> str:

@@ -292,8 +292,8 @@ class UpdateStep:
         inputs = LossInputs(state.params, model_state, args, kwargs, key, batch_specs, scale, lanes)
         differentiate = self.differentiate
         if self.schedule is not None:
-            now = alike(lanes, functools.partial(value_at, "sharpness", self.schedule), step)
-            differentiate = replace_losses(differentiate, sharpness=now)
+            sharpness = alike(lanes, functools.partial(value_at, "sharpness", self.schedule), step)
+            differentiate = replace_losses(differentiate, sharpness=sharpness)
         try:
             result = differentiate(inputs)
         except Exception as error:
