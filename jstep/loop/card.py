@@ -13,13 +13,23 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from jstep.checkpoint.hook_states import hook_key
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.jaxprs import hash_strings, part_for, program_hash, without_addresses
+from jstep.core.jaxprs import (
+    hash_strings,
+    part_for,
+    program_hash,
+    source_frames,
+    subprogram,
+    variables,
+    without_addresses,
+)
 from jstep.core.meshes import sharding_text
+from jstep.core.recorded_calls import as_typed
 from jstep.data.loaders import ReplayedBatches, StateBatches
 from jstep.data.sequence import BatchSequence
 from jstep.loop.arguments import Options
@@ -28,6 +38,7 @@ from jstep.record.config import as_text, plain
 from jstep.record.differences import SETTINGS
 from jstep.state.sharding import describe_devices
 from jstep.training.metrics import LOSS, StepMetrics
+from jstep.training.step import step_function
 
 _MAX_ENTRY = 1000
 
@@ -107,17 +118,40 @@ def shortened(value: object) -> Any:
     return value if len(text) <= _MAX_ENTRY else f"hash {hash_strings(text)}"
 
 
-def program_card(stage: int, traced: Any, constants: Mapping[str, Any], args: Any) -> dict[str, Any]:
-    """Return the record of a program: its constant hyperparameters, and a hash of all that the run's bits need."""
+def program_card(stage: int, step: Any, traced: Any, constants: Mapping[str, Any], args: Any) -> dict[str, Any]:
+    """Return the record of a program: its constant hyperparameters, and hashes of what the run's bits need."""
+    closed, hashes = None, dict[str, str]()
+    if traced is not None:
+        closed = part_for(traced.jaxpr, _results_with_bits(*traced.out_info))[0]
+        hashes = _hashes_of_parts(closed)
+    pure_step = step_function(step)
     leaves = [(path, leaf, getattr(leaf, "weak_type", False)) for path, leaf in trees.leaves_with_paths(args)]
     shapes = [f"{path or 'batch'}: {type_text(leaf)}{' weak' * is_weak}" for path, leaf, is_weak in leaves]
     return {
         "stage": stage,
         "batch": shortened(shapes),
         "hyperparameters": {name: plain(value) for name, value in constants.items()},
-        "hash": None
-        if traced is None
-        else program_hash(part_for(traced.jaxpr, _results_with_bits(*traced.out_info))[0]),
+        "hash": None if closed is None else program_hash(closed),
+        "optimizer": None if pure_step is None else as_text(as_typed(pure_step.optimizer)),
+        **hashes,
+    }
+
+
+def _hashes_of_parts(closed: Any) -> dict[str, str]:
+    """Return a hash of what gives loss and gradients, and one of the update; {} if they cannot be told apart."""
+    jaxpr, parts = closed.jaxpr, dict[bool, list[Any]]({False: [], True: []})
+    for eqn in jaxpr.eqns:
+        parts[any(frame.function_name.endswith("apply_update") for frame in source_frames(eqn))].append(eqn)
+    made = {kind: {var for eqn in eqns for var in eqn.outvars} for kind, eqns in parts.items()}
+    used = dict.fromkeys(var for eqn in parts[True] for var in variables(eqn.invars) if var not in made[True])
+    if not all(made.values()):
+        return {}
+    results = {kind: [var for var in variables(jaxpr.outvars) if var in made[kind]] for kind in parts}
+    gradients = [var for var in dict.fromkeys([*used, *results[False]]) if var in made[False]]
+    before = subprogram(jaxpr, [*jaxpr.constvars, *jaxpr.invars], gradients, parts[False])
+    return {
+        "gradients": program_hash(part_for(ClosedJaxpr(before, []), [True] * len(gradients))[0]),
+        "update": program_hash(subprogram(jaxpr, list(used), results[True], parts[True])),
     }
 
 

@@ -17,6 +17,7 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import stopwatch
 from jstep.core.annotations import Tree
+from jstep.core.jaxprs import without_addresses
 from jstep.core.logs import BELOW_BAR
 from jstep.core.meshes import internal_transfers
 from jstep.core.secret_text import error_text
@@ -26,7 +27,7 @@ from jstep.data.sequence import BatchSequence
 from jstep.loop.card import card, program_card, shortened
 from jstep.loop.observer import Observer
 from jstep.loop.origin import PARENT, PARENT_RUN, STOPPED
-from jstep.loop.programs import Chunk, lanes_of
+from jstep.loop.programs import Chunk, Stage, lanes_of
 from jstep.loop.run_context import RunContext
 from jstep.metering.numbers import is_ready, read_values, scalars
 from jstep.record.code import GIT_TIMEOUT_SECS, code_version
@@ -34,11 +35,12 @@ from jstep.record.config import command_line, encoded
 from jstep.record.differences import changes
 from jstep.record.schema import Start
 from jstep.record.stall_files import exit_reason
-from jstep.record.starts import FINISHED, FOLDER, KILLED, StartFile, read_starts, totals, valid, with_card
+from jstep.record.starts import FINISHED, FOLDER, KILLED, StartFile, program_path, read_starts, totals, valid, with_card
 from jstep.state.sharding import describe_devices
 from jstep.stores.owners import is_alive, this_process
 from jstep.stores.urls import absolute, is_url, location
 from jstep.training.metrics import LOSS
+from jstep.training.step import step_function
 
 PAST, START = "past", "start"
 """The key of a checkpoint's `extra` with what was before it, and in it the start that made it: its number, `began`."""
@@ -272,7 +274,7 @@ class Recorder(Observer):
     def after_first(self, chunk: Chunk, state: Tree) -> None:
         if self._is_active():
             with contextlib.suppress(Exception):
-                traced, args, stage = chunk.trace(state), chunk.step_args, chunk.program.stage.first
+                traced, args, stage = chunk.trace(state), chunk.step_args, chunk.program.stage
                 constants = chunk.program.constants.values
                 self._begin(lambda: self._add_program(stage, traced, constants, args))
 
@@ -280,10 +282,12 @@ class Recorder(Observer):
         """Compare a start that takes no step with the start that made its checkpoint, but for their programs."""
         self._begin(functools.partial(self._compare, is_idle=True))
 
-    def _add_program(self, stage: int, traced: Any, constants: Mapping[str, Any], args: Any) -> None:
-        programs = [*self._card.get("programs", ()), program_card(stage, traced, constants, args)]
-        self._card = {**self._card, "programs": programs}
+    def _add_program(self, stage: Stage, traced: Any, constants: Mapping[str, Any], args: Any) -> None:
+        added = program_card(stage.first, stage.single, traced, constants, args)
+        self._card = {**self._card, "programs": [*self._card.get("programs", ()), added]}
         self._write_card()
+        if (file := self.run.file) is not None and traced is not None:
+            file.write_program(stage.first, without_addresses(str(traced.jaxpr)))
         self._compare()
 
     def _compare(self, *, is_idle: bool = False) -> None:
@@ -330,9 +334,10 @@ class Recorder(Observer):
         earlier = [] if file is None else valid(file.earlier)
         before = next((one for one in earlier if [one["number"], one["began"]] == kept.get(START)), None)
         if file is not None and before is not None:
-            own = {**file.fields, "config": self.run.options.config, "card": self._card}
+            path = program_path(file.where, file.fields)
+            own = {**file.fields, "config": self.run.options.config, "card": self._card, "programs": path}
             found = changes(with_card(file.where, before), own, leave_out=("batches", "lanes"))
-            bits, place = found.bits, found.place
+            bits, place = [*found.bits, *self._rate_change(before, step, found.bits)], found.place
         elif earlier:
             _logger.info("%s: the start that made it is not recorded, so only lanes and batches are compared", name)
         if step and kept.get("lanes") != now["lanes"]:
@@ -352,6 +357,18 @@ class Recorder(Observer):
             _logger.warning("%s: this run has changed since the start that made it:%s", name, text, extra=BELOW_BAR)
         elif place:
             _logger.info("%s: since the start that made it, %s", name, "; ".join(map(printable, place)))
+
+    def _rate_change(self, before: Start, step: int, bits: list[str]) -> list[str]:
+        """Say so if the learning rate of the last step before the checkpoint would be another one now."""
+        then = next((save[3] for save in before["saved"] if save[0] == step), None)
+        pure_step = step_function(self.run.train_steps.at(max(step - 1, 0)))
+        if not bits or then is None or pure_step is None or any(line.startswith("learning_rate: ") for line in bits):
+            return []
+        with contextlib.suppress(Exception), internal_transfers():  # it is held in the state, or has another name
+            now = float(pure_step.optimizer.hyperparameters(step - 1)["learning_rate"])  # type: ignore[union-attr]
+            if abs(now - then) > 1e-5 * max(abs(now), abs(then)):
+                return [f"learning_rate at step {step}: {then:.6g} before, {now:.6g} now"]
+        return []
 
 
 _UNTRAINED = "none of this was trained, as the run takes no step: give another checkpoint_dir, or a larger last_step"

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from jstep.core.checks import in_own_digits, truncate
 from jstep.core.secret_text import NOT_RECORDED
+from jstep.record.programs import differing_lines, read_programs
 
 SETTINGS = (
     "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable",
@@ -40,6 +41,7 @@ _HARMLESS_FLAG = re.compile("dump|log|profil|path|dir|device_count")
 _PLACES = ("checkpoint_dir", "logdir", "compile_cache", "start_from")
 _NAMES = dict.fromkeys(("steps", "num_steps", "max_steps", "total_steps", "train_steps"), "last_step")
 """Names of options → the argument of `train` that they are."""
+_ADDRESS = re.compile("COORDINATOR|ADDRESS|PORT$|PROCESS_ID")
 _PATH = re.compile(r"(~|\.{0,2})[/\\]|[A-Za-z]:[\\/]|\w+://")
 _TRACED = {"versions", "devices", "train: batch_sharding"}
 """Sections and values with which the same step may be traced differently, without other bits."""
@@ -53,7 +55,8 @@ def values_of(start: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     places = [place for name in _PLACES if isinstance(place := arguments.get(name), str)]
     code = None if commit is None else f"commit {commit[:8]}{f' with edits {edits} not committed' if edits else ''}"
     flags = (word.partition("=") for word in str((card.get("environment") or {}).get("XLA_FLAGS", "")).split())
-    variables = {name: value for name, value in (card.get("environment") or {}).items() if name != "XLA_FLAGS"}
+    variables = card.get("environment") or {}
+    variables = {name: value for name, value in variables.items() if name != "XLA_FLAGS" and not _ADDRESS.search(name)}
     parts: dict[str, Any] = {
         **card,
         "environment": {**{f"XLA_FLAGS {name}": value or "set" for name, _, value in flags}, **variables},
@@ -137,15 +140,37 @@ def changes(
         if (section == "config" and (one, other) == of_train) or (section == "state" and "jax_enable_x64" in differ):
             continue
         if (stem := _stem(name)) in HASHES:
+            text = HASHES[stem] + (_how_programs_differ(name, before, now) if section == "programs" else "")
             is_program = section == "programs"
             lines = found.place if is_program and _TRACED & said else _list_of(found, stem, section)
             is_shown = is_comparable if is_program else not {section, "devices"} & said
-            if is_shown and HASHES[stem] not in lines:
-                lines.append(HASHES[stem])
+            if is_shown and not any(line.startswith(HASHES[stem]) for line in lines):
+                lines.append(text)
         elif not (stem == "train: batch_sharding" and "devices" in said):  # its meshes are those of the devices
             line = f"{name}: {_shown(one, other)} {words[0]}, {_shown(other, one)} {words[1]}"
             _list_of(found, stem, section).append(line)
     return found
+
+
+def _how_programs_differ(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describe the parts of a traced step that differ, its optimizer, and the first lines of its printed program."""
+    stage = name.partition("[")[2].rstrip("]") or "0"
+    pair = [_program_at(stage, start) for start in (before, now)]
+    parts = {"gradients": "loss and gradients", "update": "update"}
+    known = {key: of for key, of in parts.items() if all(program.get(key) for program in pair)}
+    differ = [of for key, of in known.items() if len({program[key] for program in pair}) > 1]
+    said = [f"in its {' and its '.join(differ)}"] if differ else []
+    optimizers = [program.get("optimizer") for program in pair]
+    if None not in optimizers and optimizers[0] != optimizers[1]:
+        said.append(f"{optimizers[0]} before, {optimizers[1]} now")
+    texts = [read_programs(str(start.get("programs", ""))).get(stage, "") for start in (before, now)]
+    said += differing_lines(*texts) if all(texts) else []
+    return f" ({'; '.join(said)})" if said else ""
+
+
+def _program_at(stage: str, start: Mapping[str, Any]) -> Mapping[str, Any]:
+    programs = (start.get("card") or {}).get("programs") or ()
+    return next((program for program in programs if str(program.get("stage") or 0) == stage), {})
 
 
 def _stem(name: str) -> str:

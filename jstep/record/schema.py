@@ -112,7 +112,10 @@ class Start(TypedDict):
 
 
 class CardProgram(TypedDict):
-    hash: str | None
+    hash: str | None  # of all, and of its two parts
+    gradients: str | None
+    update: str | None
+    optimizer: str | None
     hyperparameters: dict[str, Any]
 
 

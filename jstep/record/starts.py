@@ -18,6 +18,7 @@ from typing import Any, cast
 from jstep.core.checks import format_value
 from jstep.core.stopwatch import PARTS
 from jstep.record.config import encoded
+from jstep.record.programs import compressed
 from jstep.record.schema import IN_CARD, Before, Card, Start, checked, sound
 from jstep.stores.files import decode_json, foreign_file, make_folders, names_in, read_small, replace_file
 from jstep.stores.objects import ABSENT, Objects
@@ -43,6 +44,11 @@ def path_of(where: str, prefix: str, number: int) -> str:
 
 def _card_path(where: str, start: Mapping[str, Any]) -> str:
     return f"{path_of(where, start['prefix'], start['number']).removesuffix('.json')}.card.json"
+
+
+def program_path(where: str, start: Mapping[str, Any]) -> str:
+    """Return where the printed programs of a start are."""
+    return f"{path_of(where, start['prefix'], start['number']).removesuffix('.json')}.programs"
 
 
 # Writing.
@@ -102,6 +108,7 @@ class StartFile:
         number = earlier[-1]["number"] + 1 if earlier else 1
         self._config, config = fields["config"], fields["config"]
         self._card: dict[str, Any] | None = None  # what is not written yet
+        self.programs = dict[str, str]()  # stage → its printed program
         if len(encoded(config)) > _MAX_CONFIG:
             self._card, config = {}, IN_CARD
         self.fields: dict[str, Any] = {
@@ -128,6 +135,13 @@ class StartFile:
         with self._writing:
             self._card = dict(card)
         self.write()
+
+    def write_program(self, stage: int, text: str) -> None:
+        self.programs[str(stage)] = text
+        path = program_path(self.where, self.fields)
+        with self._writing:
+            if not self._is_closed and (self.is_url or self._folder is not None):
+                self._try(lambda: replace_file(path, compressed(self.programs), flush=False))
 
     def end_earlier(self, number: int, end: Sequence[str], exception: str | None = None) -> None:
         """Write how an earlier start ended, which was killed before it could, or this one, after it was closed."""
@@ -297,7 +311,8 @@ def _load(path: str) -> Any:
 
 def with_card(where: str, start: Start) -> Start:
     """Return a valid start with its card, which is empty if it is missing or not valid."""
-    return {**start, "card": _load_card(where, start).get("card") or {}}
+    card = _load_card(where, start).get("card") or {}
+    return cast(Start, {**start, "card": card, "programs": program_path(where, start)})
 
 
 def _load_card(where: str, start: Start) -> dict[str, Any]:

@@ -22,7 +22,10 @@ ALL = [(page, ours, name) for page, names in pages().items() for ours, their in 
             "AdamOptimizer",
             "module 'jstep' has no attribute 'AdamOptimizer'; use jstep.adam (see docs/from/tf-train.md)",
         ),
-        ("MonitoredTrainingSession", "use jstep.Run, or jstep.train for a loop with an empty body (see docs/from/tf-train.md)"),
+        (
+            "MonitoredTrainingSession",
+            "use jstep.Run, or jstep.train for a loop with an empty body (see docs/from/tf-train.md)",
+        ),
         ("Trainer", "use jstep.train (see docs/from/lightning.md and docs/from/hf-trainer.md)"),
         ("fit", "use jstep.train (see docs/from/keras.md)"),
         ("inject_hyperparams", "use jstep.held (see docs/from/optax.md)"),

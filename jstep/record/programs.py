@@ -1,0 +1,67 @@
+"""The printed programs of a start, kept beside its card, and the first lines in which two of them differ."""
+
+import contextlib
+import difflib
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jstep.core.checks import truncate
+from jstep.stores.files import read_small
+
+_MAX_BYTES, _MAX_CHARACTERS = 2**16, 2**20
+"""The maximum size of the file, and of what is compressed."""
+_MAX_LINES, _COMPARED, _MAX_SHOWN = 5, 400, 60
+_BOUND = re.compile(r"\b([a-z]+):(?=[a-z]+\d*\[)")
+_WORD = re.compile(r"(= )?\b([a-z]{1,4})\b(?![=\[])(:)?")
+
+
+def compressed(programs: Mapping[str, str]) -> bytes:
+    """Return the texts of programs by stage, of which only the first lines are kept if they are long."""
+    text = "\f".join(f"{stage}\n{program}" for stage, program in programs.items())[:_MAX_CHARACTERS]
+    while len(data := zlib.compress(text.encode(), 9)) > _MAX_BYTES:
+        text = text[: len(text) // 2]
+    return data
+
+
+def read_programs(path: str) -> dict[str, str]:
+    """Return the texts of programs by stage; {} if they are missing, or not valid."""
+    with contextlib.suppress(OSError, ValueError, zlib.error):
+        reader = zlib.decompressobj()
+        text = reader.decompress(read_small(path, _MAX_BYTES), 4 * _MAX_CHARACTERS).decode("utf-8", "replace")
+        pages = (page.partition("\n") for page in text.split("\f"))
+        return {stage: program for stage, _, program in pages}
+    return {}
+
+
+def differing_lines(before: str, now: str) -> list[str]:
+    """Return the first lines in which two programs differ, without the names of their variables.
+
+    Example:
+        >>> differing_lines("a:f32[] = sin 2.0", "x:f32[] = cos 2.0")
+        ['f32[] = sin 2.0 → f32[] = cos 2.0']
+    """
+    one, other = _without_names(before), _without_names(now)
+    same = next(
+        (i for i, pair in enumerate(zip(one, other, strict=False)) if len({*pair}) > 1), min(len(one), len(other))
+    )
+    one, other = one[same : same + _COMPARED], other[same : same + _COMPARED]
+    return list(dict.fromkeys(_replaced(one, other)))[:_MAX_LINES]
+
+
+def _replaced(one: Sequence[str], other: Sequence[str]) -> Iterator[str]:
+    for kind, a, b, c, d in difflib.SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
+        if kind != "equal":
+            for was, now in zip([*one[a:b], *[""] * (d - c)], [*other[c:d], *[""] * (b - a)], strict=False):
+                if was or now:
+                    yield f"{truncate(was, _MAX_SHOWN) or 'nothing'} → {truncate(now, _MAX_SHOWN) or 'nothing'}"
+
+
+def _without_names(text: str) -> list[str]:
+    names = set(_BOUND.findall(text))
+
+    def without(word: Any) -> str:
+        return word[0] if word[1] or word[2] not in names else ""
+
+    return [" ".join(_WORD.sub(without, line).split()) for line in text.split("\n")]
