@@ -120,6 +120,7 @@ Debugging, planning, and transfer to wider models
     tools.replay: verify_resume ResumeReport replay Replay
     state.fingerprints: fingerprint
     tools.find_nonfinite: find_nonfinite NonFinite
+    tools.explain_nonfinite: explain_nonfinite NonFiniteUpdate
     tools.plan: plan Plan
     tools.cost: cost Cost
     tools.goodput: goodput Goodput

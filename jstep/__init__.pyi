@@ -183,6 +183,8 @@ from jstep.state.train_state import TrainState as TrainState
 from jstep.state.train_state import shard_state as shard_state
 from jstep.tools.cost import Cost as Cost
 from jstep.tools.cost import cost as cost
+from jstep.tools.explain_nonfinite import NonFiniteUpdate as NonFiniteUpdate
+from jstep.tools.explain_nonfinite import explain_nonfinite as explain_nonfinite
 from jstep.tools.find_nonfinite import NonFinite as NonFinite
 from jstep.tools.find_nonfinite import find_nonfinite as find_nonfinite
 from jstep.tools.goodput import Goodput as Goodput

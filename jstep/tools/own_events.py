@@ -1,5 +1,6 @@
 """The event files of a run: those in its directory and its logdir, but for those of other runs."""
 
+import contextlib
 import os
 import socket
 from collections.abc import Sequence
@@ -28,6 +29,19 @@ def events_of_run(run: RunSummary) -> tuple[list[str], list[str]]:
     if others:
         problems.append(f"event files of other runs are not shown: {format_list(others, 5)}")
     return [files[name] for name in sorted(files)], problems
+
+
+def logged_states(where: str) -> dict[int, str]:
+    """Return the fingerprints of a run's states by step: those in its directory, or else in its logdir."""
+    from jstep.hooks.fingerprint_log import FINGERPRINTS_FILE, read_log  # it imports JAX
+
+    places = [where]
+    with contextlib.suppress(OSError):
+        places += [start["logdir"] or where for starts in read_starts(where).values() for start in valid(starts)]
+    for folder in dict.fromkeys(places):
+        with contextlib.suppress(OSError, ValueError):
+            return {step: entry.state for step, entry in read_log(join_path(folder, FINGERPRINTS_FILE)).entries.items()}
+    return {}
 
 
 def _logdirs(where: str, starts: Sequence[Start], problems: list[str]) -> list[str]:

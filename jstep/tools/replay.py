@@ -6,12 +6,13 @@ import functools
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
+from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
@@ -28,10 +29,14 @@ from jstep.loop.dispatch import Dispatch
 from jstep.loop.feeder import copy_batches
 from jstep.loop.origin import extra_at
 from jstep.loop.programs import Boundaries, Program, ProgramTable, as_stages, make_chunks
-from jstep.loop.run_context import LoopState
 from jstep.loop.train import train
+from jstep.metering.cadence import NEVER
+from jstep.state.fingerprints import as_hexadecimal, fingerprint
 from jstep.state.global_step import global_step
+from jstep.state.nonfinite import StateContents
 from jstep.state.train_state import TrainState
+from jstep.stores.urls import absolute, location
+from jstep.tools.own_events import logged_states
 
 _logger = logging.getLogger("jstep")
 
@@ -65,11 +70,14 @@ def replay(
     prefix: str = "model",
     steps_per_call: int | str = 1,
     batch_sharding: object = None,
+    start: int | None = None,
 ) -> Replay:
     """Return the state before the update `step` → step + 1 of an earlier run, and its arguments, bit for bit.
 
-    The newest checkpoint up to that step is restored and the steps after it are run again as in the run, with
-    `steps_per_call` several per call. If there is no such checkpoint, replay starts from `state`. Nothing is written.
+    The newest intact checkpoint up to that step, or up to `start`, is restored and the steps after it are run again as
+    in the run, with `steps_per_call` several per call. If there is no such checkpoint, replay starts from `state`.
+    Nothing is written. If the directory has fingerprints (`FingerprintHook`), each state on the way that has one is
+    compared with it, so that a loader or a step that is not that of the run is an error.
 
     If the loss was NaN at step 7310, the update 7309 → 7310 made it. With the arguments of `train`,
 
@@ -94,13 +102,15 @@ def replay(
         prefix: The prefix of the checkpoints.
         steps_per_call: As given to `train`.
         batch_sharding: As given to `train`.
+        start: The newest step from whose checkpoint to start; None for any. A corrupted checkpoint is skipped with a
+            warning, so the state of a corrupted step is `replay(…, step)` of that step.
 
     Returns:
         A `Replay`: `state`, whose global_step is `step`, and `args`.
 
     Raises:
-        CheckpointError: The checkpoint is corrupted (the message has its name).
-        ValueError: There is no checkpoint or state before the step, or the batches cannot be set to it.
+        ValueError: There is no intact checkpoint or state before the step, the batches cannot be set to it, or a state
+            is not the one whose fingerprint the run has written.
 
     Example:
         >>> import jax.numpy as jnp, jstep, tempfile
@@ -115,6 +125,39 @@ def replay(
         5 3.0625 5.0
     """
     step = as_int(step, "step", 0, "the number of updates before the one to replay")
+    newest = step if start is None else min(step, as_int(start, "start", 0, "the step of a checkpoint"))
+    calls = replayed(
+        train_step, state, batches, checkpoint_dir, step, prefix, steps_per_call, batch_sharding, newest=newest, more=1
+    )
+    for at in calls:
+        last = at
+    return Replay(last.state, last.args)
+
+
+class Call(NamedTuple):
+    """A call of a step that was repeated, and the state after it; at the end with the arguments of the next step."""
+
+    step: int
+    state: TrainState
+    metrics: Any = None
+    args: tuple[Any, ...] = ()
+
+
+def replayed(
+    train_step: Any,
+    state: TrainState,
+    batches: Tree,
+    checkpoint_dir: Any,
+    step: int,
+    prefix: str,
+    steps_per_call: int | str,
+    batch_sharding: object,
+    *,
+    newest: int | None = None,
+    more: int = 0,
+    is_finite: bool = False,
+) -> Iterator[Call]:
+    """Yield the state that a run had at a checkpoint, and after each call up to a step; `more` batches are fetched."""
     steps_per_call = as_steps_per_call(steps_per_call, batches)
     stages = as_stages(train_step)
     check(state, step)
@@ -123,10 +166,14 @@ def replay(
         prefix = checkpoint_dir.prefix
     check_locations(checkpoint_dir, prefix, None, batch_sharding)
 
-    start, state, position = _restored_start(state, checkpoint_dir, prefix, step)
-    at = LoopState(start, state)
+    newest = step if newest is None else newest
+    start, state, position = _restored_start(state, checkpoint_dir, prefix, step, newest, is_finite=is_finite)
+    where = checkpoint_dir.directory if isinstance(checkpoint_dir, Saver) else checkpoint_dir
+    fingerprints = {} if where is None else logged_states(absolute(location(where, "checkpoint_dir")))
+    at = Call(start, state)
+    yield at
     check_batches(batches)
-    source = open_source(batches, start, step + 1, position, state=lambda: at.state)
+    source = open_source(batches, start, step + more, position, state=lambda: at.state)
     is_lost = source.position is not None and position is None and start > 0
     if is_lost or not source.seekable:
         why = f"the checkpoint of step {start} has no position for them" if is_lost else "they have no position to set"
@@ -137,31 +184,59 @@ def replay(
     items = copy_batches(source._replace(position=None))  # the position is not saved again
     table = ProgramTable(stages, steps_per_call, state=state)
     dispatch = Dispatch(table)
-    ends = Boundaries(stages, source.next_change).ends(start, step)
+    logged = sorted(fingerprints)
+    ends = Boundaries(stages, source.next_change).ends(
+        start, step, lambda at: next((n for n in logged if n > at), NEVER)
+    )
     make = functools.partial(make_chunks, items, sharding=batch_sharding, on_device=table.on_device)
     for chunk in make(start, table.program_for, ends=ends):
-        at = LoopState(chunk.first + chunk.steps, dispatch(at.state, chunk)[0])
-    last = next(make(step, lambda step, *_: Program(table.stage_of(step))), None)
-    if at.step < step or last is None:
+        at = Call(chunk.first + chunk.steps, *dispatch(at.state, chunk)[:2])
+        _check_fingerprint(fingerprints, at, start)
+        yield at
+    last = next(make(step, lambda step, *_: Program(table.stage_of(step))), None) if more else None
+    if more and (at.step < step or last is None):
         raise ValueError(
             f"step={step}: the batches end after {at.step} of the {step + 1} that it needs; give those of that run"
         )
-    check_step(step, at.state, start if step > start else None)
-    return Replay(at.state, last.args)
+    check_step(at.step, at.state, start if at.step > start else None)
+    if last is not None:
+        yield at._replace(args=last.args)
 
 
-def _restored_start(state: TrainState, checkpoint_dir: Any, prefix: str, step: int) -> tuple[int, TrainState, Any]:
+def _check_fingerprint(fingerprints: Mapping[int, str], at: Call, start: int) -> None:
+    if (expected := fingerprints.get(at.step)) is None:
+        return
+    with internal_transfers():
+        found = as_hexadecimal(fingerprint(at.state))
+    if found != expected:
+        raise ValueError(
+            f"replay: the state at step {at.step} is not the one of the run: its fingerprint is {found}, that of the "
+            f"run {expected}. From step {start} on, train_step, the batches (the state of the loader, its data) or "
+            "what hooks changed differ; find the first step with jstep.replay of earlier ones"
+        )
+
+
+def _restored_start(
+    state: TrainState, checkpoint_dir: Any, prefix: str, step: int, newest: int, *, is_finite: bool
+) -> tuple[int, TrainState, Any]:
     """Return the step to start from, the state, and the saved position of the batches."""
     where = "no checkpoint_dir was given"
     if checkpoint_dir is not None:
         own = not isinstance(checkpoint_dir, Saver)
         with Saver(checkpoint_dir, prefix=prefix) if own else contextlib.nullcontext(checkpoint_dir) as saver:
             there = saver.all_steps()
-            start = max((saved for saved in there if saved <= step), default=None)
-            if start is not None:
-                _logger.info("replay: from %s, %d steps", checkpoint_name(saver.prefix, start), step - start)
-                with internal_transfers():
-                    return start, saver.restore(state, step=start), restore_position(extra_at(saver, start))
+            for start in sorted((saved for saved in there if saved <= newest), reverse=True):
+                name = checkpoint_name(saver.prefix, start)
+                try:
+                    with internal_transfers():
+                        restored = saver.restore(state, step=start), restore_position(extra_at(saver, start))
+                except CheckpointError as error:
+                    _logger.warning("replay: %s is skipped: %s", name, error)
+                    continue
+                if is_finite and not StateContents(restored[0], params_only=True).are_finite():
+                    continue
+                _logger.info("replay: from %s, %d steps", name, step - start)
+                return start, *restored
         where = f"the checkpoints in {os.fspath(checkpoint_dir if own else checkpoint_dir.directory)} are of {there}"
     with internal_transfers():
         start = global_step(state) if trees.find_donated(state) is None else None

@@ -141,3 +141,37 @@ def test_auto_never_stacks_batches_made_with_the_state(monkeypatch):
     batches = jstep.from_state(lambda step, state: jnp.sin(3 * state.params["w"] + step))
     state, _ = jstep.replay(STEP, make_state(), batches, None, 30, steps_per_call="auto")
     assert digest(state) == run(30, batches)[30]
+
+
+def test_a_corrupted_checkpoint_is_skipped(tmp_path, caplog):
+    states = run(checkpoint_dir=tmp_path, save_checkpoint_steps=4)
+    corrupt(tmp_path / "model-8")
+    found = jstep.replay(STEP, make_state(), batch, tmp_path, 8)
+    assert digest(found.state) == states[8]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("replay: model-8 is skipped: ")
+    for start in (3, 7):
+        assert digest(jstep.replay(STEP, make_state(), batch, tmp_path, 9, start=start).state) == states[9]
+    with pytest.raises(ValueError, match="start=-1"):
+        jstep.replay(STEP, make_state(), batch, tmp_path, 9, start=-1)
+
+
+def corrupt(checkpoint):
+    """Flip a bit of the largest file."""
+    path = max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("place", ["logdir", "checkpoint_dir"])
+def test_a_replay_is_compared_with_fingerprints(place, tmp_path):
+    logs = tmp_path / ("logs" if place == "logdir" else "run")
+    hooks = [jstep.FingerprintHook(every_n_steps=3)]
+    jstep.train(
+        STEP, make_state(), batch, 10, hooks=hooks, progress=False, checkpoint_dir=tmp_path / "run", logdir=logs
+    )
+    for steps_per_call in (1, 4):
+        jstep.replay(STEP, make_state(), batch, tmp_path / "run", 8, steps_per_call=steps_per_call, start=0)
+    with pytest.raises(ValueError, match="the state at step 6 is not the one of the run: its fingerprint is"):
+        jstep.replay(STEP, make_state(), lambda step: batch(step + (step == 4)), tmp_path / "run", 8)
