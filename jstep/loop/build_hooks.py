@@ -13,7 +13,7 @@ from jstep.loop.run_context import RunContext
 from jstep.loop.saving import RunSaverHook
 from jstep.record.starts import FINISHED, valid
 from jstep.stores.owners import is_alive, this_process
-from jstep.stores.urls import location
+from jstep.stores.urls import is_url, location
 from jstep.summary.new_event_files import STARTS, starts_here, suffix_of_run
 from jstep.summary.writer import SummaryWriter
 
@@ -44,13 +44,18 @@ def build_hooks(run: RunContext) -> None:
     run.hooks = hooks + savers  # a checkpoint includes the other hooks' changes to the state
 
 
+_FLUSH_SECS, _BUCKET_FLUSH_SECS = 1.0, 120.0
+"""The seconds after which a background thread writes events: a SIGKILL loses later ones; an upload costs."""
+
+
 def _open_writer(run: RunContext) -> SummaryWriter | None:
     options, where, saver, origin = run.options, run.options.where, run.saver, run.origin
     if options.logdir is None or where is None:
         return None
     prefix = options.checkpoint_prefix if saver is None else saver.prefix
     suffix = suffix_of_run(location(options.logdir, "logdir"), where, prefix, run.name)
-    writer = run.closing.enter_context(SummaryWriter(options.logdir, filename_suffix=suffix))
+    secs = _BUCKET_FLUSH_SECS if is_url(options.logdir) else _FLUSH_SECS
+    writer = run.closing.enter_context(SummaryWriter(options.logdir, filename_suffix=suffix, flush_secs=secs))
     if writer.path is not None:
         # The point of a restored step is kept. A run that begins again may evaluate before its first step again.
         first = run.first + (origin.restored is not None)

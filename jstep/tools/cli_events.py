@@ -110,13 +110,20 @@ def _entry(event: Any) -> dict[str, Any]:
     if what == "summary":
         entry["values"] = [_value(value) for value in event.summary.value]
     elif what == "graph_def":
-        entry["graph_def"] = f"{len(event.graph_def)} bytes"
+        entry["graph_def"] = f"{len(event.graph_def)} bytes{_operations(event.graph_def)}"
     elif what == "session_log":
         number, statuses = event.session_log.status, event_files.proto("SessionLog").SessionStatus
         entry["session_log"] = statuses.Name(number) if number in statuses.values() else f"unknown ({number})"
     elif what is not None:
         entry[what] = str(getattr(event, what)).strip()
     return entry
+
+
+def _operations(data: bytes) -> str:
+    try:
+        return f", {len(event_files.proto('GraphDef').FromString(data).node)} operations"
+    except Exception:  # protobuf's own error: another program's graph
+        return ""
 
 
 def _value(value: Any) -> dict[str, Any]:

@@ -250,12 +250,17 @@ def until(start: Start, step: float, whole: float, column: int) -> float:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="the checkpoint_dir of a run, or its logdir if it has none")
+    what = "the checkpoint_dir of a run, or its logdir if it has none (several: a line of JSON for each)"
+    parser.add_argument("paths", metavar="PATH", nargs="+", help=what)
     parser.add_argument("--prefix", default="model", help="the prefix of the run's checkpoints (default: model)")
 
 
 def _print_goodput(arguments: argparse.Namespace) -> int:
-    starts = _starts_of(arguments.path, arguments.prefix)
+    return max(_print_one(path, arguments) for path in arguments.paths)
+
+
+def _print_one(path: str, arguments: argparse.Namespace) -> int:
+    starts = _starts_of(path, arguments.prefix)
     result = of_run(starts)
     fields = {**vars(result), "total": result.total, "fraction": result.fraction}
     rows = [
@@ -263,7 +268,7 @@ def _print_goodput(arguments: argparse.Namespace) -> int:
         for one in valid(starts)
         if one["step"] and (each := milliseconds(one))
     ]
-    lines = [str(result)]
+    lines = [*[f"{path}:"] * (len(arguments.paths) > 1), str(result)]
     if part_changes(valid(starts)):
         fields["by_start"] = rows
         lines += ["milliseconds a step:", *table({name: name for name in rows[0]}, rows, left=1)]

@@ -331,9 +331,11 @@ def _times(sweep: Sweep) -> list[str]:
     lines = [(row.name, of_run(row.starts), "") for row in known]
     for row in known if len(sweep.rows) == 1 else ():
         facts = [fact for fact in row.run.starts if fact["began"] is not None]
-        for i, (item, start, fact) in enumerate(zip(by_start(row.starts), row.starts, facts, strict=True), 1):
+        for item, start, fact in zip(by_start(row.starts), row.starts, facts, strict=True):
             steps = "steps {} to {}".format(*start["step"]) if start["step"] else "no step"
-            lines.append((f"start {i}", item, f"{steps}, {fact['status']}: {fact['reason']}".rstrip(": ")))
+            lines.append(
+                (f"start {start['number']}", item, f"{steps}, {fact['status']}: {fact['reason']}".rstrip(": "))
+            )
     names = list(Goodput().parts)
     used = [name for name in names if any(item.parts[name] for _, item, _ in lines)]
     keys = " ".join(f'<span class="key"><span class="box b{names.index(name)}"></span> {name}</span>' for name in used)

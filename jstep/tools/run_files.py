@@ -11,6 +11,7 @@ from jstep.checkpoint.listing import entries
 from jstep.core.checks import truncate
 from jstep.pictures.drawing import Mark, Numbers, thin
 from jstep.record.schema import Start
+from jstep.record.stall_files import missing_threads, read_stalls
 from jstep.record.starts import read_starts, valid
 from jstep.stores.event_files import Series, read_series
 from jstep.stores.urls import is_url
@@ -115,6 +116,10 @@ def _oddities(found: RunFiles) -> Iterator[str]:
     for stall in (stall for start in found.starts for stall in start["stalls"]):
         seconds, what = stall.get("stalled"), truncate(str(stall.get("what")), 200)
         yield f"process {stall.get('process')} stalled for {seconds} s at step {stall.get('step')}: {what}"
+    ended, _ = read_stalls(run.path, run.prefix, ended=True)
+    for waiting in (one for one in ended if one["stall"]):
+        yield f"before it ended, process {waiting['process']} was {truncate(waiting['what'], 200)}: {waiting['line']}"
+    yield from missing_threads(ended)
     spans = [start["step"] for start in found.starts if start["step"]]
     for before, now in itertools.pairwise(spans):
         if now[0] < before[1]:
