@@ -76,8 +76,8 @@ GIVEN_TO: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Arguments that have another meaning there."""
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-NOT_CALLED = {"Batches", "Mixture", "PrefetchIterator", "start_queue_runners"}
-"""Classes of what jstep's functions return, and what takes no numbers."""
+NOT_CALLED = {"Batches", "Mixture", "PrefetchIterator", "Run", "start_queue_runners"}
+"""Classes of what jstep's functions return, what takes no numbers, and what has the arguments of `train`."""
 MODULES = (jstep, jstep.metrics, jstep.summary)
 
 

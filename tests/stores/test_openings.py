@@ -13,6 +13,7 @@ OPENS = {
     "core.stopwatch": "/proc",
     "record.code": "files of the program",
     "metering.history_file": "a file that the user names",
+    "loop.recorder": "/proc",
     "loop.utilization": "a file of the package",
     "optimizers.muon": "a file of the package",
     "record.starts": "a new file, and none if there is one",

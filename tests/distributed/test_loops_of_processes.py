@@ -1,0 +1,48 @@
+"""`jstep.Run` on two processes: all iterate alike, stop after the same iteration, and resume each with its objects."""
+
+import pytest
+from processes import run
+
+SCRIPT = """
+import signal
+
+directory, last_step, stops_at = sys.argv[5], int(sys.argv[6]), int(sys.argv[7])
+step = jstep.minimize(loss_fn, optimizer)
+state = jstep.TrainState.create(init, optimizer, mesh=mesh, param_specs=P())
+killed = []
+rng, seen = np.random.default_rng(process), {"steps": []}
+options = dict(checkpoint_dir=directory, save_checkpoint_steps=4, batch_sharding=rows, progress=False)
+try:
+    with jstep.Run(step, state, jstep.from_loop(rng=rng, seen=seen), last_step, **options) as loop:
+        for at in loop:
+            time.sleep(0.3 if at >= stops_at > 0 else 0.0)  # JAX checks for signals once a second
+            if at >= stops_at > 0 and process == 1 and not killed:
+                killed.append(at)
+                signal.raise_signal(signal.SIGTERM)
+            seen["steps"].append(at)
+            for _ in range(2):
+                loop.train_step(rng.permutation(data)[:8])
+except jstep.Preempted as error:
+    print("stopped", error.code)
+print("drawn", process, rng.integers(10**6), seen["steps"][-1], len(seen["steps"]))
+print("state", jstep.global_step(loop.state), jstep.fingerprint(loop.state).addressable_data(0))
+print("done", flush=True)
+"""
+
+
+def lines_of(both, word):
+    return [[line for line in ended if line.startswith(word)] for ended in both]
+
+
+@pytest.mark.thorough
+def test_two_processes_stop_after_one_iteration_and_resume_bitwise(tmp_path):
+    for name in ("whole", "stopped"):
+        (tmp_path / name).mkdir()
+    whole = run(SCRIPT, 2, tmp_path, tmp_path / "whole", "60", "-1")
+    stopped = run(SCRIPT, 2, tmp_path, tmp_path / "stopped", "60", "6")
+    assert lines_of(stopped, "stopped") == [["stopped 143"]] * 2
+    assert lines_of(stopped, "state")[0] == lines_of(stopped, "state")[1]
+    resumed = run(SCRIPT, 2, tmp_path, tmp_path / "stopped", "60", "-1")
+    assert lines_of(resumed, "state") == lines_of(whole, "state")
+    assert lines_of(resumed, "drawn") == lines_of(whole, "drawn")
+    assert lines_of(whole, "drawn")[0] != lines_of(whole, "drawn")[1]
