@@ -83,6 +83,20 @@ class Loops:
         shutil.rmtree(directory)
         return hook.taken * calls
 
+    def own(self, name, calls, *, makes_batches=False):
+        """Return the seconds of as many steps of a loop of one's own, which takes its batches or makes them."""
+        directory, hook, state = tempfile.mkdtemp(), Timer(), self.state(name)
+        with jstep.Run(
+            self.step, state, None if makes_batches else self.batches, jstep.global_step(state) + calls,
+            hooks=[hook], checkpoint_dir=directory + "/checkpoints", logdir=directory + "/logs",
+        ) as run:  # fmt: skip
+            for step in run:
+                if makes_batches:
+                    run.train_step(*self.batches(step))
+        self.held[name] = run.state
+        shutil.rmtree(directory)
+        return hook.taken * calls
+
 
 def write(step, values):
     """Take what a MetricsHook gives."""
@@ -101,6 +115,8 @@ def main():
         "bare loop": small.bare,
         f"bare loop, {K} per call": small.bare_several,
         "train, four hooks": lambda calls: small.train("train", calls),
+        "for step in run": lambda calls: small.own("own", calls),
+        "run.train_step": lambda calls: small.own("made", calls, makes_batches=True),
         "train, not watched": lambda calls: small.train("unwatched", calls, 1, jstep.StallHook(warn_secs=None)),
         "train, MetricsHook": lambda calls: small.train("metrics", calls, 1, jstep.MetricsHook(write)),
         "train, MetricsHook, mean": lambda calls: small.train("mean", calls, 1, jstep.MetricsHook(write, mean=True)),

@@ -70,5 +70,8 @@ class FakeRun:
     def require_finite(self, step, saver):
         return True
 
+    def before_savers(self, save):
+        save()
+
     def before_off_cadence(self):
         pass

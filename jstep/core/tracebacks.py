@@ -52,9 +52,12 @@ def shortens_tracebacks(fn: Callable[_P, _T], instead: Mapping[str, str] = {}) -
             original = original_error(error)
             explain_jax(error)
             shorten(original)
-            if original is not error:
-                raise original from None
-            raise  # without another frame
+            try:
+                if original is not error:
+                    raise original from None
+                raise  # without another frame
+            finally:
+                del original  # breaks the reference cycle with this frame, which its traceback holds
 
     return call
 

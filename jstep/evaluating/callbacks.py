@@ -1,10 +1,11 @@
 """Callbacks of evaluations that react to a metric: early stopping, plateaus, and keeping the best checkpoints."""
 
+import functools
 import logging
 import math
 import operator
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -435,6 +436,7 @@ class KeepBest(MetricReader):
         self._saver: Saver | None = None
         self._config: dict[str, Any] | None = None
         self._listener: Listener | None = None
+        self._before_savers: Callable[[Callable[[], None]], None] = operator.call
         self._is_fresh = False
         self._at_start: StateContents | None = None
         self.values: dict[int, float] = {}
@@ -444,6 +446,7 @@ class KeepBest(MetricReader):
         """Reject the directory and prefix of the run's own checkpoints."""
         saver, self._is_fresh = run.saver, run.restored is None or run.is_new_branch
         self._config, self._listener = run.config, run.background
+        self._before_savers = run.before_savers
         self._leave_out = saver.leave_out if self._given is None and saver is not None else self._given
         if saver is None or saver.prefix != self._prefix:
             return
@@ -483,7 +486,10 @@ class KeepBest(MetricReader):
             _logger.warning(text, step, self.metric, value, format_list(nan))
             return
         worse, _ = contents.worse_since(self._at_start)
-        with internal_transfers(), saver.knowing(not worse):
+        self._before_savers(functools.partial(self._save, saver, step, state, value, is_finite=not worse))
+
+    def _save(self, saver: Saver, step: int, state: TrainState, value: float, *, is_finite: bool) -> None:
+        with internal_transfers(), saver.knowing(is_finite):
             extra = {} if self._config is None else {"config": dict(self._config)}
             saver.save(state, extra=extra | {self.metric: value})
             self.values[step] = value

@@ -121,6 +121,9 @@ class RunInfo(Protocol):
         Raise an error if they became NaN or infinite since the run began, unless the `Saver` allows it.
         """
 
+    def before_savers(self, save: Callable[[], None]) -> None:
+        """Call `save` when all other code of this step has run, such as the body of a loop of the user's own."""
+
     def before_off_cadence(self) -> None:
         """Called before work that is done only because the run ends here, such as an evaluation that is not due.
 

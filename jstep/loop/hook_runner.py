@@ -99,6 +99,8 @@ class HookRunner:
         for schedule in self._timed_savers:  # hooks may take long
             if schedule.cadence.clock() >= schedule.deadline:
                 self.next_save = step
+        if run.deferred:
+            self.next_save = step
         if run.failures and step < self.next_save:  # else once it is saved
             self.settle()
         if self._ends is not None:
@@ -106,8 +108,18 @@ class HookRunner:
 
     def save(self) -> None:
         """Let the hooks save that are due, once all other code of this step has run."""
+        errors = Errors(self._run)
+        self._save_deferred(errors)
+        errors.end()
         self._call_due(self._savers, with_failures=True)
         self.next_save = _next_of(self._savers)
+
+    def _save_deferred(self, errors: "Errors") -> None:
+        run = self._run
+        while run.deferred:
+            call, save = run.deferred.popleft()
+            with errors, run.watch.part(call.part):
+                run.during(call, save)
 
     def _check_step(self, first: int) -> None:
         """Check, once for each stage, that its step advances the global step by one; waits for the device."""
@@ -191,6 +203,7 @@ class HookRunner:
         due = [schedule.hook for schedule in (*self._schedules, *self._savers) if schedule.at_last(run.at.step)]
         calls = {id(hook): HookCall(hook, "after_step") for hook in due}  # each hook once
         with self._run.watch.part(HOOKS):
+            self._save_deferred(errors)
             self._poll(errors, wait=True)
             for call in calls.values():
                 with errors:

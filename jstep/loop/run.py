@@ -321,9 +321,12 @@ class Run(Generic[P]):
             shorten(error)
             return
         with stack:
-            if failure is not None:  # the block has swallowed it
-                raise failure
-            self._end()
+            try:
+                if failure is not None:  # the block has swallowed it
+                    raise failure
+                self._end()
+            finally:
+                del failure  # breaks the reference cycle with this frame, which its traceback holds
 
     def _enter_settings(self, stack: contextlib.ExitStack) -> None:
         """Set what holds while the run goes on: hooks and the body run under the mesh of the state."""

@@ -133,6 +133,7 @@ class RunContext(RunInfo):
         stopped_by: What ended the run: the name of the first hook that did, or that of the loop.
         pending: The polls of hooks: `check()` is called after each call while it returns True, and `check(wait=True)`
             after the last step.
+        deferred: The saves of hooks that are not savers, which wait for the body of the loop.
         failures: The errors of logs, raised after the next call or save; any thread may add one.
         file: The file of this start, while it is open; any thread writes it.
         observers: What watches it; entered before anything is opened.
@@ -177,6 +178,7 @@ class RunContext(RunInfo):
         self.body_interval: int | None = None
         self.stopped_by: str | None = None
         self.pending: deque[tuple[Hook, Poll]] = deque()
+        self.deferred: deque[tuple[HookCall, Callable[[], None]]] = deque()
         self.failures: deque[tuple[HookCall, Exception]] = deque()
         self.file: StartFile | None = None
 
@@ -288,6 +290,12 @@ class RunContext(RunInfo):
 
     def before_save(self, step: int) -> bool:
         return self.runner.before_save(step)
+
+    def before_savers(self, save: Callable[[], None]) -> None:
+        if self.phase == RUNNING and self.calling is not None:
+            self.deferred.append((self.calling, save))
+        else:  # no body follows
+            save()
 
     def before_off_cadence(self) -> None:
         """Freeze the position of batches that are made with the state as it is now."""

@@ -241,7 +241,9 @@ def test_a_fresh_run_warns_of_the_best_of_another_run(mode, best, start, tmp_pat
         assert not caplog.records
         one = jstep.KeepBest(tmp_path, "accuracy", mode=mode)
         one.use_run(
-            types.SimpleNamespace(saver=None, restored=restored, config=None, background=None, is_new_branch=False)
+            types.SimpleNamespace(
+                saver=None, restored=restored, config=None, background=None, before_savers=None, is_new_branch=False
+            )
         )
         one.begin(state_at(start))
     assert [record.levelname for record in caplog.records] == ["WARNING"]

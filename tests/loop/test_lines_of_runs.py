@@ -85,7 +85,7 @@ def run(folder, last_step=6, *, step=STEP, state=None, batches=DATA, **options):
 MASKED = {
     *("time", "pid", "began", "versions", "environment", "devices", "settings", "hash", "sharding"),
     *("argv", "directory", "logdir", "process", "run", "since", "wall", "now", "values"),
-    *("host_bytes", "host_peak_bytes", "computing"),
+    *("host_bytes", "host_peak_bytes", "computing", "gradients", "update"),
 }
 
 
@@ -105,6 +105,7 @@ def _masked(value):
     if not isinstance(value, dict):
         return value
     kept = {name: one for name, one in value.items() if name not in ("commit", "edits")}
+    kept |= {"programs": "a file"} if isinstance(kept.get("programs"), str) else {}
     found = {name: "…" if one and name in MASKED else _masked(one) for name, one in kept.items()}
     return found | ({"seconds": sorted(found["seconds"].keys() - {"before"})} if "seconds" in found else {})
 

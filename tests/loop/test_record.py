@@ -168,7 +168,8 @@ def test_the_temporary_files_of_a_killed_start_go_at_the_next(tmp_path):
     for name in (f".model.000001.json.{dead}.tmp", f".model.000001.card.json.{dead}.tmp"):
         (tmp_path / "starts" / name).write_text("{")
     train(tmp_path, 2)
-    assert sorted(os.listdir(tmp_path / "starts")) == ["model.000001.card.json", "model.000001.json"]
+    names = ["model.000001.card.json", "model.000001.json", "model.000001.programs"]
+    assert sorted(os.listdir(tmp_path / "starts")) == names
 
 
 def test_two_living_starts_in_one_logdir_have_a_file_each(tmp_path):

@@ -31,7 +31,8 @@ def test_inspect_diff_and_replay_by_url(store, capsys):
     a, b = f"{store.run}/a", f"{store.run}/b"
     capsys.readouterr()
     assert main(["inspect", a]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["model-2", "model-4", "model-6"]
+    lines = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert lines == ["model-2", "model-4", "model-6", "not"]  # verified
     assert main(["inspect", f"{a}/model-4", "--verify", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 4
     assert main(["diff", a, b]) == 1
