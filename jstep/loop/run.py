@@ -30,7 +30,6 @@ from jstep.core.checks import as_int, as_string, describe_type
 from jstep.core.exceptions import setting
 from jstep.core.logs import WARNED, log_to_stderr
 from jstep.core.meshes import mesh_of, overriding_mesh
-from jstep.core.secret_text import error_text
 from jstep.core.stopwatch import HOOKS, SAVING, STARTING, STEPPING
 from jstep.core.tracebacks import original_error, shorten, shortens_tracebacks
 from jstep.data.batch_placement import over_axes
@@ -294,11 +293,11 @@ class Run(Generic[P]):
         with contextlib.ExitStack() as stack:
             self._stack, self._owner = stack, (os.getpid(), threading.get_ident())
             self._enter_settings(stack)
-            stack.push(self._close_hooks)
             stack.push(self._leave)
             stack.callback(run.signals.end)  # late, as the record of the run may be closing for seconds
             for make_observer in OBSERVERS:
                 run.observers = (*run.observers, stack.enter_context(make_observer(run)))
+            stack.push(self._close_hooks)  # before the observers, which see how the run ends
             stack.callback(self._wait_for_background)
             stack.enter_context(run.closing)
             stack.callback(self._release)
@@ -383,10 +382,8 @@ class Run(Generic[P]):
         try:
             close_hooks(self._context, error)
         except Exception as failure:
-            failure.state = self._last.state  # type: ignore[attr-defined]
-            if (file := self._context.file) is not None:
-                name = type(failure).__name__
-                file.end_earlier(file.fields["number"], ["failed", f"{name}: {error_text(failure)}"], name)
+            with contextlib.suppress(Exception):  # a class of exceptions may reject attributes
+                failure.state = self._last.state  # type: ignore[attr-defined]
             raise
         if error is None:
             interactive.forget()
