@@ -4,6 +4,7 @@ import contextlib
 import logging
 
 import jax
+import numpy as np
 
 from jstep.core.checks import as_bool, as_int, format_list, hook_name
 from jstep.core.stopwatch import STEPPING
@@ -11,6 +12,8 @@ from jstep.hooks.hook import state_step
 from jstep.hooks.run_hook import RunHook, RunInfo
 from jstep.metering.cadence import make_cadence
 from jstep.metering.metric_sums import Interval
+from jstep.metering.numbers import read_value
+from jstep.slots.roles import Role, roles_in
 from jstep.state.nonfinite import NAN, NanLossDuringTrainingError, StateContents
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import LOSS, Metrics
@@ -36,8 +39,8 @@ class NanLossHook(RunHook):
         every_n_steps: Interval in steps between checks; at its multiples, the losses up to the previous one are read.
         fail_on_nan_loss: Whether to raise; if False, the hook logs a warning and stops the run, which ends normally but
             without a checkpoint.
-        max_skipped_steps: The number of consecutive skipped updates that stops the run with the same error; None for no
-            limit. The state is valid in that case, and is saved.
+        max_skipped_steps: The number of consecutive skipped updates, also over restarts, that stops the run with the
+            same error; None for no limit. The state is valid in that case, and is saved.
 
     Source: `tf.train.NanTensorHook`.
     """
@@ -70,6 +73,10 @@ class NanLossHook(RunHook):
         super().begin(state)
         self._reset()
         self._began = self._checked = state_step(state)
+        finite = [state.slots[slot] for slot in roles_in(state).of(Role.LAST_FINITE) if slot in state.slots]
+        if self.max_skipped_steps is not None and finite:
+            latest = max(int(np.max(read_value(step))) for step in finite)
+            self.run.sums.begin_skipped(max(0, self._began - latest))
         self.run.poll(self, self._require_loss)
 
     def close(self) -> None:

@@ -177,6 +177,11 @@ class MetricSums:
         self.is_wanted = True
         return len(self._intervals) - 1
 
+    def begin_skipped(self, steps: int) -> None:
+        """Begin after so many skipped steps in a row, those of an earlier start."""
+        with internal_transfers():
+            self._skips = jnp.asarray(np.int32(steps))
+
     # Calls that accumulate by themselves.
 
     def begin(self, columns: "Columns", like: Tree) -> "DeviceSums":

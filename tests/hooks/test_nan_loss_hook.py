@@ -65,6 +65,26 @@ def test_too_many_consecutive_skips_stop_the_run_and_save_it(steps_per_call, tmp
     assert jstep.Saver(tmp_path).latest_step() == jstep.global_step(caught.value.state)
 
 
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+@pytest.mark.parametrize("make", [lambda optimizer: optimizer, jstep.dynamic_loss_scale], ids=["plain", "scaled"])
+def test_skipped_updates_are_counted_over_restarts(make, steps_per_call, tmp_path):
+    """Starts of two steps each, all of them skipped from step 3 on, end at the limit, as one start does."""
+    optimizer, step = skipping_step(make(jstep.gradient_descent(0.1)))
+
+    def start(last_step):
+        state = jstep.TrainState.create({"w": jnp.ones(2)}, optimizer)
+        hook = jstep.NanLossHook(every_n_steps=1, max_skipped_steps=5)
+        jstep.train(
+            step, state, nan_at(*range(3, 100)), last_step, hooks=[hook], progress=False, checkpoint_dir=tmp_path,
+            steps_per_call=steps_per_call,
+        )  # fmt: skip
+
+    for last_step in (2, 4, 6):
+        start(last_step)
+    with pytest.raises(jstep.NanLossDuringTrainingError, match="5 updates in a row were skipped up to step 7"):
+        start(20)
+
+
 def test_a_custom_step_returns_the_skipped_metric():
     @jax.jit
     def step(state, x):
