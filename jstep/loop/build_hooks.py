@@ -60,7 +60,8 @@ def _open_writer(run: RunContext) -> SummaryWriter | None:
         # The point of a restored step is kept. A run that begins again may evaluate before its first step again.
         first = run.first + (origin.restored is not None)
         own = origin.restored if origin.trunk is None else None
-        if starts_here(writer.path, first, same_place=own is not None or not _is_another_run(run)):
+        same_place = own is not None or not _is_another_run(run)
+        if starts_here(writer.path, first, same_place=same_place, is_new=origin.restored is None):
             for _ in range(STARTS):
                 writer.add_session_log("START", first)
     if run.options.config and jax.process_index() == 0:

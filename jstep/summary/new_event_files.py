@@ -139,7 +139,7 @@ STARTS = 2
 """The number of marks of a restart: TensorBoard treats the first one in a directory as the beginning of the run."""
 
 
-def starts_here(path: str, step: int, *, same_place: bool) -> bool:
+def starts_here(path: str, step: int, *, same_place: bool, is_new: bool) -> bool:
     """Return whether a new event file must begin with marks of a restart, so that no step of a run is shown twice.
 
     The marks make TensorBoard drop all events from `step` on that it read before, whichever writer wrote them. If other
@@ -149,6 +149,7 @@ def starts_here(path: str, step: int, *, same_place: bool) -> bool:
         path: The new file of the run.
         step: The first step that it may hold.
         same_place: Whether files of a run of the same place are its own, not only those of its name.
+        is_new: Whether the run resumes from no checkpoint; a warning then names the files of others.
     """
     logdir, new = split_path(path)
     names = _names_there(Objects(logdir)) if is_url(logdir) else filter(is_event_file, names_in(logdir))
@@ -160,16 +161,19 @@ def starts_here(path: str, step: int, *, same_place: bool) -> bool:
         if writer.run is not None
         and (writer.run == own_writer.run or (same_place and writer.place == own_writer.place))
     ]
+    # The program itself may write here by another library, or by a writer of its own, as an earlier start of it did.
+    process = f".{socket.gethostname()}.{os.getpid()}."
+    strangers = [name for name, writer in writers.items() if writer.run is None and process not in name]
+    others = [name for name, writer in writers.items() if writer.run is not None and name not in own_names]
+    others += [] if own_names else strangers
+    if others and (is_new or not own_names):
+        _logger.warning(
+            "logdir=%s: has event files of others, which are shown together with this run's: %s; give each run a "
+            "directory of its own",
+            logdir,
+            format_list(others, 5),
+        )
     if not own_names:
-        process = f".{socket.gethostname()}.{os.getpid()}."  # also in the names of files of other libraries
-        others = [name for name, writer in writers.items() if writer.run is not None or process not in name]
-        if others:
-            _logger.warning(
-                "logdir=%s: has event files of others, which are shown together with this run's: %s; give each run a "
-                "directory of its own",
-                logdir,
-                format_list(others, 5),
-            )
         return False
     newest = max(own_names)
     if max(writers) == newest:

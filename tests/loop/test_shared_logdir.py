@@ -102,6 +102,21 @@ def test_a_second_run_in_the_directory_hides_nothing(tmp_path, caplog):
     assert f"event files of others, which are shown together with this run's: {file}" in text
 
 
+def test_a_run_without_a_checkpoint_names_the_files_of_others_beside_its_own(tmp_path, caplog):
+    """As after its checkpoints were deleted; a run that resumes says nothing."""
+    logs, checkpoints = tmp_path / "logs", tmp_path / "run"
+    logs.mkdir()
+    other = "events.out.tfevents.1700000000.elsewhere.1.0.01234567.89abcdef"
+    (logs / other).touch()
+    for last_step, told in ((5, 1), (10, 1)):
+        run(logs, checkpoints, last_step)
+        assert len(warnings_of(caplog)) == told
+    shutil.rmtree(checkpoints)
+    run(logs, checkpoints, 5)
+    assert len(warnings_of(caplog)) == 2
+    assert other in warnings_of(caplog)[-1]
+
+
 @pytest.mark.thorough
 def test_a_log_directory_that_was_moved_is_known(tmp_path, caplog):
     run(tmp_path / "a/logs", tmp_path / "a/run", 20, stop=13)
