@@ -126,6 +126,10 @@ class StopSignals:
     def restore(self) -> None:
         """Restore the previous handlers, also in a fork."""
         for number, handler in self._before.items():
+            later = next((run for run in _active if run._before.get(number) == self._note), None)
+            if later is not None:  # a run that began later goes on, and restores the handler when it ends
+                later._before[number] = handler
+                continue
             # None: the handler was not set from Python, so Python cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}

@@ -494,3 +494,21 @@ def test_a_best_checkpoint_is_saved_after_the_body(tmp_path):
     with jstep.Saver(tmp_path / "best", prefix="best") as saver:
         assert saver.all_steps() == [2, 4, 6]
         assert same(saver.restore(make_state(), step=4), by_hand(4))
+
+
+def test_runs_that_end_in_another_order_put_the_handlers_back():
+    """As generators may that hold a run each; the second run still obeys a signal when the first one has ended."""
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+
+    def cross():
+        first, second = run_of(6), run_of(6)
+        first.__enter__()
+        with second:
+            next(second)
+            first.__exit__(None, None, None)
+            signal.raise_signal(signal.SIGTERM)
+            next(second)
+
+    with pytest.raises(jstep.Preempted):
+        cross()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
