@@ -108,8 +108,8 @@ def as_steps_per_call(value: object, batches: Tree = None) -> int | str:
     steps = as_int(value, "steps_per_call", 1)
     if steps > 1 and isinstance(batches, StateBatches | LoopBatches):
         raise ValueError(
-            f"steps_per_call={steps}, batches={batches!r}: these batches are made with the state before each step; "
-            "use steps_per_call=1"
+            f"steps_per_call={steps}, batches={batches!r}: these batches are made one by one, with the state or in the "
+            "body of the loop; use steps_per_call=1"
         )
     return steps
 
