@@ -176,7 +176,7 @@ class StallWatch(Observer):
         wait, files = self._wait, self._files
         if not self._is_stall(wait):  # others may wait for this process, though it does not stall
             is_old = self._is_shared and wait.age > self._warn
-            hang = is_old and any(other["stall"] for other in files.others)
+            hang = is_old and (files.is_told or any(other["stall"] for other in files.others))
             files.exchange((lambda: self._fields(wait, stall=False)) if hang else None, read=is_old)
             return
         due = wait.due or wait.age
@@ -293,6 +293,8 @@ class StallWatch(Observer):
     def _elsewhere(self) -> Iterator[str]:
         """Describe the other processes: count those that wait for the same, name the rest."""
         others, shown = self._files.others, self._files.shown
+        if self._files.is_told:  # the process before this one names them
+            return
         often = Counter(other["what"] for other in others)
         yield from (f"{count} others are {what}" for what, count in often.items() if count > 1)
         rest = [other for other in others if often[other["what"]] == 1]

@@ -88,9 +88,7 @@ def _is_current(path: str, stall: Fields) -> bool:
 def _files(where: str, prefix: str | None) -> tuple[list[tuple[str, Fields]], list[str]]:
     """Like `read_stalls`, including files that are not current, and with their paths."""
     stalls, problems, folder = [], [], join_path(where, FOLDER)
-    # Not `Directory`: nothing is lost if a list is incomplete.
-    names = Objects(folder).list() if is_url(folder) else names_in(folder) if is_directory(folder) else []
-    for name in [name for name in names if name.endswith(".json")]:
+    for name in [name for name in _names(folder) if name.endswith(".json")]:
         path = join_path(folder, name)
         try:
             stall = _valid_fields(decode_json(read_small(path, _MAX_BYTES)))
@@ -102,6 +100,17 @@ def _files(where: str, prefix: str | None) -> tuple[list[tuple[str, Fields]], li
         if prefix is None or stall.get("prefix", prefix) == prefix:
             stalls.append((path, stall))
     return sorted(stalls, key=lambda item: float(item[1]["since"])), problems
+
+
+def _processes_with_files(folder: str, prefix: str) -> list[int]:
+    """Return the processes of a run that have files, by their names, which are listed in one request."""
+    matches = (re.fullmatch(rf"{re.escape(prefix)}\.([0-9]+)\.json", name) for name in _names(folder))
+    return [int(match[1]) for match in matches if match is not None]
+
+
+def _names(folder: str) -> Iterable[str]:
+    # Not `Directory`: nothing is lost if a list is incomplete.
+    return Objects(folder).list() if is_url(folder) else names_in(folder) if is_directory(folder) else []
 
 
 def _valid_fields(stall: Any) -> dict[str, Any]:
@@ -162,6 +171,8 @@ class StallFiles:
     Attributes:
         shown: When the file was first written.
         period: The seconds after which the file is renewed, and the others are read.
+        others: What the other processes wait for, if this one has read their files.
+        is_told: Whether a process before this one has a file: it reads them, and tells.
     """
 
     def __init__(self, where: str | None, process: int, warn_secs: float, prefix: str = "model") -> None:
@@ -174,6 +185,7 @@ class StallFiles:
         self._held: HeldFolder | None = None  # the directory of the run, once it is there
         self._begun, self._may_exist, self._has_warned = -self.period, True, False  # an earlier start may have left one
         self.others: list[Fields] = []
+        self.is_told = False
         self.shown: float | None = None
 
     def exchange(self, fields: Callable[[], Fields] | None, *, read: bool = False, at_once: bool = False) -> None:
@@ -217,5 +229,7 @@ class StallFiles:
                 _logger.warning("%s: the stall cannot be written: %s", self._folder, error)
                 self._has_warned = True
         if read:
-            stalls = read_stalls(self._where, self._prefix)[0]
+            # The first process that has a file reads all, and tells: if each did, the reads would be n².
+            self.is_told = any(process < self._process for process in _processes_with_files(self._folder, self._prefix))
+            stalls = [] if self.is_told else read_stalls(self._where, self._prefix)[0]
             self.others = [stall for stall in stalls if stall["process"] != self._process]

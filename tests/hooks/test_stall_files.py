@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 import time
+from concurrent import futures
 
 import pytest
 from waiting import wait_until
 
+from jstep.record import stall_files as module
 from jstep.record.stall_files import StallFiles, read_stalls
 from jstep.tools.cli import main
 
@@ -60,6 +62,24 @@ def test_runs_that_share_a_directory_do_not_share_files(tmp_path):
     other.exchange(None, read=True, at_once=True)
     other.finish(None)
     assert [one["what"] for one in other.others] == ["model"]
+
+
+def test_the_first_process_that_has_a_file_reads_all_of_them(tmp_path, monkeypatch):
+    """If each of n processes did, there would be n² reads; the others only list the names."""
+    reads = []
+    read_small = module.read_small
+    monkeypatch.setattr(module, "read_small", lambda path, most: reads.append(path) or read_small(path, most))
+    everyone = [StallFiles(str(tmp_path), process, warn_secs=60.0) for process in range(2, 34)]
+    for rounds in (1, 2):
+        for process, files in enumerate(everyone, 2):
+            files.exchange(
+                lambda process=process: fields_of(processes=64, what=f"batch {process}"), read=True, at_once=True
+            )
+            futures.wait([files._job])
+        assert len(reads) <= len(everyone) * rounds
+    assert [files.is_told for files in everyone] == [False] + [True] * 31
+    assert sorted(one["process"] for one in everyone[0].others) == list(range(3, 34))
+    assert not any(files.others for files in everyone[1:])
 
 
 def test_stacks_of_many_threads_fit_into_a_file_that_is_read(tmp_path):
