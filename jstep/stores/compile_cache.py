@@ -16,11 +16,11 @@ _SETTINGS = {
     "jax_enable_compilation_cache": True,
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
-    "jax_persistent_cache_enable_xla_caches": "none",  # their keys have the path, so that a moved cache has nothing
+    "jax_persistent_cache_enable_xla_caches": "none",  # keys with the path: a moved cache would be useless
 }
 """Every program is cached, whatever its size and compile time."""
 _in_use = threading.Lock()
-"""Held by a run while its settings hold: JAX's settings are global, and overlapping runs use those of the first."""
+"""A lock of the run whose settings apply: JAX's settings are global, and overlapping runs use those of the first."""
 
 
 @contextlib.contextmanager

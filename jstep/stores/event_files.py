@@ -78,8 +78,10 @@ class DataLossError(Exception):
     """
 
     def __init__(self, path: str, offset: int, reason: str) -> None:
-        super().__init__(path, offset, reason)  # the arguments, with which it is unpickled
-        self.path, self.offset, self._reason = path, offset, reason
+        super().__init__(path, offset, reason)  # pickle calls it with these arguments
+        self.path = path
+        self.offset = offset
+        self._reason = reason
 
     def __str__(self) -> str:
         return f"{self.path}: corrupted record at offset {self.offset}: {self._reason}"
@@ -132,11 +134,11 @@ _OF_RUN = re.compile(r"(?:\.(?P<place>[0-9a-f]{8}))?\.(?P<run>[0-9a-f]{8})\Z")
 
 
 class Writer(NamedTuple):
-    """What the name of an event file tells of its writer.
+    """The writer of an event file, according to the name of the file.
 
     Attributes:
-        run: The name of the run that wrote it; None if a user's writer did.
-        place: A hash of where the run has its directory, seen from the logdir.
+        run: The ID of the run; None for a user's writer.
+        place: A hash of the path of the run's directory, relative to the logdir.
     """
 
     run: str | None
@@ -228,14 +230,16 @@ class Series:
     """
 
     def __init__(self) -> None:
-        self.steps, self.times, self.values = array("q"), array("d"), array("d")
+        self.steps = array("q")
+        self.times = array("d")
+        self.values = array("d")
         self.rewound: deque[tuple[array[int], array[float]]] = deque(maxlen=100)
 
     def points(self) -> list[Point]:
         return list(map(Point, self.steps, self.times, self.values))
 
     def append(self, step: int, time: float, value: float) -> None:
-        """Add a point, which replaces those from its step on."""
+        """Add a point, which replaces the points from its step on."""
         steps = self.steps
         if steps and steps[-1] >= step:
             self.drop_from(step)

@@ -33,9 +33,9 @@ def open_regular(path: str, buffering: int = -1) -> Any:
     return open(path, "rb", buffering, opener=_opener())
 
 
-def _opener(more: int = 0) -> Callable[[str, int], int]:
+def _opener(extra_flags: int = 0) -> Callable[[str, int], int]:
     no_wait = getattr(os, "O_NONBLOCK", 0)  # a FIFO that took the place of the file meanwhile
-    return lambda path, flags: os.open(path, flags | no_wait | more, 0o666)
+    return lambda path, flags: os.open(path, flags | no_wait | extra_flags, 0o666)
 
 
 def _check_regular(path: str, found: os.stat_result) -> None:
@@ -75,17 +75,17 @@ _MAX_DEPTH = 200
 
 
 def seconds_since_write(path: str) -> float:
-    """Return how long ago a local file was written, by the clock of its file system: those of hosts may differ.
+    """Return how long ago a local file was written, by the clock of its file system: clocks of hosts may differ.
 
-    That clock is read from a file without a name, so nothing that can be seen changes. Where that is not possible (no
-    rights to write, NFS), this host's clock is used.
+    The clock is read from a temporary file without a name, so that no reader sees a change. If that is impossible (no
+    right to write, NFS), the clock of this host is used.
     """
-    now = time.time()
+    time_now = time.time()
     with contextlib.suppress(OSError, AttributeError):
         handle = os.open(os.path.dirname(os.path.realpath(path)), os.O_TMPFILE | os.O_WRONLY, 0o600)
-        now = os.fstat(handle).st_mtime
+        time_now = os.fstat(handle).st_mtime
         os.close(handle)
-    return now - os.stat(path).st_mtime
+    return time_now - os.stat(path).st_mtime
 
 
 def is_directory(path: str) -> bool:
@@ -114,12 +114,12 @@ def names_in(path: str) -> list[str]:
 
 def walk(path: str) -> list[tuple[str, list[str]]]:
     if not is_url(path):
-        return sorted((folder, names) for folder, _, names in os.walk(path))
-    folders: dict[str, list[str]] = {}
+        return sorted((directory, names) for directory, _, names in os.walk(path))
+    names_of: dict[str, list[str]] = {}
     for key in Directory(path).listing():
-        folder, _, name = key.rpartition("/")
-        folders.setdefault(join_path(path, folder) if folder else path, []).append(name)
-    return sorted(folders.items())
+        directory, _, name = key.rpartition("/")
+        names_of.setdefault(join_path(path, directory) if directory else path, []).append(name)
+    return sorted(names_of.items())
 
 
 class ForeignFileError(ValueError):
@@ -130,12 +130,12 @@ def open_own(path: str, beginning: bytes, *, append: bool = True) -> io.FileIO:
     """Open a file with a name of jstep's for reading and writing, and create it if it is missing.
 
     Args:
-        path: The file. Folders on the way may be links.
-        beginning: The bytes with which it begins, unless it is empty, torn, or begins with null characters.
-        append: Whether all bytes are written at its end.
+        path: The file. Directories above it may be links.
+        beginning: The bytes with which the file begins, unless it is empty, torn, or begins with null characters.
+        append: Whether all bytes are written at the end of the file.
 
     Raises:
-        ForeignFileError: It is a link, is not a regular file, or has other content.
+        ForeignFileError: The file is a link, is not a regular file, or has other content.
     """
     with contextlib.suppress(FileNotFoundError):
         _check_own(path, os.lstat(path))  # before it is opened, as opening a device may have effects
@@ -171,7 +171,7 @@ def foreign_file(path: str, what: str) -> ForeignFileError:
 def write_named(path: str, data: bytes) -> None:
     """Write a file or object that the user named; a regular file is replaced atomically.
 
-    Links are followed. What is not a regular file, such as a FIFO or a device, is written through.
+    Links are followed. A FIFO or a device is written to directly.
     """
     if is_url(path) or os.path.isfile(path) or not os.path.exists(path):
         replace_file(path if is_url(path) else os.path.realpath(path), data)
@@ -191,15 +191,15 @@ def new_file(path: str, *, flush: bool = True) -> Iterator[BinaryIO]:
 
 
 def replace_file(path: str, data: bytes, *, flush: bool = True) -> None:
-    """Write a file or object atomically, and create its folder; a file keeps its mode.
+    """Write a file or object atomically, and create its directory; a file keeps its mode.
 
     Without `flush`, a power cut may empty it.
     """
-    folder, name = split_path(path)
+    directory, name = split_path(path)
     if is_url(path):
-        Objects(folder).write(name, data)
+        Objects(directory).write(name, data)
         return
-    make_folders(folder)
+    make_folders(directory)
     partial = temporary_path(path, new_token())
     try:
         with new_file(partial, flush=flush) as file:
@@ -212,28 +212,28 @@ def replace_file(path: str, data: bytes, *, flush: bool = True) -> None:
             os.unlink(partial)
         raise
     if flush:
-        sync_folder(folder)
-        remove_temporary(folder, name.__eq__)
+        sync_folder(directory)
+        remove_temporary(directory, name.__eq__)
 
 
 def remove_file(path: str) -> None:
-    folder, name = split_path(path)
+    directory, name = split_path(path)
     if is_url(path):
-        Objects(folder).delete(name)
+        Objects(directory).delete(name)
         return
     with contextlib.suppress(FileNotFoundError):
         os.remove(path)
 
 
 def make_folders(path: str) -> None:
-    """Create a folder and its parents, and flush their entries."""
+    """Create a directory and its parents, and flush their entries."""
     new, above = [], path
     while above and not os.path.isdir(above):
         new.append(above)
         above = os.path.dirname(above)
     os.makedirs(path or ".", exist_ok=True)
-    for folder in reversed(new):
-        sync_folder(os.path.dirname(folder))
+    for directory in reversed(new):
+        sync_folder(os.path.dirname(directory))
 
 
 def sync(handle: int, path: str, *, data_only: bool = False) -> None:
@@ -257,19 +257,19 @@ def _is_flushed_by_drive(handle: int) -> bool:
     return True
 
 
-def sync_folder(folder: str) -> None:
-    """Flush the entries of a folder to disk, if the system supports that."""
+def sync_folder(directory: str) -> None:
+    """Flush the entries of a directory to disk, if the system supports that."""
     try:
-        _sync_path(folder or ".")
+        _sync_path(directory or ".")
     except OSError as error:
-        # Some systems cannot flush a folder, or do not let this user open it.
+        # Some systems cannot flush a directory, or do not let this user open it.
         if error.errno not in {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM, errno.EBADF}:
             raise
 
 
 def _sync_path(path: str) -> None:
     if os.name == "nt" and os.path.isdir(path):
-        return  # Windows opens no folder, and flushes the entries itself
+        return  # Windows opens no directory, and flushes the entries itself
     handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # Windows flushes only writable handles
     try:
         sync(handle, path)

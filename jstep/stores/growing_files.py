@@ -28,7 +28,7 @@ class ObjectAppender:
     One thread may write while another one uploads. The first object is written immediately, so that errors show early.
 
     Args:
-        next_key: Returns the key of each object.
+        next_key: A function that returns the key of the next object.
         header: The first bytes of each object.
     """
 
@@ -41,9 +41,13 @@ class ObjectAppender:
         *,
         segmented: bool = True,
     ) -> None:
-        self._objects, self._next_key, self._header = objects, next_key, header
+        self._objects = objects
+        self._next_key = next_key
+        self._header = header
         self._period, self._segment = max(secs, PERIOD), SEGMENT if segmented else math.inf
-        self._lock, self._failing, self._last = threading.Lock(), False, -math.inf
+        self._lock = threading.Lock()
+        self._failing = False
+        self._last = -math.inf
         self._full: list[tuple[str, bytes]] = []  # not uploaded yet
         self._key, self._data = next_key(), bytearray(header)
         self._uploaded = -1  # the bytes of `_data` that the store has
@@ -93,7 +97,8 @@ class ObjectAppender:
             self._objects.write(*self._full[0])
             del self._full[0]
         with self._lock:
-            key, data, is_new = self._key, bytes(self._data), len(self._data) > self._uploaded
+            key, data = self._key, bytes(self._data)
+            is_new = len(data) > self._uploaded
         if is_new:
             self._objects.write(key, data)
             with self._lock:
@@ -114,7 +119,7 @@ def append_whole(file: io.FileIO, data: bytes) -> None:
 
 
 def sync_growing(handle: int, path: str, *, is_named: bool) -> None:
-    """Flush a growing file to disk, with its name unless that is there already (`is_named`)."""
+    """Flush a growing file to disk, and its name unless the name is on disk already (`is_named`)."""
     sync(handle, path, data_only=True)
     if not is_named:
         with contextlib.suppress(FileNotFoundError):  # the directory was renamed

@@ -17,10 +17,10 @@ def open_lines(path: str, beginning: bytes, is_line: Callable[[bytes], bool]) ->
     Args:
         path: The file or object.
         beginning: The bytes with which each line begins.
-        is_line: Whether a line is of such a file.
+        is_line: Whether a line may be in the file.
 
     Raises:
-        ForeignFileError: The file is not such a one, and is left as it is.
+        ForeignFileError: The file has other lines, and stays unchanged.
     """
     if not is_url(path):
         return LocalLines(path, beginning, is_line)
@@ -60,7 +60,7 @@ class LocalLines:
 
     def sync(self) -> None:
         """Flush the lines, and a new file's name, to disk."""
-        if not self._file.closed:  # `close` has flushed it: a save that nobody waited for may come later
+        if not self._file.closed:  # `close` has flushed the file: a save in the background may end later
             sync_growing(self._file.fileno(), self.path, is_named=self._is_named)
             self._is_named = True
 

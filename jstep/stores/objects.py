@@ -4,10 +4,10 @@ They are operations of tensorstore's key-value stores.
 
 Every operation gives up within half a minute (large objects get more, by their size), with an OSError that names
 operation and URL. After one timeout, later requests wait less: a failed save is followed by a last attempt to save, by
-closing event files and logs, and by releasing the claim, and each of them would wait as long, only to fail, too.
+closing event files and logs, and by releasing the claim, each of which would wait as long and fail, too.
 
-A list is what the store returns, which may be wrong: for HTTP status 401, 403 or 404, tensorstore's gs:// driver
-returns an empty one, and a truncated one if a later page fails so. A run whose token has expired would find no
+A list may be wrong: for HTTP status 401, 403 or 404, tensorstore's gs:// driver returns an empty list, or a truncated
+one if a later page fails in this way. A run whose token has expired would find no
 checkpoint, start from step 0, and then delete old data. A `Directory` therefore has a mark, an object that sorts after
 all others, and rejects a list that does not end in it.
 """
@@ -67,7 +67,10 @@ class ReadResult(NamedTuple):
 
 class PendingOperation:
     def __init__(self, objects: "Objects", future: Any, verb: str, key: str, nbytes: int = 0) -> None:
-        self._objects, self._future, self._verb, self.url = objects, future, verb, objects.at(key)
+        self._objects = objects
+        self._future = future
+        self._verb = verb
+        self.url = objects.at(key)
         self._bucket = "://".join(parts_of_url(objects.url)[:2])
         timeout = SECONDS if recent_outage(self._bucket) is None else WHILE_DOWN
         self._until = time.monotonic() + timeout + nbytes / BYTES_PER_SEC
@@ -112,7 +115,7 @@ Operation = TypeVar("Operation", bound=Any)
 
 
 def pipelined(operations: Iterable[tuple[Tag, Operation]], max_in_flight: int) -> Iterator[tuple[Tag, Operation]]:
-    """Yield operations in order, while at most `max_in_flight` are in progress; after a failure, give those up."""
+    """Yield operations in order, with at most `max_in_flight` in progress; after a failure, give up the others."""
     under_way: collections.deque[tuple[Tag, Operation]] = collections.deque()
     try:
         for operation in operations:
@@ -344,7 +347,7 @@ class LostError(StoreError):
 
 
 def translate_error(error: Exception, verb: str, url: str) -> OSError:
-    """Return the error to raise `from None` in place of tensorstore's."""
+    """Return the error to raise `from None` instead of tensorstore's error."""
     text = str(error)
     scheme, bucket, _ = parts_of_url(url)
     what = f"{url}: cannot {verb}"

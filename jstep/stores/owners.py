@@ -1,4 +1,4 @@
-"""The process that a claim, a stall file or a temporary file names, and removal of what dead processes left behind."""
+"""The process that a claim, a stall file or a temporary file names; removal of temporary files of dead processes."""
 
 import contextlib
 import ctypes
@@ -52,8 +52,8 @@ def _started_on_windows(pid: int) -> str | None:
         return "unknown" if kernel.GetLastError() == 5 else None  # it exists, and belongs to another user
     try:
         times = (ctypes.c_ulonglong * 4)()  # of its creation, its exit, in the kernel, outside of it
-        there = [ctypes.byref(times, 8 * i) for i in range(4)]
-        return str(times[0]) if kernel.GetProcessTimes(process, *there) and not times[1] else None
+        pointers = [ctypes.byref(times, 8 * i) for i in range(4)]
+        return str(times[0]) if kernel.GetProcessTimes(process, *pointers) and not times[1] else None
     finally:
         kernel.CloseHandle(process)
 
@@ -82,39 +82,41 @@ _TEMPORARY = re.compile(
     re.DOTALL,
 )
 _ABANDONED = 86400.0
-"""Age, in seconds, at which a temporary file of a process that cannot be looked up counts as abandoned."""
+"""The age in seconds at which a temporary file of an unreachable process counts as abandoned."""
 
 
 def new_token() -> str:
-    """Return the part of the names of temporary files that tells this process; it is another one at each call."""
-    mine = this_process()
-    return f"{_place(mine)}-{mine['pid']}-{mine['started']}-{secrets.token_hex(4)}"
+    """Return a part of the names of temporary files that identifies this process; each call returns another one."""
+    process = this_process()
+    return f"{_place(process)}-{process['pid']}-{process['started']}-{secrets.token_hex(4)}"
 
 
 def temporary_path(path: str, token: str) -> str:
-    """Return where a file is written before it is complete; readers of all files of a suffix do not find it there."""
-    folder, name = os.path.split(path)
-    return os.path.join(folder, f".{name}.{token}.tmp")
+    """Return the path of a file until it is complete; readers of all files with a suffix do not find it."""
+    directory, name = os.path.split(path)
+    return os.path.join(directory, f".{name}.{token}.tmp")
 
 
-def remove_temporary(folder: str, is_own: Callable[[str], bool] = lambda name: True) -> None:
-    """Remove the temporary files of dead processes, of those files whose names are `is_own`."""
+def remove_temporary(directory: str, is_own: Callable[[str], bool] = lambda name: True) -> None:
+    """Remove the temporary files that dead processes left of the files whose names are `is_own`."""
     with contextlib.suppress(OSError):
-        matches = [(name, match) for name in os.listdir(folder or ".") if (match := _TEMPORARY.fullmatch(name))]
-        for path in [os.path.join(folder, name) for name, match in matches if is_own(match["name"])]:
+        matches = [(name, match) for name in os.listdir(directory or ".") if (match := _TEMPORARY.fullmatch(name))]
+        for path in [os.path.join(directory, name) for name, match in matches if is_own(match["name"])]:
             with contextlib.suppress(OSError):  # it was removed meanwhile
-                if _is_left(path, folder or "."):
+                if _is_left(path, directory or "."):
                     os.unlink(path)
 
 
-def _is_left(path: str, folder: str) -> bool:
-    found, match, mine = os.lstat(path), _TEMPORARY.fullmatch(os.path.basename(path)), this_process()
+def _is_left(path: str, directory: str) -> bool:
+    found = os.lstat(path)
+    match = _TEMPORARY.fullmatch(os.path.basename(path))
+    process = this_process()
     if match is None or not stat.S_ISREG(found.st_mode):
         return False
-    if match["place"] == _place(mine):
-        return not is_alive({**mine, "pid": int(match["pid"]), "started": match["started"]})
+    if match["place"] == _place(process):
+        return not is_alive({**process, "pid": int(match["pid"]), "started": match["started"]})
     # On another host or in another container, or this host was restarted. The clock is that of the file system.
-    return os.stat(folder).st_mtime - found.st_mtime > _ABANDONED
+    return os.stat(directory).st_mtime - found.st_mtime > _ABANDONED
 
 
 def _place(process: Mapping[str, Any]) -> str:

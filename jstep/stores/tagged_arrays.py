@@ -13,7 +13,7 @@ from numpy.lib import format as npy
 from jstep.core.meshes import internal_transfers
 
 LARGE = 2**16
-"""The bytes above which an array is a file of the checkpoint, and a position is not copied with each batch."""
+"""The number of bytes above which an array is a file of the checkpoint, and a position is not copied at each batch."""
 
 
 class UnsupportedError(TypeError):
@@ -48,8 +48,10 @@ def dtype_parts(dtype: np.dtype[Any]) -> Any:
 
 
 def decode_array(parts: Any) -> np.ndarray[Any, Any]:
-    dtype, shape, data = npy.descr_to_dtype(parts["dtype"]), _shape(parts["shape"]), parts["data"]
-    # Elements without bytes would need no data, and NumPy would still give memory to some of them.
+    dtype = npy.descr_to_dtype(parts["dtype"])
+    shape = _shape(parts["shape"])
+    data = parts["data"]
+    # Elements without bytes need no data, but NumPy would allocate memory for some of them.
     elements = math.prod(shape)
     if dtype.hasobject or len(data) != elements * dtype.itemsize or (elements and not dtype.itemsize):
         raise ValueError(f"an array of {dtype} and shape {shape} does not have {len(data)} bytes")
@@ -77,7 +79,9 @@ def tensor_parts(tensor: Any) -> dict[str, Any]:
 
 def decode_tensor(parts: Any) -> Any:
     torch = importlib.import_module("torch")
-    dtype, shape, data = getattr(torch, parts["dtype"]), _shape(parts["shape"]), parts["data"]
+    dtype = getattr(torch, parts["dtype"])
+    shape = _shape(parts["shape"])
+    data = parts["data"]
     if len(data) != math.prod(shape) * torch.empty(0, dtype=dtype).element_size():
         raise ValueError(f"a tensor of {dtype} and shape {shape} does not have {len(data)} bytes")
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
@@ -110,7 +114,9 @@ def on_host(array: jax.Array) -> dict[str, Any]:
 
 
 def decode_jax_array(parts: Any) -> jax.Array:
-    data, impl, weak = parts["data"], parts["impl"], parts["weak"]
+    data = parts["data"]
+    impl = parts["impl"]
+    weak = parts["weak"]
     with internal_transfers():
         if impl is not None:
             return jax.random.wrap_key_data(jnp.asarray(data), impl=str(impl))

@@ -20,10 +20,10 @@ from jstep.stores import tagged_arrays
 from jstep.stores.tagged_arrays import LARGE, UnsupportedError
 
 _DEEPEST = 80  # levels of nested JSON; a checkpoint accepts 100 in all
-_MAX_BITS = 4096  # bits of an integer: Python refuses to write much longer ones in decimal
+_MAX_BITS = 4096  # bits of an integer: Python does not write much longer ones in decimal
 
 _FILE = "$file"
-"""The key of a reference to a file, in place of large bytes."""
+"""The key of a reference to a file, instead of large bytes."""
 
 
 class LargeBytes:
@@ -70,14 +70,14 @@ class AttachedFiles(dict[str, LargeBytes]):
 
 def as_json(copy: Any, files: AttachedFiles | None = None) -> Any:
     """Finish the encoding of `copy_encodable`: bytes become text, large ones a file of `files` unless it is None."""
-    of = type(copy)
-    if of is dict:
+    kind = type(copy)
+    if kind is dict:
         return {key: as_json(item, files) for key, item in copy.items()}
-    if of is list:
+    if kind is list:
         return list(copy) if _are_plain(copy) else [as_json(item, files) for item in copy]
-    if of is LargeBytes:
+    if kind is LargeBytes:
         return as_json(copy.read()) if files is None else files.add(copy)
-    if of is bytes:
+    if kind is bytes:
         return base64.b64encode(copy).decode() if files is None or len(copy) <= LARGE else files.add(copy)
     return as_json(tagged_arrays.on_host(copy), files) if isinstance(copy, jax.Array) else copy
 
@@ -95,13 +95,13 @@ def with_files(encoded: object, load: Callable[[str], LargeBytes]) -> Any:
 
 def encoded_size(copy: Any) -> int:
     """Return about how many bytes a copy has; large ones have more than `LARGE`."""
-    of = type(copy)
-    if of is dict or of is list:
-        is_plain = of is list and _are_plain(copy)
-        return 8 * len(copy) if is_plain else sum(map(encoded_size, copy.values() if of is dict else copy))
-    if of is LargeBytes:
+    kind = type(copy)
+    if kind is dict or kind is list:
+        is_plain = kind is list and _are_plain(copy)
+        return 8 * len(copy) if is_plain else sum(map(encoded_size, copy.values() if kind is dict else copy))
+    if kind is LargeBytes:
         return LARGE + 1
-    return len(copy) if of is bytes or of is str else int(getattr(copy, "nbytes", 8))
+    return len(copy) if kind is bytes or kind is str else int(getattr(copy, "nbytes", 8))
 
 
 def copy_encodable(value: object) -> Any:
@@ -118,38 +118,38 @@ _PLAIN = frozenset({str, bool, type(None)})
 
 def _encoded(value: Any, depth: int, seen: set[int]) -> Any:
     """Encode a value; `seen` are the identities of the random generators so far."""
-    of = type(value)
-    is_number = (of is int and value.bit_length() <= _MAX_BITS) or (of is float and math.isfinite(value))
-    if of in _PLAIN or is_number:
+    kind = type(value)
+    is_number = (kind is int and value.bit_length() <= _MAX_BITS) or (kind is float and math.isfinite(value))
+    if kind in _PLAIN or is_number:
         return value
     if depth > _DEEPEST:
         raise UnsupportedError("is nested too deeply, or contains itself")
-    if of is list:
+    if kind is list:
         return list(value) if _are_plain(value) else _each(enumerate(value), depth + 1, seen)
-    if of is tuple:
+    if kind is tuple:
         return {"$tuple": list(value) if _are_plain(value) else _each(enumerate(value), depth + 2, seen)}
-    if of is dict and all(type(key) is str for key in value) and not _is_tagged(value):
+    if kind is dict and all(type(key) is str for key in value) and not _is_tagged(value):
         return dict(zip(value, _each(value.items(), depth + 1, seen), strict=True))
-    if of is dict or of is collections.OrderedDict:
+    if kind is dict or kind is collections.OrderedDict:
         keys = _each((("key", key) for key in value), depth + 3, seen)
         pairs = zip(keys, _each(value.items(), depth + 3, seen), strict=True)
-        return {"$dict" if of is dict else "$ordered_dict": [list(pair) for pair in pairs]}
-    if of is bytes:
+        return {"$dict" if kind is dict else "$ordered_dict": [list(pair) for pair in pairs]}
+    if kind is bytes:
         return {"$bytes": value}
     if isinstance(value, jax.Array):
         return tagged_arrays.jax_parts(value)
     if isinstance(value, np.generic):
-        of = np.generic
-    elif of.__module__ == "torch" and of.__name__ == "Tensor":  # torch need not be installed
+        kind = np.generic
+    elif kind.__module__ == "torch" and kind.__name__ == "Tensor":  # torch need not be installed
         return {"$tensor": _encoded(tagged_arrays.tensor_parts(value), depth + 1, seen)}
-    if of not in _PARTS:
-        raise UnsupportedError(f"is a value of type {of.__module__}.{of.__qualname__}")
-    if of in _RANDOM:
-        own = getattr(value, "_bit_generator", value) if of is np.random.RandomState else value
-        if id(own) in seen:
-            raise UnsupportedError(f"is a {of.__name__} that is in several places, which would draw the same numbers")
-        seen.add(id(own))
-    key, parts = _PARTS[of]
+    if kind not in _PARTS:
+        raise UnsupportedError(f"is a value of type {kind.__module__}.{kind.__qualname__}")
+    if kind in _RANDOM:
+        generator = getattr(value, "_bit_generator", value) if kind is np.random.RandomState else value
+        if id(generator) in seen:
+            raise UnsupportedError(f"is a {kind.__name__} that is in several places, which would draw the same numbers")
+        seen.add(id(generator))
+    key, parts = _PARTS[kind]
     return {key: _encoded(parts(value), depth + 1, seen)}
 
 
@@ -239,8 +239,8 @@ def _python_random(state: Tree) -> random.Random:
 # All types
 
 _BIT_GENERATORS: dict[str, type[np.random.BitGenerator]] = {
-    of.__name__: of
-    for of in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
+    kind.__name__: kind
+    for kind in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
 }
 _RANDOM = frozenset({np.random.Generator, np.random.RandomState, random.Random, *_BIT_GENERATORS.values()})
 _PARTS: dict[type, tuple[str, Callable[[Any], Any]]] = {

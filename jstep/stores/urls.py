@@ -1,6 +1,6 @@
 """Local paths and URLs of object stores.
 
-A URL stays a string with its two slashes: `os.path` and `pathlib` turn `gs://bucket` into `gs:/bucket`, a local folder.
+A URL stays a string with its two slashes: `os.path` and `pathlib` turn `gs://bucket` into `gs:/bucket`, a local path.
 """
 
 import os
@@ -37,29 +37,29 @@ def location(where: object, name: str) -> str:
         if re.match(rf"(?:{'|'.join(SCHEMES)}):(?:/|$)", path, re.IGNORECASE):
             raise ValueError(f"{name}={path!r}: must have two slashes after the scheme; pass the URL as a string")
         return os.path.expanduser(path)
-    scheme, rest = match[1].lower(), path[match.end() :]
+    scheme, name_and_key = match[1].lower(), path[match.end() :]
     if scheme == "file":
-        if not rest.startswith("/"):
+        if not name_and_key.startswith("/"):
             raise ValueError(f"{name}={path!r}: must be file:// and an absolute path, such as file:///tmp/run")
-        return rest
-    bucket, *parts = rest.split("/")
+        return name_and_key
+    bucket, *parts = name_and_key.split("/")
     if scheme not in SCHEMES:
         problem = f"must be a path, gs://… or s3://…, got the scheme {scheme!r}; mount other stores as a file system"
     elif "@" in bucket:
         problem = "must be a bucket, got a URL with credentials; leave them where the cloud's own tools keep them"
     elif not _BUCKET.fullmatch(bucket):
         problem = f"must name a bucket, as in {scheme}://bucket/run, got {bucket!r}"
-    elif {".", ".."} & set(parts) or any(c in rest for c in "\0\r\n"):
+    elif {".", ".."} & set(parts) or any(c in name_and_key for c in "\0\r\n"):
         problem = "must not contain '.', '..' or line breaks: keys are not paths"
     else:
         return "/".join([f"{scheme}://{bucket}", *filter(None, parts)])
     # What precedes an @ may be a password.
-    raise ValueError(f"{name}={scheme + '://' + ('…' if '@' in rest else rest)!r}: {problem}")
+    raise ValueError(f"{name}={scheme + '://' + ('…' if '@' in name_and_key else name_and_key)!r}: {problem}")
 
 
 def parts_of_url(url: str) -> tuple[str, str, str]:
-    scheme, _, rest = url.partition("://")
-    name, _, key = rest.partition("/")
+    scheme, _, name_and_key = url.partition("://")
+    name, _, key = name_and_key.partition("/")
     return scheme, name, key
 
 
