@@ -46,7 +46,7 @@ def load_weights(
     file, and parts that several devices of a process hold are read once. For a leaf with a transform, however, each
     process reads the whole tensor.
 
-    A checkpoint is a folder that Orbax wrote (`StandardCheckpointer`, `PyTreeCheckpointer`, or a step of a
+    A checkpoint is a directory that Orbax wrote (`StandardCheckpointer`, `PyTreeCheckpointer`, or a step of a
     `CheckpointManager`, which stands for its default item or its only item), or a checkpoint of jstep, which is
     verified by its checksums. The names of its tensors are their paths, such as `params/dense/kernel`, where `params/`
     may be omitted. It may hold more than weights: if tensors below `params` are loaded, whole groups next to it
@@ -54,8 +54,7 @@ def load_weights(
     this group does.
 
     Args:
-        path: A file, a folder, an index (`model.safetensors.index.json`) next to its shards, or a checkpoint, on this
-            machine.
+        path: A local file, directory, index (`model.safetensors.index.json`) next to its shards, or checkpoint.
         target: A tree of arrays or of `jax.ShapeDtypeStruct` (from `jax.eval_shape`), for structure, shapes, dtypes and
             shardings. A leaf without a sharding is placed where JAX places new arrays; a NumPy array is loaded as one;
             typed PRNG keys are made from their stored data.

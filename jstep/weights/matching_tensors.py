@@ -80,9 +80,9 @@ class WantedTensor(targets.TargetLeaf[Any]):
     def difference(self, shape: Sequence[int], dtype: DTypeLike) -> str:
         cast = self.casts and trees.is_floating(dtype)
         if tuple(shape) != self.shape or (dtype != self.dtype and not cast):
-            own = self.leaf.dtype if hasattr(self.leaf, "dtype") else self.dtype
-            here = array_type(np.shape(self.leaf), own)
-            return f"{self._named} is {array_type(shape, dtype)}, and {here} in target"
+            leaf_dtype = self.leaf.dtype if hasattr(self.leaf, "dtype") else self.dtype
+            wanted = array_type(np.shape(self.leaf), leaf_dtype)
+            return f"{self._named} is {array_type(shape, dtype)}, and {wanted} in target"
         if not self.is_numpy and jax.dtypes.canonicalize_dtype(self.dtype) != self.dtype:
             return f"{self._named} is {array_type(shape, dtype)}, which JAX supports only with jax_enable_x64"
         return ""
@@ -120,8 +120,8 @@ def match(
         problem = "" if source is None else _problem(entry, source)
         wanted.append(dataclasses.replace(entry, source=None if problem else source, problem=problem))
     used = {entry.path: entry.name for entry in wanted if entry.name is not None and entry.name in tensors}
-    own = set(used.values())
-    unused = [name for name in tensors if name not in own]
+    used_names = set(used.values())
+    unused = [name for name in tensors if name not in used_names]
     groups = _groups(used) if with_more else ("",)
     return WeightsMatch(wanted, [name for name in unused if name.startswith(groups)])
 

@@ -1,4 +1,4 @@
-"""Reading of checkpoints that Orbax wrote, through Orbax, which is imported here."""
+"""Reading of checkpoints that Orbax wrote. This module imports Orbax."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,15 +15,15 @@ from jstep.core import meshes, placement, trees
 from jstep.weights.tensors import Read, Tensor
 
 
-def open_checkpoint(folder: str) -> tuple[dict[str, Tensor], Read]:
+def open_checkpoint(directory: str) -> tuple[dict[str, Tensor], Read]:
     """Return the arrays of a checkpoint, from its metadata, and a function that reads them."""
     try:
         # A checkpoint that misses files fails here, too: Orbax reads shapes and dtypes from the arrays.
-        tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder)).tree
+        tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(directory)).tree
     except PermissionError:
         raise
     except Exception as error:
-        raise _unreadable(folder, error) from error
+        raise _unreadable(directory, error) from error
     structure: Any
     flat, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = unique(trees.path_str(keys) for keys, _ in flat)
@@ -45,12 +45,12 @@ def open_checkpoint(folder: str) -> tuple[dict[str, Tensor], Read]:
         arguments = ocp.args.PyTreeRestore(structure.unflatten(item), structure.unflatten(options))
         try:
             with meshes.internal_transfers():
-                restored = jax.tree.leaves(ocp.PyTreeCheckpointHandler().restore(epath.Path(folder), args=arguments))
+                restored = jax.tree.leaves(ocp.PyTreeCheckpointHandler().restore(epath.Path(directory), args=arguments))
                 # With a sharding, Orbax returns typed PRNG keys as such.
                 pairs = zip(names, restored, strict=True)
                 return {name: _owned(trees.key_data(value)) for name, value in pairs if name in shardings}
         except Exception as error:
-            raise _unreadable(folder, error) from error
+            raise _unreadable(directory, error) from error
 
     return arrays, read
 
@@ -60,8 +60,8 @@ def _owned(value: Any) -> Any:
     return parts_of(value) if isinstance(value, jax.Array) and placement.is_on_cpus(value) else value
 
 
-def _unreadable(folder: str, error: BaseException) -> ValueError:
+def _unreadable(directory: str, error: BaseException) -> ValueError:
     while error.__cause__ is not None:
         error = error.__cause__
     why = str(error).partition(" [tensorstore_spec=")[0]
-    return ValueError(f"{folder}: is corrupted, incomplete, or not readable by Orbax {ocp.__version__}: {why:.300}")
+    return ValueError(f"{directory}: is corrupted, incomplete, or not readable by Orbax {ocp.__version__}: {why:.300}")

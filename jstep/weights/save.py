@@ -60,7 +60,7 @@ class NewFiles:
     """The files of one save, which are written under temporary names and then published."""
 
     def __init__(self, path: str, shards: int) -> None:
-        self._folder, self._base = os.path.split(path)
+        self._directory, self._base = os.path.split(path)
         self._stem, self._suffix = os.path.splitext(self._base)
         self._token = new_token()
         self.names = [self._base]
@@ -77,7 +77,7 @@ class NewFiles:
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
         """Open the temporary file of a name, which has the mode of the file that it will replace."""
-        make_folders(self._folder)
+        make_folders(self._directory)
         with new_file(self._temporary(name)) as file:
             with contextlib.suppress(OSError):  # it is new, or the file system has no modes
                 os.chmod(file.name, stat.S_IMODE(os.stat(self._at(name)).st_mode))
@@ -90,7 +90,7 @@ class NewFiles:
         for name in self.names:
             check_file(self._temporary(name))
         index = self._base + INDEX
-        older = [name for name in os.listdir(self._folder or ".") if self._is_own(name)]
+        older = [name for name in os.listdir(self._directory or ".") if self._is_own(name)]
         sharded = len(self.names) > 1
         # If the older index refers to shards of the same names, the new ones get interim names first.
         clash = sharded and not set(older).isdisjoint(self.names)
@@ -106,7 +106,7 @@ class NewFiles:
             if sharded:
                 self._switch_index(first, shard_of, total_size)
             is_switched = True
-            sync_folder(self._folder)
+            sync_folder(self._directory)
         except BaseException:
             # A file or an index that replaced an older one stays, complete. Otherwise only the older weights stay.
             if is_new:
@@ -123,15 +123,15 @@ class NewFiles:
                     shutil.copyfile(self._at(under), self._temporary(name))
                 os.replace(self._temporary(name), self._at(name))
             self._switch_index(self.names, shard_of, total_size)
-            sync_folder(self._folder)
+            sync_folder(self._directory)
         finals = [*self.names, index] if sharded else self.names
         stale = {*older, *first} - set(finals)
         if index in stale:
             self._remove(index)
-            sync_folder(self._folder)
+            sync_folder(self._directory)
         for name in sorted(stale - {index}):
             self._remove(name)
-        remove_temporary(self._folder, self._is_own)
+        remove_temporary(self._directory, self._is_own)
 
     def _remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -143,7 +143,7 @@ class NewFiles:
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         with self.writing(self._base + INDEX) as file:
             file.write(json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n")
-        sync_folder(self._folder)
+        sync_folder(self._directory)
         os.replace(self._temporary(self._base + INDEX), self._at(self._base + INDEX))
 
     def discard(self) -> None:
@@ -157,7 +157,7 @@ class NewFiles:
         return name in (self._base, self._base + INDEX) or re.fullmatch(shard, name) is not None
 
     def _at(self, name: str) -> str:
-        return os.path.join(self._folder, name)
+        return os.path.join(self._directory, name)
 
     def _temporary(self, name: str) -> str:
         return temporary_path(self._at(name), self._token)
@@ -180,7 +180,7 @@ def save_weights(
     only the first one needs to see.
 
     Args:
-        path: A file, such as `model.safetensors`. Its folder is created if necessary. Larger weights are written to
+        path: A file, such as `model.safetensors`. Its directory is created if necessary. Larger weights are written to
             `model-00001-of-00003.safetensors` and so on, with `model.safetensors.index.json`. A file that is replaced
             keeps its mode, and a link is followed.
         params: A tree of arrays, on any devices, with any sharding.
@@ -255,7 +255,9 @@ def _write(
 
 
 def _items(params: Tree, names: object) -> list[_Item]:
-    items, problems, owners = [], [], dict[str, str]()
+    items: list[_Item] = []
+    problems: list[str] = []
+    owners: dict[str, str] = {}
     for (path, leaf), rule in zip(trees.leaves_with_paths(params), rules(names, params, "params"), strict=True):
         leaf = _as_saved(leaf, path)
         if rule.name is None:
@@ -325,7 +327,7 @@ def _file(path: object) -> str:
     file = local_path(path)
     if os.path.isdir(file) or not os.path.basename(file):
         raise IsADirectoryError(
-            f"path={file!r}: must be a file, got a folder; pass {os.path.join(file, 'model.safetensors')!r}"
+            f"path={file!r}: must be a file, got a directory; pass {os.path.join(file, 'model.safetensors')!r}"
         )
     if file.endswith(INDEX):
         raise ValueError(f"path={file!r}: must be a file for tensors, got an index; pass {file.removesuffix(INDEX)!r}")

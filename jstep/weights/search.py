@@ -1,4 +1,4 @@
-"""Search for weights: a file, an index with its shards, a folder, or the arrays of an Orbax checkpoint in a folder."""
+"""Search for weights: a file, an index with its shards, a directory, or the arrays of an Orbax checkpoint."""
 
 import json
 import ntpath
@@ -15,12 +15,12 @@ from jstep.weights.tensors import LARGEST, Tensor, read_header
 SUFFIX = ".safetensors"
 INDEX = ".index.json"
 _DEFAULTS = (f"model{SUFFIX}", f"model{SUFFIX}{INDEX}")
-"""The names that `transformers` writes and searches for in a folder."""
+"""The names that `transformers` writes and searches for in a directory."""
 
 
 def local_path(path: object) -> str:
     if path == "":
-        raise ValueError("path='': must name a file or a folder")
+        raise ValueError("path='': must name a file or a directory")
     place = location(path, "path")
     if is_url(place):
         raise ValueError(f"path={place!r}: must be a local path; copy the files to this machine first")
@@ -28,12 +28,12 @@ def local_path(path: object) -> str:
 
 
 def weights_file(path: str) -> str | None:
-    """Return the file or index at a path, or the only one in a folder; None for a folder without any."""
+    """Return the file or index at a path, or the only one in a directory; None for a directory without any."""
     if not os.path.isdir(path):
         return _file_at(path)
     names = _files_in(path)
     if len(names) > 1:
-        raise _several(path, "the folder has several sets of weights", names)
+        raise _several(path, "the directory has several sets of weights", names)
     return os.path.join(path, names[0]) if names else None
 
 
@@ -43,24 +43,26 @@ def _file_at(path: str) -> str:
     if os.path.isfile(path + INDEX):
         return path + INDEX
     raise FileNotFoundError(
-        f"path={path!r}: there is no such file or folder; huggingface_hub.snapshot_download downloads one"
+        f"path={path!r}: there is no such file or directory; huggingface_hub.snapshot_download downloads one"
     )
 
 
-def _files_in(folder: str) -> list[str]:
-    """Return the loadable files and indexes in a folder: the names of `transformers`, or all."""
+def _files_in(directory: str) -> list[str]:
+    """Return the loadable files and indexes in a directory: the names of `transformers`, or all."""
     # Hidden files are ignored, as by globs: macOS leaves "._model.safetensors" next to copied files.
-    names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
     if defaults := [name for name in names if name in _DEFAULTS]:
         return defaults
     indexes = [name for name in names if name.endswith(SUFFIX + INDEX)]
-    shards = {shard for name in indexes for shard in _files_of(os.path.join(folder, name)).values()}
+    shards = {shard for name in indexes for shard in _files_of(os.path.join(directory, name)).values()}
     return indexes + [name for name in names if name.endswith(SUFFIX) and name not in shards]
 
 
-def _several(folder: str, what: str, names: Sequence[str]) -> ValueError:
-    such_as = os.path.join(folder, names[0])
-    return ValueError(f"path={folder!r}: {what} ({', '.join(names[:10])}); pass the path of one, such as {such_as!r}")
+def _several(directory: str, what: str, names: Sequence[str]) -> ValueError:
+    such_as = os.path.join(directory, names[0])
+    return ValueError(
+        f"path={directory!r}: {what} ({', '.join(names[:10])}); pass the path of one, such as {such_as!r}"
+    )
 
 
 def read_tensors(path: str) -> dict[str, Tensor]:
@@ -106,7 +108,7 @@ def _files_of(path: str) -> dict[str, str]:
         parts = file.replace("\\", "/").split("/")
         if "" in parts or ".." in parts or "\0" in file or ntpath.splitdrive(file)[0]:
             raise ValueError(
-                f"{path}: the index names the file {format_value(file)}: must be a name inside the index's folder"
+                f"{path}: the index names the file {format_value(file)}: must be a name inside the index's directory"
             )
     return weight_map
 
@@ -118,7 +120,7 @@ _DEFAULT = "default"  # the name of the only item of a CheckpointManager
 
 
 def arrays_folder(path: str) -> str:
-    """Return the folder with the arrays of a checkpoint: itself, or an item of a step of a CheckpointManager."""
+    """Return the directory with the arrays of a checkpoint: itself, or an item of a step of a CheckpointManager."""
     if TEMPORARY in os.path.basename(os.path.abspath(path)):
         raise ValueError(f"path={path!r}: this checkpoint is incomplete: its save was interrupted, or still runs")
     entries = list_names(path)
@@ -128,7 +130,7 @@ def arrays_folder(path: str) -> str:
     items = [name for name, names in inside.items() if _METADATA in names]
     if not items:
         raise FileNotFoundError(
-            f"path={path!r}: the folder has no *{SUFFIX} and is not a complete checkpoint; pass the path of one"
+            f"path={path!r}: the directory has no *{SUFFIX} and is not a complete checkpoint; pass the path of one"
         )
     if _DEFAULT not in items and (len(items) > 1 or any(MANIFEST_FILE in inside[name] for name in items)):
         raise _several(path, "has several items or checkpoints", items)
