@@ -140,8 +140,8 @@ def fitting(sharding: object, shape: tuple[int, ...]) -> Any:
 
 
 def fitting_spec(mesh: Any, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
-    each = zip(shape, meshes.dims_of(spec), strict=False)
-    return PartitionSpec(*(axis if size % meshes.parts_along(mesh, axis) == 0 else None for size, axis in each))
+    dims = zip(shape, meshes.dims_of(spec), strict=False)
+    return PartitionSpec(*(axis if size % meshes.parts_along(mesh, axis) == 0 else None for size, axis in dims))
 
 
 def mesh_without_batch(state: Tree, args: Any) -> Mesh | None:

@@ -136,11 +136,11 @@ def derive_seed(seed: int, purpose: int, name: str = "") -> int:
 
 
 class SourceRows(NamedTuple):
-    """Rows of one source in a batch.
+    """The rows of one source in a batch.
 
     Attributes:
-        indices: Their indices in this process's part of the batch, ascending.
-        rows: Their row numbers in the source.
+        indices: The indices of these rows in this process's share of the batch, ascending.
+        rows: The row numbers in the source.
     """
 
     source: int
@@ -190,7 +190,7 @@ def steps_with(plan: RowPlan, source: int, row: int, steps: range) -> Iterator[i
     num_rows, seed = plan.streams[source]
 
     def positions(first: int, stop: int) -> Iterator[int]:
-        """Yield the positions of the row in a part of the stream of the source's epochs."""
+        """Yield the positions of the row between two positions in the stream of the source's epochs."""
         for epoch in range(first // num_rows, -(-stop // num_rows)):
             at = epoch * num_rows + (position_in_epoch(num_rows, seed, epoch, row) if plan.shuffle else row)
             if first <= at < stop:
@@ -206,10 +206,10 @@ def steps_with(plan: RowPlan, source: int, row: int, steps: range) -> Iterator[i
         return
     for inner, run in plan.sizes.split(steps):
         for at in positions(run.position_at(inner[0]), run.position_at(inner[-1]) + run.at(inner[-1])):
-            epochs, rest = divmod(at - run.position, run.distance)
-            i, rest = divmod(rest, run.size)
+            epochs, offset = divmod(at - run.position, run.distance)
+            i, row_in_batch = divmod(offset, run.size)
             step = run.first + epochs * run.period + i
-            if i < run.period and rest < run.at(step) and step in inner:
+            if i < run.period and row_in_batch < run.at(step) and step in inner:
                 yield step
 
 
@@ -240,8 +240,8 @@ class PlanReader:
         low, high = plan.share.of(size)
         # Before mixing, the batch consists of the rows of the first source, then of the second, and so on.
         ends = np.cumsum([b - a for a, b in zip(first, after, strict=True)])
-        of = domain(size)
-        order = permute(of, draw_keys(of, self._order_seed, step), np.arange(size))
+        batch_domain = domain(size)
+        order = permute(batch_domain, draw_keys(batch_domain, self._order_seed, step), np.arange(size))
         sources = np.searchsorted(ends, order, side="right")
         parts = []
         for source in np.unique(sources[low:high]).tolist():
@@ -257,7 +257,9 @@ class PlanReader:
         if 0 <= step - first < len(lines):
             numbers: RowNumbers = lines[step - first]
             return numbers
-        plan, (ahead,), ((num_rows, _),) = self._plan, self._ahead, self._plan.streams
+        plan = self._plan
+        (ahead,) = self._ahead
+        ((num_rows, _),) = plan.streams
         run = plan.sizes.runs.at(step)
         low, high = plan.share.of(run.at(step))
         start, count = run.position_at(step) + low, high - low

@@ -75,7 +75,7 @@ def batches(
         shuffle: Whether to shuffle the rows in each epoch; otherwise they keep their order.
         num_epochs: The number of epochs; None for an endless sequence.
         drop_remainder: Whether to drop the rows that do not fill a batch at the end of an epoch; otherwise the last
-            batch of each epoch is smaller (and the parts of several processes may differ in size), and a batch size
+            batch of each epoch is smaller (and the shares of several processes may differ in size), and a batch size
             above the number of rows gives all rows.
         process_index: The index of this process; by default `jax.process_index()`, which is called when the first batch
             is read.
@@ -128,12 +128,12 @@ def batches(
     if num_epochs is not None:
         num_epochs = as_int(num_epochs, "num_epochs", 1, "or None for no end")
     process = check_process(process_index, process_count)
-    each = _sizes_in_epochs(len(rows), sizes, drop_remainder, num_epochs)
+    all_sizes = _sizes_in_epochs(len(rows), sizes, drop_remainder, num_epochs)
     streams = ((len(rows), seed),)
     plan = RowPlan(
-        streams, each, Share(sizes, process), seed, shuffle, num_epochs=num_epochs, drop_remainder=drop_remainder
+        streams, all_sizes, Share(sizes, process), seed, shuffle, num_epochs=num_epochs, drop_remainder=drop_remainder
     )
-    end = NO_END if num_epochs is None else each.runs.values[-1].stop
+    end = NO_END if num_epochs is None else all_sizes.runs.values[-1].stop
     return Batches(plan, {"": rows}, Steps([range(end)]))
 
 
@@ -239,7 +239,7 @@ def mixture(
 
     Each source has its own endless sequence of epochs and permutations. They depend only on the seed and the name of
     the source, so adding or removing other sources does not change them. The rows of a batch are shuffled by the seed
-    and N, so the part of each process is a sample of the mixture. The global batch does not depend on the number of
+    and N, so the share of each process is a sample of the mixture. The global batch does not depend on the number of
     processes.
 
     Args:
@@ -301,7 +301,7 @@ def _open(sources: Any) -> dict[str, Rows]:
         raise ValueError(f"sources={format_value(sources)}: must have at least one source, got none")
     names = [as_string(name, "sources: a name") for name in sources]
     rows = {name: open_rows(sources[name], "sources", name) for name in names}
-    samples = {name: each.take(slice(0, 1)) for name, each in rows.items()}
+    samples = {name: source.take(slice(0, 1)) for name, source in rows.items()}
     (name, first), *others = ((name, _described(sample)) for name, sample in samples.items())
     for other, batch in others:
         if batch != first or structure(batch) != structure(first):
@@ -312,7 +312,7 @@ def _open(sources: Any) -> dict[str, Rows]:
 
 
 def _described(rows: Any) -> Any:
-    """Return a tree of dtypes and shapes; the lengths of texts may differ."""
+    """Return a tree of dtypes and shapes; the lengths of strings may differ."""
 
     def text(leaf: Any) -> str:
         dtype = "text" if getattr(leaf.dtype, "kind", "V") in "SU" else leaf.dtype
@@ -329,10 +329,10 @@ class Mixture(BatchSequence[T]):
     """
 
     def __repr__(self) -> str:
-        each = ", ".join(f"{name} ({count} rows)" for name, count in self.num_rows.items())
+        sources = ", ".join(f"{name} ({count} rows)" for name, count in self.num_rows.items())
         order = "shuffled by" if self._plan.shuffle else "in order, mixed by"
         size = format_value(self.batch_size)
-        return f"<Mixture of {size} from {each}, {order} seed {self._plan.seed}, {self._extent()}>"
+        return f"<Mixture of {size} from {sources}, {order} seed {self._plan.seed}, {self._extent()}>"
 
     @property
     def num_rows(self) -> dict[str, int]:
@@ -350,9 +350,9 @@ class Mixture(BatchSequence[T]):
     def rows_of(self, step: int) -> list[tuple[str, int]]:
         """Return the rows of the batch of `step`, over all processes, in its order, as (source, row number)."""
         names, pairs_by_index = sorted(self._rows), dict[int, tuple[str, int]]()
-        for of in self._rows_of(step):
-            pairs = zip(as_row_numbers(of.indices).tolist(), as_row_numbers(of.rows).tolist(), strict=True)
-            pairs_by_index |= {index: (names[of.source], row) for index, row in pairs}
+        for some in self._rows_of(step):
+            pairs = zip(as_row_numbers(some.indices).tolist(), as_row_numbers(some.rows).tolist(), strict=True)
+            pairs_by_index |= {index: (names[some.source], row) for index, row in pairs}
         return [pairs_by_index[index] for index in sorted(pairs_by_index)]
 
     def steps_of(self, source: str, row: int, start: int = 0, stop: int | None = None) -> list[int]:

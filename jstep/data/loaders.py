@@ -41,8 +41,8 @@ class Source(NamedTuple):
     """An iterator over batches.
 
     Attributes:
-        position: Returns the current position.
-        begin: Returns the position before the first batch; None if `position` does.
+        position: A function that returns the current position.
+        begin: A function that returns the position before the first batch; None if `position` returns it.
         by_step: The batches if each can be fetched by its step (indexable, or a function of it); else None.
         fresh: Whether each batch is in new arrays that no other code writes to.
         is_of_state: Whether batches are made with the run's state, and never ahead.
@@ -86,7 +86,7 @@ def open_source(
     Args:
         batches: An object that is not a sequence but can be indexed and iterated over is indexed if it has an item for
             the first step.
-        position: From an earlier run.
+        position: The position of an earlier run.
     """
     return _open(batches, start, last_step, position, resumable=resumable, state=state)._replace(given=batches)
 
@@ -106,7 +106,8 @@ def _open(
         read, begin = (None, None) if owner is None else _resumed(owner, position, start, start + 1)
         return Source(iter(batches), read, begin, is_of_state=True, is_of_loop=True)
     if isinstance(batches, StateBatches):
-        make, read, begin = batches.make, None, None
+        make = batches.make
+        read = begin = None
         if owner is not None:
             read, begin = _resumed(owner, position, start, last_step)
         elif not (isinstance(make, _STATELESS) or hasattr(make, "__wrapped__")):  # a method, or an object with __call__
@@ -242,7 +243,7 @@ def position_owner(batches: Tree) -> Any:
 
 
 def loader_position(owner: object) -> Any:
-    """The current position of a loader, copied for `as_json`; None if it is not known yet."""
+    """The current position of a loader, copied for `as_json`; None if it is unknown yet."""
     # Copied, because loaders may return a dict that they keep changing; as JSON only for a checkpoint, because the text
     # of a replay buffer takes much longer.
     position = _methods(owner)[0]()
@@ -271,7 +272,7 @@ def _methods(owner: object) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
 def _indexed(batches: Tree, start: int, last_step: int) -> Iterator[Any]:
     try:
         size = len(batches)
-    except (TypeError, NotImplementedError):  # it is endless, or its length is not known
+    except (TypeError, NotImplementedError):  # it is endless, or its length is unknown
         size = None
     stop = last_step if size is None else min(size, last_step)
     for step in range(start, stop):

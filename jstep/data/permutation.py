@@ -26,7 +26,9 @@ RowNumbers: TypeAlias = Rows | slice
 # With sides below 2**12, 32-bit words hash each digit evenly to 16 bits, and are twice as fast.
 _MAX_32 = 2**24
 # A digit with few values has few functions, so small domains need more rounds to mix.
-_SMALL, _SMALL_ROUNDS, _ROUNDS = 1024, 12, 6
+_SMALL = 1024
+_SMALL_ROUNDS = 12
+_ROUNDS = 6
 # Row numbers to compute in one call when they are read in sequence, to amortize the overhead of NumPy.
 _LOOKAHEAD_ROWS = 16384
 
@@ -76,8 +78,8 @@ def permute(domain: Domain, keys: list[Words], positions: Rows, *, inverse: bool
 
 
 def position_in_epoch(num_rows: int, seed: int, epoch: int, row: int) -> int:
-    of = domain(num_rows)
-    return int(permute(of, draw_keys(of, seed, epoch), np.array([row]), inverse=True)[0])
+    rows = domain(num_rows)
+    return int(permute(rows, draw_keys(rows, seed, epoch), np.array([row]), inverse=True)[0])
 
 
 def _encipher(domain: Domain, keys: list[Words], numbers: Words, inverse: bool) -> Words:

@@ -34,7 +34,7 @@ def position_methods(owner: object) -> tuple[Callable[[], Any], Callable[[Any], 
 
 
 class SavedPosition(NamedTuple):
-    """The position of this process's loader in a checkpoint; `error` says why it is not available."""
+    """The position of this process's loader in a checkpoint; `error` is the reason if it is not available."""
 
     value: Any
     error: str = ""
@@ -42,7 +42,9 @@ class SavedPosition(NamedTuple):
 
 
 def restore_position(extra: Mapping[str, Any]) -> SavedPosition | None:
-    of_all, first, count = extra.get(POSITIONS), extra.get(POSITION), jax.process_count()
+    of_all = extra.get(POSITIONS)
+    first = extra.get(POSITION)
+    count = jax.process_count()
     if of_all is None:
         only_one = (
             f"The checkpoint has one position of a loader for {count} processes. Every process resumes from it, which "
@@ -56,8 +58,8 @@ def restore_position(extra: Mapping[str, Any]) -> SavedPosition | None:
             f"the checkpoint was saved by {before} processes, whose loaders had different positions, and this run has "
             f"{count}. Start the run with {before} processes",
         )
-    mine = positions[0 if len(positions) == 1 else jax.process_index()]  # one if all were equal
-    return None if mine is None else SavedPosition(mine)
+    position = positions[0 if len(positions) == 1 else jax.process_index()]  # one if all were equal
+    return None if position is None else SavedPosition(position)
 
 
 Files = dict[str, LargeBytes]
@@ -67,26 +69,26 @@ Files = dict[str, LargeBytes]
 def gather_positions(position: object) -> tuple[dict[str, Any], Files]:
     """Gather the positions of all processes, and the files of large arrays; must be called on all."""
     index, count = jax.process_index(), jax.process_count()
-    mine = AttachedFiles(_file_stem(index))
-    encoded = tagged_json.as_json(position, mine)
+    attached = AttachedFiles(_file_stem(index))
+    encoded = tagged_json.as_json(position, attached)
     if count == 1:
-        return {} if encoded is None else {POSITION: encoded}, mine
+        return {} if encoded is None else {POSITION: encoded}, attached
     # Equal positions differ only in the names of their files.
-    texts = processes.gather_texts(json.dumps([encoded, [file.hash.hex() for file in mine.values()]]))
+    texts = processes.gather_texts(json.dumps([encoded, [file.hash.hex() for file in attached.values()]]))
     are_equal = len({text.replace(_file_stem(process), "") for process, text in enumerate(texts)}) == 1
     positions = [json.loads(text)[0] for text in (texts[:1] if are_equal else texts)]
     if positions == [None]:
         return {}, {}
     first = {} if positions[0] is None else {POSITION: positions[0]}
-    files = mine if index == 0 or not are_equal else {}
+    files = attached if index == 0 or not are_equal else {}
     return first | {POSITIONS: {_PROCESSES: count, "positions": positions}}, files
 
 
 def positions_elsewhere(extra: Mapping[str, Any]) -> tuple[dict[str, Any], Files]:
     """Return the positions in another checkpoint's `extra`, from `with_files`, and their files."""
-    mine = AttachedFiles(_file_stem(0))
-    kept = {key: tagged_json.as_json(extra[key], mine) for key in (POSITION, POSITIONS) if key in extra}
-    return kept, mine if jax.process_index() == 0 else {}
+    attached = AttachedFiles(_file_stem(0))
+    kept = {key: tagged_json.as_json(extra[key], attached) for key in (POSITION, POSITIONS) if key in extra}
+    return kept, attached if jax.process_index() == 0 else {}
 
 
 def decode_position(kept: object, owner: str) -> Any:
@@ -248,10 +250,13 @@ class RarePosition:
     def __init__(
         self, ask: Callable[[], Any], next_due: Callable[[int], float], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._ask, self._next_due, self._clock = ask, next_due, clock
+        self._ask = ask
+        self._next_due = next_due
+        self._clock = clock
         self._due = next_due(0)
         self._last: Any = None
-        self._number, self._since, self._took = 0, 0, (math.inf, math.inf)
+        self._number = self._since = 0
+        self._took = math.inf, math.inf
         self._next = -math.inf
 
     def __call__(self) -> Any:
@@ -268,9 +273,9 @@ class RarePosition:
         """Read the current position, and schedule the next read by the duration of this one."""
         began = self._clock()
         position = self._ask()
-        now = self._clock()
-        self._took = now - began, self._took[0]  # one of two may have been interrupted by another process
-        self._next = -math.inf if min(self._took) < _QUICK else now + self._took[0] * (1 / _SHARE - 1)
+        ended = self._clock()
+        self._took = ended - began, self._took[0]  # one of two may have been interrupted by another process
+        self._next = -math.inf if min(self._took) < _QUICK else ended + self._took[0] * (1 / _SHARE - 1)
         return position
 
 

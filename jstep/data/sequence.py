@@ -30,7 +30,9 @@ class BatchSequence(abc.ABC, Generic[T]):
     """How to give the sequence an end, for the error of `len`."""
 
     def __init__(self, plan: RowPlan, rows: Mapping[str, Rows], steps: Steps) -> None:
-        self._plan, self._rows, self._steps = plan, rows, steps
+        self._plan = plan
+        self._rows = rows
+        self._steps = steps
         self._read = self._reader()
 
     def _reader(self) -> Callable[[int], Any]:
@@ -88,7 +90,8 @@ class BatchSequence(abc.ABC, Generic[T]):
         if "" in self._rows:  # the only source, which has no name
             return {}
         changes = self._steps.changes(self._plan.weights.stages())
-        return {step: dict(zip(sorted(self._rows), map(float, of), strict=True)) for step, of in changes.items()}
+        names = sorted(self._rows)
+        return {step: dict(zip(names, map(float, weights), strict=True)) for step, weights in changes.items()}
 
     def definition(self) -> dict[str, Any]:
         """Return everything that determines the batches except the values of their rows, as JSON-serializable values.
@@ -102,12 +105,14 @@ class BatchSequence(abc.ABC, Generic[T]):
             >>> found["rows"], found["batch_size"], found["seed"], found["steps"]
             (100, {'0': 4}, 1, [[0, 10, 1], [12, None, 1]])
         """
-        size, weights, plan = self.batch_size, self.weights(), self._plan
+        size = self.batch_size
+        weights = self.weights()
+        plan = self._plan
         ends = {"num_epochs": plan.num_epochs, "drop_remainder": plan.drop_remainder}
         return {
             "kind": type(self).__name__,
             "batch_size": {str(step): rows for step, rows in (size if isinstance(size, dict) else {0: size}).items()},
-            **({"weights": {str(step): of for step, of in weights.items()}} if weights else {}),
+            **({"weights": {str(step): by_name for step, by_name in weights.items()}} if weights else {}),
             "rows": self.num_rows,
             "seed": plan.seed,
             "shuffle": plan.shuffle,
@@ -129,13 +134,15 @@ class BatchSequence(abc.ABC, Generic[T]):
             >>> one[:30].rows_hash() == grown[:30].rows_hash(), one[:31].rows_hash() == grown[:31].rows_hash()
             (True, False)
         """
-        count, names, hashed = len(self), sorted(self._rows), hashlib.blake2b(digest_size=16)
+        count = len(self)
+        names = sorted(self._rows)
+        hashed = hashlib.blake2b(digest_size=16)
         used = {name: rows for name, rows in self._counts_before(count).items() if rows}
         hashed.update(repr((count, sorted(used.items()))).encode())
         for step in sorted({*(count * i // 4 for i in range(4)), count - 1}) if count else ():
-            for of in self._rows_of(step):
-                hashed.update(repr(names[of.source]).encode())
-                for numbers in (of.indices, of.rows):
+            for some in self._rows_of(step):
+                hashed.update(repr(names[some.source]).encode())
+                for numbers in (some.indices, some.rows):
                     hashed.update(as_row_numbers(numbers).astype("<i8").tobytes())
         return hashed.hexdigest()
 
@@ -244,8 +251,8 @@ class BatchSequence(abc.ABC, Generic[T]):
         if step < 0:
             raise IndexError(f"step={step}: must not be negative, steps count up from 0")
         if step >= self._steps.count + end:
-            of = "num_epochs gives" if self._steps.parts == (range(self._steps.count),) else "these batches have"
-            raise IndexError(f"step={step}: past the end, {of} the steps 0 to {self._steps.count - 1}")
+            extent = "num_epochs gives" if self._steps.parts == (range(self._steps.count),) else "these batches have"
+            raise IndexError(f"step={step}: past the end, {extent} the steps 0 to {self._steps.count - 1}")
         return step
 
 
@@ -257,12 +264,15 @@ def _read(numbers: Callable[[int], list[SourceRows]], sources: Sequence[Rows], s
     picked = numbers(step)
     if len(picked) == 1:
         return sources[picked[0].source].take(picked[0].rows)
-    parts, indices = [sources[of.source].take(of.rows) for of in picked], [of.indices for of in picked]
+    indices = [some.indices for some in picked]
+    parts = [sources[some.source].take(some.rows) for some in picked]
     shapes = [[leaf.shape[1:] for leaf in jax.tree.leaves(part)] for part in parts]
-    for of, each in zip(picked, shapes, strict=True):
-        if each != shapes[0]:
-            first, other = (sources[of.source].name for of in (picked[0], of))
-            raise ValueError(f"sources: must have rows of one shape, got {shapes[0]} of {first!r}, {each} of {other!r}")
+    for some, shape in zip(picked, shapes, strict=True):
+        if shape != shapes[0]:
+            first, other = (sources[entry.source].name for entry in (picked[0], some))
+            raise ValueError(
+                f"sources: must have rows of one shape, got {shapes[0]} of {first!r}, {shape} of {other!r}"
+            )
     return jax.tree.map(lambda *leaves: _merge_leaves(leaves, indices), *parts)
 
 

@@ -100,7 +100,9 @@ class Rows:
     """Rows of a tree of sources with equal numbers of rows; `name` is its name in a mixture."""
 
     def __init__(self, sources: list[Source], treedef: Any, name: str) -> None:
-        self._sources, self._treedef, self.name = sources, treedef, name
+        self._sources = sources
+        self._treedef = treedef
+        self.name = name
 
     def __len__(self) -> int:
         return len(self._sources[0])
@@ -127,8 +129,8 @@ def open_rows(arrays: object, argument: str = "arrays", name: str = "") -> Rows:
         if len(source) == 0:
             raise ValueError(f"{argument}: the {type(leaf).__name__} at {source.path} has no rows")
     if len({len(source) for source in sources}) > 1:
-        each = ", ".join(f"{len(source)} at {source.path}" for source in sources)
-        raise ValueError(f"{argument}: all sources must have the same number of rows; there are {each}")
+        counts = ", ".join(f"{len(source)} at {source.path}" for source in sources)
+        raise ValueError(f"{argument}: all sources must have the same number of rows; there are {counts}")
     return Rows(sources, treedef.children()[0] if name else treedef, name)
 
 
@@ -170,9 +172,9 @@ _LIBRARIES = (("h5py", "Dataset"), ("zarr", "Array"), ("torch", "Tensor"), ("tor
 def _takes_lists(cls: type) -> bool:
     """Whether the `__getitem__` of a class is from a library that accepts lists of indices."""
     # A subclass may override it, and a module of the user may have the name of a library.
-    own = getattr(cls, "__getitem__", None)
+    method = getattr(cls, "__getitem__", None)
     classes = (getattr(sys.modules.get(module), name, None) for module, name in _LIBRARIES)
-    return any(isinstance(c, type) and issubclass(cls, c) and own is getattr(c, "__getitem__", 0) for c in classes)
+    return any(isinstance(c, type) and issubclass(cls, c) and method is getattr(c, "__getitem__", 0) for c in classes)
 
 
 def _as_array(leaf: object) -> Any:
