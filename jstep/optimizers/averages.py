@@ -221,8 +221,8 @@ def move_average(average: Array, p: Array, rate: Array) -> Array:
     return jnp.where(rate >= 1, p, jnp.where(rate > 0, moved, average))
 
 
-def _followed(own: Slots, p: Array, u: object, rate: Array) -> tuple[None, Slots]:
-    return None, {AVERAGE_SLOT: move_average(own[AVERAGE_SLOT], p if u is None else add(p, u), rate)}
+def _followed(slots: Slots, p: Array, u: object, rate: Array) -> tuple[None, Slots]:
+    return None, {AVERAGE_SLOT: move_average(slots[AVERAGE_SLOT], p if u is None else add(p, u), rate)}
 
 
 @makes_optimizer(2)
@@ -301,12 +301,12 @@ def with_moving_average(
             leaves = _initial(initial, params, chosen)
         return ema.init(treedef.unflatten([p if is_one else None for p, is_one in zip(leaves, chosen, strict=True)]))
 
-    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+    def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         params, after = at.params, jnp.asarray(at.step) + 1
         gradients = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
         updates, inner = nested.call_update(optimizer, updates, inner, at, exact=True)
-        now = dataclasses.replace(ema, **{argument: at.h[f"{ema.name}/{argument}"]}) if hyper else ema
-        averages = trees.flatten_like(params, own[ema.name], "averages")
+        averaging = dataclasses.replace(ema, **{argument: at.h[f"{ema.name}/{argument}"]}) if hyper else ema
+        averages = trees.flatten_like(params, outer[ema.name], "averages")
         moves_of_leaves = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
         by_label: dict[int, tuple[Any, Any]] = {}
 
@@ -316,7 +316,7 @@ def with_moving_average(
                 age = None if start is None else slot_age(at.step, start)
                 # An average that starts at zeros becomes the first value, even without a gradient.
                 first = jnp.where((age == 1) & ema.is_due(after), 1.0, 0.0) if ema.starts_at_zeros else None
-                by_label[id(start)] = now.weight(after, age), first
+                by_label[id(start)] = averaging.weight(after, age), first
             return by_label[id(start)][not has_gradient]
 
         def call(average: object, p: object, u: object, g: object, start: object) -> Any:
@@ -326,13 +326,13 @@ def with_moving_average(
         leaves = averages, jax.tree.leaves(params), moves_of_leaves, gradients, at.starts
         on_leaves(params, {AVERAGE_SLOT: averages}, list(map(call, *leaves)))
         weight = next((weight for weight, _ in by_label.values()), 0.0)
-        own = dict.fromkeys(followed, jnp.asarray(weight, jnp.float32))
-        return updates, inner, {ema.name: trees.structure(params).unflatten(averages), **own}
+        weights = dict.fromkeys(followed, jnp.asarray(weight, jnp.float32))
+        return updates, inner, {ema.name: trees.structure(params).unflatten(averages), **weights}
 
     role = Role.COPY if initial is None and not ema.starts_at_zeros else Role.AVERAGE
     # Averages that do not move at each update have a separate age; the others use the optimizer's.
     waits = ema.zero_debias and ema.waits
-    own = WrapperSlots(
+    outer = WrapperSlots(
         {ema.name: fresh, **dict.fromkeys(followed, lambda params, step: jnp.zeros((), jnp.float32))},
         {ema.name: role, **dict.fromkeys(followed, Role.LAST_WEIGHT)},
         {ema.name: "weight"},
@@ -341,7 +341,7 @@ def with_moving_average(
         counted=(lambda step: ema.is_due(jnp.asarray(step) + 1)) if waits else None,
         age_scope=f"with_moving_average/{ema.name}" if waits else None,
     )
-    return wrap_optimizer(optimizer, "with_moving_average", update, own)
+    return wrap_optimizer(optimizer, "with_moving_average", update, outer)
 
 
 def _initial(initial: Any, params: Params, averaged: Sequence[bool]) -> list[Any]:
@@ -423,15 +423,15 @@ def averaged_model_state(state: TrainState, name: str | Sequence[str] = AVERAGE_
     Source: `torch.optim.swa_utils.AveragedModel(use_buffers=True)`.
     """
     found = [f"{slot}/{MODEL_STATE}" for slot in find_slots(state, name, _KEPT_BY)]
-    slot = next((each for each in found if each in state.slots), None)
+    slot = next((full_name for full_name in found if full_name in state.slots), None)
     if slot is None:
         raise ValueError(
             f"name={name!r}: the state has no averages of its model state; keep them by "
             "jstep.ExponentialMovingAverage(…, model_state=True)"
         )
 
-    def leaf(now: Any, average: Any) -> Any:
-        return now if average is None else on_devices(average).astype(now.dtype)
+    def leaf(value: Any, average: Any) -> Any:
+        return value if average is None else on_devices(average).astype(value.dtype)
 
     return _over_averages(leaf, state.model_state, state.slots[slot])
 
@@ -442,8 +442,8 @@ def move_model_state(state: TrainState, roles: Roles) -> TrainState:
     for name in roles.of(Role.LAST_WEIGHT):
         slot, weight = f"{name.rpartition('/')[0]}/{MODEL_STATE}", slots[name]
 
-        def leaf(now: Any, average: Any, weight: Any = weight) -> Any:
-            return None if average is None else move_average(average, now, weight)
+        def leaf(value: Any, average: Any, weight: Any = weight) -> Any:
+            return None if average is None else move_average(average, value, weight)
 
         if slot in slots:
             slots[slot] = _over_averages(leaf, slots[MODEL_STATE], slots[slot])
@@ -493,12 +493,12 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
     optimizer = require_optimizer("optimizer", optimizer)
     period = as_int(sync_period, "sync_period", at_least=1)
 
-    def update(updates: Updates, inner: Slots, own: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
+    def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         params = at.params
         updates, inner = nested.call_update(optimizer, updates, inner, at)
         treedef = trees.structure(params)
         new_updates = trees.flatten_like(params, updates, "updates", is_leaf=is_slices)
-        slows = trees.flatten_like(params, own[SLOW], f"slot {SLOW!r}")
+        slows = trees.flatten_like(params, outer[SLOW], f"slot {SLOW!r}")
         rate = jnp.asarray(at.h["slow_step_size"], trees.default_float())
 
         def call(u: Any, p: Any, start: Any) -> Any:
@@ -514,13 +514,13 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
         return fresh_slot(SLOW, Slot("copy"), trained_params(optimizer, params), step)
 
     hyper = {"slow_step_size": check_hyperparameter("slow_step_size", slow_step_size, low=0, high=1)}
-    own = WrapperSlots({SLOW: fresh}, {SLOW: Role.COPY}, {SLOW: "weight"}, hyper, aged=True)
-    return wrap_optimizer(optimizer, "lookahead", update, own, inner_roles=Roles.ordered)
+    outer = WrapperSlots({SLOW: fresh}, {SLOW: Role.COPY}, {SLOW: "weight"}, hyper, aged=True)
+    return wrap_optimizer(optimizer, "lookahead", update, outer, inner_roles=Roles.ordered)
 
 
-def _synchronised(own: Slots, u: Any, p: Array, rate: Array, due: Array) -> tuple[Array, Slots]:
+def _synchronised(slots: Slots, u: Any, p: Array, rate: Array, due: Array) -> tuple[Array, Slots]:
     """The update to slow + α·(p + u − slow) if it is due, else u; and the new slow weights."""
-    u, slow = u.to_dense() if is_slices(u) else u, own[SLOW]
+    u, slow = u.to_dense() if is_slices(u) else u, slots[SLOW]
     dtype = slow.dtype
     # u appears once: if it were read twice, XLA would store it in memory.
     back = jnp.where(due, 1 - rate, 0.0).astype(dtype)
