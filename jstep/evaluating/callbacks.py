@@ -23,6 +23,7 @@ from jstep.hooks.hook import state_step
 from jstep.hooks.run_hook import RunInfo
 from jstep.metering.numbers import is_number, read_values
 from jstep.optimizers.hyperparameters import get_hyperparameter, set_hyperparameter
+from jstep.record.differences import changes
 from jstep.state.nonfinite import StateContents
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import join_path, location, resolve_path
@@ -381,7 +382,8 @@ class _Complete:
 class KeepBest(MetricReader):
     """Keep the checkpoints of the best evaluations, such as `best-1200`; a callback of `EvaluationHook`.
 
-    Each checkpoint stores its value (`saver.extra()` returns `{"accuracy": 0.93}`), so a resumed run knows the best
+    Each checkpoint stores its value (`saver.extra()` returns `{"accuracy": 0.93}`), and `"averages": True` if an
+    evaluator measured it with averages of the parameters, so a resumed run knows the best
     ones from the directory. Every run competes with the checkpoints in that directory; one that does not resume from a
     checkpoint logs a warning, because they belong to another run. On a tie the earlier checkpoint is kept. A value that
     is not finite is never kept, nor are parameters with NaN. To use the checkpoints, call `jstep.Saver(directory,
@@ -439,6 +441,7 @@ class KeepBest(MetricReader):
         self._before_savers: Callable[[Callable[[], None]], None] = operator.call
         self._is_fresh = False
         self._at_start: StateContents | None = None
+        self._are_averages = False
         self.values: dict[int, float] = {}
         self._complete = _Complete()
 
@@ -455,9 +458,28 @@ class KeepBest(MetricReader):
                 f"KeepBest: prefix={self._prefix!r}: the run's checkpoints in {saver.directory!r} have it; give another"
             )
 
+    def use_evaluator(self, evaluate: Any) -> None:
+        """Note whether the values are measured with averages of the parameters."""
+        self._are_averages = bool(getattr(evaluate, "use_averages", False))
+
+    def _warn_of_other_config(self, saver: Saver) -> None:
+        """Warn if the best value was measured with another config."""
+        config = self._config
+        if config is None or not self.values or jax.process_index() != 0:
+            return
+        best = max(self.values, key=lambda step: self._rank(step, self.values[step]))
+        kept = saver.extra(best)
+        found = changes({"config": kept.get("config") if isinstance(kept, dict) else None}, {"config": config}).lines
+        if found:
+            text = "KeepBest: %s (%s=%g) was kept before the config changed, so later values may not compare: %s"
+            name = checkpoint_name(self._prefix, best)
+            _logger.warning(text, name, self.metric, self.values[best], format_list(found, 5, "; "))
+
     def begin(self, state: TrainState) -> None:
         """Read the best values so far, and check that the directory is writable."""
-        self._open()
+        saver = self._open()
+        if not self._is_fresh:
+            self._warn_of_other_config(saver)
         self._at_start = StateContents(state, params_only=True)
         if self._is_fresh and self.values and jax.process_index() == 0:
             best = max(self.values, key=lambda step: self._rank(step, self.values[step]))
@@ -490,7 +512,8 @@ class KeepBest(MetricReader):
 
     def _save(self, saver: Saver, step: int, state: TrainState, value: float, *, is_finite: bool) -> None:
         with internal_transfers(), saver.knowing(is_finite):
-            extra = {} if self._config is None else {"config": dict(self._config)}
+            extra: dict[str, Any] = {} if self._config is None else {"config": dict(self._config)}
+            extra |= {"averages": True} if self._are_averages else {}
             saver.save(state, extra=extra | {self.metric: value})
             self.values[step] = value
             # The new checkpoint must be on disk before another is deleted.

@@ -162,6 +162,7 @@ class EvaluationHook(RunHook):
         self._interrupted_step = self._interrupted_last_step = None
         names = self._evaluate.check(state) if isinstance(self._evaluate, Evaluator) else None
         self._call_each("use_names", self.prefix, names)
+        self._call_each("use_evaluator", self._evaluate)
         check_owners(self._callbacks, _WHERE)
         self.stopped_by = None
         return any(self._call_each("begin", state))

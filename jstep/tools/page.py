@@ -95,7 +95,8 @@ def _odd(sweep: Sweep) -> list[str]:
 def _facts(row: RunFiles) -> list[str]:
     run, total = row.run, of_run(row.starts) if row.starts else None
     times = {"started": run.started, "ended": run.ended}
-    numbers = {f"best {name}": (value, f" at step {at}") for name, (value, at) in run.best.items()}
+    notes = {name: f", {note}" for name, note in run.best_notes.items()}
+    numbers = {f"best {name}": (value, f" at step {at}{notes.get(name, '')}") for name, (value, at) in run.best.items()}
     numbers |= {f"last {name}": (value, "") for name, value in run.metrics.items()}
     facts = {
         "status": f"{run.status}: {run.reason}".rstrip(": "),

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jstep.checkpoint.names import latest_checkpoint, open_store
+from jstep.record.differences import changes
 from jstep.record.schema import Start
 from jstep.record.stall_files import exit_reason, read_stalls
 from jstep.record.starts import (
@@ -80,6 +81,7 @@ class RunSummary:
             cannot be read is `"unreadable"`.
         starts_count: The number of all starts.
         newest_checkpoint: The path of its newest checkpoint, from which a restart resumes; None if there is none.
+        best_notes: Name → that the best value was measured with another config, or is that of its parent.
         former_paths: The directories in which it was before it was moved.
         metrics_left_out: The number of further metrics, for which there is no room in its record.
     """
@@ -118,6 +120,7 @@ class RunSummary:
     metrics_left_out: int = 0
     newest_checkpoint: str | None = None
     former_paths: Sequence[str] = ()
+    best_notes: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def nonfinite(self) -> list[str]:
@@ -169,6 +172,7 @@ def _summary(where: str, prefix: str, starts: Sequence[Start]) -> RunSummary:
         f"start {fact['number']} (process {fact['pid']} on {fact['host']})" for fact in alive if fact is not doing
     ]
     best, paths = _best(where, ending, is_copy=source is not None)
+    notes = _best_notes(starts, ending, trained)
     return RunSummary(
         path=where,
         prefix=prefix,
@@ -198,6 +202,7 @@ def _summary(where: str, prefix: str, starts: Sequence[Start]) -> RunSummary:
         pid=owner["pid"],
         examples=_examples(starts),
         best_checkpoints=paths,
+        best_notes=notes,
         refused=_refused(facts, ending["number"]) if has_trained(trained) else None,
         starts=facts,
         starts_count=sums["count"],
@@ -331,6 +336,18 @@ def _best(where: str, start: Start, *, is_copy: bool) -> tuple[dict[str, tuple[f
             if stored is not None and step > own:
                 best[name], paths[name] = (value, step), path
     return best, paths
+
+
+def _best_notes(starts: Sequence[Start], ending: Start, trained: Start) -> dict[str, str]:
+    notes, own = dict[str, str](), -1 if ending["parent"] is None else ending["parent"]["step"]
+    for name, (value, step, _) in ending["best"].items():
+        spans = [(span, start["config"]) for start in valid(starts) if (span := start["step"]) is not None]
+        made_by = next((config for span, config in reversed(spans) if span[0] < step <= span[1]), trained["config"])
+        if step <= own:
+            notes[name] = f"{value:.4g} at {step} is its parent's"
+        elif changes({"config": made_by}, {"config": trained["config"]}).lines:
+            notes[name] = "measured with another config"
+    return notes
 
 
 def _parent(where: str, start: Start) -> tuple[str, int] | None:

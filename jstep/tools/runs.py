@@ -298,7 +298,7 @@ def main_metrics(summaries: Iterable[RunSummary], globs: str | None) -> list[str
     names = dict.fromkeys(name for run in summaries for name in (*run.metrics, *run.best))
     if globs:
         return [globs] if globs in names else choose(names, globs.split(","), "--metrics", "a metric")
-    best = {name for run in summaries for name in run.best}
+    best = {name for run in summaries for name in (*run.best, *run.best_notes)}
     losses = [name for name in names if name == "loss" or name.endswith("/loss")]
     shown = {*losses[:_MOST_METRICS], *[name for name in names if name in best][:_MOST_METRICS]}
     return [name for name in names if name in shown]
@@ -351,8 +351,9 @@ def status_text(run: RunSummary) -> str:
 
 def _metric_text(run: RunSummary, metric: str) -> str:
     last = f"{run.metrics[metric]:.4g}" if metric in run.metrics else ""
-    best = run.best.get(metric)
-    return last if best is None else f"{last} (best {best[0]:.4g} at {best[1]})".strip()
+    best = f"best {run.best[metric][0]:.4g} at {run.best[metric][1]}" if metric in run.best else ""
+    notes = ", ".join(filter(None, (best, run.best_notes.get(metric))))
+    return f"{last} ({notes})".strip() if notes else last
 
 
 def duration_text(seconds: float) -> str:

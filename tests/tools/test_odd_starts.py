@@ -98,6 +98,8 @@ def test_the_best_of_a_copy_counts_from_its_own_first_step(tmp_path):
     train(tmp_path / "copy", 15, evaluation(tmp_path / "copy" / "best", {5: 9.0, 10: 2.0, 15: 3.0}), config={"lr": 0.2})
     copy = only(tmp_path / "copy")
     assert (copy.parent[1], copy.best) == (10, {})
+    assert copy.best_notes == {"eval/score": "9 at 5 is its parent's"}
+    assert "3 (9 at 5 is its parent's)" in str(jstep.runs(tmp_path / "copy"))
     train(tmp_path / "copy", 20, evaluation(tmp_path / "copy" / "best", {20: 9.5}))
     assert only(tmp_path / "copy").best == {"eval/score": (9.5, 20)}
     assert only(where).best == {"eval/score": (9.0, 5)}
@@ -135,3 +137,36 @@ def test_more_metrics_than_there_is_room_for(tmp_path):
     assert (run.metrics["eval/mAP"], "loss" in run.metrics) == (0.25, True)
     assert len(run.metrics) + run.metrics_left_out == 204
     assert run.metrics_left_out > 50
+
+
+def test_a_best_of_before_a_change_of_the_config(tmp_path, caplog):
+    values = {5: 9.0, 10: 2.0, 15: 3.0, 20: 9.5}
+    for last_step, lr in ((10, 0.1), (15, 0.1), (15, 0.2)):
+        train(tmp_path, last_step, evaluation(tmp_path / "best", values), config={"lr": lr})
+    warnings = [record.getMessage() for record in caplog.records if record.getMessage().startswith("KeepBest")]
+    assert warnings == [
+        "KeepBest: best-5 (score=9) was kept before the config changed, so later values may not compare: "
+        "config: lr: 0.1 before, 0.2 now"
+    ]
+    assert only(tmp_path).best_notes == {}, "that start took no step"
+    train(tmp_path, 18, evaluation(tmp_path / "best", values | {18: 1.0}), config={"lr": 0.2})
+    assert only(tmp_path).best_notes == {"eval/score": "measured with another config"}
+    assert "(best 9 at 5, measured with another config)" in str(jstep.runs(tmp_path))
+    assert "9 at step 5, measured with another config" in jstep.report(tmp_path).html
+    train(tmp_path, 20, evaluation(tmp_path / "best", values), config={"lr": 0.2})
+    assert (only(tmp_path).best, only(tmp_path).best_notes) == ({"eval/score": (9.5, 20)}, {})
+
+
+@pytest.mark.parametrize("use_averages", [True, False])
+def test_a_best_knows_whether_it_is_of_averages(use_averages, tmp_path):
+    averaged = jstep.with_moving_average(optimizer, jstep.ExponentialMovingAverage(0.9))
+
+    def evaluate(state):
+        return {"score": 1.0}
+
+    evaluate.use_averages = use_averages
+    hook = jstep.EvaluationHook(evaluate, every_n_steps=5, callbacks=[jstep.KeepBest(tmp_path, "score", mode="max")])
+    state = jstep.TrainState.create({"w": jnp.zeros(1)}, averaged)
+    step = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), averaged)
+    jstep.train(step, state, lambda step: jnp.ones(4), 5, hooks=[hook], progress=False)
+    assert jstep.Saver(tmp_path, prefix="best").extra() == {"score": 1.0} | ({"averages": True} if use_averages else {})
