@@ -56,6 +56,11 @@ class LoopBatches:
     def __init__(self, kept: Mapping[str, Any] = {}) -> None:
         self.kept, self.passed = kept, list[tuple[Any, ...]]()
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether each iteration may begin with a copy of the states: no object has to be asked for its own."""
+        return all(position_methods(value) is None for value in self.kept.values())
+
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         while True:
             yield self.passed.pop()
@@ -94,13 +99,31 @@ def _accessors(name: str, value: Any) -> _Accessors:
         return _Accessors(lambda: value, lambda state: _set_generator(name, value, state))
     if isinstance(value, dict):
         return _Accessors(lambda: value, lambda state: _fill(name, value, state))
-    if hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType) and not callable(value):
+    if _has_only_attributes(value):
         return _Accessors(lambda: vars(value), lambda state: _fill_attributes(name, value, state))
     raise TypeError(
         f"from_loop: {name}={format_value(value)}: must be an object whose state can be set, got "
         f"{describe_type(value)}; put numbers, lists and arrays into a dict or types.SimpleNamespace, or give it "
         "get_state and set_state"
     )
+
+
+_HEAP_TYPE = 1 << 9
+"""The flag of the classes that Python code defines (Py_TPFLAGS_HEAPTYPE)."""
+
+
+def _has_only_attributes(value: object) -> bool:
+    """Whether attributes are the whole state of an object: a file, or a subclass of list or deque, has another one."""
+    classes = [cls for cls in type(value).__mro__ if cls not in (types.SimpleNamespace, object)]
+    if isinstance(value, type | types.ModuleType) or callable(value) or not hasattr(value, "__dict__"):
+        return False
+    if not all(cls.__flags__ & _HEAP_TYPE and not vars(cls).get("__slots__") for cls in classes):
+        return False
+    try:
+        value.__reduce_ex__(2)  # refused by what holds something of the system
+    except TypeError:
+        return False
+    return True
 
 
 def _set_generator(name: str, generator: Any, saved: Any) -> None:

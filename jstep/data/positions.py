@@ -199,17 +199,26 @@ class LivePosition(StoredPosition):
 class LoopPosition(StoredPosition):
     """The position of batches that the body of a loop makes: it belongs to the state between two iterations.
 
-    It is read when a checkpoint is written. In an iteration there is nothing to resume from, unless its batches depend
-    on nothing else and it has taken no step, or iterations take one step each, which is done.
+    It is read when a checkpoint is written. Within an iteration that has taken several steps there is nothing to resume
+    from. If it has taken none, its beginning can be resumed from, if a copy was made then.
+
+    Args:
+        ask: Reads the position; None if the batches depend on nothing but the step.
+        is_copied: Whether each iteration begins with a copy, as long as that is small.
     """
 
-    def __init__(self, ask: Callable[[], Any] | None) -> None:
+    def __init__(self, ask: Callable[[], Any] | None, *, is_copied: bool) -> None:
         super().__init__(None)
-        self._ask, self._is_inside, self._steps, self._most = ask, False, 0, 0
+        self._ask, self._is_copied = ask, is_copied
+        self._is_inside = False
+        self._steps = self._most = 0
 
     def begin_iteration(self) -> None:
         self.iterations += 1
         self._is_inside, self._steps = True, 0
+        if self._is_copied and self._ask is not None:
+            self.before = self._ask()
+            self._is_copied = tagged_json.encoded_size(self.before) <= LARGE
 
     def end_fetch(self, position: object) -> bool:
         self._steps += 1
@@ -222,14 +231,18 @@ class LoopPosition(StoredPosition):
         if not self._is_inside:
             return False
         taken = self._steps - is_before
-        return taken != 1 or self._most != 1 if taken else self._ask is not None
+        if not taken:
+            return self._ask is not None and not self._is_copied
+        return taken != 1 or self._most != 1  # of one step each, it is done
 
     def freeze(self) -> None:
         position = self.now()
         self._ask = lambda: position
 
     def now(self) -> Any:
-        return None if self._ask is None else self._ask()
+        if self._ask is None or (self._is_inside and not self._steps):
+            return self.before
+        return self._ask()
 
 
 _SHARE = 0.02

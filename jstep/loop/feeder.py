@@ -57,7 +57,7 @@ class BatchFeeder(Iterator[Chunk]):
     @property
     def has_begun(self) -> bool:
         """Whether a chunk was requested; until then the positions are those of the restored checkpoint."""
-        return self._requests > 0
+        return self._requests > 0 or self.position.iterations > 0
 
     def interrupted(self) -> BaseException | None:
         """Return what a signal raises in the loop's thread: it may end a wait."""
@@ -124,7 +124,7 @@ class BatchFeeder(Iterator[Chunk]):
 
 def _position_of(source: Source) -> StoredPosition:
     if source.is_of_loop:
-        return LoopPosition(source.position)
+        return LoopPosition(source.position, is_copied=source.given.is_copied)
     if source.is_of_state and source.position is not None:
         return LivePosition(source.position, source.begin)
     return StoredPosition(None if source.is_of_state else source.begin or source.position)

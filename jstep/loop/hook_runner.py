@@ -176,8 +176,11 @@ class HookRunner:
                     run.pending.append((hook, check))
 
     def _after_step(self, call: HookCall) -> None:
-        run = self._run
-        if run.apply(call, call.hook.after_step(run.at.step, run.at.state, run.at.metrics)):
+        run, act = self._run, call.hook.after_step
+        # A saver may be due at a step within an iteration of several steps.
+        if isinstance(call.hook, CheckpointSaverHook) and type(call.hook).after_step is RunHook.after_step:
+            act = call.hook.when_due
+        if run.apply(call, act(run.at.step, run.at.state, run.at.metrics)):
             run.end_by(getattr(call.hook, "stopped_by", None) or hook_name(call.hook))
 
     def before_save(self, step: int) -> bool:

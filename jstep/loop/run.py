@@ -280,6 +280,8 @@ class Run(Generic[P]):
         return run.at.metrics
 
     def _require_body(self, what: str) -> None:
+        if self._failures.latest is not None:  # the block has swallowed it; no step is taken after it
+            raise self._failures.latest
         if self._context.calling is not BODY or self._owner != (os.getpid(), threading.get_ident()):
             raise RuntimeError(f"{what}: must be in the body of `for step in run:`, before the run has ended")
 

@@ -1,7 +1,9 @@
 """A small training run, a hook that records the calls of the loop, and a loader with a position."""
 
+import os
 import time
 
+import jax
 from comparisons import same as same
 from positioned import Positioned
 from problems import DATA, STEP, make_state
@@ -10,6 +12,7 @@ from problems import loss_fn as loss_fn
 
 import jstep
 from jstep.hooks.run_hook import RunHook
+from jstep.record.starts import read_starts
 
 
 def train(last_step, batches=DATA, hooks=(), state=None, step=STEP, **kwargs):
@@ -81,3 +84,31 @@ class Counted(Positioned):
     def __next__(self):
         time.sleep(self.slow)
         return super().__next__()
+
+
+# Loops of one's own.
+
+
+class BoomError(Exception):
+    pass
+
+
+def run_of(last_step, batches=DATA, **options):
+    options.setdefault("progress", False)
+    return jstep.Run(STEP, make_state(), batches, last_step, **options)
+
+
+def start_of(directory):
+    return read_starts(os.fspath(directory))["model"][-1]
+
+
+def doubled(state):
+    return state.replace(params=jax.tree.map(lambda leaf: 2 * leaf, state.params))
+
+
+def loop_to(last_step, *, directory, body=lambda run, step: None, **options):
+    """Run a loop whose batches are those of `DATA`; the body is called at each step."""
+    with run_of(last_step, checkpoint_dir=directory, **options) as run:
+        for step in run:
+            body(run, step)
+    return run

@@ -1,5 +1,7 @@
 """`jstep.from_loop`: the objects of a loop are saved between two iterations, and restored when the run is entered."""
 
+import collections
+import os
 import random
 import signal
 import threading
@@ -100,7 +102,60 @@ def test_objects_are_asked_only_when_a_checkpoint_is_saved(tmp_path):
         assert again.number == 12
 
 
-@pytest.mark.parametrize("value", [3, 2.5, "text", [1], np.zeros(3), len, Walk, None, (1,)])
+def test_an_error_before_the_first_step_of_an_iteration_saves_its_beginning(tmp_path):
+    """If no object has to be asked for its state."""
+
+    def go(directory, at=None):
+        rng, values = np.random.default_rng(3), {"drawn": []}
+        with run_of(9, directory, rng=rng, values=values) as run:
+            for step in run:
+                values["drawn"].append(float(rng.normal()))
+                if step == at:
+                    raise BoomError
+                run.train_step(DATA[step])
+        return run.state, values["drawn"]
+
+    whole = go(tmp_path / "a")
+    with pytest.raises(BoomError):
+        go(tmp_path / "b", 7)
+    assert jstep.Saver(tmp_path / "b").latest_step() == 7
+    resumed = go(tmp_path / "b")
+    assert same(resumed[0], whole[0])
+    assert resumed[1] == whole[1]
+
+
+def test_iterations_without_a_step_are_saved_when_the_run_is_stopped(tmp_path):
+    def go(directory, at=None):
+        kept = {"n": 0}
+        with run_of(6, directory, kept=kept) as run:
+            for step in run:
+                kept["n"] += 1
+                if kept["n"] <= 6:  # a warm-up that changes the state
+                    run.state = run.state.replace(params={"w": run.state.params["w"] + kept["n"]})
+                else:
+                    run.train_step(DATA[step])
+                if kept["n"] == at:
+                    signal.raise_signal(signal.SIGTERM)
+        return run.state
+
+    whole = go(tmp_path / "a")
+    with pytest.raises(jstep.Preempted):
+        go(tmp_path / "b", 3)
+    assert same(go(tmp_path / "b"), whole)
+
+
+class Replay(collections.deque):
+    pass
+
+
+class Slotted(Walk):
+    __slots__ = ("count",)
+
+
+REJECTED = [3, 2.5, "text", [1], np.zeros(3), len, Walk, None, (1,), Replay([1]), Slotted(), open(os.devnull)]  # noqa: SIM115
+
+
+@pytest.mark.parametrize("value", REJECTED)
 def test_what_has_no_state_that_can_be_set_is_rejected(value):
     with pytest.raises(TypeError, match="from_loop: thing="):
         jstep.from_loop(thing=value)
