@@ -34,9 +34,9 @@ class Saver:
     """Writer and reader of training states: `directory/model-1000` holds exactly 1000 updates.
 
     The arrays are written in the background, and a step may donate the state right after `save`: the checkpoint holds
-    the state as it was passed. Until the arrays are written, their memory is not reused, so that steps in the meantime
-    need memory for one more state. A checkpoint is atomic: it gets its name when all of it is on disk. Arrays have
-    checksums, which `restore` verifies. Orbax opens it.
+    the state as it was passed. Until the arrays are copied to the host (on a CPU, until they are written), their memory
+    is not reused, so that steps in the meantime need memory for one more state. A checkpoint is atomic: it gets its
+    name when all of it is on disk. Arrays have checksums, which `restore` verifies. Orbax opens it.
 
     The newest checkpoint is the one with the highest step: to return to an earlier one permanently, delete all later
     ones. Saving a step again replaces its checkpoint; the old one exists until the new one does. Every call first waits
