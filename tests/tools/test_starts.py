@@ -340,7 +340,7 @@ def test_a_new_run_in_the_place_of_the_parent_is_no_parent(tmp_path):
     table = str(jstep.runs(tmp_path)).splitlines()
     assert [line.split(" @")[0].rstrip() for line in (row.partition("finished")[0] for row in table[1:])] == [
         "trunk",
-        "z",
+        "z (was trunk)",
         "└─ branch",
     ]
 
