@@ -95,8 +95,8 @@ def choose(names: Iterable[str], patterns: Iterable[str], option: str, what: str
     for pattern in patterns:
         some = [pattern] if pattern in names else [name for name in names if fnmatch.fnmatchcase(name, pattern)]
         if not some:
-            there = format_list(names, 30) or "none"
-            raise ValueError(f"{option} {pattern}: must be {what}, or a pattern that matches some; there are {there}")
+            choices = format_list(names, 30) or "none"
+            raise ValueError(f"{option} {pattern}: must be {what}, or a pattern that matches some; there are {choices}")
         chosen += some
     return list(dict.fromkeys(chosen))
 
@@ -187,11 +187,11 @@ def _parser(command_line: Sequence[str]) -> argparse.ArgumentParser:
     # No option before the command takes a value, so the first argument that is not an option is the command.
     chosen = next((word for word in command_line if not word.startswith("-")), None)
     for name, (words, place) in COMMANDS.items():
-        own = commands.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
+        subparser = commands.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
         if name == chosen:
             command: Command = pkgutil.resolve_name(f"jstep.tools.{place}")
-            command.add_arguments(own)
+            command.add_arguments(subparser)
             if command.has_json:
-                own.add_argument("--json", action="store_true", help="print one JSON object on one line")
-            own.set_defaults(run=command.run)
+                subparser.add_argument("--json", action="store_true", help="print one JSON object on one line")
+            subparser.set_defaults(run=command.run)
     return parser

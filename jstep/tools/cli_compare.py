@@ -107,9 +107,9 @@ def start_differences(places: Iterable[tuple[str, str | None]], problems: list[s
     if not names:
         return None
     return [
-        f"{one}: {line}" if len(names) > 1 else line
-        for one, other in names
-        for line in changes(of_a[one], of_b[other], IN_A_AND_B).lines
+        f"{name_in_a}: {line}" if len(names) > 1 else line
+        for name_in_a, name_in_b in names
+        for line in changes(of_a[name_in_a], of_b[name_in_b], IN_A_AND_B).lines
     ]
 
 
@@ -117,7 +117,8 @@ def _trained(where: str, prefix: str | None, problems: list[str]) -> dict[str, M
     found: dict[str, Mapping[str, Any]] = {}
     with contextlib.suppress(OSError):  # a directory that cannot be read is reported by the comparison itself
         for name, starts in read_starts(where).items():
-            problems += [f"{where}: its start {one['number']} {one['problem']}" for one in starts if one["problem"]]
+            unread = [start for start in starts if start["problem"]]
+            problems += [f"{where}: its start {start['number']} {start['problem']}" for start in unread]
             if start := start_with_card(where, starts):
                 found[name] = start
     # Only the run of the prefix; all if there is none with it, such as for the best checkpoints.
@@ -232,12 +233,12 @@ def _log_at(path: str, in_directory: bool) -> _Side:
 
 def _runs(a: _Side, b: _Side) -> dict[str, Any]:
     of_a, of_b = a.steps, b.steps
-    prefixes = [{prefix for _, prefix in of} for of in (of_a, of_b)]
+    prefixes = [{prefix for _, prefix in items} for items in (of_a, of_b)]
     if not prefixes[0] & prefixes[1] and len(prefixes[0]) == len(prefixes[1]) == 1:
-        of_a, of_b = ({(step, ""): item for (step, _), item in of.items()} for of in (of_a, of_b))
+        of_a, of_b = ({(step, ""): item for (step, _), item in items.items()} for items in (of_a, of_b))
     keys = sorted(of_a.keys() & of_b.keys())
     if not keys:
-        some = [format_list([str(step) for step, _ in sorted(of)], 5) or "none" for of in (of_a, of_b)]
+        some = [format_list([str(step) for step, _ in sorted(items)], 5) or "none" for items in (of_a, of_b)]
         raise ValueError(f"no step in common: {a.path} has {some[0]}, and {b.path} has {some[1]}")
     common = [step for step, _ in keys]
     for before, key in enumerate(keys):
@@ -325,16 +326,16 @@ def _leaves(a: Checkpoint, b: Checkpoint) -> list[LeafDifference]:
             by_name[name] = LeafDifference(name, "dtype", f"{leaf.dtype} in A, {other.dtype} in B")
     both = [name for name in of_a if name not in by_name]
     # Read leaf by leaf, because two checkpoints may not fit into memory.
-    for (name, _, array), (_, _, its) in zip(a.leaves(both), b.leaves(both), strict=True):
-        if (differing := array_difference(name, array, its)) is not None:
+    for (name, _, array_a), (_, _, array_b) in zip(a.leaves(both), b.leaves(both), strict=True):
+        if (differing := array_difference(name, array_a, array_b)) is not None:
             by_name[name] = differing
     others = [LeafDifference(name, "only in B", "only in B") for name in of_b if name not in of_a]
     return [*(by_name[name] for name in of_a if name in by_name), *others, *differences_left_out(a, b)]
 
 
-def _result(a: _Side, b: _Side, differing: list[LeafDifference], **more: object) -> dict[str, Any]:
+def _result(a: _Side, b: _Side, differing: list[LeafDifference], **fields: object) -> dict[str, Any]:
     leaves = [{key: value for key, value in leaf._asdict().items() if value is not None} for leaf in differing]
-    return {"a": a.path, "b": b.path, "kind": a.kind, "same": not differing, "leaves": leaves} | more
+    return {"a": a.path, "b": b.path, "kind": a.kind, "same": not differing, "leaves": leaves} | fields
 
 
 def _differences_text(result: dict[str, Any]) -> list[str]:

@@ -46,12 +46,12 @@ def _print_scalars(paths: Sequence[str], arguments: argparse.Namespace) -> int:
         raise ValueError(f"--from {first} --to {last}: A must not be after B")
     problems = list[object]()
     of_runs = {name: event_files.read_series(files, problems.append) for name, files in _files(paths, problems)}
-    there = dict.fromkeys(name for series in of_runs.values() for name, points in series.items() if points.steps)
+    names = dict.fromkeys(name for series in of_runs.values() for name, points in series.items() if points.steps)
     code = complain("events", *problems)
-    if not there:
+    if not names:
         where = ", ".join(paths)
         raise ValueError(f"{where}: no event files (events.out.tfevents.*) with scalars, as train(logdir=…) writes")
-    chosen = choose(there, arguments.names or ["*"], "--name", "a scalar")
+    chosen = choose(names, arguments.names or ["*"], "--name", "a scalar")
     rows: list[dict[str, Any]] = [
         {"run": run, "name": name, "step": point.step, "value": point.value}
         for run, series in of_runs.items()

@@ -193,10 +193,10 @@ def _extent(path: str, arguments: argparse.Namespace) -> str:
 
 
 def _extra_lines(extra: Any) -> list[str]:
-    own = [key for key in extra if key in OWN_EXTRA] if isinstance(extra, dict) else []
-    shown = {key: value for key, value in extra.items() if key not in own} if own else extra
-    lines = [f"extra {cli.as_strict_json(shown)}"] if shown or not (own or extra is None) else []
-    return [*lines, *[f"entries of jstep in extra, which --json shows: {', '.join(own)}"] * bool(own)]
+    own_keys = [key for key in extra if key in OWN_EXTRA] if isinstance(extra, dict) else []
+    shown = {key: value for key, value in extra.items() if key not in own_keys} if own_keys else extra
+    lines = [f"extra {cli.as_strict_json(shown)}"] if shown or not (own_keys or extra is None) else []
+    return [*lines, *[f"entries of jstep in extra, which --json shows: {', '.join(own_keys)}"] * bool(own_keys)]
 
 
 def _numbers(leaf: Leaf, array: np.ndarray[Any, Any]) -> dict[str, Any]:

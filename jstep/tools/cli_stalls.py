@@ -18,7 +18,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _print_stalls(arguments: argparse.Namespace) -> int:
-    now, unreadable, problems = time.time(), list[str](), dict[str, None]()
+    time_now = time.time()
+    unreadable = list[str]()
+    problems = dict[str, None]()
     places = list[tuple[str, str, str | None]]()
     for where in [absolute(location(path, "RUN")) for path in arguments.paths]:
         if is_directory(join_path(where, FOLDER)) and not runs(where):  # it hung before its record began
@@ -33,7 +35,7 @@ def _print_stalls(arguments: argparse.Namespace) -> int:
             stalls, unread = read_stalls(place, prefix, ended=is_ended)
             problems |= dict.fromkeys(unread)
             if any(stall["stall"] for stall in stalls):
-                at = max(stall["renewed"] for stall in stalls) if is_ended else now
+                at = max(stall["renewed"] for stall in stalls) if is_ended else time_now
                 several.append(_group(name, stalls, at))
     trouble, lines = complain("stalls", *unreadable), _lines(groups, len(places) > 1)
     complain("stalls", *problems)
@@ -41,7 +43,7 @@ def _print_stalls(arguments: argparse.Namespace) -> int:
         named = f" of {group['run']}" * (len(places) > 1)
         lines += ["", f"before the processes{named} ended, at {local_text(group['at'])} ({local_zone()}):"]
         lines += [*_lines([group], False), *group["missing_threads"]]
-    of_all = {key: [one for group in groups for one in group[key]] for key in ("stalls", "silent")}
+    of_all = {key: [item for group in groups for item in group[key]] for key in ("stalls", "silent")}
     fields = {**of_all, "runs": groups, "ended": ended}
     return answer(arguments, fields, lines, DIFFERENT if groups else trouble)
 

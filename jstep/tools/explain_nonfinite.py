@@ -114,17 +114,17 @@ def explain_nonfinite(
         train_step, _copied(state), batches, checkpoint_dir, last, prefix, 1, batch_sharding, is_finite=True
     )
     for at in calls:
-        now = StateContents(at.state)
-        worse: dict[str, int] = {} if before is None else now.worse_since(before)[0]
-        before = before or now
+        contents = StateContents(at.state)
+        worse: dict[str, int] = {} if before is None else contents.worse_since(before)[0]
+        before = before or contents
         if worse or not _is_finite(at.metrics):
             break
     else:
         return None
     step = at.step - 1
     found = replay(train_step, state, batches, checkpoint_dir, step, prefix=prefix, batch_sharding=batch_sharding)
-    one = as_stages(train_step).at(step)
-    return NonFiniteUpdate(step, worse, find_nonfinite(one, found.state, *found.args), _rows(one, found))
+    stage = as_stages(train_step).at(step)
+    return NonFiniteUpdate(step, worse, find_nonfinite(stage, found.state, *found.args), _rows(stage, found))
 
 
 def _copied(state: TrainState) -> TrainState:

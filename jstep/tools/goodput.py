@@ -153,9 +153,11 @@ def of_run(starts: Sequence[Start]) -> Goodput:
     known = valid(starts)
     if not known:
         raise ValueError("none of its starts can be read")
-    each, before, oldest, sums = by_start(known), known[0]["before"], known[0]["began"], totals(starts)
+    of_starts = by_start(known)
+    before, oldest = known[0]["before"], known[0]["began"]
+    sums = totals(starts)
     whole = Goodput(
-        **{name: sum(getattr(start, name) for start in each) for name in (*_ALL, "computing", "starts", "steps")}
+        **{name: sum(getattr(start, name) for start in of_starts) for name in (*_ALL, "computing", "starts", "steps")}
     )
     seconds = before["seconds"]
     parts: dict[str, Any] = {part: getattr(whole, part) + seconds.get(part, 0.0) for part in _COPIED}
@@ -165,9 +167,10 @@ def of_run(starts: Sequence[Start]) -> Goodput:
     spans = [span for start in known if (span := start["step"]) is not None]
     if before["count"] and spans and sums["first"] is not None:
         parts["steps"] = whole.steps + max(0, min(spans)[0] - sums["first"])
-    names = dict.fromkeys(itertools.chain.from_iterable(start.stalled for start in each))
-    stalled = {name: sum(start.stalled.get(name, 0.0) for start in each) for name in names}
-    notes = [*part_changes(known), *(f"start {one['number']} {one['problem']}" for one in starts if one["problem"])]
+    names = dict.fromkeys(itertools.chain.from_iterable(start.stalled for start in of_starts))
+    stalled = {name: sum(start.stalled.get(name, 0.0) for start in of_starts) for name in names}
+    notes = part_changes(known)
+    notes += [f"start {start['number']} {start['problem']}" for start in starts if start["problem"]]
     return dataclasses.replace(whole, **parts, starts=sums["count"], stalled=stalled, notes=notes)
 
 
@@ -186,13 +189,13 @@ def part_changes(starts: Sequence[Start]) -> list[str]:
     """Name each part whose time a step changed by more than a factor of two between two starts."""
     spans = [(start, start["step"] or (0, 0), milliseconds(start)) for start in starts]
     found = list[str]()
-    for (_, _, was), (start, (first, _), now) in itertools.pairwise(
+    for (_, _, earlier), (start, (first, _), later) in itertools.pairwise(
         span for span in spans if span[1][1] - span[1][0] >= _MIN_STEPS
     ):
-        least = max(_MIN_MS, _MIN_SHARE * max(sum(was.values()), sum(now.values())))
-        for part, value in now.items():
-            if not was[part] / 2 <= value <= 2 * was[part] and max(was[part], value) >= least:
-                change = f"{was[part]:.3g} → {value:.3g} ms a step"
+        least = max(_MIN_MS, _MIN_SHARE * max(sum(earlier.values()), sum(later.values())))
+        for part, value in later.items():
+            if not earlier[part] / 2 <= value <= 2 * earlier[part] and max(earlier[part], value) >= least:
+                change = f"{earlier[part]:.3g} → {value:.3g} ms a step"
                 found.append(f"{part}: {change} from step {first} (start {start['number']}) on")
     return found
 
@@ -202,16 +205,16 @@ def by_start(starts: Sequence[Start]) -> list[Goodput]:
     found: list[Goodput] = []
     ended: float | None = None
     for start, kept_until in zip(starts, _kept_until(starts), strict=True):
-        own: dict[str, Any] = dict.fromkeys(PARTS, 0.0) | start["seconds"]
+        seconds: dict[str, Any] = dict.fromkeys(PARTS, 0.0) | start["seconds"]
         began, down = start["began"], 0.0
-        stepping, last = own.pop(STEPPING), began + sum(start["seconds"].values())
+        stepping, last = seconds.pop(STEPPING), began + sum(start["seconds"].values())
         if ended is not None:
             down = max(0.0, began - ended)
             # If the process was already running before the previous start ended, that time is counted once.
             left = max(0.0, ended - began)
             for part in ("before", "starting"):
-                cut = min(own[part], left)
-                own[part], left = own[part] - cut, left - cut
+                cut = min(seconds[part], left)
+                seconds[part], left = seconds[part] - cut, left - cut
         ended = last if ended is None else max(ended, last)
         first, kept = (start["step"] or (0, 0))[0], until(start, kept_until, stepping, 1)
         times = {"productive": kept, "rewound": stepping - kept, "down": down, "computing": start["computing"] or 0.0}
@@ -220,7 +223,7 @@ def by_start(starts: Sequence[Start]) -> list[Goodput]:
             if stall["part"] in PARTS:
                 name = "productive" if stall["part"] == STEPPING else str(stall["part"])
                 stalled[name] = stalled.get(name, 0.0) + (stall["stalled"] or 0.0)
-        found.append(Goodput(**own, **times, starts=1, steps=kept_until - first, stalled=stalled))
+        found.append(Goodput(**seconds, **times, starts=1, steps=kept_until - first, stalled=stalled))
     return found
 
 
@@ -264,9 +267,9 @@ def _print_one(path: str, arguments: argparse.Namespace) -> int:
     result = of_run(starts)
     fields = {**vars(result), "total": result.total, "fraction": result.fraction}
     rows = [
-        {"start": one["number"], "from": one["step"][0], **each}
-        for one in valid(starts)
-        if one["step"] and (each := milliseconds(one))
+        {"start": start["number"], "from": start["step"][0], **by_part}
+        for start in valid(starts)
+        if start["step"] and (by_part := milliseconds(start))
     ]
     lines = [*[f"{path}:"] * (len(arguments.paths) > 1), str(result)]
     if part_changes(valid(starts)):

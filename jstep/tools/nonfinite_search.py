@@ -87,7 +87,7 @@ class Search:
     _chain: tuple[tuple[Subprogram, Operation, str], ...] = ()
 
     def run(self, body: Subprogram, values: Sequence[Any], depends: Sequence[bool]) -> None:
-        outs = self._run_each(body, [self._constant(value, of) for value, of in zip(values, depends, strict=True)])
+        outs = self._run_each(body, [self._constant(*pair) for pair in zip(values, depends, strict=True)])
         causes = [out.cause for out in outs if out.cause is not None]
         self.reaches = bool(causes)
         # Constants that are only infinite, such as masks, do not count.

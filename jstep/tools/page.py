@@ -49,9 +49,9 @@ def _cell(text: str, most: int = _MAX_CELL, *, number: float | None = None, afte
     """A cell; a long text is cut, and the whole is its tooltip. `number` is what it is sorted by."""
     cut = truncate(text, most)
     title = f' title="{html_text(truncate(text, _MAX_TITLE))}"' if cut != text else ""
-    of = "" if number is None else f' class="n" data-v="{_sorted_by(number)}"'
+    attributes = "" if number is None else f' class="n" data-v="{_sorted_by(number)}"'
     style = f' style="padding-left:{padding}"' if padding else ""
-    return f"<td{of}{title}{style}>{html_text(cut)}{after}</td>"
+    return f"<td{attributes}{title}{style}>{html_text(cut)}{after}</td>"
 
 
 def _number(value: float | None, text: Callable[[float], str] = "{:.4g}".format) -> str:
@@ -68,10 +68,11 @@ def _sorted_by(number: float) -> str:
 
 
 def _boxed(names: Iterable[str], rows: Sequence[str], key: str = "") -> str:
-    kind, of = "wide scrolls" if len(rows) > _BOX_ROWS else "wide", f' id="{key}"' if key else ""
+    kind = "wide scrolls" if len(rows) > _BOX_ROWS else "wide"
+    attributes = f' id="{key}"' if key else ""
     heads = "".join(_cell(name).replace("td", "th") for name in names)
     body = f"<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody>"
-    return f'<div class="{kind}" tabindex="0"><table{of}>{body}</table></div>'
+    return f'<div class="{kind}" tabindex="0"><table{attributes}>{body}</table></div>'
 
 
 # What is odd.
@@ -81,8 +82,8 @@ def _odd(sweep: Sweep) -> list[str]:
     items = [html_text(line) for line in shared_ids([row.run for row in sweep.rows])]
     several = len(sweep.rows) > 1
     for row in sweep.rows:
-        more = [f"and {len(row.odd) - _MAX_ODD} more"] * (len(row.odd) > _MAX_ODD)
-        lines = [html_text(truncate(line, 300)) for line in (*row.odd[:_MAX_ODD], *more)]
+        not_shown = [f"and {len(row.odd) - _MAX_ODD} more"] * (len(row.odd) > _MAX_ODD)
+        lines = [html_text(truncate(line, 300)) for line in (*row.odd[:_MAX_ODD], *not_shown)]
         together = [f"<b>{html_text(truncate(row.name, _MAX_NAME))}</b>: {'; '.join(lines)}"] if lines else []
         items += together if several else lines
     listed = "".join(f"<li>{item}</li>" for item in items)
@@ -155,7 +156,7 @@ def _table(sweep: Sweep) -> list[str]:
     columns |= {option.short: _option_cells(option) for option in sweep.options}
     columns["wall time"] = _mean_cells([None if row.run.error else row.run.wall_seconds for row in rows], duration_text)
     columns["goodput"] = _mean_cells([row.run.goodput for row in rows], "{:.1%}".format)
-    drawn = [f"<tr{_row_data(sweep, line)}>{''.join(of(line) for of in columns.values())}</tr>" for line in lines]
+    drawn = [f"<tr{_row_data(sweep, line)}>{''.join(cell(line) for cell in columns.values())}</tr>" for line in lines]
     words = f"{_best_words(sweep)}The best is the {sweep.metric}"
     words += "; runs that differ in nothing but a seed are below their mean and range." if sweep.groups else "."
     return [f'<p>{html_text(words)}</p><div id="controls"></div>', _boxed(columns, drawn, "runs")]
@@ -173,11 +174,11 @@ def _best_words(sweep: Sweep) -> str:
 
 def _row_data(sweep: Sweep, line: Line) -> str:
     """What the script needs to know of a row."""
-    of = f' data-b="{line.block}"' if line.block >= 0 else ""
+    attributes = f' data-b="{line.block}"' if line.block >= 0 else ""
     if line.is_group:
-        return f'{of} class="group" data-g="{" ".join(map(str, line.members))}"'
+        return f'{attributes} class="group" data-g="{" ".join(map(str, line.members))}"'
     clock = " ".join(f"{step},{seconds:.5g}" for step, seconds in sweep.rows[line.members[0]].clock)
-    return f'{of} data-r="{line.members[0]}" data-t="{clock}"'
+    return f'{attributes} data-r="{line.members[0]}" data-t="{clock}"'
 
 
 def _name_cell(sweep: Sweep, line: Line) -> str:
@@ -217,7 +218,7 @@ def _mean(some: Iterable[float | None]) -> float | None:
 
 
 def _range_cell(sweep: Sweep, line: Line) -> str:
-    known = [of[0] for i in line.members if (of := sweep.best[i]) is not None]
+    known = [best[0] for i in line.members if (best := sweep.best[i]) is not None]
     return _cell(f"{min(known):.4g} to {max(known):.4g}") if line.is_group and known else "<td></td>"
 
 
@@ -241,8 +242,8 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 def _options(sweep: Sweep) -> list[str]:
     pictures = [drawn for option in sweep.options[:_MAX_OPTIONS] if (drawn := _option(sweep, option))]
     others = len(sweep.options) - _MAX_OPTIONS
-    more = f"<p>{others} further options are in the table only.</p>" if others > 0 else ""
-    return [f'<div class="small">{"".join(pictures)}</div>{more}'] if pictures else []
+    note = f"<p>{others} further options are in the table only.</p>" if others > 0 else ""
+    return [f'<div class="small">{"".join(pictures)}</div>{note}'] if pictures else []
 
 
 def _option(sweep: Sweep, option: Option) -> str:
@@ -279,8 +280,8 @@ def _curves(sweep: Sweep) -> list[str]:
     most = max(12, _COLORED // max(1, colored)), max(2, _NEUTRAL // max(1, len(every) - colored))
     columns = min(560 if is_one else 140, most[0]), min(35, most[1])
     figures = [f"<div>{_figure(sweep, name, groups[name], columns)}</div>" for name in shown]
-    more = f"<p>{len(order) - len(shown)} further scalars are not shown.</p>" if len(order) > len(shown) else ""
-    return [_legend(sweep), more, f'<div class="pictures">{"".join(figures)}</div>']
+    note = f"<p>{len(order) - len(shown)} further scalars are not shown.</p>" if len(order) > len(shown) else ""
+    return [_legend(sweep), note, f'<div class="pictures">{"".join(figures)}</div>']
 
 
 def _legend(sweep: Sweep) -> str:
@@ -321,8 +322,8 @@ def _differences(sweep: Sweep) -> list[str]:
         runs: dict[str, list[str]] = {}
         for row, value in zip(sweep.rows, values, strict=True):
             runs.setdefault("none" if value is None else value_text(value), []).append(truncate(row.name, _MAX_NAME))
-        each = [f"{truncate(value, 100)}: {format_list(of, 3)}" for value, of in runs.items()]
-        rows.append(f"<tr>{_cell(name, 60)}{_number(len(runs))}{_cell('; '.join(each), 120)}</tr>")
+        lines = [f"{truncate(value, 100)}: {format_list(names, 3)}" for value, names in runs.items()]
+        rows.append(f"<tr>{_cell(name, 60)}{_number(len(runs))}{_cell('; '.join(lines), 120)}</tr>")
     return [_boxed(("what", "values", "values and their runs"), rows)] if rows else []
 
 

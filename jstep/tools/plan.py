@@ -91,8 +91,8 @@ class Plan(Tabular):
     def _words(self) -> list[tuple[str, list[str]]]:
         constant = [name for name in self.hyperparameters if name not in self._changing()]
         weights = [
-            f"{format_count(first)}: {' '.join(f'{name} {weight:.3g}' for name, weight in of.items())}"
-            for first, of in self._weights.items()
+            f"{format_count(first)}: {' '.join(f'{name} {weight:.3g}' for name, weight in weights.items())}"
+            for first, weights in self._weights.items()
         ]
         words = {
             "constant": [f"{name} {_constant(self.hyperparameters[name])}" for name in constant],

@@ -127,7 +127,7 @@ def replay(
     step = as_int(step, "step", 0, "the number of updates before the one to replay")
     newest = step if start is None else min(step, as_int(start, "start", 0, "the step of a checkpoint"))
     calls = replayed(
-        train_step, state, batches, checkpoint_dir, step, prefix, steps_per_call, batch_sharding, newest=newest, more=1
+        train_step, state, batches, checkpoint_dir, step, prefix, steps_per_call, batch_sharding, newest=newest, ahead=1
     )
     for at in calls:
         last = at
@@ -154,10 +154,10 @@ def replayed(
     batch_sharding: object,
     *,
     newest: int | None = None,
-    more: int = 0,
+    ahead: int = 0,
     is_finite: bool = False,
 ) -> Iterator[Call]:
-    """Yield the state that a run had at a checkpoint, and after each call up to a step; `more` batches are fetched."""
+    """Yield the state that a run had at a checkpoint, and after each call up to a step; `ahead` batches are fetched."""
     steps_per_call = as_steps_per_call(steps_per_call, batches)
     stages = as_stages(train_step)
     check(state, step)
@@ -173,7 +173,7 @@ def replayed(
     at = Call(start, state)
     yield at
     check_batches(batches)
-    source = open_source(batches, start, step + more, position, state=lambda: at.state)
+    source = open_source(batches, start, step + ahead, position, state=lambda: at.state)
     is_lost = source.position is not None and position is None and start > 0
     if is_lost or not source.seekable:
         why = f"the checkpoint of step {start} has no position for them" if is_lost else "they have no position to set"
@@ -193,8 +193,8 @@ def replayed(
         at = Call(chunk.first + chunk.steps, *dispatch(at.state, chunk)[:2])
         _check_fingerprint(fingerprints, at, start)
         yield at
-    last = next(make(step, lambda step, *_: Program(table.stage_of(step))), None) if more else None
-    if more and (at.step < step or last is None):
+    last = next(make(step, lambda step, *_: Program(table.stage_of(step))), None) if ahead else None
+    if ahead and (at.step < step or last is None):
         raise ValueError(
             f"step={step}: the batches end after {at.step} of the {step + 1} that it needs; give those of that run"
         )
@@ -222,10 +222,10 @@ def _restored_start(
     """Return the step to start from, the state, and the saved position of the batches."""
     where = "no checkpoint_dir was given"
     if checkpoint_dir is not None:
-        own = not isinstance(checkpoint_dir, Saver)
-        with Saver(checkpoint_dir, prefix=prefix) if own else contextlib.nullcontext(checkpoint_dir) as saver:
-            there = saver.all_steps()
-            for start in sorted((saved for saved in there if saved <= newest), reverse=True):
+        is_path = not isinstance(checkpoint_dir, Saver)
+        with Saver(checkpoint_dir, prefix=prefix) if is_path else contextlib.nullcontext(checkpoint_dir) as saver:
+            steps = saver.all_steps()
+            for start in sorted((saved for saved in steps if saved <= newest), reverse=True):
                 name = checkpoint_name(saver.prefix, start)
                 try:
                     with internal_transfers():
@@ -237,7 +237,7 @@ def _restored_start(
                     continue
                 _logger.info("replay: from %s, %d steps", name, step - start)
                 return start, *restored
-        where = f"the checkpoints in {os.fspath(checkpoint_dir if own else checkpoint_dir.directory)} are of {there}"
+        where = f"the checkpoints in {os.fspath(checkpoint_dir if is_path else saver.directory)} are of {steps}"
     with internal_transfers():
         start = global_step(state) if trees.find_donated(state) is None else None
     if start is None or start > step:

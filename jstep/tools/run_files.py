@@ -72,13 +72,13 @@ class RunFiles:
             problems.append(truncate(str(error) if is_plain else f"a file of it cannot be shown: {error!r}", 300))
         if len(series) > _MAX_TAGS:
             problems.append(f"it has {len(series)} scalars; the first {_MAX_TAGS} are shown")
-        some = {tag: one for tag, one in itertools.islice(series.items(), _MAX_TAGS) if one.steps}
+        some = {tag: points for tag, points in itertools.islice(series.items(), _MAX_TAGS) if points.steps}
         return dataclasses.replace(
             found,
             odd=list(dict.fromkeys(problems)),
-            series={tag: _thinned(one.steps, one.values, columns) for tag, one in some.items()},
-            rewound={tag: [_thinned(*points, columns) for points in one.rewound] for tag, one in some.items()},
-            clock=_clock(max(some.values(), key=lambda one: len(one.steps), default=None)),
+            series={tag: _thinned(points.steps, points.values, columns) for tag, points in some.items()},
+            rewound={tag: [_thinned(*old, columns) for old in points.rewound] for tag, points in some.items()},
+            clock=_clock(max(some.values(), key=lambda points: len(points.steps), default=None)),
         )
 
     def marks(self) -> list[Mark]:
@@ -87,7 +87,8 @@ class RunFiles:
         stages = (self.trained.get("card") or {}).get("stages") or {}
         known = {int(at): name for at, name in stages.items() if at.isdecimal() and len(at) < 19}
         marks += [Mark("stage", at, f"stage {name}") for at, name in known.items() if at]
-        steps = [] if is_url(self.run.path) else [one[0] for one in entries(self.run.path, self.run.prefix) if one[1]]
+        saves = [] if is_url(self.run.path) else entries(self.run.path, self.run.prefix)
+        steps = [save[0] for save in saves if save[1]]
         return [*marks, *(Mark("checkpoint", step, f"checkpoint {step}") for step in steps)]
 
 
@@ -117,13 +118,13 @@ def _oddities(found: RunFiles) -> Iterator[str]:
         seconds, what = stall.get("stalled"), truncate(str(stall.get("what")), 200)
         yield f"process {stall.get('process')} stalled for {seconds} s at step {stall.get('step')}: {what}"
     ended, _ = read_stalls(run.path, run.prefix, ended=True)
-    for waiting in (one for one in ended if one["stall"]):
+    for waiting in (process for process in ended if process["stall"]):
         yield f"before it ended, process {waiting['process']} was {truncate(waiting['what'], 200)}: {waiting['line']}"
     yield from missing_threads(ended)
     spans = [start["step"] for start in found.starts if start["step"]]
-    for before, now in itertools.pairwise(spans):
-        if now[0] < before[1]:
-            yield f"steps {now[0]} to {before[1]} were made again by a later start"
+    for earlier, later in itertools.pairwise(spans):
+        if later[0] < earlier[1]:
+            yield f"steps {later[0]} to {earlier[1]} were made again by a later start"
     yield from part_changes(found.starts)
     for row in found.rows:
         for change in row["changes"] or ():

@@ -327,13 +327,13 @@ def _examples(starts: Sequence[Start]) -> int | None:
 def _best(where: str, start: Start, *, is_copy: bool) -> tuple[dict[str, tuple[float, int]], dict[str, str]]:
     """Return the best values and their steps, and the checkpoints, of those that are there and of this run's steps."""
     best, paths = dict[str, tuple[float, int]](), dict[str, str]()
-    own = -1 if start["parent"] is None else start["parent"]["step"]
+    parent_step = -1 if start["parent"] is None else start["parent"]["step"]
     for name, (value, step, recorded) in start["best"].items():
         path = _moved(recorded, start["directory"], where, is_copy=is_copy)
         above, checkpoint = split_path(path)
         with contextlib.suppress(Exception):
             stored = open_store(above).at(checkpoint.rpartition("-")[0], int(checkpoint.rpartition("-")[2]))
-            if stored is not None and step > own:
+            if stored is not None and step > parent_step:
                 best[name], paths[name] = (value, step), path
     return best, paths
 
@@ -359,9 +359,9 @@ def _moved(path: str, before: str | None, where: str, *, is_copy: bool = False) 
     """The path of a checkpoint, which may have been moved together with the run."""
     if before is None or before == where or is_url(where) or is_url(path):
         return path
-    own = os.path.relpath(path, before)
-    moved = os.path.normpath(os.path.join(where, own))
-    if own.startswith(os.pardir):
+    relative = os.path.relpath(path, before)
+    moved = os.path.normpath(os.path.join(where, relative))
+    if relative.startswith(os.pardir):
         return moved if not os.path.isdir(os.path.dirname(path)) and os.path.isdir(os.path.dirname(moved)) else path
     # At `before` there may be another run by now; but a copy may lack what the original has.
     return path if is_copy and not os.path.isdir(moved) else moved

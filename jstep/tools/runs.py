@@ -60,12 +60,12 @@ def differences_of(starts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     names = {name: section for named in present for name, (section, _) in named.items()}
     values = {name: [named[name][1] if name in named else None for named in every] for name in names}
     known = [i for i, named in enumerate(every) if named]
-    differ = [name for name, of in values.items() if len({json.dumps(of[i], sort_keys=True) for i in known}) > 1]
+    differ = [name for name, row in values.items() if len({json.dumps(row[i], sort_keys=True) for i in known}) > 1]
     differ.sort(key=lambda name: names[name] != "config")
     # A hash is shown only if no other value of its section differs.
     sections = {names[name] for name in differ if not _is_hash(name)}
     kept = [name for name in differ if not (_is_hash(name) and names[name] in sections)]
-    return {name: [of[:8] if _is_hash(name) and isinstance(of, str) else of for of in values[name]] for name in kept}
+    return {name: [x[:8] if _is_hash(name) and isinstance(x, str) else x for x in values[name]] for name in kept}
 
 
 def _is_hash(name: str) -> bool:
@@ -241,9 +241,9 @@ def _parents_among(summaries: Sequence[RunSummary]) -> Callable[[RunSummary], Ru
         folder = resolve_path(folder)
         found = by_place.get((folder, checkpoint.rpartition("-")[0])) or by_place.get((folder, None))
         if run.parent_run is not None and (found is None or found.run not in (None, run.parent_run)):
-            own = by_id.get(run.parent_run, [])
-            around = [one for one in own if join_path(folder, "").startswith(join_path(resolve_path(one.path), ""))]
-            (found,) = some if len(some := around or own) == 1 else (None,)
+            copies = by_id.get(run.parent_run, [])
+            above = [x for x in copies if join_path(folder, "").startswith(join_path(resolve_path(x.path), ""))]
+            (found,) = some if len(some := above or copies) == 1 else (None,)
         return found
 
     return parent
@@ -281,9 +281,9 @@ def shared_ids(summaries: Sequence[RunSummary]) -> list[str]:
     """Return a sentence for the directories that have one run ID, if there are such."""
     names = {id(run): name for run, name in zip(summaries, run_names(summaries), strict=True)}
     shared = [
-        f"{format_list([names[id(run)] for run in of], 5)} have the run ID {name}"
-        for name, of in _by_id(summaries).items()
-        if len({run.path for run in of}) > 1
+        f"{format_list([names[id(run)] for run in copies], 5)} have the run ID {name}"
+        for name, copies in _by_id(summaries).items()
+        if len({run.path for run in copies}) > 1
     ]
     why = "all but one are copies; a branch is below the one at the path that it recorded, else below none"
     return [f"{format_list(shared, 5, '; ')}: {why}"] if shared else []
@@ -309,8 +309,8 @@ def run_names(summaries: Sequence[RunSummary]) -> list[str]:
     above = os.path.commonpath(paths) if paths and not any(map(is_url, paths)) else ""
     names = []
     for run in summaries:
-        own = os.path.relpath(run.path, above) if above and run.path != above else split_path(run.path)[1] or run.path
-        names.append(own + ("" if run.prefix in ("model", "") else f":{run.prefix}"))
+        name = os.path.relpath(run.path, above) if above and run.path != above else split_path(run.path)[1] or run.path
+        names.append(name + ("" if run.prefix in ("model", "") else f":{run.prefix}"))
     return names
 
 
@@ -362,7 +362,8 @@ def duration_text(seconds: float) -> str:
 
 def _ago(at: float) -> str:
     passed = max(0.0, time.time() - at)
-    unit, size = next((one for one in (("s", 1), ("min", 60), ("h", 3600)) if passed < 120 * one[1]), ("days", 86400))
+    units = (("s", 1), ("min", 60), ("h", 3600))
+    unit, size = next((unit for unit in units if passed < 120 * unit[1]), ("days", 86400))
     return f"{passed / size:.0f} {unit} ago"
 
 
@@ -435,7 +436,7 @@ def _print_runs(arguments: argparse.Namespace) -> int:
 def _key(
     summaries: Sequence[RunSummary], differences: Mapping[str, Sequence[Any]], name: str
 ) -> Callable[[int], tuple[bool, bool, Any]]:
-    metrics = {one for run in summaries for one in (*run.metrics, *run.best)}
+    metrics = {metric for run in summaries for metric in (*run.metrics, *run.best)}
     values: Sequence[Any]
     if name in _OWN:
         values = [getattr(run, _OWN[name]) for run in summaries]
@@ -444,8 +445,8 @@ def _key(
     elif name in differences:
         values = differences[name]
     else:
-        there = ", ".join([*_OWN, *sorted(metrics), *differences])
-        raise ValueError(f"--sort {name}: must be a column or a metric; there are {there}")
+        choices = ", ".join([*_OWN, *sorted(metrics), *differences])
+        raise ValueError(f"--sort {name}: must be a column or a metric; there are {choices}")
 
     def key(i: int) -> tuple[bool, bool, Any]:
         value = values[i]

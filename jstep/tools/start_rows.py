@@ -34,13 +34,14 @@ def start_rows(where: str, starts: Sequence[Start]) -> list[dict[str, Any]]:
             saved = start["saved"][-1][0] if start["saved"] else None
             row |= {"from": first, "to": last, "saved": saved, "directory": start["directory"]}
             row |= {"milliseconds": milliseconds(start), **{name: start.get(name) for name in _MEMORY}}
-            now: Mapping[str, Any] = with_card(where, start)
-            if not now["card"]:
+            carded: Mapping[str, Any] = with_card(where, start)
+            if not carded["card"]:
                 row["problem"] = _NO_CARD
             else:
-                row["changes"] = None if before is None else changes(before, now).lines
-                programs = now["card"].get("programs") or (before or now)["card"].get("programs")  # none without a step
-                before = {**now, "card": {**now["card"], "programs": programs}}
+                row["changes"] = None if before is None else changes(before, carded).lines
+                card = carded["card"]
+                programs = card.get("programs") or (before or carded)["card"].get("programs")  # none without a step
+                before = {**carded, "card": {**card, "programs": programs}}
         rows.append(row)
     return rows
 
@@ -52,19 +53,20 @@ def changes_of_starts(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Describe what each start changed, in lines."""
     several = len({row["prefix"] for row in rows}) > 1
     for row in rows:
-        own, begin = row["changes"], f"{row['prefix']}: " if several else ""
+        lines, begin = row["changes"], f"{row['prefix']}: " if several else ""
         if row["problem"]:
             yield f"{begin}its start {row['number']} {row['problem']}"
             continue
-        what = "the first start" if own is None else "changed since the start before:" if own else "nothing has changed"
+        what = "changed since the start before:" if lines else "nothing has changed"
+        what = "the first start" if lines is None else what
         yield f"{begin}{local_text(row['began'])}, from step {row['from'] or 0}: {what}"
-        yield from first_lines(own or [])
+        yield from first_lines(lines or [])
 
 
 def first_lines(lines: Sequence[str], shown: Sequence[str] | None = None) -> list[str]:
     others = len(lines) - SHOWN
-    more = [f"and {others} more (--json lists all)"] if others > 0 else []
-    return [f"  {line}" for line in (*(shown or lines[:SHOWN]), *more)]
+    ending = [f"and {others} more (--json lists all)"] if others > 0 else []
+    return [f"  {line}" for line in (*(shown or lines[:SHOWN]), *ending)]
 
 
 def table_of_starts(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -74,11 +76,11 @@ def table_of_starts(rows: Sequence[dict[str, Any]]) -> list[str]:
     ]
     cells, notes = list[dict[str, Any]](), list[str]()
     for row in rows:
-        each = {part: f"{value:.3g}" for part, value in (row["milliseconds"] or {}).items()}
+        times = {part: f"{value:.3g}" for part, value in (row["milliseconds"] or {}).items()}
         sizes = {name: format_bytes(row[name]) if row[name] else None for name in _MEMORY}
         began = None if row["began"] is None else local_text(row["began"])
         end = f"{row['status']}: {row['reason'] or ''}"[:60].rstrip(": ")
-        cells.append({**row, **each, **sizes, "began": began, "end": end})
+        cells.append({**row, **times, **sizes, "began": began, "end": end})
         if row["problem"]:
             notes.append(f"start {row['number']} {row['problem']}")
         elif row["changes"]:

@@ -35,14 +35,14 @@ class Ranking(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[RunFiles], name: str | None, mode: str | None) -> "Ranking":
         """The named metric, else that of a `KeepBest`, else the first one of an evaluation, else the loss."""
-        there = dict.fromkeys(one for row in rows for one in (*row.run.metrics, *row.run.best, *row.series))
-        if name is not None and name not in there:
-            known = format_list(list(there), 30) or "none"
+        names = dict.fromkeys(tag for row in rows for tag in (*row.run.metrics, *row.run.best, *row.series))
+        if name is not None and name not in names:
+            known = format_list(list(names), 30) or "none"
             raise ValueError(f"metric={name!r}: must be a metric of the runs; there are {known}")
         if name is None:
-            kept = Counter(one for row in rows for one in row.run.best)
+            kept = Counter(tag for row in rows for tag in row.run.best)
             prefixes = {prefix for row in rows for prefix in _evaluations(row.trained)}
-            first = (one for one in there if one.partition("/")[0] in prefixes or one.partition("/")[2] in there)
+            first = (tag for tag in names if tag.partition("/")[0] in prefixes or tag.partition("/")[2] in names)
             name = kept.most_common(1)[0][0] if kept else next(first, "loss")
         return cls(name, {None: mode == "max", True: True, False: False}[_is_max(rows, name)])
 
@@ -112,10 +112,10 @@ def options(rows: Sequence[RunFiles], differ: Mapping[str, Sequence[Any]]) -> li
         every = [item for row in rows if row.trained for item in values_of(row.trained).items()]
         numbers = {name for name, (section, value) in every if section == "programs" and is_finite_number(value)}
         names = [name for name in differ if name in numbers]
-    own = [name.removeprefix(SECTIONS["config"]) for name in names]
-    last = [name.rpartition("/")[2] for name in own]
-    short = [one if last.count(one) == 1 and one not in _TAKEN else whole for one, whole in zip(last, own, strict=True)]
-    return [Option(one, name, differ[name]) for one, name in zip(short, names, strict=True)]
+    paths = [name.removeprefix(SECTIONS["config"]) for name in names]
+    last = [path.rpartition("/")[2] for path in paths]
+    short = [key if last.count(key) == 1 and key not in _TAKEN else path for key, path in zip(last, paths, strict=True)]
+    return [Option(key, name, differ[name]) for key, name in zip(short, names, strict=True)]
 
 
 _TAKEN = ("name", "status", "step", "at step", "range", "wall time", "goodput")
@@ -136,7 +136,7 @@ def seed_groups(rows: Sequence[RunFiles], differ: Mapping[str, Sequence[Any]]) -
         if row.trained:
             key = json.dumps([row.run.parent, *[values[i] for values in fixed]], default=str)
             groups.setdefault(key, []).append(i)
-    return [group for group in groups.values() if any(len({str(of[i]) for i in group}) > 1 for of in seeds)]
+    return [group for group in groups.values() if any(len({str(values[i]) for i in group}) > 1 for values in seeds)]
 
 
 # All of it.
@@ -174,7 +174,7 @@ class Sweep:
         metric = Ranking.of(rows, name, mode)
         best = [metric.best(row) for row in rows]
         sign = -1.0 if metric.is_max else 1.0
-        ranked = sorted(range(len(rows)), key=lambda i: math.inf if (of := best[i]) is None else sign * of[0])
+        ranked = sorted(range(len(rows)), key=lambda i: math.inf if (value := best[i]) is None else sign * value[0])
         colors = [NEUTRAL] * len(rows)
         for place, i in enumerate(ranked[:COLORS]):
             colors[i] = place

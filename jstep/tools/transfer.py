@@ -61,10 +61,10 @@ def find_widths(base: object, target: Tree, delta: object, axes: WidthAxes | Non
 
 def _like(target: Tree, tree: Tree, what: str) -> list[Any]:
     # Compare keys, not structures: modules of Equinox and others store their width in the structure.
-    keys, own = ([keys for keys, _ in jax.tree_util.tree_leaves_with_path(each)] for each in (target, tree))
-    if keys != own:
+    wanted, got = ([keys for keys, _ in jax.tree_util.tree_leaves_with_path(x)] for x in (target, tree))
+    if wanted != got:
         lacking, extra = (
-            sorted(map(trees.path_str, {*some} - {*others}))[:5] for some, others in ((keys, own), (own, keys))
+            sorted(map(trees.path_str, {*some} - {*others}))[:5] for some, others in ((wanted, got), (got, wanted))
         )
         raise ValueError(f"{what}: must have the leaves of target, but lacks {lacking} and has {extra} in addition")
     return jax.tree.leaves(tree)
