@@ -111,7 +111,9 @@ def as_config(config: Any) -> dict[str, Any] | None:
             "config: must be a mapping, a dataclass instance, a namedtuple or an argparse.Namespace, got "
             f"{type(config).__name__}; give the attributes of another object as vars(config)"
         )
-    record, left_out, size = dict[str, Any](), list[str](), 0
+    record = dict[str, Any]()
+    left_out = list[str]()
+    size = 0
     for name, value in itertools.chain.from_iterable(_flat(str(key), item, 1) for key, item in entries):
         if name in record:
             raise ValueError(f"config: two of its values are called {name!r}; give one of them another name")
@@ -122,8 +124,8 @@ def as_config(config: Any) -> dict[str, Any] | None:
             left_out.append(option.decode())
         else:
             record[text], size = value, size + len(option)
-    more = f"{len(left_out)} options are left out, {_digest(str(left_out))}"
-    return {**record, "…": more} if left_out else record
+    summary = f"{len(left_out)} options are left out, {_digest(str(left_out))}"
+    return {**record, "…": summary} if left_out else record
 
 
 def _flat(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:

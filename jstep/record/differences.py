@@ -83,7 +83,9 @@ def values_of(start: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
 
 
 def _is_place(value: str, places: Collection[str]) -> bool:
-    return _PATH.match(value) is not None or ("/" in value and any(f"{value}/".startswith(f"{one}/") for one in places))
+    return _PATH.match(value) is not None or (
+        "/" in value and any(f"{value}/".startswith(f"{path}/") for path in places)
+    )
 
 
 def _flat(begins: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -109,7 +111,7 @@ class Changes(NamedTuple):
 
 def changes(
     before: Mapping[str, Any],
-    now: Mapping[str, Any],
+    after: Mapping[str, Any],
     words: tuple[str, str] = BEFORE_AND_NOW,
     leave_out: Collection[str] = (),
 ) -> Changes:
@@ -122,48 +124,49 @@ def changes(
         >>> changes({"card": {"batches": {"seed": 0}}}, {"card": {"batches": {"seed": 1}}}).bits
         ['batches: seed: 0 before, 1 now']
     """
-    a, b, found = values_of(before), values_of(now), Changes([], [], [])
+    a, b = values_of(before), values_of(after)
+    found = Changes([], [], [])
     sections = {section for section, _ in a.values()} & {section for section, _ in b.values()} - {*leave_out}
     differ = {
-        name: (section, one, other)
+        name: (section, old, new)
         for name in dict.fromkeys([*a, *b])
-        for section, one, other in [((a.get(name) or b[name])[0], *(of.get(name, ("", _ABSENT))[1] for of in (a, b)))]
-        if section in sections and not same(one, other) and NOT_RECORDED not in (one, other)
-        if _ABSENT not in (one, other) or section not in ("settings", "programs")
+        for section, old, new in [((a.get(name) or b[name])[0], *(x.get(name, ("", _ABSENT))[1] for x in (a, b)))]
+        if section in sections and not same(old, new) and NOT_RECORDED not in (old, new)
+        if _ABSENT not in (old, new) or section not in ("settings", "programs")
     }
     said = {part for name, (section, *_) in differ.items() for part in (section, _stem(name)) if name not in HASHES}
     # Batches of other shapes, and other devices of lanes, are traced differently by every step.
-    is_comparable = "batch" not in said and not ("devices" in said and (now.get("card") or {}).get("lanes"))
-    for name, (section, one, other) in differ.items():
-        own = name.removeprefix("config: ").rpartition("/")[2]
-        of_train = differ.get(f"train: {_NAMES.get(own, own)}", (None,))[1:]  # such as last_step
-        if (section == "config" and (one, other) == of_train) or (section == "state" and "jax_enable_x64" in differ):
+    is_comparable = "batch" not in said and not ("devices" in said and (after.get("card") or {}).get("lanes"))
+    for name, (section, old, new) in differ.items():
+        option = name.removeprefix("config: ").rpartition("/")[2]
+        of_train = differ.get(f"train: {_NAMES.get(option, option)}", (None,))[1:]  # such as last_step
+        if (section == "config" and (old, new) == of_train) or (section == "state" and "jax_enable_x64" in differ):
             continue
         if (stem := _stem(name)) in HASHES:
-            text = HASHES[stem] + (_how_programs_differ(name, before, now) if section == "programs" else "")
+            text = HASHES[stem] + (_how_programs_differ(name, before, after) if section == "programs" else "")
             is_program = section == "programs"
             lines = found.place if is_program and _TRACED & said else _list_of(found, stem, section)
             is_shown = is_comparable if is_program else not {section, "devices"} & said
             if is_shown and not any(line.startswith(HASHES[stem]) for line in lines):
                 lines.append(text)
         elif not (stem == "train: batch_sharding" and "devices" in said):  # its meshes are those of the devices
-            line = f"{name}: {_shown(one, other)} {words[0]}, {_shown(other, one)} {words[1]}"
+            line = f"{name}: {_shown(old, new)} {words[0]}, {_shown(new, old)} {words[1]}"
             _list_of(found, stem, section).append(line)
     return found
 
 
-def _how_programs_differ(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _how_programs_differ(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """Describe the parts of a traced step that differ, its optimizer, and the first lines of its printed program."""
     stage = name.partition("[")[2].rstrip("]") or "0"
-    pair = [_program_at(stage, start) for start in (before, now)]
+    pair = [_program_at(stage, start) for start in (before, after)]
     parts = {"gradients": "loss and gradients", "update": "update"}
-    known = {key: of for key, of in parts.items() if all(program.get(key) for program in pair)}
-    differ = [of for key, of in known.items() if len({program[key] for program in pair}) > 1]
+    known = {key: part for key, part in parts.items() if all(program.get(key) for program in pair)}
+    differ = [part for key, part in known.items() if len({program[key] for program in pair}) > 1]
     said = [f"in its {' and its '.join(differ)}"] if differ else []
     optimizers = [program.get("optimizer") for program in pair]
     if None not in optimizers and optimizers[0] != optimizers[1]:
         said.append(f"{optimizers[0]} before, {optimizers[1]} now")
-    texts = [read_programs(str(start.get("programs", ""))).get(stage, "") for start in (before, now)]
+    texts = [read_programs(str(start.get("programs", ""))).get(stage, "") for start in (before, after)]
     said += differing_lines(*texts) if all(texts) else []
     return f" ({'; '.join(said)})" if said else ""
 
@@ -183,11 +186,11 @@ def _list_of(found: Changes, name: str, section: str) -> list[str]:
     return found.bits if is_flag or effect & _BITS else found.place if effect & _PLACE else found.others
 
 
-def same(one: Any, other: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
     """Whether two values are the same JSON: 1 is not true."""
-    if one is _ABSENT or other is _ABSENT:
-        return one is other
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+    if a is _ABSENT or b is _ABSENT:
+        return a is b
+    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
 
 
 def _shown(value: Any, other: Any) -> str:

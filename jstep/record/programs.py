@@ -35,27 +35,25 @@ def read_programs(path: str) -> dict[str, str]:
     return {}
 
 
-def differing_lines(before: str, now: str) -> list[str]:
+def differing_lines(before: str, after: str) -> list[str]:
     """Return the first lines in which two programs differ, without the names of their variables.
 
     Example:
         >>> differing_lines("a:f32[] = sin 2.0", "x:f32[] = cos 2.0")
         ['f32[] = sin 2.0 → f32[] = cos 2.0']
     """
-    one, other = _without_names(before), _without_names(now)
-    same = next(
-        (i for i, pair in enumerate(zip(one, other, strict=False)) if len({*pair}) > 1), min(len(one), len(other))
-    )
-    one, other = one[same : same + _COMPARED], other[same : same + _COMPARED]
-    return list(dict.fromkeys(_replaced(one, other)))[:_MAX_LINES]
+    old, new = _without_names(before), _without_names(after)
+    same = next((i for i, pair in enumerate(zip(old, new, strict=False)) if len({*pair}) > 1), min(len(old), len(new)))
+    old, new = old[same : same + _COMPARED], new[same : same + _COMPARED]
+    return list(dict.fromkeys(_replaced(old, new)))[:_MAX_LINES]
 
 
-def _replaced(one: Sequence[str], other: Sequence[str]) -> Iterator[str]:
-    for kind, a, b, c, d in difflib.SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
+def _replaced(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
+    for kind, a, b, c, d in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         if kind != "equal":
-            for was, now in zip([*one[a:b], *[""] * (d - c)], [*other[c:d], *[""] * (b - a)], strict=False):
-                if was or now:
-                    yield f"{truncate(was, _MAX_SHOWN) or 'nothing'} → {truncate(now, _MAX_SHOWN) or 'nothing'}"
+            for x, y in zip([*old[a:b], *[""] * (d - c)], [*new[c:d], *[""] * (b - a)], strict=False):
+                if x or y:
+                    yield f"{truncate(x, _MAX_SHOWN) or 'nothing'} → {truncate(y, _MAX_SHOWN) or 'nothing'}"
 
 
 def _without_names(text: str) -> list[str]:

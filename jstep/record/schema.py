@@ -33,7 +33,7 @@ Path: TypeAlias = Annotated[str, lambda value: 0 < len(value) < 2**15 and "\0" n
 
 
 def _are_parts(value: dict[str, Any]) -> bool:
-    return value.keys() <= {*PARTS} and all(type(one) in (int, float) and is_seconds(one) for one in value.values())
+    return value.keys() <= {*PARTS} and all(type(secs) in (int, float) and is_seconds(secs) for secs in value.values())
 
 
 Parts: TypeAlias = Annotated[dict[str, Any], _are_parts]
@@ -165,20 +165,20 @@ def checked(value: Any, kind: Any) -> Any:
         >>> checked({"loss": True, "accuracy": "nan", "x": [1]}, dict[str, float])
         {'loss': 1.0, 'accuracy': nan}
     """
-    of, kinds = typing.get_origin(kind), typing.get_args(kind)
-    if of in (typing.Union, types.UnionType):
+    origin, kinds = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
         return None if value is None else checked(value, kinds[0])
-    if of is Annotated:
+    if origin is Annotated:
         value = checked(value, kinds[0])
         return value if kinds[1](value) else _refuse(value)
     if typing.is_typeddict(kind):
         return value | _fields_of(value, kind) if type(value) is dict else _refuse(value)
-    if of is dict:
+    if origin is dict:
         return _entries_of({} if value is None else value, kinds[1])
-    if of in (list, tuple):
-        value = [] if value is None and of is list else value
-        fits = isinstance(value, list | tuple) and (of is list or len(value) == len(kinds))
-        return [checked(*one) for one in zip(value, itertools.cycle(kinds))] if fits else _refuse(value)
+    if origin in (list, tuple):
+        value = [] if value is None and origin is list else value
+        fits = isinstance(value, list | tuple) and (origin is list or len(value) == len(kinds))
+        return [checked(*pair) for pair in zip(value, itertools.cycle(kinds))] if fits else _refuse(value)
     if kind is float and (type(value) in (bool, float) or value in ("nan", "inf", "-inf")):
         return float(value)
     if kind is float and type(value) is int and abs(value) < 2**1000:
@@ -189,9 +189,9 @@ def checked(value: Any, kind: Any) -> Any:
 def sound(fields: Mapping[str, Any], kind: Any) -> dict[str, Any]:
     """Return the fields that are valid."""
     found = {}
-    for name, of in _hints(kind).items():
+    for name, hint in _hints(kind).items():
         with contextlib.suppress(ValueError, TypeError):
-            found[name] = checked(fields.get(name), of)
+            found[name] = checked(fields.get(name), hint)
     return found
 
 
@@ -206,9 +206,9 @@ def _refuse(value: object) -> Any:
 
 def _fields_of(value: dict[str, Any], kind: Any) -> dict[str, Any]:
     found = {}
-    for name, of in _hints(kind).items():
+    for name, hint in _hints(kind).items():
         try:
-            found[name] = checked(value.get(name), of)
+            found[name] = checked(value.get(name), hint)
         except (ValueError, TypeError):
             raise ValueError(f"has {name}={format_value(value.get(name))}, which is not valid") from None
     return found
@@ -216,7 +216,7 @@ def _fields_of(value: dict[str, Any], kind: Any) -> dict[str, Any]:
 
 def _entries_of(value: Any, kind: Any) -> dict[str, Any]:
     found = {}
-    for name, one in value.items() if type(value) is dict else _refuse(value):
+    for name, entry in value.items() if type(value) is dict else _refuse(value):
         with contextlib.suppress(ValueError, TypeError):
-            found[name] = checked(one, kind)
+            found[name] = checked(entry, kind)
     return found

@@ -247,7 +247,7 @@ def read_starts(where: str) -> dict[str, list[Start]]:
     for match in filter(None, map(_NAME.fullmatch, names)):
         if match[0] == split_path(path_of("", match["prefix"], int(match["number"])))[1]:
             numbers.setdefault(match["prefix"], []).append(int(match["number"]))
-    found = {prefix: _read_newest(where, prefix, sorted(own)) for prefix, own in numbers.items()}
+    found = {prefix: _read_newest(where, prefix, sorted(known)) for prefix, known in numbers.items()}
     return {prefix: starts for prefix, starts in found.items() if starts}
 
 
@@ -343,15 +343,17 @@ def totals(starts: Sequence[Start]) -> Before:
     known = valid(starts)
     if not known:
         return {"count": len(starts), "since": None, "seconds": {}, "first": None, "step": None, "trained": None}
-    oldest, before, trained = known[0], known[0]["before"], last_trained(starts)
-    spans = [span for one in known if (span := one["step"]) is not None]
+    oldest = known[0]
+    before = oldest["before"]
+    trained = last_trained(starts)
+    spans = [span for start in known if (span := start["step"]) is not None]
     first = before["first"]
     if first is None and before["count"]:  # as written by an earlier version
         first = 0 if oldest["parent"] is None else oldest["parent"]["step"]
     return {
         "count": before["count"] + starts[-1]["number"] + 1 - oldest["number"],
         "since": oldest["began"] if before["since"] is None else before["since"],
-        "seconds": {part: sum(one["seconds"].get(part, 0.0) for one in (before, *known)) for part in PARTS},
+        "seconds": {part: sum(entry["seconds"].get(part, 0.0) for entry in (before, *known)) for part in PARTS},
         "first": spans[0][0] if first is None and spans else first,
         "step": spans[-1][1] if spans else before["step"],
         "trained": before["trained"] if trained is None else trained["number"],
@@ -367,5 +369,5 @@ def original_of(where: str, starts: Sequence[Start]) -> str | None:
     with contextlib.suppress(OSError, ValueError):
         if not os.path.samefile(source, where):
             others = valid(read_starts(source).get(start["prefix"], ()))
-            return source if any(one["run"] == start["run"] for one in others) else None
+            return source if any(other["run"] == start["run"] for other in others) else None
     return None
