@@ -106,8 +106,8 @@ class EvaluationBatches:
 
     def _items(self) -> Iterator[Any]:
         if self._begun is not None:  # no batch of a loader is read twice
-            (first, rest), self._begun = self._begun, None
-            return itertools.chain([first], rest)
+            (first, others), self._begun = self._begun, None
+            return itertools.chain([first], others)
         if self._is_iterator and not hasattr(self.source, "__iter__"):  # some only have __next__
             return map(next, itertools.repeat(self.source))
         return iter(self.source)  # also by __getitem__, until IndexError
@@ -168,12 +168,12 @@ def place_batches(batches: Iterable[Any], shardings: Tree) -> Iterator[tuple[Any
     Rows that do not divide over the devices are replicated, so that metrics are exact without padding, at the cost of
     computing that batch on every device.
     """
-    each = (trees.batch_to_args(copy_batch(batch)) for batch in batches)
+    arguments = (trees.batch_to_args(copy_batch(batch)) for batch in batches)
     is_single = processes.is_single_process()
     if shardings is not None and not is_single:
-        yield from _synchronized(each, shardings)
+        yield from _synchronized(arguments, shardings)
         return
-    for args in each:
+    for args in arguments:
         evaluation_batches_taken.add()
         with internal_transfers():  # left before the yield, because the caller's transfers are not internal
             if shardings is not None:
@@ -198,8 +198,8 @@ def num_examples(args: Any) -> int | str:
 def _map_leaves(fn: Callable[[Any, Any], Any], args: tuple[Any, ...], shardings: Tree) -> tuple[Any, ...]:
     """Map a function over the leaves of the arguments and their shardings, a prefix tree of the batch."""
     batch = args if trees.is_plain_tuple(shardings) or len(args) != 1 else args[0]
-    each = jax.tree.broadcast(shardings, batch, is_leaf=lambda x: isinstance(x, Sharding))
-    return tuple(jax.tree.map(fn, args, each if batch is args else (each,)))
+    of_leaves = jax.tree.broadcast(shardings, batch, is_leaf=lambda x: isinstance(x, Sharding))
+    return tuple(jax.tree.map(fn, args, of_leaves if batch is args else (of_leaves,)))
 
 
 def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Tree) -> Iterator[tuple[Any, ...]]:
@@ -213,11 +213,11 @@ def _synchronized(batches: Iterator[tuple[Any, ...]], shardings: Tree) -> Iterat
         args: tuple[Any, ...] | None = None
         try:
             args = next(batches, None)
-            mine = _ENDED if args is None else _number_of_rows(args)
+            count = _ENDED if args is None else _number_of_rows(args)
         except Exception as error:
-            failure, mine = error, _FAILED
+            failure, count = error, _FAILED
         with internal_transfers():
-            counts = np.asarray(multihost_utils.process_allgather(np.array([mine], np.int32))).reshape(-1)
+            counts = np.asarray(multihost_utils.process_allgather(np.array([count], np.int32))).reshape(-1)
         if failure is not None:
             raise failure
         if (counts == _FAILED).any():

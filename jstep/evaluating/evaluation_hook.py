@@ -136,8 +136,9 @@ class EvaluationHook(RunHook):
     @property
     def watched(self) -> list[tuple[str, Any]]:
         """The logged names of the metrics that callbacks watch, each with its callback."""
-        named = [(name, one) for one in self._callbacks if isinstance(name := getattr(one, "metric", None), str)]
-        return [(f"{self.prefix}/{name.removeprefix(f'{self.prefix}/')}", one) for name, one in named]
+        named = [(getattr(callback, "metric", None), callback) for callback in self._callbacks]
+        begins = f"{self.prefix}/"
+        return [(f"{begins}{name.removeprefix(begins)}", callback) for name, callback in named if isinstance(name, str)]
 
     @property
     def best(self) -> dict[str, Best]:

@@ -180,10 +180,10 @@ class Evaluator:
                     metrics = self.compute(params, args)
                 with internal_transfers():  # begin to read what is summed on the host
                     start_copies(
-                        jax.tree.leaves([metric for each in metrics for metric in each if metric.kind != OBJECT])
+                        jax.tree.leaves([metric for of_lane in metrics for metric in of_lane if metric.kind != OBJECT])
                     )
-                for each in metrics:
-                    totals.add(each)
+                for of_lane in metrics:
+                    totals.add(of_lane)
         return totals.results()
 
     def check(self, state: TrainState) -> list[str] | None:
@@ -237,8 +237,8 @@ def _computing(metric_fn: Callable[..., Any], number: int | None) -> Callable[..
         rows = num_examples(args)
         return [
             dataclasses.replace(metric, name=f"{prefix}{metric.name}")
-            for prefix, own in params.items()
-            for metric in classify_metrics(metric_fn(*own, *args), rows)
+            for prefix, values in params.items()
+            for metric in classify_metrics(metric_fn(*values, *args), rows)
         ]
 
     def compute(params: Evaluated, args: tuple[Any, ...]) -> list[list[Metric]]:
