@@ -49,7 +49,8 @@ def read_stalls(where: str, prefix: str | None = None, *, ended: bool = False) -
     stalled, the others also write files, whose `stall` is false.
     """
     stalls, problems = _files(where, prefix)
-    return [one for path, one in stalls if ("exit_code" not in one and _is_current(path, one)) != ended], problems
+    kept = [stall for path, stall in stalls if ("exit_code" not in stall and _is_current(path, stall)) != ended]
+    return kept, problems
 
 
 def missing_threads(stalls: Sequence[Fields]) -> list[str]:
@@ -57,7 +58,8 @@ def missing_threads(stalls: Sequence[Fields]) -> list[str]:
     names = {stall["process"]: _thread_names(stall) for stall in stalls if isinstance(stall.get("threads"), dict)}
     often = Counter(itertools.chain.from_iterable(names.values()))
     most = [name for name, count in often.items() if len(names) / 2 <= count < len(names)]
-    return [f'process {one} has no thread "{name}"' for name in most for one, own in names.items() if name not in own]
+    pairs = [(name, process) for name in most for process, running in names.items() if name not in running]
+    return [f'process {process} has no thread "{name}"' for name, process in pairs]
 
 
 def _thread_names(stall: Fields) -> set[str]:
@@ -125,10 +127,10 @@ def _valid_fields(stall: Any) -> dict[str, Any]:
 
 def find_waited_for(stalls: Sequence[Fields]) -> list[Fields]:
     """The processes that the others wait for: those that do not wait for others, or else the smaller groups."""
-    own = [stall for stall in stalls if stall["kind"] not in (CALL, WITH_OTHERS)]
+    blocking = [stall for stall in stalls if stall["kind"] not in (CALL, WITH_OTHERS)]
     often = Counter(stall["what"] for stall in stalls)
     smaller = [stall for stall in stalls if often[stall["what"]] < max(often.values())]
-    return own if len(own) < len(stalls) else smaller
+    return blocking if len(blocking) < len(stalls) else smaller
 
 
 def in_ranges(numbers: Iterable[int]) -> list[str]:
@@ -195,9 +197,9 @@ class StallFiles:
         is_wanted = fields is not None or read or self._may_exist
         is_time = at_once or time.monotonic() - self._begun >= self.period or (fields is None and self._may_exist)
         if self._where and is_wanted and is_time and (self._job is None or self._job.done()):
-            mine = None if fields is None else fields()
+            stall = None if fields is None else fields()
             self._begun = time.monotonic()
-            self._job = in_background(lambda: self._exchange(mine, read), name="jstep-stall-files", daemon=True)
+            self._job = in_background(lambda: self._exchange(stall, read), name="jstep-stall-files", daemon=True)
 
     def finish(self, fields: Callable[[], Fields] | None) -> None:
         """Write or remove the file now, but do not wait long for a disk."""
@@ -214,18 +216,18 @@ class StallFiles:
         if self._held is not None:
             self._held.check()
 
-    def _exchange(self, mine: Fields | None, read: bool) -> None:
+    def _exchange(self, stall: Fields | None, read: bool) -> None:
         try:
-            if mine is not None or self._may_exist:
+            if stall is not None or self._may_exist:
                 self._check()
-                self._may_exist = mine is not None or (self._held is None and not is_url(self._where))
-                own = {"prefix": self._prefix, "process": self._process, "renewed": time.time()}
-                data = _as_bytes({"version": STALLS_VERSION, **own, **this_process(), **(mine or {})})
+                self._may_exist = stall is not None or (self._held is None and not is_url(self._where))
+                file = {"prefix": self._prefix, "process": self._process, "renewed": time.time()}
+                data = _as_bytes({"version": STALLS_VERSION, **file, **this_process(), **(stall or {})})
                 path = join_path(self._folder, f"{self._prefix}.{self._process}.json")
-                remove_file(path) if mine is None else replace_file(path, data)
-                self.shown = None if mine is None else self.shown or time.monotonic()
+                remove_file(path) if stall is None else replace_file(path, data)
+                self.shown = None if stall is None else self.shown or time.monotonic()
         except OSError as error:
-            if mine is not None and not self._has_warned:
+            if stall is not None and not self._has_warned:
                 _logger.warning("%s: the stall cannot be written: %s", self._folder, error)
                 self._has_warned = True
         if read:
