@@ -339,11 +339,12 @@ def _best(where: str, start: Start, *, is_copy: bool) -> tuple[dict[str, tuple[f
 
 
 def _best_notes(starts: Sequence[Start], ending: Start, trained: Start) -> dict[str, str]:
-    notes, own = dict[str, str](), -1 if ending["parent"] is None else ending["parent"]["step"]
+    notes = dict[str, str]()
+    parent_step = -1 if ending["parent"] is None else ending["parent"]["step"]
     for name, (value, step, _) in ending["best"].items():
         spans = [(span, start["config"]) for start in valid(starts) if (span := start["step"]) is not None]
         made_by = next((config for span, config in reversed(spans) if span[0] < step <= span[1]), trained["config"])
-        if step <= own:
+        if step <= parent_step:
             notes[name] = f"{value:.4g} at {step} is its parent's"
         elif changes({"config": made_by}, {"config": trained["config"]}).lines:
             notes[name] = "measured with another config"
