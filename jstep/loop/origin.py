@@ -368,8 +368,8 @@ def _trunk_at(path: str, prefix: str) -> tuple[Saver, int, bool]:
         if newest >= 0:
             return Saver(path, prefix=prefix), newest, False
     other = latest_checkpoint(path) or latest_checkpoint(above, prefix if match is None else match[1])
-    there = f"the newest checkpoint there is {other}" if other else "there are no checkpoints"
-    raise FileNotFoundError(f"start_from={path!r}: must be a checkpoint, or a directory with {prefix}-*; {there}")
+    hint = f"the newest checkpoint there is {other}" if other else "there are no checkpoints"
+    raise FileNotFoundError(f"start_from={path!r}: must be a checkpoint, or a directory with {prefix}-*; {hint}")
 
 
 def _run_of(trunk: Trunk) -> str | None:

@@ -148,8 +148,8 @@ class ProgressHook(RunHook):
         words = ""
         results = [as_numbers(hook.newest[1]) for hook in self.run.evaluations if hook.newest is not None]
         for name, value in functools.reduce(operator.or_, results, numbers).items():  # as many as fit
-            more = f"{words}  {format_number({name: value})}".lstrip()
-            words = more if len(more) <= _WIDTH else words
+            longer = f"{words}  {format_number({name: value})}".lstrip()
+            words = longer if len(longer) <= _WIDTH else words
         counter = self.run.counter
         rate = [f"{counter.examples_per_sec:.4g} examples/s"] if counter.examples_per_sec else []
         share = format_utilization(counter.utilization)

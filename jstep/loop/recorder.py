@@ -226,7 +226,7 @@ class Recorder(Observer):
                 values |= read_values(numbers)
             for hook in run.evaluations:
                 values |= {} if hook.newest is None else read_values(hook.newest[1])
-                best |= {name: [one.value, one.step, absolute(one.path)] for name, one in hook.best.items()}
+                best |= {name: [kept.value, kept.step, absolute(kept.path)] for name, kept in hook.best.items()}
             watched = [LOSS, *(name for hook in run.evaluations for name, _ in hook.watched)]
             first = {name: values[name] for name in watched if name in values}
             self._numbers = {"values": first | values, "best": best}
@@ -352,22 +352,23 @@ class Recorder(Observer):
             )
         if bits:
             every = [printable(line) for line in (*bits, *place)]
-            more = [f"and {len(every) - _MAX_LINES} more"] if len(every) > _MAX_LINES else []
-            text = "".join(f"\n  {line}" for line in (*every[:_MAX_LINES], *more, *[_UNTRAINED] * is_idle))
+            ending = [f"and {len(every) - _MAX_LINES} more"] if len(every) > _MAX_LINES else []
+            text = "".join(f"\n  {line}" for line in (*every[:_MAX_LINES], *ending, *[_UNTRAINED] * is_idle))
             _logger.warning("%s: this run has changed since the start that made it:%s", name, text, extra=BELOW_BAR)
         elif place:
             _logger.info("%s: since the start that made it, %s", name, "; ".join(map(printable, place)))
 
     def _rate_change(self, before: Start, step: int, bits: list[str]) -> list[str]:
         """Say so if the learning rate of the last step before the checkpoint would be another one now."""
-        then = next((save[3] for save in before["saved"] if save[0] == step), None)
+        old_rate = next((save[3] for save in before["saved"] if save[0] == step), None)
         pure_step = step_function(self.run.train_steps.at(max(step - 1, 0)))
-        if not bits or then is None or pure_step is None or any(line.startswith("learning_rate: ") for line in bits):
+        is_named = any(line.startswith("learning_rate: ") for line in bits)
+        if not bits or old_rate is None or pure_step is None or is_named:
             return []
         with contextlib.suppress(Exception), internal_transfers():  # it is held in the state, or has another name
-            now = float(pure_step.optimizer.hyperparameters(step - 1)["learning_rate"])  # type: ignore[union-attr]
-            if abs(now - then) > 1e-5 * max(abs(now), abs(then)):
-                return [f"learning_rate at step {step}: {then:.6g} before, {now:.6g} now"]
+            rate = float(pure_step.optimizer.hyperparameters(step - 1)["learning_rate"])  # type: ignore[union-attr]
+            if abs(rate - old_rate) > 1e-5 * max(abs(rate), abs(old_rate)):
+                return [f"learning_rate at step {step}: {old_rate:.6g} before, {rate:.6g} now"]
         return []
 
 
@@ -388,7 +389,7 @@ def host_memory() -> dict[str, int | None]:
     found = dict[str, int | None].fromkeys(("host_bytes", "host_peak_bytes"))
     with contextlib.suppress(OSError, ValueError, KeyError), open("/proc/self/status") as file:
         fields = dict(line.split(":", 1) for line in file)
-        return {name: int(fields[of].split()[0]) * 1024 for name, of in zip(found, ("VmRSS", "VmHWM"), strict=True)}
+        return {name: int(fields[key].split()[0]) * 1024 for name, key in zip(found, ("VmRSS", "VmHWM"), strict=True)}
     return found
 
 

@@ -215,8 +215,8 @@ class StopSignals:
 
     def _agree_on_signal(self) -> None:
         """Agree on one exit code, except on processes that received SIGINT."""
-        mine = self.received if self.received in _OTHERS else 0
-        (number,) = processes.max_over_processes(np.array([mine], np.int32))
+        received = self.received if self.received in _OTHERS else 0
+        (number,) = processes.max_over_processes(np.array([received], np.int32))
         if self.received != signal.SIGINT:
             self.received = signal.Signals(int(number) or signal.SIGTERM)
 

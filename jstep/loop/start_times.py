@@ -38,8 +38,10 @@ class Compiled:
         elif event.startswith("/jax/core/compile/"):
             self.unfinished = time.perf_counter()
 
-    def add(self, there: "Compiled") -> None:
-        self.programs, self.hits, self.unfinished = self.programs + there.programs, self.hits + there.hits, 0.0
+    def add(self, other: "Compiled") -> None:
+        self.programs += other.programs
+        self.hits += other.hits
+        self.unfinished = 0.0
 
 
 class _OfThread(threading.local):
@@ -75,11 +77,11 @@ class StartTimes:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        then = stopwatch.CLOCKS.seconds()
+        begin = stopwatch.CLOCKS.seconds()
         try:
             yield
         finally:
-            self.parts[name] = self.parts.get(name, 0.0) + stopwatch.CLOCKS.seconds() - then
+            self.parts[name] = self.parts.get(name, 0.0) + stopwatch.CLOCKS.seconds() - begin
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
