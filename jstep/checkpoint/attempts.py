@@ -131,7 +131,7 @@ class Attempt:
 
     def run(self) -> None:
         """Write this process's part; then the first process commits all parts, and the others wait for it."""
-        began, nbytes = time.monotonic(), sum([math.prod(one.part) * one.dtype.itemsize for one in self.arrays])
+        began, nbytes = time.monotonic(), sum([math.prod(array.part) * array.dtype.itemsize for array in self.arrays])
         try:
             if self.process == 0:
                 self.place.begin()

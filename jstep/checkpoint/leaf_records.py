@@ -165,4 +165,4 @@ def start_leaf_fingerprints(named: Sequence[tuple[Recorded, Any]]) -> Callable[[
 
 def find_changed_leaves(pairs: Sequence[tuple[LeftOut, Any]]) -> list[LeftOut]:
     """Return the left-out leaves whose values in a target differ from the fingerprint."""
-    return [leaf for (leaf, _), now in zip(pairs, start_leaf_fingerprints(pairs)(), strict=True) if now != leaf]
+    return [leaf for (leaf, _), record in zip(pairs, start_leaf_fingerprints(pairs)(), strict=True) if record != leaf]

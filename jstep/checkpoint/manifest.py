@@ -61,8 +61,8 @@ class Extra(NamedTuple):
     files: Mapping[str, Any]
 
     def is_same(self, other: "Extra") -> bool:
-        mine, its = (json.dumps(extra.values, sort_keys=True) for extra in (self, other))
-        return mine == its and self.files == other.files
+        text, other_text = (json.dumps(extra.values, sort_keys=True) for extra in (self, other))
+        return text == other_text and self.files == other.files
 
 
 def json_copy(value: object, name: str) -> Any:

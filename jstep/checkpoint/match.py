@@ -248,7 +248,7 @@ def find_average(name: str, saved: Mapping[str, Leaf], averages: Sequence[str]) 
         raise ValueError(
             f"use_averages={list(averages)}: several of these slots have an average of {name!r}; give one of them"
         )
-    return next((saved[each] for each in found), None)
+    return next((saved[path] for path in found), None)
 
 
 def check_averages(averages: Sequence[str], saved: Sequence[Leaf], where: str) -> None:

@@ -286,8 +286,8 @@ class CheckpointReader:
 
 
 def first_problem(problems: Sequence[str]) -> str:
-    more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-    return "; ".join(problems[:SHOWN]) + more
+    ending = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+    return "; ".join(problems[:SHOWN]) + ending
 
 
 def is_usable(store: Store, path: str, step: int, max_bytes: int) -> tuple[bool | None, int]:

@@ -183,7 +183,7 @@ def _cast(wanted: TargetLeaf[Any], array: np.ndarray[Any, Any]) -> np.ndarray[An
                 f"target: {wanted.path!r} is {wanted.dtype} and cannot represent {array.max()}; enable jax_enable_x64"
             )
         return result
-    largest, was = (float(jnp.finfo(of.dtype).max) for of in (result, array))  # type: ignore[no-untyped-call]
+    largest, was = (float(jnp.finfo(x.dtype).max) for x in (result, array))  # type: ignore[no-untyped-call]
     if largest < was and (lost := np.count_nonzero(np.isfinite(array) & ~np.isfinite(result))):
         _logger.warning("target: %d finite numbers of %r are outside the range of %s", lost, wanted.path, wanted.dtype)
     return result
