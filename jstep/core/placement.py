@@ -194,7 +194,7 @@ def compiles_only(mesh: object) -> bool:
 
 def refuse_compile_only(tree: Tree, argument: str) -> None:
     for leaf in jax.tree.leaves(tree):
-        sharding = leaf.sharding if is_shape(leaf) else leaf
+        sharding = leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
         mesh: Any = getattr(sharding, "mesh", None)
         if mesh is not None and compiles_only(mesh):
             raise ValueError(
