@@ -53,7 +53,8 @@ class Extra(NamedTuple):
     """The `extra` of a save, or a part of it.
 
     Attributes:
-        values: JSON, which refers to the files by their names.
+        values: JSON, which refers to the files by their names. A value of the dict may be a function that returns it,
+            and that the first process calls in the background (`known_values`).
         files: Name → `LargeBytes`: the files that this process writes. Names differ between processes.
     """
 
@@ -63,6 +64,13 @@ class Extra(NamedTuple):
     def is_same(self, other: "Extra") -> bool:
         text, other_text = (json.dumps(extra.values, sort_keys=True) for extra in (self, other))
         return text == other_text and self.files == other.files
+
+
+def known_values(values: Any) -> Any:
+    """Return the `values` of an `Extra`, after calling those that are functions."""
+    if not isinstance(values, dict):
+        return values
+    return {key: value() if callable(value) else value for key, value in values.items()}
 
 
 def json_copy(value: object, name: str) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from jstep.checkpoint.listing import format_name
-from jstep.checkpoint.manifest import CheckpointError, LeftOut, Manifest, RetainedSteps
+from jstep.checkpoint.manifest import CheckpointError, LeftOut, Manifest, RetainedSteps, known_values
 from jstep.checkpoint.store import Commit, Files, Store
 
 
@@ -91,9 +91,9 @@ class Retention:
     ) -> Commit:
         """Return the end of a save.
 
-        `number` is that of `Commit`. `manifest` still lacks files, retention and left-out leaves. The checkpoint is
-        temporary within `temporary_secs` after the last permanent one. `listener` receives a permanent one, and is
-        waited for before one is deleted.
+        `number` is that of `Commit`. `manifest` still lacks files, retention and left-out leaves, and values of `extra`
+        that are functions. The checkpoint is temporary within `temporary_secs` after the last permanent one. `listener`
+        receives a permanent one, and is waited for before one is deleted.
         """
         began, self.write_secs = time.monotonic(), None
 
@@ -102,7 +102,12 @@ class Retention:
                 flush()
             victims, retained, is_temporary = self._decide(manifest, temporary_secs)
             sealed = dataclasses.replace(
-                manifest, retention=retained, files=files, left_out=left_out(), temporary=is_temporary
+                manifest,
+                extra=known_values(manifest.extra),
+                retention=retained,
+                files=files,
+                left_out=left_out(),
+                temporary=is_temporary,
             )
             self._store.erase(publish(sealed))
             self._retained = retained

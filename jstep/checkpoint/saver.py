@@ -497,7 +497,7 @@ class Saver:
         if finite is None:
             finite = StateContents(leaves, params_only=True).are_finite()
         manifest = Manifest(step, saved_at, tuple(saved.leaves), extra.values, finite=finite)
-        path = self._store.path(naming.checkpoint_name(self.prefix, step))
+        path = self._store.path(format_name(self.prefix, step))
         self._saving = path
         try:
             records = start_leaf_fingerprints(saved.left_out)

@@ -65,8 +65,11 @@ def exempts_transfers(fn: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
-def read_setting(name: str) -> Any:
-    return getattr(jax.config, f"jax_{name}")
+_setting_values = operator.attrgetter(*[f"jax_{name}" for name in SETTINGS])
+
+
+def read_settings() -> dict[str, Any]:
+    return dict(zip(SETTINGS, _setting_values(jax.config), strict=True))
 
 
 _logger = logging.getLogger("jstep")

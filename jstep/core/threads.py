@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jstep.core.meshes import SETTINGS, current_mesh, read_setting
+from jstep.core.meshes import current_mesh, read_settings
 
 _JOIN_SECS, _POLL_SECS = 0.005, 0.1
 """The polling intervals of `join_thread` and `wait_until_done`."""
@@ -94,13 +94,14 @@ def _capture_contexts() -> Callable[[Callable[[], None]], None]:
     mesh = current_mesh()
     abstract_mesh = jax.sharding.get_abstract_mesh()
     variables = contextvars.copy_context()
-    settings = {name: read_setting(name) for name in SETTINGS}
+    settings = read_settings()
 
     def call_in_contexts(fn: Callable[[], None]) -> None:
         # Equal settings are not set again, so that they still follow `jax.config.update`.
         with contextlib.ExitStack() as stack:
+            own = read_settings()
             for name, value in settings.items():
-                if read_setting(name) != value:
+                if own[name] != value:
                     stack.enter_context(getattr(jax, name)(value))
             if mesh is not None and jax.sharding.get_mesh() != mesh:
                 stack.enter_context(jax.set_mesh(mesh))

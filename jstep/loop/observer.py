@@ -46,7 +46,10 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         """Called in the background before each checkpoint appears: flush anything that must not be older."""
 
     def about_to_save(self, step: int) -> dict[str, Any]:
-        """Called before a save that nothing prevents any more; return entries for the checkpoint's `extra`."""
+        """Called before a save that nothing prevents any more; return entries for the checkpoint's `extra`.
+
+        An entry may be a function that returns it, called while the checkpoint is written.
+        """
         return {}
 
     def before_close(self) -> None:

@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
@@ -191,7 +192,6 @@ class Recorder(Observer):
     def _newest(self) -> dict[str, Any]:
         run, seconds = self.run, self.run.watch.seconds()
         self._read_numbers()
-        counted, unknown = run.examples if run.is_open else (0, 0)
         counter = run.counter if run.is_open else None
         peaks = [0]
         with contextlib.suppress(Exception):  # a backend may not know it
@@ -204,12 +204,16 @@ class Recorder(Observer):
             "computing": seconds.get(stopwatch.HOOKS, 0.0) * busy / hooks if hooks else None,
             **host_memory(),
             "seconds": {part: round(max(0.0, value), 6) for part, value in seconds.items() if value},
-            "examples": None if unknown else counted,
+            "examples": self._examples(),
             **_bounded(self._numbers["values"]),
             "best": dict(self._numbers["best"]),
             "peak_bytes": max(peaks) or None,
             "mfu": None if counter is None else counter.mfu,
         }
+
+    def _examples(self) -> int | None:
+        counted, unknown = self.run.examples if self.run.is_open else (0, 0)
+        return None if unknown else counted
 
     def _read_numbers(self) -> None:
         """Read the numbers of the latest step once they are ready, without waiting for the device."""
@@ -299,18 +303,21 @@ class Recorder(Observer):
     # What a restart says.
 
     def about_to_save(self, step: int) -> dict[str, Any]:
-        """Record the save, and return the past to save with the checkpoint, as `{PAST: …}`."""
+        """Record the save, and return the past to save with the checkpoint, as `{PAST: …}`.
+
+        The past is made while the checkpoint is written: the rows of the batches take many calls to hash.
+        """
         extra, file = self.run.origin.extra, self.run.file
         if file is not None:
-            newest = self._newest()
-            stepping, rate = newest["seconds"].get(stopwatch.STEPPING, 0.0), newest["values"].get("learning_rate")
-            self._saving = [*self._saving, [step, stepping, newest["examples"], rate]]
-            file.update(newest)
+            self._read_numbers()
+            stepping = round(self.run.watch.seconds().get(stopwatch.STEPPING, 0.0), 6)
+            rate = self._numbers["values"].get("learning_rate")
+            self._saving = [*self._saving, [step, stepping, self._examples(), rate]]
         if step <= self.run.first and (self.run.restored is not None or PAST in extra):  # no step was run
             return {key: extra[key] for key in (PAST, "config", "code") if key in extra}
         if not self._is_active():
             return {}
-        kept: dict[str, Any] = {PAST: self._past(step)}
+        kept: dict[str, Any] = {PAST: functools.partial(self._past, step)}
         if self.run.options.config is not None:
             kept["config"] = dict(self.run.options.config)
         if file is not None and file.fields["commit"] is not None:
@@ -388,15 +395,15 @@ def host_memory() -> dict[str, int | None]:
     """Return the memory of this process, now and at most; None where the system does not tell it as Linux does."""
     found = dict[str, int | None].fromkeys(("host_bytes", "host_peak_bytes"))
     with contextlib.suppress(OSError, ValueError, KeyError), open("/proc/self/status") as file:
-        fields = dict(line.split(":", 1) for line in file)
-        return {name: int(fields[key].split()[0]) * 1024 for name, key in zip(found, ("VmRSS", "VmHWM"), strict=True)}
+        sizes = dict(re.findall(r"^(VmRSS|VmHWM):\s*(\d+)", file.read(), re.MULTILINE))
+        return {name: int(sizes[key]) * 1024 for name, key in zip(found, ("VmRSS", "VmHWM"), strict=True)}
     return found
 
 
 def _bounded(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the first values, of a bounded number of bytes, and how many others there are."""
-    sizes = itertools.accumulate(len(encoded({name: value})) for name, value in values.items())
-    count = min(_MAX_VALUES, sum(size <= _MAX_BYTES for size in sizes))
+    sizes = itertools.accumulate([len(encoded({name: value})) for name, value in values.items()])
+    count = min(_MAX_VALUES, len([size for size in sizes if size <= _MAX_BYTES]))
     return {"values": dict(itertools.islice(values.items(), count)), "values_left_out": len(values) - count}
 
 

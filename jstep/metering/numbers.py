@@ -54,7 +54,8 @@ def is_numeric(value: object) -> bool:
     dtype = getattr(value, "dtype", None)
     if dtype is None or not hasattr(value, "ndim"):
         return isinstance(value, int | float)
-    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
+    is_real = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
+    return is_real or jnp.issubdtype(dtype, jnp.bool_)
 
 
 # Transfers to the host: `start_…` never waits for the device, `read_…` does.

@@ -29,7 +29,9 @@ class StateContents:
         if not isinstance(state, StateLeaves):
             names = (PARAMS,) if params_only else (PARAMS, SLOTS)
             state = StateLeaves({name: field_of(state, name) for name in names})
-        params, slots = (field_of(state.indices, name) for name in (PARAMS, SLOTS))
+        indices = state.indices
+        params = field_of(indices, PARAMS)
+        slots = field_of(indices, SLOTS)
         if isinstance(slots, dict):
             slots = {name: tree for name, tree in slots.items() if name != MODEL_STATE}
         checked = jax.tree.leaves(params if params_only else (params, slots))
