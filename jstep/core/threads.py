@@ -99,9 +99,9 @@ def _capture_contexts() -> Callable[[Callable[[], None]], None]:
     def call_in_contexts(fn: Callable[[], None]) -> None:
         # Equal settings are not set again, so that they still follow `jax.config.update`.
         with contextlib.ExitStack() as stack:
-            own = read_settings()
+            own_settings = read_settings()
             for name, value in settings.items():
-                if own[name] != value:
+                if own_settings[name] != value:
                     stack.enter_context(getattr(jax, name)(value))
             if mesh is not None and jax.sharding.get_mesh() != mesh:
                 stack.enter_context(jax.set_mesh(mesh))
