@@ -22,6 +22,7 @@ def test_a_second_writer_is_refused(store):
         with pytest.raises(jstep.CheckpointError, match="is being written"):
             second.claim()
         jstep.Saver(store.run, prefix="best").save(state_at(2))
+        first.wait()
         assert second.all_steps() == [1]
     with jstep.Saver(store.run) as third:
         third.save(state_at(2))
