@@ -157,7 +157,7 @@ class Recorder(Observer):
     def _complete(self, saved: list[Any]) -> list[Any]:
         """Return the saves without those that failed, which are newer than the newest checkpoint."""
         with contextlib.suppress(Exception):
-            if self.run.saver is not None:
+            if self.run.saver is not None and not self.run.signals.received_twice:  # else a save may go on
                 newest = self.run.saver.latest_step() or 0
                 return [save for save in saved if save[0] <= newest]
         return saved
