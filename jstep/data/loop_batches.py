@@ -17,7 +17,9 @@ def from_loop(**kept: Any) -> "LoopBatches":
 
     The objects that the batches depend on, besides the state, are saved with each checkpoint and restored when the run
     is entered, on every process. They are asked for their state only then, between two iterations of the loop, so a
-    large replay buffer costs nothing at other steps. What is a function of the step needs no object.
+    large replay buffer costs nothing at other steps. If no object has methods for its state, and the states are small,
+    each iteration begins with a copy: an exception before its first step is saved, too. What is a function of the step
+    needs no object.
 
     Args:
         kept: Objects by name: environments, buffers, random generators. Each has `state_dict` and `load_state_dict`, or
