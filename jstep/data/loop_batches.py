@@ -110,22 +110,21 @@ def _accessors(name: str, value: Any) -> _Accessors:
     )
 
 
-_HEAP_TYPE = 1 << 9
-"""The flag of the classes that Python code defines (Py_TPFLAGS_HEAPTYPE)."""
-
-
 def _has_only_attributes(value: object) -> bool:
     """Whether attributes are the whole state of an object: a file, or a subclass of list or deque, has another one."""
-    classes = [cls for cls in type(value).__mro__ if cls not in (types.SimpleNamespace, object)]
+    kind = type(value)
     if isinstance(value, type | types.ModuleType) or callable(value) or not hasattr(value, "__dict__"):
         return False
-    if not all(cls.__flags__ & _HEAP_TYPE and not vars(cls).get("__slots__") for cls in classes):
+    if isinstance(value, types.SimpleNamespace):
+        return True
+    has_own_state = kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__
+    if has_own_state or any(vars(cls).get("__slots__") for cls in kind.__mro__):
         return False
     try:
-        value.__reduce_ex__(2)  # refused by what holds something of the system
-    except TypeError:
+        items = value.__reduce_ex__(2)[3:]  # those of a list or a dict
+    except TypeError:  # it holds something of the system
         return False
-    return True
+    return not any(item is not None for item in items)
 
 
 def _set_generator(name: str, generator: Any, saved: Any) -> None:
