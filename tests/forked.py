@@ -90,7 +90,8 @@ class Program:
     def send_signal(self, number):
         """Send a signal, unless the program has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and the server has not said so yet
+                os.kill(self.pid, number)
 
     def terminate(self):
         """Send SIGTERM."""

@@ -1,8 +1,6 @@
 """What is known of a run that hung, and was killed: the steps that the device finished, and what it was waiting for."""
 
 import json
-import os
-import signal
 import time
 
 import forked
@@ -36,9 +34,8 @@ def killed(tmp_path):
         assert program.stdout.readline() == "there\n"
         wait_until(lambda: any(stall["stalled"] for stall in stalls_of(tmp_path)))
         time.sleep(1.5)
-        os.kill(program.pid, signal.SIGKILL)
     finally:
-        program.kill()
+        program.kill()  # SIGKILL
         program.communicate(60)
     return tmp_path
 
