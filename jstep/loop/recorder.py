@@ -55,8 +55,6 @@ class Recorder(Observer):
     Only process 0 writes, and only if the run has a checkpoint_dir or a logdir. The card is made in background threads.
     """
 
-    run: RunContext
-
     def __init__(self, run: RunContext) -> None:
         self.run = run
         self._over, self._lock = threading.Event(), threading.Lock()

@@ -50,6 +50,7 @@ from jstep.loop.stalls import StallWatch
 from jstep.loop.start import begin, open_run
 from jstep.loop.start_times import StartTimes
 from jstep.loop.stopping import (
+    attach_state,
     exit_on_signal,
     keep_state,
     leave_after_closing,
@@ -384,8 +385,7 @@ class Run(Generic[P]):
         try:
             close_hooks(self._context, error)
         except Exception as failure:
-            with contextlib.suppress(Exception):  # a class of exceptions may reject attributes
-                failure.state = self._last.state  # type: ignore[attr-defined]
+            attach_state(failure, self._last.state)
             raise
         if error is None:
             interactive.forget()

@@ -108,14 +108,14 @@ def exit_on_signal(run: RunContext) -> NoReturn:
 def leave_at_once(step: int, error: KeyboardInterrupt) -> NoReturn:
     """Leave after a second Ctrl-C, whose traceback would fill pages."""
     again = KeyboardInterrupt(f"SIGINT was received twice: the run ended immediately, at step {step}")
-    _attach(again, getattr(error, "state", None))
+    attach_state(again, getattr(error, "state", None))
     raise again.with_traceback(None) from None
 
 
 def leave_after_closing(run: RunContext, state: TrainState | None) -> NoReturn:
     """Leave after a signal that arrived when the run had ended, or failed, and closed its resources."""
     error = run.signals.stop_error(f"after step {run.at.step}, while it closed")
-    _attach(error, state)
+    attach_state(error, state)
     if state is not None:
         interactive.keep(state)
     raise error
@@ -126,7 +126,7 @@ def leave_after_closing(run: RunContext, state: TrainState | None) -> NoReturn:
 
 def note_closing(run: RunContext, error: Exception, state: TrainState) -> None:
     """Attach the last state to an error of a run that had ended, such as that of a log which it could not close."""
-    _attach(error, state)
+    attach_state(error, state)
     step = run.at.step
     note(error, f"jstep: at step {step}, while the run closed; the state after step {step} is in its `state`.")
 
@@ -134,11 +134,11 @@ def note_closing(run: RunContext, error: Exception, state: TrainState) -> None:
 def keep_state(run: RunContext, error: BaseException) -> bool:
     """Attach the last complete state to an exception; return whether it is lost."""
     lost = trees.is_donated(run.at.state)
-    _attach(error, None if lost else run.at.state)
+    attach_state(error, None if lost else run.at.state)
     return lost
 
 
-def _attach(error: BaseException, state: TrainState | None) -> None:
+def attach_state(error: BaseException, state: TrainState | None) -> None:
     with contextlib.suppress(Exception):  # a class of exceptions may reject attributes
         error.state = state  # type: ignore[attr-defined]
 
