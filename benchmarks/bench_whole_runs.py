@@ -1,7 +1,7 @@
 """Whole runs: three networks in five toolkits, from the same weights, on the same batches, with the same AdamW,
 clipping and schedule. All save checkpoints and the best one, write TensorBoard's events, evaluate, stop early and
 resume. Seconds count from the start of the process. A step is the mean over the second half of the steps, with
-evaluations and checkpoints; Keras runs 10 steps per call. Lines are those of code. Finally a run is killed by SIGKILL
+evaluations and checkpoints; Keras runs 10 steps per call. Lines are lines of code. Finally a run is killed by SIGKILL
 halfway between two checkpoints, and started again: "the same" means that the test loss of its last weights is
 identical.
 
