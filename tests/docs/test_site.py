@@ -98,29 +98,6 @@ def test_every_page_is_also_served_as_markdown(site):
     assert "Kingma and Ba" in reference
 
 
-@pytest.mark.thorough
-def test_old_addresses_lead_on(site):
-    page = (site / "recipes" / "wgan" / "index.html").read_text("utf-8")
-    (to,) = set(re.findall(r'(?:href="|url=)([^"]+)', page))
-    assert to == "../gan/#wgan-with-five-critic-steps"
-    assert 'id="wgan-with-five-critic-steps"' in (site / "recipes" / "gan" / "index.html").read_text("utf-8")
-    assert 'rel="canonical"' in page
-
-
-def test_a_redirect_to_a_section_that_does_not_exist_fails_the_build(docs, tmp_path):
-    (tmp_path / "recipes" / "new").mkdir(parents=True)
-    (tmp_path / "recipes" / "new" / "index.html").write_text('<h2 id="there">There</h2>')
-    for section in ("there", "gone"):
-        redirects = {"recipes/old.md": f"recipes/new.md#{section}"}
-        config = {"site_dir": tmp_path, "extra": {"redirects": redirects}}
-        if section == "gone":
-            with pytest.raises(ValueError, match=r"recipes/old\.md: there is no recipes/new\.md#gone"):
-                docs("redirects").on_post_build(config)
-        else:
-            docs("redirects").on_post_build(config)
-            assert "url=../new/#there" in (tmp_path / "recipes" / "old" / "index.html").read_text("utf-8")
-
-
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "reference").glob("*.md")), ids=lambda page: page.stem)
 def test_the_reference_names_the_members_of_each_class_that_it_shows(page):
     """What users call is chosen; methods that only jstep calls are not shown because they happen to be public."""
