@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jstep.core.stopwatch import BEFORE, PARTS, STARTING, STEPPING
+from jstep.core.stopwatch import BEFORE, HOOKS, PARTS, STARTING, STEPPING
 from jstep.record.schema import Start
 from jstep.record.starts import find_starts, totals, valid
 from jstep.stores.urls import absolute, location
@@ -17,7 +17,8 @@ from jstep.tools.tabular import Tabular
 
 _COPIED = tuple(part for part in PARTS if part != STEPPING)
 _ALL = ("productive", "rewound", *_COPIED, "down")
-"""The parts of the time of a run."""
+STALLED = "stalled"
+"""The parts of the time of a run, and the one to which stalls in any of them belong."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -40,8 +41,8 @@ class Goodput(Tabular):
         down: Time from the last write of one start to the next start.
         starts: Number of starts of the run.
         steps: Number of steps that led to the final state.
-        stalled: Part → its seconds in which process 0 was stalled, as `StallHook` reported. They are included in the
-            seconds of that part, but not in the goodput.
+        stalled: Part → the seconds in which process 0 stalled there, as `StallHook` reported. The seconds of that part
+            do not include them.
         notes: Parts whose time a step changed by more than a factor of two between starts, and starts that cannot be
             read, as sentences.
         computing: The seconds of `hooks` in which the device computed steps, by samples: waiting for them, or beside.
@@ -72,7 +73,8 @@ class Goodput(Tabular):
 
     @property
     def parts(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in _ALL}
+        """The seconds of each part, whose sum is `total`; `stalled` is the sum of all stalls."""
+        return {**{name: getattr(self, name) for name in _ALL}, STALLED: sum(self.stalled.values())}
 
     @property
     def total(self) -> float:
@@ -80,9 +82,8 @@ class Goodput(Tabular):
 
     @property
     def fraction(self) -> float:
-        """The goodput, productive / total without stalls; 0 if no time has elapsed."""
-        useful = max(0.0, self.productive - self.stalled.get("productive", 0.0))
-        return useful / self.total if self.total > 0 else 0.0
+        """The goodput, productive / total; 0 if no time has elapsed."""
+        return self.productive / self.total if self.total > 0 else 0.0
 
     def _title(self) -> str:
         starts = "start" if self.starts == 1 else "starts"
@@ -91,8 +92,9 @@ class Goodput(Tabular):
     def _rows(self) -> list[tuple[str, str, str]]:
         rows = list[tuple[str, float]]()
         for name, secs in self.parts.items():
-            inner = {"  stalled": self.stalled.get(name, 0.0), "  computing": self.computing * (name == "hooks")}
-            rows += [(name, secs), *inner.items()]
+            rows.append((name, secs))
+            rows += [("  computing", self.computing)] if name == HOOKS else []
+            rows += [(f"  {part}", of_part) for part, of_part in self.stalled.items()] if name == STALLED else []
         return [(f"{name:<10}", f"{secs:.3f} s", f"{_percent(secs / self.total):>7}") for name, secs in rows if secs]
 
     def _notes(self) -> Sequence[str]:
@@ -110,7 +112,7 @@ def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
     no checkpoint_dir: before each checkpoint, and every second (below a URL every ten seconds). If a start was killed,
     up to its last second counts as `down`. The run may still be in progress.
 
-    Equation: total = productive + rewound + before + starting + waiting + saving + evaluating + hooks + down.
+    Equation: total = productive + rewound + before + starting + waiting + saving + evaluating + hooks + down + stalled.
 
     Args:
         path: The directory of the checkpoints or the logdir, or its URL.
@@ -182,7 +184,22 @@ def milliseconds(start: Start) -> dict[str, float]:
     """Return the milliseconds a step of the parts of a start that repeat; {} of one that took no step."""
     first, last = start["step"] or (0, 0)
     secs = {part: start["seconds"].get(part, 0.0) for part in PARTS if part not in (BEFORE, STARTING)}
+    secs[STALLED] = sum(_take_stalls(start, secs).values())
     return {part: 1000 * value / (last - first) for part, value in secs.items()} if last > first else {}
+
+
+def _take_stalls(start: Start, seconds: dict[str, float], kept_until: float = math.inf) -> dict[str, float]:
+    """Take the stalls of a start out of the seconds of its parts; return theirs by part."""
+    stalled: dict[str, float] = {}
+    for stall in start["stalls"]:
+        part = str(stall["part"])
+        if part == STEPPING and part not in seconds:
+            part = "productive" if (stall["step"] or 0) <= kept_until else "rewound"
+        taken = min(seconds.get(part, 0.0), stall["stalled"] or 0.0)
+        if taken > 0:
+            seconds[part] -= taken
+            stalled[part] = stalled.get(part, 0.0) + taken
+    return stalled
 
 
 def part_changes(starts: Sequence[Start]) -> list[str]:
@@ -216,14 +233,12 @@ def by_start(starts: Sequence[Start]) -> list[Goodput]:
                 cut = min(seconds[part], left)
                 seconds[part], left = seconds[part] - cut, left - cut
         ended = last if ended is None else max(ended, last)
-        first, kept = (start["step"] or (0, 0))[0], until(start, kept_until, stepping, 1)
-        times = {"productive": kept, "rewound": stepping - kept, "down": down, "computing": start["computing"] or 0.0}
-        stalled: dict[str, float] = {}
-        for stall in start["stalls"]:
-            if stall["part"] in PARTS:
-                name = "productive" if stall["part"] == STEPPING else str(stall["part"])
-                stalled[name] = stalled.get(name, 0.0) + (stall["stalled"] or 0.0)
-        found.append(Goodput(**seconds, **times, starts=1, steps=kept_until - first, stalled=stalled))
+        first, final = start["step"] or (0, 0)
+        kept = until(start, kept_until, stepping, 1)
+        seconds |= {"productive": kept, "rewound": stepping - kept, "down": down}
+        stalled = _take_stalls(start, seconds, math.inf if kept_until == final else kept_until)
+        computing, steps = start["computing"] or 0.0, kept_until - first
+        found.append(Goodput(**seconds, computing=computing, starts=1, steps=steps, stalled=stalled))
     return found
 
 

@@ -44,7 +44,9 @@ def test_a_loader_that_hangs_is_named_until_it_continues(tmp_path, caplog):
     assert not list((tmp_path / "stalls").iterdir())
     found = jstep.goodput(tmp_path)
     assert found.stalled["waiting"] > 0.04
-    assert found.stalled["waiting"] <= found.waiting
+    assert found.parts["stalled"] == found.stalled["waiting"]
+    assert found.waiting < found.stalled["waiting"]
+    assert sum(found.parts.values()) == found.total
     assert "stalled" in str(found)
 
 

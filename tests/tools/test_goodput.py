@@ -39,6 +39,7 @@ def test_several_starts(tmp_path, capsys):
         "evaluating": 3.0,
         "hooks": 2.0,
         "down": 25.0 + 9.0 + 10.0,
+        "stalled": 0.0,
     }
     assert (found.total, found.starts, found.steps) == (300.0, 4, 200)
     assert found.fraction == 170.0 / 300.0
@@ -60,7 +61,29 @@ def test_several_starts(tmp_path, capsys):
         [*found.notes],
         0.0,
     )
-    assert found_json == {**found.parts, "starts": 4, "steps": 200, "total": 300.0, "fraction": found.fraction}
+    parts = {part: secs for part, secs in found.parts.items() if part != "stalled"}
+    assert found_json == {**parts, "starts": 4, "steps": 200, "total": 300.0, "fraction": found.fraction}
+
+
+def test_a_stall_is_taken_out_of_the_part_that_it_was_in(tmp_path, capsys):
+    """Of the steps of the first start, the second repeats those after step 50."""
+    stalls = [(20, "stepping", 7.0), (90, "stepping", 5.0), (90, "waiting", 6.0), (90, "hooks", 1.0), (90, None, 9.0)]
+    names = ("step", "part", "stalled")
+    fields = {"stalls": [dict(zip(names, stall, strict=True)) for stall in stalls], "saved": [[50, 20.0, None, None]]}
+    seconds = {"stepping": 40.0, "waiting": 8.0}
+    write_start(tmp_path, start(tmp_path, 1, began=1000.0, step=[0, 100], seconds=seconds, **fields))
+    write_start(tmp_path, start(tmp_path, 2, began=1050.0, step=[50, 100], seconds={"stepping": 20.0}))
+    found = jstep.goodput(tmp_path)
+    assert (found.productive, found.rewound, found.waiting, found.down) == (33.0, 15.0, 2.0, 2.0)
+    assert found.stalled == {"productive": 7.0, "rewound": 5.0, "waiting": 6.0}
+    assert (found.parts["stalled"], found.total, found.fraction) == (18.0, 70.0, 33.0 / 70.0)
+    shown = [line.split()[:2] for line in str(found).splitlines()]
+    assert shown[5:8] == [["stalled", "18.000"], ["productive", "7.000"], ["rewound", "5.000"]]
+    assert main(["runs", str(tmp_path), "--starts", "--json"]) == 0
+    times = json.loads(capsys.readouterr().out)[0]["milliseconds"]
+    assert (times["stepping"], times["waiting"], times["stalled"]) == (280.0, 20.0, 180.0)
+    page = jstep.report(tmp_path).html
+    assert "stalled 18 s (25.7%)" in page
 
 
 def test_a_step_between_two_saves_is_interpolated(tmp_path):
