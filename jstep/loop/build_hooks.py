@@ -44,8 +44,8 @@ def build_hooks(run: RunContext) -> None:
     run.hooks = hooks + savers  # a checkpoint includes the other hooks' changes to the state
 
 
-_FLUSH_SECS, _BUCKET_FLUSH_SECS = 1.0, 120.0
-"""The seconds after which a background thread writes events: a SIGKILL loses later ones; an upload costs."""
+_FLUSH_SECS, _BUCKET_FLUSH_SECS = 1.0, 10.0
+"""The seconds after which a background thread writes events: a SIGKILL loses later ones; each upload has a price."""
 
 
 def _open_writer(run: RunContext) -> SummaryWriter | None:

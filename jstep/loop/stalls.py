@@ -186,6 +186,8 @@ class StallWatch(Observer):
         if wait.age >= due + 3 * self._every * self._is_shared:
             self._wait = wait._replace(due=2 * wait.age, part=self.run.watch.current)
             _log_in_time(self._line(wait))
+            if (writer := getattr(self.run, "writer", None)) is not None:  # a stalled run may be killed
+                writer.request_flush()
         if self._wait.part:
             self._record(self._wait)
         if self._hook.exit_secs is not None and wait.age > self._hook.exit_secs:

@@ -126,6 +126,15 @@ class Worker:
         while not done.wait(0.1) and self._thread.is_alive():
             pass
 
+    def request_flush(self) -> None:
+        """Let the thread flush the queued jobs to the disk, without waiting."""
+
+        def flush_buffer() -> None:
+            self._flush()
+            self.sync()
+
+        self._ask(flush_buffer)
+
     def sync(self) -> None:
         with self._io:
             if self._ended:
@@ -415,6 +424,11 @@ class SummaryWriter:
         if self._worker is not None and not self._closed:
             self._worker.flush()
             self._worker.check()
+
+    def request_flush(self) -> None:
+        """Flush everything added to the disk in the background, as soon as its arrays are ready."""
+        if self._worker is not None and not self._closed:
+            self._worker.request_flush()
 
     def drain(self) -> None:
         """Wait until everything added is in the file, where readers see it, if not yet on the disk.
