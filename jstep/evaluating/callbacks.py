@@ -6,6 +6,7 @@ import math
 import operator
 import os
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import wait
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -19,6 +20,7 @@ from jstep.core.checks import as_bool, as_int, as_number, as_string, check_choic
 from jstep.core.meshes import internal_transfers
 from jstep.core.recorded_calls import ShownAsTyped
 from jstep.core.selection import VarList, check_form
+from jstep.core.threads import Task, in_background
 from jstep.hooks.hook import state_step
 from jstep.hooks.run_hook import RunInfo
 from jstep.metering.numbers import is_number, read_values
@@ -382,9 +384,10 @@ class _Complete:
 class KeepBest(MetricReader):
     """Keep the checkpoints of the best evaluations, such as `best-1200`; a callback of `EvaluationHook`.
 
-    Each checkpoint stores its value (`saver.extra()` returns `{"accuracy": 0.93}`), and `"averages": True` if an
-    evaluator measured it with averages of the parameters, so a resumed run knows the best
-    ones from the directory. Every run competes with the checkpoints in that directory; one that does not resume from a
+    Each checkpoint stores its value (`saver.extra()` returns `{"accuracy": 0.93}`), `"averages": True` if an evaluator
+    measured it with averages of the parameters, and a hash of the first batch of the evaluator's data if they are a
+    sequence or an iterable. So a resumed run knows the best ones from the directory, and warns if the best value was
+    measured with another config, or on other data. Every run competes with the checkpoints in that directory; one that does not resume from a
     checkpoint logs a warning, because they belong to another run. On a tie the earlier checkpoint is kept. A value that
     is not finite is never kept, nor are parameters with NaN. To use the checkpoints, call `jstep.Saver(directory,
     prefix="best").restore(state)`. It restores the newest checkpoint that is kept, which with keep=1 is the best.
@@ -442,6 +445,7 @@ class KeepBest(MetricReader):
         self._is_fresh = False
         self._at_start: StateContents | None = None
         self._are_averages = False
+        self._data: Task[str | None] | None = None
         self.values: dict[int, float] = {}
         self._complete = _Complete()
 
@@ -459,27 +463,43 @@ class KeepBest(MetricReader):
             )
 
     def use_evaluator(self, evaluate: Any) -> None:
-        """Note whether the values are measured with averages of the parameters."""
+        """Note whether values are measured with averages of the parameters, and hash the data in the background."""
         self._are_averages = bool(getattr(evaluate, "use_averages", False))
+        first_hash = getattr(getattr(evaluate, "batches", None), "first_hash", None)
+        self._data = None if first_hash is None else in_background(first_hash, name="jstep-data-hash", daemon=True)
 
-    def _warn_of_other_config(self, saver: Saver) -> None:
-        """Warn if the best value was measured with another config."""
-        config = self._config
-        if config is None or not self.values or jax.process_index() != 0:
+    @property
+    def data(self) -> str | None:
+        """A hash of the data on which the values are measured; None if it is not known, or not yet."""
+        task = self._data
+        is_known = task is not None and task.done() and task.exception() is None
+        return task.result() if is_known else None  # type: ignore[union-attr]
+
+    def _warn_of_changes(self, saver: Saver) -> None:
+        """Warn if the best value was measured with another config, or, in the background, with other data."""
+        if not self.values or jax.process_index() != 0:
             return
         best = max(self.values, key=lambda step: self._rank(step, self.values[step]))
-        kept = saver.extra(best)
-        found = changes({"config": kept.get("config") if isinstance(kept, dict) else None}, {"config": config}).lines
+        extra = saver.extra(best)
+        kept = extra if isinstance(extra, dict) else {}
+        what = f"{checkpoint_name(self._prefix, best)} ({self.metric}={self.values[best]:g}) was kept before"
+        text = "KeepBest: %s the %s changed, so later values may not compare%s"
+        found = [] if self._config is None else changes({"config": kept.get("config")}, {"config": self._config}).lines
         if found:
-            text = "KeepBest: %s (%s=%g) was kept before the config changed, so later values may not compare: %s"
-            name = checkpoint_name(self._prefix, best)
-            _logger.warning(text, name, self.metric, self.values[best], format_list(found, 5, "; "))
+            _logger.warning(text, what, "config", f": {format_list(found, 5, '; ')}")
+
+        def compare(task: Task[str | None]) -> None:
+            if None not in (kept.get("data"), self.data) and kept["data"] != self.data:
+                _logger.warning(text, what, "data of the evaluation", "")
+
+        if self._data is not None:
+            self._data.add_done_callback(compare)
 
     def begin(self, state: TrainState) -> None:
         """Read the best values so far, and check that the directory is writable."""
         saver = self._open()
         if not self._is_fresh:
-            self._warn_of_other_config(saver)
+            self._warn_of_changes(saver)
         self._at_start = StateContents(state, params_only=True)
         if self._is_fresh and self.values and jax.process_index() == 0:
             best = max(self.values, key=lambda step: self._rank(step, self.values[step]))
@@ -511,9 +531,11 @@ class KeepBest(MetricReader):
         self._before_savers(functools.partial(self._save, saver, step, state, value, is_finite=not worse))
 
     def _save(self, saver: Saver, step: int, state: TrainState, value: float, *, is_finite: bool) -> None:
+        wait([] if self._data is None else [self._data], timeout=10)  # it hashes a batch that this evaluation has read
         with internal_transfers(), saver.knowing(is_finite):
             extra: dict[str, Any] = {} if self._config is None else {"config": dict(self._config)}
             extra |= {"averages": True} if self._are_averages else {}
+            extra |= {} if self.data is None else {"data": self.data}
             saver.save(state, extra=extra | {self.metric: value})
             self.values[step] = value
             # The new checkpoint must be on disk before another is deleted.
@@ -523,6 +545,10 @@ class KeepBest(MetricReader):
                 saver.delete(worst)
                 del self.values[worst]
                 self._complete.paths.pop(worst, None)
+
+    @property
+    def mode(self) -> str:
+        return self._mode
 
     @property
     def best_kept(self) -> Best | None:

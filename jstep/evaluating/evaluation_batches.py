@@ -32,6 +32,7 @@ from jstep.data.batch_placement import (
     part_owners,
     place_rows,
 )
+from jstep.data.batch_hashes import hash_batch
 from jstep.data.batches import Batches
 from jstep.data.sequence import BatchSequence
 from jstep.distributed import processes
@@ -103,6 +104,14 @@ class EvaluationBatches:
             is_host = (np.ndarray, np.generic)  # a JAX array, a shape or a Python number stays as it is
             return jax.tree.map(lambda leaf: _on_device(leaf) if isinstance(leaf, is_host) else leaf, args)
         return _map_leaves(_on_device, args, shardings)
+
+    def first_hash(self) -> str | None:
+        """Hash the first batch; None if reading it would change an evaluation, or if there are several processes."""
+        batches = self.source
+        begun = self._begun
+        if not processes.is_single_process() or (begun is None and not isinstance(batches, BatchSequence | Sequence)):
+            return None
+        return hash_batch(copy_batch(batches[0]) if begun is None else begun[0]).content
 
     def _items(self) -> Iterator[Any]:
         if self._begun is not None:  # no batch of a loader is read twice

@@ -55,7 +55,7 @@ def card(options: Options, stages: TrainSteps, step: int, state: Tree, batches: 
         "settings": {name: plain(getattr(jax.config, name, None)) for name in SETTINGS},
         "devices": describe_devices(state),
         "state": _state(state),
-        "batches": _batches(batches),
+        "batches": batches_card(batches),
         "stages": {str(stage.first): name_of_step(stage.value) for stage in stages.stages()},
         "lanes": lanes if len(set(lanes.values())) > 1 else next(iter(lanes.values())),
         "arguments": {name: _argument(name, value) for name, value in arguments.items() if name != "config"},
@@ -101,7 +101,7 @@ def _state(state: Tree) -> dict[str, Any]:
     }
 
 
-def _batches(batches: Tree) -> dict[str, Any]:
+def batches_card(batches: Tree) -> dict[str, Any]:
     if isinstance(batches, BatchSequence):
         definition = batches.definition()
     else:

@@ -25,6 +25,7 @@ from jstep.core.secret_text import error_text
 from jstep.core.tables import printable
 from jstep.core.threads import Task, in_background, wait_until_done
 from jstep.data.sequence import BatchSequence
+from jstep.evaluating.callbacks import KeepBest
 from jstep.loop.card import card, program_card, shortened
 from jstep.loop.observer import Observer
 from jstep.loop.origin import PARENT, PARENT_RUN, STOPPED
@@ -132,6 +133,8 @@ class Recorder(Observer):
             "copied": origin.is_copy,
             "saved": [],
             "stalls": [],
+            "batches": {},
+            "other_batch": None,
             "end": None,
             "exception": None,
             "before": totals(earlier),
@@ -178,7 +181,7 @@ class Recorder(Observer):
             file.due.clear()
             if self._over.is_set():
                 return
-            if self.run.watch.current == stopwatch.HOOKS:
+            if self.run.watch.current == stopwatch.HOOKS or self.run.watch.aside is not None:
                 is_busy = self.run.in_flight.unfinished() is not None
                 self._samples = [self._samples[0] + 1, self._samples[1] + is_busy]
             try:
@@ -205,6 +208,12 @@ class Recorder(Observer):
             "examples": self._examples(),
             **_bounded(self._numbers["values"]),
             "best": dict(self._numbers["best"]),
+            "kept": {
+                name: {"mode": callback.mode, "data": callback.data}
+                for hook in (run.evaluations if run.is_open else ())
+                for name, callback in hook.watched
+                if isinstance(callback, KeepBest)
+            },
             "peak_bytes": max(peaks) or None,
             "mfu": None if counter is None else counter.mfu,
         }

@@ -43,6 +43,7 @@ from jstep.loop.hook_runner import HookRunner, close_hooks
 from jstep.loop.observer import Observer
 from jstep.loop.programs import Chunk, as_stages
 from jstep.loop.progress import Progress
+from jstep.loop.read_batches import BatchWatch
 from jstep.loop.recorder import Recorder
 from jstep.loop.run_context import BEGINNING, BODY, CLOSING, ENDING, LEAVING, RUNNING, LoopState, RunContext
 from jstep.loop.signals import StopWaiting
@@ -66,6 +67,7 @@ from jstep.stores.compile_cache import persistent_cache
 OBSERVERS: tuple[Callable[[RunContext], Observer], ...] = (
     Progress,
     Recorder,
+    BatchWatch,
     StallWatch,
     Meters,
 )

@@ -39,6 +39,10 @@ def _are_parts(value: dict[str, Any]) -> bool:
 Parts: TypeAlias = Annotated[dict[str, Any], _are_parts]
 
 
+BatchEntries: TypeAlias = dict[str, tuple[str, str, str]]
+"""Step → hashes of the layout and the content of the next batch, and of what was given."""
+
+
 class Process(TypedDict):
     host: str | None
     pid: Annotated[int, lambda value: 0 < value < 2**31] | None
@@ -56,6 +60,13 @@ class Stall(TypedDict):
     stalled: Seconds | None
     what: str | None
     process: Step | None
+
+
+class Kept(TypedDict):
+    """How a `KeepBest` keeps the best of a metric."""
+
+    mode: str | None  # "max" or "min"
+    data: str | None  # a hash of the data of the evaluation
 
 
 class Before(TypedDict):
@@ -98,6 +109,7 @@ class Start(TypedDict):
     values: dict[str, float]  # the latest ones of the run, which a start inherits
     values_left_out: Step | None  # how many others there are
     best: dict[str, tuple[float, Step, Path]]  # those of the run
+    kept: dict[str, Kept]  # by the names of `best`
     peak_bytes: Step | None  # of a device
     host_bytes: Step | None  # of process 0 on its host, now
     host_peak_bytes: Step | None
@@ -105,6 +117,8 @@ class Start(TypedDict):
     mfu: Seconds | None
     saved: list[tuple[Step, Seconds, Step | None, float | None]]  # step, seconds of stepping, examples, learning rate
     stalls: list[Stall]
+    batches: BatchEntries  # those after its latest checkpoints
+    other_batch: Step | None  # the first batch of the start, if it is not the one that was read before
     end: tuple[str, str] | None  # status and reason; None while it lives, and after a SIGKILL
     exception: str | None  # its class
     before: Before

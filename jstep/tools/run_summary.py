@@ -21,6 +21,7 @@ from jstep.record.starts import (
     original_of,
     path_of,
     read_start,
+    read_starts,
     totals,
     valid,
     with_card,
@@ -81,7 +82,8 @@ class RunSummary:
             cannot be read is `"unreadable"`.
         starts_count: The number of all starts.
         newest_checkpoint: The path of its newest checkpoint, from which a restart resumes; None if there is none.
-        best_notes: Name → that the best value was measured with another config, or is that of its parent.
+        best_notes: Name → that the best value was measured with another config or on other data, or that a better one
+            is its parent's.
         former_paths: The directories in which it was before it was moved.
         metrics_left_out: The number of further metrics, for which there is no room in its record.
     """
@@ -172,7 +174,7 @@ def _summary(where: str, prefix: str, starts: Sequence[Start]) -> RunSummary:
         f"start {fact['number']} (process {fact['pid']} on {fact['host']})" for fact in alive if fact is not doing
     ]
     best, paths = _best(where, ending, is_copy=source is not None)
-    notes = _best_notes(starts, ending, trained)
+    notes = _best_notes(where, starts, ending, trained)
     return RunSummary(
         path=where,
         prefix=prefix,
@@ -338,17 +340,38 @@ def _best(where: str, start: Start, *, is_copy: bool) -> tuple[dict[str, tuple[f
     return best, paths
 
 
-def _best_notes(starts: Sequence[Start], ending: Start, trained: Start) -> dict[str, str]:
+def _best_notes(where: str, starts: Sequence[Start], ending: Start, trained: Start) -> dict[str, str]:
+    """Say which best values do not compare with those of the newest start, and which ones of the parent are better."""
     notes = dict[str, str]()
-    parent_step = -1 if ending["parent"] is None else ending["parent"]["step"]
-    for name, (value, step, _) in ending["best"].items():
-        spans = [(span, start["config"]) for start in valid(starts) if (span := start["step"]) is not None]
-        made_by = next((config for span, config in reversed(spans) if span[0] < step <= span[1]), trained["config"])
-        if step <= parent_step:
+    parent = _parent(where, ending)
+    parent_step = -1 if parent is None else parent[1]
+    values = {} if parent is None else _best_of_parent(*parent)
+    values |= {name: (value, step) for name, (value, step, _) in ending["best"].items() if step <= parent_step}
+    for name in values.keys() & (ending["best"].keys() | ending["kept"].keys()):
+        value, step = values[name]
+        own, own_step, _ = ending["best"].get(name, (math.nan, -1, ""))
+        mode = (ending["kept"].get(name) or {}).get("mode")
+        if own_step <= parent_step or (mode is not None and (value > own if mode == "max" else value < own)):
             notes[name] = f"{value:.4g} at {step} is its parent's"
-        elif changes({"config": made_by}, {"config": trained["config"]}).lines:
+    for name, (_, step, _) in ending["best"].items():
+        made = [start for start in valid(starts) if (span := start["step"]) is not None and span[0] < step <= span[1]]
+        made_by = made[-1] if made else trained
+        data = [(start["kept"].get(name) or {}).get("data") for start in (made_by, trained)]
+        if name not in notes and changes({"config": made_by["config"]}, {"config": trained["config"]}).lines:
             notes[name] = "measured with another config"
+        elif name not in notes and None not in data and data[0] != data[1]:
+            notes[name] = "measured on other data"
     return notes
+
+
+def _best_of_parent(path: str, parent_step: int) -> dict[str, tuple[float, int]]:
+    """Return the best values that the record of a parent has of the steps that a branch continues."""
+    folder, checkpoint = split_path(path)
+    found = dict[str, tuple[float, int]]()
+    with contextlib.suppress(OSError):
+        for start in valid(read_starts(folder).get(checkpoint.rpartition("-")[0], ())):
+            found |= {name: (value, step) for name, (value, step, _) in start["best"].items() if step <= parent_step}
+    return found
 
 
 def _parent(where: str, start: Start) -> tuple[str, int] | None:

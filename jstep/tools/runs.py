@@ -352,7 +352,8 @@ def status_text(run: RunSummary) -> str:
 def _metric_text(run: RunSummary, metric: str) -> str:
     last = f"{run.metrics[metric]:.4g}" if metric in run.metrics else ""
     best = f"best {run.best[metric][0]:.4g} at {run.best[metric][1]}" if metric in run.best else ""
-    notes = ", ".join(filter(None, (best, run.best_notes.get(metric))))
+    note = run.best_notes.get(metric, "")
+    notes = ("; " if note.endswith("parent's") else ", ").join(filter(None, (best, note)))
     return f"{last} ({notes})".strip() if notes else last
 
 

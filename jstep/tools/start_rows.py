@@ -38,7 +38,7 @@ def start_rows(where: str, starts: Sequence[Start]) -> list[dict[str, Any]]:
             if not carded["card"]:
                 row["problem"] = _NO_CARD
             else:
-                row["changes"] = None if before is None else changes(before, carded).lines
+                row["changes"] = None if before is None else [*changes(before, carded).lines, *_other_batch(start)]
                 card = carded["card"]
                 programs = card.get("programs") or (before or carded)["card"].get("programs")  # none without a step
                 before = {**carded, "card": {**card, "programs": programs}}
@@ -46,7 +46,13 @@ def start_rows(where: str, starts: Sequence[Start]) -> list[dict[str, Any]]:
     return rows
 
 
+def _other_batch(start: Start) -> list[str]:
+    step = start["other_batch"]
+    return [] if step is None else [f"batch {step} is not the one that was read before"]
+
+
 _MEMORY = ("host_bytes", "host_peak_bytes", "peak_bytes")
+NOT_COMPARED = "not compared: files, and data except the first batch of a restart"
 
 
 def changes_of_starts(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -61,6 +67,8 @@ def changes_of_starts(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         what = "the first start" if lines is None else what
         yield f"{begin}{local_text(row['began'])}, from step {row['from'] or 0}: {what}"
         yield from first_lines(lines or [])
+    if any(row["changes"] == [] for row in rows):
+        yield NOT_COMPARED
 
 
 def first_lines(lines: Sequence[str], shown: Sequence[str] | None = None) -> list[str]:

@@ -16,10 +16,6 @@ from jstep.record.differences import SECTIONS, values_of
 from jstep.tools.run_files import RunFiles
 from jstep.tools.runs import differences_of, tree
 
-_LEAST_NAMES = ("loss", "error", "perplexity")
-"""Ends of the names of metrics that `KeepBest` minimizes by default."""
-
-
 # The metric.
 
 
@@ -66,18 +62,9 @@ def _evaluations(start: Mapping[str, Any]) -> list[str]:
 
 
 def _is_max(rows: Sequence[RunFiles], name: str) -> bool | None:
-    """Whether `KeepBest` keeps the greatest value, by the values beside it; None if nothing is known."""
-    above = below = 0
-    for row in rows:
-        best = row.run.best.get(name, (math.nan, 0))[0]
-        others = np.r_[row.run.metrics.get(name, math.nan), row.series[name][1] if name in row.series else []]
-        margin = 1e-6 * abs(best)
-        above += int((best > others + margin).sum())
-        below += int((best < others - margin).sum())
-    if above == below:
-        is_kept = any(name in row.run.best for row in rows)
-        return False if is_kept and name.lower().endswith(_LEAST_NAMES) else None
-    return above > below
+    """Whether a `KeepBest` keeps the greatest value; None if there is none."""
+    modes = [start["kept"][name]["mode"] for row in rows for start in row.starts if name in start["kept"]]
+    return modes[-1] == "max" if modes else None
 
 
 # Options, and runs that differ by a seed.

@@ -34,6 +34,10 @@ class GetState(Packed):
     def set_state(self, state):
         self.at = state["at"]
 
+class Lacking(GetState):
+    def set_state(self, state):
+        self.at = state["at"] + 5 * process
+
 class StateDict(Packed):
     def state_dict(self):
         return {0: (self.at, bytes(self.at % 200))}
@@ -48,12 +52,12 @@ class Hook(jstep.Hook):
                 print("dies", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-loader = {"get_state": GetState, "state_dict": StateDict, "same": GetState}[kind]()
+loader = {"get_state": GetState, "state_dict": StateDict, "same": GetState, "lacking": Lacking}[kind]()
 optimizer = jstep.adam(0.02)
 state = jstep.TrainState.create(init, optimizer, mesh=mesh)
 saver = jstep.Saver(directory)
 import logging
-logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="log %(message)s")
+logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="log %(message)s", force=True)
 try:
     state = jstep.train(
         jstep.minimize(loss_fn, optimizer), state, loader, 12, hooks=[Hook()], checkpoint_dir=saver, progress=False,
@@ -112,3 +116,13 @@ def test_equal_positions_work_on_any_number_of_processes(tmp_path):
             assert printed(lines, "log") is None
         with jstep.Saver(tmp_path) as saver:
             saver.delete(12)
+
+
+@pytest.mark.thorough
+def test_each_process_compares_its_own_rows(tmp_path):
+    killed = start(TRAIN, 2, tmp_path, "lacking", 10)
+    assert killed[1].wait(100) == -signal.SIGKILL
+    wait_for(killed)
+    first, second = run(TRAIN, 2, tmp_path, "lacking", -1)
+    assert printed(first, "log") is None
+    assert printed(second, "log").startswith("batch 8 is not the one that was read before by process 1: ")

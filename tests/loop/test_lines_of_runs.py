@@ -95,7 +95,8 @@ def record(where):
     for start in read_starts(where).get("model", ()):
         own = {name: value for name, value in with_card(where, start).items() if value not in (None, "", {}, [], ())}
         saved = [[step, examples] for step, _, examples, _ in start["saved"]]
-        lines.append(f"start {json.dumps(_masked({**own, 'saved': saved}), ensure_ascii=False, sort_keys=True)}")
+        own |= {"saved": saved} | ({"batches": list(start["batches"])} if start["batches"] else {})
+        lines.append(f"start {json.dumps(_masked(own), ensure_ascii=False, sort_keys=True)}")
     return lines
 
 

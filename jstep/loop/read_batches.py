@@ -1,0 +1,157 @@
+"""The observer that notices whether a restart reads the batch that was read before.
+
+The batch after each checkpoint is hashed in the background when the loop has dispatched its step, which it does anyway.
+The hashes of the first process are in the file of its start, those of another one in `starts/PREFIX.PROCESS.batches`.
+"""
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from typing import Any
+
+import jax
+
+from jstep.core import trees
+from jstep.core.annotations import Tree
+from jstep.core.jaxprs import hash_strings
+from jstep.core.threads import Task, in_background
+from jstep.data.batch_hashes import hash_batch
+from jstep.data.batch_placement import copy_batch
+from jstep.data.sequence import BatchSequence
+from jstep.loop.card import batches_card
+from jstep.loop.observer import Observer
+from jstep.loop.programs import Chunk
+from jstep.loop.recorder import PAST, START
+from jstep.loop.run_context import RunContext
+from jstep.record.config import encoded
+from jstep.record.schema import BatchEntries, checked
+from jstep.record.starts import FOLDER, HeldFolder, valid
+from jstep.stores.files import decode_json, read_small, replace_file
+from jstep.stores.urls import is_url, join_path
+
+_KEPT, _MAX_BYTES, _END_SECS = 20, 2**16, 5.0
+"""The number of hashes that are kept, the size of a file that is read, and the seconds to wait for the last hash."""
+_OTHER = "batch %d is not the one that was read before%s: the loader's state lacks something, or its data changed"
+_logger = logging.getLogger("jstep")
+
+
+class BatchWatch(Observer):
+    """The observer that hashes the batch after each checkpoint, and the first one after a restart."""
+
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+        self._step: int | None = None  # of the batch that is to be hashed
+        self._known: dict[str, Any] = {}  # step → layout, content and what was given, of earlier batches
+        self._tasks: list[Task[None]] = []  # the newest one, which waits for the one before
+        self._folder: HeldFolder | None = None
+        self._path = self._given = ""
+
+    def before_begin(self) -> None:
+        run = self._run
+        if run.saver is None:
+            return
+        folder = join_path(run.saver.directory, FOLDER)
+        self._path = join_path(folder, f"{run.saver.prefix}.{jax.process_index()}.batches")
+        self._folder = None if is_url(folder) or jax.process_index() == 0 else HeldFolder(folder)
+        if run.restored is not None and not run.origin.is_at_branch_point and run.source.seekable:
+            self._begin(self._read)
+            self._watch(run.first)
+
+    def about_to_save(self, step: int) -> dict[str, Any]:
+        if self._path and (step > self._run.first or self._run.restored is None):
+            if any(int(known) >= step for known in list(self._known)):  # of a start whose steps are run again
+                self._begin(functools.partial(self._forget, step))
+            self._watch(step)
+        return {}
+
+    def before_close(self) -> None:
+        """Hash the next batch of a sequence, although the run has ended before it."""
+        batches, step = self._run.source.by_step if self._run.is_open else None, self._step
+        if step is not None and isinstance(batches, BatchSequence | list | tuple) and jax.process_count() == 1:
+            self._begin(lambda: self._keep(step, trees.batch_to_args(copy_batch(batches[step]))))
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not self._run.signals.received_twice:
+            wait(self._tasks, timeout=_END_SECS)
+        if self._folder is not None:
+            self._folder.close()
+
+    def _watch(self, step: int) -> None:
+        if self._step is None:
+            self._run.dispatch.after_each.append(self._after_call)
+        self._step = step
+
+    def _after_call(self, chunk: Chunk, state: Tree) -> None:
+        dispatch = self._run.dispatch
+        dispatch.after_each = [after for after in dispatch.after_each if after != self._after_call]
+        if chunk.first == self._step:
+            args, is_stacked = chunk.args, chunk.program.is_stacked
+            self._begin(lambda: self._keep(chunk.first, args, is_stacked=is_stacked))
+        self._step = None
+
+    # In background threads, in order.
+
+    def _begin(self, task: Callable[[], None]) -> None:
+        before = self._tasks
+
+        def when_due() -> None:
+            wait(before)
+            try:
+                task()
+            except Exception as error:  # such as a batch that the step has donated, or the end of the batches
+                _logger.debug("a batch was not hashed: %s: %s", type(error).__name__, error)
+
+        self._tasks = [in_background(when_due, name="jstep-batch-hash", daemon=True)]
+
+    def _read(self) -> None:
+        if jax.process_index():
+            self._known = checked(decode_json(read_small(self._path, _MAX_BYTES)), BatchEntries)
+        elif (file := self._run.file) is not None:  # the start that saved the checkpoint, and those that resumed from it
+            made_by = (self._run.origin.extra.get(PAST) or {}).get(START, [math.inf])
+            for start in valid(file.earlier):
+                self._known |= start["batches"] if start["number"] >= made_by[0] else {}
+
+    def _forget(self, step: int) -> None:
+        self._known = {known: entry for known, entry in self._known.items() if int(known) < step}
+        self._write()
+
+    def _keep(self, step: int, args: Sequence[Any], *, is_stacked: bool = False) -> None:
+        entry = [*hash_batch(args, is_stacked=is_stacked), self._what_was_given()]
+        before = self._known.pop(str(step), None)
+        if before is not None and step == self._run.first:
+            self._compare(step, before, entry)
+        self._known[str(step)] = entry
+        self._write()
+
+    def _write(self) -> None:
+        newest = dict(list(self._known.items())[-_KEPT:])
+        if jax.process_index():
+            if self._folder is not None:
+                self._folder.check()
+            replace_file(self._path, encoded(newest), flush=False)
+        elif (file := self._run.file) is not None:
+            file.update({"batches": newest})
+            file.due.set()
+
+    def _what_was_given(self) -> str:
+        """Return a hash of the config and the definition of the batches: what differs there differs on purpose."""
+        if not self._given:
+            definition = {name: part for name, part in batches_card(self._run.source.given).items() if name not in _ENDS}
+            self._given = hash_strings(repr(self._run.options.config), repr(definition))[:16]
+        return self._given
+
+    def _compare(self, step: int, before: Sequence[str], entry: Sequence[str]) -> None:
+        (layout, content, given), (new_layout, new_content, new_given) = before, entry
+        if layout != new_layout or content == new_content:  # other shapes are reported with the program
+            return
+        level = logging.WARNING if given == new_given else logging.INFO
+        where = f" by process {jax.process_index()}" if jax.process_count() > 1 else ""
+        _logger.log(level, _OTHER, step, where)
+        if (file := self._run.file) is not None:
+            file.update({"other_batch": step})
+
+
+_ENDS = ("hash", "num_epochs")
+"""What differs if a sequence is only longer."""
