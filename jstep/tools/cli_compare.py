@@ -11,16 +11,15 @@ import numpy as np
 from jstep.core.checks import format_list
 from jstep.core.tables import columns, fold
 from jstep.record.differences import IN_A_AND_B, changes
-from jstep.record.starts import find_starts, read_starts, valid
-from jstep.stores.event_files import read_series
+from jstep.record.starts import find_starts, read_starts
 from jstep.stores.files import is_directory, names_in
-from jstep.stores.urls import is_url, join_path, location, resolve_path, split_path
+from jstep.stores.urls import is_url, join_path, location, split_path
 from jstep.tools import cli
 from jstep.tools.cli_inspect import Checkpoint, at, below
-from jstep.tools.own_events import events_of_run, logged_states
+from jstep.tools.divergence import divergence
 from jstep.tools.ranges import is_inexact
 from jstep.tools.run_summary import start_with_card
-from jstep.tools.start_rows import SHOWN, changes_of_starts, first_lines, start_rows
+from jstep.tools.start_rows import NOT_COMPARED, SHOWN, changes_of_starts, first_lines, start_rows
 
 # Comparison of two arrays, by absolute difference and by units in the last place.
 
@@ -127,7 +126,7 @@ def _trained(where: str, prefix: str | None, problems: list[str]) -> dict[str, M
 
 def changes_text(lines: list[str] | None) -> list[str]:
     if not lines:
-        return [] if lines is None else ["the last starts do not differ"]
+        return [] if lines is None else ["the last starts do not differ", NOT_COMPARED]
     return ["the last starts differ:", *first_lines(lines)]
 
 
@@ -194,9 +193,13 @@ def _print_differences(arguments: argparse.Namespace) -> int:
         result = _result(a, b, _leaves(first, second), steps=steps, compared=len(every))
     else:
         result = _runs(a, b)
-    between = _interval(a.folder, b.folder, result) if a.kind != _CHECKPOINT else {}
-    result |= {key: between[key] for key in between if key != "text"}
-    lines = [*problems, *changes_text(of_starts), *_differences_text(result), *filter(None, [between.get("text")])]
+    lines = [*problems, *changes_text(of_starts), *_differences_text(result)]
+    if a.kind != _CHECKPOINT:
+        same = {step: result["same"] or step < result["step"] for step in result["common"]}
+        same = {step: is_same for step, is_same in same.items() if is_same or step == result["step"]}
+        found = divergence(a.folder, b.folder, {"checkpoints" if a.kind == _DIRECTORY else "fingerprints": same})
+        result |= found._asdict()
+        lines += filter(None, [found.text(a.folder, b.folder)])
     result |= ({} if of_starts is None else {"starts": of_starts}) | ({"unreadable": problems} if problems else {})
     code = cli.answer(arguments, result, lines, cli.OK if result["same"] else cli.DIFFERENT)
     return cli.complain("diff", *a.problems, *b.problems) or code
@@ -252,51 +255,6 @@ def _runs(a: _Side, b: _Side) -> dict[str, Any]:
                 a, b, differing[0], step=key[0], common=common, same_before=before, same=False, **differing[1]
             )
     return _result(a, b, [], common=common)
-
-
-def _interval(a: str, b: str, result: dict[str, Any]) -> dict[str, Any]:
-    """Return between which steps two runs diverge, by their checkpoints, fingerprints and common scalars together."""
-    same = {step: True for step in result["common"] if result["same"] or step < result["step"]}
-    same |= {} if result["same"] else {result["step"]: False}
-    compared = ["checkpoints" if result["kind"] == _DIRECTORY else "fingerprints"]
-    for name, read in (("fingerprints", logged_states), ("scalars", _scalars)):
-        of_a: dict[Any, Any] = read(a)
-        of_b: dict[Any, Any] = read(b)
-        common = of_a.keys() & of_b.keys()
-        compared += [name] * bool(common)
-        for key in common:  # equal numbers do not prove equal states, but other ones do that they differ
-            step = key if isinstance(key, int) else key[1]
-            same[step] = same.get(step, True) and of_a[key] == of_b[key]
-    differ = min((step for step, is_same in same.items() if not is_same), default=None)
-    equal = max((step for step, is_same in same.items() if is_same and (differ is None or step < differ)), default=None)
-    sources = list(dict.fromkeys(compared))
-    found: dict[str, Any] = {"equal_at": equal, "differ_at": differ, "compared_by": sources}
-    if differ is None:
-        return found
-    text = f"{'' if equal is None else f'equal at {equal}, '}differ at {differ} (by {', '.join(sources)})"
-    for path in (a, b):
-        for starts in read_starts(path).values():
-            firsts = [span[0] for start in valid(starts) if (span := start["step"])]
-            text += "".join(
-                f"; {path} was started at {first}" for first in firsts if (equal or 0) <= first <= differ and first
-            )
-    return found | {"text": text}
-
-
-def _scalars(where: str) -> dict[tuple[str, int], float]:
-    from jstep.tools.runs import runs
-
-    found: dict[tuple[str, int], float] = {}
-    with contextlib.suppress(OSError, ValueError):
-        for run in [run for run in runs(where) if resolve_path(run.path) == resolve_path(where)][:1]:
-            series = read_series(events_of_run(run)[0], lambda error: None)
-            found = {
-                (tag, step): value
-                for tag, points in series.items()
-                if not tag.endswith(("steps_per_sec", "examples_per_sec", "mfu"))
-                for step, value in zip(points.steps, points.values, strict=True)
-            }
-    return found
 
 
 def _of_entries(a: Any, b: Any) -> tuple[list[LeafDifference], dict[str, bool]] | None:

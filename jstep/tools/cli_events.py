@@ -74,7 +74,7 @@ def _files(paths: Sequence[str], problems: list[object]) -> Iterator[tuple[str, 
         try:
             if run.error is not None:
                 raise ValueError(run.error)
-            files, not_shown = events_of_run(run)
+            files, not_shown = events_of_run(run.path, run.prefix)
             complain("events", *not_shown)
             yield name, files
         except (OSError, ValueError) as error:

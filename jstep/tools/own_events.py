@@ -8,18 +8,22 @@ from collections.abc import Sequence
 from jstep.core.checks import format_list, truncate
 from jstep.record.schema import Start
 from jstep.record.starts import read_starts, valid
-from jstep.stores.event_files import Writer, event_files
+from jstep.stores.event_files import Writer, event_files, read_series
 from jstep.stores.files import is_directory
 from jstep.stores.urls import is_url, join_path, resolve_path, split_path
-from jstep.tools.run_summary import RunSummary
 
 
-def events_of_run(run: RunSummary) -> tuple[list[str], list[str]]:
+LOSS = "loss"
+
+
+def events_of_run(where: str, prefix: str) -> tuple[list[str], list[str]]:
     """Return the event files of a run in the order of their names, and why others are not read."""
-    files, others, problems = dict[str, str](), list[str](), list[str]()
-    starts = valid(read_starts(run.path).get(run.prefix, ()))
+    files = dict[str, str]()
+    others = list[str]()
+    problems = list[str]()
+    starts = valid(read_starts(where).get(prefix, ()))
     ids = {None, *(start["run"] for start in starts)}
-    for place in dict.fromkeys([run.path, *_logdirs(run.path, starts, problems)]):
+    for place in dict.fromkeys([where, *_logdirs(where, starts, problems)]):
         for path in event_files(place) if is_directory(place) else ():
             name = split_path(path)[1]
             if Writer.of(name).run in ids:
@@ -42,6 +46,18 @@ def logged_states(where: str) -> dict[int, str]:
         with contextlib.suppress(OSError, ValueError):
             return {step: entry.state for step, entry in read_log(join_path(folder, FINGERPRINTS_FILE)).entries.items()}
     return {}
+
+
+def logged_losses(where: str, prefix: str) -> dict[int, float]:
+    """Return the losses that a run has recorded by step: those of its event files, and the last one of each start."""
+    found = dict[int, float]()
+    with contextlib.suppress(OSError, ValueError, ImportError):
+        for start in valid(read_starts(where).get(prefix, ())):
+            if start["end"] is not None and start["step"] is not None and LOSS in start["values"]:
+                found[start["step"][1]] = start["values"][LOSS]
+        if (series := read_series(events_of_run(where, prefix)[0], lambda error: None).get(LOSS)) is not None:
+            found |= dict(zip(series.steps, series.values, strict=True))
+    return found
 
 
 def _logdirs(where: str, starts: Sequence[Start], problems: list[str]) -> list[str]:

@@ -10,6 +10,7 @@ from jstep.pictures.drawing import NEUTRAL, Curve, Dot, Mark, dots, legend_key, 
 from jstep.pictures.html_tables import html_text
 from jstep.record.differences import values_of
 from jstep.tools.cli import utc_text
+from jstep.tools.divergence import divergence
 from jstep.tools.goodput import Goodput, by_start, of_run
 from jstep.tools.run_files import RunFiles
 from jstep.tools.runs import duration_text, main_metrics, shared_ids
@@ -96,7 +97,7 @@ def _odd(sweep: Sweep) -> list[str]:
 def _facts(row: RunFiles) -> list[str]:
     run, total = row.run, of_run(row.starts) if row.starts else None
     times = {"started": run.started, "ended": run.ended}
-    notes = {name: f", {note}" for name, note in run.best_notes.items()}
+    notes = {name: f"; {note}" for name, note in run.best_notes.items()}
     numbers = {f"best {name}": (value, f" at step {at}{notes.get(name, '')}") for name, (value, at) in run.best.items()}
     numbers |= {f"last {name}": (value, "") for name, value in run.metrics.items()}
     facts = {
@@ -324,7 +325,12 @@ def _differences(sweep: Sweep) -> list[str]:
             runs.setdefault("none" if value is None else value_text(value), []).append(truncate(row.name, _MAX_NAME))
         lines = [f"{truncate(value, 100)}: {format_list(names, 3)}" for value, names in runs.items()]
         rows.append(f"<tr>{_cell(name, 60)}{_number(len(runs))}{_cell('; '.join(lines), 120)}</tr>")
-    return [_boxed(("what", "values", "values and their runs"), rows)] if rows else []
+    table = [_boxed(("what", "values", "values and their runs"), rows)] if rows else []
+    if len(sweep.rows) != 2:
+        return table
+    first, second = (row.run.path for row in sweep.rows)
+    text = divergence(first, second, {}).text(first, second)
+    return [f"<p>{html_text(text)}</p>" * bool(text), *table]
 
 
 def _times(sweep: Sweep) -> list[str]:

@@ -17,7 +17,7 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import array_type, as_function, as_int, format_value, truncate
+from jstep.core.checks import array_type, as_function, as_int, format_list, format_value, truncate
 from jstep.core.meshes import internal_transfers
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.batch_placement import over_axes
@@ -31,12 +31,13 @@ from jstep.loop.origin import extra_at
 from jstep.loop.programs import Boundaries, Program, ProgramTable, as_stages, make_chunks
 from jstep.loop.train import train
 from jstep.metering.cadence import NEVER
+from jstep.metering.numbers import read_value
 from jstep.state.fingerprints import as_hexadecimal, fingerprint
 from jstep.state.global_step import global_step
 from jstep.state.nonfinite import StateContents
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import absolute, location
-from jstep.tools.own_events import logged_states
+from jstep.tools.own_events import LOSS, logged_losses, logged_states
 
 _logger = logging.getLogger("jstep")
 
@@ -76,8 +77,9 @@ def replay(
 
     The newest intact checkpoint up to that step, or up to `start`, is restored and the steps after it are run again as
     in the run, with `steps_per_call` several per call. If there is no such checkpoint, replay starts from `state`.
-    Nothing is written. If the directory has fingerprints (`FingerprintHook`), each state on the way that has one is
-    compared with it, so that a loader or a step that is not that of the run is an error.
+    Nothing is written. If the run has fingerprints (`FingerprintHook`) of states on the way, these are compared with
+    them, and else the losses with those in its event files and its record, so that a loader or a step that is not that
+    of the run is an error. A log line says what was compared.
 
     If the loss was NaN at step 7310, the update 7309 → 7310 made it. With the arguments of `train`,
 
@@ -110,7 +112,7 @@ def replay(
 
     Raises:
         ValueError: There is no intact checkpoint or state before the step, the batches cannot be set to it, or a state
-            is not the one whose fingerprint the run has written.
+            or a loss is not the one that the run has recorded.
 
     Example:
         >>> import jax.numpy as jnp, jstep, tempfile
@@ -142,6 +144,11 @@ class Call(NamedTuple):
     metrics: Any = None
     args: tuple[Any, ...] = ()
 
+    @property
+    def loss(self) -> float | None:
+        loss = self.metrics.get(LOSS) if isinstance(self.metrics, Mapping) else None
+        return None if loss is None or np.size(loss) != 1 else float(read_value(loss))
+
 
 def replayed(
     train_step: Any,
@@ -169,7 +176,7 @@ def replayed(
     newest = step if newest is None else newest
     start, state, position = _restored_start(state, checkpoint_dir, prefix, step, newest, is_finite=is_finite)
     where = checkpoint_dir.directory if isinstance(checkpoint_dir, Saver) else checkpoint_dir
-    fingerprints = {} if where is None else logged_states(absolute(location(where, "checkpoint_dir")))
+    recorded = _Recorded(None if where is None else absolute(location(where, "checkpoint_dir")), prefix, start, step)
     at = Call(start, state)
     yield at
     check_batches(batches)
@@ -184,14 +191,13 @@ def replayed(
     items = copy_batches(source._replace(position=None))  # the position is not saved again
     table = ProgramTable(stages, steps_per_call, state=state)
     dispatch = Dispatch(table)
-    logged = sorted(fingerprints)
     ends = Boundaries(stages, source.next_change).ends(
-        start, step, lambda at: next((n for n in logged if n > at), NEVER)
+        start, step, lambda at: next((n for n in recorded.steps if n > at), NEVER)
     )
     make = functools.partial(make_chunks, items, sharding=batch_sharding, on_device=table.on_device)
     for chunk in make(start, table.program_for, ends=ends):
         at = Call(chunk.first + chunk.steps, *dispatch(at.state, chunk)[:2])
-        _check_fingerprint(fingerprints, at, start)
+        recorded.check(at)
         yield at
     last = next(make(step, lambda step, *_: Program(table.stage_of(step))), None) if ahead else None
     if ahead and (at.step < step or last is None):
@@ -199,21 +205,53 @@ def replayed(
             f"step={step}: the batches end after {at.step} of the {step + 1} that it needs; give those of that run"
         )
     check_step(at.step, at.state, start if at.step > start else None)
+    recorded.log()
     if last is not None:
         yield at._replace(args=last.args)
 
 
-def _check_fingerprint(fingerprints: Mapping[int, str], at: Call, start: int) -> None:
-    if (expected := fingerprints.get(at.step)) is None:
-        return
-    with internal_transfers():
-        found = as_hexadecimal(fingerprint(at.state))
-    if found != expected:
-        raise ValueError(
-            f"replay: the state at step {at.step} is not the one of the run: its fingerprint is {found}, that of the "
-            f"run {expected}. From step {start} on, train_step, the batches (the state of the loader, its data) or "
-            "what hooks changed differ; find the first step with jstep.replay of earlier ones"
-        )
+class _Recorded:
+    """What a run has recorded of the steps of a replay: fingerprints of states, or, if there are none, losses."""
+
+    def __init__(self, where: str | None, prefix: str, start: int, step: int) -> None:
+        self._start, self._step = start, step
+        self._fingerprints = {} if where is None else self._between(logged_states(where))
+        self._losses = {} if where is None or self._fingerprints else self._between(logged_losses(where, prefix))
+        self.steps = sorted({*self._fingerprints, *self._losses})
+
+    def _between(self, values: Mapping[int, Any]) -> dict[int, Any]:
+        return {step: value for step, value in values.items() if self._start < step <= self._step}
+
+    def check(self, at: Call) -> None:
+        """Raise an error if a state, or the loss of the update before it, is not that of the run."""
+        with internal_transfers():
+            if (expected := self._fingerprints.get(at.step)) is not None:
+                found = as_hexadecimal(fingerprint(at.state))
+                self._require(found == expected, "state", at.step, f"its fingerprint is {found}", expected)
+            if (recorded := self._losses.get(at.step)) is not None and at.loss is not None:
+                is_close = bool(np.isclose(at.loss, recorded, rtol=_CLOSE, equal_nan=True))
+                self._require(is_close, "loss", at.step, f"it is {at.loss:.6g}", f"{recorded:.6g}")
+
+    def _require(self, is_same: bool, what: str, step: int, found: str, expected: str) -> None:
+        if not is_same:
+            raise ValueError(
+                f"replay: the {what} at step {step} is not the one of the run: {found}, that of the run {expected}. "
+                f"From step {self._start} on, train_step, the batches (the state of the loader, its data) or what hooks "
+                "changed differ; find the first step with jstep.replay of earlier ones"
+            )
+
+    def log(self) -> None:
+        """Say with what the replay was compared."""
+        kind = "fingerprints (fingerprints.jsonl)" if self._fingerprints else "losses"
+        if self.steps:
+            _logger.info("replay: compared with the run's %s at steps %s", kind, format_list(list(map(str, self.steps)), 8))
+        elif self._start < self._step:
+            text = "replay: compared with nothing: the run has recorded no fingerprint or loss of steps %d to %d"
+            _logger.info(text, self._start + 1, self._step)
+
+
+_CLOSE = 1e-4
+"""The relative difference of two losses that other devices or calls of other lengths may make."""
 
 
 def _restored_start(

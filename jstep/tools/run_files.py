@@ -63,7 +63,7 @@ class RunFiles:
             rows, trained = start_rows(run.path, starts), start_with_card(run.path, starts)
             found = cls(run, name, (), valid(starts), trained, rows)
             problems += _oddities(found)
-            files, not_shown = events_of_run(run)
+            files, not_shown = events_of_run(run.path, run.prefix)
             problems += not_shown
             series = read_series(files, lambda error: problems.append(f"{error}; what follows is not shown"))
             problems += _not_finite(series)

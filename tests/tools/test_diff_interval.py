@@ -46,6 +46,9 @@ def test_every_source_counts(hooks, logs, expected, tmp_path, capsys):
     assert (found["equal_at"], found["differ_at"], found["compared_by"]) == expected
     between = f"equal at {expected[0]}, " if expected[0] is not None else ""
     assert f"{between}differ at {expected[1]} (by {', '.join(expected[2])})" in text
+    page = jstep.report([tmp_path / "a", tmp_path / "b"]).html
+    without = ", ".join(expected[2][1:])
+    assert (f"{between}differ at {expected[1]} (by {without})" in page) == bool(without)
 
 
 def test_a_start_in_between_is_named(tmp_path, capsys):

@@ -152,7 +152,7 @@ def test_a_best_of_before_a_change_of_the_config(tmp_path, caplog):
     train(tmp_path, 18, evaluation(tmp_path / "best", values | {18: 1.0}), config={"lr": 0.2})
     assert only(tmp_path).best_notes == {"eval/score": "measured with another config"}
     assert "(best 9 at 5, measured with another config)" in str(jstep.runs(tmp_path))
-    assert "9 at step 5, measured with another config" in jstep.report(tmp_path).html
+    assert "9 at step 5; measured with another config" in jstep.report(tmp_path).html
     train(tmp_path, 20, evaluation(tmp_path / "best", values), config={"lr": 0.2})
     assert (only(tmp_path).best, only(tmp_path).best_notes) == ({"eval/score": (9.5, 20)}, {})
 

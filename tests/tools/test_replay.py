@@ -175,3 +175,26 @@ def test_a_replay_is_compared_with_fingerprints(place, tmp_path):
         jstep.replay(STEP, make_state(), batch, tmp_path / "run", 8, steps_per_call=steps_per_call, start=0)
     with pytest.raises(ValueError, match="the state at step 6 is not the one of the run: its fingerprint is"):
         jstep.replay(STEP, make_state(), lambda step: batch(step + (step == 4)), tmp_path / "run", 8)
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+@pytest.mark.parametrize("is_logged", [True, False])
+def test_without_fingerprints_losses_are_compared(is_logged, steps_per_call, tmp_path, caplog):
+    caplog.set_level("INFO", "jstep")
+    logs = {"logdir": tmp_path / "run", "save_summaries_steps": 3} if is_logged else {}
+    options = {"progress": False, "checkpoint_dir": tmp_path / "run", **logs}
+    for last_step in (7, 10):
+        jstep.train(STEP, make_state(), batch, last_step, **options)
+    caplog.clear()
+
+    def replayed(step, batches=batch):
+        return jstep.replay(STEP, make_state(), batches, tmp_path / "run", step, start=0, steps_per_call=steps_per_call)
+
+    replayed(8)
+    steps = "3, 6, 7" if is_logged else "7"
+    assert caplog.messages[-1] == f"replay: compared with the run's losses at steps {steps}"
+    replayed(2)
+    assert caplog.messages[-1].startswith("replay: compared with nothing: the run has recorded no fingerprint or loss")
+    first = 6 if is_logged else 7
+    with pytest.raises(ValueError, match=f"the loss at step {first} is not the one of the run: it is "):
+        replayed(8, lambda step: batch(step + 20 * (step >= 3)))
