@@ -349,9 +349,9 @@ def _best_notes(where: str, starts: Sequence[Start], ending: Start, trained: Sta
     values |= {name: (value, step) for name, (value, step, _) in ending["best"].items() if step <= parent_step}
     for name in values.keys() & (ending["best"].keys() | ending["kept"].keys()):
         value, step = values[name]
-        own, own_step, _ = ending["best"].get(name, (math.nan, -1, ""))
-        mode = (ending["kept"].get(name) or {}).get("mode")
-        if own_step <= parent_step or (mode is not None and (value > own if mode == "max" else value < own)):
+        branch_value, branch_step, _ = ending["best"].get(name, (math.nan, -1, ""))
+        is_max = (ending["kept"].get(name) or {}).get("mode") == "max"
+        if branch_step <= parent_step or (value > branch_value if is_max else value < branch_value):
             notes[name] = f"{value:.4g} at {step} is its parent's"
     for name, (_, step, _) in ending["best"].items():
         made = [start for start in valid(starts) if (span := start["step"]) is not None and span[0] < step <= span[1]]

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import pytest
 from children import end, read_until, start
 from hangs import data, hang, line_of, loss_fn, make_state, once_at, train
+from scalar_points import read_scalars
 from waiting import TIMEOUT, wait_until
 
 import jstep
 from jstep.checkpoint.saver import Saver
 from jstep.core.threads import Thread
-from jstep.loop import stalls
+from jstep.loop import build_hooks, stalls
 from jstep.loop.stalls import StallWatch, Wait
 from jstep.tools.cli import main
 
@@ -48,6 +49,25 @@ def test_a_loader_that_hangs_is_named_until_it_continues(tmp_path, caplog):
     assert found.waiting < found.stalled["waiting"]
     assert sum(found.parts.values()) == found.total
     assert "stalled" in str(found)
+
+
+def test_a_stall_flushes_the_events(tmp_path, monkeypatch):
+    """Ten events fill the queue of the writer; the last ones before a hang are in the file before it is killed."""
+    monkeypatch.setattr(build_hooks, "_FLUSH_SECS", 600.0)
+
+    def logged():
+        return [point.step for point in read_scalars(tmp_path).get("loss", ())]
+
+    with hang() as stuck:
+
+        def batch(step):
+            if step == 16:
+                stuck()
+                wait_until(lambda: max(logged(), default=0) >= 15)
+            return data(step)
+
+        train(batches=batch, logdir=tmp_path, save_summaries_steps=1)
+    assert max(logged()) == 20
 
 
 def test_a_hook_that_hangs_is_named():
