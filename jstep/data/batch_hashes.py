@@ -38,7 +38,7 @@ def hash_batch(batch: Tree, *, is_stacked: bool = False) -> BatchHash:
                 array = whole[0] if is_stacked else whole
                 array = np.ascontiguousarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
                 layout.update(f"{path} {place} {array.dtype}{list(array.shape)}\n".encode())
-                content.update(array.reshape(-1).view(np.uint8))
+                content.update(array.reshape(-1).view(np.uint8).data)
     return BatchHash(layout.hexdigest(), content.hexdigest())
 
 

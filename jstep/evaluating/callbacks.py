@@ -6,7 +6,7 @@ import math
 import operator
 import os
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -387,10 +387,11 @@ class KeepBest(MetricReader):
     Each checkpoint stores its value (`saver.extra()` returns `{"accuracy": 0.93}`), `"averages": True` if an evaluator
     measured it with averages of the parameters, and a hash of the first batch of the evaluator's data if they are a
     sequence or an iterable. So a resumed run knows the best ones from the directory, and warns if the best value was
-    measured with another config, or on other data. Every run competes with the checkpoints in that directory; one that does not resume from a
-    checkpoint logs a warning, because they belong to another run. On a tie the earlier checkpoint is kept. A value that
-    is not finite is never kept, nor are parameters with NaN. To use the checkpoints, call `jstep.Saver(directory,
-    prefix="best").restore(state)`. It restores the newest checkpoint that is kept, which with keep=1 is the best.
+    measured with another config, or on other data. Every run competes with the checkpoints in that directory; one that
+    does not resume from a checkpoint logs a warning, because they belong to another run. On a tie the earlier
+    checkpoint is kept. A value that is not finite is never kept, nor are parameters with NaN. To use the checkpoints,
+    call `jstep.Saver(directory, prefix="best").restore(state)`. It restores the newest checkpoint that is kept, which
+    with keep=1 is the best.
 
     Args:
         directory: The directory or URL to keep the checkpoints in.
@@ -488,7 +489,7 @@ class KeepBest(MetricReader):
         if found:
             _logger.warning(text, what, "config", f": {format_list(found, 5, '; ')}")
 
-        def compare(task: Task[str | None]) -> None:
+        def compare(task: Future[str | None]) -> None:
             if None not in (kept.get("data"), self.data) and kept["data"] != self.data:
                 _logger.warning(text, what, "data of the evaluation", "")
 

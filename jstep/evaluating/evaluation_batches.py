@@ -22,6 +22,7 @@ from jstep.core.checks import format_value
 from jstep.core.meshes import internal_transfers
 from jstep.core.threads import evaluation_batches_taken
 from jstep.core.trees import shape_of
+from jstep.data.batch_hashes import hash_batch
 from jstep.data.batch_placement import (
     as_shardings,
     copy_batch,
@@ -32,7 +33,6 @@ from jstep.data.batch_placement import (
     part_owners,
     place_rows,
 )
-from jstep.data.batch_hashes import hash_batch
 from jstep.data.batches import Batches
 from jstep.data.sequence import BatchSequence
 from jstep.distributed import processes

@@ -106,9 +106,10 @@ class BatchWatch(Observer):
         self._tasks = [in_background(when_due, name="jstep-batch-hash", daemon=True)]
 
     def _read(self) -> None:
+        """Read the hashes of the start that saved the checkpoint, and of those that resumed from it."""
         if jax.process_index():
             self._known = checked(decode_json(read_small(self._path, _MAX_BYTES)), BatchEntries)
-        elif (file := self._run.file) is not None:  # the start that saved the checkpoint, and those that resumed from it
+        elif (file := self._run.file) is not None:
             made_by = (self._run.origin.extra.get(PAST) or {}).get(START, [math.inf])
             for start in valid(file.earlier):
                 self._known |= start["batches"] if start["number"] >= made_by[0] else {}
@@ -138,15 +139,16 @@ class BatchWatch(Observer):
     def _what_was_given(self) -> str:
         """Return a hash of the config and the definition of the batches: what differs there differs on purpose."""
         if not self._given:
-            definition = {name: part for name, part in batches_card(self._run.source.given).items() if name not in _ENDS}
+            card = batches_card(self._run.source.given)
+            definition = {name: part for name, part in card.items() if name not in _ENDS}
             self._given = hash_strings(repr(self._run.options.config), repr(definition))[:16]
         return self._given
 
     def _compare(self, step: int, before: Sequence[str], entry: Sequence[str]) -> None:
-        (layout, content, given), (new_layout, new_content, new_given) = before, entry
-        if layout != new_layout or content == new_content:  # other shapes are reported with the program
+        layout, content, given = (old == new for old, new in zip(before, entry, strict=True))
+        if content or not layout:  # other shapes are reported with the program
             return
-        level = logging.WARNING if given == new_given else logging.INFO
+        level = logging.WARNING if given else logging.INFO
         where = f" by process {jax.process_index()}" if jax.process_count() > 1 else ""
         _logger.log(level, _OTHER, step, where)
         if (file := self._run.file) is not None:

@@ -97,19 +97,21 @@ class Recorder(Observer):
         old = os.path.join(where, "timeline.jsonl")
         if not is_url(where) and os.path.exists(old) and not os.path.lexists(os.path.join(where, FOLDER)):
             _logger.info("%s is of an earlier version, and is not read: the record of this run begins anew", old)
-        own = [] if origin.is_copy else earlier
-        newest = next(reversed(valid(own)), None)
+        starts = [] if origin.is_copy else earlier
+        newest = next(reversed(valid(starts)), None)
         self._stopped_by = origin.extra.get(STOPPED)
         if newest is not None:
             self._numbers = {"values": newest["values"], "best": newest["best"]}
         where = absolute(where)  # a run may change its folder
-        file = StartFile(where, prefix, earlier, {**self._given(where, own, newest), **self._newest()})
+        file = StartFile(where, prefix, earlier, {**self._given(where, starts, newest), **self._newest()})
         _end_earlier(file, claimed=origin.is_claimed)
         self.run.file = file
 
     def _given(self, where: str, earlier: list[Start], newest: Start | None) -> dict[str, Any]:
         """Return what is known when the file is made, and does not change."""
-        options, state, origin = self.run.options, self.run.at.state, self.run.origin
+        options = self.run.options
+        state = self.run.at.state
+        origin = self.run.origin
         leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
         self._devices = list(next((leaf.sharding.addressable_devices for leaf in leaves), ()))
         about: dict[str, Any] = {}
@@ -285,7 +287,9 @@ class Recorder(Observer):
     def after_first(self, chunk: Chunk, state: Tree) -> None:
         if self._is_active():
             with contextlib.suppress(Exception):
-                traced, args, stage = chunk.trace(state), chunk.step_args, chunk.program.stage
+                traced = chunk.trace(state)
+                args = chunk.step_args
+                stage = chunk.program.stage
                 constants = chunk.program.constants.values
                 self._begin(lambda: self._add_program(stage, traced, constants, args))
 
@@ -343,22 +347,24 @@ class Recorder(Observer):
 
     def _report(self, kept: Mapping[str, Any], saver: Saver, step: int, *, is_idle: bool) -> None:
         """Log what has changed since the start that made the checkpoint: a warning if its bits change."""
-        name, now, file = checkpoint_name(saver.prefix, step), self._past(step), self.run.file
+        name = checkpoint_name(saver.prefix, step)
+        past = self._past(step)
+        file = self.run.file
         bits, place = list[str](), list[str]()
         earlier = [] if file is None else valid(file.earlier)
-        before = next((one for one in earlier if [one["number"], one["began"]] == kept.get(START)), None)
+        before = next((start for start in earlier if [start["number"], start["began"]] == kept.get(START)), None)
         if file is not None and before is not None:
             path = program_path(file.where, file.fields)
-            own = {**file.fields, "config": self.run.options.config, "card": self._card, "programs": path}
-            found = changes(with_card(file.where, before), own, leave_out=("batches", "lanes"))
+            current = {**file.fields, "config": self.run.options.config, "card": self._card, "programs": path}
+            found = changes(with_card(file.where, before), current, leave_out=("batches", "lanes"))
             bits, place = [*found.bits, *self._rate_change(before, step, found.bits)], found.place
         elif earlier:
             _logger.info("%s: the start that made it is not recorded, so only lanes and batches are compared", name)
-        if step and kept.get("lanes") != now["lanes"]:
-            bits.append(f"lanes: {kept.get('lanes')} before, {now['lanes']} now")
-        if "rows" in kept and "rows" in now and kept["rows"] != now["rows"]:
-            then, new = ({"card": {"batches": past["batches"]}} for past in (kept, now))
-            lines = [line.removeprefix("batches: ") for line in changes(then, new).lines]
+        if step and kept.get("lanes") != past["lanes"]:
+            bits.append(f"lanes: {kept.get('lanes')} before, {past['lanes']} now")
+        if "rows" in kept and "rows" in past and kept["rows"] != past["rows"]:
+            older, newer = ({"card": {"batches": entry["batches"]}} for entry in (kept, past))
+            lines = [line.removeprefix("batches: ") for line in changes(older, newer).lines]
             why = "; ".join(lines) or "their definition is the same, but not the rows it takes"
             bits.append(
                 f"batches: those before step {step} are not the ones that {name} was trained on: {why}. The run "

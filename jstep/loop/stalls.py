@@ -116,8 +116,8 @@ class Wait(NamedTuple):
     due: float = 0.0
     part: str = ""
 
-    def goes_on(self, now: "Wait") -> bool:
-        return (self.what, self.thing, self.taken) == (now.what, now.thing, now.taken)
+    def goes_on(self, present: "Wait") -> bool:
+        return (self.what, self.thing, self.taken) == (present.what, present.thing, present.taken)
 
 
 class StallWatch(Observer):
@@ -126,7 +126,9 @@ class StallWatch(Observer):
     def __init__(self, run: RunContext) -> None:
         self.run = run
         self._hook = next((hook for hook in run.options.hooks if isinstance(hook, StallHook)), StallHook())
-        self._index, self._count, options = jax.process_index(), jax.process_count(), run.options
+        self._index = jax.process_index()
+        self._count = jax.process_count()
+        options = run.options
         self._name = f"process {self._index} of {self._count} (host {socket.gethostname()})"
         self._every = min(1.0, self._warn / 4)
         self._files = StallFiles(options.where, self._index, self._warn, options.checkpoint_prefix)
@@ -160,12 +162,12 @@ class StallWatch(Observer):
         self._files.finish(None)
 
     def _watch(self) -> None:
-        then, cpu = time.monotonic(), time.process_time()
+        before, cpu = time.monotonic(), time.process_time()
         while not self._over.wait(self._every):
-            now, used = time.monotonic(), time.process_time()
+            time_now, used = time.monotonic(), time.process_time()
             # If this thread did not run either, the process was stopped, or the machine slept.
-            passed, computes = min(now - then, 2 * self._every), used - cpu > 0.1 * (now - then)
-            then, cpu = now, used
+            passed, computes = min(time_now - before, 2 * self._every), used - cpu > 0.1 * (time_now - before)
+            before, cpu = time_now, used
             try:
                 self._check(passed, 0.1 * passed if computes else passed)
             except Exception:  # an error here must not end the run
@@ -196,18 +198,21 @@ class StallWatch(Observer):
     # What the run waits for: the host, or the device where the host may wait for that.
 
     def _now(self) -> Wait:
-        now, step = threads.activities_of(self._ident), self.run.at.step
-        wait, unfinished = self._wait_of_run(is_tracing=threads.TRACING in now), self.run.in_flight.unfinished()
-        if threads.AGREEING in now:
+        activities = threads.activities_of(self._ident)
+        step = self.run.at.step
+        wait, unfinished = self._wait_of_run(is_tracing=threads.TRACING in activities), self.run.in_flight.unfinished()
+        if threads.AGREEING in activities:
             topic = f"what is due at step {step}" if wait.kind in (CALL, *_OF_HOST) else wait.what.removeprefix("in ")
-            if threads.AGREEING_ON_SHAPES in now:
+            if threads.AGREEING_ON_SHAPES in activities:
                 topic = f"the new shapes of batch {step}"
             wait = Wait(WITH_OTHERS, f"waiting for other processes to agree on {topic}", WITH_OTHERS)
         return wait if unfinished is None or wait.kind in _OF_HOST else _call(unfinished[0], unfinished[1] - 1)
 
     def _wait_of_run(self, *, is_tracing: bool) -> Wait:
         run, part = self.run, self.run.watch.current
-        step, call, owner = run.at.step, run.calling, run.transfers.owner
+        step = run.at.step
+        call = run.calling
+        owner = run.transfers.owner
         if owner is not None:  # a hook may deliver the metrics of another
             call = HookCall(owner, "" if call is None else call.method)
         thing = None if call is None else call.thing
@@ -241,13 +246,13 @@ class StallWatch(Observer):
         first = step - feeder.steps if is_checking else step
         return _call(first, first + feeder.steps - 1)
 
-    def _follow(self, now: Wait, passed: float, idle: float) -> None:
+    def _follow(self, present: Wait, passed: float, idle: float) -> None:
         """Let the present wait grow older, or replace it by a new one."""
-        if self._wait.goes_on(now):
+        if self._wait.goes_on(present):
             self._wait = self._wait._replace(age=self._wait.age + passed, idle=self._wait.idle + idle)
         else:
             self._end_wait()
-            self._wait = now
+            self._wait = present
 
     def _end_wait(self) -> None:
         if self._wait.part:
@@ -257,8 +262,13 @@ class StallWatch(Observer):
 
     def _record(self, wait: Wait) -> None:
         """Keep a stall in the record, while it lasts and when it is over."""
-        part, now, stalled = wait.part or self.run.watch.current, round(time.time(), 6), round(wait.age, 3)
-        fields = {"time": now, "step": self.run.at.step, "part": part, "stalled": stalled, "what": wait.what}
+        fields = {
+            "time": round(time.time(), 6),
+            "step": self.run.at.step,
+            "part": wait.part or self.run.watch.current,
+            "stalled": round(wait.age, 3),
+            "what": wait.what,
+        }
         if (file := self.run.file) is not None:
             stalls = file.fields["stalls"]
             earlier = stalls[:-1] if stalls and stalls[-1] is self._recorded else stalls
@@ -299,8 +309,8 @@ class StallWatch(Observer):
             return
         often = Counter(other["what"] for other in others)
         yield from (f"{count} others are {what}" for what, count in often.items() if count > 1)
-        rest = [other for other in others if often[other["what"]] == 1]
-        yield from (f"process {other['process']} (host {other['host']}) is {other['what']}" for other in rest[:8])
+        single = [other for other in others if often[other["what"]] == 1]
+        yield from (f"process {other['process']} (host {other['host']}) is {other['what']}" for other in single[:8])
         missing = silent([{"process": self._index}, *others], self._count) if self._is_shared else []
         # Those that live have had the time to write and to be read.
         if missing and shown is not None and time.monotonic() - shown >= 2.5 * self._files.period:

@@ -45,7 +45,9 @@ def peak_rate(device_kind: str, products: Mapping[Product, float]) -> float | No
 
     Peak = Σ operations / Σ (operations / peak of their format).
     """
-    total, counted, seconds = sum(products.values()), 0.0, 0.0
+    total = sum(products.values())
+    counted = 0.0
+    seconds = 0.0
     for product, flops in products.items():
         rate = format_rate(device_kind, product)
         if rate is not None:
@@ -115,7 +117,10 @@ class UtilizationMeter:
         self._steps[chunk.program] += chunk.steps
 
     def _of(self, chunk: Chunk, state: Tree) -> tuple[float | None, bool]:
-        tree, flops, peak, recomputes = (state, chunk.step_args), self._flops, self._peak, False
+        tree = (state, chunk.step_args)
+        flops = self._flops
+        peak = self._peak
+        recomputes = False
         kind = device_of(tree).device_kind
         if flops is None or peak is None:
             try:

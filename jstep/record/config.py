@@ -27,7 +27,10 @@ _MAX_CONFIG, _MAX_ARGV = 2**19, 2**12
 
 def command_line() -> list[str]:
     """Return the first words of the command line; one without a dash belongs to the option before it."""
-    argv, shown, option, size = [str(word) for word in getattr(sys, "argv", ())], list[str](), "", 0
+    argv = [str(word) for word in getattr(sys, "argv", ())]
+    shown = list[str]()
+    option = ""
+    size = 0
     for word in argv[:_MAX_WORDS]:
         name, equals, value = word.partition("=")
         is_option = word.startswith("-")

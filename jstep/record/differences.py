@@ -50,7 +50,9 @@ _ABSENT = object()
 
 def values_of(start: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     """Return the values of a start, with its card, that are compared: name → section and value. Paths are left out."""
-    card, commit, edits = start.get("card") or {}, start.get("commit"), start.get("edits")
+    card = start.get("card") or {}
+    commit = start.get("commit")
+    edits = start.get("edits")
     arguments = card.get("arguments") or {}
     places = [place for name in _PLACES if isinstance(place := arguments.get(name), str)]
     code = None if commit is None else f"commit {commit[:8]}{f' with edits {edits} not committed' if edits else ''}"

@@ -89,7 +89,9 @@ def _is_current(path: str, stall: Fields) -> bool:
 
 def _files(where: str, prefix: str | None) -> tuple[list[tuple[str, Fields]], list[str]]:
     """Like `read_stalls`, including files that are not current, and with their paths."""
-    stalls, problems, folder = [], [], join_path(where, FOLDER)
+    stalls = []
+    problems = []
+    folder = join_path(where, FOLDER)
     for name in [name for name in _names(folder) if name.endswith(".json")]:
         path = join_path(folder, name)
         try:
@@ -178,14 +180,18 @@ class StallFiles:
     """
 
     def __init__(self, where: str | None, process: int, warn_secs: float, prefix: str = "model") -> None:
-        self._where, self._process, self._prefix = absolute(where) if where else "", process, prefix
+        self._where = absolute(where) if where else ""
+        self._process = process
+        self._prefix = prefix
         self._folder = join_path(self._where, FOLDER)
         if self._where and not is_url(self._where) and os.path.islink(self._folder):
             raise foreign_file(self._folder, "is a link")
         self.period = 10.0 if is_url(where) else min(15.0, max(0.25, warn_secs / 4))
         self._job: Any = None
         self._held: HeldFolder | None = None  # the directory of the run, once it is there
-        self._begun, self._may_exist, self._has_warned = -self.period, True, False  # an earlier start may have left one
+        self._begun = -self.period
+        self._may_exist = True  # an earlier start may have left one
+        self._has_warned = False
         self.others: list[Fields] = []
         self.is_told = False
         self.shown: float | None = None

@@ -99,7 +99,10 @@ class StartFile:
     """
 
     def __init__(self, where: str, prefix: str, earlier: Sequence[Start], fields: Mapping[str, Any]) -> None:
-        self.where, self.prefix, self.is_url, self.earlier = where, prefix, is_url(where), earlier
+        self.where = where
+        self.prefix = prefix
+        self.is_url = is_url(where)
+        self.earlier = earlier
         self.period, self.due = (10.0 if self.is_url else 1.0), threading.Event()
         self._updating, self._writing = threading.Lock(), threading.Lock()
         self._is_failing, self._is_closed = False, False

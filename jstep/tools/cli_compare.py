@@ -136,7 +136,9 @@ def changes_text(lines: list[str] | None) -> list[str]:
 def differences_left_out(a: Checkpoint, b: Checkpoint) -> Iterator[LeafDifference]:
     of_a, of_b = a.left_out, b.left_out
     for path in of_a | of_b:
-        first, second, where = of_a.get(path), of_b.get(path), "left out of both"
+        first = of_a.get(path)
+        second = of_b.get(path)
+        where = "left out of both"
         if first is None or second is None:
             yield LeafDifference(path, "left out", f"left out of {'A' if second is None else 'B'} only")
         elif (first.dtype, first.shape) != (second.dtype, second.shape):

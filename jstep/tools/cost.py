@@ -296,7 +296,9 @@ def bytes_per_device(tree: Tree, *, on_host: bool | None = None) -> int:
     """The bytes per device of the leaves of a tree: of all, or of those in host or in device memory."""
     total = 0
     for leaf in jax.tree.leaves(tree):
-        shape, dtype, sharding = np.shape(leaf), getattr(leaf, "dtype", None), sharding_of(leaf)
+        shape = np.shape(leaf)
+        dtype = getattr(leaf, "dtype", None)
+        sharding = sharding_of(leaf)
         if dtype is None or on_host not in (None, sharding is not None and is_of_host(sharding)):
             continue
         total += math.prod(shape if sharding is None else sharding.shard_shape(shape)) * dtype.itemsize

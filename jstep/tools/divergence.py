@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jstep.record.starts import read_starts, valid
 from jstep.stores.event_files import read_series
@@ -24,7 +24,7 @@ class Divergence(NamedTuple):
         text = f"{equal}differ at {self.differ_at} (by {', '.join(self.compared_by)})"
         for path in paths:
             spans = [start["step"] for starts in read_starts(path).values() for start in valid(starts)]
-            firsts = [span[0] for span in spans if span and 0 < span[0] and (self.equal_at or 0) <= span[0]]
+            firsts = [span[0] for span in spans if span and span[0] > 0 and (self.equal_at or 0) <= span[0]]
             text += "".join(f"; {path} was started at {first}" for first in firsts if first <= self.differ_at)
         return text
 
@@ -33,25 +33,26 @@ def divergence(a: str, b: str, compared: Mapping[str, Mapping[int, bool]]) -> Di
     """Compare two runs by their logs; `compared` has what else was compared: a name → step → whether it is equal."""
     sources = list(compared)
     same = {step: is_same for steps in compared.values() for step, is_same in steps.items()}
-    for name, read in (("fingerprints", logged_states), ("scalars", _scalars)):
-        of_a: Mapping[object, object] = read(a)
-        of_b: Mapping[object, object] = read(b)
+    logs: dict[str, list[dict[tuple[int, str], Any]]] = {
+        "fingerprints": [{(step, ""): state for step, state in logged_states(path).items()} for path in (a, b)],
+        "scalars": [_scalars(path) for path in (a, b)],
+    }
+    for name, (of_a, of_b) in logs.items():
         common = of_a.keys() & of_b.keys()
         sources += [name] * (bool(common) and name not in sources)
         for key in common:  # equal numbers do not prove equal states, but different ones prove different states
-            step = key[1] if isinstance(key, tuple) else key
-            same[step] = same.get(step, True) and of_a[key] == of_b[key]  # type: ignore[index,call-overload]
+            same[key[0]] = same.get(key[0], True) and of_a[key] == of_b[key]
     differ = min((step for step, is_same in same.items() if not is_same), default=None)
     equal = max((step for step, is_same in same.items() if is_same and (differ is None or step < differ)), default=None)
     return Divergence(equal, differ, sources)
 
 
-def _scalars(where: str) -> dict[tuple[str, int], float]:
+def _scalars(where: str) -> dict[tuple[int, str], Any]:
     with contextlib.suppress(OSError, ValueError, ImportError):
         for prefix in read_starts(where):
             series = read_series(events_of_run(where, prefix)[0], lambda error: None)
             return {
-                (tag, step): value
+                (step, tag): value
                 for tag, points in series.items()
                 if not tag.endswith(("steps_per_sec", "examples_per_sec", "mfu"))
                 for step, value in zip(points.steps, points.values, strict=True)

@@ -15,15 +15,13 @@ from jstep.core.checks import as_int, format_list
 from jstep.core.meshes import internal_transfers
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.loop.programs import as_stages
-from jstep.metering.numbers import read_value
 from jstep.record.stall_files import in_ranges
 from jstep.record.starts import find_starts, last_trained
 from jstep.state.nonfinite import StateContents, in_words
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import absolute, location
 from jstep.tools.find_nonfinite import NonFinite, find_nonfinite
-from jstep.tools.replay import Replay, replay, replayed
-from jstep.training.metrics import LOSS
+from jstep.tools.replay import Replay, loss_in, replay, replayed
 from jstep.training.step import TrainStep
 
 _MAX_ROWS = 65_536
@@ -133,9 +131,8 @@ def _copied(state: TrainState) -> TrainState:
 
 
 def _is_finite(metrics: Any) -> bool:
-    loss = metrics.get(LOSS) if isinstance(metrics, Mapping) else None
-    with internal_transfers():
-        return loss is None or bool(np.isfinite(read_value(loss).astype(np.float64)).all())
+    loss = loss_in(metrics)
+    return loss is None or bool(np.isfinite(loss).all())
 
 
 def _rows(step: Any, found: Replay) -> tuple[int, ...] | None:

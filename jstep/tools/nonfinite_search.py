@@ -117,7 +117,9 @@ class Search:
 
     def _check(self, body: Subprogram, operation: Operation, ins: list[Value], outs: list[Any]) -> list[Value]:
         """Note whether an operation made non-finite numbers, or where they come from."""
-        order, depends, lowest = next(self._order), any(item.depends for item in ins), _lowest(ins)
+        order = next(self._order)
+        depends = any(item.depends for item in ins)
+        lowest = _lowest(ins)
         flags = [_bad(out) for out in outs]
         if not any(is_bad for _, is_bad in flags):
             return [Value(out, depends) for out in outs]

@@ -13,9 +13,6 @@ from jstep.stores.files import is_directory
 from jstep.stores.urls import is_url, join_path, resolve_path, split_path
 
 
-LOSS = "loss"
-
-
 def events_of_run(where: str, prefix: str) -> tuple[list[str], list[str]]:
     """Return the event files of a run in the order of their names, and why others are not read."""
     files = dict[str, str]()
@@ -53,9 +50,9 @@ def logged_losses(where: str, prefix: str) -> dict[int, float]:
     found = dict[int, float]()
     with contextlib.suppress(OSError, ValueError, ImportError):
         for start in valid(read_starts(where).get(prefix, ())):
-            if start["end"] is not None and start["step"] is not None and LOSS in start["values"]:
-                found[start["step"][1]] = start["values"][LOSS]
-        if (series := read_series(events_of_run(where, prefix)[0], lambda error: None).get(LOSS)) is not None:
+            if start["end"] is not None and start["step"] is not None and "loss" in start["values"]:
+                found[start["step"][1]] = start["values"]["loss"]
+        if (series := read_series(events_of_run(where, prefix)[0], lambda error: None).get("loss")) is not None:
             found |= dict(zip(series.steps, series.values, strict=True))
     return found
 

@@ -297,7 +297,9 @@ def _legend(sweep: Sweep) -> str:
 
 
 def _figure(sweep: Sweep, name: str, tags: Sequence[str], columns: tuple[int, int]) -> str:
-    curves, marks, is_one = list[Curve](), list[Mark](), len(sweep.rows) == 1
+    curves = list[Curve]()
+    marks = list[Mark]()
+    is_one = len(sweep.rows) == 1
     for i, row in enumerate(sweep.rows):
         for n, tag in enumerate(sorted(tags, key=lambda tag: tag != name)):
             if tag not in row.series:

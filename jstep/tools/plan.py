@@ -228,7 +228,9 @@ def _data(batches: Tree, start: int, last_step: int) -> dict[str, Any]:
     stop = last_step if batches.is_endless else min(last_step, len(batches))
     if start >= stop:
         raise ValueError(f"batches={format_value(batches)}: they end at step {stop}, before start={start}")
-    size, rows, total = batches.batch_size, batches.rows_before(stop), batches.num_rows
+    size = batches.batch_size
+    rows = batches.rows_before(stop)
+    total = batches.num_rows
     if isinstance(batches, Batches):
         rows, total = {"rows": rows}, {"rows": total}
     return {

@@ -37,7 +37,8 @@ from jstep.state.global_step import global_step
 from jstep.state.nonfinite import StateContents
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import absolute, location
-from jstep.tools.own_events import LOSS, logged_losses, logged_states
+from jstep.tools.own_events import logged_losses, logged_states
+from jstep.training.metrics import LOSS
 
 _logger = logging.getLogger("jstep")
 
@@ -144,10 +145,12 @@ class Call(NamedTuple):
     metrics: Any = None
     args: tuple[Any, ...] = ()
 
-    @property
-    def loss(self) -> float | None:
-        loss = self.metrics.get(LOSS) if isinstance(self.metrics, Mapping) else None
-        return None if loss is None or np.size(loss) != 1 else float(read_value(loss))
+
+def loss_in(metrics: Any) -> np.ndarray[Any, Any] | None:
+    """Return the loss among the metrics of a step, of several members in a population; None if there is none."""
+    loss = metrics.get(LOSS) if isinstance(metrics, Mapping) else None
+    with internal_transfers():
+        return None if loss is None else read_value(loss).astype(np.float64)
 
 
 def replayed(
@@ -224,27 +227,29 @@ class _Recorded:
 
     def check(self, at: Call) -> None:
         """Raise an error if a state, or the loss of the update before it, is not that of the run."""
-        with internal_transfers():
-            if (expected := self._fingerprints.get(at.step)) is not None:
+        if (expected := self._fingerprints.get(at.step)) is not None:
+            with internal_transfers():
                 found = as_hexadecimal(fingerprint(at.state))
-                self._require(found == expected, "state", at.step, f"its fingerprint is {found}", expected)
-            if (recorded := self._losses.get(at.step)) is not None and at.loss is not None:
-                is_close = bool(np.isclose(at.loss, recorded, rtol=_CLOSE, equal_nan=True))
-                self._require(is_close, "loss", at.step, f"it is {at.loss:.6g}", f"{recorded:.6g}")
+            self._require(found == expected, "state", at.step, f"its fingerprint is {found}", expected)
+        recorded, loss = self._losses.get(at.step), loss_in(at.metrics)
+        if recorded is not None and loss is not None and loss.size == 1:
+            is_close = bool(np.isclose(loss, recorded, rtol=_CLOSE, equal_nan=True).all())
+            self._require(is_close, "loss", at.step, f"it is {loss.item():.6g}", f"{recorded:.6g}")
 
     def _require(self, is_same: bool, what: str, step: int, found: str, expected: str) -> None:
         if not is_same:
             raise ValueError(
                 f"replay: the {what} at step {step} is not the one of the run: {found}, that of the run {expected}. "
-                f"From step {self._start} on, train_step, the batches (the state of the loader, its data) or what hooks "
-                "changed differ; find the first step with jstep.replay of earlier ones"
+                f"From step {self._start} on, train_step, the batches (the state of the loader, its data) or what "
+                "hooks changed differ; find the first step with jstep.replay of earlier ones"
             )
 
     def log(self) -> None:
         """Say with what the replay was compared."""
         kind = "fingerprints (fingerprints.jsonl)" if self._fingerprints else "losses"
         if self.steps:
-            _logger.info("replay: compared with the run's %s at steps %s", kind, format_list(list(map(str, self.steps)), 8))
+            steps = format_list([str(step) for step in self.steps], 8)
+            _logger.info("replay: compared with the run's %s at steps %s", kind, steps)
         elif self._start < self._step:
             text = "replay: compared with nothing: the run has recorded no fingerprint or loss of steps %d to %d"
             _logger.info(text, self._start + 1, self._step)

@@ -56,7 +56,9 @@ class RunFiles:
         """Read the files of a run; whatever they hold, this raises nothing."""
         if run.error is not None:
             return cls(run, name, [run.error])
-        problems, series, found = list[str](), dict[str, Series](), cls(run, name)
+        problems = list[str]()
+        series = dict[str, Series]()
+        found = cls(run, name)
         try:
             starts = read_starts(run.path).get(run.prefix, ())
             problems += [f"its start {start['number']} {start['problem']}" for start in starts if start["problem"]]

@@ -315,7 +315,9 @@ def _refused(facts: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any] 
 
 def _examples(starts: Sequence[Start]) -> int | None:
     """Return the examples of the steps that led to the last one; None if the rows of a batch are not known."""
-    known, count, limit = valid(starts), 0.0, math.inf
+    known = valid(starts)
+    count = 0.0
+    limit = math.inf
     for start in reversed(known):
         first, last = start["step"] or (0, 0)
         if first < min(last, limit):
@@ -350,13 +352,13 @@ def _best_notes(where: str, starts: Sequence[Start], ending: Start, trained: Sta
     for name in values.keys() & (ending["best"].keys() | ending["kept"].keys()):
         value, step = values[name]
         branch_value, branch_step, _ = ending["best"].get(name, (math.nan, -1, ""))
-        is_max = (ending["kept"].get(name) or {}).get("mode") == "max"
+        is_max = name in ending["kept"] and ending["kept"][name]["mode"] == "max"
         if branch_step <= parent_step or (value > branch_value if is_max else value < branch_value):
             notes[name] = f"{value:.4g} at {step} is its parent's"
     for name, (_, step, _) in ending["best"].items():
         made = [start for start in valid(starts) if (span := start["step"]) is not None and span[0] < step <= span[1]]
         made_by = made[-1] if made else trained
-        data = [(start["kept"].get(name) or {}).get("data") for start in (made_by, trained)]
+        data = [start["kept"][name]["data"] if name in start["kept"] else None for start in (made_by, trained)]
         if name not in notes and changes({"config": made_by["config"]}, {"config": trained["config"]}).lines:
             notes[name] = "measured with another config"
         elif name not in notes and None not in data and data[0] != data[1]:

@@ -96,10 +96,8 @@ def table_of_starts(rows: Sequence[dict[str, Any]]) -> list[str]:
     places = dict.fromkeys(row["directory"] for row in rows if row["directory"])
     if len(places) > 1:
         notes.append(f"it was in {format_list(list(places), SHOWN, ', then in ')}")
-    names = ["number", "began", "from", "to", "end", "saved", *parts]
-    heads = {
-        "start" if name == "number" else f"began ({local_zone()})" if name == "began" else name: name for name in names
-    }
+    heads = {"start": "number", f"began ({local_zone()})": "began"}
+    heads |= {name: name for name in ("from", "to", "end", "saved", *parts)}
     heads |= {"host now": "host_bytes", "host most": "host_peak_bytes", "device most": "peak_bytes"}
     in_ms = [f"milliseconds a step: {', '.join(parts)}"] * bool(parts)
     return [*table(heads, cells, left=2), *in_ms, *notes]

@@ -64,7 +64,7 @@ def _evaluations(start: Mapping[str, Any]) -> list[str]:
 def _is_max(rows: Sequence[RunFiles], name: str) -> bool | None:
     """Whether a `KeepBest` keeps the greatest value; None if there is none."""
     modes = [start["kept"][name]["mode"] for row in rows for start in row.starts if name in start["kept"]]
-    return modes[-1] == "max" if modes else None
+    return next((mode == "max" for mode in reversed(modes) if mode is not None), None)
 
 
 # Options, and runs that differ by a seed.

@@ -130,7 +130,9 @@ def parse_topology(name: str, argument: str = "name") -> Name:
         raise ValueError(
             f"{argument}={format_value(name)}: must be KIND:SIZE, such as {_EXAMPLES}; the kinds are {kinds}"
         )
-    kind, sizes, slices = match[1], tuple(map(int, match[2].split("x"))), int(match[3] or 1)
+    kind = match[1]
+    sizes = tuple(map(int, match[2].split("x")))
+    slices = int(match[3] or 1)
     allowed = _sizes_of_gpus(sizes, match[3]) if kind in GPUS else _sizes_of_tpus(kind, sizes, slices)
     if allowed:
         raise ValueError(f"{argument}={name!r}: must be {allowed}")

@@ -90,22 +90,22 @@ def test_the_tree_is_padding(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("best", "name", "mode", "words"),
+    ("kept", "name", "mode", "words"),
     [
         ({}, None, None, "least validation/acc"),
         ({}, None, "max", "greatest validation/acc"),
         ({}, "loss", None, "least loss"),
-        ({"other": [0.9, 10]}, None, None, "greatest other"),
-        ({"other": [0.1, 10]}, None, "max", "least other"),
-        ({"other": [0.5, 10]}, None, "max", "greatest other"),
-        ({"a/loss": [0.5, 10]}, None, "max", "least a/loss"),
+        ({"other": "max"}, None, None, "greatest other"),
+        ({"other": "min"}, None, "max", "least other"),
+        ({"other": None}, None, "max", "greatest other"),
     ],
 )
-def test_the_metric_and_its_direction(best, name, mode, words, tmp_path):
-    best = {metric: [*value, write_checkpoint(tmp_path / "best")] for metric, value in best.items()}
+def test_the_metric_and_its_direction(kept, name, mode, words, tmp_path):
+    best = {metric: [0.5, 10, write_checkpoint(tmp_path / "best")] for metric in kept}
+    own = {metric: {"mode": direction, "data": None} for metric, direction in kept.items()}
     values = {"loss": 1.0, "validation/acc": 0.5, "other": 0.5}
     for i in range(6):
-        write_run_of_sweep(tmp_path / f"r{i}", {"lr": i}, {"loss": losses(i)}, best=best, values=values)
+        write_run_of_sweep(tmp_path / f"r{i}", {"lr": i}, {"loss": losses(i)}, best=best, kept=own, values=values)
     page = jstep.report(tmp_path, metric=name, mode=mode).html
     assert f"Options against the {words}</h2>" in page
 
