@@ -100,16 +100,11 @@ def start_differences(places: Iterable[tuple[str, str | None]], problems: list[s
     `problems`.
     """
     of_a, of_b = [_trained(where, prefix, problems) for where, prefix in places]
-    names = [(prefix, prefix) for prefix in sorted(of_a.keys() & of_b.keys())]
-    if not names and len(of_a) == len(of_b) == 1:
-        names = list(zip(of_a, of_b, strict=True))
-    if not names:
-        return None
-    return [
-        f"{name_in_a}: {line}" if len(names) > 1 else line
-        for name_in_a, name_in_b in names
-        for line in changes(of_a[name_in_a], of_b[name_in_b], IN_A_AND_B).lines
-    ]
+    pairs = [(f"{prefix}: ", of_a[prefix], of_b[prefix]) for prefix in sorted(of_a.keys() & of_b.keys())]
+    if not pairs and len(of_a) == len(of_b) == 1:
+        pairs = [("", next(iter(of_a.values())), next(iter(of_b.values())))]
+    found = [f"{name * (len(pairs) > 1)}{line}" for name, a, b in pairs for line in changes(a, b, IN_A_AND_B).lines]
+    return found if pairs else None
 
 
 def _trained(where: str, prefix: str | None, problems: list[str]) -> dict[str, Mapping[str, Any]]:
