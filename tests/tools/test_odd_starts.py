@@ -7,6 +7,7 @@ import socket
 import time
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from points import mean
 from written_runs import starts_of
@@ -155,6 +156,30 @@ def test_a_best_of_before_a_change_of_the_config(tmp_path, caplog):
     assert "9 at step 5; measured with another config" in jstep.report(tmp_path).html
     train(tmp_path, 20, evaluation(tmp_path / "best", values), config={"lr": 0.2})
     assert (only(tmp_path).best, only(tmp_path).best_notes) == ({"eval/score": (9.5, 20)}, {})
+
+
+def test_a_best_of_before_a_change_of_the_data(tmp_path, caplog):
+    for last_step, score in ((10, 9.0), (15, 9.0), (20, 1.0)):
+        evaluate = jstep.evaluator(lambda params, x: {"score": x}, [np.full(4, score, np.float32)])
+        best = jstep.KeepBest(tmp_path / "best", "score", mode="max")
+        train(tmp_path, last_step, jstep.EvaluationHook(evaluate, every_n_steps=5, callbacks=[best]))
+    warnings = [record.getMessage() for record in caplog.records if record.getMessage().startswith("KeepBest")]
+    what = "was kept before the data of the evaluation changed, so later values may not compare"
+    assert warnings == [f"KeepBest: best-5 (score=9) {what}"]
+    run = only(tmp_path)
+    assert (run.best, run.best_notes) == ({"eval/score": (9.0, 5)}, {"eval/score": "measured on other data"})
+
+
+def test_a_branch_names_the_better_best_of_its_parent(tmp_path):
+    trunk, branch = tmp_path / "trunk", tmp_path / "branch"
+    train(trunk, 10, evaluation(trunk / "best", {5: 9.0, 10: 2.0}))
+    values = {15: 3.0, 20: 4.0, 25: 10.0}
+    train(branch, 20, evaluation(branch / "best", values), start_from=trunk / "model-10")
+    assert only(branch).best == {"eval/score": (4.0, 20)}
+    assert "(best 4 at 20; 9 at 5 is its parent's)" in str(jstep.runs(branch))
+    assert "4 at step 20; 9 at 5 is its parent&#x27;s" in jstep.report(branch).html
+    train(branch, 25, evaluation(branch / "best", values))
+    assert (only(branch).best, only(branch).best_notes) == ({"eval/score": (10.0, 25)}, {})
 
 
 @pytest.mark.parametrize("use_averages", [True, False])
