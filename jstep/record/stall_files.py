@@ -63,8 +63,12 @@ def missing_threads(stalls: Sequence[Fields]) -> list[str]:
 
 
 def _thread_names(stall: Fields) -> set[str]:
-    """Return the names of the threads of a process without the numbers that tell those of a pool apart."""
-    return {re.sub(r"[-_ ]*\d+", "", str(name)) for name in stall["threads"]} - {""}
+    """Return the names of the user's threads of a process without the numbers that tell those of a pool apart.
+
+    Threads of jstep are left out: some belong to the first process alone.
+    """
+    names = (str(name) for name in stall["threads"])
+    return {re.sub(r"[-_ ]*\d+", "", name) for name in names if not name.startswith("jstep-")} - {""}
 
 
 def exit_reason(where: str, prefix: str, since: float) -> str:

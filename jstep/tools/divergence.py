@@ -1,12 +1,18 @@
 """Between which steps two runs begin to differ, by their checkpoints, fingerprints and common scalars together."""
 
 import contextlib
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jstep.record.starts import read_starts, valid
 from jstep.stores.event_files import read_series
 from jstep.tools.own_events import events_of_run, logged_states
+
+_TIMED = re.compile(
+    r"(?:\bper_|/)s(?:ec(?:ond)?s?)?\b|_per_sec|\b[mh]fu\b|(?:\b|_)(?:time|secs|seconds|ms)\b", re.IGNORECASE
+)
+"""Tags of scalars that measure time, and differ in each run."""
 
 
 class Divergence(NamedTuple):
@@ -54,7 +60,7 @@ def _scalars(where: str) -> dict[tuple[int, str], Any]:
             return {
                 (step, tag): value
                 for tag, points in series.items()
-                if not tag.endswith(("steps_per_sec", "examples_per_sec", "mfu"))
+                if not _TIMED.search(tag)
                 for step, value in zip(points.steps, points.values, strict=True)
             }
     return {}

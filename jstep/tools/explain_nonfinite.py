@@ -17,6 +17,7 @@ from jstep.core.tracebacks import shortens_tracebacks
 from jstep.loop.programs import as_stages
 from jstep.record.stall_files import in_ranges
 from jstep.record.starts import find_starts, last_trained
+from jstep.slots.roles import Role, roles_in
 from jstep.state.nonfinite import StateContents, in_words
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import absolute, location
@@ -36,16 +37,19 @@ class NonFiniteUpdate:
         leaves: Path → whether it contains NaN (2) or only infinity (1), of parameters and slots after the update.
         found: The operation that made the first number that is not finite; None if a repetition is finite.
         rows: The rows of the batch that alone make the update not finite; None if the step does not take single rows.
+        is_skipped: Whether `skip_nonfinite` or a loss scale skips the update, so that the state stays finite.
     """
 
     step: int
     leaves: Mapping[str, int]
     found: NonFinite | None = None
     rows: tuple[int, ...] | None = None
+    is_skipped: bool = False
 
     def __str__(self) -> str:
-        what = in_words(self.leaves) or "the loss is not finite"
-        lines = [f"the update {self.step} → {self.step + 1} is the first whose result is not finite: {what}"]
+        what = f"is the first whose result is not finite: {in_words(self.leaves) or 'the loss is not finite'}"
+        what = "is skipped, because its gradients are not finite" if self.is_skipped else what
+        lines = [f"the update {self.step} → {self.step + 1} {what}"]
         lines += [] if self.found is None else [str(self.found)]
         if self.rows:
             lines.append(f"  rows of the batch  {format_list(in_ranges(self.rows), 20)}")
@@ -69,7 +73,8 @@ def explain_nonfinite(
 
     The steps are repeated as by `replay`, until the loss, a parameter or a slot is not finite; then the update is
     searched by `find_nonfinite`, and repeated with each row of its batch alone. A finite loss often has an infinite
-    gradient: the loss that is NaN is then that of the next step.
+    gradient: the loss that is NaN is then that of the next step. If all is finite because the latest updates are
+    skipped, as by `skip_nonfinite`, the first one of these that was repeated is explained.
 
     Args:
         train_step: As given to `train`.
@@ -111,18 +116,33 @@ def explain_nonfinite(
     calls = replayed(
         train_step, _copied(state), batches, checkpoint_dir, last, prefix, 1, batch_sharding, is_finite=True
     )
+    skipped: int | None = None  # the first of the latest updates that are skipped
     for at in calls:
         contents = StateContents(at.state)
         worse: dict[str, int] = {} if before is None else contents.worse_since(before)[0]
-        before = before or contents
         if worse or not _is_finite(at.metrics):
+            skipped, step = None, at.step - 1
             break
+        if before is None or not _is_skipped(at.state):
+            skipped = None
+        elif skipped is None:
+            skipped = at.step - 1
+        before = before or contents
     else:
-        return None
-    step = at.step - 1
+        if skipped is None:
+            return None
+        step = skipped
     found = replay(train_step, state, batches, checkpoint_dir, step, prefix=prefix, batch_sharding=batch_sharding)
     stage = as_stages(train_step).at(step)
-    return NonFiniteUpdate(step, worse, find_nonfinite(stage, found.state, *found.args), _rows(stage, found))
+    operation = find_nonfinite(stage, found.state, *found.args)
+    return NonFiniteUpdate(step, worse, operation, _rows(stage, found), skipped is not None)
+
+
+def _is_skipped(state: TrainState) -> bool:
+    """Return whether the update that led to a state was skipped."""
+    steps = [state.slots[name] for name in roles_in(state).of(Role.LAST_FINITE) if name in state.slots]
+    with internal_transfers():
+        return any(int(step) < int(state.global_step) for step in steps)
 
 
 def _copied(state: TrainState) -> TrainState:
@@ -147,7 +167,7 @@ def _rows(step: Any, found: Replay) -> tuple[int, ...] | None:
         for row in range(count):
             args = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1] if np.ndim(leaf) else leaf, found.args)
             state, metrics = update(found.state, *args)
-            if StateContents(state).worse_since(before)[0] or not _is_finite(metrics):
+            if StateContents(state).worse_since(before)[0] or not _is_finite(metrics) or _is_skipped(state):
                 bad.append(row)
     except Exception:  # a user's step may need whole batches
         return None

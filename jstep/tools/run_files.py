@@ -20,6 +20,7 @@ from jstep.tools.goodput import part_changes
 from jstep.tools.own_events import events_of_run
 from jstep.tools.run_summary import RunSummary, start_with_card
 from jstep.tools.start_rows import start_rows
+from jstep.training.metrics import SKIPPED
 
 _MAX_TAGS, _KNOTS = 1000, 9
 """How many scalars of a run are shown, and how many points of its clock are kept."""
@@ -68,7 +69,7 @@ class RunFiles:
             files, not_shown = events_of_run(run.path, run.prefix)
             problems += not_shown
             series = read_series(files, lambda error: problems.append(f"{error}; what follows is not shown"))
-            problems += _not_finite(series)
+            problems += [*_not_finite(series), *_skipped(series)]
         except Exception as error:
             is_plain = isinstance(error, OSError | ImportError | ValueError)
             problems.append(truncate(str(error) if is_plain else f"a file of it cannot be shown: {error!r}", 300))
@@ -139,3 +140,12 @@ def _not_finite(series: Mapping[str, Series]) -> Iterator[str]:
         if bad.size:
             count, first = len(points.steps), points.steps[bad[0]]
             yield f"{tag} is not finite at {bad.size} of {count} points, first at step {first}"
+
+
+def _skipped(series: Mapping[str, Series]) -> Iterator[str]:
+    """Name the step since which all updates are skipped; one at the end may be that of a loss scale."""
+    points = series.get(SKIPPED)
+    streak = [] if points is None else list(itertools.takewhile(lambda value: value == 1, reversed(points.values)))
+    if points is not None and len(streak) > 1:
+        first = points.steps[-len(streak)]
+        yield f"all {len(streak)} logged updates from step {first} on were skipped, as they were not finite"

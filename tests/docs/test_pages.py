@@ -133,15 +133,6 @@ def anchors_of(page: pathlib.Path) -> set[str]:
     return {name or slug(text) for text, name in headings}
 
 
-def test_links_to_joined_recipes_lead_to_their_sections() -> None:
-    redirect = re.compile(r"^        (recipes/[\w-]+\.md): ([\w/-]+\.md)#([\w-]+)$", re.MULTILINE)
-    joined = redirect.findall(text_of(ROOT / "mkdocs.yml"))
-    assert len(joined) > 20
-    for old, page, anchor in joined:
-        assert not (DOCS / old).exists()
-        assert anchor in anchors_of(DOCS / page), f"{old} leads to {page}#{anchor}"
-
-
 def test_anchors_of_links_between_recipes_exist() -> None:
     for page in PAGES:
         for link, anchor in re.findall(r"\]\(([\w./-]*\.md)?#([\w-]+)\)", text_of(page)):

@@ -225,9 +225,9 @@ def test_no_file_is_written_where_another_run_has_taken_the_place(tmp_path):
 
 def test_what_processes_that_have_ended_were_waiting_for(tmp_path, capsys):
     """Also which thread one of them lacks."""
-    threads = {"MainThread 1": [], "fill 2": [], "pool-1_3 4": []}
+    threads = {"MainThread 1": [], "fill 2": [], "pool-1_3 4": [], "jstep-record 5": []}
     for process in range(3):
-        lacks = {name: [] for name in threads if process != 1 or name != "fill 2"}
+        lacks = {name: [] for name in threads if process != 1 or name not in ("fill 2", "jstep-record 5")}
         write(tmp_path, process=process, processes=3, threads=lacks, what=f"waiting for batch {process}")
         change(tmp_path / "stalls" / f"model.{process}.json", pid=dead_process())
     assert main(["stalls", str(tmp_path)]) == 0

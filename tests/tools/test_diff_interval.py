@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.tools import cli
+from jstep.stores.event_files import read_series
+from jstep.tools import cli, divergence
 
 OPTIMIZER = jstep.gradient_descent(0.1)
 STEP = jstep.minimize(lambda params, x: jnp.mean((params["w"] - x) ** 2), OPTIMIZER)
@@ -61,8 +62,17 @@ def test_a_start_in_between_is_named(tmp_path, capsys):
 
 
 def test_equal_runs(tmp_path, capsys):
+    """Rates differ in each run, and are not compared."""
     for name in "ab":
-        train(tmp_path / name, 99)
+        train(tmp_path / name, 99, logdir=tmp_path / name, log_steps=5, save_summaries_steps=10)
+    tags = set(read_series([str(file) for file in (tmp_path / "a").glob("events*")], print))
+    assert "global_step/sec" in tags
     text, found = diff(capsys, tmp_path / "a", tmp_path / "b", code=0)
     assert (found["equal_at"], found["differ_at"]) == (40, None)
     assert "differ at" not in text
+
+
+@pytest.mark.parametrize("tag", ["tokens/s", "data_secs", "time/step", "train/examples_per_second", "hfu"])
+def test_tags_that_measure_time(tag):
+    assert divergence._TIMED.search(tag)
+    assert not any(divergence._TIMED.search(name) for name in ("loss", "eval/loss", "timestep_loss", "grad/s2", "rms"))

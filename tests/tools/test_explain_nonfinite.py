@@ -57,6 +57,28 @@ def test_a_finite_run(tmp_path):
     assert jstep.explain_nonfinite(STEP, make_state(), data, tmp_path) is None
 
 
+@pytest.mark.parametrize("last_step", [12, 6])
+def test_updates_that_are_skipped(last_step, tmp_path):
+    """The state and the loss stay finite; the first skipped update after the newest checkpoint is explained."""
+    optimizer = jstep.skip_nonfinite(OPTIMIZER)
+    step = jstep.minimize(loss_fn, optimizer)
+
+    def state():
+        return jstep.TrainState.create({"w": 4.0}, optimizer)
+
+    def data(step):
+        return batches(min(step, 5))  # from step 5 on, all have zeros
+
+    jstep.train(step, state(), data, last_step, checkpoint_dir=tmp_path, save_checkpoint_steps=4, progress=False)
+    found = jstep.explain_nonfinite(step, state(), data, tmp_path)
+    assert (found.step, found.rows, found.is_skipped) == (last_step, (1, 3, 5), True)
+    assert f"the update {last_step} → {last_step + 1} is skipped, because its gradients are not finite" in str(found)
+    assert "test_explain_nonfinite.py" in found.found.source
+    later = tmp_path / "other"
+    jstep.train(step, state(), lambda step: batches(step + 6), 4, checkpoint_dir=later, progress=False)
+    assert jstep.explain_nonfinite(step, state(), lambda step: batches(step + 6), later) is None
+
+
 def test_a_checkpoint_that_is_not_finite_is_no_start(tmp_path):
     with jstep.Saver(tmp_path, allow_nonfinite=True) as saver:
         jstep.train(STEP, make_state(), batches, 8, checkpoint_dir=saver, save_checkpoint_steps=2, progress=False)

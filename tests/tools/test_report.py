@@ -168,6 +168,16 @@ def test_names_are_escaped_everywhere(tmp_path):
     parsed(jstep.report(tmp_path).html).find(".//h1").text.encode()
 
 
+@pytest.mark.parametrize(("skipped", "is_told"), [([0, 1, 1, 1], True), ([1, 1, 1, 0], False), ([0, 0, 0, 1], False)])
+def test_updates_that_are_skipped_are_odd(skipped, is_told, tmp_path):
+    train(1, tmp_path)
+    with summary.SummaryWriter(tmp_path) as writer:
+        for step, value in enumerate(skipped):
+            writer.add_summary(summary.scalar("skipped", float(value)), step)
+    page = jstep.report(tmp_path).html
+    assert ("all 3 logged updates from step 1 on were skipped" in page) == is_told
+
+
 def test_values_that_are_not_finite_are_gaps_and_are_told(tmp_path):
     train(2, tmp_path, logdir=None)
     write(tmp_path, [1.0, math.nan, 3.0, math.inf, 5.0, 6.0])
