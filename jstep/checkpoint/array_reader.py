@@ -81,7 +81,7 @@ class ArrayReader:
         return placed
 
     def read_file(self, name: str) -> bytes:
-        """Read a file of an `Extra`."""
+        """Read a file of a `CheckpointExtra`."""
         return bytes(self.read({FILES + name: None})[FILES + name].tobytes())
 
     def files(self) -> list[str]:

@@ -141,7 +141,7 @@ _CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 2**21, "man
 ROOT = "manifest.ocdbt"
 """The name of the root of a database."""
 FILES = "$files/"
-"""The beginning of the names of arrays that are files of an `Extra`; no other name has this sign."""
+"""The beginning of the names of arrays that are files of a `CheckpointExtra`; no other name has this sign."""
 
 
 def file_array(name: str, data: bytes) -> OwnParts:

@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from jstep.checkpoint.listing import COMMITTED, COMMITTED_TEXT, in_folder
+from jstep.checkpoint.listing import COMMITTED, COMMITTED_TEXT, directory_spec
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.core.checks import format_bytes
-from jstep.stores.files import new_file, open_regular, replace_file, sync_folder
+from jstep.stores.files import new_file, open_regular, replace_file, sync_directory
 
 OUTCOME_SECS = 1800.0
 """Seconds that the others wait for the outcome: the first process may have much more to write."""
@@ -33,7 +33,7 @@ _FAILURE = "failed.txt"
 _logger = logging.getLogger("jstep")
 
 
-class AttemptFolder(Protocol):
+class AttemptStorage(Protocol):
     """Where an attempt is written: a folder, or the objects below a URL. Keys are relative to it."""
 
     def begin(self) -> None:
@@ -63,7 +63,7 @@ class AttemptFolder(Protocol):
         return {}
 
 
-class LocalFolder(AttemptFolder):
+class LocalStorage(AttemptStorage):
     def __init__(self, path: str) -> None:
         self._path = path
 
@@ -74,7 +74,7 @@ class LocalFolder(AttemptFolder):
         return os.path.join(self._path, key) if key else self._path
 
     def base(self, key: str) -> dict[str, Any]:
-        return in_folder(self.at(key))
+        return directory_spec(self.at(key))
 
     def read(self, key: str) -> bytes | None:
         return read_file(self.at(key))
@@ -92,7 +92,7 @@ class LocalFolder(AttemptFolder):
             for name in names:
                 path = os.path.join(folder, name)
                 sizes[os.path.relpath(path, self._path).replace(os.sep, "/")] = os.path.getsize(path)
-            sync_folder(folder)
+            sync_directory(folder)
         return dict(sorted(sizes.items()))
 
 
@@ -119,7 +119,7 @@ class Attempt:
         is_committed: Returns whether this attempt is the checkpoint; called on the others.
     """
 
-    place: AttemptFolder
+    place: AttemptStorage
     name: str
     process: int
     count: int
@@ -151,7 +151,7 @@ class Attempt:
         names = [array.name for array in self.arrays]
         own = [*self.arrays, *(array_writer.file_array(name, file.read()) for name, file in self.files.items())]
         self.arrays.clear()
-        key = folder_of(self.process) if self.count > 1 else ""
+        key = process_key(self.process) if self.count > 1 else ""
         root = array_writer.write(self.place.base(key), own, self.place.wait, first=self.process == 0)
         if root is not None:
             self.place.write(f"{key}{array_writer.ROOT}", root)
@@ -170,7 +170,7 @@ class Attempt:
             self._wait_for_part(process, until)
         # Orbax ignores a checkpoint in a bucket without the last one.
         files = {**array_writer.description(names, self.saved_at), COMMITTED: COMMITTED_TEXT}
-        keys, base = map(folder_of, range(self.count)), self.place.base("")
+        keys, base = map(process_key, range(self.count)), self.place.base("")
         root = array_writer.merge(base, keys, self.place.wait) if self.count > 1 else None
         for name, data in (files if root is None else {array_writer.ROOT: root, **files}).items():
             self.place.write(name, data)
@@ -181,7 +181,7 @@ class Attempt:
             self._raise_failure_of(process)
             if self.place.read(part_key(process, self.name)) is not None:
                 return
-        raise CheckpointError(f"{self.place.at(folder_of(process))}: process {process} has not written")
+        raise CheckpointError(f"{self.place.at(process_key(process))}: process {process} has not written")
 
     def _wait_for_first(self) -> None:
         for _ in _pauses(time.monotonic() + OUTCOME_SECS):
@@ -194,25 +194,25 @@ class Attempt:
         raise CheckpointError(f"{self.place.at('')}: the first process has not reported the outcome")
 
     def _raise_failure_of(self, process: int) -> None:
-        if (text := self.place.read(f"{folder_of(process)}{_FAILURE}")) is not None:
+        if (text := self.place.read(f"{process_key(process)}{_FAILURE}")) is not None:
             raise CheckpointError(f"process {process}: {text.decode()}")
 
     def _report(self, text: str) -> None:
         if self.count == 1:
             return
         try:
-            self.place.publish(f"{folder_of(self.process)}{_FAILURE}", text.encode(errors="replace"))
+            self.place.publish(f"{process_key(self.process)}{_FAILURE}", text.encode(errors="replace"))
         except OSError as error:
             _logger.warning("the failure of %s could not be reported to other processes: %s", self.place.at(""), error)
 
 
-def folder_of(process: int) -> str:
+def process_key(process: int) -> str:
     return f"ocdbt.process_{process}/"
 
 
 def part_key(process: int, attempt: str) -> str:
     """Return the key of the part of a process: an empty file, which has the name of the attempt."""
-    return f"{folder_of(process)}part.{attempt}"
+    return f"{process_key(process)}part.{attempt}"
 
 
 def _pauses(until: float) -> Iterator[None]:

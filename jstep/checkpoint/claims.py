@@ -16,7 +16,7 @@ from typing import Any
 
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.core.checks import truncate
-from jstep.stores.files import make_folders, open_own
+from jstep.stores.files import make_directories, open_own
 from jstep.stores.objects import ABSENT, Directory
 from jstep.stores.owners import is_alive, owner_in, this_process
 
@@ -95,7 +95,7 @@ class FileClaim:
 def claim_file(path: str) -> FileClaim:
     """Claim a file that the user named, which one run at a time may write; create its folder."""
     folder, name = os.path.split(path)
-    make_folders(folder)
+    make_directories(folder)
     try:
         return FileClaim(folder, name)
     except CheckpointError as error:

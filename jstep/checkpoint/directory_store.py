@@ -19,8 +19,8 @@ from jstep.checkpoint.contents import Contents
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, encode
 from jstep.checkpoint.retention import evict
 from jstep.checkpoint.store import Commit, Files, Store
-from jstep.checkpoint.writes import IN_FLIGHT, Write
-from jstep.stores.files import foreign_file, make_folders, new_file, sync_folder
+from jstep.checkpoint.writes import IN_FLIGHT, BackgroundWrite
+from jstep.stores.files import foreign_file, make_directories, new_file, sync_directory
 
 _LOOKS = 10  # a writer evicts one checkpoint per save
 _logger = logging.getLogger("jstep")
@@ -70,13 +70,13 @@ class DirectoryStore(Store):
         return listing.read_manifest(path)
 
     def contents(self, path: str, manifest: Manifest) -> Contents:
-        folder = attempts.LocalFolder(os.path.join(path, manifest.data or ""))
+        folder = attempts.LocalStorage(os.path.join(path, manifest.data or ""))
         find_wrong_sizes = functools.partial(listing.find_wrong_sizes, path, manifest)
         return Contents(manifest, folder.base(""), folder.read, find_wrong_sizes)
 
     def claim(self) -> None:
         self._refuse_moved()
-        make_folders(self.directory)
+        make_directories(self.directory)
         super().claim()
         if not self._is_cleaned:
             self._remove_leftovers()
@@ -118,11 +118,11 @@ class DirectoryStore(Store):
         def is_committed() -> bool:
             return os.path.exists(os.path.join(path, attempts.part_key(process, str(commit.number))))
 
-        folder, own = attempts.LocalFolder(temporary), array_writer.take(arrays)
+        folder, own = attempts.LocalStorage(temporary), array_writer.take(arrays)
         attempt = attempts.Attempt(
             folder, str(commit.number), process, count, commit.saved_at, own, files, commit_folder, is_committed
         )
-        self._write = Write(temporary, attempt.run, "jstep-save")
+        self._write = BackgroundWrite(temporary, attempt.run, "jstep-save")
         self._is_cleaned = True
 
     def _publish(self, temporary: str, final: str, manifest: Manifest) -> list[str]:
@@ -135,10 +135,10 @@ class DirectoryStore(Store):
             _require_remains(final)
             remove(replaced)
             os.rename(final, replaced)
-        sync_folder(temporary)
+        sync_directory(temporary)
         os.rename(temporary, final)
         try:
-            sync_folder(os.path.dirname(final))
+            sync_directory(os.path.dirname(final))
         except OSError:
             evict(self, final)
             if os.path.lexists(replaced):

@@ -17,7 +17,7 @@ from jstep.stores.tagged_arrays import UnsupportedError
 _logger = logging.getLogger("jstep")
 
 
-class _Owner(NamedTuple):
+class _HookIdentity(NamedTuple):
     """The identity of a hook with state; `made_by` is its class, or None if the `key` was given."""
 
     key: str
@@ -39,7 +39,7 @@ def get_states(objects: Iterable[Any], where: str = "hooks") -> Any:
     return [_record(owner, hook, where) for owner, hook in _stateful(objects)]
 
 
-def _record(owner: _Owner, hook: Any, where: str) -> dict[str, Any]:
+def _record(owner: _HookIdentity, hook: Any, where: str) -> dict[str, Any]:
     try:
         value = hook.get_state()
     except Exception as error:
@@ -68,12 +68,12 @@ def set_states(objects: Iterable[Any], saved: object, where: str = "hooks") -> b
     if not (isinstance(saved, list) and all(map(_is_record, saved))):
         _logger.warning("%s: their states in the checkpoint cannot be read: all start fresh", where)
         return False
-    here: dict[_Owner, list[Any]] = {}
+    here: dict[_HookIdentity, list[Any]] = {}
     for owner, hook in _stateful(objects):
         here.setdefault(owner, []).append(hook)
-    there: dict[_Owner, list[Any]] = {}
+    there: dict[_HookIdentity, list[Any]] = {}
     for record in saved:
-        owner = _Owner(record["key"], None if record["is_given"] else record["class"])
+        owner = _HookIdentity(record["key"], None if record["is_given"] else record["class"])
         there.setdefault(owner, []).append(record)
     stop = False
     for owner, records in there.items():
@@ -128,10 +128,10 @@ def is_public(named: Any) -> bool:
     return getattr(sys.modules["jstep"], named.__qualname__, None) is named
 
 
-def _owner(hook: object) -> _Owner:
+def _owner(hook: object) -> _HookIdentity:
     key = getattr(hook, "key", None)
     # An attribute `key` that is not a string is ignored.
-    return _Owner(key, None) if isinstance(key, str) and key else _Owner(*_class_names(hook))
+    return _HookIdentity(key, None) if isinstance(key, str) and key else _HookIdentity(*_class_names(hook))
 
 
 def _class_names(hook: Any) -> tuple[str, str]:
@@ -143,7 +143,7 @@ def _class_names(hook: Any) -> tuple[str, str]:
     return f"{named.__qualname__}({watches})" if isinstance(watches, str) else str(named.__qualname__), made_by
 
 
-def _stateful(objects: Iterable[Any]) -> Iterator[tuple[_Owner, Any]]:
+def _stateful(objects: Iterable[Any]) -> Iterator[tuple[_HookIdentity, Any]]:
     for hook in objects:
         if _has(hook, "get_state") and _has(hook, "set_state"):
             yield _owner(hook), hook

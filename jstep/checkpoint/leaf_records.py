@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut, Recorded
+from jstep.checkpoint.manifest import CheckpointError, Leaf, LeafRecord, LeftOutLeaf
 from jstep.core import device_values, selection, trees
 from jstep.core.checks import describe_type
 from jstep.slots import compact_numbers
@@ -57,7 +57,7 @@ class SavedState(NamedTuple):
 # Types that tensorstore lacks are stored as a type with the same values (integers) or the same bits (floats).
 _CARRIERS = {"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "uint8"}
 
-_Record = TypeVar("_Record", Leaf, LeftOut)
+_Record = TypeVar("_Record", Leaf, LeftOutLeaf)
 
 
 def require_value(leaf: object, what: str) -> None:
@@ -149,20 +149,20 @@ def unique(paths: Iterable[str]) -> list[str]:
 # Fingerprints of leaves that `Saver(leave_out=…)` does not save.
 
 
-def start_leaf_fingerprints(named: Sequence[tuple[Recorded, Any]]) -> Callable[[], tuple[LeftOut, ...]]:
+def start_leaf_fingerprints(named: Sequence[tuple[LeafRecord, Any]]) -> Callable[[], tuple[LeftOutLeaf, ...]]:
     """Start computing fingerprints on the leaves' devices; the returned function waits."""
     keys = [leaf_key(leaf.path, leaf.dtype, leaf.shape) for leaf, _ in named]
     begun = start_fingerprints([value for _, value in named], np.stack(keys)) if keys else []
 
-    def records() -> tuple[LeftOut, ...]:
+    def records() -> tuple[LeftOutLeaf, ...]:
         return tuple(
-            LeftOut(leaf.path, leaf.keys, leaf.shape, leaf.dtype, as_hexadecimal(words))
+            LeftOutLeaf(leaf.path, leaf.keys, leaf.shape, leaf.dtype, as_hexadecimal(words))
             for (leaf, _), words in zip(named, stacked_words(begun), strict=True)
         )
 
     return records
 
 
-def find_changed_leaves(pairs: Sequence[tuple[LeftOut, Any]]) -> list[LeftOut]:
+def find_changed_leaves(pairs: Sequence[tuple[LeftOutLeaf, Any]]) -> list[LeftOutLeaf]:
     """Return the left-out leaves whose values in a target differ from the fingerprint."""
     return [leaf for (leaf, _), record in zip(pairs, start_leaf_fingerprints(pairs)(), strict=True) if record != leaf]

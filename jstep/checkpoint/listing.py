@@ -59,7 +59,7 @@ _STEP = "(0|[1-9][0-9]*)"
 _logger = logging.getLogger("jstep")
 
 
-def in_folder(path: str) -> dict[str, Any]:
+def directory_spec(path: str) -> dict[str, Any]:
     """Return tensorstore's JSON for the files in a folder."""
     return {"driver": "file", "path": path.rstrip("/") + "/"}
 
@@ -177,7 +177,7 @@ def is_old(attempt: str, now: float) -> bool:
     return match is not None and match[1] is not None and now - int(match[1]) > HOUR
 
 
-class Checkpoints:
+class ListedCheckpoints:
     """The checkpoints and attempts among the keys of objects."""
 
     def __init__(self, keys: Iterable[str], prefix: str | None) -> None:

@@ -49,7 +49,7 @@ class UnsupportedFormatError(CheckpointError):
     """A checkpoint is intact, but this version cannot read its format."""
 
 
-class Extra(NamedTuple):
+class CheckpointExtra(NamedTuple):
     """The `extra` of a save, or a part of it.
 
     Attributes:
@@ -61,13 +61,13 @@ class Extra(NamedTuple):
     values: Any
     files: Mapping[str, Any]
 
-    def is_same(self, other: "Extra") -> bool:
+    def is_same(self, other: "CheckpointExtra") -> bool:
         text, other_text = (json.dumps(extra.values, sort_keys=True) for extra in (self, other))
         return text == other_text and self.files == other.files
 
 
 def known_values(values: Any) -> Any:
-    """Return the `values` of an `Extra`, after calling those that are functions."""
+    """Return the `values` of a `CheckpointExtra`, after calling those that are functions."""
     if not isinstance(values, dict):
         return values
     return {key: value() if callable(value) else value for key, value in values.items()}
@@ -95,7 +95,7 @@ def _check_json(value: object, name: str, depth: int = 0) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorded:
+class LeafRecord:
     """A leaf of a state in a manifest, saved or left out.
 
     Attributes:
@@ -128,7 +128,7 @@ class Recorded:
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf(Recorded):
+class Leaf(LeafRecord):
     """A leaf that was saved.
 
     Attributes:
@@ -158,13 +158,13 @@ class Leaf(Recorded):
 
 
 @dataclasses.dataclass(frozen=True)
-class LeftOut(Recorded):
+class LeftOutLeaf(LeafRecord):
     """A leaf that `Saver(leave_out=…)` did not save, with its `jstep.fingerprint`."""
 
     fingerprint: str
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "LeftOut":
+    def from_json(cls, data: Mapping[str, Any]) -> "LeftOutLeaf":
         return cls(*cls._fields(data), _valid_text(data["fingerprint"]))
 
 
@@ -202,7 +202,7 @@ class Manifest:
     # Not from the metadata of the installed package: another version, or none, may be installed under this name.
     jstep: str = dataclasses.field(default_factory=lambda: str(sys.modules["jstep"].__version__))
     data: str | None = None
-    left_out: tuple[LeftOut, ...] = ()
+    left_out: tuple[LeftOutLeaf, ...] = ()
     finite: bool = True
     temporary: bool = False
 
@@ -280,7 +280,7 @@ def _valid_manifest(loaded: Mapping[str, Any]) -> Manifest:
         files,
         _word(loaded["jstep"]),
         data,
-        tuple(LeftOut.from_json(leaf) for leaf in loaded.get("left_out", ())),
+        tuple(LeftOutLeaf.from_json(leaf) for leaf in loaded.get("left_out", ())),
         _truth(loaded.get("finite", True)),
         _truth(loaded.get("temporary", False)),
     )

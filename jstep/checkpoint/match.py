@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.checkpoint import leaf_records, targets
-from jstep.checkpoint.manifest import Leaf, LeftOut, Manifest
+from jstep.checkpoint.manifest import Leaf, LeftOutLeaf, Manifest
 from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import array_type
@@ -37,7 +37,7 @@ _OTHER_FORMAT = (
 _GUARDS = (Role.LAST_FINITE, Role.LOSS_SCALE, Role.SCALE_SINCE)
 
 
-class Copy(NamedTuple):
+class LeafCopy(NamedTuple):
     """A leaf without a source that starts as a copy: indices among the target's leaves.
 
     Attributes:
@@ -62,8 +62,8 @@ class WantedLeaf(targets.TargetLeaf[Leaf | None]):
 
     keys: Keys = ()
     is_guard: bool = False
-    left_out: LeftOut | None = None
-    copy: Copy | None = None
+    left_out: LeftOutLeaf | None = None
+    copy: LeafCopy | None = None
     half: Leaf | None = None
 
     @property
@@ -86,7 +86,7 @@ def match(
     """Find the saved leaf of each leaf of a target; `averages` name slots that replace params."""
     of_target, roles, arrays = StateLeaves(target), roles_in(target), manifest.by_array
     records = leaf_records.by_name(manifest.leaves)
-    saved: dict[str, Leaf | LeftOut] = {**leaf_records.by_name(manifest.left_out), **records}
+    saved: dict[str, Leaf | LeftOutLeaf] = {**leaf_records.by_name(manifest.left_out), **records}
     renamed = _renamed(names, of_target.paths, saved.keys(), where)
     values, has_roles = of_target.values, bool(roles)
     kinds = [targets.target_kind(*pair, _NO_KIND) for pair in zip(values, of_target.paths, strict=True)]
@@ -110,7 +110,7 @@ def match(
             problem=problem,
             keys=keys,
             is_guard=source is None and _is_of_guard(keys, roles),
-            left_out=source if isinstance(source, LeftOut) and not problem else None,
+            left_out=source if isinstance(source, LeftOutLeaf) and not problem else None,
             half=None if average is None else arrays.get(average.half or ""),
         )
         leaves.append(leaf)
@@ -126,16 +126,16 @@ def match(
     return CheckpointMatch(leaves, unused, in_other_format)
 
 
-def _copies(target: StateLeaves, leaves: Sequence[WantedLeaf]) -> dict[int, Copy]:
+def _copies(target: StateLeaves, leaves: Sequence[WantedLeaf]) -> dict[int, LeafCopy]:
     """Return the leaves that the checkpoint lacks → the restored leaves that they copy."""
-    copies: dict[int, Copy] = {}
+    copies: dict[int, LeafCopy] = {}
     halves = target.halves
     for i, originals in _copied(target).items():
         restored = [j for j in originals if leaves[j].source is not None]
         if leaves[i].source is None and restored:
             parts = [i, halves[i]] if i in halves else [i]
             for part, number in enumerate(parts):
-                copies[number] = Copy(restored[0], halves.get(restored[0]), part if i in halves else None)
+                copies[number] = LeafCopy(restored[0], halves.get(restored[0]), part if i in halves else None)
     return copies
 
 
@@ -167,11 +167,11 @@ def _is_of_guard(keys: Keys, roles: Roles) -> bool:
     return len(keys) == 2 and keys[0] == SLOTS and roles.get(keys[1]) in _GUARDS
 
 
-def _difference(path: str, keys: Keys, wanted: _Kind, source: Leaf | LeftOut, steps: Sequence[int]) -> str:
+def _difference(path: str, keys: Keys, wanted: _Kind, source: Leaf | LeftOutLeaf, steps: Sequence[int]) -> str:
     saved = source.shape, source.dtype
     if saved == wanted or (isinstance(source, Leaf) and _converts(keys, saved, wanted, steps)):
         return ""
-    left_out = "left out as " if isinstance(source, LeftOut) else ""
+    left_out = "left out as " if isinstance(source, LeftOutLeaf) else ""
     return f"{path!r} ({left_out}{array_type(*saved)}, and {array_type(*wanted)} in target)"
 
 

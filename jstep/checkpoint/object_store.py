@@ -15,7 +15,7 @@ from jstep.checkpoint import attempts, claims, listing
 from jstep.checkpoint.contents import Contents
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, decode, encode
 from jstep.checkpoint.store import Commit, Files, Store
-from jstep.checkpoint.writes import Write
+from jstep.checkpoint.writes import BackgroundWrite
 from jstep.stores.objects import ABSENT, START_TIMEOUT_SECS, Directory, PendingOperation, pipelined, spec
 from jstep.stores.urls import parts_of_url
 
@@ -31,16 +31,16 @@ class ObjectStore(Store):
     def __init__(self, url: str, prefix: str | None) -> None:
         super().__init__(url, prefix)
         self._objects = Directory(url)
-        self._listed: listing.Checkpoints | None = None
+        self._listed: listing.ListedCheckpoints | None = None
         """The list of a save in progress, while it decides which checkpoints to keep."""
         self._warned = self._forbidden = False
 
     def _name(self, path: str) -> str:
         return path.removeprefix(self.directory + "/")
 
-    def _list(self, prefix: str | None) -> listing.Checkpoints:
+    def _list(self, prefix: str | None) -> listing.ListedCheckpoints:
         start = "" if prefix is None else f"{prefix}-"
-        return self._listed or listing.Checkpoints(self._objects.listing(start), prefix)
+        return self._listed or listing.ListedCheckpoints(self._objects.listing(start), prefix)
 
     def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
         """See `Store.newest_first`. Missing objects are found on restore."""
@@ -64,7 +64,7 @@ class ObjectStore(Store):
 
     def contents(self, path: str, manifest: Manifest) -> Contents:
         name = self._name(path)
-        folder = ObjectFolder(self._objects, name if manifest.data is None else f"{name}/{manifest.data}")
+        folder = ObjectStorage(self._objects, name if manifest.data is None else f"{name}/{manifest.data}")
         return Contents(manifest, spec(folder.at("")), folder.read, wait=functools.partial(folder.wait_to, "read"))
 
     def lock(self) -> claims.ObjectClaim:
@@ -85,7 +85,7 @@ class ObjectStore(Store):
 
         name = self._name(path)
         attempt = f"data.{max(0, int(commit.saved_at))}-{commit.number:08x}"
-        place = ObjectFolder(self._objects, f"{name}/{attempt}", f"{name}/{MANIFEST_FILE}")
+        place = ObjectStorage(self._objects, f"{name}/{attempt}", f"{name}/{MANIFEST_FILE}")
 
         def commit_attempt(sizes: Files) -> None:
             self._commit_attempt(name, attempt, place.before, commit)
@@ -98,7 +98,7 @@ class ObjectStore(Store):
         part = attempts.Attempt(
             place, attempt, process, count, commit.saved_at, own, files, commit_attempt, is_committed
         )
-        self._write = Write(f"{name}/{attempt}", part.run, f"jstep-save-{name}")
+        self._write = BackgroundWrite(f"{name}/{attempt}", part.run, f"jstep-save-{name}")
 
     def _commit_attempt(self, name: str, attempt: str, before: bytes, commit: Commit) -> None:
         listed = self._listed = self._list(self._prefix)  # one list request per save
@@ -132,7 +132,7 @@ class ObjectStore(Store):
             raise
         return []  # a reader may still read the replaced objects
 
-    def _clean_up(self, listed: listing.Checkpoints, new: str, attempt: str, now: float) -> None:
+    def _clean_up(self, listed: listing.ListedCheckpoints, new: str, attempt: str, now: float) -> None:
         """Remove what the new manifest has replaced, and what interrupted saves left behind."""
         for name, folders in listed.attempts.items():
             old = [folder for folder in folders if listing.is_old(folder, now)]
@@ -184,7 +184,7 @@ class ObjectStore(Store):
         super().close(wait)
 
 
-class ObjectFolder(attempts.AttemptFolder):
+class ObjectStorage(attempts.AttemptStorage):
     """The objects of an attempt; a key has its content from the start, or does not exist."""
 
     before = ABSENT

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from jstep.checkpoint.listing import format_name
-from jstep.checkpoint.manifest import CheckpointError, LeftOut, Manifest, RetainedSteps, known_values
+from jstep.checkpoint.manifest import CheckpointError, LeftOutLeaf, Manifest, RetainedSteps, known_values
 from jstep.checkpoint.store import Commit, Files, Store
 
 
@@ -84,7 +84,7 @@ class Retention:
         self,
         number: int,
         manifest: Manifest,
-        left_out: Callable[[], tuple[LeftOut, ...]],
+        left_out: Callable[[], tuple[LeftOutLeaf, ...]],
         flushes: Iterable[Callable[[], None]],
         temporary_secs: float | None = None,
         listener: Listener | None = None,

@@ -15,7 +15,7 @@ import numpy as np
 from jstep.checkpoint import names as naming
 from jstep.checkpoint.leaf_records import SavedState, start_leaf_fingerprints
 from jstep.checkpoint.listing import format_name
-from jstep.checkpoint.manifest import CheckpointError, Extra, Manifest, json_copy
+from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra, Manifest, json_copy
 from jstep.checkpoint.match import Names
 from jstep.checkpoint.reading import CheckpointReader, short
 from jstep.checkpoint.retention import Listener, Retention
@@ -163,7 +163,7 @@ class Saver:
         with self._lock:
             self._check_open()
             placement.refuse_compile_only(state, "state")
-            content = extra if isinstance(extra, Extra) else Extra(json_copy(extra, "extra"), {})
+            content = extra if isinstance(extra, CheckpointExtra) else CheckpointExtra(json_copy(extra, "extra"), {})
             number, microseconds = self._begin()
             with meshes.internal_transfers():
                 path = self._save(state, content, number, microseconds / 1e6)
@@ -491,7 +491,7 @@ class Saver:
         problem = f"{self.prefix}-* in {self.directory} cannot be saved; see the error of another process"
         return processes.first_ints_on_all(begin, 2, problem, CheckpointError)
 
-    def _save(self, state: Tree, extra: Extra, number: int, saved_at: float) -> str:
+    def _save(self, state: Tree, extra: CheckpointExtra, number: int, saved_at: float) -> str:
         leaves = StateLeaves(state)
         saved, step, finite = SavedState.of(leaves, self.leave_out), _step_of(state), self._finite
         if finite is None:

@@ -15,7 +15,7 @@ from jstep.checkpoint.claims import FileClaim, ObjectClaim
 from jstep.checkpoint.contents import Contents
 from jstep.checkpoint.listing import UNUSED
 from jstep.checkpoint.manifest import CheckpointError, Manifest
-from jstep.checkpoint.writes import Write
+from jstep.checkpoint.writes import BackgroundWrite
 from jstep.stores.urls import join_path
 
 _logger = logging.getLogger("jstep")
@@ -49,7 +49,7 @@ class Store(abc.ABC):
     """Polling interval of a reader that waits for a checkpoint."""
     _prefix: str
     _claim: FileClaim | ObjectClaim | None = None
-    _write: Write | None = None
+    _write: BackgroundWrite | None = None
 
     def __init__(self, directory: str, prefix: str | None) -> None:
         self.directory, self._prefix = directory, prefix or ""

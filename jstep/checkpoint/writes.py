@@ -13,11 +13,11 @@ from jstep.checkpoint.listing import TEMPORARY
 
 _logger = logging.getLogger("jstep")
 
-IN_FLIGHT: "dict[str, Write]" = {}
+IN_FLIGHT: "dict[str, BackgroundWrite]" = {}
 """Path of a temporary folder, or name of an attempt → its write."""
 
 
-class Write:
+class BackgroundWrite:
     """The write of a checkpoint in the background, which the interpreter finishes before it exits.
 
     `run` writes it, or waits until it is written; its error is the error of the write.

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, cast
 import jax
 
 from jstep.checkpoint.hook_states import get_states, set_states
-from jstep.checkpoint.manifest import Extra
+from jstep.checkpoint.manifest import CheckpointExtra
 from jstep.checkpoint.saver import Saver
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING, STEPPING
@@ -120,8 +120,8 @@ class SaveInterval:
 class _HostState(NamedTuple):
     """The parts of a checkpoint that hooks may change at the same step after the save."""
 
-    positions: Extra
-    hooks: Extra
+    positions: CheckpointExtra
+    hooks: CheckpointExtra
 
 
 # The hook that saves.
@@ -141,7 +141,7 @@ class RunSaverHook(CheckpointSaverHook):
         if self._interval is not None:
             self.cadence = Cadence(secs=self._interval, together=True)
         self.part = STEPPING  # it measures its own time when it saves
-        self._saved_host_state = self._host_state = _HostState(Extra({}, {}), Extra({}, {}))
+        self._saved_host_state = self._host_state = _HostState(CheckpointExtra({}, {}), CheckpointExtra({}, {}))
         self._saved_iterations = 0
 
     @property
@@ -204,7 +204,7 @@ class RunSaverHook(CheckpointSaverHook):
             is_same = not processes.any_process(not self._positions().is_same(saved.positions))
         return self._hooks().is_same(saved.hooks) and is_same
 
-    def _hooks(self) -> Extra:
+    def _hooks(self) -> CheckpointExtra:
         run = self.run
         # A run that takes no step keeps the name of the hook that stopped the earlier one.
         by = run.stopped_by or (None if run.feeder.has_begun else run.origin.extra.get(STOPPED))
@@ -212,17 +212,17 @@ class RunSaverHook(CheckpointSaverHook):
         entries = {HOOK_STATES: states or None, STOPPED: by, ENDED: run.step if run.runner.has_ended() else None}
         values = {key: value for key, value in entries.items() if value is not None}
         files = AttachedFiles("hooks.")
-        return Extra(as_json(values, files), files if jax.process_index() == 0 else {})
+        return CheckpointExtra(as_json(values, files), files if jax.process_index() == 0 else {})
 
-    def _positions(self) -> Extra:
+    def _positions(self) -> CheckpointExtra:
         """Return the positions of the batches; must be called on all processes."""
         run = self.run
         if not run.feeder.has_begun:  # the positions have not changed
-            return Extra(*positions_elsewhere(run.origin.extra))
+            return CheckpointExtra(*positions_elsewhere(run.origin.extra))
         # A batch that was fetched but not trained on is fetched again after a restart.
-        return Extra(*gather_positions(run.feeder.position_after(run.step - run.first)))
+        return CheckpointExtra(*gather_positions(run.feeder.position_after(run.step - run.first)))
 
-    def _extra_of_run(self, states: Extra | None = None) -> Extra:
+    def _extra_of_run(self, states: CheckpointExtra | None = None) -> CheckpointExtra:
         """Notify the observers of a save that nothing prevents any more, and return its `extra`.
 
         `states` are those of the hooks, if they must not be asked.
@@ -241,7 +241,7 @@ class RunSaverHook(CheckpointSaverHook):
             observed |= observer.about_to_save(run.step)
         held = {HELD_VALUES: run.origin.held} if run.origin.held else {}
         parent = {} if run.origin.parent is None else {PARENT: run.origin.parent}
-        return Extra(
+        return CheckpointExtra(
             positions.values | observed | hooks.values | held | parent | {RUN_KEY: run.name},
             {**positions.files, **hooks.files},
         )

@@ -101,7 +101,7 @@ class HistoryFile:
         self._ends = dict(zip(self.rows, ends, strict=True))
         self._opened = files.open_own(path, _BEGINNING)
         self._opened.truncate(self._size)
-        files.sync_folder(os.path.dirname(path))
+        files.sync_directory(os.path.dirname(path))
 
     @property
     def _size(self) -> int:

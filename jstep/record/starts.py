@@ -20,7 +20,7 @@ from jstep.core.stopwatch import PARTS
 from jstep.record.config import encoded
 from jstep.record.programs import compressed
 from jstep.record.schema import IN_CARD, Before, Card, Start, checked, sound
-from jstep.stores.files import decode_json, foreign_file, make_folders, names_in, read_small, replace_file
+from jstep.stores.files import decode_json, foreign_file, make_directories, names_in, read_small, replace_file
 from jstep.stores.objects import ABSENT, Objects
 from jstep.stores.owners import remove_temporary
 from jstep.stores.urls import is_url, join_path, split_path
@@ -191,7 +191,7 @@ class StartFile:
         folder = join_path(self.where, FOLDER)
         if os.path.islink(folder):
             raise foreign_file(folder, "is a link")
-        make_folders(folder)
+        make_directories(folder)
         remove_temporary(folder)  # of starts that were killed
         while self._folder is None:
             with contextlib.suppress(FileExistsError), open(self._path, "xb"):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jstep.stores.files import make_folders
+from jstep.stores.files import make_directories
 
 _logger = logging.getLogger("jstep")
 _SETTINGS = {
@@ -28,7 +28,7 @@ def persistent_cache(directory: str | None) -> Iterator[None]:
     """Use a directory as JAX's persistent compilation cache, and restore JAX's settings."""
     try:
         if directory is not None:
-            make_folders(directory)
+            make_directories(directory)
     except OSError as error:
         _logger.warning("compile_cache=%s: %s; the run compiles its programs without a cache", directory, error)
         directory = None

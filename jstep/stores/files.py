@@ -199,7 +199,7 @@ def replace_file(path: str, data: bytes, *, flush: bool = True) -> None:
     if is_url(path):
         Objects(directory).write(name, data)
         return
-    make_folders(directory)
+    make_directories(directory)
     partial = temporary_path(path, new_token())
     try:
         with new_file(partial, flush=flush) as file:
@@ -212,7 +212,7 @@ def replace_file(path: str, data: bytes, *, flush: bool = True) -> None:
             os.unlink(partial)
         raise
     if flush:
-        sync_folder(directory)
+        sync_directory(directory)
         remove_temporary(directory, name.__eq__)
 
 
@@ -225,7 +225,7 @@ def remove_file(path: str) -> None:
         os.remove(path)
 
 
-def make_folders(path: str) -> None:
+def make_directories(path: str) -> None:
     """Create a directory and its parents, and flush their entries."""
     new, above = [], path
     while above and not os.path.isdir(above):
@@ -233,7 +233,7 @@ def make_folders(path: str) -> None:
         above = os.path.dirname(above)
     os.makedirs(path or ".", exist_ok=True)
     for directory in reversed(new):
-        sync_folder(os.path.dirname(directory))
+        sync_directory(os.path.dirname(directory))
 
 
 def sync(handle: int, path: str, *, data_only: bool = False) -> None:
@@ -257,7 +257,7 @@ def _is_flushed_by_drive(handle: int) -> bool:
     return True
 
 
-def sync_folder(directory: str) -> None:
+def sync_directory(directory: str) -> None:
     """Flush the entries of a directory to disk, if the system supports that."""
     try:
         _sync_path(directory or ".")

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from jstep.stores.files import sync, sync_folder
+from jstep.stores.files import sync, sync_directory
 from jstep.stores.objects import Objects, StoreError
 
 SEGMENT = 2**20
@@ -123,4 +123,4 @@ def sync_growing(handle: int, path: str, *, is_named: bool) -> None:
     sync(handle, path, data_only=True)
     if not is_named:
         with contextlib.suppress(FileNotFoundError):  # the directory was renamed
-            sync_folder(os.path.dirname(path))
+            sync_directory(os.path.dirname(path))

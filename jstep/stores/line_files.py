@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 
-from jstep.stores.files import decode_json, foreign_file, make_folders, open_own
+from jstep.stores.files import decode_json, foreign_file, make_directories, open_own
 from jstep.stores.growing_files import ObjectAppender, append_whole, sync_growing
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.urls import is_url, split_path
@@ -44,7 +44,7 @@ class LocalLines:
 
     def __init__(self, path: str, beginning: bytes, is_line: Callable[[bytes], bool]) -> None:
         self.path, self._is_named = path, False
-        make_folders(os.path.dirname(path))
+        make_directories(os.path.dirname(path))
         self._file = open_own(path, beginning)
         try:
             if self._file.seek(0, os.SEEK_END) > _MAX_BYTES:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from jstep.core.checks import format_list
 from jstep.stores.event_files import Writer, frame, is_event_file, proto
-from jstep.stores.files import make_folders, names_in, replace_file
+from jstep.stores.files import make_directories, names_in, replace_file
 from jstep.stores.growing_files import ObjectAppender, append_whole, sync_growing
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.urls import is_url, join_path, resolve_path, split_path
@@ -30,7 +30,7 @@ class LocalFile:
         self._open()
 
     def _open(self) -> None:
-        make_folders(self._logdir)
+        make_directories(self._logdir)
         name = next(_file_names(filter(is_event_file, os.listdir(self._logdir)), self._suffix))
         self.path, self._is_named = os.path.join(self._logdir, name), False
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115  closed by `close`

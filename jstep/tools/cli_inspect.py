@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jstep.checkpoint.listing import misnaming_text
-from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOut, Manifest
+from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOutLeaf, Manifest
 from jstep.checkpoint.names import open_store
 from jstep.checkpoint.store import Store
 from jstep.core.checks import format_bytes
@@ -42,7 +42,7 @@ class Checkpoint:
         return dict(zip(unique(leaf.path for leaf in self.manifest.leaves), self.manifest.leaves, strict=True))
 
     @property
-    def left_out(self) -> dict[str, LeftOut]:
+    def left_out(self) -> dict[str, LeftOutLeaf]:
         return {leaf.path: leaf for leaf in self.manifest.left_out}
 
     def leaves(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:

@@ -24,7 +24,7 @@ from jstep.core.tracebacks import shortens_tracebacks
 from jstep.state.leaves import PARAMS
 from jstep.weights import matching_tensors as match
 from jstep.weights.matching_tensors import Names, WantedTensor
-from jstep.weights.search import arrays_folder, local_path, read_tensors, weights_file
+from jstep.weights.search import arrays_directory, local_path, read_tensors, weights_file
 from jstep.weights.tensors import Read, Tensor, in_groups, read_parts
 
 _AT_ONCE = 2**30
@@ -179,7 +179,7 @@ def open_source(path: object) -> TensorSource:
         return TensorSource(place, *_checkpoint_of_jstep(place), is_checkpoint=True)
     from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow
 
-    place = arrays_folder(place)
+    place = arrays_directory(place)
     return TensorSource(place, *orbax_checkpoint.open_checkpoint(place), is_checkpoint=True)
 
 

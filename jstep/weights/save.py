@@ -20,7 +20,7 @@ from jstep.core import device_values, meshes, placement, trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_int, as_mapping, describe_type, format_value
 from jstep.distributed.processes import on_all_processes
-from jstep.stores.files import make_folders, new_file, sync_folder
+from jstep.stores.files import make_directories, new_file, sync_directory
 from jstep.stores.owners import new_token, remove_temporary, temporary_path
 from jstep.weights.matching_tensors import Names, Transform, call_transform, rules, transform_of_ones
 from jstep.weights.search import INDEX, local_path
@@ -77,7 +77,7 @@ class NewFiles:
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
         """Open the temporary file of a name, which has the mode of the file that it will replace."""
-        make_folders(self._directory)
+        make_directories(self._directory)
         with new_file(self._temporary(name)) as file:
             with contextlib.suppress(OSError):  # it is new, or the file system has no modes
                 os.chmod(file.name, stat.S_IMODE(os.stat(self._at(name)).st_mode))
@@ -106,7 +106,7 @@ class NewFiles:
             if sharded:
                 self._switch_index(first, shard_of, total_size)
             is_switched = True
-            sync_folder(self._directory)
+            sync_directory(self._directory)
         except BaseException:
             # A file or an index that replaced an older one stays, complete. Otherwise only the older weights stay.
             if is_new:
@@ -123,12 +123,12 @@ class NewFiles:
                     shutil.copyfile(self._at(under), self._temporary(name))
                 os.replace(self._temporary(name), self._at(name))
             self._switch_index(self.names, shard_of, total_size)
-            sync_folder(self._directory)
+            sync_directory(self._directory)
         finals = [*self.names, index] if sharded else self.names
         stale = {*older, *first} - set(finals)
         if index in stale:
             self._remove(index)
-            sync_folder(self._directory)
+            sync_directory(self._directory)
         for name in sorted(stale - {index}):
             self._remove(name)
         remove_temporary(self._directory, self._is_own)
@@ -143,7 +143,7 @@ class NewFiles:
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         with self.writing(self._base + INDEX) as file:
             file.write(json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n")
-        sync_folder(self._directory)
+        sync_directory(self._directory)
         os.replace(self._temporary(self._base + INDEX), self._at(self._base + INDEX))
 
     def discard(self) -> None:

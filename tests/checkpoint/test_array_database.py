@@ -14,7 +14,7 @@ from checkpoint_scripts import end, start
 import jstep
 from jstep.checkpoint import array_writer
 from jstep.checkpoint.array_reader import ArrayReader
-from jstep.checkpoint.listing import in_folder
+from jstep.checkpoint.listing import directory_spec
 from jstep.checkpoint.manifest import CorruptedError, Leaf
 from jstep.checkpoint.saver import Saver
 
@@ -24,7 +24,7 @@ def result_of(future, nbytes):
 
 
 def test_an_array_without_one_of_its_chunks_is_not_read_as_zeros(tmp_path):
-    base = in_folder(str(tmp_path))
+    base = directory_spec(str(tmp_path))
     grid = {"name": "regular", "configuration": {"chunk_shape": [2]}}
     metadata = {"shape": [4], "data_type": "float32", "chunk_grid": grid}
     spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": "params/w/"}, "metadata": metadata}
@@ -41,7 +41,7 @@ def test_an_array_without_one_of_its_chunks_is_not_read_as_zeros(tmp_path):
 
 def test_zeros_are_stored(tmp_path):
     """Chunks of zeros that were not stored could not be told from lost ones."""
-    base, zeros = in_folder(str(tmp_path)), np.zeros((512, 8), np.float32)
+    base, zeros = directory_spec(str(tmp_path)), np.zeros((512, 8), np.float32)
     array_writer.write(base, array_writer.take({"w": zeros, "b": np.int32(0)[None]}), result_of, first=True)
     assert sum(file.stat().st_size for file in tmp_path.glob("d/*")) > zeros.nbytes
 

@@ -5,7 +5,7 @@ import os
 import pytest
 from checkpoint_states import assert_same, save_all, state_at
 
-from jstep.checkpoint.manifest import Leaf, LeftOut, Manifest, RetainedSteps, decode, encode, json_copy
+from jstep.checkpoint.manifest import Leaf, LeftOutLeaf, Manifest, RetainedSteps, decode, encode, json_copy
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.saver import Saver
 
@@ -68,7 +68,7 @@ class TestManifest:
             Leaf("slots/b", ("slots", "b"), (0,), "int8", 0, None),
         )
         files = {"d/f": 9, "g": 1}
-        retained, left_out = RetainedSteps(frozenset({5, 2}), 0.25), (LeftOut(*fields, "0123456789abcdef"),)
+        retained, left_out = RetainedSteps(frozenset({5, 2}), 0.25), (LeftOutLeaf(*fields, "0123456789abcdef"),)
         whole = Manifest(7, 1.5, leaves, {"n": [1]}, retained, files, "1.0", "data.1", left_out, False, True)
         text = """{
  "format": 2,

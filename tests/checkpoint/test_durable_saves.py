@@ -13,7 +13,7 @@ from file_operations import before, failing, held
 
 import jstep
 from jstep.checkpoint.listing import UNUSED
-from jstep.checkpoint.manifest import CheckpointError, Extra
+from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra
 from jstep.checkpoint.saver import Saver
 from jstep.stores.tagged_json import LargeBytes
 
@@ -84,7 +84,8 @@ def test_files_of_an_extra_are_in_the_database(tmp_path, monkeypatch):
     def save_with_file(step):
         file = LargeBytes(b"a" * 100_000)
         saver.save(
-            state_at(step), extra=Extra({"a": {"$file": "position.process_0.0"}}, {"position.process_0.0": file})
+            state_at(step),
+            extra=CheckpointExtra({"a": {"$file": "position.process_0.0"}}, {"position.process_0.0": file}),
         )
         saver.wait()
 

@@ -188,7 +188,7 @@ def test_two_living_starts_in_one_logdir_have_a_file_each(tmp_path):
     assert outer["run"] != inner["run"]
 
 
-@pytest.mark.parametrize("what", ["make_folders", "replace_file"])
+@pytest.mark.parametrize("what", ["make_directories", "replace_file"])
 def test_a_full_disk_is_one_warning_and_ends_no_run(what, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(starts, what, raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     train(tmp_path, 4, save_checkpoint_steps=2)

@@ -88,7 +88,7 @@ def test_a_disk_that_is_full_is_one_warning_and_the_file_appears_later(what, tmp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(starts, "make_folders" if what == "makes" else "replace_file", full)
+        patch.setattr(starts, "make_directories" if what == "makes" else "replace_file", full)
         file = start_file(tmp_path)
         file.write({"step": [0, 1]})
         file.write_card({"step": 3})

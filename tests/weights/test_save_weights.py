@@ -155,7 +155,7 @@ def test_a_first_save_that_fails_leaves_nothing(tmp_path, size, monkeypatch):
             if len(calls) == fails_at + 1:
                 raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr(save, "sync_folder", flush)
+        monkeypatch.setattr(save, "sync_directory", flush)
         try:
             jstep.save_weights(tmp_path / "model.safetensors", NEW, max_shard_bytes=size)
         except OSError:
