@@ -87,7 +87,9 @@ class ArrayReader:
     def files(self) -> list[str]:
         """Return the names of the arrays that are files."""
         end = "/zarr.json"
-        return [key.removesuffix(end) for key in self._keys("", FILES, FILES + "\x7f") or () if key.endswith(end)]
+        keys = self._keys("", FILES, FILES + "\x7f")
+        self._raise_problems()
+        return [key.removesuffix(end) for key in keys or () if key.endswith(end)]
 
     def _keys(self, folder: str, start: str, stop: str) -> list[str] | None:
         """Return the keys in [start, stop) of the database in a folder; None if it is corrupted."""
@@ -96,10 +98,10 @@ class ArrayReader:
         keys = None if store is None else self._result("", store.list(ts.KvStore.KeyRange(start, stop)), 0)
         return None if keys is None else [key.decode(errors="surrogateescape") for key in keys]
 
-    def find_corruption(self, names: Iterable[str]) -> list[str]:
-        """Read arrays, a few chunks at a time, and describe what is corrupted."""
+    def find_corruption(self) -> list[str]:
+        """Read all arrays and files, a few chunks at a time, and describe what is corrupted."""
         try:
-            opened = self._open(names)
+            opened = self._open([*self._by_array, *self.files()])
         except CorruptedError as error:
             return error.problems
         under_way: collections.deque[tuple[str, Any]] = collections.deque()

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 
+from jstep.checkpoint.listing import COMMITTED, ROOT
 from jstep.core.placement import is_of_host
 
 LARGEST = 2**25
@@ -138,8 +139,6 @@ _CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "c
 # Orbax's settings, except for the size of a node, which is searched entry by entry for each array: with all arrays in
 # one node, reading would be quadratic. No other process writes to a database.
 _CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 2**21, "manifest_kind": "single"}
-ROOT = "manifest.ocdbt"
-"""The name of the root of a database."""
 FILES = "$files/"
 """The beginning of the names of arrays that are files of a `CheckpointExtra`; no other name has this sign."""
 
@@ -150,14 +149,16 @@ def file_array(name: str, data: bytes) -> OwnParts:
     return OwnParts(FILES + name, values.shape, values.dtype, values.shape, [((), values)], is_file=True)
 
 
-def in_memory_root(folder: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return the `base` of a database below a key of a folder whose root is kept in memory, for a store of objects.
+def base(spec: Mapping[str, Any], key: str = "") -> dict[str, Any]:
+    """Return the `base` of a database below a key (empty, or with a slash at its end) of a directory or URL.
 
-    tensorstore writes a root on condition, tries again if a response is lost, and crashes if the bucket is gone. The
-    other objects have random names.
+    In an object store, the root of the database is kept in memory: tensorstore writes a root on condition, tries again
+    if a response is lost, and crashes if the bucket is gone. The other objects have random names.
     """
+    if spec["driver"] == "file":
+        return {**spec, "path": f"{spec['path']}{key}"}
     root = f"{key}{ROOT}"
-    layers = [{"base": dict(folder)}, {"exact": root, "base": {"driver": "memory", "path": root}}]
+    layers = [{"base": dict(spec)}, {"exact": root, "base": {"driver": "memory", "path": root}}]
     return {"driver": "kvstack", "layers": layers, "path": key}
 
 
@@ -174,7 +175,7 @@ def write(base: Mapping[str, Any], arrays: Sequence[OwnParts], wait: Wait, *, fi
     The first process creates the arrays, and the others assume what it writes.
 
     Returns:
-        The root of the database, which is to be written then, if `base` is of `in_memory_root`.
+        The root of the database, which is to be written then, if it is in memory (see `base`).
     """
     context, transaction = ts.Context(), ts.Transaction(atomic=True)
     is_local = base["driver"] == "file"
@@ -237,7 +238,7 @@ def merge(base: Mapping[str, Any], keys: Iterable[str], wait: Wait) -> bytes | N
 
 
 def description(names: Iterable[str], saved_at: float) -> dict[str, bytes]:
-    """Return the files in which Orbax looks for the tree and the step. Their bytes are part of the format."""
+    """Return the files that only Orbax reads, with the tree and the step. Their bytes are part of the format."""
     # Without a sharding, Orbax reads NumPy arrays only if this tells it so.
     value = {"value_type": "np.ndarray", "skip_deserialize": False}
     tree = {str((name,)): {"key_metadata": [{"key": name, "key_type": 2}], "value_metadata": value} for name in names}
@@ -246,7 +247,9 @@ def description(names: Iterable[str], saved_at: float) -> dict[str, bytes]:
     at = int(saved_at * 1e9)
     step: dict[str, Any] = {"item_handlers": None, "metrics": {}, "performance_metrics": {}, "init_timestamp_nsecs": at}
     step |= {"commit_timestamp_nsecs": at, "custom_metadata": {}}
-    return {"_METADATA": json.dumps(whole).encode(), "_CHECKPOINT_METADATA": json.dumps(step).encode()}
+    files = {"_METADATA": json.dumps(whole).encode(), "_CHECKPOINT_METADATA": json.dumps(step).encode()}
+    # Orbax ignores a checkpoint in a bucket without the last one.
+    return {**files, COMMITTED: b"written by jstep\n"}
 
 
 def array_path(name: str) -> str:

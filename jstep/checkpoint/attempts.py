@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from jstep.checkpoint.listing import COMMITTED, COMMITTED_TEXT, directory_spec
+from jstep.checkpoint.listing import ROOT, directory_spec
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.core.checks import format_bytes
 from jstep.stores.files import new_file, open_regular, replace_file, sync_directory
@@ -33,8 +33,11 @@ _FAILURE = "failed.txt"
 _logger = logging.getLogger("jstep")
 
 
-class AttemptStorage(Protocol):
-    """Where an attempt is written: a folder, or the objects below a URL. Keys are relative to it."""
+class Storage(Protocol):
+    """The storage of a checkpoint's arrays, and of the files beside them: a directory, or the objects below a URL.
+
+    Keys are relative to it.
+    """
 
     def begin(self) -> None:
         """Note what this attempt replaces; called on the first process."""
@@ -42,8 +45,8 @@ class AttemptStorage(Protocol):
     def at(self, key: str) -> str:
         """Return the path or URL of a key."""
 
-    def base(self, key: str) -> dict[str, Any]:
-        """Return tensorstore's JSON for the database below a key, which ends with a slash or is empty."""
+    def spec(self) -> dict[str, Any]:
+        """Return tensorstore's JSON for all files."""
 
     def read(self, key: str) -> bytes | None:
         """Read a small file; None if it is missing."""
@@ -63,18 +66,18 @@ class AttemptStorage(Protocol):
         return {}
 
 
-class LocalStorage(AttemptStorage):
+class LocalStorage(Storage):
     def __init__(self, path: str) -> None:
         self._path = path
 
     def begin(self) -> None:
-        """Do nothing: the folder is renamed under the claim."""
+        """Do nothing: the directory is renamed under the claim."""
 
     def at(self, key: str) -> str:
         return os.path.join(self._path, key) if key else self._path
 
-    def base(self, key: str) -> dict[str, Any]:
-        return directory_spec(self.at(key))
+    def spec(self) -> dict[str, Any]:
+        return directory_spec(self._path)
 
     def read(self, key: str) -> bytes | None:
         return read_file(self.at(key))
@@ -119,7 +122,7 @@ class Attempt:
         is_committed: Returns whether this attempt is the checkpoint; called on the others.
     """
 
-    place: AttemptStorage
+    storage: Storage
     name: str
     process: int
     count: int
@@ -134,12 +137,12 @@ class Attempt:
         began, nbytes = time.monotonic(), sum([math.prod(array.part) * array.dtype.itemsize for array in self.arrays])
         try:
             if self.process == 0:
-                self.place.begin()
+                self.storage.begin()
             names = self._write_part()
             if self.process == 0:
                 self._commit_all(names, time.monotonic() - began)
         except BaseException as error:
-            explained = _explained(error, self.place.at(""), nbytes)
+            explained = _explained(error, self.storage.at(""), nbytes)
             self._report(f"{type(explained).__name__}: {explained}"[:300])
             raise explained from error.__cause__
         if self.process:
@@ -149,17 +152,17 @@ class Attempt:
         from jstep.checkpoint import array_writer  # not at the top: importing tensorstore is slow
 
         names = [array.name for array in self.arrays]
-        own = [*self.arrays, *(array_writer.file_array(name, file.read()) for name, file in self.files.items())]
+        file_arrays = [array_writer.file_array(name, file.read()) for name, file in self.files.items()]
+        own_parts = [*self.arrays, *file_arrays]
         self.arrays.clear()
         key = process_key(self.process) if self.count > 1 else ""
-        root = array_writer.write(self.place.base(key), own, self.place.wait, first=self.process == 0)
-        if root is not None:
-            self.place.write(f"{key}{array_writer.ROOT}", root)
+        base = array_writer.base(self.storage.spec(), key)
+        self._write_root(key, array_writer.write(base, own_parts, self.storage.wait, first=self.process == 0))
         for file in self.files.values():
             file.written()
         if self.count > 1:
-            self.place.finish(key)
-            self.place.publish(part_key(self.process, self.name), b"")
+            self.storage.finish(key)
+            self.storage.publish(part_key(self.process, self.name), b"")
         return names
 
     def _commit_all(self, names: Sequence[str], took: float) -> None:
@@ -168,42 +171,48 @@ class Attempt:
         until = time.monotonic() + PEER_SECS + 10 * took
         for process in range(1, self.count):
             self._wait_for_part(process, until)
-        # Orbax ignores a checkpoint in a bucket without the last one.
-        files = {**array_writer.description(names, self.saved_at), COMMITTED: COMMITTED_TEXT}
-        keys, base = map(process_key, range(self.count)), self.place.base("")
-        root = array_writer.merge(base, keys, self.place.wait) if self.count > 1 else None
-        for name, data in (files if root is None else {array_writer.ROOT: root, **files}).items():
-            self.place.write(name, data)
-        self.commit(self.place.finish())
+        if self.count > 1:
+            base = array_writer.base(self.storage.spec())
+            root = array_writer.merge(base, map(process_key, range(self.count)), self.storage.wait)
+            self._write_root("", root)
+        for name, data in array_writer.description(names, self.saved_at).items():
+            self.storage.write(name, data)
+        self.commit(self.storage.finish())
+
+    def _write_root(self, key: str, root: bytes | None) -> None:
+        if root is not None:
+            self.storage.write(f"{key}{ROOT}", root)
 
     def _wait_for_part(self, process: int, until: float) -> None:
         for _ in _pauses(until):
             self._raise_failure_of(process)
-            if self.place.read(part_key(process, self.name)) is not None:
+            if self.storage.read(part_key(process, self.name)) is not None:
                 return
-        raise CheckpointError(f"{self.place.at(process_key(process))}: process {process} has not written")
+        raise CheckpointError(f"{self.storage.at(process_key(process))}: process {process} has not written")
 
     def _wait_for_first(self) -> None:
         for _ in _pauses(time.monotonic() + OUTCOME_SECS):
-            own = self.place.read(part_key(self.process, self.name))
+            part = self.storage.read(part_key(self.process, self.name))
             self._raise_failure_of(0)
             if self.is_committed():
                 return
-            if own is None:
-                raise CheckpointError(f"{self.place.at('')}: the first process has removed it; see its error")
-        raise CheckpointError(f"{self.place.at('')}: the first process has not reported the outcome")
+            if part is None:
+                raise CheckpointError(f"{self.storage.at('')}: the first process has removed it; see its error")
+        raise CheckpointError(f"{self.storage.at('')}: the first process has not reported the outcome")
 
     def _raise_failure_of(self, process: int) -> None:
-        if (text := self.place.read(f"{process_key(process)}{_FAILURE}")) is not None:
+        if (text := self.storage.read(f"{process_key(process)}{_FAILURE}")) is not None:
             raise CheckpointError(f"process {process}: {text.decode()}")
 
     def _report(self, text: str) -> None:
         if self.count == 1:
             return
         try:
-            self.place.publish(f"{process_key(self.process)}{_FAILURE}", text.encode(errors="replace"))
+            self.storage.publish(f"{process_key(self.process)}{_FAILURE}", text.encode(errors="replace"))
         except OSError as error:
-            _logger.warning("the failure of %s could not be reported to other processes: %s", self.place.at(""), error)
+            _logger.warning(
+                "the failure of %s could not be reported to other processes: %s", self.storage.at(""), error
+            )
 
 
 def process_key(process: int) -> str:

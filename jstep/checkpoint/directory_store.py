@@ -15,7 +15,6 @@ from typing import Any
 
 from jstep.checkpoint import attempts, listing
 from jstep.checkpoint.claims import FileClaim
-from jstep.checkpoint.contents import Contents
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, encode
 from jstep.checkpoint.retention import evict
 from jstep.checkpoint.store import Commit, Files, Store
@@ -69,10 +68,11 @@ class DirectoryStore(Store):
     def manifest(self, path: str) -> Manifest:
         return listing.read_manifest(path)
 
-    def contents(self, path: str, manifest: Manifest) -> Contents:
-        folder = attempts.LocalStorage(os.path.join(path, manifest.data or ""))
-        find_wrong_sizes = functools.partial(listing.find_wrong_sizes, path, manifest)
-        return Contents(manifest, folder.base(""), folder.read, find_wrong_sizes)
+    def storage(self, path: str, manifest: Manifest) -> attempts.LocalStorage:
+        return attempts.LocalStorage(os.path.join(path, manifest.data or ""))
+
+    def find_wrong_sizes(self, path: str, manifest: Manifest) -> Mapping[str, str]:
+        return listing.find_wrong_sizes(path, manifest)
 
     def claim(self) -> None:
         self._refuse_moved()

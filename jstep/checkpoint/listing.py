@@ -51,10 +51,11 @@ ASIDE = ".aside."  # a checkpoint set aside by the command that an error shows; 
 
 COMMITTED = "commit_success.txt"
 """The file by which Orbax knows that a checkpoint in a bucket is complete."""
-COMMITTED_TEXT = b"written by jstep\n"
 UNUSED = frozenset({"_METADATA", "_CHECKPOINT_METADATA", COMMITTED})
 """Files in which Orbax describes a checkpoint. The manifest does that here, so a checkpoint is intact without them."""
-OF_ORBAX = UNUSED | {"manifest.ocdbt"}
+ROOT = "manifest.ocdbt"
+"""The root of the database of arrays."""
+OF_ORBAX = UNUSED | {ROOT}
 _STEP = "(0|[1-9][0-9]*)"
 _logger = logging.getLogger("jstep")
 
@@ -130,7 +131,7 @@ def missing(path: str) -> str | None:
         return MANIFEST_FILE if is_absent(error) else None
     files = manifest.files.keys() - UNUSED
     if manifest.data is not None:  # a copy of what was written below a URL
-        files |= {f"{manifest.data}/manifest.ocdbt"}
+        files |= {f"{manifest.data}/{ROOT}"}
     return next((file for file in sorted(files) if not may_be_file(os.path.join(path, file))), None)
 
 

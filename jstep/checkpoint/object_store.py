@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from jstep.checkpoint import attempts, claims, listing
-from jstep.checkpoint.contents import Contents
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, decode, encode
 from jstep.checkpoint.store import Commit, Files, Store
 from jstep.checkpoint.writes import BackgroundWrite
@@ -62,10 +61,9 @@ class ObjectStore(Store):
             raise CheckpointError(f"{url}: its data is in {manifest.data!r:.50}, where jstep never puts it")
         return manifest
 
-    def contents(self, path: str, manifest: Manifest) -> Contents:
+    def storage(self, path: str, manifest: Manifest) -> "ObjectStorage":
         name = self._name(path)
-        folder = ObjectStorage(self._objects, name if manifest.data is None else f"{name}/{manifest.data}")
-        return Contents(manifest, spec(folder.at("")), folder.read, wait=functools.partial(folder.wait_to, "read"))
+        return ObjectStorage(self._objects, name if manifest.data is None else f"{name}/{manifest.data}", verb="read")
 
     def lock(self) -> claims.ObjectClaim:
         """Read, list and write once, within `START_TIMEOUT_SECS` seconds."""
@@ -184,28 +182,36 @@ class ObjectStore(Store):
         super().close(wait)
 
 
-class ObjectStorage(attempts.AttemptStorage):
-    """The objects of an attempt; a key has its content from the start, or does not exist."""
+class ObjectStorage(attempts.Storage):
+    """The objects of an attempt. An object has its content from the start, or does not exist.
+
+    Args:
+        objects: The objects below the URL of the store.
+        attempt: The key of the attempt.
+        manifest: The key of the manifest that the attempt may replace.
+        verb: What is done, for errors.
+    """
 
     before = ABSENT
     """The stamp of the manifest that this attempt may replace."""
 
-    def __init__(self, objects: Directory, folder: str, manifest: str = "") -> None:
-        self._objects, self._folder, self._manifest = objects, folder, manifest
+    def __init__(self, objects: Directory, attempt: str, manifest: str = "", verb: str = "write") -> None:
+        self._objects = objects
+        self._attempt = attempt
+        self._manifest = manifest
+        self._verb = verb
 
     def begin(self) -> None:
         self.before = self._objects.read(self._manifest).stamp
 
     def _key(self, key: str) -> str:
-        return f"{self._folder}/{key}" if key else self._folder
+        return f"{self._attempt}/{key}" if key else self._attempt
 
     def at(self, key: str) -> str:
         return self._objects.at(self._key(key))
 
-    def base(self, key: str) -> dict[str, Any]:
-        from jstep.checkpoint import array_writer  # not at the top: importing tensorstore is slow
-
-        return array_writer.in_memory_root(spec(self.at("")), key)
+    def spec(self) -> dict[str, Any]:
+        return spec(self.at(""))
 
     def read(self, key: str) -> bytes | None:
         return self._objects.read(self._key(key)).data
@@ -216,7 +222,4 @@ class ObjectStorage(attempts.AttemptStorage):
     publish = write
 
     def wait(self, future: Any, nbytes: int) -> Any:
-        return self.wait_to("write", future, nbytes)
-
-    def wait_to(self, verb: str, future: Any, nbytes: int) -> Any:
-        return PendingOperation(self._objects, future, verb, self._folder, nbytes).result()
+        return PendingOperation(self._objects, future, self._verb, self._attempt, nbytes).result()

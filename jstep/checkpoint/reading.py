@@ -57,7 +57,7 @@ class CheckpointReader:
         if path is None:
             raise FileNotFoundError(f"step={step}: there is no checkpoint {self._prefix}-{step} to read {name} from")
         try:
-            return self._store.contents(path, self._store.manifest(path)).read_file(name)
+            return self._store.reader(path, self._store.manifest(path)).read_file(name)
         except CorruptedError as error:
             raise CheckpointError(f"{path} {CORRUPTED}: {first_problem(error.problems)}") from error
 
@@ -240,7 +240,7 @@ class CheckpointReader:
         arrays, problems = dict[str, Any](), list[str]()
         failure: Exception | None = None
         try:
-            arrays = self._store.contents(path, manifest).read(shardings)
+            arrays = self._store.reader(path, manifest).read(shardings)
         except CorruptedError as error:
             problems = error.problems
         except Exception as error:

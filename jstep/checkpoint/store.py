@@ -9,14 +9,17 @@ import contextlib
 import gc
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jstep.checkpoint.attempts import Storage
 from jstep.checkpoint.claims import FileClaim, ObjectClaim
-from jstep.checkpoint.contents import Contents
 from jstep.checkpoint.listing import UNUSED
 from jstep.checkpoint.manifest import CheckpointError, Manifest
 from jstep.checkpoint.writes import BackgroundWrite
 from jstep.stores.urls import join_path
+
+if TYPE_CHECKING:
+    from jstep.checkpoint.array_reader import ArrayReader
 
 _logger = logging.getLogger("jstep")
 
@@ -80,22 +83,45 @@ class Store(abc.ABC):
         """Read the manifest of a checkpoint; raise FileNotFoundError if it was deleted meanwhile."""
 
     @abc.abstractmethod
-    def contents(self, path: str, manifest: Manifest) -> Contents:
-        """Return the arrays and files of a checkpoint, not yet read."""
+    def storage(self, path: str, manifest: Manifest) -> Storage:
+        """Return the storage of the arrays of a checkpoint."""
+
+    def reader(self, path: str, manifest: Manifest) -> "ArrayReader":
+        """Return a reader of the arrays and files of a checkpoint, none of which is read yet."""
+        from jstep.checkpoint.array_reader import ArrayReader  # not at the top: importing tensorstore is slow
+
+        storage = self.storage(path, manifest)
+        return ArrayReader(storage.spec(), manifest.by_array, storage.wait)
+
+    def find_wrong_sizes(self, path: str, manifest: Manifest) -> Mapping[str, str]:
+        """Describe the files of a manifest that are missing, or have another size; that of a URL lists none."""
+        return {}
 
     def find_corruption(self, path: str, manifest: Manifest, *, every: bool = False) -> list[str]:
         """Read every chunk of a checkpoint, and describe what is corrupted; with `every`, also what nothing reads."""
-        contents = self.contents(path, manifest)
-        problems = contents.find_corruption()
-        wrong = dict(contents.find_wrong_sizes()) | (contents.find_unused_corruption() if every else {})
+        problems = self.reader(path, manifest).find_corruption()
+        wrong = {**self.find_wrong_sizes(path, manifest), **(self._unused_corruption(path, manifest) if every else {})}
         return problems + [f"{path}/{name}: {why}" for name, why in wrong.items() if every or name not in UNUSED]
 
     def warn_of_unused(self, path: str, manifest: Manifest) -> None:
         """Log the corrupted files that nothing reads."""
-        unused = self.contents(path, manifest).find_unused_corruption()
+        unused = self._unused_corruption(path, manifest)
         if unused and not self.is_gone(path, manifest):
             texts = [f"{name} ({why})" for name, why in unused.items()]
             _logger.warning("%s: nothing reads %s, and the checkpoint restores without", path, " and ".join(texts))
+
+    def _unused_corruption(self, path: str, manifest: Manifest) -> dict[str, str]:
+        """Describe the files that only Orbax reads and that differ from what was written."""
+        from jstep.checkpoint.array_writer import description  # not at the top: importing tensorstore is slow
+
+        storage, found = self.storage(path, manifest), dict[str, str]()
+        for name, data in description(manifest.by_array, manifest.saved_at).items():
+            try:
+                if (read := storage.read(name)) != data:
+                    found[name] = "missing" if read is None else "its content differs from what was written"
+            except OSError as error:
+                found[name] = f"cannot be read: {error.strerror or error}"
+        return found
 
     def is_gone(self, path: str, manifest: Manifest) -> bool:
         """Return whether a checkpoint was deleted or replaced since its manifest was read."""

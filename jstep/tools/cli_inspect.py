@@ -59,7 +59,7 @@ class Checkpoint:
 
         wanted: dict[str, Any] = {leaf.array: None for leaf in leaves.values() if leaf.array is not None}
         try:
-            arrays = self.store.contents(self.path, self.manifest).read(wanted)
+            arrays = self.store.reader(self.path, self.manifest).read(wanted)
         except (CheckpointError, OSError):
             raise
         except Exception as error:
@@ -72,7 +72,7 @@ class Checkpoint:
         return self.store.find_corruption(self.path, self.manifest, every=every)
 
     def size_problems(self) -> list[str]:
-        found = self.store.contents(self.path, self.manifest).find_wrong_sizes()
+        found = self.store.find_wrong_sizes(self.path, self.manifest)
         return [f"{self.path}/{path}: {why}" for path, why in found.items()]
 
 

@@ -11,7 +11,7 @@ import pytest
 from checkpoint_states import NO_SLOTS, edit_manifest, listing, save_all, state_at
 
 import jstep
-from jstep.checkpoint.contents import Contents
+from jstep.checkpoint.directory_store import DirectoryStore
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.saver import Saver
@@ -101,18 +101,18 @@ def test_a_linked_checkpoint_is_restored_and_evicted(tmp_path):
 
 def test_evicted_during_a_restore(tmp_path, monkeypatch):
     """A reader concurrent with a writer retries with the newest checkpoint and does not report corruption."""
-    read, steps = Contents.read, []
+    open_reader, steps = DirectoryStore.reader, []
     with Saver(tmp_path, max_to_keep=1) as saver, Saver(tmp_path) as reader:
         save_all(saver, [1])
 
-        def evict(contents, shardings):
-            steps.append(contents.manifest.step)
+        def evict(store, path, manifest):
+            steps.append(manifest.step)
             if steps[-1] != 4 or evicts_last:
                 save_all(saver, [steps[-1] + 1])
-            return read(contents, shardings)
+            return open_reader(store, path, manifest)
 
         evicts_last = False
-        monkeypatch.setattr(Contents, "read", evict)
+        monkeypatch.setattr(DirectoryStore, "reader", evict)
         assert int(reader.restore(state_at(0)).global_step) == 4
         assert steps == [1, 2, 3, 4]
         evicts_last = True
