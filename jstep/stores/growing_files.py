@@ -105,22 +105,38 @@ class ObjectAppender:
                 self._uploaded = len(data) if key == self._key else self._uploaded
 
 
-def append_whole(file: io.FileIO, data: bytes) -> None:
-    """Append all bytes to an unbuffered file, or none of them, as on a full disk."""
-    end = file.seek(0, os.SEEK_END)
-    try:
-        left = memoryview(data)
-        while left:
-            left = left[file.write(left) :]
-    except BaseException:
-        with contextlib.suppress(OSError):
-            file.truncate(end)
-        raise
+class GrowingFile:
+    """A local file to which bytes are appended; the operating system has them when `write` returns."""
 
+    def __init__(self, path: str, file: io.FileIO) -> None:
+        self.path = path
+        self._file = file
+        self._is_named = False  # whether the disk has its name
 
-def sync_growing(handle: int, path: str, *, is_named: bool) -> None:
-    """Flush a growing file to disk, and its name unless the name is on disk already (`is_named`)."""
-    sync(handle, path, data_only=True)
-    if not is_named:
-        with contextlib.suppress(FileNotFoundError):  # the directory was renamed
-            sync_directory(os.path.dirname(path))
+    def write(self, data: bytes) -> None:
+        """Append all bytes, or none of them, as on a full disk."""
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[self._file.write(left) :]
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)
+            raise
+
+    def sync(self) -> None:
+        """Flush the bytes, and the name of a new file, to disk."""
+        if self._file.closed:  # `close` has flushed the file: a save in the background may end later
+            return
+        sync(self._file.fileno(), self.path, data_only=True)
+        if not self._is_named:
+            with contextlib.suppress(FileNotFoundError):  # the directory was renamed
+                sync_directory(os.path.dirname(self.path))
+            self._is_named = True
+
+    def close(self) -> None:
+        try:
+            self.sync()
+        finally:
+            self._file.close()

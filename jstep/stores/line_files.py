@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 
 from jstep.stores.files import decode_json, foreign_file, make_directories, open_own
-from jstep.stores.growing_files import ObjectAppender, append_whole, sync_growing
+from jstep.stores.growing_files import GrowingFile, ObjectAppender
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.urls import is_url, split_path
 
@@ -39,13 +39,12 @@ def _end_of_lines(path: str, data: bytes, is_line: Callable[[bytes], bool]) -> i
     return data.rfind(b"\n") + 1
 
 
-class LocalLines:
-    """A file of lines; the operating system has each line when it is written."""
+class LocalLines(GrowingFile):
+    """A file of lines."""
 
     def __init__(self, path: str, beginning: bytes, is_line: Callable[[bytes], bool]) -> None:
-        self.path, self._is_named = path, False
         make_directories(os.path.dirname(path))
-        self._file = open_own(path, beginning)
+        super().__init__(path, open_own(path, beginning))
         try:
             if self._file.seek(0, os.SEEK_END) > _MAX_BYTES:
                 raise foreign_file(path, f"has more than {_MAX_BYTES} bytes")
@@ -54,17 +53,3 @@ class LocalLines:
         except BaseException:
             self._file.close()
             raise
-
-    def write(self, line: bytes) -> None:
-        append_whole(self._file, line)
-
-    def sync(self) -> None:
-        """Flush the lines, and a new file's name, to disk."""
-        if not self._file.closed:  # `close` has flushed the file: a save in the background may end later
-            sync_growing(self._file.fileno(), self.path, is_named=self._is_named)
-            self._is_named = True
-
-    def close(self) -> None:
-        if not self._file.closed:
-            with self._file:
-                self.sync()

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from jstep.core.checks import format_list
 from jstep.stores.event_files import Writer, frame, is_event_file, proto
 from jstep.stores.files import make_directories, names_in, replace_file
-from jstep.stores.growing_files import ObjectAppender, append_whole, sync_growing
+from jstep.stores.growing_files import GrowingFile, ObjectAppender
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.urls import is_url, join_path, resolve_path, split_path
 from jstep.summary.encode import event_bytes
@@ -22,20 +22,21 @@ from jstep.summary.encode import event_bytes
 _logger = logging.getLogger("jstep")
 
 
-class LocalFile:
+class LocalFile(GrowingFile):
     """A local event file; its directory is created if necessary."""
 
     def __init__(self, logdir: str, suffix: str = "") -> None:
-        self._logdir, self._suffix = logdir, suffix
+        self._logdir = logdir
+        self._suffix = suffix
         self._open()
 
     def _open(self) -> None:
         make_directories(self._logdir)
         name = next(_file_names(filter(is_event_file, os.listdir(self._logdir)), self._suffix))
-        self.path, self._is_named = os.path.join(self._logdir, name), False
-        self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115  closed by `close`
+        path = os.path.join(self._logdir, name)
+        super().__init__(path, open(path, "xb", buffering=0))  # noqa: SIM115  closed by `close`
         try:
-            append_whole(self._file, _first_record())
+            super().write(_first_record())
         except BaseException:
             self._file.close()
             os.unlink(self.path)
@@ -53,24 +54,13 @@ class LocalFile:
                     removed,
                     self.path,
                 )
-            append_whole(self._file, data)
+            super().write(data)
         except OSError as error:
             raise type(error)(error.errno, error.strerror, self.path) from error
-
-    def sync(self) -> None:
-        """Flush the records, and the name of a new file, to disk."""
-        sync_growing(self._file.fileno(), self.path, is_named=self._is_named)
-        self._is_named = True
 
     def due(self) -> float:
         """Return the monotonic time of the next `sync`; infinity if nothing is pending."""
         return math.inf
-
-    def close(self) -> None:
-        try:
-            self.sync()
-        finally:
-            self._file.close()
 
 
 Sink: TypeAlias = LocalFile | ObjectAppender

@@ -1,7 +1,6 @@
 """A log that cannot be written never prevents a checkpoint: a History, event files, fingerprints."""
 
 import errno
-import io
 import os
 import signal
 
@@ -10,8 +9,7 @@ from loop_runs import train
 
 import jstep
 from jstep.metering import history_file
-from jstep.stores import line_files
-from jstep.summary import new_event_files
+from jstep.stores import growing_files, line_files
 
 
 class Full:
@@ -31,7 +29,7 @@ class Full:
         self._monkeypatch.setattr(kind, method, write)
 
     def named(self, log):
-        return [] if isinstance(log, line_files.LocalLines | io.FileIO) else [getattr(log, "path", None) or log._path]
+        return [] if isinstance(log, line_files.LocalLines) else [getattr(log, "path", None) or log._path]
 
 
 @pytest.fixture
@@ -45,7 +43,7 @@ def of_history(full, where):
 
 
 def of_event_files(full, where):
-    full.fills(new_event_files, "append_whole")
+    full.fills(growing_files.GrowingFile, "write")
     return {"logdir": where / "logs", "save_summaries_steps": 1}, "events.out.tfevents", "SummaryWriter.flush"
 
 
