@@ -15,10 +15,11 @@ from jstep.checkpoint import attempts, claims, listing
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, decode, encode
 from jstep.checkpoint.store import Commit, Files, Store
 from jstep.checkpoint.writes import BackgroundWrite
-from jstep.stores.objects import ABSENT, START_TIMEOUT_SECS, Directory, PendingOperation, pipelined, spec
+from jstep.stores.objects import ABSENT, START_TIMEOUT_SECS, Directory, PendingOperation, spec
 from jstep.stores.urls import parts_of_url
 
 _AT_ONCE = 16
+"""Objects to delete at once."""
 
 _logger = logging.getLogger("jstep")
 
@@ -83,18 +84,19 @@ class ObjectStore(Store):
 
         name = self._name(path)
         attempt = f"data.{max(0, int(commit.saved_at))}-{commit.number:08x}"
-        place = ObjectStorage(self._objects, f"{name}/{attempt}", f"{name}/{MANIFEST_FILE}")
+        storage = ObjectStorage(self._objects, f"{name}/{attempt}", f"{name}/{MANIFEST_FILE}")
 
         def commit_attempt(sizes: Files) -> None:
-            self._commit_attempt(name, attempt, place.before, commit)
+            self._commit_attempt(name, attempt, storage.before, commit)
 
         def is_committed() -> bool:
             data = self._objects.read(f"{name}/{MANIFEST_FILE}").data
             return data is not None and decode(data).data == attempt
 
-        process, count, own = jax.process_index(), jax.process_count(), array_writer.take(arrays)
+        process, count = jax.process_index(), jax.process_count()
+        own_parts = array_writer.take(arrays)
         part = attempts.Attempt(
-            place, attempt, process, count, commit.saved_at, own, files, commit_attempt, is_committed
+            storage, attempt, process, count, commit.saved_at, own_parts, files, commit_attempt, is_committed
         )
         self._write = BackgroundWrite(f"{name}/{attempt}", part.run, f"jstep-save-{name}")
 
@@ -130,19 +132,19 @@ class ObjectStore(Store):
             raise
         return []  # a reader may still read the replaced objects
 
-    def _clean_up(self, listed: listing.ListedCheckpoints, new: str, attempt: str, now: float) -> None:
+    def _clean_up(self, listed: listing.ListedCheckpoints, new: str, attempt: str, time_now: float) -> None:
         """Remove what the new manifest has replaced, and what interrupted saves left behind."""
-        for name, folders in listed.attempts.items():
-            old = [folder for folder in folders if listing.is_old(folder, now)]
+        for name, keys in listed.attempts.items():
+            old = [other for other in keys if listing.is_old(other, time_now)]
             victims: list[str] = []
             if name == new:  # a reader may still read the replaced objects
-                victims = [folder for folder in (old if name in listed.committed else folders) if folder != attempt]
+                victims = [other for other in (old if name in listed.committed else keys) if other != attempt]
             elif name not in listed.committed:  # lists are unreliable: only a read shows that it has no manifest
-                victims = list(folders) if self._objects.read(f"{name}/{MANIFEST_FILE}").data is None else []
-            elif old and len(folders) > 1:  # all but the attempt of the existing checkpoint
+                victims = list(keys) if self._objects.read(f"{name}/{MANIFEST_FILE}").data is None else []
+            elif old and len(keys) > 1:  # all but the attempt of the existing checkpoint
                 data = self.manifest(self.path(name)).data
-                victims = [folder for folder in old if folder != data]
-            self.erase([key for victim in victims for key in folders[victim]])
+                victims = [other for other in old if other != data]
+            self.erase([key for victim in victims for key in keys[victim]])
 
     def command_to_set_aside(self, path: str) -> str:
         aside = f"{path}{listing.ASIDE}{int(time.time())}"
@@ -157,17 +159,18 @@ class ObjectStore(Store):
         name = self._name(path)
         key = f"{name}/{MANIFEST_FILE}"
         listed = self._list(name.rpartition("-")[0])
-        there = self._objects.read(key)
-        if there.data is None or not self._objects.delete(key, there.stamp):
+        manifest = self._objects.read(key)
+        if manifest.data is None or not self._objects.delete(key, manifest.stamp):
             return []
         ours = {key for attempt in listed.attempts.get(name, {}).values() for key in attempt}
         with contextlib.suppress(CheckpointError):  # a copy from a disk has its files next to the manifest
-            ours |= {f"{name}/{file}" for file in decode(there.data).files}
+            ours |= {f"{name}/{file}" for file in decode(manifest.data).files}
         return sorted(ours)
 
     def erase(self, remains: Sequence[str]) -> None:
-        for _, pending in pipelined(((key, self._objects.start_delete(key)) for key in remains), _AT_ONCE):
-            pending.result()
+        for first in range(0, len(remains), _AT_ONCE):
+            for pending in [self._objects.start_delete(key) for key in remains[first : first + _AT_ONCE]]:
+                pending.result()
 
     def log_undeleted(self, path: str, error: Exception) -> None:
         """Log one warning for all checkpoints."""

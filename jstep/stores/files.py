@@ -29,20 +29,17 @@ def open_for_reading(path: str) -> BinaryIO:
 
 def open_regular(path: str, buffering: int = -1) -> Any:
     """Open a regular file for reading, through links; never a FIFO, which blocks, or a device."""
-    _check_regular(path, os.stat(path))  # before it is opened, as opening a device may have effects
+    mode = os.stat(path).st_mode  # before it is opened, as opening a device may have effects
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "is not a regular file", path)
     return open(path, "rb", buffering, opener=_opener())
 
 
 def _opener(extra_flags: int = 0) -> Callable[[str, int], int]:
     no_wait = getattr(os, "O_NONBLOCK", 0)  # a FIFO that took the place of the file meanwhile
     return lambda path, flags: os.open(path, flags | no_wait | extra_flags, 0o666)
-
-
-def _check_regular(path: str, found: os.stat_result) -> None:
-    if stat.S_ISDIR(found.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "is not a regular file", path)
 
 
 def read_small(path: str, limit: int) -> bytes:
@@ -138,7 +135,9 @@ def open_own(path: str, beginning: bytes, *, append: bool = True) -> io.FileIO:
         ForeignFileError: The file is a link, is not a regular file, or has other content.
     """
     with contextlib.suppress(FileNotFoundError):
-        _check_own(path, os.lstat(path))  # before it is opened, as opening a device may have effects
+        mode = os.lstat(path).st_mode  # before it is opened, as opening a device may have effects
+        if not stat.S_ISREG(mode):
+            raise foreign_file(path, "is a link" if stat.S_ISLNK(mode) else "is not a regular file")
     opener = _opener(getattr(os, "O_NOFOLLOW", 0) | os.O_CREAT)
     file: io.FileIO = open(path, "ab+" if append else "r+b", 0, opener=opener)  # noqa: SIM115
     try:
@@ -157,11 +156,6 @@ def open_own(path: str, beginning: bytes, *, append: bool = True) -> io.FileIO:
 def _is_hole(head: bytes, beginning: bytes) -> bool:
     """Return whether a file begins with a block that was lost in a power cut: the next whole line is as expected."""
     return head.startswith(b"\0") and head.lstrip(b"\0").partition(b"\n")[2].startswith(beginning)
-
-
-def _check_own(path: str, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise foreign_file(path, "is a link" if stat.S_ISLNK(found.st_mode) else "is not a regular file")
 
 
 def foreign_file(path: str, what: str) -> ForeignFileError:
@@ -227,7 +221,8 @@ def remove_file(path: str) -> None:
 
 def make_directories(path: str) -> None:
     """Create a directory and its parents, and flush their entries."""
-    new, above = [], path
+    new = []
+    above = path
     while above and not os.path.isdir(above):
         new.append(above)
         above = os.path.dirname(above)
@@ -259,19 +254,15 @@ def _is_flushed_by_drive(handle: int) -> bool:
 
 def sync_directory(directory: str) -> None:
     """Flush the entries of a directory to disk, if the system supports that."""
+    if os.name == "nt":
+        return  # Windows opens no directory, and flushes the entries itself
     try:
-        _sync_path(directory or ".")
+        handle = os.open(directory or ".", os.O_RDONLY)
+        try:
+            sync(handle, directory)
+        finally:
+            os.close(handle)
     except OSError as error:
         # Some systems cannot flush a directory, or do not let this user open it.
         if error.errno not in {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM, errno.EBADF}:
             raise
-
-
-def _sync_path(path: str) -> None:
-    if os.name == "nt" and os.path.isdir(path):
-        return  # Windows opens no directory, and flushes the entries itself
-    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # Windows flushes only writable handles
-    try:
-        sync(handle, path)
-    finally:
-        os.close(handle)

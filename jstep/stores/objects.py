@@ -12,7 +12,6 @@ checkpoint, start from step 0, and then delete old data. A `Directory` therefore
 all others, and rejects a list that does not end in it.
 """
 
-import collections
 import configparser
 import contextlib
 import functools
@@ -20,8 +19,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from jstep.core.secret_text import hide
 from jstep.stores.urls import parts_of_url
@@ -96,38 +95,6 @@ class PendingOperation:
             _down[self._bucket] = time.monotonic(), str(problem).partition(f"cannot {self._verb}: ")[2]
         raise problem
 
-    def read(self) -> ReadResult:
-        got = self.result()
-        if got.state == "value":
-            return ReadResult(bytes(got.value), bytes(got.stamp.generation))
-        return ReadResult(None, ABSENT)
-
-    def stamp(self) -> bytes:
-        return bytes(self.result().generation)
-
-    def give_up(self) -> None:
-        """Cancel the operation; its outcome is unknown."""
-        self._future.cancel()
-
-
-Tag = TypeVar("Tag")
-Operation = TypeVar("Operation", bound=Any)
-
-
-def pipelined(operations: Iterable[tuple[Tag, Operation]], max_in_flight: int) -> Iterator[tuple[Tag, Operation]]:
-    """Yield operations in order, with at most `max_in_flight` in progress; after a failure, give up the others."""
-    under_way: collections.deque[tuple[Tag, Operation]] = collections.deque()
-    try:
-        for operation in operations:
-            under_way.append(operation)
-            if len(under_way) == max_in_flight:
-                yield under_way.popleft()
-        while under_way:
-            yield under_way.popleft()
-    finally:
-        for _, pending in under_way:
-            pending.give_up()
-
 
 class Objects:
     """The objects below a URL, opened at the first request. Thread-safe."""
@@ -142,13 +109,13 @@ class Objects:
     # Operations.
 
     def read(self, key: str) -> ReadResult:
-        return self._begin("read", key, lambda kv: kv.read(key)).read()
+        found = self._begin("read", key, lambda kv: kv.read(key)).result()
+        if found.state == "value":
+            return ReadResult(bytes(found.value), bytes(found.stamp.generation))
+        return ReadResult(None, ABSENT)
 
     def write(self, key: str, data: bytes) -> bytes:
-        return self.start_write(key, data).stamp()
-
-    def start_write(self, key: str, data: Any) -> PendingOperation:
-        return self._begin("write", key, lambda kv: kv.write(key, data), len(data))
+        return bytes(self._begin("write", key, lambda kv: kv.write(key, data), len(data)).result().generation)
 
     def write_if(self, key: str, data: bytes, stamp: bytes) -> bytes | None:
         """Write an object if the existing version has this stamp, and return the new one, or None.

@@ -101,17 +101,17 @@ def remove_temporary(directory: str, is_own: Callable[[str], bool] = lambda name
     """Remove the temporary files that dead processes left of the files whose names are `is_own`."""
     with contextlib.suppress(OSError):
         matches = [(name, match) for name in os.listdir(directory or ".") if (match := _TEMPORARY.fullmatch(name))]
-        for path in [os.path.join(directory, name) for name, match in matches if is_own(match["name"])]:
+        for name, match in matches:
+            path = os.path.join(directory, name)
             with contextlib.suppress(OSError):  # it was removed meanwhile
-                if _is_left(path, directory or "."):
+                if is_own(match["name"]) and _is_left(path, directory or ".", match):
                     os.unlink(path)
 
 
-def _is_left(path: str, directory: str) -> bool:
+def _is_left(path: str, directory: str, match: re.Match[str]) -> bool:
     found = os.lstat(path)
-    match = _TEMPORARY.fullmatch(os.path.basename(path))
     process = this_process()
-    if match is None or not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(found.st_mode):
         return False
     if match["place"] == _place(process):
         return not is_alive({**process, "pid": int(match["pid"]), "started": match["started"]})
