@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 import tensorstore as ts
 
 from jstep.checkpoint.array_writer import FILES, LARGEST, Wait, array_path
 from jstep.checkpoint.leaf_records import shape_and_dtype
 from jstep.checkpoint.manifest import CorruptedError, Leaf
+from jstep.core.checks import array_type
 from jstep.core.placement import ShardBounds, local_parts, place, slices
 from jstep.stores.objects import LostError, redact
 
@@ -39,7 +38,9 @@ class ArrayReader:
     """
 
     def __init__(self, base: Mapping[str, Any], by_array: Mapping[str, Leaf], wait: Wait) -> None:
-        self._base, self._by_array, self._wait = base, by_array, wait
+        self._base = base
+        self._by_array = by_array
+        self._wait = wait
         self.problems: list[str] = []
         self._context = ts.Context(
             {"cache_pool#ocdbt": {"total_bytes_limit": 10**8}, "file_io_concurrency": {"limit": 128}}
@@ -91,9 +92,9 @@ class ArrayReader:
         self._raise_problems()
         return [key.removesuffix(end) for key in keys or () if key.endswith(end)]
 
-    def _keys(self, folder: str, start: str, stop: str) -> list[str] | None:
-        """Return the keys in [start, stop) of the database in a folder; None if it is corrupted."""
-        spec = {**self._store, "base": {**self._base, "path": self._base["path"] + folder}}
+    def _keys(self, directory: str, start: str, stop: str) -> list[str] | None:
+        """Return the keys in [start, stop) of the database in a directory; None if it is corrupted."""
+        spec = {**self._store, "base": {**self._base, "path": self._base["path"] + directory}}
         store = self._result("", ts.KvStore.open(spec, context=self._context), 0)
         keys = None if store is None else self._result("", store.list(ts.KvStore.KeyRange(start, stop)), 0)
         return None if keys is None else [key.decode(errors="surrogateescape") for key in keys]
@@ -129,20 +130,13 @@ class ArrayReader:
             self.problems = [f"the index of its arrays{why}"]
         self._raise_problems()
         for name, stored in opened.items():
-            found = tuple(stored.shape), stored.dtype.numpy_dtype
-            expected = self._expected(name, len(found[0]))
-            if found[1] != expected[1] or (expected[0] not in (None, found[0])):
-                what = f"{found[1]}{list(found[0])}, and {expected[1]}{list(expected[0] or ())} in the manifest"
-                self.problems.append(f"{self._described(name)} is {what}")
+            found = array_type(stored.shape, stored.dtype.numpy_dtype)
+            leaf = self._by_array.get(name)  # None for a file
+            expected = found if leaf is None else array_type(*shape_and_dtype(leaf))
+            if found != expected:
+                self.problems.append(f"{self._described(name)} is {found}, and {expected} in the manifest")
         self._raise_problems()
         return opened
-
-    def _expected(self, name: str, ndim: int) -> tuple[tuple[int, ...] | None, Any]:
-        """Return the shape and dtype of an array in the manifest; the shape of a file is not known."""
-        if name not in self._by_array:
-            return None if ndim == 1 else (0,), np.dtype(np.uint8)
-        shape, dtype = shape_and_dtype(self._by_array[name])
-        return shape, jnp.dtype(dtype)
 
     def _described(self, name: str) -> str:
         if name.startswith(FILES):

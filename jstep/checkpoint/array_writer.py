@@ -59,8 +59,10 @@ def take(arrays: Mapping[str, Any]) -> list[OwnParts]:
             [arrays[name] for name in moving], [_without_replicas(arrays[name]) for name in moving]
         )
         arrays = {**arrays, **dict(zip(moving, divided, strict=True))}
-    own = [_own_parts(name, array, in_place) for name, array in arrays.items()]
-    return _to_host(own) if moving else own
+    own_parts = [_own_parts(name, array, in_place) for name, array in arrays.items()]
+    if moving:
+        _move_to_host(own_parts)
+    return own_parts
 
 
 def is_read_in_place(sharding: Any) -> bool:
@@ -75,7 +77,8 @@ def _own_parts(name: str, array: Any, in_place: set[Any]) -> OwnParts:
     if sharding.num_devices == 1:
         data = array.addressable_data(0)
         return OwnParts(*kind, array.shape, [((), np.asarray(data) if is_here else data)])
-    part, values = list(sharding.shard_shape(array.shape)), []
+    part = list(sharding.shard_shape(array.shape))
+    values = []
     axis = None
     if is_here:
         replicas = sharding.num_devices * math.prod(part) // array.size
@@ -115,22 +118,25 @@ def _without_replicas(array: Any) -> Any:
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*axes))
 
 
-def _to_host(own: Sequence[OwnParts]) -> list[OwnParts]:
+def _move_to_host(own_parts: Sequence[OwnParts]) -> None:
     """Start to copy values to pinned memory of the host; unlike others, these copies need not end before a donation."""
-    places = [(i, j) for i, array in enumerate(own) for j in range(len(array.values))]
-    places = [(i, j) for i, j in places if isinstance(own[i].values[j][1], jax.Array)]
-    data = [own[i].values[j][1] for i, j in places]
-    devices = {device for values in data for device in values.devices()}
+    places = [
+        (array.values, i)
+        for array in own_parts
+        for i, (_, data) in enumerate(array.values)
+        if isinstance(data, jax.Array)
+    ]
+    data = [values[i][1] for values, i in places]
+    devices = {device for array in data for device in array.devices()}
     if all("pinned_host" in {memory.kind for memory in device.addressable_memories()} for device in devices):
-        pinned = [values.sharding.with_memory_kind("pinned_host") for values in data]
+        pinned = [array.sharding.with_memory_kind("pinned_host") for array in data]
         copies = jax.device_put(data, pinned, may_alias=False)  # of what is there already, too
     else:
-        for values in data:
-            values.copy_to_host_async()
-        copies = [np.asarray(values) for values in data]
-    for (i, j), copy in zip(places, copies, strict=True):
-        own[i].values[j] = own[i].values[j][0], copy
-    return list(own)
+        for array in data:
+            array.copy_to_host_async()
+        copies = [np.asarray(array) for array in data]
+    for (values, i), copy in zip(places, copies, strict=True):
+        values[i] = values[i][0], copy
 
 
 # Writing.
@@ -225,7 +231,7 @@ def chunk_shape(part: tuple[int, ...], shape: tuple[int, ...], itemsize: int) ->
 
 def merge(base: Mapping[str, Any], keys: Iterable[str], wait: Wait) -> bytes | None:
     """Merge the databases below some keys into one, which refers to their files; see `write` for the result."""
-    # Orbax's own merge uses a glob, which reads brackets and `**` in the path of the folder as a pattern.
+    # Orbax's own merge uses a glob, which reads brackets and `**` in the path of the checkpoint as a pattern.
     context, transaction = ts.Context({"cache_pool": {"total_bytes_limit": 10**8}}), ts.Transaction(atomic=True)
     whole = {"driver": "ocdbt", "base": dict(base), "config": _CONFIG}
     merged = wait(ts.KvStore.open(whole, context=context), 0).with_transaction(transaction)

@@ -1,8 +1,8 @@
-"""One save, in a background thread of each process: the same in a folder and below a URL.
+"""One save, in a background thread of each process: the same in a directory and below a URL.
 
     1. Each process writes its arrays, and then, if there are several, its part: a file that says so.
     2. The first process waits for all parts, merges their databases, and commits: the manifest, and in a directory the
-       name of the folder. From here on the checkpoint exists.
+       name of the directory. From here on the checkpoint exists.
     3. The others wait until it does, or until the first process reports why not.
 
 With one process, the database is directly in the attempt, else below `ocdbt.process_N/`. A crash before the commit
@@ -91,11 +91,11 @@ class LocalStorage(Storage):
 
     def finish(self, key: str = "") -> Mapping[str, int]:
         sizes = {}
-        for folder, _, names in os.walk(self.at(key)):
+        for directory, _, names in os.walk(self.at(key)):
             for name in names:
-                path = os.path.join(folder, name)
+                path = os.path.join(directory, name)
                 sizes[os.path.relpath(path, self._path).replace(os.sep, "/")] = os.path.getsize(path)
-            sync_directory(folder)
+            sync_directory(directory)
         return dict(sorted(sizes.items()))
 
 

@@ -34,9 +34,9 @@ _windows: Any = msvcrt
 def refusal(directory: str, prefix: str, owner: Mapping[str, Any]) -> CheckpointError:
     # Names are those of a file that anybody may have written.
     pid, host = (repr(str(owner.get(name, "unknown")))[1:-1] for name in ("pid", "host"))
-    mine = owner.get("pid") == os.getpid() and is_alive(owner)
-    who = truncate(f"process {pid} on {host}", 200) + (", which is this one" if mine else "")
-    way_out = "close the other Saver first" if mine else "wait for that process or end it"
+    is_here = owner.get("pid") == os.getpid() and is_alive(owner)
+    who = truncate(f"process {pid} on {host}", 200) + (", which is this one" if is_here else "")
+    way_out = "close the other Saver first" if is_here else "wait for that process or end it"
     return CheckpointError(
         f"{prefix}-* in {directory} is being written by {who}: one writer at a time, or one run would destroy the "
         f"other's checkpoints. Give this run its own directory or prefix, or {way_out}."
@@ -93,11 +93,11 @@ class FileClaim:
 
 
 def claim_file(path: str) -> FileClaim:
-    """Claim a file that the user named, which one run at a time may write; create its folder."""
-    folder, name = os.path.split(path)
-    make_directories(folder)
+    """Claim a file that the user named, which one run at a time may write; create its directory."""
+    directory, name = os.path.split(path)
+    make_directories(directory)
     try:
-        return FileClaim(folder, name)
+        return FileClaim(directory, name)
     except CheckpointError as error:
         raise ValueError(f"path={path!r}: another run is writing this file; give each run its own") from error
 
@@ -201,9 +201,13 @@ class ObjectClaim:
     """The exclusive right to write a prefix below a URL, until `release`."""
 
     def __init__(self, objects: Directory, prefix: str) -> None:
-        self._objects, self._prefix, self.id = objects, prefix, uuid.uuid4().hex
-        self._lock, self._ended = threading.Lock(), threading.Event()
-        self._beats, self._lost = 0, False
+        self._objects = objects
+        self._prefix = prefix
+        self.id = uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._beats = 0
+        self._lost = False
         self._stamp = self._take()
         _held[self.id] = self
         self._pid = os.getpid()
@@ -220,12 +224,14 @@ class ObjectClaim:
         first = seen = self._objects.read(key)
         while True:
             who = owner_in(seen.data)
-            alive = self._is_alive(who) if who else False
+            alive = is_alive(who) if who else False
+            if alive and who.get("pid") == os.getpid():
+                alive = str(who.get("id")) in _held
             if alive or (alive is None and seen.stamp != first.stamp):
                 raise refusal(self._objects.url, self._prefix, who)
             if alive is False or time.monotonic() > until:
-                if (mine := self._objects.write_if(key, self._as_json(), seen.stamp)) is not None:
-                    return mine
+                if (stamp := self._objects.write_if(key, self._as_json(), seen.stamp)) is not None:
+                    return stamp
             elif until == math.inf:
                 _logger.info(
                     "%s: process %s on %s wrote %s-* last; waiting for %g s to see whether it is still alive",
@@ -235,10 +241,6 @@ class ObjectClaim:
             else:
                 self._ended.wait(min(SILENT / 10, max(0.01, until - time.monotonic())))
             seen = self._objects.read(key)
-
-    def _is_alive(self, who: Mapping[str, Any]) -> bool | None:
-        alive = is_alive(who)
-        return str(who.get("id")) in _held if alive and who.get("pid") == os.getpid() else alive
 
     def _as_json(self) -> bytes:
         return json.dumps(this_process() | {"id": self.id, "beat": self._beats}).encode()
@@ -287,8 +289,8 @@ class ObjectClaim:
 
 def _renew(claim: "weakref.ref[ObjectClaim]", ended: threading.Event) -> None:
     while not ended.wait(BEAT):
-        if (held := claim()) is None:
+        if (current := claim()) is None:
             return
         with contextlib.suppress(OSError):  # the commit raises it if it persists
-            held.renew()
-        del held
+            current.renew()
+        del current

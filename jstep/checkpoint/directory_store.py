@@ -30,7 +30,7 @@ class DirectoryStore(Store):
         super().__init__(directory, prefix)
         self._is_cleaned = False
         self._failed: str | None = None
-        """The folder of an attempt of several processes, which some of them may write to until all have waited."""
+        """The directory of an attempt of several processes, which some of them may write to until all have waited."""
 
     def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
         """Check only the existence of files."""
@@ -53,7 +53,7 @@ class DirectoryStore(Store):
         return listing.find_complete(self.path(listing.format_name(prefix, step)))
 
     def broken(self, prefix: str, above: int) -> list[tuple[str, str]]:
-        """A folder gets its name when it is complete, and loses it before it is deleted."""
+        """A directory gets its name when it is complete, and loses it before it is deleted."""
         problems = []
         for step, is_final, entry in listing.entries(self.directory, prefix):
             path = self.path(entry)
@@ -94,10 +94,10 @@ class DirectoryStore(Store):
     def save(self, path: str, arrays: Mapping[str, Any], files: Mapping[str, Any], commit: Commit) -> None:
         """Write a checkpoint in a thread, atomically: each step is on the disk before the next one begins.
 
-        1. Arrays and files in a temporary folder, and what Orbax needs (`attempts`).
+        1. Arrays and files in a temporary directory, and what Orbax needs (`attempts`).
         2. The flushes of `Saver.flushing`.
-        3. The manifest, without which a folder is not a checkpoint.
-        4. The renamed folder (`_publish`). Only then are superseded checkpoints removed (`commit`).
+        3. The manifest, without which a directory is not a checkpoint.
+        4. The renamed directory (`_publish`). Only then are superseded checkpoints removed (`commit`).
         """
         import jax  # not at the top: listing a directory of checkpoints does not need JAX
 
@@ -111,23 +111,25 @@ class DirectoryStore(Store):
         os.makedirs(temporary, exist_ok=count > 1)
         self._failed = temporary if count > 1 else None
 
-        def commit_folder(sizes: Files) -> None:
+        def commit_directory(sizes: Files) -> None:
             commit.finish(sizes, functools.partial(self._publish, temporary, path))
             self._failed = None
 
         def is_committed() -> bool:
             return os.path.exists(os.path.join(path, attempts.part_key(process, str(commit.number))))
 
-        folder, own = attempts.LocalStorage(temporary), array_writer.take(arrays)
+        storage = attempts.LocalStorage(temporary)
+        own_parts = array_writer.take(arrays)
+        name = str(commit.number)
         attempt = attempts.Attempt(
-            folder, str(commit.number), process, count, commit.saved_at, own, files, commit_folder, is_committed
+            storage, name, process, count, commit.saved_at, own_parts, files, commit_directory, is_committed
         )
         self._write = BackgroundWrite(temporary, attempt.run, "jstep-save")
         self._is_cleaned = True
 
     def _publish(self, temporary: str, final: str, manifest: Manifest) -> list[str]:
-        """Add the manifest, rename the folder, and return the older checkpoint, to be erased."""
-        self._refuse_moved()  # tensorstore has made the folder again
+        """Add the manifest, rename the directory, and return the older checkpoint, to be erased."""
+        self._refuse_moved()  # tensorstore has made the directory again
         with new_file(os.path.join(temporary, MANIFEST_FILE)) as file:
             file.write(encode(manifest))
         replaced = final + listing.REPLACED
@@ -169,7 +171,7 @@ class DirectoryStore(Store):
 
     def _remove_leftovers(self) -> None:
         """Remove leftovers of interrupted saves and deletions; only the owner of the claim may do so."""
-        for name, _, suffix in listing.folders(self.directory, self._prefix):
+        for name, _, suffix in listing.checkpoint_entries(self.directory, self._prefix):
             final = self.path(name)
             path = final + suffix
             if suffix == listing.REPLACED and listing.find_complete(final) == path:
@@ -179,12 +181,15 @@ class DirectoryStore(Store):
                 os.rename(path, final)
             elif suffix and path not in IN_FLIGHT and path != self._failed:
                 if not os.path.islink(path) and not os.path.isdir(path):
-                    raise foreign_file(path, "is not a folder")
+                    raise foreign_file(path, "is not a directory")
                 remove(path)
 
 
 def _require_remains(path: str) -> None:
-    if not listing.is_remains(path):
+    """Reject what is neither a checkpoint nor the remains of one, but data of another program."""
+    names = listing.list_names(path)
+    is_directory = os.path.isdir(path) and not os.path.islink(path)
+    if not is_directory or (names and not {MANIFEST_FILE, *listing.OF_ORBAX} & set(names)):
         raise foreign_file(path, "is not a checkpoint")
 
 

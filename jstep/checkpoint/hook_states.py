@@ -68,16 +68,16 @@ def set_states(objects: Iterable[Any], saved: object, where: str = "hooks") -> b
     if not (isinstance(saved, list) and all(map(_is_record, saved))):
         _logger.warning("%s: their states in the checkpoint cannot be read: all start fresh", where)
         return False
-    here: dict[_HookIdentity, list[Any]] = {}
+    hooks: dict[_HookIdentity, list[Any]] = {}
     for owner, hook in _stateful(objects):
-        here.setdefault(owner, []).append(hook)
-    there: dict[_HookIdentity, list[Any]] = {}
+        hooks.setdefault(owner, []).append(hook)
+    saved_records: dict[_HookIdentity, list[Any]] = {}
     for record in saved:
         owner = _HookIdentity(record["key"], None if record["is_given"] else record["class"])
-        there.setdefault(owner, []).append(record)
+        saved_records.setdefault(owner, []).append(record)
     stop = False
-    for owner, records in there.items():
-        same_key = here.get(owner, [])
+    for owner, records in saved_records.items():
+        same_key = hooks.get(owner, [])
         if len(same_key) != len(records):
             text = "%s: the checkpoint has %d state(s) of %s, and the run has %d of them: they start fresh"
             _logger.warning(text, where, len(records), owner.key, len(same_key))

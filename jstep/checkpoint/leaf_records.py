@@ -1,6 +1,5 @@
 """Records of a state's leaves in a checkpoint, and their stored arrays."""
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -31,18 +30,20 @@ class SavedState(NamedTuple):
     @classmethod
     def of(cls, found: StateLeaves, leave_out: selection.VarList) -> "SavedState":
         saved = cls([], {}, [])
-        absent, halves = found.left_out(leave_out), found.halves
+        absent = found.left_out(leave_out)
+        halves = found.halves
         values = [_with_value(*pair) for pair in zip(found.values, found.paths, strict=True)]
         # Orbax joins keys with dots.
         quoted = [quote(path, safe="/", errors="surrogatepass").replace(".", "%2E") for path in found.paths]
         names = [name if value.size else None for name, value in zip(unique(quoted), values, strict=True)]
         for i, (path, keys, value, name) in enumerate(zip(found.paths, found.keys, values, names, strict=True)):
-            dtype, impl, stored = str(value.dtype), None, value
-            if trees.is_key(value):
-                impl, stored = str(jax.random.key_impl(value)), jax.random.key_data(value)
+            is_key = trees.is_key(value)
+            stored = jax.random.key_data(value) if is_key else value
+            impl = str(jax.random.key_impl(value)) if is_key else None
             half = names[halves[i]] if i in halves else None
-            nbytes, carrier = int(stored.nbytes), _CARRIERS.get(dtype)
-            leaf = Leaf(path, keys, tuple(value.shape), dtype, nbytes, name, carrier, impl, half)
+            dtype = str(value.dtype)
+            carrier = _CARRIERS.get(dtype)
+            leaf = Leaf(path, keys, tuple(value.shape), dtype, int(stored.nbytes), name, carrier, impl, half)
             if i in absent:
                 saved.left_out.append((leaf, value))
                 continue
@@ -110,10 +111,10 @@ def _carried(record: Leaf, array: Any, dtype: str) -> Any:
 
 
 def shape_and_dtype(record: Leaf) -> tuple[tuple[int, ...], str]:
-    if record.key_impl is not None:
-        key = _key_data(record.key_impl)
-        return (*record.shape, *key.shape), str(key.dtype)
-    return record.shape, record.stored_as or record.dtype
+    if record.key_impl is None:
+        return record.shape, record.stored_as or record.dtype
+    data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=record.key_impl)))
+    return (*record.shape, *data.shape), str(data.dtype)
 
 
 def zero_leaf(record: Leaf) -> np.ndarray[Any, Any]:
@@ -124,11 +125,6 @@ def zero_leaf(record: Leaf) -> np.ndarray[Any, Any]:
         raise CheckpointError(f"the manifest is not what jstep writes: {record.path!r:.50}: {error!s:.100}") from None
 
 
-@functools.cache
-def _key_data(impl: str) -> Any:
-    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
-
-
 def by_name(saved: Sequence[_Record]) -> dict[str, _Record]:
     return dict(zip(unique(leaf.path for leaf in saved), saved, strict=True))
 
@@ -136,9 +132,10 @@ def by_name(saved: Sequence[_Record]) -> dict[str, _Record]:
 def unique(paths: Iterable[str]) -> list[str]:
     """Return different names for all paths: numbered from a path's second occurrence on."""
     paths = list(paths)
-    names, taken = [], set(paths)
+    taken = set(paths)
     if len(taken) == len(paths):
         return paths
+    names: list[str] = []
     for path, number in trees.ids(paths):
         numbered = (f"{path}#{n}" for n in itertools.count(number))
         names.append(path if number == 1 else next(name for name in numbered if name not in taken))
@@ -161,8 +158,3 @@ def start_leaf_fingerprints(named: Sequence[tuple[LeafRecord, Any]]) -> Callable
         )
 
     return records
-
-
-def find_changed_leaves(pairs: Sequence[tuple[LeftOutLeaf, Any]]) -> list[LeftOutLeaf]:
-    """Return the left-out leaves whose values in a target differ from the fingerprint."""
-    return [leaf for (leaf, _), record in zip(pairs, start_leaf_fingerprints(pairs)(), strict=True) if record != leaf]

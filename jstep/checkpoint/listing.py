@@ -11,7 +11,7 @@ from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, 
 from jstep.core.logs import is_first
 from jstep.stores.files import is_absent, may_be_file, read_small
 
-# In a directory each checkpoint is a folder. Below a URL they are objects with these keys:
+# On a disk, each checkpoint is a directory. Below a URL, checkpoints are objects with these keys:
 #
 #     model-7/manifest.json               the checkpoint exists when this does
 #     model-7/data.1795172888-1f0e2d3c/   the objects of one attempt to save it
@@ -61,7 +61,7 @@ _logger = logging.getLogger("jstep")
 
 
 def directory_spec(path: str) -> dict[str, Any]:
-    """Return tensorstore's JSON for the files in a folder."""
+    """Return tensorstore's JSON for the files in a directory."""
     return {"driver": "file", "path": path.rstrip("/") + "/"}
 
 
@@ -69,21 +69,21 @@ def format_name(prefix: str, step: int) -> str:
     return f"{prefix}-{step}"
 
 
-def misnaming_text(prefix: str, step: int, held: int) -> str:
+def misnaming_text(prefix: str, step: int, found: int) -> str:
     return (
-        f"its name says step {step}, and it holds step {held}: it was copied or renamed; rename it to {prefix}-{held}"
+        f"its name says step {step}, and it holds step {found}: it was copied or renamed; rename it to {prefix}-{found}"
     )
 
 
 def entries(directory: str, prefix: str | None) -> list[tuple[int, bool, str]]:
-    """Return (step, has its final name, name) of every possible checkpoint's folder, highest step first."""
-    matches = folders(directory, prefix)
+    """Return (step, has its final name, name) of every possible checkpoint, highest step first."""
+    matches = checkpoint_entries(directory, prefix)
     # A replaced checkpoint counts only if its successor never took its place.
     return sorted(((n, not end, name + end) for name, n, end in matches if end in ("", REPLACED)), reverse=True)
 
 
-def folders(directory: str, prefix: str | None) -> list[tuple[str, int, str]]:
-    """Return (checkpoint name, step, suffix) of every folder that belongs to a checkpoint."""
+def checkpoint_entries(directory: str, prefix: str | None) -> list[tuple[str, int, str]]:
+    """Return (checkpoint name, step, suffix) of every entry of a directory that belongs to a checkpoint."""
     start = ".+" if prefix is None else re.escape(prefix)
     suffixes = rf"|{re.escape(TEMPORARY)}(?:-[0-9]+)?|{re.escape(REPLACED)}|{re.escape(DELETED)}"
     pattern = re.compile(rf"({start}-{_STEP})({suffixes})", re.DOTALL)
@@ -99,12 +99,12 @@ def list_names(directory: str) -> list[str]:
 
 
 def find_complete(final: str) -> str | None:
-    there, lacks = look(final)
+    path, lacks = look(final)
     if lacks not in (None, MANIFEST_FILE) and is_first(
         text := f"{final} is ignored: it is incomplete, {lacks} is missing"
     ):
         _logger.warning("%s", text)
-    return there
+    return path
 
 
 def look(final: str) -> tuple[str | None, str | None]:
@@ -148,19 +148,11 @@ def find_wrong_sizes(path: str, manifest: Manifest) -> dict[str, str]:
 
 
 def has_data(path: str) -> bool:
-    """Return whether a folder holds arrays, written here or copied from a bucket."""
+    """Return whether a directory holds arrays, written here or copied from a bucket."""
     return any(
         entry in OF_ORBAX or (is_attempt(entry) and os.path.isdir(os.path.join(path, entry)))
         for entry in list_names(path)
     )
-
-
-def is_remains(path: str) -> bool:
-    """Return whether a folder is a checkpoint or its remains, and not another program's data."""
-    if os.path.islink(path) or not os.path.isdir(path):
-        return False
-    entries = set(list_names(path))
-    return not entries or bool(entries & {MANIFEST_FILE, *OF_ORBAX})
 
 
 _KEY = re.compile(r"(?P<name>(?P<prefix>[^/]+)-(?P<step>0|[1-9][0-9]*))/(?P<rest>.+)", re.DOTALL)
@@ -172,10 +164,10 @@ def is_attempt(name: str | None) -> bool:
     return name is not None and _ATTEMPT.fullmatch(name) is not None
 
 
-def is_old(attempt: str, now: float) -> bool:
+def is_old(attempt: str, time_now: float) -> bool:
     """Return whether an attempt began more than an hour ago, so that nothing uses it any more."""
     match = _ATTEMPT.fullmatch(attempt)
-    return match is not None and match[1] is not None and now - int(match[1]) > HOUR
+    return match is not None and match[1] is not None and time_now - int(match[1]) > HOUR
 
 
 class ListedCheckpoints:

@@ -8,7 +8,7 @@ import json
 import math
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jstep.core.checks import describe_type, format_value
@@ -110,21 +110,21 @@ class LeafRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return its fields, without those that the path tells or that are empty."""
-        record: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            if name == "array":
-                is_told = value == self.path
-            else:
-                is_told = value is None or (name == "keys" and list(value) == self.path.split("/"))
-            if not is_told:
-                record[name] = list(value) if isinstance(value, tuple) else value
-        return record
+        known = {"array": self.path, "keys": tuple(self.path.split("/"))}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in vars(self).items()
+            if value != known.get(name)
+        }
 
     @staticmethod
     def _fields(data: Mapping[str, Any]) -> tuple[str, tuple[str, ...], tuple[int, ...], str]:
-        path = _string(data["path"])  # a key of the user's, which UTF-8 may be unable to encode
-        keys = tuple(map(_string, data.get("keys", path.split("/")))) or _refuse("a leaf without keys")
-        return path, keys, tuple(map(_count, data["shape"])), _word(data["dtype"])
+        path = _checked(data["path"], "a string")  # a key of the user's, which UTF-8 may be unable to encode
+        keys = tuple(_checked(key, "a string") for key in data.get("keys", path.split("/")))
+        if not keys:
+            raise ValueError("a leaf without keys")
+        shape = tuple(_checked(size, "a count") for size in data["shape"])
+        return path, keys, shape, _checked(data["dtype"], "a word")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,14 +147,13 @@ class Leaf(LeafRecord):
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Leaf":
         path, keys, shape, dtype = cls._fields(data)
-        array = _text_or_none(data.get("array", path))
+        array = _optional(data.get("array", path), "text")
         if array is None and (0 not in shape or math.prod(filter(None, shape)) >= _LARGEST):
-            _refuse(f"{path!r:.50} of shape {shape!s:.50} has elements, and they are not stored")
-        stored_as, key_impl = (
-            None if data.get(name) is None else _word(data[name]) for name in ("stored_as", "key_impl")
-        )
-        half = _text_or_none(data.get("half"))
-        return cls(path, keys, shape, dtype, _count(data["nbytes"]), array, stored_as, key_impl, half)
+            raise ValueError(f"{path!r:.50} of shape {shape!s:.50} has elements, and they are not stored")
+        nbytes = _checked(data["nbytes"], "a count")
+        stored_as = _optional(data.get("stored_as"), "a word")
+        key_impl = _optional(data.get("key_impl"), "a word")
+        return cls(path, keys, shape, dtype, nbytes, array, stored_as, key_impl, _optional(data.get("half"), "text"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +164,7 @@ class LeftOutLeaf(LeafRecord):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "LeftOutLeaf":
-        return cls(*cls._fields(data), _valid_text(data["fingerprint"]))
+        return cls(*cls._fields(data), _checked(data["fingerprint"], "text"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +186,7 @@ class Manifest:
     Attributes:
         retention: Decided when the save ends.
         files: Path below the checkpoint → its bytes; empty if it was written to a bucket.
-        data: The folder with the files of a checkpoint written to a bucket; None if they are next to the manifest.
+        data: The directory with the files of a checkpoint written to a bucket; None if they are next to the manifest.
         left_out: Leaves that a target must provide.
         finite: Whether all parameters are finite, or were not when the run began; True if it was not recorded.
         temporary: Whether the next save replaces it, and no limit counts it.
@@ -206,9 +205,6 @@ class Manifest:
     finite: bool = True
     temporary: bool = False
 
-    def is_of_same_save(self, other: "Manifest") -> bool:
-        return (self.saved_at, self.data, self.files) == (other.saved_at, other.data, other.files)
-
     @property
     def by_array(self) -> dict[str, Leaf]:
         return {leaf.array: leaf for leaf in self.leaves if leaf.array is not None}
@@ -226,9 +222,8 @@ def encode(manifest: Manifest) -> bytes:
         "retention": {"kept": sorted(manifest.retention.steps), "since": manifest.retention.since},
         "finite": manifest.finite,
     }
-    head |= ({"temporary": True} if manifest.temporary else {}) | (
-        {} if manifest.data is None else {"data": manifest.data}
-    )
+    head |= {"temporary": True} if manifest.temporary else {}
+    head |= {} if manifest.data is None else {"data": manifest.data}
     lines = [f' "{name}": {json.dumps(value)}' for name, value in head.items()]
     leaves = ",\n".join([f"  {json.dumps(leaf.to_json())}" for leaf in manifest.leaves])
     files = ",\n".join([f"  {json.dumps(path)}: {json.dumps(record)}" for path, record in manifest.files.items()])
@@ -248,8 +243,9 @@ def decode(data: bytes) -> Manifest:
         if (loaded := decode_json(body + b"\n}")) is None:
             raise ValueError("it is not JSON, or is nested too deeply")
         if loaded["format"] != FORMAT:
+            version = _checked(loaded["jstep"], "a word")
             raise UnsupportedFormatError(
-                f"format {format_value(loaded['format'], 50)}, written by jstep {_word(loaded['jstep'])}, but this "
+                f"format {format_value(loaded['format'], 50)}, written by jstep {version}, but this "
                 f"version reads format {FORMAT}: {_OTHER_FORMATS.get(loaded['format'], 'read it with that version')}"
             )
         return _valid_manifest(loaded)
@@ -260,64 +256,54 @@ def decode(data: bytes) -> Manifest:
 
 def _valid_manifest(loaded: Mapping[str, Any]) -> Manifest:
     """Check the type of every field: a checksum shows that nothing changed, not who wrote it."""
-    retention, files = dict(loaded["retention"]), dict(loaded["files"])
+    retention = loaded["retention"]
+    files = dict(loaded["files"])
     for path, nbytes in files.items():
-        parts = _valid_text(path).split("/")
         if not path.isprintable():
-            _refuse(f"the file {path!r} has a name that jstep does not give")
-        if path.startswith("/") or "\\" in path or "\0" in path or ".." in parts or "" in parts:
-            _refuse(f"the file {path!r} is not below the checkpoint")
-        _count(nbytes)
-    data = loaded.get("data")
-    if data is not None and (_valid_text(data) in ("", ".", "..") or "/" in data):
-        _refuse(f"the folder {data!r} is not below the checkpoint")
+            raise ValueError(f"the file {path!r} has a name that jstep does not give")
+        if "\\" in path or {"", ".."} & set(path.split("/")):
+            raise ValueError(f"the file {path!r} is not below the checkpoint")
+        _checked(nbytes, "a count")
+    data = _optional(loaded.get("data"), "text")
+    if data is not None and (data in ("", ".", "..") or "/" in data):
+        raise ValueError(f"the directory {data!r} is not below the checkpoint")
+    kept = frozenset(_checked(step, "a count") for step in retention["kept"])
     return Manifest(
-        _count(loaded["step"]),
-        _number(loaded["saved_at"]),
+        _checked(loaded["step"], "a count"),
+        _checked(loaded["saved_at"], "a number"),
         tuple(Leaf.from_json(leaf) for leaf in loaded["leaves"]),
         loaded["extra"],
-        RetainedSteps(frozenset(map(_count, retention["kept"])), _number(retention["since"])),
+        RetainedSteps(kept, _checked(retention["since"], "a number")),
         files,
-        _word(loaded["jstep"]),
+        _checked(loaded["jstep"], "a word"),
         data,
         tuple(LeftOutLeaf.from_json(leaf) for leaf in loaded.get("left_out", ())),
-        _truth(loaded.get("finite", True)),
-        _truth(loaded.get("temporary", False)),
+        _checked(loaded.get("finite", True), "true or false"),
+        _checked(loaded.get("temporary", False), "true or false"),
     )
 
 
-def _refuse(why: str) -> Any:
-    raise ValueError(why)
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "a string": lambda value: isinstance(value, str),
+    "text": lambda value: isinstance(value, str) and is_utf8(value),
+    "a word": lambda value: isinstance(value, str) and value.isprintable() and len(value) <= 100,
+    "true or false": lambda value: isinstance(value, bool),
+    "a count": lambda value: type(value) is int and value >= 0,
+    "a number": lambda value: type(value) in (int, float) and math.isfinite(value),
+}
+"""Kinds of values in a manifest. Text can be a name of a file, and an error shows a word as it is."""
 
 
-def _string(value: object) -> str:
-    return value if isinstance(value, str) else _refuse(f"{value!r:.50} is not a string")
+def _checked(value: Any, kind: str) -> Any:
+    if not _KINDS[kind](value):
+        raise ValueError(f"{value!r:.50} is not {kind}")
+    return value
 
 
-def _valid_text(value: object) -> str:
-    is_utf8 = isinstance(value, str) and value.encode(errors="replace").decode() == value  # no half of a surrogate pair
-    return value if isinstance(value, str) and is_utf8 else _refuse(f"{value!r:.50} is not a string")
+def _optional(value: Any, kind: str) -> Any:
+    return None if value is None else _checked(value, kind)
 
 
-def _word(value: object) -> str:
-    """Return a string that errors show as it is."""
-    text = _valid_text(value)
-    return text if text.isprintable() and len(text) <= 100 else _refuse(f"{value!r:.50} is not a word")
-
-
-def _text_or_none(value: object) -> str | None:
-    return None if value is None else _valid_text(value)
-
-
-def _truth(value: object) -> bool:
-    return value if isinstance(value, bool) else _refuse(f"{value!r:.50} is neither true nor false")
-
-
-def _count(value: Any) -> int:
-    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    return value if whole else _refuse(f"{value!r:.50} is not a count")
-
-
-def _number(value: Any) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if number else _refuse(f"{value!r:.50} is not a number")
+def is_utf8(text: str) -> bool:
+    """Return whether a string has no half of a surrogate pair."""
+    return text.encode(errors="replace").decode() == text

@@ -15,7 +15,7 @@ from jstep.core.annotations import Tree
 from jstep.core.checks import array_type
 from jstep.core.placement import is_of_host, on_devices
 from jstep.slots import compact_numbers
-from jstep.slots.roles import COPIES, Role, Roles, roles_in
+from jstep.slots.roles import COPIES, Role, roles_in
 from jstep.state.leaves import GLOBAL_STEP, PARAMS, SLOTS, Keys, StateLeaves
 from jstep.state.sharding import MODEL_STATE
 from jstep.state.slots import owners
@@ -38,14 +38,15 @@ _GUARDS = (Role.LAST_FINITE, Role.LOSS_SCALE, Role.SCALE_SINCE)
 
 
 class LeafCopy(NamedTuple):
-    """A leaf without a source that starts as a copy: indices among the target's leaves.
+    """The copy as which a leaf without a source starts; `original` and `half` are indices among the target's leaves.
 
     Attributes:
-        half: The leaf with the other half of `of`, if `compact` stores it in two.
+        original: The leaf to copy.
+        half: The leaf with the other half of the original, if `compact` stores it in two.
         part: Which half of the copy the leaf is; None for all.
     """
 
-    of: int
+    original: int
     half: int | None
     part: int | None
 
@@ -84,19 +85,24 @@ def match(
     target: Tree, manifest: Manifest, averages: Sequence[str] | None, names: Names | None, where: str
 ) -> CheckpointMatch:
     """Find the saved leaf of each leaf of a target; `averages` name slots that replace params."""
-    of_target, roles, arrays = StateLeaves(target), roles_in(target), manifest.by_array
+    of_target = StateLeaves(target)
+    roles = roles_in(target)
+    arrays = manifest.by_array
     records = leaf_records.by_name(manifest.leaves)
     saved: dict[str, Leaf | LeftOutLeaf] = {**leaf_records.by_name(manifest.left_out), **records}
     renamed = _renamed(names, of_target.paths, saved.keys(), where)
-    values, has_roles = of_target.values, bool(roles)
+    values = of_target.values
+    has_roles = bool(roles)
     kinds = [targets.target_kind(*pair, _NO_KIND) for pair in zip(values, of_target.paths, strict=True)]
     steps = next((kind[0] for keys, kind in zip(of_target.keys, kinds, strict=True) if keys == (GLOBAL_STEP,)), ())
     leaves: list[WantedLeaf] = []
-    own: set[str] = set()  # includes parameters that an average replaces
+    used: set[str] = set()  # includes parameters that an average replaces
     in_other_format = False
     for i, (path, name) in enumerate(zip(of_target.paths, leaf_records.unique(of_target.paths), strict=True)):
-        keys, kind, name = of_target.keys[i], kinds[i], renamed.get(name, name)
-        own.add(name)
+        keys = of_target.keys[i]
+        kind = kinds[i]
+        name = renamed.get(name, name)
+        used.add(name)
         average = find_average(name, records, averages) if averages else None
         if average is not None and average.shape != kind[0]:
             average = None
@@ -109,20 +115,21 @@ def match(
             source=source if isinstance(source, Leaf) and not problem else None,
             problem=problem,
             keys=keys,
-            is_guard=source is None and _is_of_guard(keys, roles),
+            is_guard=source is None and len(keys) == 2 and keys[0] == SLOTS and roles.get(keys[1]) in _GUARDS,
             left_out=source if isinstance(source, LeftOutLeaf) and not problem else None,
             half=None if average is None else arrays.get(average.half or ""),
         )
         leaves.append(leaf)
         if has_roles and name in records:
-            was, place = arrays.get(records[name].half or ""), of_target.halves.get(i)
-            now = None if place is None else (kinds[place][0], str(kinds[place][1]))
-            in_other_format |= (None if was is None else (was.shape, was.dtype)) != now
+            saved_half = arrays.get(records[name].half or "")
+            half = of_target.halves.get(i)
+            half_kind = None if half is None else (kinds[half][0], str(kinds[half][1]))
+            in_other_format |= (None if saved_half is None else (saved_half.shape, saved_half.dtype)) != half_kind
     if any(leaf.source is None for leaf in leaves):
         for i, copy in _copies(of_target, leaves).items():
             leaves[i] = dataclasses.replace(leaves[i], copy=copy)
     # Averages are restored into any target, for evaluation.
-    unused = [name for name in records if name not in own and not (averages and name.startswith(f"{SLOTS}/"))]
+    unused = [name for name in records if name not in used and not (averages and name.startswith(f"{SLOTS}/"))]
     return CheckpointMatch(leaves, unused, in_other_format)
 
 
@@ -146,8 +153,9 @@ def _copied(target: StateLeaves) -> dict[int, list[int]]:
     """
     originals: dict[int, list[int]] = {}
     for state, numbers in target.states:
-        params, roles = jax.tree.leaves(numbers.params), roles_in(state)
-        mine = [
+        params = jax.tree.leaves(numbers.params)
+        roles = roles_in(state)
+        copies = [
             (roles[name], place, number)
             for name in roles.of(*COPIES)
             if name in state.slots
@@ -156,15 +164,11 @@ def _copied(target: StateLeaves) -> dict[int, list[int]]:
             )
             if place is not None
         ]
-        masters = {place: number for role, place, number in mine if role is Role.MASTER}
-        for role, place, number in mine:
+        masters = {place: number for role, place, number in copies if role is Role.MASTER}
+        for role, place, number in copies:
             inside = [masters[place]] if role is Role.MASTER_COPY and place in masters else []
             originals[number] = [*inside, params[place]]
     return originals
-
-
-def _is_of_guard(keys: Keys, roles: Roles) -> bool:
-    return len(keys) == 2 and keys[0] == SLOTS and roles.get(keys[1]) in _GUARDS
 
 
 def _difference(path: str, keys: Keys, wanted: _Kind, source: Leaf | LeftOutLeaf, steps: Sequence[int]) -> str:
@@ -267,34 +271,28 @@ def check_averages(averages: Sequence[str], saved: Sequence[Leaf], where: str) -
 
 def nest_values(leaves: Sequence[Leaf], arrays: Mapping[str, Any], averages: Sequence[str] | None) -> dict[str, Any]:
     """Return nested dicts of NumPy arrays, with `averages`, if given, in place of params."""
-    records, of_arrays = leaf_records.by_name(leaves), {leaf.array: leaf for leaf in leaves}
-    values: dict[Keys, Any] = {}
+    records = leaf_records.by_name(leaves)
+    by_array = {leaf.array: leaf for leaf in leaves}
+    nested: dict[str, Any] = {}
     for name, record in records.items():
         value = leaf_records.leaf_value(record, None, arrays)
         if averages and (average := find_average(name, records, averages)) is not None:
-            value = leaf_records.leaf_value(average, of_arrays.get(average.half or ""), arrays).astype(value.dtype)
-        values[record.keys] = value
-    return nest(values)
-
-
-def nest(values: Mapping[Keys, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for keys, value in values.items():
-        at = nested
-        for part in keys[:-1]:
-            at = at.setdefault(part, {})
-        at[keys[-1]] = value
+            value = leaf_records.leaf_value(average, by_array.get(average.half or ""), arrays).astype(value.dtype)
+        group = nested
+        for key in record.keys[:-1]:
+            group = group.setdefault(key, {})
+        group[record.keys[-1]] = value
     return nested
 
 
 def copy_leaf(wanted: WantedLeaf, values: Sequence[Any]) -> Any:
     assert wanted.copy is not None
-    of, half, part = wanted.copy
-    original, sharding = values[of], wanted.sharding
+    _, half, part = wanted.copy
+    original = values[wanted.copy.original]
+    sharding = wanted.sharding
     if half is not None or part is not None:
-        both = original, None if half is None else values[half]
-        top, low = (None if x is None else on_devices(jnp.asarray(x)) for x in both)
-        original = compact_numbers.decode_leaf(top, low)
+        low = None if half is None else on_devices(jnp.asarray(values[half]))
+        original = compact_numbers.decode_leaf(on_devices(jnp.asarray(original)), low)
     if part is not None:
         original = compact_numbers.split_halves(original.astype(jnp.float32))[part]
     if wanted.is_numpy or not isinstance(original, jax.Array):

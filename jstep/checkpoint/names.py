@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from jstep.checkpoint import listing
 from jstep.checkpoint.directory_store import DirectoryStore
-from jstep.checkpoint.manifest import CheckpointError
+from jstep.checkpoint.manifest import CheckpointError, is_utf8
 from jstep.checkpoint.store import Store
 from jstep.core.checks import as_int, as_number, as_string, format_value
 from jstep.stores.urls import absolute, is_url, location
@@ -153,11 +153,6 @@ def check_directory(directory: object) -> str:
     if not is_url(path) and os.path.lexists(path) and not os.path.isdir(path):
         raise NotADirectoryError(f"directory={path!r}: must be a directory, but there is a file of that name")
     return path
-
-
-def is_utf8(text: str) -> bool:
-    """Whether a string has no half of a surrogate pair."""
-    return text.encode(errors="replace").decode() == text
 
 
 def as_prefix(prefix: object) -> str:

@@ -178,7 +178,8 @@ class CheckpointReader:
                     values[i] = match.copy_leaf(want, values)
             pairs = zip(wanted, values, strict=True)
             left_out = [(want.left_out, value) for want, value in pairs if want.left_out is not None]
-            changed = leaf_records.find_changed_leaves(left_out)
+            current = leaf_records.start_leaf_fingerprints(left_out)()
+            changed = [leaf for (leaf, _), record in zip(left_out, current, strict=True) if record != leaf]
         if changed:
             _logger.warning(
                 "%s: target has other values, for leaves that Saver(leave_out=…) left out, than when the checkpoint "
@@ -237,7 +238,8 @@ class CheckpointReader:
 
     def read(self, path: str, manifest: Manifest, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """Read stored arrays by name; corrupted arrays are never returned. The processes agree on the outcome."""
-        arrays, problems = dict[str, Any](), list[str]()
+        arrays: dict[str, Any] = {}
+        problems: list[str] = []
         failure: Exception | None = None
         try:
             arrays = self._store.reader(path, manifest).read(shardings)

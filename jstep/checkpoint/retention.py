@@ -184,7 +184,11 @@ class Retention:
 
     def _load(self) -> RetainedSteps:
         if self._retained is None:
-            self._retained = self._newest_manifest().retention
+            self._retained = RetainedSteps(frozenset(), self._since)
+            for _, path in self._store.newest_first(self._prefix):
+                with contextlib.suppress(CheckpointError, OSError):
+                    self._retained = self._store.manifest(path).retention
+                    break
         return self._retained
 
     def _saved_at(self, step: int, path: str, retained: RetainedSteps) -> float:
@@ -192,12 +196,6 @@ class Retention:
             return 0.0
         manifest = self._manifest(step, path)
         return retained.since if manifest is None else manifest.saved_at  # too young to keep permanently
-
-    def _newest_manifest(self) -> Manifest:
-        for _, path in self._store.newest_first(self._prefix):
-            with contextlib.suppress(CheckpointError, OSError):
-                return self._store.manifest(path)
-        return Manifest(-1, self._since, (), retention=RetainedSteps(frozenset(), self._since))
 
 
 def _head(manifest: Manifest) -> Manifest:

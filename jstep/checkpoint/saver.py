@@ -493,7 +493,9 @@ class Saver:
 
     def _save(self, state: Tree, extra: CheckpointExtra, number: int, saved_at: float) -> str:
         leaves = StateLeaves(state)
-        saved, step, finite = SavedState.of(leaves, self.leave_out), _step_of(state), self._finite
+        saved = SavedState.of(leaves, self.leave_out)
+        step = _step_of(state)
+        finite = self._finite
         if finite is None:
             finite = StateContents(leaves, params_only=True).are_finite()
         manifest = Manifest(step, saved_at, tuple(saved.leaves), extra.values, finite=finite)

@@ -126,7 +126,8 @@ class Store(abc.ABC):
     def is_gone(self, path: str, manifest: Manifest) -> bool:
         """Return whether a checkpoint was deleted or replaced since its manifest was read."""
         try:
-            return not self.manifest(path).is_of_same_save(manifest)
+            current = self.manifest(path)
+            return (current.saved_at, current.data, current.files) != (manifest.saved_at, manifest.data, manifest.files)
         except FileNotFoundError:
             return True
         except (CheckpointError, OSError):
@@ -140,7 +141,7 @@ class Store(abc.ABC):
         The first process calls it before every save and before the first step of a run. It creates the directory, and
         removes what an interrupted writer left behind.
         """
-        if self.holds_claim():
+        if self._claim is not None and self._claim.is_held():  # False in a fork, whose parent has the claim
             return
         with contextlib.suppress(CheckpointError):
             self._claim = self.lock()
@@ -148,18 +149,9 @@ class Store(abc.ABC):
         gc.collect()  # an unreferenced Saver releases its claim
         self._claim = self.lock()
 
-    def release_claim(self, wait: bool = True) -> None:
-        if self._claim is not None:
-            self._claim.release(wait)
-            self._claim = None
-
     @abc.abstractmethod
     def lock(self) -> FileClaim | ObjectClaim:
         """Take the claim; see `claim`."""
-
-    def holds_claim(self) -> bool:
-        """Return whether this store has the claim, in this process and not in the parent of a fork."""
-        return self._claim is not None and self._claim.is_held()
 
     @abc.abstractmethod
     def save(self, path: str, arrays: Mapping[str, Any], files: Mapping[str, Any], commit: Commit) -> None:
@@ -203,4 +195,6 @@ class Store(abc.ABC):
         """
         if self._write is not None and wait:
             self._write.join()
-        self.release_claim(wait)
+        if self._claim is not None:
+            self._claim.release(wait)
+            self._claim = None

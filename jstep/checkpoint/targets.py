@@ -144,8 +144,8 @@ def place_leaf(wanted: TargetLeaf[Any], read: Any) -> Any:
     if isinstance(read, jax.Array) and read.dtype != wanted.dtype:  # the host supports all dtypes
         sharding, read = read.sharding, parts_of(read)
     elif not isinstance(read, jax.Array | Mapping) and sharding is not None:
-        own = placement.local_parts(read.shape, sharding)
-        read = {part: np.asarray(read[placement.slices(part)]) for part in own}  # of a scalar, it is a NumPy scalar
+        bounds = placement.local_parts(read.shape, sharding)
+        read = {part: np.asarray(read[placement.slices(part)]) for part in bounds}  # of a scalar, it is a NumPy scalar
     if isinstance(read, Mapping):
         parts = {part: _cast(wanted, values) for part, values in read.items()}
         read = placement.place(wanted.shape, wanted.dtype, sharding, parts)

@@ -14,7 +14,7 @@ from jstep.checkpoint.listing import TEMPORARY
 _logger = logging.getLogger("jstep")
 
 IN_FLIGHT: "dict[str, BackgroundWrite]" = {}
-"""Path of a temporary folder, or name of an attempt → its write."""
+"""Path of a temporary directory, or name of an attempt → its write."""
 
 
 class BackgroundWrite:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jstep.checkpoint.leaf_records import require_value
-from jstep.checkpoint.names import is_utf8
+from jstep.checkpoint.manifest import is_utf8
 from jstep.core import device_values, meshes, placement, trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_int, as_mapping, describe_type, format_value
