@@ -19,8 +19,7 @@ from jstep.metering.numbers import TransferQueue, start_transfer
 from jstep.state.fingerprints import fingerprint_leaves, leaves_with_hash_keys
 from jstep.state.train_state import TrainState
 from jstep.stores.files import is_directory
-from jstep.stores.growing_files import ObjectAppender
-from jstep.stores.line_files import LocalLines, open_lines
+from jstep.stores.growing_files import LocalLines, ObjectAppender, open_lines
 from jstep.stores.urls import is_url, join_path, location
 from jstep.training.metrics import Metrics
 

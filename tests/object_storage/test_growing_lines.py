@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from jstep.stores.line_files import open_lines
+from jstep.stores.growing_files import open_lines
 from jstep.stores.objects import Objects
 
 

@@ -11,7 +11,7 @@ from foreign_files import KINDS, TEXT, contents, put
 
 from jstep.stores import owners
 from jstep.stores.files import ForeignFileError, open_for_reading, open_own, open_regular, read_small, replace_file
-from jstep.stores.line_files import LocalLines
+from jstep.stores.growing_files import LocalLines
 
 BEGINNING = b'{"kind": '
 LINE = b'{"kind": "start"}\n'

@@ -11,8 +11,7 @@ from doubles import raising
 
 from jstep.stores import files, growing_files
 from jstep.stores.files import may_be_file
-from jstep.stores.growing_files import ObjectAppender
-from jstep.stores.line_files import LocalLines
+from jstep.stores.growing_files import LocalLines, ObjectAppender
 
 
 class Bucket:
