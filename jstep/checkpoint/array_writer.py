@@ -60,9 +60,16 @@ def take(arrays: Mapping[str, Any]) -> list[OwnParts]:
         )
         arrays = {**arrays, **dict(zip(moving, divided, strict=True))}
     own_parts = [_own_parts(name, array, in_place) for name, array in arrays.items()]
-    if moving:
-        _move_to_host(own_parts)
-    return own_parts
+    if not moving:
+        return own_parts
+    on_devices = [data for array in own_parts for _, data in array.values if isinstance(data, jax.Array)]
+    copies = iter(_copies_on_host(on_devices))
+    return [
+        array._replace(
+            values=[(index, next(copies) if isinstance(data, jax.Array) else data) for index, data in array.values]
+        )
+        for array in own_parts
+    ]
 
 
 def is_read_in_place(sharding: Any) -> bool:
@@ -118,25 +125,15 @@ def _without_replicas(array: Any) -> Any:
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*axes))
 
 
-def _move_to_host(own_parts: Sequence[OwnParts]) -> None:
-    """Start to copy values to pinned memory of the host; unlike others, these copies need not end before a donation."""
-    places = [
-        (array.values, i)
-        for array in own_parts
-        for i, (_, data) in enumerate(array.values)
-        if isinstance(data, jax.Array)
-    ]
-    data = [values[i][1] for values, i in places]
-    devices = {device for array in data for device in array.devices()}
+def _copies_on_host(arrays: Sequence[jax.Array]) -> Sequence[Any]:
+    """Start to copy arrays to pinned memory of the host; unlike others, these copies need not end before a donation."""
+    devices = {device for array in arrays for device in array.devices()}
     if all("pinned_host" in {memory.kind for memory in device.addressable_memories()} for device in devices):
-        pinned = [array.sharding.with_memory_kind("pinned_host") for array in data]
-        copies = jax.device_put(data, pinned, may_alias=False)  # of what is there already, too
-    else:
-        for array in data:
-            array.copy_to_host_async()
-        copies = [np.asarray(array) for array in data]
-    for (values, i), copy in zip(places, copies, strict=True):
-        values[i] = values[i][0], copy
+        pinned = [array.sharding.with_memory_kind("pinned_host") for array in arrays]
+        return jax.device_put(arrays, pinned, may_alias=False)  # of what is there already, too
+    for array in arrays:
+        array.copy_to_host_async()
+    return [np.asarray(array) for array in arrays]
 
 
 # Writing.

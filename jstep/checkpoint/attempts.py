@@ -9,17 +9,22 @@ With one process, the database is directly in the attempt, else below `ocdbt.pro
 leaves an attempt, which the next save removes.
 """
 
+import atexit
+import contextlib
 import dataclasses
 import errno
+import functools
 import logging
 import math
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from typing import Any, Protocol
 
-from jstep.checkpoint.listing import ROOT, directory_spec
+from jstep.checkpoint.listing import ROOT, TEMPORARY, directory_spec
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.core.checks import format_bytes
 from jstep.stores.files import new_file, open_regular, replace_file, sync_directory
@@ -80,7 +85,11 @@ class LocalStorage(Storage):
         return directory_spec(self._path)
 
     def read(self, key: str) -> bytes | None:
-        return read_file(self.at(key))
+        try:
+            with open_regular(self.at(key)) as file:
+                return bytes(file.read())
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
 
     def write(self, key: str, data: bytes) -> None:
         with new_file(self.at(key)) as file:
@@ -97,14 +106,6 @@ class LocalStorage(Storage):
                 sizes[os.path.relpath(path, self._path).replace(os.sep, "/")] = os.path.getsize(path)
             sync_directory(directory)
         return dict(sorted(sizes.items()))
-
-
-def read_file(path: str) -> bytes | None:
-    try:
-        with open_regular(path) as file:
-            return bytes(file.read())
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,3 +242,60 @@ def _explained(error: BaseException, path: str, nbytes: int) -> BaseException:
         return error
     free = format_bytes(shutil.disk_usage(os.path.dirname(path)).free)
     return OSError(number, f"{os.strerror(number)} ({format_bytes(nbytes)} needed, {free} free)", path)
+
+
+# The threads of saves.
+
+IN_FLIGHT: "dict[str, BackgroundWrite]" = {}
+"""Path of a temporary directory, or name of an attempt → its write."""
+
+
+class BackgroundWrite:
+    """The write of a checkpoint in the background, which the interpreter finishes before it exits.
+
+    `run` writes it, or waits until it is written; its error is the error of the write.
+    """
+
+    def __init__(self, name: str, run: Callable[[], None], thread: str) -> None:
+        from jstep.core.threads import in_background
+
+        def write() -> None:
+            run()
+            self.detach()
+
+        self._name, self._pid = name, os.getpid()
+        IN_FLIGHT[name] = self
+        _finish_at_exit()
+        self._done = in_background(write, name=thread, daemon=True)
+
+    def detach(self) -> None:
+        """Let the interpreter exit without waiting for the write."""
+        IN_FLIGHT.pop(self._name, None)
+
+    def join(self) -> None:
+        """Wait for the write to end, whether it fails or not; do nothing in a fork, whose parent writes."""
+        if self._pid == os.getpid():
+            futures.wait([self._done])
+
+    def wait(self) -> None:
+        """Wait like `join`, and raise the error of a failed write."""
+        self.join()  # after Ctrl-C, the interpreter waits for the write, and logs its error
+        if self._pid == os.getpid():
+            self.detach()
+            self._done.result()
+
+
+@functools.cache
+def _finish_at_exit() -> None:
+    """Register the saves in progress to be finished at exit, which ends their threads."""
+    # Executors refuse work once threading shuts down, which happens before atexit functions run.
+    with contextlib.suppress(RuntimeError):  # it is shutting down already
+        getattr(threading, "_register_atexit", atexit.register)(_finish)
+
+
+def _finish() -> None:
+    for name, write in list(IN_FLIGHT.items()):
+        try:
+            write.wait()
+        except Exception:
+            _logger.exception("%s was not saved", name.partition(TEMPORARY)[0])

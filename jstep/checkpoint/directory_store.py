@@ -18,8 +18,7 @@ from jstep.checkpoint.claims import FileClaim
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, encode
 from jstep.checkpoint.retention import evict
 from jstep.checkpoint.store import Commit, Files, Store
-from jstep.checkpoint.writes import IN_FLIGHT, BackgroundWrite
-from jstep.stores.files import foreign_file, make_directories, new_file, sync_directory
+from jstep.stores.files import foreign_file, make_directories, may_be_file, new_file, sync_directory
 
 _LOOKS = 10  # a writer evicts one checkpoint per save
 _logger = logging.getLogger("jstep")
@@ -72,7 +71,14 @@ class DirectoryStore(Store):
         return attempts.LocalStorage(os.path.join(path, manifest.data or ""))
 
     def find_wrong_sizes(self, path: str, manifest: Manifest) -> Mapping[str, str]:
-        return listing.find_wrong_sizes(path, manifest)
+        wrong = {}
+        for name, nbytes in manifest.files.items():
+            file = os.path.join(path, name)
+            if not may_be_file(file):
+                wrong[name] = "missing"
+            elif (size := os.path.getsize(file)) != nbytes:
+                wrong[name] = f"{size} bytes instead of {nbytes}"
+        return wrong
 
     def claim(self) -> None:
         self._refuse_moved()
@@ -124,7 +130,7 @@ class DirectoryStore(Store):
         attempt = attempts.Attempt(
             storage, name, process, count, commit.saved_at, own_parts, files, commit_directory, is_committed
         )
-        self._write = BackgroundWrite(temporary, attempt.run, "jstep-save")
+        self._write = attempts.BackgroundWrite(temporary, attempt.run, "jstep-save")
         self._is_cleaned = True
 
     def _publish(self, temporary: str, final: str, manifest: Manifest) -> list[str]:
@@ -179,7 +185,7 @@ class DirectoryStore(Store):
                     _require_remains(final)
                     evict(self, final)
                 os.rename(path, final)
-            elif suffix and path not in IN_FLIGHT and path != self._failed:
+            elif suffix and path not in attempts.IN_FLIGHT and path != self._failed:
                 if not os.path.islink(path) and not os.path.isdir(path):
                     raise foreign_file(path, "is not a directory")
                 remove(path)

@@ -1,6 +1,5 @@
 """Listing of the checkpoints in a directory: their names, and which of them are complete; does not load JAX."""
 
-import functools
 import logging
 import os
 import re
@@ -35,13 +34,9 @@ LARGEST_MANIFEST = 2**28
 def decode_manifest(data: bytes, path: str) -> Manifest:
     """Decode a manifest. The result is cached, so callers must not modify it."""
     try:
-        return _decoded(data)
+        return decode(data)
     except CheckpointError as error:
         raise type(error)(f"{path}: {error}") from None
-
-
-# Listing, finding and reading a checkpoint decodes its manifest three times in a row.
-_decoded = functools.lru_cache(maxsize=4)(decode)
 
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax's suffix for unfinished checkpoints
@@ -133,18 +128,6 @@ def missing(path: str) -> str | None:
     if manifest.data is not None:  # a copy of what was written below a URL
         files |= {f"{manifest.data}/{ROOT}"}
     return next((file for file in sorted(files) if not may_be_file(os.path.join(path, file))), None)
-
-
-def find_wrong_sizes(path: str, manifest: Manifest) -> dict[str, str]:
-    """Describe the files of a manifest that are missing or have another size; no file is read."""
-    wrong = {}
-    for file, nbytes in manifest.files.items():
-        whole = os.path.join(path, file)
-        if not may_be_file(whole):
-            wrong[file] = "missing"
-        elif (size := os.path.getsize(whole)) != nbytes:
-            wrong[file] = f"{size} bytes instead of {nbytes}"
-    return wrong
 
 
 def has_data(path: str) -> bool:

@@ -4,6 +4,7 @@ It has no other checksums: those of the arrays are in the database that holds th
 """
 
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -235,7 +236,9 @@ def encode(manifest: Manifest) -> bytes:
     return body + f'{_SEAL}{zlib.crc32(body):08x}"\n}}\n'.encode()
 
 
+@functools.lru_cache(maxsize=4)  # listing, finding and reading a checkpoint decodes it three times in a row
 def decode(data: bytes) -> Manifest:
+    """Decode a manifest, which callers must not modify."""
     body, seal, tail = data.rpartition(_SEAL.encode())
     if not seal or tail != f'{zlib.crc32(body):08x}"\n}}\n'.encode():
         raise CheckpointError("its checksum differs: the file was truncated or changed")

@@ -14,7 +14,6 @@ import jax
 from jstep.checkpoint import attempts, claims, listing
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, decode, encode
 from jstep.checkpoint.store import Commit, Files, Store
-from jstep.checkpoint.writes import BackgroundWrite
 from jstep.stores.objects import ABSENT, START_TIMEOUT_SECS, Directory, PendingOperation, spec
 from jstep.stores.urls import parts_of_url
 
@@ -98,7 +97,7 @@ class ObjectStore(Store):
         part = attempts.Attempt(
             storage, attempt, process, count, commit.saved_at, own_parts, files, commit_attempt, is_committed
         )
-        self._write = BackgroundWrite(f"{name}/{attempt}", part.run, f"jstep-save-{name}")
+        self._write = attempts.BackgroundWrite(f"{name}/{attempt}", part.run, f"jstep-save-{name}")
 
     def _commit_attempt(self, name: str, attempt: str, before: bytes, commit: Commit) -> None:
         listed = self._listed = self._list(self._prefix)  # one list request per save

@@ -11,11 +11,10 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jstep.checkpoint.attempts import Storage
+from jstep.checkpoint.attempts import BackgroundWrite, Storage
 from jstep.checkpoint.claims import FileClaim, ObjectClaim
 from jstep.checkpoint.listing import UNUSED
 from jstep.checkpoint.manifest import CheckpointError, Manifest
-from jstep.checkpoint.writes import BackgroundWrite
 from jstep.stores.urls import join_path
 
 if TYPE_CHECKING:
