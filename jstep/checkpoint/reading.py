@@ -18,6 +18,7 @@ from jstep.core.annotations import Tree
 from jstep.core.checks import format_items
 from jstep.distributed import processes
 from jstep.state.leaves import PARAMS, SLOTS
+from jstep.state.sharding import MODEL_STATE
 from jstep.stores.urls import is_url
 
 CORRUPTED, UNREADABLE = "is corrupted", "cannot be restored"
@@ -45,6 +46,7 @@ class GoneError(CheckpointError):
 class CheckpointReader:
     def __init__(self, store: Store, prefix: str) -> None:
         self._store, self._prefix = store, prefix
+        self._has_warned = False  # of a raw model state
         self._checked: tuple[Tree, Manifest, match.CheckpointMatch] | None = None
         """The result of `check_run`, for `restore`."""
 
@@ -87,6 +89,8 @@ class CheckpointReader:
                 match.check(matched, partial, path)
             values = self._fill(path, manifest, matched)
             self._log_differences(path, manifest.step, matched)
+            if averages:
+                self._warn_of_raw_model_state(path, matched)
             return jax.tree.unflatten(trees.structure(target), values)
 
         checked, self._checked = self._checked, None
@@ -213,6 +217,23 @@ class CheckpointReader:
             format_items("not used from the checkpoint", [repr(name) for name in matched.unused]),
             _AGES if any(want.keys[0] == SLOTS for want in left) else "",
         )
+
+    def _warn_of_raw_model_state(self, path: str, matched: match.CheckpointMatch) -> None:
+        """Warn once of averages of the parameters that were restored beside a model state without averages."""
+        pairs = [(want, want.source) for want in matched.wanted if want.source is not None]
+        both = {(SLOTS, MODEL_STATE)}
+        raw = [
+            want for want, source in pairs if {want.keys[:2], source.keys[:2]} == both and trees.is_floating(want.dtype)
+        ]
+        if raw and not self._has_warned and any(want.keys[0] == PARAMS for want in matched.wanted):
+            self._has_warned = True
+            _logger.warning(
+                "use_averages: %s has averages of the parameters, and no averages of the model state, such as "
+                "statistics of BatchNorm, which belongs to the raw parameters%s. Average both by "
+                "jstep.ExponentialMovingAverage(…, model_state=True), or recompute the model state with the averages",
+                path,
+                format_items("restored as it was", [repr(want.path) for want in raw]),
+            )
 
     def read_leaves(self, path: str, manifest: Manifest, leaves: Sequence[tuple[Leaf, Leaf | None, Any]]) -> list[Any]:
         """Read leaves, each with its other half if that makes its value, and the sharding to read it with.

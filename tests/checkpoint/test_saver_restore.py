@@ -60,6 +60,30 @@ class TestRestore:
             assert as_bits(loaded["params"]["w"]) == as_bits(back.params["w"])
             assert loaded["params"]["n"].tolist() == [0, 1]
 
+    @pytest.mark.parametrize("of_model_state", [False, True])
+    def test_averages_beside_a_raw_model_state(self, tmp_path, caplog, of_model_state):
+        """One warning for each Saver; none for parameters alone, for counts, or if both are averaged."""
+        optimizer = jstep.with_moving_average(
+            jstep.momentum(0.1, 0.9), jstep.ExponentialMovingAverage(0.5, model_state=of_model_state)
+        )
+        model_state = {"mean": 1.0, "count": jnp.int32(3)}
+        state = jstep.TrainState.create({"w": 1.0}, optimizer, model_state=model_state)
+        plain = jstep.TrainState.create({"w": 1.0}, jstep.momentum(0.1, 0.9), model_state=model_state)
+        with Saver(tmp_path) as saver:
+            saver.save(state)
+            saver.restore(state)
+            saver.restore_params(state.params, use_averages=True)
+            assert caplog.messages == []
+            for target in (state, plain):
+                saver.restore(target, use_averages=True)
+        assert len(caplog.messages) == (0 if of_model_state else 1)
+        if not of_model_state:
+            start = (
+                f"use_averages: {tmp_path}/model-0 has averages of the parameters, and no averages of the model state"
+            )
+            assert caplog.messages[0].startswith(start)
+            assert "restored as it was (1): 'slots/model_state/mean'. Average both" in caplog.messages[0]
+
     def test_averages_with_a_custom_name(self, tmp_path):
         ema = jstep.ExponentialMovingAverage(0.5, name="shadow")
         state = jstep.TrainState.create({"w": 1.0}, jstep.with_moving_average(jstep.momentum(0.1, 0.9), ema))
