@@ -55,7 +55,7 @@ _SILENT = 3600.0  # seconds after which a writer on another host counts as dead,
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
 _LOCKED_BYTE = 1 << 30
 """Where Windows locks the file: beyond its content, since others cannot read a locked byte."""
-_HELD: "weakref.WeakSet[FileClaim]" = weakref.WeakSet()
+_file_claims: "weakref.WeakSet[FileClaim]" = weakref.WeakSet()
 
 
 _LARGEST = 2**16
@@ -74,7 +74,7 @@ class FileClaim:
         self.path = claim_path(directory, prefix)
         self.file = _locked(self.path, directory, prefix)
         self.finalizer = weakref.finalize(self, _unlock, self.path, self.file, os.getpid())
-        _HELD.add(self)
+        _file_claims.add(self)
 
     def is_held(self) -> bool:
         """Return whether the claim holds: the directory may have been removed, or this may be a fork."""
@@ -170,7 +170,7 @@ def _unlock(path: str, file: io.FileIO, pid: int) -> None:
 
 def _release_in_fork() -> None:
     """Close a fork's copies of the locked files, so that the claims end with the parent."""
-    for claim in list(_HELD):
+    for claim in list(_file_claims):
         claim.release()
 
 
@@ -190,7 +190,7 @@ SILENT = 25.0
 """Seconds without a renewal after which a writer on another host counts as dead."""
 
 _logger = logging.getLogger("jstep")
-_held: "weakref.WeakValueDictionary[str, ObjectClaim]" = weakref.WeakValueDictionary()
+_object_claims: "weakref.WeakValueDictionary[str, ObjectClaim]" = weakref.WeakValueDictionary()
 
 
 def claim_key(prefix: str) -> str:
@@ -209,7 +209,7 @@ class ObjectClaim:
         self._beats = 0
         self._lost = False
         self._stamp = self._take()
-        _held[self.id] = self
+        _object_claims[self.id] = self
         self._pid = os.getpid()
         from jstep.core.threads import Thread
 
@@ -226,7 +226,7 @@ class ObjectClaim:
             who = owner_in(seen.data)
             alive = is_alive(who) if who else False
             if alive and who.get("pid") == os.getpid():
-                alive = str(who.get("id")) in _held
+                alive = str(who.get("id")) in _object_claims
             if alive or (alive is None and seen.stamp != first.stamp):
                 raise refusal(self._objects.url, self._prefix, who)
             if alive is False or time.monotonic() > until:
@@ -277,7 +277,7 @@ class ObjectClaim:
         """Release the claim within 5 seconds, or 1 if not `wait`; if that fails, the next writer takes it over."""
         seconds = 5 if wait else 1
         self._ended.set()
-        _held.pop(self.id, None)
+        _object_claims.pop(self.id, None)
         if self._pid != os.getpid() or self._lost or not self._lock.acquire(timeout=seconds):
             return
         try:
