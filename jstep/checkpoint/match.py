@@ -204,7 +204,7 @@ def check(result: CheckpointMatch, partial: bool, where: str) -> None:
         )
 
 
-def check_run(state: Tree, manifest: Manifest, where: str) -> CheckpointMatch:
+def check_run(state: Tree, manifest: Manifest, where: str) -> None:
     """Like `check`, for resuming a run; the error says whose checkpoint it is."""
     result = match(state, manifest, None, None, where)
     try:
@@ -219,7 +219,6 @@ def check_run(state: Tree, manifest: Manifest, where: str) -> CheckpointMatch:
             f"{'optimizer' if differ == {SLOTS} else 'model'}: its {' and '.join(sorted(differ))} differ from those of "
             f"state; give a new run another checkpoint_dir, see docs: help/errors#another-run. In detail, {error}"
         ) from None
-    return result
 
 
 def _part(path: str) -> str:

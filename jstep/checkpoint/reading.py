@@ -47,8 +47,6 @@ class CheckpointReader:
     def __init__(self, store: Store, prefix: str) -> None:
         self._store, self._prefix = store, prefix
         self._has_warned = False  # of a raw model state
-        self._checked: tuple[Tree, Manifest, match.CheckpointMatch] | None = None
-        """The result of `check_run`, for `restore`."""
 
     def extra(self, step: int | None) -> Any:
         return self._retry(step, lambda path, manifest: copy.deepcopy(manifest.extra))
@@ -79,28 +77,21 @@ class CheckpointReader:
             if target is None:
                 arrays = self.read(path, manifest, dict.fromkeys(manifest.by_array))
                 return match.nest_values(manifest.leaves, arrays, averages)
-            if checked is not None and checked[0] is target and checked[1] is manifest and not (averages or names):
-                matched = checked[2]
-            else:
-                matched = match.match(target, manifest, averages, names, path)
-                if of_params:
-                    unused = [name for name in matched.unused if name.startswith(f"{PARAMS}/")]
-                    matched = dataclasses.replace(matched, unused=unused)
-                match.check(matched, partial, path)
+            matched = match.match(target, manifest, averages, names, path)
+            if of_params:
+                unused = [name for name in matched.unused if name.startswith(f"{PARAMS}/")]
+                matched = dataclasses.replace(matched, unused=unused)
+            match.check(matched, partial, path)
             values = self._fill(path, manifest, matched)
             self._log_differences(path, manifest.step, matched)
             if averages:
                 self._warn_of_raw_model_state(path, matched)
             return jax.tree.unflatten(trees.structure(target), values)
 
-        checked, self._checked = self._checked, None
         return self._retry(step, read)
 
     def check_run(self, state: Tree, step: int) -> None:
-        def check(path: str, manifest: Manifest) -> None:
-            self._checked = state, manifest, match.check_run(state, manifest, path)
-
-        self._retry(step, check)
+        self._retry(step, lambda path, manifest: match.check_run(state, manifest, path))
 
     def _retry(self, step: int | None, read: Any) -> Any:
         """Read one checkpoint; if it is evicted meanwhile, choose again which one to read."""
