@@ -189,13 +189,9 @@ def write(base: Mapping[str, Any], arrays: Sequence[OwnParts], wait: Wait, *, fi
         shape = chunk(array.part, array.shape, array.dtype.itemsize)
         grid = {"name": "regular", "configuration": {"chunk_shape": shape}}
         kind = {"shape": array.shape, "data_type": str(array.dtype), "chunk_grid": grid, "codecs": _CODECS}
+        kvstore = {**store, "path": array_path(array.name)}
         # Without the last one, a chunk of zeros would not be stored, and could not be told from one that was lost.
-        spec: dict[str, Any] = {
-            "driver": "zarr3",
-            "kvstore": {**store, "path": array_path(array.name)},
-            "metadata": kind,
-        }
-        spec |= {"store_data_equal_to_fill_value": True}
+        spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": kind, "store_data_equal_to_fill_value": True}
         creates = first or array.is_file
         options: dict[str, Any] = {"open": True, "create": creates, "assume_metadata": not creates}
         opening.append(ts.open(ts.Spec(spec), context=context, transaction=transaction, **options))
