@@ -378,9 +378,9 @@ def _bucket(x: Array) -> Array:
         start = int(np.searchsorted(bucket_limits(), float(np.iinfo(x.dtype).min)))
         number = jnp.searchsorted(limits, x, side="right").astype(jnp.int32) + start
     else:
-        integer = jnp.int32 if x.dtype == jnp.float32 else jnp.int64
+        integer = np.int32 if x.dtype == jnp.float32 else np.int64
         bits = jax.lax.bitcast_convert_type(x, integer)
-        is_negative = (bits < 0) & (bits != jnp.iinfo(integer).min)  # in comparisons, devices flush subnormals to 0
+        is_negative = (bits < 0) & (bits != np.iinfo(integer).min)  # in comparisons, devices flush subnormals to 0
         power = jnp.round(jnp.log(jnp.abs(x) * 1e12) / math.log(1.1))
         number = jnp.clip(power, 0, last // 2 - 1).astype(jnp.int32) + 1
         nearest = last // 2 + jnp.where(is_negative, -number, number)

@@ -110,9 +110,8 @@ def _images(part: Images) -> Iterator[Values]:
 def _png(pixels: NumPyArray) -> Any:
     height, width, channels = pixels.shape
     buffer = io.BytesIO()
-    import_extra("PIL.Image", "an image summary").fromarray(pixels[..., 0] if channels == 1 else pixels).save(
-        buffer, "PNG"
-    )
+    picture = import_extra("PIL.Image", "an image summary").fromarray(pixels[..., 0] if channels == 1 else pixels)
+    picture.save(buffer, "PNG")
     return proto("Summary").Image(
         height=height, width=width, colorspace=channels, encoded_image_string=buffer.getvalue()
     )

@@ -11,7 +11,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 import jax
@@ -112,14 +111,12 @@ class Worker:
             self._is_urgent = True
             self._changed.notify_all()
 
-    def flush(self, *, to_disk: bool = True) -> None:
-        """Wait until all queued jobs are on the disk (or only in the file) or have failed."""
+    def flush(self) -> None:
+        """Wait until all queued jobs are in the file or have failed; `sync` flushes the file to disk."""
         done = threading.Event()
 
         def flush_buffer() -> None:
             self._flush()
-            if to_disk:
-                self.sync()
             done.set()
 
         self._ask(flush_buffer)
@@ -423,6 +420,7 @@ class SummaryWriter:
         """
         if self._worker is not None and not self._closed:
             self._worker.flush()
+            self._worker.sync()
             self._worker.check()
 
     def request_flush(self) -> None:
@@ -437,7 +435,7 @@ class SummaryWriter:
             Exception: An event could not be written.
         """
         if self._worker is not None and not self._closed:
-            self._worker.flush(to_disk=False)
+            self._worker.flush()
             self._worker.check()
 
     def settle(self) -> None:
@@ -469,9 +467,7 @@ class SummaryWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except Exception as closing:
