@@ -25,7 +25,7 @@ Wait = Callable[[Any, int], Any]
 
 
 class OwnParts(NamedTuple):
-    """What this process writes of an array.
+    """The parts of an array that this process writes.
 
     Attributes:
         part: The shape of a part, the same on all processes.
@@ -41,7 +41,7 @@ class OwnParts(NamedTuple):
     is_file: bool = False
 
 
-# What a process writes.
+# The parts that a process writes.
 
 
 def take(arrays: Mapping[str, Any]) -> list[OwnParts]:
@@ -130,7 +130,7 @@ def _copies_on_host(arrays: Sequence[jax.Array]) -> Sequence[Any]:
     devices = {device for array in arrays for device in array.devices()}
     if all("pinned_host" in {memory.kind for memory in device.addressable_memories()} for device in devices):
         pinned = [array.sharding.with_memory_kind("pinned_host") for array in arrays]
-        return jax.device_put(arrays, pinned, may_alias=False)  # of what is there already, too
+        return jax.device_put(arrays, pinned, may_alias=False)  # also of arrays in that memory
     for array in arrays:
         array.copy_to_host_async()
     return [np.asarray(array) for array in arrays]

@@ -24,32 +24,32 @@ class _HookIdentity(NamedTuple):
     made_by: str | None
 
 
-def check_owners(objects: Sequence[Any], where: str = "hooks") -> None:
+def check_owners(objects: Sequence[Any], argument: str = "hooks") -> None:
     """Reject hooks whose state could not be restored."""
     for hook in objects:
         if _has(hook, "get_state") and not _has(hook, "set_state"):
             raise TypeError(
-                f"{where}: {hook_key(hook)} has get_state() without set_state(value), so its state would be saved and "
-                "never restored; add set_state, or rename get_state if no state has to be kept"
+                f"{argument}: {hook_key(hook)} has get_state() without set_state(value), so its state would be saved "
+                "and never restored; add set_state, or rename get_state if no state has to be kept"
             )
 
 
-def get_states(objects: Iterable[Any], where: str = "hooks") -> Any:
+def get_states(objects: Iterable[Any], argument: str = "hooks") -> Any:
     """Return copies of the states of all objects; `tagged_json.as_json` makes them JSON."""
-    return [_record(owner, hook, where) for owner, hook in _stateful(objects)]
+    return [_record(owner, hook, argument) for owner, hook in _stateful(objects)]
 
 
-def _record(owner: _HookIdentity, hook: Any, where: str) -> dict[str, Any]:
+def _record(owner: _HookIdentity, hook: Any, argument: str) -> dict[str, Any]:
     try:
         value = hook.get_state()
     except Exception as error:
-        note(error, f"jstep: {where}: in {owner.key}.get_state(), whose result is kept with each checkpoint")
+        note(error, f"jstep: {argument}: in {owner.key}.get_state(), whose result is kept with each checkpoint")
         raise
     try:
         state = tagged_json.copy_encodable(value)
     except UnsupportedError as error:
         raise TypeError(
-            f"{where}: the state of {owner.key} cannot be kept with a checkpoint: get_state(){error.path} "
+            f"{argument}: the state of {owner.key} cannot be kept with a checkpoint: get_state(){error.path} "
             f"{error.what}; convert it there, and back in set_state, see docs: help/errors#positions"
         ) from None
     made_by, is_given = _class_names(hook)[1], owner.made_by is None
@@ -58,7 +58,7 @@ def _record(owner: _HookIdentity, hook: Any, where: str) -> dict[str, Any]:
     return record | {"settings": settings} if settings else record
 
 
-def set_states(objects: Iterable[Any], saved: object, where: str = "hooks") -> bool:
+def set_states(objects: Iterable[Any], saved: object, argument: str = "hooks") -> bool:
     """Restore the state of each object; return whether one of them ends the run.
 
     A state whose hook is missing, or whose key another number of hooks has, is logged.
@@ -66,7 +66,7 @@ def set_states(objects: Iterable[Any], saved: object, where: str = "hooks") -> b
     if saved is None:
         return False
     if not (isinstance(saved, list) and all(map(_is_record, saved))):
-        _logger.warning("%s: their states in the checkpoint cannot be read: all start fresh", where)
+        _logger.warning("%s: their states in the checkpoint cannot be read: all start fresh", argument)
         return False
     hooks: dict[_HookIdentity, list[Any]] = {}
     for owner, hook in _stateful(objects):
@@ -80,10 +80,10 @@ def set_states(objects: Iterable[Any], saved: object, where: str = "hooks") -> b
         same_key = hooks.get(owner, [])
         if len(same_key) != len(records):
             text = "%s: the checkpoint has %d state(s) of %s, and the run has %d of them: they start fresh"
-            _logger.warning(text, where, len(records), owner.key, len(same_key))
+            _logger.warning(text, argument, len(records), owner.key, len(same_key))
             continue
-        for hook, record in _matched(same_key, records, where):
-            stop = bool(hook.set_state(_state_in(record, where))) or stop
+        for hook, record in _matched(same_key, records, argument):
+            stop = bool(hook.set_state(_state_in(record, argument))) or stop
     return stop
 
 
@@ -93,17 +93,17 @@ def _is_record(record: object) -> bool:
     return isinstance(record["key"], str) and isinstance(record["class"], str)
 
 
-def _state_in(record: Mapping[str, Any], where: str) -> Any:
+def _state_in(record: Mapping[str, Any], argument: str) -> Any:
     try:
         return tagged_json.decode(record["state"])
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"{where}: the checkpoint's state of {record['key']} cannot be decoded ({error}); it was not saved by "
+            f"{argument}: the checkpoint's state of {record['key']} cannot be decoded ({error}); it was not saved by "
             "jstep, or was changed"
         ) from None
 
 
-def _matched(same_key: Sequence[Any], records: Sequence[Any], where: str) -> Iterator[tuple[Any, Any]]:
+def _matched(same_key: Sequence[Any], records: Sequence[Any], argument: str) -> Iterator[tuple[Any, Any]]:
     """Pair each object with its record: a single one as it is, several by settings, then by order."""
     left = list(records)
     for hook in same_key:
@@ -112,7 +112,7 @@ def _matched(same_key: Sequence[Any], records: Sequence[Any], where: str) -> Ite
             left.remove(alike[0])
             yield hook, alike[0]
         else:
-            _logger.warning("%s: no %s in the checkpoint had these settings: it starts fresh", where, hook_key(hook))
+            _logger.warning("%s: no %s in the checkpoint had these settings: it starts fresh", argument, hook_key(hook))
 
 
 def _settings(hook: object) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _owner(hook: object) -> _HookIdentity:
 
 
 def _class_names(hook: Any) -> tuple[str, str]:
-    """The class of a hook with what it watches, and the full name of the class; for a function, its own name."""
+    """Return the name of a hook's class with its metric, and the full name; those of a function, if the hook is one."""
     named = hook if isinstance(getattr(hook, "__qualname__", None), str) else type(hook)
     # The public name, whichever module was imported: `__module__` changes when one is first looked up in jstep.
     made_by = f"{'jstep' if is_public(named) else named.__module__}.{named.__qualname__}"

@@ -110,7 +110,7 @@ class LeafRecord:
     dtype: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return its fields, without those that the path tells or that are empty."""
+        """Return the fields that are not empty and do not follow from the path."""
         known = {"array": self.path, "keys": tuple(self.path.split("/"))}
         return {
             name: list(value) if isinstance(value, tuple) else value

@@ -82,7 +82,7 @@ class CheckpointMatch(targets.TargetMatch[WantedLeaf]):
 
 
 def match(
-    target: Tree, manifest: Manifest, averages: Sequence[str] | None, names: Names | None, where: str
+    target: Tree, manifest: Manifest, averages: Sequence[str] | None, names: Names | None, checkpoint: str
 ) -> CheckpointMatch:
     """Find the saved leaf of each leaf of a target; `averages` name slots that replace params."""
     of_target = StateLeaves(target)
@@ -90,7 +90,7 @@ def match(
     arrays = manifest.by_array
     records = leaf_records.by_name(manifest.leaves)
     saved: dict[str, Leaf | LeftOutLeaf] = {**leaf_records.by_name(manifest.left_out), **records}
-    renamed = _renamed(names, of_target.paths, saved.keys(), where)
+    renamed = _renamed(names, of_target.paths, saved.keys(), checkpoint)
     values = of_target.values
     has_roles = bool(roles)
     kinds = [targets.target_kind(*pair, _NO_KIND) for pair in zip(values, of_target.paths, strict=True)]
@@ -189,33 +189,33 @@ def _converts(keys: Keys, saved: _Kind, wanted: _Kind, steps: Sequence[int]) -> 
     return keys[-1] == GLOBAL_STEP or (keys[0] == SLOTS and saved[0] in ((), tuple(steps)))
 
 
-def check(result: CheckpointMatch, partial: bool, where: str) -> None:
+def check(result: CheckpointMatch, partial: bool, checkpoint: str) -> None:
     """Reject a match from which a state cannot be restored; if `partial`, leaves that do not fit are skipped."""
     differences = result.differences()
     if result.in_other_format or (differences and not partial):
         advice = _OTHER_FORMAT if result.in_other_format else _OTHER_PATHS
-        raise ValueError(f"target does not fit {where}{differences}. Nothing was restored; {advice}.")
+        raise ValueError(f"target does not fit {checkpoint}{differences}. Nothing was restored; {advice}.")
     if result.wanted and all(want.source is None for want in result.wanted):
-        raise ValueError(f"target has nothing in common with {where}{differences}")
+        raise ValueError(f"target has nothing in common with {checkpoint}{differences}")
     if any(want.path == GLOBAL_STEP and want.source is None for want in result.wanted):
         raise ValueError(
-            f"partial=True: {where} has no global_step that fits{differences}; a trained state whose step starts at 0 "
-            "would repeat its schedule and its data. Pass a target without a step, such as {'params': params}."
+            f"partial=True: {checkpoint} has no global_step that fits{differences}; a trained state whose step starts "
+            "at 0 would repeat its schedule and its data. Pass a target without a step, such as {'params': params}."
         )
 
 
-def check_run(state: Tree, manifest: Manifest, where: str) -> None:
+def check_run(state: Tree, manifest: Manifest, checkpoint: str) -> None:
     """Like `check`, for resuming a run; the error says whose checkpoint it is."""
-    result = match(state, manifest, None, None, where)
+    result = match(state, manifest, None, None, checkpoint)
     try:
-        check(result, False, where)
+        check(result, False, checkpoint)
     except ValueError as error:
         unmatched = [want.path for want in result.wanted if want.is_missing or want.problem]
         differ = {_part(path) for path in (*unmatched, *result.unused)} & {PARAMS, SLOTS, MODEL_STATE}
         if result.in_other_format or not differ:
             raise
         raise ValueError(
-            f"checkpoint_dir: {where.rpartition('/')[2]} was saved by a run with another "
+            f"checkpoint_dir: {checkpoint.rpartition('/')[2]} was saved by a run with another "
             f"{'optimizer' if differ == {SLOTS} else 'model'}: its {' and '.join(sorted(differ))} differ from those of "
             f"state; give a new run another checkpoint_dir, see docs: help/errors#another-run. In detail, {error}"
         ) from None
@@ -226,7 +226,7 @@ def _part(path: str) -> str:
     return MODEL_STATE if top == SLOTS and below[:1] == [MODEL_STATE] else top
 
 
-def _renamed(names: Names | None, paths: Sequence[str], saved: Collection[str], where: str) -> dict[str, str]:
+def _renamed(names: Names | None, paths: Sequence[str], saved: Collection[str], checkpoint: str) -> dict[str, str]:
     """Return path in the target → path in the checkpoint, for paths that differ."""
     renamed = targets.entries(names, paths, "target", _FORM)
     if not isinstance(names, Mapping):
@@ -235,7 +235,7 @@ def _renamed(names: Names | None, paths: Sequence[str], saved: Collection[str], 
         # A function that returns a path unchanged does not imply that the checkpoint has it.
         if other not in saved and (other != path or isinstance(names, Mapping)):
             raise ValueError(
-                f"names: {path!r} should be restored from {other!r}, which {where} does not have"
+                f"names: {path!r} should be restored from {other!r}, which {checkpoint} does not have"
                 + trees.suggest_names(str(other), sorted(saved))
             )
     return renamed
@@ -254,13 +254,13 @@ def find_average(name: str, saved: Mapping[str, Leaf], averages: Sequence[str]) 
     return next((saved[path] for path in found), None)
 
 
-def check_averages(averages: Sequence[str], saved: Sequence[Leaf], where: str) -> None:
+def check_averages(averages: Sequence[str], saved: Sequence[Leaf], checkpoint: str) -> None:
     for slot in averages:
         if not any(f"{leaf.path}/".startswith(f"{SLOTS}/{slot}/") for leaf in saved):
             slots = sorted({leaf.keys[1] for leaf in saved if leaf.keys[0] == SLOTS and len(leaf.keys) > 1})
             raise ValueError(
-                f"use_averages: {where} has no slot {slot!r}{trees.suggest_names(slot, slots)}; it has {slots}. Use "
-                "jstep.with_moving_average(optimizer, ema) to keep averages; use_averages also takes the names of "
+                f"use_averages: {checkpoint} has no slot {slot!r}{trees.suggest_names(slot, slots)}; it has {slots}. "
+                "Use jstep.with_moving_average(optimizer, ema) to keep averages; use_averages also takes the names of "
                 "slots."
             )
 

@@ -130,15 +130,13 @@ def _next(store: Store, prefix: str, above: int, timeout: float) -> int:
     deadline = time.monotonic() + timeout
     first = not is_distributed or jax.process_index() == 0
 
-    def look() -> int:
+    def poll() -> tuple[int]:
         newest = _newest_kept(store, prefix, above) if first else _WAIT
-        return newest if newest > above else _END if time.monotonic() >= deadline else _WAIT
+        return (newest if newest > above else _END if time.monotonic() >= deadline else _WAIT,)
 
     problem = f"{store.directory}: cannot be read: see the error of process 0"
     while True:
-        step = processes.on_all_processes(look, problem, OSError) if is_distributed else look()
-        if is_distributed:
-            (step,) = processes.broadcast_ints(step)
+        (step,) = processes.first_ints_on_all(poll, 1, problem, OSError) if is_distributed else poll()
         if step != _WAIT:
             return step
         time.sleep(min(store.poll_secs, max(deadline - time.monotonic(), 0.0)))

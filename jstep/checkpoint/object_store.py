@@ -191,7 +191,7 @@ class ObjectStorage(attempts.Storage):
         objects: The objects below the URL of the store.
         attempt: The key of the attempt.
         manifest: The key of the manifest that the attempt may replace.
-        verb: What is done, for errors.
+        verb: The operation, for errors.
     """
 
     before = ABSENT

@@ -15,7 +15,7 @@ from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Leaf, Man
 from jstep.checkpoint.store import Store
 from jstep.core import meshes, trees
 from jstep.core.annotations import Tree
-from jstep.core.checks import format_items
+from jstep.core.checks import format_items, format_list, truncate
 from jstep.distributed import processes
 from jstep.state.leaves import PARAMS, SLOTS
 from jstep.state.sharding import MODEL_STATE
@@ -59,7 +59,7 @@ class CheckpointReader:
         try:
             return self._store.reader(path, self._store.manifest(path)).read_file(name)
         except CorruptedError as error:
-            raise CheckpointError(f"{path} {CORRUPTED}: {first_problem(error.problems)}") from error
+            raise CheckpointError(f"{path} {CORRUPTED}: {format_list(error.problems, SHOWN, '; ')}") from error
 
     def restore(
         self,
@@ -275,7 +275,7 @@ class CheckpointReader:
             advice = self._advice(path)
         except OSError as error:
             advice = f"The other checkpoints cannot be listed now ({error})"
-        return CheckpointError(f"{path} {verdict}: {first_problem(problems)}. {advice}.")
+        return CheckpointError(f"{path} {verdict}: {format_list(problems, SHOWN, '; ')}. {advice}.")
 
     def _advice(self, path: str) -> str:
         in_the_way: list[str] = []
@@ -299,11 +299,6 @@ class CheckpointReader:
         return f"; to {purpose}, set aside what cannot be used: `{' && '.join(commands)}`" if commands else ""
 
 
-def first_problem(problems: Sequence[str]) -> str:
-    ending = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-    return "; ".join(problems[:SHOWN]) + ending
-
-
 def is_usable(store: Store, path: str, step: int, max_bytes: int) -> tuple[bool | None, int]:
     """Return whether a checkpoint seems intact, None if it was deleted; and the bytes read, none above `max_bytes`."""
     try:
@@ -322,4 +317,4 @@ def short(error: Exception) -> str:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror + (f": {error.filename}" if error.filename else "")
-    return text if len(text) <= 500 else text[:500] + "…"
+    return truncate(text, 500)

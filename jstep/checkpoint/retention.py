@@ -1,4 +1,4 @@
-"""Retention of checkpoints: the last few, and one every N hours permanently. Stores delete what killed saves left."""
+"""Retention of checkpoints: the last few, and one every N hours permanently. Stores delete leftovers of saves."""
 
 import contextlib
 import dataclasses
@@ -50,7 +50,7 @@ def evict(store: Store, path: str) -> None:
 
 
 class Listener(Protocol):
-    """What is told of each checkpoint that was saved, and can wait until it has been."""
+    """A receiver of each saved checkpoint, which can delay its deletion."""
 
     def saved(self, step: int, path: str) -> None:
         """Receive a checkpoint that is acknowledged and kept; must return immediately."""

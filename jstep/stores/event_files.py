@@ -130,7 +130,7 @@ def is_event_file(name: str) -> bool:
     return "tfevents" in os.path.basename(name)
 
 
-_OF_RUN = re.compile(r"(?:\.(?P<place>[0-9a-f]{8}))?\.(?P<run>[0-9a-f]{8})\Z")
+_OF_RUN = re.compile(r"(?:\.(?P<directory>[0-9a-f]{8}))?\.(?P<run>[0-9a-f]{8})\Z")
 
 
 class Writer(NamedTuple):
@@ -138,16 +138,16 @@ class Writer(NamedTuple):
 
     Attributes:
         run: The ID of the run; None for a user's writer.
-        place: A hash of the path of the run's directory, relative to the logdir.
+        directory: A hash of the path of the run's directory, relative to the logdir.
     """
 
     run: str | None
-    place: str | None
+    directory: str | None
 
     @classmethod
     def of(cls, name: str) -> "Writer":
         run = _OF_RUN.search(name)
-        return cls(None, None) if run is None else cls(run["run"], run["place"])
+        return cls(None, None) if run is None else cls(run["run"], run["directory"])
 
 
 def event_files(path: str) -> list[str]:

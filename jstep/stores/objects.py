@@ -1,6 +1,4 @@
-"""The objects below a URL: read, write, conditional write, delete, list; credentials of S3, and errors of stores.
-
-They are operations of tensorstore's key-value stores.
+"""The objects below a URL, in tensorstore's key-value stores; credentials of S3, and errors of stores.
 
 Every operation gives up within half a minute (large objects get more, by their size), with an OSError that names
 operation and URL. After one timeout, later requests wait less: a failed save is followed by a last attempt to save, by

@@ -78,7 +78,7 @@ def owner_in(data: bytes | None) -> dict[str, Any]:
 # Temporary files, which become other files when they are complete. Their names tell the process that writes them.
 
 _TEMPORARY = re.compile(
-    r"\.(?P<name>.+)\.(?P<place>[0-9a-f]{8})-(?P<pid>[0-9]{1,9})-(?P<started>[0-9a-z]+)-[0-9a-f]{8}\.tmp",
+    r"\.(?P<name>.+)\.(?P<host>[0-9a-f]{8})-(?P<pid>[0-9]{1,9})-(?P<started>[0-9a-z]+)-[0-9a-f]{8}\.tmp",
     re.DOTALL,
 )
 _ABANDONED = 86400.0
@@ -88,7 +88,7 @@ _ABANDONED = 86400.0
 def new_token() -> str:
     """Return a part of the names of temporary files that identifies this process; each call returns another one."""
     process = this_process()
-    return f"{_place(process)}-{process['pid']}-{process['started']}-{secrets.token_hex(4)}"
+    return f"{_host_hash(process)}-{process['pid']}-{process['started']}-{secrets.token_hex(4)}"
 
 
 def temporary_path(path: str, token: str) -> str:
@@ -113,13 +113,13 @@ def _is_left(path: str, directory: str, match: re.Match[str]) -> bool:
     process = this_process()
     if not stat.S_ISREG(found.st_mode):
         return False
-    if match["place"] == _place(process):
+    if match["host"] == _host_hash(process):
         return not is_alive({**process, "pid": int(match["pid"]), "started": match["started"]})
     # On another host or in another container, or this host was restarted. The clock is that of the file system.
     return os.stat(directory).st_mtime - found.st_mtime > _ABANDONED
 
 
-def _place(process: Mapping[str, Any]) -> str:
+def _host_hash(process: Mapping[str, Any]) -> str:
     """Identify the boot of a process's host, and its container."""
     text = f"{process['host']} {process['space']}"
     return f"{zlib.crc32(text.encode()):08x}"

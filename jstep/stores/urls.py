@@ -13,23 +13,23 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*[A-Za-z0-9]")
 
 
-def is_url(where: object) -> bool:
-    return isinstance(where, str) and where.startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
+def is_url(path: object) -> bool:
+    return isinstance(path, str) and path.startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
 
 
-def location(where: object, name: str) -> str:
+def location(given: object, name: str) -> str:
     """Return a path with `~` expanded, or a validated URL without a trailing slash.
 
-    `where` may have `__fspath__`, such as `etils.epath.Path`. `file://` is removed; `name` is for errors.
+    It may have `__fspath__`, such as `etils.epath.Path`. `file://` is removed; `name` is for errors.
 
     Example:
         >>> from jstep.stores.urls import location
         >>> location("gs://bucket/run/", "directory"), location("/tmp/run", "directory")
         ('gs://bucket/run', '/tmp/run')
     """
-    path = os.fspath(where) if isinstance(where, os.PathLike) else where
+    path = os.fspath(given) if isinstance(given, os.PathLike) else given
     if not isinstance(path, str):
-        raise TypeError(f"{name}={where!r}: must be a path or a URL, got {describe_type(where)}")
+        raise TypeError(f"{name}={given!r}: must be a path or a URL, got {describe_type(given)}")
     if not path:
         raise ValueError(f"{name}='': must name a directory")
     match = _SCHEME.match(path)
@@ -63,23 +63,23 @@ def parts_of_url(url: str) -> tuple[str, str, str]:
     return scheme, name, key
 
 
-def join_path(where: str, *parts: str) -> str:
-    return "/".join([where.rstrip("/"), *parts]) if is_url(where) else os.path.join(where, *parts)
+def join_path(path: str, *parts: str) -> str:
+    return "/".join([path.rstrip("/"), *parts]) if is_url(path) else os.path.join(path, *parts)
 
 
-def split_path(where: str) -> tuple[str, str]:
+def split_path(path: str) -> tuple[str, str]:
     """Split off the last name of a path or URL; it is empty for a bucket."""
-    if not is_url(where):
-        return os.path.split(where)
-    scheme, name, key = parts_of_url(where)
+    if not is_url(path):
+        return os.path.split(path)
+    scheme, name, key = parts_of_url(path)
     above, _, last = key.rstrip("/").rpartition("/")
     return "/".join(part for part in (f"{scheme}://{name}", above) if part), last
 
 
-def absolute(where: str) -> str:
-    return where if is_url(where) else os.path.abspath(where)
+def absolute(path: str) -> str:
+    return path if is_url(path) else os.path.abspath(path)
 
 
-def resolve_path(where: str) -> str:
+def resolve_path(path: str) -> str:
     """Return the absolute form of a path without links; a URL is unchanged."""
-    return where if is_url(where) else os.path.realpath(where)
+    return path if is_url(path) else os.path.realpath(path)

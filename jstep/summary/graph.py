@@ -40,11 +40,11 @@ def graph_def(graph: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the GraphDef of a graph, or of a function traced with `args` and `kwargs`."""
     staged = _staged(graph, args, kwargs)
     if isinstance(staged, jax.stages.Traced):
-        return _of_equations(staged)
-    return _of_operations(staged) if isinstance(staged, jax.stages.Lowered) else staged
+        return _graph_of_traced(staged)
+    return _graph_of_lowered(staged) if isinstance(staged, jax.stages.Lowered) else staged
 
 
-def _of_equations(traced: Any) -> Any:
+def _graph_of_traced(traced: Any) -> Any:
     """One node for each argument, equation and result of a traced function; calls and loops are one node each."""
     graph, program = _Graph(), traced.jaxpr.jaxpr
     # Paths in (positional arguments, keyword arguments): the first key tells which of them.
@@ -63,7 +63,7 @@ def _of_equations(traced: Any) -> Any:
     return graph.proto
 
 
-def _of_operations(lowered: Any) -> Any:
+def _graph_of_lowered(lowered: Any) -> Any:
     """One node for each argument and operation of a lowered function, which has neither scopes nor paths."""
     operations = [view.operation for view in lowered.compiler_ir("stablehlo").body.operations]
     main = next(op for op in operations if op.name == "func.func" and str(op.attributes["sym_name"]) == '"main"')

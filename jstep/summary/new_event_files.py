@@ -149,7 +149,7 @@ def starts_here(path: str, step: int, *, same_place: bool, is_new: bool) -> bool
         name
         for name, writer in writers.items()
         if writer.run is not None
-        and (writer.run == own_writer.run or (same_place and writer.place == own_writer.place))
+        and (writer.run == own_writer.run or (same_place and writer.directory == own_writer.directory))
     ]
     # The program itself may write here by another library, or by a writer of its own, as an earlier start of it did.
     process = f".{socket.gethostname()}.{os.getpid()}."
@@ -169,6 +169,6 @@ def starts_here(path: str, step: int, *, same_place: bool, is_new: bool) -> bool
     if max(writers) == newest:
         return True
     mark = frame(event_bytes(step, time.time(), session_log=proto("SessionLog")(status="START")))
-    suffix = f".{own_writer.place}.{own_writer.run}"
+    suffix = f".{own_writer.directory}.{own_writer.run}"
     replace_file(join_path(logdir, f"{newest}.again{suffix}"), _first_record() + STARTS * mark)
     return False

@@ -105,7 +105,7 @@ class Worker:
     def _has_room(self) -> bool:
         return self._bytes <= MAX_BYTES and len(self._jobs) <= MAX_JOBS
 
-    def _ask(self, request: Callable[[], None]) -> None:
+    def _request(self, request: Callable[[], None]) -> None:
         with self._changed:
             self._jobs.append((request, None, 0.0, 0))
             self._is_urgent = True
@@ -119,7 +119,7 @@ class Worker:
             self._flush()
             done.set()
 
-        self._ask(flush_buffer)
+        self._request(flush_buffer)
         while not done.wait(0.1) and self._thread.is_alive():
             pass
 
@@ -143,7 +143,7 @@ class Worker:
 
     def request_close(self) -> None:
         """Let the thread end after the queued jobs."""
-        self._ask(self._end)
+        self._request(self._end)
 
     def close(self) -> None:
         """Write the queued jobs, close the file and end the thread; if interrupted, the next call waits for that."""
@@ -165,8 +165,8 @@ class Worker:
                     with self._changed:
                         self._bytes -= size
                         self._changed.notify_all()
-                self._do_what_is_due()
-            self._do_what_is_due()
+                self._write_if_due()
+            self._write_if_due()
 
     def _wait(self) -> int:
         """Wait for work; return the number of queued jobs."""
@@ -179,7 +179,7 @@ class Worker:
             self._is_urgent = False
             return len(self._jobs)
 
-    def _do_what_is_due(self) -> None:
+    def _write_if_due(self) -> None:
         time_now = time.monotonic()
         if len(self._buffer) >= self._max_queue or time_now >= self._due:
             self._flush()
@@ -190,7 +190,7 @@ class Worker:
         if self._ended:  # requested twice
             return
         self._flush()
-        self._do_what_is_due()
+        self._write_if_due()
         with self._io:
             try:
                 self._sink.close()
