@@ -88,11 +88,16 @@ def _number(value: Any, tag: str, shape: tuple[int, ...]) -> Any:
     if isinstance(value, list | tuple) or got != shape:
         raise _shape_error(tag, shape, got)
     if is_array(value):
-        is_real = getattr(value.dtype, "kind", "V") in "fiub" or jnp.issubdtype(value.dtype, jnp.floating)
+        is_real = _is_real(value.dtype)
     if not is_real:
         what = value.dtype if is_array(value) else f"{type(value).__name__} {value!r}"
         raise TypeError(f"scalar {tag!r}: values must be real numbers, not {what}")
     return keep(value)
+
+
+def _is_real(dtype: Any) -> bool:
+    is_number = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    return is_number or getattr(dtype, "kind", "V") in "fiub"
 
 
 def _shape_error(tag: str, tags: tuple[int, ...], values: tuple[int, ...]) -> ValueError:
@@ -285,15 +290,12 @@ def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT
     Source: TensorFlow's `histogram_summary` and `histogram::Histogram`.
     """
     check_tag(tag, "histogram")
-    if not is_traced(values):
-        with internal_transfers():
-            values = _eager(tag, values)
-    if not (
-        jnp.issubdtype(values.dtype, jnp.floating) or jnp.issubdtype(values.dtype, jnp.integer) or values.dtype == bool
-    ):
-        raise TypeError(f"histogram {tag!r}: values must be real numbers, not {values.dtype}")
     with internal_transfers():
-        part = summaries.Histogram((tag,), **_count(values))
+        if not isinstance(values, jax.Array):
+            values = np.asarray(jax.tree.map(lambda leaf: native(leaf, "", f"histogram {tag!r}"), values))
+        if not _is_real(values.dtype):
+            raise TypeError(f"histogram {tag!r}: values must be an array of real numbers, not {values.dtype}")
+        part = summaries.Histogram((tag,), **_count(values if is_traced(values) else _eager(tag, values)))
     return make_summary(part, collections)
 
 
@@ -305,12 +307,9 @@ def bucket_limits() -> NumPyArray:
     return np.array([*(-v for v in reversed(positive)), 0.0, *positive])
 
 
-def _eager(tag: str, values: object) -> Any:
-    """Convert concrete values to an array; check them if that does not wait for the device."""
-    if not isinstance(values, jax.Array):
-        values = np.asarray(jax.tree.map(lambda leaf: native(leaf, "", f"histogram {tag!r}"), values))
-        if values.dtype.kind not in "biufV":
-            raise TypeError(f"histogram {tag!r}: values must be an array of real numbers, not {values.dtype}")
+def _eager(tag: str, values: Any) -> Any:
+    """Convert concrete values to a dtype of the device; check them if that does not wait for the device."""
+    if isinstance(values, np.ndarray):
         # A dtype of the device: without `jax_enable_x64`, integers that exceed 32 bits become floats.
         dtype = jax.dtypes.canonicalize_dtype(values.dtype)
         if dtype != values.dtype and values.dtype.kind in "iu" and values.size:
