@@ -130,7 +130,7 @@ class Worker:
             self._flush()
             self.sync()
 
-        self._ask(flush_buffer)
+        self._request(flush_buffer)
 
     def sync(self) -> None:
         with self._io:
