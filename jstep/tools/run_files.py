@@ -20,8 +20,9 @@ from jstep.tools.goodput import part_changes
 from jstep.tools.own_events import events_of_run
 from jstep.tools.run_summary import RunSummary, start_with_card
 from jstep.tools.start_rows import start_rows
-from jstep.training.metrics import SKIPPED
 
+_SKIPPED = "skipped"
+"""The metric of a skipped update, as `training.metrics` names it, which imports JAX."""
 _MAX_TAGS, _KNOTS = 1000, 9
 """How many scalars of a run are shown, and how many points of its clock are kept."""
 
@@ -144,7 +145,7 @@ def _not_finite(series: Mapping[str, Series]) -> Iterator[str]:
 
 def _skipped(series: Mapping[str, Series]) -> Iterator[str]:
     """Name the step since which all updates are skipped; one at the end may be that of a loss scale."""
-    points = series.get(SKIPPED)
+    points = series.get(_SKIPPED)
     streak = [] if points is None else list(itertools.takewhile(lambda value: value == 1, reversed(points.values)))
     if points is not None and len(streak) > 1:
         first = points.steps[-len(streak)]
