@@ -7,6 +7,7 @@ Entries are saved by these methods of `RunSaverHook`:
 | `batches`, `batches_of_processes` | positions of the batches | `_positions` | `restore_position`, by `start.py` |
 | `hooks` | the states of the hooks | `_hooks` | `restore_hooks` |
 | `stopped` | the name of the hook that stopped the run | `_hooks` | a log line; it is kept if no step is run |
+| `skipped` | the number of updates skipped in a row, if a `NanLossHook` limits it | `_hooks` | `restore_hooks` |
 | `ended` | the step at which the hooks have ended | `_hooks` | `HookRunner`, which ends them once |
 | `held` | the initial values of held hyperparameters | `_extra_of_run` | `origin.restore`, which warns of others |
 | `run` | the name of the run and of its event files | `_extra_of_run` | `Run.name` |
@@ -44,13 +45,15 @@ from jstep.training.metrics import Metrics
 
 _logger = logging.getLogger("jstep")
 
-HOOK_STATES = "hooks"
-"""The key of a checkpoint's `extra`, in addition to those of the origin, of positions and of observers."""
+HOOK_STATES, SKIPPED_IN_A_ROW = "hooks", "skipped"
+"""Keys of a checkpoint's `extra`, in addition to those of the origin, of positions and of observers."""
 
 
 def restore_hooks(run: RunContext) -> bool:
     """Restore the states of the hooks; return whether one of them ends the run."""
     is_stopped = set_states(run.hooks, run.origin.extra.get(HOOK_STATES))
+    if SKIPPED_IN_A_ROW in run.origin.extra:
+        run.sums.begin_skipped(run.origin.extra[SKIPPED_IN_A_ROW])
     for hook in run.savers:
         if not isinstance(hook, RunSaverHook):
             continue
@@ -210,6 +213,8 @@ class RunSaverHook(CheckpointSaverHook):
         by = run.stopped_by or (None if run.feeder.has_begun else run.origin.extra.get(STOPPED))
         states = get_states(run.hooks)
         entries = {HOOK_STATES: states or None, STOPPED: by, ENDED: run.step if run.runner.has_ended() else None}
+        if run.sums.limit is not None:
+            entries[SKIPPED_IN_A_ROW] = run.sums.skipped_in_a_row()
         values = {key: value for key, value in entries.items() if value is not None}
         files = AttachedFiles("hooks.")
         return CheckpointExtra(as_json(values, files), files if jax.process_index() == 0 else {})

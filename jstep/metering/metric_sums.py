@@ -182,6 +182,11 @@ class MetricSums:
         with internal_transfers():
             self._skips = jnp.asarray(np.int32(steps))
 
+    def skipped_in_a_row(self) -> int:
+        """Return how many steps in a row were skipped up to the last cut; waits for the device."""
+        with internal_transfers():
+            return 0 if self._skips is None else int(read_value(self._skips))
+
     # Calls that accumulate by themselves.
 
     def begin(self, columns: "Columns", like: Tree) -> "DeviceSums":
