@@ -13,12 +13,7 @@ def printable(text: object) -> str:
 
 
 def wrap_words(title: str, words: Sequence[str]) -> list[str]:
-    lines = [f"{title}  "]
-    for word in [*(f"{word}, " for word in words[:-1]), *words[-1:]]:
-        if len(lines[-1]) + len(word.rstrip()) > WIDTH:
-            lines.append(" " * (len(title) + 2))
-        lines[-1] += word
-    return [line.rstrip() for line in lines]
+    return fold(f"{title}  {', '.join(words)}", WIDTH, len(title) + 2)
 
 
 def columns(rows: Sequence[Sequence[str]], left: int, max_width: int | None = None) -> list[str]:
