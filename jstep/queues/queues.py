@@ -113,11 +113,6 @@ class BoundedQueue:
         self._cancelled: bool = False  # whether enqueues that wait for room must give up
         self._failure: BaseException | None = None
 
-    @property
-    def capacity(self) -> int:
-        """The maximum number of elements in the queue."""
-        return self._capacity
-
     def size(self) -> int:
         """Return the current number of elements in the queue."""
         with self._mutex:
