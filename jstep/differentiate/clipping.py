@@ -1,7 +1,6 @@
 """Clipping of gradients, and norms."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -326,7 +325,9 @@ def compute_norm(arrays: Sequence[Array], axes: Any = None) -> Array:
 
     The derivative is x / norm, and zero at zero.
     """
-    squares = functools.reduce(_added, [_squares(x, axes) for x in arrays], jnp.zeros((), np.float32))
+    parts = [_squares(x, axes) for x in arrays]
+    dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))
+    squares = sum((part.astype(dtype) for part in parts), jnp.zeros((), dtype))
     is_zero = squares == 0
     root = jnp.sqrt(jnp.where(is_zero, jnp.ones_like(squares), squares))
     return jnp.where(is_zero, jnp.zeros_like(squares), root)
@@ -336,11 +337,6 @@ def _squares(x: Array, axes: Any) -> Array:
     x = x.astype(trees.compute_dtype(x.dtype))
     squares = jnp.square(jnp.real(x)) + jnp.square(jnp.imag(x)) if jnp.iscomplexobj(x) else jnp.square(x)
     return jnp.sum(squares, axis=axes, keepdims=axes is not None)
-
-
-def _added(first: Array, second: Array) -> Array:
-    dtype = max(first.dtype, second.dtype, key=lambda dtype: dtype.itemsize)
-    return first.astype(dtype) + second.astype(dtype)
 
 
 def scale_to_norm(x: Array, norm: Array, clip_norm: object) -> Array:
