@@ -217,9 +217,9 @@ def without_explicit_axes(
         return fn(*args)
     with using_mesh(mesh_of(args)):
         with jax.sharding.use_abstract_mesh(mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))):
-            result = fn(*jax.tree.map(_entered, args))
+            result = fn(*jax.tree.map(_on_auto_axes, args))
         specs = (specs_of or shard_like())(result)
-        return jax.tree.map(functools.partial(_left, mesh), result, specs)
+        return jax.tree.map(functools.partial(_on_own_axes, mesh), result, specs)
 
 
 def leaving_auto_axes(fn: Callable[[Any], _R], params: Tree) -> Callable[[Any], _R]:
@@ -231,19 +231,19 @@ def leaving_auto_axes(fn: Callable[[Any], _R], params: Tree) -> Callable[[Any], 
 
     def outside(params: Tree) -> _R:
         with jax.sharding.use_abstract_mesh(mesh):
-            result = fn(jax.tree.map(functools.partial(_left, mesh), params, specs_of(params)))
-        return jax.tree.map(_entered, result)
+            result = fn(jax.tree.map(functools.partial(_on_own_axes, mesh), params, specs_of(params)))
+        return jax.tree.map(_on_auto_axes, result)
 
     return outside
 
 
-def _entered(leaf: object) -> Any:
+def _on_auto_axes(leaf: object) -> Any:
     if not isinstance(leaf, jax.Array) or jax.typeof(leaf).sharding.mesh.empty:
         return leaf
     return jax.sharding.reshard(leaf, PartitionSpec(*[None] * leaf.ndim))
 
 
-def _left(mesh: AbstractMesh, leaf: Any, spec: PartitionSpec) -> Any:
+def _on_own_axes(mesh: AbstractMesh, leaf: Any, spec: PartitionSpec) -> Any:
     if not isinstance(leaf, jax.Array):
         return leaf
     leaf = jax.sharding.reshard(leaf, NamedSharding(mesh, _keep_explicit_axes(mesh, spec)))
@@ -278,7 +278,7 @@ def on_any_mesh(*like: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
                 if explicit_mesh((args, kwargs)) is None:
                     return fn(*args, **kwargs)
                 arguments = types.SimpleNamespace(**signature.bind(*args, **kwargs).arguments)
-                specs_of = shard_like(*(_found(arguments, name) for name in reversed(like)))
+                specs_of = shard_like(*(_argument_at(arguments, name) for name in reversed(like)))
                 return without_explicit_axes(lambda args, kwargs: fn(*args, **kwargs), args, kwargs, specs_of=specs_of)
 
         return call
@@ -286,7 +286,7 @@ def on_any_mesh(*like: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     return decorated
 
 
-def _found(arguments: object, name: str) -> Any:
+def _argument_at(arguments: object, name: str) -> Any:
     # None if it is missing, which the function itself will report.
     return functools.reduce(lambda value, part: getattr(value, part, None), name.split("."), arguments)
 

@@ -49,7 +49,7 @@ def check_integers(
             )
 
 
-def summand(i: Array, new: Any) -> Array:
+def state_summand(i: Array, new: Any) -> Array:
     """Return the term of lane i in the sum for a leaf of model_state."""
     new = trees.key_data(jnp.asarray(new))
     return (

@@ -21,12 +21,12 @@ from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Number, Params
 from jstep.differentiate import microbatches
 from jstep.differentiate.clipping import global_norm
-from jstep.differentiate.lane_state import check_integers, merge_leaf, summand
+from jstep.differentiate.lane_state import check_integers, merge_leaf, state_summand
 from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes, stack_over_lanes, sum_over_lanes
 from jstep.differentiate.lookup import TABLES, Tables
 from jstep.differentiate.loss_outputs import COLLECTORS, Collector, unpack_outputs
 from jstep.differentiate.microbatches import AggregationMethod, LossResult, Squares
-from jstep.differentiate.same_bits import alike
+from jstep.differentiate.reproducible import evaluate_reproducibly
 from jstep.slots.indexed_slices import IndexedSlices
 
 GATE_NONE = 0
@@ -232,7 +232,7 @@ class LossGradients:
             some = [jnp.asarray(leaves[i]) for i in indices]
             move = functools.partial(perturb, adaptive=self.adaptive)
             on_auto_axes = functools.partial(meshes.without_explicit_axes, move, specs_of=meshes.shard_like(some))
-            moved_leaves = alike(inputs.lanes, on_auto_axes, some, result.gradients, self.sharpness)
+            moved_leaves = evaluate_reproducibly(inputs.lanes, on_auto_axes, some, result.gradients, self.sharpness)
             moved = treedef.unflatten(trees.with_leaves(leaves, indices, moved_leaves))
             without_summaries = dataclasses.replace(self, gathers=False)
             again = without_summaries._choose_method(inputs)(inputs._replace(params=moved), indices)
@@ -297,7 +297,7 @@ class LossGradients:
             grads = [None if g is None else microbatches.weigh(g, weight) for g in dense]
             terms = functools.partial(microbatches.summand, weight)
             others = jax.tree_util.tree_map_with_path(terms, (results.aux, results.summaries))
-            state = jax.tree.map(functools.partial(summand, i), results.model_state)
+            state = jax.tree.map(functools.partial(state_summand, i), results.model_state)
             norms = None
             if self.squares:
                 of_lane = jnp.float32(size) if weight is None else weight
@@ -317,7 +317,8 @@ class LossGradients:
         grads, loss, (aux, summaries) = jax.tree.map(mean, (grads, loss, others))
         squares = None
         if norms is not None:
-            squares = Squares(norms[0], norms[1], alike(lanes, microbatches.squared_norm, grads, inputs.scale))
+            squared_norm = evaluate_reproducibly(lanes, microbatches.squared_norm, grads, inputs.scale)
+            squares = Squares(*norms, squared_norm)
         return LossResult(loss, state, aux, grads, summaries, squares)
 
     def _check_integers(self, lanes: Lanes, inputs: LossInputs, size: int) -> None:

@@ -24,7 +24,7 @@ from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, Optimizer
 from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes
 from jstep.differentiate.loss_gradients import GATE_NONE, GATE_OP, LossGradients, LossInputs, apply_gate
 from jstep.differentiate.microbatches import AggregationMethod, LossResult, estimate_noise, together_squared
-from jstep.differentiate.same_bits import alike
+from jstep.differentiate.reproducible import evaluate_reproducibly
 from jstep.optimizers import guards
 from jstep.optimizers.averages import averaged_params, move_model_state
 from jstep.optimizers.chains import frozen_leaves
@@ -286,20 +286,21 @@ class UpdateStep:
             guards.require_noise_slots(roles)
         kwargs: dict[str, Any] = {"step": step} if self.pass_step else {}
         if self.averages is not None:
-            kwargs["averages"] = alike(lanes, functools.partial(_averages_for, names=self.averages), state)
+            averages_for = functools.partial(_averages_for, names=self.averages)
+            kwargs["averages"] = evaluate_reproducibly(lanes, averages_for, state)
         # Without has_model_state, and with several losses, the model state is not passed and stays unchanged.
         model_state = state.slots[MODEL_STATE] if self.has_model_state else None
         inputs = LossInputs(state.params, model_state, args, kwargs, key, batch_specs, scale, lanes)
         differentiate = self.differentiate
         if self.schedule is not None:
-            sharpness = alike(lanes, functools.partial(value_at, "sharpness", self.schedule), step)
+            sharpness = evaluate_reproducibly(lanes, functools.partial(value_at, "sharpness", self.schedule), step)
             differentiate = replace_losses(differentiate, sharpness=sharpness)
         try:
             result = differentiate(inputs)
         except Exception as error:
             explain_arguments(error, args, state, has_model_state=self.has_model_state)
             raise
-        return alike(lanes, functools.partial(self.updated, inputs), state, result)
+        return evaluate_reproducibly(lanes, functools.partial(self.updated, inputs), state, result)
 
     def updated(self, inputs: LossInputs, state: TrainState, result: LossResult) -> tuple[TrainState, StepMetrics]:
         scale = guards.current_loss_scale(roles_of(self.optimizer, state.params), state.slots)

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from source_files import MODULES, nodes_of, text_of
 
 from jstep.core import jaxprs
-from jstep.differentiate import merging, microbatches, same_bits
+from jstep.differentiate import merging, microbatches, reproducible
 
 X, KERNEL = jnp.ones((4, 4)), jnp.ones((1, 1, 3, 3))
 
@@ -135,7 +135,7 @@ def test_parameters_are_there(operation):
 NAMES = {
     jaxprs: "MOVES COPYING HARMLESS ELEMENTWISE SLOW_IN_LOOPS _OPAQUE _REMAT _PLACING _PRODUCTS",
     merging: "INLINED APART",
-    same_bits: "ON_SHARDS",
+    reproducible: "ON_SHARDS",
     microbatches: "_SAME_ELEMENTS",
 }
 """Module → its sets of names of operations."""

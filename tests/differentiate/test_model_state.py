@@ -10,7 +10,7 @@ import pytest
 import jstep
 from jstep.core.jaxprs import body_of
 from jstep.differentiate.lanes import Lanes, trace_on_lanes
-from jstep.differentiate.same_bits import _way, alike
+from jstep.differentiate.reproducible import _way, evaluate_reproducibly
 
 X = jnp.arange(32.0).reshape(16, 2) / 32
 LABELS = jnp.arange(16) % 3
@@ -133,7 +133,7 @@ def test_what_all_lanes_compute_alike_is_what_the_function_computes():
 
     x = jnp.arange(6.0) + 1
     for n in (jnp.int32(1), jnp.int32(2)):
-        found, expected = alike(Lanes(2), fn, x, n), jax.jit(fn)(x, n)
+        found, expected = evaluate_reproducibly(Lanes(2), fn, x, n), jax.jit(fn)(x, n)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, strict=True), found, expected)
 
 

@@ -20,6 +20,7 @@ from jstep.core.jaxprs import ELEMENTWISE, Operation, Subprogram
 from jstep.core.placement import on_devices
 from jstep.core.trees import Array
 from jstep.differentiate.lanes import Lanes, is_in_lanes, isolate, sum_over_lanes, trace_on_lanes
+from jstep.state.sharding import largest_divisible
 
 _MOVES = "bitcast_convert_type broadcast_in_dim expand_dims reshape rev slice squeeze transpose"
 _EXACT = "add_any argmax argmin atan2 complex conj erfc imag lgamma real reduce_max reduce_min"
@@ -36,7 +37,7 @@ APART = "apart"
 """An operation is computed separately: it contains operations of the other kinds, or is in lanes already."""
 
 
-def alike(lanes: Lanes | None, fn: Callable[..., Any], *args: Any) -> Any:
+def evaluate_reproducibly(lanes: Lanes | None, fn: Callable[..., Any], *args: Any) -> Any:
     """Return `fn(*args)`, in device memory; with lanes, bitwise reproducible on any number of devices."""
     if lanes is None:
         return fn(*args)
@@ -100,7 +101,7 @@ def _evaluated(lanes: Lanes, body: Subprogram, values: Sequence[Array], witness:
         return list(map(lanes.placed, jax.lax.platform_dependent(args, cpu=whole, default=sharded)))
 
     def on_blocks(program: Any, args: list[Array]) -> list[Array]:
-        dims: Any = [_dim_of_blocks(lanes.number, x.shape) for x in args]
+        dims: Any = [largest_divisible(x.shape, lanes.number) for x in args]
         fn = core.jaxpr_as_fun(program)
         return list(sum_over_lanes(lanes, lambda i, _, blocks: fn(*blocks), [], args, dims, witness))
 
@@ -164,18 +165,12 @@ def _way(number: int, operation: Operation) -> str:
     if operation.name in ON_SHARDS or not any(map(_is_inexact, [*eqn.invars, *eqn.outvars])):
         return SHARDS
     is_sum = operation.name == "reduce_sum" and not eqn.outvars[0].aval.shape
-    return SUM if is_sum and _dim_of_blocks(number, eqn.invars[0].aval.shape) is not None else WHOLE
+    return SUM if is_sum and largest_divisible(eqn.invars[0].aval.shape, number) is not None else WHOLE
 
 
 def _is_inexact(atom: Any) -> bool:
     dtype = getattr(atom.aval, "dtype", None)
     return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
-
-
-def _dim_of_blocks(number: int, shape: Sequence[int]) -> int | None:
-    """The dimension along which to cut an array for its sum; None if no dimension is divisible."""
-    fitting = [dim for dim, size in enumerate(shape) if size and size % number == 0]
-    return max(fitting, key=lambda dim: (shape[dim], -dim), default=None)
 
 
 def _connected(operations: Sequence[Operation]) -> list[list[Operation]]:
