@@ -83,7 +83,7 @@ _any_bits = np.bitwise_or.reduce  # of all integers at once: a third of the time
 
 
 def are_plain(leaves: Iterable[Any]) -> bool:
-    """Whether no leaf needs a conversion for a device. Called at each step, and hence without calls for most leaves."""
+    """Whether no leaf needs a conversion for a device. It runs at each step, and so makes no calls for most leaves."""
     for leaf in leaves:
         kind = type(leaf)
         if kind in _NEVER_CONVERTED:

@@ -259,7 +259,7 @@ def subprogram(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any], eqns: 
 
 
 def part_for(closed: Any, results: list[bool], *, keeps_arguments: bool = True) -> tuple[Any, list[bool]]:
-    """Return the part of a program that computes some results, and which arguments it has."""
+    """Return the part of a program that computes some results, and for each argument whether that part uses it."""
     jaxpr, used, arguments = dce_jaxpr_consts(closed.jaxpr, results, keeps_arguments)
     consts = [const for const, is_used in zip(closed.consts, used, strict=True) if is_used]
     return core.ClosedJaxpr(jaxpr, consts), arguments
@@ -313,6 +313,8 @@ def is_elementwise_operation(operation: Operation, shape: tuple[int, ...]) -> bo
 
 
 def on_slices(body: Subprogram, values: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:
+    """Evaluate an elementwise program on slices of its arrays, all of one shape."""
+
     def on_slice(operation: Operation, values: list[Any]) -> list[Any]:
         eqn = operation.eqn
         if operation.kind == "call":

@@ -25,10 +25,10 @@ def is_below_bar(record: logging.LogRecord) -> bool:
     return bool(getattr(record, "is_below_bar", record.levelno < logging.WARNING))
 
 
-# Warnings once a run, and rate-limited logging.
+# Warnings that are logged once per run, and rate-limited logging.
 
 WARNED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("jstep_warned", default=None)
-"""The texts of these warnings so far; None outside of a run: there, each warning is logged again."""
+"""The texts of the warnings that this run has logged; None outside of a run, where each is logged again."""
 
 
 def is_first(text: str) -> bool:

@@ -26,7 +26,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _NOT_CARRIED = {"thread_guard", "transfer_guard"}
-"""The first belongs to one thread; the second is an alias of three settings, which are propagated."""
+"""`thread_guard` belongs to one thread; `transfer_guard` is an alias of three settings, which are propagated."""
 
 SETTINGS = tuple(
     name
@@ -123,7 +123,7 @@ def current_mesh() -> Mesh | None:
 
 
 def using_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Set a mesh, unless it is already set, or None."""
+    """Set a mesh, unless it is None or already set."""
     if mesh is None:
         return contextlib.nullcontext()
     current = current_mesh()

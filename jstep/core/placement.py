@@ -78,10 +78,10 @@ def is_on_cpus(array: Any) -> bool:
 
 def is_of_host(sharding: Any) -> bool:
     kind = sharding.memory_kind
-    return kind is not None and kind != _here(sharding).default_memory().kind
+    return kind is not None and kind != _device_here(sharding).default_memory().kind
 
 
-def _here(sharding: Any) -> Any:
+def _device_here(sharding: Any) -> Any:
     """Return a device of a sharding, preferably of this process: others may not report their memory kinds."""
     devices = sharding.device_set
     return next(
@@ -95,7 +95,7 @@ def on_devices(tree: Tree) -> Any:
             return leaf
         if isinstance(leaf, jax.core.Tracer):
             return jax.device_put(leaf, jax.memory.Space.Device)
-        return jax.device_put(leaf, leaf.sharding.with_memory_kind(_here(leaf.sharding).default_memory().kind))
+        return jax.device_put(leaf, leaf.sharding.with_memory_kind(_device_here(leaf.sharding).default_memory().kind))
 
     return jax.tree.map(moved, tree)
 
@@ -122,7 +122,7 @@ def to_host(leaf: object) -> Any:
 
 
 def back(leaf: object, before: object) -> Any:
-    """Move an array to the memory, and unless traced to the sharding, of the array that it replaces."""
+    """Move an array to the memory of the array that it replaces, and, unless it is traced, to its sharding."""
     if isinstance(leaf, jax.core.Tracer):
         return to_host(leaf) if is_on_host(before) else leaf
     sharding = getattr(before, "sharding", None)

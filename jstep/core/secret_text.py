@@ -14,7 +14,7 @@ _TOKEN = re.compile(
     r"|\bBasic\s+(?=[a-zA-Z/+]{0,64}(?:\d|[a-z][A-Z]|=))(?=[\w/+=]{8})"
     r"(?:[\w/+]{4})+(?:[\w/+]{2}==|[\w/+]{3}=)?(?![\w/+=])"
 )
-"""Tokens as they are: `sk-learn-random-forest` and `Basic transformer` are models."""
+"""The forms of well-known tokens; `sk-learn-random-forest` and `Basic transformer` are names of models."""
 _PAIR = re.compile(r"""([\w.-]+)=("[^"]*"|'[^']*'|[^\s,;&]+)""")
 _LOGIN = re.compile(r"(\w://)[^\s/]*@")
 

@@ -63,7 +63,7 @@ def shortens_tracebacks(fn: Callable[_P, _T], instead: Mapping[str, str] = {}) -
 
 
 def original_error(error: BaseException) -> BaseException:
-    """Return the error whose traceback `contextlib` could not set, as its class takes no attributes, or this one."""
+    """Return the error itself, or if `contextlib` raised it because it could not set a traceback, the error before."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-2:]
     is_of_contextlib = (
         bool(frames)

@@ -318,7 +318,7 @@ class LossGradients:
         squares = None
         if norms is not None:
             squared_norm = evaluate_reproducibly(lanes, microbatches.squared_norm, grads, inputs.scale)
-            squares = Squares(*norms, squared_norm)
+            squares = Squares(norms[0], norms[1], squared_norm)
         return LossResult(loss, state, aux, grads, summaries, squares)
 
     def _check_integers(self, lanes: Lanes, inputs: LossInputs, size: int) -> None:

@@ -99,7 +99,7 @@ def _kind_of(dtype: DTypeLike) -> int:
 
 
 class Collector:
-    """The summaries that a function creates, added by `jstep.summary`, which this function may be the first to load.
+    """The summaries that a function creates. `jstep.summary` adds them; the function may be the first to load it.
 
     Attributes:
         key: The name of the collection of these summaries.

@@ -61,8 +61,8 @@ def request_stop() -> None:
 class AgreedClock:
     """A timer whose period ends for all processes at the same step, by the clock of process 0.
 
-    The collective blocks on the device, so the processes communicate only about ten times a period, at steps that
-    process 0 chose the previous time.
+    The collective blocks on the device, so the processes communicate only about ten times a period, at a step that
+    process 0 chose at the previous exchange.
     """
 
     def __init__(self, secs: float, clock: Callable[[], float]) -> None:
@@ -238,7 +238,7 @@ class Setting(NamedTuple):
         return f"{self.name}={self.value!r}"
 
 
-def several() -> str | None:
+def launcher_of_several() -> str | None:
     """Return a variable that indicates several processes, as `NAME=value`, or None."""
     texts = ((name, os.environ.get(name, "")) for name in _SIZES)
     return next((f"{name}={text}" for name, text in texts if "," in text or (text.isdigit() and int(text) > 1)), None)
@@ -367,14 +367,14 @@ def initialize(
         )
     except RuntimeError:
         # JAX is already in use. That is harmless with one process; with several, each would train separately.
-        if config or several():
+        if config or launcher_of_several():
             raise
     except ValueError as error:
-        size = several()
-        if not config and not size and "should be defined" in str(error):
+        several = launcher_of_several()
+        if not config and not several and "should be defined" in str(error):
             return  # no cluster detected: one process
         raise ValueError(
-            f"{', '.join(map(str, config.values())) or size}: {error} Set {', '.join(_JAX.values())}, all three, or "
+            f"{', '.join(map(str, config.values())) or several}: {error} Set {', '.join(_JAX.values())}, all three, or "
             "start the processes with srun; or pass num_processes=1 to train with a single process"
         ) from error
 

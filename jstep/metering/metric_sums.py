@@ -130,9 +130,9 @@ class Interval:
 
 
 class Grouping(NamedTuple):
-    """How the metrics of calls are accumulated, `room` calls of one step in one dispatch.
+    """The columns to which calls of one step add the metrics `names`, `room` calls in one dispatch.
 
-    `is_local` tells whether the metrics `names` are arrays of this process alone.
+    `is_local` tells whether these metrics are arrays of this process alone.
     """
 
     columns: "Columns"
@@ -362,10 +362,11 @@ class DeviceSums(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The accumulated metrics of a step, with the indices of special ones, and the numbers of steps, [steps, metrics].
+    """The metrics of which the sums have a column, with the indices of those that are watched.
 
-    The last number of a step is its loss. If the loss is an array, which has no mean, it is the sum of its nonfinite
-    elements. `limit` is the number of consecutive skipped steps to report, if any.
+    A step contributes a row: the numbers of these metrics, and its loss. In place of a loss that is an array, which has
+    no mean, the row has the sum of its nonfinite elements. `limit` is the number of consecutive skipped steps to
+    report, if any.
     """
 
     names: tuple[str, ...]

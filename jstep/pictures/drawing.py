@@ -132,9 +132,9 @@ def dots(title: str, points: Sequence[Dot], y_label: str) -> str:
     """Draw points over numbers, on a logarithmic axis if they span two decades, or over categories."""
     up = _axis(np.asarray([point.value for point in points], float))
     if all(isinstance(point.place, float) for point in points):
-        positions = np.asarray([point.place for point in points], float)
-        axis = _axis(positions, 2)
-        xs, ticks = list(axis.share(positions) * _WIDTH), axis.ticks
+        numbers = np.asarray([point.place for point in points], float)
+        axis = _axis(numbers, 2)
+        xs, ticks = list(axis.share(numbers) * _WIDTH), axis.ticks
         labels = ticks[:: -(-len(ticks) * (max(len(text) for _, text in ticks) + 1) // _LETTERS)]
     else:
         names = list(dict.fromkeys(str(point.place) for point in points))
@@ -203,8 +203,8 @@ class _Axis(NamedTuple):
     def share(self, values: Any) -> Any:
         """The positions of numbers along the axis, from 0 to 1; NaN for numbers that are not finite."""
         with np.errstate(all="ignore"):
-            places = _between(np.log10(values) if self.is_log else values, self.low, self.high)
-        return np.where(np.isfinite(places), places, np.nan)
+            shares = _between(np.log10(values) if self.is_log else values, self.low, self.high)
+        return np.where(np.isfinite(shares), shares, np.nan)
 
     def y(self, values: Any) -> Any:
         return (1 - self.share(values)) * _HEIGHT
@@ -220,18 +220,18 @@ def _axis(values: Numbers, decades: int = 3) -> _Axis:
     if is_log := least > 0 and least * 10**decades <= most:
         low, high = float(math.floor(math.log10(least))), float(math.ceil(math.log10(most)))
         exponents = range(int(low), int(high) + 1, max(1, int(high - low + 4) // 5))
-        ticks, places = [Decimal(1).scaleb(power) for power in exponents], [*map(float, exponents)]
+        ticks = [Decimal(1).scaleb(power) for power in exponents]
+        numbers = [*map(float, exponents)]
     else:
         bottom, top = Decimal(repr(least)), Decimal(repr(most))
         if top - bottom <= abs(top) * Decimal("1e-13"):  # one value, but for roundings
             margin = (abs(bottom) or 1) / Decimal(2)
             bottom, top = bottom - margin, top + margin
         ticks = [tick for tick in _round_ticks(bottom, top, 4) if math.isfinite(float(tick))]
-        places = [*map(float, ticks)]
-        low, high = min(places[0], least), max(places[-1], most)
-    return _Axis(
-        low, high, [(_between(at, low, high), text) for at, text in zip(places, _labels(ticks), strict=True)], is_log
-    )
+        numbers = [*map(float, ticks)]
+        low, high = min(numbers[0], least), max(numbers[-1], most)
+    labeled = zip(numbers, _labels(ticks), strict=True)
+    return _Axis(low, high, [(_between(number, low, high), text) for number, text in labeled], is_log)
 
 
 def _round_ticks(low: Decimal, high: Decimal, most: int) -> list[Decimal]:

@@ -337,7 +337,7 @@ class BoundedQueue:
             self._wake()
 
     def _most_before(self, n: int) -> int:
-        """The size up to which n elements may be added: with room for them, or without a dequeue."""
+        """The largest size at which n elements may be added: they fit, or no dequeue could make room for them."""
         return max(self._room - n, self._min_after + max(self._collecting - 1, 0))
 
     def _await_batch(self, n: int) -> None:

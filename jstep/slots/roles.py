@@ -58,9 +58,9 @@ HALVES = (Role.SCALES, Role.REMAINDER)
 """Slots that are only half of another slot, or of the parameters."""
 OUTERMOST = (Role.LOSS_SCALE, Role.NOISE, Role.NOISE_SQUARE, Role.NOISE_WEIGHT)
 """Slots of wrappers that must see all gradients."""
-ORIGIN, SIGNED = "an origin", "a sum whose sign tells that parameters were put"
-"""Details of slots from which a rule computes the parameters: one that moves with them, and a sum ≥ 0. If the sum is
-negative, the rule computes its other slots from the parameter: only a rule knows its hyperparameters.
+ORIGIN, SIGNED = "an origin", "a sum that is negative if the parameters were replaced"
+"""Details of slots from which a rule computes the parameters: a point that moves with them, and a sum ≥ 0. If the sum
+is negative, the rule computes its other slots from the new parameter, because only the rule knows its hyperparameters.
 """
 _OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS, *WITH_A_START, *HALVES)
 
@@ -77,7 +77,7 @@ class Roles(Mapping[str, Role | None]):
         holds: As in `Slot(holds=…)`, for slots of the parameters' shape.
         halves: Name of a slot stored as codes, or in bfloat16 → the name of its other half.
         formats: The names of the wrappers and arguments that decide how numbers are stored.
-        hidden: Slots of wrappers that must be outermost and are not; their first step raises.
+        hidden: Slots of wrappers that must be outermost and are not; the first step raises an error.
         details: One of the details above, or the argument that a held hyperparameter was passed for.
         in_order: As in `Slot(in_order=True)`.
         warned: The warnings logged for states with these roles, outside of a run.

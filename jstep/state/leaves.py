@@ -89,7 +89,7 @@ class StateLeaves:
 
     @functools.cached_property
     def halves(self) -> dict[int, int]:
-        """The leaves that `compact` stores in two → their other halves, as indices."""
+        """Index of a leaf that `compact` stores in two arrays → index of the other array."""
         return self._structure.halves
 
     def left_out(self, leave_out: selection.VarList) -> set[int]:

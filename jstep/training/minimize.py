@@ -37,15 +37,7 @@ from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 from jstep.training import metrics as step_metrics
 from jstep.training.apply_gradients import apply_update, parameter_layouts, skip_metrics, unless_skipped
 from jstep.training.explain import explain_arguments
-from jstep.training.metrics import (
-    LOSS,
-    SKIPPED,
-    MetricFn,
-    RequestedMetrics,
-    StepMetrics,
-    slot_metrics,
-    split_metrics,
-)
+from jstep.training.metrics import LOSS, SKIPPED, MetricFn, RequestedMetrics, StepMetrics, slot_metrics, split_metrics
 from jstep.training.step import Body, PureStep, TrainStep
 
 _logger = logging.getLogger("jstep")

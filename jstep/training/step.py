@@ -38,7 +38,7 @@ class PureStep:
         leading_axes: The number of batch axes before the rows, one per `scan_steps`.
         optimizer: The optimizer, for a step of `minimize`.
         trains: `trains(params)`: for each leaf, whether the step trains it.
-        kept: A cache for other modules, each under a name of its own.
+        kept: A cache for other modules, which use one key each.
     """
 
     body: Body
