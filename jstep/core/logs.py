@@ -12,7 +12,7 @@ from typing import Any
 
 from jstep.core.checks import as_int
 
-_logger = logging.getLogger("jstep")
+logger = logging.getLogger("jstep")
 
 
 # The output of a notebook's cell: a bar, and below it the log lines except warnings, which standard error shows.
@@ -63,7 +63,7 @@ def log_every_n(level: int | str, msg: str, n: int, *args: Any) -> None:
     frame = sys._getframe(1)
     count = next(_counts[frame.f_code.co_filename, frame.f_lineno])
     if count % n == 0:
-        _logger.log(number, msg, *args, stacklevel=2)
+        logger.log(number, msg, *args, stacklevel=2)
 
 
 def as_level(level: object) -> int:
@@ -79,23 +79,23 @@ def as_level(level: object) -> int:
 @contextlib.contextmanager
 def log_to_stderr(shown: int = logging.NOTSET) -> Iterator[None]:
     # A handler of the root logger alone does not count: some libraries add one for warnings.
-    if _logger.handlers or (_logger.hasHandlers() and _logger.isEnabledFor(logging.INFO)) or sys.stderr is None:
+    if logger.handlers or (logger.hasHandlers() and logger.isEnabledFor(logging.INFO)) or sys.stderr is None:
         yield
         return
     handler = _LineHandler(sys.stderr)
-    level = _logger.level
-    propagate = _logger.propagate
-    _logger.propagate = False  # otherwise a handler added to the root logger would repeat the lines
+    level = logger.level
+    propagate = logger.propagate
+    logger.propagate = False  # otherwise a handler added to the root logger would repeat the lines
     handler.setFormatter(logging.Formatter("%(message)s"))
     handler.setLevel(shown)
-    _logger.addHandler(handler)
-    _logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
         yield
     finally:
-        _logger.propagate = propagate
-        _logger.removeHandler(handler)
-        _logger.setLevel(level)
+        logger.propagate = propagate
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 class _LineHandler(logging.StreamHandler[Any]):

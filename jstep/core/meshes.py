@@ -7,7 +7,6 @@ on these axis types; jstep's own computations run with Auto axes, and their resu
 import contextlib
 import functools
 import inspect
-import logging
 import math
 import operator
 import re
@@ -20,6 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core.annotations import Tree
+from jstep.core.logs import logger
 from jstep.core.trees import is_traced, partition_arrays
 
 _P = ParamSpec("_P")
@@ -71,8 +71,6 @@ _setting_values = operator.attrgetter(*[f"jax_{name}" for name in SETTINGS])
 def read_settings() -> dict[str, Any]:
     return dict(zip(SETTINGS, _setting_values(jax.config), strict=True))
 
-
-_logger = logging.getLogger("jstep")
 
 _WAYS_OUT = (
     "JAX refuses this function on the Explicit axes of the mesh (the default of jax.make_mesh) and on Auto axes: "
@@ -323,7 +321,7 @@ class Attempts:
         if not self._is_logged and jax.process_index() == 0:
             self._is_logged = True
             text = "%s is computed on Auto axes: JAX refuses it on the Explicit axes of its mesh (%s)"
-            _logger.info(text, self._name, reason)
+            logger.info(text, self._name, reason)
         return result
 
 

@@ -2,7 +2,6 @@
 
 import contextvars
 import functools
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,10 +16,8 @@ from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_int, as_string, check_choice
 from jstep.core.jaxprs import is_slow_in_loops
-from jstep.core.logs import is_first
+from jstep.core.logs import is_first, logger
 from jstep.core.meshes import dims_of, internal_transfers, mesh_of, parts_along, using_mesh
-
-_logger = logging.getLogger("jstep")
 
 
 def sharding_of(leaf: object) -> Any:
@@ -330,7 +327,7 @@ def scan(
                 f"slower in loops on a CPU: it compiles as long as {length} copies do; unroll=1 keeps the loop"
             )
             if is_first(text):
-                _logger.info(text)
+                logger.info(text)
     return jax.lax.scan(body, carry, xs, length=length, unroll=1 if unroll is None else unroll)
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import enum
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,13 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jstep.core import meshes, trees
 from jstep.core.annotations import Tree
 from jstep.core.jaxprs import Operation, Subprogram, body_of, evaluate
+from jstep.core.logs import logger
 from jstep.core.placement import Unroll, scan
 from jstep.core.trees import Array, GradientNoise
 from jstep.data.batch_placement import fitting_spec
 from jstep.slots.indexed_slices import IndexedSlices, combine_rows
 
-_logger = logging.getLogger("jstep")
-_log_once = functools.cache(_logger.info)  # a step is traced several times
+_log_once = functools.cache(logger.info)  # a step is traced several times
 
 
 def specs_of_rows(args: tuple[Any, ...], rows: Tree = None) -> list[PartitionSpec | None]:
@@ -68,7 +67,7 @@ def split_batch(args: tuple[Any, ...], n: int, specs: list[PartitionSpec | None]
     devices = _devices_of_batch(leaves, specs)
     if rows % devices:
         text = "num_microbatches=%d: microbatches of %d rows do not split over %d devices, so each device computes all"
-        _logger.warning(f"{text} of their rows; use fewer microbatches, or a larger batch", n, rows, devices)
+        logger.warning(f"{text} of their rows; use fewer microbatches, or a larger batch", n, rows, devices)
 
     def placed(leaf: Any, spec: PartitionSpec | None) -> Any:
         if leaf is None:

@@ -3,18 +3,16 @@
 import contextlib
 import itertools
 import json
-import logging
 import os
 import stat
 from typing import Any
 
 from jstep.checkpoint.claims import claim_file
 from jstep.core.checks import describe_type, format_value
+from jstep.core.logs import logger
 from jstep.record.config import json_number
 from jstep.stores import files
 from jstep.stores.urls import is_url, location
-
-_logger = logging.getLogger("jstep")
 
 Row = dict[str, float]
 """Name → value."""
@@ -94,7 +92,7 @@ class HistoryFile:
         if found and not resumes:
             moved = next(new for i in itertools.count(1) if not os.path.lexists(new := f"{path}.{i}"))
             os.rename(path, moved)
-            _logger.warning("%s: has rows of another run, or of an earlier start; it is now %s", path, moved)
+            logger.warning("%s: has rows of another run, or of an earlier start; it is now %s", path, moved)
             found = {}
         self.rows = {at: row for at, row in found.items() if at <= step}
         ends = itertools.accumulate(len(_line(*row)) for row in self.rows.items())

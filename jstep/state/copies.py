@@ -1,6 +1,5 @@
 """Replacing parameters, together with the slots that start as copies of them, such as averages and masters."""
 
-import logging
 from typing import Any
 
 import jax
@@ -11,14 +10,12 @@ from jax.sharding import NamedSharding
 from jstep.core import device_values, meshes, placement, trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import array_type
-from jstep.core.logs import WARNED
+from jstep.core.logs import WARNED, logger
 from jstep.core.trees import Params, Slots
 from jstep.slots import compact_numbers
 from jstep.slots.matching import describe_difference
 from jstep.slots.roles import ORIGIN, SIGNED, WITH_A_START, Role, Roles, roles_in
 from jstep.state.sharding import MODEL_STATE, put_leaf
-
-_logger = logging.getLogger("jstep")
 
 _SET = (*WITH_A_START, Role.REMAINDER)
 _EXACT = (Role.MASTER, Role.MASTER_COPY)
@@ -117,7 +114,7 @@ def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str) -> None
     left = [n for n, (new, old) in pairs_of.items() if any(old[i] is not None and new[i] is old[i] for i in changed)]
     if left and not all(trees.has_same_bits(*pairs[i]) for i in changed):
         warned.add(_UNDOES)
-        _logger.warning(_UNDOES, what, ", ".join(map(repr, left)))
+        logger.warning(_UNDOES, what, ", ".join(map(repr, left)))
 
 
 _UNDOES = (

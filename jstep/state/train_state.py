@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any, Generic, Self, overload
 
@@ -15,6 +14,7 @@ from jax.sharding import AxisType, Mesh
 from jstep.core import device_values, meshes, placement, trees
 from jstep.core.annotations import P, T, Tree
 from jstep.core.checks import as_bool, describe_type, format_bytes
+from jstep.core.logs import logger
 from jstep.core.placement import check_memory, compiles_only, is_shape
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step
@@ -24,8 +24,6 @@ from jstep.slots.roles import NO_ROLES, Role, Roles, roles_in, roles_of
 from jstep.state import copies
 from jstep.state import sharding as layout
 from jstep.state.global_step import create_global_step
-
-_logger = logging.getLogger("jstep")
 
 # Creation of a state: validation of parameters, and sharding without any device holding more than its shards.
 
@@ -230,7 +228,7 @@ class TrainState(Generic[P]):
 
             state = device_values.with_checks(make_on, mesh, make, params, model_state, shardings)
         for paths in shared:
-            _logger.warning(
+            logger.warning(
                 "params: %s are the same array. The state stores a separate copy under each path, and the copies are "
                 "trained independently. To tie them, keep the array under one path and read it there in the model.",
                 " and ".join(map(repr, paths)),

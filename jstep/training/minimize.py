@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import logging
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias, cast
@@ -17,6 +16,7 @@ from jstep.core import device_values, placement, trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, as_string, format_value
 from jstep.core.exceptions import note
+from jstep.core.logs import logger
 from jstep.core.meshes import shard_like
 from jstep.core.placement import Unroll
 from jstep.core.selection import VarList
@@ -39,8 +39,6 @@ from jstep.training.apply_gradients import apply_update, parameter_layouts, skip
 from jstep.training.explain import explain_arguments
 from jstep.training.metrics import LOSS, SKIPPED, MetricFn, RequestedMetrics, StepMetrics, slot_metrics, split_metrics
 from jstep.training.step import Body, PureStep, TrainStep
-
-_logger = logging.getLogger("jstep")
 
 CONTEXT_KEY_SALT = 0x6A73
 """Folded into the key of a `Context`, so that it differs from the key of the loss."""
@@ -349,7 +347,7 @@ def _in_lanes(number: int, pure: Callable[..., Any]) -> Body:
         nonlocal has_warned
         if lanes.others and not has_warned and jax.process_index() == 0:
             has_warned = True
-            _logger.warning(
+            logger.warning(
                 "lanes=%d: arrays are also split over %s, and the rows of the batch are not (tensor parallelism): the "
                 "bits of this run are not promised to be the same on another number of devices",
                 number,
