@@ -395,6 +395,11 @@ def compute_dtype(dtype: DTypeLike) -> Any:
     return dtype if np.dtype(dtype).itemsize > 4 else np.dtype(np.float32)
 
 
+def widen(x: Any) -> Any:
+    """Convert an array to at least float32, for arithmetic."""
+    return x.astype(compute_dtype(x.dtype))
+
+
 def with_leaves(leaves: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> list[Any]:
     changed = list(leaves)
     for index, value in zip(indices, values, strict=True):

@@ -334,7 +334,7 @@ def compute_norm(arrays: Sequence[Array], axes: Any = None) -> Array:
 
 
 def _squares(x: Array, axes: Any) -> Array:
-    x = x.astype(trees.compute_dtype(x.dtype))
+    x = trees.widen(x)
     squares = jnp.square(jnp.real(x)) + jnp.square(jnp.imag(x)) if jnp.iscomplexobj(x) else jnp.square(x)
     return jnp.sum(squares, axis=axes, keepdims=axes is not None)
 

@@ -52,11 +52,7 @@ def check_integers(
 def state_summand(i: Array, new: Any) -> Array:
     """Return the term of lane i in the sum for a leaf of model_state."""
     new = trees.key_data(jnp.asarray(new))
-    return (
-        new.astype(trees.compute_dtype(new.dtype))
-        if microbatches.is_inexact(new)
-        else jnp.where(i == 0, new, jnp.zeros_like(new))
-    )
+    return trees.widen(new) if microbatches.is_inexact(new) else jnp.where(i == 0, new, jnp.zeros_like(new))
 
 
 def merge_leaf(number: int, total: Array, old: Any) -> Array:

@@ -399,8 +399,8 @@ def perturb(leaves: list[Array], gradients: list[Any], rho: object, *, adaptive:
     Source: Foret et al., "Sharpness-Aware Minimization" (2020); Kwon et al., "ASAM" (2021).
     """
     dense = [g.to_dense() if isinstance(g, IndexedSlices) else g for g in gradients]
-    wide = [None if g is None else g.astype(trees.compute_dtype(g.dtype)) for g in dense]
-    weights = [jnp.abs(p.astype(trees.compute_dtype(p.dtype))) if adaptive else None for p in map(jnp.asarray, leaves)]
+    wide = [None if g is None else trees.widen(g) for g in dense]
+    weights = [jnp.abs(trees.widen(jnp.asarray(p))) if adaptive else None for p in leaves]
     weighed = [g if g is None or w is None else w.astype(g.dtype) * g for g, w in zip(wide, weights, strict=True)]
     norm = global_norm(weighed)
     scale = jnp.asarray(rho).astype(norm.dtype) / (norm + jnp.asarray(1e-12, norm.dtype))

@@ -266,7 +266,7 @@ def part_weight(weight_fn: Callable[..., Any] | None, batch: tuple[Any, ...]) ->
 
 def weigh(value: Array, weight: Array | None) -> Array:
     """Return value · weight in at least float32; 0 if the weight is 0."""
-    value = value.astype(trees.compute_dtype(value.dtype))
+    value = trees.widen(value)
     if weight is None:
         return value
     w = weight.astype(value.dtype)
@@ -373,8 +373,7 @@ def squared_norm(gradients: Sequence[Any], scale: Array | None = None) -> Array:
     def computed(gradients: list[Any], scale: Array | None) -> Array:
         total = jnp.zeros((), trees.default_float())
         for g in gradients:
-            values = combine_rows(g).values if isinstance(g, IndexedSlices) else g
-            values = values.astype(trees.compute_dtype(values.dtype))
+            values = trees.widen(combine_rows(g).values if isinstance(g, IndexedSlices) else g)
             # Before squaring: float32 may not hold the square of a scaled gradient.
             if scale is not None:
                 values = values * (1 / scale).astype(values.dtype)

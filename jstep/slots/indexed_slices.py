@@ -11,7 +11,7 @@ import numpy as np
 from jstep.core.annotations import Tree
 from jstep.core.device_values import as_array
 from jstep.core.meshes import exempts_transfers
-from jstep.core.trees import Array, compute_dtype, concrete, default_int, native, quote_path
+from jstep.core.trees import Array, concrete, default_int, native, quote_path, widen
 
 
 @jax.tree_util.register_dataclass
@@ -151,8 +151,7 @@ def combine_rows(slices: IndexedSlices, path: str = "") -> IndexedSlices:
     """
     check(slices, path)
     rows = slices.dense_shape[0]
-    values, indices = jnp.asarray(slices.values), jnp.asarray(slices.indices)
-    values = values.astype(compute_dtype(values.dtype))
+    values, indices = widen(jnp.asarray(slices.values)), jnp.asarray(slices.indices)
     if isinstance(slices, RowsInOrder):
         past = jnp.where(slices.named.reshape(-1), indices, rows)
         return dataclasses.replace(slices, values=jnp.where(slices.named, values, jnp.zeros_like(values)), indices=past)

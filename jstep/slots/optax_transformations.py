@@ -186,7 +186,7 @@ def _trained_only(params: Params) -> Params:
 
 def seen(params: Params) -> Params:
     """The parameters as Optax sees them: trainable leaves, in at least float32."""
-    return jax.tree.map(lambda leaf: leaf.astype(trees.compute_dtype(leaf.dtype)), _trained_only(params))
+    return jax.tree.map(trees.widen, _trained_only(params))
 
 
 def _separate_copy(leaf: Any) -> Any:
@@ -233,7 +233,7 @@ def takes_extra(update: Callable[..., Any]) -> Callable[[str], bool]:
 def _extra_arguments(context: Context, params: Params, grads: Updates) -> dict[str, Any]:
     extra: dict[str, Any] = {}
     if context.loss is not None:
-        extra |= {"value": _wide(context.loss), "grad": grads}
+        extra |= {"value": trees.widen(jnp.asarray(context.loss)), "grad": grads}
     if context.value_and_grad is not None:
         extra["value_fn"] = _value_fn(context.value_and_grad, params)
     return extra
@@ -248,7 +248,8 @@ def _value_fn(value_and_grad: Callable[[Params], tuple[Array, Updates]], params:
         values = [p if s is None else s.astype(p.dtype) for s, p in zip(seen_leaves, leaves, strict=True)]
         loss, gradients = value_and_grad(treedef.unflatten(values))
         pairs = zip(treedef.flatten_up_to(gradients), leaves, seen_leaves, strict=True)
-        return _wide(loss), treedef.unflatten([None if s is None else dense(g, p) for g, p, s in pairs])
+        grads = [None if s is None else dense(g, p) for g, p, s in pairs]
+        return trees.widen(jnp.asarray(loss)), treedef.unflatten(grads)
 
     @jax.custom_jvp
     def value_fn(seen: Params) -> Array:
@@ -261,11 +262,6 @@ def _value_fn(value_and_grad: Callable[[Params], tuple[Array, Updates]], params:
         return loss, sum(jax.tree.leaves(products), start=jnp.zeros_like(loss)).astype(loss.dtype)
 
     return value_fn
-
-
-def _wide(loss: Array) -> Array:
-    loss = jnp.asarray(loss)
-    return loss.astype(trees.compute_dtype(loss.dtype))
 
 
 def dense(gradient: Tree, leaf: Any) -> Any:

@@ -17,8 +17,9 @@ from jstep.slots.matching import describe_difference
 from jstep.slots.roles import ORIGIN, SIGNED, WITH_A_START, Role, Roles, roles_in
 from jstep.state.sharding import MODEL_STATE, put_leaf
 
-_SET = (*WITH_A_START, Role.REMAINDER)
-_EXACT = (Role.MASTER, Role.MASTER_COPY)
+_FOLLOWING = (*WITH_A_START, Role.REMAINDER)
+"""The roles of slots that `with_params` sets."""
+_MASTERS = (Role.MASTER, Role.MASTER_COPY)
 
 
 def with_params(state: Tree, params: Params) -> tuple[Params, Slots]:
@@ -41,7 +42,7 @@ def with_params(state: Tree, params: Params) -> tuple[Params, Slots]:
             f"with_params: the optimizer computes the parameters from its slots {sorted(computes)}; make a new state: "
             "TrainState.create(params, optimizer, global_step=state.global_step)"
         )
-    names = roles.of(*_SET)
+    names = roles.of(*_FOLLOWING)
     set_slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items() if name in names}
     leaves = jax.tree.leaves(params)
     for i, (path, old) in enumerate(trees.leaves_with_paths(state.params)):
@@ -65,7 +66,7 @@ def _set(leaf: object, old: Any, path: str, slots: Slots, roles: Roles) -> tuple
             stored, low = compact_numbers.split_halves(whole.astype(jnp.float32))
             whole, new = compact_numbers.join_halves(stored, low), dict.fromkeys(remainders, low)
         for name in (n for n in slots if roles[n] is not Role.REMAINDER):
-            value, half = whole if remainders or roles[name] in _EXACT else stored, roles.halves.get(name, "")
+            value, half = whole if remainders or roles[name] in _MASTERS else stored, roles.halves.get(name, "")
             if half in slots:
                 new[name], new[half] = compact_numbers.split_halves(value.astype(jnp.float32))
             else:
@@ -103,7 +104,7 @@ def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str) -> None
     names = [name for name in roles if name in copies and name in state.slots and name in slots]
     of_run = WARNED.get()  # outside of a run, each `create` starts from scratch
     warned = roles.warned if of_run is None else of_run
-    if not names or _UNDOES in warned or trees.structure(params) != treedef:
+    if not names or _OLD_VALUES in warned or trees.structure(params) != treedef:
         return
     pairs = list(zip(jax.tree.leaves(params), jax.tree.leaves(state.params), strict=True))
     # The update of a traced state is user-defined.
@@ -113,11 +114,11 @@ def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str) -> None
     pairs_of = {name: [treedef.flatten_up_to(tree[name]) for tree in (slots, state.slots)] for name in names}
     left = [n for n, (new, old) in pairs_of.items() if any(old[i] is not None and new[i] is old[i] for i in changed)]
     if left and not all(trees.has_same_bits(*pairs[i]) for i in changed):
-        warned.add(_UNDOES)
-        logger.warning(_UNDOES, what, ", ".join(map(repr, left)))
+        warned.add(_OLD_VALUES)
+        logger.warning(_OLD_VALUES, what, ", ".join(map(repr, left)))
 
 
-_UNDOES = (
+_OLD_VALUES = (
     "%s: the slots %s still hold the old parameters, averages of them or their sums, and bring them back in later "
     "updates. Use state.with_params(params), which sets these slots, too; or "
     "state.replace(params=…, slots=state.slots) to keep them"

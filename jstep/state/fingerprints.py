@@ -74,7 +74,7 @@ def fingerprint(tree: Tree, per_leaf: bool = False) -> Any:
     # Inside a traced function, concrete leaves are hashed without tracing. `ensure_compile_time_eval` would also
     # compute the keys of all positions and store them in the program.
     with meshes.internal_transfers(), jax.core.eval_context():
-        groups = _by_placement(leaves, keys)
+        groups = start_fingerprints(leaves, keys)
         if not per_leaf:
             return _total([words for _, words in groups])
         rows = [(numbers, _split(words) if isinstance(words, jax.Array) else words) for numbers, words in groups]
@@ -98,9 +98,19 @@ def leaves_with_hash_keys(tree: Tree) -> tuple[list[str], list[Any], np.ndarray[
 
 
 def start_fingerprints(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[tuple[list[int], Any]]:
-    """Start computing fingerprints: indices of leaves, and uint32 `[n, 2]`."""
+    """Start computing fingerprints: for each set of devices, indices of leaves, and uint32 `[n, 2]`.
+
+    NumPy computes those of arrays in host memory.
+    """
     with meshes.internal_transfers():
-        return _by_placement(leaves, keys)
+        placements, on_host = group_by_devices(leaves)
+        groups = []
+        for numbers, mesh in placements:
+            groups.append((numbers, _by_shape([leaves[i] for i in numbers], keys[numbers], mesh)))
+        if on_host:
+            sums = np.stack([host_sums(np.asarray(leaves[i])) for i in on_host])
+            groups.append((on_host, np.stack(combine_sums(sums, keys[on_host]), axis=-1)))
+        return groups
 
 
 def stacked_words(groups: Sequence[tuple[list[int], Any]]) -> np.ndarray[Any, Any]:
@@ -129,18 +139,6 @@ def _check(path: str, leaf: Any) -> None:
             f"tree: the leaf at {trees.quote_path(path)} must be an array of numbers, got {describe_type(leaf)}; keep "
             "only arrays in the tree, numbers as jnp.float32(…)"
         )
-
-
-def _by_placement(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[tuple[list[int], Any]]:
-    """Compute fingerprints `[n, 2]` on each set of devices; of arrays in host memory by NumPy."""
-    placements, on_host = group_by_devices(leaves)
-    groups: list[tuple[list[int], Any]] = []
-    for numbers, mesh in placements:
-        groups.append((numbers, _by_shape([leaves[number] for number in numbers], keys[np.array(numbers)], mesh)))
-    if on_host:
-        sums = np.stack([host_sums(np.asarray(leaves[number])) for number in on_host])
-        groups.append((on_host, np.stack(combine_sums(sums, keys[np.array(on_host)]), axis=-1)))
-    return groups
 
 
 def _total(words: Sequence[Any]) -> Any:

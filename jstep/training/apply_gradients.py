@@ -77,8 +77,8 @@ def apply_gradients(
     if not (context is None or isinstance(context, Context)):
         raise TypeError(f"context: must be a jstep.Context or None, got {describe_type(context)}")
     with internal_transfers():
-        done = apply_update(state, grads, optimizer, increment_global_step, context or EMPTY_CONTEXT)
-        return move_model_state(done.state, done.roles)
+        result = apply_update(state, grads, optimizer, increment_global_step, context or EMPTY_CONTEXT)
+        return move_model_state(result.state, result.roles)
 
 
 class UpdateResult(NamedTuple):
@@ -104,18 +104,18 @@ def apply_update(
         # Always 1, which XLA must not know: otherwise it inlines the loops of transfers and loses their order.
         transfers = None if limit is None else Transfers(limit, jnp.where(step_array(state) >= 0, 1, 0))
         with setting(TRANSFERS, transfers):
-            done = _update(state, grads, optimizer, increment, step_context._replace(value_and_grad=evaluate))
-        shown = moves(state.params, done.updates)  # as added to the parameters
-        params, slots = apply_in_order(state.params, done.updates, done.slots, done.roles.in_order)
-        new = done.state.replace(params=params, slots={**state.slots, **slots})
-        return done._replace(state=new, updates=shown, slots=slots)
+            result = _update(state, grads, optimizer, increment, step_context._replace(value_and_grad=evaluate))
+        shown = moves(state.params, result.updates)  # as added to the parameters
+        params, slots = apply_in_order(state.params, result.updates, result.slots, result.roles.in_order)
+        new = result.state.replace(params=params, slots={**state.slots, **slots})
+        return result._replace(state=new, updates=shown, slots=slots)
 
     specs_of = shard_like(UpdateResult(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
     with setting(placement.LAYOUTS, parameter_layouts(state)):
-        here = state.replace(slots=slots)
+        loaded_state = state.replace(slots=slots)
         context = context._replace(value_and_grad=None)
-        done = without_explicit_axes(update_on_auto_axes, here, grads, context, specs_of=specs_of)
-    return done._replace(state=jax.tree.map(placement.back, done.state, state))
+        result = without_explicit_axes(update_on_auto_axes, loaded_state, grads, context, specs_of=specs_of)
+    return result._replace(state=jax.tree.map(placement.back, result.state, state))
 
 
 def _update(state: TrainState, grads: Updates, optimizer: Optimizer, increment: bool, context: Context) -> UpdateResult:
@@ -130,8 +130,8 @@ def _update(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
     guards.current_loss_scale(roles, old_slots)
     guards.noise_slots(roles)
     # Without frozen leaves, so that no norm and no wrapper sees them.
-    inwards = functools.partial(without_frozen, optimizer, state.params)
-    grads, context = inwards(grads), inner_context(context, lambda params: params, inwards)
+    trained_only = functools.partial(without_frozen, optimizer, state.params)
+    grads, context = trained_only(grads), inner_context(context, lambda params: params, trained_only)
     if all(map(trees.is_none, jax.tree.leaves(grads, is_leaf=is_slices))):
         raise NoGradientsError(state.params, "All gradients are None or of frozen leaves.")
     guarding = [name for name in roles.of(Role.LAST_FINITE) if name in old_slots]
@@ -187,18 +187,18 @@ def parameter_layouts(state: TrainState) -> placement.Layouts:
     return layouts
 
 
-def skip_metrics(done: UpdateResult, before: TrainState, grads: Updates, optimizer: Optimizer) -> dict[str, Array]:
+def skip_metrics(result: UpdateResult, before: TrainState, grads: Updates, optimizer: Optimizer) -> dict[str, Array]:
     """Return whether each guard skipped the update, and `skipped` overall; empty without guards."""
-    by_guard = {_metric_name(name): value for name, value in done.skipped_by.items()}
-    if guards.current_loss_scale(done.roles, before.slots) is not None:
+    by_guard = {_metric_name(name): value for name, value in result.skipped_by.items()}
+    if guards.current_loss_scale(result.roles, before.slots) is not None:
         unscalable = ~guards.all_finite(grads, before.params)
-        for name in map(_metric_name, done.roles.of(Role.LOSS_SCALE)):
+        for name in map(_metric_name, result.roles.of(Role.LOSS_SCALE)):
             by_guard[name] = by_guard[name] | unscalable if name in by_guard else unscalable
     if not by_guard:
         return {}
     overall = functools.reduce(jnp.logical_or, by_guard.values())
     if not is_guarded(optimizer):
-        overall &= ~_became_nonfinite(done.updates, before.slots, done.slots, done.roles)
+        overall &= ~_became_nonfinite(result.updates, before.slots, result.slots, result.roles)
     return {name: value.astype(jnp.float32) for name, value in (by_guard | {SKIPPED: overall}).items()}
 
 

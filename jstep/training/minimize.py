@@ -295,23 +295,23 @@ class UpdateStep:
     def updated(self, inputs: LossInputs, state: TrainState, result: LossResult) -> tuple[TrainState, StepMetrics]:
         scale = guards.current_loss_scale(roles_of(self.optimizer, state.params), state.slots)
         context = self._context(inputs, result, scale)
-        done = apply_update(state, result.gradients, self.optimizer, self.increments, context)
-        new_state = done.state
-        skipped = skip_metrics(done, state, result.gradients, self.optimizer)
+        update = apply_update(state, result.gradients, self.optimizer, self.increments, context)
+        new_state = update.state
+        skipped = skip_metrics(update, state, result.gradients, self.optimizer)
         if self.has_model_state:
             new = result.model_state
             if skipped:  # one bad row would ruin the statistics of a batch normalization permanently
                 new = unless_skipped(skipped[SKIPPED], state.slots[MODEL_STATE], new)
             new_state = new_state.replace(slots={**new_state.slots, MODEL_STATE: new})
-        new_state = move_model_state(new_state, done.roles)
+        new_state = move_model_state(new_state, update.roles)
 
         hyperparameters = self.optimizer.hyperparameters(step_array(state))
         named = {
             "the optimizer's hyperparameters": hyperparameters,
-            "the optimizer's slots": slot_metrics(done.roles, state.slots) | skipped,
+            "the optimizer's slots": slot_metrics(update.roles, state.slots) | skipped,
             **loss_metrics(result, self.has_aux, is_several=isinstance(self.differentiate, SeveralLosses)),
-            "the noise scale": guards.noise_metrics(done.roles, done.slots) if self.wanted.noise else {},
-            **self.wanted.measured(result.gradients, done.updates, new_state.params, scale),
+            "the noise scale": guards.noise_metrics(update.roles, update.slots) if self.wanted.noise else {},
+            **self.wanted.measured(result.gradients, update.updates, new_state.params, scale),
         }
 
         def refusal(name: str, first: str, second: str) -> str:
