@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import Bounds, as_number, describe_type, format_value
 from jstep.core.exceptions import setting
 from jstep.core.meshes import internal_transfers, on_host
@@ -56,7 +55,7 @@ def number(value: object, what: str) -> np.ndarray[Any, Any]:
         ) from None
 
 
-def from_host(tree: Tree, argument: str) -> Any:
+def from_host(tree: trees.Tree, argument: str) -> Any:
     """Convert host arrays to native byte order; reject masked arrays and integers that do not fit a device."""
     if are_plain(jax.tree.leaves(tree)):
         return tree

@@ -18,9 +18,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jstep.core.annotations import Tree
 from jstep.core.logs import logger
-from jstep.core.trees import is_traced, partition_arrays
+from jstep.core.trees import Tree, is_traced, partition_arrays
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

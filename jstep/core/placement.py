@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jstep.core import trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import as_int, as_string, check_choice
 from jstep.core.jaxprs import is_slow_in_loops
 from jstep.core.logs import is_first, logger
@@ -24,13 +23,13 @@ def sharding_of(leaf: object) -> Any:
     return None if trees.is_traced(leaf) else getattr(leaf, "sharding", None)
 
 
-def device_count(tree: Tree) -> int:
+def device_count(tree: trees.Tree) -> int:
     """Return the number of devices, over all processes, of a program with these arguments."""
     counts = [len(sharding.device_set) for leaf in jax.tree.leaves(tree) if (sharding := sharding_of(leaf)) is not None]
     return max(counts, default=1)
 
 
-def device_of(tree: Tree) -> Any:
+def device_of(tree: trees.Tree) -> Any:
     """Return a device of the arrays, from their mesh if there is one."""
     mesh = mesh_of(tree)
     if mesh is not None:
@@ -86,7 +85,7 @@ def _device_here(sharding: Any) -> Any:
     )
 
 
-def on_devices(tree: Tree) -> Any:
+def on_devices(tree: trees.Tree) -> Any:
     def moved(leaf: Any) -> Any:
         if not is_on_host(leaf):
             return leaf
@@ -101,7 +100,7 @@ SHARDINGS: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_shardings
 """The shardings of a traced state, for `traced_shardings`: tracers on Auto axes have none."""
 
 
-def traced_shardings(tree: Tree) -> list[Any] | None:
+def traced_shardings(tree: trees.Tree) -> list[Any] | None:
     state = SHARDINGS.get()
     return jax.tree.leaves(state) if state is not None and trees.structure(state) == trees.structure(tree) else None
 
@@ -189,7 +188,7 @@ def compiles_only(mesh: object) -> bool:
     return isinstance(mesh, Mesh) and not mesh.empty and is_compile_only(mesh.devices.flat[0])
 
 
-def refuse_compile_only(tree: Tree, argument: str) -> None:
+def refuse_compile_only(tree: trees.Tree, argument: str) -> None:
     for leaf in jax.tree.leaves(tree):
         sharding = leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
         mesh: Any = getattr(sharding, "mesh", None)
@@ -200,7 +199,7 @@ def refuse_compile_only(tree: Tree, argument: str) -> None:
             )
 
 
-def refuse_shapes(tree: Tree, argument: str) -> None:
+def refuse_shapes(tree: trees.Tree, argument: str) -> None:
     if any(map(is_shape, jax.tree.leaves(tree))):
         refuse_compile_only(tree, argument)
         raise ValueError(
@@ -309,14 +308,14 @@ def as_unroll(value: object) -> Unroll:
 
 
 def scan(
-    body: Callable[[Any, Any], tuple[Any, Any]], carry: Tree, xs: object, length: int, unroll: Unroll = None
+    body: Callable[[Any, Any], tuple[Any, Any]], carry: trees.Tree, xs: object, length: int, unroll: Unroll = None
 ) -> tuple[Any, Any]:
     """Run `jax.lax.scan`; `unroll=None` fully unrolls a body that would be slow in a loop."""
     if unroll is None and jax.default_backend() == "cpu" and length > 1:
         traced, shapes = jax.make_jaxpr(body, return_shape=True)(carry, jax.tree.map(first_row, xs))
         out = jax.tree.structure(shapes)
 
-        def body(carry: Tree, x: object) -> Any:  # trace only once
+        def body(carry: trees.Tree, x: object) -> Any:  # trace only once
             values = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *jax.tree.leaves((carry, x)))
             return jax.tree.unflatten(out, values)
 

@@ -9,13 +9,12 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 
 from jstep.core import trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, describe_type, format_value
 
 _BOXED = GetAttrKey("value")
 
 
-def leaf_names(tree: Tree) -> list[tuple[str, ...]]:
+def leaf_names(tree: trees.Tree) -> list[tuple[str, ...]]:
     """Return the path of each leaf, and for a boxed variable (Flax NNX) also the path of the box.
 
     The leaf `fc/kernel/value` can also be looked up as `fc/kernel`.
@@ -31,7 +30,7 @@ def is_named(names: tuple[str, ...], entry: str) -> bool:
     return any(name == entry or fnmatch.fnmatchcase(name, entry) for name in names)
 
 
-def find_leaf(tree: Tree, path: str, what: str) -> int | None:
+def find_leaf(tree: trees.Tree, path: str, what: str) -> int | None:
     indices = [i for i, names in enumerate(leaf_names(tree)) if path in names]
     if len(indices) > 1:
         raise ValueError(ambiguous(what, path, len(indices)))

@@ -14,13 +14,14 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from jstep.core.annotations import Tree
 from jstep.core.checks import describe_type, format_value
 from jstep.core.recorded_calls import RecordedCall, as_typed
 
 # Core types: optimizers, schedules, and type aliases of parameters, updates, slots and steps.
 
 Array: TypeAlias = jax.Array
+Tree: TypeAlias = Any
+"""A pytree whose structure is the caller's: parameters, gradients, batches, results of user-defined functions."""
 Params: TypeAlias = Any
 """Any pytree of arrays; None and integer leaves are passed through unchanged."""
 Updates: TypeAlias = Any

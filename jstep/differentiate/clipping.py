@@ -10,12 +10,11 @@ import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 
 from jstep.core import trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import as_int, describe_type
 from jstep.core.device_values import as_scalar
 from jstep.core.meshes import internal_transfers, on_any_mesh
 from jstep.core.placement import compute_first
-from jstep.core.trees import Array, Number
+from jstep.core.trees import Array, Number, Tree
 from jstep.slots.indexed_slices import IndexedSlices, combine_rows, is_slices, trim_slices
 
 # Gradient clipping by value, norm, average norm and global norm.

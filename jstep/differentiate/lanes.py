@@ -16,13 +16,12 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jstep.core import jaxprs, meshes, trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import as_int
 from jstep.core.exceptions import note, setting
 from jstep.core.jaxprs import Operation
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh, without_explicit_axes
 from jstep.core.placement import SHARDINGS, traced_shardings
-from jstep.core.trees import Array, shape_of
+from jstep.core.trees import Array, Tree, shape_of
 from jstep.differentiate.merging import merge_equal
 from jstep.differentiate.microbatches import specs_of_rows
 

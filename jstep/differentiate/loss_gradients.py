@@ -11,14 +11,13 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jstep.core import meshes, trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, as_function, as_int, check_choice
 from jstep.core.device_values import as_scalar
 from jstep.core.exceptions import setting
 from jstep.core.placement import Unroll, as_unroll, sharding_of
 from jstep.core.selection import VarList, check_form, select_leaves
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import Array, Number, Params
+from jstep.core.trees import Array, Number, Params, Tree
 from jstep.differentiate import microbatches
 from jstep.differentiate.clipping import global_norm
 from jstep.differentiate.lane_state import check_integers, merge_leaf, state_summand

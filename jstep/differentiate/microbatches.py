@@ -12,11 +12,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import meshes, trees
-from jstep.core.annotations import Tree
 from jstep.core.jaxprs import Operation, Subprogram, body_of, evaluate
 from jstep.core.logs import logger
 from jstep.core.placement import Unroll, scan
-from jstep.core.trees import Array, GradientNoise
+from jstep.core.trees import Array, GradientNoise, Tree
 from jstep.data.batch_placement import fitting_spec
 from jstep.slots.indexed_slices import IndexedSlices, combine_rows
 

@@ -15,7 +15,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jstep.core import trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import array_type, as_int
 from jstep.core.meshes import internal_transfers
 from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, doing
@@ -164,7 +163,7 @@ class AgreedShapes:
     def __init__(self) -> None:
         self._known: set[Any] = set()
 
-    def check(self, state: Tree, args: tuple[Any, ...], shapes: Hashable = None) -> None:
+    def check(self, state: trees.Tree, args: tuple[Any, ...], shapes: Hashable = None) -> None:
         """Compare new shapes of a batch with the other processes, if its arrays span them.
 
         All processes must call this before each call of a step.

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.annotations import Tree
 from jstep.core.meshes import internal_transfers
 from jstep.training.metrics import LOSS
 
@@ -49,7 +48,7 @@ class InFlight:
         self.is_full = False  # whether `make_room` may have to wait
         self._are_donated = False  # whether metrics are donated to later calls
 
-    def add(self, first: int, step: int, state: Tree, metrics: Any) -> None:
+    def add(self, first: int, step: int, state: trees.Tree, metrics: Any) -> None:
         if not self._calls:
             self._busy_since = self._clock()
         loss = metrics.get(LOSS) if isinstance(metrics, dict) and not self._are_donated else None
@@ -119,7 +118,7 @@ class InFlight:
         self.finished, self._seen = 0, (0, 0.0)
 
 
-def _result(state: Tree, metrics: Any) -> Any:
+def _result(state: trees.Tree, metrics: Any) -> Any:
     """Return a small array that no later call donates: a metric, or a copy of the state's step."""
     arrays = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array) and not trees.is_key(leaf)]
     if arrays:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jstep.core.annotations import Tree
 from jstep.core.meshes import internal_transfers
+from jstep.core.trees import Tree
 from jstep.metering.numbers import is_number, is_numeric, is_ready, local_copy, read_value, start_copies
 from jstep.training.looped import TracedStep
 from jstep.training.metrics import GRAD_NORM, LOSS, SKIPPED, Constants, Metrics

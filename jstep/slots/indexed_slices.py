@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jstep.core.annotations import Tree
 from jstep.core.device_values import as_array
 from jstep.core.meshes import exempts_transfers
-from jstep.core.trees import Array, concrete, default_int, native, quote_path, widen
+from jstep.core.trees import Array, Tree, concrete, default_int, native, quote_path, widen
 
 
 @jax.tree_util.register_dataclass

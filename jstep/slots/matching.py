@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import array_type, describe_type
-from jstep.core.trees import Params, Slots, Updates
+from jstep.core.trees import Params, Slots, Tree, Updates
 from jstep.slots import indexed_slices
 
 

@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import describe_type
 from jstep.core.exceptions import note
 from jstep.core.recorded_calls import has_init_and_update, makes_optimizer
-from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, Params, Slots, Step, Updates
+from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, Params, Slots, Step, Tree, Updates
 from jstep.slots.indexed_slices import IndexedSlices
 from jstep.slots.matching import match_gradients, require_slots
 from jstep.slots.roles import ORIGIN, Init, Roles, copies_in, infer_roles

@@ -13,12 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jstep.core.annotations import Tree
 from jstep.core.exceptions import setting
 from jstep.core.jaxprs import COPYING, Operation, body_of, evaluate
 from jstep.core.recorded_calls import RecordedCall
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import Optimizer, Params, Slots, Step, default_int, shape_of, structure
+from jstep.core.trees import Optimizer, Params, Slots, Step, Tree, default_int, shape_of, structure
 
 
 class Role(enum.Enum):

@@ -8,10 +8,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jstep.core import device_values, meshes, placement, trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import array_type
 from jstep.core.logs import WARNED, logger
-from jstep.core.trees import Params, Slots
+from jstep.core.trees import Params, Slots, Tree
 from jstep.slots import compact_numbers
 from jstep.slots.matching import describe_difference
 from jstep.slots.roles import ORIGIN, SIGNED, WITH_A_START, Role, Roles, roles_in

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import interactive, meshes, placement, trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import describe_type
 from jstep.core.device_values import as_scalar
 from jstep.core.exceptions import note
-from jstep.core.trees import Array, Step
+from jstep.core.trees import Array, Step, Tree
 from jstep.slots.roles import COUNTS, roles_in
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 
 from jstep.core import selection, trees
-from jstep.core.annotations import Tree
 from jstep.slots.roles import Role, roles_in
 from jstep.state.slots import owners
 from jstep.state.train_state import TrainState
@@ -19,7 +18,7 @@ SLOTS = "slots"
 Keys = tuple[str, ...]
 
 
-def _states_in(tree: Tree) -> list[TrainState]:
+def _states_in(tree: trees.Tree) -> list[TrainState]:
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, TrainState))
     return [node for node in nodes if isinstance(node, TrainState)]
 
@@ -68,7 +67,7 @@ class StateLeaves:
         paths: Keys joined by slashes.
     """
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: trees.Tree) -> None:
         self.values, treedef = trees.flatten(tree)
         self.tree = tree
         try:
@@ -113,5 +112,5 @@ class StateLeaves:
         return left_out
 
 
-def field_of(state: Tree, name: str) -> Any:
+def field_of(state: trees.Tree, name: str) -> Any:
     return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)

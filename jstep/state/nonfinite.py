@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import meshes, placement, trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import format_list
 from jstep.core.exceptions import WrongStateError
 from jstep.state.leaves import PARAMS, SLOTS, StateLeaves, field_of
@@ -25,7 +24,7 @@ class StateContents:
     excluded: it may hold anything. A caller that already has the leaves of the state passes them instead.
     """
 
-    def __init__(self, state: Tree | StateLeaves, *, params_only: bool = False, read_cpus: bool = True) -> None:
+    def __init__(self, state: trees.Tree | StateLeaves, *, params_only: bool = False, read_cpus: bool = True) -> None:
         if not isinstance(state, StateLeaves):
             names = (PARAMS,) if params_only else (PARAMS, SLOTS)
             state = StateLeaves({name: field_of(state, name) for name in names})

@@ -10,9 +10,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import meshes, placement, selection, trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import as_int
-from jstep.core.trees import Params, Slots
+from jstep.core.trees import Params, Slots, Tree
 from jstep.slots.roles import NO_ROLES, Role, Roles
 
 # Partition specs for fully sharded data parallelism (FSDP).

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import meshes, placement, selection, trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import as_string, describe_type, format_value
 from jstep.slots.compact_numbers import decode_leaf
 from jstep.slots.roles import HALVES, NO_ROLES, Role, Roles, roles_in
@@ -73,7 +72,7 @@ def slot_values(state: TrainState, name: str) -> Any:
     if half is None:
         return state.slots[name]
 
-    def values(tree: Tree, half: object) -> Any:
+    def values(tree: trees.Tree, half: object) -> Any:
         pairs = zip(*(trees.flatten_like(state.params, slot, name) for slot in (tree, half)), strict=True)
         return trees.structure(state.params).unflatten([_value(*pair) for pair in pairs])
 
@@ -99,7 +98,7 @@ def _value(stored: object, half: object) -> Any:
     return jax.eval_shape(decode_leaf, stored, half) if placement.is_shape(stored) else decode_leaf(stored, half)
 
 
-def has_one_value(name: str, tree: Tree, params: trees.Params, roles: Roles = NO_ROLES) -> bool:
+def has_one_value(name: str, tree: trees.Tree, params: trees.Params, roles: Roles = NO_ROLES) -> bool:
     """Whether a slot is one value for all parameters, such as `embed/start_step`.
 
     Without a role the shape decides, or the dtype if it is ambiguous.
@@ -114,7 +113,7 @@ def has_one_value(name: str, tree: Tree, params: trees.Params, roles: Roles = NO
     return not np.ndim(tree) and bool(np.issubdtype(getattr(tree, "dtype", np.float32), np.integer))
 
 
-def owners(name: str, tree: Tree, params: trees.Params, roles: Roles) -> list[int | None]:
+def owners(name: str, tree: trees.Tree, params: trees.Params, roles: Roles) -> list[int | None]:
     """Return, for each leaf of a slot in order, the index of its parameter, or None.
 
     A per-parameter slot may have any tree for each parameter.

@@ -7,11 +7,10 @@ from typing import Any
 import jax
 
 from jstep.core import trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import describe_type
 from jstep.core.exceptions import note
 from jstep.core.meshes import mesh_of, using_mesh
-from jstep.core.trees import Params
+from jstep.core.trees import Params, Tree
 from jstep.slots.matching import NoGradientsError
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import MODEL_STATE, TrainState

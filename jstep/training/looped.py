@@ -11,11 +11,10 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import as_function, as_int
 from jstep.core.meshes import dims_of, mesh_of, using_mesh
 from jstep.core.placement import Unroll, as_unroll, first_row, scan
-from jstep.core.trees import shape_of
+from jstep.core.trees import Tree, shape_of
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import Constants, StepMetrics
 from jstep.training.step import PureStep, TrainStep, as_pure_step, jitted_program

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from jstep.core import device_values, placement, trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, as_string, format_value
 from jstep.core.exceptions import note
 from jstep.core.logs import logger
@@ -262,7 +261,7 @@ class UpdateStep:
     increments: bool
 
     def __call__(
-        self, state: TrainState, args: tuple[Any, ...], batch_specs: Tree, lanes: Lanes | None = None
+        self, state: TrainState, args: tuple[Any, ...], batch_specs: trees.Tree, lanes: Lanes | None = None
     ) -> tuple[TrainState, StepMetrics]:
         step = step_array(require_state(state))
         if self.has_model_state and MODEL_STATE not in state.slots:
@@ -355,7 +354,7 @@ def _in_lanes(number: int, pure: Callable[..., Any]) -> Body:
             )
         return pure(state, args, None, lanes)
 
-    def body(state: TrainState, args: tuple[Any, ...], batch_specs: Tree) -> Any:
+    def body(state: TrainState, args: tuple[Any, ...], batch_specs: trees.Tree) -> Any:
         layouts = parameter_layouts(require_state(state))
         leaves = trees.leaves_with_paths(state.params)
         specs = {np.shape(leaf): layouts[path].spec for path, leaf in leaves if path in layouts}

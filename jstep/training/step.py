@@ -10,14 +10,14 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import device_values, meshes, trees
-from jstep.core.annotations import P, Tree
+from jstep.core.annotations import P
 from jstep.core.checks import as_bool, as_function, describe_type
 from jstep.core.exceptions import setting
 from jstep.core.placement import SHARDINGS, refuse_shapes, sharding_of
 from jstep.core.recorded_calls import as_typed
 from jstep.core.threads import TRACING, doing
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import Optimizer, Params
+from jstep.core.trees import Optimizer, Params, Tree
 from jstep.distributed.processes import AgreedShapes, is_single_process
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState, keep_roles
