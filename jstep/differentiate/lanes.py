@@ -18,7 +18,6 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jstep.core import jaxprs, meshes, trees
 from jstep.core.checks import as_int
 from jstep.core.exceptions import note, setting
-from jstep.core.jaxprs import Operation
 from jstep.core.meshes import dims_of, mesh_axes_of, mesh_of, parts_along, using_mesh, without_explicit_axes
 from jstep.core.placement import SHARDINGS, traced_shardings
 from jstep.core.trees import Array, Tree, shape_of
@@ -234,7 +233,7 @@ def sum_over_lanes(
         return treedef.unflatten(jax.jit(on_devices)(witness, list(closed.consts), list(whole), list(blocked)))
 
 
-def is_in_lanes(operation: Operation) -> bool:
+def is_in_lanes(operation: jaxprs.Operation) -> bool:
     return operation.called == sum_over_lanes.__qualname__
 
 

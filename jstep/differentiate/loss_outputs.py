@@ -14,12 +14,11 @@ from jax.typing import DTypeLike
 
 from jstep.core import device_values, trees
 from jstep.core.checks import describe_type
-from jstep.core.trees import Array
 
 
 def unpack_outputs(
     out: object, old: object, has_aux: bool, has_model_state: bool, names_aux: bool
-) -> tuple[Array, Any, Any]:
+) -> tuple[trees.Array, Any, Any]:
     loss, model_state, aux = _split(out, has_aux, has_model_state)
     for key in aux if names_aux and isinstance(aux, Mapping) else ():
         if not isinstance(key, str):
@@ -68,7 +67,7 @@ def _like(old: object, new: object) -> Any:
             "model_state) with all of it, or with has_aux=True (loss, (model_state, aux))"
         )
 
-    def leaf(keys: Any, before: object, after: object) -> Array:
+    def leaf(keys: Any, before: object, after: object) -> trees.Array:
         before, after = jnp.asarray(before), jnp.asarray(after)
         what = f"loss_fn returned a model_state whose leaf {trees.quote_path(trees.path_str(keys))}"
         if before.shape != after.shape:

@@ -16,7 +16,6 @@ from jax.sharding import AxisType, NamedSharding
 from jstep.core import meshes, placement, trees
 from jstep.core.checks import as_bool, describe_type
 from jstep.core.exceptions import setting
-from jstep.core.meshes import internal_transfers, leaving_auto_axes, shard_like, without_explicit_axes
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Slots, Updates
 from jstep.optimizers import guards
@@ -76,7 +75,7 @@ def apply_gradients(
     as_bool(increment_global_step, "increment_global_step")
     if not (context is None or isinstance(context, Context)):
         raise TypeError(f"context: must be a jstep.Context or None, got {describe_type(context)}")
-    with internal_transfers():
+    with meshes.internal_transfers():
         result = apply_update(state, grads, optimizer, increment_global_step, context or EMPTY_CONTEXT)
         return move_model_state(result.state, result.roles)
 
@@ -97,7 +96,7 @@ def apply_update(
     optimizer = require_optimizer("optimizer", optimizer)
     require_alive(require_state(state))
     placement.refuse_shapes((state, grads), "state and gradients")
-    evaluate = context.value_and_grad and leaving_auto_axes(context.value_and_grad, state.params)
+    evaluate = context.value_and_grad and meshes.leaving_auto_axes(context.value_and_grad, state.params)
     slots, limit = with_small_ones_loaded(state)
 
     def update_on_auto_axes(state: TrainState, grads: Updates, step_context: Context) -> UpdateResult:
@@ -110,11 +109,11 @@ def apply_update(
         new = result.state.replace(params=params, slots={**state.slots, **slots})
         return result._replace(state=new, updates=shown, slots=slots)
 
-    specs_of = shard_like(UpdateResult(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
+    specs_of = meshes.shard_like(UpdateResult(state, state.params, state.slots, None, {}))  # type: ignore[arg-type]
     with setting(placement.LAYOUTS, parameter_layouts(state)):
         loaded_state = state.replace(slots=slots)
         context = context._replace(value_and_grad=None)
-        result = without_explicit_axes(update_on_auto_axes, loaded_state, grads, context, specs_of=specs_of)
+        result = meshes.without_explicit_axes(update_on_auto_axes, loaded_state, grads, context, specs_of=specs_of)
     return result._replace(state=jax.tree.map(placement.back, result.state, state))
 
 

@@ -17,7 +17,6 @@ from jstep.core.checks import as_bool, as_string, format_value
 from jstep.core.exceptions import note
 from jstep.core.logs import logger
 from jstep.core.meshes import shard_like
-from jstep.core.placement import Unroll
 from jstep.core.selection import VarList
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Updates
 from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes
@@ -64,7 +63,7 @@ def minimize(
     pass_step: bool = False,
     sharpness: ScalarOrSchedule | None = None,
     adaptive: bool = False,
-    unroll: Unroll = None,
+    unroll: placement.Unroll = None,
     lanes: int | None = None,
     metrics: str | MetricFn | Collection[str | MetricFn] = (),
     increment_global_step: bool = True,
