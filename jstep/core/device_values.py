@@ -172,23 +172,23 @@ def as_key(value: Any, argument: str) -> Any:
         return jax.random.wrap_key_data(array, impl=jax.random.key_impl(value)) if typed else array
 
 
-_WAITING: contextvars.ContextVar[list[tuple[Any, ...]] | None] = contextvars.ContextVar("jstep_waiting", default=None)
+_DEFERRED: contextvars.ContextVar[list[tuple[Any, ...]] | None] = contextvars.ContextVar("jstep_deferred", default=None)
 
 
 def when_concrete(path: str, check: Callable[..., None], *args: object) -> None:
     """Defer `check(path, leaf, *args)`: parameters are traced while a compiled function creates slots."""
-    waiting = _WAITING.get()
-    if waiting is not None:
-        waiting.append((path, check, args))
+    deferred = _DEFERRED.get()
+    if deferred is not None:
+        deferred.append((path, check, args))
 
 
 def with_checks(make: Callable[..., Any], *args: Any) -> Any:
-    waiting: list[tuple[Any, ...]] = []
-    with setting(_WAITING, waiting):
+    deferred: list[tuple[Any, ...]] = []
+    with setting(_DEFERRED, deferred):
         state = make(*args)
-    leaves = dict(trees.leaves_with_paths(state.params)) if waiting else {}
+    leaves = dict(trees.leaves_with_paths(state.params)) if deferred else {}
     with internal_transfers():
-        for path, check, args in waiting:
+        for path, check, args in deferred:
             if path in leaves:
                 check(path, leaves[path], *args)
     return state

@@ -173,9 +173,9 @@ class LossGradients:
     adaptive: bool = False
     unroll: Unroll = None
     lanes: int | None = None
-    gathers: bool = False
+    collect: bool = False
     """Whether to collect summaries that the loss creates."""
-    names_aux: bool = False
+    named_aux: bool = False
     """Whether the entries of aux are metrics by name."""
     squares: bool = False
     """Whether to compute the squared norms of the gradients of microbatches."""
@@ -215,7 +215,7 @@ class LossGradients:
         return self.attempts(self._differentiate_batch, inputs, specs_of=specs_of)
 
     @property
-    def looks_at_rows(self) -> bool:
+    def depends_on_rows(self) -> bool:
         """Whether the result depends on how the rows of the batch are sharded."""
         return self.num_microbatches > 1 or self.max_rows_per_device is not None or self.lanes is not None
 
@@ -233,7 +233,7 @@ class LossGradients:
             on_auto_axes = functools.partial(meshes.without_explicit_axes, move, specs_of=meshes.shard_like(some))
             moved_leaves = evaluate_reproducibly(inputs.lanes, on_auto_axes, some, result.gradients, self.sharpness)
             moved = treedef.unflatten(trees.with_leaves(leaves, indices, moved_leaves))
-            without_summaries = dataclasses.replace(self, gathers=False)
+            without_summaries = dataclasses.replace(self, collect=False)
             again = without_summaries._choose_method(inputs)(inputs._replace(params=moved), indices)
             result = result._replace(gradients=again.gradients, squares=again.squares)
         grads = apply_gate(result.gradients, self.gate_gradients)
@@ -332,7 +332,7 @@ class LossGradients:
             lane = [jax.ShapeDtypeStruct((size, *np.shape(x)[1:]), jnp.result_type(x)) for x in rows]
             n = microbatches.number_of_microbatches((lane,), [None] * len(lane), n, self.max_rows_per_device)
         one_lane = dataclasses.replace(
-            self, lanes=None, squares=False, gathers=False, num_microbatches=n, max_rows_per_device=None, weight_fn=None
+            self, lanes=None, squares=False, collect=False, num_microbatches=n, max_rows_per_device=None, weight_fn=None
         )
 
         def new_state(i: Array, old: list[Array], others: list[Array], rows: list[Array]) -> list[Array]:
@@ -354,11 +354,11 @@ class LossGradients:
             rng = {} if inputs.key is None else {"rng": inputs.key}
 
             collector = Collector("summaries")
-            collectors = (*COLLECTORS.get(), collector) if self.gathers else COLLECTORS.get()
+            collectors = (*COLLECTORS.get(), collector) if self.collect else COLLECTORS.get()
             looked_up = Tables(some)
             with setting(TABLES, looked_up), setting(COLLECTORS, collectors):
                 out = self.loss_fn(whole, *before, *inputs.args, **{**(inputs.kwargs or {}), **rng})
-            loss, *others = unpack_outputs(out, inputs.model_state, self.has_aux, self.has_model_state, self.names_aux)
+            loss, *others = unpack_outputs(out, inputs.model_state, self.has_aux, self.has_model_state, self.named_aux)
             summaries = None if collector.unreturned is None else collector.unreturned(collector, out)
             wide = trees.compute_dtype(loss.dtype)
             scaled = loss if inputs.scale is None else loss.astype(wide) * inputs.scale.astype(wide)

@@ -17,10 +17,10 @@ from jstep.core.checks import describe_type
 
 
 def unpack_outputs(
-    out: object, old: object, has_aux: bool, has_model_state: bool, names_aux: bool
+    out: object, old: object, has_aux: bool, has_model_state: bool, named_aux: bool
 ) -> tuple[trees.Array, Any, Any]:
     loss, model_state, aux = _split(out, has_aux, has_model_state)
-    for key in aux if names_aux and isinstance(aux, Mapping) else ():
+    for key in aux if named_aux and isinstance(aux, Mapping) else ():
         if not isinstance(key, str):
             raise TypeError(
                 f"aux: the key {key!r} must be a string, got {describe_type(key)}: entries of aux are metrics by name"

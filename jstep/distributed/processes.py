@@ -68,27 +68,27 @@ class AgreedClock:
         self._secs, self._clock = secs, clock
         self._last = self._began = clock()
         self._first_step: int | None = None
-        self._ask_at = 0
+        self._exchange_step = 0
 
     def due(self, step: int) -> bool:
         """Return whether the period is over, equally on every process."""
         if self._first_step is None:
             self._first_step = step
-        if step < self._ask_at:
+        if step < self._exchange_step:
             return False
         time_now = self._clock()
         per_step = (time_now - self._began) / max(1, step - self._first_step)
         left = max(0.0, self._secs - (time_now - self._last))
         gap = min(left, self._secs / 10) / max(per_step, 1e-6)
         over, gap_of_all = broadcast_ints(time_now - self._last >= self._secs, min(max(1, int(gap)), 100_000))
-        self._ask_at = step + gap_of_all
+        self._exchange_step = step + gap_of_all
         return bool(over)
 
     def done(self, secs: float | None = None) -> None:
         """Start another period, of the same length or of `secs` on process 0."""
         self._secs = self._secs if secs is None else secs
         self._last = self._clock()
-        self._ask_at = 0
+        self._exchange_step = 0
 
 
 def is_single_process() -> bool:

@@ -187,10 +187,10 @@ def increment_global_step(state: Tree, amount: Step = 1) -> Any:
         return state.replace(global_step=later)
     by = later - before
     # A slot that was replaced by hand may be a Python number, or None.
-    waiting = {
+    advanced = {
         name: jax.tree.map(lambda slot: slot + by.astype(jnp.result_type(slot)), state.slots[name]) for name in counts
     }
-    return state.replace(slots={**state.slots, **waiting}, global_step=later)
+    return state.replace(slots={**state.slots, **advanced}, global_step=later)
 
 
 def later_step(step: Any, by: Any = 1) -> Array:

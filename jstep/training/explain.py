@@ -111,7 +111,7 @@ def explain(error: BaseException, state: Tree, args: Any, *, donates: bool) -> N
             argument, tree = ("params", state.params) if isinstance(state, TrainState) else ("state", state)
             trees.require_arrays(tree, argument, trees.keep_arrays(argument))
         return
-    if not is_spent(state):
+    if not has_donated_step(state):
         require_alive(state, error)
         if donates:
             refuse_shared_buffers(state, args, error)
@@ -122,7 +122,7 @@ def explain(error: BaseException, state: Tree, args: Any, *, donates: bool) -> N
 # Memory that cannot be donated.
 
 
-def is_spent(state: Tree) -> bool:
+def has_donated_step(state: Tree) -> bool:
     step = getattr(state, "global_step", None)
     return isinstance(step, jax.Array) and not isinstance(step, jax.core.Tracer) and step.is_deleted()
 

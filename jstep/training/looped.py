@@ -124,7 +124,7 @@ class LoopedStep(TrainStep):
         # Donates only if the step does: a plain function is not expected to donate the state.
         donate = isinstance(step, TrainStep) and step.donate
         looped = PureStep(
-            self._body, name=f"{single.__name__}s", looks_at_rows=single.looks_at_rows, lanes=single.lanes
+            self._body, name=f"{single.__name__}s", depends_on_rows=single.depends_on_rows, lanes=single.lanes
         )
         super().__init__(looped, donate=donate)
         self._one = step if isinstance(step, TrainStep) else TrainStep(single, donate=False)

@@ -194,8 +194,8 @@ def minimize(
         adaptive=adaptive,
         unroll=unroll,
         lanes=lanes,
-        gathers=True,
-        names_aux=True,
+        collect=True,
+        named_aux=True,
         squares=wanted.noise,
         frozen=functools.partial(frozen_leaves, optimizer),
     )
@@ -221,7 +221,7 @@ def minimize(
     pure_step = PureStep(
         update_step if lanes is None else _in_lanes(lanes, update_step),
         title=_title_of(loss_fn),
-        looks_at_rows=differentiate.looks_at_rows,
+        depends_on_rows=differentiate.depends_on_rows,
         lanes=lanes,
         optimizer=optimizer,
         trains=update_step.trains,
@@ -382,8 +382,8 @@ class SeveralLosses:
     gate_gradients: int
 
     @property
-    def looks_at_rows(self) -> bool:
-        return any(loss.looks_at_rows for loss in self.losses.values())
+    def depends_on_rows(self) -> bool:
+        return any(loss.depends_on_rows for loss in self.losses.values())
 
     def __call__(self, inputs: LossInputs) -> LossResult:
         """Return the sum of the losses, all gradients in one tree, and as aux each loss and its aux by name."""

@@ -21,7 +21,7 @@ from jstep.core.trees import Optimizer, Params, Tree
 from jstep.distributed.processes import AgreedShapes, is_single_process
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState, keep_roles
-from jstep.training.explain import call_custom_step, explain, is_spent, refuse_what_crashes
+from jstep.training.explain import call_custom_step, explain, has_donated_step, refuse_what_crashes
 from jstep.training.metrics import SKIPPED, StepMetrics, split_metrics
 
 Body = Callable[[Any, tuple[Any, ...], Any], Any]
@@ -34,7 +34,7 @@ class PureStep:
 
     Attributes:
         title: The step's name in a run.
-        looks_at_rows: Whether the step depends on how the rows of the batch are sharded.
+        depends_on_rows: Whether the step depends on how the rows of the batch are sharded.
         leading_axes: The number of batch axes before the rows, one per `scan_steps`.
         optimizer: The optimizer, for a step of `minimize`.
         trains: `trains(params)`: for each leaf, whether the step trains it.
@@ -45,7 +45,7 @@ class PureStep:
     _: dataclasses.KW_ONLY
     name: str = "train_step"
     title: str = ""
-    looks_at_rows: bool = False
+    depends_on_rows: bool = False
     leading_axes: int = 0
     lanes: int | None = None
     optimizer: Optimizer | None = None
@@ -65,7 +65,7 @@ class PureStep:
 
     def batch_specs(self, args: tuple[Any, ...]) -> Any:
         """Return the shardings of a batch; None if the step ignores them."""
-        if not self.looks_at_rows or meshes.mesh_of(args) is None:
+        if not self.depends_on_rows or meshes.mesh_of(args) is None:
             return None
         return jax.tree.map(sharding_of, args)
 
@@ -211,7 +211,7 @@ class TrainStep:
 
     def _program(self, layout: StateLayout, args: tuple[Any, ...], kind: str = "call", *, donates: bool) -> Any:
         """Return the program for some layouts; `kind="merged"` returns all metrics together."""
-        batch_specs = self._pure.batch_specs(args) if self._pure.looks_at_rows else None
+        batch_specs = self._pure.batch_specs(args) if self._pure.depends_on_rows else None
         specs = () if batch_specs is None else (trees.structure(batch_specs), *jax.tree.leaves(batch_specs))
         key = kind, donates, layout, *specs
         if key not in self._programs:
@@ -274,7 +274,7 @@ def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
         state = device_values.from_host(trees.copy_numpy(state, "state"), "state")  # a handmade state
         refuse_shapes((state, args), "state and batch")
         layout = inspect_layout(state)
-    if is_spent(state) if not is_known else state.global_step.is_deleted():
+    if has_donated_step(state) if not is_known else state.global_step.is_deleted():
         require_alive(state)  # a call that fails while it runs donates it, too
     transfers = meshes.NO_GUARD
     mesh = layout.mesh
@@ -282,7 +282,7 @@ def call_step(step: TrainStep, state: Tree, args: tuple[Any, ...]) -> Any:
     if any(meshes.special_settings(jax.config)):
         transfers, donates = meshes.internal_transfers(), _donates(step)
     # As `_program`, without a call at each step.
-    program = None if step._pure.looks_at_rows else step._programs.get(("call", donates, layout))
+    program = None if step._pure.depends_on_rows else step._programs.get(("call", donates, layout))
     if program is None:
         program = step._program(layout, args, donates=donates)
     if mesh is None and not is_known:
