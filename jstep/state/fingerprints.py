@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jstep.core import meshes, trees
 from jstep.core.checks import as_bool, describe_type
 from jstep.core.placement import compute_on, group_by_devices, on_devices, refuse_shapes
+from jstep.core.trees import Tree
 from jstep.state.global_step import require_alive
 from jstep.state.leaves import StateLeaves
 
@@ -23,14 +24,14 @@ from jstep.state.leaves import StateLeaves
 
 
 @overload
-def fingerprint(tree: trees.Tree, per_leaf: Literal[False] = False) -> jax.Array: ...
+def fingerprint(tree: Tree, per_leaf: Literal[False] = False) -> jax.Array: ...
 
 
 @overload
-def fingerprint(tree: trees.Tree, per_leaf: bool) -> Any: ...
+def fingerprint(tree: Tree, per_leaf: bool) -> Any: ...
 
 
-def fingerprint(tree: trees.Tree, per_leaf: bool = False) -> Any:
+def fingerprint(tree: Tree, per_leaf: bool = False) -> Any:
     """Hash the paths, dtypes, shapes and bits of all leaves of a tree.
 
     A leaf has h = seal(Σᵢ mix(bits of element i, i)), where i is the index in the whole array and there are two sums
@@ -81,7 +82,7 @@ def fingerprint(tree: trees.Tree, per_leaf: bool = False) -> Any:
         return {paths[number]: jnp.asarray(words) for number, words in sorted(pairs, key=operator.itemgetter(0))}
 
 
-def leaves_with_hash_keys(tree: trees.Tree) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]:
+def leaves_with_hash_keys(tree: Tree) -> tuple[list[str], list[Any], np.ndarray[Any, Any]]:
     """Return paths, leaves and keys `[4]`; raises the errors of `fingerprint`."""
     require_alive(tree)
     found = StateLeaves(tree)
@@ -158,7 +159,7 @@ class Fingerprints(NamedTuple):
     groups: list[tuple[list[int], Any]]
 
 
-def fingerprint_leaves(tree: trees.Tree) -> Fingerprints:
+def fingerprint_leaves(tree: Tree) -> Fingerprints:
     """Start computing fingerprints of leaves, without blocking."""
     paths, leaves, keys = leaves_with_hash_keys(tree)
     return Fingerprints(paths, start_fingerprints(leaves, keys))
@@ -330,7 +331,7 @@ _GROUP, _SMALL = 16, 2**14
 """The number of leaves of a shape that one call stacks, and the maximum size of such a leaf in elements."""
 
 
-def _with_sums(rows: trees.Tree, start: Any, leaves: Sequence[Any]) -> Any:
+def _with_sums(rows: Tree, start: Any, leaves: Sequence[Any]) -> Any:
     def written(rows: Any, start: Any, leaves: Sequence[Any]) -> Any:
         arrays = [trees.key_data(on_devices(leaf)) for leaf in leaves]
         # Words are stacked, not numbers: XLA may change the bits of a NaN that it moves.
@@ -341,13 +342,13 @@ def _with_sums(rows: trees.Tree, start: Any, leaves: Sequence[Any]) -> Any:
     return meshes.without_explicit_axes(written, rows, start, leaves)
 
 
-def _split(rows: trees.Tree) -> list[Any]:
+def _split(rows: Tree) -> list[Any]:
     """Return the rows, by one program for any row: a program with n results is slow to compile."""
     mesh = meshes.mesh_of(rows)
     return [compute_on(mesh, operator.getitem, rows, np.int32(number)) for number in range(len(rows))]
 
 
-def _each(sums: Any, keys: Any, rows: trees.Tree = None) -> Any:
+def _each(sums: Any, keys: Any, rows: Tree = None) -> Any:
     """Return the fingerprints `[n, 2]` from sums, in the order of `rows` if given."""
     return jnp.stack(combine_sums(sums if rows is None else sums[rows], keys), axis=-1)
 
