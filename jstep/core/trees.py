@@ -559,5 +559,5 @@ def _check_same(arrays: Sequence[Any], path: str, what: str, name: Callable[[int
     types = [(a.shape, a.dtype.kind if getattr(a.dtype, "kind", "V") in "SU" else a.dtype) for a in arrays]
     i = next((i for i, array_type in enumerate(types) if array_type != types[0]), None)
     if i is not None:
-        both = f"{describe_type(arrays[0])} in {name(0)} and {describe_type(arrays[i])} in {name(i)}"
-        raise ValueError(f"{what}: {leaf_at(path)} must be alike to be stacked, got {both}; pad, crop or cast before")
+        pair = f"{describe_type(arrays[0])} in {name(0)} and {describe_type(arrays[i])} in {name(i)}"
+        raise ValueError(f"{what}: {leaf_at(path)} must be alike to be stacked, got {pair}; pad, crop or cast before")

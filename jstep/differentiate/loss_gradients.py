@@ -228,14 +228,14 @@ class LossGradients:
         indices = self.selected(params)
         result = self._choose_method(inputs)(inputs, indices)
         if self.sharpness is not None:
-            some = [jnp.asarray(leaves[i]) for i in indices]
+            trained = [jnp.asarray(leaves[i]) for i in indices]
             move = functools.partial(perturb, adaptive=self.adaptive)
-            on_auto_axes = functools.partial(meshes.without_explicit_axes, move, specs_of=meshes.shard_like(some))
-            moved_leaves = evaluate_reproducibly(inputs.lanes, on_auto_axes, some, result.gradients, self.sharpness)
+            on_auto_axes = functools.partial(meshes.without_explicit_axes, move, specs_of=meshes.shard_like(trained))
+            moved_leaves = evaluate_reproducibly(inputs.lanes, on_auto_axes, trained, result.gradients, self.sharpness)
             moved = treedef.unflatten(trees.with_leaves(leaves, indices, moved_leaves))
             without_summaries = dataclasses.replace(self, collect=False)
-            again = without_summaries._choose_method(inputs)(inputs._replace(params=moved), indices)
-            result = result._replace(gradients=again.gradients, squares=again.squares)
+            second_result = without_summaries._choose_method(inputs)(inputs._replace(params=moved), indices)
+            result = result._replace(gradients=second_result.gradients, squares=second_result.squares)
         grads = apply_gate(result.gradients, self.gate_gradients)
         return result._replace(gradients=treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, grads)))
 
@@ -346,16 +346,16 @@ class LossGradients:
         connected: set[int] = set()
         looked_up: Any = None
 
-        def loss_of(some: list[Array]) -> tuple[Array, Any]:
+        def loss_of(trained: list[Array]) -> tuple[Array, Any]:
             nonlocal looked_up
-            some = track_connected(some, connected)
-            whole = treedef.unflatten(trees.with_leaves(leaves, indices, some))
+            trained = track_connected(trained, connected)
+            whole = treedef.unflatten(trees.with_leaves(leaves, indices, trained))
             before = (inputs.model_state,) if self.has_model_state else ()
             rng = {} if inputs.key is None else {"rng": inputs.key}
 
             collector = Collector("summaries")
             collectors = (*COLLECTORS.get(), collector) if self.collect else COLLECTORS.get()
-            looked_up = Tables(some)
+            looked_up = Tables(trained)
             with setting(TABLES, looked_up), setting(COLLECTORS, collectors):
                 out = self.loss_fn(whole, *before, *inputs.args, **{**(inputs.kwargs or {}), **rng})
             loss, *others = unpack_outputs(out, inputs.model_state, self.has_aux, self.has_model_state, self.named_aux)
@@ -364,8 +364,8 @@ class LossGradients:
             scaled = loss if inputs.scale is None else loss.astype(wide) * inputs.scale.astype(wide)
             return scaled, (loss, *others, summaries)
 
-        some = [jnp.asarray(leaves[i]) for i in indices]
-        (_, (loss, model_state, aux, summaries)), dense = jax.value_and_grad(loss_of, has_aux=True)(some)
+        trained = [jnp.asarray(leaves[i]) for i in indices]
+        (_, (loss, model_state, aux, summaries)), dense = jax.value_and_grad(loss_of, has_aux=True)(trained)
         grads = [looked_up.gradient(i, g if i in connected else None) for i, g in enumerate(dense)]
         return LossResult(loss, model_state, aux, grads, summaries)
 

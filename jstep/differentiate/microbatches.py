@@ -309,12 +309,12 @@ def reduce_once(
     if able:
 
         def typed(params: Tree, parts: object) -> Any:
-            leaves, some = jax.tree.leaves(params), []
+            leaves, reduced = jax.tree.leaves(params), []
             for i in able:
                 sharding: Any = jax.typeof(leaves[i]).sharding
                 spec = PartitionSpec(*meshes.dims_of(sharding.spec), reduced=frozenset(axes))
-                some.append(jax.sharding.reshard(leaves[i], NamedSharding(sharding.mesh, spec)))
-            return fn(treedef.unflatten(trees.with_leaves(leaves, able, some)), parts)
+                reduced.append(jax.sharding.reshard(leaves[i], NamedSharding(sharding.mesh, spec)))
+            return fn(treedef.unflatten(trees.with_leaves(leaves, able, reduced)), parts)
 
         with contextlib.suppress(Exception):  # JAX has no rule for an operation of the loss: fall back
             return meshes.atomic(typed, params, parts)

@@ -74,7 +74,7 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
 
     Source: `tf.train.piecewise_constant`.
     """
-    edges = _increasing("boundaries", boundaries, lambda value, name: as_number(value, name, expected="a plain number"))
+    edges = _increasing(boundaries, lambda value, name: as_number(value, name, expected="a plain number"))
     values = _listed("values", values)
     if len(values) != len(edges) + 1:
         raise ValueError(f"values: must be {len(edges) + 1} values, one more than boundaries, got {len(values)}")
@@ -92,14 +92,14 @@ def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) ->
     return schedule
 
 
-def _increasing(name: str, values: Sequence[float], check: Callable[[Any, str], Any]) -> list[int]:
-    values = _listed(name, values)
-    for i, value in enumerate(values):
-        check(value, f"{name}[{i}]")
-    edges = [np.asarray(value).item() for value in values]  # integers beyond 2^53 stay exact
+def _increasing(boundaries: Sequence[float], check: Callable[[Any, str], Any]) -> list[int]:
+    boundaries = _listed("boundaries", boundaries)
+    for i, boundary in enumerate(boundaries):
+        check(boundary, f"boundaries[{i}]")
+    edges = [np.asarray(boundary).item() for boundary in boundaries]  # integers beyond 2^53 stay exact
     for edge, following in itertools.pairwise(edges):
         if not following > edge:
-            raise ValueError(f"{name}={list(values)}: must increase, but {edge} comes before {following}")
+            raise ValueError(f"boundaries={boundaries}: must increase, but {edge} comes before {following}")
     # For integer steps, step ≤ 2.5 means step ≤ 2.
     return [math.floor(edge) for edge in edges]
 
@@ -194,7 +194,7 @@ def join(schedules: Sequence[ScalarOrSchedule], boundaries: Sequence[int]) -> Sc
         1.0 1.0 0.5
     """
     schedules = _listed("schedules", schedules)
-    edges = _increasing("boundaries", boundaries, as_int)
+    edges = _increasing(boundaries, as_int)
     if len(schedules) != len(edges) + 1:
         raise ValueError(
             f"schedules: must be {len(edges) + 1} schedules, one more than boundaries, got {len(schedules)}"

@@ -686,8 +686,8 @@ def ademamix_beta3(beta1: Number, beta3: Number, steps: int) -> Schedule:
     Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024), which counts updates from 1.
     """
     inside: Any = {"low": 0, "above": True, "high": 1, "below": True}
-    given = {"beta1": beta1, "beta3": beta3}
-    first, last = (arithmetic.as_float_or_array(name, value, **inside) for name, value in given.items())
+    betas = {"beta1": beta1, "beta3": beta3}
+    first, last = (arithmetic.as_float_or_array(name, value, **inside) for name, value in betas.items())
     length = arithmetic.as_step_count("steps", steps, ademamix_beta3)
     logs = [math.log(beta) if isinstance(beta, float) else jnp.log(beta) for beta in (first, last)]
 

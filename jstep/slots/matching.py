@@ -74,8 +74,8 @@ def require_slots(names: Collection[str], slots: Slots) -> Slots:
 def describe_difference(new: object, old: object) -> str:
     """Describe the difference in paths, shapes and dtypes; "" if equal."""
     after, before = dict(trees.leaves_with_paths(new)), dict(trees.leaves_with_paths(old))
-    both = (("without", trees.only_in(before, after)), ("with", trees.only_in(after, before)))
-    if words := [f"{what} {', '.join(map(repr, paths[:5]))}" for what, paths in both if paths]:
+    sides = (("without", trees.only_in(before, after)), ("with", trees.only_in(after, before)))
+    if words := [f"{what} {', '.join(map(repr, paths[:5]))}" for what, paths in sides if paths]:
         return "; ".join(words)
     for path, leaf in after.items():
         new_type, old_type = (

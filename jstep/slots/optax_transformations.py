@@ -98,8 +98,8 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
             with contextlib.suppress(Exception):
                 parts = shape.parts_of
                 fewer = {slot: slots[slot] if parts[slot] is None else present(slots[slot]) for slot in parts}
-                given, some = [g for g in gradients if g is not None], present(params)
-                computed = of_leaves(given, fewer, some, skeleton(some), extra_of)
+                present_gradients, present_params = [g for g in gradients if g is not None], present(params)
+                computed = of_leaves(present_gradients, fewer, present_params, skeleton(present_params), extra_of)
         new_updates, new = computed or of_leaves(gradients, slots, params, shape, extra_of)
         kept = {slot: _unless_absent(slots[slot], new[slot], treedef, absent) for slot in new}
         added = trees.flatten_like(params, new_updates, "updates")

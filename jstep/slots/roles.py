@@ -51,7 +51,7 @@ COUNTS = (*AGES, Role.SCALE_SINCE)
 """Slots whose difference from the global step counts updates: a step without an update advances them."""
 COPIES = (Role.COPY, Role.MASTER, Role.MASTER_COPY)
 """Slots that start as copies of the parameters: they follow if the parameters are restored without them."""
-WITH_A_START = (*COPIES, Role.AVERAGE)
+LIKE_PARAMETERS = (*COPIES, Role.AVERAGE)
 """Slots with values like the parameters', which restore old values if only the parameters are replaced."""
 HALVES = (Role.SCALES, Role.REMAINDER)
 """Slots that are only half of another slot, or of the parameters."""
@@ -61,7 +61,7 @@ ORIGIN, SIGNED = "an origin", "a sum that is negative if the parameters were rep
 """Details of slots from which a rule computes the parameters: a point that moves with them, and a sum ≥ 0. If the sum
 is negative, the rule computes its other slots from the new parameter, because only the rule knows its hyperparameters.
 """
-_OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS, *WITH_A_START, *HALVES)
+_OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS, *LIKE_PARAMETERS, *HALVES)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -107,7 +107,8 @@ class Roles(Mapping[str, Role | None]):
         if self.roles == other.roles and self.complete == other.complete:
             return True  # the fast path: JAX may compare the roles of two states at each step
         roles, other_roles = (
-            {name: None if role in WITH_A_START else role for name, role in either.items()} for either in (self, other)
+            {name: None if role in LIKE_PARAMETERS else role for name, role in either.items()}
+            for either in (self, other)
         )
         # A state made by hand is equal in structure to every other state with its slots, so that a carry, in_axes and
         # shardings can be written with the constructor.

@@ -13,10 +13,10 @@ from jstep.core.logs import WARNED, logger
 from jstep.core.trees import Params, Slots, Tree
 from jstep.slots import compact_numbers
 from jstep.slots.matching import describe_difference
-from jstep.slots.roles import ORIGIN, SIGNED, WITH_A_START, Role, Roles, roles_in
+from jstep.slots.roles import LIKE_PARAMETERS, ORIGIN, SIGNED, Role, Roles, roles_in
 from jstep.state.sharding import MODEL_STATE, put_leaf
 
-_FOLLOWING = (*WITH_A_START, Role.REMAINDER)
+_FOLLOWING = (*LIKE_PARAMETERS, Role.REMAINDER)
 """The roles of slots that `with_params` sets."""
 _MASTERS = (Role.MASTER, Role.MASTER_COPY)
 
@@ -99,7 +99,7 @@ def _placed(value: Any, old: Any) -> Any:
 def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str) -> None:
     """Warn once per run if parameters are replaced, but slots that restore the old ones are not."""
     roles, treedef = roles_in(state), trees.structure(state.params)
-    copies = {*roles.of(*WITH_A_START), *roles.with_detail(SIGNED)}
+    copies = {*roles.of(*LIKE_PARAMETERS), *roles.with_detail(SIGNED)}
     names = [name for name in roles if name in copies and name in state.slots and name in slots]
     of_run = WARNED.get()  # outside of a run, each `create` starts from scratch
     warned = roles.warned if of_run is None else of_run

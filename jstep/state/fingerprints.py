@@ -78,7 +78,7 @@ def fingerprint(tree: Tree, per_leaf: bool = False) -> Any:
         if not per_leaf:
             return _total([words for _, words in groups])
         rows = [(numbers, _split(words) if isinstance(words, jax.Array) else words) for numbers, words in groups]
-        pairs = (pair for numbers, some in rows for pair in zip(numbers, some, strict=True))
+        pairs = (pair for numbers, hashes in rows for pair in zip(numbers, hashes, strict=True))
         return {paths[number]: jnp.asarray(words) for number, words in sorted(pairs, key=operator.itemgetter(0))}
 
 
@@ -291,10 +291,10 @@ def _sums_of_words(words: Sequence[tuple[Any, Any]], shape: tuple[int, ...]) -> 
     key = _keys(shape)
     sums = []
     for half, (low, high) in enumerate(words):
-        both = lanes(low, high, key + U(half * HALF & MASK))
+        mixed = lanes(low, high, key + U(half * HALF & MASK))
         # Both sums in one fast pass.
         total = lax.reduce(
-            both, (U(0), U(0)), lambda total, other: (total[0] + other[0], total[1] + other[1]), range(key.ndim)
+            mixed, (U(0), U(0)), lambda total, other: (total[0] + other[0], total[1] + other[1]), range(key.ndim)
         )
         sums.append(jnp.stack(total))
     return sums[0] if len(sums) == 1 else sums[0] + sums[1]
@@ -309,8 +309,8 @@ def _words(array: Any) -> list[tuple[Any, Any]]:
     array = _in_whole_bytes(array)
     size = array.dtype.itemsize
     if size == 8:
-        both = lax.bitcast_convert_type(array, U)
-        return [(both[..., 0], both[..., 1])]
+        halves = lax.bitcast_convert_type(array, U)
+        return [(halves[..., 0], halves[..., 1])]
     return [(lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * size}")).astype(U), None)]
 
 
@@ -335,7 +335,7 @@ def _with_sums(rows: Tree, start: Any, leaves: Sequence[Any]) -> Any:
     def written(rows: Any, start: Any, leaves: Sequence[Any]) -> Any:
         arrays = [trees.key_data(on_devices(leaf)) for leaf in leaves]
         # Words are stacked, not numbers: XLA may change the bits of a NaN that it moves.
-        words = jax.tree.map(lambda *some: jnp.stack(some), *map(_words, arrays))
+        words = jax.tree.map(lambda *words: jnp.stack(words), *map(_words, arrays))
         sums = jax.vmap(lambda words: _sums_of_words(words, arrays[0].shape), axis_size=len(arrays))(words)
         return lax.dynamic_update_slice(rows, sums, (start, np.int32(0)))
 
@@ -369,13 +369,13 @@ def _by_shape(leaves: Sequence[Any], keys: object, mesh: Mesh | None) -> Any:
     alike: dict[Any, list[int]] = {}
     for number, leaf in enumerate(leaves):
         alike.setdefault((leaf.shape, leaf.dtype, leaf.committed and leaf.sharding), []).append(number)
-    at = 0
+    first_row = 0
     for (shape, *_), numbers in alike.items():
         size = min(_GROUP, len(numbers)) if math.prod(shape) <= _SMALL else 1
         for first in range(0, len(numbers), size):
             first = min(first, len(numbers) - size)  # the last group may write a row a second time
-            some = [leaves[number] for number in numbers[first : first + size]]
-            rows = compute_on(mesh, _with_sums, rows, np.int32(at + first), some)
-        at += len(numbers)
+            group = [leaves[number] for number in numbers[first : first + size]]
+            rows = compute_on(mesh, _with_sums, rows, np.int32(first_row + first), group)
+        first_row += len(numbers)
     order = np.argsort(list(itertools.chain(*alike.values()))).astype(np.int32)
     return compute_on(mesh, _each, rows, keys, order)

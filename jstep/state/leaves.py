@@ -47,9 +47,9 @@ class _Structure:
             roles = roles_in(state)
             pairs = [(state.slots.get(name), state.slots.get(half)) for name, half in roles.halves.items()]
             remainders = (name for name in roles.of(Role.REMAINDER) if name not in roles.halves.values())
-            for both in [*pairs, *((state.params, state.slots.get(name)) for name in remainders)]:
-                if all(trees.is_like(state.params, indices) for indices in both):
-                    leaves = zip(*(trees.flatten_like(state.params, indices, SLOTS) for indices in both), strict=True)
+            for pair in [*pairs, *((state.params, state.slots.get(name)) for name in remainders)]:
+                if all(trees.is_like(state.params, indices) for indices in pair):
+                    leaves = zip(*(trees.flatten_like(state.params, indices, SLOTS) for indices in pair), strict=True)
                     halves |= {i: half for i, half in leaves if i is not None and half is not None}
         return halves
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optimizer_table import TABLE
 
 import jstep
-from jstep.slots.roles import ORIGIN, SIGNED, WITH_A_START, Role, roles_in
+from jstep.slots.roles import LIKE_PARAMETERS, ORIGIN, SIGNED, Role, roles_in
 from jstep.state.slots import master_params, slot_values
 
 WITH_COPIES = {
@@ -47,7 +47,7 @@ def trained(optimizer: Any, state: jstep.TrainState, steps: int = 12) -> jstep.T
 
 
 def names_of_copies(state: jstep.TrainState) -> list[str]:
-    return [name for name in roles_in(state).of(*WITH_A_START) if name in state.slots]
+    return [name for name in roles_in(state).of(*LIKE_PARAMETERS) if name in state.slots]
 
 
 @pytest.mark.thorough
