@@ -123,8 +123,9 @@ def warn_of_ended_rate(train_steps: TrainSteps, last_step: int | None, chunk: Ch
     step, first = step_function(chunk.program.stage.step), chunk.program.stage.first
     if last_step is None or step is None or last_step - first < 4 or jax.process_index() != 0:
         return
-    if train_steps.at(last_step - 1) is not train_steps.at(first) or roles_in(state).with_detail(LEARNING_RATE):
-        return  # of a later stage, or held: a held rate is no schedule
+    is_held = LEARNING_RATE in roles_in(state).arguments.values()
+    if is_held or train_steps.at(last_step - 1) is not train_steps.at(first):
+        return  # a held rate is not a schedule, or a later stage has another one
     optimizer: Any = step.optimizer
     scheduled = list[bool]()
 

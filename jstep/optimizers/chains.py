@@ -320,7 +320,7 @@ class _Partition:
     def roles(self, params: Params) -> Roles:
         with self.divided(params) as (_, divided):
             roles = [roles_of(labeled.optimizer, labeled.params) for labeled in divided.values()]
-        return functools.reduce(Roles.joined, roles).hiding()
+        return functools.reduce(Roles.joined, roles).with_misplaced()
 
     @loads_slots
     def update(

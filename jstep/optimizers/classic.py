@@ -13,8 +13,7 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Array, Number, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules
 from jstep.optimizers.hyperparameters import check_hyperparameter
-from jstep.optimizers.rules import COPY, MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Decay, Result, Rule, Slot, Values
-from jstep.slots.roles import ORIGIN, SIGNED
+from jstep.optimizers.rules import MEAN, MEAN_IN_ORDER, SLOW, SQUARE, Decay, Result, Rule, Slot, Values
 
 # Gradient descent and momentum: Polyak's heavy ball and Nesterov's variant, as in TF and as in PyTorch.
 
@@ -394,8 +393,8 @@ def ftrl(
 
     Returns:
         An `Optimizer` with the slots `accum` and `linear` (initially 0). A sparse gradient updates only its own rows.
-        The parameters follow from the slots: the first update forgets the initial ones, as in TensorFlow, except
-        those of `state.with_params`, which makes `accum` negative until their next update.
+        The parameters follow from the slots: the first update forgets the initial ones, as in TensorFlow, and
+        `state.with_params` is an error.
 
     Example:
         >>> import jax.numpy as jnp, jstep
@@ -407,9 +406,10 @@ def ftrl(
     Source: McMahan et al., "Ad Click Prediction: a View from the Trenches" (2013), algorithm 1;
     `tf.train.FtrlOptimizer`.
     """
-    # `accum` has no `holds`, so that `compact` keeps it in full precision: each step computes the parameters from it.
+    first = check_hyperparameter("initial_accumulator_value", initial_accumulator_value, **rules.NON_NEGATIVE)
     slots = {
-        "accum": check_hyperparameter("initial_accumulator_value", initial_accumulator_value, **rules.NON_NEGATIVE),
+        # No `holds`, so that `compact` keeps it in full precision: each step computes the parameters from it.
+        "accum": Slot(first, computes_params=True),
         "linear": Slot(holds="slow", in_order=True),
     }
     hyper = {
@@ -420,7 +420,7 @@ def ftrl(
         "l2_shrinkage_regularization_strength": l2_shrinkage_regularization_strength,
         "beta": beta,
     }
-    return rules.with_details(rules.from_update("ftrl", ftrl_update, slots, hyper, by_rows=True), accum=SIGNED)
+    return rules.from_update("ftrl", ftrl_update, slots, hyper, by_rows=True)
 
 
 def ftrl_update(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -434,20 +434,14 @@ def ftrl_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     def rate_power(a: Array) -> Array:
         return jnp.sqrt(a) if isinstance(power, float) and power == -0.5 else jnp.power(a, -power)
 
-    def curvature(a: Array) -> Array:
-        return rate_power(a) / lr + 2 * (h.l2_regularization_strength + h.beta / (2 * lr))
-
-    # After `with_params` the sign of the sum is negative, and p is the minimum of a model with this `linear`.
-    signed, old = s.accum, jnp.abs(s.accum)
-    before = jnp.where(jnp.signbit(signed), -curvature(old) * p - jnp.sign(p) * l1, s.linear)
     shrunk = g + 2 * h.l2_shrinkage_regularization_strength * p
-    linear = before + shrunk - (rate_power(old + g * g) - rate_power(old)) / lr * p
+    linear = s.linear + shrunk - (rate_power(s.accum + g * g) - rate_power(s.accum)) / lr * p
     linear = jnp.where(moves, linear, s.linear)
     # Three kernels share these slots: `linear` first, then `accum`, then the parameter from both. Otherwise
     # XLA computes them from the old slots in another order and copies the slots that it has to overwrite.
-    linear, signed, g = compute_first(linear, signed, g)
-    (accum,) = run_in_order(linear, jnp.where(moves, jnp.abs(signed) + g * g, signed))
-    quadratic = curvature(accum)
+    linear, old, g = compute_first(linear, s.accum, g)
+    (accum,) = run_in_order(linear, jnp.where(moves, old + g * g, old))
+    quadratic = rate_power(accum) / lr + 2 * (h.l2_regularization_strength + h.beta / (2 * lr))
     outweighs = jnp.abs(linear) > l1
     new_p = jnp.where(outweighs, (jnp.sign(linear) * l1 - linear) / quadratic, jnp.zeros_like(p))
     return jnp.where(moves, new_p - p, jnp.zeros_like(p)), {"accum": accum, "linear": linear}
@@ -489,12 +483,11 @@ def madgrad(
     for Stochastic Optimization" (2021); the results match the authors' code and `optax.contrib.madgrad`.
     """
     # The sum of squares has no `holds`, because the parameters are computed from it, as in FTRL.
-    slots = {"s": SLOW, "grad_sum_sq": 0.0, "initial": COPY}
+    slots = {"s": SLOW, "grad_sum_sq": 0.0, "initial": Slot("copy", holds="weight", computes_params=True)}
     hyper = {"learning_rate": learning_rate, "momentum": check_hyperparameter("momentum", momentum, **rules.BETA)}
     hyper |= {"weight_decay": weight_decay, "epsilon": epsilon}
     # Momentum also moves rows without a gradient.
-    optimizer = rules.from_update("madgrad", madgrad_update, slots, hyper, prepare=madgrad_weight)
-    return rules.with_details(optimizer, initial=ORIGIN)
+    return rules.from_update("madgrad", madgrad_update, slots, hyper, prepare=madgrad_weight)
 
 
 def madgrad_weight(h: Values) -> dict[str, Any]:

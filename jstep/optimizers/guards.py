@@ -206,18 +206,22 @@ def dynamic_loss_scale(
     outer = WrapperSlots(added, {LOSS_SCALE: Role.LOSS_SCALE, SCALE_SINCE: Role.SCALE_SINCE})
 
     def inner_roles(roles: Roles) -> Roles:
-        return roles.with_own_age().ordered().hiding(Role.LOSS_SCALE)
+        return roles.with_own_age().ordered().with_misplaced(Role.LOSS_SCALE)
 
     return wrap_optimizer(optimizer, "dynamic_loss_scale", update, outer, guarded=True, inner_roles=inner_roles)
 
 
 def current_loss_scale(roles: Roles, slots: Slots) -> Array | None:
-    hidden = [name for name in roles.of(Role.LOSS_SCALE) if name in roles.hidden]
-    if hidden:
-        raise ValueError(
-            f"dynamic_loss_scale: must be outermost, got {hidden} inside; use dynamic_loss_scale(chain(...))"
-        )
-    return next((slots[name] for name in roles.of(Role.LOSS_SCALE) if name in slots), None)
+    names = _outermost("dynamic_loss_scale", roles, Role.LOSS_SCALE)
+    return next((slots[name] for name in names if name in slots), None)
+
+
+def _outermost(wrapper_name: str, roles: Roles, *wanted: Role) -> list[str]:
+    """The slots of a wrapper that must be outermost; raise if it is inside others."""
+    names = roles.of(*wanted)
+    if misplaced := [name for name in names if name in roles.misplaced]:
+        raise ValueError(f"{wrapper_name}: must be outermost, got {misplaced} inside; use {wrapper_name}(chain(...))")
+    return names
 
 
 def unscale(updates: Updates, scale: Any) -> Updates:
@@ -300,7 +304,7 @@ def with_noise_scale(optimizer: OptimizerLike, decay: float = 0.99) -> Optimizer
         return updates, inner, {name: averaged(outer[name], x) for name, x in zip(NOISE_SLOTS, values, strict=True)}
 
     def inner_roles(roles: Roles) -> Roles:
-        return roles.hiding(Role.LOSS_SCALE)
+        return roles.with_misplaced(Role.LOSS_SCALE)
 
     outer = WrapperSlots(dict.fromkeys(NOISE_SLOTS, lambda params, step: jnp.zeros((), jnp.float32)), NOISE_SLOTS)
     return wrap_optimizer(optimizer, "with_noise_scale", update, outer, inner_roles=inner_roles, takes_context=True)
@@ -308,11 +312,7 @@ def with_noise_scale(optimizer: OptimizerLike, decay: float = 0.99) -> Optimizer
 
 def noise_slots(roles: Roles) -> list[str]:
     """The slots of the averages, in the order of `NOISE_SLOTS`; raise if they are not outermost."""
-    names = roles.of(*NOISE_SLOTS.values())
-    hidden = [name for name in names if name in roles.hidden]
-    if hidden:
-        raise ValueError(f"with_noise_scale: must be outermost, got {hidden} inside; use with_noise_scale(chain(...))")
-    return names
+    return _outermost("with_noise_scale", roles, *NOISE_SLOTS.values())
 
 
 def require_noise_slots(roles: Roles) -> None:
@@ -395,7 +395,7 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
         return updates, inner, {name: treedef.unflatten(values) for name, values in leaves.items()}
 
     def inner_roles(roles: Roles) -> Roles:
-        return roles.with_own_age().ordered().hiding(Role.LOSS_SCALE)
+        return roles.with_own_age().ordered().with_misplaced(Role.LOSS_SCALE)
 
     outer = WrapperSlots({name: functools.partial(fresh_slot, name, spec) for name, spec in sums.items()})
     is_guarded = False if accumulate else None  # a nonfinite gradient would reach the sum

@@ -67,16 +67,16 @@ def check_prefix(argument: str, name: str) -> None:
 
 def held_roles(hyper: Mapping[str, Any]) -> Roles:
     """Return the roles of held hyperparameters' slots, and the arguments they were passed for."""
-    owner: dict[str, str] = {}
+    arguments: dict[str, str] = {}
     for argument, value in hyper.items():
         if isinstance(value, Held):
             slot = f"{HELD_PART}/{value.name}"
-            if slot in owner or not isinstance(hyper.get(value.name, value), Held):
+            if slot in arguments or not isinstance(hyper.get(value.name, value), Held):
                 raise ValueError(
                     f"{argument}=held({value.name!r}, …): another one has this name; use held({argument!r}, …)"
                 )
-            owner[slot] = argument
-    return Roles(dict.fromkeys(owner, Role.HELD), details=owner)
+            arguments[slot] = argument
+    return Roles(dict.fromkeys(arguments, Role.HELD), arguments=arguments)
 
 
 def held_slots(hyper: Mapping[str, Any]) -> Slots:

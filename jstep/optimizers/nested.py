@@ -64,15 +64,13 @@ class WrapperSlots:
     aged: bool = False
     counted: Callable[[Step], Array] | None = None
     age_scope: str | None = None
-    details: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def init(self, params: Params, global_step: Step = 0) -> Slots:
         fresh = {name: make(params, global_step) for name, make in self.slots.items()}
         return fresh | hyperparameters.held_slots(self.hyper)
 
     def all_roles(self) -> Roles:
-        roles = Roles({**dict.fromkeys(self.slots), **self.roles}, holds=self.holds, details=self.details)
-        return roles.joined(held_roles(self.hyper))
+        return Roles({**dict.fromkeys(self.slots), **self.roles}, holds=self.holds).joined(held_roles(self.hyper))
 
 
 _NOTHING = WrapperSlots()
@@ -272,7 +270,7 @@ def merge_roles(named: NamedOptimizers, params: Params) -> Roles:
     roles = {name: roles_of(optimizer, params) for name, optimizer in named.items()}
     merge(roles.items(), "slot")
     merged = functools.reduce(Roles.joined, roles.values(), Roles())
-    return merged.hiding() if len(named) > 1 else merged
+    return merged.with_misplaced() if len(named) > 1 else merged
 
 
 def merge_hyperparameters(named: NamedOptimizers) -> Callable[[Step], dict[str, Any]]:

@@ -135,6 +135,8 @@ class Slot:
             parameter's.
         in_order: Whether more than the slot's new value is computed from its old one, as Lion's update is. XLA would
             copy such a slot on a CPU, unless it must compute the parameter first, then the slots in their order.
+        computes_params: Whether the rule computes the parameters from the slot, as FTRL does, so that new parameters
+            need a new state: `with_params` is an error.
 
     Example:
         >>> import jstep
@@ -148,6 +150,7 @@ class Slot:
     keeps: Literal["rows", "columns"] | None = None
     holds: Literal["mean", "slow", "square", "weight"] | None = None
     in_order: bool = dataclasses.field(default=False, repr=False)
+    computes_params: bool = dataclasses.field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.keeps not in _KEPT:
@@ -295,13 +298,6 @@ def from_update(
 def with_init(optimizer: Optimizer, **changes: Any) -> Optimizer:
     assert isinstance(optimizer.init, Init)
     return optimizer._replace(init=dataclasses.replace(optimizer.init, **changes))
-
-
-def with_details(optimizer: Optimizer, **details: str) -> Optimizer:
-    """Declare details of slots by name: see `slots/roles.py`."""
-    init = optimizer.init
-    assert isinstance(init, Init)
-    return with_init(optimizer, roles=lambda params: init.roles(params).joined(Roles(details=details)))
 
 
 def checking(optimizer: Optimizer, check: Callable[[Params], Any]) -> Optimizer:
@@ -530,6 +526,7 @@ def _declared_by(specs: Mapping[str, Slot]) -> Roles:
         {name: Role.COPY if isinstance(spec.initial, str) else _KEPT[spec.keeps] for name, spec in specs.items()},
         holds={name: str(spec.holds) for name, spec in storable.items()},
         formats={"Slot(dtype=…)"} if any(spec.dtype is not None for spec in storable.values()) else set(),
+        computing={name for name, spec in specs.items() if spec.computes_params},
         in_order={name for name, spec in specs.items() if spec.in_order},
     )
 

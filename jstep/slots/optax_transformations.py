@@ -16,7 +16,7 @@ from jstep.core.recorded_calls import has_init_and_update, makes_optimizer
 from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, Params, Slots, Step, Tree, Updates
 from jstep.slots.indexed_slices import IndexedSlices
 from jstep.slots.matching import match_gradients, require_slots
-from jstep.slots.roles import ORIGIN, Init, Roles, copies_in, infer_roles
+from jstep.slots.roles import Init, Roles, copies_in, infer_roles
 
 
 def require_optimizer(name: str, value: object) -> Optimizer:
@@ -58,9 +58,9 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
             return Roles(complete=False)
         with standard_promotion():
             copies = copies_in(lambda tree: _StateSlots(name, transformation.init(seen(tree)), tree).slots, params)
-        origins = {slot: ORIGIN for slot in copies if slot.rpartition("/")[2] in _ORIGINS}
+        computing = {slot for slot in copies if slot.rpartition("/")[2] in _ORIGINS}
         inferred = infer_roles(shapes, params, copies, lambda both: skeleton(both).slots)
-        return inferred.joined(Roles(details=origins)).ordered()
+        return inferred.joined(Roles(computing=computing)).ordered()
 
     def of_leaves(gradients: list[Any], slots: Slots, params: Params, shape: _StateSlots, extra_of: Any) -> Any:
         """The updates and slots of the leaves of `params`; `extra_of(grads)` uses the loss of all parameters."""

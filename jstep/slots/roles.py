@@ -54,13 +54,9 @@ COPIES = (Role.COPY, Role.MASTER, Role.MASTER_COPY)
 LIKE_PARAMETERS = (*COPIES, Role.AVERAGE)
 """Slots with values like the parameters', which restore old values if only the parameters are replaced."""
 HALVES = (Role.SCALES, Role.REMAINDER)
-"""Slots that are only half of another slot, or of the parameters."""
+"""Slots that complete another slot, or the parameters: neither half has a meaning without the other."""
 OUTERMOST = (Role.LOSS_SCALE, Role.NOISE, Role.NOISE_SQUARE, Role.NOISE_WEIGHT)
 """Slots of wrappers that must see all gradients."""
-ORIGIN, SIGNED = "an origin", "a sum that is negative if the parameters were replaced"
-"""Details of slots from which a rule computes the parameters: a point that moves with them, and a sum ≥ 0. If the sum
-is negative, the rule computes its other slots from the new parameter, because only the rule knows its hyperparameters.
-"""
 _OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS, *LIKE_PARAMETERS, *HALVES)
 
 
@@ -74,10 +70,12 @@ class Roles(Mapping[str, Role | None]):
     Attributes:
         complete: Whether these are all slots; False if `init` cannot be traced.
         holds: As in `Slot(holds=…)`, for slots of the parameters' shape.
-        halves: Name of a slot stored as codes, or in bfloat16 → the name of its other half.
+        halves: Name of a slot that `compact` stores in two arrays → the name of the second: the scales of its codes,
+            or the remainder of a bfloat16.
         formats: The names of the wrappers and arguments that decide how numbers are stored.
-        hidden: Slots of wrappers that must be outermost and are not; the first step raises an error.
-        details: One of the details above, or the argument that a held hyperparameter was passed for.
+        misplaced: Slots of wrappers that must be outermost, but are inside others; the first step raises an error.
+        arguments: Slot of a held hyperparameter → the argument that it was passed for.
+        computing: As in `Slot(computes_params=True)`.
         in_order: As in `Slot(in_order=True)`.
         warned: The warnings logged for states with these roles, outside of a run.
     """
@@ -87,8 +85,9 @@ class Roles(Mapping[str, Role | None]):
     holds: Mapping[str, str] = dataclasses.field(default_factory=dict)
     halves: Mapping[str, str] = dataclasses.field(default_factory=dict)
     formats: Set[str] = frozenset()
-    hidden: Set[str] = frozenset()
-    details: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    misplaced: Set[str] = frozenset()
+    arguments: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    computing: Set[str] = frozenset()
     in_order: Set[str] = frozenset()
     warned: set[str] = dataclasses.field(default_factory=set)
 
@@ -125,10 +124,11 @@ class Roles(Mapping[str, Role | None]):
         return dataclasses.replace(
             self,
             roles={f"{prefix}/{name}": role for name, role in self.items()},
-            holds={f"{prefix}/{name}": what for name, what in self.holds.items()},
+            holds={f"{prefix}/{name}": kind for name, kind in self.holds.items()},
             halves={f"{prefix}/{name}": f"{prefix}/{half}" for name, half in self.halves.items()},
-            hidden={f"{prefix}/{name}" for name in self.hidden},
-            details={f"{prefix}/{name}": detail for name, detail in self.details.items()},
+            misplaced={f"{prefix}/{name}" for name in self.misplaced},
+            arguments={f"{prefix}/{name}": argument for name, argument in self.arguments.items()},
+            computing={f"{prefix}/{name}" for name in self.computing},
             in_order={f"{prefix}/{name}" for name in self.in_order},
         )
 
@@ -139,17 +139,18 @@ class Roles(Mapping[str, Role | None]):
             holds={**self.holds, **other.holds},
             halves={**self.halves, **other.halves},
             formats=self.formats | other.formats,
-            hidden=self.hidden | other.hidden,
-            details={**self.details, **other.details},
+            misplaced=self.misplaced | other.misplaced,
+            arguments={**self.arguments, **other.arguments},
+            computing=self.computing | other.computing,
             in_order=self.in_order | other.in_order,
         )
 
     def stored_by(self, format: str) -> "Roles":
         return self.joined(Roles(formats={format}))
 
-    def hiding(self, *roles: Role) -> "Roles":
-        """Hide roles, by default `OUTERMOST`, because the optimizer does not see all gradients."""
-        return self.joined(Roles(hidden=set(self.of(*(roles or OUTERMOST)))))
+    def with_misplaced(self, *roles: Role) -> "Roles":
+        """Mark slots of these roles, by default `OUTERMOST`, as misplaced: their wrapper does not see all gradients."""
+        return self.joined(Roles(misplaced=set(self.of(*(roles or OUTERMOST)))))
 
     def ordered(self) -> "Roles":
         return dataclasses.replace(self, in_order=set(self))
@@ -164,9 +165,6 @@ class Roles(Mapping[str, Role | None]):
 
     def of(self, *roles: Role) -> list[str]:
         return [name for name, role in self.items() if role in roles]
-
-    def with_detail(self, *details: str) -> list[str]:
-        return [name for name, detail in self.details.items() if detail in details]
 
     def has_one_value(self, name: str) -> bool:
         return self[name] not in _OF_PARAMETERS

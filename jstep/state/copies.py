@@ -13,7 +13,7 @@ from jstep.core.logs import WARNED, logger
 from jstep.core.trees import Params, Slots, Tree
 from jstep.slots import compact_numbers
 from jstep.slots.matching import describe_difference
-from jstep.slots.roles import LIKE_PARAMETERS, ORIGIN, SIGNED, Role, Roles, roles_in
+from jstep.slots.roles import LIKE_PARAMETERS, Role, Roles, roles_in
 from jstep.state.sharding import MODEL_STATE, put_leaf
 
 _FOLLOWING = (*LIKE_PARAMETERS, Role.REMAINDER)
@@ -36,10 +36,10 @@ def with_params(state: Tree, params: Params) -> tuple[Params, Slots]:
     if trees.structure(params) != treedef:
         different = describe_difference(params, state.params) or "with the same paths, in other containers"
         raise ValueError(f"params: must have the structure of the state's parameters, got a tree {different}")
-    if computes := [*roles.with_detail(SIGNED), *roles.with_detail(ORIGIN)]:
+    if roles.computing:
         raise ValueError(
-            f"with_params: the optimizer computes the parameters from its slots {sorted(computes)}; make a new state: "
-            "TrainState.create(params, optimizer, global_step=state.global_step)"
+            f"with_params: the optimizer computes the parameters from its slots {sorted(roles.computing)}; make a new "
+            "state: TrainState.create(params, optimizer, global_step=state.global_step)"
         )
     names = roles.of(*_FOLLOWING)
     set_slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items() if name in names}
@@ -99,7 +99,7 @@ def _placed(value: Any, old: Any) -> Any:
 def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str) -> None:
     """Warn once per run if parameters are replaced, but slots that restore the old ones are not."""
     roles, treedef = roles_in(state), trees.structure(state.params)
-    copies = {*roles.of(*LIKE_PARAMETERS), *roles.with_detail(SIGNED)}
+    copies = {*roles.of(*LIKE_PARAMETERS), *roles.computing}
     names = [name for name in roles if name in copies and name in state.slots and name in slots]
     of_run = WARNED.get()  # outside of a run, each `create` starts from scratch
     warned = roles.warned if of_run is None else of_run

@@ -11,8 +11,9 @@ FULL = Roles(
     holds={"m": "mean"},
     halves={"m": "m_scale"},
     formats={"compact"},
-    hidden={"last"},
-    details={"v": "detail"},
+    misplaced={"last"},
+    arguments={"v": "rate"},
+    computing={"v"},
     in_order={"m"},
 )
 
@@ -24,8 +25,9 @@ def test_roles_under_a_prefix_and_joined():
         "holds": {"a/m": "mean"},
         "halves": {"a/m": "a/m_scale"},
         "formats": {"compact"},
-        "hidden": {"a/last"},
-        "details": {"a/v": "detail"},
+        "misplaced": {"a/last"},
+        "arguments": {"a/v": "rate"},
+        "computing": {"a/v"},
         "in_order": {"a/m"},
         "warned": set(),
     }
@@ -37,13 +39,12 @@ def test_roles_under_a_prefix_and_joined():
 
 def test_roles_that_are_changed():
     assert FULL.stored_by("m_dtype").formats == {"compact", "m_dtype"}
-    assert FULL.hiding(Role.ROWS).hidden == {"last", "v"}
+    assert FULL.with_misplaced(Role.ROWS).misplaced == {"last", "v"}
     assert FULL.ordered().in_order == set(FULL)
     assert Roles({"n": Role.AGE}).with_own_age()["n"] is Role.OWN_AGE
     carried = FULL.for_state()
     assert (carried["age"], carried.holds) == (Role.AGE, FULL.holds)
     assert FULL.of(Role.ROWS, Role.LAST_FINITE) == ["v", "last"]
-    assert (FULL.with_detail("detail"), FULL.with_detail("other")) == (["v"], [])
     assert [name for name in FULL if FULL.has_one_value(name)] == ["age", "last"]
 
 
