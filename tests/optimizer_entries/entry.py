@@ -16,8 +16,8 @@ class Entry(NamedTuple):
     make: Callable[[Any], jstep.Optimizer]
     """Creates the optimizer from a learning rate: a number, an array, a tracer or a schedule."""
     initial: Mapping[str, float | str]
-    """Name of each per-parameter slot → its initial value, "copy" for that of the parameter, "other" if it has another
-    shape or does not exist for some leaves."""
+    """Name of each per-parameter slot → its initial value, "copy" for that of the parameter, "scalar" for a scalar 0 of
+    each leaf, "other" if it has another shape or does not exist for some leaves."""
     hyper: tuple[str, ...]
     """Names of the hyperparameters that a step reports, sorted."""
     scalars: Mapping[str, float | None] = {}

@@ -158,7 +158,7 @@ MODERN = {
     "adabelief": Entry(jstep.adabelief, ZEROS, names("epsilon_root"), AGED, rate=0.02),
     "yogi": Entry(jstep.yogi, {"m": 1e-6, "v": 1e-6}, ADAM, AGED, rate=0.02),
     "novograd": Entry(
-        jstep.novograd, {"m": 0.0, "v": "other"}, names(*DECAY), AGED, rate=0.002, copies=1.1, steps=4000
+        jstep.novograd, {"m": 0.0, "v": "scalar"}, names(*DECAY), AGED, rate=0.002, copies=1.1, steps=4000
     ),
     "signum": Entry(jstep.signum, {"m": 0.0}, ("beta", "learning_rate"), rate=0.002, steps=4000, slope=False),
     "adan": Entry(jstep.adan, {**ZEROS, "d": 0.0, "previous": 0.0}, names("beta3", *DECAY), AGED, rate=0.02),

@@ -130,7 +130,7 @@ WRAPPERS = {
     # The sum of the gradients stays in memory while the update reads it.
     "accumulating": Entry(
         lambda lr: jstep.update_every(2, jstep.momentum(lr, 0.9), accumulate=True),
-        {"gradient_count": "other", "gradient_sum": 0.0, "momentum": 0.0},
+        {"gradient_count": "scalar", "gradient_sum": 0.0, "momentum": 0.0},
         MOMENTUM,
         rate=0.01,
         by_step=True,

@@ -52,8 +52,10 @@ def check_slot(state, slot, initial):
         assert leaf.dtype == jnp.float32
         if initial != "other":
             param = functools.reduce(lambda tree, key: tree[key], path.split("/"), mixed_params())
-            first = param.astype(jnp.float32) if initial == "copy" else np.full(param.shape, np.float32(initial))
-            np.testing.assert_array_equal(leaf, first)
+            number = initial if isinstance(initial, float) else 0.0
+            first = np.full(() if initial == "scalar" else param.shape, np.float32(number))
+            np.testing.assert_array_equal(leaf, param.astype(jnp.float32) if initial == "copy" else first)
+            assert leaf.shape == first.shape
     assert seen or initial == "other"
     assert seen == floats or "/" in slot or initial == "other"
     # The tree of a slot has the containers of params.
