@@ -114,37 +114,37 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
         added: dict[str, Role | None] = {}
         halves: dict[str, str] = {}
         if any(blocks_in(params)):
-            for name, what in inner.holds.items():
-                halves[name] = f"{name}/{REMAINDER if what == 'weight' else SCALE}"
-                added[halves[name]] = Role.REMAINDER if what == "weight" else Role.SCALES
+            for name, kind in inner.holds.items():
+                halves[name] = f"{name}/{REMAINDER if kind == 'weight' else SCALE}"
+                added[halves[name]] = Role.REMAINDER if kind == "weight" else Role.SCALES
         if any(p is not None and p.dtype == jnp.bfloat16 for p in _trained_leaves(optimizer, params)):
             added[REMAINDER] = Role.REMAINDER
         return inner.joined(Roles(added, halves=halves, formats={"compact"}))
 
     def init(params: Params, global_step: Step = 0) -> Slots:
-        owned = _trained_leaves(optimizer, params)
-        for path, p in zip(trees.leaf_paths(params), owned, strict=True):
+        trained = _trained_leaves(optimizer, params)
+        for path, p in zip(trees.leaf_paths(params), trained, strict=True):
             if p is not None and p.dtype == jnp.float16:
                 raise ValueError(
                     f"params: {trees.quote_path(path)} must be bfloat16 or float32 for compact, got float16; cast it"
                 )
-        lows = [None if p is None or p.dtype != jnp.bfloat16 else jnp.zeros_like(p, jnp.int8) for p in owned]
+        lows = [None if p is None or p.dtype != jnp.bfloat16 else jnp.zeros_like(p, jnp.int8) for p in trained]
         leaves, treedef = trees.flatten(params)
         with leaf_values.partial_params(params):
             fresh = optimizer.init(treedef.unflatten(map(stored_value, leaves, lows)), global_step)
-        own_roles = roles(params)
-        fresh |= {REMAINDER: treedef.unflatten(lows)} if REMAINDER in own_roles else {}
-        return fresh | _first_slots(fresh, params, own_roles, blocks_in(params))
+        all_roles = roles(params)
+        fresh |= {REMAINDER: treedef.unflatten(lows)} if REMAINDER in all_roles else {}
+        return fresh | _first_slots(fresh, params, all_roles, blocks_in(params))
 
     def update(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
-        own_roles = roles(params)
-        halves = own_roles.of(*HALVES)
-        require_slots((*own_roles.halves, *halves), slots)
+        all_roles = roles(params)
+        halves = all_roles.of(*HALVES)
+        require_slots((*all_roles.halves, *halves), slots)
         others = {name: tree for name, tree in slots.items() if name not in halves}
         inside = nested.slots_of(optimizer, others, params)
-        stored = OldState(params, slots, own_roles.halves, inside, blocks_in(params), step)
+        stored = StoredState(params, slots, all_roles.halves, inside, blocks_in(params), step)
         at = nested.StepInputs(params, step, context)
         inner = functools.partial(nested.update_masters, optimizer, at=at, rounded=_rounded)
         return store_updates(stored, inner, updates)
@@ -190,13 +190,15 @@ TPU, GPU = "tpu", "cuda"
 Inner: TypeAlias = Callable[[Updates, Slots, Params], tuple[Updates, Slots]]
 """`inner(updates, slots, params)`, the update of the inner optimizer, of float32 values."""
 Row: TypeAlias = dict[str, Any]
-"""The leaves of slots at one parameter, by name; slots without a leaf at this parameter are left out."""
+"""Name of a slot → its leaf for one parameter; slots without a leaf for this parameter are left out."""
 
 
-class OldState(NamedTuple):
-    """The stored state before an update.
+class StoredState(NamedTuple):
+    """The state before an update, as it is stored.
 
     Attributes:
+        halves: As in `Roles`.
+        inside: The slots of the inner optimizer, without scales and remainders.
         blocks: The blocks of the slots of each parameter, in order; None for slots that stay as they are.
     """
 
@@ -227,7 +229,7 @@ class OldState(NamedTuple):
         return [{name: Turn(step, np.uint32(first + i)) for i, name in enumerate(names)} for first in firsts]
 
     def large(self) -> list[bool]:
-        """Whether the program of each leaf depends on the platform."""
+        """Whether each leaf is so large that its program depends on the platform."""
         rows = zip(jax.tree.leaves(self.params), self.blocks, self.rows(self.slots), strict=True)
         return [np.size(p) >= by_slices.LARGE and (blocks is not None or REMAINDER in row) for p, blocks, row in rows]
 
@@ -239,24 +241,24 @@ class OldState(NamedTuple):
 
 def stored_value(stored: object, half: object, flat: bool = False) -> Any:
     """The values of a leaf from its two halves, or from the leaf itself."""
-    return stored if half is None else _opened(stored, half, flat)
+    return stored if half is None else _decode(stored, half, flat)
 
 
-_opened = jax.jit(compact_numbers.decode_leaf, static_argnums=2)  # one trace for all leaves of a shape, as in leafwise
+_decode = jax.jit(compact_numbers.decode_leaf, static_argnums=2)  # one trace for all leaves of a shape, as in leafwise
 
 
 def _values(row: Row, halves: Mapping[str, str], flat: bool = False) -> Row:
     return {name: stored_value(x, row.get(halves.get(name, "")), flat) for name, x in row.items()}
 
 
-def store_updates(stored: OldState, inner: Inner, updates: Updates) -> tuple[Updates, Slots]:
-    platforms = {TPU: may_run_on("tpu"), GPU: may_run_on("gpu", "cuda")}
-    ways = [platform for platform, is_possible in platforms.items() if is_possible and any(stored.large())]
-    if not ways:
-        return _at_once(stored, inner, updates)
+def store_updates(stored: StoredState, inner: Inner, updates: Updates) -> tuple[Updates, Slots]:
+    possible = {TPU: may_run_on("tpu"), GPU: may_run_on("gpu", "cuda")}
+    platforms = [platform for platform, is_possible in possible.items() if is_possible and any(stored.large())]
+    if not platforms:
+        return _update_together(stored, inner, updates)
     conditions = Conditions()
-    branches = {way: _collecting(conditions, _by_leaf, stored, inner, updates, way) for way in ways}
-    default = _collecting(conditions, _at_once, stored, inner, updates)
+    branches = {name: _collecting(conditions, _update_by_leaf, stored, inner, updates, name) for name in platforms}
+    default = _collecting(conditions, _update_together, stored, inner, updates)
     result, values = jax.lax.platform_dependent(default=default, **branches)
     for condition, holds in zip(conditions, values, strict=True):
         report_condition(condition._replace(holds=holds))
@@ -265,7 +267,7 @@ def store_updates(stored: OldState, inner: Inner, updates: Updates) -> tuple[Upd
 
 
 def _collecting(conditions: Conditions, update: Callable[..., Any], *first: object) -> Callable[..., Any]:
-    """Let a traced `update` also return its conditions, which replace earlier ones."""
+    """The `update` of a traced program that also returns its conditions; `conditions` lists those of the last trace."""
 
     def traced(*others: object) -> Any:
         conditions.clear()
@@ -276,15 +278,15 @@ def _collecting(conditions: Conditions, update: Callable[..., Any], *first: obje
     return traced
 
 
-def _at_once(stored: OldState, inner: Inner, updates: Updates) -> tuple[Updates, Slots]:
+def _update_together(stored: StoredState, inner: Inner, updates: Updates) -> tuple[Updates, Slots]:
     before, masters = stored.values()
-    return _closed(stored, before, masters, *inner(updates, dict(before), masters), {})
+    return _encode(stored, before, masters, *inner(updates, dict(before), masters), {})
 
 
-def _closed(
-    stored: OldState, before: Slots, masters: Params, updates: Updates, after: Slots, done: Mapping[int, Any]
+def _encode(
+    stored: StoredState, before: Slots, masters: Params, updates: Updates, after: Slots, separate: Mapping[int, Any]
 ) -> tuple[Updates, Slots]:
-    """The updates and slots as they are stored; `done` has the leaves that were updated separately."""
+    """The updates and slots as they are stored; `separate` has the leaves that were updated by a program of theirs."""
     new_updates = trees.flatten_like(stored.params, updates, "updates", is_leaf=is_update)
     rows = stored.rows(stored.slots)
     old = stored.rows(before)
@@ -296,19 +298,19 @@ def _closed(
         other = {name: x for name, x in new[i].items() if x is not old[i].get(name)}
         u = new_updates[i] if large[i] or REMAINDER in rows[i] else None
         args = rows[i], other, whole[i], u, turns[i], blocks, tuple(stored.halves.items())
-        value, row = done[i] if i in done else _closed_leaf(*args)
+        value, row = separate[i] if i in separate else _encode_leaf(*args)
         new_updates[i], rows[i] = new_updates[i] if value is None else Replacement(value), rows[i] | row
     return trees.structure(stored.params).unflatten(new_updates), stored.trees(rows, stored.slots | after)
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6))
-def _closed_leaf(
+def _encode_leaf(
     row: Row, new: Row, master: Any, u: object, turns: dict[str, Turn], blocks: Blocks | None, halves: Any
 ) -> tuple[Any, Row]:
     scales = _scales(row, new, blocks, dict(halves))
     at = functools.partial(compact_numbers.fractions_at, np.shape(master))
     value = None if trees.is_none(u) else add(master, u)
-    return _closed_row(row, new, value, scales, lambda name: at(turns[name]), blocks, dict(halves))
+    return _encode_slots(row, new, value, scales, lambda name: at(turns[name]), blocks, dict(halves))
 
 
 def _scales(row: Row, new: Row, blocks: Blocks | None, halves: Mapping[str, str]) -> dict[str, Any]:
@@ -316,7 +318,7 @@ def _scales(row: Row, new: Row, blocks: Blocks | None, halves: Mapping[str, str]
     return {} if blocks is None else {name: compact_numbers.block_scales(new[name], blocks) for name in coded}
 
 
-def _closed_row(
+def _encode_slots(
     row: Row,
     new: Row,
     value: Any,
@@ -338,9 +340,8 @@ def _closed_row(
             before, x, old, codes = arrays if flat else [compact_numbers.in_blocks(a, blocks) for a in arrays]
             stored[name] = jnp.where(before == x, old, codes).reshape(row[name].shape)
         elif half in row:
-            stored[name], stored[half] = compact_numbers.split_halves(
-                x, fractions(name)
-            )  # unchanged values have no bits to drop
+            # Unchanged values have no bits to drop.
+            stored[name], stored[half] = compact_numbers.split_halves(x, fractions(name))
         else:
             stored[name] = x
     if value is not None and REMAINDER in row:
@@ -348,13 +349,13 @@ def _closed_row(
     return value, stored
 
 
-class _Leaf(NamedTuple):
-    """A leaf with a separate program.
+class _LeafProgram(NamedTuple):
+    """The program of a leaf that is updated separately.
 
     Attributes:
         master: The variable of the parameter.
         slots: Name of a slot of its shape → its variable before the update.
-        made: The indices, among all results, of its update and of its new slots.
+        outputs: The indices, among all results, of its update and of its new slots.
         ending: The operations that compute its update and its new slots.
     """
 
@@ -364,11 +365,11 @@ class _Leaf(NamedTuple):
     slice_shape: by_slices.Shape
     master: Any
     slots: Row
-    made: tuple[Any, Row]
+    outputs: tuple[Any, Row]
     ending: Subprogram
 
 
-def _by_leaf(stored: OldState, inner: Inner, updates: Updates, platform: str) -> tuple[Updates, Slots]:
+def _update_by_leaf(stored: StoredState, inner: Inner, updates: Updates, platform: str) -> tuple[Updates, Slots]:
     """The update with a separate program for each large leaf: see `by_slices`."""
     values, named = stored.values(), trees.leaves_with_paths(stored.params)
     inputs, treedef = trees.flatten((updates, *values))
@@ -381,7 +382,7 @@ def _by_leaf(stored: OldState, inner: Inner, updates: Updates, platform: str) ->
     nodes = trees.flatten_like(stored.params, update_numbers, "updates", is_leaf=is_update)
     lists = stored.rows(stored.slots), stored.turns(), stored.blocks, jax.tree.leaves(masters), stored.rows(slots)
     large, after_rows = stored.large(), stored.rows(after)
-    leaves: dict[int, _Leaf] = {}
+    leaves: dict[int, _LeafProgram] = {}
     for i, (row, turns, blocks, master, before) in enumerate(zip(*lists, strict=True)):
         path, shape = named[i][0], np.shape(named[i][1])
         if large[i] and nodes[i] is not None and not is_slices(nodes[i]):
@@ -391,23 +392,24 @@ def _by_leaf(stored: OldState, inner: Inner, updates: Updates, platform: str) ->
             outputs = nodes[i], replaced
             wanted = [results[number] for number in jax.tree.leaves(outputs)]
             ending = by_slices.find_ending(program, wanted, functools.partial(by_slices.is_of_leaf, shape))
-            leaves[i] = _Leaf(row, turns, blocks, of_slice, master, old, outputs, ending)
-    done = {number for leaf in leaves.values() for number in jax.tree.leaves(leaf.made)}
+            leaves[i] = _LeafProgram(row, turns, blocks, of_slice, master, old, outputs, ending)
+    separate = {number for leaf in leaves.values() for number in jax.tree.leaves(leaf.outputs)}
     needed = [var for leaf in leaves.values() for var in leaf.ending.jaxpr.invars]
-    others = [var for number, var in enumerate(results) if number not in done]
+    others = [var for number, var in enumerate(results) if number not in separate]
     computed = iter(by_slices.compute_values(program, inputs, [*others, *needed]))
-    (updates, new), reached = structure.unflatten([None if n in done else next(computed) for n in range(len(results))])
+    outputs_of_others = [None if n in separate else next(computed) for n in range(len(results))]
+    (updates, new), reached = structure.unflatten(outputs_of_others)
     for condition, holds in zip(conditions, reached, strict=True):
         report_condition(condition._replace(holds=holds))
     env = dict(zip(needed, computed, strict=True))
-    by_itself = {i: _closed_by_itself(named[i][1], leaf, stored.halves, env, platform) for i, leaf in leaves.items()}
-    return _closed(stored, *values, updates, new, by_itself)
+    encoded = {i: _update_leaf(named[i][1], leaf, stored.halves, env, platform) for i, leaf in leaves.items()}
+    return _encode(stored, *values, updates, new, encoded)
 
 
-def _closed_by_itself(
-    p: Array, leaf: _Leaf, halves: Mapping[str, str], env: Mapping[Any, Any], platform: str
+def _update_leaf(
+    p: Array, leaf: _LeafProgram, halves: Mapping[str, str], env: Mapping[Any, Any], platform: str
 ) -> tuple[Array, Row]:
-    written = {*leaf.made[1], *(halves.get(name) for name in leaf.made[1]), REMAINDER}
+    written = {*leaf.outputs[1], *(halves.get(name) for name in leaf.outputs[1]), REMAINDER}
     only_read = {*leaf.slots, *(halves.get(name) for name in leaf.slots)} - written
     others = [var for var in leaf.ending.jaxpr.invars if var not in (leaf.master, *leaf.slots.values())]
 
@@ -419,7 +421,7 @@ def _closed_by_itself(
         outputs = on_slices(leaf.ending, [env_values[var] for var in leaf.ending.jaxpr.invars], leaf.slice_shape)
         # On TPUs the new slots are not computed again for their codes.
         outputs = jax.lax.optimization_barrier(outputs) if platform == TPU else outputs
-        return master, *trees.structure(leaf.made).unflatten(outputs)
+        return master, *trees.structure(leaf.outputs).unflatten(outputs)
 
     def body(position: tuple[Any, ...], carried: Any, read: object) -> Any:
         master, u, new = values(carried, read)
@@ -431,12 +433,12 @@ def _closed_by_itself(
         def fractions(name: str) -> Array:
             return compact_numbers.fractions_at(leaf.slice_shape, leaf.turns[name], position)
 
-        return _closed_row(carried[1], new, add(master, u), scales, fractions, leaf.blocks, halves, platform == GPU)
+        return _encode_slots(carried[1], new, add(master, u), scales, fractions, leaf.blocks, halves, platform == GPU)
 
     row, kept = ({name: x for name, x in leaf.row.items() if name in names} for names in (written, only_read))
     read = [env[var] for var in others], kept
-    closed: tuple[Array, Row] = by_slices.over_slices(body, p.shape, leaf.slice_shape, (p, row), read)
-    return closed
+    result: tuple[Array, Row] = by_slices.over_slices(body, p.shape, leaf.slice_shape, (p, row), read)
+    return result
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
