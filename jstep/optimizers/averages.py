@@ -1,4 +1,4 @@
-"""Copies that follow the parameters: exponential moving averages, and the slow weights of lookahead."""
+"""Copies that follow the parameters: exponential moving averages, and Lookahead's slow weights."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class ExponentialMovingAverage:
             )
         argument, value = self.speed
         object.__setattr__(self, argument, check_hyperparameter(argument, value, low=0, high=1))
-        for flag in ("num_updates", "zero_debias", MODEL_STATE):
+        for flag in ("num_updates", "zero_debias", "model_state"):
             as_bool(getattr(self, flag), flag)
         check_prefix("name", as_string(self.name, "name"))
         object.__setattr__(self, "start_step", as_int(self.start_step, "start_step", at_least=0))
@@ -164,8 +164,8 @@ class ExponentialMovingAverage:
             age = jnp.maximum((jnp.asarray(num_updates) - self.start_step) // self.every, 1)
         weight = self._weight_when_due(num_updates, age)
         if self.waits:
-            still = jnp.where(self.is_due(num_updates), jnp.asarray(weight, trees.default_float()), 0.0)
-            weight = jnp.where(jnp.asarray(num_updates) <= self.start_step, 1.0, still)
+            later = jnp.where(self.is_due(num_updates), jnp.asarray(weight, trees.default_float()), 0.0)
+            weight = jnp.where(jnp.asarray(num_updates) <= self.start_step, 1.0, later)
         return weight
 
     @property
@@ -193,9 +193,9 @@ class ExponentialMovingAverage:
         if self.zero_debias:
             n = jnp.maximum(_count("age", age), 1.0)
             rate = jnp.asarray(rate, n.dtype)
-            # 1 − dⁿ; for d = 1 the limit of the quotient is 1/n, the plain mean.
-            passed = -jnp.expm1(n * jnp.log1p(-rate))
-            rate = jnp.where(rate > 0, rate / jnp.where(rate > 0, passed, 1.0), 1 / n)
+            # For d = 1 the limit of (1 − d) / (1 − dⁿ) is 1/n, the plain mean.
+            divisor = -jnp.expm1(n * jnp.log1p(-rate))
+            rate = jnp.where(rate > 0, rate / jnp.where(rate > 0, divisor, 1.0), 1 / n)
         return rate
 
     def average_name(self, path: str) -> str:
@@ -221,8 +221,9 @@ def move_average(average: Array, p: Array, rate: Array) -> Array:
     return jnp.where(rate >= 1, p, jnp.where(rate > 0, moved, average))
 
 
-def _followed(slots: Slots, p: Array, u: object, rate: Array) -> tuple[None, Slots]:
-    return None, {AVERAGE_SLOT: move_average(slots[AVERAGE_SLOT], p if u is None else add(p, u), rate)}
+def _move_leaf(slots: Slots, p: Array, u: object, weight: Array) -> tuple[None, Slots]:
+    """A rule for `on_leaves`: move the average of a leaf towards p + u."""
+    return None, {AVERAGE_SLOT: move_average(slots[AVERAGE_SLOT], p if u is None else add(p, u), weight)}
 
 
 @makes_optimizer(2)
@@ -289,17 +290,17 @@ def with_moving_average(
     if trees.is_function(initial):
         as_function(initial, "initial", "(params) -> params", takes=1)
     averaged = mask("var_list", var_list)
-    followed = [f"{ema.name}/weight"] if ema.model_state else []  # by which `move_model_state` moves
+    weight_slots = [f"{ema.name}/weight"] if ema.model_state else []  # for `move_model_state`
     argument, speed = ema.speed
     hyper = {f"{ema.name}/{argument}": speed} if callable(speed) or isinstance(speed, Held) else {}
 
     def fresh(params: Params, global_step: Step) -> Any:
         leaves, treedef = trees.flatten(params)
         updated = treedef.flatten_up_to(trained_params(optimizer, params))
-        chosen = [is_one and p is not None for is_one, p in zip(averaged(params), updated, strict=True)]
+        chosen = [flag and p is not None for flag, p in zip(averaged(params), updated, strict=True)]
         if initial is not None:
             leaves = _initial(initial, params, chosen)
-        return ema.init(treedef.unflatten([p if is_one else None for p, is_one in zip(leaves, chosen, strict=True)]))
+        return ema.init(treedef.unflatten([p if flag else None for p, flag in zip(leaves, chosen, strict=True)]))
 
     def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         params, after = at.params, jnp.asarray(at.step) + 1
@@ -307,11 +308,11 @@ def with_moving_average(
         updates, inner = nested.call_update(optimizer, updates, inner, at, exact=True)
         averaging = dataclasses.replace(ema, **{argument: at.h[f"{ema.name}/{argument}"]}) if hyper else ema
         averages = trees.flatten_like(params, outer[ema.name], "averages")
-        moves_of_leaves = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
+        new_updates = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
         by_label: dict[int, tuple[Any, Any]] = {}
 
         def weight_of(start: Any, has_gradient: bool) -> Any:
-            """The weight of a leaf's new value; one computation for each label."""
+            """The weight of a leaf's new value, None if its average stays; one computation for each label."""
             if id(start) not in by_label:
                 age = None if start is None else slot_age(at.step, start)
                 # An average that starts at zeros becomes the first value, even without a gradient.
@@ -321,20 +322,20 @@ def with_moving_average(
 
         def call(average: object, p: object, u: object, g: object, start: object) -> Any:
             weight = None if average is None else weight_of(start, g is not None)
-            return None if weight is None else (_followed, p, u, weight)
+            return None if weight is None else (_move_leaf, p, u, weight)
 
-        leaves = averages, jax.tree.leaves(params), moves_of_leaves, gradients, at.starts
+        leaves = averages, jax.tree.leaves(params), new_updates, gradients, at.starts
         on_leaves(params, {AVERAGE_SLOT: averages}, list(map(call, *leaves)))
         weight = next((weight for weight, _ in by_label.values()), 0.0)
-        weights = dict.fromkeys(followed, jnp.asarray(weight, jnp.float32))
+        weights = dict.fromkeys(weight_slots, jnp.asarray(weight, jnp.float32))
         return updates, inner, {ema.name: trees.structure(params).unflatten(averages), **weights}
 
     role = Role.COPY if initial is None and not ema.starts_at_zeros else Role.AVERAGE
     # Averages that do not move at each update have a separate age; the others use the optimizer's.
     waits = ema.zero_debias and ema.waits
     outer = WrapperSlots(
-        {ema.name: fresh, **dict.fromkeys(followed, lambda params, step: jnp.zeros((), jnp.float32))},
-        {ema.name: role, **dict.fromkeys(followed, Role.LAST_WEIGHT)},
+        {ema.name: fresh, **dict.fromkeys(weight_slots, lambda params, step: jnp.zeros((), jnp.float32))},
+        {ema.name: role, **dict.fromkeys(weight_slots, Role.LAST_WEIGHT)},
         {ema.name: "weight"},
         hyper,
         aged=ema.zero_debias,
@@ -389,10 +390,10 @@ def averaged_params(state: TrainState[P], name: str | Sequence[str] = AVERAGE_SL
         >>> print(state.params["w"], jstep.averaged_params(state)["w"])
         1.0 0.5
     """
-    return params_from_slot(state, name, _KEPT_BY)
+    return params_from_slot(state, name, _HINT)
 
 
-_KEPT_BY = "Averages are kept by jstep.with_moving_average(optimizer, ema)."
+_HINT = "Averages are kept by jstep.with_moving_average(optimizer, ema)."
 
 
 def averaged_model_state(state: TrainState, name: str | Sequence[str] = AVERAGE_SLOT) -> Any:
@@ -422,9 +423,9 @@ def averaged_model_state(state: TrainState, name: str | Sequence[str] = AVERAGE_
 
     Source: `torch.optim.swa_utils.AveragedModel(use_buffers=True)`.
     """
-    found = [f"{slot}/{MODEL_STATE}" for slot in find_slots(state, name, _KEPT_BY)]
-    slot = next((full_name for full_name in found if full_name in state.slots), None)
-    if slot is None:
+    names = [f"{slot}/{MODEL_STATE}" for slot in find_slots(state, name, _HINT)]
+    averages = next((state.slots[slot] for slot in names if slot in state.slots), None)
+    if averages is None:
         raise ValueError(
             f"name={name!r}: the state has no averages of its model state; keep them by "
             "jstep.ExponentialMovingAverage(…, model_state=True)"
@@ -433,25 +434,21 @@ def averaged_model_state(state: TrainState, name: str | Sequence[str] = AVERAGE_
     def leaf(value: Any, average: Any) -> Any:
         return value if average is None else on_devices(average).astype(value.dtype)
 
-    return _over_averages(leaf, state.model_state, state.slots[slot])
+    return jax.tree.map(leaf, state.model_state, averages, is_leaf=trees.is_none)
 
 
 def move_model_state(state: TrainState, roles: Roles) -> TrainState:
-    """Move the averages of the model state by the weight with which those of the parameters moved in this update."""
+    """Move the averages of the model state by the weight with which the averages of the parameters have moved."""
     slots = dict(state.slots)
     for name in roles.of(Role.LAST_WEIGHT):
-        slot, weight = f"{name.rpartition('/')[0]}/{MODEL_STATE}", slots[name]
+        slot = f"{name.rpartition('/')[0]}/{MODEL_STATE}"
 
-        def leaf(value: Any, average: Any, weight: Any = weight) -> Any:
+        def leaf(value: Any, average: Any, weight: Any = slots[name]) -> Any:
             return None if average is None else move_average(average, value, weight)
 
         if slot in slots:
-            slots[slot] = _over_averages(leaf, slots[MODEL_STATE], slots[slot])
+            slots[slot] = jax.tree.map(leaf, slots[MODEL_STATE], slots[slot], is_leaf=trees.is_none)
     return dataclasses.replace(state, slots=slots) if slots else state
-
-
-def _over_averages(leaf: Callable[[Any, Any], Any], model_state: Any, averages: Any) -> Any:
-    return jax.tree.map(leaf, model_state, averages, is_leaf=trees.is_none)
 
 
 # Lookahead: slow weights that follow the fast ones.
@@ -502,12 +499,13 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
         rate = jnp.asarray(at.h["slow_step_size"], trees.default_float())
 
         def call(u: Any, p: Any, start: Any) -> Any:
-            is_left = u is None or start is None
-            return None if is_left else (_synchronised, u, p, rate, slot_age(at.step, start) % period == 0)
+            if u is None or start is None:
+                return None
+            return _synchronize, u, p, rate, slot_age(at.step, start) % period == 0
 
-        synchronised = on_leaves(params, {SLOW: slows}, map(call, new_updates, jax.tree.leaves(params), at.starts))
+        synchronized = on_leaves(params, {SLOW: slows}, map(call, new_updates, jax.tree.leaves(params), at.starts))
         # A leaf without an age is not synchronized, but an element of a chain may move it.
-        new_updates = [u if new is None else new for u, new in zip(new_updates, synchronised, strict=True)]
+        new_updates = [u if new is None else new for u, new in zip(new_updates, synchronized, strict=True)]
         return treedef.unflatten(new_updates), inner, {SLOW: treedef.unflatten(slows)}
 
     def fresh(params: Params, step: Step) -> Any:
@@ -518,15 +516,16 @@ def lookahead(optimizer: OptimizerLike, sync_period: int = 6, slow_step_size: Sc
     return wrap_optimizer(optimizer, "lookahead", update, outer, inner_roles=Roles.ordered)
 
 
-def _synchronised(slots: Slots, u: Any, p: Array, rate: Array, due: Array) -> tuple[Array, Slots]:
+def _synchronize(slots: Slots, u: Any, p: Array, rate: Array, due: Array) -> tuple[Array, Slots]:
     """The update to slow + α·(p + u − slow) if it is due, else u; and the new slow weights."""
-    u, slow = u.to_dense() if is_slices(u) else u, slots[SLOW]
+    u = u.to_dense() if is_slices(u) else u
+    slow = slots[SLOW]
     dtype = slow.dtype
     # u appears once: if it were read twice, XLA would store it in memory.
     back = jnp.where(due, 1 - rate, 0.0).astype(dtype)
     update = back * (slow - p.astype(dtype)) + jnp.where(due, rate, 1.0).astype(dtype) * u.astype(dtype)
-    nearer = apply_updates(p, update) if p.dtype == dtype else p.astype(dtype) + update
-    return update, {SLOW: jnp.where(due, nearer, slow)}
+    new_slow = apply_updates(p, update) if p.dtype == dtype else p.astype(dtype) + update
+    return update, {SLOW: jnp.where(due, new_slow, slow)}
 
 
 def slow_params(state: TrainState[P], name: str = SLOW) -> P:

@@ -70,13 +70,13 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
     def update(
         updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
     ) -> tuple[Updates, Slots]:
-        new: Slots = {}
+        all_slots: Slots = {}
         at = StepInputs(params, step, context)
         for i, optimizer in enumerate(elements):
             old = nested.slots_of(optimizer, slots, params)
-            updates, changed = nested.call_update(optimizer, updates, old, at, exact=i == len(elements) - 1)
-            new |= changed
-        return updates, new
+            updates, new = nested.call_update(optimizer, updates, old, at, exact=i == len(elements) - 1)
+            all_slots |= new
+        return updates, all_slots
 
     def labels(params: Params) -> Labels | None:
         labeled = [names for optimizer in elements if (names := init_labels(optimizer, params)) is not None]
@@ -228,75 +228,81 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
         label: scope(label, require_optimizer(f"optimizers[{label!r}]", optimizer))
         for label, optimizer in optimizers.items()
     }
-    divided = _Partition(scoped, labels)
-    nested.check_names(divided.called)
+    functions = _Partition(scoped, labels)
+    nested.check_names(functions.named)
     init = Init(
-        divided.init,
-        divided.roles,
+        functions.init,
+        functions.roles,
         finished=any(map(nested.makes_finished_updates, scoped.values())),
         guarded=all(map(nested.is_guarded, scoped.values())),
-        labels=divided.inner_labels,
+        labels=functions.inner_labels,
     )
     takes_context = any(optimizer.takes_context for optimizer in scoped.values())
-    return Optimizer(init, divided.update, nested.merge_hyperparameters(divided.called), takes_context)
+    return Optimizer(init, functions.update, nested.merge_hyperparameters(functions.named), takes_context)
 
 
 class _LabeledOptimizer:
-    """The optimizer of one label, and its leaves (the others are None). The label is a prefix of its slots."""
+    """The optimizer of one label, and `params` with None for the leaves of other labels."""
 
-    def __init__(self, optimizer: Optimizer, params: Params, flags: list[bool]) -> None:
+    def __init__(self, optimizer: Optimizer, params: Params, is_labeled: list[bool]) -> None:
         self.optimizer = optimizer
         self._leaves, self._treedef = trees.flatten(params)
-        self._flags = flags
+        self._is_labeled = is_labeled
         self.params = self._restricted(self._leaves)
 
     def _restricted(self, leaves: list[Any]) -> Any:
-        return self._treedef.unflatten([leaf if flag else None for leaf, flag in zip(leaves, self._flags, strict=True)])
+        pairs = zip(leaves, self._is_labeled, strict=True)
+        return self._treedef.unflatten([leaf if is_labeled else None for leaf, is_labeled in pairs])
 
     def update(self, gradients: list[Any], slots: Slots, step: Step, context: Context) -> tuple[Updates, Slots]:
         updates = self._restricted(gradients)
         if not jax.tree.leaves(updates, is_leaf=is_slices):
             raise NoGradientsError(self.params, "All gradients of this label are None.")
 
-        def in_whole(params: Params) -> Params:
-            pairs = zip(self._treedef.flatten_up_to(params), self._leaves, self._flags, strict=True)
-            return self._treedef.unflatten([new if flag else leaf for new, leaf, flag in pairs])
+        def with_others(params: Params) -> Params:
+            rows = zip(self._treedef.flatten_up_to(params), self._leaves, self._is_labeled, strict=True)
+            return self._treedef.unflatten([new if is_labeled else leaf for new, leaf, is_labeled in rows])
 
         context = nested.inner_context(
-            context, in_whole, lambda tree: self._restricted(self._treedef.flatten_up_to(tree))
+            context, with_others, lambda tree: self._restricted(self._treedef.flatten_up_to(tree))
         )
         return nested.call_update(self.optimizer, updates, slots, StepInputs(self.params, step, context), exact=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Partition:
-    """The functions of a partition. `optimizers` maps a label to its optimizer, whose slots have it as prefix."""
+    """The functions of a partition.
+
+    Attributes:
+        optimizers: Label → its optimizer, with the label as the prefix of its slots.
+        labels: The argument of `partition`.
+    """
 
     optimizers: Mapping[str, Optimizer]
     labels: Any
 
     @property
-    def called(self) -> dict[str, Optimizer]:
-        """The optimizers, under their names in errors."""
+    def named(self) -> dict[str, Optimizer]:
+        """The optimizers by their names in errors."""
         return {f"the optimizer of label {label!r}": optimizer for label, optimizer in self.optimizers.items()}
 
     @contextlib.contextmanager
-    def divided(self, params: Params) -> Iterator[tuple[Labels, dict[str, _LabeledOptimizer]]]:
-        """Yield the label of each leaf, and the leaves of each label; masks inside see all parameters."""
+    def by_label(self, params: Params) -> Iterator[tuple[Labels, dict[str, _LabeledOptimizer]]]:
+        """Yield the label of each leaf, and the optimizer of each label; masks inside see all parameters."""
         with leaf_values.partial_params(params):
             names = self._labels_of(params)
-            divided = {
+            by_label = {
                 label: _LabeledOptimizer(optimizer, params, [name == label for name in names])
                 for label, optimizer in self.optimizers.items()
             }
-            yield names, divided
+            yield names, by_label
 
     def _labels_of(self, params: Params) -> Labels:
         named, is_function = leaf_values.own_leaves(params), trees.is_function(self.labels)
         if is_function:
             names = [self.labels(path, leaf) for path, leaf in named]
         else:
-            names = leaf_values.on_whole(params, functools.partial(_filled, self.labels))
+            names = leaf_values.on_whole(params, functools.partial(_labels_of_leaves, self.labels))
         for label, (path, _) in zip(names, named, strict=True):
             if not (label is None or (isinstance(label, str) and label in self.optimizers)):
                 subject = f"labels({path!r}, …) returned" if is_function else f"labels: the leaf at {path!r} has"
@@ -306,20 +312,20 @@ class _Partition:
         return names
 
     def inner_labels(self, params: Params) -> Labels:
-        """The labels of the leaves; for an optimizer that is a partition, its labels."""
-        with self.divided(params) as (names, divided):
-            inner = {label: init_labels(labeled.optimizer, labeled.params) for label, labeled in divided.items()}
-        lists = {label: iter(labels) for label, labels in inner.items() if labels is not None}
-        return [next(lists[label]) if label in lists else label for label in names]
+        """The labels of the leaves; below a label whose optimizer is a partition, the labels of that partition."""
+        with self.by_label(params) as (names, by_label):
+            inner = {label: init_labels(labeled.optimizer, labeled.params) for label, labeled in by_label.items()}
+        iterators = {label: iter(labels) for label, labels in inner.items() if labels is not None}
+        return [next(iterators[label]) if label in iterators else label for label in names]
 
     def init(self, params: Params, global_step: Step = 0) -> Slots:
-        with self.divided(params) as (_, divided):
-            slots = [labeled.optimizer.init(labeled.params, global_step) for labeled in divided.values()]
-        return nested.merge(zip(self.called, slots, strict=True), "slot")
+        with self.by_label(params) as (_, by_label):
+            slots = [labeled.optimizer.init(labeled.params, global_step) for labeled in by_label.values()]
+        return nested.merge(zip(self.named, slots, strict=True), "slot")
 
     def roles(self, params: Params) -> Roles:
-        with self.divided(params) as (_, divided):
-            roles = [roles_of(labeled.optimizer, labeled.params) for labeled in divided.values()]
+        with self.by_label(params) as (_, by_label):
+            roles = [roles_of(labeled.optimizer, labeled.params) for labeled in by_label.values()]
         return functools.reduce(Roles.joined, roles).with_misplaced()
 
     @loads_slots
@@ -328,31 +334,31 @@ class _Partition:
     ) -> tuple[Updates, Slots]:
         """Update the leaves of each label; a label without any gradient keeps its slots and does not age."""
         gradients = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
-        merged: list[Any] = [None] * len(gradients)
-        new: Slots = {}
+        new_updates: list[Any] = [None] * len(gradients)
+        all_slots: Slots = {}
         idle = 0
-        with self.divided(params) as (_, divided):
-            roles = {label: roles_of(labeled.optimizer, labeled.params) for label, labeled in divided.items()}
-            for label, labeled in divided.items():
+        with self.by_label(params) as (_, by_label):
+            roles = {label: roles_of(labeled.optimizer, labeled.params) for label, labeled in by_label.items()}
+            for label, labeled in by_label.items():
                 old = _slots_of(label, roles, slots)
                 try:
-                    partial, changed = labeled.update(gradients, old, step, context)
+                    partial, new = labeled.update(gradients, old, step, context)
                 except NoGradientsError:
                     idle += 1
                     ages = roles[label].of(*AGES)
                     later = {name: jax.tree.map(lambda slot: slot + 1, old[name]) for name in ages if name in old}
-                    new |= old | later
+                    all_slots |= old | later
                     continue
-                new |= changed
+                all_slots |= new
                 for i, u in enumerate(trees.flatten_like(params, partial, "updates", is_leaf=is_update)):
-                    merged[i] = u if u is not None else merged[i]
+                    new_updates[i] = u if u is not None else new_updates[i]
         if idle == len(self.optimizers):
             raise NoGradientsError(params, "All gradients are None or of frozen leaves.")
-        return trees.structure(params).unflatten(merged), new
+        return trees.structure(params).unflatten(new_updates), all_slots
 
 
-def _filled(labels: Any, params: Params) -> list[Any]:
-    """Return the label of each leaf from a tree prefix of labels."""
+def _labels_of_leaves(labels: Any, params: Params) -> list[Any]:
+    """Return the label of each leaf from a tree of labels that is a prefix of params."""
     names: list[Any] = []
     if not jax.tree.leaves(params):  # wrappers query the slots of an empty tree
         return names

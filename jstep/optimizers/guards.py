@@ -73,7 +73,7 @@ def skip_nonfinite(optimizer: OptimizerLike) -> Optimizer:
         after = jnp.asarray(at.step).astype(last.dtype) + 1
         return updates, inner, {LAST_FINITE_STEP: jnp.where(finite, after, _mark_skipped(last))}
 
-    outer = WrapperSlots({LAST_FINITE_STEP: _at_step}, {LAST_FINITE_STEP: Role.LAST_FINITE})
+    outer = WrapperSlots({LAST_FINITE_STEP: _fresh_step}, {LAST_FINITE_STEP: Role.LAST_FINITE})
 
     def inner_roles(roles: Roles) -> Roles:
         return roles.with_own_age().ordered()
@@ -81,8 +81,8 @@ def skip_nonfinite(optimizer: OptimizerLike) -> Optimizer:
     return wrap_optimizer(optimizer, "skip_nonfinite", update, outer, guarded=True, inner_roles=inner_roles)
 
 
-def _at_step(params: Params, step: Step) -> Array:
-    return new_start_step(step)
+def _fresh_step(params: Params, global_step: Step) -> Array:
+    return new_start_step(global_step)
 
 
 def _mark_skipped(last: Array) -> Array:
@@ -109,12 +109,12 @@ def conditional_update(
     with only_if(condition):
         updates, new_slots = call_update(optimizer, updates, slots, at, exact=True)
 
-    def zero_unless(update: object, leaf: object) -> Any:
+    def conditional(update: object, leaf: object) -> Any:
         if isinstance(update, Replacement):
             return Replacement(_select(condition, on_devices(leaf), update.value))
-        return jax.tree.map(lambda u: _zero_array_unless(condition, u), update)
+        return jax.tree.map(functools.partial(_zero_unless, condition), update)
 
-    updates = map_updates(zero_unless, at.params, updates, jax.tree.leaves(at.params), what="updates")
+    updates = map_updates(conditional, at.params, updates, jax.tree.leaves(at.params), what="updates")
 
     def slot(name: str, new: Any) -> Any:
         role, old = roles.get(name), slots[name]
@@ -137,7 +137,8 @@ def _select(condition: Array, before: Array, after: Array) -> Array:
 
 
 @jax.jit
-def _zero_array_unless(condition: Array, update: Array) -> Array:
+def _zero_unless(condition: Array, update: Array) -> Array:
+    # The indices of `IndexedSlices` are not trainable, and stay.
     return jnp.where(condition, update, jnp.zeros_like(update)) if trees.is_trainable(update) else update
 
 
@@ -202,8 +203,8 @@ def dynamic_loss_scale(
         new = jnp.where(finite, jnp.where(grows & (larger <= LARGEST), larger, scale), smaller)
         return updates, inner, {LOSS_SCALE: new, SCALE_SINCE: jnp.where(finite & ~grows, since, after)}
 
-    added = {LOSS_SCALE: lambda params, step: jnp.array(first, dtype=jnp.float32), SCALE_SINCE: _at_step}
-    outer = WrapperSlots(added, {LOSS_SCALE: Role.LOSS_SCALE, SCALE_SINCE: Role.SCALE_SINCE})
+    fresh = {LOSS_SCALE: lambda params, step: jnp.array(first, dtype=jnp.float32), SCALE_SINCE: _fresh_step}
+    outer = WrapperSlots(fresh, {LOSS_SCALE: Role.LOSS_SCALE, SCALE_SINCE: Role.SCALE_SINCE})
 
     def inner_roles(roles: Roles) -> Roles:
         return roles.with_own_age().ordered().with_misplaced(Role.LOSS_SCALE)

@@ -1,4 +1,4 @@
-"""Optimizers inside others: wrapping an optimizer, calling its update, its slots, names and conditions."""
+"""Optimizers inside others: how a wrapper adds slots and hyperparameters, and calls the update of the inner one."""
 
 import contextlib
 import contextvars
@@ -25,10 +25,10 @@ from jstep.state.train_state import START_STEP
 
 
 class StepInputs(NamedTuple):
-    """Inputs of an optimizer's update besides updates and slots.
+    """The inputs of an optimizer's update besides updates and slots.
 
     Attributes:
-        h: A wrapper's hyperparameters.
+        h: The values of a wrapper's hyperparameters.
         starts: The `start_step` of each leaf of an aged wrapper: the step minus the updates that had a gradient of its
             label; None for a leaf that is never updated.
     """
@@ -108,15 +108,15 @@ def wrap_optimizer(
             return Ages([None] * len(jax.tree.leaves(params)), {})
         inner, labels = roles_of(optimizer, params), init_labels(optimizer, params)
 
-        def free(slot: str) -> str:
+        def unless_taken(slot: str) -> str:
             while inner.get(slot, age_role) is not age_role:  # the age of an optimizer that skips steps
                 slot = f"{wrapper_name}/{slot}"
             return slot
 
         if labels is None:
-            slot = free(START_STEP if outer.counted is None else f"{age_scope}/{START_STEP}")
+            slot = unless_taken(START_STEP if outer.counted is None else f"{age_scope}/{START_STEP}")
             return Ages([slot] * len(jax.tree.leaves(params)), {slot: slot not in inner})
-        slots = [None if label is None else free(f"{age_scope}/{label}/{START_STEP}") for label in labels]
+        slots = [None if label is None else unless_taken(f"{age_scope}/{label}/{START_STEP}") for label in labels]
         return Ages(slots, {slot: slot not in inner for slot in slots if slot is not None})
 
     def init(params: Params, global_step: Step) -> Slots:
@@ -136,11 +136,11 @@ def wrap_optimizer(
     ) -> tuple[Updates, Slots]:
         ages = age_slots(params)
         old, starts = require_slots(outer_roles, slots), require_slots(ages.slots, slots)
-        inner = slots_of(optimizer, slots, params)
-        later = ages.after(starts, trees.flatten_like(params, updates, "gradients", is_leaf=is_slices), outer, step)
-        h, of_leaves = values_at(outer.hyper, step, slots), [starts.get(slot or "") for slot in ages.of_leaves]
-        updates, inner, changed = update(updates, inner, old, StepInputs(params, step, context, h, of_leaves))
-        return updates, old | later | changed | inner
+        gradients = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
+        starts_of_leaves = [starts.get(slot or "") for slot in ages.of_leaves]
+        at = StepInputs(params, step, context, values_at(outer.hyper, step, slots), starts_of_leaves)
+        updates, inner, new = update(updates, slots_of(optimizer, slots, params), old, at)
+        return updates, old | ages.after(starts, gradients, outer, step) | new | inner
 
     outer_init = wrap_init(optimizer, init, all_roles, guarded)
     hyper = merge_hyperparameters(named)
@@ -148,26 +148,26 @@ def wrap_optimizer(
 
 
 class Ages(NamedTuple):
-    """The ages of a wrapper.
+    """The age slots of a wrapper.
 
     Attributes:
-        of_leaves: The slot with the `start_step` of each leaf; None if not aged.
-        slots: These slots → whether the wrapper keeps them, and not the inner optimizer.
+        of_leaves: The name of the slot with the `start_step` of each leaf; None for a leaf without an age.
+        slots: Name of such a slot → whether the wrapper keeps it, and not the inner optimizer.
     """
 
     of_leaves: Labels
     slots: Mapping[str, bool]
 
     def after(self, starts: Slots, gradients: Sequence[Any], outer: WrapperSlots, step: Step) -> Slots:
-        """The wrapper's age slots after an update: later by one if the update did not count for their leaves."""
+        """The wrapper's age slots after an update, later by one if the update does not count for their leaves."""
         updated = {slot for slot, g in zip(self.of_leaves, gradients, strict=True) if g is not None}
 
-        def later(slot: str, start: Array) -> Array:
+        def next_start(slot: str, start: Array) -> Array:
             if slot not in updated:
                 return start + 1
             return start if outer.counted is None else start + (~outer.counted(step)).astype(start.dtype)
 
-        return {slot: later(slot, starts[slot]) for slot, is_own in self.slots.items() if is_own}
+        return {slot: next_start(slot, starts[slot]) for slot, is_own in self.slots.items() if is_own}
 
 
 def call_update(
@@ -177,13 +177,12 @@ def call_update(
 
     With `exact` the result may contain `Replacement` leaves: pass it on unchanged, or to `apply_updates`.
     """
-    further = (at.context,) if optimizer.takes_context else ()
+    context = (at.context,) if optimizer.takes_context else ()
 
     def update(slots: Slots, params: Params) -> tuple[Updates, Slots]:
         # Conditions inside a custom update may belong to a separate program, so they are not reported.
-        seen_by = CONDITIONS.get() if isinstance(optimizer.init, Init) else ()
-        with setting(CONDITIONS, seen_by):
-            return optimizer.update(updates, slots, params, at.step, *further)
+        with setting(CONDITIONS, CONDITIONS.get() if isinstance(optimizer.init, Init) else ()):
+            return optimizer.update(updates, slots, params, at.step, *context)
 
     loads = getattr(optimizer.update, "loads_slots", False)
     new, slots = update(slots, at.params) if loads else with_slots_loaded(update, slots, at.params)
@@ -254,7 +253,7 @@ NamedOptimizers = Mapping[str, Optimizer]
 
 
 def merge(named: Iterable[tuple[str, Mapping[str, Any]]], what: str) -> dict[str, Any]:
-    """Merge dicts, named for errors; raise if a name occurs twice. `what` is the kind of their entries."""
+    """Merge dicts that have names for errors; raise if an entry occurs twice. `what` is the kind of the entries."""
 
     def refusal(name: str, first: str, second: str) -> str:
         return f"{first} and {second} both have a {what} named {name!r}; rename one with jstep.scope('name', optimizer)"
@@ -295,11 +294,11 @@ def refuse_formats(wrapper_name: str, optimizer: Optimizer, **why: str) -> None:
 
 
 class Condition(NamedTuple):
-    """A condition of the updates of some parameters.
+    """The condition under which a guard, or `update_every`, updates some parameters.
 
     Attributes:
         params: The parameters, with None for all others.
-        holds: Whether these parameters were updated; otherwise their updates are zero.
+        holds: Whether these parameters are updated; otherwise their updates are zero.
     """
 
     params: Params
