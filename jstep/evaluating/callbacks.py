@@ -40,31 +40,25 @@ LOWER_IS_BETTER = ("loss", "error", "perplexity")
 """Suffixes of names of metrics whose mode is `"min"` by default."""
 
 
-def check_metric(metric: Any, mode: Any) -> tuple[str, str]:
-    """Validate a metric's name and mode; None becomes the implied mode."""
-    as_string(metric, "metric", "the name of a metric that evaluate returns")
-    if mode is None:
-        if not metric.endswith(LOWER_IS_BETTER):
-            raise ValueError(
-                f'mode=None: must be "max" if higher values of {metric!r} are better, or "min" if lower ones are'
-            )
-        mode = "min"
-    check_choice(mode, "mode", ("min", "max"))
-    return metric, mode
-
-
 class MetricReader(ShownAsTyped):
     """Base class of callbacks that read a metric, by the name that evaluate returns or the one that is logged."""
 
-    metric: str
-    _logged = ""
-    """What precedes its name in the log."""
+    _log_prefix = ""
+
+    def __init__(self, metric: Any, mode: Any) -> None:
+        self.metric = as_string(metric, "metric", "the name of a metric that evaluate returns")
+        if mode is None and not metric.endswith(LOWER_IS_BETTER):
+            raise ValueError(
+                f'mode=None: must be "max" if higher values of {metric!r} are better, or "min" if lower ones are'
+            )
+        self._mode: str = "min" if mode is None else check_choice(mode, "mode", ("min", "max"))
 
     def use_names(self, prefix: str, names: Collection[str] | None) -> None:
-        """Reject, before the first step, a metric that is not among these; None if they are not known."""
-        self._logged = f"{prefix}/"
+        """Reject, before the first step, a metric that is not among these names; None if they are unknown."""
+        self._log_prefix = f"{prefix}/"
+        # The numbers of a metric object are called name/key.
         if names is not None and not any(f"{self._name_in(names)}/".startswith(f"{name}/") for name in names):
-            raise self._missing(names)  # an object has numbers with names of their own: name/key
+            raise self._missing(names)
 
     def score(self, results: Mapping[str, Any]) -> float:
         name = self._name_in(results)
@@ -77,11 +71,11 @@ class MetricReader(ShownAsTyped):
         return float(read_values({name: results[name]})[name])
 
     def _name_in(self, names: Collection[str]) -> str:
-        return self.metric if self.metric in names else self.metric.removeprefix(self._logged)
+        return self.metric if self.metric in names else self.metric.removeprefix(self._log_prefix)
 
     def _missing(self, names: Collection[str]) -> KeyError:
-        by = f"{type(self).__name__}: metric={self.metric!r}"
-        return KeyError(f"{by}: evaluate does not return it; it returns {list(names)}")
+        subject = f"{type(self).__name__}: metric={self.metric!r}"
+        return KeyError(f"{subject}: evaluate does not return it; it returns {list(names)}")
 
 
 def is_better(value: float, than: float | None, mode: str, margin: float = 0.0) -> bool:
@@ -94,7 +88,13 @@ def is_better(value: float, than: float | None, mode: str, margin: float = 0.0) 
 
 
 class CallbackState(NamedTuple):
-    """The state of a callback between evaluations; `stopped_at` and `cooling` are of one class each."""
+    """The state of a callback between evaluations.
+
+    Attributes:
+        bad: The number of evaluations in a row without an improvement.
+        stopped_at: The step at which `EarlyStopping` stopped the run.
+        cooling: The number of evaluations until `ReduceOnPlateau` counts bad ones again.
+    """
 
     best: float | None = None
     bad: int = 0
@@ -124,7 +124,7 @@ class MetricCallback(MetricReader):
     _settings: ClassVar[tuple[str, ...]]
 
     def __init__(self, watched: Mapping[str, Any], key: str | None) -> None:
-        self.metric, self._mode = check_metric(watched["metric"], watched["mode"])
+        super().__init__(watched["metric"], watched["mode"])
         self.key = None if key is None else as_string(key, "key", "the name of its state in checkpoints, or None")
         self._watched = {**watched, "mode": self._mode}  # the resolved mode, as in earlier checkpoints
         self.watches = ", ".join(name for argument, name in watched.items() if argument != "mode")
@@ -150,11 +150,11 @@ class MetricCallback(MetricReader):
     def set_state(self, value: Any) -> bool | None:
         """Restore the state; an incompatible one is logged and ignored."""
         try:
-            theirs = {name: value[name] for name in self._watched}
-            if theirs == self._watched:
+            saved = {name: value[name] for name in self._watched}
+            if saved == self._watched:
                 self._progress = CallbackState.from_json(value)
             else:
-                self._start_fresh(f"is for {theirs}, but it has {self._watched}")
+                self._start_fresh(f"is for {saved}, but it has {self._watched}")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             self._start_fresh(f"cannot be read ({type(error).__name__}: {error})")
         return None
@@ -433,7 +433,7 @@ class KeepBest(MetricReader):
         *,
         leave_out: VarList = None,
     ) -> None:
-        self.metric, self._mode = check_metric(metric, mode)
+        super().__init__(metric, mode)
         self._keep = as_int(keep, "keep", 1, "a number of checkpoints")
         checkpoint_name(prefix, 0)  # validates the prefix
         self._directory, self._prefix = location(directory, "directory"), prefix

@@ -30,8 +30,8 @@ from jstep.state.train_state import TrainState
 from jstep.training.metrics import Metrics
 
 _logger = logging.getLogger("jstep")
-_WHERE = "EvaluationHook(callbacks=…)"
-"""Its callbacks, in errors and logs."""
+_CALLBACKS = "EvaluationHook(callbacks=…)"
+"""The name of the callbacks in errors and logs."""
 
 EvaluationCallback = Callable[[int, TrainState, Mapping[str, Any]], "bool | TrainState | None"]
 
@@ -111,7 +111,8 @@ class EvaluationHook(RunHook):
     ) -> None:
         self._at_start = as_bool(at_start, "at_start")
         self._evaluate = as_function(evaluate, "evaluate", "of the state")
-        self._given_writer, self.prefix = check_writer(summary_writer), as_string(prefix, "prefix")
+        self._given_writer = check_writer(summary_writer)
+        self.prefix = as_string(prefix, "prefix")
         self.watches = self.prefix  # identifies the hook among others of its class
         self.key = None if key is None else as_string(key, "key", "the name under which checkpoints store its state")
         self._callbacks = as_functions(callbacks, "callbacks", "(step, state, results)")
@@ -121,10 +122,9 @@ class EvaluationHook(RunHook):
         self.cadence = make_cadence(steps=steps, secs=secs, clock=clock, together=True)
         self.results: dict[int, Mapping[str, Any]] = {}
         self.newest: tuple[int, dict[str, Any]] | None = None  # the last step and its results, by their logged names
-        self._reported_step: int | None = None
-        self._interrupted_step: int | None = None
-        # The last step, if a signal interrupted its evaluation off the cadence:
-        self._interrupted_last_step: int | None = None
+        self._reported_step: int | None = None  # the last step whose results callbacks have seen
+        self._interrupted_step: int | None = None  # the step whose evaluation a signal interrupted
+        self._was_due = False  # whether that evaluation was due, and not only the last one of a run
 
     @property
     def why(self) -> str | None:
@@ -137,14 +137,14 @@ class EvaluationHook(RunHook):
     def watched(self) -> list[tuple[str, Any]]:
         """The logged names of the metrics that callbacks watch, each with its callback."""
         named = [(getattr(callback, "metric", None), callback) for callback in self._callbacks]
-        begins = f"{self.prefix}/"
-        return [(f"{begins}{name.removeprefix(begins)}", callback) for name, callback in named if isinstance(name, str)]
+        prefix = f"{self.prefix}/"
+        return [(f"{prefix}{name.removeprefix(prefix)}", callback) for name, callback in named if isinstance(name, str)]
 
     @property
     def best(self) -> dict[str, Best]:
         """The best checkpoints that callbacks keep, by the logged name of their metric."""
-        kept = ((name, getattr(callback, "best_kept", None)) for name, callback in self.watched)
-        return {name: best for name, best in kept if best is not None}
+        named = ((name, getattr(callback, "best_kept", None)) for name, callback in self.watched)
+        return {name: best for name, best in named if best is not None}
 
     def use_run(self, run: RunInfo) -> None:
         """Pass the run to callbacks; reject a duplicate prefix."""
@@ -159,40 +159,41 @@ class EvaluationHook(RunHook):
         """Reset the clock and begin the callbacks; if one of them returns True, no step is run."""
         super().begin(state)
         require_alive(state)
-        self.results, self.newest, self._reported_step = {}, None, None
-        self._interrupted_step = self._interrupted_last_step = None
+        self.results = {}
+        self.newest = None
+        self._reported_step = self._interrupted_step = None
         names = self._evaluate.check(state) if isinstance(self._evaluate, Evaluator) else None
         self._call_each("use_names", self.prefix, names)
         self._call_each("use_evaluator", self._evaluate)
-        check_owners(self._callbacks, _WHERE)
+        check_owners(self._callbacks, _CALLBACKS)
         self.stopped_by = None
         return any(self._call_each("begin", state))
 
     def get_state(self) -> Any:
-        left = {} if self._interrupted_last_step is None else {"left": self._interrupted_last_step}
-        states = get_states(self._callbacks, _WHERE)
-        # `step` is the last one that callbacks have seen, `owed` and `left` those of interrupted evaluations.
-        return {"step": self._reported_step, "owed": self._interrupted_step, "then": states, **left}
+        states = get_states(self._callbacks, _CALLBACKS)
+        interrupted = {"interrupted_step": self._interrupted_step, "was_due": self._was_due}
+        return {"step": self._reported_step, **interrupted, "callbacks": states}
 
     def set_state(self, value: object) -> bool:
         """Restore the states; return whether a callback had stopped the run. An unknown format is logged."""
         fields = value if isinstance(value, dict) else {}
-        steps = [fields.get("step", ""), fields.get("owed", ""), fields.get("left")]
+        steps = [fields.get("step", ""), fields.get("interrupted_step", "")]
         if not all(step is None or type(step) is int for step in steps):
             _logger.warning("hooks: %s cannot read its state in the checkpoint: it starts fresh", hook_key(self))
             return False
-        self._reported_step, self._interrupted_step, self._interrupted_last_step = steps
-        return set_states(self._callbacks, fields.get("then"), _WHERE)
+        self._reported_step, self._interrupted_step = steps
+        self._was_due = fields.get("was_due") is True
+        return set_states(self._callbacks, fields.get("callbacks"), _CALLBACKS)
 
     def evaluate_first(self, step: int, state: TrainState) -> Any:
         return self._evaluate_at(step, state, on_cadence=False) if self._at_start else None
 
     def evaluate_owed(self, step: int, state: TrainState) -> Any:
-        """Repeat the evaluation that a signal interrupted at this step, after a restore."""
-        if self._interrupted_step != step:
+        """Repeat the evaluation that was due at this step and that a signal interrupted, after a restore."""
+        if not self._owes(step, was_due=True):
             return None
-        result = self._evaluate_at(step, state, self._is_on_cadence(step))
-        return True if self._interrupted_step == step else result  # interrupted again
+        result = self._evaluate_at(step, state, on_cadence=True)
+        return True if self._owes(step, was_due=True) else result  # interrupted again
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> Any:
         return self._evaluate_at(step, state, on_cadence=True)
@@ -206,8 +207,8 @@ class EvaluationHook(RunHook):
         return result if isinstance(result, TrainState) else None
 
     def owes_end(self, step: int) -> bool:
-        """Return whether a signal interrupted the last evaluation, so that callbacks have not seen it."""
-        return self._interrupted_last_step == step
+        """Return whether a signal interrupted the last evaluation of a run, so that callbacks have not seen it."""
+        return self._owes(step, was_due=False)
 
     def repeat(self, step: int, state: TrainState) -> None:
         """Evaluate the state of a finished run that is started again, without callbacks."""
@@ -227,12 +228,16 @@ class EvaluationHook(RunHook):
 
     def _is_on_cadence(self, step: int) -> bool:
         """Return whether an evaluation is due at this step, or was due when it was interrupted."""
-        return self._interrupted_step == step or (self.cadence is not None and self.cadence.has_multiple(step))
+        is_due = self.cadence is not None and self.cadence.has_multiple(step)
+        return is_due or self._owes(step, was_due=True)
+
+    def _owes(self, step: int, *, was_due: bool) -> bool:
+        return self._interrupted_step == step and self._was_due == was_due
 
     def _evaluate_at(self, step: int, state: TrainState, on_cadence: bool) -> Any:
         require_alive(state)  # another hook may have donated it; on a mesh, JAX would crash
-        # If this evaluation is interrupted, the checkpoint of this step records that it is owed.
-        self._interrupted_step, self._interrupted_last_step = (step, None) if on_cadence else (None, step)
+        # If this evaluation is interrupted, the checkpoint of this step records it.
+        self._interrupted_step, self._was_due = step, on_cadence
         with self.run.watch.part(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
             jax.block_until_ready(state)
         self.run.transfers.deliver_all()  # rows of earlier steps precede these results
@@ -245,10 +250,14 @@ class EvaluationHook(RunHook):
             return None
         if not isinstance(values, Mapping):
             raise TypeError(f"evaluate returned {type(values).__name__}; it must return a mapping of names to numbers")
-        _refuse_other_values(values)
+        for name, value in values.items():
+            if not is_numeric(value) or np.size(value) != 1:
+                raise TypeError(
+                    f"evaluate: results[{name!r}]={format_value(value)}: must be a number; log it in evaluate"
+                )
         if (path := trees.find_donated(state)) is not None:
             raise RuntimeError(f"evaluate: must not donate the state, and donated its {path!r}; compile it without")
-        self._interrupted_step = self._interrupted_last_step = None
+        self._interrupted_step = None
         if self._callbacks and not processes.is_single_process():
             values = {**values, **_broadcast_from_0(values)}
         self.results[step] = values
@@ -292,12 +301,6 @@ class EvaluationHook(RunHook):
 
     def _call_each(self, method: str, *args: Any) -> list[bool]:
         return [bool(getattr(callback, method)(*args)) for callback in self._callbacks if hasattr(callback, method)]
-
-
-def _refuse_other_values(values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if not is_numeric(value) or np.size(value) != 1:
-            raise TypeError(f"evaluate: results[{name!r}]={format_value(value)}: must be a number; log it in evaluate")
 
 
 def _broadcast_from_0(values: Mapping[str, Any]) -> dict[str, Any]:
