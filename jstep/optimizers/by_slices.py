@@ -7,6 +7,7 @@ elementwise; everything before them, such as a global norm or a product of matri
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -123,9 +124,8 @@ def over_slices(body: Body, shape: Shape, of_slice: Shape, carried: object, read
         for axis in reversed(cut_axes):
             indices[axis], i = i % counts[axis], i // counts[axis]
         position = tuple(indices.get(axis, 0) * size for axis, size in enumerate(of_slice))
-        starts: list[Any] = [
-            start for axis in range(len(shape)) for start in ([indices[axis], 0] if axis in indices else [0])
-        ]
+        starts_of_axes = ([indices[axis], 0] if axis in indices else [0] for axis in range(len(shape)))
+        starts: list[Any] = list(itertools.chain.from_iterable(starts_of_axes))
 
         def cut(x: Array) -> Array:
             sizes = [1 if axis in slice_axes else size for axis, size in enumerate(x.shape)]

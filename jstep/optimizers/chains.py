@@ -92,9 +92,8 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
         guarded=nested.is_guarded(elements[0]),
         labels=labels,
     )
-    return Optimizer(
-        init, update, nested.merge_hyperparameters(named), any(optimizer.takes_context for optimizer in elements)
-    )
+    takes_context = any(optimizer.takes_context for optimizer in elements)
+    return Optimizer(init, update, nested.merge_hyperparameters(named), takes_context)
 
 
 @makes_optimizer(2)
@@ -216,18 +215,16 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
         >>> jstep.get_slot_names(state)
         ['embed/accumulator', 'rest/m', 'rest/v']
     """
-    for label in as_mapping(optimizers, "optimizers", "from labels to optimizers"):
+    scoped = {}
+    for label, optimizer in as_mapping(optimizers, "optimizers", "from labels to optimizers").items():
         if not isinstance(label, str):
             raise TypeError(f"optimizers: the label {label!r} must be a string, got {describe_type(label)}")
         check_prefix("a label of optimizers", label)
+        scoped[label] = scope(label, require_optimizer(f"optimizers[{label!r}]", optimizer))
     if not optimizers:
         raise ValueError(f"optimizers={format_value(optimizers)}: must have at least one optimizer, got none")
     if labels is None or isinstance(labels, bool | int | float) or (callable(labels) and trees.is_function(labels)):
         as_function(labels, "labels", "(path, leaf) -> label, or a tree of labels")
-    scoped = {
-        label: scope(label, require_optimizer(f"optimizers[{label!r}]", optimizer))
-        for label, optimizer in optimizers.items()
-    }
     functions = _Partition(scoped, labels)
     nested.check_names(functions.named)
     init = Init(
@@ -259,13 +256,11 @@ class _LabeledOptimizer:
         if not jax.tree.leaves(updates, is_leaf=is_slices):
             raise NoGradientsError(self.params, "All gradients of this label are None.")
 
-        def with_others(params: Params) -> Params:
+        def whole(params: Params) -> Params:
             rows = zip(self._treedef.flatten_up_to(params), self._leaves, self._is_labeled, strict=True)
             return self._treedef.unflatten([new if is_labeled else leaf for new, leaf, is_labeled in rows])
 
-        context = nested.inner_context(
-            context, with_others, lambda tree: self._restricted(self._treedef.flatten_up_to(tree))
-        )
+        context = nested.inner_context(context, whole, lambda tree: self._restricted(self._treedef.flatten_up_to(tree)))
         return nested.call_update(self.optimizer, updates, slots, StepInputs(self.params, step, context), exact=True)
 
 
@@ -306,9 +301,7 @@ class _Partition:
         for label, (path, _) in zip(names, named, strict=True):
             if not (label is None or (isinstance(label, str) and label in self.optimizers)):
                 subject = f"labels({path!r}, …) returned" if is_function else f"labels: the leaf at {path!r} has"
-                raise ValueError(
-                    f"{subject} {label!r}, must be one of {sorted(self.optimizers)}, or None to freeze the leaf"
-                )
+                raise ValueError(f"{subject} {label!r}, must be one of {sorted(self.optimizers)} or None to freeze it")
         return names
 
     def inner_labels(self, params: Params) -> Labels:
@@ -369,9 +362,7 @@ def _labels_of_leaves(labels: Any, params: Params) -> list[Any]:
     try:
         jax.tree.map(fill, labels, params, is_leaf=trees.is_none)
     except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"labels={format_value(labels)}: a tree of labels must have the structure of params or a prefix of it"
-        ) from error
+        raise ValueError(f"labels={format_value(labels)}: must be a tree like params, or a prefix of one") from error
     return names
 
 

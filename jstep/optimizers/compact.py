@@ -99,9 +99,7 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
     least = as_int(min_size, "min_size", at_least=0)
     near = as_int(block, "block", at_least=SMALLEST_BLOCK)
     if near > LARGEST_BLOCK or near & (near - 1):
-        raise ValueError(
-            f"block={format_value(block)}: must be a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}"
-        )
+        raise ValueError(f"block={format_value(block)}: must be a power of 2 from {SMALLEST_BLOCK} to {LARGEST_BLOCK}")
     kept = None if keep is None else leaf_values.mask("keep", keep)
 
     def blocks_in(params: Params) -> list[Blocks | None]:
@@ -125,9 +123,7 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
         trained = _trained_leaves(optimizer, params)
         for path, p in zip(trees.leaf_paths(params), trained, strict=True):
             if p is not None and p.dtype == jnp.float16:
-                raise ValueError(
-                    f"params: {trees.quote_path(path)} must be bfloat16 or float32 for compact, got float16; cast it"
-                )
+                raise ValueError(f"params: {trees.quote_path(path)} must be bfloat16 or float32, got float16; cast it")
         lows = [None if p is None or p.dtype != jnp.bfloat16 else jnp.zeros_like(p, jnp.int8) for p in trained]
         leaves, treedef = trees.flatten(params)
         with leaf_values.partial_params(params):
@@ -493,17 +489,14 @@ def _specs(state: TrainState, converted: TrainState) -> TrainState:
     def spec(*leaves: Any) -> PartitionSpec:
         """The parameter's spec, or a spec from slots of its shape if only slots are split."""
         placed = [meshes.sharding_on_mesh(leaf) for leaf in leaves if np.shape(leaf) == np.shape(leaves[0])]
-        return next(
-            (sharding.spec for sharding in placed if sharding is not None and any(dims_of(sharding.spec))),
-            PartitionSpec(),
-        )
+        split = (sharding.spec for sharding in placed if sharding is not None and any(dims_of(sharding.spec)))
+        return next(split, PartitionSpec())
 
     specs = treedef.unflatten(list(map(spec, jax.tree.leaves(state.params), *slots)))
     mesh: Any = explicit_mesh(state)
     _, shardings = state_shardings(state.params, converted.slots, mesh, specs, None, slot_roles.roles_in(converted))
-    return shard_like(converted.replace(slots=jax.tree.map(trees.shape_of, converted.slots, shardings)), state)(
-        converted
-    )
+    shapes = converted.replace(slots=jax.tree.map(trees.shape_of, converted.slots, shardings))
+    return shard_like(shapes, state)(converted)
 
 
 def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimizer) -> TrainState:

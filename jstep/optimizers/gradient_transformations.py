@@ -74,10 +74,8 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
 
         return map_updates(of_leaf, params, updates, leaf_values.leaf_numbers(params))
 
-    hyper = {
-        "noise_eta": check_hyperparameter("eta", eta, low=0),
-        "noise_gamma": check_hyperparameter("gamma", gamma, low=0),
-    }
+    hyper = {"noise_eta": check_hyperparameter("eta", eta, low=0)}
+    hyper |= {"noise_gamma": check_hyperparameter("gamma", gamma, low=0)}
     return element(noisy, hyper)
 
 
@@ -214,11 +212,10 @@ def clip_gradients(
     if axes is not None and how != "adaptive":
         raise ValueError(f"axes={format_value(axes)}: only clip_gradients(adaptive=…) takes axes, got {how}")
     axes_of = leaf_values.unit_axes(axes, _unit_axes)
-    hyper = (
-        _value_bounds(limit)
-        if how == "by_value"
-        else {f"clip_{how}": check_hyperparameter(how, limit, low=0, above=True)}
-    )
+    if how == "by_value":
+        hyper = _value_bounds(limit)
+    else:
+        hyper = {f"clip_{how}": check_hyperparameter(how, limit, low=0, above=True)}
 
     def clip(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
         if how == "by_value":
@@ -365,15 +362,18 @@ def scale_updates(factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any],
         factor = leaf_values.by_path(lambda path, leaf: constant(f"factors({path!r}, …)", of_leaf(path, leaf), low=0))
     elif isinstance(factors, Mapping):
         factor = leaf_values.first_match("factors", factors)
-        hyper = {
-            f"{PREFIX}/{glob}": check_hyperparameter(f"factors[{glob!r}]", value, low=0)
-            for glob, value in factors.items()
-        }
+        hyper = _by_glob(PREFIX, "factors", factors)
     else:
         raise TypeError(
             f"factors={format_value(factors)}: must be a mapping or fn(path, leaf), got {describe_type(factors)}"
         )
     return from_update("scale_updates", scale_update, {}, hyper, flags={"factor": factor}, by_rows=True)
+
+
+def _by_glob(prefix: str, argument: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters ≥ 0 from a mapping of paths or globs to numbers, named `prefix/glob`."""
+    checked = {glob: check_hyperparameter(f"{argument}[{glob!r}]", x, low=0) for glob, x in numbers.items()}
+    return {f"{prefix}/{glob}": x for glob, x in checked.items()}
 
 
 def scale_update(u: Array, p: Array, s: Values, h: Values) -> Result:
@@ -477,25 +477,19 @@ def decay_weights(
     return from_update("decay_weights", decayed, {}, hyper, flags=flags)
 
 
-def decay_arguments(name: str, weight_decay: Any, mask_given: object) -> tuple[dict[str, Any], dict[str, Flag]]:
+def decay_arguments(name: str, weight_decay: Any, mask: Any) -> tuple[dict[str, Any], dict[str, Flag]]:
     """The hyperparameters and the flag of a weight decay.
 
     `weight_decay` may map paths or globs to values; the mask may map them to factors ≥ 0.
     """
     if isinstance(weight_decay, Mapping):
         which: Flag | None = leaf_values.first_match("weight_decay", weight_decay)
-        hyper = {
-            f"{name}/{glob}": check_hyperparameter(f"weight_decay[{glob!r}]", x, low=0)
-            for glob, x in weight_decay.items()
-        }
+        hyper = _by_glob(name, "weight_decay", weight_decay)
     else:
-        hyper, which = {name: check_hyperparameter("weight_decay", weight_decay, low=0)}, None
-    factors = _factors(mask_given)
-    scales = (
-        leaf_values.mask("mask", mask_given, warns=True)
-        if factors is None
-        else leaf_values.first_match("mask", factors)
-    )
+        which = None
+        hyper = {name: check_hyperparameter("weight_decay", weight_decay, low=0)}
+    factors = _factors(mask)
+    scales = leaf_values.first_match("mask", factors) if factors else leaf_values.mask("mask", mask, warns=True)
 
     def of_leaf(glob: str | None, scale: Any) -> Any:
         factor = float(scale) if factors is None else 1.0 if scale is None else factors[scale]

@@ -124,9 +124,7 @@ def conditional_update(
             return jnp.where(condition, new, _mark_skipped(old))
         if role in AGES:
             return jax.tree.map(lambda before, after: jnp.where(condition, after, before + 1), old, new)
-        return jax.tree.map(
-            lambda before, after: after if is_on_host(after) else _select(condition, before, after), old, new
-        )
+        return jax.tree.map(lambda x, new_x: new_x if is_on_host(new_x) else _select(condition, x, new_x), old, new)
 
     return updates, {name: slot(name, new) for name, new in new_slots.items()}
 

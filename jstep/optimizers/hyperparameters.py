@@ -60,9 +60,7 @@ def check_prefix(argument: str, name: str) -> None:
     if not name or name.strip("/") != name:
         raise ValueError(f"{argument}={name!r}: must be a name without slashes at its ends")
     if HELD_PART in name.split("/"):
-        raise ValueError(
-            f"{argument}={name!r}: must not have the part {HELD_PART!r}, which marks slots of held hyperparameters"
-        )
+        raise ValueError(f"{argument}={name!r}: must not have the part {HELD_PART!r}, which marks held hyperparameters")
 
 
 def held_roles(hyper: Mapping[str, Any]) -> Roles:
@@ -72,9 +70,7 @@ def held_roles(hyper: Mapping[str, Any]) -> Roles:
         if isinstance(value, Held):
             slot = f"{HELD_PART}/{value.name}"
             if slot in arguments or not isinstance(hyper.get(value.name, value), Held):
-                raise ValueError(
-                    f"{argument}=held({value.name!r}, …): another one has this name; use held({argument!r}, …)"
-                )
+                raise ValueError(f"{argument}=held({value.name!r}, …): the name is taken; use held({argument!r}, …)")
             arguments[slot] = argument
     return Roles(dict.fromkeys(arguments, Role.HELD), arguments=arguments)
 
@@ -178,15 +174,13 @@ def _slot_of(state: Tree, name: str) -> str:
     arrays = (slot for slot, value in slots.items() if trees.is_array(value))
     slot_of = {shown: slot for slot in arrays if (shown := display_name(slot)) is not None}
     if name not in slot_of:
-        of_optax = sorted(slot for slot in slots if slot.endswith(f"/hyperparams/{name.rpartition('/')[2]}"))
-        to_do = "pass jstep.held(name, value) to the optimizer in place of its number"
-        if of_optax:  # of optax.inject_hyperparams
-            to_do = (
-                f"Optax holds {of_optax}: state.replace(slots={{**state.slots, {of_optax[0]!r}: jnp.asarray(value)}})"
-            )
+        found = sorted(slot for slot in slots if slot.endswith(f"/hyperparams/{name.rpartition('/')[2]}"))
+        remedy = "pass jstep.held(name, value) to the optimizer in place of its number"
+        if found:  # of optax.inject_hyperparams
+            remedy = f"Optax holds {found}: state.replace(slots={{**state.slots, {found[0]!r}: jnp.asarray(value)}})"
         raise KeyError(
             f"name={name!r}: the state holds no such hyperparameter{trees.suggest_names(name, slot_of)}, it holds "
-            f"{sorted(slot_of)}; {to_do}"
+            f"{sorted(slot_of)}; {remedy}"
         )
     return slot_of[name]
 

@@ -145,18 +145,16 @@ def _counted(axes: object, ndim: int, path: str) -> tuple[int, ...]:
     return tuple(axis % ndim for axis in numbers)
 
 
-UnitAxes: TypeAlias = tuple[int, ...] | int | Callable[[str, Any], Any] | None
+Ints: TypeAlias = tuple[int, ...]
+UnitAxes: TypeAlias = Ints | int | Callable[[str, Any], Any] | None
 
 
-def unit_axes(
-    axes: UnitAxes, default: Callable[[tuple[int, ...]], tuple[int, ...]]
-) -> Callable[[str, Any], tuple[int, ...]]:
+def unit_axes(axes: UnitAxes, default: Callable[[Ints], Ints]) -> Callable[[str, Any], Ints]:
     """`(path, leaf) -> axes`, the axes to reduce over: `axes`, or `default(shape)`; raises for a missing axis."""
 
-    def of_leaf(path: str, leaf: Any) -> tuple[int, ...]:
-        shape = np.shape(leaf)
-        return (
-            default(shape) if axes is None else _counted(axes(path, leaf) if callable(axes) else axes, len(shape), path)
-        )
+    def of_leaf(path: str, leaf: Any) -> Ints:
+        if axes is None:
+            return default(np.shape(leaf))
+        return _counted(axes(path, leaf) if callable(axes) else axes, np.ndim(leaf), path)
 
     return of_leaf

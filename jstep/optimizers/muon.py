@@ -57,10 +57,8 @@ def layout_of_matrix(sharding: NamedSharding | None, shape: tuple[int, ...], axe
     return MatrixLayout(sharding.mesh, *(spec[part[0]] if part else () for part in parts))
 
 
-def distribute_matrices(
-    members: Sequence[Array], layout: MatrixLayout, compute: Callable[[Array], Array]
-) -> list[Array]:
-    """Apply `compute` to stacked matrices of one shape, each on one device, or on as few as possible."""
+def distribute_matrices(members: Sequence[Array], layout: MatrixLayout, fn: Callable[[Array], Array]) -> list[Array]:
+    """Apply `fn` to stacked matrices of one shape, each on one device, or on as few as possible."""
     shape = members[0].shape[-2:]
     # Each shard of a split batch is extended by itself: concatenated in global order, the shards would have to move.
     parts = math.prod(layout.mesh.shape[name] for name in layout.batch)
@@ -75,7 +73,7 @@ def distribute_matrices(
     # In a single exchange XLA would gather the stack on every device.
     for hop in hops:
         stack = _constrained(stack, layout.mesh, hop)
-    stack = compute(stack)
+    stack = fn(stack)
     for hop in reversed(hops):
         stack = _constrained(stack, layout.mesh, hop)
     stack = stack.reshape((parts, -1, *shape))
@@ -132,9 +130,8 @@ class Preset(NamedTuple):
 
 
 _TABLE = importlib.resources.files("jstep.optimizers").joinpath("newton_schulz.toml").read_text(encoding="utf-8")
-PRESETS = {
-    name: Preset(**row | {"triples": tuple(map(tuple, row["triples"]))}) for name, row in tomllib.loads(_TABLE).items()
-}
+_ROWS = tomllib.loads(_TABLE)
+PRESETS = {name: Preset(**row | {"triples": tuple(map(tuple, row["triples"]))}) for name, row in _ROWS.items()}
 COEFFICIENTS: Triple = PRESETS["jordan"].triples[0]
 """Jordan's coefficients, the default."""
 
@@ -142,25 +139,21 @@ COEFFICIENTS: Triple = PRESETS["jordan"].triples[0]
 def triples_and_safety(coefficients: object, steps: int | None) -> tuple[tuple[Triple, ...], float]:
     count = None if steps is None else as_int(steps, "ns_steps", at_least=1)
     if not isinstance(coefficients, str):
-        return _own(coefficients, count or 5), 1.0
+        return _custom_triples(coefficients, count or 5), 1.0
     triples, default, safety, repeats = PRESETS[check_choice(coefficients, "ns_coefficients", PRESETS)]
     count = default if count is None else count
     if count > len(triples) and not repeats:
-        raise ValueError(
-            f"ns_steps={count}: must be at most {len(triples)} for {coefficients!r}; 'polar_express' allows any"
-        )
+        raise ValueError(f"ns_steps={count}: must be ≤ {len(triples)} for {coefficients!r}; 'polar_express' allows any")
     return (triples + triples[-1:] * (count - len(triples)))[:count], safety
 
 
-def _own(value: Any, count: int) -> tuple[Triple, ...]:
+def _custom_triples(value: Any, count: int) -> tuple[Triple, ...]:
     try:
         numbers = np.asarray(value, np.float64)
     except (TypeError, ValueError):
         numbers = np.zeros(0)
     if numbers.shape not in ((3,), (count, 3)) or not np.isfinite(numbers).all():
-        raise ValueError(
-            f"ns_coefficients={format_value(value)}: must be a triple, {count} triples or one of {list(PRESETS)}"
-        )
+        raise ValueError(f"ns_coefficients={format_value(value)}: must be 1 or {count} triples, or in {list(PRESETS)}")
     return tuple((a, b, c) for a, b, c in np.broadcast_to(numbers, (count, 3)).tolist())
 
 
@@ -327,10 +320,8 @@ def normalize_neurons(
         mean, _ = mean_and_matrix(path, leaf)
         return tuple(1 if axis in mean else size for axis, size in enumerate(np.shape(leaf)))
 
-    hyper = {
-        "neuron_beta2": check_hyperparameter("beta2", beta2, **rules.BETA),
-        "neuron_epsilon": positive("epsilon", epsilon),
-    }
+    hyper = {"neuron_beta2": check_hyperparameter("beta2", beta2, **rules.BETA)}
+    hyper |= {"neuron_epsilon": positive("epsilon", epsilon)}
     flags = {"axes": by_path(mean_and_matrix)}
     return from_update("normalize_neurons", neurons_update, {"neuron_v": Slot(shape=shape)}, hyper, flags=flags)
 
@@ -460,9 +451,7 @@ def _refuse_zero(path: str, leaf: Any, axes: tuple[int, ...]) -> None:
         norms = jax.device_get(on.sqrt(on.sum(on.square(wide), axes)))
     if np.any(norms == 0):
         index = np.argwhere(norms == 0)[0].tolist()
-        raise ValueError(
-            f"params: the norm of {trees.quote_path(path)}{index or ''} must not be 0 for on_hyperball; initialize it"
-        )
+        raise ValueError(f"params: the norm of {trees.quote_path(path)}{index or ''} must not be 0; initialize it")
 
 
 # Muon: orthogonalized momentum, and its orthogonalization as an element of a chain.
