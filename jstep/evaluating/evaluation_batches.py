@@ -44,7 +44,9 @@ MAX_BATCHES = 1_000_000
 """A source without a length that yields more batches than this counts as endless."""
 
 _ENDLESS = "an evaluation reads all batches; give batches that end, such as jstep.batches(…, num_epochs=1)"
-_ENDED, _FAILED, _GLOBAL = -1, -2, -3
+_ENDED = -1
+_FAILED = -2
+_GLOBAL = -3
 """In place of a number of rows: the batches have ended, fetching a batch failed, or it is global already."""
 
 
@@ -67,9 +69,7 @@ class EvaluationBatches:
         if self._used and self._has_state:
             self.source.set_state(copy.deepcopy(self._beginning))
         elif self._used and self._is_iterator:
-            raise ValueError(
-                f"batches={format_value(self.source)}: an iterator that an evaluation has exhausted; give jstep.batches"
-            )
+            raise ValueError(f"batches={format_value(self.source)}: an exhausted iterator; give jstep.batches")
         self._used = True
         number = 0
         for number, batch in enumerate(until_end(self._items()), 1):
@@ -159,11 +159,11 @@ def _check(batches: Tree) -> None:
 
 def check_sharding(batch_sharding: object) -> None:
     """Reject invalid shardings, before there is a state whose mesh the names of axes refer to."""
-    others = jax.tree.map(
-        lambda leaf: None if is_axes(leaf) else leaf,
-        batch_sharding,
-        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec) or is_axes(leaf),
-    )
+
+    def is_leaf(leaf: object) -> bool:
+        return isinstance(leaf, PartitionSpec) or is_axes(leaf)
+
+    others = jax.tree.map(lambda leaf: None if is_axes(leaf) else leaf, batch_sharding, is_leaf=is_leaf)
     make_placer(others, "batch_sharding")
 
 

@@ -53,9 +53,10 @@ class EvaluationAbandoned(BaseException):
     """
 
 
-def _remember(
-    evaluate: Callable[[TrainState], dict[str, float]], call: RecordedCall
-) -> Callable[[TrainState], dict[str, float]]:
+Evaluate: TypeAlias = Callable[[TrainState], dict[str, float]]
+
+
+def _remember(evaluate: Evaluate, call: RecordedCall) -> Evaluate:
     return dataclasses.replace(evaluate, made_by=call) if isinstance(evaluate, Evaluator) else evaluate
 
 
@@ -179,11 +180,10 @@ class Evaluator:
                 with internal_transfers() if is_global else contextlib.nullcontext():
                     metrics = self.compute(params, args)
                 with internal_transfers():  # begin to read what is summed on the host
-                    start_copies(
-                        jax.tree.leaves([metric for of_lane in metrics for metric in of_lane if metric.kind != OBJECT])
-                    )
-                for of_lane in metrics:
-                    totals.add(of_lane)
+                    summed = [metric for lane_metrics in metrics for metric in lane_metrics if metric.kind != OBJECT]
+                    start_copies(jax.tree.leaves(summed))
+                for lane_metrics in metrics:
+                    totals.add(lane_metrics)
         return totals.results()
 
     def check(self, state: TrainState) -> list[str] | None:
@@ -212,9 +212,7 @@ class Evaluator:
         refuse_shapes(state, "state")
         own_rows = isinstance(self.batches.source, BatchSequence) and not processes.is_single_process()
         if self.batch_sharding is None and own_rows:
-            raise ValueError(
-                "batch_sharding=None: jstep.batches gives each process its own rows; give a sharding, as in train"
-            )
+            raise ValueError("batch_sharding=None: jstep.batches gives each process its own rows; give a sharding")
 
     @contextlib.contextmanager
     def _explained(self, state: TrainState, args: tuple[Any, ...]) -> Iterator[None]:
@@ -244,15 +242,13 @@ def _computing(metric_fn: Callable[..., Any], number: int | None) -> Callable[..
     def compute(params: Evaluated, args: tuple[Any, ...]) -> list[list[Metric]]:
         if number is None:
             return [attempts(metrics, params, args)]
-        return list(on_lanes(number, functools.partial(_evaluate_in_lanes, metrics), params, args))
+        return list(on_lanes(number, functools.partial(_of_lanes, metrics), params, args))
 
     compute.__name__ = name
     return compute
 
 
-def _evaluate_in_lanes(
-    metrics: Callable[..., list[Metric]], lanes: Lanes, params: Tree, args: Any
-) -> list[list[Metric]]:
+def _of_lanes(metrics: Callable[..., list[Metric]], lanes: Lanes, params: Tree, args: Any) -> list[list[Metric]]:
     """Return the metrics of each lane, or of the whole batch if lanes do not divide it."""
     size = num_examples(args)
     if isinstance(size, str) or size == 0 or size % lanes.number:
@@ -273,12 +269,12 @@ def _replicated(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Compile `fn` so that its results are available on every process."""
 
     @functools.wraps(fn)
-    def own(*args: Any) -> Any:  # of each evaluator, because JAX confuses classes with the same fields
+    def wrapper(*args: Any) -> Any:  # one for each evaluator, because JAX confuses classes with the same fields
         return fn(*args)
 
     @functools.cache
     def compiled(mesh: Any) -> Any:
-        return jax.jit(own, out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
+        return jax.jit(wrapper, out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
 
     return lambda *args: compiled(_mesh_of_processes(args))(*args)
 
@@ -312,9 +308,7 @@ def _params_of(state: TrainState, use_averages: bool | str | Sequence[str]) -> A
                 free = schedule_free_params(state)
             kept = [slot for slot in state.slots if slot.endswith(f"/{AVERAGE_SLOT}")]
             if free is not None and kept:
-                raise ValueError(
-                    f"use_averages=True: must name one of {kept}, as the state also has schedule-free parameters"
-                )
+                raise ValueError(f"use_averages=True: must name one of {kept}; others are schedule-free")
             if free is not None:
                 return free
         try:
@@ -325,9 +319,7 @@ def _params_of(state: TrainState, use_averages: bool | str | Sequence[str]) -> A
 
 def _model_state_of(state: TrainState, use_averages: bool | str | Sequence[str]) -> tuple[Any, ...]:
     if MODEL_STATE not in state.slots:
-        raise ValueError(
-            "has_model_state=True: the state has no model state; create it with TrainState.create(…, model_state=…)"
-        )
+        raise ValueError("has_model_state=True: the state has no model state; use TrainState.create(…, model_state=…)")
     names = as_average_names(use_averages)
     if names is not None:
         with contextlib.suppress(ValueError), internal_transfers():

@@ -200,7 +200,7 @@ def test_each_call_evaluates_all_batches_once(batches):
 def test_a_generator_is_exhausted_by_the_first_evaluation():
     evaluate = jstep.evaluator(metrics, (x for x in in_batches(5, X)))
     assert evaluate(make_state()) == pytest.approx(EXPECTED, rel=1e-6)
-    with pytest.raises(ValueError, match="an iterator that an evaluation has exhausted"):
+    with pytest.raises(ValueError, match="an exhausted iterator"):
         evaluate(make_state())
 
 
