@@ -27,8 +27,8 @@ from jstep.weights.matching_tensors import Names, WantedTensor
 from jstep.weights.search import arrays_directory, local_path, read_tensors, weights_file
 from jstep.weights.tensors import Read, Tensor, in_groups, read_parts
 
-_AT_ONCE = 2**30
-"""Bytes to read in one group: while they are cast, they occupy memory in both dtypes."""
+_MAX_GROUP_BYTES = 2**30
+"""The bytes that are read together: while they are cast, they occupy memory in both dtypes."""
 _logger = logging.getLogger("jstep")
 
 
@@ -113,7 +113,8 @@ def load_weights(
         for i, wanted in enumerate(matched.wanted):
             if wanted.source is None or wanted.transform is None:
                 continue
-            array = match.call_transform(wanted.transform, source.host(wanted.source.name), wanted.path)
+            name = wanted.source.name
+            array = match.call_transform(wanted.transform, np.asarray(source.read({name: None})[name]), wanted.path)
             if problem := wanted.difference(array.shape, array.dtype):
                 matched.wanted[i] = dataclasses.replace(wanted, source=None, problem=problem)
             else:
@@ -123,8 +124,8 @@ def load_weights(
             raise ValueError(
                 f"target does not fit {source.path}{differences}; map them in names, see docs: help/errors#load-weights"
             )
-        nothing = "" if any(wanted.source for wanted in matched.wanted) else ", and nothing was loaded"
-        _logger.warning("load_weights: %s does not fit target%s%s", source.path, nothing, differences)
+        outcome = "" if any(wanted.source for wanted in matched.wanted) else ", and nothing was loaded"
+        _logger.warning("load_weights: %s does not fit target%s%s", source.path, outcome, differences)
     plain = [i for i, wanted in enumerate(matched.wanted) if wanted.source is not None and wanted.transform is None]
     for wanted in matched.wanted:
         if wanted.source is None:
@@ -151,18 +152,22 @@ def _float_dtype(dtype: DTypeLike | None) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class TensorSource:
+    """Opened weights.
+
+    Attributes:
+        path: The file, index or directory.
+        tensors: Name → description of a tensor.
+    """
+
     path: str
     tensors: Mapping[str, Tensor]
     read: Read
     is_checkpoint: bool
 
-    def host(self, name: str) -> np.ndarray[Any, Any]:
-        return np.asarray(self.read({name: None})[name])
-
     def leaves(self, wanted: Sequence[WantedTensor]) -> Iterator[Any]:
         """Read leaves that have no transform, in order: each device its own part."""
         sized = ((leaf.source.name, leaf.source.nbytes, leaf) for leaf in wanted)
-        for group in in_groups(sized, _AT_ONCE if self.is_checkpoint else 0):
+        for group in in_groups(sized, _MAX_GROUP_BYTES if self.is_checkpoint else 0):
             arrays = self.read({name: leaf.sharding_of_data for name, leaf in group.items()})
             for name, leaf in group.items():
                 yield targets.place_leaf(leaf, arrays.pop(name))
@@ -170,17 +175,17 @@ class TensorSource:
 
 def open_source(path: object) -> TensorSource:
     """Open weights for reading, and check their description; no tensor is read."""
-    place = local_path(path)
-    if (file := weights_file(place)) is not None:
+    given = local_path(path)
+    if (file := weights_file(given)) is not None:
         tensors = read_tensors(file)
         return TensorSource(file, tensors, functools.partial(_read_files, tensors), is_checkpoint=False)
-    place = os.path.abspath(place)
-    if missing(place) != MANIFEST_FILE:  # a manifest of another program does not count
-        return TensorSource(place, *_checkpoint_of_jstep(place), is_checkpoint=True)
+    checkpoint = os.path.abspath(given)
+    if missing(checkpoint) != MANIFEST_FILE:  # a manifest of another program does not count
+        return TensorSource(checkpoint, *_checkpoint_of_jstep(checkpoint), is_checkpoint=True)
     from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow
 
-    place = arrays_directory(place)
-    return TensorSource(place, *orbax_checkpoint.open_checkpoint(place), is_checkpoint=True)
+    checkpoint = arrays_directory(checkpoint)
+    return TensorSource(checkpoint, *orbax_checkpoint.open_checkpoint(checkpoint), is_checkpoint=True)
 
 
 def _read_files(tensors: Mapping[str, Tensor], shardings: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,18 +202,18 @@ def _read_files(tensors: Mapping[str, Tensor], shardings: Mapping[str, Any]) -> 
 def _checkpoint_of_jstep(path: str) -> tuple[dict[str, Tensor], Read]:
     """Return the arrays of a checkpoint, and a function that verifies it and reads them.
 
-    A slot that `compact` stores in two arrays is one array of its float32 values. A parameter is the value that the
-    loss sees.
+    A slot that `compact` stores in two arrays counts as one array, with its float32 values. A parameter has the value
+    that the loss sees.
     """
-    above, name = os.path.split(path)
-    store = open_store(above)
+    parent, name = os.path.split(path)
+    store = open_store(parent)
     reader = CheckpointReader(store, name.rpartition("-")[0] or name)
     manifest = store.manifest(path)
     by_array = manifest.by_array
-    halved = [leaf for leaf in manifest.leaves if leaf.half in by_array and leaf.keys[0] != PARAMS]
-    second = {leaf.half for leaf in halved}
-    saved = {name: leaf for name, leaf in leaf_records.by_name(manifest.leaves).items() if leaf.array not in second}
-    halves = {leaf.array: by_array[leaf.half] for leaf in halved if leaf.half is not None}
+    slots = [leaf for leaf in manifest.leaves if leaf.keys[0] != PARAMS]
+    halves = {leaf.array: by_array[leaf.half] for leaf in slots if leaf.half is not None and leaf.half in by_array}
+    seconds = {half.array for half in halves.values()}
+    saved = {name: leaf for name, leaf in leaf_records.by_name(manifest.leaves).items() if leaf.array not in seconds}
 
     def read(shardings: Mapping[str, Any]) -> dict[str, Any]:
         leaves = [(saved[name], halves.get(saved[name].array), sharding) for name, sharding in shardings.items()]

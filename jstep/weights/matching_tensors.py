@@ -37,9 +37,8 @@ def rules(names: object, tree: Tree, what: str) -> list[Rule]:
     for path, count in Counter(paths).items():
         if count > 1:
             raise ValueError(selection.ambiguous(what, path, count))
-    by_path = targets.entries(
-        names, paths, what, f"a mapping from paths of {what} to names of tensors, or a function (path) -> name"
-    )
+    form = f"a mapping from paths of {what} to names of tensors, or a function (path) -> name"
+    by_path = targets.entries(names, paths, what, form)
     return [_rule(path, by_path[path]) if path in by_path else Rule(path) for path in paths]
 
 
@@ -158,12 +157,8 @@ def _problem(wanted: WantedTensor, tensor: Any) -> str:
     # A checkpoint of jstep knows which of its arrays are PRNG keys, Orbax does not.
     other_keys = tensor.code.startswith("key<") and tensor.code != str(getattr(wanted.leaf, "dtype", ""))
     if tensor.dtype is None or other_keys:
-        what = (
-            f"; it is {wanted.leaf.dtype} in target"
-            if trees.is_key(wanted.leaf)
-            else ", which load_weights cannot load"
-        )
-        return f"{wanted.path!r} (tensor {tensor.name!r}) is {tensor.code}{what}"
+        why = f"; it is {wanted.leaf.dtype} in target" if trees.is_key(wanted.leaf) else ", which cannot be loaded"
+        return f"{wanted.path!r} (tensor {tensor.name!r}) is {tensor.code}{why}"
     return "" if wanted.transform else wanted.difference(tensor.shape, tensor.dtype)
 
 
