@@ -11,6 +11,7 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jstep.core import trees
 from jstep.core.checks import Bounds, as_number, describe_type, format_value
@@ -150,6 +151,18 @@ def as_scalar(
     if isinstance(value, jax.Array) and on_mesh is None:
         return value
     return int(concrete) if integer else number
+
+
+def floating_dtype(dtype: DTypeLike, argument: str, at_least: int = 1) -> Any:
+    """Validate a floating dtype of at least so many bytes."""
+    try:
+        result = np.dtype("none" if dtype is None else dtype)  # None would be float64
+    except TypeError:
+        result = None
+    if result is None or not trees.is_floating(result) or result.itemsize < at_least:
+        of_bits = f" of at least {8 * at_least} bits" if at_least > 1 else ""
+        raise TypeError(f"{argument}={format_value(dtype)}: must be a floating dtype{of_bits}, such as jnp.float32")
+    return result
 
 
 def as_key(value: Any, argument: str) -> Any:

@@ -10,11 +10,10 @@ from typing import Any, TypeAlias, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from jstep.core import trees
 from jstep.core.annotations import P, Tree
-from jstep.core.checks import Bounds, as_string, describe_type, format_value
+from jstep.core.checks import Bounds, as_string, describe_type
 from jstep.core.device_values import as_scalar
 from jstep.core.meshes import exempts_transfers
 from jstep.core.trees import Array, Held, ScalarOrSchedule, Slots, Step
@@ -215,18 +214,6 @@ def constant(name: str, value: Any, **bounds: Any) -> float:
     return float(check_hyperparameter(name, value, **bounds))
 
 
-def floating_dtype(argument: str, dtype: DTypeLike, at_least: int = 1) -> Any:
-    """Check a floating dtype of at least so many bytes."""
-    try:
-        result = jnp.dtype("none" if dtype is None else dtype)  # None would be float64
-    except TypeError:
-        result = None
-    if result is None or not trees.is_floating(result) or result.itemsize < at_least:
-        of_bits = f" of at least {8 * at_least} bits" if at_least > 1 else ""
-        raise TypeError(f"{argument}={format_value(dtype)}: must be a floating dtype{of_bits}, such as jnp.float32")
-    return jax.dtypes.canonicalize_dtype(result)
-
-
 def value_at(name: str, value: Any, step: Step, slots: Slots | None = None) -> Any:
     """The value at a step, held values from `slots`: a Python float if constant, else a float scalar array."""
     if isinstance(value, float):
@@ -234,9 +221,7 @@ def value_at(name: str, value: Any, step: Step, slots: Slots | None = None) -> A
     if isinstance(value, Held):
         slot = f"{HELD_PART}/{value.name}"
         if slots is None or slot not in slots:
-            raise ValueError(
-                f"{name}: the state has no slot {slot!r}, it has {sorted(slots or {})}; create it with this optimizer"
-            )
+            raise ValueError(f"{name}: no slot {slot!r} in {sorted(slots or {})}; create the state with this optimizer")
         return slots[slot].astype(trees.default_float())
     number = value(step) if callable(value) else value
     if isinstance(number, bool) or not trees.is_array_or_number(number) or np.ndim(number):
@@ -296,7 +281,5 @@ def report_names(reported: Callable[[Step], Mapping[str, Any]]) -> dict[str, boo
 def as_arrays(values: Mapping[str, Any], step: Step) -> dict[str, Any]:
     """Convert the numbers among values to scalar arrays, of NumPy under a trace; see `report`."""
     make: Any = np.asarray if trees.is_traced(step) else jnp.asarray
-    return {
-        name: make(value, trees.default_float()) if isinstance(value, int | float | np.generic) else value
-        for name, value in values.items()
-    }
+    numbers = {name: value for name, value in values.items() if isinstance(value, int | float | np.generic)}
+    return {**values, **{name: make(number, trees.default_float()) for name, number in numbers.items()}}

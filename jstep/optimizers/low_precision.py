@@ -10,12 +10,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jstep.core import trees
-from jstep.core.device_values import as_key
+from jstep.core.device_values import as_key, floating_dtype
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import nested
 from jstep.optimizers.host_slots import on_leaves
-from jstep.optimizers.hyperparameters import floating_dtype
 from jstep.optimizers.leaf_values import leaf_numbers
 from jstep.optimizers.nested import StepInputs, WrapperSlots, wrap_optimizer
 from jstep.optimizers.updates import Replacement, add, apply_updates, is_update, map_updates
@@ -60,7 +59,7 @@ def master_weights(optimizer: OptimizerLike, dtype: DTypeLike = jnp.float32) -> 
     """
     optimizer = require_optimizer("optimizer", optimizer)
     nested.refuse_formats("master_weights", optimizer, compact="which keeps masters itself: leave one of them out")
-    wide = floating_dtype("dtype", dtype, at_least=4)
+    wide = jax.dtypes.canonicalize_dtype(floating_dtype(dtype, "dtype", at_least=4))
 
     def widened(leaf: Any) -> Any:
         if not trees.is_trainable(leaf):
@@ -134,13 +133,13 @@ def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
 
     def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         updates, inner = nested.call_update(optimizer, updates, inner, at, exact=True)
-        of_step = jax.random.fold_in(key, at.step)
+        step_key = jax.random.fold_in(key, at.step)
 
-        def rounded(u: Any, p: Array, i: int) -> Any:
+        def rounded(u: Any, p: Array, number: int) -> Any:
             if p.dtype != jnp.bfloat16 or isinstance(u, Replacement):
                 return u
             u = (u.to_dense() if is_slices(u) else u).astype(jnp.float32)
-            leaf_key = jax.random.fold_in(of_step, i)
+            leaf_key = jax.random.fold_in(step_key, number)
             exact = apply_updates(p.astype(jnp.float32), u)
             # The dropped 16 bits are the probability of rounding up.
             bits = jax.lax.bitcast_convert_type(exact, jnp.uint32)
@@ -151,6 +150,5 @@ def stochastic_rounding(optimizer: OptimizerLike, key: Any) -> Optimizer:
         leaves, numbers = jax.tree.leaves(at.params), leaf_numbers(at.params)
         return map_updates(rounded, at.params, updates, leaves, numbers, what="updates"), inner, {}
 
-    return wrap_optimizer(
-        optimizer, "stochastic_rounding", update, inner_roles=lambda roles: roles.stored_by("stochastic_rounding")
-    )
+    name = "stochastic_rounding"
+    return wrap_optimizer(optimizer, name, update, inner_roles=lambda roles: roles.stored_by(name))

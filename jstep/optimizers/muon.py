@@ -17,13 +17,13 @@ from jax.typing import DTypeLike
 
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_int, as_number, check_choice, format_value
-from jstep.core.device_values import when_concrete
+from jstep.core.device_values import floating_dtype, when_concrete
 from jstep.core.meshes import mesh_axes_of
 from jstep.core.placement import layout_of
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, Params, ScalarOrSchedule, Step, Updates
-from jstep.optimizers import hyperparameters, rules
+from jstep.optimizers import rules
 from jstep.optimizers.chains import chain, element
 from jstep.optimizers.hyperparameters import Hyper, check_hyperparameter
 from jstep.optimizers.leaf_values import Axes, MatrixAxes, by_path, matrix_axes, own_leaves
@@ -129,8 +129,7 @@ class Preset(NamedTuple):
     repeats: bool = False
 
 
-_TABLE = importlib.resources.files("jstep.optimizers").joinpath("newton_schulz.toml").read_text(encoding="utf-8")
-_ROWS = tomllib.loads(_TABLE)
+_ROWS = tomllib.loads(importlib.resources.files("jstep.optimizers").joinpath("newton_schulz.toml").read_text("utf-8"))
 PRESETS = {name: Preset(**row | {"triples": tuple(map(tuple, row["triples"]))}) for name, row in _ROWS.items()}
 COEFFICIENTS: Triple = PRESETS["jordan"].triples[0]
 """Jordan's coefficients, the default."""
@@ -588,7 +587,7 @@ def orthogonalize(
     Source: Jordan et al., "Muon" (2024); Bernstein and Newhouse, "Old Optimizer, New Norm" (2024); Amsel et al., "The
     Polar Express" (2025).
     """
-    dtype = hyperparameters.floating_dtype("ns_dtype", ns_dtype)
+    dtype = jax.dtypes.canonicalize_dtype(floating_dtype(ns_dtype, "ns_dtype"))
     # Leaves are computed in at least float32 anyway; wider ones keep their dtype.
     triples, safety = triples_and_safety(ns_coefficients, ns_steps)
     schatten = check_choice(normalization, "normalization", ["frobenius", "schatten"]) == "schatten"

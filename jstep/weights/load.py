@@ -19,7 +19,8 @@ from jstep.checkpoint.names import open_store
 from jstep.checkpoint.reading import CheckpointReader
 from jstep.core import meshes, placement, trees
 from jstep.core.annotations import T
-from jstep.core.checks import as_bool, describe_type, format_value
+from jstep.core.checks import as_bool
+from jstep.core.device_values import floating_dtype
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.state.leaves import PARAMS
 from jstep.weights import matching_tensors as match
@@ -102,7 +103,8 @@ def load_weights(
 
     Source: https://huggingface.co/docs/safetensors
     """
-    partial, float_dtype = as_bool(partial, "partial"), _float_dtype(dtype)
+    partial = as_bool(partial, "partial")
+    float_dtype: Any = None if dtype is None else floating_dtype(dtype, "dtype")
     placement.refuse_compile_only(target, "target")
     source = open_source(path)
     by_name = match.rules(names, target, "target")
@@ -133,18 +135,6 @@ def load_weights(
     for i, leaf in zip(plain, source.leaves([matched.wanted[i] for i in plain]), strict=True):
         leaves[i] = leaf
     return jax.tree.unflatten(trees.structure(target), leaves)
-
-
-def _float_dtype(dtype: DTypeLike | None) -> Any:
-    if dtype is None:
-        return None
-    try:
-        resolved = np.dtype(getattr(jnp, dtype, dtype) if isinstance(dtype, str) else dtype)
-    except TypeError:
-        raise TypeError(f"dtype={format_value(dtype)}: must be a floating dtype, got {describe_type(dtype)}") from None
-    if not trees.is_floating(resolved):
-        raise ValueError(f"dtype={format_value(dtype)}: must be a floating dtype; integers and booleans are never cast")
-    return resolved
 
 
 # Sources of weights.

@@ -29,15 +29,11 @@ def local_path(path: object) -> str:
 
 def weights_file(path: str) -> str | None:
     """Return the file or index at a path, or the only one in a directory; None for a directory without any."""
-    if not os.path.isdir(path):
-        return _file_at(path)
-    names = _files_in(path)
-    if len(names) > 1:
-        raise _several(path, "the directory has several sets of weights", names)
-    return os.path.join(path, names[0]) if names else None
-
-
-def _file_at(path: str) -> str:
+    if os.path.isdir(path):
+        names = _files_in(path)
+        if len(names) > 1:
+            raise _several(path, "the directory has several sets of weights", names)
+        return os.path.join(path, names[0]) if names else None
     if os.path.exists(path):
         return path
     if os.path.isfile(path + INDEX):
