@@ -129,9 +129,7 @@ def _on_device(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
 def _check(batches: Tree) -> None:
     """Reject values that cannot be a finite source of batches; warn of dropped rows."""
     if isinstance(batches, Mapping | str | bytes):
-        raise TypeError(
-            f"batches: must be a source of batches, got a {type(batches).__name__}; for one batch give [batch]"
-        )
+        raise TypeError(f"batches: must be a source of batches, got a {type(batches).__name__}; give [batch] for one")
     is_iterable = any(hasattr(batches, method) for method in ("__iter__", "__next__", "__getitem__"))
     if isinstance(batches, type) or not (is_iterable or callable(batches)):
         raise TypeError(f"batches={format_value(batches)}: must be an iterable or a sequence of batches")
@@ -148,13 +146,8 @@ def _check(batches: Tree) -> None:
         return  # a slice of other steps omits rows on purpose
     dropped = whole.num_rows - whole.steps_per_epoch * size
     if dropped > 0:
-        _logger.warning(
-            "evaluator: batches=%s: %d of %d rows are not evaluated: they do not fill a batch, and drop_remainder=True "
-            "drops them; give jstep.batches(…, drop_remainder=False)",
-            whole,
-            dropped,
-            whole.num_rows,
-        )
+        text = "evaluator: batches=%s: %d of %d rows are not evaluated; give jstep.batches(…, drop_remainder=False)"
+        _logger.warning(text, whole, dropped, whole.num_rows)
 
 
 def check_sharding(batch_sharding: object) -> None:
@@ -186,9 +179,7 @@ def place_batches(batches: Iterable[Any], shardings: Tree) -> Iterator[tuple[Any
         evaluation_batches_taken.add()
         with internal_transfers():  # left before the yield, because the caller's transfers are not internal
             if shardings is not None:
-                args = _map_leaves(
-                    lambda x, sharding: jax.device_put(x, fitting(sharding, np.shape(x))), args, shardings
-                )
+                args = _map_leaves(lambda x, layout: jax.device_put(x, fitting(layout, np.shape(x))), args, shardings)
             elif is_single:  # else it is the same on all processes, or global already
                 args = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf), args)
         yield args

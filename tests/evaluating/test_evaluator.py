@@ -223,7 +223,7 @@ def test_endless_batches_are_rejected(batches):
     [
         ((3, [X]), TypeError, r"metric_fn=3: must be a function \(params, \*args\) -> {name: metric}"),
         ((metrics, 3), TypeError, "batches=3: must be an iterable or a sequence of batches"),
-        ((metrics, {"x": X}), TypeError, "batches: must be a source of batches, got a dict; for one batch give"),
+        ((metrics, {"x": X}), TypeError, "batches: must be a source of batches, got a dict; give \\[batch\\] for one"),
         ((metrics, lambda step: X), ValueError, "a function of the step has no end"),
         ((metrics, [X], {"use_averages": 3}), TypeError, "use_averages=3: must be True or False"),
         ((metrics, [X], {"has_model_state": "no"}), TypeError, "has_model_state='no': must be True or False"),
