@@ -119,9 +119,7 @@ class ExponentialMovingAverage:
         return jax.tree.map(leaf, params)
 
     @on_any_mesh("averages", "params")
-    def apply(
-        self, averages: object, params: Params, num_updates: Step | None = None, *, age: Step | None = None
-    ) -> Any:
+    def apply(self, averages: Any, params: Params, num_updates: Step | None = None, *, age: Step | None = None) -> Any:
         """Update the averages with new values of the parameters.
 
         Args:

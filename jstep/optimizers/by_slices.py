@@ -7,7 +7,6 @@ elementwise; everything before them, such as a global norm or a product of matri
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -125,7 +124,7 @@ def over_slices(body: Body, shape: Shape, of_slice: Shape, carried: object, read
             indices[axis], i = i % counts[axis], i // counts[axis]
         position = tuple(indices.get(axis, 0) * size for axis, size in enumerate(of_slice))
         starts_of_axes = ([indices[axis], 0] if axis in indices else [0] for axis in range(len(shape)))
-        starts: list[Any] = list(itertools.chain.from_iterable(starts_of_axes))
+        starts: list[Any] = [start for axis_starts in starts_of_axes for start in axis_starts]
 
         def cut(x: Array) -> Array:
             sizes = [1 if axis in slice_axes else size for axis, size in enumerate(x.shape)]

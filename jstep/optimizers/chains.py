@@ -13,11 +13,11 @@ from jstep.core import trees
 from jstep.core.checks import as_function, as_mapping, as_string, describe_type, format_value
 from jstep.core.placement import on_devices
 from jstep.core.recorded_calls import makes_optimizer
-from jstep.core.trees import EMPTY_CONTEXT, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
+from jstep.core.trees import Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, leaf_values, nested
 from jstep.optimizers.host_slots import loads_slots
 from jstep.optimizers.hyperparameters import Hyper, check_prefix, held_roles, held_slots, values_at
-from jstep.optimizers.nested import StepInputs
+from jstep.optimizers.nested import StepInputs, with_inputs
 from jstep.optimizers.updates import is_update, wide_updates
 from jstep.slots.indexed_slices import is_slices
 from jstep.slots.matching import NoGradientsError, require_slots
@@ -66,14 +66,10 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
     if warning:
         warnings.warn(warning, UserWarning, stacklevel=4)  # above both decorators
 
-    @loads_slots
-    def update(
-        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
-    ) -> tuple[Updates, Slots]:
+    def update(updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
         all_slots: Slots = {}
-        at = StepInputs(params, step, context)
         for i, optimizer in enumerate(elements):
-            old = nested.slots_of(optimizer, slots, params)
+            old = nested.slots_of(optimizer, slots, at.params)
             updates, new = nested.call_update(optimizer, updates, old, at, exact=i == len(elements) - 1)
             all_slots |= new
         return updates, all_slots
@@ -93,7 +89,7 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
         labels=labels,
     )
     takes_context = any(optimizer.takes_context for optimizer in elements)
-    return Optimizer(init, update, nested.merge_hyperparameters(named), takes_context)
+    return Optimizer(init, with_inputs(update), nested.merge_hyperparameters(named), takes_context)
 
 
 @makes_optimizer(2)
@@ -118,12 +114,9 @@ def scope(name: str, optimizer: OptimizerLike) -> Optimizer:
     optimizer = require_optimizer("optimizer", optimizer)
     check_prefix("name", as_string(name, "name"))
 
-    @loads_slots
-    def update(
-        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
-    ) -> tuple[Updates, Slots]:
-        old = nested.slots_of(optimizer, slots, params, f"{name}/")
-        updates, new = nested.call_update(optimizer, updates, old, StepInputs(params, step, context), exact=True)
+    def update(updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
+        old = nested.slots_of(optimizer, slots, at.params, f"{name}/")
+        updates, new = nested.call_update(optimizer, updates, old, at, exact=True)
         return updates, nested.add_prefix(name, new)
 
     def labels(params: Params) -> Labels | None:
@@ -140,7 +133,7 @@ def scope(name: str, optimizer: OptimizerLike) -> Optimizer:
         return nested.add_prefix(name, optimizer.hyperparameters(step))
 
     outer_init = nested.wrap_init(optimizer, init, roles, labels=labels)
-    return optimizer._replace(init=outer_init, update=update, hyperparameters=hyper)
+    return optimizer._replace(init=outer_init, update=with_inputs(update), hyperparameters=hyper)
 
 
 @makes_optimizer(1)
@@ -235,23 +228,23 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
         labels=functions.inner_labels,
     )
     takes_context = any(optimizer.takes_context for optimizer in scoped.values())
-    return Optimizer(init, functions.update, nested.merge_hyperparameters(functions.named), takes_context)
+    return Optimizer(init, with_inputs(functions.update), nested.merge_hyperparameters(functions.named), takes_context)
 
 
 class _LabeledOptimizer:
     """The optimizer of one label, and `params` with None for the leaves of other labels."""
 
-    def __init__(self, optimizer: Optimizer, params: Params, is_labeled: list[bool]) -> None:
+    def __init__(self, params: Params, labels: Labels, label: str, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._leaves, self._treedef = trees.flatten(params)
-        self._is_labeled = is_labeled
+        self._is_labeled = [name == label for name in labels]
         self.params = self._restricted(self._leaves)
 
     def _restricted(self, leaves: list[Any]) -> Any:
         pairs = zip(leaves, self._is_labeled, strict=True)
         return self._treedef.unflatten([leaf if is_labeled else None for leaf, is_labeled in pairs])
 
-    def update(self, gradients: list[Any], slots: Slots, step: Step, context: Context) -> tuple[Updates, Slots]:
+    def update(self, gradients: list[Any], slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
         updates = self._restricted(gradients)
         if not jax.tree.leaves(updates, is_leaf=is_slices):
             raise NoGradientsError(self.params, "All gradients of this label are None.")
@@ -260,8 +253,11 @@ class _LabeledOptimizer:
             rows = zip(self._treedef.flatten_up_to(params), self._leaves, self._is_labeled, strict=True)
             return self._treedef.unflatten([new if is_labeled else leaf for new, leaf, is_labeled in rows])
 
-        context = nested.inner_context(context, whole, lambda tree: self._restricted(self._treedef.flatten_up_to(tree)))
-        return nested.call_update(self.optimizer, updates, slots, StepInputs(self.params, step, context), exact=True)
+        def labeled(tree: Updates) -> Updates:
+            return self._restricted(self._treedef.flatten_up_to(tree))
+
+        at = at._replace(params=self.params, context=nested.inner_context(at.context, whole, labeled))
+        return nested.call_update(self.optimizer, updates, slots, at, exact=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -285,12 +281,9 @@ class _Partition:
     def by_label(self, params: Params) -> Iterator[tuple[Labels, dict[str, _LabeledOptimizer]]]:
         """Yield the label of each leaf, and the optimizer of each label; masks inside see all parameters."""
         with leaf_values.partial_params(params):
-            names = self._labels_of(params)
-            by_label = {
-                label: _LabeledOptimizer(optimizer, params, [name == label for name in names])
-                for label, optimizer in self.optimizers.items()
-            }
-            yield names, by_label
+            labels = self._labels_of(params)
+            labeled = functools.partial(_LabeledOptimizer, params, labels)
+            yield labels, {label: labeled(label, optimizer) for label, optimizer in self.optimizers.items()}
 
     def _labels_of(self, params: Params) -> Labels:
         named, is_function = leaf_values.own_leaves(params), trees.is_function(self.labels)
@@ -321,11 +314,9 @@ class _Partition:
             roles = [roles_of(labeled.optimizer, labeled.params) for labeled in by_label.values()]
         return functools.reduce(Roles.joined, roles).with_misplaced()
 
-    @loads_slots
-    def update(
-        self, updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
-    ) -> tuple[Updates, Slots]:
+    def update(self, updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
         """Update the leaves of each label; a label without any gradient keeps its slots and does not age."""
+        params = at.params
         gradients = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
         new_updates: list[Any] = [None] * len(gradients)
         all_slots: Slots = {}
@@ -335,7 +326,7 @@ class _Partition:
             for label, labeled in by_label.items():
                 old = _slots_of(label, roles, slots)
                 try:
-                    partial, new = labeled.update(gradients, old, step, context)
+                    partial, new = labeled.update(gradients, old, at)
                 except NoGradientsError:
                     idle += 1
                     ages = roles[label].of(*AGES)

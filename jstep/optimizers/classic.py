@@ -89,8 +89,8 @@ def trace(momentum: ScalarOrSchedule, use_nesterov: bool = False) -> Optimizer:
 
     Source: `optax.trace`.
     """
-    hyper = {"momentum": momentum}
-    return rules.from_update("trace", _direction(use_nesterov), {"momentum": MEAN}, hyper, by_rows=True)
+    direction = _direction(use_nesterov)
+    return rules.from_update("trace", direction, {"momentum": MEAN}, {"momentum": momentum}, by_rows=True)
 
 
 def _direction(use_nesterov: bool) -> Rule:

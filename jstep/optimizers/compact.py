@@ -19,7 +19,7 @@ from jstep.core.meshes import dims_of, explicit_mesh, internal_transfers, shard_
 from jstep.core.placement import is_shape, may_run_on, on_devices
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
-from jstep.core.trees import EMPTY_CONTEXT, Array, Context, Optimizer, OptimizerLike, Params, Slots, Step, Updates
+from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import by_slices, leaf_values, nested
 from jstep.optimizers.chains import trained_params
 from jstep.optimizers.nested import CONDITIONS, Conditions, report_condition
@@ -132,20 +132,19 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
         fresh |= {REMAINDER: treedef.unflatten(lows)} if REMAINDER in all_roles else {}
         return fresh | _first_slots(fresh, params, all_roles, blocks_in(params))
 
-    def update(
-        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
-    ) -> tuple[Updates, Slots]:
+    def update(updates: Updates, slots: Slots, at: nested.StepInputs) -> tuple[Updates, Slots]:
+        params = at.params
         all_roles = roles(params)
         halves = all_roles.of(*HALVES)
         require_slots((*all_roles.halves, *halves), slots)
         others = {name: tree for name, tree in slots.items() if name not in halves}
         inside = nested.slots_of(optimizer, others, params)
-        stored = StoredState(params, slots, all_roles.halves, inside, blocks_in(params), step)
-        at = nested.StepInputs(params, step, context)
+        stored = StoredState(params, slots, all_roles.halves, inside, blocks_in(params), at.step)
         inner = functools.partial(nested.update_masters, optimizer, at=at, rounded=_rounded)
         return store_updates(stored, inner, updates)
 
-    return optimizer._replace(init=nested.wrap_init(optimizer, init, roles), update=update)
+    outer_init = nested.wrap_init(optimizer, init, roles)
+    return optimizer._replace(init=outer_init, update=nested.with_inputs(update, loads=False))
 
 
 def _trained_leaves(optimizer: Optimizer, params: Params) -> list[Any]:

@@ -9,11 +9,12 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import array_type, as_function, describe_type
+from jstep.core.exceptions import setting
 from jstep.core.placement import on_devices
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Updates
 from jstep.optimizers import nested
-from jstep.optimizers.nested import Conditions, StepInputs, observing_conditions, update_conditions, wrap_optimizer
+from jstep.optimizers.nested import CONDITIONS, Conditions, StepInputs, update_conditions, wrap_optimizer
 from jstep.optimizers.updates import Replacement, apply_updates, map_updates
 from jstep.slots.indexed_slices import is_slices, on_table
 from jstep.slots.optax_transformations import require_optimizer
@@ -65,7 +66,7 @@ def with_projection(optimizer: OptimizerLike, fn: Callable[[Params], Params]) ->
 
     def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         params, conditions = at.params, Conditions()
-        with observing_conditions(conditions):
+        with setting(CONDITIONS, (*CONDITIONS.get(), conditions)):
             updates, inner = nested.call_update(optimizer, updates, inner, at, exact=True)
         moved = apply_updates(params, updates)
         new = _projected_leaves(moved, fn(moved))

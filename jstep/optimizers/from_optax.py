@@ -1,15 +1,14 @@
 """Use Optax transformations as jstep optimizers."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jstep.core.checks import as_function, as_string, describe_type, format_value
+from jstep.core.checks import as_function, as_string, format_value
 from jstep.core.recorded_calls import has_init_and_update, makes_optimizer
 from jstep.core.trees import Held, Optimizer, Step
 from jstep.optimizers import hyperparameters as hyper
+from jstep.optimizers.rules import with_init
 from jstep.slots import optax_transformations
-from jstep.slots.roles import Init
 
 
 @makes_optimizer(1)
@@ -69,16 +68,11 @@ def from_optax(
     Source: `optax.GradientTransformation`.
     """
     if not has_init_and_update(transformation):
-        raise TypeError(
-            f"transformation={format_value(transformation)}: must have init and update, like optax.adam(1e-3), got "
-            f"{describe_type(transformation)}"
-        )
+        raise TypeError(f"transformation={format_value(transformation)}: must have init and update, like optax.adam()")
     hyper.check_prefix("name", as_string(name, "name"))
-    reported = _reported(hyperparameters)
-    optimizer = optax_transformations.from_optax(transformation, name)
-    assert isinstance(optimizer.init, Init)
-    finished = isinstance(hyperparameters, Mapping) and hyper.LEARNING_RATE in hyperparameters
-    return optimizer._replace(init=dataclasses.replace(optimizer.init, finished=finished), hyperparameters=reported)
+    is_finished = isinstance(hyperparameters, Mapping) and hyper.LEARNING_RATE in hyperparameters
+    optimizer = with_init(optax_transformations.from_optax(transformation, name), finished=is_finished)
+    return optimizer._replace(hyperparameters=_reported(hyperparameters))
 
 
 def _reported(reported: object) -> Any:

@@ -364,9 +364,7 @@ def scale_updates(factors: Mapping[str, ScalarOrSchedule] | Callable[[str, Any],
         factor = leaf_values.first_match("factors", factors)
         hyper = _by_glob(PREFIX, "factors", factors)
     else:
-        raise TypeError(
-            f"factors={format_value(factors)}: must be a mapping or fn(path, leaf), got {describe_type(factors)}"
-        )
+        raise TypeError(f"factors={format_value(factors)}: must be a mapping or function, got {describe_type(factors)}")
     return from_update("scale_updates", scale_update, {}, hyper, flags={"factor": factor}, by_rows=True)
 
 

@@ -203,11 +203,12 @@ def dynamic_loss_scale(
 
     fresh = {LOSS_SCALE: lambda params, step: jnp.array(first, dtype=jnp.float32), SCALE_SINCE: _fresh_step}
     outer = WrapperSlots(fresh, {LOSS_SCALE: Role.LOSS_SCALE, SCALE_SINCE: Role.SCALE_SINCE})
+    return wrap_optimizer(optimizer, "dynamic_loss_scale", update, outer, guarded=True, inner_roles=_inner_roles)
 
-    def inner_roles(roles: Roles) -> Roles:
-        return roles.with_own_age().ordered().with_misplaced(Role.LOSS_SCALE)
 
-    return wrap_optimizer(optimizer, "dynamic_loss_scale", update, outer, guarded=True, inner_roles=inner_roles)
+def _inner_roles(roles: Roles) -> Roles:
+    """The roles inside a wrapper that skips updates, and outside of which a loss scale belongs."""
+    return roles.with_own_age().ordered().with_misplaced(Role.LOSS_SCALE)
 
 
 def current_loss_scale(roles: Roles, slots: Slots) -> Array | None:
@@ -393,12 +394,9 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
         updates, inner = conditional_update(due, optimizer, treedef.unflatten(means), inner, at)
         return updates, inner, {name: treedef.unflatten(values) for name, values in leaves.items()}
 
-    def inner_roles(roles: Roles) -> Roles:
-        return roles.with_own_age().ordered().with_misplaced(Role.LOSS_SCALE)
-
     outer = WrapperSlots({name: functools.partial(fresh_slot, name, spec) for name, spec in sums.items()})
     is_guarded = False if accumulate else None  # a nonfinite gradient would reach the sum
-    return wrap_optimizer(optimizer, "update_every", update, outer, guarded=is_guarded, inner_roles=inner_roles)
+    return wrap_optimizer(optimizer, "update_every", update, outer, guarded=is_guarded, inner_roles=_inner_roles)
 
 
 def _mean_and_sums(slots: Slots, gradient: Tree, due: Array) -> tuple[Any, Slots]:

@@ -1,6 +1,5 @@
 """Optimizers inside others: how a wrapper adds slots and hyperparameters, and calls the update of the inner one."""
 
-import contextlib
 import contextvars
 import dataclasses
 import functools
@@ -38,6 +37,18 @@ class StepInputs(NamedTuple):
     context: Context
     h: Mapping[str, Any] = {}
     starts: Sequence[Array | None] = ()
+
+
+def with_inputs(update: Callable[[Updates, Slots, StepInputs], Any], *, loads: bool = True) -> Callable[..., Any]:
+    """The `update` of an optimizer from `update(updates, slots, at)`; `loads` marks it with `loads_slots`."""
+
+    def optimizer_update(
+        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
+    ) -> tuple[Updates, Slots]:
+        new: tuple[Updates, Slots] = update(updates, slots, StepInputs(params, step, context))
+        return new
+
+    return loads_slots(optimizer_update) if loads else optimizer_update
 
 
 WrappedUpdate: TypeAlias = Callable[[Updates, Slots, Slots, StepInputs], tuple[Updates, Slots, Slots]]
@@ -130,21 +141,18 @@ def wrap_optimizer(
         ages = Roles(dict.fromkeys(age_slots(params).slots, age_role))
         return inner_roles(roles_of(optimizer, params)).joined(outer_roles).joined(ages)
 
-    @loads_slots
-    def wrapped_update(
-        updates: Updates, slots: Slots, params: Params, step: Step, context: Context = EMPTY_CONTEXT, /
-    ) -> tuple[Updates, Slots]:
-        ages = age_slots(params)
+    def wrapped_update(updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
+        ages = age_slots(at.params)
         old, starts = require_slots(outer_roles, slots), require_slots(ages.slots, slots)
-        gradients = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
+        gradients = trees.flatten_like(at.params, updates, "gradients", is_leaf=is_slices)
         starts_of_leaves = [starts.get(slot or "") for slot in ages.of_leaves]
-        at = StepInputs(params, step, context, values_at(outer.hyper, step, slots), starts_of_leaves)
-        updates, inner, new = update(updates, slots_of(optimizer, slots, params), old, at)
-        return updates, old | ages.after(starts, gradients, outer, step) | new | inner
+        at = at._replace(h=values_at(outer.hyper, at.step, slots), starts=starts_of_leaves)
+        updates, inner, new = update(updates, slots_of(optimizer, slots, at.params), old, at)
+        return updates, old | ages.after(starts, gradients, outer, at.step) | new | inner
 
     outer_init = wrap_init(optimizer, init, all_roles, guarded)
     hyper = merge_hyperparameters(named)
-    return Optimizer(outer_init, wrapped_update, hyper, optimizer.takes_context or takes_context)
+    return Optimizer(outer_init, with_inputs(wrapped_update), hyper, optimizer.takes_context or takes_context)
 
 
 class Ages(NamedTuple):
@@ -309,11 +317,6 @@ Conditions = list[Condition]
 
 CONDITIONS: contextvars.ContextVar[tuple[Conditions, ...]] = contextvars.ContextVar("jstep_conditions", default=())
 """The lists in which the conditions of updates are collected, one for each wrapper that observes them."""
-
-
-def observing_conditions(into: Conditions) -> contextlib.AbstractContextManager[Any]:
-    """Collect the conditions of the updates made in a context; outer collectors get them, too."""
-    return setting(CONDITIONS, (*CONDITIONS.get(), into))
 
 
 def report_condition(condition: Condition) -> None:

@@ -11,7 +11,7 @@ from jstep.core.selection import VarList
 from jstep.core.trees import Array, Optimizer, ScalarOrSchedule
 from jstep.optimizers import rules
 from jstep.optimizers.hyperparameters import check_hyperparameter, constant
-from jstep.optimizers.rules import BETA, MEAN, MEAN_IN_ORDER, POSITIVE, Decay, Result, Slot, Values
+from jstep.optimizers.rules import BETA, MEAN, MEAN_IN_ORDER, POSITIVE, Decay, Result, Values
 
 
 @makes_optimizer()
@@ -49,10 +49,9 @@ def lion(
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023); the results match `optax.lion`.
     """
-    slots = {"m": Slot(holds="mean", in_order=True)}
     hyper: dict[str, Any] = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2}
     hyper |= {"weight_decay": Decay(weight_decay, weight_decay_mask)}
-    return rules.from_direction("lion", lion_direction, slots, hyper)
+    return rules.from_direction("lion", lion_direction, {"m": MEAN_IN_ORDER}, hyper)
 
 
 @makes_optimizer()
