@@ -74,13 +74,13 @@ class MetricReader(ShownAsTyped):
         return KeyError(f"{subject}: evaluate does not return it; it returns {list(names)}")
 
 
-def is_better(value: float, than: float | None, mode: str, margin: float = 0.0) -> bool:
-    """Return whether a value is better by more than a margin; NaN never is, anything else beats None."""
+def is_better(value: float, best: float | None, mode: str, margin: float = 0.0) -> bool:
+    """Return whether a value is better than the best by more than a margin; NaN never is, anything else beats None."""
     if math.isnan(value):
         return False
-    if than is None:
+    if best is None:
         return True
-    return value < than - margin if mode == "min" else value > than + margin
+    return value < best - margin if mode == "min" else value > best + margin
 
 
 class CallbackState(NamedTuple):
@@ -333,9 +333,9 @@ class ReduceOnPlateau(MetricCallback):
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> TrainState | None:
         """Return the state with the reduced value if a reduction is due, or None."""
         value, progress = self.score(results), self._progress
-        than = (-math.inf if self._mode == "max" else math.inf) if progress.best is None else progress.best
-        margin = self._threshold * abs(than) if math.isfinite(than) else 0.0
-        is_good = is_better(value, than, self._mode, margin)
+        old = (-math.inf if self._mode == "max" else math.inf) if progress.best is None else progress.best
+        margin = self._threshold * abs(old) if math.isfinite(old) else 0.0
+        is_good = is_better(value, old, self._mode, margin)
         bad = 0 if is_good or progress.cooling > 0 else progress.bad + 1
         best, cooling = value if is_good else progress.best, max(progress.cooling - 1, 0)
         self._progress = CallbackState(best, bad, cooling=cooling)

@@ -164,9 +164,9 @@ def adam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
 
 def corrections(h: Values) -> dict[str, Any]:
     """The bias corrections, and both combined for `unbiased_direction`, with its ε."""
-    of_m, of_v = rules.bias_correction(h.beta1, h.age), rules.bias_correction(h.beta2, h.age)
-    root = jnp.sqrt(of_v)
-    return {"unbias1": 1 / of_m, "unbias2": 1 / of_v, "unbias": root / of_m, "epsilon_hat": root * h.epsilon}
+    first, second = rules.bias_correction(h.beta1, h.age), rules.bias_correction(h.beta2, h.age)
+    root = jnp.sqrt(second)
+    return {"unbias1": 1 / first, "unbias2": 1 / second, "unbias": root / first, "epsilon_hat": root * h.epsilon}
 
 
 def unbiased_direction(m: Array, v: Array, h: Values) -> Array:
@@ -263,13 +263,13 @@ def nadam(
 
 def nadam_direction(g: Array, p: Array, s: Values, h: Values) -> Result:
     m, v = rules.average(s.m, g, h.beta1), rules.average(s.v, g * g, h.beta2)
-    return (h.of_m * m + h.of_g * g) / (jnp.sqrt(h.unbias2 * v) + h.epsilon), {"m": m, "v": v}
+    return (h.weight_m * m + h.weight_g * g) / (jnp.sqrt(h.unbias2 * v) + h.epsilon), {"m": m, "v": v}
 
 
 def nadam_weights(h: Values) -> dict[str, Any]:
     return {
-        "of_m": h.beta1 / rules.bias_correction(h.beta1, h.age + 1),
-        "of_g": (1 - h.beta1) / rules.bias_correction(h.beta1, h.age),
+        "weight_m": h.beta1 / rules.bias_correction(h.beta1, h.age + 1),
+        "weight_g": (1 - h.beta1) / rules.bias_correction(h.beta1, h.age),
         "unbias2": 1 / rules.bias_correction(h.beta2, h.age),
     }
 
@@ -284,8 +284,8 @@ def growing_nadam_weights(h: Values) -> dict[str, Any]:
     product = h.mu_product * current
     return {
         "mu_product": product,
-        "of_m": following / (1 - product * following),
-        "of_g": (1 - current) / (1 - product),
+        "weight_m": following / (1 - product * following),
+        "weight_g": (1 - current) / (1 - product),
         "unbias2": 1 / rules.bias_correction(h.beta2, h.age),
     }
 
@@ -675,7 +675,7 @@ def adafactor(
     `optax.adafactor`, except that its weight decay is not multiplied by the learning rate. Its decay_offset is
     start_step here.
     """
-    least = as_int(min_dim_size_to_factor, "min_dim_size_to_factor", at_least=1)
+    min_size = as_int(min_dim_size_to_factor, "min_dim_size_to_factor", at_least=1)
     hyper: dict[str, Any] = {"decay_rate": decay_rate, "epsilon": rules.positive("epsilon", epsilon)}
     hyper |= {"epsilon_scale": epsilon_scale, "weight_decay": Decay(weight_decay, weight_decay_mask)}
     optional = {"learning_rate": learning_rate, "clip_threshold": clip_threshold}
@@ -684,11 +684,11 @@ def adafactor(
     relative, scales = as_bool(relative_step, "relative_step"), as_bool(scale_parameter, "scale_parameter")
 
     def without(path: str, leaf: Any, which: int) -> tuple[int, ...] | None:
-        axes = factored_axes(np.shape(leaf), least)
+        axes = factored_axes(np.shape(leaf), min_size)
         return None if axes is None else tuple(np.delete(np.shape(leaf), axes[which]).tolist())
 
     def whole(path: str, leaf: Any) -> tuple[int, ...] | None:
-        return np.shape(leaf) if factored_axes(np.shape(leaf), least) is None else None
+        return np.shape(leaf) if factored_axes(np.shape(leaf), min_size) is None else None
 
     def prepare(h: Values) -> dict[str, Any]:
         lr = h.learning_rate if "learning_rate" in h else HIGHEST_RELATIVE if relative else 1.0
@@ -709,12 +709,12 @@ def adafactor(
     return rules.with_init(optimizer, finished=True)  # also without a learning_rate
 
 
-def factored_axes(shape: tuple[int, ...], least: int) -> tuple[int, int] | None:
-    """The second largest and the largest axis; None unless both have at least `least` elements."""
+def factored_axes(shape: tuple[int, ...], min_size: int) -> tuple[int, int] | None:
+    """The second largest and the largest axis; None unless both have at least `min_size` elements."""
     if len(shape) < 2:
         return None
     second, largest = (int(axis) for axis in np.argsort(shape, kind="stable")[-2:])
-    return (second, largest) if shape[second] >= least else None
+    return (second, largest) if shape[second] >= min_size else None
 
 
 def adafactor_update(g: Array, p: Array, s: Values, h: Values) -> Result:

@@ -64,15 +64,15 @@ def add_noise(eta: ScalarOrSchedule, gamma: ScalarOrSchedule, key: Any) -> Optim
         real = trees.default_float()
         steps = jnp.asarray(step).astype(real) + 1
         sigma = jnp.sqrt(jnp.asarray(h["noise_eta"], real) * steps ** -jnp.asarray(h["noise_gamma"], real))
-        of_step = jax.random.fold_in(key, step)
+        step_key = jax.random.fold_in(key, step)
 
-        def of_leaf(g: Any, i: int) -> Array:
+        def with_noise(g: Any, number: int) -> Array:
             g = g.to_dense() if is_slices(g) else jnp.asarray(g)
             dtype = trees.compute_dtype(g.dtype)
-            noise = jax.random.normal(jax.random.fold_in(of_step, i), g.shape, dtype)
+            noise = jax.random.normal(jax.random.fold_in(step_key, number), g.shape, dtype)
             return g.astype(dtype) + sigma.astype(dtype) * noise
 
-        return map_updates(of_leaf, params, updates, leaf_values.leaf_numbers(params))
+        return map_updates(with_noise, params, updates, leaf_values.leaf_numbers(params))
 
     hyper = {"noise_eta": check_hyperparameter("eta", eta, low=0)}
     hyper |= {"noise_gamma": check_hyperparameter("gamma", gamma, low=0)}
@@ -107,17 +107,17 @@ def centralize_gradients(axes: UnitAxes = None) -> Optimizer:
     axes_of = leaf_values.unit_axes(axes, lambda shape: tuple(range(1, len(shape))))
 
     def centralize(updates: Updates, params: Params, step: Step, h: Hyper) -> Updates:
-        def of_leaf(g: Any, leaf: tuple[str, Any]) -> Any:
-            over = axes_of(*leaf)
+        def centered_leaf(g: Any, leaf: tuple[str, Any]) -> Any:
+            axes = axes_of(*leaf)
 
-            def centred(g: Array) -> Array:
+            def centered(g: Array) -> Array:
                 wide = g.astype(trees.compute_dtype(g.dtype))
-                return wide - jnp.mean(wide, axis=over, keepdims=True) if over else wide
+                return wide - jnp.mean(wide, axis=axes, keepdims=True) if axes else wide
 
-            mixes = is_slices(g) and any(axis % len(g.dense_shape) == 0 for axis in over)
-            return centred(g.to_dense()) if mixes else on_table(centred, g)
+            mixes_rows = is_slices(g) and any(axis % len(g.dense_shape) == 0 for axis in axes)
+            return centered(g.to_dense()) if mixes_rows else on_table(centered, g)
 
-        return map_updates(of_leaf, params, updates, leaf_values.own_leaves(params))
+        return map_updates(centered_leaf, params, updates, leaf_values.own_leaves(params))
 
     return element(centralize, {})
 

@@ -81,7 +81,7 @@ def with_small_ones_loaded(state: TrainState) -> tuple[Slots, int | None]:
         return on_devices(slots), None
     treedef = trees.structure(params)
     leaves = {name: treedef.flatten_up_to(tree) for name, tree in slots.items() if trees.is_like(params, tree)}
-    sizes = [sum(map(_host_bytes, ones)) for ones in zip(*leaves.values(), strict=True)]
+    sizes = [sum(map(_host_bytes, slots_of_leaf)) for slots_of_leaf in zip(*leaves.values(), strict=True)]
     limit = sum(sizes) // PARTS
     order = sorted(range(len(sizes)), key=sizes.__getitem__)
     totals = itertools.accumulate(sizes[i] for i in order)

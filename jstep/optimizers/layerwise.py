@@ -218,7 +218,7 @@ def scale_by_trust_ratio() -> Optimizer:
 
 def scale_by_ratio(p: Array, u: Array, rate: Any = 1.0, coefficient: Any = 1.0, epsilon: Any = 0.0) -> Array:
     """Return rate · ratio · u with ratio = coefficient·‖p‖ / (‖u‖ + epsilon), 1 if either norm is 0."""
-    of_p, of_u = compute_norm([p]), compute_norm([u])
-    neither = (of_p > 0) & (of_u > 0)
-    divisor = jnp.where(neither, of_u + epsilon, jnp.ones_like(of_u))
-    return rate * jnp.where(neither, coefficient * of_p / divisor, 1.0) * u
+    norm_p, norm_u = compute_norm([p]), compute_norm([u])
+    is_nonzero = (norm_p > 0) & (norm_u > 0)
+    divisor = jnp.where(is_nonzero, norm_u + epsilon, jnp.ones_like(norm_u))
+    return rate * jnp.where(is_nonzero, coefficient * norm_p / divisor, 1.0) * u

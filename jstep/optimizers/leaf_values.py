@@ -25,22 +25,22 @@ Flag: TypeAlias = Callable[[Params], list[Any]]
 
 
 def mask(argument: str, var_list: VarList, *, warns: bool = False) -> Flag:
-    """The flag for whether each leaf is selected, in the grammar of `var_list`; None for all.
+    """The flag for whether each leaf is selected, in the grammar of `var_list`; None selects all.
 
-    An entry without a match raises, and with `warns` a function or a tree that selects nothing is one warning; inside
-    `partition` it may match leaves of other labels only.
+    An entry that matches no leaf is an error. With `warns`, a function or a tree that selects nothing is one warning.
+    Inside `partition`, it is enough to match leaves of other labels.
     """
     check_form(var_list, argument)
-    said: set[str] = set()
+    warned: set[str] = set()
 
-    def of(whole: Params) -> list[Any]:
+    def selected(whole: Params) -> list[Any]:
         chosen = flags(whole, var_list, argument)
-        if warns and var_list is not None and not any(chosen) and argument not in said:
-            said.add(argument)
+        if warns and var_list is not None and not any(chosen) and argument not in warned:
+            warned.add(argument)
             _logger.warning("%s: it selects none of the %d parameters, so that none decays", argument, len(chosen))
         return chosen
 
-    return lambda params: on_whole(params, of)
+    return lambda params: on_whole(params, selected)
 
 
 def by_path(fn: Callable[[str, Any], Any]) -> Flag:
@@ -58,17 +58,17 @@ def first_match(argument: str, entries: Iterable[Any]) -> Flag:
         if not isinstance(glob, str):
             raise TypeError(f"{argument}: {format_value(glob)} must be a path or a glob, got {describe_type(glob)}")
 
-    def of(params: Params) -> list[Any]:
-        flags(params, globs, argument)
-        everything = leaf_names(params)
-        exact = {name for names in everything for name in names}
+    def matches(params: Params) -> list[Any]:
+        flags(params, globs, argument)  # raises for an entry that matches no leaf
+        names_of_leaves = leaf_names(params)
+        exact = {name for names in names_of_leaves for name in names}
 
-        def means(glob: str, names: tuple[str, ...]) -> bool:
+        def is_match(glob: str, names: tuple[str, ...]) -> bool:
             return glob in names if glob in exact else is_named(names, glob)
 
-        return [next((glob for glob in globs if means(glob, names)), None) for names in everything]
+        return [next((glob for glob in globs if is_match(glob, names)), None) for names in names_of_leaves]
 
-    return lambda params: on_whole(params, of)
+    return lambda params: on_whole(params, matches)
 
 
 def own_leaves(params: Params) -> list[tuple[str, Any]]:
@@ -84,13 +84,13 @@ def leaf_numbers(params: Params) -> list[int]:
 def on_whole(params: Params, fn: Callable[[Params], list[Any]]) -> list[Any]:
     """Apply `fn` to all parameters, even inside `partition`, and return its values for the leaves of params."""
     whole = _WHOLE.get()
-    everything, structure_of_all = trees.flatten(whole, is_leaf=trees.is_none)
+    all_leaves, whole_structure = trees.flatten(whole, is_leaf=trees.is_none)
     leaves, structure = trees.flatten(params, is_leaf=trees.is_none)
-    if whole is None or structure != structure_of_all:  # params are not some leaves, or another form, of others
+    if whole is None or structure != whole_structure:  # params are not some of the leaves of `whole`
         return fn(params)
     values = iter(fn(whole))
-    by_all = [None if leaf is None else next(values) for leaf in everything]
-    return [value for value, leaf in zip(by_all, leaves, strict=True) if leaf is not None]
+    all_values = [None if leaf is None else next(values) for leaf in all_leaves]
+    return [value for value, leaf in zip(all_values, leaves, strict=True) if leaf is not None]
 
 
 _WHOLE: contextvars.ContextVar[Any] = contextvars.ContextVar("jstep_whole_params", default=None)
@@ -137,9 +137,9 @@ def pair_of_axes(pair: object, path: str, ndim: int) -> MatrixAxes:
 
 
 def _counted(axes: object, ndim: int, path: str) -> tuple[int, ...]:
-    some = () if axes is None else axes if isinstance(axes, tuple | list) else (axes,)
+    given = () if axes is None else axes if isinstance(axes, tuple | list) else (axes,)
     argument = f"axes at {trees.quote_path(path)}"
-    numbers = [as_int(axis, argument) for axis in some]
+    numbers = [as_int(axis, argument) for axis in given]
     if any(not -ndim <= axis < ndim for axis in numbers):
         raise ValueError(f"{argument}: must be axes of a leaf that has {ndim}, got {format_value(axes)}")
     return tuple(axis % ndim for axis in numbers)

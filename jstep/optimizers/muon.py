@@ -50,11 +50,11 @@ def layout_of_matrix(sharding: NamedSharding | None, shape: tuple[int, ...], axe
     if sharding is None or sharding.mesh.size == 1 or len(sharding.spec) > len(shape):
         return None
     spec = [mesh_axes_of(axis) for axis in sharding.spec] + [()] * (len(shape) - len(sharding.spec))
-    parts = (tuple(i for i in range(len(shape)) if i not in (*axes[0], *axes[1])), *axes)
+    groups = (tuple(i for i in range(len(shape)) if i not in (*axes[0], *axes[1])), *axes)
     # Of several axes that are merged into one, only the first may be split.
-    if any(spec[i] for part in parts for i in part[1:]):
+    if any(spec[i] for group in groups for i in group[1:]):
         return None
-    return MatrixLayout(sharding.mesh, *(spec[part[0]] if part else () for part in parts))
+    return MatrixLayout(sharding.mesh, *(spec[group[0]] if group else () for group in groups))
 
 
 def distribute_matrices(members: Sequence[Array], layout: MatrixLayout, fn: Callable[[Array], Array]) -> list[Array]:
@@ -423,21 +423,21 @@ def hyperball_update(u: Array, p: Array, s: Values, h: Values) -> Result:
     Relative to ‖p‖, d is ‖q‖² − 1 and excess is R² − 1; computing R/‖q‖ − 1 directly would lose half the digits.
     """
     axes = tuple(axis for part in h.axes for axis in part)
-    of_p, of_u, inner = (jnp.sum(x, axes, keepdims=True) for x in (jnp.square(p), jnp.square(u), p * u))
-    norm_p, norm_u = (jnp.maximum(jnp.sqrt(square), SMALLEST) for square in (of_p, of_u))
+    square_p, square_u, inner = (jnp.sum(x, axes, keepdims=True) for x in (jnp.square(p), jnp.square(u), p * u))
+    norm_p, norm_u = (jnp.maximum(jnp.sqrt(square), SMALLEST) for square in (square_p, square_u))
     ratio = h.radius / norm_p if "radius" in h else 1.0
-    excess = (h.radius * h.radius - of_p) / jnp.square(norm_p) if "radius" in h else 0.0
+    excess = (h.radius * h.radius - square_p) / jnp.square(norm_p) if "radius" in h else 0.0
     # Less than the learning rate if ‖u‖ is below the smallest norm; NaN if it is infinite.
     step = h.learning_rate * ratio
-    taken = step * (jnp.sqrt(of_u) / norm_u)
-    d = taken * taken - 2 * step * (inner / norm_p / norm_u)
+    length_of_step = step * (jnp.sqrt(square_u) / norm_u)
+    d = jnp.square(length_of_step) - 2 * step * (inner / norm_p / norm_u)
     square = 1 + d
     # If the step cancels p, no direction is left: p stays unchanged.
     exists = ~(square < 1e-6)
     length = jnp.sqrt(jnp.where(exists, square, jnp.ones_like(square)))
-    of_old = (excess - d) / (length * (ratio + length))
-    of_new = ratio * step * norm_p / (length * norm_u)
-    return jnp.where(exists, of_old * p - of_new * u, jnp.zeros_like(p)), {}
+    weight_p = (excess - d) / (length * (ratio + length))
+    weight_u = ratio * step * norm_p / (length * norm_u)
+    return jnp.where(exists, weight_p * p - weight_u * u, jnp.zeros_like(p)), {}
 
 
 def _refuse_zero(path: str, leaf: Any, axes: tuple[int, ...]) -> None:

@@ -281,7 +281,7 @@ def weights(h: Values) -> dict[str, Any]:
     # As long as all rates have been 0, there is nothing to average.
     c = jnp.where(total > 0, weight / jnp.where(total > 0, total, jnp.ones_like(total)), jnp.zeros_like(total))
     # y' = (1−c)·y + c·z + lr·(β1·(1−c) − 1)·u, expressed in terms of the new z' = z − lr·u.
-    return {"lr_max": highest, "weight_sum": total, "c": c, "of_u": lr * (1 - c) * (1 - h.beta1)}
+    return {"lr_max": highest, "weight_sum": total, "c": c, "weight_u": lr * (1 - c) * (1 - h.beta1)}
 
 
 def adamw_weights(h: Values) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def adamw_weights(h: Values) -> dict[str, Any]:
 def sgd_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     u = rules.with_decay(g, p, h)
     z = s.z - h.learning_rate * u
-    return h.c * (z - p) - h.of_u * u, {"z": z}
+    return h.c * (z - p) - h.weight_u * u, {"z": z}
 
 
 def adamw_update(g: Array, p: Array, s: Values, h: Values) -> Result:
@@ -299,7 +299,7 @@ def adamw_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     v, g, p = compute_first(rules.average(s.v, g * g, h.beta2), g, p)
     z = s.z - h.learning_rate * adamw_direction(g, v, p, h)
     z, v, g, p = compute_first(z, v, g, p)
-    return h.c * (z - p) - h.of_u * adamw_direction(g, v, p, h), {"z": z, "v": v}
+    return h.c * (z - p) - h.weight_u * adamw_direction(g, v, p, h), {"z": z, "v": v}
 
 
 def adamw_direction(g: Array, v: Array, p: Array, h: Values) -> Array:

@@ -90,9 +90,9 @@ def _is_sum(leaf: object, update: object) -> bool:
     """Whether `add` is one operation, which compiles faster than a call of a function."""
     if not (trees.is_array(leaf) and trees.is_array(update)):
         return False
-    of_leaf, of_update = jax.typeof(leaf), jax.typeof(update)
-    same = (of_leaf.shape, of_leaf.dtype, of_leaf.weak_type) == (of_update.shape, of_update.dtype, False)
-    return same and of_leaf.dtype == trees.compute_dtype(of_leaf.dtype)
+    old, new = jax.typeof(leaf), jax.typeof(update)
+    is_alike = (old.shape, old.dtype, old.weak_type) == (new.shape, new.dtype, False)
+    return is_alike and old.dtype == trees.compute_dtype(old.dtype)
 
 
 @jax.jit

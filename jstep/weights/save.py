@@ -44,11 +44,11 @@ class _Item(NamedTuple):
 
 def _header(items: Sequence[_Item], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
-    at = 0
+    start = 0
     for item in items:
-        tensor, end = item.tensor, at + item.tensor.nbytes
-        header[tensor.name] = {"dtype": tensor.code, "shape": tensor.shape, "data_offsets": [at, end]}
-        at = end
+        tensor, end = item.tensor, start + item.tensor.nbytes
+        header[tensor.name] = {"dtype": tensor.code, "shape": tensor.shape, "data_offsets": [start, end]}
+        start = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # align the tensors
     if len(text) > LARGEST:
@@ -70,9 +70,9 @@ class NewFiles:
 
     def check(self) -> None:
         """Refuse to replace what is not a regular file."""
-        for place in map(self._at, [*self.names, *([self._base + INDEX] if len(self.names) > 1 else [])]):
-            if os.path.lexists(place) and not stat.S_ISREG(os.lstat(place).st_mode):
-                raise OSError(errno.EINVAL, "is not a regular file, and would be replaced; move it away", place)
+        for file in map(self._at, [*self.names, *([self._base + INDEX] if len(self.names) > 1 else [])]):
+            if os.path.lexists(file) and not stat.S_ISREG(os.lstat(file).st_mode):
+                raise OSError(errno.EINVAL, "is not a regular file, and would be replaced; move it away", file)
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
