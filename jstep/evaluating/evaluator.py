@@ -179,7 +179,7 @@ class Evaluator:
                 # NumPy arrays, which are identical on all of several processes, become global arrays here.
                 with internal_transfers() if is_global else contextlib.nullcontext():
                     metrics = self.compute(params, args)
-                with internal_transfers():  # begin to read what is summed on the host
+                with internal_transfers():  # begin to read the metrics that are summed on the host
                     summed = [metric for lane_metrics in metrics for metric in lane_metrics if metric.kind != OBJECT]
                     start_copies(jax.tree.leaves(summed))
                 for lane_metrics in metrics:
@@ -201,11 +201,11 @@ class Evaluator:
 
     def _evaluated(self, state: TrainState) -> "Evaluated":
         """The arguments of metric_fn that the state has, by the prefix of the names of their metrics."""
-        found = {}
+        arguments = {}
         for prefix, averages in _parameters_of(self.use_averages).items():
             model_state = _model_state_of(state, averages) if self.has_model_state else ()
-            found[prefix] = (_params_of(state, averages), *model_state)
-        return found
+            arguments[prefix] = (_params_of(state, averages), *model_state)
+        return arguments
 
     def _check_state(self, state: TrainState) -> None:
         require_alive(require_state(state))

@@ -241,13 +241,12 @@ def with_moving_average(
             copies of the parameters.
 
     Returns:
-        An `Optimizer` with one more slot, named `ema.name`. The average of a leaf moves in the updates that have a
-        gradient of the leaf, so in a step of several updates, such as one for each player of a GAN, once for each of
-        the leaf's updates, and it stays, short of the parameter, when the leaf is no longer trained. Leaves that a
-        `partition` freezes have no average. With zero_debias, the
+        An `Optimizer` with one more slot, named `ema.name`. The average of a leaf moves in each update that has a
+        gradient of the leaf; a step may have several, such as one for each player of a GAN. If a leaf is no longer
+        trained, its average stays where it is. Leaves that a `partition` freezes have no average. With zero_debias, the
         age of averages comes from the optimizer's `start_step`, which is added if missing; around a `partition` each
         label has a separate one, `with_moving_average/label/start_step`, which counts the updates that have a gradient
-        of its leaves. Averages with start_step or every, which not every update moves, have a separate age,
+        of its leaves. Averages with start_step or every do not move in every update: they have a separate age,
         `with_moving_average/name/start_step`, or one for each label. Inside `skip_nonfinite`, a skipped update leaves
         the averages unchanged; inside `master_weights`, the master weights are averaged.
 

@@ -262,7 +262,7 @@ def store_updates(stored: StoredState, inner: Inner, updates: Updates) -> tuple[
 
 
 def _collecting(conditions: Conditions, update: Callable[..., Any], *first: object) -> Callable[..., Any]:
-    """The `update` of a traced program that also returns its conditions; `conditions` lists those of the last trace."""
+    """The `update` of a traced program that also returns its conditions; each trace replaces the list `conditions`."""
 
     def traced(*others: object) -> Any:
         conditions.clear()

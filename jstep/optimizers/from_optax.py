@@ -22,12 +22,13 @@ def from_optax(
     Wherever jstep accepts an optimizer, it accepts a transformation, too, as `from_optax(transformation)`. Call the
     function to report hyperparameters, or to choose the names of the slots.
 
-    Its state becomes slots. State with the structure of the parameters, such as moments, is sharded like them, and is
-    float32 for low-precision parameters; other state, such as counts, becomes separate slots. State that `init` creates
-    as a copy of the parameters is a copy of the restored parameters after a partial restore without it.
+    The state of the transformation becomes slots. State with the structure of the parameters, such as moments, is
+    sharded like them, and is float32 for low-precision parameters; other state, such as counts, becomes separate slots.
+    State that `init` creates as a copy of the parameters is a copy of the restored parameters after a partial restore
+    without it.
     The transformation works in at least float32 and sees trainable leaves only. A leaf whose gradient is None, as with
     `var_list`, is a constant for it, and neither the leaf nor its state changes; a transformation that needs all
-    leaves, as one with a mask that is a tree, gets zeros for it. `IndexedSlices` are converted to dense arrays.
+    leaves, such as one whose mask is a tree, gets zeros for it. `IndexedSlices` are converted to dense arrays.
 
     A transformation with extra arguments gets `value`, `grad` and `value_fn` in a training step of `minimize`:
     `optax.lbfgs()` with its line search, `optax.polyak_sgd`, `optax.contrib.reduce_on_plateau`. `grad` is the tree of

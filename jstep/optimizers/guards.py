@@ -340,9 +340,9 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
 
     At the other steps the update is zero and the slots stay unchanged, even if the gradients are NaN. Schedules are
     evaluated at the global step. Ages, and thus bias corrections, count the optimizer's own updates, as does the period
-    of `lookahead` inside it. Averages inside it follow its own updates; those with `every` only the ones at their
-    global steps, so give `every` a multiple of k, and a `start_step` of phase modulo k. Averages around it follow every
-    step.
+    of `lookahead` inside it. Averages inside it move at its own updates. Averages with `every` also wait for their
+    global steps: make `every` a multiple of k, and `start_step` equal to phase modulo k. Averages around it move at
+    every step.
 
     Args:
         k: The number of steps from one update to the next, ≥ 1; 1 updates at every step.

@@ -173,10 +173,10 @@ def _slot_of(state: Tree, name: str) -> str:
     arrays = (slot for slot, value in slots.items() if trees.is_array(value))
     slot_of = {shown: slot for slot in arrays if (shown := display_name(slot)) is not None}
     if name not in slot_of:
-        found = sorted(slot for slot in slots if slot.endswith(f"/hyperparams/{name.rpartition('/')[2]}"))
+        names = sorted(slot for slot in slots if slot.endswith(f"/hyperparams/{name.rpartition('/')[2]}"))
         remedy = "pass jstep.held(name, value) to the optimizer in place of its number"
-        if found:  # of optax.inject_hyperparams
-            remedy = f"Optax holds {found}: state.replace(slots={{**state.slots, {found[0]!r}: jnp.asarray(value)}})"
+        if names:  # of optax.inject_hyperparams
+            remedy = f"Optax holds {names}: state.replace(slots={{**state.slots, {names[0]!r}: jnp.asarray(value)}})"
         raise KeyError(
             f"name={name!r}: the state holds no such hyperparameter{trees.suggest_names(name, slot_of)}, it holds "
             f"{sorted(slot_of)}; {remedy}"

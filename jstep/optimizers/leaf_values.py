@@ -137,9 +137,9 @@ def pair_of_axes(pair: object, path: str, ndim: int) -> MatrixAxes:
 
 
 def _counted(axes: object, ndim: int, path: str) -> tuple[int, ...]:
-    given = () if axes is None else axes if isinstance(axes, tuple | list) else (axes,)
+    axis_list = () if axes is None else axes if isinstance(axes, tuple | list) else (axes,)
     argument = f"axes at {trees.quote_path(path)}"
-    numbers = [as_int(axis, argument) for axis in given]
+    numbers = [as_int(axis, argument) for axis in axis_list]
     if any(not -ndim <= axis < ndim for axis in numbers):
         raise ValueError(f"{argument}: must be axes of a leaf that has {ndim}, got {format_value(axes)}")
     return tuple(axis % ndim for axis in numbers)

@@ -133,8 +133,9 @@ class Slot:
             sum, or one whose rounding errors would be amplified, as by Muon. `"square"`: an average, a sum or a maximum
             of values that are never negative, by which something is divided. `"weight"`: values like the
             parameter's.
-        in_order: Whether more than the slot's new value is computed from its old one, as Lion's update is. XLA would
-            copy such a slot on a CPU, unless it must compute the parameter first, then the slots in their order.
+        in_order: Whether something besides the slot's new value, such as Lion's update, is computed from its old value.
+            On CPUs XLA would copy such a slot, unless it has to compute the parameter first, then the slots in their
+            order.
         computes_params: Whether the rule computes the parameters from the slot, as FTRL does, so that new parameters
             need a new state: `with_params` is an error.
 

@@ -33,7 +33,7 @@ class Role(enum.Enum):
     NOISE = "the average of the gradient's noise"
     NOISE_SQUARE = "the average of the gradient's squared norm"
     NOISE_WEIGHT = "the weight of the averages of the gradient's noise and squared norm"
-    LAST_WEIGHT = "the weight with which averages took the values of the last update; 0 before each update"
+    LAST_WEIGHT = "the weight of new values in averages at the last update; 0 before each update"
 
     SHARED = "a value shared by all parameters, with no other role"
     ROWS = "a value for each row of a parameter"
@@ -43,7 +43,7 @@ class Role(enum.Enum):
     MASTER_COPY = "a value for each parameter, at first a copy of its master"
     AVERAGE = "an average of each parameter that begins at zeros, or at values of its own"
     SCALES = "the scales of the codes of another slot"
-    REMAINDER = "the bits below those of a bfloat16: of another slot, or of the parameters"
+    REMAINDER = "the 8 bits that follow a bfloat16: a value of another slot, or a parameter"
 
 
 AGES = (Role.AGE, Role.OWN_AGE)

@@ -23,8 +23,7 @@ from jstep.core.checks import as_bool
 from jstep.core.device_values import floating_dtype
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.state.leaves import PARAMS
-from jstep.weights import matching_tensors as match
-from jstep.weights.matching_tensors import Names, WantedTensor
+from jstep.weights.matching_tensors import Names, WantedTensor, call_transform, match_tensors, rules
 from jstep.weights.search import arrays_directory, local_path, read_tensors, weights_file
 from jstep.weights.tensors import Read, Tensor, in_groups, read_parts
 
@@ -107,8 +106,9 @@ def load_weights(
     float_dtype: Any = None if dtype is None else floating_dtype(dtype, "dtype")
     placement.refuse_compile_only(target, "target")
     source = open_source(path)
-    by_name = match.rules(names, target, "target")
-    matched = match.match(target, source.tensors, by_name, float_dtype, with_more=source.is_checkpoint)
+    rules_of_leaves = rules(names, target, "target")
+    is_checkpoint = source.is_checkpoint
+    matched = match_tensors(target, source.tensors, rules_of_leaves, float_dtype, is_checkpoint=is_checkpoint)
     leaves = [wanted.leaf for wanted in matched.wanted]
     # Leaves with transforms come first, since the result of a transform may not fit.
     if partial or not matched.differences():
@@ -116,7 +116,7 @@ def load_weights(
             if wanted.source is None or wanted.transform is None:
                 continue
             name = wanted.source.name
-            array = match.call_transform(wanted.transform, np.asarray(source.read({name: None})[name]), wanted.path)
+            array = call_transform(wanted.transform, np.asarray(source.read({name: None})[name]), wanted.path)
             if problem := wanted.difference(array.shape, array.dtype):
                 matched.wanted[i] = dataclasses.replace(wanted, source=None, problem=problem)
             else:
@@ -165,11 +165,11 @@ class TensorSource:
 
 def open_source(path: object) -> TensorSource:
     """Open weights for reading, and check their description; no tensor is read."""
-    given = local_path(path)
-    if (file := weights_file(given)) is not None:
+    resolved = local_path(path)
+    if (file := weights_file(resolved)) is not None:
         tensors = read_tensors(file)
         return TensorSource(file, tensors, functools.partial(_read_files, tensors), is_checkpoint=False)
-    checkpoint = os.path.abspath(given)
+    checkpoint = os.path.abspath(resolved)
     if missing(checkpoint) != MANIFEST_FILE:  # a manifest of another program does not count
         return TensorSource(checkpoint, *_checkpoint_of_jstep(checkpoint), is_checkpoint=True)
     from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow

@@ -69,8 +69,11 @@ def call_transform(transform: Transform, array: np.ndarray[Any, Any], path: str)
 class WantedTensor(targets.TargetLeaf[Any]):
     """A leaf of a target, and its tensor.
 
-    For typed PRNG keys, shape and dtype describe their data, which is loaded. `casts`: floating tensors of other dtypes
-    fit.
+    For typed PRNG keys, shape and dtype describe their data, which is loaded.
+
+    Attributes:
+        transform: As in `Rule`.
+        casts: Whether a floating tensor of another dtype fits.
     """
 
     transform: Transform | None = None
@@ -99,18 +102,18 @@ class WeightsMatch(targets.TargetMatch[WantedTensor]):
     MAX_SHOWN = 200  # enough to show the names of a model's layers
 
 
-def match(
-    target: Tree, tensors: Mapping[str, Any], by_name: Sequence[Rule], float_dtype: DTypeLike, *, with_more: bool
+def match_tensors(
+    target: Tree, tensors: Mapping[str, Any], rules: Sequence[Rule], float_dtype: DTypeLike, *, is_checkpoint: bool
 ) -> WeightsMatch:
-    """Find the tensor of each leaf of a target.
+    """Find the tensor of each leaf of a target; `rules` has one for each leaf.
 
-    With `with_more`, `tensors` are from a checkpoint, which may hold more than weights, such as optimizer state.
-    Names may omit its `params/`. Groups at the root of `params` from which nothing is loaded do not count as unused,
-    nor does anything outside of a group that `names` adds to all paths.
+    A checkpoint may hold more than weights, such as optimizer state, and its names may be given without `params/`.
+    Groups next to `params` from which nothing is loaded do not count as unused, nor does anything outside of a group
+    that `names` adds to all paths.
     """
     wanted = []
-    whole = _whole_names(by_name, tensors) if with_more else by_name
-    for (path, leaf), rule in zip(trees.leaves_with_paths(target), whole, strict=True):
+    full_rules = _with_full_names(rules, tensors) if is_checkpoint else rules
+    for (path, leaf), rule in zip(trees.leaves_with_paths(target), full_rules, strict=True):
         shape, dtype = _kind(leaf, path)
         casts = float_dtype is not None and trees.is_floating(dtype)
         dtype = float_dtype if casts else dtype
@@ -121,17 +124,17 @@ def match(
     used = {entry.path: entry.name for entry in wanted if entry.name is not None and entry.name in tensors}
     used_names = set(used.values())
     unused = [name for name in tensors if name not in used_names]
-    groups = _groups(used) if with_more else ("",)
+    groups = _groups(used) if is_checkpoint else ("",)
     return WeightsMatch(wanted, [name for name in unused if name.startswith(groups)])
 
 
-def _whole_names(by_name: Sequence[Rule], tensors: Mapping[str, Any]) -> list[Rule]:
+def _with_full_names(rules: Sequence[Rule], tensors: Mapping[str, Any]) -> list[Rule]:
     """Return the rules with full names, in which `params/` is not omitted."""
-    names = [rule.name for rule in by_name if rule.name is not None]
+    names = [rule.name for rule in rules if rule.name is not None]
     # The parameters may have a group `params`, too, so that both "params/w" and "params/params/w" exist.
     everywhere = not all(name in tensors for name in names) and all(_in_params(name) in tensors for name in names)
     omitted = {name for name in names if (everywhere or name not in tensors) and _in_params(name) in tensors}
-    return [rule._replace(name=_in_params(rule.name)) if rule.name in omitted else rule for rule in by_name]
+    return [rule._replace(name=_in_params(rule.name)) if rule.name in omitted else rule for rule in rules]
 
 
 def _in_params(name: str) -> str:

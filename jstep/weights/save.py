@@ -69,7 +69,7 @@ class NewFiles:
         self.path = path + INDEX if shards > 1 else path
 
     def check(self) -> None:
-        """Refuse to replace what is not a regular file."""
+        """Raise if a file to be replaced is not a regular file."""
         for file in map(self._at, [*self.names, *([self._base + INDEX] if len(self.names) > 1 else [])]):
             if os.path.lexists(file) and not stat.S_ISREG(os.lstat(file).st_mode):
                 raise OSError(errno.EINVAL, "is not a regular file, and would be replaced; move it away", file)

@@ -21,10 +21,10 @@ _DEFAULTS = (f"model{SUFFIX}", f"model{SUFFIX}{INDEX}")
 def local_path(path: object) -> str:
     if path == "":
         raise ValueError("path='': must name a file or a directory")
-    given = location(path, "path")
-    if is_url(given):
-        raise ValueError(f"path={given!r}: must be a local path; copy the files to this machine first")
-    return given
+    resolved = location(path, "path")
+    if is_url(resolved):
+        raise ValueError(f"path={resolved!r}: must be a local path; copy the files to this machine first")
+    return resolved
 
 
 def weights_file(path: str) -> str | None:
