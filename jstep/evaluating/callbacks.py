@@ -333,9 +333,9 @@ class ReduceOnPlateau(MetricCallback):
     def __call__(self, step: int, state: TrainState, results: Mapping[str, Any]) -> TrainState | None:
         """Return the state with the reduced value if a reduction is due, or None."""
         value, progress = self.score(results), self._progress
-        old = (-math.inf if self._mode == "max" else math.inf) if progress.best is None else progress.best
-        margin = self._threshold * abs(old) if math.isfinite(old) else 0.0
-        is_good = is_better(value, old, self._mode, margin)
+        reference = (-math.inf if self._mode == "max" else math.inf) if progress.best is None else progress.best
+        margin = self._threshold * abs(reference) if math.isfinite(reference) else 0.0
+        is_good = is_better(value, reference, self._mode, margin)
         bad = 0 if is_good or progress.cooling > 0 else progress.bad + 1
         best, cooling = value if is_good else progress.best, max(progress.cooling - 1, 0)
         self._progress = CallbackState(best, bad, cooling=cooling)

@@ -195,7 +195,7 @@ class TestBadInput:
         step_of_manager(tmp_path / "manager")
         own(tmp_path / "own")
         for name in ("manager", "own"):
-            with pytest.raises((FileNotFoundError, ValueError), match="pass one of them|a complete checkpoint"):
+            with pytest.raises((FileNotFoundError, ValueError), match=r"pass one of them|a complete checkpoint"):
                 jstep.load_weights(tmp_path / name, SHAPES)
 
     def test_several_items(self, tmp_path):
