@@ -48,7 +48,9 @@ class MetricReader(ShownAsTyped):
     def __init__(self, metric: Any, mode: Any) -> None:
         self.metric = as_string(metric, "metric", "the name of a metric that evaluate returns")
         if mode is None and not metric.endswith(LOWER_IS_BETTER):
-            raise ValueError(f'mode=None: must be "max" if a higher {metric!r} is better, or "min" if a lower one is')
+            raise ValueError(
+                f'mode=None: must be "max" if higher values of {metric!r} are better, or "min" if lower ones are'
+            )
         self._mode: str = "min" if mode is None else check_choice(mode, "mode", ("min", "max"))
 
     def use_names(self, prefix: str, names: Collection[str] | None) -> None:
@@ -63,7 +65,9 @@ class MetricReader(ShownAsTyped):
         if name not in results:
             raise self._missing(results)
         if not is_number(results[name]):
-            raise TypeError(f"{type(self).__name__}: metric={name!r}: must be a number, got {results[name]!r}")
+            raise TypeError(
+                f"{type(self).__name__}: metric={name!r}: must be a number, evaluate returned {results[name]!r}"
+            )
         return float(read_values({name: results[name]})[name])
 
     def _name_in(self, names: Collection[str]) -> str:

@@ -69,7 +69,9 @@ class EvaluationBatches:
         if self._used and self._has_state:
             self.source.set_state(copy.deepcopy(self._beginning))
         elif self._used and self._is_iterator:
-            raise ValueError(f"batches={format_value(self.source)}: an exhausted iterator; give jstep.batches")
+            raise ValueError(
+                f"batches={format_value(self.source)}: an iterator that an evaluation has exhausted; give jstep.batches"
+            )
         self._used = True
         number = 0
         for number, batch in enumerate(until_end(self._items()), 1):
@@ -129,7 +131,9 @@ def _on_device(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
 def _check(batches: Tree) -> None:
     """Reject values that cannot be a finite source of batches; warn of dropped rows."""
     if isinstance(batches, Mapping | str | bytes):
-        raise TypeError(f"batches: must be a source of batches, got a {type(batches).__name__}; give [batch] for one")
+        raise TypeError(
+            f"batches: must be a source of batches, got a {type(batches).__name__}; for one batch give [batch]"
+        )
     is_iterable = any(hasattr(batches, method) for method in ("__iter__", "__next__", "__getitem__"))
     if isinstance(batches, type) or not (is_iterable or callable(batches)):
         raise TypeError(f"batches={format_value(batches)}: must be an iterable or a sequence of batches")
@@ -146,8 +150,13 @@ def _check(batches: Tree) -> None:
         return  # a slice of other steps omits rows on purpose
     dropped = whole.num_rows - whole.steps_per_epoch * size
     if dropped > 0:
-        text = "evaluator: batches=%s: %d of %d rows are not evaluated; give jstep.batches(…, drop_remainder=False)"
-        _logger.warning(text, whole, dropped, whole.num_rows)
+        _logger.warning(
+            "evaluator: batches=%s: %d of %d rows are not evaluated: they do not fill a batch, and drop_remainder=True "
+            "drops them; give jstep.batches(…, drop_remainder=False)",
+            whole,
+            dropped,
+            whole.num_rows,
+        )
 
 
 def check_sharding(batch_sharding: object) -> None:

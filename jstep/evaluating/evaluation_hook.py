@@ -148,7 +148,9 @@ class EvaluationHook(RunHook):
     def use_run(self, run: RunInfo) -> None:
         """Pass the run to callbacks; reject a duplicate prefix."""
         if sum(other.prefix == self.prefix for other in run.evaluations) > 1:
-            raise ValueError(f"hooks: prefix={self.prefix!r}: must be of one EvaluationHook; give another")
+            raise ValueError(
+                f"hooks: prefix={self.prefix!r}: must be of one EvaluationHook, whose results it names; give another"
+            )
         super().use_run(run)
         self._call_each("use_run", run)
 
@@ -249,7 +251,9 @@ class EvaluationHook(RunHook):
             raise TypeError(f"evaluate returned {type(values).__name__}; it must return a mapping of names to numbers")
         for name, value in values.items():
             if not is_numeric(value) or np.size(value) != 1:
-                raise TypeError(f"evaluate: {name!r}={format_value(value)}: must be a number; log it in evaluate")
+                raise TypeError(
+                    f"evaluate: results[{name!r}]={format_value(value)}: must be a number; log it in evaluate"
+                )
         if (path := trees.find_donated(state)) is not None:
             raise RuntimeError(f"evaluate: must not donate the state, and donated its {path!r}; compile it without")
         self._interrupted_step = None

@@ -19,12 +19,12 @@ from jstep.core.meshes import internal_transfers, mesh_of, using_mesh, without_e
 from jstep.metering.numbers import is_number, is_numeric, local_copy, read_value
 
 _METHODS = ("merge", "compute")
-_MUST_BE = "must be a value for each example, a scalar, a pair of scalars (sum, count), or have merge and compute"
+_MUST_BE = (
+    "must be a vector with a value for each example, a scalar, a pair of scalars (sum, count), or an object with the "
+    "methods merge and compute"
+)
 _REGISTER = "; register other fields as static (meta_fields of jax.tree_util.register_dataclass)"
-PER_EXAMPLE = "per example"
-MEAN = "mean"
-PAIR = "sum and count"
-OBJECT = "object"
+PER_EXAMPLE, MEAN, PAIR, OBJECT = "per example", "mean", "sum and count", "object"
 
 _AHEAD = 2
 """The number of batches to dispatch before the metrics of the first one are read."""
@@ -49,7 +49,9 @@ class Metric:
 def classify_metrics(returned: object, rows: int | str) -> list[Metric]:
     """Return the metrics of a batch, whose kinds are determined by their shapes; works while tracing."""
     if not isinstance(returned, Mapping):
-        raise TypeError(f"metric_fn returned {describe_type(returned)}: must be a mapping of names to metrics")
+        raise TypeError(
+            f"metric_fn returned {describe_type(returned)}: must be a mapping of names to metrics, such as a dict"
+        )
     for name in returned:
         if not isinstance(name, str):
             raise TypeError(f"metric_fn: the name {name!r} of a metric is {type(name).__name__}, must be a string")
@@ -154,7 +156,9 @@ def _is_object(name: str, value: object) -> bool:
         return False
     what = f"metric_fn: the metric {name!r} is {describe_type(value)}"
     if missing or isinstance(value, type) or jax.tree_util.all_leaves([value]):
-        raise TypeError(f"{what}: must be a pytree with merge(other) and compute() (jax.tree_util.register_dataclass)")
+        raise TypeError(
+            f"{what}: must have merge(other) and compute(), and be a pytree (jax.tree_util.register_dataclass)"
+        )
     trees.require_arrays(value, what, _REGISTER)  # JAX's own error does not name the metric
     return True
 

@@ -212,7 +212,9 @@ class Evaluator:
         refuse_shapes(state, "state")
         own_rows = isinstance(self.batches.source, BatchSequence) and not processes.is_single_process()
         if self.batch_sharding is None and own_rows:
-            raise ValueError("batch_sharding=None: jstep.batches gives each process its own rows; give a sharding")
+            raise ValueError(
+                "batch_sharding=None: jstep.batches gives each process its own rows; give a sharding, as in train"
+            )
 
     @contextlib.contextmanager
     def _explained(self, state: TrainState, args: tuple[Any, ...]) -> Iterator[None]:
@@ -308,7 +310,9 @@ def _params_of(state: TrainState, use_averages: bool | str | Sequence[str]) -> A
                 free = schedule_free_params(state)
             kept = [slot for slot in state.slots if slot.endswith(f"/{AVERAGE_SLOT}")]
             if free is not None and kept:
-                raise ValueError(f"use_averages=True: must name one of {kept}; others are schedule-free")
+                raise ValueError(
+                    f"use_averages=True: must name one of {kept}, as the state also has schedule-free parameters"
+                )
             if free is not None:
                 return free
         try:
@@ -319,7 +323,9 @@ def _params_of(state: TrainState, use_averages: bool | str | Sequence[str]) -> A
 
 def _model_state_of(state: TrainState, use_averages: bool | str | Sequence[str]) -> tuple[Any, ...]:
     if MODEL_STATE not in state.slots:
-        raise ValueError("has_model_state=True: the state has no model state; use TrainState.create(…, model_state=…)")
+        raise ValueError(
+            "has_model_state=True: the state has no model state; create it with TrainState.create(…, model_state=…)"
+        )
     names = as_average_names(use_averages)
     if names is not None:
         with contextlib.suppress(ValueError), internal_transfers():

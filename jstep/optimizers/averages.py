@@ -90,7 +90,9 @@ class ExponentialMovingAverage:
 
     def __post_init__(self) -> None:
         if (self.decay is None) == (self.rate is None):
-            raise ValueError(f"decay={self.decay}, rate={self.rate}: exactly one must be given; rate is 1 − decay")
+            raise ValueError(
+                f"decay={self.decay}, rate={self.rate}: exactly one must be given, where rate is 1 − decay"
+            )
         argument, value = self.speed
         object.__setattr__(self, argument, check_hyperparameter(argument, value, low=0, high=1))
         for flag in ("num_updates", "zero_debias", "model_state"):
@@ -150,7 +152,9 @@ class ExponentialMovingAverage:
         if num_updates is None and needed:
             raise ValueError("num_updates=None: must be given for this average; pass num_updates=state.global_step")
         if isinstance(speed, Held):
-            raise TypeError(f"{argument}=held({speed.name!r}, …): the state holds it; use jstep.with_moving_average")
+            raise TypeError(
+                f"{argument}=held({speed.name!r}, …): its value is in the state; use jstep.with_moving_average"
+            )
         for name, value in (("num_updates", num_updates), ("age", age)):
             if value is not None:
                 _count(name, value)
@@ -419,7 +423,10 @@ def averaged_model_state(state: TrainState, name: str | Sequence[str] = AVERAGE_
     names = [f"{slot}/{MODEL_STATE}" for slot in find_slots(state, name, _HINT)]
     averages = next((state.slots[slot] for slot in names if slot in state.slots), None)
     if averages is None:
-        raise ValueError(f"name={name!r}: no averages of model_state; use ExponentialMovingAverage(model_state=True)")
+        raise ValueError(
+            f"name={name!r}: the state has no averages of its model state; keep them by "
+            "jstep.ExponentialMovingAverage(…, model_state=True)"
+        )
 
     def leaf(value: Any, average: Any) -> Any:
         return value if average is None else on_devices(average).astype(value.dtype)

@@ -294,7 +294,9 @@ class _Partition:
         for label, (path, _) in zip(names, named, strict=True):
             if not (label is None or (isinstance(label, str) and label in self.optimizers)):
                 subject = f"labels({path!r}, …) returned" if is_function else f"labels: the leaf at {path!r} has"
-                raise ValueError(f"{subject} {label!r}, must be one of {sorted(self.optimizers)} or None to freeze it")
+                raise ValueError(
+                    f"{subject} {label!r}, must be one of {sorted(self.optimizers)}, or None to freeze the leaf"
+                )
         return names
 
     def inner_labels(self, params: Params) -> Labels:
@@ -353,7 +355,9 @@ def _labels_of_leaves(labels: Any, params: Params) -> list[Any]:
     try:
         jax.tree.map(fill, labels, params, is_leaf=trees.is_none)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"labels={format_value(labels)}: must be a tree like params, or a prefix of one") from error
+        raise ValueError(
+            f"labels={format_value(labels)}: a tree of labels must have the structure of params or a prefix of it"
+        ) from error
     return names
 
 

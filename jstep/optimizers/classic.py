@@ -143,19 +143,23 @@ def sgd(
     Source: `torch.optim.SGD`, whose results it matches. For TF's variant, see `momentum`.
     """
     use_nesterov = as_bool(use_nesterov, "use_nesterov")
-    numbers = {"learning_rate": learning_rate, "momentum": momentum, "dampening": dampening}
-    hyper = rules.in_bounds({**numbers, "weight_decay": weight_decay})
-    has_momentum = not rules.is_zero(hyper["momentum"])
-    is_damped = not rules.is_zero(hyper["dampening"])
-    by_rows = rules.is_zero(hyper["weight_decay"])
-    if use_nesterov and (is_damped or not has_momentum):
-        raise ValueError(f"use_nesterov=True: must have momentum > 0 and dampening=0, got {momentum=} and {dampening=}")
-    hyper["weight_decay"] = Decay(weight_decay, weight_decay_mask)
-    if use_nesterov:
-        return rules.from_update("sgd", sgd_nesterov_update, {"momentum": MEAN_IN_ORDER}, hyper, by_rows=by_rows)
-    slots = {"momentum": MEAN} if has_momentum else {}
-    prepare = share_of_gradient if has_momentum and is_damped else None
-    return rules.from_update("sgd", sgd_update, slots, hyper, prepare=prepare, by_rows=by_rows)
+    numbers = {
+        "learning_rate": learning_rate,
+        "momentum": momentum,
+        "dampening": dampening,
+        "weight_decay": weight_decay,
+    }
+    hyper = rules.in_bounds(numbers)
+    keeps, damped, decays = (not rules.is_zero(hyper[name]) for name in ("momentum", "dampening", "weight_decay"))
+    if use_nesterov and (damped or not keeps):
+        raise ValueError(
+            f"use_nesterov=True: must have a momentum > 0 and dampening=0, got {momentum=} and {dampening=}"
+        )
+    rule = sgd_nesterov_update if use_nesterov else sgd_update
+    slots, hyper["weight_decay"] = {"momentum": MEAN} if keeps else {}, Decay(weight_decay, weight_decay_mask)
+    slots = {"momentum": MEAN_IN_ORDER} if use_nesterov else slots
+    prepare = share_of_gradient if keeps and damped else None
+    return rules.from_update("sgd", rule, slots, hyper, prepare=prepare, by_rows=not decays)
 
 
 def share_of_gradient(h: Values) -> dict[str, Any]:

@@ -99,7 +99,9 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
     least = as_int(min_size, "min_size", at_least=0)
     near = as_int(block, "block", at_least=SMALLEST_BLOCK)
     if near > LARGEST_BLOCK or near & (near - 1):
-        raise ValueError(f"block={format_value(block)}: must be a power of 2 from {SMALLEST_BLOCK} to {LARGEST_BLOCK}")
+        raise ValueError(
+            f"block={format_value(block)}: must be a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}"
+        )
     kept = None if keep is None else leaf_values.mask("keep", keep)
 
     def blocks_in(params: Params) -> list[Blocks | None]:
@@ -123,7 +125,9 @@ remainder (8 KiB), start_step (4 B), v (8 KiB), v/scale (256 B))
         trained = _trained_leaves(optimizer, params)
         for path, p in zip(trees.leaf_paths(params), trained, strict=True):
             if p is not None and p.dtype == jnp.float16:
-                raise ValueError(f"params: {trees.quote_path(path)} must be bfloat16 or float32, got float16; cast it")
+                raise ValueError(
+                    f"params: {trees.quote_path(path)} must be bfloat16 or float32 for compact, got float16; cast it"
+                )
         lows = [None if p is None or p.dtype != jnp.bfloat16 else jnp.zeros_like(p, jnp.int8) for p in trained]
         leaves, treedef = trees.flatten(params)
         with leaf_values.partial_params(params):

@@ -59,7 +59,9 @@ def check_prefix(argument: str, name: str) -> None:
     if not name or name.strip("/") != name:
         raise ValueError(f"{argument}={name!r}: must be a name without slashes at its ends")
     if HELD_PART in name.split("/"):
-        raise ValueError(f"{argument}={name!r}: must not have the part {HELD_PART!r}, which marks held hyperparameters")
+        raise ValueError(
+            f"{argument}={name!r}: must not have the part {HELD_PART!r}, which marks slots of held hyperparameters"
+        )
 
 
 def held_roles(hyper: Mapping[str, Any]) -> Roles:
@@ -69,7 +71,9 @@ def held_roles(hyper: Mapping[str, Any]) -> Roles:
         if isinstance(value, Held):
             slot = f"{HELD_PART}/{value.name}"
             if slot in arguments or not isinstance(hyper.get(value.name, value), Held):
-                raise ValueError(f"{argument}=held({value.name!r}, …): the name is taken; use held({argument!r}, …)")
+                raise ValueError(
+                    f"{argument}=held({value.name!r}, …): another one has this name; use held({argument!r}, …)"
+                )
             arguments[slot] = argument
     return Roles(dict.fromkeys(arguments, Role.HELD), arguments=arguments)
 

@@ -138,21 +138,25 @@ COEFFICIENTS: Triple = PRESETS["jordan"].triples[0]
 def triples_and_safety(coefficients: object, steps: int | None) -> tuple[tuple[Triple, ...], float]:
     count = None if steps is None else as_int(steps, "ns_steps", at_least=1)
     if not isinstance(coefficients, str):
-        return _custom_triples(coefficients, count or 5), 1.0
+        return _own(coefficients, count or 5), 1.0
     triples, default, safety, repeats = PRESETS[check_choice(coefficients, "ns_coefficients", PRESETS)]
     count = default if count is None else count
     if count > len(triples) and not repeats:
-        raise ValueError(f"ns_steps={count}: must be ≤ {len(triples)} for {coefficients!r}; 'polar_express' allows any")
+        raise ValueError(
+            f"ns_steps={count}: must be at most {len(triples)} for {coefficients!r}; 'polar_express' allows any"
+        )
     return (triples + triples[-1:] * (count - len(triples)))[:count], safety
 
 
-def _custom_triples(value: Any, count: int) -> tuple[Triple, ...]:
+def _own(value: Any, count: int) -> tuple[Triple, ...]:
     try:
         numbers = np.asarray(value, np.float64)
     except (TypeError, ValueError):
         numbers = np.zeros(0)
     if numbers.shape not in ((3,), (count, 3)) or not np.isfinite(numbers).all():
-        raise ValueError(f"ns_coefficients={format_value(value)}: must be 1 or {count} triples, or in {list(PRESETS)}")
+        raise ValueError(
+            f"ns_coefficients={format_value(value)}: must be a triple, {count} triples or one of {list(PRESETS)}"
+        )
     return tuple((a, b, c) for a, b, c in np.broadcast_to(numbers, (count, 3)).tolist())
 
 
@@ -450,7 +454,9 @@ def _refuse_zero(path: str, leaf: Any, axes: tuple[int, ...]) -> None:
         norms = jax.device_get(on.sqrt(on.sum(on.square(wide), axes)))
     if np.any(norms == 0):
         index = np.argwhere(norms == 0)[0].tolist()
-        raise ValueError(f"params: the norm of {trees.quote_path(path)}{index or ''} must not be 0; initialize it")
+        raise ValueError(
+            f"params: the norm of {trees.quote_path(path)}{index or ''} must not be 0 for on_hyperball; initialize it"
+        )
 
 
 # Muon: orthogonalized momentum, and its orthogonalization as an element of a chain.

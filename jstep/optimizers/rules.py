@@ -237,7 +237,9 @@ def from_direction(
     """
     decay = as_mapping(hyper, "hyper", _HYPER).get("weight_decay")
     if weight_decay_mask is not None and decay is None:
-        raise ValueError(f"weight_decay_mask={format_value(weight_decay_mask)}: must be None without a weight_decay")
+        raise ValueError(
+            f"weight_decay_mask={format_value(weight_decay_mask)}: must be None without a weight_decay in hyper"
+        )
     if decay is not None and not isinstance(decay, Decay):
         hyper = {**hyper, "weight_decay": Decay(decay, weight_decay_mask)}
 

@@ -126,8 +126,8 @@ def load_weights(
             raise ValueError(
                 f"target does not fit {source.path}{differences}; map them in names, see docs: help/errors#load-weights"
             )
-        outcome = "" if any(wanted.source for wanted in matched.wanted) else ", and nothing was loaded"
-        _logger.warning("load_weights: %s does not fit target%s%s", source.path, outcome, differences)
+        nothing = "" if any(wanted.source for wanted in matched.wanted) else ", and nothing was loaded"
+        _logger.warning("load_weights: %s does not fit target%s%s", source.path, nothing, differences)
     plain = [i for i, wanted in enumerate(matched.wanted) if wanted.source is not None and wanted.transform is None]
     for wanted in matched.wanted:
         if wanted.source is None:

@@ -275,7 +275,9 @@ def _items(params: Tree, names: object) -> list[_Item]:
             items.append(_Item(path, leaf, rule.transform, tensor))
         owners.setdefault(rule.name, path)
     if problems:
-        raise ValueError(f"params: cannot be saved: {'; '.join(problems)}; rename, transform or omit them in names")
+        raise ValueError(
+            f"params: cannot be saved: {'; '.join(problems)}; give them another name or transform in names, or None"
+        )
     if not items:
         raise ValueError("params: has no leaf to save")
     return items
@@ -313,14 +315,18 @@ def _as_saved(leaf: object, path: str) -> Any:
     if trees.is_python_number(leaf):
         return device_values.number(leaf, what)
     if not trees.is_array(leaf):
-        raise TypeError(f"{what} must be an array, got {describe_type(leaf)}; use equinox.filter or flax.nnx.state")
+        raise TypeError(
+            f"{what} must be an array, got {describe_type(leaf)}; remove others, as by equinox.filter or flax.nnx.state"
+        )
     return leaf
 
 
 def _file(path: object) -> str:
     file = local_path(path)
     if os.path.isdir(file) or not os.path.basename(file):
-        raise IsADirectoryError(f"path={file!r}: must be a file; pass {os.path.join(file, 'model.safetensors')!r}")
+        raise IsADirectoryError(
+            f"path={file!r}: must be a file, got a directory; pass {os.path.join(file, 'model.safetensors')!r}"
+        )
     if file.endswith(INDEX):
         raise ValueError(f"path={file!r}: must be a file for tensors, got an index; pass {file.removesuffix(INDEX)!r}")
     return file
@@ -331,5 +337,7 @@ def _metadata(metadata: Any) -> dict[str, str]:
         return {"format": "pt"}  # `transformers` rejects a file without it
     for key, value in as_mapping(metadata, "metadata", "from strings to strings").items():
         if not all(isinstance(text, str) and is_utf8(text) for text in (key, value)):
-            raise TypeError(f"metadata: {format_value(key)}: {format_value(value)} must be UTF-8 text; use json.dumps")
+            raise TypeError(
+                f"metadata: {format_value(key)}: {format_value(value)} must be strings in UTF-8; use json.dumps"
+            )
     return dict(metadata)

@@ -38,7 +38,9 @@ def weights_file(path: str) -> str | None:
         return path
     if os.path.isfile(path + INDEX):
         return path + INDEX
-    raise FileNotFoundError(f"path={path!r}: must exist; huggingface_hub.snapshot_download downloads weights")
+    raise FileNotFoundError(
+        f"path={path!r}: there is no such file or directory; huggingface_hub.snapshot_download downloads one"
+    )
 
 
 def _files_in(directory: str) -> list[str]:
@@ -53,8 +55,10 @@ def _files_in(directory: str) -> list[str]:
 
 
 def _several(directory: str, what: str, names: Sequence[str]) -> ValueError:
-    example = os.path.join(directory, names[0])
-    return ValueError(f"path={directory!r}: {what} ({', '.join(names[:10])}); pass one of them, such as {example!r}")
+    such_as = os.path.join(directory, names[0])
+    return ValueError(
+        f"path={directory!r}: {what} ({', '.join(names[:10])}); pass the path of one, such as {such_as!r}"
+    )
 
 
 def read_tensors(path: str) -> dict[str, Tensor]:
@@ -92,12 +96,16 @@ def _files_of(path: str) -> dict[str, str]:
         raise ValueError(f"{path}: corrupted: is not JSON ({error!s:.300})") from None
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise ValueError(f"{path}: must have a weight_map from tensors to files, got {format_value(content)}")
+        raise ValueError(
+            f"{path}: not an index: must have a weight_map from tensors to files, got {format_value(content)}"
+        )
     for file in set(weight_map.values()):
         # Check the name, not the link target: snapshots of the Hub are links to files elsewhere.
         parts = file.replace("\\", "/").split("/")
         if "" in parts or ".." in parts or "\0" in file or ntpath.splitdrive(file)[0]:
-            raise ValueError(f"{path}: the index names {format_value(file)}: must be a file in its directory")
+            raise ValueError(
+                f"{path}: the index names the file {format_value(file)}: must be a name inside the index's directory"
+            )
     return weight_map
 
 
@@ -117,7 +125,9 @@ def arrays_directory(path: str) -> str:
     inside = {name: list_names(os.path.join(path, name)) for name in sorted(entries) if TEMPORARY not in name}
     items = [name for name, names in inside.items() if _METADATA in names]
     if not items:
-        raise FileNotFoundError(f"path={path!r}: must be a directory with *{SUFFIX}, or a complete checkpoint")
+        raise FileNotFoundError(
+            f"path={path!r}: the directory has no *{SUFFIX} and is not a complete checkpoint; pass the path of one"
+        )
     if _DEFAULT not in items and (len(items) > 1 or any(MANIFEST_FILE in inside[name] for name in items)):
         raise _several(path, "has several items or checkpoints", items)
     return os.path.join(path, _DEFAULT if _DEFAULT in items else items[0])

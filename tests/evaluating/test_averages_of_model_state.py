@@ -126,7 +126,7 @@ def test_checkpoints_have_them(tmp_path):
 
 def test_a_state_without_them():
     plain = jstep.with_moving_average(SGD, jstep.ExponentialMovingAverage(0.9))
-    with pytest.raises(ValueError, match=r"no averages of model_state; use Exp"):
+    with pytest.raises(ValueError, match=r"no averages of its model state; keep them by jstep\.Exp"):
         jstep.averaged_model_state(make_state(plain))
     with pytest.raises(ValueError, match=r"with_moving_average"):
         jstep.averaged_model_state(make_state(SGD))

@@ -300,7 +300,7 @@ def test_without_a_mode_only_losses_errors_and_perplexities_are_minimized(name):
     for metric in ("loss", "val/loss", "test_error", "perplexity", "error"):
         make(metric)
     for metric in ("accuracy", "auc", "loss_scale", "errors", "lossy"):
-        with pytest.raises(ValueError, match=rf'mode=None: must be "max" if a higher {metric!r} is better'):
+        with pytest.raises(ValueError, match=rf'mode=None: must be "max" if higher values of {metric!r} are better'):
             make(metric)
         with pytest.raises(ValueError, match="mode=None"):
             make(metric, mode=None)

@@ -158,7 +158,7 @@ def x_of(self):
 
 
 OTHER = make(first, x_of)
-WRONG = r"the metric 'm' is (a|the class) Mine: must be a pytree with merge\(other\) and compute\(\)"
+WRONG = r"the metric 'm' is (a|the class) Mine: must have merge\(other\) and compute\(\), and be a pytree"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ WRONG = r"the metric 'm' is (a|the class) Mine: must be a pytree with merge\(oth
     [
         (make(first), TypeError, WRONG),
         (make(None, x_of), TypeError, WRONG),
-        (make(), TypeError, "the metric 'm' is a Mine: must be a value for each example, .* or have merge and"),
+        (make(), TypeError, "the metric 'm' is a Mine: must be a vector .* or an object with the methods merge and"),
         (make(first, x_of, is_pytree=False), TypeError, WRONG),
         (lambda x: OTHER, TypeError, WRONG),
         (make(lambda a, b: a.x, x_of), TypeError, "'m': merge of a Mine returned an array .* of another structure"),

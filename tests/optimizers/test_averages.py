@@ -199,7 +199,9 @@ def test_a_held_decay_is_in_the_state():
     step = jstep.minimize(lambda p: jnp.sum(p["w"]), optimizer)
     _, metrics = step(jstep.TrainState.create(PARAMS_OF_RATES, optimizer))
     assert float(metrics["teacher"]) == 0
-    with pytest.raises(TypeError, match=r"decay=held\('teacher', …\): the state holds it; use jstep.with_moving"):
+    with pytest.raises(
+        TypeError, match=r"decay=held\('teacher', …\): its value is in the state; use jstep.with_moving"
+    ):
         ema.apply(ema.init(PARAMS_OF_RATES), PARAMS_OF_RATES)
 
 

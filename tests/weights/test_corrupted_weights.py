@@ -76,7 +76,7 @@ def test_an_index_must_not_leave_its_folder(tmp_path, file):
     (tmp_path / "in").mkdir()
     path = write_index(tmp_path / "in" / "model.safetensors.index.json", {"a": file})
     for location in (path, tmp_path / "in"):
-        with pytest.raises(ValueError, match="must be a file in its directory"):
+        with pytest.raises(ValueError, match="inside the index's directory"):
             jstep.load_weights(location, TARGET)
 
 
@@ -117,10 +117,10 @@ def test_finding_the_weights_in_a_folder(tmp_path):
         jstep.load_weights(tmp_path / "nothing-here", TARGET)
     with pytest.raises(ValueError, match="path='': must name a file or a directory"):
         jstep.load_weights("", TARGET)
-    with pytest.raises(FileNotFoundError, match=r"must be a directory with \*\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"the directory has no \*\.safetensors"):
         jstep.load_weights(tmp_path, TARGET)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match=r"must be a directory with \*\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"the directory has no \*\.safetensors"):
         jstep.load_weights(tmp_path, TARGET)
     write_arrays(tmp_path / "adapter.safetensors", a=[1, 2])
     (tmp_path / "._adapter.safetensors").write_bytes(b"metadata that macOS adds to copied files")
