@@ -1,10 +1,12 @@
 """Iterators over all sources of batches, including stateful loaders; `from_state` and `replayed`."""
 
+import contextlib
 import functools
 import itertools
 import logging
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +35,8 @@ _logger = logging.getLogger("jstep")
 
 _SEQUENCE = (Sequence, BatchSequence)
 _STATELESS = (types.FunctionType, types.BuiltinFunctionType, functools.partial)
+_untrained: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Iterators from which a run has fetched batches that no step was trained on, and the number of these."""
 _USED = "batches"
 """The key of the position of `replayed`: the number of batches that were used."""
 
@@ -120,15 +124,16 @@ def _open(
             return Source(items, by_step=batches, fresh=isinstance(batches, BatchSequence))
         items = iter(batches)
         if not keeps_position(items):
-            _warn_without_position(type(batches).__name__, start, resumable=resumable)
-            return Source(items)
+            if not _warn_of_untrained(batches):
+                _warn_without_position(type(batches).__name__, start, resumable=resumable)
+            return Source(itertools.islice(items, max(0, last_step - start)))
         owner = items
     read, begin = _resumed(owner, position, start, last_step)
     # Some iterators have `__next__` but no `__iter__`.
     items = iter(owner) if hasattr(owner, "__iter__") else map(next, itertools.repeat(owner))
-    since = batches_since(position)
-    fresh = isinstance(owner, BatchIterator)
-    return Source(itertools.islice(items, since, None) if since else items, read, begin, fresh=fresh)
+    since = batches_since(None if position is None else position.value)
+    items = itertools.islice(items, since, since + max(0, last_step - start))
+    return Source(items, read, begin, fresh=isinstance(owner, BatchIterator))
 
 
 def _by_step(batches: Tree, start: int, last_step: int) -> Iterator[Any] | None:
@@ -204,7 +209,7 @@ def _resumed(owner: object, kept: SavedPosition | None, start: int, last_step: i
     """Set the position of an earlier run, if any; return `Source.position` and `Source.begin`."""
     name, read = type(owner).__name__, functools.partial(loader_position, owner)
     if kept is None:
-        if start:
+        if not _warn_of_untrained(owner) and start:
             text = (
                 "The run resumes at step %d, but the checkpoint has no position for the %s: it starts where it is now."
             )
@@ -261,6 +266,37 @@ def loader_position(owner: object) -> Any:
 
 def set_position(owner: object, position: object) -> None:
     _methods(owner)[1](decode_position(position, type(owner).__name__))
+
+
+def set_back(batches: Tree, position: Any, untrained: int) -> None:
+    """Set an iterator back to a position, before a number of batches that no step was trained on.
+
+    If that is not possible, the next run that gets it warns that these are lost.
+    """
+    with contextlib.suppress(Exception):  # what cannot be set is warned about
+        if position is not None:
+            set_position(batches, position)
+            for _ in range(batches_since(position)):
+                next(batches)
+            return
+    with contextlib.suppress(TypeError):  # an object without weak references or a hash
+        _untrained[batches] = untrained
+
+
+def _warn_of_untrained(batches: object) -> bool:
+    """Warn if an earlier run has fetched batches that it did not train on; return whether it has."""
+    count = 0
+    with contextlib.suppress(TypeError):
+        count = _untrained.pop(batches, 0)
+    if count:
+        _logger.warning(
+            "batches: %d of this %s were fetched by an earlier run without being trained on, and are lost: this run "
+            "begins after them. Use jstep.batches, a function of the step, or, with a checkpoint_dir, an iterator that "
+            "has get_state and set_state.",
+            count,
+            type(batches).__name__,
+        )
+    return count > 0
 
 
 def _methods(owner: object) -> tuple[Callable[[], Any], Callable[[Any], Any]]:

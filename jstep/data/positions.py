@@ -292,8 +292,9 @@ class RarePosition:
         return position
 
 
-def batches_since(position: SavedPosition | None) -> int:
-    number = position.value.get(_AFTER, 0) if position and isinstance(position.value, Mapping) else 0
+def batches_since(position: object) -> int:
+    """Return the number of batches between the one that a position was read after and the one that it is of."""
+    number = position.get(_AFTER, 0) if isinstance(position, Mapping) else 0
     if type(number) is not int or number < 0:
         raise ValueError(f"batches: the checkpoint's position has {_AFTER}={number!r:.50}: must be a number of batches")
     return number

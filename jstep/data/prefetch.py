@@ -177,9 +177,10 @@ class ReaderThread:
                 del error  # breaks the reference cycle with this frame, which its traceback holds
         raise StopIteration
 
-    def close(self) -> None:
-        """End the thread, without waiting for a slow call, and drop the results."""
+    def close(self) -> bool:
+        """End the thread, without waiting for a slow call, and drop the results; return whether it has ended."""
         self._end()
+        return not self._thread.is_alive()
 
 
 class _Shared(NamedTuple):

@@ -4,7 +4,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 from jstep.core.stopwatch import WAITING, Stopwatch
@@ -117,9 +116,9 @@ class BatchFeeder(Iterator[Chunk]):
         """Return the position after all fetched steps, or before the latest chunk's."""
         return self.position.now() if steps >= self._taken else self.position.before
 
-    def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
+    def close(self) -> bool:
+        """End the thread; return whether it has ended, so that it does not use the source any more."""
+        return self._reader is None or self._reader.close()
 
 
 def _position_of(source: Source) -> StoredPosition:
@@ -130,23 +129,35 @@ def _position_of(source: Source) -> StoredPosition:
     return StoredPosition(None if source.is_of_state else source.begin or source.position)
 
 
-def copy_batches(source: Source, fetched: SimpleNamespace | None = None) -> CopiedBatches:
-    """Yield each batch, copied if other code might write to it, its shapes, and the position after it."""
-    fetched = fetched or SimpleNamespace(count=0)
-    # `LivePosition` reads the positions of batches that are made with the state.
-    at, fresh = None if source.is_of_state else source.position, source.fresh
-    for batch in until_end(source.items):
-        leaves, structure = copy_leaves(batch, fresh=fresh)
-        shapes = shapes_of_leaves(leaves, structure)
-        yield structure.unflatten(leaves), shapes, None if at is None else at()
-        fetched.count += 1  # after it was placed: errors name the batch that was not
+class BatchCopies(Iterable[tuple[Any, Any, Any]]):
+    """The batches of a source, copied if other code might write to them, each with its shapes and the next position.
+
+    Attributes:
+        fetched: The number of batches that were fetched.
+        count: The number of those that were also placed: errors name the batch that was not.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.fetched = self.count = 0
+
+    def __iter__(self) -> CopiedBatches:
+        source = self._source
+        # `LivePosition` reads the positions of batches that are made with the state.
+        read_position = None if source.is_of_state else source.position
+        for batch in until_end(source.items):
+            self.fetched += 1
+            leaves, structure = copy_leaves(batch, fresh=source.fresh)
+            shapes = shapes_of_leaves(leaves, structure)
+            yield structure.unflatten(leaves), shapes, None if read_position is None else read_position()
+            self.count += 1
 
 
 class FirstBatch:
     """Batches, the first of which is timed, and may be made early in a thread."""
 
-    def __init__(self, items: CopiedBatches, times: StartTimes) -> None:
-        self._items, self._times = items, times
+    def __init__(self, batches: BatchCopies, times: StartTimes) -> None:
+        self._items, self._times = iter(batches), times
         self._again: Callable[[], CopiedBatches] | None = None
         self._first: Task[Any] | None = None  # until the loop takes it, so that nothing else holds the batch
 

@@ -8,7 +8,6 @@ import functools
 import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -30,7 +29,7 @@ from jstep.hooks.run_hook import Poll, RunHook, RunInfo
 from jstep.loop.arguments import Options
 from jstep.loop.background import BackgroundHooks
 from jstep.loop.dispatch import Dispatch
-from jstep.loop.feeder import BatchFeeder
+from jstep.loop.feeder import BatchCopies, BatchFeeder
 from jstep.loop.observer import Observers
 from jstep.loop.origin import Origin
 from jstep.loop.programs import TrainSteps
@@ -121,7 +120,7 @@ class RunContext(RunInfo):
         transfers: The numbers in transfer from the device, in the order of their delivery.
         background: Calls hooks in the background; `runner` calls them in the loop's thread.
         in_flight: The calls that the device has not finished.
-        fetched: The number of batches that were fetched.
+        fetched: The batches of the source, which count those that were fetched.
         closing: What is closed at the end, in reverse order.
         at: Where the loop is.
         first: The step at which the loop begins; while a checkpoint is restored, an assumption.
@@ -154,6 +153,7 @@ class RunContext(RunInfo):
     hooks: list[Any]
     runner: HookCalls
     source: Source
+    fetched: BatchCopies
     feeder: BatchFeeder
 
     def __init__(self, options: Options, train_steps: TrainSteps, state: TrainState, times: StartTimes) -> None:
@@ -165,7 +165,6 @@ class RunContext(RunInfo):
         self.transfers = TransferQueue(functools.partial(self.watch.part, STEPPING))
         self.background = BackgroundHooks(options.hooks)
         self.in_flight = InFlight()
-        self.fetched = SimpleNamespace(count=0)
         self.closing = contextlib.ExitStack()
         self.steps_by_rows = Counter()
         self._new_name = secrets.token_hex(4)

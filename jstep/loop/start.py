@@ -19,7 +19,7 @@ from jstep.checkpoint.saver import Saver
 from jstep.core import interactive
 from jstep.core.annotations import Tree
 from jstep.core.exceptions import noting
-from jstep.data.loaders import Source, StateBatches, open_source
+from jstep.data.loaders import Source, StateBatches, open_source, set_back
 from jstep.data.loop_batches import LoopBatches
 from jstep.data.positions import RarePosition, restore_position
 from jstep.data.sequence import BatchSequence
@@ -29,7 +29,7 @@ from jstep.hooks.nan_loss import NanLossHook
 from jstep.loop.arguments import Options
 from jstep.loop.build_hooks import build_hooks
 from jstep.loop.dispatch import Dispatch, warn_of_ended_rate
-from jstep.loop.feeder import BatchFeeder, FirstBatch, copy_batches
+from jstep.loop.feeder import BatchCopies, BatchFeeder, FirstBatch
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.observer import compiling_for
 from jstep.loop.origin import STOPPED, find_origin, of_copy, open_saver, read_trunk, restore
@@ -71,7 +71,7 @@ def open_run(run: RunContext, batches: Tree) -> HookRunner:
         ends=runner.ends(Boundaries(run.train_steps, run.source.next_change)) if table.is_looped else (math.inf,),
     )
     run.feeder = BatchFeeder(run.source, chunks, run.signals, run.watch)
-    run.closing.callback(run.feeder.close)
+    run.closing.callback(_close_batches, run)
     run.is_open = True
     runner.use_run()
     if run.saver is not None:  # a run that resumes from a checkpoint does not write earlier lines again
@@ -204,7 +204,7 @@ def _begin_early(run: RunContext, batches: Tree) -> tuple[Source, FirstBatch] | 
         return None
     source, first = _open_batches(run, batches)
     # A function of the step is called again if it failed, because it may depend on a hook.
-    again = (lambda: copy_batches(_source(run, batches), run.fetched)) if source.by_step else None
+    again = (lambda: iter(_copies(run, _source(run, batches)))) if source.by_step else None
     first.start(again)
     sharding = run.options.batch_sharding
     shapes = None if own is None or sharding is not None else functools.partial(own.shapes, start)
@@ -214,7 +214,22 @@ def _begin_early(run: RunContext, batches: Tree) -> tuple[Source, FirstBatch] | 
 
 def _open_batches(run: RunContext, batches: Tree) -> tuple[Source, FirstBatch]:
     source = _source(run, batches)
-    return source, FirstBatch(copy_batches(source, run.fetched), run.times)
+    return source, FirstBatch(_copies(run, source), run.times)
+
+
+def _copies(run: RunContext, source: Source) -> BatchCopies:
+    run.fetched = BatchCopies(source)
+    return run.fetched
+
+
+def _close_batches(run: RunContext) -> None:
+    """End the thread of the batches; set an iterator, which may be passed to another run, back to the last step."""
+    is_unused = run.feeder.close()
+    steps, batches = run.step - run.first, run.source.given
+    untrained = run.fetched.fetched - steps
+    is_iterator = hasattr(batches, "__next__") and run.source.by_step is None
+    if is_iterator and (untrained or run.feeder.waiting):  # a batch may have been read in part
+        set_back(batches, run.feeder.position_after(steps) if is_unused else None, untrained)
 
 
 def _source(run: RunContext, batches: Tree) -> Source:
@@ -222,16 +237,16 @@ def _source(run: RunContext, batches: Tree) -> Source:
     first, options = run.origin.first or 0, run.options
     saved, is_saved = restore_position(run.origin.extra), options.checkpoint_dir is not None
     source = open_source(batches, first, options.stop_step, saved, resumable=is_saved, state=lambda: run.at.state)
+    ask = source.position
     if not is_saved:
-        return source._replace(position=None)  # the position is never saved
-    if source.position is None:
+        source = source._replace(position=None)  # it is never saved
+    if ask is None or not (is_saved or hasattr(batches, "__next__")):
         return source
     if source.is_of_loop:
-        source.position()  # raises now if it cannot be saved
+        ask()  # raises now if it cannot be saved
         return source
-    ask = source.position
-    if not source.is_of_state:
-        rare = RarePosition(source.position, functools.partial(_next_save, options, first))
+    if is_saved and not source.is_of_state:
+        rare = RarePosition(ask, functools.partial(_next_save, options, first))
         source, ask = source._replace(position=rare), rare.read
     if source.begin is not None:
         return source

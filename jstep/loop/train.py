@@ -50,7 +50,8 @@ def train(*args: Any, **options: Any) -> TrainState[Any]:
         batches: An object with `batches[N]` (`jstep.batches`), a function of the step, `jstep.from_state(fn)` for
             batches that are made with the state, or any iterable. The position of an iterator with `get_state` and
             `set_state`, or of a loader or iterator with `state_dict` and `load_state_dict`, is saved with each
-            checkpoint, for every process. A plain tuple is passed as `*args`; anything else, including a list or a
+            checkpoint, for every process. A run that has fetched batches without training on them sets such an iterator
+            back when it ends, or, if it cannot, the next run that gets the iterator warns. A plain tuple is passed as `*args`; anything else, including a list or a
             NamedTuple, is one argument; for a step without a batch, pass `lambda step: ()`. Each batch is copied before
             the next one is fetched, so a loader may reuse its buffers. If the batches end before last_step, including
             by the `OutOfRangeError` of a closed queue, the run ends with a warning.

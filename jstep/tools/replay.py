@@ -26,7 +26,7 @@ from jstep.data.positions import restore_position
 from jstep.hooks.hook import check_step
 from jstep.loop.arguments import as_steps_per_call, check, check_locations
 from jstep.loop.dispatch import Dispatch
-from jstep.loop.feeder import copy_batches
+from jstep.loop.feeder import BatchCopies
 from jstep.loop.origin import extra_at
 from jstep.loop.programs import Boundaries, Program, ProgramTable, as_stages, make_chunks
 from jstep.loop.train import train
@@ -191,7 +191,7 @@ def replayed(
             f"batches={format_value(batches)}: must be able to go to step {start}, and {why}; give jstep.batches, a "
             "list, a function of the step, or a loader with get_state and set_state"
         )
-    items = copy_batches(source._replace(position=None))  # the position is not saved again
+    items = iter(BatchCopies(source._replace(position=None)))  # the position is not saved again
     table = ProgramTable(stages, steps_per_call, state=state)
     dispatch = Dispatch(table)
     ends = Boundaries(stages, source.next_change).ends(

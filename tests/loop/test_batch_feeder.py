@@ -16,7 +16,7 @@ from waiting import wait_until
 from jstep.core.stopwatch import Stopwatch
 from jstep.data.loaders import open_source
 from jstep.loop import feeder as feeder_module
-from jstep.loop.feeder import BatchFeeder, copy_batches, fetch_by_all
+from jstep.loop.feeder import BatchCopies, BatchFeeder, fetch_by_all
 from jstep.loop.programs import make_chunks
 from jstep.loop.signals import StopSignals, StopWaiting
 
@@ -59,7 +59,7 @@ def check_waits(feeder, got):
 
 def make_feeder(batches, way, ends=(math.inf,), signals=None):
     source = open_source(batches, 0, 100, None)
-    made = make_chunks(copy_batches(source), 0, in_loops(9 if ends[0] < math.inf else 1), ends=ends)
+    made = make_chunks(BatchCopies(source), 0, in_loops(9 if ends[0] < math.inf else 1), ends=ends)
     feeder = BatchFeeder(source, made, signals or StopSignals(), Stopwatch())
     feeder.starts_after = {"direct": None, "ahead": 1, "later": 3}.get(way, way)
     return feeder

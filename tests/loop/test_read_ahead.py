@@ -7,7 +7,7 @@ from sources import in_loops
 
 from jstep.core.stopwatch import Stopwatch
 from jstep.data.loaders import open_source
-from jstep.loop.feeder import BatchFeeder, copy_batches
+from jstep.loop.feeder import BatchCopies, BatchFeeder
 from jstep.loop.programs import make_chunks
 from jstep.loop.signals import StopSignals
 
@@ -21,7 +21,7 @@ def starts(read, step, calls=3000):
         return n
 
     source = open_source(batch, 0, 10**6, None)
-    made = make_chunks(copy_batches(source), 0, in_loops(1), ends=range(1, 10**6))
+    made = make_chunks(BatchCopies(source), 0, in_loops(1), ends=range(1, 10**6))
     watch = Stopwatch(clock=lambda: now[0])
     feeder = BatchFeeder(source, made, StopSignals(), watch)
     try:
