@@ -39,7 +39,7 @@ from jstep.distributed import processes
 from jstep.hooks.hook import check_returned_state, check_step
 from jstep.loop.arguments import Options, as_steps_per_call, cache_directory, check, explains_arguments
 from jstep.loop.feeder import fetch_by_all
-from jstep.loop.hook_runner import HookRunner, close_hooks
+from jstep.loop.hook_runner import HookRunner, RunChunk, close_hooks
 from jstep.loop.observer import Observer
 from jstep.loop.programs import Chunk, as_stages
 from jstep.loop.progress import Progress
@@ -80,17 +80,17 @@ _Kind: TypeAlias = type[BaseException] | None
 _Trace: TypeAlias = TracebackType | None
 
 
-class _Failures(contextlib.AbstractContextManager[None]):
+class _Failure(contextlib.AbstractContextManager[None]):
     """Keeps the error that ends a run, in case the block of the user swallows it."""
 
-    latest: BaseException | None = None
+    error: BaseException | None = None
 
     def __exit__(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
         if error is None or isinstance(error, GeneratorExit):
             return
-        self.latest = original_error(error)
-        if self.latest is not error:
-            raise self.latest from None
+        self.error = original_error(error)
+        if self.error is not error:
+            raise self.error from None
 
 
 class Run(Generic[P]):
@@ -145,6 +145,9 @@ class Run(Generic[P]):
     Source: `tf.train.MonitoredTrainingSession`, whose users wrote the loop.
     """
 
+    _runner: HookRunner
+    _run_chunk: RunChunk
+
     @explains_arguments
     def __init__(
         self,
@@ -197,13 +200,12 @@ class Run(Generic[P]):
         with times.part("devices"):
             jax.devices()
         self._context = RunContext(options, stages, state, times)
-        self._runner: HookRunner | None = None
         self._stack: contextlib.ExitStack | None = None
         self._owner = 0, 0
         self._iterator: Generator[int, None, None] = (step for step in range(0))
         self._last = LoopState(0, None)
         self._has_steps = self._is_stopped = self._is_finished = self._is_handled = False
-        self._failures = _Failures()
+        self._failure = _Failure()
 
     # What a loop uses.
 
@@ -273,20 +275,17 @@ class Run(Generic[P]):
                 "jstep.from_loop(…)"
             )
         self._require_body("run.train_step(…)")
-        run.calling = None
-        run.watch.switch(STARTING if run.at.step == run.first else STEPPING)
+        self._leave_body()
         self._batches.passed.append(args)
-        with self._failures:
+        with self._failure:
             self._take(next(run.feeder))
-        run.calling = BODY
-        run.watch.switch(run.watch.waiting)
+        self._enter_body()
         return run.at.metrics
 
     def _require_body(self, what: str) -> None:
-        if self._failures.latest is not None:  # the block has swallowed it; no step is taken after it
-            raise self._failures.latest
         if self._context.calling is not BODY or self._owner != (os.getpid(), threading.get_ident()):
-            raise RuntimeError(f"{what}: must be in the body of `for step in run:`, before the run has ended")
+            outside = RuntimeError(f"{what}: must be in the body of `for step in run:`, before the run has ended")
+            raise self._failure.error or outside
 
     # Enter, and leave: what the end has to undo is pushed on one stack, which is unwound in reverse order.
 
@@ -316,9 +315,9 @@ class Run(Generic[P]):
 
     @shortens_tracebacks
     def __exit__(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
-        failure, stack = self._failures.latest, self._stack
-        self._failures.latest = None
-        if stack is None or self._owner[0] != os.getpid():  # the body has forked; the run is that of the parent
+        failure, stack = self._failure.error, self._stack
+        self._failure.error = None
+        if stack is None or self._owner[0] != os.getpid():  # the body has forked; the run belongs to the parent
             return
         if error is not None:
             stack.__exit__(kind, error, trace)
@@ -396,26 +395,30 @@ class Run(Generic[P]):
 
     def _pull(self) -> Generator[int, None, None]:
         """Take a call for each iteration."""
-        run, watch, clock = self._context, self._context.watch, self._context.watch.clock
-        last_step, interval, runner = run.options.stop_step, run.body_interval, self._runner
-        assert runner is not None
-        with self._failures:
+        run, signals = self._context, self._context.signals
+        watch, clock = run.watch, run.watch.clock
+        last_step, interval = run.options.stop_step, run.body_interval
+        has_body = True
+        with self._failure:
             try:
                 for chunk in self._begin_steps():
                     step = self._take(chunk)
-                    if interval is None or step % interval == 0 or run.is_at_last:
+                    has_body = interval is None or step % interval == 0 or run.is_at_last
+                    if has_body:
                         run.calling, watch.aside = BODY, clock()
                         yield step
-                        run.calling, began, watch.aside = None, watch.aside, None
+                        began, watch.aside = watch.aside, None
+                        run.calling = None
                         if clock() - began > _SHORT:
                             watch.reassign(HOOKS, clock() - began)
                             watch.record(BODY.thing, began)
-                    is_quiet = run.signals.received is None and run.stopped_by is None and run.signals.is_alone
-                    if not (is_quiet and step < runner.next_save and step < last_step) and not self._resumes():
+                    # Most steps have nothing of what `_resumes` does, and need no call of it.
+                    is_quiet = signals.received is None and signals.is_alone and run.stopped_by is None
+                    if not (is_quiet and step < self._runner.next_save and step < last_step) and not self._resumes():
                         break
             except StopWaiting:
                 self._is_stopped = True
-            if self._has_ended_between(interval):  # the batches have ended
+            if not has_body and not self._is_stopped:  # the batches have ended between two multiples
                 run.calling = BODY
                 with watch.part(HOOKS):
                     yield run.at.step
@@ -425,29 +428,43 @@ class Run(Generic[P]):
     def _push(self) -> Generator[int, None, None]:
         """Yield iterations to a body that makes the batches; it takes any number of steps in each."""
         run = self._context
-        with self._failures:
+        with self._failure:
             self._begin_steps()
             resumes = self._has_steps
             while resumes:
                 run.feeder.position.begin_iteration()
-                run.calling = BODY
-                run.watch.switch(run.watch.waiting)
+                self._enter_body()
                 yield run.at.step
-                if self._failures.latest is not None:  # the body has swallowed it
+                if run.calling is not BODY:  # one of its steps has failed
                     return
                 self._end_iteration()
                 resumes = self._resumes()
             self._finish()
 
+    # If the body makes the batches, its time counts as waiting for them.
+
+    def _enter_body(self) -> None:
+        run = self._context
+        run.calling = BODY
+        run.watch.switch(run.watch.waiting)
+
+    def _leave_body(self) -> None:
+        run = self._context
+        run.calling = None
+        run.watch.switch(STARTING if run.at.step == run.first else STEPPING)
+
+    def _end_iteration(self) -> None:
+        self._leave_body()
+        self._context.feeder.position.end_iteration()
+
     def _begin_steps(self) -> Iterable[Chunk]:
         """Return the chunks of the run, which has begun; none if the body makes the batches."""
-        run, runner = self._context, self._runner
-        assert runner is not None
+        run = self._context
         if not self._has_steps:
             return ()
         run.signals.finish(run.feeder.interrupted)
         run.phase = RUNNING
-        self._run_chunk = runner.with_before_step(run.dispatch)
+        self._run_chunk = self._runner.with_before_step(run.dispatch)
         return () if isinstance(self._batches, LoopBatches) else fetch_by_all(run.feeder)
 
     def _take(self, chunk: Chunk) -> int:
@@ -460,31 +477,16 @@ class Run(Generic[P]):
         step = chunk.first + chunk.steps
         run.at = LoopState._make((step, *self._run_chunk(run.at.state, chunk), chunk.program.rows))
         run.in_flight.add(chunk.first, *run.at[:3])
-        self._runner.after(chunk.first)  # type: ignore[union-attr]  # an assertion for each call would cost
+        self._runner.after(chunk.first)
         return step
 
     def _resumes(self) -> bool:
         """Do what is due once the body has ended: save, and obey a signal; return whether there is another step."""
-        run, runner = self._context, self._runner
-        assert runner is not None
-        if run.at.step >= runner.next_save:
-            runner.save()
-        if (run.signals.received is not None or not run.signals.is_alone) and run.signals.to_stop():
-            self._is_stopped = True
-            return False
-        return not run.is_at_last
-
-    def _has_ended_between(self, interval: int | None) -> bool:
-        """Return whether the run has ended at a step at which no body has run, though one is wanted at the end."""
         run = self._context
-        has_body = interval is None or run.at.step % interval == 0 or run.is_at_last
-        return not (has_body or self._is_stopped or run.at.step == run.first)
-
-    def _end_iteration(self) -> None:
-        run = self._context
-        run.calling = None
-        run.watch.switch(STARTING if run.at.step == run.first else STEPPING)
-        run.feeder.position.end_iteration()
+        if run.at.step >= self._runner.next_save:
+            self._runner.save()
+        self._is_stopped = run.signals.to_stop()
+        return not (self._is_stopped or run.is_at_last)
 
     # The end.
 
@@ -503,7 +505,6 @@ class Run(Generic[P]):
     def _finish(self) -> None:
         """End the hooks, which save the last state, or leave if a signal was received."""
         run, runner = self._context, self._runner
-        assert runner is not None
         self._is_finished = True
         if self._has_steps and not run.is_at_last and not self._is_stopped:
             run.phase = ENDING

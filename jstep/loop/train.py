@@ -51,10 +51,11 @@ def train(*args: Any, **options: Any) -> TrainState[Any]:
             batches that are made with the state, or any iterable. The position of an iterator with `get_state` and
             `set_state`, or of a loader or iterator with `state_dict` and `load_state_dict`, is saved with each
             checkpoint, for every process. A run that has fetched batches without training on them sets such an iterator
-            back when it ends, or, if it cannot, the next run that gets the iterator warns. A plain tuple is passed as `*args`; anything else, including a list or a
-            NamedTuple, is one argument; for a step without a batch, pass `lambda step: ()`. Each batch is copied before
-            the next one is fetched, so a loader may reuse its buffers. If the batches end before last_step, including
-            by the `OutOfRangeError` of a closed queue, the run ends with a warning.
+            back when it ends, or, if it cannot, the next run that gets the iterator warns. A plain tuple is passed as
+            `*args`; anything else, including a list or a NamedTuple, is one argument; for a step without a batch, pass
+            `lambda step: ()`. Each batch is copied before the next one is fetched, so a loader may reuse its buffers.
+            If the batches end before last_step, including by the `OutOfRangeError` of a closed queue, the run ends with
+            a warning.
         last_step: The global step at which the run ends. It is absolute: a run restored at last_step takes no step.
             None if the batches, a hook or a signal end the run.
         hooks: Hooks to call around the steps; see `Hook`, and `every` to wrap a function. They are called before the
