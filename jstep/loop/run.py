@@ -98,8 +98,8 @@ class Run(Generic[P]):
 
     Entering the block restores the newest checkpoint. Leaving it calls the last hooks, saves and closes. Each iteration
     is one call of the step, of up to `steps_per_call` steps, followed by the hooks that are due. The loop ends after
-    `last_step`, when the batches end, or when a hook, a signal or `stop` ends the run; `break` and `return` also end
-    the run. `next(run)` works as `for` does.
+    `last_step`, when the batches end, or when a hook, a signal or `stop` ends the run; `break`, `return`, and closing a
+    generator that holds the block also end the run. `next(run)` works as `for` does.
 
     The body of the loop belongs to the step before it. What is due at that step is saved when the body has ended, so a
     restart neither repeats nor omits a body. A signal during the body is obeyed when it has ended. An exception in the
@@ -319,7 +319,7 @@ class Run(Generic[P]):
         self._failure.error = None
         if stack is None or self._owner[0] != os.getpid():  # the body has forked; the run belongs to the parent
             return
-        if error is not None:
+        if error is not None and not isinstance(error, GeneratorExit):  # a generator that is dropped stops its run
             stack.__exit__(kind, error, trace)
             shorten(error)
             return

@@ -223,6 +223,35 @@ def test_a_stop_by_the_loop(way, tmp_path):
     assert same(loop_to(12, directory=tmp_path).state, by_hand(12))
 
 
+@pytest.mark.parametrize("makes_batches", [False, True])
+@pytest.mark.parametrize("way", ["close", "drop"])
+def test_a_generator_that_holds_a_run_and_is_dropped_stops_it(way, makes_batches, tmp_path):
+    """Its owner has stopped it, as by `break`: nothing has failed."""
+    calls, ended = Calls(), []
+
+    def steps():
+        with run_of(12, None if makes_batches else DATA, hooks=[calls], checkpoint_dir=tmp_path) as run:
+            ended.append(run)
+            for step in run:
+                if makes_batches:
+                    run.train_step(DATA[step])
+                yield step
+
+    generator = steps()
+    last = next(step for step in generator if step == 5)
+    if way == "close":
+        generator.close()
+    else:
+        del generator
+        gc.collect()
+    last += makes_batches
+    assert same(ended[0].state, by_hand(last))
+    assert ("end", last) in calls.seen
+    assert jstep.Saver(tmp_path).all_steps() == [last]
+    assert start_of(tmp_path)["end"] == ["finished", "stopped by the loop"]
+    assert same(loop_to(12, directory=tmp_path).state, by_hand(12))
+
+
 @pytest.mark.parametrize("way", ["break", "stop"])
 def test_leaving_at_the_last_step_is_the_end(way, tmp_path):
     with run_of(5, checkpoint_dir=tmp_path) as run:
