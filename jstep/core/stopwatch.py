@@ -55,7 +55,7 @@ class Stopwatch:
         return time_now
 
     @contextlib.contextmanager
-    def part(self, phase: str) -> Iterator[None]:
+    def phase(self, phase: str) -> Iterator[None]:
         outer = self.current
         began = self.switch(phase)
         try:

@@ -93,7 +93,7 @@ class EvaluationHook(RunHook):
 
     key: str | None = None
 
-    part = EVALUATING
+    phase = EVALUATING
     instead = "call the evaluator itself, evaluate(state), and the callbacks with its results"
 
     def __init__(
@@ -237,7 +237,7 @@ class EvaluationHook(RunHook):
         require_alive(state)  # another hook may have donated it; on a mesh, JAX would crash
         # If this evaluation is interrupted, the checkpoint of this step records it.
         self._interrupted_step, self._was_due = step, on_cadence
-        with self.run.watch.part(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
+        with self.run.watch.phase(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
             jax.block_until_ready(state)
         self.run.transfers.deliver_all()  # rows of earlier steps precede these results
         try:

@@ -38,7 +38,7 @@ class CheckpointSaverHook(RunHook):
     Source: `tf.train.CheckpointSaverHook`, which also saves at the first step.
     """
 
-    part = SAVING
+    phase = SAVING
     instead = "call save(state) of a jstep.Saver"
     _temporary_secs: float | None = None
 

@@ -105,7 +105,7 @@ class NanLossHook(RunHook):
         if interval is None or self._bad or self._over:
             return
         self._check_start()
-        with contextlib.nullcontext() if interval.is_ready() else self.run.watch.part(STEPPING):
+        with contextlib.nullcontext() if interval.is_ready() else self.run.watch.phase(STEPPING):
             totals = interval.totals
         if totals is None:
             return
@@ -133,7 +133,7 @@ class NanLossHook(RunHook):
         self._check_interval(self.run.sums.take(self._number))
         if self._bad or self._over or step == self._began:
             return
-        with self.run.watch.part(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
+        with self.run.watch.phase(STEPPING), contextlib.suppress(Exception):  # a failed step raises below
             jax.block_until_ready(state)
         nonfinite, infinite_slots = StateContents(state).worse_since(self.run.at_start)
         if infinite_slots and not self._has_warned_of_slots:

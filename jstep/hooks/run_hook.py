@@ -1,9 +1,9 @@
 """The base class of built-in hooks, and the part of a run that they see."""
 
 import contextlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jstep.checkpoint.retention import Listener
 from jstep.checkpoint.saver import Saver
@@ -26,10 +26,26 @@ Poll = Callable[..., bool | None]
 # The run.
 
 
+class LoopState(NamedTuple):
+    """Where a loop over calls is; replaced as a whole, so that no thread sees the state of another step.
+
+    Attributes:
+        state: The latest state, including changes by hooks.
+        rows: The number of rows of the last batch; None if unknown.
+    """
+
+    step: int
+    state: Any
+    metrics: Any = None
+    rows: int | None = None
+
+
 class RunInfo(Protocol):
     """The part of a run that built-in hooks may use.
 
     Attributes:
+        at: Where the loop is.
+        pending: The polls of hooks.
         sums: The sums of metrics on the device.
         transfers: The numbers in transfer from the device, in the order of their delivery.
         counter: The `StepCounterHook`.
@@ -42,6 +58,8 @@ class RunInfo(Protocol):
         saver: Its checkpoints, or None.
     """
 
+    at: LoopState
+    pending: "deque[tuple[RunHook, Poll]]"
     sums: MetricSums
     transfers: TransferQueue
     counter: Any
@@ -80,14 +98,17 @@ class RunInfo(Protocol):
         return sum(steps * (rows or 0) for rows, steps in sizes), self.steps_by_rows[None]
 
     @property
-    def step(self) -> int: ...
+    def step(self) -> int:
+        return self.at.step
 
     @property
-    def state(self) -> Any: ...
+    def state(self) -> Any:
+        return self.at.state
 
     @property
     def metrics(self) -> Any:
         """The metrics of the last call; None before the first step."""
+        return self.at.metrics
 
     @property
     def is_over(self) -> bool: ...
@@ -100,6 +121,7 @@ class RunInfo(Protocol):
 
     def poll(self, hook: "RunHook", check: Poll) -> None:
         """Call `check` after each call while it returns True, and `check(wait=True)` after the last step."""
+        self.pending.append((hook, check))
 
     def stop(self, by: str) -> None: ...
 
@@ -137,12 +159,12 @@ class RunInfo(Protocol):
 class RunHook(Hook):
     """Base class of built-in hooks, which are called by a run of `train` only; it also calls the methods below.
 
-    A hook with a `cadence` defines `when_due`. `part` is the phase that its calls are timed as, and `instead` says
+    A hook with a `cadence` defines `when_due`. `phase` is the one that its calls are timed as, and `instead` says
     what to call in a custom loop.
     """
 
     cadence: Cadence | None = None
-    part: str = HOOKS
+    phase: str = HOOKS
     instead: str = "call a plain function every few steps"
     _run: RunInfo | None = None
     _given_writer: Any = None

@@ -148,7 +148,7 @@ class StepCounterHook(RunHook):
         """Complete the measurements whose steps the device has finished; return whether others remain."""
         flight = self.run.in_flight
         for count in tuple(self._unfinished) if wait else ():
-            with self.run.watch.part(STEPPING):
+            with self.run.watch.phase(STEPPING):
                 flight.wait_for(count.step)
             self.measure_finished()
         before, finished = self._clock(), []

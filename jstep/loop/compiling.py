@@ -129,7 +129,7 @@ class Compiler:
     def wait(self, step: int, *, may_leave: bool) -> None:
         """Wait for the programs that are due at this step, unless the run stops and may leave the call."""
         while self.begun and step >= self.begun[0][0].first:
-            with self._watch.part(STARTING), self.table.compiling(self.begun[0][0].name):
+            with self._watch.phase(STARTING), self.table.compiling(self.begun[0][0].name):
                 self._signals.wait_for(self.begun[0][1], may_leave=may_leave)
             self.begun.popleft()
         while self.jobs and step >= self.jobs[0].first:

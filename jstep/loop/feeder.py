@@ -169,7 +169,7 @@ class FirstBatch:
         self._first = in_background(self.make, name=name, daemon=True, exit_secs=READER_EXIT_SECS)
 
     def make(self) -> Any:
-        with self._times.part("first batch"), doing(MAKING):
+        with self._times.timing("first batch"), doing(MAKING):
             return next(self._items, None)
 
     def take(self) -> Task[Any] | None:

@@ -118,7 +118,7 @@ class HookRunner:
         run = self._run
         while run.deferred:
             call, save = run.deferred.popleft()
-            with errors, run.watch.part(call.part):
+            with errors, run.watch.phase(call.phase):
                 run.during(call, save)
 
     def _check_step(self, first: int) -> None:
@@ -151,7 +151,7 @@ class HookRunner:
             if not schedule.is_due(step):
                 continue
             call = HookCall(hook, "after_step")
-            began = watch.switch(call.part)
+            began = watch.switch(call.phase)
             schedule.called = step
             if call.is_users:
                 self._run.sums.flush()
@@ -205,7 +205,7 @@ class HookRunner:
         self._was_last = True
         due = [schedule.hook for schedule in (*self._schedules, *self._savers) if schedule.at_last(run.at.step)]
         calls = {id(hook): HookCall(hook, "after_step") for hook in due}  # each hook once
-        with self._run.watch.part(HOOKS):
+        with self._run.watch.phase(HOOKS):
             self._save_deferred(errors)
             self._poll(errors, wait=True)
             for call in calls.values():
@@ -267,18 +267,18 @@ class HookRunner:
         is_evaluated = all(run.at.step in hook.results for hook in self.evaluations)
         # User-defined hooks may act at the end; what jstep's do there shows in the checkpoint.
         has_ends = any(defines(hook, "end") and not is_public(type(hook)) for hook in options.hooks)
-        return self._run.is_at_last and is_evaluated and not has_ends and run.phase != LEAVING
+        return self._run.is_at_last and is_evaluated and not has_ends and run.status != LEAVING
 
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
         watch, call = self._run.watch, HookCall(hook, method)
         began = watch.clock()
-        with contextlib.nullcontext() if call.part == STEPPING else watch.part(call.part):
+        with contextlib.nullcontext() if call.phase == STEPPING else watch.phase(call.phase):
             result = self._run.during(call, getattr(hook, method), *args)
         self._record(call, began)
         return result
 
     def _record(self, call: HookCall, began: float) -> None:
-        if call.part != STEPPING:
+        if call.phase != STEPPING:
             self._run.watch.record(call.thing, began)
 
     def ends(self, boundaries: Boundaries) -> EndsAhead:

@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeAlias
 import jax
 
 from jstep.checkpoint.saver import Saver
-from jstep.core import interactive
+from jstep.core import interactive, trees
 from jstep.core.annotations import P, Tree
 from jstep.core.checks import as_int, as_string, describe_type
 from jstep.core.exceptions import setting
@@ -37,6 +37,7 @@ from jstep.data.loaders import check_batches
 from jstep.data.loop_batches import LoopBatches
 from jstep.distributed import processes
 from jstep.hooks.hook import check_returned_state, check_step
+from jstep.hooks.run_hook import LoopState
 from jstep.loop.arguments import Options, as_steps_per_call, cache_directory, check, explains_arguments
 from jstep.loop.feeder import fetch_by_all
 from jstep.loop.hook_runner import HookRunner, RunChunk, close_hooks
@@ -45,7 +46,7 @@ from jstep.loop.programs import Chunk, as_stages
 from jstep.loop.progress import Progress
 from jstep.loop.read_batches import BatchWatch
 from jstep.loop.recorder import Recorder
-from jstep.loop.run_context import BEGINNING, BODY, CLOSING, ENDING, LEAVING, RUNNING, LoopState, RunContext
+from jstep.loop.run_context import BEGINNING, BODY, CLOSING, ENDING, LEAVING, RUNNING, RunContext
 from jstep.loop.signals import StopWaiting
 from jstep.loop.stalls import StallWatch
 from jstep.loop.start import begin, open_run
@@ -197,9 +198,9 @@ class Run(Generic[P]):
         processes.refuse_another_run()
         check_batches(self._batches)
         self._cached_in = cache_directory(options.compile_cache, options.checkpoint_dir)
-        with times.part("devices"):
+        with times.timing("devices"):
             jax.devices()
-        self._context = RunContext(options, stages, state, times)
+        self._context = RunContext(options, stages, LoopState(0, trees.copy_numpy(state, "state")), times)
         self._stack: contextlib.ExitStack | None = None
         self._owner = 0, 0
         self._iterator: Generator[int, None, None] = (step for step in range(0))
@@ -259,7 +260,7 @@ class Run(Generic[P]):
         interval = as_int(steps, "steps", 1, "a number of steps")
         if isinstance(self._batches, LoopBatches):
             raise RuntimeError("run.every: the body makes the batches, so it must run each time: if step % n == 0: …")
-        if self._context.phase != BEGINNING:
+        if self._context.status != BEGINNING:
             raise RuntimeError("run.every: must be called before the first step, because it sets where calls end")
         iterator = iter(self)
         self._context.body_interval = interval
@@ -349,7 +350,7 @@ class Run(Generic[P]):
             return
         run.signals.finish()
         self._is_handled = run.signals.received is not None
-        run.phase = ENDING
+        run.status = ENDING
         if run.is_open:
             rescue(run, error)
         else:
@@ -364,7 +365,7 @@ class Run(Generic[P]):
         for observer in run.observers:
             observer.before_close()
         run.watch.switch(SAVING)  # only pending writes are left
-        run.at, run.calling, run.phase = LoopState(run.at.step, None), None, CLOSING
+        run.at, run.calling, run.status = LoopState(run.at.step, None), None, CLOSING
         run.in_flight.clear()
         self._iterator.close()
 
@@ -420,7 +421,7 @@ class Run(Generic[P]):
                 self._is_stopped = True
             if not has_body and not self._is_stopped:  # the batches have ended between two multiples
                 run.calling = BODY
-                with watch.part(HOOKS):
+                with watch.phase(HOOKS):
                     yield run.at.step
                 run.calling = None
             self._finish()
@@ -463,7 +464,7 @@ class Run(Generic[P]):
         if not self._has_steps:
             return ()
         run.signals.finish(run.feeder.interrupted)
-        run.phase = RUNNING
+        run.status = RUNNING
         self._run_chunk = self._runner.with_before_step(run.dispatch)
         return () if isinstance(self._batches, LoopBatches) else fetch_by_all(run.feeder)
 
@@ -507,10 +508,10 @@ class Run(Generic[P]):
         run, runner = self._context, self._runner
         self._is_finished = True
         if self._has_steps and not run.is_at_last and not self._is_stopped:
-            run.phase = ENDING
+            run.status = ENDING
             report_early_end(run)
         run.signals.finish()
-        run.phase = LEAVING if self._is_stopped else ENDING
+        run.status = LEAVING if self._is_stopped else ENDING
         runner.last()
         check_step(run.step, run.state)
         if not self._is_stopped:

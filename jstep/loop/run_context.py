@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import dataclasses
 import functools
 import secrets
 from collections import Counter, deque
@@ -14,7 +15,6 @@ import jax
 import numpy as np
 
 from jstep.checkpoint.saver import Saver
-from jstep.core import trees
 from jstep.core.annotations import Tree
 from jstep.core.checks import hook_name
 from jstep.core.exceptions import WrongStateError
@@ -23,9 +23,9 @@ from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING, new_watch
 from jstep.data.loaders import Source
 from jstep.distributed import processes
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.hook import Hook, check_hook_result
+from jstep.hooks.hook import check_hook_result
 from jstep.hooks.nan_loss import NanLossHook
-from jstep.hooks.run_hook import Poll, RunHook, RunInfo
+from jstep.hooks.run_hook import LoopState, Poll, RunHook, RunInfo
 from jstep.loop.arguments import Options
 from jstep.loop.background import BackgroundHooks
 from jstep.loop.dispatch import Dispatch
@@ -47,7 +47,7 @@ from jstep.training.metrics import LOSS
 _T = TypeVar("_T")
 
 BEGINNING, RUNNING, ENDING, LEAVING, CLOSING = "beginning", "running", "ending", "leaving", "closing"
-"""The phases of a run: before its first call, while it takes steps, after its last call, after a signal, at the end."""
+"""The status of a run: before its first call, while it takes steps, after its last call, after a signal, at the end."""
 _ELSEWHERE, _NOT_FINITE = "those of another process", "its loss is not finite"
 
 
@@ -66,34 +66,20 @@ class HookCall(NamedTuple):
         return not isinstance(self.hook, RunHook)
 
     @property
-    def part(self) -> str:
-        """The stopwatch category of its time."""
-        return HOOKS if self.is_users else str(self.hook.part)
+    def phase(self) -> str:
+        """The phase that its time is assigned to."""
+        return HOOKS if self.is_users else str(self.hook.phase)
 
     @property
     def thing(self) -> Hashable:
         """The key of its recorded duration: a save, an evaluation, or this method of the hook."""
-        if self.part == HOOKS or self.method == "begin":
+        if self.phase == HOOKS or self.method == "begin":
             return id(self.hook), self.method
-        return (id(self.hook), EVALUATING) if self.part == EVALUATING else SAVING
+        return (id(self.hook), EVALUATING) if self.phase == EVALUATING else SAVING
 
 
 BODY = HookCall(None, "the body of the loop")
 """The call that is in progress while the body of the user's loop runs."""
-
-
-class LoopState(NamedTuple):
-    """Where a loop over calls is; replaced as a whole, so that no thread sees the state of another step.
-
-    Attributes:
-        state: The latest state, including changes by hooks.
-        rows: The number of rows of the last batch; None if unknown.
-    """
-
-    step: int
-    state: Any
-    metrics: Any = None
-    rows: int | None = None
 
 
 class HookCalls(Protocol):
@@ -109,81 +95,61 @@ class HookCalls(Protocol):
     def settle(self, failed: Callable[[Exception], None] | None = None) -> None: ...
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class RunContext(RunInfo):
-    """One run, from its arguments to its end. Its state is released when the run ends.
+    """One run, from its arguments to its end. Its state is released when the run ends."""
 
-    Attributes:
-        options: The arguments, but for the training step (`train_steps`), the state and the batches.
-        signals: The signals that stop it; the loop asks them.
-        watch: The stopwatch, and `times` those of the start.
-        sums: The sums of metrics on the device.
-        transfers: The numbers in transfer from the device, in the order of their delivery.
-        background: Calls hooks in the background; `runner` calls them in the loop's thread.
-        in_flight: The calls that the device has not finished.
-        fetched: The batches of the source, which count those that were fetched.
-        closing: What is closed at the end, in reverse order.
-        at: Where the loop is.
-        first: The step at which the loop begins; while a checkpoint is restored, an assumption.
-        is_known: Whether `first` is set.
-        finite_at: The latest step with parameters that were found to be finite.
-        restoring: The step of the checkpoint that is being restored.
-        calling: The call of a hook, or the `BODY`, that is in progress, or that raised.
-        body_interval: The interval in steps at which the body of the loop wants calls to end; None for every call.
-        stopped_by: What ended the run: the name of the first hook that did, or that of the loop.
-        pending: The polls of hooks: `check()` is called after each call while it returns True, and `check(wait=True)`
-            after the last step.
-        deferred: The saves of hooks that are not savers, which wait for the body of the loop.
-        failures: The errors of logs, raised after the next call or save; any thread may add one.
-        file: The file of this start, while it is open; any thread writes it.
-        observers: What watches it; entered before anything is opened.
-        saver: Its checkpoints, or None; `origin` is what it begins from.
-        is_open: Whether everything below is set: the state is restored, and nothing has begun.
-        dispatch: Runs chunks of batches, which `feeder` makes from the `source`.
-        hooks: The hooks of the user, and the built-in ones.
-    """
+    # The arguments: the training steps, the state, and the others but for the batches.
+    options: Options
+    train_steps: TrainSteps
+    at: LoopState
+    times: StartTimes
+    new_name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(4))
 
-    observers: Observers = ()
+    # What is opened and restored.
+    observers: Observers = ()  # entered before anything is opened
     saver: Saver | None = None
-    origin: Origin = Origin()
-    is_open: bool = False
-    dispatch: Dispatch
-    counter: Any
-    writer: SummaryWriter | None
-    at_start: StateContents
-    hooks: list[Any]
-    runner: HookCalls
-    source: Source
-    fetched: BatchCopies
-    feeder: BatchFeeder
+    origin: Origin = dataclasses.field(default_factory=Origin)
+    closing: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    is_open: bool = False  # whether all of the following is set: the state is restored, and nothing has begun
+    dispatch: Dispatch = dataclasses.field(init=False)  # runs the chunks that `feeder` makes from `source`
+    counter: Any = dataclasses.field(init=False)
+    writer: SummaryWriter | None = dataclasses.field(init=False)
+    at_start: StateContents = dataclasses.field(init=False)
+    hooks: list[Any] = dataclasses.field(init=False)  # those of the user, and the built-in ones
+    runner: HookCalls = dataclasses.field(init=False)
+    source: Source = dataclasses.field(init=False)
+    fetched: BatchCopies = dataclasses.field(init=False)
+    feeder: BatchFeeder = dataclasses.field(init=False)
 
-    def __init__(self, options: Options, train_steps: TrainSteps, state: TrainState, times: StartTimes) -> None:
-        self.options, self.train_steps, self.times = options, train_steps, times
-        self.signals = StopSignals(options.stop_secs if options.stop_secs is None else times.left(options.stop_secs))
+    # What the run is doing.
+    status: str = BEGINNING
+    calling: HookCall | None = None  # the call of a hook, or the `BODY`, that is in progress, or that raised
+    first: int = 0  # the step at which the loop begins; while a checkpoint is restored, an assumption
+    is_known: bool = False  # whether `first` is set
+    restoring: int | None = None  # the step of the checkpoint that is being restored
+    finite_at: int = 0  # the latest step with parameters that were found to be finite
+    body_interval: int | None = None  # the interval at which the body wants calls to end; None for every call
+    stopped_by: str | None = None  # what ended the run: the name of the first hook that did, or of the loop
+    steps_by_rows: Counter[int | None] = dataclasses.field(default_factory=Counter)
+    in_flight: InFlight = dataclasses.field(default_factory=InFlight)
+    pending: deque[tuple[RunHook, Poll]] = dataclasses.field(default_factory=deque)
+    deferred: deque[tuple[HookCall, Callable[[], None]]] = dataclasses.field(default_factory=deque)  # wait for the body
+    failures: deque[tuple[HookCall, Exception]] = dataclasses.field(default_factory=deque)  # of logs; from any thread
+    file: StartFile | None = None  # of this start, while it is open; any thread writes it
+
+    def __post_init__(self) -> None:
+        options, times = self.options, self.times
+        self.signals = StopSignals(None if options.stop_secs is None else times.left(options.stop_secs))
         self.watch = new_watch(times.began)
         limits = [hook.max_skipped_steps for hook in options.hooks if isinstance(hook, NanLossHook)]
         self.sums = MetricSums(min((limit for limit in limits if limit is not None), default=None))
-        self.transfers = TransferQueue(functools.partial(self.watch.part, STEPPING))
+        self.transfers = TransferQueue(functools.partial(self.watch.phase, STEPPING))
         self.background = BackgroundHooks(options.hooks)
-        self.in_flight = InFlight()
-        self.closing = contextlib.ExitStack()
-        self.steps_by_rows = Counter()
-        self._new_name = secrets.token_hex(4)
-        self.at = LoopState(0, trees.copy_numpy(state, "state"))
-        self.first = self.finite_at = 0
-        self.is_known = False
-        self.restoring: int | None = None
-        self.phase = BEGINNING
-        self.calling: HookCall | None = None
-        self.body_interval: int | None = None
-        self.stopped_by: str | None = None
-        self.pending: deque[tuple[Hook, Poll]] = deque()
-        self.deferred: deque[tuple[HookCall, Callable[[], None]]] = deque()
-        self.failures: deque[tuple[HookCall, Exception]] = deque()
-        self.file: StartFile | None = None
 
     @property
     def name(self) -> str:
-        return self.origin.name or self._new_name
+        return self.origin.name or self.new_name
 
     @property
     def is_at_last(self) -> bool:
@@ -232,20 +198,8 @@ class RunContext(RunInfo):
     # The interface of hooks, documented at `RunInfo`.
 
     @property
-    def step(self) -> int:
-        return self.at.step
-
-    @property
-    def state(self) -> Any:
-        return self.at.state
-
-    @property
-    def metrics(self) -> Any:
-        return self.at.metrics
-
-    @property
     def is_over(self) -> bool:
-        return self.phase not in (BEGINNING, RUNNING)
+        return self.status not in (BEGINNING, RUNNING)
 
     @property
     def last_step(self) -> int | None:
@@ -274,9 +228,6 @@ class RunContext(RunInfo):
         meters = (observer.meter(state, peak_flops, flops_per_step) for observer in self.observers)
         return next((meter for meter in meters if meter is not None), None)
 
-    def poll(self, hook: RunHook, check: Poll) -> None:
-        self.pending.append((hook, check))
-
     def stop(self, by: str) -> None:
         if not self.is_over:
             self.end_by(by)
@@ -291,7 +242,7 @@ class RunContext(RunInfo):
         return self.runner.before_save(step)
 
     def before_savers(self, save: Callable[[], None]) -> None:
-        if self.phase == RUNNING and self.calling is not None:
+        if self.status == RUNNING and self.calling is not None:
             self.deferred.append((self.calling, save))
         else:  # no body follows
             save()

@@ -143,7 +143,7 @@ class RunSaverHook(CheckpointSaverHook):
         self._interval = SaveInterval(saver) if is_auto else None
         if self._interval is not None:
             self.cadence = Cadence(secs=self._interval, together=True)
-        self.part = STEPPING  # it measures its own time when it saves
+        self.phase = STEPPING  # it measures its own time when it saves
         self._saved_host_state = self._host_state = _HostState(CheckpointExtra({}, {}), CheckpointExtra({}, {}))
         self._saved_iterations = 0
 
@@ -160,7 +160,7 @@ class RunSaverHook(CheckpointSaverHook):
             import jstep.checkpoint.array_writer  # noqa: F401  # the first import is slow and not part of a save
 
             timed = self._interval.saving()
-        with self.run.watch.part(SAVING), timed:
+        with self.run.watch.phase(SAVING), timed:
             return super().save(step, state, wait=wait)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:

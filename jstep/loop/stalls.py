@@ -216,7 +216,7 @@ class StallWatch(Observer):
         if owner is not None:  # a hook may deliver the metrics of another
             call = HookCall(owner, "" if call is None else call.method)
         thing = None if call is None else call.thing
-        if thing == SAVING or (part == SAVING and run.phase != CLOSING):
+        if thing == SAVING or (part == SAVING and run.status != CLOSING):
             return Wait("save", f"saving step {step}", SAVING)
         if call is not None and thing == (id(call.hook), EVALUATING):
             return Wait(
@@ -231,7 +231,7 @@ class StallWatch(Observer):
             return Wait("close", f"closing after step {step}", "close")
         if run.restoring is not None:
             return Wait("restore", f"restoring step {run.restoring}", "restore")
-        if not run.is_open or run.phase == BEGINNING:
+        if not run.is_open or run.status == BEGINNING:
             what = f"starting at step {step}" if run.is_known else "starting: it looks for checkpoints"
             return Wait(_START, what, _START)
         feeder, compiler = run.feeder, run.dispatch.compiler

@@ -92,7 +92,7 @@ def _open_checkpoints(run: RunContext) -> None:
         run.origin = of_copy(options, run.saver, origin, run.name)
         return
     run.expect(origin.trunk.step, origin.trunk.step)
-    with run.times.part("restore"):
+    with run.times.timing("restore"):
         run.origin, state = read_trunk(options, state, origin)
     run.begin(run.origin.latest or 0, state)
 
@@ -113,7 +113,7 @@ def _restore(run: RunContext, batches: Tree) -> "tuple[Source, FirstBatch] | Non
         with contextlib.suppress(FileNotFoundError):  # `restore` uses the newest one at that time
             saver.check_run(run.at.state, latest)  # before a program is compiled, which takes longer
     started = processes.on_all_processes(lambda: _begin_early(run, batches), _NO_BATCHES)
-    with contextlib.nullcontext() if latest is None else run.times.part("restore"):
+    with contextlib.nullcontext() if latest is None else run.times.timing("restore"):
         if run.origin.trunk is None:
             run.expect(assumed_first or 0, latest)
         run.origin, state = restore(saver, run.at.state, run.origin)

@@ -1,4 +1,4 @@
-"""What each thread has compiled, and how long the parts of a start took."""
+"""Counts of compilations by thread, and the durations of what a start does."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,6 @@ from jstep.core import stopwatch
 _logger = logging.getLogger("jstep")
 
 
-# Counts, by thread, of compiled programs and of cache hits.
 @dataclasses.dataclass(slots=True)
 class Compiled:
     """The compilations of a thread so far.
@@ -60,15 +59,12 @@ jax.monitoring.register_event_duration_secs_listener(lambda event, duration_secs
 jax.monitoring.register_event_listener(lambda event, **_: thread_record().follow(event))
 
 
-# The times of a start, in which restoring, compiling and the first batch overlap.
-
-
 @dataclasses.dataclass
 class StartTimes:
-    """The duration of each part of a start, in seconds; parts overlap."""
+    """The seconds of restoring, compiling and so on in a start, which overlap."""
 
     began: float = dataclasses.field(default_factory=lambda: stopwatch.CLOCKS.seconds())
-    parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     is_cached: bool = False
 
     def left(self, seconds: float) -> float:
@@ -76,30 +72,30 @@ class StartTimes:
         return max(0.0, self.began + seconds - stopwatch.CLOCKS.seconds())
 
     @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def timing(self, name: str) -> Iterator[None]:
         begin = stopwatch.CLOCKS.seconds()
         try:
             yield
         finally:
-            self.parts[name] = self.parts.get(name, 0.0) + stopwatch.CLOCKS.seconds() - begin
+            self.seconds[name] = self.seconds.get(name, 0.0) + stopwatch.CLOCKS.seconds() - begin
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
         """Time compilation, and record whether JAX's persistent cache had the programs."""
         here = thread_record()
         hits, before = here.hits, here.programs
-        with self.part("compile"):
+        with self.timing("compile"):
             yield
         if here.programs > before:
             self.is_cached = here.programs - before <= here.hits - hits
 
     def log(self, before: float) -> None:
-        """Log the parts, and the seconds of the process before the call."""
+        """Log these seconds, and those of the process before the call."""
         names = ("devices", "restore", "compile", "first batch")
         words = [
-            f"{name} {self.parts[name]:.1f}{' (cached)' if name == 'compile' and self.is_cached else ''}"
+            f"{name} {self.seconds[name]:.1f}{' (cached)' if name == 'compile' and self.is_cached else ''}"
             for name in names
-            if name in self.parts
+            if name in self.seconds
         ]
         if words:
             also = f"; the program took {before:.1f} s before it called train" if before >= 0.05 else ""

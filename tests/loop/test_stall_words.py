@@ -9,9 +9,9 @@ import pytest
 import jstep
 from jstep.core.stopwatch import EVALUATING, SAVING, STARTING, STEPPING, WAITING
 from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, TRACING
-from jstep.hooks.run_hook import RunHook
+from jstep.hooks.run_hook import LoopState, RunHook
 from jstep.loop import stalls
-from jstep.loop.run_context import BEGINNING, CLOSING, RUNNING, HookCall, LoopState
+from jstep.loop.run_context import BEGINNING, CLOSING, RUNNING, HookCall
 from jstep.loop.stalls import StallWatch, Wait
 from jstep.metering.in_flight import InFlight
 
@@ -21,7 +21,7 @@ def run_of(*, loop: Any = None, **more: Any) -> Any:
     loop = loop or {}
     place = {
         "at": LoopState(loop.get("step", 5), None), "first": 2,
-        "calling": None, "phase": RUNNING, "is_over": False, "restoring": None,
+        "calling": None, "status": RUNNING, "is_over": False, "restoring": None,
         "is_known": True,
     }  # fmt: skip
     fields = place | loop | {
@@ -79,10 +79,10 @@ def waits() -> dict[str, Any]:
         "in the hook Mine at step 5": run_of(loop={"calling": of_hook("Mine", "thing")}),
         "in an evaluation at step 5": run_of(loop={"calling": evaluating}),
         "closing after step 5": run_of(loop={"is_over": True}),
-        "closing after step 5 #2": run_of(watch=saving, loop={"is_over": True, "phase": CLOSING}),
-        "restoring step 3": run_of(loop={"phase": BEGINNING, "restoring": 3}),
-        "starting at step 5": run_of(loop={"phase": BEGINNING}),
-        "starting: it looks for checkpoints": run_of(loop={"phase": BEGINNING, "is_known": False}),
+        "closing after step 5 #2": run_of(watch=saving, loop={"is_over": True, "status": CLOSING}),
+        "restoring step 3": run_of(loop={"status": BEGINNING, "restoring": 3}),
+        "starting at step 5": run_of(loop={"status": BEGINNING}),
+        "starting: it looks for checkpoints": run_of(loop={"status": BEGINNING, "is_known": False}),
         "compiling step 5's program": run_of(watch=starting),
         "waiting for batch 6": run_of(feeder=waiting),
         "compiling step 5's program #2": run_of(dispatch=dispatch_of(locked=True), feeder=waiting),
@@ -166,7 +166,7 @@ def test_the_others_are_named_or_counted(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_durations_are_those_of_saves_of_evaluations_and_of_each_method() -> None:
     hooks: list[Any] = [jstep.StallHook(), *(types.new_class("Own", (RunHook,))() for _ in range(2))]
-    hooks[1].part, hooks[2].part = EVALUATING, SAVING
+    hooks[1].phase, hooks[2].phase = EVALUATING, SAVING
     things = [HookCall(hook, "after_step").thing for hook in hooks]
     assert things == [(id(hooks[0]), "after_step"), (id(hooks[1]), EVALUATING), SAVING]
 
