@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jstep.checkpoint.hook_states import is_public
@@ -27,22 +27,34 @@ RunChunk = Callable[[Any, Chunk], Any]
 """`run_chunk(state, chunk)` runs the steps of a chunk; it returns the new state and the last metrics."""
 
 
+class ScheduleGroup:
+    """The schedules of some hooks, those of them with a deadline, and the next step at which one of them is due."""
+
+    def __init__(self, hooks: Iterable[Any], first: int) -> None:
+        self.schedules = [HookSchedule(hook, first) for hook in hooks]
+        self.timed = [schedule for schedule in self.schedules if schedule.deadline != math.inf]
+        self.update()
+
+    def update(self) -> None:
+        self.next = min((schedule.next for schedule in self.schedules), default=NEVER)
+
+    def call_at(self, step: int) -> None:
+        self.next = step
+
+
 class HookRunner:
     """Calls the hooks of a run when they are due, in the loop's thread, each in the context that times it."""
 
     def __init__(self, run: RunContext) -> None:
         self._run, self._hooks = run, run.hooks
         self.evaluations = [hook for hook in run.hooks if isinstance(hook, EvaluationHook)]
-        self._schedules: list[HookSchedule] = []
-        self._savers: list[HookSchedule] = []
-        self._timed: list[HookSchedule] = []
-        self._timed_savers: list[HookSchedule] = []
+        # The savers among the hooks are called after the body of the loop.
+        self._others = self.savers = ScheduleGroup((), run.first)
         self._ends: EndsAhead | None = None
         self.is_checking = self._was_last = False
         self._next_check = run.first
         # The step at which `end` of the hooks was called last, also by an earlier start.
         self.ended_at: int | None = run.origin.extra.get(ENDED)
-        self._next_due = self.next_save = NEVER  # the next steps at which others, or savers, are due
 
     def use_run(self) -> None:
         """Pass the run to the built-in hooks, and close them with it."""
@@ -53,26 +65,24 @@ class HookRunner:
 
     def with_before_step(self, run_chunk: RunChunk) -> RunChunk:
         """Return `run_chunk`, after a call of each hook's `before_step`."""
-        before = [hook for hook in self._hooks if defines(hook, "before_step")]
-        return functools.partial(self._run_after_hooks, before, run_chunk) if before else run_chunk
+        hooks = [hook for hook in self._hooks if defines(hook, "before_step")]
+
+        def run_after_hooks(state: Tree, chunk: Chunk) -> Any:
+            for hook in hooks:
+                self._call(hook, "before_step", chunk.first, state)
+            return run_chunk(state, chunk)
+
+        return run_after_hooks if hooks else run_chunk
 
     def begin(self) -> bool:
         run, is_done = self._run, False
         for hook in self._hooks:
             if hasattr(hook, "begin") and self._call(hook, "begin", run.at.state):
                 is_done = True
-        every = [HookSchedule(hook, run.first) for hook in self._hooks if _acts(hook)]
-        self._schedules = [schedule for schedule in every if not _saves(schedule)]
-        self._savers = [schedule for schedule in every if _saves(schedule)]
-        self._timed = [schedule for schedule in self._schedules if schedule.deadline != math.inf]
-        self._timed_savers = [schedule for schedule in self._savers if schedule.deadline != math.inf]
-        self._next_due, self.next_save = _next_of(self._schedules), _next_of(self._savers)
+        others = [hook for hook in self._hooks if _acts(hook) and not isinstance(hook, CheckpointSaverHook)]
+        self._others = ScheduleGroup(others, run.first)
+        self.savers = ScheduleGroup(run.savers, run.first)
         return is_done
-
-    def _run_after_hooks(self, hooks: list[Any], run_chunk: RunChunk, state: Tree, chunk: Chunk) -> Any:
-        for hook in hooks:
-            self._call(hook, "before_step", chunk.first, state)
-        return run_chunk(state, chunk)
 
     def evaluate(self, method: str) -> bool:
         """Call `evaluate_first`, or `evaluate_owed` after a restart; return whether that ends the run."""
@@ -90,31 +100,30 @@ class HookRunner:
         run.steps_by_rows[run.at.rows] += step - first
         if first >= self._next_check:
             self._check_step(first)
-        for schedule in self._timed:
+        others, savers = self._others, self.savers
+        for schedule in others.timed:
             if schedule.cadence.clock() >= schedule.deadline:
-                self._next_due = step
-        if step >= self._next_due or run.pending:
-            self._call_due(self._schedules)
-            self._next_due = _next_of(self._schedules)
-        for schedule in self._timed_savers:  # hooks may take long
+                others.call_at(step)
+        if step >= others.next or run.pending:
+            self._call_due(others)
+        for schedule in savers.timed:  # after the others, which may take long
             if schedule.cadence.clock() >= schedule.deadline:
-                self.next_save = step
+                savers.call_at(step)
         if run.deferred:
-            self.next_save = step
-        if run.failures and step < self.next_save:  # else once it is saved
+            savers.call_at(step)
+        if run.failures and step < savers.next:  # else once it is saved
             self.settle()
         if self._ends is not None:
             self._ends.extend()
 
     def save(self) -> None:
         """Let the hooks save that are due, once all other code of this step has run."""
-        errors = Errors(self._run)
+        errors = HookErrors(self._run)
         self._save_deferred(errors)
         errors.end()
-        self._call_due(self._savers, with_failures=True)
-        self.next_save = _next_of(self._savers)
+        self._call_due(self.savers, with_failures=True)
 
-    def _save_deferred(self, errors: "Errors") -> None:
+    def _save_deferred(self, errors: "HookErrors") -> None:
         run = self._run
         while run.deferred:
             call, save = run.deferred.popleft()
@@ -127,7 +136,7 @@ class HookRunner:
         if first == run.first:
             watch.started()
             # The intervals of automatic saves begin with the first step.
-            for schedule in (*self._schedules, *self._savers):
+            for schedule in (*self._others.schedules, *self.savers.schedules):
                 if callable(schedule.cadence.secs):
                     schedule.reschedule(run.at.step)
             if any(isinstance(hook, LoggingHook) and hook not in run.options.hooks for hook in self._hooks):
@@ -139,35 +148,35 @@ class HookRunner:
         edge = run.train_steps.edge_after(first)
         self._next_check = NEVER if edge is None else edge
 
-    def _call_due(self, schedules: list[HookSchedule], *, with_failures: bool = False) -> None:
+    def _call_due(self, group: ScheduleGroup, *, with_failures: bool = False) -> None:
         """Call all due hooks, even if one raises, so that no output is missing after a restart."""
-        run, watch, errors = self._run, self._run.watch, Errors(self._run)
-        step = run.at.step
+        run, errors = self._run, HookErrors(self._run)
+        watch, step = run.watch, run.at.step
         if run.pending:
             watch.switch(HOOKS)
             self._poll(errors)
-        for schedule in schedules:
-            hook = schedule.hook
+        for schedule in group.schedules:
             if not schedule.is_due(step):
                 continue
-            call = HookCall(hook, "after_step")
+            call = HookCall(schedule.hook, "after_step")
             began = watch.switch(call.phase)
             schedule.called = step
             if call.is_users:
-                self._run.sums.flush()
+                run.sums.flush()
             with errors:
                 run.during(call, self._after_step, call)
                 if errors.all:
                     continue
-                run.during(HookCall(hook, "next_due"), schedule.reschedule, step)
+                run.during(HookCall(schedule.hook, "next_due"), schedule.reschedule, step)
                 self._record(call, began)
         if watch.current != STEPPING:
             watch.switch(STEPPING)
         if errors.all or with_failures:
             errors.add_failures()
         errors.end()
+        group.update()
 
-    def _poll(self, errors: "Errors", **options: bool) -> None:
+    def _poll(self, errors: "HookErrors", **options: bool) -> None:
         run = self._run
         for _ in range(len(run.pending)):
             hook, check = run.pending.popleft()  # one that raises is not called again
@@ -199,13 +208,14 @@ class HookRunner:
 
     def last(self, failed: Callable[[Exception], None] | None = None) -> None:
         """Run hooks after the last call, once; `failed` receives their exceptions if another error is handled."""
-        run, errors = self._run, Errors(self._run)
+        run, errors = self._run, HookErrors(self._run)
         if run.at.step == run.first or self._was_last:
             return
         self._was_last = True
-        due = [schedule.hook for schedule in (*self._schedules, *self._savers) if schedule.at_last(run.at.step)]
+        schedules = (*self._others.schedules, *self.savers.schedules)
+        due = [schedule.hook for schedule in schedules if schedule.at_last(run.at.step)]
         calls = {id(hook): HookCall(hook, "after_step") for hook in due}  # each hook once
-        with self._run.watch.phase(HOOKS):
+        with run.watch.phase(HOOKS):
             self._save_deferred(errors)
             self._poll(errors, wait=True)
             for call in calls.values():
@@ -225,13 +235,13 @@ class HookRunner:
 
     def settle(self, failed: Callable[[Exception], None] | None = None) -> None:
         """Raise the errors of logs that could not be written before the last checkpoint, or pass them to `failed`."""
-        errors = Errors(self._run)
+        errors = HookErrors(self._run)
         errors.add_failures()
         errors.end(failed)
 
     def end(self) -> None:
         """Call `end` of the hooks; a start that takes no step only repeats the last evaluations, to fill `results`."""
-        run, errors = self._run, Errors(self._run)
+        run, errors = self._run, HookErrors(self._run)
         hooks, evaluations = self._hooks, self.evaluations
         if run.at.step == run.first and (run.restored is None or self.ended_at == run.at.step):
             left = [hook for hook in evaluations if hook.owes_end(run.at.step)]
@@ -302,7 +312,7 @@ class HookRunner:
         return self._ends
 
 
-class Errors(contextlib.AbstractContextManager["Errors"]):
+class HookErrors(contextlib.AbstractContextManager["HookErrors"]):
     """The errors of hooks, which are all called, each in this context."""
 
     def __init__(self, run: RunContext) -> None:
@@ -352,7 +362,7 @@ def close_hooks(run: RunContext, error: BaseException | None) -> None:
 
     What any hook raised, also in the background, is noted on that error, or else the first one is raised.
     """
-    hooks, errors = run.options.hooks, Errors(run)
+    hooks, errors = run.options.hooks, HookErrors(run)
     for problem in run.background.end():
         errors.add(problem, None)
     calls: list[tuple[Any, str, tuple[Any, ...]]] = [
@@ -366,14 +376,6 @@ def close_hooks(run: RunContext, error: BaseException | None) -> None:
             with errors:
                 call_named(hook, method, *args)
     errors.end(None if error is None else functools.partial(note_other, error))
-
-
-def _saves(schedule: HookSchedule) -> bool:
-    return isinstance(schedule.hook, CheckpointSaverHook)
-
-
-def _next_of(schedules: list[HookSchedule]) -> int:
-    return min((schedule.next for schedule in schedules), default=NEVER)
 
 
 def _acts(hook: Any) -> bool:

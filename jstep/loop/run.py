@@ -86,6 +86,11 @@ class _Failure(contextlib.AbstractContextManager[None]):
 
     error: BaseException | None = None
 
+    def take(self) -> BaseException | None:
+        """Return the error, and keep it no longer: its traceback holds the frames of the run."""
+        error, self.error = self.error, None
+        return error
+
     def __exit__(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
         if error is None or isinstance(error, GeneratorExit):
             return
@@ -205,7 +210,9 @@ class Run(Generic[P]):
         self._owner = 0, 0
         self._iterator: Generator[int, None, None] = (step for step in range(0))
         self._last = LoopState(0, None)
-        self._has_steps = self._is_stopped = self._is_finished = self._is_handled = False
+        self._has_steps = False
+        self._is_finished = False
+        self._is_handled = False
         self._failure = _Failure()
 
     # What a loop uses.
@@ -316,8 +323,7 @@ class Run(Generic[P]):
 
     @shortens_tracebacks
     def __exit__(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
-        failure, stack = self._failure.error, self._stack
-        self._failure.error = None
+        failure, stack = self._failure.take(), self._stack
         if stack is None or self._owner[0] != os.getpid():  # the body has forked; the run belongs to the parent
             return
         if error is not None and not isinstance(error, GeneratorExit):  # a generator that is dropped stops its run
@@ -365,7 +371,9 @@ class Run(Generic[P]):
         for observer in run.observers:
             observer.before_close()
         run.watch.switch(SAVING)  # only pending writes are left
-        run.at, run.calling, run.status = LoopState(run.at.step, None), None, CLOSING
+        run.at = LoopState(run.at.step, None)
+        run.calling = None
+        run.status = CLOSING
         run.in_flight.clear()
         self._iterator.close()
 
@@ -415,11 +423,11 @@ class Run(Generic[P]):
                             watch.record(BODY.thing, began)
                     # Most steps have nothing of what `_resumes` does, and need no call of it.
                     is_quiet = signals.received is None and signals.is_alone and run.stopped_by is None
-                    if not (is_quiet and step < self._runner.next_save and step < last_step) and not self._resumes():
+                    if not (is_quiet and step < self._runner.savers.next and step < last_step) and not self._resumes():
                         break
             except StopWaiting:
-                self._is_stopped = True
-            if not has_body and not self._is_stopped:  # the batches have ended between two multiples
+                run.status = LEAVING
+            if not has_body and run.status != LEAVING:  # the batches have ended between two multiples
                 run.calling = BODY
                 with watch.phase(HOOKS):
                     yield run.at.step
@@ -484,10 +492,11 @@ class Run(Generic[P]):
     def _resumes(self) -> bool:
         """Do what is due once the body has ended: save, and obey a signal; return whether there is another step."""
         run = self._context
-        if run.at.step >= self._runner.next_save:
+        if run.at.step >= self._runner.savers.next:
             self._runner.save()
-        self._is_stopped = run.signals.to_stop()
-        return not (self._is_stopped or run.is_at_last)
+        if run.signals.to_stop():
+            run.status = LEAVING
+        return run.status != LEAVING and not run.is_at_last
 
     # The end.
 
@@ -507,16 +516,16 @@ class Run(Generic[P]):
         """End the hooks, which save the last state, or leave if a signal was received."""
         run, runner = self._context, self._runner
         self._is_finished = True
-        if self._has_steps and not run.is_at_last and not self._is_stopped:
+        if run.status != LEAVING:
             run.status = ENDING
-            report_early_end(run)
+            if self._has_steps and not run.is_at_last:
+                report_early_end(run)
         run.signals.finish()
-        run.status = LEAVING if self._is_stopped else ENDING
         runner.last()
         check_step(run.step, run.state)
-        if not self._is_stopped:
+        if run.status != LEAVING:
             runner.end()
-        if self._is_stopped or run.signals.to_stop():  # also during the hooks above
+        if run.status == LEAVING or run.signals.to_stop():  # also during the hooks above
             exit_on_signal(run)
         runner.settle()
         self._last = run.at

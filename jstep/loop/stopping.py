@@ -32,7 +32,7 @@ from jstep.core.exceptions import note, note_other
 from jstep.core.logs import BELOW_BAR
 from jstep.distributed import processes
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.loop.hook_runner import Errors
+from jstep.loop.hook_runner import HookErrors
 from jstep.loop.origin import STOPPED
 from jstep.loop.run_context import BODY, HookCall, RunContext
 from jstep.loop.saving import RunSaverHook, why_position_lost
@@ -91,7 +91,7 @@ def report_done(run: RunContext) -> None:
 def exit_on_signal(run: RunContext) -> NoReturn:
     when = f"after step {run.step}"
     savers, why = run.may_save()
-    outcomes, errors = list[str](), Errors(run)
+    outcomes, errors = list[str](), HookErrors(run)
     for hook in savers:
         with errors:
             outcomes.append(_save(run, hook))
