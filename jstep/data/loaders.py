@@ -92,23 +92,11 @@ def open_source(
             the first step.
         position: The position of an earlier run.
     """
-    return _open(batches, start, last_step, position, resumable=resumable, state=state)._replace(given=batches)
-
-
-def _open(
-    batches: Tree,
-    start: int,
-    last_step: int,
-    position: SavedPosition | None,
-    *,
-    resumable: bool,
-    state: Callable[[], Any],
-) -> Source:
-    owner = position_owner(batches)
+    owner, count = position_owner(batches), max(0, last_step - start)
     if isinstance(batches, LoopBatches):
         # Restored also where no step is left: the loop may go on to use the objects.
         read, begin = (None, None) if owner is None else _resumed(owner, position, start, start + 1)
-        return Source(iter(batches), read, begin, is_of_state=True, is_of_loop=True)
+        return Source(iter(batches), read, begin, is_of_state=True, is_of_loop=True, given=batches)
     if isinstance(batches, StateBatches):
         make = batches.make
         read = begin = None
@@ -117,23 +105,23 @@ def _open(
         elif not (isinstance(make, _STATELESS) or hasattr(make, "__wrapped__")):  # a method, or an object with __call__
             _warn_without_position(getattr(make, "__qualname__", type(make).__name__), start, resumable=resumable)
         made = map(lambda step: make(step, state()), range(start, last_step))  # noqa: C417  (it may raise StopIteration)
-        return Source(made, read, begin, is_of_state=True)
+        return Source(made, read, begin, is_of_state=True, given=batches)
     if owner is None:
         items = _by_step(batches, start, last_step)
         if items is not None:
-            return Source(items, by_step=batches, fresh=isinstance(batches, BatchSequence))
+            return Source(items, by_step=batches, fresh=isinstance(batches, BatchSequence), given=batches)
         items = iter(batches)
         if not keeps_position(items):
             if not _warn_of_untrained(batches):
                 _warn_without_position(type(batches).__name__, start, resumable=resumable)
-            return Source(itertools.islice(items, max(0, last_step - start)))
+            return Source(itertools.islice(items, count), given=batches)
         owner = items
     read, begin = _resumed(owner, position, start, last_step)
     # Some iterators have `__next__` but no `__iter__`.
     items = iter(owner) if hasattr(owner, "__iter__") else map(next, itertools.repeat(owner))
     since = batches_since(None if position is None else position.value)
-    items = itertools.islice(items, since, since + max(0, last_step - start))
-    return Source(items, read, begin, fresh=isinstance(owner, BatchIterator))
+    items = itertools.islice(items, since, since + count)
+    return Source(items, read, begin, fresh=isinstance(owner, BatchIterator), given=batches)
 
 
 def _by_step(batches: Tree, start: int, last_step: int) -> Iterator[Any] | None:
@@ -210,10 +198,8 @@ def _resumed(owner: object, kept: SavedPosition | None, start: int, last_step: i
     name, read = type(owner).__name__, functools.partial(loader_position, owner)
     if kept is None:
         if not _warn_of_untrained(owner) and start:
-            text = (
-                "The run resumes at step %d, but the checkpoint has no position for the %s: it starts where it is now."
-            )
-            _logger.warning(text, start, name)
+            what = f"The run resumes at step {start}, but the checkpoint has no position for the {name}"
+            _logger.warning("%s: it starts where it is now.", what)
         return read, None
     if start < last_step:
         if kept.error:

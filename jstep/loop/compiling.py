@@ -148,7 +148,8 @@ class Compiler:
         """Compile a program before its first call; errors in its step are left to the call, which explains them."""
         program, stage, may_leave = chunk.program, chunk.program.stage, not chunk.must_run
         size = getattr(program.step, "_cache_size", None)
-        is_due = self.table.has_several and not stage.is_begun and not stage.is_ahead
+        has_several = self.table.is_looped or len(self.table.stages) > 1
+        is_due = has_several and not stage.is_begun and not stage.is_ahead
         if is_due and size is not None and not size():
             _logger.info("compiling %s for %s", stage.name, _steps(chunk))
         if program.has_failed or not stage.is_compilable or jax.config.jax_disable_jit:  # type: ignore[attr-defined]

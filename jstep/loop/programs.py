@@ -160,16 +160,21 @@ class Program:
         *,
         has_failed: bool = False,
     ) -> None:
-        self.stage, self.step_args, self._columns = stage, step_args, columns
+        self.stage = stage
+        self.step_args = step_args
+        self._columns = columns
         self.step: Any = stage.single if loop is None else loop
         self.is_looped, self.is_stacked = loop is not None, loop is not None and loop.max_steps is not None
         self.max_steps = 1 if loop is None else loop.max_steps or 1
         self.rows: int | None = None
         self.constants = NO_CONSTANTS
-        self.has_failed, self.is_called, self.is_ahead = has_failed, False, False
+        self.has_failed = has_failed
+        self.is_called = False
+        self.is_ahead = False
 
     def first_call_returned(self, rows: int | None) -> None:
-        self.is_called, self.rows = True, rows
+        self.is_called = True
+        self.rows = rows
 
     def run(self, state: Tree, chunk: "Chunk", sums: MetricSums) -> Any:
         """Run the steps of a chunk; return state and last metrics."""
@@ -269,18 +274,13 @@ class ProgramTable:
         self.tracing = threading.Lock()
         self.compiling, self._thread = compiling, threading.get_ident()
 
-    @property
-    def has_several(self) -> bool:
-        """Whether a log says why a program is compiled."""
-        return self.is_looped or len(self.stages) > 1
-
     def stage_of(self, step: int) -> Stage:
         return self.stages[self.train_steps.index(step)]
 
     def program_for(self, step: int, shapes: Tree, args: Callable[[], tuple[Any, ...]]) -> Program:
         """Return the program of chunks from `step`; trace the step if the shapes are new."""
-        stage, (before, switch_at, then) = self.stage_of(step), self._max_steps
-        key = stage, before if step < switch_at else then, shapes
+        stage, (earlier, switch_at, later) = self.stage_of(step), self._max_steps
+        key = stage, earlier if step < switch_at else later, shapes
         if key in self._programs:
             return self._programs[key]
         if not self.is_looped:
@@ -384,7 +384,8 @@ def make_chunks(
     """Yield batches as chunks, which end where the program, the shapes of the batches or `ends` require it."""
     place_one = None if sharding is None and not on_device else make_placer(as_shardings(sharding))
     place_stacked = None if sharding is None else make_placer(as_shardings(sharding, stacked=True))
-    step, item, items = start, None, iter(batches)
+    items, step = iter(batches), start
+    item: Any = None
     program: Any = None
     shapes: Any = None
     for end in ends:
@@ -396,18 +397,19 @@ def make_chunks(
             batch, shapes, position = item
             if program is None or program.is_looped or step >= program.stage.stop or shapes != before:
                 program = program_for(step, shapes, functools.partial(_arguments, batch, place_one))
-            some, item, most = [batch], None, min(program.max_steps, end - step)
-            while len(some) < most and (item := next(items, None)) is not None:
+            chunk, item = [batch], None
+            max_steps = min(program.max_steps, end - step)
+            while len(chunk) < max_steps and (item := next(items, None)) is not None:
                 if item[1] != shapes:
                     break
-                some.append(item[0])
+                chunk.append(item[0])
                 position, item = item[2], None
             place = place_one
             if program.is_stacked:
-                batch, place = _stacked(some, program.max_steps), place_stacked
-            args = batch_to_args(batch if place is None else place(batch))
-            yield Chunk(program, args, len(some), step, position)
-            step += len(some)
+                batch, place = _stacked(chunk, program.max_steps), place_stacked
+            args = batch_to_args(batch if place is None else place(batch))  # as in `_arguments`, without its call
+            yield Chunk(program, args, len(chunk), step, position)
+            step += len(chunk)
 
 
 def _arguments(batch: Tree, place: Callable[[Any], Any] | None) -> tuple[Any, ...]:
@@ -421,13 +423,13 @@ def shapes_of_leaves(leaves: list[Any], structure: Any) -> Any:
     return tuple(shapes)
 
 
-def _stacked(some: list[Any], max_steps: int) -> Any:
+def _stacked(batches: list[Any], max_steps: int) -> Any:
     """Stack batches; repeat the last one if there are fewer than `max_steps`."""
 
     def stack(*column: Any) -> Any:
         return _stack_arrays(column) if isinstance(column[0], jax.Array) else np.stack(column)
 
-    return jax.tree.map(stack, *some, *[some[-1]] * (max_steps - len(some)))
+    return jax.tree.map(stack, *batches, *[batches[-1]] * (max_steps - len(batches)))
 
 
 _stack_arrays = jax.jit(jnp.stack)  # one dispatch for all leaves of a column
