@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from jstep.checkpoint.saver import Saver
-from jstep.core.annotations import Tree
 from jstep.core.checks import as_function, as_functions
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING
@@ -78,7 +77,7 @@ class CheckpointSaverHook(RunHook):
 
     def mark_saved(self, step: int, state: TrainState) -> None:
         """Record that a checkpoint of this step holds this state, such as the restored one."""
-        self._saved = step, _weakly(state)
+        self._saved = step, weakref.ref(state)
 
     def has_saved(self, step: int, state: TrainState) -> bool:
         """Whether a checkpoint of this step holds this state, unchanged by hooks since."""
@@ -111,10 +110,3 @@ class CheckpointSaverHook(RunHook):
                 self._saved = None  # so that another try saves it again instead of returning True
                 raise
         return True
-
-
-def _weakly(state: Tree) -> Callable[[], Any]:
-    try:
-        return weakref.ref(state)
-    except TypeError:  # a NamedTuple with a global step
-        return lambda: state

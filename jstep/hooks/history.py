@@ -19,7 +19,7 @@ from jstep.hooks.run_hook import RunInfo
 from jstep.metering.cadence import make_cadence
 from jstep.metering.history_file import HistoryFile, Row, Rows, check_path, read_rows
 from jstep.metering.metric_sums import merge_sums
-from jstep.metering.numbers import PendingTransfer, as_numbers, read_values, scalars, sort_metrics, start_transfer
+from jstep.metering.numbers import PendingTransfer, as_numbers, read_values, sort_metrics
 from jstep.pictures.drawing import Curve, picture
 from jstep.pictures.html_tables import html_table
 from jstep.state.train_state import TrainState
@@ -213,8 +213,7 @@ class History(ReportingHook):
     def _numbers(self, metrics: Metrics, leave_out: Collection[str]) -> PendingTransfer:
         left_out = {*leave_out, *self.run.constant_metrics()}
         if not self._mean:
-            numbers = scalars(metrics, left_out)
-            return start_transfer(numbers.values(), lambda: read_values(numbers))
+            return super()._numbers(metrics, left_out)
         interval, sums = self.run.sums.take(self._number), self._sums
         self._sums = {}
 

@@ -38,6 +38,7 @@ from jstep.data.loop_batches import LoopBatches
 from jstep.distributed import processes
 from jstep.hooks.hook import check_returned_state, check_step
 from jstep.hooks.run_hook import LoopState
+from jstep.loop import stopping
 from jstep.loop.arguments import Options, as_steps_per_call, cache_directory, check, explains_arguments
 from jstep.loop.feeder import fetch_by_all
 from jstep.loop.hook_runner import HookRunner, RunChunk, close_hooks
@@ -51,16 +52,6 @@ from jstep.loop.signals import StopWaiting
 from jstep.loop.stalls import StallWatch
 from jstep.loop.start import begin, open_run
 from jstep.loop.start_times import StartTimes
-from jstep.loop.stopping import (
-    attach_state,
-    exit_on_signal,
-    keep_state,
-    leave_after_closing,
-    leave_at_once,
-    note_closing,
-    report_early_end,
-    rescue,
-)
 from jstep.loop.utilization import Meters
 from jstep.state.train_state import TrainState
 from jstep.stores.compile_cache import persistent_cache
@@ -358,12 +349,12 @@ class Run(Generic[P]):
         self._is_handled = run.signals.received is not None
         run.status = ENDING
         if run.is_open:
-            rescue(run, error)
+            stopping.rescue(run, error)
         else:
-            keep_state(run, error)
+            stopping.keep_state(run, error)
         self._last = run.at._replace(state=getattr(error, "state", None))
         if run.signals.received_twice and isinstance(error, KeyboardInterrupt):
-            leave_at_once(run.at.step, error)
+            stopping.leave_at_once(run.at.step, error)
 
     def _release(self) -> None:
         """Let the observers see the last state, and drop it: hooks and signal handlers must not keep it alive."""
@@ -387,15 +378,15 @@ class Run(Generic[P]):
         if error is None:
             run.signals.agree_at_end()
         elif isinstance(error, Exception) and not hasattr(error, "state") and state is not None:
-            note_closing(run, error, state)
+            stopping.note_closing(run, error, state)
         if run.signals.received is not None and not self._is_handled:
-            leave_after_closing(run, state)
+            stopping.leave_after_closing(run, state)
 
     def _close_hooks(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
         try:
             close_hooks(self._context, error)
         except Exception as failure:
-            attach_state(failure, self._last.state)
+            stopping.attach_state(failure, self._last.state)
             raise
         if error is None:
             interactive.forget()
@@ -519,13 +510,13 @@ class Run(Generic[P]):
         if run.status != LEAVING:
             run.status = ENDING
             if self._has_steps and not run.is_at_last:
-                report_early_end(run)
+                stopping.report_early_end(run)
         run.signals.finish()
         runner.last()
         check_step(run.step, run.state)
         if run.status != LEAVING:
             runner.end()
         if run.status == LEAVING or run.signals.to_stop():  # also during the hooks above
-            exit_on_signal(run)
+            stopping.exit_on_signal(run)
         runner.settle()
         self._last = run.at
