@@ -23,10 +23,10 @@ def build_hooks(run: RunContext) -> None:
     check_paths(run.options.hooks)
     options = run.options
     run.writer = _open_writer(run)
-    own = [hook for hook in options.hooks if not isinstance(hook, CheckpointSaverHook)]
     savers = [hook for hook in options.hooks if isinstance(hook, CheckpointSaverHook)]
-    hooks = list(own)
-    counter = next((hook for hook in own if isinstance(hook, StepCounterHook)), None)
+    hooks = [hook for hook in options.hooks if not isinstance(hook, CheckpointSaverHook)]
+    has_summary_hook = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in hooks)
+    counter = next((hook for hook in hooks if isinstance(hook, StepCounterHook)), None)
     if counter is None:
         counter = StepCounterHook(every_n_steps=options.log_steps or options.save_summaries_steps or 100)
         hooks.append(counter)
@@ -36,7 +36,6 @@ def build_hooks(run: RunContext) -> None:
     is_logged = options.log_steps is not None and not any(hook.replaces_log_lines for hook in progress_hooks)
     if is_logged and options.progress is not False and jax.process_index() == 0:
         hooks.append(LoggingHook(every_n_steps=options.log_steps, leave_out=lambda: run.constant_metrics().keys()))
-    has_summary_hook = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in own)
     if run.writer is not None and options.save_summaries_steps is not None and not has_summary_hook:
         hooks.append(SummarySaverHook(save_steps=options.save_summaries_steps))
     if run.saver is not None:
@@ -49,25 +48,25 @@ _FLUSH_SECS, _BUCKET_FLUSH_SECS = 1.0, 10.0
 
 
 def _open_writer(run: RunContext) -> SummaryWriter | None:
-    options, where, saver, origin = run.options, run.options.where, run.saver, run.origin
-    if options.logdir is None or where is None:
+    options, origin = run.options, run.origin
+    if options.logdir is None or options.where is None:
         return None
-    prefix = options.checkpoint_prefix if saver is None else saver.prefix
-    suffix = suffix_of_run(location(options.logdir, "logdir"), where, prefix, run.name)
+    prefix = options.checkpoint_prefix if run.saver is None else run.saver.prefix
+    suffix = suffix_of_run(location(options.logdir, "logdir"), options.where, prefix, run.name)
     secs = _BUCKET_FLUSH_SECS if is_url(options.logdir) else _FLUSH_SECS
     writer = run.closing.enter_context(SummaryWriter(options.logdir, filename_suffix=suffix, flush_secs=secs))
     if writer.path is not None:
         # The point of a restored step is kept. A run that begins again may evaluate before its first step again.
         first = run.first + (origin.restored is not None)
-        own = origin.restored if origin.trunk is None else None
-        same_place = own is not None or not _is_another_run(run)
+        is_resumed = origin.restored is not None and origin.trunk is None
+        same_place = is_resumed or not _is_another_run(run)
         if starts_here(writer.path, first, same_place=same_place, is_new=origin.restored is None):
             for _ in range(STARTS):
                 writer.add_session_log("START", first)
-    if run.options.config and jax.process_index() == 0:
+    if options.config and jax.process_index() == 0:
         plain = {
             name: value if isinstance(value, bool | int | float | str) else json.dumps(value)
-            for name, value in list(run.options.config.items())
+            for name, value in options.config.items()
         }
         with contextlib.suppress(ImportError):  # TensorBoard is not installed
             writer.add_hparams(plain)

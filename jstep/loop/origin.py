@@ -35,7 +35,9 @@ from jstep.stores import tagged_json
 from jstep.stores.files import is_directory
 from jstep.stores.urls import is_url, join_path, resolve_path, split_path
 
-ENDED, STOPPED, HELD_VALUES = "ended", "stopped", "held"
+ENDED: Final = "ended"
+STOPPED: Final = "stopped"
+HELD_VALUES: Final = "held"
 """Keys of a checkpoint's `extra`: the step at which its hooks have ended, the name of the hook that stopped it, and the
 initial values of held hyperparameters."""
 RUN_KEY: Final = "run"
@@ -183,20 +185,21 @@ def of_copy(options: Options, saver: Saver | None, origin: Origin, new_name: str
         return origin
     with contextlib.suppress(OSError, ValueError, LookupError):  # there is no valid start
         starts = read_starts(directory)[prefix]
-        own, newest, source = origin.extra.get(RUN_KEY), valid(starts)[-1], original_of(directory, starts)
+        saved_by, newest = origin.extra.get(RUN_KEY), valid(starts)[-1]
+        source = original_of(directory, starts)
+        parent: Any = None
         if source is not None:
             name = new_name
-            parent: Any = (
-                None if step is None else {"path": join_path(source, checkpoint_name(prefix, step)), "step": step}
-            )
-        elif own is not None and own == newest[PARENT_RUN] != newest[RUN_KEY]:
+            if step is not None:
+                parent = {"path": join_path(source, checkpoint_name(prefix, step)), "step": step}
+                if jax.process_index() == 0:
+                    _logger.info("%s is a copy: this run is a branch of %s from here on", directory, parent["path"])
+        elif saved_by is not None and saved_by == newest[PARENT_RUN] != newest[RUN_KEY]:
             parent, name = newest[PARENT], newest[RUN_KEY]  # no earlier start of this copy has saved anything
         else:
             return origin
-        if source is not None and parent is not None and jax.process_index() == 0:
-            _logger.info("%s is a copy: this run is a branch of %s from here on", directory, parent["path"])
         extra = {**origin.extra, RUN_KEY: name}
-        return dataclasses.replace(origin, extra=extra, parent=parent, parent_run=own, is_copy=source is not None)
+        return dataclasses.replace(origin, extra=extra, parent=parent, parent_run=saved_by, is_copy=source is not None)
     return origin
 
 

@@ -10,7 +10,6 @@ import functools
 import logging
 import math
 import os
-from typing import Any
 
 import jax
 
@@ -24,8 +23,6 @@ from jstep.data.loop_batches import LoopBatches
 from jstep.data.positions import RarePosition, restore_position
 from jstep.data.sequence import BatchSequence
 from jstep.distributed import processes
-from jstep.hooks.checkpoint_saver import CheckpointSaverHook
-from jstep.hooks.nan_loss import NanLossHook
 from jstep.loop.arguments import Options
 from jstep.loop.build_hooks import build_hooks
 from jstep.loop.dispatch import Dispatch, warn_of_ended_rate
@@ -37,11 +34,10 @@ from jstep.loop.programs import Boundaries, ProgramTable, make_chunks
 from jstep.loop.run_context import RunContext
 from jstep.loop.saving import restore_hooks
 from jstep.loop.stopping import report_done
-from jstep.metering.cadence import next_multiple
+from jstep.metering.cadence import Cadence
 from jstep.record.stall_files import FOLDER as STALLS
 from jstep.record.starts import FOLDER
 from jstep.state.nonfinite import StateContents
-from jstep.state.train_state import TrainState
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.owners import remove_temporary
 from jstep.stores.urls import is_url
@@ -58,7 +54,8 @@ def open_run(run: RunContext, batches: Tree) -> HookRunner:
     run.closing.callback(run.dispatch.compiler.close)
     started = _restore(run, batches)
     processes.on_all_processes(lambda: build_hooks(run), _NO_LOGS)
-    run.at_start = _contents_at_start(run.at.state, run.hooks)
+    is_checked = run.has_nan_hook or run.savers
+    run.at_start = StateContents(run.at.state if is_checked else {}, params_only=not run.has_nan_hook)
     run.runner = runner = HookRunner(run)
     run.source, items = processes.on_all_processes(lambda: started or _open_batches(run, batches), _NO_BATCHES)
     table = run.dispatch.table
@@ -108,7 +105,8 @@ def _close(run: RunContext, saver: Saver) -> None:
 
 def _restore(run: RunContext, batches: Tree) -> "tuple[Source, FirstBatch] | None":
     """Restore the state; return the batches if they were opened meanwhile."""
-    saver, latest, assumed_first = run.saver, run.origin.latest, run.origin.first
+    saver = run.saver
+    latest, assumed_first = run.origin.latest, run.origin.first
     if saver is not None and latest is not None and assumed_first is not None:
         with contextlib.suppress(FileNotFoundError):  # `restore` uses the newest one at that time
             saver.check_run(run.at.state, latest)  # before a program is compiled, which takes longer
@@ -157,27 +155,21 @@ def _notify_opened(run: RunContext) -> None:
             objects = Objects(options.where)  # asked now, as the record and the event files would each wait for it
             with objects.within(START_TIMEOUT_SECS):
                 objects.list(FOLDER, f"{FOLDER}~")
-        places = {os.fspath(place) for place in (options.where, options.logdir) if place is not None}
-        for place in places:
-            if not is_url(place):
-                remove_temporary(place)
-                if not os.path.islink(stalls := os.path.join(place, STALLS)):
+        paths = {os.fspath(path) for path in (options.where, options.logdir) if path is not None}
+        for path in paths:
+            if not is_url(path):
+                remove_temporary(path)
+                if not os.path.islink(stalls := os.path.join(path, STALLS)):
                     remove_temporary(stalls)
     for observer in run.observers:
         observer.opened()
 
 
-def _contents_at_start(state: TrainState, hooks: list[Any]) -> StateContents:
-    has_hook = any(isinstance(hook, NanLossHook) for hook in hooks)
-    is_checked = has_hook or any(isinstance(hook, CheckpointSaverHook) for hook in hooks)
-    return StateContents(state if is_checked else {}, params_only=not has_hook)
-
-
 def _dispatch_of(run: RunContext) -> Dispatch:
-    options, compiling = run.options, functools.partial(compiling_for, run.observers)
-    table = ProgramTable(
-        run.train_steps, options.steps_per_call, state=run.at.state, sums=run.sums, compiling=compiling
-    )
+    options = run.options
+    compiling = functools.partial(compiling_for, run.observers)
+    steps_per_call = options.steps_per_call
+    table = ProgramTable(run.train_steps, steps_per_call, state=run.at.state, sums=run.sums, compiling=compiling)
     return Dispatch(
         table,
         signals=run.signals,
@@ -196,18 +188,17 @@ def _dispatch_of(run: RunContext) -> Dispatch:
 
 def _begin_early(run: RunContext, batches: Tree) -> tuple[Source, FirstBatch] | None:
     """Start the first batch and the first compilation before the state is restored, or return None."""
-    start, latest = run.origin.first, run.origin.latest
-    own = batches if isinstance(batches, BatchSequence) else None
+    start, sequence = run.origin.first, batches if isinstance(batches, BatchSequence) else None
     if start is None or start >= run.options.stop_step or isinstance(batches, StateBatches | LoopBatches):
         return None
-    if latest is None if own is None else not own.is_endless and start >= len(own):
+    if run.origin.latest is None if sequence is None else not sequence.is_endless and start >= len(sequence):
         return None
     source, first = _open_batches(run, batches)
     # A function of the step is called again if it failed, because it may depend on a hook.
     again = (lambda: iter(_copies(run, _source(run, batches)))) if source.by_step else None
     first.start(again)
     sharding = run.options.batch_sharding
-    shapes = None if own is None or sharding is not None else functools.partial(own.shapes, start)
+    shapes = None if sequence is None or sharding is not None else functools.partial(sequence.shapes, start)
     run.dispatch.compiler.begin_first(start, sharding, run.times, functools.partial(first.peek, shapes))
     return source, first
 
@@ -258,5 +249,5 @@ def _source(run: RunContext, batches: Tree) -> Source:
 
 def _next_save(options: Options, first: int, batches: int) -> int:
     """Return after how many batches of the run, more than these, a save by steps is due."""
-    step, interval, last = first + batches, options.save_checkpoint_steps, options.stop_step
-    return (last if interval is None else min(last, next_multiple(step, interval))) - first
+    due = Cadence(options.save_checkpoint_steps).next_multiple(first + batches)
+    return min(options.stop_step, due) - first

@@ -68,20 +68,16 @@ def report_early_end(run: RunContext) -> None:
 
 def report_done(run: RunContext) -> None:
     """Log why no step is run; a last_step before the state is probably a mistake."""
-    first, last_step, by = run.first, run.options.stop_step, run.origin.extra.get(STOPPED)
+    first, last_step = run.first, run.options.stop_step
     if first > last_step:
         text = "last_step=%d: the run is already at step %d; there is nothing left to run. Give a larger last_step"
         _logger.warning(text, last_step, first, extra=BELOW_BAR)
         return
-    why = ""
-    if first < last_step and by is not None:
-        why = (
-            f". {by} stopped it at step {first}; to continue, remove that hook, change its settings, or reset its "
-            "state: EarlyStopping(reset=True)"
-        )
-    elif first < last_step:
-        reasons = [getattr(hook, "why", None) for hook in run.options.hooks]
-        why = next((f". {reason}" for reason in reasons if isinstance(reason, str)), "")
+    reasons = [getattr(hook, "why", None) for hook in run.options.hooks]
+    if (name := run.origin.extra.get(STOPPED)) is not None:
+        remedy = "remove that hook, change its settings, or reset its state: EarlyStopping(reset=True)"
+        reasons = [f"{name} stopped it at step {first}; to continue, {remedy}"]
+    why = next((f". {reason}" for reason in reasons if isinstance(reason, str) and first < last_step), "")
     _logger.info("the run is already at step %d; there is nothing left to run%s", first, why)
 
 
