@@ -193,7 +193,8 @@ def _sizes_in_epochs(num_rows: int, sizes: Staircase[int], drop_remainder: bool,
     """Return the sizes of all batches as runs of steps."""
     # A stage continues the current epoch: the rest of that epoch is one run, the whole epochs after it are the next.
     runs: list[StepRange] = []
-    epoch = offset = before = 0
+    epoch = before = 0
+    offset = 0  # rows of the current epoch in the batches so far
     end = NO_END if num_epochs is None else num_epochs
     for first, stage_stop, size in sizes.stages():
         stop = NO_END if stage_stop is None else stage_stop

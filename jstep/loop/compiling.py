@@ -65,7 +65,9 @@ class Compiler:
     """
 
     def __init__(self, table: ProgramTable, signals: StopSignals, watch: Stopwatch) -> None:
-        self.table, self._signals, self._watch = table, signals, watch
+        self.table = table
+        self._signals = signals
+        self._watch = watch
         self.record = thread_record()
         self.jobs: deque[CompileJob] = deque()
         self.begun: deque[tuple[CompileJob, Task[None]]] = deque()
@@ -98,7 +100,8 @@ class Compiler:
         first, *later = Boundaries(table.train_steps, source.next_change).starts(start, last_step)
         seen: set[Any] = set()
         for step in (first, *later) if later else ():
-            stage, args, is_edge = table.stage_of(step), None, step == table.stage_of(step).first
+            stage, args = table.stage_of(step), None
+            is_edge = step == stage.first
             if not stage.is_compilable:
                 continue
             is_indexed = hasattr(source.by_step, "__getitem__") and is_edge and step != first
@@ -146,7 +149,8 @@ class Compiler:
 
     def compile_due(self, state: Tree, chunk: Chunk) -> None:
         """Compile a program before its first call; errors in its step are left to the call, which explains them."""
-        program, stage, may_leave = chunk.program, chunk.program.stage, not chunk.must_run
+        program, stage = chunk.program, chunk.program.stage
+        may_leave = not chunk.must_run
         size = getattr(program.step, "_cache_size", None)
         has_several = self.table.is_looped or len(self.table.stages) > 1
         is_due = has_several and not stage.is_begun and not stage.is_ahead
@@ -190,7 +194,7 @@ def _steps(chunk: Chunk) -> str:
 
 
 def _compile_job(job: CompileJob, args: tuple[Any, ...]) -> None:
-    then = time.perf_counter()
+    began = time.perf_counter()
     try:
         with doing(MAKING):
             job.make(args)
@@ -202,7 +206,7 @@ def _compile_job(job: CompileJob, args: tuple[Any, ...]) -> None:
     else:
         if not job.is_quiet:
             text = "compiled %s ahead of step %d, in the background, in %.1f s"
-            _logger.info(text, job.name, job.first, time.perf_counter() - then)
+            _logger.info(text, job.name, job.first, time.perf_counter() - began)
 
 
 def compile_apart(lowered: Any, signals: StopSignals, *, may_leave: bool) -> None:

@@ -48,7 +48,9 @@ class Dispatch:
         watch: Stopwatch | None = None,
         after_first: Sequence[AfterChunk] = (),
     ) -> None:
-        self.table, self._first_call, self._after_first = table, first_call, after_first
+        self.table = table
+        self._first_call = first_call
+        self._after_first = after_first
         self._watch = Stopwatch() if watch is None else watch
         self.compiler = Compiler(table, StopSignals() if signals is None else signals, self._watch)
         self.after_each: list[AfterChunk] = []

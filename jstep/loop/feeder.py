@@ -41,7 +41,9 @@ class BatchFeeder(Iterator[Chunk]):
     """
 
     def __init__(self, source: Source, chunks: Iterator[Chunk], signals: StopSignals, watch: Stopwatch) -> None:
-        self._made, self._signals, self._watch = chunks, signals, watch
+        self._chunks = chunks
+        self._signals = signals
+        self._watch = watch
         self._reader: ReaderThread | None = None
         self._requests = 0
         # When the waits were checked last, the seconds waited and the number of requests until then.
@@ -78,7 +80,7 @@ class BatchFeeder(Iterator[Chunk]):
                 if position.is_live:
                     self.may_stop = not position.is_large
                     self.may_stop = position.begin_fetch()
-                chunk = next(self._made)
+                chunk = next(self._chunks)
             self.may_stop = False
             # If the wait is interrupted, the position stays before the batch, even if it was partly read.
             chunk.must_run = position.end_fetch(chunk.position)
@@ -105,7 +107,7 @@ class BatchFeeder(Iterator[Chunk]):
         self._checked = got, waited, self._requests
 
     def _read_ahead(self) -> None:
-        self._reader = ReaderThread(functools.partial(next, self._made))
+        self._reader = ReaderThread(functools.partial(next, self._chunks))
         self._reader.request(READ_AHEAD)
 
     def is_position_lost(self, steps: int) -> bool:
@@ -204,8 +206,8 @@ def fetch_by_all(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
     """Return the chunks once all processes have fetched the first one; an error in one is raised in all."""
     if processes.is_single_process():
         return chunks
-    rest = iter(chunks)
-    first = processes.on_all_processes(lambda: next(rest, None), "batches: the first one cannot be fetched")
+    later = iter(chunks)
+    first = processes.on_all_processes(lambda: next(later, None), "batches: the first one cannot be fetched")
     if processes.any_process(first is None) and first is not None:
         raise ValueError("batches: another process has no batch at all; give each process a part")
-    return rest if first is None else itertools.chain([first], rest)
+    return later if first is None else itertools.chain([first], later)

@@ -202,9 +202,9 @@ class HookRunner:
 
         self._deliver_all(failed)
         built_in = [hook for hook in self._hooks if isinstance(hook, RunHook)]
-        own = [hook for hook in self._hooks if not isinstance(hook, RunHook) and defines(hook, "before_save")]
-        prevented = [bool(call_named(hook, "before_save", step)) for hook in (*own, *built_in)]  # each must be called
-        return processes.any_process(any(prevented)) if own else any(prevented)
+        custom = [hook for hook in self._hooks if not isinstance(hook, RunHook) and defines(hook, "before_save")]
+        prevented = [call_named(hook, "before_save", step) for hook in (*custom, *built_in)]  # each must be called
+        return processes.any_process(any(prevented)) if custom else any(prevented)
 
     def last(self, failed: Callable[[Exception], None] | None = None) -> None:
         """Run hooks after the last call, once; `failed` receives their exceptions if another error is handled."""

@@ -77,7 +77,7 @@ class Origin:
     Attributes:
         restored: The step of the restored state; None if the given one is used.
         given: The step of the given state; None if it is abstract or was donated.
-        held: Name → initial value of the held hyperparameters.
+        held_values: Name → initial value of the held hyperparameters.
         first: The first step, if known before the state is restored.
         trunk: The checkpoint of another run to begin from.
         parent: The path and step of the checkpoint that this run branched from.
@@ -89,7 +89,7 @@ class Origin:
     latest: int | None = None
     restored: int | None = None
     given: int | None = None
-    held: dict[str, float] = dataclasses.field(default_factory=dict)
+    held_values: dict[str, float] = dataclasses.field(default_factory=dict)
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     first: int | None = None
     trunk: Trunk | None = None
@@ -142,8 +142,8 @@ def open_saver(options: Options) -> tuple[Saver | None, int | None]:
 def find_origin(options: Options, state: TrainState, saver: Saver | None, latest: int | None) -> Origin:
     """Find what the run begins from, and read the small parts of the newest checkpoint."""
     given = _step_of_values(state)
-    held = {} if given is None or saver is None else _held(state)
-    origin = Origin(latest=latest, given=given, first=given, held=held)
+    initial = {} if given is None or saver is None else _initial_values(state)
+    origin = Origin(latest=latest, given=given, first=given, held_values=initial)
     trunk = _open_trunk(options, saver, latest, given)
     if saver is not None:
         if latest is None or latest < options.stop_step:
@@ -203,7 +203,7 @@ def of_copy(options: Options, saver: Saver | None, origin: Origin, new_name: str
     return origin
 
 
-def _held(state: TrainState) -> dict[str, float]:
+def _initial_values(state: TrainState) -> dict[str, float]:
     values = {name: value for name, value in held_values(state.slots).items() if np.ndim(value) == 0}
     return {name: float(value) for name, value in read_values(values).items()}
 
@@ -236,13 +236,13 @@ def _open_trunk(options: Options, saver: Saver | None, latest: int | None, given
     prefix = options.checkpoint_prefix if saver is None else saver.prefix
     places = {"checkpoint_dir": None if saver is None else saver.directory, "logdir": options.logdir}
 
-    def find_own() -> list[str]:
-        return [key for key, place in places.items() if place is not None and _is_in(os.fspath(place), path, prefix)]
+    def arguments_with_it() -> list[str]:
+        return [name for name, value in places.items() if value is not None and _is_in(os.fspath(value), path, prefix)]
 
-    if own := processes.on_all_processes(find_own, _PROBLEM):
+    if names := processes.on_all_processes(arguments_with_it, _PROBLEM):
         raise ValueError(
-            f"start_from={path!r}: must be a checkpoint of another run, got the {own[0]} of this one. A run "
-            f"resumes from its own by itself: leave start_from out, or give the branch a {own[0]} of its own"
+            f"start_from={path!r}: must be a checkpoint of another run, got the {names[0]} of this one. A run "
+            f"resumes from its own by itself: leave start_from out, or give the branch a {names[0]} of its own"
         )
     if latest is not None:
         return None
@@ -425,8 +425,9 @@ def _restored(origin: Origin, step: int, extra: dict[str, Any], name: str) -> Or
     """Return the origin of a run whose state was restored; warn if the given state differs."""
     before = extra.get(HELD_VALUES)
     _warn_if_different(origin, step, before, name)
-    held = origin.held if origin.given == 0 else (before or {})  # shapes, or a trained state, hold no initial values
-    return dataclasses.replace(origin, restored=step, extra=extra, held=held, first=step)
+    # Shapes, or a trained state, hold no initial values.
+    initial = origin.held_values if origin.given == 0 else (before or {})
+    return dataclasses.replace(origin, restored=step, extra=extra, held_values=initial, first=step)
 
 
 def _step_of_given(state: TrainState) -> int:
@@ -452,7 +453,7 @@ def _warn_if_different(origin: Origin, restored: int, before: object, name: str)
         )
     if step or not isinstance(before, dict):
         return
-    for hyperparameter, value in origin.held.items():
+    for hyperparameter, value in origin.held_values.items():
         if before.get(hyperparameter, value) != value:
             _logger.warning(
                 "state: the held hyperparameter %r is created as %g, but was %g at the start before. The value in %s "

@@ -46,8 +46,12 @@ from jstep.training.metrics import LOSS
 
 _T = TypeVar("_T")
 
-BEGINNING, RUNNING, ENDING, LEAVING, CLOSING = "beginning", "running", "ending", "leaving", "closing"
-"""The status of a run: before its first call, while it takes steps, after its last call, after a signal, at the end."""
+# The status of a run.
+BEGINNING = "beginning"  # before its first call
+RUNNING = "running"  # while it takes steps
+ENDING = "ending"  # after its last call
+LEAVING = "leaving"  # after a signal
+CLOSING = "closing"  # at the end
 _ELSEWHERE, _NOT_FINITE = "those of another process", "its loss is not finite"
 
 
@@ -168,7 +172,9 @@ class RunContext(RunInfo):
 
     def expect(self, first: int, restoring: int | None) -> None:
         """Assume where the loop will begin, before the checkpoint of a step, if any, is restored."""
-        self.first, self.is_known, self.restoring = first, True, restoring
+        self.first = first
+        self.is_known = True
+        self.restoring = restoring
 
     def begin(self, step: int, state: Tree) -> None:
         self.expect(step, None)

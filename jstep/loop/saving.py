@@ -96,12 +96,10 @@ class SaveInterval:
         """Return the seconds until the next save, given the known costs of the latest one."""
         if self._saved_at is None:
             return FIRST_SECS
-        now = self._clock()
-        busy = self._saver.write_secs
-        if busy is None:  # it is still being written
-            busy = now - self._saved_at
+        passed = self._clock() - self._saved_at
+        busy = passed if self._saver.write_secs is None else self._saver.write_secs  # it is still being written
         secs = min(MAX_SECS, max(self._least, self.blocked_secs / _LOOP_SHARE, busy / _WRITER_SHARE))
-        return max(self._saved_at + secs - now, 0.0)
+        return max(secs - passed, 0.0)
 
     def is_too_early(self) -> bool:
         """Return whether a due save would cost too much, as the latest one took longer than expected."""
@@ -199,7 +197,8 @@ class RunSaverHook(CheckpointSaverHook):
     def has_saved(self, step: int, state: TrainState) -> bool:
         if not super().has_saved(step, state):
             return False
-        run, saved, is_same = self.run, self._saved_host_state, True
+        run, saved = self.run, self._saved_host_state
+        is_same = True
         # Only positions of batches made with the state can change after their step; all processes must compare them.
         if run.source.is_of_loop:
             is_same = run.feeder.position.iterations == self._saved_iterations
@@ -244,10 +243,10 @@ class RunSaverHook(CheckpointSaverHook):
         observed: dict[str, Any] = {}
         for observer in run.observers:
             observed |= observer.about_to_save(run.step)
-        held = {HELD_VALUES: run.origin.held} if run.origin.held else {}
+        held_values = {HELD_VALUES: run.origin.held_values} if run.origin.held_values else {}
         parent = {} if run.origin.parent is None else {PARENT: run.origin.parent}
         return CheckpointExtra(
-            positions.values | observed | hooks.values | held | parent | {RUN_KEY: run.name},
+            positions.values | observed | hooks.values | held_values | parent | {RUN_KEY: run.name},
             {**positions.files, **hooks.files},
         )
 

@@ -89,7 +89,9 @@ class StopSignals:
         self._before: dict[signal.Signals, Any] = {}
         self.interrupts: Interrupts = _nothing
         self.received: signal.Signals | None = None
-        self.received_twice = self._is_limit = self._has_agreed = False
+        self.received_twice = False
+        self._is_limit = False
+        self._has_agreed = False
         self._timer: threading.Timer | None = None
         self._limit: processes.AgreedClock | None = None
         self._polls = 0

@@ -111,7 +111,7 @@ def test_the_batches_of_a_first_call_that_failed(cause, run, steps_per_call, is_
     assert not lost_batches(caplog)
 
 
-@pytest.mark.thorough(except_for=["4-ahead"])
+@pytest.mark.thorough(except_for=["ahead-4"])
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_the_batches_of_a_later_call_that_failed(steps_per_call, is_ahead, tmp_path, monkeypatch):
     monkeypatch.setattr("jstep.data.positions._QUICK", -1.0)  # so that it is read rarely
