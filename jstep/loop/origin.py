@@ -51,9 +51,10 @@ _logger = logging.getLogger("jstep")
 
 
 class Trunk(NamedTuple):
-    """The checkpoint of another run; a different `extra` later means that it was replaced.
+    """The checkpoint of another run.
 
     Attributes:
+        extra: Its data beside the state; None until it is read.
         is_named: Whether `start_from` names the checkpoint itself, which is never exchanged for another one.
         edited: The step of the state passed, if the run begins with that state in place of the checkpoint's, else 0.
     """
@@ -166,11 +167,11 @@ def find_origin(options: Options, state: TrainState, saver: Saver | None, latest
 def read_trunk(options: Options, state: TrainState, origin: Origin) -> tuple[Origin, TrainState]:
     """Read the checkpoint of another run to begin from, before anything depends on which one it is."""
     assert origin.trunk is not None
-    trunk, state, extra = _read_trunk(options, origin.trunk, state)
+    trunk, state = _read_trunk(options, origin.trunk, state)
     if jax.process_index() == 0:
         edited = ", with the state passed" if trunk.edited else ""
         _logger.info("this run begins from %s%s", trunk.parent["path"], edited)
-    origin = dataclasses.replace(origin, latest=trunk.step, first=trunk.step, extra=extra, trunk=trunk)
+    origin = dataclasses.replace(origin, latest=trunk.step, first=trunk.step, extra=trunk.extra, trunk=trunk)
     return dataclasses.replace(origin, parent=trunk.parent, parent_run=_run_of(trunk)), state
 
 
@@ -250,8 +251,7 @@ def _open_trunk(options: Options, saver: Saver | None, latest: int | None, given
         with contextlib.suppress(FileNotFoundError):
             saver.extra()  # raises if the run has checkpoints, and the newest one is incomplete or corrupted
     reads, step, is_named = processes.on_all_processes(lambda: _trunk_at(path, prefix), _PROBLEM)
-    edited = given or 0
-    return _trunk(options, reads, step, edited, is_named=is_named) or _newest_of(options, reads, edited)
+    return _trunk(options, reads, step, given or 0, is_named=is_named)
 
 
 def _warn_of_other_trunk(path: str | None, parent: dict[str, Any] | None) -> None:
@@ -275,8 +275,7 @@ def _is_in(directory: str, path: str, prefix: str) -> bool:
     return match[1] == prefix or open_store(above).at(match[1], int(match[2])) is not None
 
 
-def _trunk(options: Options, reads: Saver, step: int, edited: int, *, is_named: bool) -> Trunk | None:
-    """Return a checkpoint; None if it is gone, and was not named."""
+def _trunk(options: Options, reads: Saver, step: int, edited: int, *, is_named: bool) -> Trunk:
     (step,) = processes.broadcast_ints(step)
     if step >= options.stop_step:
         raise ValueError(
@@ -288,53 +287,43 @@ def _trunk(options: Options, reads: Saver, step: int, edited: int, *, is_named: 
             f"start_from={options.start_from!r}: must be a checkpoint at the step of the state passed, {edited}, got "
             f"one at step {step}; to begin with the checkpoint's own state, pass a state at step 0 or an abstract one"
         )
-    try:
-        return Trunk(reads, step, reads.extra(step), is_named, edited)
-    except FileNotFoundError:
-        if is_named:
-            raise
-        return None
+    return Trunk(reads, step, None, is_named, edited)
 
 
-def _newest_of(options: Options, reads: Saver, edited: int, *, permanent: bool = False) -> Trunk:
-    """Return the newest checkpoint of a directory, or the newest permanent one."""
+def _newest_permanent(options: Options, reads: Saver, edited: int) -> Trunk:
     store = open_store(reads.directory)
 
     def newest() -> int:
         for step, path in store.newest_first(reads.prefix):
             with contextlib.suppress(FileNotFoundError):
-                if not permanent or not store.manifest(path).temporary:
+                if not store.manifest(path).temporary:
                     return step
-        return -1
-
-    step = processes.on_all_processes(newest, _PROBLEM)
-    trunk = None if step < 0 else _trunk(options, reads, step, edited, is_named=False)
-    if trunk is None:
         raise _gone(join_path(reads.directory, f"{reads.prefix}-*"))
-    return trunk
+
+    return _trunk(options, reads, processes.on_all_processes(newest, _PROBLEM), edited, is_named=False)
 
 
 def _gone(path: str) -> CheckpointError:
     return CheckpointError(f"{path} was deleted or replaced while this run began from it; start the run again")
 
 
-def _read_trunk(options: Options, trunk: Trunk, target: Tree) -> tuple[Trunk, Tree, dict[str, Any]]:
-    """Return a checkpoint, its state or the edited one, and its `extra` with the files.
+def _read_trunk(options: Options, trunk: Trunk, target: Tree) -> tuple[Trunk, Tree]:
+    """Return a checkpoint, with its `extra`, and its state or the edited one.
 
     The run there may go on, and replace the checkpoint while it is read. Unless it was named, the newest permanent one
     is taken then.
     """
     read = _read_once(trunk, target)
     if read is None and not trunk.is_named:
-        trunk = _newest_of(options, trunk.saver, trunk.edited, permanent=True)
+        trunk = _newest_permanent(options, trunk.saver, trunk.edited)
         read = _read_once(trunk, target)
     if read is None:
         raise _gone(trunk.parent["path"])
-    return trunk, *read
+    return read
 
 
-def _read_once(trunk: Trunk, target: Tree) -> tuple[Tree, dict[str, Any]] | None:
-    """Return the state and the `extra` with the files in memory; None if the checkpoint is not as it was found."""
+def _read_once(trunk: Trunk, target: Tree) -> tuple[Trunk, Tree] | None:
+    """Read a checkpoint, with the files of its `extra` in memory; return None if it was replaced meanwhile."""
     saver, step = trunk.saver, trunk.step
 
     def load(name: str) -> tagged_json.LargeBytes:
@@ -344,13 +333,14 @@ def _read_once(trunk: Trunk, target: Tree) -> tuple[Tree, dict[str, Any]] | None
             return tagged_json.LargeBytes()
 
     try:
+        saved = saver.extra(step)
         with internal_transfers():
             state = target if trunk.edited else saver.restore(target, step=step)
-        extra = tagged_json.with_files(trunk.extra, load) if isinstance(trunk.extra, dict) else {}
-        is_gone = saver.extra(step) != trunk.extra
+        extra = tagged_json.with_files(saved, load) if isinstance(saved, dict) else {}
+        is_replaced = saver.extra(step) != saved
     except FileNotFoundError:
         return None
-    return None if processes.any_process(is_gone) else (state, extra)
+    return None if processes.any_process(is_replaced) else (trunk._replace(extra=extra), state)
 
 
 def _trunk_at(path: str, prefix: str) -> tuple[Saver, int, bool]:
@@ -377,10 +367,10 @@ def _trunk_at(path: str, prefix: str) -> tuple[Saver, int, bool]:
 
 def _run_of(trunk: Trunk) -> str | None:
     """Return the name of the run that saved a checkpoint; of a best one, that of the run in its directory or above."""
-    if isinstance(trunk.extra, dict) and isinstance(name := trunk.extra.get(RUN_KEY), str):
+    if isinstance(name := trunk.extra.get(RUN_KEY), str):
         return name
-    path, folder = trunk.parent["path"], trunk.saver.directory
-    for where in () if is_url(folder) else (folder, os.path.dirname(os.path.abspath(folder))):
+    path, directory = trunk.parent["path"], trunk.saver.directory
+    for where in () if is_url(directory) else (directory, os.path.dirname(os.path.abspath(directory))):
         with contextlib.suppress(OSError, ValueError):
             for starts in read_starts(where).values():
                 for start in valid(starts)[-1:]:
