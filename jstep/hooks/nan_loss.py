@@ -63,7 +63,6 @@ class NanLossHook(RunHook):
         self._bad = self._over = False
         self._gradient: int | None = None
         self._has_warned_of_slots = False
-        self._nan_at_start: list[str] | None = None
 
     def use_run(self, run: RunInfo) -> None:
         super().use_run(run)
@@ -77,14 +76,17 @@ class NanLossHook(RunHook):
         if self.max_skipped_steps is not None and finite:
             latest = max(int(np.max(read_value(step))) for step in finite)
             self.run.sums.begin_skipped(max(0, self._began - latest))
-        self.run.poll(self, self._require_loss)
+        self.run.poll(self, self._check_first)
 
     def close(self) -> None:
         super().close()
         self._reset()
 
-    def _require_loss(self, *, wait: bool = False) -> None:
+    def _check_first(self, *, wait: bool = False) -> None:
+        """Check that the first call returned a loss; warn of NaN in the state that it got."""
         _check_loss(self.run.metrics)
+        if with_nan := self.run.at_start.with_nan():
+            _logger.warning("NanLossHook: %s", about_start(with_nan, self._began))
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> bool:
         _check_loss(metrics)  # a later stage may have other metrics
@@ -104,7 +106,6 @@ class NanLossHook(RunHook):
     def _check_interval(self, interval: Interval | None) -> None:
         if interval is None or self._bad or self._over:
             return
-        self._check_start()
         with contextlib.nullcontext() if interval.is_ready() else self.run.watch.phase(STEPPING):
             totals = interval.totals
         if totals is None:
@@ -156,13 +157,6 @@ class NanLossHook(RunHook):
             message += f"; one of the updates {self._checked} → {step} made it"
         origin = self._gradient or step
         self._stop(message + _advice(origin), origin)
-
-    def _check_start(self) -> None:
-        if self._nan_at_start is not None:
-            return
-        self._nan_at_start = self.run.at_start.with_nan()
-        if self._nan_at_start:
-            _logger.warning("NanLossHook: %s", about_start(self._nan_at_start, self._began))
 
     def _stop(self, message: str, step: int) -> None:
         if self._fail:

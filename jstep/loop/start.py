@@ -195,7 +195,7 @@ def _begin_early(run: RunContext, batches: Tree) -> tuple[Source, FirstBatch] | 
         return None
     source, first = _open_batches(run, batches)
     # A function of the step is called again if it failed, because it may depend on a hook.
-    again = (lambda: iter(_copies(run, _source(run, batches)))) if source.by_step else None
+    again = (lambda: iter(_open_batches(run, batches)[1])) if source.by_step else None
     first.start(again)
     sharding = run.options.batch_sharding
     shapes = None if sequence is None or sharding is not None else functools.partial(sequence.shapes, start)
@@ -205,12 +205,8 @@ def _begin_early(run: RunContext, batches: Tree) -> tuple[Source, FirstBatch] | 
 
 def _open_batches(run: RunContext, batches: Tree) -> tuple[Source, FirstBatch]:
     source = _source(run, batches)
-    return source, FirstBatch(_copies(run, source), run.times)
-
-
-def _copies(run: RunContext, source: Source) -> BatchCopies:
     run.fetched = BatchCopies(source)
-    return run.fetched
+    return source, FirstBatch(run.fetched, run.times)
 
 
 def _close_batches(run: RunContext) -> None:
