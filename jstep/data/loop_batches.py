@@ -18,8 +18,8 @@ def from_loop(**kept: Any) -> "LoopBatches":
     The objects that the batches depend on, besides the state, are saved with each checkpoint and restored when the run
     is entered, on every process. They are asked for their state only then, between two iterations of the loop, so a
     large replay buffer costs nothing at other steps. If no object has methods for its state, and the states are small,
-    each iteration begins with a copy: an exception before its first step is saved, too. What is a function of the step
-    needs no object.
+    each iteration begins with a copy: an exception before its first step is saved, too. Batches that
+    are a function of the step need no object.
 
     Args:
         kept: Objects by name: environments, buffers, random generators. Each has `state_dict` and `load_state_dict`, or
@@ -121,7 +121,7 @@ def _has_only_attributes(value: object) -> bool:
     if has_own_state or any(vars(cls).get("__slots__") for cls in kind.__mro__):
         return False
     try:
-        items = value.__reduce_ex__(2)[3:]  # those of a list or a dict
+        items = value.__reduce_ex__(2)[3:]  # the items of a list or a dict
     except TypeError:  # it holds something of the system
         return False
     return not any(item is not None for item in items)

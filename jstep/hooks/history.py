@@ -30,7 +30,7 @@ _logger = logging.getLogger("jstep")
 
 _SHOWN = 10
 _DIGITS = 9
-"""The significant digits of a mean: those of a float32, so that the mean does not depend on where its sum was cut."""
+"""The significant digits of a mean, as many as a float32 has: a mean must not depend on where its sum was cut."""
 
 
 class History(ReportingHook):

@@ -228,7 +228,7 @@ class MetricsHook(ReportingHook):
             )
         constants = {name: value for name, value in self.run.constant_metrics().items() if numbers.is_number(value)}
         if constants.keys() != self._constants.keys() or any(constants[k] is not self._constants[k] for k in constants):
-            self._constants = constants  # those of a program: they change with the stage
+            self._constants = constants  # a program's: they change with the stage
             self.constants = {name: in_own_digits(value) for name, value in numbers.read_values(constants).items()}
         return super()._numbers(metrics, {*leave_out, *constants})
 

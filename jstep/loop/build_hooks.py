@@ -1,4 +1,4 @@
-"""The hooks of a run: those of the user, and the built-in ones, with the event file that they share."""
+"""The hooks of a run, the user's and the built-in ones, and the event file that they share."""
 
 import contextlib
 import json

@@ -57,7 +57,7 @@ class BatchFeeder(Iterator[Chunk]):
 
     @property
     def has_begun(self) -> bool:
-        """Whether a chunk was requested; until then the positions are those of the restored checkpoint."""
+        """Whether a chunk was requested; until then the restored checkpoint has the positions."""
         return self._requests > 0 or self.position.iterations > 0
 
     def interrupted(self) -> BaseException | None:

@@ -28,7 +28,12 @@ RunChunk = Callable[[Any, Chunk], Any]
 
 
 class ScheduleGroup:
-    """The schedules of some hooks, those of them with a deadline, and the next step at which one of them is due."""
+    """The schedules of some hooks.
+
+    Attributes:
+        timed: The schedules with a deadline.
+        next: The next step at which one of the hooks is due.
+    """
 
     def __init__(self, hooks: Iterable[Any], first: int) -> None:
         self.schedules = [HookSchedule(hook, first) for hook in hooks]

@@ -113,7 +113,7 @@ class Origin:
         )
 
 
-# Open the checkpoints: those of the run, or the one that a branch begins from.
+# Open the checkpoints of the run, or the checkpoint that a branch begins from.
 
 
 def extra_at(saver: Saver, step: int) -> dict[str, Any]:
@@ -366,7 +366,7 @@ def _trunk_at(path: str, prefix: str) -> tuple[Saver, int, bool]:
 
 
 def _run_of(trunk: Trunk) -> str | None:
-    """Return the name of the run that saved a checkpoint; of a best one, that of the run in its directory or above."""
+    """Return the name of the run that saved a checkpoint; for a best one, look in its directory and the one above."""
     if isinstance(name := trunk.extra.get(RUN_KEY), str):
         return name
     path, directory = trunk.parent["path"], trunk.saver.directory
@@ -389,7 +389,7 @@ def _refuse_damaged(store: Store, prefix: str, above: int, only: int | None = No
 
 
 def restore(saver: Saver | None, state: TrainState, origin: Origin) -> tuple[Origin, TrainState]:
-    """Restore the newest checkpoint, or start from the given state; that of a branch has been read."""
+    """Restore the newest checkpoint, or start from the given state; the checkpoint of a branch has been read."""
     if origin.trunk is not None:
         # The branch is not stopped by the parent's hook, and has its own name.
         extra = {key: value for key, value in origin.extra.items() if key not in (STOPPED, RUN_KEY)}

@@ -52,7 +52,7 @@ def as_stages(train_step: object) -> TrainSteps:
 
 
 def name_of_step(step: object) -> str:
-    """Return the name of a training step: that of its loss if it comes from `minimize`."""
+    """Return the name of a training step, or of its loss if `minimize` made the step."""
     return str(getattr(step, "title", None) or getattr(step, "__name__", "train_step"))
 
 
@@ -473,7 +473,7 @@ class EndsAhead(Iterator[int]):
     """The steps at which chunks end, computed by the loop's thread for the thread that makes chunks.
 
     They depend on the user's hooks, which must not be called from another thread. An error in a hook ends the run at
-    the last known step. Each chunk reaches at most one end, so those of all chunks that are read ahead are known.
+    the last known step. Each chunk reaches at most one end, so the ends of all chunks that are read ahead are known.
     """
 
     def __init__(self, ends: Iterator[int]) -> None:

@@ -66,7 +66,7 @@ OBSERVERS: tuple[Callable[[RunContext], Observer], ...] = (
 """The observers of a run, in the order in which they are called; they exit in reverse order, so that `Progress` shows
 what the others log until then. If a line and its file are deleted, only the output of that observer is missing."""
 _SHORT = 1e-4
-"""The seconds of a body below which they count as those of the step, which is cheaper."""
+"""A body that takes fewer seconds counts as a part of the step, which is cheaper."""
 
 _Kind: TypeAlias = type[BaseException] | None
 _Trace: TypeAlias = TracebackType | None
@@ -98,9 +98,9 @@ class Run(Generic[P]):
     `last_step`, when the batches end, or when a hook, a signal or `stop` ends the run; `break`, `return`, and closing a
     generator that holds the block also end the run. `next(run)` works as `for` does.
 
-    The body of the loop belongs to the step before it. What is due at that step is saved when the body has ended, so a
-    restart neither repeats nor omits a body. A signal during the body is obeyed when it has ended. An exception in the
-    body is handled like one in a hook: the state is saved, and it is in the exception's `state`.
+    The body of the loop belongs to the step before it. A save that is due at that step waits for the end of the body,
+    so a restart neither repeats nor omits a body. A signal during the body is obeyed when it has ended. An exception in
+    the body is handled like one in a hook: the state is saved, and it is in the exception's `state`.
 
     If batches is None or `from_loop(…)`, the body makes the batches and calls `train_step`, any number of times. Then a
     restart resumes between two iterations: saves, signals, stops and last_step take effect there, so the last iteration
@@ -481,7 +481,7 @@ class Run(Generic[P]):
         return step
 
     def _resumes(self) -> bool:
-        """Do what is due once the body has ended: save, and obey a signal; return whether there is another step."""
+        """Save if a save is due, and obey a signal, once the body has ended; return whether there is another step."""
         run = self._context
         if run.at.step >= self._runner.savers.next:
             self._runner.save()

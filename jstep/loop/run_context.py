@@ -1,6 +1,7 @@
 """The run that its loop, its hooks and its observers share: its arguments, its services, and what it is doing.
 
-`start.py` adds what is opened and restored. The loop's thread writes the attributes, except `failures` and `file`.
+`start.py` sets the attributes that are opened or restored. Only the loop's thread writes attributes, except `failures`
+and `file`.
 """
 
 import contextlib
@@ -110,7 +111,7 @@ class RunContext(RunInfo):
     times: StartTimes
     new_name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(4))
 
-    # What is opened and restored.
+    # Opened and restored by `start.py`.
     observers: Observers = ()  # entered before anything is opened
     saver: Saver | None = None
     origin: Origin = dataclasses.field(default_factory=Origin)
@@ -120,13 +121,13 @@ class RunContext(RunInfo):
     counter: Any = dataclasses.field(init=False)
     writer: SummaryWriter | None = dataclasses.field(init=False)
     at_start: StateContents = dataclasses.field(init=False)
-    hooks: list[Any] = dataclasses.field(init=False)  # those of the user, and the built-in ones
+    hooks: list[Any] = dataclasses.field(init=False)  # the user's, and the built-in ones
     runner: HookCalls = dataclasses.field(init=False)
     source: Source = dataclasses.field(init=False)
     fetched: BatchCopies = dataclasses.field(init=False)
     feeder: BatchFeeder = dataclasses.field(init=False)
 
-    # What the run is doing.
+    # The present activity of the run, and its calls.
     status: str = BEGINNING
     calling: HookCall | None = None  # the call of a hook, or the `BODY`, that is in progress, or that raised
     first: int = 0  # the step at which the loop begins; while a checkpoint is restored, an assumption

@@ -90,7 +90,7 @@ class StartTimes:
             self.is_cached = here.programs - before <= here.hits - hits
 
     def log(self, before: float) -> None:
-        """Log these seconds, and those of the process before the call."""
+        """Log these seconds, and the seconds of the process before the call."""
         names = ("devices", "restore", "compile", "first batch")
         words = [
             f"{name} {self.seconds[name]:.1f}{' (cached)' if name == 'compile' and self.is_cached else ''}"

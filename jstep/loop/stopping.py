@@ -121,7 +121,7 @@ def leave_after_closing(run: RunContext, state: TrainState | None) -> NoReturn:
 
 
 def note_closing(run: RunContext, error: Exception, state: TrainState) -> None:
-    """Attach the last state to an error of a run that had ended, such as that of a log which it could not close."""
+    """Attach the last state to an error of a run that had ended, such as a log that could not be closed."""
     attach_state(error, state)
     step = run.at.step
     note(error, f"jstep: at step {step}, while the run closed; the state after step {step} is in its `state`.")

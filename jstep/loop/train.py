@@ -87,7 +87,7 @@ def train(*args: Any, **options: Any) -> TrainState[Any]:
             global array. The name of an axis of the state's mesh, or a tuple of names, splits the rows over it:
             `"data"` is `NamedSharding(mesh, P("data"))`.
         compile_cache: A local directory for JAX's persistent compilation cache, or True for `compile_cache` in
-            checkpoint_dir. A run that is started again finds its programs there; whoever can write to that directory
+            checkpoint_dir. A run that is started again finds its programs there; a user who can write to that directory
             can thus run programs in this process. JAX's cache settings are global to the process; they are restored
             when the run ends.
         stop_secs: Seconds, counted from this call, after which the run saves and leaves as after SIGTERM, on all
