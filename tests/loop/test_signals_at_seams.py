@@ -53,7 +53,7 @@ class AtLine:
         owner = frame.f_locals.get("self")
         held = (getattr(owner, "__dict__", {}).get(name) for name in ("run", "_run", "_context"))
         run = next((x for x in (*frame.f_locals.values(), *held) if isinstance(x, RunContext)), None)
-        if event == "line" and getattr(run, "phase", None) in (ENDING, LEAVING):
+        if event == "line" and getattr(run, "status", None) in (ENDING, LEAVING):
             self.seen += 1
             if self.seen == self.n:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
