@@ -195,7 +195,7 @@ def _is_array(value: object) -> bool:
 
 def _resumed(owner: object, kept: SavedPosition | None, start: int, last_step: int) -> tuple[Any, Any]:
     """Set the position of an earlier run, if any; return `Source.position` and `Source.begin`."""
-    name, read = type(owner).__name__, functools.partial(loader_position, owner)
+    name, read = _name_of(owner), functools.partial(loader_position, owner)
     if kept is None:
         if not _warn_of_untrained(owner) and start:
             what = f"The run resumes at step {start}, but the checkpoint has no position for the {name}"
@@ -211,7 +211,7 @@ def _resumed(owner: object, kept: SavedPosition | None, start: int, last_step: i
             try:
                 _methods(owner)[1](value)  # before iter(), which is when loaders read it
             except Exception as error:
-                note(error, f"jstep: the {name} refuses the position that the checkpoint of step {start} has for it")
+                note(error, f"jstep: the {name} did not accept the position in the checkpoint of step {start}")
                 raise
     return read, lambda: kept.value
 
@@ -243,15 +243,16 @@ def loader_position(owner: object) -> Any:
     try:
         return {"value": tagged_json.copy_encodable(position)}
     except UnsupportedError as error:
-        whose = f"batches: the position of the {type(owner).__name__} cannot be saved: state"
-        if isinstance(owner, LoopBatches):
-            whose = "from_loop: the state of its objects cannot be saved: "
-        text = f"{whose}{error.path} {error.what}; convert it, see docs: help/errors#positions"
-        raise TypeError(text) from None
+        whose = f"batches: the position of the {_name_of(owner)} cannot be saved: state{error.path}"
+        raise TypeError(f"{whose} {error.what}; convert it, see docs: help/errors#positions") from None
+
+
+def _name_of(owner: object) -> str:
+    return "objects of from_loop" if isinstance(owner, LoopBatches) else type(owner).__name__
 
 
 def set_position(owner: object, position: object) -> None:
-    _methods(owner)[1](decode_position(position, type(owner).__name__))
+    _methods(owner)[1](decode_position(position, _name_of(owner)))
 
 
 def set_back(batches: Tree, position: Any, untrained: int) -> None:

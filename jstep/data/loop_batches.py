@@ -81,7 +81,7 @@ class LoopBatches:
             try:
                 _accessors(name, value).set(state[name])
             except Exception as error:
-                note(error, f"jstep: from_loop: {name} refuses the state that the checkpoint has for it")
+                note(error, f"jstep: from_loop: {name} did not accept its state in the checkpoint")
                 raise
 
     def __repr__(self) -> str:
@@ -106,7 +106,7 @@ def _accessors(name: str, value: Any) -> _Accessors:
     raise TypeError(
         f"from_loop: {name}={format_value(value)}: must be an object whose state can be set, got "
         f"{describe_type(value)}; put numbers, lists and arrays into a dict or types.SimpleNamespace, or give it "
-        "get_state and set_state"
+        "get_state and set_state; what the program opens again, such as a file, need not be kept"
     )
 
 

@@ -200,7 +200,8 @@ class LoopPosition(StoredPosition):
     """The position of batches that the body of a loop makes: it belongs to the state between two iterations.
 
     It is read when a checkpoint is written. Within an iteration that has taken several steps there is nothing to resume
-    from. If it has taken none, its beginning can be resumed from, if a copy was made then.
+    from. If it has taken none, its beginning can be resumed from, if a copy was made then. If it has taken its only
+    step, its end can, unless there are objects, which the rest of the body may change.
 
     Args:
         ask: Reads the position; None if the batches depend on nothing but the step.
@@ -217,6 +218,7 @@ class LoopPosition(StoredPosition):
         self.iterations += 1
         self._is_inside, self._steps = True, 0
         if self._is_copied and self._ask is not None:
+            self._is_copied = False  # if it cannot be read
             self.before = self._ask()
             self._is_copied = tagged_json.encoded_size(self.before) <= LARGE
 
@@ -233,7 +235,7 @@ class LoopPosition(StoredPosition):
         taken = self._steps - is_before
         if not taken:
             return self._ask is not None and not self._is_copied
-        return taken != 1 or self._most != 1  # of one step each, it is done
+        return taken != 1 or self._most != 1 or self._ask is not None
 
     def freeze(self) -> None:
         position = self.now()

@@ -14,8 +14,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.recorded_calls import ShownAsTyped
 from jstep.slots.matching import describe_difference
 from jstep.slots.roles import roles_in
-from jstep.state.copies import warn_of_copies
-from jstep.state.global_step import global_step
+from jstep.state.global_step import global_step, require_alive
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import Metrics
 
@@ -216,13 +215,13 @@ def check_returned_state(other: TrainState, state: TrainState, step: int, by: st
     if trees.structure(other) != trees.structure(state):
         different = describe_difference(other, state) or "the same paths, in other containers"
         raise ValueError(f"{by} a state of another structure: {different}")
-    warn_of_copies(state, other.params, other.slots, f"{by} a state with other parameters")
+    require_alive(other)
     with internal_transfers():
         leaves = [_placed_like(leaf, was, path, by) for (path, leaf), (_, was) in zip(new, old, strict=True)]
         if other.global_step is not state.global_step and int(np.asarray(other.global_step)) != step:
             raise ValueError(
                 f"{by} a state at step {int(np.asarray(other.global_step))}: must be at step {step}; only the "
-                "run counts steps"
+                "run takes steps: in a loop, by run.train_step(*batch) if it is given no batches"
             )
     return jax.tree.unflatten(trees.structure(state), leaves)
 

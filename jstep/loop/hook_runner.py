@@ -282,7 +282,7 @@ class HookRunner:
         is_evaluated = all(run.at.step in hook.results for hook in self.evaluations)
         # User-defined hooks may act at the end; what jstep's do there shows in the checkpoint.
         has_ends = any(defines(hook, "end") and not is_public(type(hook)) for hook in options.hooks)
-        return self._run.is_at_last and is_evaluated and not has_ends and run.status != LEAVING
+        return run.is_at_last and is_evaluated and not (has_ends or run.is_in_body or run.status == LEAVING)
 
     def _call(self, hook: Any, method: str, *args: Any) -> Any:
         watch, call = self._run.watch, HookCall(hook, method)

@@ -48,6 +48,7 @@ from jstep.loop.progress import Progress
 from jstep.loop.read_batches import BatchWatch
 from jstep.loop.recorder import Recorder
 from jstep.loop.run_context import BEGINNING, BODY, CLOSING, ENDING, LEAVING, RUNNING, RunContext
+from jstep.loop.saving import open_body_metrics
 from jstep.loop.signals import StopWaiting
 from jstep.loop.stalls import StallWatch
 from jstep.loop.start import begin, open_run
@@ -65,6 +66,7 @@ OBSERVERS: tuple[Callable[[RunContext], Observer], ...] = (
 )
 """The observers of a run, in the order in which they are called; they exit in reverse order, so that `Progress` shows
 what the others log until then. If a line and its file are deleted, only the output of that observer is missing."""
+_logger = logging.getLogger("jstep")
 _SHORT = 1e-4
 """A body that takes fewer seconds counts as a part of the step, which is cheaper."""
 
@@ -98,13 +100,15 @@ class Run(Generic[P]):
     `last_step`, when the batches end, or when a hook, a signal or `stop` ends the run; `break`, `return`, and closing a
     generator that holds the block also end the run. `next(run)` works as `for` does.
 
-    The body of the loop belongs to the step before it. A save that is due at that step waits for the end of the body,
-    so a restart neither repeats nor omits a body. A signal during the body is obeyed when it has ended. An exception in
-    the body is handled like one in a hook: the state is saved, and it is in the exception's `state`.
+    The body of the loop belongs to the step before it. A save that is due at that step waits for the end of the body, so a
+    restart neither repeats nor omits a body. A signal during the body is obeyed when it has ended. An exception in the
+    body is handled like one in a hook: the state is saved, unless the body has replaced it, and it is in the
+    exception's `state`. A restart begins with that body, so nothing of it is omitted.
 
     If batches is None or `from_loop(…)`, the body makes the batches and calls `train_step`, any number of times. Then a
     restart resumes between two iterations: saves, signals, stops and last_step take effect there, so the last iteration
-    may pass last_step, and an exception in an iteration that has taken more than one step is not saved.
+    may pass last_step, and an exception in an iteration that has taken a step is not saved if `from_loop` has objects,
+    or if iterations take several steps.
 
     A run is entered once, and iterated over in the thread that entered it. On several processes all iterate alike. In a
     notebook, one cell holds the block.
@@ -224,6 +228,7 @@ class Run(Generic[P]):
         if not isinstance(state, TrainState):
             raise TypeError(f"run.state: must be a TrainState, got {describe_type(state)}")
         run.replace_state(check_returned_state(state, run.at.state, run.at.step, "run.state was assigned"))
+        run.replaced_at = run.at.step
 
     @property
     def metrics(self) -> Any:
@@ -345,6 +350,7 @@ class Run(Generic[P]):
         run = self._context
         if error is None:
             return
+        run.has_failed_in_body = run.calling is BODY
         run.signals.finish()
         self._is_handled = run.signals.received is not None
         run.status = ENDING
@@ -400,8 +406,14 @@ class Run(Generic[P]):
         last_step, interval = run.options.stop_step, run.body_interval
         has_body = True
         with self._failure:
+            chunks = self._begin_steps()
             try:
-                for chunk in self._begin_steps():
+                if run.origin.has_open_body:
+                    _logger.info("the body of the loop at step %d had not ended: it runs again", run.at.step)
+                    run.replace_metrics(open_body_metrics(run))
+                    yield from self._only_body()
+                    chunks = chunks if self._resumes() else ()
+                for chunk in chunks:
                     step = self._take(chunk)
                     has_body = interval is None or step % interval == 0 or run.is_at_last
                     if has_body:
@@ -419,11 +431,16 @@ class Run(Generic[P]):
             except StopWaiting:
                 run.status = LEAVING
             if not has_body and run.status != LEAVING:  # the batches have ended between two multiples
-                run.calling = BODY
-                with watch.phase(HOOKS):
-                    yield run.at.step
-                run.calling = None
+                yield from self._only_body()
             self._finish()
+
+    def _only_body(self) -> Generator[int, None, None]:
+        """Run a body that does not follow a call."""
+        run = self._context
+        run.calling = BODY
+        with run.watch.phase(HOOKS):
+            yield run.at.step
+        run.calling = None
 
     def _push(self) -> Generator[int, None, None]:
         """Yield iterations to a body that makes the batches; it takes any number of steps in each."""

@@ -135,6 +135,8 @@ class RunContext(RunInfo):
     restoring: int | None = None  # the step of the checkpoint that is being restored
     finite_at: int = 0  # the latest step with parameters that were found to be finite
     body_interval: int | None = None  # the interval at which the body wants calls to end; None for every call
+    has_failed_in_body: bool = False
+    replaced_at: int | None = None  # the latest step whose state the body has replaced
     stopped_by: str | None = None  # what ended the run: the name of the first hook that did, or of the loop
     steps_by_rows: Counter[int | None] = dataclasses.field(default_factory=Counter)
     in_flight: InFlight = dataclasses.field(default_factory=InFlight)
@@ -160,6 +162,11 @@ class RunContext(RunInfo):
     def is_at_last(self) -> bool:
         """Whether the run ends at this step, as far as is known: the batches may end earlier."""
         return self.at.step >= self.options.stop_step or self.stopped_by is not None
+
+    @property
+    def is_in_body(self) -> bool:
+        """Whether the body of this step has begun and not ended, so that a restart has to run it."""
+        return self.calling is BODY or self.has_failed_in_body
 
     @property
     def savers(self) -> list[CheckpointSaverHook]:
@@ -197,6 +204,9 @@ class RunContext(RunInfo):
 
     def replace_state(self, state: Tree) -> None:
         self.at = self.at._replace(state=state)
+
+    def replace_metrics(self, metrics: Any) -> None:
+        self.at = self.at._replace(metrics=metrics)
 
     def end_by(self, by: str | None) -> None:
         """End the run after this step; the first hook that does so is named."""

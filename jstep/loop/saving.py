@@ -9,6 +9,7 @@ Entries are saved by these methods of `RunSaverHook`:
 | `stopped` | the name of the hook that stopped the run | `_hooks` | a log line; it is kept if no step is run |
 | `skipped` | the number of updates skipped in a row, if a `NanLossHook` limits it | `_hooks` | `restore_hooks` |
 | `ended` | the step at which the hooks have ended | `_hooks` | `HookRunner`, which ends them once |
+| `body` | the metrics of a step whose body in the user's loop had not ended | `_open_body` | `open_body_metrics` |
 | `held` | the initial values of held hyperparameters | `_extra_of_run` | `origin.restore`, which warns of others |
 | `run` | the name of the run and of its event files | `_extra_of_run` | `Run.name` |
 | `parent` | path and step of the checkpoint that the run began from | `_extra_of_run` | `open_checkpoints` |
@@ -23,6 +24,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jstep.checkpoint.hook_states import get_states, set_states
 from jstep.checkpoint.manifest import CheckpointExtra
@@ -34,12 +37,12 @@ from jstep.distributed import processes
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.nan_loss import about_start
 from jstep.loop.arguments import MAX_SECS, Options
-from jstep.loop.origin import ENDED, HELD_VALUES, PARENT, RUN_KEY, STOPPED
+from jstep.loop.origin import ENDED, HELD_VALUES, OPEN_BODY, PARENT, RUN_KEY, STOPPED
 from jstep.loop.programs import AUTO
 from jstep.loop.run_context import RunContext
 from jstep.metering.cadence import Cadence
 from jstep.state.train_state import TrainState
-from jstep.stores.tagged_json import AttachedFiles, as_json
+from jstep.stores.tagged_json import AttachedFiles, as_json, copy_encodable, decode
 from jstep.stores.urls import is_url
 from jstep.training.metrics import Metrics
 
@@ -144,6 +147,7 @@ class RunSaverHook(CheckpointSaverHook):
         self.phase = STEPPING  # it measures its own time when it saves
         self._saved_host_state = self._host_state = _HostState(CheckpointExtra({}, {}), CheckpointExtra({}, {}))
         self._saved_iterations = 0
+        self._has_open_body = False
 
     @property
     def run(self) -> RunContext:
@@ -185,6 +189,7 @@ class RunSaverHook(CheckpointSaverHook):
 
     def restored(self, step: int, state: TrainState) -> None:
         self._host_state = _HostState(self._positions(), self._hooks())
+        self._has_open_body = self.run.origin.has_open_body
         self.mark_saved(step, state)
 
     def mark_saved(self, step: int, state: TrainState) -> None:
@@ -195,9 +200,9 @@ class RunSaverHook(CheckpointSaverHook):
             file.load = functools.partial(self.saver.read_file, name, step)
 
     def has_saved(self, step: int, state: TrainState) -> bool:
-        if not super().has_saved(step, state):
-            return False
         run, saved = self.run, self._saved_host_state
+        if not super().has_saved(step, state) or (self._has_open_body and not run.is_in_body):
+            return False
         is_same = True
         # Only positions of batches made with the state can change after their step; all processes must compare them.
         if run.source.is_of_loop:
@@ -243,17 +248,39 @@ class RunSaverHook(CheckpointSaverHook):
         observed: dict[str, Any] = {}
         for observer in run.observers:
             observed |= observer.about_to_save(run.step)
+        body = _open_body(run)
+        self._has_open_body = bool(body)
         held_values = {HELD_VALUES: run.origin.held_values} if run.origin.held_values else {}
         parent = {} if run.origin.parent is None else {PARENT: run.origin.parent}
         return CheckpointExtra(
-            positions.values | observed | hooks.values | held_values | parent | {RUN_KEY: run.name},
+            positions.values | observed | hooks.values | body | held_values | parent | {RUN_KEY: run.name},
             {**positions.files, **hooks.files},
         )
 
 
+def _open_body(run: RunContext) -> dict[str, Any]:
+    """Return the entry of a body that has not ended: its metrics, as a restart runs it again. It may be empty."""
+    if not run.is_in_body or run.source.is_of_loop:
+        return {}
+    with internal_transfers():
+        return {OPEN_BODY: as_json(copy_encodable(jax.tree.map(np.asarray, run.metrics)))}
+
+
+def open_body_metrics(run: RunContext) -> Any:
+    with internal_transfers():
+        return jax.tree.map(jnp.asarray, decode(run.origin.extra[OPEN_BODY]))
+
+
 def why_position_lost(run: RunContext) -> str:
-    """Describe why the state must not be saved: the batches have advanced past it; "" if not."""
-    if run.saver is None or not run.feeder.is_position_lost(run.step - run.first):
+    """Describe why the state must not be saved: the batches, or the body, have advanced past it; "" if not."""
+    if run.saver is None:
+        return ""
+    if run.is_in_body and run.replaced_at == run.step:
+        return (
+            "the body of the loop had replaced the state and has not ended, so a restart could not run it again; the "
+            "next start resumes from the newest checkpoint, if there is one"
+        )
+    if not run.feeder.is_position_lost(run.step - run.first):
         return ""
     if run.source.is_of_loop:
         return (

@@ -98,6 +98,6 @@ class StartTimes:
             if name in self.seconds
         ]
         if words:
-            also = f"; the program took {before:.1f} s before it called train" if before >= 0.05 else ""
+            also = f"; the program took {before:.1f} s before the run" if before >= 0.05 else ""
             seconds = stopwatch.CLOCKS.seconds() - self.began
             _logger.info("first step after %.1f s: %s%s", seconds, ", ".join(words), also)

@@ -7,7 +7,7 @@
 | compiling | stops tracing, or leaves XLA running, saves | leaves immediately | saves | ends; nothing is saved |
 | in a call | finishes it and the due hooks, saves | leaves immediately | the state is lost | ends; nothing is saved |
 | in a hook | finishes it and the others, saves | leaves immediately | calls the others, saves | another thread saves |
-| in the body of a loop | finishes it, saves | leaves immediately | as in a hook | another thread saves |
+| in the body of a loop | finishes it, saves | leaves immediately | saves; a restart runs it | another thread saves |
 | in an evaluation | abandons it until the restart, saves | leaves immediately | saves | another thread saves |
 | in a save | finishes it | leaves immediately | is raised, and says what is saved | ends; the save may exist |
 | closing | closes the rest; all is saved | leaves immediately | closes the rest | ends; all is saved |
@@ -18,7 +18,7 @@ last complete call, unless a loss or the parameters are not finite, or a hook pr
 `jstep.evaluator` is abandoned between two batches; any other function is finished. Another thread saves if the user's
 code stalls. Several processes stop after the same call; if one of them fails or stalls, nothing is saved. If the body
 of the loop makes the batches, a signal waits for the end of its iteration, and what an error or a stall interrupts
-within an iteration is not saved, unless nothing of it has happened or all iterations take one step.
+within an iteration is not saved, unless it has taken no step, or there are no objects to save and all take one step.
 """
 
 import contextlib

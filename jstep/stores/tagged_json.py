@@ -147,7 +147,9 @@ def _encoded(value: Any, depth: int, seen: set[int]) -> Any:
     if kind in _RANDOM:
         generator = getattr(value, "_bit_generator", value) if kind is np.random.RandomState else value
         if id(generator) in seen:
-            raise UnsupportedError(f"is a {kind.__name__} that is in several places, which would draw the same numbers")
+            raise UnsupportedError(
+                f"is a {kind.__name__} that is in several places, which would draw the same numbers (keep one)"
+            )
         seen.add(id(generator))
     key, parts = _PARTS[kind]
     return {key: _encoded(parts(value), depth + 1, seen)}

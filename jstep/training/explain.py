@@ -29,6 +29,7 @@ _A_LIST = (
 _OTHER_ARGUMENTS = re.compile(
     r"missing \d+ required (?:positional|keyword-only) arguments?: (.+)|takes \d+ positional arguments? but \d+ "
 )
+_NOT_ACCEPTED = re.compile(r"unexpected keyword argument '(rng|averages|model_state)'")
 _PASSED_WITH = {"rng": "rng=key", "averages": "use_averages=True", "model_state": "has_model_state=True"}
 """Arguments of a loss → the argument of `minimize` that passes them."""
 
@@ -41,6 +42,9 @@ def explain_arguments(error: BaseException, args: Sequence[Any], state: Tree, *,
     missing = [name for name in _PASSED_WITH if match is not None and f"'{name}'" in (match[1] or "")]
     if match is not None and not has_model_state and MODEL_STATE in getattr(state, "slots", ()):
         note(error, "jstep: the state has a model_state, which the function gets with has_model_state=True")
+    elif refused := _NOT_ACCEPTED.search(str(error)):
+        option = _PASSED_WITH[refused[1]]
+        note(error, f"jstep: minimize(…, {option}) passes it by name: def loss_fn(params, *batch, {refused[1]})")
     elif missing:
         options = ", ".join(_PASSED_WITH[name] for name in missing)
         note(error, f"jstep: a loss gets {' and '.join(missing)} with minimize(…, {options})")

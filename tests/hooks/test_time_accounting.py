@@ -81,7 +81,7 @@ def test_seconds_of_each_part_and_their_sum(clock, tmp_path):
 
 def test_the_line_of_the_start_has_the_seconds_before_the_call(clock, caplog):
     caplog.set_level(logging.INFO)
-    for before, words in ((30.7, "; the program took 30.7 s before it called train"), (0.0, "")):
+    for before, words in ((30.7, "; the program took 30.7 s before the run"), (0.0, "")):
         clock.before = before
         train(clock, 2, progress=None)
         (line,) = [record.getMessage() for record in caplog.records if "first step after" in record.getMessage()]

@@ -4,12 +4,14 @@ import collections
 import os
 import random
 import signal
+import sys
 import threading
 import types
 
+import jax
 import numpy as np
 import pytest
-from loop_runs import DATA, STEP, Counted, make_state, same
+from loop_runs import DATA, STEP, Counted, doubled, make_state, same
 
 import jstep
 
@@ -122,6 +124,33 @@ def test_an_error_before_the_first_step_of_an_iteration_saves_its_beginning(tmp_
     resumed = go(tmp_path / "b")
     assert same(resumed[0], whole[0])
     assert resumed[1] == whole[1]
+
+
+@pytest.mark.parametrize("problem", ["after the step", "cannot be saved", "replaced before the step"])
+def test_an_error_after_which_the_objects_do_not_fit_the_state_is_not_saved(problem, tmp_path):
+    """With one step in each iteration, too: the rest of the body may change the objects, or the state."""
+
+    def go(name, fail=False):
+        noise = {"scale": np.float32(1)}
+        with run_of(12, tmp_path / name, noise=noise) as run:
+            for step in run:
+                if step == 6 and problem == "replaced before the step":
+                    run.state = doubled(run.state)
+                    if fail:
+                        raise BoomError(problem)
+                run.train_step(jax.tree.map(lambda leaf: leaf * noise["scale"], DATA[step]))
+                if fail and step == 6:
+                    if problem == "after the step":
+                        raise BoomError(problem)
+                    noise["log"] = sys.stderr
+                noise["scale"] += np.float32(0.5)
+        return run.state
+
+    with pytest.raises(TypeError if problem == "cannot be saved" else BoomError) as caught:
+        go("run", fail=True)
+    assert "is not saved" in caught.value.__notes__[0]
+    assert jstep.Saver(tmp_path / "run").latest_step() == 4
+    assert same(go("run"), go("whole"))
 
 
 def test_iterations_without_a_step_are_saved_when_the_run_is_stopped(tmp_path):

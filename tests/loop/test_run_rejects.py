@@ -45,6 +45,17 @@ def test_arguments_are_checked_before_the_block():
         jstep.train(STEP, make_state())
 
 
+def test_a_donated_state_is_rejected():
+    with run_of(3) as run:
+        for step in run:
+            if step == 1:
+                old = run.state
+            else:
+                with pytest.raises(RuntimeError, match="was donated to an earlier step"):
+                    run.state = old
+    assert same(run.state, by_hand(3))
+
+
 @pytest.mark.parametrize(
     ("state", "error", "text"),
     [

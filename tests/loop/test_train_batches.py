@@ -84,7 +84,9 @@ def test_a_loader_that_rejects_its_position_is_named(tmp_path):
     train(5, Counted(), checkpoint_dir=tmp_path)
     with pytest.raises(KeyError, match="epoch") as error:
         train(7, Refuses(), checkpoint_dir=tmp_path)
-    assert any("Refuses refuses the position that the checkpoint of step 5" in note for note in error.value.__notes__)
+    assert any(
+        "Refuses did not accept the position in the checkpoint of step 5" in note for note in error.value.__notes__
+    )
 
 
 @pytest.mark.thorough(except_for=["function"])

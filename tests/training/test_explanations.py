@@ -100,6 +100,12 @@ def test_so_is_that_of_an_evaluator_and_of_a_step_of_the_user(fn: Any, batch: An
     assert told in notes(caught)
 
 
+def test_a_loss_that_does_not_accept_its_key_by_name_is_told_the_name() -> None:
+    with pytest.raises(TypeError) as caught:
+        jstep.minimize(one, OPTIMIZER, rng=jax.random.key(0))(state_of(), X)
+    assert "minimize(…, rng=key) passes it by name: def loss_fn(params, *batch, rng)" in notes(caught)
+
+
 def test_a_model_state_that_a_function_does_not_get_is_named() -> None:
     def loss(params: Any, model_state: Any, x: Any) -> Any:
         return jnp.mean(params["w"] * x), model_state
