@@ -100,9 +100,9 @@ class Run(Generic[P]):
     `last_step`, when the batches end, or when a hook, a signal or `stop` ends the run; `break`, `return`, and closing a
     generator that holds the block also end the run. `next(run)` works as `for` does.
 
-    The body of the loop belongs to the step before it. A save that is due at that step waits for the end of the body, so a
-    restart neither repeats nor omits a body. A signal during the body is obeyed when it has ended. An exception in the
-    body is handled like one in a hook: the state is saved, unless the body has replaced it, and it is in the
+    The body of the loop belongs to the step before it. A save that is due at that step waits for the end of the body,
+    so a restart neither repeats nor omits a body. A signal during the body is obeyed when it has ended. An exception in
+    the body is handled like one in a hook: the state is saved, unless the body has replaced it, and it is in the
     exception's `state`. A restart begins with that body, so nothing of it is omitted.
 
     If batches is None or `from_loop(…)`, the body makes the batches and calls `train_step`, any number of times. Then a
