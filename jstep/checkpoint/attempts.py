@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import errno
 import functools
-import logging
 import math
 import os
 import shutil
@@ -27,6 +26,7 @@ from typing import Any, Protocol
 from jstep.checkpoint.listing import ROOT, TEMPORARY, directory_spec
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.core.checks import format_bytes
+from jstep.core.logs import logger
 from jstep.stores.files import new_file, open_regular, replace_file, sync_directory
 
 OUTCOME_SECS = 1800.0
@@ -35,7 +35,6 @@ PEER_SECS = 120.0
 """Seconds that the first process waits for the others, plus ten times the time of its own part."""
 _FAILURE = "failed.txt"
 """The file in which a process reports a failed save to the others."""
-_logger = logging.getLogger("jstep")
 
 
 class Storage(Protocol):
@@ -211,9 +210,7 @@ class Attempt:
         try:
             self.storage.publish(f"{process_key(self.process)}{_FAILURE}", text.encode(errors="replace"))
         except OSError as error:
-            _logger.warning(
-                "the failure of %s could not be reported to other processes: %s", self.storage.at(""), error
-            )
+            logger.warning("the failure of %s could not be reported to other processes: %s", self.storage.at(""), error)
 
 
 def process_key(process: int) -> str:
@@ -298,4 +295,4 @@ def _finish() -> None:
         try:
             write.wait()
         except Exception:
-            _logger.exception("%s was not saved", name.partition(TEMPORARY)[0])
+            logger.exception("%s was not saved", name.partition(TEMPORARY)[0])

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import io
 import json
-import logging
 import math
 import os
 import threading
@@ -16,6 +15,7 @@ from typing import Any
 
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.core.checks import truncate
+from jstep.core.logs import logger
 from jstep.stores.files import make_directories, open_own
 from jstep.stores.objects import ABSENT, Directory
 from jstep.stores.owners import is_alive, owner_in, this_process
@@ -189,7 +189,6 @@ BEAT = 10.0
 SILENT = 25.0
 """Seconds without a renewal after which a writer on another host counts as dead."""
 
-_logger = logging.getLogger("jstep")
 _object_claims: "weakref.WeakValueDictionary[str, ObjectClaim]" = weakref.WeakValueDictionary()
 
 
@@ -233,7 +232,7 @@ class ObjectClaim:
                 if (stamp := self._objects.write_if(key, self._as_json(), seen.stamp)) is not None:
                     return stamp
             elif until == math.inf:
-                _logger.info(
+                logger.info(
                     "%s: process %s on %s wrote %s-* last; waiting for %g s to see whether it is still alive",
                     *(self._objects.url, who.get("pid"), who.get("host"), self._prefix, SILENT),
                 )

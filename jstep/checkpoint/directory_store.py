@@ -6,7 +6,6 @@ A checkpoint is written under a temporary name, its manifest last, and then rena
 import contextlib
 import functools
 import itertools
-import logging
 import os
 import shlex
 import shutil
@@ -21,7 +20,6 @@ from jstep.checkpoint.store import Commit, Files, Store
 from jstep.stores.files import foreign_file, make_directories, may_be_file, new_file, sync_directory
 
 _LOOKS = 10  # a writer evicts one checkpoint per save
-_logger = logging.getLogger("jstep")
 
 
 class DirectoryStore(Store):

@@ -5,16 +5,14 @@ A hook is identified by its `key` if it has one, whatever its class, and otherwi
 their settings, and by order if these are equal too.
 """
 
-import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jstep.core.exceptions import note
+from jstep.core.logs import logger
 from jstep.stores import tagged_json
 from jstep.stores.tagged_arrays import UnsupportedError
-
-_logger = logging.getLogger("jstep")
 
 
 class _HookIdentity(NamedTuple):
@@ -66,7 +64,7 @@ def set_states(objects: Iterable[Any], saved: object, argument: str = "hooks") -
     if saved is None:
         return False
     if not (isinstance(saved, list) and all(map(_is_record, saved))):
-        _logger.warning("%s: their states in the checkpoint cannot be read: all start fresh", argument)
+        logger.warning("%s: their states in the checkpoint cannot be read: all start fresh", argument)
         return False
     hooks: dict[_HookIdentity, list[Any]] = {}
     for owner, hook in _stateful(objects):
@@ -80,7 +78,7 @@ def set_states(objects: Iterable[Any], saved: object, argument: str = "hooks") -
         same_key = hooks.get(owner, [])
         if len(same_key) != len(records):
             text = "%s: the checkpoint has %d state(s) of %s, and the run has %d of them: they start fresh"
-            _logger.warning(text, argument, len(records), owner.key, len(same_key))
+            logger.warning(text, argument, len(records), owner.key, len(same_key))
             continue
         for hook, record in _matched(same_key, records, argument):
             stop = bool(hook.set_state(_state_in(record, argument))) or stop
@@ -112,7 +110,7 @@ def _matched(same_key: Sequence[Any], records: Sequence[Any], argument: str) -> 
             left.remove(alike[0])
             yield hook, alike[0]
         else:
-            _logger.warning("%s: no %s in the checkpoint had these settings: it starts fresh", argument, hook_key(hook))
+            logger.warning("%s: no %s in the checkpoint had these settings: it starts fresh", argument, hook_key(hook))
 
 
 def _settings(hook: object) -> dict[str, Any]:

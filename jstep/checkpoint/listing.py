@@ -1,13 +1,12 @@
 """Listing of the checkpoints in a directory: their names, and which of them are complete; does not load JAX."""
 
-import logging
 import os
 import re
 from collections.abc import Iterable
 from typing import Any
 
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, decode
-from jstep.core.logs import is_first
+from jstep.core.logs import is_first, logger
 from jstep.stores.files import is_absent, may_be_file, read_small
 
 # On a disk, each checkpoint is a directory. Below a URL, checkpoints are objects with these keys:
@@ -52,7 +51,6 @@ ROOT = "manifest.ocdbt"
 """The root of the database of arrays."""
 OF_ORBAX = UNUSED | {ROOT}
 _STEP = "(0|[1-9][0-9]*)"
-_logger = logging.getLogger("jstep")
 
 
 def directory_spec(path: str) -> dict[str, Any]:
@@ -98,7 +96,7 @@ def find_complete(final: str) -> str | None:
     if lacks not in (None, MANIFEST_FILE) and is_first(
         text := f"{final} is ignored: it is incomplete, {lacks} is missing"
     ):
-        _logger.warning("%s", text)
+        logger.warning("%s", text)
     return path
 
 

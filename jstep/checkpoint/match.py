@@ -11,9 +11,9 @@ import numpy as np
 from jstep.checkpoint import leaf_records, targets
 from jstep.checkpoint.manifest import Leaf, LeftOutLeaf, Manifest
 from jstep.core import trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import array_type
 from jstep.core.placement import is_of_host, on_devices
+from jstep.core.trees import Tree
 from jstep.slots import compact_numbers
 from jstep.slots.roles import COPIES, Role, roles_in
 from jstep.state.leaves import GLOBAL_STEP, PARAMS, SLOTS, Keys, StateLeaves

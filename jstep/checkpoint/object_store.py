@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import logging
 import shlex
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,13 +13,12 @@ import jax
 from jstep.checkpoint import attempts, claims, listing
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, decode, encode
 from jstep.checkpoint.store import Commit, Files, Store
+from jstep.core.logs import logger
 from jstep.stores.objects import ABSENT, START_TIMEOUT_SECS, Directory, PendingOperation, spec
 from jstep.stores.urls import parts_of_url
 
 _AT_ONCE = 16
 """Objects to delete at once."""
-
-_logger = logging.getLogger("jstep")
 
 
 class ObjectStore(Store):
@@ -176,7 +174,7 @@ class ObjectStore(Store):
         self._forbidden = self._forbidden or isinstance(error, PermissionError)
         if not self._warned:
             self._warned = True
-            _logger.warning("old checkpoints in %s stay because they cannot be deleted: %s", self.directory, error)
+            logger.warning("old checkpoints in %s stay because they cannot be deleted: %s", self.directory, error)
 
     def close(self, wait: bool = True) -> None:
         if self._write is not None and not wait:

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,8 +13,9 @@ from jstep.checkpoint.listing import format_name, misnaming_text
 from jstep.checkpoint.manifest import CheckpointError, CorruptedError, Leaf, Manifest, UnsupportedFormatError
 from jstep.checkpoint.store import Store
 from jstep.core import meshes, trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import format_items, format_list, truncate
+from jstep.core.logs import logger
+from jstep.core.trees import Tree
 from jstep.distributed import processes
 from jstep.state.leaves import PARAMS, SLOTS
 from jstep.state.sharding import MODEL_STATE
@@ -33,7 +33,6 @@ _AGES = (
 )
 _WIDE = {"int64", "uint64", "float64", "complex128"}
 _TRIES = 10  # a concurrent writer evicts one checkpoint per save, and a read takes no longer than a few saves
-_logger = logging.getLogger("jstep")
 
 
 class GoneError(CheckpointError):
@@ -176,7 +175,7 @@ class CheckpointReader:
             current = leaf_records.start_leaf_fingerprints(left_out)()
             changed = [leaf for (leaf, _), record in zip(left_out, current, strict=True) if record != leaf]
         if changed:
-            _logger.warning(
+            logger.warning(
                 "%s: target has other values, for leaves that Saver(leave_out=…) left out, than when the checkpoint "
                 "was saved%s. The values of target are used: unless this is intended, pass the parameters that the run "
                 "started with",
@@ -188,7 +187,7 @@ class CheckpointReader:
     def _log_differences(self, path: str, step: int, matched: match.CheckpointMatch) -> None:
         """Log what a partial restore leaves out: only this log shows a misspelt path."""
         if guards := [repr(want.path) for want in matched.wanted if want.is_guard]:
-            _logger.info(
+            logger.info(
                 "%s was saved without a guard (skip_nonfinite, dynamic_loss_scale) that the target has: the guard "
                 "starts at step %d, with fresh %s",
                 path,
@@ -200,7 +199,7 @@ class CheckpointReader:
         without = [want for want in matched.wanted if want.source is None and want.left_out is None]
         copies = [repr(want.path) for want in without if want.copy is not None]
         left = [want for want in without if want.copy is None and not want.is_guard]
-        _logger.warning(
+        logger.warning(
             "%s was restored in part%s%s%s%s",
             path,
             format_items("started as copies of what was restored", copies),
@@ -218,7 +217,7 @@ class CheckpointReader:
         ]
         if raw and not self._has_warned and any(want.keys[0] == PARAMS for want in matched.wanted):
             self._has_warned = True
-            _logger.warning(
+            logger.warning(
                 "use_averages: %s has averages of the parameters, and no averages of the model state, such as "
                 "statistics of BatchNorm, which belongs to the raw parameters%s. Average both by "
                 "jstep.ExponentialMovingAverage(…, model_state=True), or recompute the model state with the averages",

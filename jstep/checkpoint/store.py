@@ -7,7 +7,6 @@ happens, a path holds a complete checkpoint or none.
 import abc
 import contextlib
 import gc
-import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,12 +14,12 @@ from jstep.checkpoint.attempts import BackgroundWrite, Storage
 from jstep.checkpoint.claims import FileClaim, ObjectClaim
 from jstep.checkpoint.listing import UNUSED
 from jstep.checkpoint.manifest import CheckpointError, Manifest
+from jstep.core.logs import logger
 from jstep.stores.urls import join_path
 
 if TYPE_CHECKING:
     from jstep.checkpoint.array_reader import ArrayReader
 
-_logger = logging.getLogger("jstep")
 
 Files = Mapping[str, int]
 """Path of a file below a checkpoint → its bytes; none below a URL."""
@@ -107,7 +106,7 @@ class Store(abc.ABC):
         unused = self._unused_corruption(path, manifest)
         if unused and not self.is_gone(path, manifest):
             texts = [f"{name} ({why})" for name, why in unused.items()]
-            _logger.warning("%s: nothing reads %s, and the checkpoint restores without", path, " and ".join(texts))
+            logger.warning("%s: nothing reads %s, and the checkpoint restores without", path, " and ".join(texts))
 
     def _unused_corruption(self, path: str, manifest: Manifest) -> dict[str, str]:
         """Describe the files that only Orbax reads and that differ from what was written."""
@@ -183,7 +182,7 @@ class Store(abc.ABC):
         """Delete files or objects that belong to no checkpoint any more."""
 
     def log_undeleted(self, path: str, error: Exception) -> None:
-        _logger.warning("%s could not be deleted: %s", path, error)
+        logger.warning("%s could not be deleted: %s", path, error)
 
     # The end.
 

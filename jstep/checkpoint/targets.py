@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -13,8 +12,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jstep.core import meshes, placement, trees
 from jstep.core.checks import SHOWN, describe_type, format_items, format_value
-
-_logger = logging.getLogger("jstep")
+from jstep.core.logs import logger
 
 Source = TypeVar("Source")
 
@@ -185,5 +183,5 @@ def _cast(wanted: TargetLeaf[Any], array: np.ndarray[Any, Any]) -> np.ndarray[An
         return result
     largest, was = (float(jnp.finfo(x.dtype).max) for x in (result, array))  # type: ignore[no-untyped-call]
     if largest < was and (lost := np.count_nonzero(np.isfinite(array) & ~np.isfinite(result))):
-        _logger.warning("target: %d finite numbers of %r are outside the range of %s", lost, wanted.path, wanted.dtype)
+        logger.warning("target: %d finite numbers of %r are outside the range of %s", lost, wanted.path, wanted.dtype)
     return result

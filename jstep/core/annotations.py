@@ -1,7 +1,7 @@
 """Type variables and aliases that signatures share."""
 
 import typing
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -15,6 +15,3 @@ P = TypeVar("P", default=Any)
 """The type of the parameters; a bare `TrainState` accepts any."""
 T = TypeVar("T")
 """The type of an argument that is returned with the same structure."""
-
-Tree: TypeAlias = Any
-"""A pytree whose structure is the caller's: parameters, gradients, batches, results of user-defined functions."""

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.annotations import Tree
 from jstep.core.meshes import internal_transfers
+from jstep.core.trees import Tree
 
 
 class BatchHash(NamedTuple):

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import logging
 import time
 import types
 import weakref
@@ -13,9 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jstep.core.annotations import Tree
 from jstep.core.checks import as_function, can_take, describe_type, format_value, may_take
 from jstep.core.exceptions import note
+from jstep.core.logs import logger
+from jstep.core.trees import Tree
 from jstep.data.loop_batches import LoopBatches
 from jstep.data.positions import (
     OWN_STATE,
@@ -30,8 +30,6 @@ from jstep.data.sequence import BatchIterator, BatchSequence
 from jstep.queues.queues import until_end
 from jstep.stores import tagged_json
 from jstep.stores.tagged_arrays import UnsupportedError
-
-_logger = logging.getLogger("jstep")
 
 _SEQUENCE = (Sequence, BatchSequence)
 _STATELESS = (types.FunctionType, types.BuiltinFunctionType, functools.partial)
@@ -163,7 +161,7 @@ def _warn_without_position(name: str, start: int, *, resumable: bool) -> None:
         what = f"A {name} has no position to resume from: a restart of this run would continue from where it is then."
     else:
         return
-    _logger.warning("%s Use jstep.batches, a function of the step, or an object with get_state and set_state.", what)
+    logger.warning("%s Use jstep.batches, a function of the step, or an object with get_state and set_state.", what)
 
 
 def check_batches(batches: Tree) -> None:
@@ -199,13 +197,13 @@ def _resumed(owner: object, kept: SavedPosition | None, start: int, last_step: i
     if kept is None:
         if not _warn_of_untrained(owner) and start:
             what = f"The run resumes at step {start}, but the checkpoint has no position for the {name}"
-            _logger.warning("%s: it starts where it is now.", what)
+            logger.warning("%s: it starts where it is now.", what)
         return read, None
     if start < last_step:
         if kept.error:
             raise ValueError(f"batches: the position of the {name} is not known: {kept.error}")
         if kept.warning:
-            _logger.warning("%s (the %s of process %d)", kept.warning, name, jax.process_index())
+            logger.warning("%s (the %s of process %d)", kept.warning, name, jax.process_index())
         if kept.value is not None:
             value = decode_position(kept.value, name)
             try:
@@ -276,7 +274,7 @@ def _warn_of_untrained(batches: object) -> bool:
     with contextlib.suppress(TypeError):
         count = _untrained.pop(batches, 0)
     if count:
-        _logger.warning(
+        logger.warning(
             "batches: %d of this %s were fetched by an earlier run without being trained on, and are lost: this run "
             "begins after them. Use jstep.batches, a function of the step, or, with a checkpoint_dir, an iterator that "
             "has get_state and set_state.",
@@ -324,7 +322,7 @@ def refuse_rows(batches: Tree, first: Sequence[Any]) -> None:
             "a function of the step"
         )
     if "Dataset" in {kind.__name__ for kind in type(batches).__mro__}:  # of Hugging Face, or of PyTorch
-        _logger.warning("%s; if it is a row, give jstep.batches(dataset, batch_size)", what)
+        logger.warning("%s; if it is a row, give jstep.batches(dataset, batch_size)", what)
 
 
 # Batches made with the state of the run.
@@ -451,7 +449,7 @@ class ReplayedIterator(Iterator[Any]):
             raise ValueError(
                 f"replayed: make() returned {dropped} batches, and the run has used {used}; it must repeat them"
             )
-        _logger.info("replayed: %d batches were read again in %.1f s", used, time.perf_counter() - began)
+        logger.info("replayed: %d batches were read again in %.1f s", used, time.perf_counter() - began)
         return items
 
     def get_state(self) -> dict[str, int]:

@@ -1,7 +1,6 @@
 """Callbacks of evaluations that react to a metric: early stopping, plateaus, and keeping the best checkpoints."""
 
 import functools
-import logging
 import math
 import operator
 import os
@@ -17,6 +16,7 @@ from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.retention import Listener
 from jstep.checkpoint.saver import Saver
 from jstep.core.checks import as_bool, as_int, as_number, as_string, check_choice, format_list
+from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.recorded_calls import ShownAsTyped
 from jstep.core.selection import VarList, check_form
@@ -29,8 +29,6 @@ from jstep.record.differences import changes
 from jstep.state.nonfinite import StateContents
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import join_path, location, resolve_path
-
-_logger = logging.getLogger("jstep")
 
 _EPSILON = 1e-8
 """Smaller changes are not applied, as in torch."""
@@ -160,7 +158,7 @@ class MetricCallback(MetricReader):
         return None
 
     def _start_fresh(self, why: str) -> None:
-        _logger.warning("%s starts fresh: its state in the checkpoint %s", hook_key(self), why)
+        logger.warning("%s starts fresh: its state in the checkpoint %s", hook_key(self), why)
 
 
 class EarlyStopping(MetricCallback):
@@ -246,7 +244,7 @@ class EarlyStopping(MetricCallback):
             return None
         self._progress = progress._replace(stopped_at=step)
         if jax.process_index() == 0:
-            _logger.info("step %d: %s; stopping", step, self._failure("has"))
+            logger.info("step %d: %s; stopping", step, self._failure("has"))
         return True
 
     def set_state(self, value: object) -> bool:
@@ -352,7 +350,7 @@ class ReduceOnPlateau(MetricCallback):
             if old - new <= _EPSILON:
                 return None
             if jax.process_index() == 0:
-                _logger.info("step %d: %s is on a plateau; %s %g, was %g", step, self.metric, self._name, new, old)
+                logger.info("step %d: %s is on a plateau; %s %g, was %g", step, self.metric, self._name, new, old)
             return set_hyperparameter(state, self._name, new)
 
 
@@ -487,11 +485,11 @@ class KeepBest(MetricReader):
         text = "KeepBest: %s the %s changed, so later values may not compare%s"
         found = [] if self._config is None else changes({"config": kept.get("config")}, {"config": self._config}).lines
         if found:
-            _logger.warning(text, what, "config", f": {format_list(found, 5, '; ')}")
+            logger.warning(text, what, "config", f": {format_list(found, 5, '; ')}")
 
         def compare(task: Future[str | None]) -> None:
             if None not in (kept.get("data"), self.data) and kept["data"] != self.data:
-                _logger.warning(text, what, "data of the evaluation", "")
+                logger.warning(text, what, "data of the evaluation", "")
 
         if self._data is not None:
             self._data.add_done_callback(compare)
@@ -504,7 +502,7 @@ class KeepBest(MetricReader):
         self._at_start = StateContents(state, params_only=True)
         if self._is_fresh and self.values and jax.process_index() == 0:
             best = max(self.values, key=lambda step: self._rank(step, self.values[step]))
-            _logger.warning(
+            logger.warning(
                 "KeepBest: this run starts at step %d, not from a checkpoint of its own, but %s holds %s of another "
                 "run with %s=%g, which is kept unless this run does better; give a new directory to keep only its own",
                 state_step(state),
@@ -526,7 +524,7 @@ class KeepBest(MetricReader):
         contents = StateContents(state, params_only=True)
         if nan := contents.with_nan():  # a metric may be the best ever for NaN
             text = "KeepBest: step %d is not kept, though %s=%g: NaN in %s"
-            _logger.warning(text, step, self.metric, value, format_list(nan))
+            logger.warning(text, step, self.metric, value, format_list(nan))
             return
         worse, _ = contents.worse_since(self._at_start)
         self._before_savers(functools.partial(self._save, saver, step, state, value, is_finite=not worse))
@@ -595,6 +593,6 @@ class KeepBest(MetricReader):
                 self._complete.paths[step] = join_path(saver.directory, checkpoint_name(self._prefix, step))
             except (CheckpointError, ValueError) as error:
                 text = "KeepBest skips %s: %s. Saver.restore may still return it; give a new directory"
-                _logger.warning(text, checkpoint_name(self._prefix, step), error)
+                logger.warning(text, checkpoint_name(self._prefix, step), error)
         saver.claim()
         return saver

@@ -6,7 +6,6 @@ Their numbers of rows need not divide over the devices, nor agree between proces
 import copy
 import functools
 import itertools
-import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,11 +16,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jstep.core import trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import format_value
+from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.threads import evaluation_batches_taken
-from jstep.core.trees import shape_of
+from jstep.core.trees import Tree, shape_of
 from jstep.data.batch_hashes import hash_batch
 from jstep.data.batch_placement import (
     as_shardings,
@@ -37,8 +36,6 @@ from jstep.data.batches import Batches
 from jstep.data.sequence import BatchSequence
 from jstep.distributed import processes
 from jstep.queues.queues import until_end
-
-_logger = logging.getLogger("jstep")
 
 MAX_BATCHES = 1_000_000
 """A source without a length that yields more batches than this counts as endless."""
@@ -150,7 +147,7 @@ def _check(batches: Tree) -> None:
         return  # a slice of other steps omits rows on purpose
     dropped = whole.num_rows - whole.steps_per_epoch * size
     if dropped > 0:
-        _logger.warning(
+        logger.warning(
             "evaluator: batches=%s: %d of %d rows are not evaluated: they do not fill a batch, and drop_remainder=True "
             "drops them; give jstep.batches(…, drop_remainder=False)",
             whole,

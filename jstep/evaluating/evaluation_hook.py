@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from jstep.checkpoint.hook_states import check_owners, get_states, hook_key, set
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, as_functions, as_string, format_value, hook_name
 from jstep.core.exceptions import setting
-from jstep.core.logs import IN_BAR
+from jstep.core.logs import IN_BAR, logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import EVALUATING, STEPPING
 from jstep.distributed import processes
@@ -29,7 +28,6 @@ from jstep.state.global_step import require_alive
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import Metrics
 
-_logger = logging.getLogger("jstep")
 _CALLBACKS = "EvaluationHook(callbacks=…)"
 """The name of the callbacks in errors and logs."""
 
@@ -178,7 +176,7 @@ class EvaluationHook(RunHook):
         fields = value if isinstance(value, dict) else {}
         steps = [fields.get("step", ""), fields.get("interrupted_step", "")]
         if not all(step is None or type(step) is int for step in steps):
-            _logger.warning("hooks: %s cannot read its state in the checkpoint: it starts fresh", hook_key(self))
+            logger.warning("hooks: %s cannot read its state in the checkpoint: it starts fresh", hook_key(self))
             return False
         self._reported_step, self._interrupted_step = steps
         self._was_due = fields.get("was_due") is True
@@ -245,7 +243,7 @@ class EvaluationHook(RunHook):
                 values = self._evaluate(state)
         except EvaluationAbandoned:
             if jax.process_index() == 0:
-                _logger.info("step %d: stopping; %s is interrupted and runs after the restart", step, hook_key(self))
+                logger.info("step %d: stopping; %s is interrupted and runs after the restart", step, hook_key(self))
             return None
         if not isinstance(values, Mapping):
             raise TypeError(f"evaluate returned {type(values).__name__}; it must return a mapping of names to numbers")
@@ -263,7 +261,7 @@ class EvaluationHook(RunHook):
         named = {f"{self.prefix}/{name}": value for name, value in values.items()}
         self.newest = (step, as_numbers(named))
         if jax.process_index() == 0:
-            _logger.info("step %d  %s", step, format_number(named), extra=IN_BAR)
+            logger.info("step %d  %s", step, format_number(named), extra=IN_BAR)
         if self._writer is not None:
             try:
                 with internal_transfers():

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeAlias
@@ -13,13 +12,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, as_function
 from jstep.core.exceptions import note
+from jstep.core.logs import logger
 from jstep.core.meshes import Attempts, internal_transfers, mesh_of, using_mesh
 from jstep.core.placement import refuse_shapes
 from jstep.core.recorded_calls import RecordedCall, record_calls
 from jstep.core.tracebacks import shortens_tracebacks
+from jstep.core.trees import Tree
 from jstep.data.sequence import BatchSequence
 from jstep.differentiate.lanes import Lanes, as_lanes, on_lanes, stack_over_lanes, sum_over_lanes
 from jstep.distributed import processes
@@ -39,8 +39,6 @@ from jstep.state.global_step import require_alive
 from jstep.state.slots import AVERAGE_SLOT, as_average_names
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
 from jstep.training.explain import explain_arguments
-
-_logger = logging.getLogger("jstep")
 
 STOP_REQUESTED: ContextVar[Callable[[], bool]] = ContextVar("stop_requested", default=lambda: False)
 """Returns whether the run is stopping, while a hook evaluates; must be called equally often on all processes."""
@@ -332,7 +330,7 @@ def _model_state_of(state: TrainState, use_averages: bool | str | Sequence[str])
             return (averaged_model_state(state, names),)
         if any(map(trees.is_trainable, jax.tree.leaves(state.model_state))) and _RAW not in roles_in(state).warned:
             roles_in(state).warned.add(_RAW)
-            _logger.warning(_RAW)
+            logger.warning(_RAW)
     return (state.model_state,)
 
 

@@ -1,6 +1,5 @@
 """Hooks that act at given steps: a function every n steps, a profiler trace, and the end of a run."""
 
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -8,14 +7,13 @@ from typing import Any
 import jax
 
 from jstep.core.checks import as_function, as_int
+from jstep.core.logs import logger
 from jstep.hooks.hook import Hook, state_step
 from jstep.hooks.run_hook import RunHook
 from jstep.metering.cadence import NEVER, next_multiple
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import is_url, location
 from jstep.training.metrics import Metrics
-
-_logger = logging.getLogger("jstep")
 
 
 def every(n: int, fn: Callable[[int, TrainState, Metrics], "bool | TrainState | None"]) -> Hook:
@@ -87,7 +85,7 @@ class StopAtStepHook(RunHook):
     def after_step(self, step: int, state: TrainState, metrics: Metrics) -> bool:
         is_over = self._last_step is not None and step >= self._last_step
         if is_over and jax.process_index() == 0:
-            _logger.info("step %d: %r; stopping", step, self)
+            logger.info("step %d: %r; stopping", step, self)
         return is_over
 
     def next_due(self, step: int) -> int:
@@ -140,7 +138,7 @@ class ProfilerHook(RunHook):
                 jax.profiler.start_trace(self._logdir)
             except RuntimeError as error:
                 self._is_refused = True
-                _logger.warning("step %d: ProfilerHook makes no trace in %s: %s", step, self._logdir, error)
+                logger.warning("step %d: ProfilerHook makes no trace in %s: %s", step, self._logdir, error)
             else:
                 self._running = True
 

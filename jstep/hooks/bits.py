@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import logging
 import os
 
 import jax
@@ -10,6 +9,7 @@ import jax
 from jstep.checkpoint.claims import FileClaim, claim_file
 from jstep.core.checks import as_bool, check_choice, format_list
 from jstep.core.exceptions import WrongStateError
+from jstep.core.logs import logger
 from jstep.distributed import processes
 from jstep.hooks import fingerprint_log
 from jstep.hooks.fingerprint_log import Entry
@@ -22,8 +22,6 @@ from jstep.stores.files import is_directory
 from jstep.stores.growing_files import LocalLines, ObjectAppender, open_lines
 from jstep.stores.urls import is_url, join_path, location
 from jstep.training.metrics import Metrics
-
-_logger = logging.getLogger("jstep")
 
 
 class DivergenceError(WrongStateError, RuntimeError):
@@ -147,7 +145,7 @@ class FingerprintHook(RunHook):
                 with contextlib.closing(file):
                     pending.deliver_all()
         except Exception as error:
-            _logger.warning("%s: the last fingerprints are lost: %s", self._path, error)
+            logger.warning("%s: the last fingerprints are lost: %s", self._path, error)
         finally:
             self._file = None
             if claim is not None:
@@ -175,7 +173,7 @@ class FingerprintHook(RunHook):
         )
         if self._raises:
             raise DivergenceError(message, step, difference.leaves)
-        _logger.warning("%s", message)
+        logger.warning("%s", message)
 
 
 def _entries_of(path: str) -> dict[int, Entry]:
@@ -184,5 +182,5 @@ def _entries_of(path: str) -> dict[int, Entry]:
     except FileNotFoundError:
         return {}
     if log.corrupted:
-        _logger.warning("%s: skipped: %s", path, format_list(log.corrupted, 5, "; "))
+        logger.warning("%s: skipped: %s", path, format_list(log.corrupted, 5, "; "))
     return dict(log.entries)

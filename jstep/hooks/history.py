@@ -1,7 +1,6 @@
 """A history of the metrics of a run: rows in memory, in the checkpoints or in a file, and their plots."""
 
 import contextlib
-import logging
 import math
 import os
 import threading
@@ -13,6 +12,7 @@ import jax
 import numpy as np
 
 from jstep.core.checks import as_int
+from jstep.core.logs import logger
 from jstep.distributed import processes
 from jstep.hooks.reporting import ReportingHook
 from jstep.hooks.run_hook import RunInfo
@@ -25,8 +25,6 @@ from jstep.pictures.html_tables import html_table
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import location
 from jstep.training.metrics import Metrics
-
-_logger = logging.getLogger("jstep")
 
 _SHOWN = 10
 _DIGITS = 9
@@ -198,7 +196,7 @@ class History(ReportingHook):
             try:
                 self._write()
             except OSError as error:  # the run ends with it, or with another error that this one must not replace
-                _logger.warning("%s; the rows from step %d on are only in memory", error, self._since)
+                logger.warning("%s; the rows from step %d on are only in memory", error, self._since)
             opened, self._file = self._file, None
             if opened is not None:
                 opened.close()

@@ -1,12 +1,12 @@
 """The hook that ends a run at a non-finite loss."""
 
 import contextlib
-import logging
 
 import jax
 import numpy as np
 
 from jstep.core.checks import as_bool, as_int, format_list, hook_name
+from jstep.core.logs import logger
 from jstep.core.stopwatch import STEPPING
 from jstep.hooks.hook import state_step
 from jstep.hooks.run_hook import RunHook, RunInfo
@@ -17,8 +17,6 @@ from jstep.slots.roles import Role, roles_in
 from jstep.state.nonfinite import NAN, NanLossDuringTrainingError, StateContents
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import LOSS, Metrics
-
-_logger = logging.getLogger("jstep")
 
 
 class NanLossHook(RunHook):
@@ -86,7 +84,7 @@ class NanLossHook(RunHook):
         """Check that the first call returned a loss; warn of NaN in the state that it got."""
         _check_loss(self.run.metrics)
         if with_nan := self.run.at_start.with_nan():
-            _logger.warning("NanLossHook: %s", about_start(with_nan, self._began))
+            logger.warning("NanLossHook: %s", about_start(with_nan, self._began))
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> bool:
         _check_loss(metrics)  # a later stage may have other metrics
@@ -139,7 +137,7 @@ class NanLossHook(RunHook):
         nonfinite, infinite_slots = StateContents(state).worse_since(self.run.at_start)
         if infinite_slots and not self._has_warned_of_slots:
             self._has_warned_of_slots = True
-            _logger.warning(
+            logger.warning(
                 "NanLossHook: at step %d the optimizer state contains infinity: %s. A second moment that overflowed "
                 "stops these elements: clip gradients, and resume from an earlier checkpoint.",
                 step,
@@ -161,7 +159,7 @@ class NanLossHook(RunHook):
     def _stop(self, message: str, step: int) -> None:
         if self._fail:
             raise NanLossDuringTrainingError(message, step, may_save=not self._bad)
-        _logger.warning("%s Stopping.", message)
+        logger.warning("%s Stopping.", message)
         self.run.stop(hook_name(self))
 
 

@@ -12,15 +12,13 @@ from jstep import summary
 from jstep.core import trees
 from jstep.core.checks import as_bool, as_function, describe_type, format_value, in_own_digits
 from jstep.core.exceptions import note
-from jstep.core.logs import IN_BAR, as_level
+from jstep.core.logs import IN_BAR, as_level, logger
 from jstep.hooks.run_hook import RunHook, RunInfo, check_writer
 from jstep.hooks.speed import format_utilization
 from jstep.metering import numbers
 from jstep.metering.cadence import UNSET, Clock, make_cadence
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import Metrics
-
-_logger = logging.getLogger("jstep")
 
 LeaveOut = Callable[[], Collection[str]]
 
@@ -139,7 +137,7 @@ class LoggingHook(ReportingHook):
 
     def deliver(self, step: int, values: dict[str, Any]) -> None:
         if jax.process_index() == 0:
-            _logger.log(self._level, "step %d  %s%s", step, numbers.format_number(values), self._speed(), extra=IN_BAR)
+            logger.log(self._level, "step %d  %s%s", step, numbers.format_number(values), self._speed(), extra=IN_BAR)
 
     def _speed(self) -> str:
         counter = self.run.counter
@@ -221,7 +219,7 @@ class MetricsHook(ReportingHook):
         names = sorted({*numbers.names_of_arrays(metrics)} - self._named)
         self._named.update(names)
         if names and jax.process_index() == 0:
-            _logger.info(
+            logger.info(
                 "MetricsHook leaves out the metrics %s: they are arrays, not numbers. Also return their means or "
                 "norms, or handle them in a custom hook (jstep.every).",
                 ", ".join(map(repr, names)),

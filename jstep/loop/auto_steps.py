@@ -1,7 +1,6 @@
 """`steps_per_call="auto"`: the maximum number of steps of a call is chosen from the times of the first calls."""
 
 import functools
-import logging
 import math
 import time
 from collections.abc import Callable
@@ -10,12 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jstep.core.annotations import Tree
+from jstep.core.logs import logger
 from jstep.core.threads import in_background
+from jstep.core.trees import Tree
 from jstep.distributed import processes
 from jstep.loop.programs import READ_AHEAD, Chunk, ProgramTable
-
-_logger = logging.getLogger("jstep")
 
 MAX_CALL_SECS, MAX_STEPS_PER_CALL = 5e-3, 64
 """The maximum duration of a call in seconds, and its maximum number of steps."""
@@ -63,7 +61,7 @@ class AutoSteps:
             seconds = float(processes.max_over_processes(np.array([seconds], np.float32))[0])
         max_steps = choose_max_steps(seconds)
         steps = "1 step" if max_steps == 1 else f"up to {max_steps} steps"
-        _logger.info('steps_per_call="auto": %s per call (one step takes %.3g ms)', steps, 1e3 * seconds)
+        logger.info('steps_per_call="auto": %s per call (one step takes %.3g ms)', steps, 1e3 * seconds)
         lengthen = functools.partial(self._lengthen, max_steps, first)
         if max_steps > 1:
             in_background(lengthen, name="jstep-compile") if is_alone else lengthen()
@@ -75,6 +73,6 @@ class AutoSteps:
         except Exception as error:
             failed = True
             text = "the program of %d steps could not be compiled: %s: %s"
-            _logger.warning(text, max_steps, type(error).__name__, error)
+            logger.warning(text, max_steps, type(error).__name__, error)
         if not processes.any_process(failed):
             self._table.switch(max_steps, first)

@@ -1,6 +1,5 @@
 """Calls of the user's hooks in the background: a checkpoint is about to exist, or was saved."""
 
-import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -9,10 +8,9 @@ from typing import Any
 import jax
 
 from jstep.core.checks import hook_name
+from jstep.core.logs import logger
 from jstep.core.threads import in_background
 from jstep.hooks.hook import call_named, defines
-
-_logger = logging.getLogger("jstep")
 
 
 class BackgroundHooks:
@@ -49,7 +47,7 @@ class BackgroundHooks:
                 call_named(hook, "saved", step, path)
             except BaseException as error:  # reported only in the log and at the end of the run
                 self._errors[id(hook)] = error
-                _logger.warning("%s.saved(%d, %r): %s: %s", hook_name(hook), step, path, type(error).__name__, error)
+                logger.warning("%s.saved(%d, %r): %s: %s", hook_name(hook), step, path, type(error).__name__, error)
 
     def wait(self, path: str | None = None) -> None:
         """Wait until the hooks have been notified of this checkpoint, or of all."""

@@ -6,7 +6,6 @@ which the loop waits: the wait can be.
 
 import contextlib
 import functools
-import logging
 import threading
 import time
 from collections import deque
@@ -16,10 +15,11 @@ from typing import Any, NamedTuple
 import jax
 
 from jstep.core import trees
-from jstep.core.annotations import Tree
 from jstep.core.exceptions import forget_frames, note
+from jstep.core.logs import logger
 from jstep.core.stopwatch import STARTING, Stopwatch
 from jstep.core.threads import MAKING, Task, doing, in_background
+from jstep.core.trees import Tree
 from jstep.data.batch_placement import as_shardings, copy_batch, make_placer
 from jstep.data.loaders import Source
 from jstep.data.sequence import BatchSequence
@@ -29,8 +29,6 @@ from jstep.loop.start_times import Compiled, StartTimes, thread_record
 from jstep.slots.matching import describe_difference
 from jstep.training.explain import explain
 from jstep.training.step import TrainStep
-
-_logger = logging.getLogger("jstep")
 
 _MAX_AHEAD = 2
 """The maximum number of programs compiled ahead; each takes device memory."""
@@ -155,7 +153,7 @@ class Compiler:
         has_several = self.table.is_looped or len(self.table.stages) > 1
         is_due = has_several and not stage.is_begun and not stage.is_ahead
         if is_due and size is not None and not size():
-            _logger.info("compiling %s for %s", stage.name, _steps(chunk))
+            logger.info("compiling %s for %s", stage.name, _steps(chunk))
         if program.has_failed or not stage.is_compilable or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return
         with self.table.compiling(stage.name):
@@ -179,7 +177,7 @@ class Compiler:
         has_grown, self._sizes[id(program.step)] = size > self._sizes.get(id(program.step), 0), size
         is_first, was_ready = stage.begin(), program.is_ahead and not program.is_called
         if has_grown and stage.is_compilable and not is_first and not was_ready:
-            _logger.info(
+            logger.info(
                 "compiled %s again for %s: its batch differs from earlier ones in shapes, dtypes or placement (%s), or "
                 "its state in placement",
                 stage.name,
@@ -202,11 +200,11 @@ def _compile_job(job: CompileJob, args: tuple[Any, ...]) -> None:
         forget_frames(error)
         if not job.is_quiet:
             text = "%s, which step %d needs, could not be compiled ahead: %s: %s"
-            _logger.warning(text, job.name, job.first, type(error).__name__, error)
+            logger.warning(text, job.name, job.first, type(error).__name__, error)
     else:
         if not job.is_quiet:
             text = "compiled %s ahead of step %d, in the background, in %.1f s"
-            _logger.info(text, job.name, job.first, time.perf_counter() - began)
+            logger.info(text, job.name, job.first, time.perf_counter() - began)
 
 
 def compile_apart(lowered: Any, signals: StopSignals, *, may_leave: bool) -> None:
@@ -227,7 +225,7 @@ def compile_apart(lowered: Any, signals: StopSignals, *, may_leave: bool) -> Non
 
 def _say_at_end(future: Task[Any]) -> None:
     if not future.done():
-        _logger.warning("a compilation in the background cannot be stopped: the process ends when it has finished")
+        logger.warning("a compilation in the background cannot be stopped: the process ends when it has finished")
 
 
 def shapes_of_batch(source: Source, step: int, batch_sharding: object) -> tuple[Any, ...] | None:

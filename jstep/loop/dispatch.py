@@ -1,7 +1,6 @@
 """Dispatch of chunks: compile the program if it is not compiled yet, run it, and explain its errors."""
 
 import contextlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import describe_type, format_value
 from jstep.core.jaxprs import shards_arrays
+from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import STARTING, Stopwatch
+from jstep.core.trees import Tree
 from jstep.data.batch_placement import mesh_without_batch
 from jstep.distributed import processes
 from jstep.loop.auto_steps import AutoSteps
@@ -30,7 +30,6 @@ from jstep.training.step import step_function
 
 _ROUNDING = 2**-24
 """What rounding leaves of a rate, as a share of the largest, where a schedule ends at 0."""
-_logger = logging.getLogger("jstep")
 
 AfterChunk = Callable[[Chunk, Any], None]
 """`after_chunk(chunk, state)`, where the state is the one that the dispatched call returned."""
@@ -142,10 +141,10 @@ def warn_of_ended_rate(train_steps: TrainSteps, last_step: int | None, chunk: Ch
         with internal_transfers():
             *earlier, before, last = traced.lower().compile()(steps).tolist() if any(scheduled) else [0.0] * 4
     except Exception as error:  # a schedule that needs a concrete step, or a hyperparameter that is no number
-        _logger.debug("whether the learning rate is 0 in the end is not known: %s", error)
+        logger.debug("whether the learning rate is 0 in the end is not known: %s", error)
         return
     if before == last <= _ROUNDING * max(earlier) and max(earlier) > 0:
-        _logger.warning(
+        logger.warning(
             "the learning rate is 0 in the last steps of the run, before step %d, so these do not train: its schedule "
             "ends before the run does; give it more steps, or end the run earlier (last_step)",
             last_step,
@@ -180,7 +179,7 @@ def warn_of_redundant_rows(chunk: Chunk, state: Tree) -> None:
     traced = chunk.trace(state)
     if traced is None or shards_arrays(traced.jaxpr):
         return
-    _logger.warning(
+    logger.warning(
         "batches are not sharded and parameters are replicated, so each of the %d devices computes all rows of every "
         "batch; give train batch_sharding=%r, or place the batches on the mesh",
         mesh.size,

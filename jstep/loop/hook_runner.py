@@ -8,10 +8,10 @@ from typing import Any
 
 from jstep.checkpoint.hook_states import is_public
 from jstep.core import trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import hook_name
 from jstep.core.exceptions import note, note_other, noting
 from jstep.core.stopwatch import HOOKS, STEPPING
+from jstep.core.trees import Tree
 from jstep.distributed import processes
 from jstep.evaluating.evaluation_hook import EvaluationHook
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from jstep.core.annotations import Tree
+from jstep.core.trees import Tree
 from jstep.loop.programs import Chunk
 from jstep.state.train_state import TrainState
 

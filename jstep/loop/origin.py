@@ -7,7 +7,6 @@ restored.
 
 import contextlib
 import dataclasses
-import logging
 import os
 import re
 from typing import Any, Final, NamedTuple
@@ -20,8 +19,9 @@ from jstep.checkpoint.names import checkpoint_name, latest_checkpoint, open_stor
 from jstep.checkpoint.saver import Saver
 from jstep.checkpoint.store import Store
 from jstep.core import trees
-from jstep.core.annotations import Tree
+from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
+from jstep.core.trees import Tree
 from jstep.distributed import processes
 from jstep.hooks.hook import state_step
 from jstep.loop.arguments import Options
@@ -48,7 +48,6 @@ PARENT_RUN: Final = "parent_run"
 the run that saved that checkpoint."""
 _NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
 _PROBLEM = "start_from cannot be read"
-_logger = logging.getLogger("jstep")
 
 
 class Trunk(NamedTuple):
@@ -176,7 +175,7 @@ def read_trunk(options: Options, state: TrainState, origin: Origin) -> tuple[Ori
     trunk, state = _read_trunk(options, origin.trunk, state)
     if jax.process_index() == 0:
         edited = ", with the state passed" if trunk.edited else ""
-        _logger.info("this run begins from %s%s", trunk.parent["path"], edited)
+        logger.info("this run begins from %s%s", trunk.parent["path"], edited)
     origin = dataclasses.replace(origin, latest=trunk.step, first=trunk.step, extra=trunk.extra, trunk=trunk)
     return dataclasses.replace(origin, parent=trunk.parent, parent_run=_run_of(trunk)), state
 
@@ -200,7 +199,7 @@ def of_copy(options: Options, saver: Saver | None, origin: Origin, new_name: str
             if step is not None:
                 parent = {"path": join_path(source, checkpoint_name(prefix, step)), "step": step}
                 if jax.process_index() == 0:
-                    _logger.info("%s is a copy: this run is a branch of %s from here on", directory, parent["path"])
+                    logger.info("%s is a copy: this run is a branch of %s from here on", directory, parent["path"])
         elif saved_by is not None and saved_by == newest[PARENT_RUN] != newest[RUN_KEY]:
             parent, name = newest[PARENT], newest[RUN_KEY]  # no earlier start of this copy has saved anything
         else:
@@ -266,7 +265,7 @@ def _warn_of_other_trunk(path: str | None, parent: dict[str, Any] | None) -> Non
     if name is None or (parent and (not _NAME.fullmatch(name) or name == split_path(parent["path"])[1])):
         return
     began = parent["path"] if parent else "no other run's checkpoint"
-    _logger.warning(
+    logger.warning(
         "start_from=%r: is not read, as checkpoint_dir has checkpoints of this run, which began from %s; for a branch "
         "of that checkpoint, give another checkpoint_dir", path, began,
     )  # fmt: skip
@@ -408,12 +407,12 @@ def restore(saver: Saver | None, state: TrainState, origin: Origin) -> tuple[Ori
         step = _step_of_given(state)
         if saver is not None and jax.process_index() == 0:
             kind = "" if saver.prefix == "model" else f" {saver.prefix}-*"  # other prefixes may exist
-            _logger.info("no checkpoint%s in %s: starts at step %d", kind, saver.directory, step)
+            logger.info("no checkpoint%s in %s: starts at step %d", kind, saver.directory, step)
         return dataclasses.replace(origin, first=step), state
     step = state_step(restored)
     extra = origin.extra if step == origin.first else extra_at(saver, step)
     name = checkpoint_name(saver.prefix, step)
-    _logger.info("restored %s", name)
+    logger.info("restored %s", name)
     return _restored(origin, step, extra, name), restored
 
 
@@ -441,7 +440,7 @@ def _step_of_given(state: TrainState) -> int:
 def _warn_if_different(origin: Origin, restored: int, before: object, name: str) -> None:
     step, parent = origin.given, origin.parent or {}
     if step and step not in (restored, parent.get("step")):  # the run may have begun with that state
-        _logger.warning(
+        logger.warning(
             "state: the state passed (step %d) is ignored in favor of %s, the newest checkpoint of checkpoint_dir. To "
             "continue from the state passed, give another checkpoint_dir.",
             step,
@@ -451,7 +450,7 @@ def _warn_if_different(origin: Origin, restored: int, before: object, name: str)
         return
     for hyperparameter, value in origin.held_values.items():
         if before.get(hyperparameter, value) != value:
-            _logger.warning(
+            logger.warning(
                 "state: the held hyperparameter %r is created as %g, but was %g at the start before. The value in %s "
                 "is used; to change it, call jstep.set_hyperparameter in a hook.",
                 hyperparameter,

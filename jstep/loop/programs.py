@@ -8,7 +8,6 @@ program is compiled, and `dispatch.py` runs it.
 import contextlib
 import dataclasses
 import functools
-import logging
 import math
 import threading
 from collections import deque
@@ -21,12 +20,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jstep.core import trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import as_function
 from jstep.core.exceptions import forget_frames
 from jstep.core.jaxprs import is_slow_in_loops
+from jstep.core.logs import logger
 from jstep.core.meshes import dims_of, internal_transfers, mesh_of, using_mesh
-from jstep.core.trees import batch_to_args, shape_of
+from jstep.core.trees import Tree, batch_to_args, shape_of
 from jstep.data.batch_placement import as_shardings, make_placer
 from jstep.data.steps import Staircase, as_staircase
 from jstep.metering.cadence import NEVER
@@ -37,8 +36,6 @@ from jstep.training.explain import call_custom_step
 from jstep.training.looped import LoopedStep, TracedStep, loop_step
 from jstep.training.metrics import Constants
 from jstep.training.step import TrainStep, call_step, jitted_program, trace_program
-
-_logger = logging.getLogger("jstep")
 
 # Stages.
 
@@ -89,7 +86,7 @@ class Stage:
     def run_single(self) -> None:
         """Run one step per call from now on, because XLA runs its loop much slower."""
         if not self.is_slow:
-            _logger.info("%s runs one step per call: XLA runs convolutions on a CPU much slower in a loop", self.name)
+            logger.info("%s runs one step per call: XLA runs convolutions on a CPU much slower in a loop", self.name)
         self.is_slow = True
 
     @property
@@ -295,7 +292,7 @@ class ProgramTable:
                     stage.run_single()
                     program = Program(stage)
             except Exception as error:  # the step that needs it raises and explains it
-                _logger.debug("%s cannot be looped: %s", stage.name, error)
+                logger.debug("%s cannot be looped: %s", stage.name, error)
                 forget_frames(error)
                 program = Program(stage, has_failed=True)
             self._programs[key] = program

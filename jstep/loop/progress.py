@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import importlib.util
-import logging
 import operator
 import sys
 import time
@@ -14,7 +13,7 @@ import jax
 
 from jstep.core.checks import as_int, as_number
 from jstep.core.interactive import is_notebook
-from jstep.core.logs import slow
+from jstep.core.logs import logger, slow
 from jstep.hooks.history import History
 from jstep.hooks.hook import state_step
 from jstep.hooks.notebook import Below, NotebookBar, ShownLines
@@ -27,8 +26,6 @@ from jstep.metering.numbers import TransferQueue, as_numbers, format_number, sca
 from jstep.optimizers.hyperparameters import held_values
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import LOSS, Metrics
-
-_logger = logging.getLogger("jstep")
 
 
 class Progress(Observer):
@@ -43,7 +40,7 @@ class Progress(Observer):
         self._lines: ShownLines | None = None
         if self._is_shown and wanted is None and is_notebook():
             self._lines = ShownLines()
-            _logger.addHandler(self._lines)
+            logger.addHandler(self._lines)
             histories = [hook for hook in run.options.hooks if isinstance(hook, History)]
             self._hook = _NotebookHook(self._lines, histories, last_step=run.options.last_step)
         elif self._is_shown and (wanted or is_terminal):
@@ -51,7 +48,7 @@ class Progress(Observer):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._lines is not None:
-            _logger.removeHandler(self._lines)
+            logger.removeHandler(self._lines)
         if isinstance(self._hook, _NotebookHook):
             self._hook.finish()
 
@@ -60,7 +57,7 @@ class Progress(Observer):
             return contextlib.nullcontext()
         is_kept = jax.config.jax_compilation_cache_dir is not None  # type: ignore[attr-defined]
         hint = "" if is_kept else "; train(compile_cache=True) keeps the program for the next start"
-        return slow(f"compiling {name}", _logger.info, hint)
+        return slow(f"compiling {name}", logger.info, hint)
 
     def progress_hook(self) -> "ProgressHook | None":
         return self._hook

@@ -14,9 +14,10 @@ from typing import Any
 import jax
 
 from jstep.core import trees
-from jstep.core.annotations import Tree
 from jstep.core.jaxprs import hash_strings
+from jstep.core.logs import logger
 from jstep.core.threads import Task, in_background
+from jstep.core.trees import Tree
 from jstep.data.batch_hashes import hash_batch
 from jstep.data.batch_placement import copy_batch
 from jstep.data.sequence import BatchSequence
@@ -34,7 +35,6 @@ from jstep.stores.urls import is_url, join_path
 _KEPT, _MAX_BYTES, _END_SECS = 20, 2**16, 5.0
 """The number of hashes that are kept, the size of a file that is read, and the seconds to wait for the last hash."""
 _OTHER = "batch %d is not the one that was read before%s: the loader's state lacks something, or its data changed"
-_logger = logging.getLogger("jstep")
 
 
 class BatchWatch(Observer):
@@ -101,7 +101,7 @@ class BatchWatch(Observer):
             try:
                 task()
             except Exception as error:  # such as a batch that the step has donated, or the end of the batches
-                _logger.debug("a batch was not hashed: %s: %s", type(error).__name__, error)
+                logger.debug("a batch was not hashed: %s: %s", type(error).__name__, error)
 
         self._tasks = [in_background(when_due, name="jstep-batch-hash", daemon=True)]
 
@@ -150,7 +150,7 @@ class BatchWatch(Observer):
             return
         level = logging.WARNING if given else logging.INFO
         where = f" by process {jax.process_index()}" if jax.process_count() > 1 else ""
-        _logger.log(level, _OTHER, step, where)
+        logger.log(level, _OTHER, step, where)
         if (file := self._run.file) is not None:
             file.update({"other_batch": step})
 

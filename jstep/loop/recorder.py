@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import logging
 import math
 import os
 import re
@@ -17,13 +16,13 @@ import jax
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import stopwatch
-from jstep.core.annotations import Tree
 from jstep.core.jaxprs import without_addresses
-from jstep.core.logs import BELOW_BAR
+from jstep.core.logs import BELOW_BAR, logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.secret_text import error_text
 from jstep.core.tables import printable
 from jstep.core.threads import Task, in_background, wait_until_done
+from jstep.core.trees import Tree
 from jstep.data.sequence import BatchSequence
 from jstep.evaluating.callbacks import KeepBest
 from jstep.loop.card import card, program_card, shortened
@@ -47,7 +46,6 @@ from jstep.training.step import step_function
 PAST, START = "past", "start"
 """The key of a checkpoint's `extra` with what was before it, and in it the start that made it: its number, `began`."""
 _MAX_VALUES, _MAX_BYTES, _MAX_SAVES, _MAX_LINES = 128, 4096, 20, 40
-_logger = logging.getLogger("jstep")
 
 
 class Recorder(Observer):
@@ -92,11 +90,11 @@ class Recorder(Observer):
         try:
             earlier = read_starts(where).get(prefix, [])
         except (OSError, ValueError) as error:
-            _logger.warning("%s: this run cannot be recorded: %s", where, error)
+            logger.warning("%s: this run cannot be recorded: %s", where, error)
             return
         old = os.path.join(where, "timeline.jsonl")
         if not is_url(where) and os.path.exists(old) and not os.path.lexists(os.path.join(where, FOLDER)):
-            _logger.info("%s is of an earlier version, and is not read: the record of this run begins anew", old)
+            logger.info("%s is of an earlier version, and is not read: the record of this run begins anew", old)
         starts = [] if origin.is_copy else earlier
         newest = next(reversed(valid(starts)), None)
         self._stopped_by = origin.extra.get(STOPPED)
@@ -189,7 +187,7 @@ class Recorder(Observer):
             try:
                 file.write(self._newest())
             except Exception as error:  # an error here must not end the run
-                _logger.warning("the record of this run cannot be kept: %s", error)
+                logger.warning("the record of this run cannot be kept: %s", error)
                 return
 
     def _newest(self) -> dict[str, Any]:
@@ -258,7 +256,7 @@ class Recorder(Observer):
             try:
                 task()
             except Exception as error:
-                _logger.warning("this run could not be recorded: %s: %s", type(error).__name__, error, extra=BELOW_BAR)
+                logger.warning("this run could not be recorded: %s: %s", type(error).__name__, error, extra=BELOW_BAR)
 
         self._latest = [in_background(when_due, name="jstep-card")]
 
@@ -359,7 +357,7 @@ class Recorder(Observer):
             found = changes(with_card(file.where, before), current, leave_out=("batches", "lanes"))
             bits, place = [*found.bits, *self._rate_change(before, step, found.bits)], found.place
         elif earlier:
-            _logger.info("%s: the start that made it is not recorded, so only lanes and batches are compared", name)
+            logger.info("%s: the start that made it is not recorded, so only lanes and batches are compared", name)
         if step and kept.get("lanes") != past["lanes"]:
             bits.append(f"lanes: {kept.get('lanes')} before, {past['lanes']} now")
         if "rows" in kept and "rows" in past and kept["rows"] != past["rows"]:
@@ -374,9 +372,9 @@ class Recorder(Observer):
             every = [printable(line) for line in (*bits, *place)]
             ending = [f"and {len(every) - _MAX_LINES} more"] if len(every) > _MAX_LINES else []
             text = "".join(f"\n  {line}" for line in (*every[:_MAX_LINES], *ending, *[_UNTRAINED] * is_idle))
-            _logger.warning("%s: this run has changed since the start that made it:%s", name, text, extra=BELOW_BAR)
+            logger.warning("%s: this run has changed since the start that made it:%s", name, text, extra=BELOW_BAR)
         elif place:
-            _logger.info("%s: since the start that made it, %s", name, "; ".join(map(printable, place)))
+            logger.info("%s: since the start that made it, %s", name, "; ".join(map(printable, place)))
 
     def _rate_change(self, before: Start, step: int, bits: list[str]) -> list[str]:
         """Say so if the learning rate of the last step before the checkpoint would be another one now."""

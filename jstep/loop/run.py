@@ -25,13 +25,14 @@ import jax
 
 from jstep.checkpoint.saver import Saver
 from jstep.core import interactive, trees
-from jstep.core.annotations import P, Tree
+from jstep.core.annotations import P
 from jstep.core.checks import as_int, as_string, describe_type
 from jstep.core.exceptions import setting
-from jstep.core.logs import WARNED, log_to_stderr
+from jstep.core.logs import WARNED, log_to_stderr, logger
 from jstep.core.meshes import mesh_of, overriding_mesh
 from jstep.core.stopwatch import HOOKS, SAVING, STARTING, STEPPING
 from jstep.core.tracebacks import original_error, shorten, shortens_tracebacks
+from jstep.core.trees import Tree
 from jstep.data.batch_placement import over_axes
 from jstep.data.loaders import check_batches
 from jstep.data.loop_batches import LoopBatches
@@ -66,7 +67,6 @@ OBSERVERS: tuple[Callable[[RunContext], Observer], ...] = (
 )
 """The observers of a run, in the order in which they are called; they exit in reverse order, so that `Progress` shows
 what the others log until then. If a line and its file are deleted, only the output of that observer is missing."""
-_logger = logging.getLogger("jstep")
 _SHORT = 1e-4
 """A body that takes fewer seconds counts as a part of the step, which is cheaper."""
 
@@ -409,7 +409,7 @@ class Run(Generic[P]):
             chunks = self._begin_steps()
             try:
                 if run.origin.has_open_body:
-                    _logger.info("the body of the loop at step %d had not ended: it runs again", run.at.step)
+                    logger.info("the body of the loop at step %d had not ended: it runs again", run.at.step)
                     run.replace_metrics(open_body_metrics(run))
                     yield from self._only_body()
                     chunks = chunks if self._resumes() else ()

@@ -16,11 +16,11 @@ import jax
 import numpy as np
 
 from jstep.checkpoint.saver import Saver
-from jstep.core.annotations import Tree
 from jstep.core.checks import hook_name
 from jstep.core.exceptions import WrongStateError
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING, STEPPING, new_watch
+from jstep.core.trees import Tree
 from jstep.data.loaders import Source
 from jstep.distributed import processes
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook

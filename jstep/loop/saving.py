@@ -18,7 +18,6 @@ Entries are saved by these methods of `RunSaverHook`:
 
 import contextlib
 import functools
-import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
@@ -30,6 +29,7 @@ import numpy as np
 from jstep.checkpoint.hook_states import get_states, set_states
 from jstep.checkpoint.manifest import CheckpointExtra
 from jstep.checkpoint.saver import Saver
+from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import SAVING, STEPPING
 from jstep.data.positions import gather_positions, positions_elsewhere
@@ -42,11 +42,10 @@ from jstep.loop.programs import AUTO
 from jstep.loop.run_context import RunContext
 from jstep.metering.cadence import Cadence
 from jstep.state.train_state import TrainState
-from jstep.stores.tagged_json import AttachedFiles, as_json, copy_encodable, decode
+from jstep.stores import tagged_json
+from jstep.stores.tagged_json import AttachedFiles, as_json, copy_encodable
 from jstep.stores.urls import is_url
 from jstep.training.metrics import Metrics
-
-_logger = logging.getLogger("jstep")
 
 HOOK_STATES, SKIPPED_IN_A_ROW = "hooks", "skipped"
 """Keys of a checkpoint's `extra`, in addition to those of the origin, of positions and of observers."""
@@ -72,7 +71,7 @@ def restore_hooks(run: RunContext) -> bool:
 def _warn_of_nan(run: RunContext, *, wait: bool = False) -> None:
     """Warn of restored parameters, now that the device is busy with the first step."""
     if bad := run.at_start.with_nan():
-        _logger.warning("%s", about_start(bad, run.first))
+        logger.warning("%s", about_start(bad, run.first))
 
 
 # The interval between automatic saves.
@@ -268,7 +267,7 @@ def _open_body(run: RunContext) -> dict[str, Any]:
 
 def open_body_metrics(run: RunContext) -> Any:
     with internal_transfers():
-        return jax.tree.map(jnp.asarray, decode(run.origin.extra[OPEN_BODY]))
+        return jax.tree.map(jnp.asarray, tagged_json.decode(run.origin.extra[OPEN_BODY]))
 
 
 def why_position_lost(run: RunContext) -> str:

@@ -15,7 +15,6 @@ import _thread
 import contextlib
 import ctypes
 import itertools
-import logging
 import os
 import signal
 import threading
@@ -26,10 +25,9 @@ from typing import Any
 
 import numpy as np
 
+from jstep.core.logs import logger
 from jstep.core.threads import Task, wait_until_done
 from jstep.distributed import processes
-
-_logger = logging.getLogger("jstep")
 
 _OTHERS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGHUP") if hasattr(signal, name))
 """Signals that schedulers and terminals send; they stop a run only if they have their default action."""
@@ -229,7 +227,7 @@ class StopSignals:
     def stop_error(self, when: str) -> BaseException:
         received = self.received or signal.SIGTERM
         message = f"{self.reason} stopped the run {when}"
-        _logger.info(message)
+        logger.info(message)
         return KeyboardInterrupt(message) if received == signal.SIGINT else Preempted(message, 128 + received)
 
 

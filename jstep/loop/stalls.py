@@ -24,6 +24,7 @@ import jax
 
 from jstep.core import threads
 from jstep.core.checks import as_number, hook_name
+from jstep.core.logs import logger
 from jstep.core.stopwatch import EVALUATING, SAVING, STARTING, WAITING
 from jstep.hooks.run_hook import RunHook
 from jstep.loop.observer import Observer
@@ -42,7 +43,6 @@ _OF_USER = (_BATCH, _EVALUATION, _USERS_HOOK)
 _RUN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "run.py")
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = (*(path + os.sep for name, path in sysconfig.get_paths().items() if "lib" in name), "<frozen")
-_logger = logging.getLogger("jstep")
 
 
 class StallHook(RunHook):
@@ -171,7 +171,7 @@ class StallWatch(Observer):
             try:
                 self._check(passed, 0.1 * passed if computes else passed)
             except Exception:  # an error here must not end the run
-                _logger.debug("a look for stalls failed", exc_info=True)
+                logger.debug("a look for stalls failed", exc_info=True)
 
     def _check(self, passed: float, idle: float) -> None:
         self._follow(self._now(), passed, idle)
@@ -355,7 +355,7 @@ class StallWatch(Observer):
         if may_save and wait.kind in _OF_USER and self._count == 1:
             usual = self._usual(Wait("save", "", SAVING))
             limit = 10 * self._warn if usual is None else max(self._warn, 3 * usual)
-            if not _in_time(lambda: _logger.warning("%s", save_while_it_hangs(run)), limit):
+            if not _in_time(lambda: logger.warning("%s", save_while_it_hangs(run)), limit):
                 _log_in_time(f"step {run.at.step} could not be saved within {_secs(limit)} s")
         _in_time(lambda: print(end="", flush=True))
         _in_time(logging.shutdown)
@@ -386,7 +386,7 @@ def _as_line(frame: FrameType) -> str:
 
 
 def _log_in_time(text: str) -> None:
-    _in_time(lambda: _logger.warning("%s", text))
+    _in_time(lambda: logger.warning("%s", text))
 
 
 def _in_time(fn: Callable[[], Any], seconds: float = 5.0) -> bool:

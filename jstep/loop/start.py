@@ -7,7 +7,6 @@ restored, the hooks are built, and they begin.
 
 import contextlib
 import functools
-import logging
 import math
 import os
 
@@ -16,8 +15,9 @@ import jax
 from jstep.checkpoint.hook_states import check_owners, get_states
 from jstep.checkpoint.saver import Saver
 from jstep.core import interactive
-from jstep.core.annotations import Tree
 from jstep.core.exceptions import noting
+from jstep.core.logs import logger
+from jstep.core.trees import Tree
 from jstep.data.loaders import Source, StateBatches, open_source, set_back
 from jstep.data.loop_batches import LoopBatches
 from jstep.data.positions import RarePosition, restore_position
@@ -43,7 +43,6 @@ from jstep.stores.owners import remove_temporary
 from jstep.stores.urls import is_url
 
 _NO_LOGS, _NO_BATCHES = "the logs cannot be opened", "the batches cannot be opened"
-_logger = logging.getLogger("jstep")
 
 
 def open_run(run: RunContext, batches: Tree) -> HookRunner:
@@ -143,7 +142,7 @@ def begin(run: RunContext, runner: HookRunner) -> bool:
             observer.idle()
         return False
     if run.origin.extra.get(STOPPED) is not None:
-        _logger.info("%s stopped this run at step %d; it resumes", run.origin.extra[STOPPED], first)
+        logger.info("%s stopped this run at step %d; it resumes", run.origin.extra[STOPPED], first)
     run.dispatch.compiler.plan(run.source, first, last_step, run.options.batch_sharding)
     return True
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -10,8 +9,7 @@ from collections.abc import Iterator
 import jax
 
 from jstep.core import stopwatch
-
-_logger = logging.getLogger("jstep")
+from jstep.core.logs import logger
 
 
 @dataclasses.dataclass(slots=True)
@@ -100,4 +98,4 @@ class StartTimes:
         if words:
             also = f"; the program took {before:.1f} s before the run" if before >= 0.05 else ""
             seconds = stopwatch.CLOCKS.seconds() - self.began
-            _logger.info("first step after %.1f s: %s%s", seconds, ", ".join(words), also)
+            logger.info("first step after %.1f s: %s%s", seconds, ", ".join(words), also)

@@ -22,14 +22,13 @@ within an iteration is not saved, unless it has taken no step, or there are no o
 """
 
 import contextlib
-import logging
 from typing import NoReturn
 
 from jstep.checkpoint.names import checkpoint_name
 from jstep.core import interactive, trees
 from jstep.core.checks import hook_name
 from jstep.core.exceptions import note, note_other
-from jstep.core.logs import BELOW_BAR
+from jstep.core.logs import BELOW_BAR, logger
 from jstep.distributed import processes
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.loop.hook_runner import HookErrors
@@ -38,8 +37,6 @@ from jstep.loop.run_context import BODY, HookCall, RunContext
 from jstep.loop.saving import RunSaverHook, why_position_lost
 from jstep.state.train_state import TrainState
 
-_logger = logging.getLogger("jstep")
-
 # The normal end of a run, also one that takes no step.
 
 
@@ -47,7 +44,7 @@ def report_early_end(run: RunContext) -> None:
     """Log that the batches ended before the run did; raise a ValueError if there were none."""
     start, last_step = run.first, run.options.last_step
     if run.step == start and run.restored is not None:
-        _logger.info("the batches are used up at step %d, at which the run was restored: it is finished", start)
+        logger.info("the batches are used up at step %d, at which the run was restored: it is finished", start)
         return
     if run.step == start:
         raise ValueError(
@@ -55,9 +52,9 @@ def report_early_end(run: RunContext) -> None:
             "batches up to that step, such as jstep.batches(…), or a list of all of them, which begins with step 0"
         )
     if last_step is None:
-        _logger.info("the batches ended after step %d, and so does the run", run.step)
+        logger.info("the batches ended after step %d, and so does the run", run.step)
         return
-    _logger.warning(
+    logger.warning(
         "The batches ended after step %d, before last_step=%d: the run ends there. For more passes over the data, "
         "give jstep.batches(…, num_epochs=None), or an iterable that does not end.",
         run.step,
@@ -71,14 +68,14 @@ def report_done(run: RunContext) -> None:
     first, last_step = run.first, run.options.stop_step
     if first > last_step:
         text = "last_step=%d: the run is already at step %d; there is nothing left to run. Give a larger last_step"
-        _logger.warning(text, last_step, first, extra=BELOW_BAR)
+        logger.warning(text, last_step, first, extra=BELOW_BAR)
         return
     reasons = [getattr(hook, "why", None) for hook in run.options.hooks]
     if (name := run.origin.extra.get(STOPPED)) is not None:
         remedy = "remove that hook, change its settings, or reset its state: EarlyStopping(reset=True)"
         reasons = [f"{name} stopped it at step {first}; to continue, {remedy}"]
     why = next((f". {reason}" for reason in reasons if isinstance(reason, str) and first < last_step), "")
-    _logger.info("the run is already at step %d; there is nothing left to run%s", first, why)
+    logger.info("the run is already at step %d; there is nothing left to run%s", first, why)
 
 
 # A signal, or the end of `stop_secs`.

@@ -2,7 +2,6 @@
 
 import functools
 import importlib.resources
-import logging
 import tomllib
 from collections import Counter
 from collections.abc import Hashable, Mapping
@@ -10,16 +9,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jstep.core.annotations import Tree
 from jstep.core.jaxprs import Product, body_of, has_remat
+from jstep.core.logs import logger
 from jstep.core.placement import device_count, device_of
+from jstep.core.trees import Tree
 from jstep.loop.observer import Observer
 from jstep.loop.programs import Chunk
 from jstep.loop.run_context import RunContext
 from jstep.metering.work import work_of
 from jstep.state.train_state import TrainState
-
-_logger = logging.getLogger("jstep")
 
 # Peak operations per second of a device, by the format of its matrix products.
 #
@@ -129,7 +127,7 @@ class UtilizationMeter:
                     return None, False
                 body = body_of(traced.jaxpr)
             except Exception as error:  # a failure to count must not stop the run
-                _logger.warning("the operations of a step could not be counted: %s: %s", type(error).__name__, error)
+                logger.warning("the operations of a step could not be counted: %s: %s", type(error).__name__, error)
                 return None, False
             work, recomputes = work_of(body), flops is None and has_remat(body)
             flops = work.all if flops is None else flops
@@ -142,7 +140,7 @@ class UtilizationMeter:
 
 def _log_unknown(why: str) -> None:
     if jax.process_index() == 0:
-        _logger.info("neither mfu nor hfu is shown: %s; give StepCounterHook(peak_flops=…)", why)
+        logger.info("neither mfu nor hfu is shown: %s; give StepCounterHook(peak_flops=…)", why)
 
 
 class Meters(Observer):

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jstep.core import meshes, trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import as_int, format_value
 from jstep.core.exceptions import setting
 from jstep.core.jaxprs import Subprogram, on_slices, without_calls
@@ -19,7 +18,7 @@ from jstep.core.meshes import dims_of, explicit_mesh, internal_transfers, shard_
 from jstep.core.placement import is_shape, may_run_on, on_devices
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
-from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Updates
+from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Tree, Updates
 from jstep.optimizers import by_slices, leaf_values, nested
 from jstep.optimizers.chains import trained_params
 from jstep.optimizers.nested import CONDITIONS, Conditions, report_condition

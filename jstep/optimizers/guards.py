@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import as_bool, as_int, as_number
 from jstep.core.placement import is_on_host, on_devices
 from jstep.core.recorded_calls import makes_optimizer
-from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Updates
+from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Tree, Updates
 from jstep.differentiate.clipping import global_norm
 from jstep.optimizers import hyperparameters as hyper
 from jstep.optimizers import nested

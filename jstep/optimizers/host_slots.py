@@ -19,12 +19,11 @@ import jax
 import jax.numpy as jnp
 
 from jstep.core import trees
-from jstep.core.annotations import Tree
 from jstep.core.exceptions import setting
 from jstep.core.jaxprs import Subprogram, body_of, evaluate, is_elementwise, on_slices
 from jstep.core.meshes import parts_along
 from jstep.core.placement import is_on_host, layout_of, on_devices, to_host, traced_shardings
-from jstep.core.trees import Array, Params, Slots
+from jstep.core.trees import Array, Params, Slots, Tree
 from jstep.state.train_state import TrainState
 
 PARTS = 16

@@ -5,7 +5,6 @@ Inside `partition` and other wrappers, paths, shapes and dtypes are still the on
 
 import contextlib
 import contextvars
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
@@ -15,10 +14,9 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import as_function, as_int, describe_type, format_value
 from jstep.core.exceptions import setting
+from jstep.core.logs import logger
 from jstep.core.selection import VarList, check_form, flags, is_named, leaf_names
 from jstep.core.trees import Params
-
-_logger = logging.getLogger("jstep")
 
 Flag: TypeAlias = Callable[[Params], list[Any]]
 """Maps params to one hashable value per leaf, in order."""
@@ -37,7 +35,7 @@ def mask(argument: str, var_list: VarList, *, warns: bool = False) -> Flag:
         chosen = flags(whole, var_list, argument)
         if warns and var_list is not None and not any(chosen) and argument not in warned:
             warned.add(argument)
-            _logger.warning("%s: it selects none of the %d parameters, so that none decays", argument, len(chosen))
+            logger.warning("%s: it selects none of the %d parameters, so that none decays", argument, len(chosen))
         return chosen
 
     return lambda params: on_whole(params, selected)

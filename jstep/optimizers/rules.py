@@ -65,11 +65,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jstep.core import trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import as_mapping, describe_type, format_value
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
-from jstep.core.trees import Array, Held, Optimizer, Params, ScalarOrSchedule, Slots, Step, Updates
+from jstep.core.trees import Array, Held, Optimizer, Params, ScalarOrSchedule, Slots, Step, Tree, Updates
 from jstep.optimizers import hyperparameters
 from jstep.optimizers.host_slots import loads_slots, on_leaves
 from jstep.optimizers.hyperparameters import Hyper, check_hyperparameter, value_at

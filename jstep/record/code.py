@@ -1,7 +1,6 @@
 """The code of a run: the commit of its repository, and a hash of uncommitted edits."""
 
 import hashlib
-import logging
 import os
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ import time
 from typing import Any
 
 from jstep.core.checks import truncate
+from jstep.core.logs import logger
 
 UNKNOWN = "unknown"
 """The edits of a repository of which git could not tell in time."""
@@ -21,7 +21,6 @@ _DIFF = ("diff", "HEAD", "--binary", "--full-index", "--no-color", "--no-ext-dif
 _UNTRACKED = ("ls-files", "--others", "--exclude-standard", "-z")
 _PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
 """Variables that git sets for its hooks, and that would name another repository."""
-_logger = logging.getLogger("jstep")
 
 
 def code_version() -> dict[str, Any] | None:
@@ -39,7 +38,7 @@ def code_version() -> dict[str, Any] | None:
         return None
     except Exception as error:
         if str(error) and "not a git repository" not in str(error):  # it is empty if there is no commit
-            _logger.info("the commit of this run is not known: %s", truncate(str(error), 300))
+            logger.info("the commit of this run is not known: %s", truncate(str(error), 300))
         return None
     try:
         edits = _edits(place, deadline)

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import logging
 import os
 import re
 import time
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
+from jstep.core.logs import logger
 from jstep.record.config import encoded
 from jstep.record.schema import StallFile, checked
 from jstep.record.starts import HeldFolder
@@ -28,8 +28,6 @@ from jstep.stores.files import (
 from jstep.stores.objects import Objects
 from jstep.stores.owners import is_alive, this_process
 from jstep.stores.urls import absolute, is_url, join_path
-
-_logger = logging.getLogger("jstep")
 
 FOLDER, STALLS_VERSION = "stalls", 1
 CALL, WITH_OTHERS = "call", "agreement"
@@ -238,7 +236,7 @@ class StallFiles:
                 self.shown = None if stall is None else self.shown or time.monotonic()
         except OSError as error:
             if stall is not None and not self._has_warned:
-                _logger.warning("%s: the stall cannot be written: %s", self._folder, error)
+                logger.warning("%s: the stall cannot be written: %s", self._folder, error)
                 self._has_warned = True
         if read:
             # The first process that has a file reads all, and tells: if each did, the reads would be n².

@@ -7,7 +7,6 @@ import concurrent.futures
 import contextlib
 import errno
 import functools
-import logging
 import os
 import re
 import threading
@@ -16,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from jstep.core.checks import format_value
+from jstep.core.logs import logger
 from jstep.core.stopwatch import PARTS
 from jstep.record.config import encoded
 from jstep.record.programs import compressed
@@ -35,7 +35,6 @@ _MAX_CONFIG, _MAX_START, _ROOM = 2**12, 15_000, 2**12
 on a disk that has become full."""
 _TRIES = 3
 _NAME = re.compile(r"(?P<prefix>.+)\.(?P<number>[0-9]{6,})\.json", re.DOTALL)
-_logger = logging.getLogger("jstep")
 
 
 def path_of(where: str, prefix: str, number: int) -> str:
@@ -170,7 +169,7 @@ class StartFile:
             self._is_failing = False
         except Exception as error:
             if not self._is_failing:
-                _logger.warning("%s: the record of this run cannot be written: %s", self.where, error)
+                logger.warning("%s: the record of this run cannot be written: %s", self.where, error)
             self._is_failing = True
         return not self._is_failing
 

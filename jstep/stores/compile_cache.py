@@ -1,7 +1,6 @@
 """JAX's persistent compilation cache, enabled for the duration of a run."""
 
 import contextlib
-import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -9,9 +8,9 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from jstep.core.logs import logger
 from jstep.stores.files import make_directories
 
-_logger = logging.getLogger("jstep")
 _SETTINGS = {
     "jax_enable_compilation_cache": True,
     "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -30,7 +29,7 @@ def persistent_cache(directory: str | None) -> Iterator[None]:
         if directory is not None:
             make_directories(directory)
     except OSError as error:
-        _logger.warning("compile_cache=%s: %s; the run compiles its programs without a cache", directory, error)
+        logger.warning("compile_cache=%s: %s; the run compiles its programs without a cache", directory, error)
         directory = None
     if directory is None or not _in_use.acquire(blocking=False):
         yield

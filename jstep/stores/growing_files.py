@@ -2,13 +2,13 @@
 
 import contextlib
 import io
-import logging
 import math
 import os
 import threading
 import time
 from collections.abc import Callable
 
+from jstep.core.logs import logger
 from jstep.stores.files import decode_json, foreign_file, make_directories, open_own, sync, sync_directory
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects, StoreError
 from jstep.stores.urls import is_url, split_path
@@ -21,7 +21,6 @@ PERIOD = 10.0
 """Minimum seconds between two uploads. Stores allow one write per second to an object, and charge for each."""
 
 _MAX_LOG_BYTES = 2**31
-_logger = logging.getLogger("jstep")
 
 
 class ObjectAppender:
@@ -80,7 +79,7 @@ class ObjectAppender:
                 self._put()
         except OSError as error:
             if not self._failing:
-                _logger.warning("%s; the data is kept, and the upload is retried", error)
+                logger.warning("%s; the data is kept, and the upload is retried", error)
             self._failing = True
             return False
         self._failing = False

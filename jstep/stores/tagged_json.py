@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jstep.core.annotations import Tree
+from jstep.core.trees import Tree
 from jstep.stores import tagged_arrays
 from jstep.stores.tagged_arrays import LARGE, UnsupportedError
 

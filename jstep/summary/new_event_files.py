@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import itertools
-import logging
 import math
 import os
 import socket
@@ -12,14 +11,13 @@ from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 from jstep.core.checks import format_list
+from jstep.core.logs import logger
 from jstep.stores.event_files import Writer, frame, is_event_file, proto
 from jstep.stores.files import make_directories, names_in, replace_file
 from jstep.stores.growing_files import GrowingFile, ObjectAppender
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.urls import is_url, join_path, resolve_path, split_path
 from jstep.summary.encode import event_bytes
-
-_logger = logging.getLogger("jstep")
 
 
 class LocalFile(GrowingFile):
@@ -49,7 +47,7 @@ class LocalFile(GrowingFile):
                 removed = self.path
                 self._file.close()
                 self._open()
-                _logger.warning(
+                logger.warning(
                     "%s was removed while a SummaryWriter wrote to it, and its events are lost; continuing in %s",
                     removed,
                     self.path,
@@ -157,7 +155,7 @@ def starts_here(path: str, step: int, *, same_place: bool, is_new: bool) -> bool
     others = [name for name, writer in writers.items() if writer.run is not None and name not in own_names]
     others += [] if own_names else strangers
     if others and (is_new or not own_names):
-        _logger.warning(
+        logger.warning(
             "logdir=%s: has event files of others, which are shown together with this run's: %s; give each run a "
             "directory of its own",
             logdir,

@@ -21,10 +21,9 @@ import numpy as np
 from jax.extend.core import get_opaque_trace_state as _trace
 
 from jstep.core import exceptions, meshes
-from jstep.core.annotations import Tree
 from jstep.core.checks import as_function, as_string, describe_type, format_value
 from jstep.core.placement import is_on_cpus
-from jstep.core.trees import has_tracers, is_traced
+from jstep.core.trees import Tree, has_tracers, is_traced
 from jstep.differentiate.loss_outputs import COLLECTORS, Collector
 
 _STATIC = {"static": True}

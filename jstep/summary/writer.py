@@ -4,7 +4,6 @@ import atexit
 import collections
 import hashlib
 import json
-import logging
 import math
 import os
 import threading
@@ -18,6 +17,7 @@ import numpy as np
 
 from jstep.core import exceptions, meshes, threads
 from jstep.core.checks import as_int, as_number, as_string, describe_type, format_value
+from jstep.core.logs import logger
 from jstep.core.trees import Step, is_traced
 from jstep.stores.event_files import CHECKSUMS, frame, import_extra, is_message, parse_message, proto
 from jstep.stores.urls import location
@@ -25,8 +25,6 @@ from jstep.summary.encode import encode_job
 from jstep.summary.graph import graph_def
 from jstep.summary.new_event_files import Sink, open_event_file
 from jstep.summary.summaries import Scalars, Summary, is_traced_part, keep
-
-_logger = logging.getLogger("jstep")
 
 # The background thread that waits for arrays, encodes events and writes them.
 
@@ -236,7 +234,7 @@ def _close_all() -> None:
     for worker in list(_running):
         worker.close()
         if (error := worker.take_error()) is not None:
-            _logger.error("%s: an event could not be written", worker.path, exc_info=error)
+            logger.error("%s: an event could not be written", worker.path, exc_info=error)
 
 
 # `SummaryWriter`, which writes event files on a background thread.

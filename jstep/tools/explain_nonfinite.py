@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.checkpoint.saver import Saver
-from jstep.core.annotations import Tree
 from jstep.core.checks import as_int, format_list
 from jstep.core.meshes import internal_transfers
 from jstep.core.tracebacks import shortens_tracebacks
+from jstep.core.trees import Tree
 from jstep.loop.programs import as_stages
 from jstep.record.stall_files import in_ranges
 from jstep.record.starts import find_starts, last_trained

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jstep.core.annotations import Tree
 from jstep.core.checks import as_int, as_number, describe_type, format_count, format_value, hook_name, truncate_path
 from jstep.core.meshes import internal_transfers
 from jstep.core.tables import WIDTH, columns, wrap_words
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import OptimizerLike, Schedule
+from jstep.core.trees import OptimizerLike, Schedule, Tree
 from jstep.data.batches import Batches
 from jstep.data.loaders import check_batches
 from jstep.data.sequence import BatchSequence

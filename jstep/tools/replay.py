@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -16,10 +15,11 @@ from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import array_type, as_function, as_int, format_list, format_value, truncate
+from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.tracebacks import shortens_tracebacks
+from jstep.core.trees import Tree
 from jstep.data.batch_placement import over_axes
 from jstep.data.loaders import check_batches, loader_position, open_source, position_owner, set_position
 from jstep.data.positions import restore_position
@@ -39,8 +39,6 @@ from jstep.state.train_state import TrainState
 from jstep.stores.urls import absolute, location
 from jstep.tools.own_events import logged_losses, logged_states
 from jstep.training.metrics import LOSS
-
-_logger = logging.getLogger("jstep")
 
 
 class Replay(NamedTuple):
@@ -249,10 +247,10 @@ class _Recorded:
         kind = "fingerprints (fingerprints.jsonl)" if self._fingerprints else "losses"
         if self.steps:
             steps = format_list([str(step) for step in self.steps], 8)
-            _logger.info("replay: compared with the run's %s at steps %s", kind, steps)
+            logger.info("replay: compared with the run's %s at steps %s", kind, steps)
         elif self._start < self._step:
             text = "replay: compared with nothing: the run has recorded no fingerprint or loss of steps %d to %d"
-            _logger.info(text, self._start + 1, self._step)
+            logger.info(text, self._start + 1, self._step)
 
 
 _CLOSE = 1e-4
@@ -274,11 +272,11 @@ def _restored_start(
                     with internal_transfers():
                         restored = saver.restore(state, step=start), restore_position(extra_at(saver, start))
                 except CheckpointError as error:
-                    _logger.warning("replay: %s is skipped: %s", name, error)
+                    logger.warning("replay: %s is skipped: %s", name, error)
                     continue
                 if is_finite and not StateContents(restored[0], params_only=True).are_finite():
                     continue
-                _logger.info("replay: from %s, %d steps", name, step - start)
+                logger.info("replay: from %s, %d steps", name, step - start)
                 return start, *restored
         where = f"the checkpoints in {os.fspath(checkpoint_dir if is_path else saver.directory)} are of {steps}"
     with internal_transfers():
@@ -289,7 +287,7 @@ def _restored_start(
             f"step={step}: nothing lies before it: {where}, and the state given {problem}; give the state that the run "
             "started from, or a later step"
         )
-    _logger.info("replay: from the given state (step %d), %d steps", start, step - start)
+    logger.info("replay: from the given state (step %d), %d steps", start, step - start)
     return start, state, None
 
 

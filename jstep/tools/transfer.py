@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import as_function, as_int, check_choice, describe_type, format_value
 from jstep.core.tables import columns
 from jstep.core.tracebacks import shortens_tracebacks
-from jstep.core.trees import Array, Params
+from jstep.core.trees import Array, Params, Tree
 from jstep.optimizers.leaf_values import pair_of_axes
 from jstep.state.train_state import TrainState
 

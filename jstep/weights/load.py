@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from jstep.core import meshes, placement, trees
 from jstep.core.annotations import T
 from jstep.core.checks import as_bool
 from jstep.core.device_values import floating_dtype
+from jstep.core.logs import logger
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.state.leaves import PARAMS
 from jstep.weights.matching_tensors import Names, WantedTensor, call_transform, match_tensors, rules
@@ -29,7 +29,6 @@ from jstep.weights.tensors import Read, Tensor, in_groups, read_parts
 
 _MAX_GROUP_BYTES = 2**30
 """The bytes that are read together: while they are cast, they occupy memory in both dtypes."""
-_logger = logging.getLogger("jstep")
 
 
 @shortens_tracebacks
@@ -127,7 +126,7 @@ def load_weights(
                 f"target does not fit {source.path}{differences}; map them in names, see docs: help/errors#load-weights"
             )
         nothing = "" if any(wanted.source for wanted in matched.wanted) else ", and nothing was loaded"
-        _logger.warning("load_weights: %s does not fit target%s%s", source.path, nothing, differences)
+        logger.warning("load_weights: %s does not fit target%s%s", source.path, nothing, differences)
     plain = [i for i, wanted in enumerate(matched.wanted) if wanted.source is not None and wanted.transform is None]
     for wanted in matched.wanted:
         if wanted.source is None:

@@ -11,8 +11,8 @@ from jax.typing import DTypeLike
 
 from jstep.checkpoint import targets
 from jstep.core import exceptions, meshes, selection, trees
-from jstep.core.annotations import Tree
 from jstep.core.checks import array_type, describe_type, format_value
+from jstep.core.trees import Tree
 from jstep.state.leaves import PARAMS
 
 # The `names` argument, the tensor that it gives each leaf, and mismatches.

@@ -272,7 +272,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(stalls.os, "_exit", leave)
     monkeypatch.setattr(stalls.time, "sleep", lambda secs: found.append(f"sleep {secs}"))
     monkeypatch.setattr(stalls, "save_while_it_hangs", lambda run: f"step {run.step} is saved")
-    monkeypatch.setattr(stalls._logger, "warning", lambda form, text: found.append(form % text))
+    monkeypatch.setattr(stalls.logger, "warning", lambda form, text: found.append(form % text))
     return found
 
 
