@@ -14,6 +14,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.recorded_calls import ShownAsTyped
 from jstep.slots.matching import describe_difference
 from jstep.slots.roles import roles_in
+from jstep.state.copies import warn_of_copies
 from jstep.state.global_step import global_step, require_alive
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import Metrics
@@ -216,6 +217,7 @@ def check_returned_state(other: TrainState, state: TrainState, step: int, by: st
         different = describe_difference(other, state) or "the same paths, in other containers"
         raise ValueError(f"{by} a state of another structure: {different}")
     require_alive(other)
+    warn_of_copies(state, other.params, other.slots, f"{by} a state with other parameters")
     with internal_transfers():
         leaves = [_placed_like(leaf, was, path, by) for (path, leaf), (_, was) in zip(new, old, strict=True)]
         if other.global_step is not state.global_step and int(np.asarray(other.global_step)) != step:

@@ -96,7 +96,7 @@ def _placed(value: Any, old: Any) -> Any:
     return jax.device_put(array, sharding) if getattr(old, "committed", False) else array
 
 
-def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str) -> None:
+def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str, otherwise: str = "") -> None:
     """Warn once per run if parameters are replaced, but slots that restore the old ones are not."""
     roles, treedef = roles_in(state), trees.structure(state.params)
     copies = {*roles.of(*LIKE_PARAMETERS), *roles.computing}
@@ -114,11 +114,10 @@ def warn_of_copies(state: Tree, params: Params, slots: Slots, what: str) -> None
     left = [n for n, (new, old) in pairs_of.items() if any(old[i] is not None and new[i] is old[i] for i in changed)]
     if left and not all(trees.has_same_bits(*pairs[i]) for i in changed):
         warned.add(_OLD_VALUES)
-        logger.warning(_OLD_VALUES, what, ", ".join(map(repr, left)))
+        logger.warning(_OLD_VALUES, what, ", ".join(map(repr, left)), otherwise)
 
 
 _OLD_VALUES = (
     "%s: the slots %s still hold the old parameters, averages of them or their sums, and bring them back in later "
-    "updates. Use state.with_params(params), which sets these slots, too; or "
-    "state.replace(params=…, slots=state.slots) to keep them"
+    "updates. Use state.with_params(params), which sets these slots, too%s"
 )

@@ -261,7 +261,8 @@ class TrainState(Generic[P]):
             if name not in replaceable:
                 raise TypeError(f"replace({name}=…): must be one of {', '.join(replaceable)}")
         if "params" in changes and "slots" not in changes:
-            copies.warn_of_copies(self, changes["params"], self.slots, "state.replace(params=…)")
+            keep = "; or state.replace(params=…, slots=state.slots) to keep them"
+            copies.warn_of_copies(self, changes["params"], self.slots, "state.replace(params=…)", keep)
         if _is_count(changes.get("global_step")):
             changes["global_step"] = placement.back(create_global_step(changes["global_step"]), self.global_step)
         if MODEL_STATE in changes:

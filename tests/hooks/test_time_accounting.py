@@ -74,6 +74,7 @@ def test_seconds_of_each_part_and_their_sum(clock, tmp_path):
         "evaluating": 20.0,
         "hooks": 0.25 + 10 * 2.0 + 0.5,
         "down": 0.0,
+        "stalled": 0.0,
     }
     assert found.total == clock.now - 1000.0 + 3.0
     assert (found.starts, found.steps) == (1, 10)

@@ -95,7 +95,9 @@ def record(where):
     for start in read_starts(where).get("model", ()):
         own = {name: value for name, value in with_card(where, start).items() if value not in (None, "", {}, [], ())}
         saved = [[step, examples] for step, _, examples, _ in start["saved"]]
-        own |= {"saved": saved} | ({"batches": list(start["batches"])} if start["batches"] else {})
+        own |= {"saved": saved}
+        for name in ("batches", "computing"):  # made in the background, perhaps not before the process ends
+            own.pop(name, None)
         lines.append(f"start {json.dumps(_masked(own), ensure_ascii=False, sort_keys=True)}")
     return lines
 
