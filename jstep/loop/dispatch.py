@@ -79,6 +79,10 @@ class Dispatch:
             after_chunk(chunk, result[0])
         return result
 
+    def stop_calling(self, after_chunk: AfterChunk) -> None:
+        """Remove one of the functions that are called after each chunk."""
+        self.after_each = [other for other in self.after_each if other != after_chunk]
+
     def _run_watched(self, state: Tree, chunk: Chunk) -> Any:
         """Run a chunk whose program may have to be compiled, whose time counts, or that a profiler's trace names."""
         with self._first_call() if self._latest is None else _UNMARKED:

@@ -84,8 +84,7 @@ class BatchWatch(Observer):
         self._step = step
 
     def _after_call(self, chunk: Chunk, state: Tree) -> None:
-        dispatch = self._run.dispatch
-        dispatch.after_each = [after for after in dispatch.after_each if after != self._after_call]
+        self._run.dispatch.stop_calling(self._after_call)
         if chunk.first == self._step:
             args, is_stacked = chunk.args, chunk.program.is_stacked
             self._begin(lambda: self._keep(chunk.first, args, is_stacked=is_stacked))

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import itertools
 import math
-import os
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -36,10 +35,10 @@ from jstep.record.config import command_line, encoded
 from jstep.record.differences import changes
 from jstep.record.schema import Start
 from jstep.record.stall_files import exit_reason
-from jstep.record.starts import FINISHED, FOLDER, KILLED, StartFile, program_path, read_starts, totals, valid, with_card
+from jstep.record.starts import FINISHED, KILLED, StartFile, program_path, read_starts, totals, valid, with_card
 from jstep.state.sharding import describe_devices
 from jstep.stores.owners import is_alive, this_process
-from jstep.stores.urls import absolute, is_url, location
+from jstep.stores.urls import absolute, location
 from jstep.training.metrics import LOSS
 from jstep.training.step import step_function
 
@@ -61,7 +60,6 @@ class Recorder(Observer):
         self._pending: dict[str, Any] | None = None  # the latest metrics, until they are ready
         self._numbers: dict[str, dict[str, Any]] = {"values": {}, "best": {}}
         self._opening: Task[None] | None = None
-        self._stopped_by: object = None  # the hook that stopped an earlier start
         self._devices: list[Any] = []
         self._saving: list[list[Any]] = []  # the saves that are not complete
         self._samples = [0, 0]  # the seconds at which the loop was in a hook, and those at which the device computed
@@ -92,12 +90,8 @@ class Recorder(Observer):
         except (OSError, ValueError) as error:
             logger.warning("%s: this run cannot be recorded: %s", where, error)
             return
-        old = os.path.join(where, "timeline.jsonl")
-        if not is_url(where) and os.path.exists(old) and not os.path.lexists(os.path.join(where, FOLDER)):
-            logger.info("%s is of an earlier version, and is not read: the record of this run begins anew", old)
         starts = [] if origin.is_copy else earlier
         newest = next(reversed(valid(starts)), None)
-        self._stopped_by = origin.extra.get(STOPPED)
         if newest is not None:
             self._numbers = {"values": newest["values"], "best": newest["best"]}
         where = absolute(where)  # a run may change its folder
@@ -151,7 +145,7 @@ class Recorder(Observer):
             file.due.set()
             if self._thread.is_alive():
                 self._thread.join(timeout=10)  # it may be blocked on an object store
-            status, reason, exception = _outcome(self.run, error, self._stopped_by)
+            status, reason, exception = _outcome(self.run, error)
             fields = {"saved": self._complete(file.fields["saved"]), "end": [status, reason], "exception": exception}
             file.close({**self._newest(), **fields})
 
@@ -424,7 +418,7 @@ def _cut(text: str, most: int = 1000) -> str:
     return text if len(text) <= most else text[: blank if blank > 0 else most - 1] + "…"
 
 
-def _outcome(run: RunContext, error: BaseException | None, stopped_by: object) -> tuple[str, str, str | None]:
+def _outcome(run: RunContext, error: BaseException | None) -> tuple[str, str, str | None]:
     """Return how the run ended, why, and the class of its exception; a signal is not one of the program."""
     signals = run.signals
     is_done = run.is_known and run.at.step >= run.options.stop_step
@@ -435,7 +429,8 @@ def _outcome(run: RunContext, error: BaseException | None, stopped_by: object) -
         return "failed", _cut(f"{kind}: {first}".rstrip(": ")), kind
     if is_signal and not is_done:
         return "interrupted", "SIGINT" if signals.received is None else signals.reason, None
-    by = run.stopped_by or (stopped_by if run.at.step <= run.first else None)  # an earlier start of this run, or now
+    earlier = run.origin.extra.get(STOPPED) if run.at.step <= run.first else None  # if this one took no step
+    by = run.stopped_by or earlier
     if isinstance(by, str):
         return FINISHED, f"stopped by {by}", None
     return FINISHED, "" if is_done else "the batches ended", None

@@ -227,8 +227,7 @@ class Run(Generic[P]):
         self._require_body("run.state = …")
         if not isinstance(state, TrainState):
             raise TypeError(f"run.state: must be a TrainState, got {describe_type(state)}")
-        run.replace_state(check_returned_state(state, run.at.state, run.at.step, "run.state was assigned"))
-        run.replaced_at = run.at.step
+        run.replace_in_body(check_returned_state(state, run.at.state, run.at.step, "run.state was assigned"))
 
     @property
     def metrics(self) -> Any:

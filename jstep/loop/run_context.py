@@ -205,6 +205,10 @@ class RunContext(RunInfo):
     def replace_state(self, state: Tree) -> None:
         self.at = self.at._replace(state=state)
 
+    def replace_in_body(self, state: Tree) -> None:
+        self.replace_state(state)
+        self.replaced_at = self.at.step
+
     def replace_metrics(self, metrics: Any) -> None:
         self.at = self.at._replace(metrics=metrics)
 

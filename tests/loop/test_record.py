@@ -221,17 +221,6 @@ def test_an_error_of_the_card_ends_no_run(tmp_path, monkeypatch, caplog):
     assert record(tmp_path)[0]["end"] == ["finished", ""]
 
 
-def test_the_timeline_of_an_earlier_version_is_left_and_named_once(tmp_path, caplog):
-    caplog.set_level(logging.INFO, "jstep")
-    (tmp_path / "timeline.jsonl").write_text("{}\n")
-    for last_step in (2, 4):
-        train(tmp_path, last_step)
-    named = [line for line in caplog.messages if "timeline.jsonl" in line]
-    assert [line.partition(" is of")[0] for line in named] == [str(tmp_path / "timeline.jsonl")]
-    assert [start["step"] for start in record(tmp_path)] == [[0, 2], [2, 4]]
-    assert (tmp_path / "timeline.jsonl").read_text() == "{}\n"
-
-
 def test_an_invalid_newest_start_costs_only_itself(tmp_path):
     train(tmp_path, 2)
     train(tmp_path, 4)
