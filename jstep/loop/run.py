@@ -349,10 +349,9 @@ class Run(Generic[P]):
         run = self._context
         if error is None:
             return
-        run.has_failed_in_body = run.calling is BODY
         run.signals.finish()
         self._is_handled = run.signals.received is not None
-        run.status = ENDING
+        run.fail()
         if run.is_open:
             stopping.rescue(run, error)
         else:

@@ -212,6 +212,11 @@ class RunContext(RunInfo):
     def replace_metrics(self, metrics: Any) -> None:
         self.at = self.at._replace(metrics=metrics)
 
+    def fail(self) -> None:
+        """Note that an error, perhaps one of the body, ends the run."""
+        self.has_failed_in_body = self.calling is BODY
+        self.status = ENDING
+
     def end_by(self, by: str | None) -> None:
         """End the run after this step; the first hook that does so is named."""
         self.stopped_by = self.stopped_by or by
