@@ -261,10 +261,11 @@ class StallWatch(Observer):
             self._recorded = None
 
     def _record(self, wait: Wait) -> None:
-        """Keep a stall in the record, while it lasts and when it is over."""
+        """Keep a stall in the record, while it lasts and when it is over; its step is the one that was finished."""
+        unfinished = self.run.in_flight.unfinished()
         fields = {
             "time": round(time.time(), 6),
-            "step": self.run.at.step,
+            "step": self.run.at.step if unfinished is None else unfinished[0],
             "part": wait.part or self.run.watch.current,
             "stalled": round(wait.age, 3),
             "what": wait.what,

@@ -47,11 +47,20 @@ def _print_scalars(paths: Sequence[str], arguments: argparse.Namespace) -> int:
     problems = list[object]()
     of_runs = {name: event_files.read_series(files, problems.append) for name, files in _files(paths, problems)}
     names = dict.fromkeys(name for series in of_runs.values() for name, points in series.items() if points.steps)
-    code = complain("events", *problems)
     if not names:
+        complain("events", *problems)
         where = ", ".join(paths)
         raise ValueError(f"{where}: no event files (events.out.tfevents.*) with scalars, as train(logdir=…) writes")
-    chosen = choose(names, arguments.names or ["*"], "--name", "a scalar")
+    chosen = dict[str, None]()
+    unknown = list[ValueError]()
+    for pattern in arguments.names or ["*"]:
+        try:
+            chosen |= dict.fromkeys(choose(names, [pattern], "--name", "a scalar"))
+        except ValueError as error:
+            unknown.append(error)
+    code = complain("events", *problems, *unknown)
+    if not chosen:
+        return code
     rows: list[dict[str, Any]] = [
         {"run": run, "name": name, "step": point.step, "value": point.value}
         for run, series in of_runs.items()

@@ -175,6 +175,9 @@ def test_the_scalars_of_a_directory_without_runs(tmp_path, cli):
     assert "no values at these steps" in cli("events", logs, "--from", 9).out
     assert "logs  val/loss     3    nan" in cli("events", logs, "--name", "val/loss").out
     assert "--name los: must be a scalar, or a pattern that" in cli("events", logs, "--name", "los", code=2).err
+    some = cli("events", logs, "--name", "los", "--name", "val/loss", code=2)  # what there is is printed
+    assert "val/loss" in some.out
+    assert "--name los: must be" in some.err
     for options in ([], ["--name", "val/loss"]):  # what could be read is printed
         found = cli("events", logs, tmp_path / "missing", *options, code=2)
         assert ("val/loss" in found.out, found.err) == (
