@@ -14,7 +14,7 @@ from jstep.checkpoint import attempts, claims, listing
 from jstep.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, decode, encode
 from jstep.checkpoint.store import Commit, Files, Store
 from jstep.core.logs import logger
-from jstep.stores.objects import ABSENT, START_TIMEOUT_SECS, Directory, PendingOperation, spec
+from jstep.stores.objects import ABSENT, START_TIMEOUT_SECS, Directory, PendingOperation, ReadResult, spec
 from jstep.stores.urls import parts_of_url
 
 _AT_ONCE = 16
@@ -97,7 +97,7 @@ class ObjectStore(Store):
         )
         self._write = attempts.BackgroundWrite(f"{name}/{attempt}", part.run, f"jstep-save-{name}")
 
-    def _commit_attempt(self, name: str, attempt: str, before: bytes, commit: Commit) -> None:
+    def _commit_attempt(self, name: str, attempt: str, before: ReadResult, commit: Commit) -> None:
         listed = self._listed = self._list(self._prefix)  # one list request per save
         try:
             commit.finish({}, functools.partial(self._publish, name, attempt, before))
@@ -109,12 +109,12 @@ class ObjectStore(Store):
         finally:
             self._listed = None
 
-    def _publish(self, name: str, attempt: str, before: bytes, manifest: Manifest) -> list[str]:
+    def _publish(self, name: str, attempt: str, before: ReadResult, manifest: Manifest) -> list[str]:
         """Write the manifest, if the claim holds and no other writer has written one meanwhile."""
         key, data = f"{name}/{MANIFEST_FILE}", encode(dataclasses.replace(manifest, data=attempt))
         if self._claim is not None:
             self._claim.check()
-        stamp = self._objects.write_if(key, data, before)
+        stamp = self._objects.write_if(key, data, before.stamp)
         if stamp is None:
             raise CheckpointError(
                 f"{self._objects.at(key)} was written by another writer meanwhile, and is left unchanged; give "
@@ -125,7 +125,10 @@ class ObjectStore(Store):
                 if self._claim is not None:
                     self._claim.check()
         except CheckpointError:
-            self._objects.delete(key, stamp)
+            if before.data is None:
+                self._objects.delete(key, stamp)
+            else:  # the step was saved before, and that checkpoint is still there
+                self._objects.write_if(key, before.data, stamp)
             raise
         return []  # a reader may still read the replaced objects
 
@@ -192,8 +195,8 @@ class ObjectStorage(attempts.Storage):
         verb: The operation, for errors.
     """
 
-    before = ABSENT
-    """The stamp of the manifest that this attempt may replace."""
+    before = ReadResult(None, ABSENT)
+    """The manifest that this attempt may replace."""
 
     def __init__(self, objects: Directory, attempt: str, manifest: str = "", verb: str = "write") -> None:
         self._objects = objects
@@ -202,7 +205,7 @@ class ObjectStorage(attempts.Storage):
         self._verb = verb
 
     def begin(self) -> None:
-        self.before = self._objects.read(self._manifest).stamp
+        self.before = self._objects.read(self._manifest)
 
     def _key(self, key: str) -> str:
         return f"{self._attempt}/{key}" if key else self._attempt

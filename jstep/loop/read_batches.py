@@ -106,12 +106,14 @@ class BatchWatch(Observer):
 
     def _read(self) -> None:
         """Read the hashes of the start that saved the checkpoint, and of those that resumed from it."""
+        known: dict[str, Any] = {}
         if jax.process_index():
-            self._known = checked(decode_json(read_small(self._path, _MAX_BYTES)), BatchEntries)
+            known = checked(decode_json(read_small(self._path, _MAX_BYTES)), BatchEntries)
         elif (file := self._run.file) is not None:
             made_by = (self._run.origin.extra.get(PAST) or {}).get(START, [math.inf])
             for start in valid(file.earlier):
-                self._known |= start["batches"] if start["number"] >= made_by[0] else {}
+                known |= start["batches"] if start["number"] >= made_by[0] else {}
+        self._known |= {step: entry for step, entry in known.items() if step.isdecimal()}
 
     def _forget(self, step: int) -> None:
         self._known = {known: entry for known, entry in self._known.items() if int(known) < step}

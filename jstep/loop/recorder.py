@@ -160,13 +160,13 @@ class Recorder(Observer):
     # What changes all the time.
 
     def before_close(self) -> None:
-        for _ in range(2):  # the previous numbers may not have been ready
-            self._read_numbers()
+        self._read_latest_numbers()
 
     def flush(self) -> None:
         """Write the record before a checkpoint appears, whose data is complete."""
         if (file := self.run.file) is not None:
-            saved, self._saving = [*file.fields["saved"], *self._saving], []
+            with self._lock:
+                saved, self._saving = [*file.fields["saved"], *self._saving], []
             file.write({**self._newest(), "saved": saved[-_MAX_SAVES:]}, flush=True)
 
     def _tick(self) -> None:
@@ -235,6 +235,11 @@ class Recorder(Observer):
             watched = [LOSS, *(name for hook in run.evaluations for name, _ in hook.watched)]
             first = {name: values[name] for name in watched if name in values}
             self._numbers = {"values": first | values, "best": best}
+
+    def _read_latest_numbers(self) -> None:
+        if self._pending is not None:  # the numbers of an earlier step, which were not ready
+            self._read_numbers()
+        self._read_numbers()
 
     # The card, in background threads, in order.
 
@@ -312,10 +317,11 @@ class Recorder(Observer):
         """
         extra, file = self.run.origin.extra, self.run.file
         if file is not None:
-            self._read_numbers()
+            self._read_latest_numbers()
             stepping = round(self.run.watch.seconds().get(stopwatch.STEPPING, 0.0), 6)
             rate = self._numbers["values"].get("learning_rate")
-            self._saving = [*self._saving, [step, stepping, self._examples(), rate]]
+            with self._lock:
+                self._saving = [*self._saving, [step, stepping, self._examples(), rate]]
         if step <= self.run.first and (self.run.restored is not None or PAST in extra):  # no step was run
             return {key: extra[key] for key in (PAST, "config", "code") if key in extra}
         if not self._is_active():

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from comparisons import same
 from object_states import state_at
 
 import jstep
@@ -100,8 +101,12 @@ def test_a_conditional_write_prevents_two_commits(store):
         assert store.data("run/model-1/manifest.json") == other_manifest
 
 
-def test_a_claim_lost_during_the_commit_reverts_it(store):
-    """The process may have been suspended between two requests, while another one deleted its data."""
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_claim_lost_during_the_commit_reverts_it(step, store):
+    """The process may have been suspended between two requests, while another one deleted its data.
+
+    A checkpoint of the same step, which the commit has replaced, is there again.
+    """
     with jstep.Saver(store.run) as saver:
         saver.save(state_at(1))
         saver.wait()
@@ -112,11 +117,12 @@ def test_a_claim_lost_during_the_commit_reverts_it(store):
                     store.put("bkt", "run/~claims/model", b'{"host": "elsewhere", "pid": 12, "id": "x"}')
 
         store.watch = take
-        saver.save(state_at(2))
+        saver.save(state_at(step, 5.0))
         with pytest.raises(jstep.CheckpointError, match="process 12 on elsewhere"):
             saver.wait()
         store.watch = None
         assert saver.all_steps() == [1]
+    assert same(jstep.Saver(store.run).restore(state_at(0)), state_at(1))
 
 
 CHILD = """
