@@ -46,6 +46,10 @@ PARENT: Final = "parent"
 PARENT_RUN: Final = "parent_run"
 """Keys in `extra` and in starts: the name of the run, and the checkpoint that it began from; in starts also the name of
 the run that saved that checkpoint."""
+PAST: Final = "past"
+START: Final = "start"
+"""Keys of the record: `PAST` in a checkpoint's `extra`, with what the run had trained on, and `START` in it, with the
+number of the start that made the checkpoint, and when that began."""
 _NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
 _PROBLEM = "start_from cannot be read"
 

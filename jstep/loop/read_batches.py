@@ -23,8 +23,8 @@ from jstep.data.batch_placement import copy_batch
 from jstep.data.sequence import BatchSequence
 from jstep.loop.card import batches_card
 from jstep.loop.observer import Observer
+from jstep.loop.origin import PAST, START
 from jstep.loop.programs import Chunk
-from jstep.loop.recorder import PAST, START
 from jstep.loop.run_context import RunContext
 from jstep.record.config import encoded
 from jstep.record.schema import BatchEntries, checked

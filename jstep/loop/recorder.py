@@ -26,7 +26,7 @@ from jstep.data.sequence import BatchSequence
 from jstep.evaluating.callbacks import KeepBest
 from jstep.loop.card import card, program_card, shortened
 from jstep.loop.observer import Observer
-from jstep.loop.origin import PARENT, PARENT_RUN, STOPPED
+from jstep.loop.origin import PARENT, PARENT_RUN, PAST, START, STOPPED
 from jstep.loop.programs import Chunk, Stage, lanes_of
 from jstep.loop.run_context import RunContext
 from jstep.metering.numbers import is_ready, read_values, scalars
@@ -42,8 +42,6 @@ from jstep.stores.urls import absolute, location
 from jstep.training.metrics import LOSS
 from jstep.training.step import step_function
 
-PAST, START = "past", "start"
-"""The key of a checkpoint's `extra` with what was before it, and in it the start that made it: its number, `began`."""
 _MAX_VALUES, _MAX_BYTES, _MAX_SAVES, _MAX_LINES = 128, 4096, 20, 40
 
 

@@ -13,7 +13,8 @@ from jstep.loop.run import OBSERVERS
 
 PACKAGE = pathlib.Path(jstep.__file__).parent
 OF = {
-    "loop/recorder": {"record", "goodput"},  # goodput reads the record
+    "loop/recorder": {"record", "goodput", "batches"},  # goodput reads the record, which has the hashes of batches
+    "loop/read_batches": {"batches"},
     "loop/stalls": {"stalls"},
     "loop/utilization": {"utilization"},
     "loop/progress": {"progress"},
@@ -38,12 +39,15 @@ hooks = [Look(), counter]
 run = tempfile.mkdtemp()
 with contextlib.redirect_stderr(open(run + "/stderr", "w+")) as written:
     state = jstep.TrainState.create({"w": jnp.ones((3, 2))}, optimizer)
-    state = jstep.train(train_step, state, [jnp.ones((3, 2))] * 6, 6, hooks=hooks, checkpoint_dir=run, progress=True)
+    options = {"checkpoint_dir": run, "save_checkpoint_steps": 3, "progress": True}
+    state = jstep.train(train_step, state, [jnp.ones((3, 2))] * 6, 6, hooks=hooks, **options)
     written.flush()
-assert counter.steps_per_sec and jstep.Saver(run).all_steps() == [6] and float(state.params["w"][0, 0]) == -0.5
+assert counter.steps_per_sec and jstep.Saver(run).all_steps() == [3, 6] and float(state.params["w"][0, 0]) == -0.5
 seen.update(["utilization"] * (counter.mfu is not None), ["progress"] * ("6/6" in open(run + "/stderr").read()))
 with contextlib.suppress(FileNotFoundError):
     seen.update(["record"] * (len(json.load(open(run + "/starts/model.000001.card.json"))["card"]["programs"]) == 1))
+with contextlib.suppress(FileNotFoundError):
+    seen.update(["batches"] * (list(json.load(open(run + "/starts/model.000001.json"))["batches"]) == ["3"]))
 with contextlib.suppress(AttributeError, FileNotFoundError):
     seen.update(["goodput"] * (jstep.goodput(run).steps == 6))
 print(json.dumps(sorted(seen)))
