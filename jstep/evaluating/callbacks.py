@@ -379,17 +379,20 @@ class _Complete:
             self.notifier.wait(path)
 
 
+_CHANGED = "KeepBest: %s before the %s changed, so later values may not compare%s"
+
+
 class KeepBest(MetricReader):
     """Keep the checkpoints of the best evaluations, such as `best-1200`; a callback of `EvaluationHook`.
 
-    Each checkpoint stores its value (`saver.extra()` returns `{"accuracy": 0.93}`), `"averages": True` if an evaluator
-    measured it with averages of the parameters, and a hash of the first batch of the evaluator's data if they are a
-    sequence or an iterable. So a resumed run knows the best ones from the directory, and warns if the best value was
-    measured with another config, or on other data. Every run competes with the checkpoints in that directory; one that
-    does not resume from a checkpoint logs a warning, because they belong to another run. On a tie the earlier
-    checkpoint is kept. A value that is not finite is never kept, nor are parameters with NaN. To use the checkpoints,
-    call `jstep.Saver(directory, prefix="best").restore(state)`. It restores the newest checkpoint that is kept, which
-    with keep=1 is the best.
+    Each checkpoint stores its value (`saver.extra()` returns `{"accuracy": 0.93}`), and `"averages": True` if an
+    evaluator measured it with averages of the parameters. So a resumed run knows the best ones from the directory, and
+    warns if the best value was measured with another config, or on other data: if the evaluator's data are a sequence
+    or an iterable, the run keeps a hash of their first batch. Every run competes with the checkpoints in that
+    directory; one that does not resume from a checkpoint logs a warning, because they belong to another run. On a tie
+    the earlier checkpoint is kept. A value that is not finite is never kept, nor are parameters with NaN. To use the
+    checkpoints, call `jstep.Saver(directory, prefix="best").restore(state)`. It restores the newest checkpoint that is
+    kept, which with keep=1 is the best.
 
     Args:
         directory: The directory or URL to keep the checkpoints in.
@@ -445,6 +448,7 @@ class KeepBest(MetricReader):
         self._at_start: StateContents | None = None
         self._are_averages = False
         self._data: Task[str | None] | None = None
+        self._measured_on: dict[int, str] = {}  # step of a value → hash of the data
         self.values: dict[int, float] = {}
         self._complete = _Complete()
 
@@ -474,34 +478,47 @@ class KeepBest(MetricReader):
         is_known = task is not None and task.done() and task.exception() is None
         return task.result() if is_known else None  # type: ignore[union-attr]
 
-    def _warn_of_changes(self, saver: Saver) -> None:
-        """Warn if the best value was measured with another config, or, in the background, with other data."""
-        if not self.values or jax.process_index() != 0:
+    def get_state(self) -> Any:
+        return {str(step): measured_on for step, measured_on in self._measured_on.items() if step in self.values}
+
+    def set_state(self, value: Any) -> None:
+        """Warn, in the background, if the best value was measured on other data."""
+        self._measured_on = {step: value[str(step)] for step in self.values if str(step) in value}
+        best = self._best_step()
+        if best is None or self._data is None or jax.process_index() != 0:
             return
-        best = max(self.values, key=lambda step: self._rank(step, self.values[step]))
-        extra = saver.extra(best)
-        kept = extra if isinstance(extra, dict) else {}
-        what = f"{checkpoint_name(self._prefix, best)} ({self.metric}={self.values[best]:g}) was kept before"
-        text = "KeepBest: %s the %s changed, so later values may not compare%s"
-        found = [] if self._config is None else changes({"config": kept.get("config")}, {"config": self._config}).lines
-        if found:
-            logger.warning(text, what, "config", f": {format_list(found, 5, '; ')}")
+        measured_on, kept = self._measured_on.get(best), self._kept_text(best)
 
         def compare(task: Future[str | None]) -> None:
-            if None not in (kept.get("data"), self.data) and kept["data"] != self.data:
-                logger.warning(text, what, "data of the evaluation", "")
+            if None not in (measured_on, self.data) and measured_on != self.data:
+                logger.warning(_CHANGED, kept, "data of the evaluation", "")
 
-        if self._data is not None:
-            self._data.add_done_callback(compare)
+        self._data.add_done_callback(compare)
+
+    def _best_step(self) -> int | None:
+        return max(self.values, key=lambda step: self._rank(step, self.values[step]), default=None)
+
+    def _kept_text(self, best: int) -> str:
+        return f"{checkpoint_name(self._prefix, best)} ({self.metric}={self.values[best]:g}) was kept"
+
+    def _warn_of_config(self, saver: Saver) -> None:
+        """Warn if the best value was measured with another config."""
+        best = self._best_step()
+        if best is None or self._config is None or jax.process_index() != 0:
+            return
+        extra = saver.extra(best)
+        config = extra.get("config") if isinstance(extra, dict) else None
+        if found := changes({"config": config}, {"config": self._config}).lines:
+            logger.warning(_CHANGED, self._kept_text(best), "config", f": {format_list(found, 5, '; ')}")
 
     def begin(self, state: TrainState) -> None:
         """Read the best values so far, and check that the directory is writable."""
         saver = self._open()
         if not self._is_fresh:
-            self._warn_of_changes(saver)
+            self._warn_of_config(saver)
         self._at_start = StateContents(state, params_only=True)
-        if self._is_fresh and self.values and jax.process_index() == 0:
-            best = max(self.values, key=lambda step: self._rank(step, self.values[step]))
+        best = self._best_step()
+        if self._is_fresh and best is not None and jax.process_index() == 0:
             logger.warning(
                 "KeepBest: this run starts at step %d, not from a checkpoint of its own, but %s holds %s of another "
                 "run with %s=%g, which is kept unless this run does better; give a new directory to keep only its own",
@@ -534,9 +551,10 @@ class KeepBest(MetricReader):
         with internal_transfers(), saver.knowing(is_finite):
             extra: dict[str, Any] = {} if self._config is None else {"config": dict(self._config)}
             extra |= {"averages": True} if self._are_averages else {}
-            extra |= {} if self.data is None else {"data": self.data}
             saver.save(state, extra=extra | {self.metric: value})
             self.values[step] = value
+            if self.data is not None:
+                self._measured_on[step] = self.data
             # The new checkpoint must be on disk before another is deleted.
             while len(self.values) > self._keep:
                 saver.wait()
