@@ -19,7 +19,7 @@ from jstep.checkpoint.listing import COMMITTED, ROOT
 from jstep.core.placement import is_of_host
 
 LARGEST = 2**25
-"""Bytes of a chunk at most: the unit of checksums and reads. A slow connection uploads it in half a minute."""
+"""The maximum bytes of a chunk, the unit of checksums and reads. A slow connection uploads it in half a minute."""
 Wait = Callable[[Any, int], Any]
 """`wait(future, nbytes)` returns the result of a future; that many bytes may have to be transferred before."""
 
@@ -178,7 +178,7 @@ def write(base: Mapping[str, Any], arrays: Sequence[OwnParts], wait: Wait, *, fi
     The first process creates the arrays, and the others assume what it writes.
 
     Returns:
-        The root of the database, which is to be written then, if it is in memory (see `base`).
+        The root of the database if it was kept in memory (see `base`), which the caller writes last; otherwise None.
     """
     context, transaction = ts.Context(), ts.Transaction(atomic=True)
     is_local = base["driver"] == "file"

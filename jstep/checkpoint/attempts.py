@@ -1,6 +1,6 @@
 """One save, in a background thread of each process: the same in a directory and below a URL.
 
-    1. Each process writes its arrays, and then, if there are several, its part: a file that says so.
+    1. Each process writes its arrays. If there are several processes, it then writes an empty file, its "part".
     2. The first process waits for all parts, merges their databases, and commits: the manifest, and in a directory the
        name of the directory. From here on the checkpoint exists.
     3. The others wait until it does, or until the first process reports why not.
@@ -116,7 +116,7 @@ class Attempt:
         process: The index of this process.
         count: The number of processes.
         saved_at: The time in the manifest, on the first process.
-        arrays: `OwnParts`, whose memory is released when they are written, as that of `files` is.
+        arrays: The `OwnParts` to write. Their memory is released once they are written, like that of `files`.
         files: Name → `LargeBytes`.
         commit: Makes the checkpoint exist; called on the first process with the sizes of the files.
         is_committed: Returns whether this attempt is the checkpoint; called on the others.

@@ -59,7 +59,7 @@ _file_claims: "weakref.WeakSet[FileClaim]" = weakref.WeakSet()
 
 
 _LARGEST = 2**16
-"""The bytes of a claim at most."""
+"""The maximum bytes of a claim."""
 _BEGINNING = b'{"host": "'
 
 
@@ -89,6 +89,7 @@ class FileClaim:
         return self.finalizer.alive and not self.is_held() and os.fstat(self.file.fileno()).st_nlink > 0
 
     def release(self, wait: bool = True) -> None:
+        """Release the claim; `wait` is for claims of object stores, and this one never waits."""
         self.finalizer()
 
 

@@ -27,7 +27,7 @@ class DirectoryStore(Store):
         super().__init__(directory, prefix)
         self._is_cleaned = False
         self._failed: str | None = None
-        """The directory of an attempt of several processes, which some of them may write to until all have waited."""
+        """The directory of an attempt of several processes; some may write to it until each has called `wait`."""
 
     def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
         """Check only the existence of files."""
@@ -50,7 +50,7 @@ class DirectoryStore(Store):
         return listing.find_complete(self.path(listing.format_name(prefix, step)))
 
     def broken(self, prefix: str, above: int) -> list[tuple[str, str]]:
-        """A directory gets its name when it is complete, and loses it before it is deleted."""
+        """See `Store.broken`. A directory has its name only while it is complete: no crash leaves a broken one."""
         problems = []
         for step, is_final, entry in listing.entries(self.directory, prefix):
             path = self.path(entry)
@@ -133,7 +133,7 @@ class DirectoryStore(Store):
 
     def _publish(self, temporary: str, final: str, manifest: Manifest) -> list[str]:
         """Add the manifest, rename the directory, and return the older checkpoint, to be erased."""
-        self._refuse_moved()  # tensorstore has made the directory again
+        self._refuse_moved()  # if the directory was renamed, tensorstore has created it again under its old name
         with new_file(os.path.join(temporary, MANIFEST_FILE)) as file:
             file.write(encode(manifest))
         replaced = final + listing.REPLACED

@@ -1,4 +1,4 @@
-"""The states of hooks and of evaluation callbacks in checkpoints, matched by key or class, not by position.
+"""The states of hooks and of evaluation callbacks in checkpoints, matched by key or class, and then by settings.
 
 A hook is identified by its `key` if it has one, whatever its class, and otherwise by its class and its attribute
 `watches` (`EarlyStopping(loss)`). Hooks of one class with equal `watches` share a key: they are matched by
@@ -133,7 +133,7 @@ def _owner(hook: object) -> _HookIdentity:
 
 
 def _class_names(hook: Any) -> tuple[str, str]:
-    """Return the name of a hook's class with its metric, and the full name; those of a function, if the hook is one."""
+    """Return the name of a hook's class with its metric, and its full name; of the function, if the hook is one."""
     named = hook if isinstance(getattr(hook, "__qualname__", None), str) else type(hook)
     # The public name, whichever module was imported: `__module__` changes when one is first looked up in jstep.
     made_by = f"{'jstep' if is_public(named) else named.__module__}.{named.__qualname__}"

@@ -27,7 +27,7 @@ def read_manifest(checkpoint: str) -> Manifest:
 
 
 LARGEST_MANIFEST = 2**28
-"""The bytes of a manifest at most."""
+"""The maximum bytes of a manifest."""
 
 
 def decode_manifest(data: bytes, path: str) -> Manifest:

@@ -189,8 +189,9 @@ class Manifest:
         files: Path below the checkpoint → its bytes; empty if it was written to a bucket.
         data: The directory with the files of a checkpoint written to a bucket; None if they are next to the manifest.
         left_out: Leaves that a target must provide.
-        finite: Whether all parameters are finite, or were not when the run began; True if it was not recorded.
-        temporary: Whether the next save replaces it, and no limit counts it.
+        finite: Whether all parameters are finite. In a run, those that were not when it began count as finite. True if
+            it was not recorded.
+        temporary: Whether the next save replaces it, and no limit counts it, unless it is the newest finite one.
     """
 
     step: int

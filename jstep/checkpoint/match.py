@@ -1,4 +1,4 @@
-"""Matching of the leaves of a target to the leaves of a checkpoint, and their placement."""
+"""Matching of the leaves of a target to the leaves of a checkpoint, and the values of leaves without a match."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -38,7 +38,7 @@ _GUARDS = (Role.LAST_FINITE, Role.LOSS_SCALE, Role.SCALE_SINCE)
 
 
 class LeafCopy(NamedTuple):
-    """The copy as which a leaf without a source starts; `original` and `half` are indices among the target's leaves.
+    """How a leaf that the checkpoint lacks starts as a copy; `original` and `half` are indices of target leaves.
 
     Attributes:
         original: The leaf to copy.
@@ -74,7 +74,11 @@ class WantedLeaf(targets.TargetLeaf[Leaf | None]):
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointMatch(targets.TargetMatch[WantedLeaf]):
-    """A match; `in_other_format`: whether `compact` stores slots of only one in two, or in other blocks."""
+    """A match.
+
+    Attributes:
+        in_other_format: Whether only one of the two has slots that `compact` stores in halves, or their blocks differ.
+    """
 
     in_other_format: bool
 

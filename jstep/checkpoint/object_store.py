@@ -64,7 +64,7 @@ class ObjectStore(Store):
         return ObjectStorage(self._objects, name if manifest.data is None else f"{name}/{manifest.data}", verb="read")
 
     def lock(self) -> claims.ObjectClaim:
-        """Read, list and write once, within `START_TIMEOUT_SECS` seconds."""
+        """Take the claim, and check within `START_TIMEOUT_SECS` that the store can be read, listed and written."""
         with self._objects.within(START_TIMEOUT_SECS):
             self._objects.mark(f"{self._prefix}-")
             claim = claims.ObjectClaim(self._objects, self._prefix)
@@ -153,7 +153,7 @@ class ObjectStore(Store):
         return shlex.join(["aws", "s3", "mv", "--recursive", f"{path}/", f"{aside}/"])
 
     def hide(self, path: str) -> list[str]:
-        """Delete the manifest, if it is unchanged."""
+        """Delete the manifest unless another writer has replaced it; return the keys that it leaves behind."""
         if self._forbidden and self._listed is not None:
             return []  # trying again at each save, for more and more checkpoints, would be useless
         name = self._name(path)

@@ -22,11 +22,11 @@ from jstep.state.sharding import MODEL_STATE
 from jstep.stores.urls import is_url
 
 CORRUPTED, UNREADABLE = "is corrupted", "cannot be restored"
-"""Verdicts on a checkpoint: some of its bytes have changed, or all are as they were written."""
+"""Verdicts on a checkpoint: its bytes have changed, or they are intact but cannot be restored."""
 SHOWN = 3
-"""Problems in a message."""
+"""The maximum number of problems in a message."""
 VERIFIED = 2**28
-"""Bytes of other checkpoints that an error message verifies. More would delay it, at 1 TB by an hour."""
+"""The maximum bytes of other checkpoints that are verified for an error message: 1 TB would delay it by an hour."""
 _AGES = (
     ". Slots that were not restored count as old as the others, and a bias correction then makes their first updates "
     "too large, unless jstep.partition gives them an age of their own"
@@ -299,7 +299,7 @@ class CheckpointReader:
 
 
 def is_usable(store: Store, path: str, step: int, max_bytes: int) -> tuple[bool | None, int]:
-    """Return whether a checkpoint seems intact, None if it was deleted; and the bytes read, none above `max_bytes`."""
+    """Return whether a checkpoint seems intact, None if it was deleted, and its bytes if they were read, else 0."""
     try:
         manifest = store.manifest(path)
         nbytes = sum(leaf.nbytes for leaf in manifest.leaves)

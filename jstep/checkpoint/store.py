@@ -29,8 +29,8 @@ class Commit(NamedTuple):
     """The end of a save, on the first process and in the background.
 
     `finish(files, publish)` is called with the written files. It calls `publish(manifest)`, which makes the checkpoint
-    exist and returns leftovers; then it erases those, and deletes superseded checkpoints. `number` is one that no other
-    save has, the same on all processes, as `saved_at` is.
+    exist and returns leftovers; then it erases those, and deletes superseded checkpoints. `number` belongs to this save
+    alone; it is the same on all processes, like `saved_at`.
     """
 
     number: int
@@ -92,21 +92,21 @@ class Store(abc.ABC):
         return ArrayReader(storage.spec(), manifest.by_array, storage.wait)
 
     def find_wrong_sizes(self, path: str, manifest: Manifest) -> Mapping[str, str]:
-        """Describe the files of a manifest that are missing, or have another size; that of a URL lists none."""
+        """Describe the listed files that are missing or have another size; manifests below a URL list no files."""
         return {}
 
     def find_corruption(self, path: str, manifest: Manifest, *, every: bool = False) -> list[str]:
-        """Read every chunk of a checkpoint, and describe what is corrupted; with `every`, also what nothing reads."""
+        """Read every chunk of a checkpoint, and describe corruption; `every` includes files that only Orbax reads."""
         problems = self.reader(path, manifest).find_corruption()
         wrong = {**self.find_wrong_sizes(path, manifest), **(self._unused_corruption(path, manifest) if every else {})}
         return problems + [f"{path}/{name}: {why}" for name, why in wrong.items() if every or name not in UNUSED]
 
     def warn_of_unused(self, path: str, manifest: Manifest) -> None:
-        """Log the corrupted files that nothing reads."""
+        """Log the corrupted files that only Orbax reads."""
         unused = self._unused_corruption(path, manifest)
         if unused and not self.is_gone(path, manifest):
             texts = [f"{name} ({why})" for name, why in unused.items()]
-            logger.warning("%s: nothing reads %s, and the checkpoint restores without", path, " and ".join(texts))
+            logger.warning("%s: only Orbax reads these files, which are corrupted: %s", path, " and ".join(texts))
 
     def _unused_corruption(self, path: str, manifest: Manifest) -> dict[str, str]:
         """Describe the files that only Orbax reads and that differ from what was written."""

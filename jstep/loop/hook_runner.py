@@ -318,7 +318,7 @@ class HookRunner:
 
 
 class HookErrors(contextlib.AbstractContextManager["HookErrors"]):
-    """The errors of hooks, which are all called, each in this context."""
+    """A context that collects the errors of hooks: each call of one runs in it, so all hooks are called."""
 
     def __init__(self, run: RunContext) -> None:
         self._run, self._transfers = run, run.transfers
@@ -365,7 +365,7 @@ class HookErrors(contextlib.AbstractContextManager["HookErrors"]):
 def close_hooks(run: RunContext, error: BaseException | None) -> None:
     """Call `failed`, `closed` and `close` of the user's hooks after a run that ended with this error, if any.
 
-    What any hook raised, also in the background, is noted on that error, or else the first one is raised.
+    Exceptions of hooks, also those in the background, become notes of that error; without it, the first one is raised.
     """
     hooks, errors = run.options.hooks, HookErrors(run)
     for problem in run.background.end():

@@ -48,8 +48,8 @@ PARENT_RUN: Final = "parent_run"
 the run that saved that checkpoint."""
 PAST: Final = "past"
 START: Final = "start"
-"""Keys of the record: `PAST` in a checkpoint's `extra`, with what the run had trained on, and `START` in it, with the
-number of the start that made the checkpoint, and when that began."""
+"""`PAST` is the key in a checkpoint's `extra` of its batches, lanes and start; `START` is the key in that entry of the
+start, as its number and `began`."""
 _NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
 _PROBLEM = "start_from cannot be read"
 

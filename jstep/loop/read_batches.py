@@ -1,6 +1,7 @@
 """The observer that notices whether a restart reads the batch that was read before.
 
-The batch after each checkpoint is hashed in the background when the loop has dispatched its step, which it does anyway.
+A background thread hashes the batch that follows each checkpoint, once the loop has dispatched that batch's step. Only
+at the end of a run is a batch fetched for this purpose.
 The hashes of the first process are in the file of its start, those of another one in `starts/PREFIX.PROCESS.batches`.
 """
 
@@ -138,7 +139,7 @@ class BatchWatch(Observer):
             file.due.set()
 
     def _what_was_given(self) -> str:
-        """Return a hash of the config and the definition of the batches: what differs there differs on purpose."""
+        """Return a hash of the config and of the definition of the batches; if it differs, the change is intended."""
         if not self._given:
             card = batches_card(self._run.source.given)
             definition = {name: part for name, part in card.items() if name not in _ENDS}

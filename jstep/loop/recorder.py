@@ -46,7 +46,7 @@ _MAX_VALUES, _MAX_BYTES, _MAX_SAVES, _MAX_LINES = 128, 4096, 20, 40
 
 
 class Recorder(Observer):
-    """The observer that keeps the file of a start: at its events, and every second while it lives.
+    """The observer that writes the file of a start: at some events, and every `StartFile.period` seconds in between.
 
     Only process 0 writes, and only if the run has a checkpoint_dir or a logdir. The card is made in background threads.
     """
@@ -161,7 +161,7 @@ class Recorder(Observer):
         self._read_latest_numbers()
 
     def flush(self) -> None:
-        """Write the record before a checkpoint appears, whose data is complete."""
+        """Write the record once the data of a checkpoint is complete, before the checkpoint exists."""
         if (file := self.run.file) is not None:
             with self._lock:
                 saved, self._saving = [*file.fields["saved"], *self._saving], []
@@ -375,7 +375,7 @@ class Recorder(Observer):
             logger.info("%s: since the start that made it, %s", name, "; ".join(map(printable, place)))
 
     def _rate_change(self, before: Start, step: int, bits: list[str]) -> list[str]:
-        """Say so if the learning rate of the last step before the checkpoint would be another one now."""
+        """Describe how the learning rate of the last step before the checkpoint has changed; [] if it has not."""
         old_rate = next((save[3] for save in before["saved"] if save[0] == step), None)
         pure_step = step_function(self.run.train_steps.at(max(step - 1, 0)))
         is_named = any(line.startswith("learning_rate: ") for line in bits)
@@ -401,7 +401,7 @@ def _end_earlier(file: StartFile, *, claimed: bool) -> None:
 
 
 def host_memory() -> dict[str, int | None]:
-    """Return the memory of this process, now and at most; None where the system does not tell it as Linux does."""
+    """Return the current and the peak resident memory of this process in bytes; None without Linux's `/proc`."""
     found = dict[str, int | None].fromkeys(("host_bytes", "host_peak_bytes"))
     with contextlib.suppress(OSError, ValueError, KeyError), open("/proc/self/status") as file:
         sizes = dict(re.findall(r"^(VmRSS|VmHWM):\s*(\d+)", file.read(), re.MULTILINE))
@@ -423,7 +423,7 @@ def _cut(text: str, most: int = 1000) -> str:
 
 
 def _outcome(run: RunContext, error: BaseException | None) -> tuple[str, str, str | None]:
-    """Return how the run ended, why, and the class of its exception; a signal is not one of the program."""
+    """Return the status, the reason and the exception class of the end of the run; signals have no exception class."""
     signals = run.signals
     is_done = run.is_known and run.at.step >= run.options.stop_step
     is_signal = error is not None and (signals.received is not None or isinstance(error, KeyboardInterrupt))

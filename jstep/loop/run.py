@@ -334,7 +334,7 @@ class Run(Generic[P]):
                 del failure  # breaks the reference cycle with this frame, which its traceback holds
 
     def _enter_settings(self, stack: contextlib.ExitStack) -> None:
-        """Set what holds while the run goes on: hooks and the body run under the mesh of the state."""
+        """Enter the contexts of the run: its mesh, log handler, compilation cache and an empty set of warnings."""
         progress = self._context.options.progress
         # The progress bar of a notebook shows the rest.
         least = logging.WARNING if progress is None and interactive.is_notebook() else logging.NOTSET
@@ -422,7 +422,7 @@ class Run(Generic[P]):
                         if clock() - began > _SHORT:
                             watch.reassign(HOOKS, clock() - began)
                             watch.record(BODY.thing, began)
-                    # Most steps have nothing of what `_resumes` does, and need no call of it.
+                    # Most steps have nothing to save and no signal to obey, so they skip the call of `_resumes`.
                     is_quiet = signals.received is None and signals.is_alone and run.stopped_by is None
                     if not (is_quiet and step < self._runner.savers.next and step < last_step) and not self._resumes():
                         break

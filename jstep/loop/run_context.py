@@ -88,7 +88,7 @@ BODY = HookCall(None, "the body of the loop")
 
 
 class HookCalls(Protocol):
-    """What a run asks of its `HookRunner`, which needs the run itself."""
+    """The methods of `HookRunner` that a run calls; a protocol, because `hook_runner.py` imports this module."""
 
     is_checking: bool
 
@@ -321,7 +321,7 @@ class RunContext(RunInfo):
         return (allowing if why else self.savers), why
 
     def _loss_problem(self) -> str:
-        """Describe a loss of the last call that is not finite, except in skipped updates, or cannot be read, or ""."""
+        """Return why the last loss prevents a save (not finite in an update that counted, or unreadable), or ""."""
         metrics = self.metrics if isinstance(self.metrics, Mapping) else {}
         loss = metrics.get(LOSS)
         is_on_all = isinstance(loss, jax.Array) and not loss.is_fully_addressable and loss.is_fully_replicated

@@ -1,6 +1,6 @@
 """The checkpoint of a run: the state, and everything else that a restart needs.
 
-Entries are saved by these methods of `RunSaverHook`:
+`RunSaverHook` saves these entries:
 
 | key of its `extra` | content | saved by | restored by |
 |---|---|---|---|
@@ -11,8 +11,8 @@ Entries are saved by these methods of `RunSaverHook`:
 | `ended` | the step at which the hooks have ended | `_hooks` | `HookRunner`, which ends them once |
 | `body` | the metrics of a step whose body in the user's loop had not ended | `_open_body` | `open_body_metrics` |
 | `held` | the initial values of held hyperparameters | `_extra_of_run` | `origin.restore`, which warns of others |
-| `run` | the name of the run and of its event files | `_extra_of_run` | `Run.name` |
-| `parent` | path and step of the checkpoint that the run began from | `_extra_of_run` | `open_checkpoints` |
+| `run` | the name of the run and of its event files | `_extra_of_run` | `Origin.name` |
+| `parent` | path and step of the checkpoint that the run began from | `_extra_of_run` | `origin.find_origin` |
 | others | data of an observer, such as the past of a card | `Observer.about_to_save` | the observer |
 """
 
@@ -233,7 +233,7 @@ class RunSaverHook(CheckpointSaverHook):
     def _extra_of_run(self, states: CheckpointExtra | None = None) -> CheckpointExtra:
         """Notify the observers of a save that nothing prevents any more, and return its `extra`.
 
-        `states` are those of the hooks, if they must not be asked.
+        `states` replaces the states of the hooks if their `get_state` must not be called.
         """
         run = self.run
         # A run that resumes from a checkpoint does not write earlier summaries again.

@@ -288,7 +288,7 @@ class StallWatch(Observer):
         return wait.age > max(self._warn, longer, 2 * usual * (last + 1 - first))
 
     def _usual(self, wait: Wait) -> float | None:
-        """Return the usual seconds of the same thing, of a call those of a step; None the first time."""
+        """Return the usual seconds of such a wait (for a call, of one step); None the first time."""
         watch = self.run.watch
         if wait.thing is not None:
             return max(watch.lasted[wait.thing], default=None)

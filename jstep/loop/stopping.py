@@ -12,9 +12,9 @@
 | in a save | finishes it | leaves immediately | is raised, and says what is saved | ends; the save may exist |
 | closing | closes the rest; all is saved | leaves immediately | closes the rest | ends; all is saved |
 
-The exit code is that of `Preempted` after SIGTERM, SIGUSR1, SIGHUP and `stop_secs` (128 + signal, 143 after the last),
-of `KeyboardInterrupt` after SIGINT, of the error otherwise, and 75 after a stall. The run saves the state after the
-last complete call, unless a loss or the parameters are not finite, or a hook prevents it. An evaluation by
+The exit code is that of `Preempted` after SIGTERM, SIGUSR1 or SIGHUP (128 + signal) and after `stop_secs` (143), that
+of `KeyboardInterrupt` after SIGINT, that of the error otherwise, and 75 after a stall. The run saves the state after
+the last complete call, unless a loss or the parameters are not finite, or a hook prevents it. An evaluation by
 `jstep.evaluator` is abandoned between two batches; any other function is finished. Another thread saves if the user's
 code stalls. Several processes stop after the same call; if one of them fails or stalls, nothing is saved. If the body
 of the loop makes the batches, a signal waits for the end of its iteration, and what an error or a stall interrupts
