@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from jstep.checkpoint.listing import COMMITTED, ROOT
+from jstep.checkpoint.listing import ORBAX_COMMIT_FILE, ROOT
 from jstep.core.placement import is_of_host
 
 LARGEST = 2**25
@@ -236,7 +236,7 @@ def merge(base: Mapping[str, Any], keys: Iterable[str], wait: Wait) -> bytes | N
     return _root(base, context)
 
 
-def description(names: Iterable[str], saved_at: float) -> dict[str, bytes]:
+def orbax_files(names: Iterable[str], saved_at: float) -> dict[str, bytes]:
     """Return the files that only Orbax reads, with the tree and the step. Their bytes are part of the format."""
     # Without a sharding, Orbax reads NumPy arrays only if this tells it so.
     value = {"value_type": "np.ndarray", "skip_deserialize": False}
@@ -248,7 +248,7 @@ def description(names: Iterable[str], saved_at: float) -> dict[str, bytes]:
     step |= {"commit_timestamp_nsecs": at, "custom_metadata": {}}
     files = {"_METADATA": json.dumps(whole).encode(), "_CHECKPOINT_METADATA": json.dumps(step).encode()}
     # Orbax ignores a checkpoint in a bucket without the last one.
-    return {**files, COMMITTED: b"written by jstep\n"}
+    return {**files, ORBAX_COMMIT_FILE: b"written by jstep\n"}
 
 
 def array_path(name: str) -> str:

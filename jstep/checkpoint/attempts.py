@@ -46,7 +46,7 @@ class Storage(Protocol):
     def begin(self) -> None:
         """Note what this attempt replaces; called on the first process."""
 
-    def at(self, key: str) -> str:
+    def path(self, key: str) -> str:
         """Return the path or URL of a key."""
 
     def spec(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class LocalStorage(Storage):
     def begin(self) -> None:
         """Do nothing: the directory is renamed under the claim."""
 
-    def at(self, key: str) -> str:
+    def path(self, key: str) -> str:
         return os.path.join(self._path, key) if key else self._path
 
     def spec(self) -> dict[str, Any]:
@@ -85,21 +85,21 @@ class LocalStorage(Storage):
 
     def read(self, key: str) -> bytes | None:
         try:
-            with open_regular(self.at(key)) as file:
+            with open_regular(self.path(key)) as file:
                 return bytes(file.read())
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
 
     def write(self, key: str, data: bytes) -> None:
-        with new_file(self.at(key)) as file:
+        with new_file(self.path(key)) as file:
             file.write(data)
 
     def publish(self, key: str, data: bytes) -> None:
-        replace_file(self.at(key), data)
+        replace_file(self.path(key), data)
 
     def finish(self, key: str = "") -> Mapping[str, int]:
         sizes = {}
-        for directory, _, names in os.walk(self.at(key)):
+        for directory, _, names in os.walk(self.path(key)):
             for name in names:
                 path = os.path.join(directory, name)
                 sizes[os.path.relpath(path, self._path).replace(os.sep, "/")] = os.path.getsize(path)
@@ -142,7 +142,7 @@ class Attempt:
             if self.process == 0:
                 self._commit_all(names, time.monotonic() - began)
         except BaseException as error:
-            explained = _explained(error, self.storage.at(""), nbytes)
+            explained = _explained(error, self.storage.path(""), nbytes)
             self._report(f"{type(explained).__name__}: {explained}"[:300])
             raise explained from error.__cause__
         if self.process:
@@ -175,7 +175,7 @@ class Attempt:
             base = array_writer.base(self.storage.spec())
             root = array_writer.merge(base, map(process_key, range(self.count)), self.storage.wait)
             self._write_root("", root)
-        for name, data in array_writer.description(names, self.saved_at).items():
+        for name, data in array_writer.orbax_files(names, self.saved_at).items():
             self.storage.write(name, data)
         self.commit(self.storage.finish())
 
@@ -188,7 +188,7 @@ class Attempt:
             self._raise_failure_of(process)
             if self.storage.read(part_key(process, self.name)) is not None:
                 return
-        raise CheckpointError(f"{self.storage.at(process_key(process))}: process {process} has not written")
+        raise CheckpointError(f"{self.storage.path(process_key(process))}: process {process} has not written")
 
     def _wait_for_first(self) -> None:
         for _ in _pauses(time.monotonic() + OUTCOME_SECS):
@@ -197,8 +197,8 @@ class Attempt:
             if self.is_committed():
                 return
             if part is None:
-                raise CheckpointError(f"{self.storage.at('')}: the first process has removed it; see its error")
-        raise CheckpointError(f"{self.storage.at('')}: the first process has not reported the outcome")
+                raise CheckpointError(f"{self.storage.path('')}: the first process has removed it; see its error")
+        raise CheckpointError(f"{self.storage.path('')}: the first process has not reported the outcome")
 
     def _raise_failure_of(self, process: int) -> None:
         if (text := self.storage.read(f"{process_key(process)}{_FAILURE}")) is not None:
@@ -210,7 +210,7 @@ class Attempt:
         try:
             self.storage.publish(f"{process_key(self.process)}{_FAILURE}", text.encode(errors="replace"))
         except OSError as error:
-            logger.warning("the failure of %s could not be reported to other processes: %s", self.storage.at(""), error)
+            logger.warning("the failure of %s was not reported to other processes: %s", self.storage.path(""), error)
 
 
 def process_key(process: int) -> str:

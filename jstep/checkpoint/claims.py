@@ -51,7 +51,7 @@ def refusal(directory: str, prefix: str, owner: Mapping[str, Any]) -> Checkpoint
 # On file systems without locks, the content of the file decides: a process on this host is looked up; one on another
 # host counts as dead when it has not written for an hour.
 
-_SILENT = 3600.0  # seconds after which a writer on another host counts as dead, on file systems without locks
+_FILE_SILENT_SECS = 3600.0  # seconds after which a writer on another host counts as dead, on file systems without locks
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
 _LOCKED_BYTE = 1 << 30
 """Where Windows locks the file: beyond its content, since others cannot read a locked byte."""
@@ -139,7 +139,7 @@ def _lock(handle: int) -> bool:
             return False
     who = owner_in(_content(handle))
     alive = is_alive(who) if who else False
-    return not (time.time() - os.fstat(handle).st_mtime < _SILENT if alive is None else alive)
+    return not (time.time() - os.fstat(handle).st_mtime < _FILE_SILENT_SECS if alive is None else alive)
 
 
 def _same_file(handle: int, path: str) -> bool:
@@ -185,9 +185,9 @@ if hasattr(os, "register_at_fork"):
 # watches, so that no clocks are compared. If it is alive after all, it finds its claim taken before it commits
 # anything, and gives up.
 
-BEAT = 10.0
+RENEWAL_SECS = 10.0
 """Seconds between renewals."""
-SILENT = 25.0
+OBJECT_SILENT_SECS = 25.0
 """Seconds without a renewal after which a writer on another host counts as dead."""
 
 _object_claims: "weakref.WeakValueDictionary[str, ObjectClaim]" = weakref.WeakValueDictionary()
@@ -235,11 +235,11 @@ class ObjectClaim:
             elif until == math.inf:
                 logger.info(
                     "%s: process %s on %s wrote %s-* last; waiting for %g s to see whether it is still alive",
-                    *(self._objects.url, who.get("pid"), who.get("host"), self._prefix, SILENT),
+                    *(self._objects.url, who.get("pid"), who.get("host"), self._prefix, OBJECT_SILENT_SECS),
                 )
-                until = time.monotonic() + SILENT
+                until = time.monotonic() + OBJECT_SILENT_SECS
             else:
-                self._ended.wait(min(SILENT / 10, max(0.01, until - time.monotonic())))
+                self._ended.wait(min(OBJECT_SILENT_SECS / 10, max(0.01, until - time.monotonic())))
             seen = self._objects.read(key)
 
     def _as_json(self) -> bytes:
@@ -288,7 +288,7 @@ class ObjectClaim:
 
 
 def _renew(claim: "weakref.ref[ObjectClaim]", ended: threading.Event) -> None:
-    while not ended.wait(BEAT):
+    while not ended.wait(RENEWAL_SECS):
         if (current := claim()) is None:
             return
         with contextlib.suppress(OSError):  # the commit raises it if it persists

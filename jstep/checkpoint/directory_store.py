@@ -19,7 +19,7 @@ from jstep.checkpoint.retention import evict
 from jstep.checkpoint.store import Commit, Files, Store
 from jstep.stores.files import foreign_file, make_directories, may_be_file, new_file, sync_directory
 
-_LOOKS = 10  # a writer evicts one checkpoint per save
+_MAX_LISTINGS = 10  # a writer evicts one checkpoint per save
 
 
 class DirectoryStore(Store):
@@ -32,7 +32,7 @@ class DirectoryStore(Store):
     def newest_first(self, prefix: str | None, trusted: Collection[int] = frozenset()) -> Iterator[tuple[int, str]]:
         """Check only the existence of files."""
         yielded: set[int] = set()
-        for _ in range(_LOOKS):
+        for _ in range(_MAX_LISTINGS):
             for step, _, entry in listing.entries(self.directory, prefix):
                 if step in yielded:
                     continue
@@ -56,7 +56,7 @@ class DirectoryStore(Store):
             path = self.path(entry)
             if step <= above or not is_final:
                 continue
-            complete, lacks = listing.look(path)
+            complete, lacks = listing.find_complete_or_missing(path)
             is_ours = lacks != MANIFEST_FILE or listing.has_data(path)
             if complete is None and is_ours and os.path.lexists(path):
                 problems.append((path, f"{lacks} is missing"))
@@ -193,7 +193,7 @@ def _require_remains(path: str) -> None:
     """Reject what is neither a checkpoint nor the remains of one, but data of another program."""
     names = listing.list_names(path)
     is_directory = os.path.isdir(path) and not os.path.islink(path)
-    if not is_directory or (names and not {MANIFEST_FILE, *listing.OF_ORBAX} & set(names)):
+    if not is_directory or (names and not {MANIFEST_FILE, *listing.ORBAX_FILES} & set(names)):
         raise foreign_file(path, "is not a checkpoint")
 
 

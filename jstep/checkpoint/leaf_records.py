@@ -16,7 +16,7 @@ from jstep.slots import compact_numbers
 from jstep.state.fingerprints import as_hexadecimal, leaf_key, stacked_words, start_fingerprints
 from jstep.state.leaves import StateLeaves
 
-WIDTHS = {"int32", "int64"}
+COUNT_DTYPES = {"int32", "int64"}
 """The dtypes of counts."""
 
 

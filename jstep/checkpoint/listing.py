@@ -43,13 +43,13 @@ REPLACED = ".jstep-replaced"  # the old checkpoint of a step, while the new one 
 DELETED = ".jstep-deleted"
 ASIDE = ".aside."  # a checkpoint set aside by the command that an error shows; a number follows
 
-COMMITTED = "commit_success.txt"
+ORBAX_COMMIT_FILE = "commit_success.txt"
 """The file by which Orbax knows that a checkpoint in a bucket is complete."""
-UNUSED = frozenset({"_METADATA", "_CHECKPOINT_METADATA", COMMITTED})
+ORBAX_ONLY = frozenset({"_METADATA", "_CHECKPOINT_METADATA", ORBAX_COMMIT_FILE})
 """Files in which Orbax describes a checkpoint. The manifest does that here, so a checkpoint is intact without them."""
 ROOT = "manifest.ocdbt"
 """The root of the database of arrays."""
-OF_ORBAX = UNUSED | {ROOT}
+ORBAX_FILES = ORBAX_ONLY | {ROOT}
 _STEP = "(0|[1-9][0-9]*)"
 
 
@@ -92,7 +92,7 @@ def list_names(directory: str) -> list[str]:
 
 
 def find_complete(final: str) -> str | None:
-    path, lacks = look(final)
+    path, lacks = find_complete_or_missing(final)
     if lacks not in (None, MANIFEST_FILE) and is_first(
         text := f"{final} is ignored: it is incomplete, {lacks} is missing"
     ):
@@ -100,18 +100,18 @@ def find_complete(final: str) -> str | None:
     return path
 
 
-def look(final: str) -> tuple[str | None, str | None]:
+def find_complete_or_missing(final: str) -> tuple[str | None, str | None]:
     """Return the path of a complete checkpoint, or None and its first missing file."""
     # Saving a step again renames its old checkpoint before the new one gets the name.
     lacks: str | None = MANIFEST_FILE
     for path in (final, final + REPLACED, final):
-        lacks = missing(path)
+        lacks = first_missing_file(path)
         if lacks is None:
             return path, None
     return None, lacks
 
 
-def missing(path: str) -> str | None:
+def first_missing_file(path: str) -> str | None:
     """Return the first missing file that a restore reads; None if the checkpoint is complete."""
     try:
         manifest = read_manifest(path)
@@ -122,7 +122,7 @@ def missing(path: str) -> str | None:
     except OSError as error:
         # An unreadable file (permissions) counts as present, too: it may be intact, and reading it raises the reason.
         return MANIFEST_FILE if is_absent(error) else None
-    files = manifest.files.keys() - UNUSED
+    files = manifest.files.keys() - ORBAX_ONLY
     if manifest.data is not None:  # a copy of what was written below a URL
         files |= {f"{manifest.data}/{ROOT}"}
     return next((file for file in sorted(files) if not may_be_file(os.path.join(path, file))), None)
@@ -131,7 +131,7 @@ def missing(path: str) -> str | None:
 def has_data(path: str) -> bool:
     """Return whether a directory holds arrays, written here or copied from a bucket."""
     return any(
-        entry in OF_ORBAX or (is_attempt(entry) and os.path.isdir(os.path.join(path, entry)))
+        entry in ORBAX_FILES or (is_attempt(entry) and os.path.isdir(os.path.join(path, entry)))
         for entry in list_names(path)
     )
 

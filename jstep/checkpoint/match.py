@@ -145,8 +145,8 @@ def _copies(target: StateLeaves, leaves: Sequence[WantedLeaf]) -> dict[int, Leaf
         restored = [j for j in originals if leaves[j].source is not None]
         if leaves[i].source is None and restored:
             parts = [i, halves[i]] if i in halves else [i]
-            for part, number in enumerate(parts):
-                copies[number] = LeafCopy(restored[0], halves.get(restored[0]), part if i in halves else None)
+            for part, index in enumerate(parts):
+                copies[index] = LeafCopy(restored[0], halves.get(restored[0]), part if i in halves else None)
     return copies
 
 
@@ -156,22 +156,22 @@ def _copied(target: StateLeaves) -> dict[int, list[int]]:
     A slot inside `master_weights` starts as a copy of the master, or if the checkpoint has none, of the parameter.
     """
     originals: dict[int, list[int]] = {}
-    for state, numbers in target.states:
-        params = jax.tree.leaves(numbers.params)
+    for state, indices in target.states:
+        params = jax.tree.leaves(indices.params)
         roles = roles_in(state)
         copies = [
-            (roles[name], place, number)
+            (roles[name], owner, index)
             for name in roles.of(*COPIES)
             if name in state.slots
-            for place, number in zip(
-                owners(name, state.slots[name], state.params, roles), jax.tree.leaves(numbers.slots[name]), strict=True
+            for owner, index in zip(
+                owners(name, state.slots[name], state.params, roles), jax.tree.leaves(indices.slots[name]), strict=True
             )
-            if place is not None
+            if owner is not None
         ]
-        masters = {place: number for role, place, number in copies if role is Role.MASTER}
-        for role, place, number in copies:
-            inside = [masters[place]] if role is Role.MASTER_COPY and place in masters else []
-            originals[number] = [*inside, params[place]]
+        masters = {owner: index for role, owner, index in copies if role is Role.MASTER}
+        for role, owner, index in copies:
+            inside = [masters[owner]] if role is Role.MASTER_COPY and owner in masters else []
+            originals[index] = [*inside, params[owner]]
     return originals
 
 
@@ -188,7 +188,7 @@ def _converts(keys: Keys, saved: _Kind, wanted: _Kind, steps: Sequence[int]) -> 
 
     Step counts are the global step and integer scalars among the slots, of shape `steps` in a population.
     """
-    if saved[0] != wanted[0] or {saved[1], wanted[1]} != leaf_records.WIDTHS or PARAMS in keys:
+    if saved[0] != wanted[0] or {saved[1], wanted[1]} != leaf_records.COUNT_DTYPES or PARAMS in keys:
         return False
     return keys[-1] == GLOBAL_STEP or (keys[0] == SLOTS and saved[0] in ((), tuple(steps)))
 

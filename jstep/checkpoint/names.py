@@ -108,7 +108,7 @@ def _steps(store: Store, prefix: str, timeout: float, interval: float) -> Iterat
         time.sleep(max(at + interval - time.monotonic(), 0.0))
 
 
-def _newest_kept(store: Store, prefix: str, above: int) -> int:
+def _newest_permanent(store: Store, prefix: str, above: int) -> int:
     """Return the newest step above another one whose checkpoint is not temporary."""
     for step, path in store.newest_first(prefix):
         if step <= above:
@@ -131,7 +131,7 @@ def _next(store: Store, prefix: str, above: int, timeout: float) -> int:
     first = not is_distributed or jax.process_index() == 0
 
     def poll() -> tuple[int]:
-        newest = _newest_kept(store, prefix, above) if first else _WAIT
+        newest = _newest_permanent(store, prefix, above) if first else _WAIT
         return (newest if newest > above else _END if time.monotonic() >= deadline else _WAIT,)
 
     problem = f"{store.directory}: cannot be read: see the error of process 0"

@@ -210,11 +210,11 @@ class ObjectStorage(attempts.Storage):
     def _key(self, key: str) -> str:
         return f"{self._attempt}/{key}" if key else self._attempt
 
-    def at(self, key: str) -> str:
+    def path(self, key: str) -> str:
         return self._objects.at(self._key(key))
 
     def spec(self) -> dict[str, Any]:
-        return spec(self.at(""))
+        return spec(self.path(""))
 
     def read(self, key: str) -> bytes | None:
         return self._objects.read(self._key(key)).data

@@ -32,7 +32,7 @@ _AGES = (
     "too large, unless jstep.partition gives them an age of their own"
 )
 _WIDE = {"int64", "uint64", "float64", "complex128"}
-_TRIES = 10  # a concurrent writer evicts one checkpoint per save, and a read takes no longer than a few saves
+_MAX_READS = 10  # a concurrent writer evicts one checkpoint per save, and a read takes no longer than a few saves
 
 
 class GoneError(CheckpointError):
@@ -94,7 +94,7 @@ class CheckpointReader:
 
     def _retry(self, step: int | None, read: Any) -> Any:
         """Read one checkpoint; if it is evicted meanwhile, choose again which one to read."""
-        for left in reversed(range(_TRIES)):
+        for left in reversed(range(_MAX_READS)):
             try:
                 return read(*self.find(step))
             except GoneError:

@@ -17,7 +17,7 @@ def evictions(
     retained: RetainedSteps,
     max_to_keep: int | None,
     every_n_hours: float | None,
-    finite: int | None = None,
+    newest_finite: int | None = None,
 ) -> tuple[list[int], RetainedSteps]:
     """Return the checkpoints to delete after `new` was saved, and the new retention state.
 
@@ -25,20 +25,20 @@ def evictions(
     have passed since the previous permanent one. A long pause counts once. The new step, the highest one, and
     the highest finite one are never evicted.
     """
-    for_good, since = (retained.steps & saved_at.keys()) - {new}, retained.since
-    evictable = sorted(step for step in saved_at if step not in for_good)
+    permanent, since = (retained.steps & saved_at.keys()) - {new}, retained.since
+    evictable = sorted(step for step in saved_at if step not in permanent)
     excess = 0 if max_to_keep is None else len(evictable) - max_to_keep
-    spared = {new, max(saved_at), finite}
+    spared = {new, max(saved_at), newest_finite}
     victims: list[int] = []
     for step in [step for step in evictable if step not in spared][: max(excess, 0)]:
         since = min(since, saved_at[step])  # the clock of a host may have been ahead when it was set
         hours = (saved_at[step] - since) / 3600
         if every_n_hours is not None and hours > every_n_hours:
-            for_good |= {step}
+            permanent |= {step}
             since += 3600 * every_n_hours * int(hours / every_n_hours)
         else:
             victims.append(step)
-    return victims, RetainedSteps(frozenset(for_good), since)
+    return victims, RetainedSteps(frozenset(permanent), since)
 
 
 def evict(store: Store, path: str) -> None:
@@ -134,23 +134,25 @@ class Retention:
         # A permanent checkpoint is replaced by a permanent one, such as one saved by hand before the run saves
         # this step by itself.
         same = {manifest.step: paths.pop(manifest.step)} if manifest.step in paths else {}
-        was_kept = self._kept_at(same) is not None
-        kept_at = self._kept_at(paths)
-        is_temporary = not was_kept and (
-            temporary_secs is not None and kept_at is not None and 0 <= manifest.saved_at - kept_at < temporary_secs
+        was_permanent = self._permanent_saved_at(same) is not None
+        previous = self._permanent_saved_at(paths)
+        is_temporary = not was_permanent and (
+            temporary_secs is not None and previous is not None and 0 <= manifest.saved_at - previous < temporary_secs
         )
-        finite = self._newest_finite(paths, manifest)
+        newest_finite = self._newest_finite(paths, manifest)
         temporary = [step for step in paths if step in self._known and self._known[step].temporary]
-        replaced = [paths.pop(step) for step in temporary if step != finite]
+        replaced = [paths.pop(step) for step in temporary if step != newest_finite]
         if is_temporary or self._max_to_keep is None:
             return replaced, retained, is_temporary
         self._complete = set(paths)
         times = {step: self._saved_at(step, path, retained) for step, path in paths.items()}
         times[manifest.step] = manifest.saved_at
-        victims, retained = evictions(times, manifest.step, retained, self._max_to_keep, self._every_n_hours, finite)
+        victims, retained = evictions(
+            times, manifest.step, retained, self._max_to_keep, self._every_n_hours, newest_finite
+        )
         return [*replaced, *(paths[step] for step in victims)], retained, False
 
-    def _kept_at(self, paths: Mapping[int, str]) -> float | None:
+    def _permanent_saved_at(self, paths: Mapping[int, str]) -> float | None:
         """Return when the newest permanent checkpoint was saved, if known."""
         for step in sorted(paths, reverse=True):
             manifest = self._manifest(step, paths[step])
@@ -179,8 +181,8 @@ class Retention:
     def evictable(self) -> list[str]:
         """Return the checkpoints that are not permanent, lowest step first."""
         paths = dict(self._store.newest_first(self._prefix))
-        for_good = self._load().steps
-        return [paths[step] for step in sorted(paths) if step not in for_good]
+        permanent = self._load().steps
+        return [paths[step] for step in sorted(paths) if step not in permanent]
 
     def _load(self) -> RetainedSteps:
         if self._retained is None:

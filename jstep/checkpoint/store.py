@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jstep.checkpoint.attempts import BackgroundWrite, Storage
 from jstep.checkpoint.claims import FileClaim, ObjectClaim
-from jstep.checkpoint.listing import UNUSED
+from jstep.checkpoint.listing import ORBAX_ONLY
 from jstep.checkpoint.manifest import CheckpointError, Manifest
 from jstep.core.logs import logger
 from jstep.stores.urls import join_path
@@ -99,7 +99,7 @@ class Store(abc.ABC):
         """Read every chunk of a checkpoint, and describe corruption; `every` includes files that only Orbax reads."""
         problems = self.reader(path, manifest).find_corruption()
         wrong = {**self.find_wrong_sizes(path, manifest), **(self._unused_corruption(path, manifest) if every else {})}
-        return problems + [f"{path}/{name}: {why}" for name, why in wrong.items() if every or name not in UNUSED]
+        return problems + [f"{path}/{name}: {why}" for name, why in wrong.items() if every or name not in ORBAX_ONLY]
 
     def warn_of_unused(self, path: str, manifest: Manifest) -> None:
         """Log the corrupted files that only Orbax reads."""
@@ -110,10 +110,10 @@ class Store(abc.ABC):
 
     def _unused_corruption(self, path: str, manifest: Manifest) -> dict[str, str]:
         """Describe the files that only Orbax reads and that differ from what was written."""
-        from jstep.checkpoint.array_writer import description  # not at the top: importing tensorstore is slow
+        from jstep.checkpoint.array_writer import orbax_files  # not at the top: importing tensorstore is slow
 
         storage, found = self.storage(path, manifest), dict[str, str]()
-        for name, data in description(manifest.by_array, manifest.saved_at).items():
+        for name, data in orbax_files(manifest.by_array, manifest.saved_at).items():
             try:
                 if (read := storage.read(name)) != data:
                     found[name] = "missing" if read is None else "its content differs from what was written"

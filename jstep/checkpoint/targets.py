@@ -132,32 +132,33 @@ def kind_of_data(leaf: Any, kind: tuple[tuple[int, ...], Any]) -> tuple[tuple[in
     return data.shape, data.dtype
 
 
-def place_leaf(wanted: TargetLeaf[Any], read: Any) -> Any:
+def place_leaf(wanted: TargetLeaf[Any], value: Any) -> Any:
     """Return a leaf in its own memory, with its sharding.
 
     Args:
-        read: An array of NumPy; its parts in this process; or an array on devices, which nothing else uses.
+        value: An array of NumPy; its parts in this process; or an array on devices, which nothing else uses.
     """
     sharding = wanted.sharding_of_data
-    if isinstance(read, jax.Array) and read.dtype != wanted.dtype:  # the host supports all dtypes
-        sharding, read = read.sharding, parts_of(read)
-    elif not isinstance(read, jax.Array | Mapping) and sharding is not None:
-        bounds = placement.local_parts(read.shape, sharding)
-        read = {part: np.asarray(read[placement.slices(part)]) for part in bounds}  # of a scalar, it is a NumPy scalar
-    if isinstance(read, Mapping):
-        parts = {part: _cast(wanted, values) for part, values in read.items()}
-        read = placement.place(wanted.shape, wanted.dtype, sharding, parts)
-    elif not isinstance(read, jax.Array):
-        values = _cast(wanted, np.asarray(read))
+    if isinstance(value, jax.Array) and value.dtype != wanted.dtype:  # the host supports all dtypes
+        sharding, value = value.sharding, parts_of(value)
+    elif not isinstance(value, jax.Array | Mapping) and sharding is not None:
+        bounds = placement.local_parts(value.shape, sharding)
+        # A part of a scalar is a NumPy scalar.
+        value = {part: np.asarray(value[placement.slices(part)]) for part in bounds}
+    if isinstance(value, Mapping):
+        parts = {part: _cast(wanted, values) for part, values in value.items()}
+        value = placement.place(wanted.shape, wanted.dtype, sharding, parts)
+    elif not isinstance(value, jax.Array):
+        values = _cast(wanted, np.asarray(value))
         if wanted.is_numpy:
             return np.array(values)
-        read = placement.place_anywhere(values)
+        value = placement.place_anywhere(values)
     if trees.is_key(wanted.leaf):
         impl: list[Any] = []
         jax.eval_shape(lambda keys: impl.append(jax.random.key_impl(keys)), wanted.leaf)  # it takes no shapes
         wrap = functools.partial(jax.random.wrap_key_data, impl=impl[0])
-        return wrap(read) if wanted.sharding is None else jax.jit(wrap, out_shardings=wanted.sharding)(read)
-    return read if wanted.sharding in (None, read.sharding) else jax.device_put(read, wanted.sharding)
+        return wrap(value) if wanted.sharding is None else jax.jit(wrap, out_shardings=wanted.sharding)(value)
+    return value if wanted.sharding in (None, value.sharding) else jax.device_put(value, wanted.sharding)
 
 
 def parts_of(array: jax.Array) -> dict[placement.ShardBounds, np.ndarray[Any, Any]]:

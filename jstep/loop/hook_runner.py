@@ -54,7 +54,7 @@ class HookRunner:
         self._run, self._hooks = run, run.hooks
         self.evaluations = [hook for hook in run.hooks if isinstance(hook, EvaluationHook)]
         # The savers among the hooks are called after the body of the loop.
-        self._others = self.savers = ScheduleGroup((), run.first)
+        self._non_savers = self.savers = ScheduleGroup((), run.first)
         self._ends: EndsAhead | None = None
         self.is_checking = self._was_last = False
         self._next_check = run.first
@@ -84,8 +84,8 @@ class HookRunner:
         for hook in self._hooks:
             if hasattr(hook, "begin") and self._call(hook, "begin", run.at.state):
                 is_done = True
-        others = [hook for hook in self._hooks if _acts(hook) and not isinstance(hook, CheckpointSaverHook)]
-        self._others = ScheduleGroup(others, run.first)
+        non_savers = [hook for hook in self._hooks if _acts(hook) and not isinstance(hook, CheckpointSaverHook)]
+        self._non_savers = ScheduleGroup(non_savers, run.first)
         self.savers = ScheduleGroup(run.savers, run.first)
         return is_done
 
@@ -105,19 +105,19 @@ class HookRunner:
         run.steps_by_rows[run.at.rows] += step - first
         if first >= self._next_check:
             self._check_step(first)
-        others, savers = self._others, self.savers
-        for schedule in others.timed:
+        non_savers, savers = self._non_savers, self.savers
+        for schedule in non_savers.timed:
             if schedule.cadence.clock() >= schedule.deadline:
-                others.call_at(step)
-        if step >= others.next or run.pending:
-            self._call_due(others)
+                non_savers.call_at(step)
+        if step >= non_savers.next or run.pending:
+            self._call_due(non_savers)
         for schedule in savers.timed:  # after the others, which may take long
             if schedule.cadence.clock() >= schedule.deadline:
                 savers.call_at(step)
         if run.deferred:
             savers.call_at(step)
         if run.failures and step < savers.next:  # else once it is saved
-            self.settle()
+            self.raise_log_errors()
         if self._ends is not None:
             self._ends.extend()
 
@@ -141,7 +141,7 @@ class HookRunner:
         if first == run.first:
             watch.started()
             # The intervals of automatic saves begin with the first step.
-            for schedule in (*self._others.schedules, *self.savers.schedules):
+            for schedule in (*self._non_savers.schedules, *self.savers.schedules):
                 if callable(schedule.cadence.secs):
                     schedule.reschedule(run.at.step)
             if any(isinstance(hook, LoggingHook) and hook not in run.options.hooks for hook in self._hooks):
@@ -211,13 +211,13 @@ class HookRunner:
         prevented = [call_named(hook, "before_save", step) for hook in (*custom, *built_in)]  # each must be called
         return processes.any_process(any(prevented)) if custom else any(prevented)
 
-    def last(self, failed: Callable[[Exception], None] | None = None) -> None:
+    def call_at_last(self, failed: Callable[[Exception], None] | None = None) -> None:
         """Run hooks after the last call, once; `failed` receives their exceptions if another error is handled."""
         run, errors = self._run, HookErrors(self._run)
         if run.at.step == run.first or self._was_last:
             return
         self._was_last = True
-        schedules = (*self._others.schedules, *self.savers.schedules)
+        schedules = (*self._non_savers.schedules, *self.savers.schedules)
         due = [schedule.hook for schedule in schedules if schedule.at_last(run.at.step)]
         calls = {id(hook): HookCall(hook, "after_step") for hook in due}  # each hook once
         with run.watch.phase(HOOKS):
@@ -238,7 +238,7 @@ class HookRunner:
             except Exception as error:
                 failed(error)
 
-    def settle(self, failed: Callable[[Exception], None] | None = None) -> None:
+    def raise_log_errors(self, failed: Callable[[Exception], None] | None = None) -> None:
         """Raise the errors of logs that could not be written before the last checkpoint, or pass them to `failed`."""
         errors = HookErrors(self._run)
         errors.add_failures()
@@ -294,7 +294,7 @@ class HookRunner:
 
     def _record(self, call: HookCall, began: float) -> None:
         if call.phase != STEPPING:
-            self._run.watch.record(call.thing, began)
+            self._run.watch.record(call.timing_key, began)
 
     def ends(self, boundaries: Boundaries) -> EndsAhead:
         """Return the steps at which calls must end, also because a hook is due."""

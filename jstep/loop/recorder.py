@@ -62,8 +62,8 @@ class Recorder(Observer):
         self._saving: list[list[Any]] = []  # the saves that are not complete
         self._samples = [0, 0]  # the seconds at which the loop was in a hook, and those at which the device computed
         self._card: dict[str, Any] = {}
-        self._kept: Mapping[str, Any] | None = None  # the past of the restored checkpoint, until it is compared
-        self._latest: list[Task[None]] = []  # the newest task of the card; each waits for the one before
+        self._saved_past: Mapping[str, Any] | None = None  # the past of the restored checkpoint, until it is compared
+        self._newest_tasks: list[Task[None]] = []  # the newest task of the card; each waits for the one before
 
     # The start and the end.
 
@@ -78,7 +78,7 @@ class Recorder(Observer):
         self._opening.result()
         if self.run.file is not None:
             self._thread.start()
-            self._begin(self._add_code)
+            self._enqueue(self._add_code)
 
     def _open(self, where: str) -> None:
         saver, origin = self.run.saver, self.run.origin
@@ -93,11 +93,11 @@ class Recorder(Observer):
         if newest is not None:
             self._numbers = {"values": newest["values"], "best": newest["best"]}
         where = absolute(where)  # a run may change its folder
-        file = StartFile(where, prefix, earlier, {**self._given(where, starts, newest), **self._newest()})
+        file = StartFile(where, prefix, earlier, self._initial_fields(where, starts, newest) | self._current_fields())
         _end_earlier(file, claimed=origin.is_claimed)
         self.run.file = file
 
-    def _given(self, where: str, earlier: list[Start], newest: Start | None) -> dict[str, Any]:
+    def _initial_fields(self, where: str, earlier: list[Start], newest: Start | None) -> dict[str, Any]:
         """Return what is known when the file is made, and does not change."""
         options = self.run.options
         state = self.run.at.state
@@ -138,14 +138,14 @@ class Recorder(Observer):
         if self._opening is not None and not self._opening.cancel():
             wait([self._opening], timeout=10)
         if not self.run.signals.received_twice:
-            wait(self._latest, timeout=GIT_TIMEOUT_SECS + 1)
+            wait(self._newest_tasks, timeout=GIT_TIMEOUT_SECS + 1)
         if (file := self.run.file) is not None:
             file.due.set()
             if self._thread.is_alive():
                 self._thread.join(timeout=10)  # it may be blocked on an object store
             status, reason, exception = _outcome(self.run, error)
             fields = {"saved": self._complete(file.fields["saved"]), "end": [status, reason], "exception": exception}
-            file.close({**self._newest(), **fields})
+            file.close({**self._current_fields(), **fields})
 
     def _complete(self, saved: list[Any]) -> list[Any]:
         """Return the saves without those that failed, which are newer than the newest checkpoint."""
@@ -165,7 +165,7 @@ class Recorder(Observer):
         if (file := self.run.file) is not None:
             with self._lock:
                 saved, self._saving = [*file.fields["saved"], *self._saving], []
-            file.write({**self._newest(), "saved": saved[-_MAX_SAVES:]}, flush=True)
+            file.write({**self._current_fields(), "saved": saved[-_MAX_SAVES:]}, flush=True)
 
     def _tick(self) -> None:
         while (file := self.run.file) is not None:
@@ -177,12 +177,12 @@ class Recorder(Observer):
                 is_busy = self.run.in_flight.unfinished() is not None
                 self._samples = [self._samples[0] + 1, self._samples[1] + is_busy]
             try:
-                file.write(self._newest())
+                file.write(self._current_fields())
             except Exception as error:  # an error here must not end the run
                 logger.warning("the record of this run cannot be kept: %s", error)
                 return
 
-    def _newest(self) -> dict[str, Any]:
+    def _current_fields(self) -> dict[str, Any]:
         run, seconds = self.run, self.run.watch.seconds()
         self._read_numbers()
         counter = run.counter if run.is_open else None
@@ -193,7 +193,7 @@ class Recorder(Observer):
         finished = run.at.step if unfinished is None else unfinished[0]
         return {
             "now": stopwatch.CLOCKS.wall(),
-            "step": [run.first, max(run.first, finished)] if run.is_known else None,
+            "step": [run.first, max(run.first, finished)] if run.is_first_known else None,
             "computing": seconds.get(stopwatch.HOOKS, 0.0) * busy / hooks if hooks else None,
             **host_memory(),
             "seconds": {part: round(max(0.0, value), 6) for part, value in seconds.items() if value},
@@ -245,8 +245,8 @@ class Recorder(Observer):
         run = self.run
         return jax.process_index() == 0 and run.is_open and (run.saver or run.file) is not None
 
-    def _begin(self, task: Callable[[], None]) -> None:
-        before = self._latest
+    def _enqueue(self, task: Callable[[], None]) -> None:
+        before = self._newest_tasks
 
         def when_due() -> None:
             wait(before)
@@ -255,7 +255,7 @@ class Recorder(Observer):
             except Exception as error:
                 logger.warning("this run could not be recorded: %s: %s", type(error).__name__, error, extra=BELOW_BAR)
 
-        self._latest = [in_background(when_due, name="jstep-card")]
+        self._newest_tasks = [in_background(when_due, name="jstep-card")]
 
     def _add_code(self) -> None:
         if (code := code_version()) is not None and (file := self.run.file) is not None:
@@ -265,15 +265,15 @@ class Recorder(Observer):
         run, origin = self.run, self.run.origin
         if not self._is_active():
             return
-        if origin.restored is not None and isinstance(kept := origin.extra.get(PAST), dict):
-            self._kept = kept
+        if origin.restored is not None and isinstance(past := origin.extra.get(PAST), dict):
+            self._saved_past = past
         first, shapes = run.first, run.dispatch.table.state_shapes
 
         def record() -> None:
             self._card = card(run.options, run.train_steps, first, shapes, run.source.given)
             self._write_card()
 
-        self._begin(record)
+        self._enqueue(record)
 
     def _write_card(self) -> None:
         if (file := self.run.file) is not None:
@@ -286,11 +286,11 @@ class Recorder(Observer):
                 args = chunk.step_args
                 stage = chunk.program.stage
                 constants = chunk.program.constants.values
-                self._begin(lambda: self._add_program(stage, traced, constants, args))
+                self._enqueue(lambda: self._add_program(stage, traced, constants, args))
 
     def idle(self) -> None:
         """Compare a start that takes no step with the start that made its checkpoint, but for their programs."""
-        self._begin(functools.partial(self._compare, is_idle=True))
+        self._enqueue(functools.partial(self._compare, is_idle=True))
 
     def _add_program(self, stage: Stage, traced: Any, constants: Mapping[str, Any], args: Any) -> None:
         added = program_card(stage.first, stage.single, traced, constants, args)
@@ -301,10 +301,10 @@ class Recorder(Observer):
         self._compare()
 
     def _compare(self, *, is_idle: bool = False) -> None:
-        kept, self._kept = self._kept, None
+        saved_past, self._saved_past = self._saved_past, None
         run = self.run
-        if kept is not None and run.saver is not None and run.restored is not None:
-            self._report(kept, run.saver, run.restored, is_idle=is_idle)
+        if saved_past is not None and run.saver is not None and run.restored is not None:
+            self._report(saved_past, run.saver, run.restored, is_idle=is_idle)
 
     # What a restart says.
 
@@ -341,14 +341,14 @@ class Recorder(Observer):
             past |= {"rows": before.rows_hash(), "batches": definition}
         return past
 
-    def _report(self, kept: Mapping[str, Any], saver: Saver, step: int, *, is_idle: bool) -> None:
+    def _report(self, saved_past: Mapping[str, Any], saver: Saver, step: int, *, is_idle: bool) -> None:
         """Log what has changed since the start that made the checkpoint: a warning if its bits change."""
         name = checkpoint_name(saver.prefix, step)
         past = self._past(step)
         file = self.run.file
         bits, place = list[str](), list[str]()
         earlier = [] if file is None else valid(file.earlier)
-        before = next((start for start in earlier if [start["number"], start["began"]] == kept.get(START)), None)
+        before = next((start for start in earlier if [start["number"], start["began"]] == saved_past.get(START)), None)
         if file is not None and before is not None:
             path = program_path(file.where, file.fields)
             current = {**file.fields, "config": self.run.options.config, "card": self._card, "programs": path}
@@ -356,10 +356,10 @@ class Recorder(Observer):
             bits, place = [*found.bits, *self._rate_change(before, step, found.bits)], found.place
         elif earlier:
             logger.info("%s: the start that made it is not recorded, so only lanes and batches are compared", name)
-        if step and kept.get("lanes") != past["lanes"]:
-            bits.append(f"lanes: {kept.get('lanes')} before, {past['lanes']} now")
-        if "rows" in kept and "rows" in past and kept["rows"] != past["rows"]:
-            older, newer = ({"card": {"batches": entry["batches"]}} for entry in (kept, past))
+        if step and saved_past.get("lanes") != past["lanes"]:
+            bits.append(f"lanes: {saved_past.get('lanes')} before, {past['lanes']} now")
+        if "rows" in saved_past and "rows" in past and saved_past["rows"] != past["rows"]:
+            older, newer = ({"card": {"batches": entry["batches"]}} for entry in (saved_past, past))
             lines = [line.removeprefix("batches: ") for line in changes(older, newer).lines]
             why = "; ".join(lines) or "their definition is the same, but not the rows it takes"
             bits.append(
@@ -425,7 +425,7 @@ def _cut(text: str, most: int = 1000) -> str:
 def _outcome(run: RunContext, error: BaseException | None) -> tuple[str, str, str | None]:
     """Return the status, the reason and the exception class of the end of the run; signals have no exception class."""
     signals = run.signals
-    is_done = run.is_known and run.at.step >= run.options.stop_step
+    is_done = run.is_first_known and run.at.step >= run.options.stop_step
     is_signal = error is not None and (signals.received is not None or isinstance(error, KeyboardInterrupt))
     kind = None if error is None else type(error).__name__
     if error is not None and (isinstance(error, Exception) or not is_signal):

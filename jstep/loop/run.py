@@ -41,12 +41,12 @@ from jstep.hooks.hook import check_returned_state, check_step
 from jstep.hooks.run_hook import LoopState
 from jstep.loop import stopping
 from jstep.loop.arguments import Options, as_steps_per_call, cache_directory, check, explains_arguments
+from jstep.loop.batch_watch import BatchWatch
 from jstep.loop.feeder import fetch_by_all
 from jstep.loop.hook_runner import HookRunner, RunChunk, close_hooks
 from jstep.loop.observer import Observer
 from jstep.loop.programs import Chunk, as_stages
 from jstep.loop.progress import Progress
-from jstep.loop.read_batches import BatchWatch
 from jstep.loop.recorder import Recorder
 from jstep.loop.run_context import BEGINNING, BODY, CLOSING, ENDING, LEAVING, RUNNING, RunContext
 from jstep.loop.saving import open_body_metrics
@@ -312,7 +312,7 @@ class Run(Generic[P]):
             run.signals.begin()
             self._runner = open_run(run, self._batches)
             self._has_steps = begin(run, self._runner)
-            self._iterator = self._push() if isinstance(self._batches, LoopBatches) else self._pull()
+            self._iterator = self._iterate_bodies() if isinstance(self._batches, LoopBatches) else self._iterate_calls()
             self._stack = stack.pop_all()
         return self
 
@@ -397,7 +397,7 @@ class Run(Generic[P]):
 
     # The loop.
 
-    def _pull(self) -> Generator[int, None, None]:
+    def _iterate_calls(self) -> Generator[int, None, None]:
         """Take a call for each iteration."""
         run, signals = self._context, self._context.signals
         watch, clock = run.watch, run.watch.clock
@@ -421,7 +421,7 @@ class Run(Generic[P]):
                         run.calling = None
                         if clock() - began > _SHORT:
                             watch.reassign(HOOKS, clock() - began)
-                            watch.record(BODY.thing, began)
+                            watch.record(BODY.timing_key, began)
                     # Most steps have nothing to save and no signal to obey, so they skip the call of `_resumes`.
                     is_quiet = signals.received is None and signals.is_alone and run.stopped_by is None
                     if not (is_quiet and step < self._runner.savers.next and step < last_step) and not self._resumes():
@@ -440,7 +440,7 @@ class Run(Generic[P]):
             yield run.at.step
         run.calling = None
 
-    def _push(self) -> Generator[int, None, None]:
+    def _iterate_bodies(self) -> Generator[int, None, None]:
         """Yield iterations to a body that makes the batches; it takes any number of steps in each."""
         run = self._context
         with self._failure:
@@ -527,11 +527,11 @@ class Run(Generic[P]):
             if self._has_steps and not run.is_at_last:
                 stopping.report_early_end(run)
         run.signals.finish()
-        runner.last()
+        runner.call_at_last()
         check_step(run.step, run.state)
         if run.status != LEAVING:
             runner.end()
         if run.status == LEAVING or run.signals.to_stop():  # also during the hooks above
             stopping.exit_on_signal(run)
-        runner.settle()
+        runner.raise_log_errors()
         self._last = run.at

@@ -76,7 +76,7 @@ class HookCall(NamedTuple):
         return HOOKS if self.is_users else str(self.hook.phase)
 
     @property
-    def thing(self) -> Hashable:
+    def timing_key(self) -> Hashable:
         """The key of its recorded duration: a save, an evaluation, or this method of the hook."""
         if self.phase == HOOKS or self.method == "begin":
             return id(self.hook), self.method
@@ -96,8 +96,8 @@ class HookCalls(Protocol):
     def evaluations(self) -> Sequence[Any]: ...
     def before_save(self, step: int) -> bool: ...
     def has_ended(self) -> bool: ...
-    def last(self, failed: Callable[[Exception], None] | None = None) -> None: ...
-    def settle(self, failed: Callable[[Exception], None] | None = None) -> None: ...
+    def call_at_last(self, failed: Callable[[Exception], None] | None = None) -> None: ...
+    def raise_log_errors(self, failed: Callable[[Exception], None] | None = None) -> None: ...
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -131,7 +131,7 @@ class RunContext(RunInfo):
     status: str = BEGINNING
     calling: HookCall | None = None  # the call of a hook, or the `BODY`, that is in progress, or that raised
     first: int = 0  # the step at which the loop begins; while a checkpoint is restored, an assumption
-    is_known: bool = False  # whether `first` is set
+    is_first_known: bool = False  # whether `first` is set
     restoring: int | None = None  # the step of the checkpoint that is being restored
     finite_at: int = 0  # the latest step with parameters that were found to be finite
     body_interval: int | None = None  # the interval at which the body wants calls to end; None for every call
@@ -181,7 +181,7 @@ class RunContext(RunInfo):
     def expect(self, first: int, restoring: int | None) -> None:
         """Assume where the loop will begin, before the checkpoint of a step, if any, is restored."""
         self.first = first
-        self.is_known = True
+        self.is_first_known = True
         self.restoring = restoring
 
     def begin(self, step: int, state: Tree) -> None:

@@ -97,7 +97,7 @@ class Wait(NamedTuple):
     """What a run waits for.
 
     Attributes:
-        thing: The key of its recorded durations; None for those of the stopwatch.
+        timing_key: The key of its recorded durations; None for those of the stopwatch.
         steps: The first and the last step of a call.
         taken: What it has done meanwhile, such as batches of an evaluation.
         age: Its seconds so far, except those in which the process was stopped.
@@ -108,7 +108,7 @@ class Wait(NamedTuple):
 
     kind: str
     what: str
-    thing: Hashable = None
+    timing_key: Hashable = None
     steps: tuple[int, int] | None = None
     taken: int = 0
     age: float = 0.0
@@ -117,7 +117,7 @@ class Wait(NamedTuple):
     part: str = ""
 
     def goes_on(self, present: "Wait") -> bool:
-        return (self.what, self.thing, self.taken) == (present.what, present.thing, present.taken)
+        return (self.what, self.timing_key, self.taken) == (present.what, present.timing_key, present.taken)
 
 
 class StallWatch(Observer):
@@ -215,24 +215,24 @@ class StallWatch(Observer):
         owner = run.transfers.owner
         if owner is not None:  # a hook may deliver the metrics of another
             call = HookCall(owner, "" if call is None else call.method)
-        thing = None if call is None else call.thing
-        if thing == SAVING or (part == SAVING and run.status != CLOSING):
+        key = None if call is None else call.timing_key
+        if key == SAVING or (part == SAVING and run.status != CLOSING):
             return Wait("save", f"saving step {step}", SAVING)
-        if call is not None and thing == (id(call.hook), EVALUATING):
+        if call is not None and key == (id(call.hook), EVALUATING):
             return Wait(
-                _EVALUATION, f"in an evaluation at step {step}", thing, taken=threads.evaluation_batches_taken.count
+                _EVALUATION, f"in an evaluation at step {step}", key, taken=threads.evaluation_batches_taken.count
             )
         if call is BODY:
-            return Wait(_USERS_HOOK, f"in {BODY.method} at step {step}", BODY.thing)
+            return Wait(_USERS_HOOK, f"in {BODY.method} at step {step}", BODY.timing_key)
         if call is not None:
             kind = _USERS_HOOK if call.is_users else "built-in hook"
-            return Wait(kind, f"in the hook {hook_name(call.hook)} at step {step}", thing)
+            return Wait(kind, f"in the hook {hook_name(call.hook)} at step {step}", key)
         if run.is_over:
             return Wait("close", f"closing after step {step}", "close")
         if run.restoring is not None:
             return Wait("restore", f"restoring step {run.restoring}", "restore")
         if not run.is_open or run.status == BEGINNING:
-            what = f"starting at step {step}" if run.is_known else "starting: it looks for checkpoints"
+            what = f"starting at step {step}" if run.is_first_known else "starting: it looks for checkpoints"
             return Wait(_START, what, _START)
         feeder, compiler = run.feeder, run.dispatch.compiler
         waits_for_compiler = part == STARTING and (step > run.first or compiler.begun)
@@ -290,8 +290,8 @@ class StallWatch(Observer):
     def _usual(self, wait: Wait) -> float | None:
         """Return the usual seconds of such a wait (for a call, of one step); None the first time."""
         watch = self.run.watch
-        if wait.thing is not None:
-            return max(watch.lasted[wait.thing], default=None)
+        if wait.timing_key is not None:
+            return max(watch.lasted[wait.timing_key], default=None)
         seconds = watch.visits(WAITING) if wait.kind == _BATCH else [*self.run.in_flight.per_step]
         return statistics.median(seconds) if seconds else None
 

@@ -89,7 +89,7 @@ def exit_on_signal(run: RunContext) -> NoReturn:
         with errors:
             outcomes.append(_save(run, hook))
     errors.end()
-    run.runner.settle()
+    run.runner.raise_log_errors()
     if len(savers) < len(run.savers):
         run.before_save(run.step)  # `NanLossHook` raises a more specific error
         for hook in run.savers:  # and otherwise an error says more of the parameters
@@ -148,7 +148,7 @@ def rescue(run: RunContext, error: BaseException) -> None:
 
     is_saved = signals.received_twice or (signals.received is not None and not isinstance(error, Exception))
     if not signals.received_twice:
-        run.runner.last(failed)
+        run.runner.call_at_last(failed)
     if keep_state(run, error):
         note(error, f"{where}. The state was donated to a step: it is lost.")
         return
@@ -156,7 +156,7 @@ def rescue(run: RunContext, error: BaseException) -> None:
     # Otherwise it is saved already, or must not be.
     if run.savers and not is_saved and run.step > run.first:
         saved = _saved(run, error)
-        run.runner.settle(failed)
+        run.runner.raise_log_errors(failed)
     is_kept = run.step > run.first and interactive.keep(run.state)
     also = " and in jstep.interrupted_state()" if is_kept else ""
     note(error, f"{where}; the state after step {run.step} is in the exception's `state`{also}{saved}.")

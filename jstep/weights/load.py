@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jstep.checkpoint import leaf_records, targets
-from jstep.checkpoint.listing import missing
+from jstep.checkpoint.listing import first_missing_file
 from jstep.checkpoint.manifest import MANIFEST_FILE
 from jstep.checkpoint.names import open_store
 from jstep.checkpoint.reading import CheckpointReader
@@ -169,7 +169,7 @@ def open_source(path: object) -> TensorSource:
         tensors = read_tensors(file)
         return TensorSource(file, tensors, functools.partial(_read_files, tensors), is_checkpoint=False)
     checkpoint = os.path.abspath(resolved)
-    if missing(checkpoint) != MANIFEST_FILE:  # a manifest of another program does not count
+    if first_missing_file(checkpoint) != MANIFEST_FILE:  # a manifest of another program does not count
         return TensorSource(checkpoint, *_checkpoint_of_jstep(checkpoint), is_checkpoint=True)
     from jstep.weights import orbax_checkpoint  # not at the top: importing Orbax is slow
 

@@ -11,7 +11,7 @@ import numpy as np
 from file_operations import before, disk_is_full, held
 
 import jstep
-from jstep.checkpoint.listing import COMMITTED, UNUSED
+from jstep.checkpoint.listing import ORBAX_COMMIT_FILE, ORBAX_ONLY
 
 
 def state_at(step, value=0.0):
@@ -52,7 +52,7 @@ def files_of(path):
 
 def read_files_of(path):
     """Return the files of a checkpoint that are read: all but those that only Orbax reads."""
-    return [file for file in files_of(path) if os.path.basename(file) not in {*UNUSED, COMMITTED}]
+    return [file for file in files_of(path) if os.path.basename(file) not in {*ORBAX_ONLY, ORBAX_COMMIT_FILE}]
 
 
 def flip(path, at):

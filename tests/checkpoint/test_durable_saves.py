@@ -12,7 +12,7 @@ from checkpoint_states import files_of, flip, listing, save_all, state_at
 from file_operations import before, failing, held
 
 import jstep
-from jstep.checkpoint.listing import UNUSED
+from jstep.checkpoint.listing import ORBAX_ONLY
 from jstep.checkpoint.manifest import CheckpointError, CheckpointExtra
 from jstep.checkpoint.saver import Saver
 from jstep.stores.tagged_json import LargeBytes
@@ -67,8 +67,8 @@ def test_files_then_manifest_then_folder_then_name_then_directory(tmp_path, flus
         save_all(saver, [2])
     temporary, final = f"{tmp_path}/model-2.orbax-checkpoint-tmp", f"{tmp_path}/model-2"
     names = {os.path.relpath(path, final) for path in files_of(final)}
-    of_orbax = UNUSED & names  # tensorstore flushes the others itself, which `tests/powercut` sees
-    assert of_orbax == UNUSED
+    of_orbax = ORBAX_ONLY & names  # tensorstore flushes the others itself, which `tests/powercut` sees
+    assert of_orbax == ORBAX_ONLY
     order = [
         max(flushed.index(f"{temporary}/{name}") for name in [*of_orbax, "d"]),
         flushed.index(f"{temporary}/manifest.json"),

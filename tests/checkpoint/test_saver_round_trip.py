@@ -10,7 +10,7 @@ from checkpoint_states import NO_SLOTS, as_bits, assert_same, state_at
 from etils import epath
 
 import jstep
-from jstep.checkpoint.listing import COMMITTED
+from jstep.checkpoint.listing import ORBAX_COMMIT_FILE
 from jstep.checkpoint.saver import Saver
 
 
@@ -71,6 +71,6 @@ class TestRoundTrip:
             path = epath.Path(saver.save(state_at(3)))
         in_bucket = ocp.path.atomicity.CommitFileTemporaryPath  # how Orbax writes to, and reads in, a bucket
         asyncio.run(in_bucket.validate_final(path))
-        (path / COMMITTED).unlink()
-        with pytest.raises(Exception, match=COMMITTED):
+        (path / ORBAX_COMMIT_FILE).unlink()
+        with pytest.raises(Exception, match=ORBAX_COMMIT_FILE):
             asyncio.run(in_bucket.validate_final(path))

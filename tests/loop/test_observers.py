@@ -14,7 +14,7 @@ from jstep.loop.run import OBSERVERS
 PACKAGE = pathlib.Path(jstep.__file__).parent
 OF = {
     "loop/recorder": {"record", "goodput", "batches"},  # goodput reads the record, which has the hashes of batches
-    "loop/read_batches": {"batches"},
+    "loop/batch_watch": {"batches"},
     "loop/stalls": {"stalls"},
     "loop/utilization": {"utilization"},
     "loop/progress": {"progress"},

@@ -22,7 +22,7 @@ def run_of(*, loop: Any = None, **more: Any) -> Any:
     place = {
         "at": LoopState(loop.get("step", 5), None), "first": 2,
         "calling": None, "status": RUNNING, "is_over": False, "restoring": None,
-        "is_known": True,
+        "is_first_known": True,
     }  # fmt: skip
     fields = place | loop | {
         "is_open": True,
@@ -59,9 +59,9 @@ def watch_of(run: Any, *, warn: float = 2.0, process: int = 0, count: int = 3, *
     return watch
 
 
-def of_hook(name: str, thing: Any, *, is_users: bool = True) -> Any:
+def of_hook(name: str, timing_key: Any, *, is_users: bool = True) -> Any:
     hook = types.SimpleNamespace(name=name)
-    return types.SimpleNamespace(hook=hook, thing=thing, method="after_step", is_users=is_users)
+    return types.SimpleNamespace(hook=hook, timing_key=timing_key, method="after_step", is_users=is_users)
 
 
 def waits() -> dict[str, Any]:
@@ -71,7 +71,7 @@ def waits() -> dict[str, Any]:
     starting = types.SimpleNamespace(**vars(base.watch) | {"current": STARTING})
     saving = types.SimpleNamespace(**vars(base.watch) | {"current": SAVING})
     evaluating = of_hook("Loss", None)
-    evaluating.thing = id(evaluating.hook), EVALUATING
+    evaluating.timing_key = id(evaluating.hook), EVALUATING
     return {
         "in a call of steps 5 to 6": run_of(),
         "in a call of steps 3 to 4": run_of(runner=types.SimpleNamespace(is_checking=True)),
@@ -82,7 +82,7 @@ def waits() -> dict[str, Any]:
         "closing after step 5 #2": run_of(watch=saving, loop={"is_over": True, "status": CLOSING}),
         "restoring step 3": run_of(loop={"status": BEGINNING, "restoring": 3}),
         "starting at step 5": run_of(loop={"status": BEGINNING}),
-        "starting: it looks for checkpoints": run_of(loop={"status": BEGINNING, "is_known": False}),
+        "starting: it looks for checkpoints": run_of(loop={"status": BEGINNING, "is_first_known": False}),
         "compiling step 5's program": run_of(watch=starting),
         "waiting for batch 6": run_of(feeder=waiting),
         "compiling step 5's program #2": run_of(dispatch=dispatch_of(locked=True), feeder=waiting),
@@ -98,7 +98,7 @@ def test_what_is_waited_for(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: ())
     wait, calling = watch_of(run := waits()[what])._now(), run.calling
     assert wait.what == what.partition(" #")[0]
-    assert calling is None or wait.thing == calling.thing
+    assert calling is None or wait.timing_key == calling.timing_key
 
 
 def test_tracing_is_compiling_unless_a_batch_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_tracing_is_compiling_unless_a_batch_is_waited_for(monkeypatch: pytest.M
 def test_what_processes_agree_on(what: str, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: (AGREEING,))
     wait = watch_of(waits()[what])._now()
-    assert (wait.kind, wait.thing, wait.what) == (
+    assert (wait.kind, wait.timing_key, wait.what) == (
         *(stalls.WITH_OTHERS, stalls.WITH_OTHERS),
         f"waiting for other processes to agree on {topic}",
     )
@@ -167,8 +167,8 @@ def test_the_others_are_named_or_counted(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_durations_are_those_of_saves_of_evaluations_and_of_each_method() -> None:
     hooks: list[Any] = [jstep.StallHook(), *(types.new_class("Own", (RunHook,))() for _ in range(2))]
     hooks[1].phase, hooks[2].phase = EVALUATING, SAVING
-    things = [HookCall(hook, "after_step").thing for hook in hooks]
-    assert things == [(id(hooks[0]), "after_step"), (id(hooks[1]), EVALUATING), SAVING]
+    keys = [HookCall(hook, "after_step").timing_key for hook in hooks]
+    assert keys == [(id(hooks[0]), "after_step"), (id(hooks[1]), EVALUATING), SAVING]
 
 
 def test_the_seconds_that_a_thing_usually_takes() -> None:

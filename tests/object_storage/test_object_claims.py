@@ -30,7 +30,7 @@ def test_a_second_writer_is_refused(store):
 
 
 def claim_of_another_host(store, monkeypatch, beat):
-    monkeypatch.setattr(claims, "SILENT", 0.2)
+    monkeypatch.setattr(claims, "OBJECT_SILENT_SECS", 0.2)
     text = b'{"host": "elsewhere", "pid": 12, "id": "x", "beat": %d}'
     store.put("bkt", "run/~claims/model", text % 0)
     if beat:
@@ -71,7 +71,7 @@ def test_a_writer_that_lost_its_claim_does_not_commit(store):
 
 
 def test_claims_are_renewed_periodically(store, monkeypatch):
-    monkeypatch.setattr(claims, "BEAT", 0.01)
+    monkeypatch.setattr(claims, "RENEWAL_SECS", 0.01)
     with jstep.Saver(store.run) as saver:
         saver.claim()
         first = store.data("run/~claims/model")

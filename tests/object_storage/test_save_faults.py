@@ -10,7 +10,7 @@ from object_states import state_at
 from scalar_points import read_scalars
 
 import jstep
-from jstep.checkpoint.listing import UNUSED
+from jstep.checkpoint.listing import ORBAX_ONLY
 
 pytestmark = pytest.mark.usefixtures("one_retry")
 
@@ -97,7 +97,7 @@ def test_corruption_of_any_object_is_detected(store):
         for step in (1, 2):
             saver.save(state_at(step))
     for key in store.keys("run/model-2/"):
-        if key.rpartition("/")[2] in UNUSED:
+        if key.rpartition("/")[2] in ORBAX_ONLY:
             continue
         generation, data = store.objects["bkt"][key]
         for at in (0, len(data) // 2, len(data) - 1):

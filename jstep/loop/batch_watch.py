@@ -44,10 +44,10 @@ class BatchWatch(Observer):
     def __init__(self, run: RunContext) -> None:
         self._run = run
         self._step: int | None = None  # of the batch that is to be hashed
-        self._known: dict[str, Any] = {}  # step → layout, content and what was given, of earlier batches
-        self._tasks: list[Task[None]] = []  # the newest one, which waits for the one before
+        self._hashes: dict[str, Any] = {}  # step → hashes of layout, content and settings, of earlier batches
+        self._newest_tasks: list[Task[None]] = []  # the newest one, which waits for the one before
         self._folder: HeldFolder | None = None
-        self._path = self._given = ""
+        self._path = self._settings_hash = ""
 
     def before_begin(self) -> None:
         run = self._run
@@ -57,13 +57,13 @@ class BatchWatch(Observer):
         self._path = join_path(folder, f"{run.saver.prefix}.{jax.process_index()}.batches")
         self._folder = None if is_url(folder) or jax.process_index() == 0 else HeldFolder(folder)
         if run.restored is not None and not run.origin.is_at_branch_point and run.source.seekable:
-            self._begin(self._read)
+            self._enqueue(self._read_hashes)
             self._watch(run.first)
 
     def about_to_save(self, step: int) -> dict[str, Any]:
         if self._path and (step > self._run.first or self._run.restored is None):
-            if any(int(known) >= step for known in list(self._known)):  # of a start whose steps are run again
-                self._begin(functools.partial(self._forget, step))
+            if any(int(known) >= step for known in list(self._hashes)):  # of a start whose steps are run again
+                self._enqueue(functools.partial(self._drop_hashes_from, step))
             self._watch(step)
         return {}
 
@@ -71,11 +71,11 @@ class BatchWatch(Observer):
         """Hash the next batch of a sequence, although the run has ended before it."""
         batches, step = self._run.source.by_step if self._run.is_open else None, self._step
         if step is not None and isinstance(batches, BatchSequence | list | tuple) and jax.process_count() == 1:
-            self._begin(lambda: self._keep(step, trees.batch_to_args(copy_batch(batches[step]))))
+            self._enqueue(lambda: self._add_hash(step, trees.batch_to_args(copy_batch(batches[step]))))
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._run.signals.received_twice:
-            wait(self._tasks, timeout=_END_SECS)
+            wait(self._newest_tasks, timeout=_END_SECS)
         if self._folder is not None:
             self._folder.close()
 
@@ -88,13 +88,13 @@ class BatchWatch(Observer):
         self._run.dispatch.stop_calling(self._after_call)
         if chunk.first == self._step:
             args, is_stacked = chunk.args, chunk.program.is_stacked
-            self._begin(lambda: self._keep(chunk.first, args, is_stacked=is_stacked))
+            self._enqueue(lambda: self._add_hash(chunk.first, args, is_stacked=is_stacked))
         self._step = None
 
     # In background threads, in order.
 
-    def _begin(self, task: Callable[[], None]) -> None:
-        before = self._tasks
+    def _enqueue(self, task: Callable[[], None]) -> None:
+        before = self._newest_tasks
 
         def when_due() -> None:
             wait(before)
@@ -103,9 +103,9 @@ class BatchWatch(Observer):
             except Exception as error:  # such as a batch that the step has donated, or the end of the batches
                 logger.debug("a batch was not hashed: %s: %s", type(error).__name__, error)
 
-        self._tasks = [in_background(when_due, name="jstep-batch-hash", daemon=True)]
+        self._newest_tasks = [in_background(when_due, name="jstep-batch-hash", daemon=True)]
 
-    def _read(self) -> None:
+    def _read_hashes(self) -> None:
         """Read the hashes of the start that saved the checkpoint, and of those that resumed from it."""
         known: dict[str, Any] = {}
         if jax.process_index():
@@ -114,22 +114,22 @@ class BatchWatch(Observer):
             made_by = (self._run.origin.extra.get(PAST) or {}).get(START, [math.inf])
             for start in valid(file.earlier):
                 known |= start["batches"] if start["number"] >= made_by[0] else {}
-        self._known |= {step: entry for step, entry in known.items() if step.isdecimal()}
+        self._hashes |= {step: entry for step, entry in known.items() if step.isdecimal()}
 
-    def _forget(self, step: int) -> None:
-        self._known = {known: entry for known, entry in self._known.items() if int(known) < step}
-        self._write()
+    def _drop_hashes_from(self, step: int) -> None:
+        self._hashes = {known: entry for known, entry in self._hashes.items() if int(known) < step}
+        self._write_hashes()
 
-    def _keep(self, step: int, args: Sequence[Any], *, is_stacked: bool = False) -> None:
-        entry = [*hash_batch(args, is_stacked=is_stacked), self._what_was_given()]
-        before = self._known.pop(str(step), None)
+    def _add_hash(self, step: int, args: Sequence[Any], *, is_stacked: bool = False) -> None:
+        entry = [*hash_batch(args, is_stacked=is_stacked), self._hash_settings()]
+        before = self._hashes.pop(str(step), None)
         if before is not None and step == self._run.first:
             self._compare(step, before, entry)
-        self._known[str(step)] = entry
-        self._write()
+        self._hashes[str(step)] = entry
+        self._write_hashes()
 
-    def _write(self) -> None:
-        newest = dict(list(self._known.items())[-_KEPT:])
+    def _write_hashes(self) -> None:
+        newest = dict(list(self._hashes.items())[-_KEPT:])
         if jax.process_index():
             if self._folder is not None:
                 self._folder.check()
@@ -138,19 +138,19 @@ class BatchWatch(Observer):
             file.update({"batches": newest})
             file.due.set()
 
-    def _what_was_given(self) -> str:
+    def _hash_settings(self) -> str:
         """Return a hash of the config and of the definition of the batches; if it differs, the change is intended."""
-        if not self._given:
+        if not self._settings_hash:
             card = batches_card(self._run.source.given)
             definition = {name: part for name, part in card.items() if name not in _ENDS}
-            self._given = hash_strings(repr(self._run.options.config), repr(definition))[:16]
-        return self._given
+            self._settings_hash = hash_strings(repr(self._run.options.config), repr(definition))[:16]
+        return self._settings_hash
 
     def _compare(self, step: int, before: Sequence[str], entry: Sequence[str]) -> None:
-        layout, content, given = (old == new for old, new in zip(before, entry, strict=True))
+        layout, content, settings = (old == new for old, new in zip(before, entry, strict=True))
         if content or not layout:  # other shapes are reported with the program
             return
-        level = logging.WARNING if given else logging.INFO
+        level = logging.WARNING if settings else logging.INFO
         where = f" by process {jax.process_index()}" if jax.process_count() > 1 else ""
         logger.log(level, _OTHER, step, where)
         if (file := self._run.file) is not None:
