@@ -84,25 +84,21 @@ def _own_parts(name: str, array: Any, in_place: set[Any]) -> OwnParts:
     if sharding.num_devices == 1:
         data = array.addressable_data(0)
         return OwnParts(*kind, array.shape, [((), np.asarray(data) if is_here else data)])
-    part = list(sharding.shard_shape(array.shape))
+    part = sharding.shard_shape(array.shape)
+    replicas = sharding.num_devices * math.prod(part) // array.size
+    axis = divisible_axis(part, replicas) if is_here else None  # on devices, `_without_replicas` has divided them
+    if axis is None:
+        shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
+        values = [(shard.index, np.asarray(shard.data) if is_here else shard.data) for shard in shards]
+        return OwnParts(*kind, part, values)
+    size = part[axis] // replicas
     values = []
-    axis = None
-    if is_here:
-        replicas = sharding.num_devices * math.prod(part) // array.size
-        axis = divisible_axis(part, replicas)
-        if axis is not None:
-            part[axis] //= replicas
     for shard in array.addressable_shards:
-        index, data = shard.index, np.asarray(shard.data) if is_here else shard.data
-        if axis is not None:
-            first = shard.replica_id * part[axis]
-            data = data[(slice(None),) * axis + (slice(first, first + part[axis]),)]
-            first += index[axis].start or 0
-            index = (*index[:axis], slice(first, first + part[axis]), *index[axis + 1 :])
-        elif shard.replica_id > 0:
-            continue
-        values.append((index, data))
-    return OwnParts(*kind, tuple(part), values)
+        first = shard.replica_id * size
+        data = np.asarray(shard.data)[(slice(None),) * axis + (slice(first, first + size),)]
+        first += shard.index[axis].start or 0
+        values.append(((*shard.index[:axis], slice(first, first + size), *shard.index[axis + 1 :]), data))
+    return OwnParts(*kind, (*part[:axis], size, *part[axis + 1 :]), values)
 
 
 def divisible_axis(shape: Sequence[int], count: int) -> int | None:

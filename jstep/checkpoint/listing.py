@@ -93,9 +93,8 @@ def list_names(directory: str) -> list[str]:
 
 def find_complete(final: str) -> str | None:
     path, lacks = find_complete_or_missing(final)
-    if lacks not in (None, MANIFEST_FILE) and is_first(
-        text := f"{final} is ignored: it is incomplete, {lacks} is missing"
-    ):
+    text = f"{final} is ignored: it is incomplete, {lacks} is missing"
+    if lacks not in (None, MANIFEST_FILE) and is_first(text):
         logger.warning("%s", text)
     return path
 

@@ -131,26 +131,26 @@ class Retention:
             return [], retained, False
         paths = dict(self._store.newest_first(self._prefix, trusted=retained.steps | self._complete))
         self._known = {step: head for step, head in self._known.items() if step in paths}
+        new = manifest.step
         # A permanent checkpoint is replaced by a permanent one, such as one saved by hand before the run saves
         # this step by itself.
-        same = {manifest.step: paths.pop(manifest.step)} if manifest.step in paths else {}
-        was_permanent = self._permanent_saved_at(same) is not None
-        previous = self._permanent_saved_at(paths)
+        was_permanent = new in paths and self._permanent_saved_at({new: paths[new]}) is not None
+        others = {step: path for step, path in paths.items() if step != new}
+        previous = self._permanent_saved_at(others)
         is_temporary = not was_permanent and (
             temporary_secs is not None and previous is not None and 0 <= manifest.saved_at - previous < temporary_secs
         )
-        newest_finite = self._newest_finite(paths, manifest)
-        temporary = [step for step in paths if step in self._known and self._known[step].temporary]
-        replaced = [paths.pop(step) for step in temporary if step != newest_finite]
+        newest_finite = self._newest_finite(others, manifest)
+        temporary = {step for step, head in self._known.items() if head.temporary} - {newest_finite}
+        replaced = [path for step, path in others.items() if step in temporary]
+        remaining = {step: path for step, path in others.items() if step not in temporary}
         if is_temporary or self._max_to_keep is None:
             return replaced, retained, is_temporary
-        self._complete = set(paths)
-        times = {step: self._saved_at(step, path, retained) for step, path in paths.items()}
-        times[manifest.step] = manifest.saved_at
-        victims, retained = evictions(
-            times, manifest.step, retained, self._max_to_keep, self._every_n_hours, newest_finite
-        )
-        return [*replaced, *(paths[step] for step in victims)], retained, False
+        self._complete = set(remaining)
+        times = {step: self._saved_at(step, path, retained) for step, path in remaining.items()}
+        times[new] = manifest.saved_at
+        victims, retained = evictions(times, new, retained, self._max_to_keep, self._every_n_hours, newest_finite)
+        return [*replaced, *(remaining[step] for step in victims)], retained, False
 
     def _permanent_saved_at(self, paths: Mapping[int, str]) -> float | None:
         """Return when the newest permanent checkpoint was saved, if known."""

@@ -43,9 +43,6 @@ class ScheduleGroup:
     def update(self) -> None:
         self.next = min((schedule.next for schedule in self.schedules), default=NEVER)
 
-    def call_at(self, step: int) -> None:
-        self.next = step
-
 
 class HookRunner:
     """Calls the hooks of a run when they are due, in the loop's thread, each in the context that times it."""
@@ -108,14 +105,14 @@ class HookRunner:
         non_savers, savers = self._non_savers, self.savers
         for schedule in non_savers.timed:
             if schedule.cadence.clock() >= schedule.deadline:
-                non_savers.call_at(step)
+                non_savers.next = step
         if step >= non_savers.next or run.pending:
             self._call_due(non_savers)
         for schedule in savers.timed:  # after the others, which may take long
             if schedule.cadence.clock() >= schedule.deadline:
-                savers.call_at(step)
+                savers.next = step
         if run.deferred:
-            savers.call_at(step)
+            savers.next = step
         if run.failures and step < savers.next:  # else once it is saved
             self.raise_log_errors()
         if self._ends is not None:
@@ -247,14 +244,9 @@ class HookRunner:
     def end(self) -> None:
         """Call `end` of the hooks; a start that takes no step only repeats the last evaluations, to fill `results`."""
         run, errors = self._run, HookErrors(self._run)
-        hooks, evaluations = self._hooks, self.evaluations
+        hooks = self._hooks
         if run.at.step == run.first and (run.restored is None or self.ended_at == run.at.step):
-            left = [hook for hook in evaluations if hook.owes_end(run.at.step)]
-            for hook in evaluations:
-                if hook not in left:
-                    self._call(hook, "repeat", run.at.step, run.at.state)
-            savers = [hook for hook in hooks if isinstance(hook, CheckpointSaverHook)]
-            hooks = [*left, *savers] if left else []
+            hooks = self._repeat_evaluations()
         before = run.at.state
         # Savers come last; all of them run, even if one raises.
         for hook in hooks:
@@ -273,6 +265,15 @@ class HookRunner:
                     run.replace_state(before)  # the next start calls all of them again
                 raise
         errors.end()
+
+    def _repeat_evaluations(self) -> list[Any]:
+        """Repeat evaluations that have ended already; return the others and the savers, which have to end."""
+        step, state = self._run.at.step, self._run.at.state
+        left = [hook for hook in self.evaluations if hook.owes_end(step)]
+        for hook in self.evaluations:
+            if hook not in left:
+                self._call(hook, "repeat", step, state)
+        return [*left, *self._run.savers] if left else []
 
     def has_ended(self) -> bool:
         """Return whether the hooks have ended at this step, or only need to save there."""

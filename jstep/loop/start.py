@@ -190,7 +190,8 @@ def _begin_early(run: RunContext, batches: Tree) -> tuple[Source, FirstBatch] | 
     start, sequence = run.origin.first, batches if isinstance(batches, BatchSequence) else None
     if start is None or start >= run.options.stop_step or isinstance(batches, StateBatches | LoopBatches):
         return None
-    if run.origin.latest is None if sequence is None else not sequence.is_endless and start >= len(sequence):
+    is_past_end = sequence is not None and not sequence.is_endless and start >= len(sequence)
+    if is_past_end or (sequence is None and run.origin.latest is None):
         return None
     source, first = _open_batches(run, batches)
     # A function of the step is called again if it failed, because it may depend on a hook.
