@@ -8,6 +8,7 @@ import doubles
 import numpy as np
 import pytest
 from positioned import Positioned
+from waiting import wait_until
 
 import jstep
 from jstep.loop import feeder
@@ -36,6 +37,10 @@ class Loader(Positioned):
 
 class Unpositioned(Loader):
     get_state = set_state = None
+
+
+def local(generator, name):
+    return generator.gi_frame.f_locals[name]
 
 
 def generated():
@@ -127,7 +132,13 @@ def test_the_batches_of_a_later_call_that_failed(steps_per_call, is_ahead, tmp_p
 def test_batches_that_are_lost_are_a_warning(make, is_ahead, caplog):
     """Without a checkpoint_dir, a loader is not asked for its position after each batch."""
     batches = make()
-    total(batches, hooks=[jstep.every(6, lambda *_: True)])
+
+    def stop(*_):
+        if is_ahead:  # let the thread fetch the next batch
+            wait_until(lambda: (batches.at if isinstance(batches, Loader) else local(batches, "number") + 1) > 6)
+        return True
+
+    total(batches, hooks=[jstep.every(6, stop)])
     count = int(np.log2(next(batches))) - 6
     assert (count > 0) == is_ahead
     caplog.clear()
