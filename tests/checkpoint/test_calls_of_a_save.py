@@ -41,10 +41,12 @@ def test_calls_of_a_save_and_of_a_match(tmp_path):
     params = {f"layer{i}": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)} for i in range(100)}
     state = jstep.TrainState.create(params, jstep.adam())
     assert len(jax.tree.leaves(state)) == LEAVES
+    with jstep.Saver(tmp_path / "first") as saver:  # whatever ran before, modules are imported and names are shown now
+        saver.save(jstep.TrainState.create({"w": 0.0}, jstep.adam()))
     with counted() as calls, jstep.Saver(tmp_path) as saver:
         saver.save(state)
         saver.wait()
-    assert LEAVES < calls.total() <= 6300
+    assert LEAVES < calls.total() <= 6000
 
     with jstep.Saver(tmp_path) as saver:
         saver.extra()  # reads the manifest
