@@ -145,7 +145,7 @@ def changes(
         if (section == "config" and (old, new) == of_train) or (section == "state" and "jax_enable_x64" in differ):
             continue
         if (stem := _stem(name)) in HASHES:
-            text = HASHES[stem] + (_how_programs_differ(name, before, after) if section == "programs" else "")
+            text = HASHES[stem] + (_how_programs_differ(name, before, after, words) if section == "programs" else "")
             is_program = section == "programs"
             lines = found.place if is_program and _TRACED & said else _list_of(found, stem, section)
             is_shown = is_comparable if is_program else not {section, "devices"} & said
@@ -157,7 +157,7 @@ def changes(
     return found
 
 
-def _how_programs_differ(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+def _how_programs_differ(name: str, before: Mapping[str, Any], after: Mapping[str, Any], words: tuple[str, str]) -> str:
     """Describe the parts of a traced step that differ, its optimizer, and the first lines of its printed program."""
     stage = name.partition("[")[2].rstrip("]") or "0"
     pair = [_program_at(stage, start) for start in (before, after)]
@@ -167,7 +167,7 @@ def _how_programs_differ(name: str, before: Mapping[str, Any], after: Mapping[st
     said = [f"in its {' and its '.join(differ)}"] if differ else []
     optimizers = [program.get("optimizer") for program in pair]
     if None not in optimizers and optimizers[0] != optimizers[1]:
-        said.append(f"{optimizers[0]} before, {optimizers[1]} now")
+        said.append(f"{optimizers[0]} {words[0]}, {optimizers[1]} {words[1]}")
     texts = [read_programs(str(start.get("programs", ""))).get(stage, "") for start in (before, after)]
     said += differing_lines(*texts) if all(texts) else []
     return f" ({'; '.join(said)})" if said else ""

@@ -102,6 +102,12 @@ def test_the_lines_about_two_starts(other, bits, place, others):
     assert len(changes(other, START, IN_A_AND_B).lines) == len(found.lines)
 
 
+def test_optimizers_are_named_in_the_words_of_the_caller():
+    a, b = (changed("card", "programs", to=[PROGRAM | {"hash": name, "optimizer": name}]) for name in ("sgd", "adam"))
+    assert changes(a, b).bits == [f"{TRACED} (sgd before, adam now)"]
+    assert changes(a, b, IN_A_AND_B).bits == [f"{TRACED} (sgd in A, adam in B)"]
+
+
 @pytest.mark.parametrize(("section", "level"), [("versions", 1), ("settings", 0), ("devices", 1)])
 def test_another_step_is_also_named_where_its_trace_may_differ_for_another_reason(section, level):
     other = program()
