@@ -178,7 +178,8 @@ class StallFiles:
         shown: When the file was first written.
         period: The seconds after which the file is renewed, and the others are read.
         others: What the other processes wait for, if this one has read their files.
-        is_told: Whether a process before this one has a file: it reads them, and tells.
+        is_told: Whether this process reports no others: one with a lower index has a file and does so, or the files
+            cannot be read.
     """
 
     def __init__(self, where: str | None, process: int, warn_secs: float, prefix: str = "model") -> None:
@@ -193,7 +194,7 @@ class StallFiles:
         self._held: HeldFolder | None = None  # the directory of the run, once it is there
         self._begun = -self.period
         self._may_exist = True  # an earlier start may have left one
-        self._has_warned = False
+        self._problems = set[str]()  # that were logged
         self.others: list[Fields] = []
         self.is_told = False
         self.shown: float | None = None
@@ -235,11 +236,22 @@ class StallFiles:
                 remove_file(path) if stall is None else replace_file(path, data)
                 self.shown = None if stall is None else self.shown or time.monotonic()
         except OSError as error:
-            if stall is not None and not self._has_warned:
-                logger.warning("%s: the stall cannot be written: %s", self._folder, error)
-                self._has_warned = True
-        if read:
-            # The first process that has a file reads all, and tells: if each did, the reads would be n².
-            self.is_told = any(process < self._process for process in _processes_with_files(self._folder, self._prefix))
-            stalls = [] if self.is_told else read_stalls(self._where, self._prefix)[0]
-            self.others = [stall for stall in stalls if stall["process"] != self._process]
+            if stall is not None:
+                self._warn("the stall cannot be written", error)
+        try:
+            if read:
+                self._read()
+        except OSError as error:
+            self.others, self.is_told = [], True
+            self._warn("the stalls of the other processes cannot be read", error)
+
+    def _read(self) -> None:
+        # Only the first process that has a file reads and reports all files: if each did, the reads would be n².
+        self.is_told = any(process < self._process for process in _processes_with_files(self._folder, self._prefix))
+        stalls = [] if self.is_told else read_stalls(self._where, self._prefix)[0]
+        self.others = [stall for stall in stalls if stall["process"] != self._process]
+
+    def _warn(self, problem: str, error: OSError) -> None:
+        if problem not in self._problems:
+            logger.warning("%s: %s: %s", self._folder, problem, error)
+        self._problems.add(problem)

@@ -82,6 +82,24 @@ def test_the_first_process_that_has_a_file_reads_all_of_them(tmp_path, monkeypat
     assert not any(files.others for files in everyone[1:])
 
 
+def test_files_of_the_others_that_cannot_be_listed(tmp_path, monkeypatch, caplog):
+    """An old reading does not name processes, and none is called dead."""
+
+    def refuse(folder):
+        raise PermissionError(f"{folder} cannot be listed")
+
+    write(tmp_path, process=1)
+    files = StallFiles(str(tmp_path), 0, warn_secs=60.0)
+    for expected in ([1], [], []):
+        files.exchange(fields_of, read=True, at_once=True)
+        futures.wait([files._job])
+        assert [stall["process"] for stall in files.others] == expected
+        assert files.is_told == (not expected)
+        monkeypatch.setattr(module, "names_in", refuse)
+    (warning,) = caplog.messages
+    assert warning.endswith(f"the other processes cannot be read: {tmp_path}/stalls cannot be listed")
+
+
 def test_stacks_of_many_threads_fit_into_a_file_that_is_read(tmp_path):
     for threads, lines in ((3, 1000), (300, 12), (5000, 1)):
         write(tmp_path, process=0, threads={f"thread {n}": ["file.py:123 in function"] * lines for n in range(threads)})
