@@ -194,9 +194,10 @@ def _print_differences(arguments: argparse.Namespace) -> int:
     if a.kind != _CHECKPOINT:
         same = {step: result["same"] or step < result["step"] for step in result["common"]}
         same = {step: is_same for step, is_same in same.items() if is_same or step == result["step"]}
-        found = divergence(a.folder, b.folder, {"checkpoints" if a.kind == _DIRECTORY else "fingerprints": same})
+        runs = [(side.folder, side.prefix) for side in (a, b)]
+        found = divergence(runs, "checkpoints" if a.kind == _DIRECTORY else "fingerprints", same)
         result |= found._asdict()
-        lines += filter(None, [found.text(a.folder, b.folder)])
+        lines += filter(None, [found.text(runs)])
     result |= ({} if of_starts is None else {"starts": of_starts}) | ({"unreadable": problems} if problems else {})
     code = cli.answer(arguments, result, lines, cli.OK if result["same"] else cli.DIFFERENT)
     return cli.complain("diff", *a.problems, *b.problems) or code

@@ -1,9 +1,10 @@
 """Between which steps two runs begin to differ, by their checkpoints, fingerprints and common scalars together."""
 
 import contextlib
+import itertools
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from jstep.record.starts import read_starts, valid
 from jstep.stores.event_files import read_series
@@ -14,6 +15,9 @@ _TIMED = re.compile(
 )
 """Tags of scalars that measure time, and differ in each run."""
 
+Run: TypeAlias = tuple[str, str | None]
+"""A directory and a prefix of checkpoints; None for all prefixes."""
+
 
 class Divergence(NamedTuple):
     """The last step at which all that was compared is equal, and the first at which something differs, if known."""
@@ -22,26 +26,29 @@ class Divergence(NamedTuple):
     differ_at: int | None
     compared_by: list[str]
 
-    def text(self, *paths: str) -> str:
-        """Describe it, with the starts of these runs in between; "" if nothing differs."""
+    def text(self, runs: Sequence[Run]) -> str:
+        """Describe it, with the starts of the runs in between; "" if nothing differs."""
         if self.differ_at is None:
             return ""
         equal = "" if self.equal_at is None else f"equal at {self.equal_at}, "
         text = f"{equal}differ at {self.differ_at} (by {', '.join(self.compared_by)})"
-        for path in paths:
-            spans = [start["step"] for starts in read_starts(path).values() for start in valid(starts)]
+        for path, prefix in runs:
+            starts = [starts for name, starts in read_starts(path).items() if prefix in (None, name)]
+            spans = [start["step"] for start in valid(list(itertools.chain(*starts)))]
             firsts = [span[0] for span in spans if span and span[0] > 0 and (self.equal_at or 0) <= span[0]]
             text += "".join(f"; {path} was started at {first}" for first in firsts if first <= self.differ_at)
         return text
 
 
-def divergence(a: str, b: str, compared: Mapping[str, Mapping[int, bool]]) -> Divergence:
-    """Compare two runs by their logs; `compared` has what else was compared: a name → step → whether it is equal."""
-    sources = list(compared)
-    same = {step: is_same for steps in compared.values() for step, is_same in steps.items()}
+def divergence(runs: Sequence[Run], source: str = "", compared: Mapping[int, bool] | None = None) -> Divergence:
+    """Compare two runs by their logs; `compared` has the steps that `source` has compared: step → whether equal."""
+    sources = [source] if source else []
+    same = dict(compared or {})
+    # Two runs in one directory have one file of fingerprints.
+    states = [{} if runs[0][0] == runs[1][0] else logged_states(path) for path, _ in runs]
     logs: dict[str, list[dict[tuple[int, str], Any]]] = {
-        "fingerprints": [{(step, ""): state for step, state in logged_states(path).items()} for path in (a, b)],
-        "scalars": [_scalars(path) for path in (a, b)],
+        "fingerprints": [{(step, ""): state for step, state in log.items()} for log in states],
+        "scalars": _scalars(runs),
     }
     for name, (of_a, of_b) in logs.items():
         common = of_a.keys() & of_b.keys()
@@ -53,14 +60,19 @@ def divergence(a: str, b: str, compared: Mapping[str, Mapping[int, bool]]) -> Di
     return Divergence(equal, differ, sources)
 
 
-def _scalars(where: str) -> dict[tuple[int, str], Any]:
+def _scalars(runs: Sequence[Run]) -> list[dict[tuple[int, str], Any]]:
+    """Return the scalars of each run by step and tag; several prefixes of a directory are compared by their names."""
     with contextlib.suppress(OSError, ValueError, ImportError):
-        for prefix in read_starts(where):
-            series = read_series(events_of_run(where, prefix)[0], lambda error: None)
-            return {
-                (step, tag): value
-                for tag, points in series.items()
+        prefixes = [list(read_starts(path)) if prefix is None else [prefix] for path, prefix in runs]
+        is_pair = all(len(names) == 1 for names in prefixes)
+        return [
+            {
+                (step, tag if is_pair else f"{name}: {tag}"): value
+                for name in names
+                for tag, points in read_series(events_of_run(path, name)[0], lambda error: None).items()
                 if not _TIMED.search(tag)
                 for step, value in zip(points.steps, points.values, strict=True)
             }
-    return {}
+            for (path, _), names in zip(runs, prefixes, strict=True)
+        ]
+    return [{}, {}]

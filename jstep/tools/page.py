@@ -330,8 +330,8 @@ def _differences(sweep: Sweep) -> list[str]:
     table = [_boxed(("what", "values", "values and their runs"), rows)] if rows else []
     if len(sweep.rows) != 2:
         return table
-    first, second = (row.run.path for row in sweep.rows)
-    text = divergence(first, second, {}).text(first, second)
+    pair = [(row.run.path, row.run.prefix) for row in sweep.rows]
+    text = divergence(pair).text(pair)
     return [f"<p>{html_text(text)}</p>" * bool(text), *table]
 
 

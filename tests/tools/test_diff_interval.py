@@ -52,6 +52,17 @@ def test_every_source_counts(hooks, logs, expected, tmp_path, capsys):
     assert (f"{between}differ at {expected[1]} (by {without})" in page) == bool(without)
 
 
+def test_scalars_of_every_prefix_of_a_directory_are_compared(tmp_path, capsys):
+    for name, changed_at in (("a", 99), ("b", 12)):
+        for prefix, first in (("early", 99), ("model", changed_at)):
+            options = {"checkpoint_prefix": prefix, "logdir": tmp_path / name, "save_summaries_steps": 2}
+            train(tmp_path / name, first, **options)
+    _, found = diff(capsys, tmp_path / "a", tmp_path / "b")
+    assert (found["equal_at"], found["differ_at"], found["compared_by"]) == (12, 14, ["checkpoints", "scalars"])
+    page = jstep.report(tmp_path / "b").html
+    assert "equal at 12, differ at 14 (by scalars)" in page, "two runs in one directory"
+
+
 def test_a_start_in_between_is_named(tmp_path, capsys):
     train(tmp_path / "a", 99, 60)
     train(tmp_path / "b", 99, 20)
