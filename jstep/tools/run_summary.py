@@ -264,8 +264,9 @@ def facts_of(where: str, start: Start, source: str | None) -> dict[str, Any]:
         unknown = dict.fromkeys(("began", "ended", "first", "last", *_GIVEN, "host", "pid"))
         return {"number": start["number"], **unknown, "status": UNREADABLE, "reason": reason, "devices": ""}
     life = None if source or start["end"] else _life(where, start)
-    killed_by = f"a copy of {source}" if source else exit_reason(where, start["prefix"], start["began"])
-    status, reason = life or start["end"] or (KILLED, killed_by)
+    ending = life or start["end"]
+    if ending is None:
+        ending = KILLED, f"a copy of {source}" if source else exit_reason(where, start["prefix"], start["began"])
     first, last = start["step"] if start["step"] and has_trained(start) else (None, None)
     return {
         "number": start["number"],
@@ -273,8 +274,8 @@ def facts_of(where: str, start: Start, source: str | None) -> dict[str, Any]:
         "ended": start["now"] if life is None else None,
         "first": first,
         "last": last,
-        "status": status,
-        "reason": reason,
+        "status": ending[0],
+        "reason": ending[1],
         **{name: value for name, value in start.items() if name in _GIVEN},
         "host": start["process"].get("host"),
         "pid": start["process"].get("pid"),

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from points import mean
-from written_runs import starts_of, write_start
+from written_runs import TIME, start, starts_of, write_start
 
 import jstep
 from jstep.core import threads
 from jstep.loop import recorder
-from jstep.tools import cli
+from jstep.record.stall_files import exit_reason
+from jstep.tools import cli, run_summary
 
 optimizer, train_step = mean(0.25)
 
@@ -47,6 +48,22 @@ def as_json(capsys, *arguments):
 
 def raising(step):
     raise OSError(f"no batch {step}: " + "word " * 300)
+
+
+def test_stalls_are_read_only_for_starts_that_were_killed(tmp_path, monkeypatch):
+    """Below a URL, each reading is a request for a list."""
+    asked = list[float]()
+
+    def counting(where, prefix, since):
+        asked.append(since)
+        return exit_reason(where, prefix, since)
+
+    monkeypatch.setattr(run_summary, "exit_reason", counting)
+    for number in range(1, 5):
+        end = {"end": None} if number == 3 else {}
+        write_start(tmp_path, start(tmp_path, number, began=TIME + number, step=[number, number + 1], **end))
+    assert [one["status"] for one in only(tmp_path).starts] == ["finished", "finished", "killed", "finished"]
+    assert {*asked} == {TIME + 3}
 
 
 def test_a_start_that_is_refused_changes_nothing_but_refused(tmp_path, capsys):
