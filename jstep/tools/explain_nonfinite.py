@@ -22,7 +22,7 @@ from jstep.state.nonfinite import StateContents, in_words
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import absolute, location
 from jstep.tools.find_nonfinite import NonFinite, find_nonfinite
-from jstep.tools.replay import Replay, loss_in, replay, replayed
+from jstep.tools.replay import Replay, loss_in, prefix_of, replay, replayed
 from jstep.training.step import TrainStep
 
 _MAX_ROWS = 65_536
@@ -108,7 +108,8 @@ def explain_nonfinite(
     """
     if last_step is None:
         where = checkpoint_dir.directory if isinstance(checkpoint_dir, Saver) else checkpoint_dir
-        start = last_trained(find_starts(absolute(location(where, "checkpoint_dir"))).get(prefix, ()))
+        starts = find_starts(absolute(location(where, "checkpoint_dir")))
+        start = last_trained(starts.get(prefix_of(checkpoint_dir, prefix), ()))
         if start is None or start["step"] is None:
             raise ValueError("last_step=None: the record of the run has no step; give the step at which to give up")
         last_step = start["step"][1] + 1

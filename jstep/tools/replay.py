@@ -151,6 +151,11 @@ def loss_in(metrics: Any) -> np.ndarray[Any, Any] | None:
         return None if loss is None else read_value(loss).astype(np.float64)
 
 
+def prefix_of(checkpoint_dir: Any, prefix: str) -> str:
+    """Return the prefix of a run: that of its Saver, unless another one was given."""
+    return checkpoint_dir.prefix if isinstance(checkpoint_dir, Saver) and prefix == "model" else prefix
+
+
 def replayed(
     train_step: Any,
     state: TrainState,
@@ -170,8 +175,7 @@ def replayed(
     stages = as_stages(train_step)
     check(state, step)
     batch_sharding = over_axes(batch_sharding, state)
-    if isinstance(checkpoint_dir, Saver) and prefix == "model":
-        prefix = checkpoint_dir.prefix
+    prefix = prefix_of(checkpoint_dir, prefix)
     check_locations(checkpoint_dir, prefix, None, batch_sharding)
 
     newest = step if newest is None else newest

@@ -49,6 +49,16 @@ def test_without_a_checkpoint_and_without_a_record(tmp_path):
         jstep.explain_nonfinite(STEP, make_state(), batches, tmp_path)
 
 
+def test_the_prefix_of_a_saver(tmp_path):
+    with jstep.Saver(tmp_path, prefix="mine") as saver:
+        with pytest.raises(jstep.NanLossDuringTrainingError):
+            jstep.train(
+                STEP, make_state(), batches, 20, checkpoint_dir=saver, save_checkpoint_steps=2,
+                hooks=[jstep.NanLossHook()], progress=False,
+            )  # fmt: skip
+        assert jstep.explain_nonfinite(STEP, make_state(), batches, saver).step == 5
+
+
 def test_a_finite_run(tmp_path):
     def data(step):
         return np.ones(3, np.float32)
