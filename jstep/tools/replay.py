@@ -275,7 +275,7 @@ def _restored_start(
                 try:
                     with internal_transfers():
                         restored = saver.restore(state, step=start), restore_position(extra_at(saver, start))
-                except CheckpointError as error:
+                except (CheckpointError, FileNotFoundError) as error:  # it may be replaced in a run that is alive
                     logger.warning("replay: %s is skipped: %s", name, error)
                     continue
                 if is_finite and not StateContents(restored[0], params_only=True).are_finite():

@@ -1,5 +1,7 @@
 """`replay`: restore the state and batch of an earlier step of a run."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,6 +156,23 @@ def test_a_corrupted_checkpoint_is_skipped(tmp_path, caplog):
         assert digest(jstep.replay(STEP, make_state(), batch, tmp_path, 9, start=start).state) == states[9]
     with pytest.raises(ValueError, match="start=-1"):
         jstep.replay(STEP, make_state(), batch, tmp_path, 9, start=-1)
+
+
+class _OfALiveRun(jstep.Saver):
+    """A Saver of a run that replaces its temporary checkpoint after the steps were listed."""
+
+    def all_steps(self):
+        steps = super().all_steps()
+        shutil.rmtree(f"{self.directory}/model-8", ignore_errors=True)
+        return steps
+
+
+def test_a_checkpoint_that_is_gone_meanwhile_is_skipped(tmp_path, caplog):
+    states = run(checkpoint_dir=tmp_path, save_checkpoint_steps=4)
+    with _OfALiveRun(tmp_path) as saver:
+        assert digest(jstep.replay(STEP, make_state(), batch, saver, 9).state) == states[9]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("replay: model-8 is skipped: ")
 
 
 def corrupt(checkpoint):
