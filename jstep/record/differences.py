@@ -31,25 +31,25 @@ HASHES = {
 """Values that only tell whether something differs, and the line for each."""
 IN_A_AND_B, BEFORE_AND_NOW = ("in A", "in B"), ("before", "now")
 
-# Which differences change the bits, and which only the place where the same run is computed; others are on purpose.
+# Sections whose differences change the bits, and sections about where the same run is computed; others are intended.
 
 _BITS = {"settings", "state", "batches", "lanes", "programs", "config"}
 _PLACE = {"versions", "devices", "code"}
 _EFFECTS = {"state: sharding": _PLACE, "train: batch_sharding": _PLACE, "batch": set[str]()}
-"""Values whose effect is not that of their section; the rows of a batch are those of its definition."""
+"""Values with another effect than their section; the definition of the batches covers the rows of a batch."""
 _HARMLESS_FLAG = re.compile("dump|log|profil|path|dir|device_count")
 _PLACES = ("checkpoint_dir", "logdir", "compile_cache", "start_from")
 _NAMES = dict.fromkeys(("steps", "num_steps", "max_steps", "total_steps", "train_steps"), "last_step")
-"""Names of options → the argument of `train` that they are."""
+"""Name of an option → the argument of `train` with the same meaning."""
 _ADDRESS = re.compile("COORDINATOR|ADDRESS|PORT$|PROCESS_ID")
 _PATH = re.compile(r"(~|\.{0,2})[/\\]|[A-Za-z]:[\\/]|\w+://")
 _TRACED = {"versions", "devices", "train: batch_sharding"}
-"""Sections and values with which the same step may be traced differently, without other bits."""
+"""Sections and values that may change the trace of a step without changing its bits."""
 _ABSENT = object()
 
 
 def values_of(start: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Return the values of a start, with its card, that are compared: name → section and value. Paths are left out."""
+    """Return the values of a start and its card that are compared: name → section and value. Paths are left out."""
     card = start.get("card") or {}
     commit = start.get("commit")
     edits = start.get("edits")
@@ -93,7 +93,7 @@ def _is_place(value: str, places: Collection[str]) -> bool:
 def _flat(begins: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, dict) and value:
-            # A value from step 0 on has no step, as that of the first program.
+            # The key of step 0 is omitted, as for the first program.
             yield from _flat(f"{begins}{name}", {f"[{key}]" * (key != "0"): entry for key, entry in value.items()})
         else:
             yield f"{begins}{name}", value
@@ -119,7 +119,8 @@ def changes(
 ) -> Changes:
     """Describe the differences of two starts with their cards, each in a line; `leave_out` are sections.
 
-    What only one of the two has recorded is compared in configs, batches, stages and arguments.
+    Values that only one of the two has recorded are differences, except in settings and programs, and in sections that
+    only one has.
 
     Example:
         >>> from jstep.record.differences import changes
@@ -196,7 +197,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _shown(value: Any, other: Any) -> str:
-    """Return a value as text: a number of float32 with its own digits, unless those are also the other's."""
+    """Return a value as text: a float32 in the fewest digits, unless these are also the digits of the other value."""
     if value is _ABSENT:
         return "absent"
     if isinstance(value, float) and isinstance(other, float) and in_own_digits(value) != in_own_digits(other):

@@ -1,7 +1,7 @@
 """The schema of the files of a run, as types, and their only check.
 
-What is written and what is read pass through `checked`. What may be None is not known, or does not apply; it may be
-absent, as a list or a dict may.
+Everything that is written or read passes through `checked`. None means unknown or not applicable. Optional fields,
+lists and dicts may be absent.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ Parts: TypeAlias = Annotated[dict[str, Any], _are_parts]
 
 
 BatchEntries: TypeAlias = dict[str, tuple[str, str, str]]
-"""Step → hashes of the layout and the content of the next batch, and of what was given."""
+"""Step → hashes of the layout and of the content of the next batch, and of the config and the definition of batches."""
 
 
 class Process(TypedDict):
@@ -70,7 +70,7 @@ class Kept(TypedDict):
 
 
 class Before(TypedDict):
-    """What all starts before one add up to; readers use that of the oldest start that they read."""
+    """Totals of all starts before a start; readers use those of the oldest start that they read."""
 
     count: Step
     since: Seconds | None  # when the first one began
@@ -81,18 +81,18 @@ class Before(TypedDict):
 
 
 class Start(TypedDict):
-    """A start of a run; one that cannot be read has only `prefix`, `number` and `problem`."""
+    """A start of a run; a start that cannot be read has only `prefix`, `number` and `problem`."""
 
     version: int
     prefix: str
     number: int  # as in the name of the file
     problem: str | None  # why it cannot be read, as the end of a sentence
     run: str  # the ID of the run
-    parent_run: str | None  # that of the run that its parent is of
+    parent_run: str | None  # the ID of the parent's run
     parent: Parent | None  # the checkpoint that the run branched from
     copied: bool | None  # whether this is the first start in a copy of another run's directory
     process: Process  # process 0
-    began: Seconds  # since 1970: when its process began, or its call, if that is not the first one of the process
+    began: Seconds  # since 1970: when its process began, or its call if that is not the first of the process
     now: Seconds  # when this was written, about began + sum(seconds)
     directory: Path | None  # where the record is, absolute
     logdir: Path | None  # where the event files are
@@ -106,19 +106,19 @@ class Start(TypedDict):
     step: Annotated[tuple[Step, Step], lambda span: span[0] <= span[1]] | None  # that it began from, and finished
     seconds: Parts
     examples: Step | None
-    values: dict[str, float]  # the latest ones of the run, which a start inherits
-    values_left_out: Step | None  # how many others there are
+    values: dict[str, float]  # the latest scalar metrics of the run; a start inherits them
+    values_left_out: Step | None  # the number of further scalar metrics
     best: dict[str, tuple[float, Step, Path]]  # those of the run
     kept: dict[str, Kept]  # by the names of `best`
     peak_bytes: Step | None  # of a device
-    host_bytes: Step | None  # of process 0 on its host, now
+    host_bytes: Step | None  # the current resident memory of process 0
     host_peak_bytes: Step | None
-    computing: Seconds | None  # of the seconds of hooks, those in which the device computed steps, by samples
+    computing: Seconds | None  # the sampled seconds of hooks in which the device computed steps
     mfu: Seconds | None
     saved: list[tuple[Step, Seconds, Step | None, float | None]]  # step, seconds of stepping, examples, learning rate
     stalls: list[Stall]
     batches: BatchEntries  # those after its latest checkpoints
-    other_batch: Step | None  # the first batch of the start, if it is not the one that was read before
+    other_batch: Step | None  # the first batch of the start, if it differs from the one read before
     end: tuple[str, str] | None  # status and reason; None while it lives, and after a SIGKILL
     exception: str | None  # its class
     before: Before
@@ -126,7 +126,7 @@ class Start(TypedDict):
 
 
 class CardProgram(TypedDict):
-    hash: str | None  # of all, and of its two parts
+    hash: str | None  # of the whole step; below, of its two parts
     gradients: str | None
     update: str | None
     optimizer: str | None
@@ -147,7 +147,7 @@ class CardFields(TypedDict):
 
 
 class Card(TypedDict):
-    """What does not change while a start lives; a config only if it is large."""
+    """The constant values of a start, with its config if that is large."""
 
     card: CardFields
     config: dict[str, Any]
@@ -173,7 +173,7 @@ class StallFile(TypedDict):
 def checked(value: Any, kind: Any) -> Any:
     """Return JSON as a value of a type, or raise a ValueError that says what is not valid.
 
-    Of a dict by names, entries that are not valid are left out. A float may be a bool, which is 0 or 1, or "nan".
+    Invalid entries of a `dict[str, T]` are left out. A float may be given as an int, a bool, "nan", "inf" or "-inf".
 
     Example:
         >>> checked({"loss": True, "accuracy": "nan", "x": [1]}, dict[str, float])

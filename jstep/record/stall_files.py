@@ -52,7 +52,7 @@ def read_stalls(where: str, prefix: str | None = None, *, ended: bool = False) -
 
 
 def missing_threads(stalls: Sequence[Fields]) -> list[str]:
-    """Name the threads that most processes have, and one lacks: what it waits for may have ended."""
+    """Name the threads that at least half of the processes have, and the processes that lack them."""
     names = {stall["process"]: _thread_names(stall) for stall in stalls if isinstance(stall.get("threads"), dict)}
     often = Counter(itertools.chain.from_iterable(names.values()))
     most = [name for name, count in often.items() if len(names) / 2 <= count < len(names)]
@@ -70,7 +70,7 @@ def _thread_names(stall: Fields) -> set[str]:
 
 
 def exit_reason(where: str, prefix: str, since: float) -> str:
-    """Return why a start, begun at `since`, was ended by its own `StallHook`; "" if it was not."""
+    """Return why the `StallHook` of a start that began at `since` ended it; "" if it did not."""
     ended: list[Fields] = []
     with contextlib.suppress(OSError):
         files = _files(where, prefix)[0]
@@ -115,7 +115,7 @@ def _processes_with_files(folder: str, prefix: str) -> list[int]:
 
 
 def _names(folder: str) -> Iterable[str]:
-    # Not `Directory`: nothing is lost if a list is incomplete.
+    # Not `Directory`: an incomplete list loses nothing.
     return Objects(folder).list() if is_url(folder) else names_in(folder) if is_directory(folder) else []
 
 
@@ -130,7 +130,7 @@ def _valid_fields(stall: Any) -> dict[str, Any]:
 
 
 def find_waited_for(stalls: Sequence[Fields]) -> list[Fields]:
-    """The processes that the others wait for: those that do not wait for others, or else the smaller groups."""
+    """Return the processes that the others wait for: those that wait for no other, or else the smaller groups."""
     blocking = [stall for stall in stalls if stall["kind"] not in (CALL, WITH_OTHERS)]
     often = Counter(stall["what"] for stall in stalls)
     smaller = [stall for stall in stalls if often[stall["what"]] < max(often.values())]

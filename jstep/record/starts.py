@@ -1,6 +1,6 @@
 """The record of runs: each start of a run is a file, `starts/PREFIX.NNNNNN.json`, below the directory of the run.
 
-`schema.Start` says what it holds. `PREFIX.NNNNNN.card.json` beside it is a `schema.Card`.
+It contains a `schema.Start`; `PREFIX.NNNNNN.card.json` beside it contains a `schema.Card`.
 """
 
 import concurrent.futures
@@ -28,11 +28,11 @@ from jstep.stores.urls import is_url, join_path, split_path
 FOLDER, VERSION = "starts", 1
 KILLED, FINISHED = "killed", "finished"
 KEPT, MAX_BYTES = 100, 2**20
-"""The number of the newest starts that are read, and the size of a file that is."""
+"""The number of the newest starts that are read, and the maximum bytes of a file."""
 NOT_WRITTEN = "could not be written, as on a full disk"
 _MAX_CONFIG, _MAX_START, _ROOM = 2**12, 15_000, 2**12
-"""The bytes of a config that is not in the card, of a start, and those that are free in its file: its end needs no room
-on a disk that has become full."""
+"""The maximum bytes of a config outside the card and of a start, and the padding of its file in bytes, so that its end
+can be written in place on a full disk."""
 _TRIES = 3
 _NAME = re.compile(r"(?P<prefix>.+)\.(?P<number>[0-9]{6,})\.json", re.DOTALL)
 
@@ -80,7 +80,7 @@ class HeldFolder:
 
 
 class StartFile:
-    """The file of a start, which only its process writes, and replaces as a whole. Thread-safe.
+    """The file of a start. Its process replaces it as a whole; a later start may add its end. Thread-safe.
 
     A write that fails is logged once, and tried again at the next one; it never ends the run.
 
@@ -92,7 +92,7 @@ class StartFile:
 
     Attributes:
         earlier: The earlier starts.
-        fields: What the next write writes.
+        fields: The fields that the next write writes.
         period: The seconds between two writes while the start lives.
         due: Set if it should be written sooner.
     """
@@ -146,13 +146,13 @@ class StartFile:
                 self._try(lambda: replace_file(path, compressed(self.programs), flush=False))
 
     def end_earlier(self, number: int, end: Sequence[str], exception: str | None = None) -> None:
-        """Write how an earlier start ended, which was killed before it could, or this one, after it was closed."""
+        """Write the end of an earlier start, which was killed before it could write it."""
         path = path_of(self.where, self.prefix, number)
         fields = {"end": list(end), "exception": exception}
         self._try(lambda: replace_file(path, encoded({**_load(path), **fields}), flush=False))
 
     def close(self, fields: Mapping[str, Any] | None = None) -> None:
-        """Write the end, on a full disk in place; a write that fails is tried again."""
+        """Write the end, in place if the disk is full; a write that fails is tried again."""
         self.update(fields or {})
         with self._writing:
             for number in range(_TRIES):
@@ -223,7 +223,7 @@ class StartFile:
 
 
 def _as_bytes(fields: Mapping[str, Any]) -> bytes:
-    """Return what a reader accepts: a field that is not valid is left out, and old stalls if there are many."""
+    """Return content that a reader accepts: without invalid fields, and without old stalls if there are many."""
     start = {name: value for name, value in sound(fields, Start).items() if name not in ("card", "problem")}
     checked(start, Start)
     while len(data := encoded(start)) > _MAX_START and start.get("stalls"):
@@ -237,7 +237,8 @@ def _as_bytes(fields: Mapping[str, Any]) -> bytes:
 def read_starts(where: str) -> dict[str, list[Start]]:
     """Return the newest starts of each run of a directory or bucket by its prefix, oldest first.
 
-    Those of a copy of another run's directory begin with the start that says so. A folder behind a link is no record.
+    In a copy of another run's directory, they begin with the first start in the copy. A link is not
+    followed.
     """
     folder, numbers = join_path(where, FOLDER), dict[str, list[int]]()
     names: Sequence[str] = ()
@@ -263,7 +264,7 @@ def find_starts(where: str) -> dict[str, list[Start]]:
 
 
 def _read_newest(where: str, prefix: str, numbers: Sequence[int]) -> list[Start]:
-    """Return the newest starts that were written, and those in between and after them that could not be."""
+    """Return the newest starts that were written, and the starts between and after them that could not be written."""
     starts, missing = list[Start](), KEPT
     with concurrent.futures.ThreadPoolExecutor(16) if is_url(where) else contextlib.nullcontext() as pool:
         while numbers and missing:
@@ -341,7 +342,7 @@ def last_trained(starts: Sequence[Start]) -> Start | None:
 
 
 def totals(starts: Sequence[Start]) -> Before:
-    """Return what starts add up to, with those before the oldest one; `count` is also of those that are not valid."""
+    """Return the totals of starts and of all starts before them; `count` includes invalid starts."""
     known = valid(starts)
     if not known:
         return {"count": len(starts), "since": None, "seconds": {}, "first": None, "step": None, "trained": None}

@@ -1,4 +1,4 @@
-"""Between which steps two runs begin to differ, by their checkpoints, fingerprints and common scalars together."""
+"""The steps between which two runs diverge, by their checkpoints, fingerprints and common scalars."""
 
 import contextlib
 import itertools

@@ -54,7 +54,7 @@ class NonFiniteUpdate:
         if self.rows:
             lines.append(f"  rows of the batch  {format_list(in_ranges(self.rows), 20)}")
         elif self.rows is not None:
-            lines.append("  No row alone makes it: it is between rows, or in the state.")
+            lines.append("  No single row causes it: it depends on several rows, or on the state.")
         return "\n".join(lines)
 
 
@@ -69,19 +69,19 @@ def explain_nonfinite(
     prefix: str = "model",
     batch_sharding: object = None,
 ) -> NonFiniteUpdate | None:
-    """Go from the newest finite checkpoint of a run to the first update whose result is not finite, and explain it.
+    """Find the first update of a run whose result is not finite, after its newest finite checkpoint, and explain it.
 
     The steps are repeated as by `replay`, until the loss, a parameter or a slot is not finite; then the update is
     searched by `find_nonfinite`, and repeated with each row of its batch alone. A finite loss often has an infinite
     gradient: the loss that is NaN is then that of the next step. If all is finite because the latest updates are
-    skipped, as by `skip_nonfinite`, the first one of these that was repeated is explained.
+    skipped, as by `skip_nonfinite`, the first of these that was repeated is explained.
 
     Args:
         train_step: As given to `train`.
         state: As given to `train`; it is donated.
         batches: As given to `train`, and able to go to a step.
         checkpoint_dir: As given to `train`.
-        last_step: The step at which to give up; None for the last step of the record of the run.
+        last_step: The step at which to give up; None for the step after the last one in the record of the run.
         prefix: The prefix of the checkpoints.
         batch_sharding: As given to `train`.
 
@@ -157,7 +157,7 @@ def _is_finite(metrics: Any) -> bool:
 
 
 def _rows(step: Any, found: Replay) -> tuple[int, ...] | None:
-    """Return the rows that alone make the update not finite; None if the step does not take a batch of one row."""
+    """Return the rows that alone make the update not finite; None if the step does not accept a batch of one row."""
     leaves = [leaf for leaf in jax.tree.leaves(found.args) if np.ndim(leaf)]
     sizes = {np.shape(leaf)[0] for leaf in leaves}
     if len(sizes) != 1 or (count := sizes.pop()) > _MAX_ROWS:

@@ -18,7 +18,7 @@ from jstep.tools.tabular import Tabular
 _COPIED = tuple(part for part in PARTS if part != STEPPING)
 _ALL = ("productive", "rewound", *_COPIED, "down")
 STALLED = "stalled"
-"""The parts of the time of a run, and the one to which stalls in any of them belong."""
+"""The part to which stalls in any phase belong."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -151,7 +151,7 @@ def _starts_of(path: str | os.PathLike[str], prefix: str) -> Sequence[Start]:
 
 
 def of_run(starts: Sequence[Start]) -> Goodput:
-    """Account for the time of a run; of starts that are not read any more, all seconds of steps count as productive."""
+    """Account for the time of a run; all step time of starts that are no longer read counts as productive."""
     known = valid(starts)
     if not known:
         raise ValueError("none of its starts can be read")
@@ -177,11 +177,11 @@ def of_run(starts: Sequence[Start]) -> Goodput:
 
 
 _MIN_STEPS, _MIN_MS, _MIN_SHARE = 10, 0.1, 0.01
-"""From how many steps of a start on its times are compared, and which parts of them are."""
+"""The minimum steps of a start, and the minimum milliseconds and share of a part, whose times are compared."""
 
 
 def milliseconds(start: Start) -> dict[str, float]:
-    """Return the milliseconds a step of the parts of a start that repeat; {} of one that took no step."""
+    """Return the milliseconds per step of each repeated phase of a start; {} if it took no step."""
     first, last = start["step"] or (0, 0)
     secs = {part: start["seconds"].get(part, 0.0) for part in PARTS if part not in (BEFORE, STARTING)}
     secs[STALLED] = sum(_take_stalls(start, secs).values())
@@ -189,7 +189,7 @@ def milliseconds(start: Start) -> dict[str, float]:
 
 
 def _take_stalls(start: Start, seconds: dict[str, float], kept_until: float = math.inf) -> dict[str, float]:
-    """Take the stalls of a start out of the seconds of its parts; return theirs by part."""
+    """Subtract the stalls of a start from the seconds of its parts, and return the stalled seconds by part."""
     stalled: dict[str, float] = {}
     for stall in start["stalls"]:
         part = str(stall["part"])
@@ -243,7 +243,7 @@ def by_start(starts: Sequence[Start]) -> list[Goodput]:
 
 
 def _kept_until(starts: Sequence[Start]) -> list[int]:
-    """The last step of each start that no later start made again."""
+    """Return the last step of each start that no later start repeated."""
     limit, steps = math.inf, list[int]()
     for first, last in (start["step"] or (0, 0) for start in reversed(starts)):
         steps.append(int(max(first, min(last, limit))))
@@ -252,7 +252,7 @@ def _kept_until(starts: Sequence[Start]) -> list[int]:
 
 
 def until(start: Start, step: float, whole: float, column: int) -> float:
-    """Return what a start had of `whole` at a step; `column` is that of its saves, between which it grew."""
+    """Interpolate a total of a start at a step: `whole` is its final value, `column` its column in the saves."""
     first, last = start["step"] or (0, 0)
     if step >= last:
         return whole

@@ -76,9 +76,9 @@ def replay(
 
     The newest intact checkpoint up to that step, or up to `start`, is restored and the steps after it are run again as
     in the run, with `steps_per_call` several per call. If there is no such checkpoint, replay starts from `state`.
-    Nothing is written. If the run has fingerprints (`FingerprintHook`) of states on the way, these are compared with
-    them, and else the losses with those in its event files and its record, so that a loader or a step that is not that
-    of the run is an error. A log line says what was compared.
+    Nothing is written. If the run logged fingerprints (`FingerprintHook`) after that checkpoint, states are compared
+    with them; otherwise, the losses are compared with those in its event files and its record. A difference, such as
+    from another loader or step, is an error. A log line names what was compared.
 
     If the loss was NaN at step 7310, the update 7309 → 7310 made it. With the arguments of `train`,
 
@@ -170,7 +170,7 @@ def replayed(
     ahead: int = 0,
     is_finite: bool = False,
 ) -> Iterator[Call]:
-    """Yield the state that a run had at a checkpoint, and after each call up to a step; `ahead` batches are fetched."""
+    """Yield the state of a run at a checkpoint and after each call up to a step; fetch `ahead` batches beyond it."""
     steps_per_call = as_steps_per_call(steps_per_call, batches)
     stages = as_stages(train_step)
     check(state, step)
@@ -216,7 +216,7 @@ def replayed(
 
 
 class _Recorded:
-    """What a run has recorded of the steps of a replay: fingerprints of states, or, if there are none, losses."""
+    """The fingerprints that a run has recorded for the steps of a replay, or its losses if it has no fingerprints."""
 
     def __init__(self, where: str | None, prefix: str, start: int, step: int) -> None:
         self._start, self._step = start, step
@@ -228,7 +228,7 @@ class _Recorded:
         return {step: value for step, value in values.items() if self._start < step <= self._step}
 
     def check(self, at: Call) -> None:
-        """Raise an error if a state, or the loss of the update before it, is not that of the run."""
+        """Raise an error if a state, or the loss of the update before it, differs from the run's."""
         if (expected := self._fingerprints.get(at.step)) is not None:
             with internal_transfers():
                 found = as_hexadecimal(fingerprint(at.state))
@@ -247,7 +247,7 @@ class _Recorded:
             )
 
     def log(self) -> None:
-        """Say with what the replay was compared."""
+        """Log what the replay was compared with."""
         kind = "fingerprints (fingerprints.jsonl)" if self._fingerprints else "losses"
         if self.steps:
             steps = format_list([str(step) for step in self.steps], 8)

@@ -40,9 +40,9 @@ _SILENT = 120.0
 class RunSummary:
     """Summary of one run: a directory and a checkpoint prefix with a record of starts.
 
-    A run is what was trained: `last_step`, `config`, `commit`, `edits`, `devices` and `parameters` are those of the
-    newest start that took a step, whatever was tried later; of the newest one where none did. `status`, `reason` and
-    `exception` are, too, unless the newest start lives.
+    `last_step`, `config`, `commit`, `edits`, `devices` and `parameters` are those of the newest start that took a step,
+    whatever was tried later, or of the newest start if none did. `status`, `reason` and `exception` are those of a
+    living start, if there is one, or else of the start that ended the run.
 
     Attributes:
         path: The directory or URL.
@@ -225,7 +225,7 @@ def _former_paths(where: str, starts: Sequence[Start]) -> list[str]:
 
 
 def trained_start(where: str, starts: Sequence[Start]) -> Start:
-    """Return the start that the run is: the newest that took a step, or else the newest one."""
+    """Return the start that represents the run: the newest that took a step, or else the newest."""
     known = valid(starts)
     number, found = known[0]["before"]["trained"], last_trained(known)
     if found is None and number is not None:
@@ -234,7 +234,7 @@ def trained_start(where: str, starts: Sequence[Start]) -> Start:
 
 
 def _ending(starts: Sequence[Start], trained: Start) -> Start:
-    """Return the start that ended a run; one that took no step did so if it called the hooks that were left."""
+    """Return the start that ended a run: one without a step did if it only called the hooks that were left."""
     reached = trained["step"] and trained["step"][1]
     for start in () if reached is None or _has_finished(trained) else valid(starts):
         is_same = (
@@ -250,7 +250,7 @@ def _has_finished(start: Start) -> bool:
 
 
 def start_with_card(where: str, starts: Sequence[Start]) -> Mapping[str, Any]:
-    """Return the newest start that has a card, up to the one that the run is; an empty one if there is none."""
+    """Return the newest start with a card, up to the one that represents the run; {} if there is none."""
     known = valid(starts)
     trained = trained_start(where, known) if known else None
     last = [start for start in (*known, trained) if trained and start and start["number"] <= trained["number"]]
@@ -258,7 +258,7 @@ def start_with_card(where: str, starts: Sequence[Start]) -> Mapping[str, Any]:
 
 
 def facts_of(where: str, start: Start, source: str | None) -> dict[str, Any]:
-    """Return the facts about a start; `source` is the directory that it is a copy of, which has its process."""
+    """Return the facts about a start; `source` is the directory that it was copied from, where its process may live."""
     if start["problem"]:
         reason = f"its start {start['number']} {start['problem']}"
         unknown = dict.fromkeys(("began", "ended", "first", "last", *_GIVEN, "host", "pid"))
@@ -287,7 +287,7 @@ _GIVEN = ("exception", "config", "argv", "commit", "edits")
 
 
 def _life(where: str, start: Start) -> tuple[str, str] | None:
-    """Return what a start without an end does; None if its process is gone."""
+    """Return the status and the reason of a start that lives; None if its process is gone."""
     process, prefix = start["process"], start["prefix"]
     alive = is_alive(process)
     if alive is None:  # on another host
@@ -315,7 +315,7 @@ def _refused(facts: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any] 
 
 
 def _examples(starts: Sequence[Start]) -> int | None:
-    """Return the examples of the steps that led to the last one; None if the rows of a batch are not known."""
+    """Return the number of examples up to the last step; None if the rows of a batch are unknown."""
     known = valid(starts)
     count = 0.0
     limit = math.inf
@@ -330,7 +330,7 @@ def _examples(starts: Sequence[Start]) -> int | None:
 
 
 def _best(where: str, start: Start, *, is_copy: bool) -> tuple[dict[str, tuple[float, int]], dict[str, str]]:
-    """Return the best values and their steps, and the checkpoints, of those that are there and of this run's steps."""
+    """Return the best values with their steps, and their checkpoints, if these exist and are of the run's own steps."""
     best, paths = dict[str, tuple[float, int]](), dict[str, str]()
     parent_step = -1 if start["parent"] is None else start["parent"]["step"]
     for name, (value, step, recorded) in start["best"].items():
@@ -344,7 +344,7 @@ def _best(where: str, start: Start, *, is_copy: bool) -> tuple[dict[str, tuple[f
 
 
 def _best_notes(where: str, starts: Sequence[Start], ending: Start, trained: Start) -> dict[str, str]:
-    """Say which best values do not compare with those of the newest start, and which ones of the parent are better."""
+    """Return notes on best values that are not comparable with the newest start, or worse than the parent's."""
     notes = dict[str, str]()
     parent = _parent(where, ending)
     parent_step = -1 if parent is None else parent[1]
@@ -368,7 +368,7 @@ def _best_notes(where: str, starts: Sequence[Start], ending: Start, trained: Sta
 
 
 def _best_of_parent(path: str, parent_step: int) -> dict[str, tuple[float, int]]:
-    """Return the best values that the record of a parent has of the steps that a branch continues."""
+    """Return the best values in the record of a parent, of the steps before the branch."""
     folder, checkpoint = split_path(path)
     found = dict[str, tuple[float, int]]()
     with contextlib.suppress(OSError):
@@ -383,7 +383,7 @@ def _parent(where: str, start: Start) -> tuple[str, int] | None:
 
 
 def _moved(path: str, before: str | None, where: str, *, is_copy: bool = False) -> str:
-    """The path of a checkpoint, which may have been moved together with the run."""
+    """Return the path of a checkpoint that may have been moved together with its run."""
     if before is None or before == where or is_url(where) or is_url(path):
         return path
     relative = os.path.relpath(path, before)

@@ -1,6 +1,6 @@
-"""The starts of a run as rows: what each began from, did, was given, and how it ended.
+"""The starts of a run as rows: their first and last step, their times, what they changed, and how they ended.
 
-`runs --starts`, `diff RUN`, `goodput` and the page show them, and nothing else is computed for any of these.
+`runs --starts`, `diff RUN` and the page show them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ _NO_CARD = "has no card: what it was given is not known"
 def start_rows(where: str, starts: Sequence[Start]) -> list[dict[str, Any]]:
     """Return a row for each start, also of those that cannot be read, whose `problem` says why.
 
-    `changes` are those since the start before it that has a card; None of a first one, and if that is not known.
+    `changes` are relative to the previous start with a card; None for the first one, and if they are unknown.
     """
     source, rows = original_of(where, starts), list[dict[str, Any]]()
     before: Mapping[str, Any] | None = None
@@ -78,7 +78,7 @@ def first_lines(lines: Sequence[str], shown: Sequence[str] | None = None) -> lis
 
 
 def table_of_starts(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the lines of a table, and below it what has changed, and where the run was before."""
+    """Return the lines of a table, followed by the changes and the earlier directories of the run."""
     parts = [
         part for part in rows[0]["milliseconds"] or () if any((row["milliseconds"] or {}).get(part) for row in rows)
     ]
