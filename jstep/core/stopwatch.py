@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from jstep.core.interactive import is_interactive
 
-PARTS = ("before", "starting", "stepping", "waiting", "saving", "evaluating", "hooks")
-BEFORE, STARTING, STEPPING, WAITING, SAVING, EVALUATING, HOOKS = PARTS
+PHASES = ("before", "starting", "stepping", "waiting", "saving", "evaluating", "hooks")
+BEFORE, STARTING, STEPPING, WAITING, SAVING, EVALUATING, HOOKS = PHASES
 """The phases of a run, to which all of its wall time is assigned."""
 
 _VISITS = 64
@@ -40,7 +40,7 @@ class Stopwatch:
     ) -> None:
         self.clock, self.before = clock, before
         self._since = clock() if since is None else since
-        self._totals = dict.fromkeys(PARTS, 0.0) | {BEFORE: before}
+        self._totals = dict.fromkeys(PHASES, 0.0) | {BEFORE: before}
         self.current = self.waiting = STARTING
         self.aside: float | None = None
         self.lasted: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_VISITS))

@@ -29,7 +29,7 @@ from jstep.loop.programs import Chunk
 from jstep.loop.run_context import RunContext
 from jstep.record.config import encoded
 from jstep.record.schema import BatchEntries, checked
-from jstep.record.starts import FOLDER, HeldFolder, valid
+from jstep.record.starts import FOLDER, OpenDirectory, valid
 from jstep.stores.files import decode_json, read_small, replace_file
 from jstep.stores.urls import is_url, join_path
 
@@ -46,7 +46,7 @@ class BatchWatch(Observer):
         self._step: int | None = None  # of the batch that is to be hashed
         self._hashes: dict[str, Any] = {}  # step → hashes of layout, content and settings, of earlier batches
         self._newest_tasks: list[Task[None]] = []  # the newest one, which waits for the one before
-        self._folder: HeldFolder | None = None
+        self._folder: OpenDirectory | None = None
         self._path = self._settings_hash = ""
 
     def before_begin(self) -> None:
@@ -55,7 +55,7 @@ class BatchWatch(Observer):
             return
         folder = join_path(run.saver.directory, FOLDER)
         self._path = join_path(folder, f"{run.saver.prefix}.{jax.process_index()}.batches")
-        self._folder = None if is_url(folder) or jax.process_index() == 0 else HeldFolder(folder)
+        self._folder = None if is_url(folder) or jax.process_index() == 0 else OpenDirectory(folder)
         if run.restored is not None and not run.origin.is_at_branch_point and run.source.seekable:
             self._enqueue(self._read_hashes)
             self._watch(run.first)

@@ -38,7 +38,7 @@ _PLACE = {"versions", "devices", "code"}
 _EFFECTS = {"state: sharding": _PLACE, "train: batch_sharding": _PLACE, "batch": set[str]()}
 """Values with another effect than their section; the definition of the batches covers the rows of a batch."""
 _HARMLESS_FLAG = re.compile("dump|log|profil|path|dir|device_count")
-_PLACES = ("checkpoint_dir", "logdir", "compile_cache", "start_from")
+_PATH_OPTIONS = ("checkpoint_dir", "logdir", "compile_cache", "start_from")
 _NAMES = dict.fromkeys(("steps", "num_steps", "max_steps", "total_steps", "train_steps"), "last_step")
 """Name of an option → the argument of `train` with the same meaning."""
 _ADDRESS = re.compile("COORDINATOR|ADDRESS|PORT$|PROCESS_ID")
@@ -54,7 +54,7 @@ def values_of(start: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     commit = start.get("commit")
     edits = start.get("edits")
     arguments = card.get("arguments") or {}
-    places = [place for name in _PLACES if isinstance(place := arguments.get(name), str)]
+    run_paths = [path for name in _PATH_OPTIONS if isinstance(path := arguments.get(name), str)]
     code = None if commit is None else f"commit {commit[:8]}{f' with edits {edits} not committed' if edits else ''}"
     flags = (word.partition("=") for word in str((card.get("environment") or {}).get("XLA_FLAGS", "")).split())
     variables = card.get("environment") or {}
@@ -79,14 +79,14 @@ def values_of(start: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
         name: (section, value)
         for section, begins in SECTIONS.items()
         for name, value in _flat(begins, parts.get(section) or {})
-        if name.removeprefix("train: ").removeprefix("config: ") not in _PLACES
-        and not (section in ("config", "environment") and isinstance(value, str) and _is_place(value, places))
+        if name.removeprefix("train: ").removeprefix("config: ") not in _PATH_OPTIONS
+        and not (section in ("config", "environment") and isinstance(value, str) and _is_path(value, run_paths))
     }
 
 
-def _is_place(value: str, places: Collection[str]) -> bool:
+def _is_path(value: str, run_paths: Collection[str]) -> bool:
     return _PATH.match(value) is not None or (
-        "/" in value and any(f"{value}/".startswith(f"{path}/") for path in places)
+        "/" in value and any(f"{value}/".startswith(f"{path}/") for path in run_paths)
     )
 
 

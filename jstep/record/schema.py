@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, TypeAlias, TypedDict, TypeGuard
 
 from jstep.core.checks import format_value
-from jstep.core.stopwatch import PARTS
+from jstep.core.stopwatch import PHASES
 
 IN_CARD = "in the card"
 """In place of a large config."""
@@ -32,11 +32,11 @@ Step: TypeAlias = Annotated[int, is_step]
 Path: TypeAlias = Annotated[str, lambda value: 0 < len(value) < 2**15 and "\0" not in value]
 
 
-def _are_parts(value: dict[str, Any]) -> bool:
-    return value.keys() <= {*PARTS} and all(type(secs) in (int, float) and is_seconds(secs) for secs in value.values())
+def _are_phases(value: dict[str, Any]) -> bool:
+    return value.keys() <= {*PHASES} and all(type(secs) in (int, float) and is_seconds(secs) for secs in value.values())
 
 
-Parts: TypeAlias = Annotated[dict[str, Any], _are_parts]
+PhaseSeconds: TypeAlias = Annotated[dict[str, Any], _are_phases]
 
 
 BatchEntries: TypeAlias = dict[str, tuple[str, str, str]]
@@ -62,19 +62,19 @@ class Stall(TypedDict):
     process: Step | None
 
 
-class Kept(TypedDict):
+class KeepBestRecord(TypedDict):
     """How a `KeepBest` keeps the best of a metric."""
 
     mode: str | None  # "max" or "min"
     data: str | None  # a hash of the data of the evaluation
 
 
-class Before(TypedDict):
+class Totals(TypedDict):
     """Totals of all starts before a start; readers use those of the oldest start that they read."""
 
     count: Step
     since: Seconds | None  # when the first one began
-    seconds: Parts
+    seconds: PhaseSeconds
     first: Step | None  # the step at which the run began
     step: Step | None  # the one that the last start reached
     trained: Step | None  # the number of the last start that took a step
@@ -104,12 +104,12 @@ class Start(TypedDict):
     devices: str | None  # such as "8×cpu"
     parameters: Step | None
     step: Annotated[tuple[Step, Step], lambda span: span[0] <= span[1]] | None  # that it began from, and finished
-    seconds: Parts
+    seconds: PhaseSeconds
     examples: Step | None
     values: dict[str, float]  # the latest scalar metrics of the run; a start inherits them
     values_left_out: Step | None  # the number of further scalar metrics
     best: dict[str, tuple[float, Step, Path]]  # those of the run
-    kept: dict[str, Kept]  # by the names of `best`
+    kept: dict[str, KeepBestRecord]  # by the names of `best`
     peak_bytes: Step | None  # of a device
     host_bytes: Step | None  # the current resident memory of process 0
     host_peak_bytes: Step | None
@@ -121,7 +121,7 @@ class Start(TypedDict):
     other_batch: Step | None  # the first batch of the start, if it differs from the one read before
     end: tuple[str, str] | None  # status and reason; None while it lives, and after a SIGKILL
     exception: str | None  # its class
-    before: Before
+    before: Totals
     card: dict[str, Any]  # {} until `with_card`
 
 
@@ -200,7 +200,7 @@ def checked(value: Any, kind: Any) -> Any:
     return value if kind is Any or type(value) is kind else _refuse(value)
 
 
-def sound(fields: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+def valid_fields(fields: Mapping[str, Any], kind: Any) -> dict[str, Any]:
     """Return the fields that are valid."""
     found = {}
     for name, hint in _hints(kind).items():

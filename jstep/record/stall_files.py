@@ -14,7 +14,7 @@ from typing import Any
 from jstep.core.logs import logger
 from jstep.record.config import encoded
 from jstep.record.schema import StallFile, checked
-from jstep.record.starts import HeldFolder
+from jstep.record.starts import OpenDirectory
 from jstep.stores.files import (
     decode_json,
     foreign_file,
@@ -97,7 +97,7 @@ def _files(where: str, prefix: str | None) -> tuple[list[tuple[str, Fields]], li
     for name in [name for name in _names(folder) if name.endswith(".json")]:
         path = join_path(folder, name)
         try:
-            stall = _valid_fields(decode_json(read_small(path, _MAX_BYTES)))
+            stall = _checked_stall(decode_json(read_small(path, _MAX_BYTES)))
         except FileNotFoundError:  # the process continued meanwhile
             continue
         except (OSError, ValueError) as error:
@@ -119,7 +119,7 @@ def _names(folder: str) -> Iterable[str]:
     return Objects(folder).list() if is_url(folder) else names_in(folder) if is_directory(folder) else []
 
 
-def _valid_fields(stall: Any) -> dict[str, Any]:
+def _checked_stall(stall: Any) -> dict[str, Any]:
     try:
         fields: dict[str, Any] = checked(stall, StallFile)
     except ValueError as error:
@@ -172,7 +172,7 @@ class StallFiles:
     `where` is None if nothing is to be written. `prefix` distinguishes runs that share a directory.
 
     Raises:
-        ForeignFileError: The folder is a link, behind which are files of others.
+        ForeignFileError: The directory of the files is a link, behind which may be files of others.
 
     Attributes:
         shown: When the file was first written.
@@ -191,7 +191,7 @@ class StallFiles:
             raise foreign_file(self._folder, "is a link")
         self.period = 10.0 if is_url(where) else min(15.0, max(0.25, warn_secs / 4))
         self._job: Any = None
-        self._held: HeldFolder | None = None  # the directory of the run, once it is there
+        self._run_directory: OpenDirectory | None = None  # once it is there
         self._begun = -self.period
         self._may_exist = True  # an earlier start may have left one
         self._problems = set[str]()  # that were logged
@@ -215,21 +215,21 @@ class StallFiles:
         for begin in (bool, functools.partial(self.exchange, fields, at_once=True)):
             begin()
             futures.wait([] if self._job is None else [self._job], timeout=5.0)
-        if self._held is not None:
-            self._held.close()
+        if self._run_directory is not None:
+            self._run_directory.close()
 
     def _check(self) -> None:
         """Raise an error if the directory of the run was moved: another run may be at its place."""
-        if self._held is None and not is_url(self._where) and os.path.isdir(self._where):
-            self._held = HeldFolder(self._where)
-        if self._held is not None:
-            self._held.check()
+        if self._run_directory is None and not is_url(self._where) and os.path.isdir(self._where):
+            self._run_directory = OpenDirectory(self._where)
+        if self._run_directory is not None:
+            self._run_directory.check()
 
     def _exchange(self, stall: Fields | None, read: bool) -> None:
         try:
             if stall is not None or self._may_exist:
                 self._check()
-                self._may_exist = stall is not None or (self._held is None and not is_url(self._where))
+                self._may_exist = stall is not None or (self._run_directory is None and not is_url(self._where))
                 file = {"prefix": self._prefix, "process": self._process, "renewed": time.time()}
                 data = _as_bytes({"version": STALLS_VERSION, **file, **this_process(), **(stall or {})})
                 path = join_path(self._folder, f"{self._prefix}.{self._process}.json")

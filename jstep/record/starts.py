@@ -16,10 +16,10 @@ from typing import Any, cast
 
 from jstep.core.checks import format_value
 from jstep.core.logs import logger
-from jstep.core.stopwatch import PARTS
+from jstep.core.stopwatch import PHASES
 from jstep.record.config import encoded
 from jstep.record.programs import compressed
-from jstep.record.schema import IN_CARD, Before, Card, Start, checked, sound
+from jstep.record.schema import IN_CARD, Card, Start, Totals, checked, valid_fields
 from jstep.stores.files import decode_json, foreign_file, make_directories, names_in, read_small, replace_file
 from jstep.stores.objects import ABSENT, Objects
 from jstep.stores.owners import remove_temporary
@@ -53,8 +53,8 @@ def program_path(where: str, start: Mapping[str, Any]) -> str:
 # Writing.
 
 
-class HeldFolder:
-    """A folder that stays open, so that another one that takes its place is noticed.
+class OpenDirectory:
+    """A directory that is kept open, so that a replacement at its path is noticed.
 
     Raises:
         FileNotFoundError: From `check`: it was moved, deleted or replaced.
@@ -62,7 +62,7 @@ class HeldFolder:
 
     def __init__(self, path: str) -> None:
         self._path, self._handle = path, -1
-        with contextlib.suppress(OSError):  # Windows opens no folder
+        with contextlib.suppress(OSError):  # Windows opens no directories
             self._handle = os.open(path, os.O_RDONLY)
 
     def check(self) -> None:
@@ -105,7 +105,7 @@ class StartFile:
         self.period, self.due = (10.0 if self.is_url else 1.0), threading.Event()
         self._updating, self._writing = threading.Lock(), threading.Lock()
         self._is_failing, self._is_closed = False, False
-        self._folder: HeldFolder | None = None  # once the file is made
+        self._directory: OpenDirectory | None = None  # once the file is made
         self._stamp: bytes | None = None  # of the object, once it is made
         number = earlier[-1]["number"] + 1 if earlier else 1
         self._config, config = fields["config"], fields["config"]
@@ -142,7 +142,7 @@ class StartFile:
         self.programs[str(stage)] = text
         path = program_path(self.where, self.fields)
         with self._writing:
-            if not self._is_closed and (self.is_url or self._folder is not None):
+            if not self._is_closed and (self.is_url or self._directory is not None):
                 self._try(lambda: replace_file(path, compressed(self.programs), flush=False))
 
     def end_earlier(self, number: int, end: Sequence[str], exception: str | None = None) -> None:
@@ -160,8 +160,8 @@ class StartFile:
                     break
                 time.sleep(0.2 * (number < _TRIES - 1))
             self._is_closed = True
-            if self._folder is not None:
-                self._folder.close()
+            if self._directory is not None:
+                self._directory.close()
 
     def _try(self, write: Callable[[], None]) -> bool:
         try:
@@ -177,27 +177,27 @@ class StartFile:
         if self.is_url:
             self._write_object()
         else:
-            folder = self._folder or self._make()
-            folder.check()
+            directory = self._directory or self._make()
+            directory.check()
             self._replace(_as_bytes(self.fields), flush, is_end=is_end)
         if self._card is not None:
             card = encoded({"card": self._card, "config": self._config})
             replace_file(_card_path(self.where, self.fields), card, flush=False)
             self._card = None
 
-    def _make(self) -> HeldFolder:
+    def _make(self) -> OpenDirectory:
         """Make the file with the next free number, exclusively."""
-        folder = join_path(self.where, FOLDER)
-        if os.path.islink(folder):
-            raise foreign_file(folder, "is a link")
-        make_directories(folder)
-        remove_temporary(folder)  # of starts that were killed
-        while self._folder is None:
+        directory = join_path(self.where, FOLDER)
+        if os.path.islink(directory):
+            raise foreign_file(directory, "is a link")
+        make_directories(directory)
+        remove_temporary(directory)  # of starts that were killed
+        while self._directory is None:
             with contextlib.suppress(FileExistsError), open(self._path, "xb"):
-                self._folder = HeldFolder(folder)
-            if self._folder is None:
+                self._directory = OpenDirectory(directory)
+            if self._directory is None:
                 self.update({"number": self.fields["number"] + 1})
-        return self._folder
+        return self._directory
 
     def _replace(self, data: bytes, flush: bool, *, is_end: bool) -> None:
         try:
@@ -211,10 +211,10 @@ class StartFile:
 
     def _write_object(self) -> None:
         """Write the object; the first time with the next free number."""
-        folder, stamp = Objects(join_path(self.where, FOLDER)), None
+        objects, stamp = Objects(join_path(self.where, FOLDER)), None
         while stamp is None:
             name = split_path(self._path)[1]
-            stamp = folder.write_if(name, _as_bytes(self.fields), self._stamp or ABSENT)
+            stamp = objects.write_if(name, _as_bytes(self.fields), self._stamp or ABSENT)
             if stamp is None and self._stamp is not None:
                 raise FileExistsError(f"{self._path} was replaced by another process")
             if stamp is None:
@@ -224,7 +224,7 @@ class StartFile:
 
 def _as_bytes(fields: Mapping[str, Any]) -> bytes:
     """Return content that a reader accepts: without invalid fields, and without old stalls if there are many."""
-    start = {name: value for name, value in sound(fields, Start).items() if name not in ("card", "problem")}
+    start = {name: value for name, value in valid_fields(fields, Start).items() if name not in ("card", "problem")}
     checked(start, Start)
     while len(data := encoded(start)) > _MAX_START and start.get("stalls"):
         start["stalls"] = start["stalls"][len(start["stalls"]) // 2 + 1 :]
@@ -341,7 +341,7 @@ def last_trained(starts: Sequence[Start]) -> Start | None:
     return next(filter(has_trained, reversed(valid(starts))), None)
 
 
-def totals(starts: Sequence[Start]) -> Before:
+def totals(starts: Sequence[Start]) -> Totals:
     """Return the totals of starts and of all starts before them; `count` includes invalid starts."""
     known = valid(starts)
     if not known:
@@ -356,7 +356,7 @@ def totals(starts: Sequence[Start]) -> Before:
     return {
         "count": before["count"] + starts[-1]["number"] + 1 - oldest["number"],
         "since": oldest["began"] if before["since"] is None else before["since"],
-        "seconds": {part: sum(entry["seconds"].get(part, 0.0) for entry in (before, *known)) for part in PARTS},
+        "seconds": {phase: sum(entry["seconds"].get(phase, 0.0) for entry in (before, *known)) for phase in PHASES},
         "first": spans[0][0] if first is None and spans else first,
         "step": spans[-1][1] if spans else before["step"],
         "trained": before["trained"] if trained is None else trained["number"],

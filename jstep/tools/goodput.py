@@ -8,14 +8,14 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jstep.core.stopwatch import BEFORE, HOOKS, PARTS, STARTING, STEPPING
+from jstep.core.stopwatch import BEFORE, HOOKS, PHASES, STARTING, STEPPING
 from jstep.record.schema import Start
 from jstep.record.starts import find_starts, totals, valid
 from jstep.stores.urls import absolute, location
 from jstep.tools.cli import Command, answer, table
 from jstep.tools.tabular import Tabular
 
-_COPIED = tuple(part for part in PARTS if part != STEPPING)
+_COPIED = tuple(phase for phase in PHASES if phase != STEPPING)
 _ALL = ("productive", "rewound", *_COPIED, "down")
 STALLED = "stalled"
 """The part to which stalls in any phase belong."""
@@ -183,9 +183,9 @@ _MIN_STEPS, _MIN_MS, _MIN_SHARE = 10, 0.1, 0.01
 def milliseconds(start: Start) -> dict[str, float]:
     """Return the milliseconds per step of each repeated phase of a start; {} if it took no step."""
     first, last = start["step"] or (0, 0)
-    secs = {part: start["seconds"].get(part, 0.0) for part in PARTS if part not in (BEFORE, STARTING)}
+    secs = {phase: start["seconds"].get(phase, 0.0) for phase in PHASES if phase not in (BEFORE, STARTING)}
     secs[STALLED] = sum(_take_stalls(start, secs).values())
-    return {part: 1000 * value / (last - first) for part, value in secs.items()} if last > first else {}
+    return {phase: 1000 * value / (last - first) for phase, value in secs.items()} if last > first else {}
 
 
 def _take_stalls(start: Start, seconds: dict[str, float], kept_until: float = math.inf) -> dict[str, float]:
@@ -222,7 +222,7 @@ def by_start(starts: Sequence[Start]) -> list[Goodput]:
     found: list[Goodput] = []
     ended: float | None = None
     for start, kept_until in zip(starts, _kept_until(starts), strict=True):
-        seconds: dict[str, Any] = dict.fromkeys(PARTS, 0.0) | start["seconds"]
+        seconds: dict[str, Any] = dict.fromkeys(PHASES, 0.0) | start["seconds"]
         began, down = start["began"], 0.0
         stepping, last = seconds.pop(STEPPING), began + sum(start["seconds"].values())
         if ended is not None:
@@ -234,7 +234,7 @@ def by_start(starts: Sequence[Start]) -> list[Goodput]:
                 seconds[part], left = seconds[part] - cut, left - cut
         ended = last if ended is None else max(ended, last)
         first, final = start["step"] or (0, 0)
-        kept = until(start, kept_until, stepping, 1)
+        kept = total_at(start, kept_until, stepping, 1)
         seconds |= {"productive": kept, "rewound": stepping - kept, "down": down}
         stalled = _take_stalls(start, seconds, math.inf if kept_until == final else kept_until)
         computing, steps = start["computing"] or 0.0, kept_until - first
@@ -251,17 +251,17 @@ def _kept_until(starts: Sequence[Start]) -> list[int]:
     return steps[::-1]
 
 
-def until(start: Start, step: float, whole: float, column: int) -> float:
-    """Interpolate a total of a start at a step: `whole` is its final value, `column` its column in the saves."""
+def total_at(start: Start, step: float, final: float, column: int) -> float:
+    """Interpolate a total of a start at a step: `final` is its last value, `column` its column in the saves."""
     first, last = start["step"] or (0, 0)
     if step >= last:
-        return whole
+        return final
     saved: list[Any] = start["saved"]
     saves = [(save[0], save[column]) for save in saved if first < save[0] < last and save[column] is not None]
-    for (a, low), (b, high) in itertools.pairwise([(first, 0.0), *sorted(saves), (last, whole)]):
+    for (a, low), (b, high) in itertools.pairwise([(first, 0.0), *sorted(saves), (last, final)]):
         if step <= b:
-            return min(whole, max(0.0, low + (high - low) * (step - a) / (b - a)))
-    return whole
+            return min(final, max(0.0, low + (high - low) * (step - a) / (b - a)))
+    return final
 
 
 # `goodput` of the command line.

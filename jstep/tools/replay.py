@@ -130,13 +130,13 @@ def replay(
     calls = replayed(
         train_step, state, batches, checkpoint_dir, step, prefix, steps_per_call, batch_sharding, newest=newest, ahead=1
     )
-    for at in calls:
-        last = at
+    for current in calls:
+        last = current
     return Replay(last.state, last.args)
 
 
-class Call(NamedTuple):
-    """A call of a step that was repeated, and the state after it; at the end with the arguments of the next step."""
+class ReplayedCall(NamedTuple):
+    """The state after a repeated call, or before the first; the last one has the arguments of the next step."""
 
     step: int
     state: TrainState
@@ -169,7 +169,7 @@ def replayed(
     newest: int | None = None,
     ahead: int = 0,
     is_finite: bool = False,
-) -> Iterator[Call]:
+) -> Iterator[ReplayedCall]:
     """Yield the state of a run at a checkpoint and after each call up to a step; fetch `ahead` batches beyond it."""
     steps_per_call = as_steps_per_call(steps_per_call, batches)
     stages = as_stages(train_step)
@@ -182,10 +182,10 @@ def replayed(
     start, state, position = _restored_start(state, checkpoint_dir, prefix, step, newest, is_finite=is_finite)
     where = checkpoint_dir.directory if isinstance(checkpoint_dir, Saver) else checkpoint_dir
     recorded = _Recorded(None if where is None else absolute(location(where, "checkpoint_dir")), prefix, start, step)
-    at = Call(start, state)
-    yield at
+    current = ReplayedCall(start, state)
+    yield current
     check_batches(batches)
-    source = open_source(batches, start, step + ahead, position, state=lambda: at.state)
+    source = open_source(batches, start, step + ahead, position, state=lambda: current.state)
     is_lost = source.position is not None and position is None and start > 0
     if is_lost or not source.seekable:
         why = f"the checkpoint of step {start} has no position for them" if is_lost else "they have no position to set"
@@ -197,22 +197,22 @@ def replayed(
     table = ProgramTable(stages, steps_per_call, state=state)
     dispatch = Dispatch(table)
     ends = Boundaries(stages, source.next_change).ends(
-        start, step, lambda at: next((n for n in recorded.steps if n > at), NEVER)
+        start, step, lambda begin: next((n for n in recorded.steps if n > begin), NEVER)
     )
     make = functools.partial(make_chunks, items, sharding=batch_sharding, on_device=table.on_device)
     for chunk in make(start, table.program_for, ends=ends):
-        at = Call(chunk.first + chunk.steps, *dispatch(at.state, chunk)[:2])
-        recorded.check(at)
-        yield at
+        current = ReplayedCall(chunk.first + chunk.steps, *dispatch(current.state, chunk)[:2])
+        recorded.check(current)
+        yield current
     last = next(make(step, lambda step, *_: Program(table.stage_of(step))), None) if ahead else None
-    if ahead and (at.step < step or last is None):
+    if ahead and (current.step < step or last is None):
         raise ValueError(
-            f"step={step}: the batches end after {at.step} of the {step + 1} that it needs; give those of that run"
+            f"step={step}: the batches end after {current.step} of the {step + 1} that it needs; give those of that run"
         )
-    check_step(at.step, at.state, start if at.step > start else None)
+    check_step(current.step, current.state, start if current.step > start else None)
     recorded.log()
     if last is not None:
-        yield at._replace(args=last.args)
+        yield current._replace(args=last.args)
 
 
 class _Recorded:
@@ -227,16 +227,16 @@ class _Recorded:
     def _between(self, values: Mapping[int, Any]) -> dict[int, Any]:
         return {step: value for step, value in values.items() if self._start < step <= self._step}
 
-    def check(self, at: Call) -> None:
+    def check(self, current: ReplayedCall) -> None:
         """Raise an error if a state, or the loss of the update before it, differs from the run's."""
-        if (expected := self._fingerprints.get(at.step)) is not None:
+        if (expected := self._fingerprints.get(current.step)) is not None:
             with internal_transfers():
-                found = as_hexadecimal(fingerprint(at.state))
-            self._require(found == expected, "state", at.step, f"its fingerprint is {found}", expected)
-        recorded, loss = self._losses.get(at.step), loss_in(at.metrics)
+                found = as_hexadecimal(fingerprint(current.state))
+            self._require(found == expected, "state", current.step, f"its fingerprint is {found}", expected)
+        recorded, loss = self._losses.get(current.step), loss_in(current.metrics)
         if recorded is not None and loss is not None and loss.size == 1:
             is_close = bool(np.isclose(loss, recorded, rtol=_CLOSE, equal_nan=True).all())
-            self._require(is_close, "loss", at.step, f"it is {loss.item():.6g}", f"{recorded:.6g}")
+            self._require(is_close, "loss", current.step, f"it is {loss.item():.6g}", f"{recorded:.6g}")
 
     def _require(self, is_same: bool, what: str, step: int, found: str, expected: str) -> None:
         if not is_same:

@@ -29,7 +29,7 @@ from jstep.record.starts import (
 from jstep.stores.files import seconds_since_write
 from jstep.stores.owners import is_alive
 from jstep.stores.urls import is_url, resolve_path, split_path
-from jstep.tools.goodput import of_run, until
+from jstep.tools.goodput import of_run, total_at
 
 RUNNING, HANGS, UNREADABLE = "running", "hangs", "unreadable"
 _SILENT = 120.0
@@ -324,7 +324,7 @@ def _examples(starts: Sequence[Start]) -> int | None:
         if first < min(last, limit):
             if start["examples"] is None:
                 return None
-            count += until(start, limit, start["examples"], 2)
+            count += total_at(start, limit, start["examples"], 2)
             limit = first
     return None if known[0]["before"]["count"] else round(count)
 

@@ -46,7 +46,7 @@ def test_calls_of_a_save_and_of_a_match(tmp_path):
     with counted() as calls, jstep.Saver(tmp_path) as saver:
         saver.save(state)
         saver.wait()
-    assert LEAVES < calls.total() <= 6000
+    assert LEAVES < calls.total() <= 6250
 
     with jstep.Saver(tmp_path) as saver:
         saver.extra()  # reads the manifest
