@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jstep.core.checks import in_own_digits, truncate
@@ -56,9 +56,9 @@ def values_of(start: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     arguments = card.get("arguments") or {}
     run_paths = [path for name in _PATH_OPTIONS if isinstance(path := arguments.get(name), str)]
     code = None if commit is None else f"commit {commit[:8]}{f' with edits {edits} not committed' if edits else ''}"
-    flags = (word.partition("=") for word in str((card.get("environment") or {}).get("XLA_FLAGS", "")).split())
-    variables = card.get("environment") or {}
-    variables = {name: value for name, value in variables.items() if name != "XLA_FLAGS" and not _ADDRESS.search(name)}
+    environ = card.get("environment") or {}
+    flags = (word.partition("=") for word in str(environ.get("XLA_FLAGS", "")).split())
+    variables = {name: value for name, value in environ.items() if name != "XLA_FLAGS" and not _ADDRESS.search(name)}
     parts: dict[str, Any] = {
         **card,
         "environment": {**{f"XLA_FLAGS {name}": value or "set" for name, _, value in flags}, **variables},
@@ -85,9 +85,8 @@ def values_of(start: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
 
 
 def _is_path(value: str, run_paths: Collection[str]) -> bool:
-    return _PATH.match(value) is not None or (
-        "/" in value and any(f"{value}/".startswith(f"{path}/") for path in run_paths)
-    )
+    is_of_run = "/" in value and any(f"{value}/".startswith(f"{path}/") for path in run_paths)
+    return is_of_run or _PATH.match(value) is not None
 
 
 def _flat(begins: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -130,48 +129,49 @@ def changes(
     a, b = values_of(before), values_of(after)
     found = Changes([], [], [])
     sections = {section for section, _ in a.values()} & {section for section, _ in b.values()} - {*leave_out}
-    differ = {
-        name: (section, old, new)
-        for name in dict.fromkeys([*a, *b])
-        for section, old, new in [((a.get(name) or b[name])[0], *(x.get(name, ("", _ABSENT))[1] for x in (a, b)))]
-        if section in sections and not same(old, new) and NOT_RECORDED not in (old, new)
-        if _ABSENT not in (old, new) or section not in ("settings", "programs")
-    }
-    said = {part for name, (section, *_) in differ.items() for part in (section, _stem(name)) if name not in HASHES}
+    differ = dict[str, tuple[str, Any, Any]]()
+    for name in dict.fromkeys([*a, *b]):
+        section = (a.get(name) or b[name])[0]
+        old, new = (values.get(name, ("", _ABSENT))[1] for values in (a, b))
+        is_known = _ABSENT not in (old, new) or section not in ("settings", "programs")
+        if section in sections and is_known and not same(old, new) and NOT_RECORDED not in (old, new):
+            differ[name] = (section, old, new)
+    # The sections and the values that are named as different; a hash names none.
+    named = {word for name in differ.keys() - HASHES.keys() for word in (differ[name][0], _stem(name))}
     # Batches of other shapes, and other devices of lanes, are traced differently by every step.
-    is_comparable = "batch" not in said and not ("devices" in said and (after.get("card") or {}).get("lanes"))
+    is_comparable = "batch" not in named and not ("devices" in named and (after.get("card") or {}).get("lanes"))
     for name, (section, old, new) in differ.items():
         option = name.removeprefix("config: ").rpartition("/")[2]
         of_train = differ.get(f"train: {_NAMES.get(option, option)}", (None,))[1:]  # such as last_step
         if (section == "config" and (old, new) == of_train) or (section == "state" and "jax_enable_x64" in differ):
             continue
         if (stem := _stem(name)) in HASHES:
-            text = HASHES[stem] + (_how_programs_differ(name, before, after, words) if section == "programs" else "")
+            text = HASHES[stem] + (_how_programs_differ(name, (before, after), words) if section == "programs" else "")
             is_program = section == "programs"
-            lines = found.place if is_program and _TRACED & said else _list_of(found, stem, section)
-            is_shown = is_comparable if is_program else not {section, "devices"} & said
+            lines = found.place if is_program and _TRACED & named else _list_of(found, stem, section)
+            is_shown = is_comparable if is_program else not {section, "devices"} & named
             if is_shown and not any(line.startswith(HASHES[stem]) for line in lines):
                 lines.append(text)
-        elif not (stem == "train: batch_sharding" and "devices" in said):  # its meshes are those of the devices
+        elif not (stem == "train: batch_sharding" and "devices" in named):  # its meshes are those of the devices
             line = f"{name}: {_shown(old, new)} {words[0]}, {_shown(new, old)} {words[1]}"
             _list_of(found, stem, section).append(line)
     return found
 
 
-def _how_programs_differ(name: str, before: Mapping[str, Any], after: Mapping[str, Any], words: tuple[str, str]) -> str:
+def _how_programs_differ(name: str, starts: Sequence[Mapping[str, Any]], words: tuple[str, str]) -> str:
     """Describe the parts of a traced step that differ, its optimizer, and the first lines of its printed program."""
     stage = name.partition("[")[2].rstrip("]") or "0"
-    pair = [_program_at(stage, start) for start in (before, after)]
+    pair = [_program_at(stage, start) for start in starts]
     parts = {"gradients": "loss and gradients", "update": "update"}
     known = {key: part for key, part in parts.items() if all(program.get(key) for program in pair)}
     differ = [part for key, part in known.items() if len({program[key] for program in pair}) > 1]
-    said = [f"in its {' and its '.join(differ)}"] if differ else []
+    clauses = [f"in its {' and its '.join(differ)}"] if differ else []
     optimizers = [program.get("optimizer") for program in pair]
     if None not in optimizers and optimizers[0] != optimizers[1]:
-        said.append(f"{optimizers[0]} {words[0]}, {optimizers[1]} {words[1]}")
-    texts = [read_programs(str(start.get("programs", ""))).get(stage, "") for start in (before, after)]
-    said += differing_lines(*texts) if all(texts) else []
-    return f" ({'; '.join(said)})" if said else ""
+        clauses.append(f"{optimizers[0]} {words[0]}, {optimizers[1]} {words[1]}")
+    texts = [read_programs(str(start.get("programs", ""))).get(stage, "") for start in starts]
+    clauses += differing_lines(*texts) if all(texts) else []
+    return f" ({'; '.join(clauses)})" if clauses else ""
 
 
 def _program_at(stage: str, start: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,7 +1,6 @@
 """The files `stalls/PREFIX.PROCESS.json`: what each process of a stalled run is waiting for."""
 
 import contextlib
-import functools
 import itertools
 import os
 import re
@@ -73,8 +72,7 @@ def exit_reason(where: str, prefix: str, since: float) -> str:
     """Return why the `StallHook` of a start that began at `since` ended it; "" if it did not."""
     ended: list[Fields] = []
     with contextlib.suppress(OSError):
-        files = _files(where, prefix)[0]
-        ended = [stall for _, stall in files if "exit_code" in stall and stall["renewed"] >= since]
+        ended = [stall for _, stall in _files(where, prefix)[0] if "exit_code" in stall and stall["renewed"] >= since]
     stall = max(ended, key=lambda stall: bool(stall["stall"]), default=None)
     return "" if stall is None else f"process {stall['process']} hung at step {stall.get('step')}: {stall['what']}"
 
@@ -106,12 +104,6 @@ def _files(where: str, prefix: str | None) -> tuple[list[tuple[str, Fields]], li
         if prefix is None or stall.get("prefix", prefix) == prefix:
             stalls.append((path, stall))
     return sorted(stalls, key=lambda item: float(item[1]["since"])), problems
-
-
-def _processes_with_files(folder: str, prefix: str) -> list[int]:
-    """Return the processes of a run that have files, by their names, which are listed in one request."""
-    matches = (re.fullmatch(rf"{re.escape(prefix)}\.([0-9]+)\.json", name) for name in _names(folder))
-    return [int(match[1]) for match in matches if match is not None]
 
 
 def _names(folder: str) -> Iterable[str]:
@@ -212,9 +204,9 @@ class StallFiles:
 
     def finish(self, fields: Callable[[], Fields] | None) -> None:
         """Write or remove the file now, but do not wait long for a disk."""
-        for begin in (bool, functools.partial(self.exchange, fields, at_once=True)):
-            begin()
-            futures.wait([] if self._job is None else [self._job], timeout=5.0)
+        futures.wait([self._job] * (self._job is not None), timeout=5.0)
+        self.exchange(fields, at_once=True)
+        futures.wait([self._job] * (self._job is not None), timeout=5.0)
         if self._run_directory is not None:
             self._run_directory.close()
 
@@ -246,8 +238,10 @@ class StallFiles:
             self._warn("the stalls of the other processes cannot be read", error)
 
     def _read(self) -> None:
-        # Only the first process that has a file reads and reports all files: if each did, the reads would be n².
-        self.is_told = any(process < self._process for process in _processes_with_files(self._folder, self._prefix))
+        # Only the first process that has a file reads and reports all files: if each did, the reads would be n². The
+        # others list the names, in one request.
+        matches = (re.fullmatch(rf"{re.escape(self._prefix)}\.([0-9]+)\.json", name) for name in _names(self._folder))
+        self.is_told = any(int(match[1]) < self._process for match in matches if match is not None)
         stalls = [] if self.is_told else read_stalls(self._where, self._prefix)[0]
         self.others = [stall for stall in stalls if stall["process"] != self._process]
 

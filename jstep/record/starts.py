@@ -37,17 +37,17 @@ _TRIES = 3
 _NAME = re.compile(r"(?P<prefix>.+)\.(?P<number>[0-9]{6,})\.json", re.DOTALL)
 
 
-def path_of(where: str, prefix: str, number: int) -> str:
-    return join_path(where, FOLDER, f"{prefix}.{number:06d}.json")
+def path_of(where: str, prefix: str, number: int, kind: str = "json") -> str:
+    return join_path(where, FOLDER, f"{prefix}.{number:06d}.{kind}")
 
 
 def _card_path(where: str, start: Mapping[str, Any]) -> str:
-    return f"{path_of(where, start['prefix'], start['number']).removesuffix('.json')}.card.json"
+    return path_of(where, start["prefix"], start["number"], "card.json")
 
 
 def program_path(where: str, start: Mapping[str, Any]) -> str:
     """Return where the printed programs of a start are."""
-    return f"{path_of(where, start['prefix'], start['number']).removesuffix('.json')}.programs"
+    return path_of(where, start["prefix"], start["number"], "programs")
 
 
 # Writing.
@@ -113,9 +113,7 @@ class StartFile:
         self.programs = dict[str, str]()  # stage → its printed program
         if len(encoded(config)) > _MAX_CONFIG:
             self._card, config = {}, IN_CARD
-        self.fields: dict[str, Any] = {
-            "version": VERSION, "prefix": prefix, "number": number, **fields, "config": config,
-        }  # fmt: skip
+        self.fields = {"version": VERSION, "prefix": prefix, "number": number, **fields, "config": config}
         self.write()
 
     @property
@@ -145,11 +143,10 @@ class StartFile:
             if not self._is_closed and (self.is_url or self._directory is not None):
                 self._try(lambda: replace_file(path, compressed(self.programs), flush=False))
 
-    def end_earlier(self, number: int, end: Sequence[str], exception: str | None = None) -> None:
+    def end_earlier(self, number: int, end: Sequence[str]) -> None:
         """Write the end of an earlier start, which was killed before it could write it."""
         path = path_of(self.where, self.prefix, number)
-        fields = {"end": list(end), "exception": exception}
-        self._try(lambda: replace_file(path, encoded({**_load(path), **fields}), flush=False))
+        self._try(lambda: replace_file(path, encoded({**_load(path), "end": list(end)}), flush=False))
 
     def close(self, fields: Mapping[str, Any] | None = None) -> None:
         """Write the end, in place if the disk is full; a write that fails is tried again."""

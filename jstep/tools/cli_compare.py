@@ -192,8 +192,8 @@ def _print_differences(arguments: argparse.Namespace) -> int:
         result = _runs(a, b)
     lines = [*problems, *changes_text(of_starts), *_differences_text(result)]
     if a.kind != _CHECKPOINT:
-        same = {step: result["same"] or step < result["step"] for step in result["common"]}
-        same = {step: is_same for step, is_same in same.items() if is_same or step == result["step"]}
+        first = result.get("step")
+        same = {step: step != first for step in result["common"] if first is None or step <= first}
         runs = [(side.folder, side.prefix) for side in (a, b)]
         found = divergence(runs, "checkpoints" if a.kind == _DIRECTORY else "fingerprints", same)
         result |= found._asdict()

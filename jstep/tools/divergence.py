@@ -1,7 +1,6 @@
 """The steps between which two runs diverge, by their checkpoints, fingerprints and common scalars."""
 
 import contextlib
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -33,8 +32,8 @@ class Divergence(NamedTuple):
         equal = "" if self.equal_at is None else f"equal at {self.equal_at}, "
         text = f"{equal}differ at {self.differ_at} (by {', '.join(self.compared_by)})"
         for path, prefix in runs:
-            starts = [starts for name, starts in read_starts(path).items() if prefix in (None, name)]
-            spans = [start["step"] for start in valid(list(itertools.chain(*starts)))]
+            records = [starts for name, starts in read_starts(path).items() if prefix in (None, name)]
+            spans = [start["step"] for starts in records for start in valid(starts)]
             firsts = [span[0] for span in spans if span and span[0] > 0 and (self.equal_at or 0) <= span[0]]
             text += "".join(f"; {path} was started at {first}" for first in firsts if first <= self.differ_at)
         return text

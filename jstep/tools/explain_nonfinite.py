@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from jstep.state.nonfinite import StateContents, in_words
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import absolute, location
 from jstep.tools.find_nonfinite import NonFinite, find_nonfinite
-from jstep.tools.replay import Replay, loss_in, prefix_of, replay, replayed
+from jstep.tools.replay import Replay, ReplayedCall, loss_in, prefix_of, replay, replayed
 from jstep.training.step import TrainStep
 
 _MAX_ROWS = 65_536
@@ -113,30 +113,35 @@ def explain_nonfinite(
         if start is None or start["step"] is None:
             raise ValueError("last_step=None: the record of the run has no step; give the step at which to give up")
         last_step = start["step"][1] + 1
-    last, before = as_int(last_step, "last_step", 0, "the step at which to give up"), None
+    end = as_int(last_step, "last_step", 0, "the step at which to give up")
     calls = replayed(
-        train_step, _copied(state), batches, checkpoint_dir, last, prefix, 1, batch_sharding, is_finite=True
+        train_step, _copied(state), batches, checkpoint_dir, end, prefix, 1, batch_sharding, newest=end, is_finite=True
     )
-    skipped: int | None = None  # the first of the latest updates that are skipped
-    for at in calls:
-        contents = StateContents(at.state)
-        worse: dict[str, int] = {} if before is None else contents.worse_since(before)[0]
-        if worse or not _is_finite(at.metrics):
-            skipped, step = None, at.step - 1
-            break
-        if before is None or not _is_skipped(at.state):
-            skipped = None
-        elif skipped is None:
-            skipped = at.step - 1
-        before = before or contents
-    else:
-        if skipped is None:
-            return None
-        step = skipped
+    if (update := _first_nonfinite(calls)) is None:
+        return None
+    step, leaves, is_skipped = update
     found = replay(train_step, state, batches, checkpoint_dir, step, prefix=prefix, batch_sharding=batch_sharding)
     stage = as_stages(train_step).at(step)
     operation = find_nonfinite(stage, found.state, *found.args)
-    return NonFiniteUpdate(step, worse, operation, _rows(stage, found), skipped is not None)
+    return NonFiniteUpdate(step, leaves, operation, _rows(stage, found), is_skipped)
+
+
+def _first_nonfinite(calls: Iterator[ReplayedCall]) -> tuple[int, Mapping[str, int], bool] | None:
+    """Return the step of the first update whose result is not finite, its leaves, and whether it was skipped.
+
+    If all are finite, it is the first of the latest updates that were skipped; None if there is none.
+    """
+    before = StateContents(next(calls).state)
+    skipped: int | None = None
+    for call in calls:
+        leaves = StateContents(call.state).worse_since(before)[0]
+        if leaves or not _is_finite(call.metrics):
+            return call.step - 1, leaves, False
+        if not _is_skipped(call.state):
+            skipped = None
+        elif skipped is None:
+            skipped = call.step - 1
+    return None if skipped is None else (skipped, {}, True)
 
 
 def _is_skipped(state: TrainState) -> bool:

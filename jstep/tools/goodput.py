@@ -158,9 +158,8 @@ def of_run(starts: Sequence[Start]) -> Goodput:
     of_starts = by_start(known)
     before, oldest = known[0]["before"], known[0]["began"]
     sums = totals(starts)
-    whole = Goodput(
-        **{name: sum(getattr(start, name) for start in of_starts) for name in (*_ALL, "computing", "starts", "steps")}
-    )
+    names = (*_ALL, "computing", "starts", "steps")
+    whole = Goodput(**{name: sum(getattr(start, name) for start in of_starts) for name in names})
     seconds = before["seconds"]
     parts: dict[str, Any] = {part: getattr(whole, part) + seconds.get(part, 0.0) for part in _COPIED}
     parts["productive"] = whole.productive + seconds.get(STEPPING, 0.0)
@@ -169,8 +168,8 @@ def of_run(starts: Sequence[Start]) -> Goodput:
     spans = [span for start in known if (span := start["step"]) is not None]
     if before["count"] and spans and sums["first"] is not None:
         parts["steps"] = whole.steps + max(0, min(spans)[0] - sums["first"])
-    names = dict.fromkeys(itertools.chain.from_iterable(start.stalled for start in of_starts))
-    stalled = {name: sum(start.stalled.get(name, 0.0) for start in of_starts) for name in names}
+    stalled_parts = dict.fromkeys(itertools.chain.from_iterable(start.stalled for start in of_starts))
+    stalled = {part: sum(start.stalled.get(part, 0.0) for start in of_starts) for part in stalled_parts}
     notes = part_changes(known)
     notes += [f"start {start['number']} {start['problem']}" for start in starts if start["problem"]]
     return dataclasses.replace(whole, **parts, starts=sums["count"], stalled=stalled, notes=notes)
@@ -220,19 +219,17 @@ def part_changes(starts: Sequence[Start]) -> list[str]:
 def by_start(starts: Sequence[Start]) -> list[Goodput]:
     """Account for the time of each start and the downtime before it."""
     found: list[Goodput] = []
-    ended: float | None = None
+    ended = starts[0]["began"] if starts else 0.0
     for start, kept_until in zip(starts, _kept_until(starts), strict=True):
         seconds: dict[str, Any] = dict.fromkeys(PHASES, 0.0) | start["seconds"]
-        began, down = start["began"], 0.0
-        stepping, last = seconds.pop(STEPPING), began + sum(start["seconds"].values())
-        if ended is not None:
-            down = max(0.0, began - ended)
-            # If the process was already running before the previous start ended, that time is counted once.
-            left = max(0.0, ended - began)
-            for part in ("before", "starting"):
-                cut = min(seconds[part], left)
-                seconds[part], left = seconds[part] - cut, left - cut
-        ended = last if ended is None else max(ended, last)
+        began, stepping = start["began"], seconds.pop(STEPPING)
+        down = max(0.0, began - ended)
+        # If the process was already running before the previous start ended, that time is counted once.
+        overlap = max(0.0, ended - began)
+        for phase in (BEFORE, STARTING):
+            cut = min(seconds[phase], overlap)
+            seconds[phase], overlap = seconds[phase] - cut, overlap - cut
+        ended = max(ended, began + sum(start["seconds"].values()))
         first, final = start["step"] or (0, 0)
         kept = total_at(start, kept_until, stepping, 1)
         seconds |= {"productive": kept, "rewound": stepping - kept, "down": down}

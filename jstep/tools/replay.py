@@ -166,7 +166,7 @@ def replayed(
     steps_per_call: int | str,
     batch_sharding: object,
     *,
-    newest: int | None = None,
+    newest: int,
     ahead: int = 0,
     is_finite: bool = False,
 ) -> Iterator[ReplayedCall]:
@@ -178,7 +178,6 @@ def replayed(
     prefix = prefix_of(checkpoint_dir, prefix)
     check_locations(checkpoint_dir, prefix, None, batch_sharding)
 
-    newest = step if newest is None else newest
     start, state, position = _restored_start(state, checkpoint_dir, prefix, step, newest, is_finite=is_finite)
     where = checkpoint_dir.directory if isinstance(checkpoint_dir, Saver) else checkpoint_dir
     recorded = _Recorded(None if where is None else absolute(location(where, "checkpoint_dir")), prefix, start, step)

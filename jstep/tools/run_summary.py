@@ -162,31 +162,30 @@ def summarize(where: str, prefix: str, starts: Sequence[Start]) -> RunSummary:
 def _summary(where: str, prefix: str, starts: Sequence[Start]) -> RunSummary:
     source, sums = original_of(where, starts), totals(starts)
     newest, facts = valid(starts)[-1], [facts_of(where, start, source) for start in starts]
-    alive = [fact for fact in facts if fact["status"] in (RUNNING, HANGS)]
+    living = [fact for fact in facts if fact["status"] in (RUNNING, HANGS)]
     # The newest living start that takes steps, or else the newest living one.
-    doing = max(alive, key=lambda fact: (fact["first"] is not None, fact["number"]), default=None)
-    owner = doing or facts[starts.index(newest)]
-    trained = starts[facts.index(owner)] if owner["first"] is not None and doing else trained_start(where, starts)
+    active = max(living, key=lambda fact: (fact["first"] is not None, fact["number"]), default=None)
+    latest = active or facts[starts.index(newest)]
+    trained = starts[facts.index(active)] if active and active["first"] is not None else trained_start(where, starts)
     ending = _ending(starts, trained)
-    doing = doing or facts_of(where, ending, source)
-    reason = doing["reason"] if newest is starts[-1] else f"its newest start {starts[-1]['problem']}"
-    others = [
-        f"start {fact['number']} (process {fact['pid']} on {fact['host']})" for fact in alive if fact is not doing
-    ]
+    shown = active or facts_of(where, ending, source)
+    reasons = [shown["reason"] if newest is starts[-1] else f"its newest start {starts[-1]['problem']}"]
+    others = [fact for fact in living if fact is not active]
+    reasons += [f"start {fact['number']} (process {fact['pid']} on {fact['host']}) {RUNNING}, too" for fact in others]
     best, paths = _best(where, ending, is_copy=source is not None)
     notes = _best_notes(where, starts, ending, trained)
     return RunSummary(
         path=where,
         prefix=prefix,
-        status=doing["status"],
-        reason="; ".join(filter(None, (reason, *(f"{other} {RUNNING}, too" for other in others)))),
+        status=shown["status"],
+        reason="; ".join(filter(None, reasons)),
         step=span[1] if has_trained(trained) and (span := trained["step"]) else sums["step"] or 0,
         last_step=trained["last_step"],
         metrics=ending["values"],
         metrics_left_out=ending["values_left_out"] or 0,
         best=best,
         started=sums["since"],
-        ended=None if alive else max(fact["ended"] for fact in facts if fact["ended"] is not None),
+        ended=None if living else max(fact["ended"] for fact in facts if fact["ended"] is not None),
         wall_seconds=sum(sums["seconds"].values()),
         devices=trained["devices"] or "",
         parent=_parent(where, newest),
@@ -197,11 +196,11 @@ def _summary(where: str, prefix: str, starts: Sequence[Start]) -> RunSummary:
         config=trained["config"],
         commit=trained["commit"],
         edits=trained["edits"],
-        exception=doing["exception"],
+        exception=shown["exception"],
         run=newest["run"],
         parent_run=newest["parent_run"],
-        host=owner["host"],
-        pid=owner["pid"],
+        host=latest["host"],
+        pid=latest["pid"],
         examples=_examples(starts),
         best_checkpoints=paths,
         best_notes=notes,
@@ -237,10 +236,8 @@ def _ending(starts: Sequence[Start], trained: Start) -> Start:
     """Return the start that ended a run: one without a step did if it only called the hooks that were left."""
     reached = trained["step"] and trained["step"][1]
     for start in () if reached is None or _has_finished(trained) else valid(starts):
-        is_same = (
-            start["step"] is not None and {*start["step"]} == {reached} and start["last_step"] == trained["last_step"]
-        )
-        if is_same and start["number"] > trained["number"] and _has_finished(start):
+        is_later = start["number"] > trained["number"] and start["last_step"] == trained["last_step"]
+        if is_later and start["step"] is not None and {*start["step"]} == {reached} and _has_finished(start):
             return start
     return trained
 
@@ -307,11 +304,10 @@ def _life(where: str, start: Start) -> tuple[str, str] | None:
 
 def _refused(facts: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any] | None:
     """Return the newest start that ended without a step, if it is later than the one that ended the run."""
-    later = list(itertools.takewhile(lambda fact: fact["number"] > number and fact["first"] is None, reversed(facts)))
-    ended = [fact for fact in later if fact["ended"] is not None]
-    if not ended:
-        return None
-    return {"time": ended[0]["ended"], **{name: ended[0][name] for name in ("status", "reason", "exception", "config")}}
+    later = itertools.takewhile(lambda fact: fact["number"] > number and fact["first"] is None, reversed(facts))
+    ended = next((fact for fact in later if fact["ended"] is not None), None)
+    names = ("status", "reason", "exception", "config")
+    return ended and {"time": ended["ended"], **{name: ended[name] for name in names}}
 
 
 def _examples(starts: Sequence[Start]) -> int | None:

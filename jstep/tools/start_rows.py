@@ -38,17 +38,14 @@ def start_rows(where: str, starts: Sequence[Start]) -> list[dict[str, Any]]:
             if not carded["card"]:
                 row["problem"] = _NO_CARD
             else:
-                row["changes"] = None if before is None else [*changes(before, carded).lines, *_other_batch(start)]
+                step = start["other_batch"]
+                other_batch = [] if step is None else [f"batch {step} is not the one that was read before"]
+                row["changes"] = None if before is None else [*changes(before, carded).lines, *other_batch]
                 card = carded["card"]
                 programs = card.get("programs") or (before or carded)["card"].get("programs")  # none without a step
                 before = {**carded, "card": {**card, "programs": programs}}
         rows.append(row)
     return rows
-
-
-def _other_batch(start: Start) -> list[str]:
-    step = start["other_batch"]
-    return [] if step is None else [f"batch {step} is not the one that was read before"]
 
 
 _MEMORY = ("host_bytes", "host_peak_bytes", "peak_bytes")
@@ -79,9 +76,8 @@ def first_lines(lines: Sequence[str], shown: Sequence[str] | None = None) -> lis
 
 def table_of_starts(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return the lines of a table, followed by the changes and the earlier directories of the run."""
-    parts = [
-        part for part in rows[0]["milliseconds"] or () if any((row["milliseconds"] or {}).get(part) for row in rows)
-    ]
+    times_of_rows = [row["milliseconds"] or {} for row in rows]
+    parts = [part for part in times_of_rows[0] if any(times.get(part) for times in times_of_rows)]
     cells, notes = list[dict[str, Any]](), list[str]()
     for row in rows:
         times = {part: f"{value:.3g}" for part, value in (row["milliseconds"] or {}).items()}
