@@ -10,7 +10,7 @@ import itertools
 import types
 import typing
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeAlias, TypedDict, TypeGuard
+from typing import Annotated, Any, TypeAlias, TypedDict
 
 from jstep.core.checks import format_value
 from jstep.core.stopwatch import PHASES
@@ -23,12 +23,8 @@ def is_seconds(value: float) -> bool:
     return 0 <= value < 3e10  # as a time, before the year 2921
 
 
-def is_step(value: object) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value < 2**63
-
-
 Seconds: TypeAlias = Annotated[float, is_seconds]
-Step: TypeAlias = Annotated[int, is_step]
+Step: TypeAlias = Annotated[int, lambda value: 0 <= value < 2**63]
 Path: TypeAlias = Annotated[str, lambda value: 0 < len(value) < 2**15 and "\0" not in value]
 
 
