@@ -15,20 +15,24 @@ SECS = r"\d+(?:\.\d+)? s"
 
 
 class Hang(logging.Handler):
-    """Blocks whoever calls it until the log has so many lines about a stall, which are its `lines`."""
+    """Blocks its caller until the log has so many lines about a stall since then, which are its `lines`."""
 
     def __init__(self, count=1):
         super().__init__(logging.WARNING)
-        self._count, self._released, self.lines = count, threading.Event(), []
+        self._count = count
+        self._has_begun = False  # on a loaded machine, a line may come before the call
+        self._released = threading.Event()
+        self.lines = []
 
     def emit(self, record):
         text = record.getMessage()
-        if re.search(r"has been|resumed|exit code 75", text):
+        if self._has_begun and re.search(r"has been|resumed|exit code 75", text):
             self.lines.append(text)
         if sum("has been" in line for line in self.lines) >= self._count:
             self._released.set()
 
     def __call__(self, *_):
+        self._has_begun = True
         assert self._released.wait(20), "no line was logged"
 
 
