@@ -54,10 +54,12 @@ class StallHook(RunHook):
 
     limit = max(warn_secs, min(factor · usual, usual + 10 · warn_secs)), for calls in flight at least 2 · usual · steps,
 
-    where *usual* is the longest of the last 64 durations of the same thing (for batches and calls, the median).
-    Something that has not been seen before, such as the first compilation or a restore, may take 10 · warn_secs, and
-    time in which the process computes counts a tenth. Time in which the process was stopped, or the machine slept, does
-    not count. A stall that holds the interpreter's lock is seen by the other processes only.
+    where *usual* is the longest of the last 64 durations of the same activity (for batches and calls, the median). With
+    the default settings, if a batch usually takes 0.5 s, a wait for one is a stall after max(60, min(15, 600.5)) = 60
+    s; if a save usually takes 20 s, after max(60, min(600, 620)) = 600 s. An activity that has not been seen before,
+    such as the first compilation or a restore, may take 10 · warn_secs, and time in which the process computes counts
+    for a tenth. Time in which the process was stopped, or the machine slept, does not count. A stall that holds the
+    interpreter's lock is seen by the other processes only.
 
     Each stall is a warning, repeated at twice, four times, eight times … its age. If the run has a directory, the stall
     is also a file `stalls/PREFIX.PROCESS.json` there, which the other processes and `python -m jstep stalls` read; see
