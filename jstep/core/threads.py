@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import jax
@@ -138,6 +138,37 @@ def in_background(
         atexit.register(thread.join, exit_secs)
     thread.start()
     return task
+
+
+class SerialTasks:
+    """Background tasks that run one after the other, in the order in which they were added.
+
+    Args:
+        name: The name of their threads.
+        failed: Receives the exception of a task that fails; the next task runs anyway.
+        daemon: As for `in_background`.
+    """
+
+    def __init__(self, name: str, failed: Callable[[Exception], None], *, daemon: bool = False) -> None:
+        self._name = name
+        self._failed = failed
+        self._daemon = daemon
+        self._newest: list[Task[None]] = []  # it waits for the one before
+
+    def add(self, task: Callable[[], None]) -> None:
+        before = self._newest
+
+        def when_due() -> None:
+            wait(before)
+            try:
+                task()
+            except Exception as error:
+                self._failed(error)
+
+        self._newest = [in_background(when_due, name=self._name, daemon=self._daemon)]
+
+    def wait(self, timeout: float) -> None:
+        wait(self._newest, timeout=timeout)
 
 
 READER_EXIT_SECS = 5.0

@@ -8,8 +8,7 @@ The hashes of the first process are in the file of its start, those of another o
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import wait
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ import jax
 from jstep.core import trees
 from jstep.core.jaxprs import hash_strings
 from jstep.core.logs import logger
-from jstep.core.threads import Task, in_background
+from jstep.core.threads import SerialTasks
 from jstep.core.trees import Tree
 from jstep.data.batch_hashes import hash_batch
 from jstep.data.batch_placement import copy_batch
@@ -45,7 +44,7 @@ class BatchWatch(Observer):
         self._run = run
         self._step: int | None = None  # of the batch that is to be hashed
         self._hashes: dict[str, Any] = {}  # step → hashes of layout, content and settings, of earlier batches
-        self._newest_tasks: list[Task[None]] = []  # the newest one, which waits for the one before
+        self._tasks = SerialTasks("jstep-batch-hash", _not_hashed, daemon=True)
         self._folder: OpenDirectory | None = None
         self._path = self._settings_hash = ""
 
@@ -57,13 +56,13 @@ class BatchWatch(Observer):
         self._path = join_path(folder, f"{run.saver.prefix}.{jax.process_index()}.batches")
         self._folder = None if is_url(folder) or jax.process_index() == 0 else OpenDirectory(folder)
         if run.restored is not None and not run.origin.is_at_branch_point and run.source.seekable:
-            self._enqueue(self._read_hashes)
+            self._tasks.add(self._read_hashes)
             self._watch(run.first)
 
     def about_to_save(self, step: int) -> dict[str, Any]:
         if self._path and (step > self._run.first or self._run.restored is None):
             if any(int(known) >= step for known in list(self._hashes)):  # of a start whose steps are run again
-                self._enqueue(functools.partial(self._drop_hashes_from, step))
+                self._tasks.add(functools.partial(self._drop_hashes_from, step))
             self._watch(step)
         return {}
 
@@ -71,11 +70,11 @@ class BatchWatch(Observer):
         """Hash the next batch of a sequence, although the run has ended before it."""
         batches, step = self._run.source.by_step if self._run.is_open else None, self._step
         if step is not None and isinstance(batches, BatchSequence | list | tuple) and jax.process_count() == 1:
-            self._enqueue(lambda: self._add_hash(step, trees.batch_to_args(copy_batch(batches[step]))))
+            self._tasks.add(lambda: self._add_hash(step, trees.batch_to_args(copy_batch(batches[step]))))
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._run.signals.received_twice:
-            wait(self._newest_tasks, timeout=_END_SECS)
+            self._tasks.wait(_END_SECS)
         if self._folder is not None:
             self._folder.close()
 
@@ -88,22 +87,10 @@ class BatchWatch(Observer):
         self._run.dispatch.stop_calling(self._after_call)
         if chunk.first == self._step:
             args, is_stacked = chunk.args, chunk.program.is_stacked
-            self._enqueue(lambda: self._add_hash(chunk.first, args, is_stacked=is_stacked))
+            self._tasks.add(lambda: self._add_hash(chunk.first, args, is_stacked=is_stacked))
         self._step = None
 
     # In background threads, in order.
-
-    def _enqueue(self, task: Callable[[], None]) -> None:
-        before = self._newest_tasks
-
-        def when_due() -> None:
-            wait(before)
-            try:
-                task()
-            except Exception as error:  # such as a batch that the step has donated, or the end of the batches
-                logger.debug("a batch was not hashed: %s: %s", type(error).__name__, error)
-
-        self._newest_tasks = [in_background(when_due, name="jstep-batch-hash", daemon=True)]
 
     def _read_hashes(self) -> None:
         """Read the hashes of the start that saved the checkpoint, and of those that resumed from it."""
@@ -155,6 +142,11 @@ class BatchWatch(Observer):
         logger.log(level, _OTHER, step, where)
         if (file := self._run.file) is not None:
             file.update({"other_batch": step})
+
+
+def _not_hashed(error: Exception) -> None:
+    """Say why a batch has no hash: its step has donated it, for example, or the batches have ended."""
+    logger.debug("a batch was not hashed: %s: %s", type(error).__name__, error)
 
 
 _ENDS = ("hash", "num_epochs")

@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import wait
 from typing import Any
 
@@ -20,7 +20,7 @@ from jstep.core.logs import BELOW_BAR, logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.secret_text import error_text
 from jstep.core.tables import printable
-from jstep.core.threads import Task, in_background, wait_until_done
+from jstep.core.threads import SerialTasks, Task, in_background, wait_until_done
 from jstep.core.trees import Tree
 from jstep.data.sequence import BatchSequence
 from jstep.evaluating.callbacks import KeepBest
@@ -63,7 +63,7 @@ class Recorder(Observer):
         self._samples = [0, 0]  # the seconds at which the loop was in a hook, and those at which the device computed
         self._card: dict[str, Any] = {}
         self._saved_past: Mapping[str, Any] | None = None  # the past of the restored checkpoint, until it is compared
-        self._newest_tasks: list[Task[None]] = []  # the newest task of the card; each waits for the one before
+        self._tasks = SerialTasks("jstep-card", _not_recorded)
 
     # The start and the end.
 
@@ -78,7 +78,7 @@ class Recorder(Observer):
         self._opening.result()
         if self.run.file is not None:
             self._thread.start()
-            self._enqueue(self._add_code)
+            self._tasks.add(self._add_code)
 
     def _open(self, where: str) -> None:
         saver, origin = self.run.saver, self.run.origin
@@ -138,7 +138,7 @@ class Recorder(Observer):
         if self._opening is not None and not self._opening.cancel():
             wait([self._opening], timeout=10)
         if not self.run.signals.received_twice:
-            wait(self._newest_tasks, timeout=GIT_TIMEOUT_SECS + 1)
+            self._tasks.wait(GIT_TIMEOUT_SECS + 1)
         if (file := self.run.file) is not None:
             file.due.set()
             if self._thread.is_alive():
@@ -245,18 +245,6 @@ class Recorder(Observer):
         run = self.run
         return jax.process_index() == 0 and run.is_open and (run.saver or run.file) is not None
 
-    def _enqueue(self, task: Callable[[], None]) -> None:
-        before = self._newest_tasks
-
-        def when_due() -> None:
-            wait(before)
-            try:
-                task()
-            except Exception as error:
-                logger.warning("this run could not be recorded: %s: %s", type(error).__name__, error, extra=BELOW_BAR)
-
-        self._newest_tasks = [in_background(when_due, name="jstep-card")]
-
     def _add_code(self) -> None:
         if (code := code_version()) is not None and (file := self.run.file) is not None:
             file.write(code)
@@ -273,7 +261,7 @@ class Recorder(Observer):
             self._card = card(run.options, run.train_steps, first, shapes, run.source.given)
             self._write_card()
 
-        self._enqueue(record)
+        self._tasks.add(record)
 
     def _write_card(self) -> None:
         if (file := self.run.file) is not None:
@@ -286,11 +274,11 @@ class Recorder(Observer):
                 args = chunk.step_args
                 stage = chunk.program.stage
                 constants = chunk.program.constants.values
-                self._enqueue(lambda: self._add_program(stage, traced, constants, args))
+                self._tasks.add(lambda: self._add_program(stage, traced, constants, args))
 
     def idle(self) -> None:
         """Compare a start that takes no step with the start that made its checkpoint, but for their programs."""
-        self._enqueue(functools.partial(self._compare, is_idle=True))
+        self._tasks.add(functools.partial(self._compare, is_idle=True))
 
     def _add_program(self, stage: Stage, traced: Any, constants: Mapping[str, Any], args: Any) -> None:
         added = program_card(stage.first, stage.single, traced, constants, args)
@@ -420,6 +408,10 @@ def _cut(text: str, most: int = 1000) -> str:
     """Cut a long text between words, if there is a blank near its end."""
     blank = text.rfind(" ", most - 100, most)
     return text if len(text) <= most else text[: blank if blank > 0 else most - 1] + "…"
+
+
+def _not_recorded(error: Exception) -> None:
+    logger.warning("this run could not be recorded: %s: %s", type(error).__name__, error, extra=BELOW_BAR)
 
 
 def _outcome(run: RunContext, error: BaseException | None) -> tuple[str, str, str | None]:
