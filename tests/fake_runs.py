@@ -52,7 +52,7 @@ class FakeRun:
     def stop(self, by):
         self.stopped.append(by)
 
-    def log_failed(self, log, error):
+    def log_failed(self, log, error, method="flush"):
         raise error
 
     def constant_metrics(self):
@@ -69,9 +69,6 @@ class FakeRun:
 
     def require_finite(self, step, saver):
         return True
-
-    def before_savers(self, save):
-        save()
 
     def before_off_cadence(self):
         pass

@@ -71,6 +71,12 @@ class Stopwatch:
         self._totals[self.current] -= seconds
         self._totals[phase] += seconds
 
+    def end_aside(self) -> None:
+        """End the time of the user's code between two steps, if it runs."""
+        began, self.aside = self.aside, None
+        if began is not None:
+            self.reassign(HOOKS, self.clock() - began)
+
     def started(self) -> None:
         """End the phase `starting`, after the first step."""
         self.waiting = WAITING

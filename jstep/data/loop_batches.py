@@ -17,9 +17,7 @@ def from_loop(**kept: Any) -> "LoopBatches":
 
     The objects that the batches depend on, besides the state, are saved with each checkpoint and restored when the run
     is entered, on every process. They are asked for their state only then, between two iterations of the loop, so a
-    large replay buffer costs nothing at other steps. If no object has methods for its state, and the states are small,
-    each iteration begins with a copy: an exception before its first step is saved, too. Batches that
-    are a function of the step need no object.
+    large replay buffer costs nothing at other steps. Batches that are a function of the step need no object.
 
     Args:
         kept: Objects by name: environments, buffers, random generators. Each has `state_dict` and `load_state_dict`, or
@@ -57,11 +55,6 @@ class LoopBatches:
 
     def __init__(self, kept: Mapping[str, Any] = {}) -> None:
         self.kept, self.passed = kept, list[tuple[Any, ...]]()
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether each iteration may begin with a copy of the states: no object has to be asked for its own."""
-        return all(position_methods(value) is None for value in self.kept.values())
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         while True:

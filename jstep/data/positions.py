@@ -113,11 +113,9 @@ class StoredPosition:
 
     Attributes:
         before: The position before the latest batch.
-        iterations: How many iterations have begun of a loop that makes its batches.
     """
 
     is_live = is_large = False
-    iterations = 0
 
     def __init__(self, begin: Callable[[], Any] | None) -> None:
         self.before: Any = None
@@ -138,12 +136,6 @@ class StoredPosition:
 
     def mark_exhausted(self) -> None:
         """Record that the batches have ended."""
-
-    def begin_iteration(self) -> None:
-        """Begin an iteration of a loop that makes its batches."""
-
-    def end_iteration(self) -> None:
-        """End that iteration: the position belongs to the state."""
 
     def freeze(self) -> None:
         """Freeze the current position, without later changes."""
@@ -197,53 +189,24 @@ class LivePosition(StoredPosition):
 
 
 class LoopPosition(StoredPosition):
-    """The position of batches that the body of a loop makes: it belongs to the state between two iterations.
-
-    It is read when a checkpoint is written. Within an iteration that has taken several steps there is nothing to resume
-    from. If it has taken none, its beginning can be resumed from, if a copy was made then. If it has taken its only
-    step, its end can, unless there are objects, which the rest of the body may change.
+    """The position of batches that the body of a loop makes, which is read between two iterations, for a checkpoint.
 
     Args:
         ask: Reads the position; None if the batches depend on nothing but the step.
-        is_copied: Whether each iteration begins with a copy, as long as that is small.
     """
 
-    def __init__(self, ask: Callable[[], Any] | None, *, is_copied: bool) -> None:
+    def __init__(self, ask: Callable[[], Any] | None) -> None:
         super().__init__(None)
-        self._ask, self._is_copied = ask, is_copied
-        self._is_inside = False
-        self._steps = self._most = 0
-
-    def begin_iteration(self) -> None:
-        self.iterations += 1
-        self._is_inside, self._steps = True, 0
-        if self._is_copied and self._ask is not None:
-            self._is_copied = False  # if it cannot be read
-            self.before = self._ask()
-            self._is_copied = tagged_json.encoded_size(self.before) <= LARGE
+        self._ask = ask or (lambda: None)
 
     def end_fetch(self, position: object) -> bool:
-        self._steps += 1
         return True  # the body has used up what it made the batch of
 
-    def end_iteration(self) -> None:
-        self._is_inside, self._most = False, max(self._steps, self._most)
-
-    def is_lost(self, is_before: bool) -> bool:
-        if not self._is_inside:
-            return False
-        taken = self._steps - is_before
-        if not taken:
-            return self._ask is not None and not self._is_copied
-        return taken != 1 or self._most != 1 or self._ask is not None
-
     def freeze(self) -> None:
-        position = self.now()
+        position = self._ask()
         self._ask = lambda: position
 
     def now(self) -> Any:
-        if self._ask is None or (self._is_inside and not self._steps):
-            return self.before
         return self._ask()
 
 

@@ -1,6 +1,5 @@
 """Callbacks of evaluations that react to a metric: early stopping, plateaus, and keeping the best checkpoints."""
 
-import functools
 import math
 import operator
 import os
@@ -443,7 +442,7 @@ class KeepBest(MetricReader):
         self._saver: Saver | None = None
         self._config: dict[str, Any] | None = None
         self._listener: Listener | None = None
-        self._before_savers: Callable[[Callable[[], None]], None] = operator.call
+        self._failed: Callable[[Any, Exception, str], None] | None = None
         self._is_fresh = False
         self._at_start: StateContents | None = None
         self._are_averages = False
@@ -456,7 +455,7 @@ class KeepBest(MetricReader):
         """Reject the directory and prefix of the run's own checkpoints."""
         saver, self._is_fresh = run.saver, run.restored is None or run.is_new_branch
         self._config, self._listener = run.config, run.background
-        self._before_savers = run.before_savers
+        self._failed = run.log_failed
         self._leave_out = saver.leave_out if self._given is None and saver is not None else self._given
         if saver is None or saver.prefix != self._prefix:
             return
@@ -544,7 +543,12 @@ class KeepBest(MetricReader):
             logger.warning(text, step, self.metric, value, format_list(nan))
             return
         worse, _ = contents.worse_since(self._at_start)
-        self._before_savers(functools.partial(self._save, saver, step, state, value, is_finite=not worse))
+        try:
+            self._save(saver, step, state, value, is_finite=not worse)
+        except Exception as error:
+            if self._failed is None:  # it is called outside of a run
+                raise
+            self._failed(self, error, "save")
 
     def _save(self, saver: Saver, step: int, state: TrainState, value: float, *, is_finite: bool) -> None:
         wait([] if self._data is None else [self._data], timeout=10)  # it hashes a batch that this evaluation has read

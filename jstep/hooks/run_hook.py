@@ -1,9 +1,11 @@
 """The base class of built-in hooks, and the part of a run that they see."""
 
+import abc
 import contextlib
+import dataclasses
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from jstep.checkpoint.retention import Listener
 from jstep.checkpoint.saver import Saver
@@ -40,56 +42,105 @@ class LoopState(NamedTuple):
     rows: int | None = None
 
 
-class RunInfo(Protocol):
-    """The part of a run that built-in hooks may use.
+class LogFailure(NamedTuple):
+    """An error of a log, or of a checkpoint that nothing resumes from, which ends the run once it is saved."""
+
+    log: Any
+    method: str
+    error: Exception
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class RunInfo(abc.ABC):
+    """The part of a run that built-in hooks see: its services, which are made once, and what it has opened.
 
     Attributes:
-        at: Where the loop is.
-        pending: The polls of hooks.
+        watch: The times of the run.
         sums: The sums of metrics on the device.
         transfers: The numbers in transfer from the device, in the order of their delivery.
-        counter: The `StepCounterHook`.
-        writer: The writer of the run's event file, or None.
         background: Receives the checkpoints that are complete.
-        steps_by_rows: The number of steps by the size of their batches; None if it is not known.
-        watch: The times of the run.
         in_flight: The calls that the device has not finished, and the step that it has.
-        at_start: The contents of the state when the run began; empty if no hook checks or saves it.
-        saver: Its checkpoints, or None.
+        pending: The polls of hooks.
+        failures: The errors of logs, which any thread may add.
+        steps_by_rows: The number of steps by the size of their batches; None if it is not known.
     """
 
-    at: LoopState
-    pending: "deque[tuple[RunHook, Poll]]"
+    watch: Stopwatch
     sums: MetricSums
     transfers: TransferQueue
-    counter: Any
-    writer: SummaryWriter | None
-    background: Listener | None
-    steps_by_rows: Counter[int | None]
-    watch: Stopwatch
-    in_flight: InFlight
-    at_start: StateContents
-    saver: Saver | None
+    background: Listener
+    in_flight: InFlight = dataclasses.field(default_factory=InFlight, init=False)
+    pending: "deque[tuple[RunHook, Poll]]" = dataclasses.field(default_factory=deque, init=False)
+    failures: deque[LogFailure] = dataclasses.field(default_factory=deque, init=False)
+    steps_by_rows: Counter[int | None] = dataclasses.field(default_factory=Counter, init=False)
+
+    # The arguments, and what the run begins from.
 
     @property
+    @abc.abstractmethod
     def last_step(self) -> int | None:
         """None if the batches, a hook or a signal end the run."""
 
     @property
+    @abc.abstractmethod
     def config(self) -> dict[str, Any] | None:
         """The program's own options."""
 
     @property
+    @abc.abstractmethod
+    def saver(self) -> Saver | None:
+        """The Saver of the run."""
+
+    @property
+    @abc.abstractmethod
     def is_new_branch(self) -> bool:
         """Whether this start continues from a checkpoint of another run."""
 
     @property
+    @abc.abstractmethod
     def restored(self) -> int | None:
         """The step that the run resumes from, or None."""
 
     @property
+    @abc.abstractmethod
+    def at_start(self) -> StateContents:
+        """The contents of the state when the run began; empty if no hook checks or saves it."""
+
+    # The other hooks, and the event file.
+
+    @property
+    @abc.abstractmethod
     def evaluations(self) -> Sequence[Any]:
         """The `EvaluationHook`s."""
+
+    @property
+    @abc.abstractmethod
+    def counter(self) -> Any:
+        """The `StepCounterHook`."""
+
+    @property
+    @abc.abstractmethod
+    def writer(self) -> SummaryWriter | None:
+        """The writer of the run's event file."""
+
+    # Where the run is.
+
+    @property
+    @abc.abstractmethod
+    def position(self) -> LoopState: ...
+
+    @property
+    def step(self) -> int:
+        return self.position.step
+
+    @property
+    def state(self) -> Any:
+        return self.position.state
+
+    @property
+    def metrics(self) -> Any:
+        """The metrics of the last call; None before the first step."""
+        return self.position.metrics
 
     @property
     def examples(self) -> tuple[int, int]:
@@ -98,54 +149,52 @@ class RunInfo(Protocol):
         return sum(steps * (rows or 0) for rows, steps in sizes), self.steps_by_rows[None]
 
     @property
-    def step(self) -> int:
-        return self.at.step
-
-    @property
-    def state(self) -> Any:
-        return self.at.state
-
-    @property
-    def metrics(self) -> Any:
-        """The metrics of the last call; None before the first step."""
-        return self.at.metrics
-
-    @property
+    @abc.abstractmethod
     def is_over(self) -> bool: ...
 
+    @abc.abstractmethod
     def constant_metrics(self) -> Mapping[str, Any]:
         """The metrics that never change; known after the first step."""
 
+    @abc.abstractmethod
     def meter(self, state: TrainState, peak_flops: float | None, flops_per_step: float | None) -> Any:
         """Make a meter of the utilization, before the first step."""
+
+    # What hooks ask of a run.
 
     def poll(self, hook: "RunHook", check: Poll) -> None:
         """Call `check` after each call while it returns True, and `check(wait=True)` after the last step."""
         self.pending.append((hook, check))
 
+    @abc.abstractmethod
     def stop(self, by: str) -> None: ...
 
-    def log_failed(self, log: Any, error: Exception) -> None:
-        """End the run with this error of a log, once the checkpoint that is due is saved; may be called in any thread.
+    def log_failed(self, log: Any, error: Exception, method: str = "flush") -> None:
+        """End the run with this error between two iterations, once the checkpoint that is due is saved.
 
-        A log that cannot be written never prevents a checkpoint.
+        A log that cannot be written never prevents a checkpoint. Any thread may call this.
+        """
+        self.failures.append(LogFailure(log, method, error))
+
+    @abc.abstractmethod
+    def to_stop(self) -> bool:
+        """Whether a signal stops the run now, which is not within an iteration of a loop of the user's own.
+
+        Must be called equally often on all processes.
         """
 
-    def to_stop(self) -> bool:
-        """Whether a signal stops the run; must be called equally often on all processes."""
-
+    @abc.abstractmethod
     def before_save(self, step: int) -> bool:
         """Called before each save; if it returns True, nothing must be saved."""
 
+    @abc.abstractmethod
     def require_finite(self, step: int, saver: Saver) -> bool:
         """Return whether the parameters to be saved are finite.
 
         Raise an error if they became NaN or infinite since the run began, unless the `Saver` allows it.
         """
 
-    def before_savers(self, save: Callable[[], None]) -> None:
-        """Call `save` when all other code of this step has run, such as the body of a loop of the user's own."""
-
+    @abc.abstractmethod
     def before_off_cadence(self) -> None:
         """Called before work that is done only because the run ends here, such as an evaluation that is not due.
 

@@ -55,12 +55,12 @@ class BatchWatch(Observer):
         folder = join_path(run.saver.directory, FOLDER)
         self._path = join_path(folder, f"{run.saver.prefix}.{jax.process_index()}.batches")
         self._folder = None if is_url(folder) or jax.process_index() == 0 else OpenDirectory(folder)
-        if run.restored is not None and not run.origin.is_at_branch_point and run.source.seekable:
+        if run.restored is not None and not run.origin.is_at_branch_point and run.opened.batches.source.seekable:
             self._tasks.add(self._read_hashes)
-            self._watch(run.first)
+            self._watch(run.course.first)
 
     def about_to_save(self, step: int) -> dict[str, Any]:
-        if self._path and (step > self._run.first or self._run.restored is None):
+        if self._path and (step > self._run.course.first or self._run.restored is None):
             if any(int(known) >= step for known in list(self._hashes)):  # of a start whose steps are run again
                 self._tasks.add(functools.partial(self._drop_hashes_from, step))
             self._watch(step)
@@ -68,7 +68,7 @@ class BatchWatch(Observer):
 
     def before_close(self) -> None:
         """Hash the next batch of a sequence, although the run has ended before it."""
-        batches, step = self._run.source.by_step if self._run.is_open else None, self._step
+        batches, step = self._run.opened.batches.source.by_step if self._run.is_open else None, self._step
         if step is not None and isinstance(batches, BatchSequence | list | tuple) and jax.process_count() == 1:
             self._tasks.add(lambda: self._add_hash(step, trees.batch_to_args(copy_batch(batches[step]))))
 
@@ -80,11 +80,11 @@ class BatchWatch(Observer):
 
     def _watch(self, step: int) -> None:
         if self._step is None:
-            self._run.dispatch.after_each.append(self._after_call)
+            self._run.opened.dispatch.after_each.append(self._after_call)
         self._step = step
 
     def _after_call(self, chunk: Chunk, state: Tree) -> None:
-        self._run.dispatch.stop_calling(self._after_call)
+        self._run.opened.dispatch.stop_calling(self._after_call)
         if chunk.first == self._step:
             args, is_stacked = chunk.args, chunk.program.is_stacked
             self._tasks.add(lambda: self._add_hash(chunk.first, args, is_stacked=is_stacked))
@@ -110,7 +110,7 @@ class BatchWatch(Observer):
     def _add_hash(self, step: int, args: Sequence[Any], *, is_stacked: bool = False) -> None:
         entry = [*hash_batch(args, is_stacked=is_stacked), self._hash_settings()]
         before = self._hashes.pop(str(step), None)
-        if before is not None and step == self._run.first:
+        if before is not None and step == self._run.course.first:
             self._compare(step, before, entry)
         self._hashes[str(step)] = entry
         self._write_hashes()
@@ -128,7 +128,7 @@ class BatchWatch(Observer):
     def _hash_settings(self) -> str:
         """Return a hash of the config and of the definition of the batches; if it differs, the change is intended."""
         if not self._settings_hash:
-            card = batches_card(self._run.source.given)
+            card = batches_card(self._run.opened.batches.source.given)
             definition = {name: part for name, part in card.items() if name not in _ENDS}
             self._settings_hash = hash_strings(repr(self._run.options.config), repr(definition))[:16]
         return self._settings_hash

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from typing import Any, NamedTuple
 
 import jax
 
@@ -18,11 +19,18 @@ from jstep.summary.new_event_files import STARTS, starts_here, suffix_of_run
 from jstep.summary.writer import SummaryWriter
 
 
-def build_hooks(run: RunContext) -> None:
+class BuiltHooks(NamedTuple):
+    """The hooks of a run, savers last, with what the others share: a counter and the writer of the event file."""
+
+    hooks: list[Any]
+    counter: StepCounterHook
+    writer: SummaryWriter | None
+
+
+def build_hooks(run: RunContext) -> BuiltHooks:
     """Open the event file, and make all hooks of the run."""
     check_paths(run.options.hooks)
-    options = run.options
-    run.writer = _open_writer(run)
+    options, writer = run.options, _open_writer(run)
     savers = [hook for hook in options.hooks if isinstance(hook, CheckpointSaverHook)]
     hooks = [hook for hook in options.hooks if not isinstance(hook, CheckpointSaverHook)]
     has_summary_hook = any(isinstance(hook, SummarySaverHook) and hook.takes_writer for hook in hooks)
@@ -30,17 +38,16 @@ def build_hooks(run: RunContext) -> None:
     if counter is None:
         counter = StepCounterHook(every_n_steps=options.log_steps or options.save_summaries_steps or 100)
         hooks.append(counter)
-    run.counter = counter
     progress_hooks = [hook for observer in run.observers if (hook := observer.progress_hook()) is not None]
     hooks += progress_hooks
     is_logged = options.log_steps is not None and not any(hook.replaces_log_lines for hook in progress_hooks)
     if is_logged and options.progress is not False and jax.process_index() == 0:
         hooks.append(LoggingHook(every_n_steps=options.log_steps, leave_out=lambda: run.constant_metrics().keys()))
-    if run.writer is not None and options.save_summaries_steps is not None and not has_summary_hook:
+    if writer is not None and options.save_summaries_steps is not None and not has_summary_hook:
         hooks.append(SummarySaverHook(save_steps=options.save_summaries_steps))
     if run.saver is not None:
         savers.insert(0, RunSaverHook(options, run.saver))
-    run.hooks = hooks + savers  # a checkpoint includes the other hooks' changes to the state
+    return BuiltHooks(hooks + savers, counter, writer)  # a checkpoint includes the other hooks' changes to the state
 
 
 _FLUSH_SECS, _BUCKET_FLUSH_SECS = 1.0, 10.0
@@ -57,7 +64,7 @@ def _open_writer(run: RunContext) -> SummaryWriter | None:
     writer = run.closing.enter_context(SummaryWriter(options.logdir, filename_suffix=suffix, flush_secs=secs))
     if writer.path is not None:
         # The point of a restored step is kept. A run that begins again may evaluate before its first step again.
-        first = run.first + (origin.restored is not None)
+        first = run.course.first + (origin.restored is not None)
         is_resumed = origin.restored is not None and origin.trunk is None
         same_place = is_resumed or not _is_another_run(run)
         if starts_here(writer.path, first, same_place=same_place, is_new=origin.restored is None):

@@ -23,7 +23,7 @@ from jstep.core.trees import Tree
 from jstep.data.batch_placement import as_shardings, copy_batch, make_placer
 from jstep.data.loaders import Source
 from jstep.data.sequence import BatchSequence
-from jstep.loop.programs import Boundaries, Chunk, ProgramTable, Stage, shapes_of, type_text
+from jstep.loop.programs import Boundaries, Chunk, Program, ProgramTable, Stage, shapes_of, type_text
 from jstep.loop.signals import StopSignals
 from jstep.loop.start_times import Compiled, StartTimes, thread_record
 from jstep.slots.matching import describe_difference
@@ -71,6 +71,7 @@ class Compiler:
         self.begun: deque[tuple[CompileJob, Task[None]]] = deque()
         self.closed = threading.Event()
         self._sizes: dict[int, int] = {}  # of the steps' program caches
+        self._compiled: Program | None = None  # the program that was compiled last because it was due
 
     # In the background.
 
@@ -146,8 +147,11 @@ class Compiler:
     # At the first call.
 
     def compile_due(self, state: Tree, chunk: Chunk) -> None:
-        """Compile a program before its first call; errors in its step are left to the call, which explains them."""
+        """Compile a program, once, before its first call; the call raises and explains the errors of its step."""
         program, stage = chunk.program, chunk.program.stage
+        if program is self._compiled:
+            return
+        self._compiled = program
         may_leave = not chunk.must_run
         size = getattr(program.step, "_cache_size", None)
         has_several = self.table.is_looped or len(self.table.stages) > 1

@@ -1,6 +1,9 @@
-"""Dispatch of chunks: compile the program if it is not compiled yet, run it, and explain its errors."""
+"""The calls of a run: compile the program of a chunk if it is not compiled yet, run it, and explain its errors."""
 
 import contextlib
+import functools
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +17,10 @@ from jstep.core.jaxprs import shards_arrays
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.stopwatch import STARTING, Stopwatch
+from jstep.core.threads import in_background
 from jstep.core.trees import Tree
 from jstep.data.batch_placement import mesh_without_batch
 from jstep.distributed import processes
-from jstep.loop.auto_steps import AutoSteps
 from jstep.loop.compiling import Compiler
 from jstep.loop.programs import Chunk, Program, ProgramTable, TrainSteps
 from jstep.loop.signals import StopSignals
@@ -58,18 +61,25 @@ class Dispatch:
         # A step that is not compiled may make arrays of equal shapes from batches of different ones.
         self._agreed = None if processes.is_single_process() or table.on_device else processes.AgreedShapes()
 
+    def prepare(self, state: Tree, chunk: Chunk) -> None:
+        """Compile what the call of a chunk needs, so that no signal is obeyed between this and the call."""
+        self.compiler.wait(chunk.first, may_leave=not chunk.must_run)
+        if not chunk.program.is_called:
+            with self._watch.phase(STARTING), self._first_call() if self._latest is None else _UNMARKED:
+                self.compiler.compile_due(state, chunk)
+
     def __call__(self, state: Tree, chunk: Chunk) -> Any:
         program, compiled = chunk.program, self.compiler.record
         before = compiled.programs
         if self._agreed is not None:
             self._agreed.check(state, chunk.args, program)
-        if self.compiler.begun or self.compiler.jobs:
-            self.compiler.wait(chunk.first, may_leave=not chunk.must_run)
+        if not program.is_called or self.compiler.begun or self.compiler.jobs:
+            self.prepare(state, chunk)
         began = self._watch.clock()
         if program.is_called and self._auto is None and not _is_traced():  # else three contexts take a microsecond
             result = program.run(state, chunk, self.table.sums)
         else:
-            result = self._run_watched(state, chunk)
+            result = self._run_watched(state, chunk, began)
         if not program.is_called or compiled.programs != before:
             self._follow_up(chunk, result, began)
         self._latest = program
@@ -83,15 +93,18 @@ class Dispatch:
         """Remove one of the functions that are called after each chunk."""
         self.after_each = [other for other in self.after_each if other != after_chunk]
 
-    def _run_watched(self, state: Tree, chunk: Chunk) -> Any:
-        """Run a chunk whose program may have to be compiled, whose time counts, or that a profiler's trace names."""
-        with self._first_call() if self._latest is None else _UNMARKED:
-            if not chunk.program.is_called:
-                self.compiler.compile_due(state, chunk)
-            with jax.profiler.StepTraceAnnotation("train", step_num=chunk.first) if _is_traced() else _UNMARKED:
+    def _run_watched(self, state: Tree, chunk: Chunk, began: float) -> Any:
+        """Run a chunk whose program is new, whose time counts, or that a profiler's trace names."""
+        annotation = jax.profiler.StepTraceAnnotation("train", step_num=chunk.first) if _is_traced() else _UNMARKED
+        try:
+            with self._first_call() if self._latest is None else _UNMARKED, annotation:
                 if self._auto is None or not chunk.program.is_looped:
                     return chunk.program.run(state, chunk, self.table.sums)
                 result = self._auto.timed(state, chunk)
+        except BaseException:
+            if not chunk.program.is_called:  # perhaps it cannot be compiled
+                self._watch.reassign(STARTING, self._watch.clock() - began)
+            raise
         if self._auto.is_over:
             self._auto = None
         return result
@@ -118,6 +131,71 @@ class Dispatch:
 _UNMARKED = contextlib.nullcontext()
 _is_traced = getattr(jax.profiler.StepTraceAnnotation, "is_enabled", lambda: True)
 """Whether a trace of the profiler is on; costs 40 ns, an annotation without a trace 2.7 µs."""
+
+
+# `steps_per_call="auto"`: the maximum number of steps of a call is chosen from the times of the first calls.
+
+MAX_CALL_SECS, MAX_STEPS_PER_CALL = 5e-3, 64
+"""The maximum duration of a call in seconds, and its maximum number of steps."""
+_UNTIMED, _TIMED = 2, 5
+"""The number of calls for compilation and warm-up, and of timed calls."""
+
+
+def choose_max_steps(seconds: float) -> int:
+    """Return the maximum number of steps of a call, a power of two, from the duration of a step."""
+    return int(min(MAX_STEPS_PER_CALL, 2 ** max(0, math.floor(math.log2(MAX_CALL_SECS / seconds)))))
+
+
+class AutoSteps:
+    """Timer of the first calls of a run, which then switches to longer calls once their program is compiled.
+
+    It waits for the device during the timed calls. All processes switch after the same call; for this they wait for the
+    compilation.
+    """
+
+    def __init__(self, table: ProgramTable, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._table, self._clock = table, clock
+        self._left, self._seconds = _UNTIMED + _TIMED, math.inf
+
+    @property
+    def is_over(self) -> bool:
+        return not self._left
+
+    def timed(self, state: Tree, chunk: Chunk) -> Any:
+        self._left -= 1
+        is_timed = self._left < _TIMED
+        if is_timed:
+            jax.block_until_ready(state)
+        began = self._clock()
+        result = chunk.program.run(state, chunk, self._table.sums)
+        if is_timed:
+            jax.block_until_ready(result[0])
+            self._seconds = min(self._seconds, self._clock() - began)
+        if self.is_over:
+            self._choose(self._seconds)
+        return result
+
+    def _choose(self, seconds: float) -> None:
+        is_alone = processes.is_single_process()
+        if not is_alone:
+            seconds = float(processes.max_over_processes(np.array([seconds], np.float32))[0])
+        max_steps = choose_max_steps(seconds)
+        steps = "1 step" if max_steps == 1 else f"up to {max_steps} steps"
+        logger.info('steps_per_call="auto": %s per call (one step takes %.3g ms)', steps, 1e3 * seconds)
+        lengthen = functools.partial(self._lengthen, max_steps)
+        if max_steps > 1:
+            in_background(lengthen, name="jstep-compile") if is_alone else lengthen()
+
+    def _lengthen(self, max_steps: int) -> None:
+        failed = False
+        try:
+            self._table.compile_longer(max_steps)
+        except Exception as error:
+            failed = True
+            text = "the program of %d steps could not be compiled: %s: %s"
+            logger.warning(text, max_steps, type(error).__name__, error)
+        if not processes.any_process(failed):
+            self._table.max_steps = max_steps
 
 
 # Checks and warnings.

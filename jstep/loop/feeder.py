@@ -1,8 +1,12 @@
-"""Feeder of chunks: the loop reads the batches, or a thread reads them ahead if waiting takes too long."""
+"""The batches of a run: copied, perhaps read ahead in a thread, and fed to the loop as chunks.
+
+Only batches cross threads. The loop's thread makes chunks of them, so no other thread uses hooks or programs.
+"""
 
 import functools
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,7 +17,7 @@ from jstep.data.loaders import Source
 from jstep.data.positions import LivePosition, LoopPosition, StoredPosition
 from jstep.data.prefetch import ReaderThread
 from jstep.distributed import processes
-from jstep.loop.programs import READ_AHEAD, Chunk, CopiedBatches, shapes_of_leaves
+from jstep.loop.programs import Chunk, CopiedBatches, shapes_of_leaves
 from jstep.loop.signals import StopSignals, StopWaiting
 from jstep.loop.start_times import StartTimes
 from jstep.queues.queues import until_end
@@ -23,128 +27,38 @@ _SECOND, _SHARE = 1.0, 0.05
 _HAND_OVER = 1e-4
 """The wait for each call, in seconds, below which no thread starts: handing over a batch wakes a thread and moves the
 interpreter's lock twice, which takes tens of microseconds, and longer on a busy machine."""
-
-
-class BatchFeeder(Iterator[Chunk]):
-    """Iterator over the chunks of a run; the loop, or a thread ahead of it, reads their batches.
-
-    The chunks and their order do not depend on which thread reads. A thread starts when waiting for batches took more
-    than a twentieth of the last second, and more than 0.1 ms per call. It never reads batches that are made with the
-    state.
-
-    Attributes:
-        waiting: Whether the loop waits for a chunk.
-        may_stop: Whether that wait may be left: no batch is lost.
-        got: The stopwatch time at which the loop received the latest chunk.
-        steps: The number of its steps.
-        position: The position of the batches.
-    """
-
-    def __init__(self, source: Source, chunks: Iterator[Chunk], signals: StopSignals, watch: Stopwatch) -> None:
-        self._chunks = chunks
-        self._signals = signals
-        self._watch = watch
-        self._reader: ReaderThread | None = None
-        self._requests = 0
-        # When the waits were checked last, the seconds waited and the number of requests until then.
-        self._checked = (math.inf if source.is_of_state else -math.inf, 0.0, 0)
-        self.waiting = self.may_stop = False
-        self.got = 0.0
-        self.steps, self._taken = 1, 0
-        # A body that has passed a batch must see its step run, whatever has been received.
-        self._may_leave = not source.is_of_loop
-        self.position = _position_of(source)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a chunk was requested; until then the restored checkpoint has the positions."""
-        return self._requests > 0 or self.position.iterations > 0
-
-    def interrupted(self) -> BaseException | None:
-        """Return what a signal raises in the loop's thread: it may end a wait."""
-        return StopWaiting() if self.may_stop else None
-
-    def __next__(self) -> Chunk:
-        watch, position = self._watch, self.position
-        self._requests += 1
-        self.waiting, self.may_stop = True, self._may_leave
-        before = watch.current
-        watch.switch(watch.waiting)
-        try:
-            if self._signals.received is not None and self._may_leave:
-                self._signals.check()
-            if self._reader is not None:
-                chunk: Chunk = self._reader.take()
-                self._reader.request()
-            else:
-                if position.is_live:
-                    self.may_stop = not position.is_large
-                    self.may_stop = position.begin_fetch()
-                chunk = next(self._chunks)
-            self.may_stop = False
-            # If the wait is interrupted, the position stays before the batch, even if it was partly read.
-            chunk.must_run = position.end_fetch(chunk.position)
-        except StopIteration:
-            position.mark_exhausted()
-            self.waiting = False
-            raise
-        finally:
-            self.may_stop = False
-            self.got = got = watch.switch(before)
-        self.waiting, self.steps = False, chunk.steps
-        self._taken += chunk.steps
-        if got - self._checked[0] >= _SECOND:
-            self._check_waits(got)
-        return chunk
-
-    def _check_waits(self, got: float) -> None:
-        """Start a thread if the waits of about the last second were too long, ignoring the first batch."""
-        checked, before, requests = self._checked
-        waited = self._watch.seconds()[WAITING]
-        if waited - before > max(_SHARE * (got - checked), _HAND_OVER * (self._requests - requests)):
-            self._read_ahead()
-            got = math.inf  # no other check
-        self._checked = got, waited, self._requests
-
-    def _read_ahead(self) -> None:
-        self._reader = ReaderThread(functools.partial(next, self._chunks))
-        self._reader.request(READ_AHEAD)
-
-    def is_position_lost(self, steps: int) -> bool:
-        """Return whether the position after these steps was too large to copy."""
-        return self.position.is_lost(steps < self._taken)
-
-    def position_after(self, steps: int) -> Any:
-        """Return the position after all fetched steps, or before the latest chunk's."""
-        return self.position.now() if steps >= self._taken else self.position.before
-
-    def close(self) -> bool:
-        """End the thread; return whether it has ended, so that it does not use the source any more."""
-        return self._reader is None or self._reader.close()
-
-
-def _position_of(source: Source) -> StoredPosition:
-    if source.is_of_loop:
-        return LoopPosition(source.position, is_copied=source.given.is_copied)
-    if source.is_of_state and source.position is not None:
-        return LivePosition(source.position, source.begin)
-    return StoredPosition(None if source.is_of_state else source.begin or source.position)
+_CALLS_AHEAD = 2
+"""The number of calls whose batches a thread reads ahead of the loop."""
 
 
 class BatchCopies(Iterable[tuple[Any, Any, Any]]):
     """The batches of a source, copied if other code might write to them, each with its shapes and the next position.
 
+    The first one is timed, and may be made early in a thread. Later ones may be read ahead by another thread.
+
     Attributes:
-        fetched: The number of batches that were fetched.
-        count: The number of those that were also placed: errors name the batch that was not.
+        source: The source of the batches.
+        fetched: The number of batches that were fetched, by any thread.
+        count: The number of those that the loop has placed: errors name the batch that was not.
     """
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, times: StartTimes | None = None) -> None:
+        self.source, self._times = source, StartTimes() if times is None else times
+        self._items = self._read()
+        self._again: Callable[[], Source] | None = None
+        self._first: Task[Any] | None = None  # until the loop takes it, so that nothing else holds the batch
+        # Weak, because the thread, which uses this object, must not keep the reader alive.
+        self._reader: weakref.ref[ReaderThread] | None = None
         self.fetched = self.count = 0
 
     def __iter__(self) -> CopiedBatches:
-        source = self._source
+        first = [self._take_first()]
+        held = () if first[0] is None else map(first.pop, (0,))  # which does not hold the batch
+        return itertools.chain(held, self._items, self._taken_ahead())
+
+    def _read(self, *, is_ahead: bool = False) -> CopiedBatches:
+        """Yield copies of batches; in the loop's thread, until another one reads ahead."""
+        source = self.source
         # `LivePosition` reads the positions of batches that are made with the state.
         read_position = None if source.is_of_state else source.position
         for batch in until_end(source.items):
@@ -152,30 +66,33 @@ class BatchCopies(Iterable[tuple[Any, Any, Any]]):
             leaves, structure = copy_leaves(batch, fresh=source.fresh)
             shapes = shapes_of_leaves(leaves, structure)
             yield structure.unflatten(leaves), shapes, None if read_position is None else read_position()
-            self.count += 1
+            if not is_ahead:
+                self.count += 1
+                if self._reader is not None:
+                    return
 
+    # The first batch.
 
-class FirstBatch:
-    """Batches, the first of which is timed, and may be made early in a thread."""
-
-    def __init__(self, batches: BatchCopies, times: StartTimes) -> None:
-        self._items, self._times = iter(batches), times
-        self._again: Callable[[], CopiedBatches] | None = None
-        self._first: Task[Any] | None = None  # until the loop takes it, so that nothing else holds the batch
-
-    def start(self, again: Callable[[], CopiedBatches] | None) -> None:
-        """Start the thread. If it fails, because the hooks have not begun, `again` makes the batches again."""
+    def start(self, again: Callable[[], Source] | None) -> None:
+        """Make the first batch in a thread. If it fails, because no hook has begun, `again` opens the source again."""
         self._again = again
         # A daemon, because the user's reader may hang; it may also compile.
         name = "jstep-first-batch"
-        self._first = in_background(self.make, name=name, daemon=True, exit_secs=READER_EXIT_SECS)
+        self._first = in_background(self._make_first, name=name, daemon=True, exit_secs=READER_EXIT_SECS)
 
-    def make(self) -> Any:
+    def _make_first(self) -> Any:
         with self._times.timing("first batch"), doing(MAKING):
             return next(self._items, None)
 
-    def take(self) -> Task[Any] | None:
-        """Wait for the thread; return its future, once, or None."""
+    def _take_first(self) -> Any:
+        future = self.wait_for_first()
+        if future is not None and self._again is not None and future.exception() is not None:
+            future, self.source, self.fetched = None, self._again(), 0
+            self._items = self._read()
+        return self._make_first() if future is None else future.result()
+
+    def wait_for_first(self) -> Task[Any] | None:
+        """Wait for the thread of the first batch; return its future, once, or None."""
         future = self._first
         if future is not None:
             wait_until_done(future)
@@ -192,14 +109,133 @@ class FirstBatch:
         result = future.result()
         return result if shapes is not None or result is None else result[0]
 
-    def __iter__(self) -> CopiedBatches:
-        future = self.take()
-        if future is not None and self._again is not None and future.exception() is not None:
-            return self._again()
-        first = [self.make() if future is None else future.result()]
-        if first[0] is None:
-            return self._items
-        return itertools.chain(map(first.pop, (0,)), self._items)  # which does not hold the batch
+    # The batches that are read ahead.
+
+    def reader(self) -> ReaderThread:
+        """Return the thread that reads from now on; the caller holds it, requests batches, and closes it."""
+        reader = None if self._reader is None else self._reader()
+        if reader is None:
+            reader = ReaderThread(functools.partial(next, self._read(is_ahead=True)))
+            self._reader = weakref.ref(reader)
+        return reader
+
+    def _taken_ahead(self) -> CopiedBatches:
+        while self._reader is not None and (reader := self._reader()) is not None:
+            try:
+                item = reader.take()
+            except StopIteration:
+                return
+            reader.request()
+            del reader  # while the loop has the batch, nobody but the feeder holds the thread
+            yield item
+            del item
+            self.count += 1
+
+
+class BatchFeeder(Iterator[Chunk]):
+    """Iterator over the chunks of a run; the loop, or a thread ahead of it, reads their batches.
+
+    A thread starts when waiting for batches took more than a twentieth of the last second, and more than 0.1 ms per
+    call. It never reads batches that are made with the state.
+
+    Attributes:
+        waiting: Whether the loop waits for a chunk.
+        may_stop: Whether that wait may be left: no batch is lost.
+        got: The stopwatch time at which the loop received the latest chunk.
+        steps: The number of its steps.
+        position: The position of the batches.
+        iterations: The number of iterations that have begun of a loop that makes its batches.
+    """
+
+    def __init__(self, copies: BatchCopies, chunks: Iterator[Chunk], signals: StopSignals, watch: Stopwatch) -> None:
+        source = copies.source
+        self._copies, self._chunks = copies, chunks
+        self._signals, self._watch = signals, watch
+        self._reader: ReaderThread | None = None
+        self._ahead = 0  # the number of batches that it reads ahead
+        self._requests = self.iterations = 0
+        # When the waits were checked last, the seconds waited and the number of requests until then.
+        self._checked = (math.inf if source.is_of_state else -math.inf, 0.0, 0)
+        self.waiting = self.may_stop = False
+        self.got = 0.0
+        self.steps, self._taken = 1, 0
+        # A body that has passed a batch must see its step run, whatever has been received.
+        self._may_leave = not source.is_of_loop
+        self.position = _position_of(source)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a chunk was requested; until then the restored checkpoint has the positions."""
+        return self._requests > 0 or self.iterations > 0
+
+    def interrupted(self) -> BaseException | None:
+        """Return what a signal raises in the loop's thread: it may end a wait."""
+        return StopWaiting() if self.may_stop else None
+
+    def __next__(self) -> Chunk:
+        watch, position = self._watch, self.position
+        self._requests += 1
+        self.waiting, self.may_stop = True, self._may_leave
+        before = watch.current
+        watch.switch(watch.waiting)
+        try:
+            if self._signals.received is not None and self._may_leave:
+                self._signals.check()
+            if position.is_live:
+                self.may_stop = not position.is_large
+                self.may_stop = position.begin_fetch()
+            chunk = next(self._chunks)
+            self.may_stop = False
+            # If the wait is interrupted, the position stays before the batch, even if it was partly read.
+            chunk.must_run = position.end_fetch(chunk.position)
+        except StopIteration:
+            position.mark_exhausted()
+            self.waiting = False
+            raise
+        finally:
+            self.may_stop = False
+            self.got = got = watch.switch(before)
+        self.waiting, self.steps = False, chunk.steps
+        self._taken += chunk.steps
+        if got - self._checked[0] >= _SECOND:
+            self._check_waits(got)
+        if 0 < self._ahead < _CALLS_AHEAD * chunk.steps:  # "auto" has lengthened the calls
+            self._read_ahead()
+        return chunk
+
+    def _check_waits(self, got: float) -> None:
+        """Start a thread if the waits of about the last second were too long, ignoring the first batch."""
+        checked, before, requests = self._checked
+        waited = self._watch.seconds()[WAITING]
+        if waited - before > max(_SHARE * (got - checked), _HAND_OVER * (self._requests - requests)):
+            self._read_ahead()
+            got = math.inf  # no other check
+        self._checked = got, waited, self._requests
+
+    def _read_ahead(self) -> None:
+        before, self._ahead = self._ahead, _CALLS_AHEAD * self.steps
+        self._reader = self._copies.reader()
+        self._reader.request(self._ahead - before)
+
+    def is_position_lost(self, steps: int) -> bool:
+        """Return whether the position after these steps was too large to copy."""
+        return self.position.is_lost(steps < self._taken)
+
+    def position_after(self, steps: int) -> Any:
+        """Return the position after all fetched steps, or before the latest chunk's."""
+        return self.position.now() if steps >= self._taken else self.position.before
+
+    def close(self) -> bool:
+        """End the thread; return whether it has ended, so that it does not use the source any more."""
+        return self._reader is None or self._reader.close()
+
+
+def _position_of(source: Source) -> StoredPosition:
+    if source.is_of_loop:
+        return LoopPosition(source.position)
+    if source.is_of_state and source.position is not None:
+        return LivePosition(source.position, source.begin)
+    return StoredPosition(None if source.is_of_state else source.begin or source.position)
 
 
 def fetch_by_all(chunks: Iterable[Chunk]) -> Iterable[Chunk]:

@@ -38,9 +38,8 @@ from jstep.stores.urls import is_url, join_path, resolve_path, split_path
 ENDED: Final = "ended"
 STOPPED: Final = "stopped"
 HELD_VALUES: Final = "held"
-OPEN_BODY: Final = "body"
-"""Keys of a checkpoint's `extra`: the step at which its hooks have ended, the name of the hook that stopped it, the
-initial values of held hyperparameters, and the metrics of a step whose body in the user's loop had not ended."""
+"""Keys of a checkpoint's `extra`: the step at which its hooks have ended, the name of the hook that stopped it, and the
+initial values of held hyperparameters."""
 RUN_KEY: Final = "run"
 PARENT: Final = "parent"
 PARENT_RUN: Final = "parent_run"
@@ -108,11 +107,6 @@ class Origin:
         """The name that an earlier start gave the run."""
         name = self.extra.get(RUN_KEY) if self.trunk is None else None
         return name if isinstance(name, str) and re.fullmatch(r"[0-9a-f]{8}", name) else None
-
-    @property
-    def has_open_body(self) -> bool:
-        """Whether the body of the user's loop has to run at this step, as an exception had interrupted it there."""
-        return OPEN_BODY in self.extra
 
     @property
     def is_at_branch_point(self) -> bool:

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -230,7 +229,7 @@ class ProgramTable:
     """The programs of a run, by stage, maximum number of steps of a call, and shapes of the batches.
 
     With `steps_per_call` = 1, a program is the training step; otherwise it loops over the steps of a call. Programs are
-    looked up where batches are made into chunks, perhaps by a thread; the first lookup for new shapes traces the step.
+    looked up where batches are made into chunks; the first lookup for new shapes traces the step.
 
     Attributes:
         compiling: `compiling(name)` is a context for the time in which the loop waits for the program of that name.
@@ -260,10 +259,8 @@ class ProgramTable:
             )
             for first, stop, step in train_steps.stages()
         ]
-        # The maximum number of steps of a call before and from a step on; None for calls that are not stacked. One
-        # attribute, because a thread that makes chunks reads it.
-        most = None if self.is_auto else int(steps_per_call)
-        self._max_steps: tuple[int | None, float, int | None] = most, math.inf, 1
+        # The maximum number of steps of a call; None for calls that are not stacked.
+        self.max_steps = None if self.is_auto else int(steps_per_call)
         self._programs: dict[Any, Program] = {}
         self.on_device = not self.is_looped and not all(stage.is_compilable for stage in self.stages)
         self.sums = MetricSums() if sums is None else sums
@@ -276,8 +273,8 @@ class ProgramTable:
 
     def program_for(self, step: int, shapes: Tree, args: Callable[[], tuple[Any, ...]]) -> Program:
         """Return the program of chunks from `step`; trace the step if the shapes are new."""
-        stage, (earlier, switch_at, later) = self.stage_of(step), self._max_steps
-        key = stage, earlier if step < switch_at else later, shapes
+        stage, max_steps = self.stage_of(step), self.max_steps
+        key = stage, max_steps, shapes
         if key in self._programs:
             return self._programs[key]
         if not self.is_looped:
@@ -287,7 +284,7 @@ class ProgramTable:
             if key in self._programs:
                 return self._programs[key]
             try:
-                program, traced = self._looped(stage, key[1], shapes_of(args()))
+                program, traced = self._looped(stage, max_steps, shapes_of(args()))
                 if is_slow_in_loops(traced.jaxpr.jaxpr):
                     stage.run_single()
                     program = Program(stage)
@@ -320,9 +317,6 @@ class ProgramTable:
                     longer, _ = self._looped(stage, max_steps, program.step_args)
                 longer.compile(self.state_shapes, program.step_args, self.sums)
                 self._programs[stage, max_steps, shapes] = longer
-
-    def switch(self, max_steps: int, first: int) -> None:
-        self._max_steps = None, first, max_steps
 
 
 # Chunks, and the steps at which they end.
@@ -460,37 +454,3 @@ class Boundaries(NamedTuple):
                 if first < end:
                     yield first
                     first = self.after(first, end)
-
-
-READ_AHEAD = 2
-"""The number of chunks that a thread reads ahead of the loop."""
-
-
-class EndsAhead(Iterator[int]):
-    """The steps at which chunks end, computed by the loop's thread for the thread that makes chunks.
-
-    They depend on the user's hooks, which must not be called from another thread. An error in a hook ends the run at
-    the last known step. Each chunk reaches at most one end, so the ends of all chunks that are read ahead are known.
-    """
-
-    def __init__(self, ends: Iterator[int]) -> None:
-        self._ends = ends
-        self._known: deque[int | Exception] = deque()  # no more follow an exception
-
-    def extend(self) -> None:
-        """Compute the next steps; must be called in the loop's thread after each call."""
-        known = self._known
-        while len(known) < READ_AHEAD + 2 and not (known and isinstance(known[-1], Exception)):
-            try:
-                known.append(next(self._ends))
-            except Exception as error:
-                known.append(error)
-
-    def __next__(self) -> int:
-        if not self._known:  # the first one
-            self.extend()
-        end = self._known[0]
-        if isinstance(end, Exception):
-            raise end
-        self._known.popleft()
-        return end

@@ -100,7 +100,7 @@ class Recorder(Observer):
     def _initial_fields(self, where: str, earlier: list[Start], newest: Start | None) -> dict[str, Any]:
         """Return what is known when the file is made, and does not change."""
         options = self.run.options
-        state = self.run.at.state
+        state = self.run.state
         origin = self.run.origin
         leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
         self._devices = list(next((leaf.sharding.addressable_devices for leaf in leaves), ()))
@@ -190,10 +190,10 @@ class Recorder(Observer):
         with contextlib.suppress(Exception):  # a backend may not know it
             peaks += [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in self._devices]
         unfinished, (hooks, busy) = self.run.in_flight.unfinished(), self._samples
-        finished = run.at.step if unfinished is None else unfinished[0]
+        finished = run.step if unfinished is None else unfinished[0]
         return {
             "now": stopwatch.CLOCKS.wall(),
-            "step": [run.first, max(run.first, finished)] if run.is_first_known else None,
+            "step": [run.course.first, max(run.course.first, finished)] if run.course.is_first_known else None,
             "computing": seconds.get(stopwatch.HOOKS, 0.0) * busy / hooks if hooks else None,
             **host_memory(),
             "seconds": {part: round(max(0.0, value), 6) for part, value in seconds.items() if value},
@@ -255,10 +255,10 @@ class Recorder(Observer):
             return
         if origin.restored is not None and isinstance(past := origin.extra.get(PAST), dict):
             self._saved_past = past
-        first, shapes = run.first, run.dispatch.table.state_shapes
+        first, shapes = run.course.first, run.opened.dispatch.table.state_shapes
 
         def record() -> None:
-            self._card = card(run.options, run.train_steps, first, shapes, run.source.given)
+            self._card = card(run.options, run.train_steps, first, shapes, run.opened.batches.source.given)
             self._write_card()
 
         self._tasks.add(record)
@@ -308,7 +308,7 @@ class Recorder(Observer):
             rate = self._numbers["values"].get("learning_rate")
             with self._lock:
                 self._saving = [*self._saving, [step, stepping, self._examples(), rate]]
-        if step <= self.run.first and (self.run.restored is not None or PAST in extra):  # no step was run
+        if step <= self.run.course.first and (self.run.restored is not None or PAST in extra):  # no step was run
             return {key: extra[key] for key in (PAST, "config", "code") if key in extra}
         if not self._is_active():
             return {}
@@ -323,7 +323,7 @@ class Recorder(Observer):
         past: dict[str, Any] = {"lanes": lanes_of(self.run.train_steps.at(max(step - 1, 0)))}
         if (file := self.run.file) is not None:
             past[START] = [file.fields["number"], file.fields["began"]]
-        if isinstance(batches := self.run.source.given, BatchSequence):
+        if isinstance(batches := self.run.opened.batches.source.given, BatchSequence):
             before = batches[:step]
             definition = {name: shortened(part) for name, part in before.definition().items() if name != "num_epochs"}
             past |= {"rows": before.rows_hash(), "batches": definition}
@@ -417,7 +417,7 @@ def _not_recorded(error: Exception) -> None:
 def _outcome(run: RunContext, error: BaseException | None) -> tuple[str, str, str | None]:
     """Return the status, the reason and the exception class of the end of the run; signals have no exception class."""
     signals = run.signals
-    is_done = run.is_first_known and run.at.step >= run.options.stop_step
+    is_done = run.course.is_first_known and run.step >= run.options.stop_step
     is_signal = error is not None and (signals.received is not None or isinstance(error, KeyboardInterrupt))
     kind = None if error is None else type(error).__name__
     if error is not None and (isinstance(error, Exception) or not is_signal):
@@ -425,8 +425,8 @@ def _outcome(run: RunContext, error: BaseException | None) -> tuple[str, str, st
         return "failed", _cut(f"{kind}: {first}".rstrip(": ")), kind
     if is_signal and not is_done:
         return "interrupted", "SIGINT" if signals.received is None else signals.reason, None
-    earlier = run.origin.extra.get(STOPPED) if run.at.step <= run.first else None  # if this one took no step
-    by = run.stopped_by or earlier
+    earlier = run.origin.extra.get(STOPPED) if run.step <= run.course.first else None  # if this one took no step
+    by = run.course.stopped_by or earlier
     if isinstance(by, str):
         return FINISHED, f"stopped by {by}", None
     return FINISHED, "" if is_done else "the batches ended", None

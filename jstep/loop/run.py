@@ -4,13 +4,13 @@
 |---|---|---|---|
 | made | `Run(…)`: the arguments are checked | is not handled | the state passed |
 | starting | `with`: opens, restores, begins the hooks | leaves immediately | the restored state |
-| between bodies | `next(run)`: due savers, a call, due hooks | see `stopping.py` | the latest state |
-| in the body | `next(run)` has returned a step | is obeyed when the body has ended | may be replaced |
+| between iterations | `next(run)`: due savers; then a batch | saves and leaves: see `stopping.py` | the latest state |
+| in an iteration | a call, due hooks; `next(run)` returns; the body | waits for its end | may be replaced |
 | ended | the last step, a hook, a signal, the end of the block | see `stopping.py` | the last state |
 | closed | the block is left | is not handled | the last complete state, or None |
 
-The body belongs to the step that it follows. A restart resumes after it, so a checkpoint of that step is saved only
-when the body has ended. If the body makes the batches, it may take any number of steps.
+What is resumed from is only ever a state between two iterations (`course.py`). If the body makes the batches, it may
+take any number of steps in an iteration.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Generic, TypeAlias
+from typing import Any, ClassVar, Generic, TypeAlias
 
 import jax
 
@@ -28,7 +28,7 @@ from jstep.core import interactive, trees
 from jstep.core.annotations import P
 from jstep.core.checks import as_int, as_string, describe_type
 from jstep.core.exceptions import setting
-from jstep.core.logs import WARNED, log_to_stderr, logger
+from jstep.core.logs import WARNED, log_to_stderr
 from jstep.core.meshes import mesh_of, overriding_mesh
 from jstep.core.stopwatch import HOOKS, SAVING, STARTING, STEPPING
 from jstep.core.tracebacks import original_error, shorten, shortens_tracebacks
@@ -42,14 +42,14 @@ from jstep.hooks.run_hook import LoopState
 from jstep.loop import stopping
 from jstep.loop.arguments import Options, as_steps_per_call, cache_directory, check, explains_arguments
 from jstep.loop.batch_watch import BatchWatch
+from jstep.loop.course import AFTER_LOOP, BEGINNING, BETWEEN, BODY, ENDING, LEAVING, WITHIN
 from jstep.loop.feeder import fetch_by_all
-from jstep.loop.hook_runner import HookRunner, RunChunk, close_hooks
+from jstep.loop.hook_runner import RunChunk, close_hooks
 from jstep.loop.observer import Observer
 from jstep.loop.programs import Chunk, as_stages
 from jstep.loop.progress import Progress
 from jstep.loop.recorder import Recorder
-from jstep.loop.run_context import BEGINNING, BODY, CLOSING, ENDING, LEAVING, RUNNING, RunContext
-from jstep.loop.saving import open_body_metrics
+from jstep.loop.run_context import Opened, RunContext
 from jstep.loop.signals import StopWaiting
 from jstep.loop.stalls import StallWatch
 from jstep.loop.start import begin, open_run
@@ -100,15 +100,13 @@ class Run(Generic[P]):
     `last_step`, when the batches end, or when a hook, a signal or `stop` ends the run; `break`, `return`, and closing a
     generator that holds the block also end the run. `next(run)` works as `for` does.
 
-    The body of the loop belongs to the step before it. A save that is due at that step waits for the end of the body,
-    so a restart neither repeats nor omits a body. A signal during the body is obeyed when it has ended. An exception in
-    the body is handled like one in a hook: the state is saved, unless the body has replaced it, and it is in the
-    exception's `state`. A restart begins with that body, so nothing of it is omitted.
+    What a restart resumes from is only ever a state between two iterations: due savers, signals, stops and `last_step`
+    take effect there, after the hooks and the body of a step. So in the history that a checkpoint continues, each hook
+    and each body ran once. An exception in the body, or in a hook, saves nothing of its iteration: the state is in the
+    exception's `state`, and a note names the checkpoint that the next start resumes from, by default seconds old.
 
-    If batches is None or `from_loop(…)`, the body makes the batches and calls `train_step`, any number of times. Then a
-    restart resumes between two iterations: saves, signals, stops and last_step take effect there, so the last iteration
-    may pass last_step, and an exception in an iteration that has taken a step is not saved if `from_loop` has objects,
-    or if iterations take several steps.
+    If batches is None or `from_loop(…)`, the body makes the batches and calls `train_step`, any number of times in an
+    iteration, so the last one may pass last_step.
 
     A run is entered once, and iterated over in the thread that entered it. On several processes all iterate alike. In a
     notebook, one cell holds the block.
@@ -146,7 +144,8 @@ class Run(Generic[P]):
     Source: `tf.train.MonitoredTrainingSession`, whose users wrote the loop.
     """
 
-    _runner: HookRunner
+    _has_body: ClassVar[bool] = True
+    _opened: Opened
     _run_chunk: RunChunk
 
     @explains_arguments
@@ -200,13 +199,13 @@ class Run(Generic[P]):
         self._cached_in = cache_directory(options.compile_cache, options.checkpoint_dir)
         with times.timing("devices"):
             jax.devices()
-        self._context = RunContext(options, stages, LoopState(0, trees.copy_numpy(state, "state")), times)
+        values = trees.copy_numpy(state, "state")
+        self._context = RunContext(options, stages, values, times, has_body=self._has_body)
         self._stack: contextlib.ExitStack | None = None
         self._owner = 0, 0
         self._iterator: Generator[int, None, None] = (step for step in range(0))
         self._last = LoopState(0, None)
         self._has_steps = False
-        self._is_finished = False
         self._is_handled = False
         self._failure = _Failure()
 
@@ -214,7 +213,7 @@ class Run(Generic[P]):
 
     @property
     def step(self) -> int:
-        return self._context.at.step
+        return self._context.step
 
     @property
     def state(self) -> TrainState[P]:
@@ -223,11 +222,12 @@ class Run(Generic[P]):
 
     @state.setter
     def state(self, state: TrainState[P]) -> None:
-        run = self._context
+        course = self._context.course
         self._require_body("run.state = …")
         if not isinstance(state, TrainState):
             raise TypeError(f"run.state: must be a TrainState, got {describe_type(state)}")
-        run.replace_in_body(check_returned_state(state, run.at.state, run.at.step, "run.state was assigned"))
+        step, before, _, _ = course.position
+        course.replace_state(check_returned_state(state, before, step, "run.state was assigned"))
 
     @property
     def metrics(self) -> Any:
@@ -235,19 +235,20 @@ class Run(Generic[P]):
 
     @property
     def _latest(self) -> LoopState:
-        return self._context.at if self._context.at.state is not None else self._last
+        position = self._context.course.position
+        return self._last if position.state is None else position
 
     def stop(self, by: str = "the loop") -> None:
-        """End the run after this iteration; `by` is the name that the record gives as the reason."""
+        """End the run after this iteration, or before the first one; `by` is the reason that the record gives."""
         run = self._context
-        if run.at.step < run.options.stop_step:  # else the run has reached its end
+        if run.step < run.course.stop_step:  # else the run has reached its end
             run.stop(as_string(by, "by"))
 
     def __iter__(self) -> Iterator[int]:
         """Return the iterator over the rest of the run, always the same one, which yields the step of `state`."""
         if self._stack is None:
             raise RuntimeError("Run: must be entered first: with jstep.Run(…) as run: for step in run: …")
-        if self._owner != (os.getpid(), threading.get_ident()) and not self._is_finished:
+        if self._owner != (os.getpid(), threading.get_ident()) and not self._context.is_over:
             raise RuntimeError("Run: must be iterated over by the process and the thread that entered it")
         return self._iterator
 
@@ -262,10 +263,10 @@ class Run(Generic[P]):
         interval = as_int(steps, "steps", 1, "a number of steps")
         if isinstance(self._batches, LoopBatches):
             raise RuntimeError("run.every: the body makes the batches, so it must run each time: if step % n == 0: …")
-        if self._context.status != BEGINNING:
+        if self._context.course.status != BEGINNING:
             raise RuntimeError("run.every: must be called before the first step, because it sets where calls end")
         iterator = iter(self)
-        self._context.body_interval = interval
+        self._context.course.body_interval = interval
         return iterator
 
     @shortens_tracebacks
@@ -278,15 +279,15 @@ class Run(Generic[P]):
                 "jstep.from_loop(…)"
             )
         self._require_body("run.train_step(…)")
-        self._leave_body()
+        self._pause_body()
         self._batches.passed.append(args)
         with self._failure:
-            self._take(next(run.feeder))
-        self._enter_body()
-        return run.at.metrics
+            self._take(next(self._opened.feeder))
+        self._resume_body()
+        return run.metrics
 
     def _require_body(self, what: str) -> None:
-        if self._context.calling is not BODY or self._owner != (os.getpid(), threading.get_ident()):
+        if self._context.course.calling is not BODY or self._owner != (os.getpid(), threading.get_ident()):
             outside = RuntimeError(f"{what}: must be in the body of `for step in run:`, before the run has ended")
             raise self._failure.error or outside
 
@@ -310,9 +311,10 @@ class Run(Generic[P]):
             stack.callback(self._release)
             stack.push(self._rescue)
             run.signals.begin()
-            self._runner = open_run(run, self._batches)
-            self._has_steps = begin(run, self._runner)
-            self._iterator = self._iterate_bodies() if isinstance(self._batches, LoopBatches) else self._iterate_calls()
+            self._opened = open_run(run, self._batches)
+            self._has_steps = begin(run, self._opened)
+            makes_batches = isinstance(self._batches, LoopBatches)
+            self._iterator = self._iterate_bodies() if makes_batches else self._iterate_calls()
             self._stack = stack.pop_all()
         return self
 
@@ -321,6 +323,7 @@ class Run(Generic[P]):
         failure, stack = self._failure.take(), self._stack
         if stack is None or self._owner[0] != os.getpid():  # the body has forked; the run belongs to the parent
             return
+        self._context.watch.end_aside()
         if error is not None and not isinstance(error, GeneratorExit):  # a generator that is dropped stops its run
             stack.__exit__(kind, error, trace)
             shorten(error)
@@ -338,7 +341,7 @@ class Run(Generic[P]):
         progress = self._context.options.progress
         # The progress bar of a notebook shows the rest.
         least = logging.WARNING if progress is None and interactive.is_notebook() else logging.NOTSET
-        stack.enter_context(overriding_mesh(mesh_of(self._context.at.state)))
+        stack.enter_context(overriding_mesh(mesh_of(self._context.state)))
         if progress is not False and jax.process_index() == 0:
             stack.enter_context(log_to_stderr(least))
         stack.enter_context(persistent_cache(self._cached_in))
@@ -351,14 +354,15 @@ class Run(Generic[P]):
             return
         run.signals.finish()
         self._is_handled = run.signals.received is not None
-        run.fail()
+        run.course.fail()
+        run.watch.switch(STEPPING if run.course.has_stepped else STARTING)  # whatever the error has interrupted
         if run.is_open:
             stopping.rescue(run, error)
         else:
             stopping.keep_state(run, error)
-        self._last = run.at._replace(state=getattr(error, "state", None))
+        self._last = run.position._replace(state=getattr(error, "state", None))
         if run.signals.received_twice and isinstance(error, KeyboardInterrupt):
-            stopping.leave_at_once(run.at.step, error)
+            stopping.leave_at_once(run.step, error)
 
     def _release(self) -> None:
         """Let the observers see the last state, and drop it: hooks and signal handlers must not keep it alive."""
@@ -366,9 +370,7 @@ class Run(Generic[P]):
         for observer in run.observers:
             observer.before_close()
         run.watch.switch(SAVING)  # only pending writes are left
-        run.at = LoopState(run.at.step, None)
-        run.calling = None
-        run.status = CLOSING
+        run.course.close()
         run.in_flight.clear()
         self._iterator.close()
 
@@ -387,8 +389,9 @@ class Run(Generic[P]):
             stopping.leave_after_closing(run, state)
 
     def _close_hooks(self, kind: _Kind, error: BaseException | None, trace: _Trace) -> None:
+        run = self._context
         try:
-            close_hooks(self._context, error)
+            close_hooks(run.course, run.watch, run.options.hooks, run.background.end(), error)
         except Exception as failure:
             stopping.attach_state(failure, self._last.state)
             raise
@@ -398,140 +401,152 @@ class Run(Generic[P]):
     # The loop.
 
     def _iterate_calls(self) -> Generator[int, None, None]:
-        """Take a call for each iteration."""
-        run, signals = self._context, self._context.signals
-        watch, clock = run.watch, run.watch.clock
-        last_step, interval = run.options.stop_step, run.body_interval
-        has_body = True
+        """Take a call in each iteration."""
+        run, course, watch = self._context, self._context.course, self._context.watch
+        signals, savers, clock = run.signals, self._opened.runner.savers, run.watch.clock
+        has_body, interval = course.has_body, course.body_interval
+        has_run = run.restored is None or self._opened.runner.ended_at == course.first
         with self._failure:
-            chunks = self._begin_steps()
             try:
-                if run.origin.has_open_body:
-                    logger.info("the body of the loop at step %d had not ended: it runs again", run.at.step)
-                    run.replace_metrics(open_body_metrics(run))
-                    yield from self._only_body()
-                    chunks = chunks if self._resumes() else ()
-                for chunk in chunks:
+                for chunk in self._begin_steps():
                     step = self._take(chunk)
-                    has_body = interval is None or step % interval == 0 or run.is_at_last
-                    if has_body:
-                        run.calling, watch.aside = BODY, clock()
+                    has_run = has_body and (interval is None or step % interval == 0 or course.is_at_last)
+                    if has_run:
+                        course.calling, watch.aside = BODY, (began := clock())
                         yield step
-                        began, watch.aside = watch.aside, None
-                        run.calling = None
                         if clock() - began > _SHORT:
-                            watch.reassign(HOOKS, clock() - began)
+                            watch.end_aside()
                             watch.record(BODY.timing_key, began)
+                        course.calling = watch.aside = None
+                    course.status = BETWEEN
                     # Most steps have nothing to save and no signal to obey, so they skip the call of `_resumes`.
-                    is_quiet = signals.received is None and signals.is_alone and run.stopped_by is None
-                    if not (is_quiet and step < self._runner.savers.next and step < last_step) and not self._resumes():
+                    is_quiet = signals.received is None and signals.is_alone and course.stopped_by is None
+                    is_quiet = is_quiet and step < savers.next and step < course.stop_step and not run.failures
+                    if not is_quiet and not self._resumes():
                         break
             except StopWaiting:
-                run.status = LEAVING
-            if not has_body and run.status != LEAVING:  # the batches have ended between two multiples
-                yield from self._only_body()
+                course.status = LEAVING
+            if not has_run and self._owes_body():
+                self._begin_body()
+                yield course.position.step
+                self._end_body()
             self._finish()
 
-    def _only_body(self) -> Generator[int, None, None]:
-        """Run a body that does not follow a call."""
-        run = self._context
-        run.calling = BODY
-        with run.watch.phase(HOOKS):
-            yield run.at.step
-        run.calling = None
+    def _owes_body(self) -> bool:
+        """Return whether the batches have ended between two multiples of the interval of the body, which has not run.
+
+        A start may also find that they had ended where an earlier one has saved, and was killed before that body ended.
+        """
+        course = self._context.course
+        interval = course.body_interval
+        is_between = interval is not None and course.position.step % interval > 0
+        return is_between and course.has_body and course.status != LEAVING and self._opened.feeder.has_begun
+
+    def _begin_body(self) -> None:
+        course, watch = self._context.course, self._context.watch
+        course.begin_iteration()
+        course.calling, watch.aside = BODY, watch.clock()
+
+    def _end_body(self) -> None:
+        course, watch = self._context.course, self._context.watch
+        watch.end_aside()
+        course.status, course.calling = BETWEEN, None
 
     def _iterate_bodies(self) -> Generator[int, None, None]:
         """Yield iterations to a body that makes the batches; it takes any number of steps in each."""
-        run = self._context
+        course = self._context.course
         with self._failure:
             self._begin_steps()
-            resumes = self._has_steps
+            resumes = self._has_steps and not course.is_at_last
             while resumes:
-                run.feeder.position.begin_iteration()
-                self._enter_body()
-                yield run.at.step
-                if run.calling is not BODY:  # one of its steps has failed
+                self._opened.feeder.iterations += 1
+                course.begin_iteration()
+                self._resume_body()
+                yield course.position.step
+                if course.calling is not BODY:  # one of its steps has failed
                     return
-                self._end_iteration()
+                self._pause_body()
+                course.status = BETWEEN
                 resumes = self._resumes()
             self._finish()
 
-    # If the body makes the batches, its time counts as waiting for them.
+    # The time of a body that makes the batches counts as waiting for them.
 
-    def _enter_body(self) -> None:
+    def _resume_body(self) -> None:
         run = self._context
-        run.calling = BODY
+        run.course.calling = BODY
         run.watch.switch(run.watch.waiting)
 
-    def _leave_body(self) -> None:
+    def _pause_body(self) -> None:
         run = self._context
-        run.calling = None
-        run.watch.switch(STARTING if run.at.step == run.first else STEPPING)
-
-    def _end_iteration(self) -> None:
-        self._leave_body()
-        self._context.feeder.position.end_iteration()
+        run.course.calling = None
+        run.watch.switch(STEPPING if run.course.has_stepped else STARTING)
 
     def _begin_steps(self) -> Iterable[Chunk]:
-        """Return the chunks of the run, which has begun; none if the body makes the batches."""
+        """Return the chunks of the run, which has begun; none if it is stopped, or if the body makes the batches."""
         run = self._context
-        if not self._has_steps:
+        if not self._has_steps or run.course.is_at_last:
             return ()
-        run.signals.finish(run.feeder.interrupted)
-        run.status = RUNNING
-        self._run_chunk = self._runner.with_before_step(run.dispatch)
-        return () if isinstance(self._batches, LoopBatches) else fetch_by_all(run.feeder)
+        run.signals.finish(self._opened.feeder.interrupted)
+        run.course.status = BETWEEN
+        self._run_chunk = self._opened.runner.with_before_step(self._opened.dispatch)
+        return () if isinstance(self._batches, LoopBatches) else fetch_by_all(self._opened.feeder)
 
     def _take(self, chunk: Chunk) -> int:
         """Take a call, and call the hooks that are due after it, except those that save."""
-        run = self._context
+        run, course = self._context, self._context.course
         if run.in_flight.is_full:
             run.in_flight.make_room()
         if run.signals.received is not None and not chunk.must_run:
             run.signals.check()  # it arrived meanwhile
         step = chunk.first + chunk.steps
-        run.at = LoopState._make((step, *self._run_chunk(run.at.state, chunk), chunk.program.rows))
-        run.in_flight.add(chunk.first, *run.at[:3])
-        self._runner.after(chunk.first)
+        result = self._run_chunk(course.position.state, chunk)
+        course.position = position = LoopState._make((step, *result, chunk.program.rows))
+        if course.has_body:
+            course.status = WITHIN
+        run.in_flight.add(chunk.first, step, position.state, position.metrics)
+        self._opened.runner.after(chunk.first)
         return step
 
     def _resumes(self) -> bool:
-        """Save if a save is due, and obey a signal, once the body has ended; return whether there is another step."""
-        run = self._context
-        if run.at.step >= self._runner.savers.next:
-            self._runner.save()
+        """Between two iterations, save if a save is due, and obey a signal; return whether there is another one."""
+        run, course = self._context, self._context.course
+        if course.position.step >= self._opened.runner.savers.next or run.failures:
+            self._opened.runner.save()
         if run.signals.to_stop():
-            run.status = LEAVING
-        return run.status != LEAVING and not run.is_at_last
+            course.status = LEAVING
+        return course.status != LEAVING and not course.is_at_last
 
     # The end.
 
     def _end(self) -> None:
         """End a run whose block is left before its last step, such as by `break`."""
         run = self._context
-        if self._is_finished:
+        if run.is_over:
             return
         if self._has_steps:
             self.stop()
-        if run.calling is BODY:
-            run.watch.aside = None
-            self._end_iteration()
+        if run.course.calling is BODY:
+            self._pause_body()
+            run.course.status = BETWEEN
         self._finish()
 
     def _finish(self) -> None:
         """End the hooks, which save the last state, or leave if a signal was received."""
-        run, runner = self._context, self._runner
-        self._is_finished = True
-        if run.status != LEAVING:
-            run.status = ENDING
-            if self._has_steps and not run.is_at_last:
+        run, course, runner = self._context, self._context.course, self._opened.runner
+        is_idle = self._has_steps and not self._opened.feeder.has_begun  # it was stopped before its first iteration
+        if course.status != LEAVING:
+            course.status = ENDING
+            if self._has_steps and not course.is_at_last:
                 stopping.report_early_end(run)
         run.signals.finish()
         runner.call_at_last()
         check_step(run.step, run.state)
-        if run.status != LEAVING:
+        if course.status != LEAVING and not is_idle:
             runner.end()
-        if run.status == LEAVING or run.signals.to_stop():  # also during the hooks above
+        if course.status == LEAVING or run.signals.to_stop():  # also during the hooks above
             stopping.exit_on_signal(run)
         runner.raise_log_errors()
-        self._last = run.at
+        self._last = run.position
+        course.calling = AFTER_LOOP
+        run.watch.switch(HOOKS)

@@ -9,7 +9,6 @@
 | `stopped` | the name of the hook that stopped the run | `_hooks` | a log line; it is kept if no step is run |
 | `skipped` | the number of updates skipped in a row, if a `NanLossHook` limits it | `_hooks` | `restore_hooks` |
 | `ended` | the step at which the hooks have ended | `_hooks` | `HookRunner`, which ends them once |
-| `body` | the metrics of a step whose body in the user's loop had not ended | `_open_body` | `open_body_metrics` |
 | `held` | the initial values of held hyperparameters | `_extra_of_run` | `origin.restore`, which warns of others |
 | `run` | the name of the run and of its event files | `_extra_of_run` | `Origin.name` |
 | `parent` | path and step of the checkpoint that the run began from | `_extra_of_run` | `origin.find_origin` |
@@ -23,11 +22,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jstep.checkpoint.hook_states import get_states, set_states
 from jstep.checkpoint.manifest import CheckpointExtra
+from jstep.checkpoint.names import checkpoint_name, open_store
 from jstep.checkpoint.saver import Saver
 from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
@@ -37,33 +35,38 @@ from jstep.distributed import processes
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
 from jstep.hooks.nan_loss import about_start
 from jstep.loop.arguments import MAX_SECS, Options
-from jstep.loop.origin import ENDED, HELD_VALUES, OPEN_BODY, PARENT, RUN_KEY, STOPPED
+from jstep.loop.origin import ENDED, HELD_VALUES, PARENT, RUN_KEY, STOPPED
 from jstep.loop.programs import AUTO
-from jstep.loop.run_context import RunContext
+from jstep.loop.run_context import Opened, RunContext
 from jstep.metering.cadence import Cadence
 from jstep.state.train_state import TrainState
-from jstep.stores import tagged_json
-from jstep.stores.tagged_json import AttachedFiles, as_json, copy_encodable
+from jstep.stores.tagged_json import AttachedFiles, as_json
 from jstep.stores.urls import is_url
 from jstep.training.metrics import Metrics
 
 HOOK_STATES, SKIPPED_IN_A_ROW = "hooks", "skipped"
 """Keys of a checkpoint's `extra`, in addition to those of the origin, of positions and of observers."""
+_OPEN_BODY = "body"
+"""The key with which earlier versions saved the state of a step whose body had not ended."""
 
 
-def restore_hooks(run: RunContext) -> bool:
+def restore_hooks(run: RunContext, opened: Opened) -> bool:
     """Restore the states of the hooks; return whether one of them ends the run."""
-    is_stopped = set_states(run.hooks, run.origin.extra.get(HOOK_STATES))
-    if SKIPPED_IN_A_ROW in run.origin.extra:
-        run.sums.begin_skipped(run.origin.extra[SKIPPED_IN_A_ROW])
-    for hook in run.savers:
+    extra, finiteness = run.origin.extra, opened.finiteness
+    if _OPEN_BODY in extra:
+        text = "the checkpoint of step %d was saved before the body of the loop had ended: that body is omitted"
+        logger.warning(text, run.step)
+    is_stopped = set_states(opened.hooks, extra.get(HOOK_STATES))
+    if SKIPPED_IN_A_ROW in extra:
+        run.sums.begin_skipped(extra[SKIPPED_IN_A_ROW])
+    for hook in finiteness.savers:
         if not isinstance(hook, RunSaverHook):
             continue
         if run.origin.trunk is None:
-            hook.restored(run.first, run.state)
+            hook.restored(run.step, run.state)
         else:  # from now on the other run is not read
-            hook.save(run.first, run.state, wait=True)
-        if not run.has_nan_hook and not hook.saver.allow_nonfinite:
+            hook.save(run.step, run.state, wait=True)
+        if not finiteness.has_nan_hook and not hook.saver.allow_nonfinite:
             run.poll(hook, functools.partial(_warn_of_nan, run))
     return is_stopped and not run.origin.is_at_branch_point
 
@@ -71,7 +74,7 @@ def restore_hooks(run: RunContext) -> bool:
 def _warn_of_nan(run: RunContext, *, wait: bool = False) -> None:
     """Warn of restored parameters, now that the device is busy with the first step."""
     if bad := run.at_start.with_nan():
-        logger.warning("%s", about_start(bad, run.first))
+        logger.warning("%s", about_start(bad, run.course.first))
 
 
 # The interval between automatic saves.
@@ -146,7 +149,6 @@ class RunSaverHook(CheckpointSaverHook):
         self.phase = STEPPING  # it measures its own time when it saves
         self._saved_host_state = self._host_state = _HostState(CheckpointExtra({}, {}), CheckpointExtra({}, {}))
         self._saved_iterations = 0
-        self._has_open_body = False
 
     @property
     def run(self) -> RunContext:
@@ -172,7 +174,7 @@ class RunSaverHook(CheckpointSaverHook):
         interval = self._interval
         if interval is not None and processes.broadcast_ints(interval.is_too_early())[0]:
             return
-        self._temporary_secs = None if interval is None or self.run.is_at_last else MAX_SECS
+        self._temporary_secs = None if interval is None or self.run.course.is_at_last else MAX_SECS
         try:
             self.save(step, state)
         finally:
@@ -188,34 +190,33 @@ class RunSaverHook(CheckpointSaverHook):
 
     def restored(self, step: int, state: TrainState) -> None:
         self._host_state = _HostState(self._positions(), self._hooks())
-        self._has_open_body = self.run.origin.has_open_body
         self.mark_saved(step, state)
 
     def mark_saved(self, step: int, state: TrainState) -> None:
         super().mark_saved(step, state)
-        self._saved_host_state, self._saved_iterations = self._host_state, self.run.feeder.position.iterations
+        self._saved_host_state, self._saved_iterations = self._host_state, self.run.opened.feeder.iterations
         # For `save_alone`, when they are no longer in memory:
         for name, file in self._host_state.hooks.files.items():
             file.load = functools.partial(self.saver.read_file, name, step)
 
     def has_saved(self, step: int, state: TrainState) -> bool:
-        run, saved = self.run, self._saved_host_state
-        if not super().has_saved(step, state) or (self._has_open_body and not run.is_in_body):
+        feeder, source, saved = self.run.opened.feeder, self.run.opened.batches.source, self._saved_host_state
+        if not super().has_saved(step, state):
             return False
         is_same = True
         # Only positions of batches made with the state can change after their step; all processes must compare them.
-        if run.source.is_of_loop:
-            is_same = run.feeder.position.iterations == self._saved_iterations
-        elif run.source.is_of_state and run.feeder.has_begun:
+        if source.is_of_loop:
+            is_same = feeder.iterations == self._saved_iterations
+        elif source.is_of_state and feeder.has_begun:
             is_same = not processes.any_process(not self._positions().is_same(saved.positions))
         return self._hooks().is_same(saved.hooks) and is_same
 
     def _hooks(self) -> CheckpointExtra:
-        run = self.run
+        run, opened = self.run, self.run.opened
         # A run that takes no step keeps the name of the hook that stopped the earlier one.
-        by = run.stopped_by or (None if run.feeder.has_begun else run.origin.extra.get(STOPPED))
-        states = get_states(run.hooks)
-        entries = {HOOK_STATES: states or None, STOPPED: by, ENDED: run.step if run.runner.has_ended() else None}
+        by = run.course.stopped_by or (None if opened.feeder.has_begun else run.origin.extra.get(STOPPED))
+        states = get_states(opened.hooks)
+        entries = {HOOK_STATES: states or None, STOPPED: by, ENDED: run.step if opened.runner.has_ended() else None}
         if run.sums.limit is not None:
             entries[SKIPPED_IN_A_ROW] = run.sums.skipped_in_a_row()
         values = {key: value for key, value in entries.items() if value is not None}
@@ -224,11 +225,11 @@ class RunSaverHook(CheckpointSaverHook):
 
     def _positions(self) -> CheckpointExtra:
         """Return the positions of the batches; must be called on all processes."""
-        run = self.run
-        if not run.feeder.has_begun:  # the positions have not changed
+        run, feeder = self.run, self.run.opened.feeder
+        if not feeder.has_begun:  # the positions have not changed
             return CheckpointExtra(*positions_elsewhere(run.origin.extra))
         # A batch that was fetched but not trained on is fetched again after a restart.
-        return CheckpointExtra(*gather_positions(run.feeder.position_after(run.step - run.first)))
+        return CheckpointExtra(*gather_positions(feeder.position_after(run.step - run.course.first)))
 
     def _extra_of_run(self, states: CheckpointExtra | None = None) -> CheckpointExtra:
         """Notify the observers of a save that nothing prevents any more, and return its `extra`.
@@ -247,46 +248,43 @@ class RunSaverHook(CheckpointSaverHook):
         observed: dict[str, Any] = {}
         for observer in run.observers:
             observed |= observer.about_to_save(run.step)
-        body = _open_body(run)
-        self._has_open_body = bool(body)
         held_values = {HELD_VALUES: run.origin.held_values} if run.origin.held_values else {}
         parent = {} if run.origin.parent is None else {PARENT: run.origin.parent}
         return CheckpointExtra(
-            positions.values | observed | hooks.values | body | held_values | parent | {RUN_KEY: run.name},
+            positions.values | observed | hooks.values | held_values | parent | {RUN_KEY: run.name},
             {**positions.files, **hooks.files},
         )
 
 
-def _open_body(run: RunContext) -> dict[str, Any]:
-    """Return the entry of a body that has not ended: its metrics, as a restart runs it again. It may be empty."""
-    if not run.is_in_body or run.source.is_of_loop:
-        return {}
-    with internal_transfers():
-        return {OPEN_BODY: as_json(copy_encodable(jax.tree.map(np.asarray, run.metrics)))}
+# What prevents a save after an error or a stall, and where the next start begins then.
 
 
-def open_body_metrics(run: RunContext) -> Any:
-    with internal_transfers():
-        return jax.tree.map(jnp.asarray, tagged_json.decode(run.origin.extra[OPEN_BODY]))
-
-
-def why_position_lost(run: RunContext) -> str:
-    """Describe why the state must not be saved: the batches, or the body, have advanced past it; "" if not."""
-    if run.saver is None:
+def why_not_saved(run: RunContext) -> str:
+    """Describe why a restart could not resume from the state; "" if it may be saved."""
+    if not run.course.is_whole:
+        return "because the iteration has not ended"
+    if run.saver is None or not run.opened.feeder.is_position_lost(run.step - run.course.first):
         return ""
-    if run.is_in_body and run.replaced_at == run.step:
-        return (
-            "the body of the loop had replaced the state and has not ended, so a restart could not run it again; the "
-            "next start resumes from the newest checkpoint, if there is one"
-        )
-    if not run.feeder.is_position_lost(run.step - run.first):
-        return ""
-    if run.source.is_of_loop:
-        return (
-            "the iteration of the loop is not complete, so a restart could not resume it; the next start resumes "
-            "from the newest checkpoint, if there is one"
-        )
     return (
-        "the data source has advanced, and its position is too large (above 64 kB) to be copied before each batch; the "
-        "next start resumes from the newest checkpoint, if there is one"
+        "because the data source has advanced, and its position is too large (above 64 kB) to be copied before each "
+        "batch"
     )
+
+
+def where_resumed(run: RunContext) -> str:
+    """Describe where the next start begins, once the save in progress has ended, as the end of a sentence."""
+    saver = run.saver
+    if saver is None:
+        return ""
+    newest = "the newest checkpoint, if there is one"
+    if processes.is_single_process() and not run.signals.received_twice:  # otherwise this could wait forever
+        with contextlib.suppress(Exception):  # the save has failed, or the store cannot be reached
+            saver.settle()
+            store = open_store(saver.directory)
+            found = next(iter(store.newest_first(saver.prefix)), None)
+            if found is None:
+                return "; there is no checkpoint yet, so the next start begins from scratch"
+            step, path = found
+            age = max(0.0, time.time() - store.manifest(path).saved_at)
+            newest = f"{checkpoint_name(saver.prefix, step)}, {age:.0f} s old"
+    return f"; the next start resumes from {newest}"

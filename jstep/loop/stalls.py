@@ -27,8 +27,9 @@ from jstep.core.checks import as_number, hook_name
 from jstep.core.logs import logger
 from jstep.core.stopwatch import EVALUATING, SAVING, STARTING, WAITING
 from jstep.hooks.run_hook import RunHook
+from jstep.loop.course import AFTER_LOOP, BEGINNING, BODY, CLOSING
 from jstep.loop.observer import Observer
-from jstep.loop.run_context import BEGINNING, BODY, CLOSING, HookCall, RunContext
+from jstep.loop.run_context import RunContext
 from jstep.loop.stopping import save_while_it_hangs
 from jstep.record.stall_files import CALL, WITH_OTHERS, StallFiles, silent
 
@@ -69,7 +70,7 @@ class StallHook(RunHook):
         warn_secs: The minimum duration of a stall, in seconds; None to watch nothing.
         exit_secs: Seconds of one stall after which the process ends with exit code 75, for a launcher that starts it
             again; None to wait forever. It writes the stacks of all threads first. If this is the only process, and it
-            stalls in the data loader or in one of your hooks, it also saves the last complete state.
+            stalls in the data loader, or with `train` in one of your hooks, it also saves the last complete state.
         factor: How many times longer than usual anything may take.
 
     Raises:
@@ -190,7 +191,7 @@ class StallWatch(Observer):
         if wait.age >= due + 3 * self._every * self._is_shared:
             self._wait = wait._replace(due=2 * wait.age, part=self.run.watch.current)
             _log_in_time(self._line(wait))
-            if (writer := getattr(self.run, "writer", None)) is not None:  # a stalled run may be killed
+            if (writer := self.run.writer if self.run.is_open else None) is not None:  # a stalled run may be killed
                 writer.request_flush()
         if self._wait.part:
             self._record(self._wait)
@@ -201,7 +202,7 @@ class StallWatch(Observer):
 
     def _now(self) -> Wait:
         activities = threads.activities_of(self._ident)
-        step = self.run.at.step
+        step = self.run.step
         wait, unfinished = self._wait_of_run(is_tracing=threads.TRACING in activities), self.run.in_flight.unfinished()
         if threads.AGREEING in activities:
             topic = f"what is due at step {step}" if wait.kind in (CALL, *_OF_HOST) else wait.what.removeprefix("in ")
@@ -212,39 +213,36 @@ class StallWatch(Observer):
 
     def _wait_of_run(self, *, is_tracing: bool) -> Wait:
         run, part = self.run, self.run.watch.current
-        step = run.at.step
-        call = run.calling
-        owner = run.transfers.owner
-        if owner is not None:  # a hook may deliver the metrics of another
-            call = HookCall(owner, "" if call is None else call.method)
+        course, step = run.course, run.step
+        call = course.calling
         key = None if call is None else call.timing_key
-        if key == SAVING or (part == SAVING and run.status != CLOSING):
+        if key == SAVING or (part == SAVING and course.status != CLOSING):
             return Wait("save", f"saving step {step}", SAVING)
         if call is not None and key == (id(call.hook), EVALUATING):
             return Wait(
                 _EVALUATION, f"in an evaluation at step {step}", key, taken=threads.evaluation_batches_taken.count
             )
-        if call is BODY:
-            return Wait(_USERS_HOOK, f"in {BODY.method} at step {step}", BODY.timing_key)
+        if call in (BODY, AFTER_LOOP):
+            return Wait(_USERS_HOOK, f"in {call.name} at step {step}", key)
         if call is not None:
             kind = _USERS_HOOK if call.is_users else "built-in hook"
             return Wait(kind, f"in the hook {hook_name(call.hook)} at step {step}", key)
         if run.is_over:
             return Wait("close", f"closing after step {step}", "close")
-        if run.restoring is not None:
-            return Wait("restore", f"restoring step {run.restoring}", "restore")
-        if not run.is_open or run.status == BEGINNING:
-            what = f"starting at step {step}" if run.is_first_known else "starting: it looks for checkpoints"
+        if course.restoring is not None:
+            return Wait("restore", f"restoring step {course.restoring}", "restore")
+        if not run.is_open or course.status == BEGINNING:
+            what = f"starting at step {step}" if course.is_first_known else "starting: it looks for checkpoints"
             return Wait(_START, what, _START)
-        feeder, compiler = run.feeder, run.dispatch.compiler
-        waits_for_compiler = part == STARTING and (step > run.first or compiler.begun)
-        is_checking = run.runner.is_checking
+        feeder, compiler = run.opened.feeder, run.opened.dispatch.compiler
+        waits_for_compiler = part == STARTING and (course.has_stepped or compiler.begun)
+        is_checking = run.opened.runner.is_checking
         has_traced = compiler.record.unfinished >= feeder.got
         compiles = is_tracing or waits_for_compiler or (not is_checking and has_traced)
         if compiler.table.tracing.locked() or (compiles and not feeder.waiting):
             return Wait(_COMPILE, f"compiling step {step}'s program")
         if feeder.waiting:
-            return Wait(_BATCH, f"waiting for batch {run.first + run.fetched.count}")
+            return Wait(_BATCH, f"waiting for batch {course.first + run.opened.batches.count}")
         first = step - feeder.steps if is_checking else step
         return _call(first, first + feeder.steps - 1)
 
@@ -267,7 +265,7 @@ class StallWatch(Observer):
         unfinished = self.run.in_flight.unfinished()
         fields = {
             "time": round(time.time(), 6),
-            "step": self.run.at.step if unfinished is None else unfinished[0],
+            "step": self.run.step if unfinished is None else unfinished[0],
             "part": wait.part or self.run.watch.current,
             "stalled": round(wait.age, 3),
             "what": wait.what,
@@ -340,7 +338,7 @@ class StallWatch(Observer):
         }
         what = wait.what.replace("in a call of ", "in ")
         return {
-            "processes": self._count, "step": self.run.at.step, "part": self.run.watch.current,
+            "processes": self._count, "step": self.run.step, "part": self.run.watch.current,
             "kind": wait.kind, "what": what, "since": time.time() - wait.age, "stall": stall,
             "line": self._place(wait), "steps": wait.steps, "threads": stacks,
         }  # fmt: skip
@@ -354,12 +352,12 @@ class StallWatch(Observer):
         _in_time(lambda: faulthandler.dump_traceback(2, all_threads=True))
         _in_time(lambda: self._record(wait))
         self._files.finish(lambda: {**self._fields(wait), "exit_code": EXIT_CODE})
-        may_save = run.is_open and run.saver is not None and run.at.step > run.first
+        may_save = run.is_open and run.saver is not None and run.course.has_stepped
         if may_save and wait.kind in _OF_USER and self._count == 1:
             usual = self._usual(Wait("save", "", SAVING))
             limit = 10 * self._warn if usual is None else max(self._warn, 3 * usual)
             if not _in_time(lambda: logger.warning("%s", save_while_it_hangs(run)), limit):
-                _log_in_time(f"step {run.at.step} could not be saved within {_secs(limit)} s")
+                _log_in_time(f"step {run.step} could not be saved within {_secs(limit)} s")
         _in_time(lambda: print(end="", flush=True))
         _in_time(logging.shutdown)
         if self._count > 1:  # let the others get here; without process 0, JAX aborts them

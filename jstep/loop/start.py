@@ -9,6 +9,7 @@ import contextlib
 import functools
 import math
 import os
+from collections.abc import Iterator
 
 import jax
 
@@ -23,21 +24,22 @@ from jstep.data.loop_batches import LoopBatches
 from jstep.data.positions import RarePosition, restore_position
 from jstep.data.sequence import BatchSequence
 from jstep.distributed import processes
+from jstep.hooks.reporting import LoggingHook
 from jstep.loop.arguments import Options
 from jstep.loop.build_hooks import build_hooks
 from jstep.loop.dispatch import Dispatch, warn_of_ended_rate
-from jstep.loop.feeder import BatchCopies, BatchFeeder, FirstBatch
+from jstep.loop.feeder import BatchCopies, BatchFeeder
+from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.observer import compiling_for
 from jstep.loop.origin import STOPPED, find_origin, of_copy, open_saver, read_trunk, restore
-from jstep.loop.programs import Boundaries, ProgramTable, make_chunks
-from jstep.loop.run_context import RunContext
+from jstep.loop.programs import Boundaries, Chunk, ProgramTable, make_chunks
+from jstep.loop.run_context import Opened, RunContext
 from jstep.loop.saving import restore_hooks
 from jstep.loop.stopping import report_done
 from jstep.metering.cadence import Cadence
 from jstep.record.stall_files import FOLDER as STALLS
 from jstep.record.starts import FOLDER
-from jstep.state.nonfinite import StateContents
 from jstep.stores.objects import START_TIMEOUT_SECS, Objects
 from jstep.stores.owners import remove_temporary
 from jstep.stores.urls import is_url
@@ -45,41 +47,45 @@ from jstep.stores.urls import is_url
 _NO_LOGS, _NO_BATCHES = "the logs cannot be opened", "the batches cannot be opened"
 
 
-def open_run(run: RunContext, batches: Tree) -> HookRunner:
+def open_run(run: RunContext, batches: Tree) -> Opened:
     """Open the checkpoints, restore the state, and make the hooks and chunks of the run; none of them has begun."""
     _open_checkpoints(run)
     processes.on_all_processes(lambda: _notify_opened(run), _NO_LOGS)
-    run.dispatch = _dispatch_of(run)
-    run.closing.callback(run.dispatch.compiler.close)
-    started = _restore(run, batches)
-    processes.on_all_processes(lambda: build_hooks(run), _NO_LOGS)
-    is_checked = run.has_nan_hook or run.savers
-    run.at_start = StateContents(run.at.state if is_checked else {}, params_only=not run.has_nan_hook)
-    run.runner = runner = HookRunner(run)
-    run.source, items = processes.on_all_processes(lambda: started or _open_batches(run, batches), _NO_BATCHES)
-    table = run.dispatch.table
-    chunks = make_chunks(
-        items,
-        run.first,
+    dispatch = _dispatch_of(run)
+    run.closing.callback(dispatch.compiler.close)
+    started = _restore(run, dispatch, batches)
+    hooks, counter, writer = processes.on_all_processes(lambda: build_hooks(run), _NO_LOGS)
+    runner = HookRunner(run, run.course, hooks, run.options, run.train_steps, run.origin)
+    copies = processes.on_all_processes(lambda: started or _open_batches(run, batches), _NO_BATCHES)
+    chunks = _make_chunks(run, dispatch, runner, copies)
+    feeder = BatchFeeder(copies, chunks, run.signals, run.watch)
+    finiteness = Finiteness(run.course, hooks, run.sums, dispatch, feeder)
+    opened = Opened(dispatch, copies, feeder, hooks, runner, counter, writer, finiteness)
+    run.closing.callback(_close_batches, run, opened)
+    run.open(opened)
+    runner.use_run(run.closing)
+    if run.saver is not None:  # a run that resumes from a checkpoint does not write earlier lines again
+        summaries = [] if writer is None else [writer.settle]
+        for flush in (*summaries, *(observer.flush for observer in run.observers), run.background.flush):
+            run.closing.enter_context(run.saver.flushing(flush))
+    return opened
+
+
+def _make_chunks(run: RunContext, dispatch: Dispatch, runner: HookRunner, copies: BatchCopies) -> Iterator[Chunk]:
+    table, boundaries = dispatch.table, Boundaries(run.train_steps, copies.source.next_change)
+    return make_chunks(
+        copies,
+        run.course.first,
         table.program_for,
         run.options.batch_sharding,
         on_device=table.on_device,
-        ends=runner.ends(Boundaries(run.train_steps, run.source.next_change)) if table.is_looped else (math.inf,),
+        ends=runner.ends(boundaries) if table.is_looped else (math.inf,),
     )
-    run.feeder = BatchFeeder(run.source, chunks, run.signals, run.watch)
-    run.closing.callback(_close_batches, run)
-    run.is_open = True
-    runner.use_run()
-    if run.saver is not None:  # a run that resumes from a checkpoint does not write earlier lines again
-        summaries = [] if run.writer is None else [run.writer.settle]
-        for flush in (*summaries, *(observer.flush for observer in run.observers), run.background.flush):
-            run.closing.enter_context(run.saver.flushing(flush))
-    return runner
 
 
 def _open_checkpoints(run: RunContext) -> None:
     """Open the checkpoints, and find what the run begins from; a branch reads that now."""
-    options, state = run.options, run.at.state
+    options, course, state = run.options, run.course, run.state
     run.saver, latest = open_saver(options)
     if run.saver is not None:
         run.closing.push(noting(functools.partial(_close, run, run.saver)))
@@ -87,10 +93,10 @@ def _open_checkpoints(run: RunContext) -> None:
     if origin.trunk is None:
         run.origin = of_copy(options, run.saver, origin, run.name)
         return
-    run.expect(origin.trunk.step, origin.trunk.step)
+    course.expect(origin.trunk.step, origin.trunk.step)
     with run.times.timing("restore"):
         run.origin, state = read_trunk(options, state, origin)
-    run.begin(run.origin.latest or 0, state)
+    course.begin_at(run.origin.latest or 0, state)
 
 
 def _close(run: RunContext, saver: Saver) -> None:
@@ -102,38 +108,39 @@ def _close(run: RunContext, saver: Saver) -> None:
         saver.wait()
 
 
-def _restore(run: RunContext, batches: Tree) -> "tuple[Source, FirstBatch] | None":
+def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchCopies | None:
     """Restore the state; return the batches if they were opened meanwhile."""
-    saver = run.saver
+    saver, course = run.saver, run.course
     latest, assumed_first = run.origin.latest, run.origin.first
     if saver is not None and latest is not None and assumed_first is not None:
         with contextlib.suppress(FileNotFoundError):  # `restore` uses the newest one at that time
-            saver.check_run(run.at.state, latest)  # before a program is compiled, which takes longer
-    started = processes.on_all_processes(lambda: _begin_early(run, batches), _NO_BATCHES)
+            saver.check_run(run.state, latest)  # before a program is compiled, which takes longer
+    started = processes.on_all_processes(lambda: _begin_early(run, dispatch, batches), _NO_BATCHES)
     with contextlib.nullcontext() if latest is None else run.times.timing("restore"):
         if run.origin.trunk is None:
-            run.expect(assumed_first or 0, latest)
-        run.origin, state = restore(saver, run.at.state, run.origin)
-        run.begin(run.origin.first or 0, state)
-    if started is not None and started[0].seekable and run.first != assumed_first:
+            course.expect(assumed_first or 0, latest)
+        run.origin, state = restore(saver, run.state, run.origin)
+        course.begin_at(run.origin.first or 0, state)
+    if started is not None and started.source.seekable and course.first != assumed_first:
         # A save of an earlier run has ended meanwhile, so the batches begin at another step.
-        started[1].take()  # the thread ends before the batches are opened again
+        started.wait_for_first()  # the thread ends before the batches are opened again
         started = None
     return started
 
 
-def begin(run: RunContext, runner: HookRunner) -> bool:
+def begin(run: RunContext, opened: Opened) -> bool:
     """Begin the hooks; return whether to run steps."""
-    check_owners(run.hooks)
+    runner = opened.runner
+    check_owners(opened.hooks)
     for observer in run.observers:
         observer.before_begin()
-    first, last_step = run.first, run.options.stop_step
+    first, last_step = run.course.first, run.options.stop_step
     is_over = runner.begin()
     if run.restored is not None:
-        is_over = restore_hooks(run) or is_over
+        is_over = restore_hooks(run, opened) or is_over
         is_over = runner.evaluate("evaluate_owed") or is_over  # a signal interrupted it
     elif run.saver is not None:
-        get_states(run.hooks)  # states that cannot be saved fail now, not at the first save
+        get_states(opened.hooks)  # states that cannot be saved fail now, not at the first save
     if run.restored is None and not is_over and first < last_step:
         is_over = runner.evaluate("evaluate_first")
     if is_over or first >= last_step:
@@ -143,7 +150,7 @@ def begin(run: RunContext, runner: HookRunner) -> bool:
         return False
     if run.origin.extra.get(STOPPED) is not None:
         logger.info("%s stopped this run at step %d; it resumes", run.origin.extra[STOPPED], first)
-    run.dispatch.compiler.plan(run.source, first, last_step, run.options.batch_sharding)
+    opened.dispatch.compiler.plan(opened.batches.source, first, last_step, run.options.batch_sharding)
     return True
 
 
@@ -168,7 +175,7 @@ def _dispatch_of(run: RunContext) -> Dispatch:
     options = run.options
     compiling = functools.partial(compiling_for, run.observers)
     steps_per_call = options.steps_per_call
-    table = ProgramTable(run.train_steps, steps_per_call, state=run.at.state, sums=run.sums, compiling=compiling)
+    table = ProgramTable(run.train_steps, steps_per_call, state=run.state, sums=run.sums, compiling=compiling)
     return Dispatch(
         table,
         signals=run.signals,
@@ -178,14 +185,22 @@ def _dispatch_of(run: RunContext) -> Dispatch:
             lambda chunk, state: interactive.forget(),
             functools.partial(warn_of_ended_rate, run.train_steps, options.last_step),
             *(observer.after_first for observer in run.observers),
+            functools.partial(_log_start, run),
         ],
     )
+
+
+def _log_start(run: RunContext, chunk: Chunk, state: Tree) -> None:
+    """Log the seconds of the start, after the first call, if the run logs its steps."""
+    is_logged = any(isinstance(hook, LoggingHook) and hook not in run.options.hooks for hook in run.opened.hooks)
+    if chunk.first == run.course.first and is_logged:
+        run.times.log(run.watch.before)
 
 
 # The batches, whose first one is made while the state is restored.
 
 
-def _begin_early(run: RunContext, batches: Tree) -> tuple[Source, FirstBatch] | None:
+def _begin_early(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchCopies | None:
     """Start the first batch and the first compilation before the state is restored, or return None."""
     start, sequence = run.origin.first, batches if isinstance(batches, BatchSequence) else None
     if start is None or start >= run.options.stop_step or isinstance(batches, StateBatches | LoopBatches):
@@ -193,37 +208,37 @@ def _begin_early(run: RunContext, batches: Tree) -> tuple[Source, FirstBatch] | 
     is_past_end = sequence is not None and not sequence.is_endless and start >= len(sequence)
     if is_past_end or (sequence is None and run.origin.latest is None):
         return None
-    source, first = _open_batches(run, batches)
+    copies = _open_batches(run, batches)
     # A function of the step is called again if it failed, because it may depend on a hook.
-    again = (lambda: iter(_open_batches(run, batches)[1])) if source.by_step else None
-    first.start(again)
+    copies.start(functools.partial(_source, run, batches) if copies.source.by_step else None)
     sharding = run.options.batch_sharding
     shapes = None if sequence is None or sharding is not None else functools.partial(sequence.shapes, start)
-    run.dispatch.compiler.begin_first(start, sharding, run.times, functools.partial(first.peek, shapes))
-    return source, first
+    dispatch.compiler.begin_first(start, sharding, run.times, functools.partial(copies.peek, shapes))
+    return copies
 
 
-def _open_batches(run: RunContext, batches: Tree) -> tuple[Source, FirstBatch]:
-    source = _source(run, batches)
-    run.fetched = BatchCopies(source)
-    return source, FirstBatch(run.fetched, run.times)
+def _open_batches(run: RunContext, batches: Tree) -> BatchCopies:
+    return BatchCopies(_source(run, batches), run.times)
 
 
-def _close_batches(run: RunContext) -> None:
+def _close_batches(run: RunContext, opened: Opened) -> None:
     """End the thread of the batches; set an iterator, which may be passed to another run, back to the last step."""
-    is_unused = run.feeder.close()
-    steps, batches = run.step - run.first, run.source.given
-    untrained = run.fetched.fetched - steps
-    is_iterator = hasattr(batches, "__next__") and run.source.by_step is None
-    if is_iterator and (untrained or run.feeder.waiting):  # a batch may have been read in part
-        set_back(batches, run.feeder.position_after(steps) if is_unused else None, untrained)
+    feeder, source = opened.feeder, opened.batches.source
+    is_unused = feeder.close()
+    steps = run.step - run.course.first
+    untrained = opened.batches.fetched - steps
+    is_iterator = hasattr(source.given, "__next__") and source.by_step is None
+    if is_iterator and (untrained or feeder.waiting):  # a batch may have been read in part
+        set_back(source.given, feeder.position_after(steps) if is_unused else None, untrained)
 
 
 def _source(run: RunContext, batches: Tree) -> Source:
     """Return the batches from the first step, at its saved position."""
     first, options = run.origin.first or 0, run.options
     saved, is_saved = restore_position(run.origin.extra), options.checkpoint_dir is not None
-    source = open_source(batches, first, options.stop_step, saved, resumable=is_saved, state=lambda: run.at.state)
+    source = open_source(
+        batches, first, options.stop_step, saved, resumable=is_saved, state=lambda: run.course.position.state
+    )
     ask = source.position
     if not is_saved:
         source = source._replace(position=None)  # it is never saved

@@ -1,24 +1,31 @@
 """The end of a run: how it ends in each phase, what it saves, and its exit code.
 
-| phase | a signal or `stop_secs` | a second SIGINT | an error | a stall, with `StallHook(exit_secs=…)` |
+| phase | counts as | a signal or `stop_secs` | an error | a stall, with `StallHook(exit_secs=…)` |
 |---|---|---|---|---|
-| start | leaves immediately; saves nothing | leaves immediately | is raised; nothing to save | ends; saves nothing |
-| waiting for a batch | stops waiting, saves | leaves immediately | saves | another thread saves |
-| compiling | stops tracing, or leaves XLA running, saves | leaves immediately | saves | ends; nothing is saved |
-| in a call | finishes it and the due hooks, saves | leaves immediately | the state is lost | ends; nothing is saved |
-| in a hook | finishes it and the others, saves | leaves immediately | calls the others, saves | another thread saves |
-| in the body of a loop | finishes it, saves | leaves immediately | saves; a restart runs it | another thread saves |
-| in an evaluation | abandons it until the restart, saves | leaves immediately | saves | another thread saves |
-| in a save | finishes it | leaves immediately | is raised, and says what is saved | ends; the save may exist |
-| closing | closes the rest; all is saved | leaves immediately | closes the rest | ends; all is saved |
+| start | starting | leaves immediately; saves nothing | is raised; nothing to save | ends; saves nothing |
+| waiting for a batch | waiting | stops waiting, saves | saves | another thread saves |
+| compiling | starting | stops tracing, or leaves XLA running, saves | saves | ends; saves nothing |
+| in a call | stepping | finishes it and the due hooks, saves | the state is lost | ends; saves nothing |
+| in a hook of `train` | hooks | finishes it and the others, saves | calls the others, saves | another thread saves |
+| in a hook of `Run` | hooks | finishes the iteration, saves | calls the others; saves nothing | ends; saves nothing |
+| in an evaluation of `train` | evaluating | abandons it until the restart, saves | saves | another thread saves |
+| in an evaluation of `Run` | evaluating | finishes the iteration, saves | saves nothing | ends; saves nothing |
+| in the body of a loop | hooks | finishes the iteration, saves | saves nothing | ends; saves nothing |
+| in a save | saving | finishes it | is raised, and says what is saved | ends; the save may exist |
+| after the loop | hooks | leaves where the block ends; all is saved | all is saved | ends; all is saved |
+| closing | saving | closes the rest; all is saved | closes the rest | ends; all is saved |
+
+A second SIGINT leaves immediately, in each phase. An iteration of `Run` is a call, its hooks, and the body of the loop;
+if the body makes the batches, it is the body with all its calls, and its own time counts as waiting. What is resumed
+from is only ever a state between two iterations, so after "saves nothing" the next start resumes from the newest
+checkpoint. Evaluations of `Run` before the first iteration, and at the end, are abandoned like those of `train`. Calls
+of `failed` and `closed` of hooks count as hooks.
 
 The exit code is that of `Preempted` after SIGTERM, SIGUSR1 or SIGHUP (128 + signal) and after `stop_secs` (143), that
 of `KeyboardInterrupt` after SIGINT, that of the error otherwise, and 75 after a stall. The run saves the state after
 the last complete call, unless a loss or the parameters are not finite, or a hook prevents it. An evaluation by
 `jstep.evaluator` is abandoned between two batches; any other function is finished. Another thread saves if the user's
-code stalls. Several processes stop after the same call; if one of them fails or stalls, nothing is saved. If the body
-of the loop makes the batches, a signal waits for the end of its iteration, and what an error or a stall interrupts
-within an iteration is not saved, unless it has taken no step, or there are no objects to save and all take one step.
+code stalls. Several processes stop after the same call; if one of them fails or stalls, nothing is saved.
 """
 
 import contextlib
@@ -31,10 +38,11 @@ from jstep.core.exceptions import note, note_other
 from jstep.core.logs import BELOW_BAR, logger
 from jstep.distributed import processes
 from jstep.hooks.checkpoint_saver import CheckpointSaverHook
+from jstep.loop.course import HookCall
 from jstep.loop.hook_runner import HookErrors
 from jstep.loop.origin import STOPPED
-from jstep.loop.run_context import BODY, HookCall, RunContext
-from jstep.loop.saving import RunSaverHook, why_position_lost
+from jstep.loop.run_context import RunContext
+from jstep.loop.saving import RunSaverHook, where_resumed, why_not_saved
 from jstep.state.train_state import TrainState
 
 # The normal end of a run, also one that takes no step.
@@ -42,7 +50,7 @@ from jstep.state.train_state import TrainState
 
 def report_early_end(run: RunContext) -> None:
     """Log that the batches ended before the run did; raise a ValueError if there were none."""
-    start, last_step = run.first, run.options.last_step
+    start, last_step = run.course.first, run.options.last_step
     if run.step == start and run.restored is not None:
         logger.info("the batches are used up at step %d, at which the run was restored: it is finished", start)
         return
@@ -65,7 +73,7 @@ def report_early_end(run: RunContext) -> None:
 
 def report_done(run: RunContext) -> None:
     """Log why no step is run; a last_step before the state is probably a mistake."""
-    first, last_step = run.first, run.options.stop_step
+    first, last_step = run.course.first, run.options.stop_step
     if first > last_step:
         text = "last_step=%d: the run is already at step %d; there is nothing left to run. Give a larger last_step"
         logger.warning(text, last_step, first, extra=BELOW_BAR)
@@ -82,18 +90,18 @@ def report_done(run: RunContext) -> None:
 
 
 def exit_on_signal(run: RunContext) -> NoReturn:
-    when = f"after step {run.step}"
-    savers, why = run.may_save()
-    outcomes, errors = list[str](), HookErrors(run)
+    when, finiteness, runner = f"after step {run.step}", run.opened.finiteness, run.opened.runner
+    savers, why = finiteness.may_save()
+    outcomes, errors = list[str](), HookErrors(run.course)
     for hook in savers:
         with errors:
             outcomes.append(_save(run, hook))
     errors.end()
-    run.runner.raise_log_errors()
-    if len(savers) < len(run.savers):
+    runner.raise_log_errors()
+    if len(savers) < len(finiteness.savers):
         run.before_save(run.step)  # `NanLossHook` raises a more specific error
-        for hook in run.savers:  # and otherwise an error says more of the parameters
-            run.require_finite(run.step, hook.saver)
+        for hook in finiteness.savers:  # and otherwise an error says more of the parameters
+            finiteness.require(run.step, hook.saver)
         raise run.signals.stop_error(f"{when}, which is not saved: {why}")
     raise run.signals.stop_error(f"{when}, which {outcomes[0]}" if outcomes else when)
 
@@ -107,7 +115,7 @@ def leave_at_once(step: int, error: KeyboardInterrupt) -> NoReturn:
 
 def leave_after_closing(run: RunContext, state: TrainState | None) -> NoReturn:
     """Leave after a signal that arrived when the run had ended, or failed, and closed its resources."""
-    error = run.signals.stop_error(f"after step {run.at.step}, while it closed")
+    error = run.signals.stop_error(f"after step {run.step}, while it closed")
     attach_state(error, state)
     if state is not None:
         interactive.keep(state)
@@ -120,14 +128,14 @@ def leave_after_closing(run: RunContext, state: TrainState | None) -> NoReturn:
 def note_closing(run: RunContext, error: Exception, state: TrainState) -> None:
     """Attach the last state to an error of a run that had ended, such as a log that could not be closed."""
     attach_state(error, state)
-    step = run.at.step
+    step = run.step
     note(error, f"jstep: at step {step}, while the run closed; the state after step {step} is in its `state`.")
 
 
 def keep_state(run: RunContext, error: BaseException) -> bool:
     """Attach the last complete state to an exception; return whether it is lost."""
-    lost = trees.is_donated(run.at.state)
-    attach_state(error, None if lost else run.at.state)
+    lost = trees.is_donated(run.state)
+    attach_state(error, None if lost else run.state)
     return lost
 
 
@@ -138,7 +146,7 @@ def attach_state(error: BaseException, state: TrainState | None) -> None:
 
 def rescue(run: RunContext, error: BaseException) -> None:
     """Attach the last complete state to the exception, save it if possible, and note where the run failed."""
-    where, signals = f"jstep: {_doing(run)}", run.signals
+    where, signals, runner = f"jstep: {_doing(run)}", run.signals, run.opened.runner
     said = {str(error)}
 
     def failed(other: Exception) -> None:
@@ -146,31 +154,40 @@ def rescue(run: RunContext, error: BaseException) -> None:
             said.add(str(other))
             note_other(error, other)
 
-    is_saved = signals.received_twice or (signals.received is not None and not isinstance(error, Exception))
     if not signals.received_twice:
-        run.runner.call_at_last(failed)
+        runner.call_at_last(failed)
     if keep_state(run, error):
-        note(error, f"{where}. The state was donated to a step: it is lost.")
+        note(error, f"{where}. The state was donated to a step: it is lost{where_resumed(run)}.")
         return
     saved = ""
-    # Otherwise it is saved already, or must not be.
-    if run.savers and not is_saved and run.step > run.first:
+    if not run.course.is_whole:
+        why = f", and is not saved, {why_not_saved(run)}{where_resumed(run)}"
+        saved = why if run.opened.finiteness.savers else ""
+    elif not _is_handled(run, error) and run.course.has_stepped and run.opened.finiteness.savers:
         saved = _saved(run, error)
-        run.runner.raise_log_errors(failed)
-    is_kept = run.step > run.first and interactive.keep(run.state)
+        runner.raise_log_errors(failed)
+    is_kept = run.course.has_stepped and interactive.keep(run.state)
     also = " and in jstep.interrupted_state()" if is_kept else ""
     note(error, f"{where}; the state after step {run.step} is in the exception's `state`{also}{saved}.")
 
 
+def _is_handled(run: RunContext, error: BaseException) -> bool:
+    """Return whether a signal has saved the state, or must not."""
+    signals = run.signals
+    return signals.received_twice or (signals.received is not None and not isinstance(error, Exception))
+
+
 def save_while_it_hangs(run: RunContext) -> str:
     """Save the last complete state from another thread; return the outcome."""
-    step = run.step
+    step, finiteness = run.step, run.opened.finiteness
     try:
-        hook = next(hook for hook in run.savers if isinstance(hook, RunSaverHook))
-        savers, why = run.may_save()
-        if why := (why if hook not in savers else "") or why_position_lost(run):
+        if why := why_not_saved(run):
+            return f"step {step} is not saved, {why}{where_resumed(run)}"
+        hook = next(hook for hook in finiteness.savers if isinstance(hook, RunSaverHook))
+        savers, why = finiteness.may_save()
+        if hook not in savers:
             return f"step {step} is not saved: {why}"
-        hook.save_alone(step, run.state, is_finite=not run.nonfinite_params())
+        hook.save_alone(step, run.state, is_finite=not finiteness.nonfinite_params())
     except Exception as error:
         return f"step {step} could not be saved: {_error_clause(error)}"
     name = checkpoint_name(hook.saver.prefix, step)
@@ -180,16 +197,16 @@ def save_while_it_hangs(run: RunContext) -> str:
 def _saved(run: RunContext, error: BaseException) -> str:
     """Save the state and return the outcome, as the end of a sentence."""
     if not processes.is_single_process():
-        return ", and is not saved: the other processes may be elsewhere"
-    savers, why = run.may_save(error)
+        return f", and is not saved: the other processes may be elsewhere{where_resumed(run)}"
+    savers, why = run.opened.finiteness.may_save(error)
     if not savers:
-        return f", and is not saved{why and ': '}{why}"
+        return f", and is not saved{why and ': '}{why}{where_resumed(run)}"
     try:
-        lost = why_position_lost(run)
+        lost = why_not_saved(run)
     except Exception as failure:  # an earlier save failed
         return f", and could not be saved: {_error_clause(failure)}"
     if lost:
-        return f", and is not saved: {lost}"
+        return f", and is not saved, {lost}{where_resumed(run)}"
     outcomes = list[str]()
     for hook in savers:
         try:
@@ -205,7 +222,7 @@ def _saved(run: RunContext, error: BaseException) -> str:
 
 def _save(run: RunContext, hook: CheckpointSaverHook, where: str = "") -> str:
     """Let a hook save the state; return the outcome. That of the first hook, the run's own if any, is reported."""
-    if run.during(HookCall(hook, "save"), hook.save, run.step, run.state, wait=True):
+    if run.course.during(HookCall(hook, "save"), hook.save, run.step, run.state, wait=True):
         return f"is saved{where}; start the run again to resume"
     return "is not saved: a hook prevented it"
 
@@ -215,20 +232,18 @@ def _error_clause(error: Exception) -> str:
 
 
 def _doing(run: RunContext) -> str:
-    feeder = run.feeder
-    at_step = f"at step {run.at.step}"
-    if run.at.step > run.first:
-        at_step += f", after the update with batch {run.at.step - 1}"
-    if run.calling is BODY:
-        return f"{at_step}, in {BODY.method}"
-    if run.calling is not None:
-        hook = run.transfers.failed_owner or run.calling.hook  # a hook may deliver the metrics of another
-        return f"{at_step}, in {run.calling._replace(hook=hook).name}"
+    course, opened = run.course, run.opened
+    feeder = opened.feeder
+    at_step = f"at step {run.step}"
+    if course.has_stepped:
+        at_step += f", after the update with batch {run.step - 1}"
+    if course.calling is not None:
+        return f"{at_step}, in {course.calling.name}"
     if feeder.waiting:
         # A call of several steps may have fetched some of its batches already.
-        return f"{at_step}, while batch {run.first + run.fetched.count} was fetched"
-    if run.signals.received is not None or not feeder.has_begun or run.is_at_last or run.runner.is_checking:
+        return f"{at_step}, while batch {course.first + opened.batches.count} was fetched"
+    if run.signals.received is not None or not feeder.has_begun or course.is_at_last or opened.runner.is_checking:
         return at_step
-    first, steps = run.at.step, feeder.steps
+    first, steps = run.step, feeder.steps
     batches = f"batch {first}" if steps == 1 else f"batches {first} to {first + steps - 1}"
     return f"{at_step}, while running the step on {batches}"

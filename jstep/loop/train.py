@@ -13,6 +13,12 @@ from jstep.state.train_state import TrainState
 _Arguments = ParamSpec("_Arguments")
 
 
+class _RunWithoutBody(Run[P]):
+    """A run whose hooks are the only user code between two calls, so that an error of one of them is saved."""
+
+    _has_body = False
+
+
 def _with_arguments_of(
     make_run: Callable[_Arguments, Run[P]],
 ) -> Callable[[Callable[..., TrainState[Any]]], Callable[_Arguments, TrainState[P]]]:
@@ -134,7 +140,7 @@ def train(*args: Any, **options: Any) -> TrainState[Any]:
         raise TypeError(f"train: {error}") from None
     if batches is None or isinstance(batches, LoopBatches):
         raise TypeError(f"batches={batches}: train has no body that makes them; write the loop with jstep.Run")
-    with Run[Any](*args, **options) as run:
+    with _RunWithoutBody[Any](*args, **options) as run:
         for _ in run:
             pass
     return run.state

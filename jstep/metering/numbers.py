@@ -103,26 +103,31 @@ def start_transfer(values: Collection[Any], read: Callable[[], Any]) -> PendingT
     return PendingTransfer(lambda: is_ready(values), read)
 
 
+Deliver = Callable[[int, Any], None]
+
+
+def _call(owner: Any, deliver: Deliver, step: int, numbers: Any) -> None:
+    deliver(step, numbers)
+
+
 class TransferQueue:
     """A queue of transfers to the host. The reporting hooks of a run share one, so that rows arrive in order.
 
-    `owner` is the hook to which a row is being delivered; `failed_owner` is the hook whose `deliver` raised last.
+    Args:
+        waiting: A context for waits for the device.
+        call: `call(owner, deliver, step, numbers)` calls `deliver(step, numbers)` of a hook.
     """
 
     def __init__(
-        self, waiting: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+        self,
+        waiting: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+        call: Callable[[Any, Deliver, int, Any], None] = _call,
     ) -> None:
-        self._queue: deque[tuple[int, PendingTransfer, Callable[[int, Any], None], Any]] = deque()
-        self._waiting = waiting
-        self.owner: Any = None
-        self.failed_owner: Any = None
+        self._queue: deque[tuple[int, PendingTransfer, Deliver, Any]] = deque()
+        self._waiting, self._call = waiting, call
 
-    def add(self, step: int, pending: PendingTransfer, deliver: Callable[[int, Any], None], owner: object) -> None:
+    def add(self, step: int, pending: PendingTransfer, deliver: Deliver, owner: object) -> None:
         self._queue.append((step, pending, deliver, owner))
-
-    def take_failed_owner(self) -> Any:
-        owner, self.failed_owner = self.failed_owner, None
-        return owner
 
     def deliver_ready(self) -> None:
         while self._queue and self._queue[0][1].is_ready():
@@ -134,13 +139,7 @@ class TransferQueue:
             self._next()
 
     def _next(self) -> None:
-        step, pending, deliver, self.owner = self._queue.popleft()
-        try:
-            with contextlib.nullcontext() if pending.is_ready() else self._waiting():
-                numbers = pending.read()
-            deliver(step, numbers)
-        except BaseException:
-            self.failed_owner = self.owner
-            raise
-        finally:
-            self.owner = None
+        step, pending, deliver, owner = self._queue.popleft()
+        with contextlib.nullcontext() if pending.is_ready() else self._waiting():
+            numbers = pending.read()
+        self._call(owner, deliver, step, numbers)

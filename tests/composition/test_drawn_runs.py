@@ -196,9 +196,9 @@ def test_a_drawn_program(seed: int, tmp_path: Path) -> None:
 
 
 SLOW = """
-from jstep.loop import auto_steps
+from jstep.loop import dispatch
 draw = np.random.default_rng(int(sys.argv[5]))
-auto_steps.MAX_CALL_SECS = float(draw.choice([0.005, 0.05, 0.2]))  # the step is quick
+dispatch.MAX_CALL_SECS = float(draw.choice([0.005, 0.05, 0.2]))  # the step is quick
 opt = jstep.gradient_descent(0.1)
 step = jstep.minimize(lambda p, x: jnp.mean((x @ p["w"] - 1.0) ** 2), opt)
 slow, pause = int(draw.integers(2)), float(draw.choice([0.0005, 0.003, 0.01]))

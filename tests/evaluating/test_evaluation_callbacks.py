@@ -242,7 +242,7 @@ def test_a_fresh_run_warns_of_the_best_of_another_run(mode, best, start, tmp_pat
         one = jstep.KeepBest(tmp_path, "accuracy", mode=mode)
         one.use_run(
             types.SimpleNamespace(
-                saver=None, restored=restored, config=None, background=None, before_savers=None, is_new_branch=False
+                saver=None, restored=restored, config=None, background=None, log_failed=None, is_new_branch=False
             )
         )
         one.begin(state_at(start))

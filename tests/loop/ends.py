@@ -12,10 +12,13 @@ import jstep
 from jstep.hooks.run_hook import RunHook
 from jstep.loop import signals
 
-PHASES = "start", "waiting", "compiling", "call", "hook", "body", "evaluation", "save", "closing"
+PHASES = (
+    *("start", "waiting", "compiling", "call", "hook of train", "hook", "evaluation of train", "evaluation", "body"),
+    *("save", "after", "closing"),
+)
 STOPS = "SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "stop_secs"
 AT, LAST = 5, 8
-"""The step at which it comes, except in `start` and `closing`, and the last one."""
+"""The step at which it comes, except in `start`, `after` and `closing`, and the last one."""
 
 
 class BoomError(Exception):
@@ -23,13 +26,18 @@ class BoomError(Exception):
 
 
 class Comes:
-    """What comes in one phase, once; an error comes each time, and a second SIGINT at once, or in a later phase."""
+    """What comes in one phase, once; an error comes each time, and a second SIGINT at once, or in a later phase.
 
-    def __init__(self, phase, what):
-        self.phase, self.what, self.step = phase, what, 0
+    `spend` is called before that, each time.
+    """
+
+    def __init__(self, phase, what, spend):
+        self.phase, self.what, self.spend, self.step = phase.removesuffix(" of train"), what, spend, 0
         self.left = 2 if what == "SIGINT twice" else 1
 
     def at(self, phase):
+        if phase == self.phase:
+            self.spend()
         if not self.left or (phase != self.phase and not (self.what == "SIGINT twice" and self.left == 1)):
             return
         if self.what == "an error":
@@ -37,9 +45,9 @@ class Comes:
         self.left -= 1
         if self.what == "a hang":
             threading.Event().wait()
-        if self.what == "stop_secs":
+        elif self.what == "stop_secs":
             signals._active[-1]._expire()  # what the timer does
-        else:
+        elif self.what != "nothing":
             signal.raise_signal(getattr(signal, self.what.split()[0]))
             self.at(phase)
 
@@ -49,6 +57,7 @@ class Loader:
         self.n, self.comes = 0, comes
 
     def __iter__(self):
+        self.comes.at("start")
         return self
 
     def __next__(self):
@@ -73,20 +82,13 @@ class Places(jstep.Hook):
     def __init__(self, comes):
         self.comes = comes
 
-    def begin(self, state):
-        self.comes.at("start")
-
-    def before_step(self, step, state):
-        if step == AT and self.comes.what not in ("an error", "a hang"):
-            self.comes.at("call")  # the signal is handled before the call, or after it
-
     def after_step(self, step, state, metrics):
         self.comes.step = step
         if step == AT:
             self.comes.at("hook")
 
     def get_state(self):
-        if self.comes.step >= AT:
+        if self.comes.step == AT:
             self.comes.at("save")
         return {}
 
@@ -103,13 +105,13 @@ class Closes(RunHook):
             self.comes.at("closing")
 
 
-def run(phase, what, directory):
-    comes = Comes(phase, what)
+def train_step(comes):
+    """Return a training step, and the optimizer; in a call, what comes is in a callback of the device, or before it."""
 
     def loss_fn(params, x):
         if x.shape == (3,):
             comes.at("compiling")
-        if phase == "call" and what in ("an error", "a hang"):
+        if comes.phase == "call" and comes.what in ("an error", "a hang"):
             x = x + jax.pure_callback(in_call, jax.ShapeDtypeStruct((), np.float32))
         return jnp.mean((params["w"] - x) ** 2)
 
@@ -118,22 +120,43 @@ def run(phase, what, directory):
             comes.at("call")
         return np.float32(0)
 
+    def step_fn(state, x):
+        if comes.step == AT and comes.what not in ("an error", "a hang"):
+            comes.at("call")
+        return compiled(state, x)
+
     optimizer = jstep.gradient_descent(0.1)
+    compiled = jstep.minimize(loss_fn, optimizer)
+    return step_fn if comes.phase == "call" else compiled, optimizer
+
+
+def run(phase, what, directory, spend=lambda: None, ends=()):
+    """Run a loop; `ends` are how the loop ends in its body: `break`, `stop`."""
+    comes = Comes(phase, what, spend)
+    step, optimizer = train_step(comes)
     hooks = [Places(comes), Closes(comes)]
-    if phase == "evaluation":
+    if comes.phase == "evaluation":
         evaluate = jstep.evaluator(lambda params, x: {"x": jnp.mean(x)}, Validation(comes))
         hooks.append(jstep.EvaluationHook(evaluate, every_n_steps=AT))
     if what == "a hang":
         hooks.append(jstep.StallHook(warn_secs=0.3, exit_secs=1.0))
-    step = jstep.minimize(loss_fn, optimizer)
-    with jstep.Run(
-        step, jstep.TrainState.create({"w": jnp.float32(0)}, optimizer), Loader(comes), LAST, hooks=hooks,
-        checkpoint_dir=directory, save_checkpoint_secs=None, save_checkpoint_steps=AT if phase == "save" else None,
-        stop_secs=1000.0 if what == "stop_secs" else None, log_steps=None, progress=False,
-    ) as loop:  # fmt: skip
+    arguments = step, jstep.TrainState.create({"w": jnp.float32(0)}, optimizer), Loader(comes), LAST
+    options = {
+        "hooks": hooks, "checkpoint_dir": directory, "save_checkpoint_secs": None,
+        "save_checkpoint_steps": AT if phase == "save" else None, "stop_secs": 1000.0 if what == "stop_secs" else None,
+        "log_steps": None, "progress": False,
+    }  # fmt: skip
+    if phase.endswith(" of train"):
+        return jstep.train(*arguments, **options)
+    with jstep.Run(*arguments, **options) as loop:
         for number in loop:
             if number == AT:
                 comes.at("body")
+                if "stop" in ends:
+                    loop.stop()
+                if "break" in ends:
+                    break
+        comes.at("after")
     return loop.state
 
 

@@ -11,9 +11,9 @@ from loop_runs import OPTIMIZER, make_state, train
 from waiting import wait_until
 
 import jstep
-from jstep.loop import auto_steps
-from jstep.loop.auto_steps import AutoSteps, choose_max_steps
-from jstep.loop.programs import READ_AHEAD, Chunk, ProgramTable, as_stages
+from jstep.loop import dispatch
+from jstep.loop.dispatch import AutoSteps, choose_max_steps
+from jstep.loop.programs import Chunk, ProgramTable, as_stages
 
 STEP = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).mean(), OPTIMIZER)
 
@@ -30,18 +30,15 @@ def test_a_call_takes_at_most_five_milliseconds(seconds, most):
 
 
 class Table(types.SimpleNamespace):
-    """Records what is compiled, unless that fails, and the switch."""
+    """Records what is compiled, unless that fails, and the maximum that is set then."""
 
     def __init__(self, error=None):
-        super().__init__(done=[], error=error, sums=None)
+        super().__init__(done=[], error=error, sums=None, max_steps=None)
 
     def compile_longer(self, most):
         self.done.append(("compile", most))
         if self.error is not None:
             raise self.error
-
-    def switch(self, most, first):
-        self.done.append(("switch", most, first))
 
 
 def timed(*seconds):
@@ -57,28 +54,28 @@ def timed(*seconds):
         assert not auto.is_over
         auto.timed(None, Chunk(types.SimpleNamespace(run=run), (), 1, step))
     assert auto.is_over
-    return table.done
+    return table
 
 
 def test_calls_that_compile_do_not_count_and_the_shortest_decides(caplog):
     caplog.set_level(logging.INFO)
-    done = timed(3.0, 1e-4, 0.002, 0.001, 0.5, 0.002, 0.002)
-    wait_until(lambda: len(done) == 2)
-    assert done == [("compile", 4), ("switch", 4, 7 + READ_AHEAD)]  # beyond what a thread has read after step 6
+    table = timed(3.0, 1e-4, 0.002, 0.001, 0.5, 0.002, 0.002)
+    wait_until(lambda: table.max_steps is not None)
+    assert (table.done, table.max_steps) == ([("compile", 4)], 4)
     assert caplog.messages == ['steps_per_call="auto": up to 4 steps per call (one step takes 1 ms)']
 
 
-@pytest.mark.parametrize(("fails_on", "switched"), [(None, [("switch", 4, 9)]), (1, [])])
-def test_all_processes_take_as_many_steps_as_the_slowest(fails_on, switched, monkeypatch):
+@pytest.mark.parametrize(("fails_on", "most"), [(None, 4), (1, None)])
+def test_all_processes_take_as_many_steps_as_the_slowest(fails_on, most, monkeypatch):
     """They wait for the program, and no one uses it if one process has none."""
     three = Fellows(monkeypatch, 3)
 
     def done_by(index):
         table = Table(MemoryError("too large") if index == fails_on else None)
-        AutoSteps(table)._choose([1e-4, 1e-3, 5e-4][index], 9)
-        return table.done
+        AutoSteps(table)._choose([1e-4, 1e-3, 5e-4][index])
+        return table.done, table.max_steps
 
-    assert three.each(done_by) == [[("compile", 4), *switched]] * 3
+    assert three.each(done_by) == [([("compile", 4)], most)] * 3
 
 
 def test_only_the_first_calls_are_timed(monkeypatch):
@@ -92,7 +89,7 @@ def test_only_the_first_calls_are_timed(monkeypatch):
 
     monkeypatch.setattr(AutoSteps, "timed", counted)
     train(100, batches, step=STEP, steps_per_call="auto")
-    assert len(timed) == auto_steps._UNTIMED + auto_steps._TIMED
+    assert len(timed) == dispatch._UNTIMED + dispatch._TIMED
 
 
 def test_the_longer_program_is_known_to_be_compiled() -> None:
@@ -101,5 +98,5 @@ def test_the_longer_program_is_known_to_be_compiled() -> None:
     args = (jax.ShapeDtypeStruct((2,), np.float32),)
     assert not programs.program_for(0, "shapes", lambda: args).is_ahead
     programs.compile_longer(4)
-    programs.switch(4, 0)
+    programs.max_steps = 4
     assert programs.program_for(0, "shapes", lambda: args).is_ahead

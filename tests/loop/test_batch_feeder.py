@@ -59,8 +59,9 @@ def check_waits(feeder, got):
 
 def make_feeder(batches, way, ends=(math.inf,), signals=None):
     source = open_source(batches, 0, 100, None)
-    made = make_chunks(BatchCopies(source), 0, in_loops(9 if ends[0] < math.inf else 1), ends=ends)
-    feeder = BatchFeeder(source, made, signals or StopSignals(), Stopwatch())
+    copies = BatchCopies(source)
+    made = make_chunks(copies, 0, in_loops(9 if ends[0] < math.inf else 1), ends=ends)
+    feeder = BatchFeeder(copies, made, signals or StopSignals(), Stopwatch())
     feeder.starts_after = {"direct": None, "ahead": 1, "later": 3}.get(way, way)
     return feeder
 

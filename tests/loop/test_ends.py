@@ -5,41 +5,50 @@ import signal
 from pathlib import Path
 
 import ends
+import numpy as np
 import pytest
+from loop_runs import start_of
 from processes import python
 
 import jstep
+from jstep.core import stopwatch
 from jstep.loop import stopping
 from jstep.loop.stalls import EXIT_CODE
 
 HERE = Path(__file__).parent
 CODES = {"SIGTERM": 143, "SIGUSR1": 138, "SIGHUP": 129, "stop_secs": 143, "SIGINT": None}
 
-# Phase → what is saved after one of `STOPS`, after an error, and by a process that hangs.
-SAVED = {
-    "start": ([], [], []),
-    "waiting": ([5], [5], [5]),
-    "compiling": ([5], [5], []),
-    "call": ([6], [], []),
-    "hook": ([5], [5], [5]),
-    "body": ([5], [5], [5]),
-    "evaluation": ([5], [5], [5]),
-    "save": ([5], [], []),
-    "closing": ([8], [8], [8]),
+# Phase → what its seconds count as, and what is saved after one of `STOPS`, after an error, and after a hang.
+TABLE = {
+    "start": ("starting", [], [], []),
+    "waiting": ("waiting", [5], [5], [5]),
+    "compiling": ("starting", [5], [5], []),
+    "call": ("stepping", [6], [], []),
+    "hook of train": ("hooks", [5], [5], [5]),
+    "hook": ("hooks", [5], [], []),
+    "evaluation of train": ("evaluating", [5], [5], [5]),
+    "evaluation": ("evaluating", [5], [], []),
+    "body": ("hooks", [5], [], []),
+    "save": ("saving", [5], [], []),
+    "after": ("hooks", [8], [8], [8]),
+    "closing": ("saving", [8], [8], [8]),
 }
-WHERE = {"start": "before its first step", "closing": "after step 8, while it closed"}
+ROWS = ["start", "waiting for a batch", "compiling", "in a call", "in a hook of `train`", "in a hook of `Run`",
+        "in an evaluation of `train`", "in an evaluation of `Run`", "in the body of a loop", "in a save",
+        "after the loop", "closing"]  # fmt: skip
+WHERE = {"start": "before its first step"} | dict.fromkeys(["after", "closing"], "after step 8, while it closed")
 
 
 def saved(directory):
     return sorted(jstep.Saver(directory).all_steps())
 
 
-@pytest.mark.thorough(except_for=["evaluation-SIGINT", "call-stop_secs", "save-SIGUSR1"])
+@pytest.mark.thorough(except_for=["evaluation-SIGINT", "call-stop_secs", "save-SIGUSR1", "after-SIGTERM"])
 @pytest.mark.parametrize("what", ends.STOPS)
 @pytest.mark.parametrize("phase", ends.PHASES)
 def test_a_signal_or_a_limit(phase, what, tmp_path):
     error = KeyboardInterrupt if what == "SIGINT" else jstep.Preempted
-    steps = SAVED[phase][0]
+    steps = TABLE[phase][1]
     where = WHERE.get(phase) or f"after step {steps[-1]}, which is saved; start the run again to resume"
     with pytest.raises(error, match=f"(?m)^{what} stopped the run {re.escape(where)}$") as caught:
         ends.run(phase, what, tmp_path)
@@ -51,32 +60,117 @@ def test_a_signal_or_a_limit(phase, what, tmp_path):
 @pytest.mark.thorough(except_for=["hook"])
 @pytest.mark.parametrize("phase", ends.PHASES)
 def test_a_second_ctrl_c(phase, tmp_path):
-    first = {"start": "SIGINT stopped the run before", "closing": "SIGINT stopped the run after step 8"}
+    first = {"start": "SIGINT stopped the run before"} | dict.fromkeys(
+        ["after", "closing"], r"SIGINT (stopped the run after step 8|was received twice)"
+    )
     with pytest.raises(KeyboardInterrupt, match=first.get(phase, "SIGINT was received twice: the run ended")):
         ends.run(phase, "SIGINT twice", tmp_path)
-    assert saved(tmp_path) == ([8] if phase == "closing" else [])
+    assert saved(tmp_path) == ([8] if phase in ("after", "closing") else [])
 
 
-@pytest.mark.thorough(except_for=["save"])
+@pytest.mark.thorough(except_for=["save", "hook", "evaluation", "body"])
 @pytest.mark.parametrize("phase", ends.PHASES)
 def test_an_error(phase, tmp_path):
-    with pytest.raises(Exception, match=f"BoomError: {phase}" if phase == "call" else f"(?m)^{phase}$"):
+    place = phase.removesuffix(" of train")
+    with pytest.raises(Exception, match=f"BoomError: {place}" if place == "call" else f"(?m)^{place}$"):
         ends.run(phase, "an error", tmp_path)
-    assert saved(tmp_path) == SAVED[phase][1]
+    assert saved(tmp_path) == TABLE[phase][2]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("phase", ends.PHASES)
 def test_a_hang(phase, tmp_path):
     python(HERE / "ends.py", phase, "a hang", tmp_path, code=EXIT_CODE, cwd=HERE.parents[1], timeout=120)
-    assert saved(tmp_path) == SAVED[phase][2]
+    assert saved(tmp_path) == TABLE[phase][3]
 
 
 def test_the_table_has_each_cell():
     lines = [line for line in (stopping.__doc__ or "").splitlines() if line.startswith("|")]
     head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     assert len(head) == 5
-    assert [row[0] for row in rows] == ["start", "waiting for a batch", "compiling", "in a call", "in a hook",
-                                        "in the body of a loop", "in an evaluation", "in a save",
-                                        "closing"]  # fmt: skip
+    assert [row[:2] for row in rows] == [[name, row[0]] for name, row in zip(ROWS, TABLE.values(), strict=True)]
     assert all(len(row) == 5 and all(row) for row in rows)
+
+
+# The seconds of a start add up: no other code takes any, by a clock that only `spend` moves.
+
+SECONDS = 100.0
+
+
+@pytest.fixture
+def spend(monkeypatch):
+    """Returns a function that takes 100 seconds; its attribute `taken` has their sum."""
+
+    def spend():
+        spend.taken += SECONDS
+
+    spend.taken = 0.0
+    clocks = stopwatch.Clocks(lambda: spend.taken, lambda: 1e9 + spend.taken, lambda: 0.0)
+    monkeypatch.setattr(stopwatch, "CLOCKS", clocks)
+    return spend
+
+
+QUICK = "body-an error", "body-SIGTERM", "waiting-an error", "compiling-an error", "hook-an error", "after-nothing"
+
+
+@pytest.mark.thorough(except_for=QUICK)
+@pytest.mark.parametrize("what", ["nothing", "an error", "SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("phase", ends.PHASES)
+def test_the_seconds_of_each_phase(phase, what, spend, tmp_path):
+    if (phase, what) == ("call", "an error"):
+        pytest.skip("the device fails when it likes")
+    try:
+        ends.run(phase, what, tmp_path, spend)
+    except (ends.BoomError, jstep.Preempted, KeyboardInterrupt):
+        assert what != "nothing"
+    check_seconds(tmp_path, {TABLE[phase][0]: spend.taken})
+
+
+def check_seconds(directory, expected):
+    start = start_of(directory)
+    assert start["now"] - start["began"] == pytest.approx(sum(expected.values()), abs=1e-3)
+    assert start["seconds"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("how", ["break", "stop"])
+def test_the_seconds_of_a_body_that_ends_the_loop(how, spend, tmp_path):
+    ends.run("body", "nothing", tmp_path, spend, [how])
+    assert spend.taken == SECONDS
+    check_seconds(tmp_path, {"hooks": SECONDS})
+    assert saved(tmp_path) == [5]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_seconds_of_code_around_the_loop_and_of_hooks_that_close(fails, spend, tmp_path):
+    class Closed(jstep.Hook):
+        def closed(self):
+            spend()
+
+        def failed(self, step, error):
+            spend()
+
+    step, optimizer = ends.train_step(ends.Comes("none", "nothing", spend))
+    state = jstep.TrainState.create({"w": 0.0}, optimizer)
+    batches = lambda step: np.ones(2, np.float32)  # noqa: E731
+    run = jstep.Run(step, state, batches, 3, hooks=[Closed()], checkpoint_dir=tmp_path, progress=False)
+    try:
+        with run:
+            spend()
+            for _ in run:
+                pass
+            spend()
+            if fails:
+                raise ends.BoomError
+    except ends.BoomError:
+        pass
+    check_seconds(tmp_path, {"starting": SECONDS, "hooks": (3 if fails else 2) * SECONDS})
+
+
+def test_the_seconds_of_a_block_that_is_entered_and_left(spend, tmp_path):
+    step, optimizer = ends.train_step(ends.Comes("none", "nothing", spend))
+    state = jstep.TrainState.create({"w": 0.0}, optimizer)
+    with jstep.Run(step, state, lambda step: np.ones(2, np.float32), 3, checkpoint_dir=tmp_path, progress=False):
+        spend()
+    check_seconds(tmp_path, {"starting": SECONDS})
+    assert saved(tmp_path) == []
+    assert start_of(tmp_path)["end"] == ["finished", "stopped by the loop"]

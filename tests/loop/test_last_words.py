@@ -37,7 +37,7 @@ def steps_in(directory):
 
 def test_a_hang_is_not_saved_if_the_state_must_not_be_or_cannot(tmp_path, monkeypatch):
     def at_step_3(run):
-        run.at = run.at._replace(metrics={"loss": np.float32(math.nan)})
+        run.course.position = run.position._replace(metrics={"loss": np.float32(math.nan)})
         return stopping.save_while_it_hangs(run)
 
     assert said_in(tmp_path / "a", at_step_3) == "step 3 is not saved: its loss is not finite"
@@ -46,9 +46,9 @@ def test_a_hang_is_not_saved_if_the_state_must_not_be_or_cannot(tmp_path, monkey
     assert said_in(allowed, at_step_3).startswith("step 3 is saved as model-3")
 
     with monkeypatch.context() as lost:
-        lost.setattr(stopping, "why_position_lost", lambda run: "the data source has advanced")
+        lost.setattr(stopping, "why_not_saved", lambda run: "because the data source has advanced")
         said = said_in(tmp_path / "d", stopping.save_while_it_hangs)
-    assert said == "step 3 is not saved: the data source has advanced"
+    assert said.startswith("step 3 is not saved, because the data source has advanced; there is no checkpoint yet")
 
     monkeypatch.setattr(RunSaverHook, "save_alone", raising(OSError("the disk is full")))
     said = said_in(tmp_path / "c", stopping.save_while_it_hangs)

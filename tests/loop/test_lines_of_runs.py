@@ -207,7 +207,7 @@ def text_of(name):
             .replace(folder, "FOLDER")
             .replace("__main__.", f"test_{FILE.stem}.")
         )
-    text = re.sub(r"[\d.e+]+ (examples/s|steps/s)", r"N \1", text)
+    text = re.sub(r"[\d.e+]+ (examples/s|steps/s|s old)", r"N \1", text)
     return re.sub(r"(\d\.\d{4})\d{6,}", r"\1…", text)
 
 

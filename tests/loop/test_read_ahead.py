@@ -21,9 +21,10 @@ def starts(read, step, calls=3000):
         return n
 
     source = open_source(batch, 0, 10**6, None)
-    made = make_chunks(BatchCopies(source), 0, in_loops(1), ends=range(1, 10**6))
+    copies = BatchCopies(source)
+    made = make_chunks(copies, 0, in_loops(1), ends=range(1, 10**6))
     watch = Stopwatch(clock=lambda: now[0])
-    feeder = BatchFeeder(source, made, StopSignals(), watch)
+    feeder = BatchFeeder(copies, made, StopSignals(), watch)
     try:
         for n in range(calls):
             next(feeder)

@@ -390,26 +390,6 @@ def test_stages_and_hooks_before_steps(tmp_path):
     assert same(run.state, by_hand(4))
 
 
-def test_a_best_checkpoint_is_saved_after_the_body(tmp_path):
-    """It has the state that was evaluated, as it is after a break or an error of the body, too."""
-    best, seen = jstep.KeepBest(tmp_path / "best", "w", mode="max", keep=9), []
-    evaluate = jstep.EvaluationHook(lambda state: {"w": jstep.global_step(state)}, every_n_steps=2, callbacks=[best])
-
-    def body(run, step):
-        seen.append((step, sorted(best.values)))
-        if step == 4:
-            run.state = doubled(run.state)
-        if step == 6:
-            raise BoomError
-
-    with pytest.raises(BoomError):
-        loop_to(12, directory=tmp_path, body=body, hooks=[evaluate])
-    assert seen == [(1, []), (2, []), (3, [2]), (4, [2]), (5, [2, 4]), (6, [2, 4])]
-    with jstep.Saver(tmp_path / "best", prefix="best") as saver:
-        assert saver.all_steps() == [2, 4, 6]
-        assert same(saver.restore(make_state(), step=4), by_hand(4))
-
-
 def test_runs_that_end_in_another_order_put_the_handlers_back():
     """As generators may that hold a run each; the second run still obeys a signal when the first one has ended."""
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]

@@ -15,7 +15,8 @@ from loop_runs import OPTIMIZER, train
 
 import jstep
 from jstep.hooks.run_hook import RunHook
-from jstep.loop.run_context import ENDING, LEAVING, RunContext
+from jstep.loop.course import ENDING, LEAVING
+from jstep.loop.run_context import RunContext
 
 MAIN = Path(jstep.__file__).parent / "loop"
 
@@ -53,7 +54,8 @@ class AtLine:
         owner = frame.f_locals.get("self")
         held = (getattr(owner, "__dict__", {}).get(name) for name in ("run", "_run", "_context"))
         run = next((x for x in (*frame.f_locals.values(), *held) if isinstance(x, RunContext)), None)
-        if event == "line" and getattr(run, "status", None) in (ENDING, LEAVING):
+        course = getattr(run, "course", None)  # None while the run is made
+        if event == "line" and getattr(course, "status", None) in (ENDING, LEAVING):
             self.seen += 1
             if self.seen == self.n:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

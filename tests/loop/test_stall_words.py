@@ -9,35 +9,31 @@ import pytest
 import jstep
 from jstep.core.stopwatch import EVALUATING, SAVING, STARTING, STEPPING, WAITING
 from jstep.core.threads import AGREEING, AGREEING_ON_SHAPES, TRACING
-from jstep.hooks.run_hook import LoopState, RunHook
+from jstep.hooks.run_hook import RunHook
 from jstep.loop import stalls
-from jstep.loop.run_context import BEGINNING, CLOSING, RUNNING, HookCall
+from jstep.loop.course import BEGINNING, BETWEEN, CLOSING, HookCall
 from jstep.loop.stalls import StallWatch, Wait
 from jstep.metering.in_flight import InFlight
 
 
-def run_of(*, loop: Any = None, **more: Any) -> Any:
+def run_of(*, loop: Any = None, feeder: Any = None, dispatch: Any = None, runner: Any = None, **more: Any) -> Any:
     """A run at step 5 of one that began at step 2, in a call of the steps 5 and 6."""
     loop = loop or {}
-    place = {
-        "at": LoopState(loop.get("step", 5), None), "first": 2,
-        "calling": None, "status": RUNNING, "is_over": False, "restoring": None,
-        "is_first_known": True,
+    course = {"first": 2, "calling": None, "status": BETWEEN, "restoring": None, "is_first_known": True}
+    step = loop.get("step", 5)
+    opened = types.SimpleNamespace(
+        feeder=feeder or types.SimpleNamespace(waiting=False, steps=2, got=3),
+        runner=runner or types.SimpleNamespace(is_checking=False), batches=types.SimpleNamespace(count=4),
+        dispatch=dispatch or dispatch_of(),
+    )  # fmt: skip
+    fields = {
+        "is_open": True, "opened": opened, "step": step, "is_over": loop.get("is_over", False), "saver": None,
+        "writer": None, "file": None, "options": types.SimpleNamespace(where="runs", checkpoint_prefix="model"),
+        "course": types.SimpleNamespace(**course | loop, has_stepped=step > 2),
+        "watch": types.SimpleNamespace(current=STEPPING, lasted={SAVING: []}, visits=lambda part: []),
+        "in_flight": InFlight(),
     }  # fmt: skip
-    fields = place | loop | {
-        "is_open": True,
-        "feeder": types.SimpleNamespace(waiting=False, steps=2, got=3), "saver": None,
-        "transfers": types.SimpleNamespace(owner=None),
-        "options": types.SimpleNamespace(where="runs", checkpoint_prefix="model"),
-        "runner": types.SimpleNamespace(is_checking=False), "fetched": types.SimpleNamespace(count=4),
-        "watch": types.SimpleNamespace(
-            current=STEPPING, lasted={SAVING: []}, visits=lambda part: []
-        ),
-        "dispatch": dispatch_of(), "in_flight": InFlight(),
-    }  # fmt: skip
-    run = types.SimpleNamespace(**fields | more)
-    run.step = run.at.step
-    return run
+    return types.SimpleNamespace(**fields | more)
 
 
 def dispatch_of(*, begun: Any = (), unfinished: float = 0, locked: bool = False) -> Any:
@@ -67,7 +63,7 @@ def of_hook(name: str, timing_key: Any, *, is_users: bool = True) -> Any:
 def waits() -> dict[str, Any]:
     """Each wait, by the run that is in it."""
     base = run_of()
-    waiting = types.SimpleNamespace(**vars(base.feeder) | {"waiting": True})
+    waiting = types.SimpleNamespace(**vars(base.opened.feeder) | {"waiting": True})
     starting = types.SimpleNamespace(**vars(base.watch) | {"current": STARTING})
     saving = types.SimpleNamespace(**vars(base.watch) | {"current": SAVING})
     evaluating = of_hook("Loss", None)
@@ -96,7 +92,7 @@ def waits() -> dict[str, Any]:
 @pytest.mark.parametrize("what", waits())
 def test_what_is_waited_for(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls.threads, "activities_of", lambda ident: ())
-    wait, calling = watch_of(run := waits()[what])._now(), run.calling
+    wait, calling = watch_of(run := waits()[what])._now(), run.course.calling
     assert wait.what == what.partition(" #")[0]
     assert calling is None or wait.timing_key == calling.timing_key
 

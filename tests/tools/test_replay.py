@@ -9,7 +9,7 @@ import pytest
 from positioned import Positioned
 
 import jstep
-from jstep.loop import auto_steps
+from jstep.loop import dispatch
 
 OPTIMIZER = jstep.adam(0.1)
 KEY = jax.random.key(7)
@@ -138,8 +138,8 @@ def test_batches_made_with_the_state_see_the_state_of_their_step():
 
 def test_auto_never_stacks_batches_made_with_the_state(monkeypatch):
     """Also where the times of the first calls would choose many steps."""
-    monkeypatch.setattr(auto_steps, "choose_max_steps", lambda seconds: 4)
-    monkeypatch.setattr(auto_steps, "in_background", lambda call, name: call())
+    monkeypatch.setattr(dispatch, "choose_max_steps", lambda seconds: 4)
+    monkeypatch.setattr(dispatch, "in_background", lambda call, name: call())
     batches = jstep.from_state(lambda step, state: jnp.sin(3 * state.params["w"] + step))
     state, _ = jstep.replay(STEP, make_state(), batches, None, 30, steps_per_call="auto")
     assert digest(state) == run(30, batches)[30]

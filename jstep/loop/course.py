@@ -1,0 +1,158 @@
+"""The course of a run: where it is, what it is doing, and what ends it; the one state machine of the loop.
+
+| status | from | to | saved after an error or a stall |
+|---|---|---|---|
+| `BEGINNING` | the start | `BETWEEN`; `ENDING`, if no step is taken | nothing |
+| `BETWEEN` | the first call; the end of an iteration | `WITHIN`; `ENDING`; `LEAVING`, by a signal | the state |
+| `WITHIN` | `before_step`, a call, or a body that makes batches | `BETWEEN`, after the body; `BROKEN` | nothing |
+| `ENDING` | the last iteration, or an error between two | `CLOSING` | the state |
+| `LEAVING` | a signal between two iterations | `CLOSING` | the state |
+| `BROKEN` | an error within an iteration | `CLOSING` | nothing |
+| `CLOSING` | the end of all hooks | | |
+
+An iteration is a call, its hooks, and the body of the user's loop; if the body makes the batches, it is the body, with
+its calls and their hooks. A restart resumes only between two iterations. A run of `train` has no body, and is never
+`WITHIN` an iteration: an error of one of its hooks is saved.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
+
+from jstep.core.checks import hook_name
+from jstep.core.stopwatch import EVALUATING, HOOKS, SAVING
+from jstep.core.trees import Tree
+from jstep.hooks.hook import check_hook_result
+from jstep.hooks.run_hook import LoopState, RunHook
+
+_T = TypeVar("_T")
+
+BEGINNING, BETWEEN, WITHIN = "beginning", "between", "within"
+ENDING, LEAVING, BROKEN, CLOSING = "ending", "leaving", "broken", "closing"
+
+
+class HookCall(NamedTuple):
+    """A call of a hook, or code of the user's own loop, which is timed, named and handled in the same way."""
+
+    hook: Any
+    method: str
+
+    @property
+    def name(self) -> str:
+        return self.method if self.hook is None else f"{hook_name(self.hook)}.{self.method}"
+
+    @property
+    def is_users(self) -> bool:
+        return not isinstance(self.hook, RunHook)
+
+    @property
+    def phase(self) -> str:
+        """The phase that its time is assigned to."""
+        return HOOKS if self.is_users else str(self.hook.phase)
+
+    @property
+    def timing_key(self) -> Hashable:
+        """The key of its recorded duration: a save, an evaluation, or this method of the hook."""
+        if self.phase == HOOKS or self.method == "begin":
+            return id(self.hook), self.method
+        return (id(self.hook), EVALUATING) if self.phase == EVALUATING else SAVING
+
+
+BODY = HookCall(None, "the body of the loop")
+AFTER_LOOP = HookCall(None, "the code after the loop")
+"""What is in progress while code of the user's block runs: the body of its loop, or what follows it."""
+
+
+class Course:
+    """Where a run is, and what it is doing. Only the loop's thread changes it; any thread may read it.
+
+    Args:
+        position: The state that was passed, at an assumed step.
+        stop_step: The step at which the run ends.
+        has_body: Whether code of the user runs between two calls, in addition to hooks.
+
+    Attributes:
+        calling: The call that is in progress, or that raised: of a hook, or the `BODY`.
+        stopped_by: What ended the run: the name of the first hook that did, or of the loop.
+        body_interval: The interval in steps at which the body runs; None for every call.
+        first: The step at which the loop begins; while a checkpoint is restored, an assumption.
+        is_first_known: Whether `first` is set.
+        restoring: The step of the checkpoint that is being restored.
+    """
+
+    def __init__(self, position: LoopState, stop_step: int, *, has_body: bool) -> None:
+        self.position = position
+        self.stop_step, self.has_body = stop_step, has_body
+        self.status = BEGINNING
+        self.calling: HookCall | None = None
+        self.stopped_by: str | None = None
+        self.body_interval: int | None = None
+        self.first, self.is_first_known = 0, False
+        self.restoring: int | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.status not in (BEGINNING, BETWEEN, WITHIN)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the state is one between two iterations, which a restart may resume from."""
+        return self.status not in (WITHIN, BROKEN)
+
+    @property
+    def is_at_last(self) -> bool:
+        """Whether the run ends at this step, as far as is known: the batches may end earlier."""
+        return self.position.step >= self.stop_step or self.stopped_by is not None
+
+    @property
+    def has_stepped(self) -> bool:
+        return self.position.step > self.first
+
+    # The start.
+
+    def expect(self, first: int, restoring: int | None) -> None:
+        """Assume where the loop will begin, before the checkpoint of a step, if any, is restored."""
+        self.first, self.is_first_known = first, True
+        self.restoring = restoring
+
+    def begin_at(self, step: int, state: Tree) -> None:
+        self.expect(step, None)
+        self.position = LoopState(step, state)
+
+    # What the run is doing.
+
+    def during(self, call: HookCall, fn: Callable[..., _T], *args: Any, **options: Any) -> _T:
+        """Return `fn(*args)`, which is a call of a hook; if it raises, `calling` still names it."""
+        self.calling = call
+        result = fn(*args, **options)
+        self.calling = None
+        return result
+
+    def apply(self, call: HookCall, result: Any) -> bool:
+        """Check what a hook returned, and continue with its state if it is one; return whether it ends the run."""
+        stop, state = check_hook_result(result, self.position.state, self.position.step, call.name)
+        if state is not self.position.state:
+            self.replace_state(state)
+        return stop
+
+    def replace_state(self, state: Tree) -> None:
+        self.position = self.position._replace(state=state)
+
+    def begin_iteration(self) -> None:
+        """Begin an iteration with code of the user; a run without a body has no inside."""
+        if self.has_body:
+            self.status = WITHIN
+
+    # The end.
+
+    def stop(self, by: str | None) -> None:
+        """End the run after this iteration; the first hook that does so is named."""
+        self.stopped_by = self.stopped_by or by
+
+    def fail(self) -> None:
+        """End the run after an error; `calling` still names the call that raised."""
+        self.status = ENDING if self.is_whole else BROKEN
+
+    def close(self) -> None:
+        """Let go of the state."""
+        self.position = LoopState(self.position.step, None)
+        self.status, self.calling = CLOSING, None

@@ -1,0 +1,112 @@
+"""Whether the state of a run may be saved: where a save is due, and after a signal, an error or a stall."""
+
+import contextlib
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jstep.checkpoint.saver import Saver
+from jstep.core.exceptions import WrongStateError
+from jstep.core.meshes import internal_transfers
+from jstep.distributed import processes
+from jstep.hooks.checkpoint_saver import CheckpointSaverHook
+from jstep.hooks.nan_loss import NanLossHook
+from jstep.loop.course import Course
+from jstep.loop.dispatch import Dispatch
+from jstep.loop.feeder import BatchFeeder
+from jstep.metering.metric_sums import MetricSums, is_bad
+from jstep.metering.numbers import read_value
+from jstep.state.nonfinite import NanLossDuringTrainingError, StateContents, in_words
+from jstep.training.metrics import LOSS
+
+_ELSEWHERE, _NOT_FINITE = "those of another process", "its loss is not finite"
+
+
+class Finiteness:
+    """Whether the parameters and the loss of a run are finite; those that were not when it began do not count.
+
+    Attributes:
+        at_start: The contents of the state when the run began; empty if no hook checks or saves it.
+        savers: The hooks that save.
+    """
+
+    def __init__(
+        self, course: Course, hooks: Sequence[Any], sums: MetricSums, dispatch: Dispatch, feeder: BatchFeeder
+    ) -> None:
+        self._course, self._sums, self._dispatch, self._feeder = course, sums, dispatch, feeder
+        self.savers = [hook for hook in hooks if isinstance(hook, CheckpointSaverHook)]
+        self.has_nan_hook = any(isinstance(hook, NanLossHook) for hook in hooks)
+        is_checked = self.has_nan_hook or self.savers
+        state = course.position.state if is_checked else {}
+        self.at_start = StateContents(state, params_only=not self.has_nan_hook)
+        self._finite_at = course.first  # the latest step with parameters that were found to be finite
+        self._known: tuple[weakref.ref[Any], dict[str, int]] | None = None  # a state, and its parameters that are not
+
+    def nonfinite_params(self) -> dict[str, int]:
+        """Wait for the contents of the parameters that became NaN or infinite since the run began."""
+        state = self._course.position.state
+        if self._known is None or self._known[0]() is not state:
+            bad, _ = StateContents(state, params_only=True).worse_since(self.at_start)
+            self._known = weakref.ref(state), bad
+        return self._known[1]
+
+    def require(self, step: int, saver: Saver) -> bool:
+        """Return whether the parameters are finite; raise if they are not, unless the `Saver` allows it."""
+        if self.has_nan_hook:  # its `before_save` has checked the parameters, and more
+            return True
+        bad = self.nonfinite_params()
+        # All processes end here together: one that left alone would leave the others waiting in their save.
+        if not processes.any_process(bool(bad)):
+            self._finite_at = step
+            return True
+        if saver.allow_nonfinite:
+            return False
+        raise NanLossDuringTrainingError(
+            f"the parameters are not finite at step {step}, where a checkpoint is due: {in_words(bad) or _ELSEWHERE}. "
+            f"The cause is one of the updates {self._finite_at} → {step}: jstep.NanLossHook() in hooks "
+            "names its batch, see docs: help/errors#not-finite",
+            step,
+        )
+
+    def may_save(self, error: BaseException | None = None) -> tuple[list[CheckpointSaverHook], str]:
+        """Return the hooks that may save after a signal, this error or a stall, and why the others must not.
+
+        The last loss counts, too: `NanLossHook` may not have checked it yet.
+        """
+        if not self.savers:
+            return [], ""
+        allowing = [hook for hook in self.savers if hook.saver.allow_nonfinite]
+        if isinstance(error, WrongStateError) and not error.may_save:
+            # A Saver allows NaN and infinity, but not bits that differ from the run's.
+            return allowing if isinstance(error, NanLossDuringTrainingError) else [], ""
+        bad: dict[str, int] = {}
+        with contextlib.suppress(Exception):  # the device failed, so the loss cannot be read either
+            bad = self.nonfinite_params()
+        if processes.any_process(bool(bad)):
+            return allowing, in_words(bad) or _ELSEWHERE
+        why = self._loss_problem()
+        return (allowing if why else self.savers), why
+
+    def _loss_problem(self) -> str:
+        """Return why the last loss prevents a save (not finite in an update that counted, or unreadable), or ""."""
+        step, _, metrics, _ = self._course.position
+        loss = metrics.get(LOSS) if isinstance(metrics, Mapping) else None
+        is_on_all = isinstance(loss, jax.Array) and not loss.is_fully_addressable and loss.is_fully_replicated
+        if loss is None or not (is_on_all or processes.is_single_process()):
+            return ""
+        try:
+            with internal_transfers():
+                latest, skip_metric = self._sums.latest(), self._dispatch.constants.skipped
+                before = step - self._feeder.steps
+                if latest is not None and latest.bad is not None and latest.bad.step > before:
+                    return _NOT_FINITE
+                finite = np.isfinite(read_value(loss).astype(np.float64))
+                skipped = read_value(metrics.get(skip_metric, 0)) == 1 if skip_metric is not None else np.False_
+                return _NOT_FINITE if np.any(is_bad(finite, skipped)) else ""
+        except (TypeError, ValueError):
+            return ""
+        except Exception as error:  # the device failed
+            return f"its loss cannot be read: {type(error).__name__}: {error}"
