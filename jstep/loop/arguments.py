@@ -1,19 +1,22 @@
 """The arguments of `train`, validated before anything is opened."""
 
 import dataclasses
+import functools
+import inspect
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
 from jstep.checkpoint.names import checkpoint_name
 from jstep.checkpoint.saver import Saver
+from jstep.core.annotations import P
 from jstep.core.checks import as_bool, as_int, as_number, describe_type, format_value
 from jstep.core.placement import refuse_compile_only
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Tree
-from jstep.data.batch_placement import make_placer
+from jstep.data.batch_placement import make_placer, over_axes
 from jstep.data.loaders import StateBatches
 from jstep.data.loop_batches import LoopBatches
 from jstep.hooks.hook import list_of_hooks
@@ -21,11 +24,12 @@ from jstep.loop.programs import AUTO
 from jstep.metering.cadence import make_cadence
 from jstep.record.config import as_config
 from jstep.state.global_step import get_global_step
-from jstep.state.train_state import require_state
+from jstep.state.train_state import TrainState, require_state
 from jstep.stores.urls import absolute, is_url, location
 
-_P = ParamSpec("_P")
+_A = ParamSpec("_A")
 _T = TypeVar("_T")
+Step: TypeAlias = Callable[..., tuple[TrainState, Any]]
 
 LARGEST_STEP = int(np.iinfo(np.int32).max)
 _NO_END = "or None if the batches, a hook or a signal end the run"
@@ -35,33 +39,42 @@ MAX_SECS = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """All arguments of `train` except train_step, state and batches; validated when created.
+class Options(Generic[P]):
+    """The arguments of `Run` and `train`, which documents them; validated when created, when nothing is open yet.
 
-    `train` resolves `batch_sharding` and `steps_per_call` before, from the state and the batches.
+    The training steps, the state and the batches are not kept: the state is donated.
     """
 
+    train_step: dataclasses.InitVar[Step | Mapping[int, Step]]
+    state: dataclasses.InitVar[TrainState[P]]
+    batches: dataclasses.InitVar[Callable[[int], Tree] | Tree]
     last_step: int | None
-    hooks: Sequence[Any]
-    checkpoint_dir: str | os.PathLike[str] | Saver | None
-    checkpoint_prefix: str
-    save_checkpoint_secs: float | str | None
-    save_checkpoint_steps: int | None
-    logdir: str | os.PathLike[str] | None
-    save_summaries_steps: int | None
-    log_steps: int | None
-    steps_per_call: int | str
-    progress: bool | None
-    batch_sharding: Any
-    compile_cache: str | os.PathLike[str] | bool | None
-    stop_secs: float | None
+    _: dataclasses.KW_ONLY
+    hooks: Sequence[Any] = ()
+    checkpoint_dir: str | os.PathLike[str] | Saver | None = None
+    checkpoint_prefix: str = "model"
+    save_checkpoint_secs: float | str | None = "auto"
+    save_checkpoint_steps: int | None = None
+    logdir: str | os.PathLike[str] | None = None
+    save_summaries_steps: int | None = 100
+    log_steps: int | None = 100
+    steps_per_call: int | str = 1
+    progress: bool | None = None
+    batch_sharding: Any = None
+    compile_cache: str | os.PathLike[str] | bool | None = None
+    stop_secs: float | None = None
     config: Any = None
-    start_from: Any = None
+    start_from: str | os.PathLike[str] | None = None
 
     @property
     def stop_step(self) -> int:
         """`last_step`, or the largest step."""
         return LARGEST_STEP if self.last_step is None else self.last_step
+
+    @property
+    def trunk_path(self) -> str | None:
+        """The absolute path of `start_from`."""
+        return None if self.start_from is None else os.fspath(self.start_from)
 
     @property
     def where(self) -> str | None:
@@ -71,21 +84,23 @@ class Options:
         places = {"checkpoint_dir": self.checkpoint_dir, "logdir": self.logdir}
         return next((location(place, name) for name, place in places.items() if place is not None), None)
 
-    def __post_init__(self) -> None:
-        hooks = list_of_hooks(self.hooks)
+    def __post_init__(self, train_step: object, state: TrainState[P], batches: Tree) -> None:
+        self._set(
+            batch_sharding=over_axes(self.batch_sharding, state),
+            steps_per_call=as_steps_per_call(self.steps_per_call, LoopBatches() if batches is None else batches),
+        )
         last_step = None if self.last_step is None else as_int(self.last_step, "last_step", 0, _NO_END)
-        checked = {
-            "hooks": hooks,
-            "last_step": None if last_step == LARGEST_STEP else last_step,
-            "config": as_config(self.config),
-            "start_from": None if self.start_from is None else absolute(location(self.start_from, "start_from")),
-            "progress": None if self.progress is None else as_bool(self.progress, "progress"),
-            "stop_secs": _as_secs(self.stop_secs, "stop_secs", "a number of seconds or None"),
-        }
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        start_from = self.start_from
+        self._set(
+            hooks=list_of_hooks(self.hooks),
+            last_step=None if last_step == LARGEST_STEP else last_step,
+            config=as_config(self.config),
+            start_from=None if start_from is None else absolute(location(start_from, "start_from")),
+            progress=None if self.progress is None else as_bool(self.progress, "progress"),
+            stop_secs=_as_secs(self.stop_secs, "stop_secs", "a number of seconds or None"),
+        )
         if self.save_checkpoint_secs == AUTO and self.save_checkpoint_steps is not None:
-            object.__setattr__(self, "save_checkpoint_secs", MAX_SECS)
+            self._set(save_checkpoint_secs=MAX_SECS)
         secs = self.save_checkpoint_secs
         secs = None if secs == AUTO else _as_secs(secs, "save_checkpoint_secs", "a number of seconds, 'auto' or None")
         steps = ("save_checkpoint_steps", self.save_checkpoint_steps)
@@ -93,6 +108,35 @@ class Options:
         for name in ("save_summaries_steps", "log_steps"):
             make_cadence(steps=(name, getattr(self, name)), required=False)
         check_locations(self.checkpoint_dir, self.checkpoint_prefix, self.logdir, self.batch_sharding)
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+def takes_options(
+    make: Callable[_A, Options[P]],
+) -> Callable[[Callable[[Any, Any, Any, Any, Options[P]], None]], Callable[Concatenate[Any, _A], None]]:
+    """Decorator of `Run.__init__`: it is called with the training steps, the state, the batches, and the options."""
+    signature = inspect.signature(make)
+    parameters = signature.parameters.values()
+
+    def decorate(fn: Callable[[Any, Any, Any, Any, Options[P]], None]) -> Callable[Concatenate[Any, _A], None]:
+        @functools.wraps(fn)
+        def init(self: Any, /, *args: _A.args, **kwargs: _A.kwargs) -> None:
+            try:
+                given = signature.bind(*args, **kwargs).arguments
+            except TypeError as error:
+                raise TypeError(f"Run: {error}") from None
+            fn(self, given["train_step"], given["state"], given["batches"], make(*args, **kwargs))
+
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        # `InitVar[T]` is shown as `T`.
+        shown = [each.replace(annotation=getattr(each.annotation, "type", each.annotation)) for each in parameters]
+        init.__signature__ = inspect.Signature([own, *shown])  # type: ignore[attr-defined]
+        return explains_arguments(init)
+
+    return decorate
 
 
 def _as_secs(value: object, argument: str, expected: str) -> float | None:
@@ -141,7 +185,7 @@ _INSTEAD = {
 """Arguments of other libraries' training loops → what `train` has."""
 
 
-def explains_arguments(fn: Callable[_P, _T]) -> Callable[_P, _T]:
+def explains_arguments(fn: Callable[_A, _T]) -> Callable[_A, _T]:
     """Decorator of `train`: its errors show few frames, and name the argument to give in place of others."""
     return shortens_tracebacks(fn, _INSTEAD)
 

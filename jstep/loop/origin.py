@@ -163,7 +163,7 @@ def find_origin(options: Options, state: TrainState, saver: Saver | None, latest
             first, extra = latest, extra_at(saver, latest)
         origin = dataclasses.replace(origin, first=first, extra=extra, parent=_parent_in(extra))
         if extra and jax.process_index() == 0:
-            _warn_of_other_trunk(options.start_from, origin.parent)
+            _warn_of_other_trunk(options.trunk_path, origin.parent)
     return origin
 
 
@@ -234,7 +234,7 @@ def _open_trunk(options: Options, saver: Saver | None, latest: int | None, given
 
     A state passed at another step than 0 (`given`) was made from that checkpoint, and replaces the checkpoint's state.
     """
-    path = options.start_from
+    path = options.trunk_path
     if path is None:
         return None
     prefix = options.checkpoint_prefix if saver is None else saver.prefix

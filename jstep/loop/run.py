@@ -17,13 +17,12 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from types import TracebackType
 from typing import Any, ClassVar, Generic, TypeAlias
 
 import jax
 
-from jstep.checkpoint.saver import Saver
 from jstep.core import interactive, trees
 from jstep.core.annotations import P
 from jstep.core.checks import as_int, as_string, describe_type
@@ -33,14 +32,13 @@ from jstep.core.meshes import mesh_of, overriding_mesh
 from jstep.core.stopwatch import HOOKS, SAVING, STARTING, STEPPING
 from jstep.core.tracebacks import original_error, shorten, shortens_tracebacks
 from jstep.core.trees import Tree
-from jstep.data.batch_placement import over_axes
 from jstep.data.loaders import check_batches
 from jstep.data.loop_batches import LoopBatches
 from jstep.distributed import processes
 from jstep.hooks.hook import check_returned_state, check_step
 from jstep.hooks.run_hook import LoopState
 from jstep.loop import stopping
-from jstep.loop.arguments import Options, as_steps_per_call, cache_directory, check, explains_arguments
+from jstep.loop.arguments import Options, cache_directory, check, takes_options
 from jstep.loop.batch_watch import BatchWatch
 from jstep.loop.course import AFTER_LOOP, BEGINNING, BETWEEN, BODY, ENDING, LEAVING, WITHIN
 from jstep.loop.feeder import fetch_by_all
@@ -148,50 +146,10 @@ class Run(Generic[P]):
     _opened: Opened
     _run_chunk: RunChunk
 
-    @explains_arguments
-    def __init__(
-        self,
-        train_step: Callable[..., tuple[TrainState, Any]] | Mapping[int, Callable[..., tuple[TrainState, Any]]],
-        state: TrainState[P],
-        batches: Callable[[int], Tree] | Tree,
-        last_step: int | None,
-        *,
-        hooks: Sequence[Any] = (),
-        checkpoint_dir: str | os.PathLike[str] | Saver | None = None,
-        checkpoint_prefix: str = "model",
-        save_checkpoint_secs: float | str | None = "auto",
-        save_checkpoint_steps: int | None = None,
-        logdir: str | os.PathLike[str] | None = None,
-        save_summaries_steps: int | None = 100,
-        log_steps: int | None = 100,
-        steps_per_call: int | str = 1,
-        progress: bool | None = None,
-        batch_sharding: object = None,
-        compile_cache: str | os.PathLike[str] | bool | None = None,
-        stop_secs: float | None = None,
-        config: object = None,
-        start_from: str | os.PathLike[str] | None = None,
-    ) -> None:
+    @takes_options(Options)
+    def __init__(self, train_step: object, state: TrainState[P], batches: Tree, options: Options[P]) -> None:
         times = StartTimes()
         self._batches = LoopBatches() if batches is None else batches
-        options = Options(
-            batch_sharding=over_axes(batch_sharding, state),
-            steps_per_call=as_steps_per_call(steps_per_call, self._batches),
-            last_step=last_step,
-            hooks=hooks,
-            checkpoint_dir=checkpoint_dir,
-            checkpoint_prefix=checkpoint_prefix,
-            save_checkpoint_secs=save_checkpoint_secs,
-            save_checkpoint_steps=save_checkpoint_steps,
-            logdir=logdir,
-            save_summaries_steps=save_summaries_steps,
-            log_steps=log_steps,
-            progress=progress,
-            compile_cache=compile_cache,
-            stop_secs=stop_secs,
-            config=config,
-            start_from=start_from,
-        )
         stages = as_stages(train_step)
         check(state, options.stop_step)
         processes.refuse_another_run()
