@@ -65,7 +65,7 @@ def _open_writer(run: RunContext) -> SummaryWriter | None:
     if writer.path is not None:
         # The point of a restored step is kept. A run that begins again may evaluate before its first step again.
         first = run.course.first + (origin.restored is not None)
-        is_resumed = origin.restored is not None and origin.trunk is None
+        is_resumed = origin.restored is not None and not run.is_new_branch
         same_place = is_resumed or not _is_another_run(run)
         if starts_here(writer.path, first, same_place=same_place, is_new=origin.restored is None):
             for _ in range(STARTS):

@@ -9,7 +9,9 @@ import contextlib
 import dataclasses
 import os
 import re
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -27,6 +29,7 @@ from jstep.hooks.hook import state_step
 from jstep.loop.arguments import Options
 from jstep.metering.numbers import read_values
 from jstep.optimizers.hyperparameters import held_values
+from jstep.record.schema import Parent
 from jstep.record.starts import original_of, read_starts, valid
 from jstep.state.global_step import require_alive
 from jstep.state.leaves import StateLeaves
@@ -69,51 +72,107 @@ class Trunk(NamedTuple):
     edited: int
 
     @property
-    def parent(self) -> dict[str, Any]:
+    def parent(self) -> Parent:
         path = join_path(resolve_path(self.saver.directory), checkpoint_name(self.saver.prefix, self.step))
         return {"path": path, "step": self.step}
 
 
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    """The state or checkpoint that a run starts from.
+class Given(NamedTuple):
+    """The state passed: its step, None if it is abstract or was donated, and the values of its held hyperparameters."""
+
+    step: int | None = None
+    held_values: Mapping[str, float] = MappingProxyType({})
+
+
+class Lineage(NamedTuple):
+    """Where a run comes from.
 
     Attributes:
-        restored: The step of the restored state; None if the given one is used.
-        given: The step of the given state; None if it is abstract or was donated.
-        held_values: Name → initial value of the held hyperparameters.
-        first: The first step, if known before the state is restored.
-        trunk: The checkpoint of another run to begin from.
-        parent: The path and step of the checkpoint that this run branched from.
-        parent_run: The name of the run that saved it, if this is the first start.
-        is_claimed: Whether the run holds the claim of its checkpoints, which it needs only if there is a step left.
+        name: The name that an earlier start gave the run.
+        parent: The path and step of the checkpoint that it branched from.
+        parent_run: The name of the run that saved that checkpoint, if this is the first start.
         is_copy: Whether this is the first start in a copy of another run's directory.
     """
 
-    latest: int | None = None
-    restored: int | None = None
-    given: int | None = None
-    held_values: dict[str, float] = dataclasses.field(default_factory=dict)
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
-    first: int | None = None
-    trunk: Trunk | None = None
-    parent: dict[str, Any] | None = None
+    name: str | None = None
+    parent: Parent | None = None
     parent_run: str | None = None
-    is_claimed: bool = False
     is_copy: bool = False
 
-    @property
-    def name(self) -> str | None:
-        """The name that an earlier start gave the run."""
-        name = self.extra.get(RUN_KEY) if self.trunk is None else None
-        return name if isinstance(name, str) and re.fullmatch(r"[0-9a-f]{8}", name) else None
+
+_NOT_GIVEN, _NEW = Given(), Lineage()
+
+
+@dataclasses.dataclass(frozen=True)
+class Opening:
+    """What is known before the state is restored: enough to begin the first batch and program, and the record.
+
+    Attributes:
+        first: The first step, if it is known.
+        latest: The step of the checkpoint to restore; None to begin with the state passed.
+        extra: The data beside the state of that checkpoint.
+        trunk: That checkpoint, if it is another run's.
+        is_claimed: Whether the run holds the claim of its checkpoints, which it needs only if there is a step left.
+    """
+
+    given: Given = _NOT_GIVEN
+    first: int | None = None
+    latest: int | None = None
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    lineage: Lineage = _NEW
+    trunk: Trunk | None = None
+    is_claimed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Fresh:
+    """A run begins with the state passed, at this step.
+
+    Attributes:
+        held_values: Name → initial value of the held hyperparameters.
+    """
+
+    step: int = 0
+    held_values: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    extra: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    restored: ClassVar[None] = None
+    is_at_branch_point: ClassVar[bool] = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """A run resumes from its own newest checkpoint.
+
+    Attributes:
+        extra: The data of the checkpoint beside the state.
+        is_at_branch_point: Whether it has branched off at this step, and was not stopped there by its own hook.
+    """
+
+    step: int
+    held_values: Mapping[str, float]
+    extra: Mapping[str, Any]
+    is_at_branch_point: bool
 
     @property
-    def is_at_branch_point(self) -> bool:
-        """Whether the run is at the step at which it branched off, not stopped there by its own hook."""
-        return self.trunk is not None or (
-            self.parent is not None and self.parent["step"] == self.restored and STOPPED not in self.extra
-        )
+    def restored(self) -> int:
+        return self.step
+
+
+@dataclasses.dataclass(frozen=True)
+class Branched:
+    """A run begins with a checkpoint of another run, or with an edited state and the rest of that checkpoint."""
+
+    step: int
+    held_values: Mapping[str, float]
+    extra: Mapping[str, Any]
+    is_at_branch_point: ClassVar[bool] = True
+
+    @property
+    def restored(self) -> int:
+        return self.step
+
+
+Origin: TypeAlias = Fresh | Resumed | Branched
 
 
 # Open the checkpoints of the run, or the checkpoint that a branch begins from.
@@ -143,68 +202,65 @@ def open_saver(options: Options) -> tuple[Saver | None, int | None]:
     return processes.on_all_processes(opened, "the checkpoints cannot be read")
 
 
-def find_origin(options: Options, state: TrainState, saver: Saver | None, latest: int | None) -> Origin:
+def find_opening(options: Options, state: TrainState, saver: Saver | None, latest: int | None) -> Opening:
     """Find what the run begins from, and read the small parts of the newest checkpoint."""
-    given = _step_of_values(state)
-    initial = {} if given is None or saver is None else _initial_values(state)
-    origin = Origin(latest=latest, given=given, first=given, held_values=initial)
-    trunk = _open_trunk(options, saver, latest, given)
-    if saver is not None:
-        if latest is None or latest < options.stop_step:
-            saver.claim(state)  # fails now, not at the first save
-            origin = dataclasses.replace(origin, is_claimed=True)
-        else:
-            StateLeaves(state).left_out(saver.leave_out)
+    step = _step_of_values(state)
+    given = Given(step, {} if step is None or saver is None else _initial_values(state))
+    trunk = _open_trunk(options, saver, latest, step)
+    is_claimed = saver is not None and (latest is None or latest < options.stop_step)
+    if saver is not None and is_claimed:
+        saver.claim(state)  # fails now, not at the first save
+    elif saver is not None:
+        StateLeaves(state).left_out(saver.leave_out)
     if trunk is not None:
-        return dataclasses.replace(origin, latest=trunk.step, first=trunk.step, trunk=trunk)
-    if saver is not None and latest is not None:
-        first, extra = None, dict[str, Any]()
-        with contextlib.suppress(Exception):  # `restore` reports the error
-            first, extra = latest, extra_at(saver, latest)
-        origin = dataclasses.replace(origin, first=first, extra=extra, parent=_parent_in(extra))
-        if extra and jax.process_index() == 0:
-            _warn_of_other_trunk(options.trunk_path, origin.parent)
-    return origin
+        return Opening(given, trunk.step, trunk.step, trunk=trunk, is_claimed=is_claimed)
+    if saver is None or latest is None:
+        return Opening(given, step, latest, is_claimed=is_claimed)
+    first, extra = None, dict[str, Any]()
+    with contextlib.suppress(Exception):  # `restore` reports the error
+        first, extra = latest, extra_at(saver, latest)
+    lineage = Lineage(_name_in(extra), _parent_in(extra))
+    if extra and jax.process_index() == 0:
+        _warn_of_other_trunk(options.trunk_path, lineage.parent)
+    return Opening(given, first, latest, extra, lineage, is_claimed=is_claimed)
 
 
-def read_trunk(options: Options, state: TrainState, origin: Origin) -> tuple[Origin, TrainState]:
+def read_trunk(options: Options, state: TrainState, opening: Opening) -> tuple[Opening, TrainState]:
     """Read the checkpoint of another run to begin from, before anything depends on which one it is."""
-    assert origin.trunk is not None
-    trunk, state = _read_trunk(options, origin.trunk, state)
+    assert opening.trunk is not None
+    trunk, state = _read_trunk(options, opening.trunk, state)
     if jax.process_index() == 0:
         edited = ", with the state passed" if trunk.edited else ""
         logger.info("this run begins from %s%s", trunk.parent["path"], edited)
-    origin = dataclasses.replace(origin, latest=trunk.step, first=trunk.step, extra=trunk.extra, trunk=trunk)
-    return dataclasses.replace(origin, parent=trunk.parent, parent_run=_run_of(trunk)), state
+    lineage = Lineage(None, trunk.parent, _run_of(trunk))
+    step = trunk.step
+    return dataclasses.replace(opening, first=step, latest=step, extra=trunk.extra, lineage=lineage, trunk=trunk), state
 
 
-def of_copy(options: Options, saver: Saver | None, origin: Origin, new_name: str) -> Origin:
-    """Return the origin of a run that begins in a copy of another run's directory, which is a run of its own.
+def lineage_of_copy(options: Options, saver: Saver | None, opening: Opening, new_name: str) -> Lineage:
+    """Return the lineage of a run that begins in a copy of another run's directory, which is a run of its own.
 
     Its parent is the checkpoint of the original; without a step, there is none.
     """
-    directory, step = options.where, origin.latest
+    directory, step, lineage = options.where, opening.latest, opening.lineage
     prefix = options.checkpoint_prefix if saver is None else saver.prefix
     if directory is None or is_url(directory):
-        return origin
+        return lineage
     with contextlib.suppress(OSError, ValueError, LookupError):  # there is no valid start
         starts = read_starts(directory)[prefix]
-        saved_by, newest = origin.extra.get(RUN_KEY), valid(starts)[-1]
+        saved_by, newest = opening.extra.get(RUN_KEY), valid(starts)[-1]
         source = original_of(directory, starts)
-        parent: Any = None
         if source is not None:
-            name = new_name
+            parent: Parent | None = None
             if step is not None:
                 parent = {"path": join_path(source, checkpoint_name(prefix, step)), "step": step}
                 if jax.process_index() == 0:
                     logger.info("%s is a copy: this run is a branch of %s from here on", directory, parent["path"])
-        elif saved_by is not None and saved_by == newest[PARENT_RUN] != newest[RUN_KEY]:
-            parent, name = newest[PARENT], newest[RUN_KEY]  # no earlier start of this copy has saved anything
-        else:
-            return origin
-        extra = {**origin.extra, RUN_KEY: name}
-        return dataclasses.replace(origin, extra=extra, parent=parent, parent_run=saved_by, is_copy=source is not None)
-    return origin
+            return Lineage(new_name, parent, saved_by, is_copy=True)
+        if saved_by is not None and saved_by == newest[PARENT_RUN] != newest[RUN_KEY]:
+            # No earlier start of this copy has saved anything.
+            return Lineage(newest[RUN_KEY], newest[PARENT], saved_by)
+    return lineage
 
 
 def _initial_values(state: TrainState) -> dict[str, float]:
@@ -212,7 +268,13 @@ def _initial_values(state: TrainState) -> dict[str, float]:
     return {name: float(value) for name, value in read_values(values).items()}
 
 
-def _parent_in(extra: dict[str, Any]) -> dict[str, Any] | None:
+def _name_in(extra: Mapping[str, Any]) -> str | None:
+    """Return the name that an earlier start gave the run; None if a user saved something else under the same key."""
+    name = extra.get(RUN_KEY)
+    return name if isinstance(name, str) and re.fullmatch(r"[0-9a-f]{8}", name) else None
+
+
+def _parent_in(extra: Mapping[str, Any]) -> Parent | None:
     """Return the parent that a checkpoint names; None if a user saved something else under the same key."""
     parent = extra.get(PARENT)
     is_one = isinstance(parent, dict) and isinstance(parent.get("path"), str) and type(parent.get("step")) is int
@@ -257,7 +319,7 @@ def _open_trunk(options: Options, saver: Saver | None, latest: int | None, given
     return _trunk(options, reads, step, given or 0, is_named=is_named)
 
 
-def _warn_of_other_trunk(path: str | None, parent: dict[str, Any] | None) -> None:
+def _warn_of_other_trunk(path: str | None, parent: Parent | None) -> None:
     """Warn that `start_from` is not read, if a run that resumes has not begun from the checkpoint that it names."""
     name = None if path is None else split_path(path)[1]
     if name is None or (parent and (not _NAME.fullmatch(name) or name == split_path(parent["path"])[1])):
@@ -391,12 +453,13 @@ def _refuse_damaged(store: Store, prefix: str, above: int, only: int | None = No
 # Restore the newest checkpoint, or use the given state.
 
 
-def restore(saver: Saver | None, state: TrainState, origin: Origin) -> tuple[Origin, TrainState]:
+def restore(saver: Saver | None, state: TrainState, opening: Opening) -> tuple[Origin, TrainState]:
     """Restore the newest checkpoint, or start from the given state; the checkpoint of a branch has been read."""
-    if origin.trunk is not None:
+    if opening.trunk is not None:
         # The branch is not stopped by the parent's hook, and has its own name.
-        extra = {key: value for key, value in origin.extra.items() if key not in (STOPPED, RUN_KEY)}
-        return _restored(origin, origin.trunk.step, extra, origin.trunk.parent["path"]), state
+        extra = {key: value for key, value in opening.extra.items() if key not in (STOPPED, RUN_KEY)}
+        step, path = opening.trunk.step, opening.trunk.parent["path"]
+        return Branched(step, _held_values(opening, step, extra, path), extra), state
     restored = None
     with contextlib.suppress(FileNotFoundError), internal_transfers():
         # Without a step: a corrupted newest checkpoint is an error, not a reason to take an older one.
@@ -406,21 +469,21 @@ def restore(saver: Saver | None, state: TrainState, origin: Origin) -> tuple[Ori
         if saver is not None and jax.process_index() == 0:
             kind = "" if saver.prefix == "model" else f" {saver.prefix}-*"  # other prefixes may exist
             logger.info("no checkpoint%s in %s: starts at step %d", kind, saver.directory, step)
-        return dataclasses.replace(origin, first=step), state
+        return Fresh(step, opening.given.held_values), state
     step = state_step(restored)
-    extra = origin.extra if step == origin.first else extra_at(saver, step)
-    name = checkpoint_name(saver.prefix, step)
+    extra = dict(opening.extra) if step == opening.first else extra_at(saver, step)
+    name, parent = checkpoint_name(saver.prefix, step), opening.lineage.parent
     logger.info("restored %s", name)
-    return _restored(origin, step, extra, name), restored
+    is_at_branch_point = parent is not None and parent["step"] == step and STOPPED not in extra
+    return Resumed(step, _held_values(opening, step, extra, name), extra, is_at_branch_point), restored
 
 
-def _restored(origin: Origin, step: int, extra: dict[str, Any], name: str) -> Origin:
-    """Return the origin of a run whose state was restored; warn if the given state differs."""
-    before = extra.get(HELD_VALUES)
-    _warn_if_different(origin, step, before, name)
+def _held_values(opening: Opening, restored: int, extra: Mapping[str, Any], name: str) -> Mapping[str, float]:
+    """Return the initial values of the held hyperparameters of a restored run; warn if the given state differs."""
+    before, given = extra.get(HELD_VALUES), opening.given
+    _warn_if_different(opening, restored, before, name)
     # Shapes, or a trained state, hold no initial values.
-    initial = origin.held_values if origin.given == 0 else (before or {})
-    return dataclasses.replace(origin, restored=step, extra=extra, held_values=initial, first=step)
+    return given.held_values if given.step == 0 else (before or {})
 
 
 def _step_of_given(state: TrainState) -> int:
@@ -435,9 +498,9 @@ def _step_of_given(state: TrainState) -> int:
     return state_step(state)
 
 
-def _warn_if_different(origin: Origin, restored: int, before: object, name: str) -> None:
-    step, parent = origin.given, origin.parent or {}
-    if step and step not in (restored, parent.get("step")):  # the run may have begun with that state
+def _warn_if_different(opening: Opening, restored: int, before: object, name: str) -> None:
+    step, parent = opening.given.step, opening.lineage.parent
+    if step and step not in (restored, None if parent is None else parent["step"]):  # the run may have begun with it
         logger.warning(
             "state: the state passed (step %d) is ignored in favor of %s, the newest checkpoint of checkpoint_dir. To "
             "continue from the state passed, give another checkpoint_dir.",
@@ -446,7 +509,7 @@ def _warn_if_different(origin: Origin, restored: int, before: object, name: str)
         )
     if step or not isinstance(before, dict):
         return
-    for hyperparameter, value in origin.held_values.items():
+    for hyperparameter, value in opening.given.held_values.items():
         if before.get(hyperparameter, value) != value:
             logger.warning(
                 "state: the held hyperparameter %r is created as %g, but was %g at the start before. The value in %s "

@@ -81,27 +81,27 @@ class Recorder(Observer):
             self._tasks.add(self._add_code)
 
     def _open(self, where: str) -> None:
-        saver, origin = self.run.saver, self.run.origin
+        saver, opening = self.run.saver, self.run.opening
         prefix = self.run.options.checkpoint_prefix if saver is None else saver.prefix
         try:
             earlier = read_starts(where).get(prefix, [])
         except (OSError, ValueError) as error:
             logger.warning("%s: this run cannot be recorded: %s", where, error)
             return
-        starts = [] if origin.is_copy else earlier
+        starts = [] if opening.lineage.is_copy else earlier
         newest = next(reversed(valid(starts)), None)
         if newest is not None:
             self._numbers = {"values": newest["values"], "best": newest["best"]}
         where = absolute(where)  # a run may change its folder
         file = StartFile(where, prefix, earlier, self._initial_fields(where, starts, newest) | self._current_fields())
-        _end_earlier(file, claimed=origin.is_claimed)
+        _end_earlier(file, claimed=opening.is_claimed)
         self.run.file = file
 
     def _initial_fields(self, where: str, earlier: list[Start], newest: Start | None) -> dict[str, Any]:
         """Return what is known when the file is made, and does not change."""
         options = self.run.options
         state = self.run.state
-        origin = self.run.origin
+        lineage = self.run.opening.lineage
         leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
         self._devices = list(next((leaf.sharding.addressable_devices for leaf in leaves), ()))
         about: dict[str, Any] = {}
@@ -120,9 +120,9 @@ class Recorder(Observer):
             "config": options.config,
             "commit": None,
             "edits": None,
-            PARENT: origin.parent,
-            PARENT_RUN: newest[PARENT_RUN] if origin.parent_run is None and newest is not None else origin.parent_run,
-            "copied": origin.is_copy,
+            PARENT: lineage.parent,
+            PARENT_RUN: newest[PARENT_RUN] if lineage.parent_run is None and newest is not None else lineage.parent_run,
+            "copied": lineage.is_copy,
             "saved": [],
             "stalls": [],
             "batches": {},

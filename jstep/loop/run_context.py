@@ -24,7 +24,7 @@ from jstep.loop.feeder import BatchCopies, BatchFeeder
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.observer import Observers
-from jstep.loop.origin import Origin
+from jstep.loop.origin import Branched, Fresh, Opening, Origin
 from jstep.loop.programs import TrainSteps
 from jstep.loop.signals import StopSignals
 from jstep.loop.start_times import StartTimes
@@ -63,7 +63,8 @@ class RunContext(RunInfo):
         options: The arguments, except the training steps, the state and the batches.
         course: Where the run is, and what it is doing.
         observers: They are entered before anything is opened.
-        origin: What the run begins from; `saver` has its checkpoints, if any.
+        opening: What is known of its checkpoints, which `saver` has, before the state is restored.
+        origin: What the run begins from, once that is restored.
         closing: Closes what the run has opened.
         file: The record of this start, while it is open; any thread writes it.
     """
@@ -83,7 +84,8 @@ class RunContext(RunInfo):
         self.course = Course(LoopState(0, state), options.stop_step, has_body=has_body)
         self.signals = StopSignals(None if options.stop_secs is None else times.left(options.stop_secs))
         self.observers: Observers = ()
-        self.origin = Origin()
+        self.opening = Opening()
+        self.origin: Origin = Fresh()
         self.closing = contextlib.ExitStack()
         self.file: StartFile | None = None
         self._new_name = secrets.token_hex(4)
@@ -92,7 +94,7 @@ class RunContext(RunInfo):
     @property
     def name(self) -> str:
         """The name that an earlier start gave the run, or a new one."""
-        return self.origin.name or self._new_name
+        return self.opening.lineage.name or self._new_name
 
     @property
     def is_open(self) -> bool:
@@ -134,7 +136,7 @@ class RunContext(RunInfo):
 
     @property
     def is_new_branch(self) -> bool:
-        return self.origin.trunk is not None
+        return isinstance(self.origin, Branched)
 
     @property
     def at_start(self) -> StateContents:

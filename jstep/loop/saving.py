@@ -11,7 +11,7 @@
 | `ended` | the step at which the hooks have ended | `_hooks` | `HookRunner`, which ends them once |
 | `held` | the initial values of held hyperparameters | `_extra_of_run` | `origin.restore`, which warns of others |
 | `run` | the name of the run and of its event files | `_extra_of_run` | `Origin.name` |
-| `parent` | path and step of the checkpoint that the run began from | `_extra_of_run` | `origin.find_origin` |
+| `parent` | path and step of the checkpoint that the run began from | `_extra_of_run` | `origin.find_opening` |
 | others | data of an observer, such as the past of a card | `Observer.about_to_save` | the observer |
 """
 
@@ -62,7 +62,7 @@ def restore_hooks(run: RunContext, opened: Opened) -> bool:
     for hook in finiteness.savers:
         if not isinstance(hook, RunSaverHook):
             continue
-        if run.origin.trunk is None:
+        if not run.is_new_branch:
             hook.restored(run.step, run.state)
         else:  # from now on the other run is not read
             hook.save(run.step, run.state, wait=True)
@@ -248,8 +248,9 @@ class RunSaverHook(CheckpointSaverHook):
         observed: dict[str, Any] = {}
         for observer in run.observers:
             observed |= observer.about_to_save(run.step)
-        held_values = {HELD_VALUES: run.origin.held_values} if run.origin.held_values else {}
-        parent = {} if run.origin.parent is None else {PARENT: run.origin.parent}
+        held_values = {HELD_VALUES: dict(run.origin.held_values)} if run.origin.held_values else {}
+        lineage = run.opening.lineage
+        parent = {} if lineage.parent is None else {PARENT: lineage.parent}
         return CheckpointExtra(
             positions.values | observed | hooks.values | held_values | parent | {RUN_KEY: run.name},
             {**positions.files, **hooks.files},

@@ -6,10 +6,12 @@ restored, the hooks are built, and they begin.
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 
@@ -32,7 +34,7 @@ from jstep.loop.feeder import BatchCopies, BatchFeeder
 from jstep.loop.finiteness import Finiteness
 from jstep.loop.hook_runner import HookRunner
 from jstep.loop.observer import compiling_for
-from jstep.loop.origin import STOPPED, find_origin, of_copy, open_saver, read_trunk, restore
+from jstep.loop.origin import STOPPED, find_opening, lineage_of_copy, open_saver, read_trunk, restore
 from jstep.loop.programs import Boundaries, Chunk, ProgramTable, make_chunks
 from jstep.loop.run_context import Opened, RunContext
 from jstep.loop.saving import restore_hooks
@@ -56,7 +58,9 @@ def open_run(run: RunContext, batches: Tree) -> Opened:
     started = _restore(run, dispatch, batches)
     hooks, counter, writer = processes.on_all_processes(lambda: build_hooks(run), _NO_LOGS)
     runner = HookRunner(run, run.course, hooks, run.options, run.train_steps, run.origin)
-    copies = processes.on_all_processes(lambda: started or _open_batches(run, batches), _NO_BATCHES)
+    copies = processes.on_all_processes(
+        lambda: started or _open_batches(run, batches, run.origin.step, run.origin.extra), _NO_BATCHES
+    )
     chunks = _make_chunks(run, dispatch, runner, copies)
     feeder = BatchFeeder(copies, chunks, run.signals, run.watch)
     finiteness = Finiteness(run.course, hooks, run.sums, dispatch, feeder)
@@ -89,14 +93,15 @@ def _open_checkpoints(run: RunContext) -> None:
     run.saver, latest = open_saver(options)
     if run.saver is not None:
         run.closing.push(noting(functools.partial(_close, run, run.saver)))
-    origin = find_origin(options, state, run.saver, latest)
-    if origin.trunk is None:
-        run.origin = of_copy(options, run.saver, origin, run.name)
+    opening = run.opening = find_opening(options, state, run.saver, latest)
+    if opening.trunk is None:
+        lineage = lineage_of_copy(options, run.saver, opening, run.name)
+        run.opening = dataclasses.replace(opening, lineage=lineage)
         return
-    course.expect(origin.trunk.step, origin.trunk.step)
+    course.expect(opening.trunk.step, opening.trunk.step)
     with run.times.timing("restore"):
-        run.origin, state = read_trunk(options, state, origin)
-    course.begin_at(run.origin.latest or 0, state)
+        run.opening, state = read_trunk(options, state, opening)
+    course.begin_at(run.opening.latest or 0, state)
 
 
 def _close(run: RunContext, saver: Saver) -> None:
@@ -111,16 +116,16 @@ def _close(run: RunContext, saver: Saver) -> None:
 def _restore(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchCopies | None:
     """Restore the state; return the batches if they were opened meanwhile."""
     saver, course = run.saver, run.course
-    latest, assumed_first = run.origin.latest, run.origin.first
+    latest, assumed_first = run.opening.latest, run.opening.first
     if saver is not None and latest is not None and assumed_first is not None:
         with contextlib.suppress(FileNotFoundError):  # `restore` uses the newest one at that time
             saver.check_run(run.state, latest)  # before a program is compiled, which takes longer
     started = processes.on_all_processes(lambda: _begin_early(run, dispatch, batches), _NO_BATCHES)
     with contextlib.nullcontext() if latest is None else run.times.timing("restore"):
-        if run.origin.trunk is None:
+        if run.opening.trunk is None:
             course.expect(assumed_first or 0, latest)
-        run.origin, state = restore(saver, run.state, run.origin)
-        course.begin_at(run.origin.first or 0, state)
+        run.origin, state = restore(saver, run.state, run.opening)
+        course.begin_at(run.origin.step, state)
     if started is not None and started.source.seekable and course.first != assumed_first:
         # A save of an earlier run has ended meanwhile, so the batches begin at another step.
         started.wait_for_first()  # the thread ends before the batches are opened again
@@ -202,23 +207,24 @@ def _log_start(run: RunContext, chunk: Chunk, state: Tree) -> None:
 
 def _begin_early(run: RunContext, dispatch: Dispatch, batches: Tree) -> BatchCopies | None:
     """Start the first batch and the first compilation before the state is restored, or return None."""
-    start, sequence = run.origin.first, batches if isinstance(batches, BatchSequence) else None
+    start, sequence = run.opening.first, batches if isinstance(batches, BatchSequence) else None
     if start is None or start >= run.options.stop_step or isinstance(batches, StateBatches | LoopBatches):
         return None
     is_past_end = sequence is not None and not sequence.is_endless and start >= len(sequence)
-    if is_past_end or (sequence is None and run.origin.latest is None):
+    if is_past_end or (sequence is None and run.opening.latest is None):
         return None
-    copies = _open_batches(run, batches)
+    extra = run.opening.extra
+    copies = _open_batches(run, batches, start, extra)
     # A function of the step is called again if it failed, because it may depend on a hook.
-    copies.start(functools.partial(_source, run, batches) if copies.source.by_step else None)
+    copies.start(functools.partial(_source, run, batches, start, extra) if copies.source.by_step else None)
     sharding = run.options.batch_sharding
     shapes = None if sequence is None or sharding is not None else functools.partial(sequence.shapes, start)
     dispatch.compiler.begin_first(start, sharding, run.times, functools.partial(copies.peek, shapes))
     return copies
 
 
-def _open_batches(run: RunContext, batches: Tree) -> BatchCopies:
-    return BatchCopies(_source(run, batches), run.times)
+def _open_batches(run: RunContext, batches: Tree, first: int, extra: Mapping[str, Any]) -> BatchCopies:
+    return BatchCopies(_source(run, batches, first, extra), run.times)
 
 
 def _close_batches(run: RunContext, opened: Opened) -> None:
@@ -232,10 +238,10 @@ def _close_batches(run: RunContext, opened: Opened) -> None:
         set_back(source.given, feeder.position_after(steps) if is_unused else None, untrained)
 
 
-def _source(run: RunContext, batches: Tree) -> Source:
-    """Return the batches from the first step, at its saved position."""
-    first, options = run.origin.first or 0, run.options
-    saved, is_saved = restore_position(run.origin.extra), options.checkpoint_dir is not None
+def _source(run: RunContext, batches: Tree, first: int, extra: Mapping[str, Any]) -> Source:
+    """Return the batches from the first step, at its position in the `extra` of a checkpoint."""
+    options = run.options
+    saved, is_saved = restore_position(extra), options.checkpoint_dir is not None
     source = open_source(
         batches, first, options.stop_step, saved, resumable=is_saved, state=lambda: run.course.position.state
     )
