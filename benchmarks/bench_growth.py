@@ -21,7 +21,7 @@ from jstep import summary
 from jstep.checkpoint.manifest import RetainedSteps
 from jstep.checkpoint.retention import evictions
 from jstep.data.batches import Mixture
-from jstep.tools.cli import main as command
+from jstep.look.cli import main as command
 
 QUICK = bool(os.environ.get("JSTEP_QUICK_BENCHMARKS"))
 

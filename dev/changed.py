@@ -26,6 +26,7 @@ TESTED_BY = {
     "metrics": ["evaluating"],
     "optimizers": ["bad_input", "composition", "sharding"],
     "queues": ["bad_input"],
+    "record": ["look", "loop"],
     "schedules": ["bad_input"],
     "slots": ["composition", "optimizers", "sharding"],
     "state": ["bad_input", "composition", "optimizers", "sharding"],

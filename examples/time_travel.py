@@ -21,7 +21,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import jstep
-from jstep.tools.cli import main as jstep_command
+from jstep.look.cli import main as jstep_command
 
 POISONED = 137
 NOISE_FROM = 60

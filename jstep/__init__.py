@@ -115,19 +115,20 @@ Distributed training
     state.train_state: shard_state
     data.batch_placement: shard_batch
     state.sharding: fsdp_specs
-    tools.topologies: topology
+    planning.topologies: topology
 Debugging, planning, and transfer to wider models
-    tools.replay: verify_resume ResumeReport replay Replay
+    debug.replay: replay Replay
+    debug.verify_resume: verify_resume ResumeReport
     state.fingerprints: fingerprint
-    tools.find_nonfinite: find_nonfinite NonFinite
-    tools.explain_nonfinite: explain_nonfinite NonFiniteUpdate
-    tools.plan: plan Plan
-    tools.cost: cost Cost
-    tools.goodput: goodput Goodput
-    tools.run_summary: RunSummary
-    tools.runs: runs RunList
-    tools.report: report Report
-    tools.transfer: mup MupFactors coord_check CoordCheck
+    debug.find_nonfinite: find_nonfinite NonFinite
+    debug.explain_nonfinite: explain_nonfinite NonFiniteUpdate
+    planning.plan: plan Plan
+    planning.cost: cost Cost
+    look.goodput: goodput Goodput
+    look.run_summary: RunSummary
+    look.runs: runs RunList
+    look.report: report Report
+    planning.transfer: mup MupFactors coord_check CoordCheck
 Packages of names
     : distributed metrics summary
 """

@@ -106,6 +106,18 @@ def git_is_asked_once():
 
 
 @pytest.fixture
+def cli(capsys):
+    """`cli(*arguments, code=0)` runs a command, which must exit with this code, and returns its `out` and `err`."""
+    from jstep.look.cli import main
+
+    def run(*arguments, code=0):
+        assert main(list(map(str, arguments))) == code
+        return capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
 def x64():
     """Enable float64 and int64 for one test."""
     with jax.enable_x64(True):

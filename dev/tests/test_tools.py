@@ -78,7 +78,7 @@ def test_tests_that_are_named_run(
     [
         ("jstep/checkpoint/saver.py", {"jstep/checkpoint/saver.py", "tests/checkpoint", "tests/object_storage"}),
         ("jstep/stores/objects.py", {"jstep/stores/objects.py", "tests/stores", "tests/object_storage"}),
-        ("tests/tools/test_cost_command.py", {"tests/tools/test_cost_command.py"}),
+        ("tests/planning/test_cost_command.py", {"tests/planning/test_cost_command.py"}),
         ("tests/sharding/conftest.py", {"tests/sharding"}),
         ("tests/hooks/refused_calls.txt", {"tests/hooks", "tests/bad_input"}),
         ("docs/how/resume.md", {"tests/docs"}),
@@ -117,12 +117,16 @@ def test_any_two_paths_of_tests_can_be_collected_together() -> None:
 
 def test_files_inside_of_folders_are_not_listed() -> None:
     files = [
-        "jstep/tools/cli_compare.py",
-        "tests/tools/test_cost_command.py",
+        "jstep/planning/cost_command.py",
+        "tests/planning/test_cost_command.py",
         "tests/queues/test_queues.py",
         "jstep/cli/gone.py",
     ]
-    assert changed.tests_of_all(files) == ["jstep/tools/cli_compare.py", "tests/queues/test_queues.py", "tests/tools"]
+    assert changed.tests_of_all(files) == [
+        "jstep/planning/cost_command.py",
+        "tests/planning",
+        "tests/queues/test_queues.py",
+    ]
 
 
 def test_a_warning_of_hypothesis_about_itself_is_ignored() -> None:

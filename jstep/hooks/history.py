@@ -12,6 +12,8 @@ import jax
 import numpy as np
 
 from jstep.core.checks import as_int
+from jstep.core.drawing import Curve, picture
+from jstep.core.html_tables import html_table
 from jstep.core.logs import logger
 from jstep.distributed import processes
 from jstep.hooks.reporting import ReportingHook
@@ -20,8 +22,6 @@ from jstep.metering.cadence import make_cadence
 from jstep.metering.history_file import HistoryFile, Row, Rows, check_path, read_rows
 from jstep.metering.metric_sums import merge_sums
 from jstep.metering.numbers import PendingTransfer, as_numbers, read_values, sort_metrics
-from jstep.pictures.drawing import Curve, picture
-from jstep.pictures.html_tables import html_table
 from jstep.state.train_state import TrainState
 from jstep.stores.urls import location
 from jstep.training.metrics import Metrics

@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from jstep.core.html_tables import html_table, html_text
 from jstep.core.logs import is_below_bar
 from jstep.hooks.history import History
 from jstep.hooks.run_hook import RunInfo
 from jstep.metering.cadence import Clock
 from jstep.metering.numbers import as_numbers, read_values
-from jstep.pictures.html_tables import html_table, html_text
 
 _ROWS, _LINES = 20, 20
 """The maximum numbers of rows of evaluations, and of log lines."""

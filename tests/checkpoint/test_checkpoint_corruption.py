@@ -11,7 +11,7 @@ from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.names import latest_checkpoint
 from jstep.checkpoint.reading import VERIFIED
 from jstep.checkpoint.saver import Saver
-from jstep.tools.cli import main
+from jstep.look.cli import main
 
 MOVED = "`mv %s %s.aside.0`"
 

@@ -19,7 +19,7 @@ from foreign_files import contents
 import jstep
 from jstep.checkpoint.manifest import CheckpointError
 from jstep.checkpoint.saver import Saver
-from jstep.tools.cli import main
+from jstep.look.cli import main
 
 ODD = [
     None,

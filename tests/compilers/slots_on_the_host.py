@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jstep
-from jstep.tools.cost import device_peak
+from jstep.planning.cost import device_peak
 
 SIZE, ROWS, LAYERS, HEADS = 2048, 512, 8, 4
 

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from jstep.pictures.drawing import Curve, Dot, dots, picture
+from jstep.core.drawing import Curve, Dot, dots, picture
 
 UNITS = {"k": 3, "M": 6, "G": 9}
 

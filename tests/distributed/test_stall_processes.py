@@ -9,8 +9,8 @@ import pytest
 from processes import start, wait_for
 
 import jstep
+from jstep.look.cli import main
 from jstep.record.stall_files import read_stalls
-from jstep.tools.cli import main
 
 TRAIN = """
 mode, late = sys.argv[5], int(sys.argv[6])

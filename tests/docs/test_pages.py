@@ -12,8 +12,8 @@ from pages import DOCS, FENCE, NEEDS, PAGES, blocks_of, run_page
 from source_files import MODULES, ROOT, text_of
 
 import jstep
+from jstep.look.cli import COMMANDS, DIFFERENT, OK, TROUBLE
 from jstep.loop.stalls import EXIT_CODE
-from jstep.tools.cli import COMMANDS, DIFFERENT, OK, TROUBLE
 
 
 def name_of(page: pathlib.Path) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jstep
-from jstep.tools.cli import main
+from jstep.look.cli import main
 
 DATA = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
 OPTIMIZER = jstep.gradient_descent(0.1)

@@ -8,7 +8,7 @@ import pytest
 from waiting import wait_until
 
 import jstep
-from jstep.tools import cli
+from jstep.look import cli
 
 PROGRAM = """
 import sys, threading, time

@@ -14,8 +14,8 @@ from jstep.checkpoint.array_writer import FILES
 from jstep.checkpoint.listing import directory_spec
 from jstep.data.loaders import open_source
 from jstep.data.positions import restore_position
+from jstep.look.cli import main
 from jstep.stores.tagged_arrays import LARGE
-from jstep.tools.cli import main
 
 ROWS = 20_000  # of 8 bytes
 

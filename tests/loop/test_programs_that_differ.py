@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jstep
+from jstep.look import cli
 from jstep.record.programs import compressed, differing_lines, read_programs
-from jstep.tools import cli
 
 X = np.ones((8, 4), np.float32)
 

@@ -17,9 +17,9 @@ from waiting import TIMEOUT, wait_until
 import jstep
 from jstep.checkpoint.saver import Saver
 from jstep.core.threads import Thread
+from jstep.look.cli import main
 from jstep.loop import build_hooks, stalls
 from jstep.loop.stalls import StallWatch, Wait
-from jstep.tools.cli import main
 
 
 def test_a_loader_that_hangs_is_named_until_it_continues(tmp_path, caplog):

@@ -9,7 +9,7 @@ from object_states import same, state_at
 
 import jstep
 from jstep.checkpoint.manifest import CheckpointError
-from jstep.tools.cli import main
+from jstep.look.cli import main
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
 

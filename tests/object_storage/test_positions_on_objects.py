@@ -8,7 +8,7 @@ from test_copied_checkpoints import InBucket, OnDisk
 
 import jstep
 from jstep.checkpoint import array_writer
-from jstep.tools.cli import main
+from jstep.look.cli import main
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
 

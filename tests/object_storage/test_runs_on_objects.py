@@ -9,10 +9,10 @@ import pytest
 
 import jstep
 from jstep.hooks import fingerprint_log
+from jstep.look.cli import main
 from jstep.record.stall_files import StallFiles, read_stalls
 from jstep.record.starts import StartFile, read_starts, totals, with_card
 from jstep.stores.owners import this_process
-from jstep.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
 

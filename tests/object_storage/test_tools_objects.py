@@ -5,7 +5,7 @@ import json
 import jax.numpy as jnp
 
 import jstep
-from jstep.tools.cli import main
+from jstep.look.cli import main
 
 OPTIMIZER = jstep.gradient_descent(0.1)
 STEP = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).sum(), OPTIMIZER)

@@ -50,7 +50,7 @@ def all_of_it():
         train(10**8, stop_secs=0.5, hooks=[late])
     except jstep.Preempted as error:
         print("stopped", error.code)
-    from jstep.tools import cli
+    from jstep.look import cli
 
     for command in (["inspect", "run"], ["goodput", "run"], ["stalls", "run"], ["events", "run"]):
         print(command[0], cli.main(command))

@@ -1,0 +1,291 @@
+"""`replay`: the state of a run before a step and the arguments of that step, compared with the record of the run."""
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jstep.checkpoint.manifest import CheckpointError
+from jstep.checkpoint.names import checkpoint_name
+from jstep.checkpoint.saver import Saver
+from jstep.core import trees
+from jstep.core.checks import array_type, as_int, format_list, format_value, truncate
+from jstep.core.logs import logger
+from jstep.core.meshes import internal_transfers
+from jstep.core.tracebacks import shortens_tracebacks
+from jstep.core.trees import Tree
+from jstep.data.batch_placement import over_axes
+from jstep.data.loaders import check_batches, open_source
+from jstep.data.positions import restore_position
+from jstep.hooks.hook import check_step
+from jstep.look.own_events import logged_losses, logged_states
+from jstep.loop.arguments import as_steps_per_call, check, check_locations
+from jstep.loop.dispatch import Dispatch
+from jstep.loop.feeder import BatchCopies
+from jstep.loop.origin import extra_at
+from jstep.loop.programs import Boundaries, Program, ProgramTable, as_stages, make_chunks
+from jstep.metering.cadence import NEVER
+from jstep.metering.numbers import read_value
+from jstep.state.fingerprints import as_hexadecimal, fingerprint
+from jstep.state.global_step import global_step
+from jstep.state.nonfinite import StateContents
+from jstep.state.train_state import TrainState
+from jstep.stores.urls import absolute, location
+from jstep.training.metrics import LOSS
+
+
+class Replay(NamedTuple):
+    """State and arguments before the update `step` → step + 1; `train_step(state, *args)` repeats the update.
+
+    Attributes:
+        state: The state before the update.
+        args: The other arguments of the step: the batch.
+    """
+
+    state: TrainState
+    args: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        def shape(leaf: Any) -> Any:
+            return array_type(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
+
+        return f"Replay(state={self.state!r}, args={truncate(str(jax.tree.map(shape, self.args)), 500)})"
+
+
+@shortens_tracebacks
+def replay(
+    train_step: Callable[..., tuple[TrainState, Any]] | Mapping[int, Callable[..., tuple[TrainState, Any]]],
+    state: TrainState,
+    batches: Tree,
+    checkpoint_dir: str | os.PathLike[str] | Saver | None,
+    step: int,
+    *,
+    prefix: str = "model",
+    steps_per_call: int | str = 1,
+    batch_sharding: object = None,
+    start: int | None = None,
+) -> Replay:
+    """Return the state before the update `step` → step + 1 of an earlier run, and its arguments, bit for bit.
+
+    The newest intact checkpoint up to that step, or up to `start`, is restored and the steps after it are run again as
+    in the run, with `steps_per_call` several per call. If there is no such checkpoint, replay starts from `state`.
+    Nothing is written. If the run logged fingerprints (`FingerprintHook`) after that checkpoint, states are compared
+    with them; otherwise, the losses are compared with those in its event files and its record. A difference, such as
+    from another loader or step, is an error. A log line names what was compared.
+
+    If the loss was NaN at step 7310, the update 7309 → 7310 made it. With the arguments of `train`,
+
+        state, args = jstep.replay(train_step, state, batches, checkpoint_dir, 7309)
+        print(jstep.find_nonfinite(train_step, state, *args))
+
+    prints the line of the loss and the ranges of its operands. For a closer look, `loss_fn(state.params, *args)`
+    computes the loss and `train_step(state, *args)` runs the step.
+
+    Changes that hooks made to the state between that checkpoint and the step are not replayed (hooks that return a
+    TrainState, such as `ReduceOnPlateau`); the checkpoint after the change has them. The position of a loader is
+    changed; reset the loader before another use.
+
+    Args:
+        train_step: As given to `train`.
+        state: As given to `train`. It provides structure and shardings, and is the start if there is no checkpoint
+            before the step. It is donated, as by `train`.
+        batches: As given to `train`: an object with `batches[N]`, a function of the step, or a loader whose position is
+            saved: with `get_state` and `set_state`, or `state_dict` and `load_state_dict`.
+        checkpoint_dir: As given to `train`.
+        step: The number of updates before the one to replay, ≥ 0.
+        prefix: The prefix of the checkpoints.
+        steps_per_call: As given to `train`.
+        batch_sharding: As given to `train`.
+        start: The newest step from whose checkpoint to start; None for any. A corrupted checkpoint is skipped with a
+            warning, so the state of a corrupted step is `replay(…, step)` of that step.
+
+    Returns:
+        A `Replay`: `state`, whose global_step is `step`, and `args`.
+
+    Raises:
+        ValueError: There is no intact checkpoint or state before the step, the batches cannot be set to it, or a state
+            or a loss is not the one that the run has recorded.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep, tempfile
+        >>> optimizer = jstep.gradient_descent(0.25)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> def make_state():
+        ...     return jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> directory, batches = tempfile.mkdtemp(), [jnp.float32(n) for n in range(9)]
+        >>> state = jstep.train(train_step, make_state(), batches, 9, checkpoint_dir=directory)
+        >>> state, args = jstep.replay(train_step, make_state(), batches, directory, 5)
+        >>> print(state.global_step, state.params["w"], *args)
+        5 3.0625 5.0
+    """
+    step = as_int(step, "step", 0, "the number of updates before the one to replay")
+    newest = step if start is None else min(step, as_int(start, "start", 0, "the step of a checkpoint"))
+    calls = replayed(
+        train_step, state, batches, checkpoint_dir, step, prefix, steps_per_call, batch_sharding, newest=newest, ahead=1
+    )
+    for current in calls:
+        last = current
+    return Replay(last.state, last.args)
+
+
+class ReplayedCall(NamedTuple):
+    """The state after a repeated call, or before the first; the last one has the arguments of the next step."""
+
+    step: int
+    state: TrainState
+    metrics: Any = None
+    args: tuple[Any, ...] = ()
+
+
+def loss_in(metrics: Any) -> np.ndarray[Any, Any] | None:
+    """Return the loss among the metrics of a step, of several members in a population; None if there is none."""
+    loss = metrics.get(LOSS) if isinstance(metrics, Mapping) else None
+    with internal_transfers():
+        return None if loss is None else read_value(loss).astype(np.float64)
+
+
+def prefix_of(checkpoint_dir: Any, prefix: str) -> str:
+    """Return the prefix of a run: that of its Saver, unless another one was given."""
+    return checkpoint_dir.prefix if isinstance(checkpoint_dir, Saver) and prefix == "model" else prefix
+
+
+def replayed(
+    train_step: Any,
+    state: TrainState,
+    batches: Tree,
+    checkpoint_dir: Any,
+    step: int,
+    prefix: str,
+    steps_per_call: int | str,
+    batch_sharding: object,
+    *,
+    newest: int,
+    ahead: int = 0,
+    is_finite: bool = False,
+) -> Iterator[ReplayedCall]:
+    """Yield the state of a run at a checkpoint and after each call up to a step; fetch `ahead` batches beyond it."""
+    steps_per_call = as_steps_per_call(steps_per_call, batches)
+    stages = as_stages(train_step)
+    check(state, step)
+    batch_sharding = over_axes(batch_sharding, state)
+    prefix = prefix_of(checkpoint_dir, prefix)
+    check_locations(checkpoint_dir, prefix, None, batch_sharding)
+
+    start, state, position = _restored_start(state, checkpoint_dir, prefix, step, newest, is_finite=is_finite)
+    where = checkpoint_dir.directory if isinstance(checkpoint_dir, Saver) else checkpoint_dir
+    recorded = _Recorded(None if where is None else absolute(location(where, "checkpoint_dir")), prefix, start, step)
+    current = ReplayedCall(start, state)
+    yield current
+    check_batches(batches)
+    source = open_source(batches, start, step + ahead, position, state=lambda: current.state)
+    is_lost = source.position is not None and position is None and start > 0
+    if is_lost or not source.seekable:
+        why = f"the checkpoint of step {start} has no position for them" if is_lost else "they have no position to set"
+        raise ValueError(
+            f"batches={format_value(batches)}: must be able to go to step {start}, and {why}; give jstep.batches, a "
+            "list, a function of the step, or a loader with get_state and set_state"
+        )
+    items = iter(BatchCopies(source._replace(position=None)))  # the position is not saved again
+    table = ProgramTable(stages, steps_per_call, state=state)
+    dispatch = Dispatch(table)
+    ends = Boundaries(stages, source.next_change).ends(
+        start, step, lambda begin: next((n for n in recorded.steps if n > begin), NEVER)
+    )
+    make = functools.partial(make_chunks, items, sharding=batch_sharding, on_device=table.on_device)
+    for chunk in make(start, table.program_for, ends=ends):
+        current = ReplayedCall(chunk.first + chunk.steps, *dispatch(current.state, chunk)[:2])
+        recorded.check(current)
+        yield current
+    last = next(make(step, lambda step, *_: Program(table.stage_of(step))), None) if ahead else None
+    if ahead and (current.step < step or last is None):
+        raise ValueError(
+            f"step={step}: the batches end after {current.step} of the {step + 1} that it needs; give those of that run"
+        )
+    check_step(current.step, current.state, start if current.step > start else None)
+    recorded.log()
+    if last is not None:
+        yield current._replace(args=last.args)
+
+
+class _Recorded:
+    """The fingerprints that a run has recorded for the steps of a replay, or its losses if it has no fingerprints."""
+
+    def __init__(self, where: str | None, prefix: str, start: int, step: int) -> None:
+        self._start, self._step = start, step
+        self._fingerprints = {} if where is None else self._between(logged_states(where))
+        self._losses = {} if where is None or self._fingerprints else self._between(logged_losses(where, prefix))
+        self.steps = sorted({*self._fingerprints, *self._losses})
+
+    def _between(self, values: Mapping[int, Any]) -> dict[int, Any]:
+        return {step: value for step, value in values.items() if self._start < step <= self._step}
+
+    def check(self, current: ReplayedCall) -> None:
+        """Raise an error if a state, or the loss of the update before it, differs from the run's."""
+        if (expected := self._fingerprints.get(current.step)) is not None:
+            with internal_transfers():
+                found = as_hexadecimal(fingerprint(current.state))
+            self._require(found == expected, "state", current.step, f"its fingerprint is {found}", expected)
+        recorded, loss = self._losses.get(current.step), loss_in(current.metrics)
+        if recorded is not None and loss is not None and loss.size == 1:
+            is_close = bool(np.isclose(loss, recorded, rtol=_CLOSE, equal_nan=True).all())
+            self._require(is_close, "loss", current.step, f"it is {loss.item():.6g}", f"{recorded:.6g}")
+
+    def _require(self, is_same: bool, what: str, step: int, found: str, expected: str) -> None:
+        if not is_same:
+            raise ValueError(
+                f"replay: the {what} at step {step} is not the one of the run: {found}, that of the run {expected}. "
+                f"From step {self._start} on, train_step, the batches (the state of the loader, its data) or what "
+                "hooks changed differ; find the first step with jstep.replay of earlier ones"
+            )
+
+    def log(self) -> None:
+        """Log what the replay was compared with."""
+        kind = "fingerprints (fingerprints.jsonl)" if self._fingerprints else "losses"
+        if self.steps:
+            steps = format_list([str(step) for step in self.steps], 8)
+            logger.info("replay: compared with the run's %s at steps %s", kind, steps)
+        elif self._start < self._step:
+            text = "replay: compared with nothing: the run has recorded no fingerprint or loss of steps %d to %d"
+            logger.info(text, self._start + 1, self._step)
+
+
+_CLOSE = 1e-4
+"""The relative difference of two losses that other devices or calls of other lengths may make."""
+
+
+def _restored_start(
+    state: TrainState, checkpoint_dir: Any, prefix: str, step: int, newest: int, *, is_finite: bool
+) -> tuple[int, TrainState, Any]:
+    """Return the step to start from, the state, and the saved position of the batches."""
+    where = "no checkpoint_dir was given"
+    if checkpoint_dir is not None:
+        is_path = not isinstance(checkpoint_dir, Saver)
+        with Saver(checkpoint_dir, prefix=prefix) if is_path else contextlib.nullcontext(checkpoint_dir) as saver:
+            steps = saver.all_steps()
+            for start in sorted((saved for saved in steps if saved <= newest), reverse=True):
+                name = checkpoint_name(saver.prefix, start)
+                try:
+                    with internal_transfers():
+                        restored = saver.restore(state, step=start), restore_position(extra_at(saver, start))
+                except (CheckpointError, FileNotFoundError) as error:  # it may be replaced in a run that is alive
+                    logger.warning("replay: %s is skipped: %s", name, error)
+                    continue
+                if is_finite and not StateContents(restored[0], params_only=True).are_finite():
+                    continue
+                logger.info("replay: from %s, %d steps", name, step - start)
+                return start, *restored
+        where = f"the checkpoints in {os.fspath(checkpoint_dir if is_path else saver.directory)} are of {steps}"
+    with internal_transfers():
+        start = global_step(state) if trees.find_donated(state) is None else None
+    if start is None or start > step:
+        problem = "was donated" if start is None else f"is at step {start}"
+        raise ValueError(
+            f"step={step}: nothing lies before it: {where}, and the state given {problem}; give the state that the run "
+            "started from, or a later step"
+        )
+    logger.info("replay: from the given state (step %d), %d steps", start, step - start)
+    return start, state, None

@@ -1,0 +1,162 @@
+"""`verify_resume`: whether a run that is resumed from a checkpoint has the bits of one that was not stopped."""
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from jstep.checkpoint.saver import Saver
+from jstep.core import trees
+from jstep.core.checks import as_function, as_int, format_value
+from jstep.core.meshes import internal_transfers
+from jstep.core.tracebacks import shortens_tracebacks
+from jstep.core.trees import Tree
+from jstep.data.loaders import loader_position, open_source, position_owner, set_position
+from jstep.loop.train import train
+from jstep.state.global_step import global_step
+from jstep.state.train_state import TrainState
+
+Bits: TypeAlias = dict[str, tuple[Any, ...]]
+"""Path → dtype, shape and bytes of a leaf."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumeReport:
+    """Result of `verify_resume`; true if resuming changes nothing.
+
+    Attributes:
+        ok: Whether a run that is resumed in a new process ends in the same state, bit for bit.
+        first_difference: The path of the first leaf that differs; None if none does.
+        cause: The likely cause; empty if `ok`.
+        differing: The paths of all leaves that differ.
+    """
+
+    ok: bool
+    first_difference: str | None = None
+    cause: str = ""
+    differing: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        if self.ok:
+            return "resuming changes nothing: both runs end in the same state, bit for bit"
+        return (
+            f"resuming changes the run: {len(self.differing)} leaves differ, the first is "
+            f"{self.first_difference!r}. Likely cause: {self.cause}"
+        )
+
+
+@shortens_tracebacks
+def verify_resume(
+    make_state: Callable[[], TrainState],
+    train_step: Callable[..., Any] | Mapping[int, Callable[..., Any]],
+    batches: Tree,
+    at: int,
+    steps: int,
+) -> ResumeReport:
+    """Run `steps` steps uninterrupted, and again with a checkpoint and a restart after `at`; compare bit for bit.
+
+    The restart is a call of `train`, so an error with which a run could not be resumed is raised here, too.
+
+    Args:
+        make_state: Returns the initial state, the same each time. It is called for each run, and once for the state to
+            restore into, as in a restarted program.
+        train_step: As for `train`.
+        batches: As for `train`, but no iterator that cannot be reset (a generator).
+        at: The number of steps before the restart, 0 < at < steps.
+        steps: The total number of steps.
+
+    Returns:
+        A `ResumeReport`, which is true if the runs end in the same state, and otherwise has the first leaf that differs
+        and the likely cause.
+
+    Raises:
+        RuntimeError: make_state returned a state that was donated to an earlier step.
+        ValueError: Not 0 < at < steps, there are fewer batches than steps, or they cannot be read again.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep
+        >>> optimizer = jstep.adam(0.1)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> def make_state():
+        ...     return jstep.TrainState.create({"w": 1.0}, optimizer)
+        >>> print(jstep.verify_resume(make_state, train_step, lambda step: jnp.float32(step), at=3, steps=6))
+        resuming changes nothing: both runs end in the same state, bit for bit
+    """
+    at, steps = as_int(at, "at"), as_int(steps, "steps")
+    if not 0 < at < steps:
+        raise ValueError(f"at={at}, steps={steps}: must be 0 < at < steps")
+    as_function(make_state, "make_state", "() -> TrainState")
+    owner = position_owner(batches)
+    position = None if owner is None else loader_position(owner)
+    if owner is None and hasattr(batches, "__next__"):
+        raise ValueError(
+            f"batches={format_value(batches)}: is an iterator without a position, which is lost with its process; give "
+            "jstep.batches, a function of the step, or a loader with get_state and set_state"
+        )
+
+    def run(count: int, saver: Saver | None = None) -> Bits:
+        state = make_state()
+        with internal_transfers():
+            start = global_step(state)
+        last = start + count
+        state = train(train_step, state, batches, last, checkpoint_dir=saver, progress=False)
+        with internal_transfers():
+            missing = last - global_step(state)
+        if missing:
+            raise ValueError(f"batches ended after {count - missing} steps; steps={steps} of them are needed")
+        return _bits_of(state)
+
+    def again(count: int, saver: Saver | None = None) -> Bits:
+        if position is not None:
+            set_position(owner, position)
+        return run(count, saver)
+
+    reference = run(steps)  # nothing is loaded, as in a run's first process
+    with tempfile.TemporaryDirectory() as directory, Saver(directory, async_save=False) as saver:
+        before = again(at, saver)
+        after = _bits_of(saver.restore(make_state()))
+        resumed = run(steps, saver)
+    differing = _differing(reference, resumed)
+    if not differing:
+        return ResumeReport(True)
+    cause = _cause(before, after, reference, lambda: again(steps))
+    if not cause and not open_source(batches, 0, 1).seekable:
+        cause = (
+            "batches is an iterable without a position, which starts from scratch after a restart: use jstep.batches, "
+            "a function of the step, or an iterator with get_state and set_state"
+        )
+    return ResumeReport(False, differing[0], cause or _OUTSIDE, tuple(differing))
+
+
+_OUTSIDE = (
+    "something that the steps depend on is not in the state: a generator or counter inside train_step or the batches. "
+    "Derive it from the step (minimize(..., rng=key), batches[N]), or keep it in params, slots or model_state"
+)
+
+
+def _cause(before: Bits, after: Bits, reference: Bits, whole: Callable[[], Bits]) -> str:
+    """The likely cause of a difference; empty if neither the checkpoint nor the step is one."""
+    changed = _differing(before, after)
+    if changed:
+        return f"the checkpoint restored {changed[0]!r} with other bits than were saved"
+    if _differing(reference, whole()):
+        return (
+            "two uninterrupted runs differ as well: the step, make_state or the batches are not functions of their "
+            "arguments (a random generator without a fixed seed, or an operation that is not deterministic)"
+        )
+    return ""
+
+
+def _bits_of(state: TrainState) -> Bits:
+    """The dtype, shape and bytes of each leaf: copies, since the leaves are donated to the next step."""
+    arrays = {path: np.asarray(trees.key_data(leaf)) for path, leaf in trees.leaves_with_paths(state)}
+    return {path: (array.dtype, array.shape, array.tobytes()) for path, array in arrays.items()}
+
+
+def _differing(a: Bits, b: Bits) -> list[str]:
+    return [path for path in sorted(a.keys() | b.keys()) if a.get(path) != b.get(path)]

@@ -1,0 +1,270 @@
+"""`inspect` of the command line: checkpoints, and directories of them."""
+
+import argparse
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jstep.checkpoint.listing import misnaming_text
+from jstep.checkpoint.manifest import CheckpointError, Leaf, LeftOutLeaf, Manifest
+from jstep.checkpoint.names import open_store
+from jstep.checkpoint.store import Store
+from jstep.core.checks import format_bytes
+from jstep.look import cli
+from jstep.look.ranges import array_range, is_inexact
+from jstep.stores.files import is_directory, names_in
+from jstep.stores.urls import absolute, is_url, join_path, location, split_path
+
+# Finding and reading checkpoints for the command line, leaf by leaf.
+
+_NAME = re.compile(r"(.+)-(0|[1-9][0-9]*)", re.DOTALL)
+_AT_ONCE = 2**28
+"""The number of bytes of leaves to read together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    path: str
+    prefix: str
+    step: int
+    manifest: Manifest
+    store: Store
+
+    @functools.cached_property
+    def named(self) -> dict[str, Leaf]:
+        """Name → leaf: the name is its path, followed by a number if several leaves share the path."""
+        from jstep.checkpoint.leaf_records import unique
+
+        return dict(zip(unique(leaf.path for leaf in self.manifest.leaves), self.manifest.leaves, strict=True))
+
+    @property
+    def left_out(self) -> dict[str, LeftOutLeaf]:
+        return {leaf.path: leaf for leaf in self.manifest.left_out}
+
+    def leaves(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:
+        """Iterate over leaves, by default all, with names and values; PRNG keys become their data."""
+        from jstep.weights.tensors import in_groups  # it imports JAX
+
+        chosen = ((name, self.named[name]) for name in (self.named if names is None else names))
+        for group in in_groups(((name, leaf.nbytes, leaf) for name, leaf in chosen), _AT_ONCE):
+            yield from self._read(group)
+
+    def _read(self, leaves: dict[str, Leaf]) -> Iterator[tuple[str, Leaf, np.ndarray[Any, Any]]]:
+        # Imported here so that a directory is listed without JAX.
+        from jstep.checkpoint.leaf_records import leaf_value
+
+        wanted: dict[str, Any] = {leaf.array: None for leaf in leaves.values() if leaf.array is not None}
+        try:
+            arrays = self.store.reader(self.path, self.manifest).read(wanted)
+        except (CheckpointError, OSError):
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{self.path} could not be read: {type(error).__name__}: {error}"[:500]) from error
+        for name, leaf in leaves.items():
+            yield name, leaf, np.asarray(leaf_value(leaf, None, arrays))
+
+    def problems(self, *, every: bool = False) -> list[str]:
+        """Describe the corruption of its files; with `every`, also of files that nothing reads."""
+        return self.store.find_corruption(self.path, self.manifest, every=every)
+
+    def size_problems(self) -> list[str]:
+        found = self.store.find_wrong_sizes(self.path, self.manifest)
+        return [f"{self.path}/{path}: {why}" for path, why in found.items()]
+
+
+def at(path: str) -> Checkpoint | None:
+    """Return the checkpoint at a path, or None; raise `CheckpointError` if it is corrupted."""
+    path = absolute(path)
+    above, last = split_path(path.rstrip("/"))
+    match = _NAME.fullmatch(last)
+    if match is None:
+        return None
+    store, step = open_store(above), int(match[2])
+    stored = store.at(match[1], step)
+    if stored is None:
+        problem = dict(store.broken(match[1], step - 1)).get(path)
+        if problem is not None:
+            raise CheckpointError(f"{path}: {problem}: the checkpoint is corrupted")
+        return None
+    try:
+        manifest = store.manifest(stored)
+    except FileNotFoundError:  # evicted meanwhile
+        return None
+    if manifest.step != step:
+        raise CheckpointError(f"{path}: {misnaming_text(match[1], step, manifest.step)}")
+    return Checkpoint(stored, match[1], step, manifest, store)
+
+
+def below(directory: str) -> tuple[list[Checkpoint], dict[str, str]]:
+    """Return the checkpoints in a directory, by prefix and step, and the problems of others by their paths."""
+    directory = absolute(directory)
+    store = open_store(directory)
+    paths: list[str] = []
+    problems: dict[str, str] = {}
+    names = [split_path(path)[1] for _, path in store.newest_first(None)]
+    if not is_url(directory) and is_directory(directory):
+        names += names_in(directory)
+    for prefix in sorted({match[1] for name in names if (match := _NAME.fullmatch(name))}):
+        paths += [path for _, path in store.newest_first(prefix)]
+        problems |= {path: f"{path}: {problem}" for path, problem in store.broken(prefix, -1)}
+    checkpoints = []
+    for path in paths:
+        try:
+            checkpoints.append(at(path))
+        except (CheckpointError, OSError) as error:
+            problems[path] = str(error)
+    return sorted(filter(None, checkpoints), key=lambda checkpoint: (checkpoint.prefix, checkpoint.step)), problems
+
+
+# The command.
+
+OWN_EXTRA = frozenset({"batches", "batches_of_processes", "ended", "held", "hooks", "past", "run", "stopped"})
+"""The keys that `train` itself keeps in `extra`. The modules that define them import JAX, which is not needed here."""
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = "a checkpoint (run/model-1000), or a directory of checkpoints, with those in its folder best"
+    parser.add_argument("paths", metavar="PATH", nargs="+", help=what)
+    parser.add_argument("--verify", action="store_true", help="verify every byte, not only sizes")
+
+
+def _print_contents(arguments: argparse.Namespace) -> int:
+    codes: list[int] = []
+    for path in arguments.paths:
+        if codes and not arguments.json:
+            print()
+        try:
+            codes.append(_inspect(location(path, "path"), arguments))
+        except CheckpointError as error:
+            codes.append(_corrupted({"path": path}, [str(error)], arguments))
+        except (OSError, ValueError, ImportError) as error:
+            codes.append(cli.complain("inspect", error))
+    return max(codes)
+
+
+def _inspect(path: str, arguments: argparse.Namespace) -> int:
+    if (checkpoint := at(path)) is not None:
+        return _checkpoint(checkpoint, arguments)
+    if not is_directory(path):
+        raise FileNotFoundError(f"no checkpoint or directory of checkpoints: {path}")
+    return _directory(path, arguments)
+
+
+def _corrupted(about: Mapping[str, Any], problems: Sequence[str], arguments: argparse.Namespace) -> int:
+    fields = {**about, "problems": problems} | ({"sound": False} if arguments.verify else {})
+    return max(cli.answer(arguments, fields, []), cli.complain("inspect", *problems))
+
+
+def _checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> int:
+    about, manifest = _about(checkpoint), checkpoint.manifest
+    if problems := _problems(checkpoint, arguments):
+        return _corrupted(about, problems, arguments)
+    rows = [
+        {"path": name, "dtype": leaf.dtype, "shape": list(leaf.shape), "bytes": leaf.nbytes, **_numbers(leaf, array)}
+        for name, leaf, array in checkpoint.leaves()
+    ]
+    absent = [leaf.to_json() for leaf in manifest.left_out]
+    fields = {**about, "extra": manifest.extra, "leaves": rows}
+    fields |= ({"left_out": absent} if absent else {}) | ({"sound": True} if arguments.verify else {})
+    kinds = {"leaf": "path", "dtype": "dtype", "shape": "shape"}
+    figures = {"bytes": "bytes", "min": "min", "max": "max", "mean": "mean", "non-finite": "nonfinite"}
+    lines = [
+        checkpoint.path,
+        f"step {checkpoint.step}, saved {about['time']}, by jstep {manifest.jstep}, {len(rows)} leaves, "
+        f"{format_bytes(about['bytes'])}, {_extent(checkpoint.path, arguments)}",
+        *_extra_lines(manifest.extra),
+        "",
+        *cli.table(kinds | figures, rows, left=3),
+    ]
+    if absent:
+        lines += ["", "left out by Saver(leave_out=…); restore takes them from the target", ""]
+        lines += cli.table(kinds | {"fingerprint": "fingerprint"}, absent, left=4)
+    return cli.answer(arguments, fields, lines)
+
+
+def _extent(path: str, arguments: argparse.Namespace) -> str:
+    if arguments.verify:
+        return "every byte as it was written"
+    return "not verified (--verify does)" if is_url(path) else "sizes only (--verify reads every byte)"
+
+
+def _extra_lines(extra: Any) -> list[str]:
+    own_keys = [key for key in extra if key in OWN_EXTRA] if isinstance(extra, dict) else []
+    shown = {key: value for key, value in extra.items() if key not in own_keys} if own_keys else extra
+    lines = [f"extra {cli.as_strict_json(shown)}"] if shown or not (own_keys or extra is None) else []
+    return [*lines, *[f"entries of jstep in extra, which --json shows: {', '.join(own_keys)}"] * bool(own_keys)]
+
+
+def _numbers(leaf: Leaf, array: np.ndarray[Any, Any]) -> dict[str, Any]:
+    numbers = None if leaf.key_impl is not None else array_range(array)
+    nonfinite = None if numbers is None else numbers.nans + numbers.infinities
+    if numbers is None or numbers.low is None:
+        return {"min": None, "max": None, "mean": None, "nonfinite": nonfinite}
+    values = (np.abs(array) if np.iscomplexobj(array) else array).astype(np.float64)
+    mean = float(np.mean(values, where=np.isfinite(values)))
+    is_whole = not is_inexact(array.dtype)
+    low, high = (int(array.min()), int(array.max())) if is_whole else (numbers.low, numbers.high)
+    return {"min": low, "max": high, "mean": mean, "nonfinite": nonfinite}
+
+
+def _problems(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[str]:
+    try:
+        found = checkpoint.problems(every=True) if arguments.verify else checkpoint.size_problems()
+    except (CheckpointError, OSError) as error:
+        found = [str(error)]
+    return [f"{checkpoint.path} is corrupted: {problem}" for problem in found]
+
+
+def _directory(path: str, arguments: argparse.Namespace) -> int:
+    checkpoints, broken = below(path)
+    if not checkpoints and not broken:
+        from jstep.look.runs import directory_of_runs, runs
+
+        none = f"no checkpoints in {path}: they are folders such as model-1000, in the checkpoint_dir of train"
+        raise FileNotFoundError(directory_of_runs(path, runs(path)) or none)
+    best, broken_best = below(join_path(path, "best")) if checkpoints else ([], {})
+    broken |= broken_best
+    rows, problems = list[dict[str, Any]](), list(broken.values())
+    for checkpoint in [*checkpoints, *best]:
+        wrong = _problems(checkpoint, arguments)
+        problems += wrong
+        name, leaves = f"{checkpoint.prefix}-{checkpoint.step}", len(checkpoint.manifest.leaves)
+        name = f"best/{name}" if checkpoint in best else name
+        rows.append({"name": name, **_about(checkpoint), "leaves": leaves, "sound": not wrong})
+    keys = {"checkpoint": "name", "saved": "time", "step": "step", "leaves": "leaves", "size": "size", "": "note"}
+    shown = [{**row, "size": format_bytes(row["bytes"]), "note": _note(row, arguments)} for row in rows]
+    lines = [path] if len(arguments.paths) > 1 else []
+    lines += [*cli.table(keys, shown, left=2), _extent(path, arguments)] if rows else []
+    if arguments.verify:
+        rows += [{"name": split_path(place)[1], "path": place, "sound": False} for place in broken]
+    else:
+        rows = [{key: value for key, value in row.items() if key != "sound"} for row in rows]
+    cli.answer(arguments, {"path": path, "checkpoints": rows, "problems": problems}, lines)
+    return cli.complain("inspect", *problems)
+
+
+def _note(row: Mapping[str, Any], arguments: argparse.Namespace) -> str:
+    sound = ("as written" if row["sound"] else "CORRUPTED") if arguments.verify else ""
+    finite = "" if row["finite"] else "NOT FINITE"
+    return ", ".join(filter(None, (sound, finite, "until the next one" if row["temporary"] else "")))
+
+
+def _about(checkpoint: Checkpoint) -> dict[str, Any]:
+    manifest = checkpoint.manifest
+    return {
+        "path": checkpoint.path,
+        "step": checkpoint.step,
+        "saved_at": manifest.saved_at,
+        "time": f"{cli.utc_text(manifest.saved_at)} UTC",
+        "jstep": manifest.jstep,
+        "bytes": sum(leaf.nbytes for leaf in manifest.leaves),
+        "finite": manifest.finite,
+        "temporary": manifest.temporary,
+    }
+
+
+INSPECT = cli.Command(_add_arguments, _print_contents)

@@ -1,0 +1,197 @@
+"""The command line, `python -m jstep`: its commands, each in a module imported only when used, and their interface."""
+
+import argparse
+import fnmatch
+import io
+import json
+import logging
+import math
+import os
+import pkgutil
+import shutil
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from jstep.core.checks import format_list
+from jstep.core.tables import columns, fold, printable
+from jstep.stores.event_files import DataLossError
+
+# What the commands have in common: interface, exit codes, and output as text, strict JSON and tables.
+
+OK = 0
+DIFFERENT = 1
+"""`diff` found a difference, `stalls` a stalled process, or `runs` an unreadable run."""
+TROUBLE = 2
+"""A missing path, corrupted data, nothing in common, or wrong usage."""
+
+
+class Command(NamedTuple):
+    """A command. `main` reports the errors that `run` raises; with `has_json`, results are printed by `answer`."""
+
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    has_json: bool = True
+
+
+def as_strict_json(value: object) -> str:
+    """Return one line of strict JSON; non-finite numbers become the strings "NaN", "Infinity" and "-Infinity"."""
+    return json.dumps(_plain(value), allow_nan=False).replace("\x7f", "\\u007f")  # the others are escaped already
+
+
+def _plain(x: object) -> Any:
+    if isinstance(x, float) and not math.isfinite(x):
+        return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
+    x = x._asdict() if hasattr(x, "_asdict") else x
+    if isinstance(x, Mapping):
+        return {str(key): _plain(y) for key, y in x.items()}
+    return [_plain(y) for y in x] if isinstance(x, list | tuple) else x
+
+
+def answer(arguments: argparse.Namespace, fields: object, lines: Iterable[str], code: int = OK) -> int:
+    """Print the fields with `--json`, otherwise the lines, folded at the width of the terminal; return the code."""
+    if arguments.json:
+        print(as_strict_json(fields))
+        return code
+    most = terminal_width()
+    for line in (printable(line) for text in lines for line in text.split("\n")):
+        print("\n".join(fold(line, most, len(line) - len(line.lstrip()) + 4)))
+    return code
+
+
+def complain(command: str, *problems: object) -> int:
+    for problem in problems:
+        print(f"jstep {command}: {printable(problem)}", file=sys.stderr)
+    return TROUBLE if problems else OK
+
+
+def terminal_width() -> int:
+    return shutil.get_terminal_size((80, 24)).columns
+
+
+def table(keys: Mapping[str, str], rows: Iterable[Mapping[str, Any]], left: int) -> list[str]:
+    """Return the lines of a table that fits the terminal; `keys` maps heads to the keys of rows."""
+    cells = [list(keys), *([cell(row.get(key)) for key in keys.values()] for row in rows)]
+    return columns(cells, left, terminal_width())
+
+
+def cell(value: object) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return f"{value:.6g}" if isinstance(value, float) else printable(value)
+
+
+def choose(names: Iterable[str], patterns: Iterable[str], option: str, what: str) -> list[str]:
+    """Return the names that some patterns match; a name that is a pattern comes before those that match it.
+
+    Raises:
+        ValueError: A pattern matches none.
+    """
+    names, chosen = list(names), list[str]()
+    for pattern in patterns:
+        some = [pattern] if pattern in names else [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if not some:
+            choices = format_list(names, 30) or "none"
+            raise ValueError(f"{option} {pattern}: must be {what}, or a pattern that matches some; there are {choices}")
+        chosen += some
+    return list(dict.fromkeys(chosen))
+
+
+def utc_text(seconds: float, precision: str = "seconds") -> str:
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat(" ", precision).removesuffix("+00:00")
+    except (OverflowError, ValueError, OSError):  # outside the range of datetime
+        return f"{seconds:g} s"
+
+
+def local_text(seconds: float, precision: str = "seconds") -> str:
+    return datetime.fromtimestamp(seconds, datetime.now().astimezone().tzinfo).isoformat(" ", precision)[:-6]
+
+
+def local_zone() -> str:
+    offset = f"UTC{datetime.now().astimezone().isoformat()[-6:]}"
+    return offset.removesuffix("+00:00")
+
+
+# The commands.
+
+COMMANDS = {
+    "runs": ("show all runs below directories: status, metrics, parents", "look.runs:RUNS"),
+    "report": ("show runs on one page of HTML: what, how, time, oddities", "look.report:REPORT"),
+    "inspect": ("show a checkpoint, or a directory of checkpoints", "look.checkpoints:INSPECT"),
+    "diff": ("find where two runs diverge: checkpoints, directories, logs", "look.diff:DIFF"),
+    "events": ("print the events of files, or the scalars of runs by step", "look.events:EVENTS"),
+    "stalls": ("show the processes that hang (exit code 1) and their waits", "look.stalls:STALLS"),
+    "goodput": ("account for the wall time of a run, over all its starts", "look.goodput:GOODPUT"),
+    "cost": ("estimate the cost of a step: operations and memory", "planning.cost_command:COST"),
+}
+"""Name → description, in the order and wording of `--help`, and where in `jstep` the `Command` is."""
+
+_EPILOG = """\
+examples:
+  python -m jstep runs runs/
+  python -m jstep inspect run/model-1000 --verify
+  python -m jstep cost train.py:step_and_shapes --topology v5e:16x16
+A path may be a URL (gs://, s3://). `python -m jstep COMMAND --help`: options.
+Exit codes: 0 on success; 1 if `diff` found a difference or `stalls` a process
+that hangs; 2 on an error: a missing path, a corrupted file, nothing to compare."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return its exit code, which `_EPILOG` explains."""
+    command_line = sys.argv[1:] if argv is None else argv
+    is_text = isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape")
+    if argv is None and is_text:  # the stdout of the process is ours
+        # Escape characters that the encoding of stdout lacks, as on stderr, unless PYTHONIOENCODING says otherwise.
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    parser = _parser(command_line)
+    arguments = parser.parse_args(command_line)
+    if arguments.command is None:
+        parser.print_help()
+        return OK
+    if logging.lastResort is not None:  # it prints warnings of jstep if there is no handler
+        logging.lastResort.setFormatter(_PrintableFormatter())
+    try:
+        code: int = arguments.run(arguments)
+        print(end="", flush=True)  # unlike sys.stdout.flush(), it works if stdout is closed
+    except BrokenPipeError:
+        # The reader, such as `head`, has closed the pipe; nothing must be flushed to it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except (OSError, ValueError, ImportError, RuntimeError, DataLossError) as error:
+        return complain(arguments.command, error)
+    except Exception:  # such as in the program of `cost`; Python's exit code would mean a difference
+        print("\n".join(map(printable, traceback.format_exc().rstrip().split("\n"))), file=sys.stderr)
+        return TROUBLE
+    return code
+
+
+class _PrintableFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(map(printable, super().format(record).split("\n")))
+
+
+def _parser(command_line: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jstep",
+        description="Inspect the files of a run, and estimate the cost of a training step.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"jstep {sys.modules['jstep'].__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    # No option before the command takes a value, so the first argument that is not an option is the command.
+    chosen = next((word for word in command_line if not word.startswith("-")), None)
+    for name, (words, place) in COMMANDS.items():
+        subparser = commands.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
+        if name == chosen:
+            command: Command = pkgutil.resolve_name(f"jstep.{place}")
+            command.add_arguments(subparser)
+            if command.has_json:
+                subparser.add_argument("--json", action="store_true", help="print one JSON object on one line")
+            subparser.set_defaults(run=command.run)
+    return parser

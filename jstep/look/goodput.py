@@ -1,0 +1,293 @@
+"""Goodput: the wall time of a run over all its starts, and the share of it that made progress."""
+
+import argparse
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jstep.core.stopwatch import BEFORE, HOOKS, PHASES, STARTING, STEPPING
+from jstep.core.tabular import Tabular
+from jstep.look.cli import Command, answer, table
+from jstep.record.schema import Start
+from jstep.record.starts import find_starts, totals, valid
+from jstep.stores.urls import absolute, location
+
+_COPIED = tuple(phase for phase in PHASES if phase != STEPPING)
+_ALL = ("productive", "rewound", *_COPIED, "down")
+STALLED = "stalled"
+"""The part to which stalls in any phase belong."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Goodput(Tabular):
+    """Breakdown of the wall time of a run in seconds, from its first start to the last write of its record.
+
+    Attributes:
+        productive: Time of the steps that led to the final state, also if a built-in hook, a save or an evaluation
+            waits for them.
+        rewound: Time of lost steps, because a later start resumed from before them. This is step time only; repeated
+            hooks, evaluations and saves are counted in their own parts.
+        before: Time from the start of the process until its first call of `train`: imports, data, and whatever else
+            the program did, as well as its launcher if that became this process.
+        starting: Time from the call until the first step returned: devices, restore, compilation, first batch. Also
+            later compilations that the loop waited for, because of a new stage or batch size.
+        waiting: Time that the loop waited for batches.
+        saving: Time that the loop waited for checkpoints.
+        evaluating: Time of `EvaluationHook`s, including their callbacks.
+        hooks: Time of all other hooks, including the device time that yours waited for.
+        down: Time from the last write of one start to the next start.
+        starts: Number of starts of the run.
+        steps: Number of steps that led to the final state.
+        stalled: Part → the seconds in which process 0 stalled there, as `StallHook` reported. The seconds of that part
+            do not include them.
+        notes: Parts whose time a step changed by more than a factor of two between starts, and starts that cannot be
+            read, as sentences.
+        computing: The seconds of `hooks` in which the device computed steps, by samples: waiting for them, or beside.
+
+    Example:
+        >>> import jstep
+        >>> print(jstep.Goodput(productive=70.0, starting=20.0, down=10.0, starts=2, steps=1000))
+        goodput 70.0 %: 1000 steps in 100 s, 2 starts
+          productive  70.000 s   70.0 %
+          starting    20.000 s   20.0 %
+          down        10.000 s   10.0 %
+    """
+
+    productive: float = 0.0
+    rewound: float = 0.0
+    starting: float = 0.0
+    waiting: float = 0.0
+    saving: float = 0.0
+    evaluating: float = 0.0
+    hooks: float = 0.0
+    down: float = 0.0
+    starts: int = 0
+    steps: int = 0
+    stalled: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    before: float = 0.0
+    notes: Sequence[str] = dataclasses.field(default=(), hash=False)
+    computing: float = 0.0
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds of each part, whose sum is `total`; `stalled` is the sum of all stalls."""
+        return {**{name: getattr(self, name) for name in _ALL}, STALLED: sum(self.stalled.values())}
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def fraction(self) -> float:
+        """The goodput, productive / total; 0 if no time has elapsed."""
+        return self.productive / self.total if self.total > 0 else 0.0
+
+    def _title(self) -> str:
+        starts = "start" if self.starts == 1 else "starts"
+        return f"goodput {_percent(self.fraction)}: {self.steps} steps in {self.total:.6g} s, {self.starts} {starts}"
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        rows = list[tuple[str, float]]()
+        for name, secs in self.parts.items():
+            rows.append((name, secs))
+            rows += [("  computing", self.computing)] if name == HOOKS else []
+            rows += [(f"  {part}", of_part) for part, of_part in self.stalled.items()] if name == STALLED else []
+        return [(f"{name:<10}", f"{secs:.3f} s", f"{_percent(secs / self.total):>7}") for name, secs in rows if secs]
+
+    def _notes(self) -> Sequence[str]:
+        return self.notes
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def goodput(path: str | os.PathLike[str], prefix: str = "model") -> Goodput:
+    """Account for all wall time of a run, over all its starts.
+
+    `train` writes the times of each start to a file in `starts/`, next to the checkpoints, or in the logdir if there is
+    no checkpoint_dir: before each checkpoint, and every second (below a URL every ten seconds). If a start was killed,
+    up to its last second counts as `down`. The run may still be in progress.
+
+    Equation: total = productive + rewound + before + starting + waiting + saving + evaluating + hooks + down + stalled.
+
+    Args:
+        path: The directory of the checkpoints or the logdir, or its URL.
+        prefix: The prefix of the run's checkpoints; several runs may share a directory.
+
+    Returns:
+        The seconds of each part.
+
+    Raises:
+        FileNotFoundError: There is no run.
+        ValueError: No run there has this prefix, or none of its starts can be read.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep, tempfile
+        >>> optimizer = jstep.gradient_descent(0.25)
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> run = tempfile.mkdtemp()
+        >>> state = jstep.train(train_step, state, [jnp.ones(())] * 9, 9, checkpoint_dir=run)
+        >>> found = jstep.goodput(run)
+        >>> found.steps, found.starts, found.productive > 0, abs(sum(found.parts.values()) - found.total) < 1e-9
+        (9, 1, True, True)
+    """
+    return of_run(_starts_of(path, prefix))
+
+
+def _starts_of(path: str | os.PathLike[str], prefix: str) -> Sequence[Start]:
+    where = absolute(location(path, "path"))
+    found = find_starts(where)
+    if prefix not in found:
+        raise ValueError(
+            f"prefix={prefix!r}: must be the prefix of a run in {where}, which has {', '.join(map(repr, found))}; give "
+            "the checkpoint_prefix of the run"
+        )
+    return found[prefix]
+
+
+def of_run(starts: Sequence[Start]) -> Goodput:
+    """Account for the time of a run; all step time of starts that are no longer read counts as productive."""
+    known = valid(starts)
+    if not known:
+        raise ValueError("none of its starts can be read")
+    of_starts = by_start(known)
+    before, oldest = known[0]["before"], known[0]["began"]
+    sums = totals(starts)
+    names = (*_ALL, "computing", "starts", "steps")
+    whole = Goodput(**{name: sum(getattr(start, name) for start in of_starts) for name in names})
+    seconds = before["seconds"]
+    parts: dict[str, Any] = {part: getattr(whole, part) + seconds.get(part, 0.0) for part in _COPIED}
+    parts["productive"] = whole.productive + seconds.get(STEPPING, 0.0)
+    if before["since"] is not None:
+        parts["down"] = whole.down + max(0.0, oldest - before["since"] - sum(seconds.values()))
+    spans = [span for start in known if (span := start["step"]) is not None]
+    if before["count"] and spans and sums["first"] is not None:
+        parts["steps"] = whole.steps + max(0, min(spans)[0] - sums["first"])
+    stalled_parts = dict.fromkeys(itertools.chain.from_iterable(start.stalled for start in of_starts))
+    stalled = {part: sum(start.stalled.get(part, 0.0) for start in of_starts) for part in stalled_parts}
+    notes = part_changes(known)
+    notes += [f"start {start['number']} {start['problem']}" for start in starts if start["problem"]]
+    return dataclasses.replace(whole, **parts, starts=sums["count"], stalled=stalled, notes=notes)
+
+
+_MIN_STEPS, _MIN_MS, _MIN_SHARE = 10, 0.1, 0.01
+"""The minimum steps of a start, and the minimum milliseconds and share of a part, whose times are compared."""
+
+
+def milliseconds(start: Start) -> dict[str, float]:
+    """Return the milliseconds per step of each repeated phase of a start; {} if it took no step."""
+    first, last = start["step"] or (0, 0)
+    secs = {phase: start["seconds"].get(phase, 0.0) for phase in PHASES if phase not in (BEFORE, STARTING)}
+    secs[STALLED] = sum(_take_stalls(start, secs).values())
+    return {phase: 1000 * value / (last - first) for phase, value in secs.items()} if last > first else {}
+
+
+def _take_stalls(start: Start, seconds: dict[str, float], kept_until: float = math.inf) -> dict[str, float]:
+    """Subtract the stalls of a start from the seconds of its parts, and return the stalled seconds by part."""
+    stalled: dict[str, float] = {}
+    for stall in start["stalls"]:
+        part = str(stall["part"])
+        if part == STEPPING and part not in seconds:
+            part = "productive" if (stall["step"] or 0) <= kept_until else "rewound"
+        taken = min(seconds.get(part, 0.0), stall["stalled"] or 0.0)
+        if taken > 0:
+            seconds[part] -= taken
+            stalled[part] = stalled.get(part, 0.0) + taken
+    return stalled
+
+
+def part_changes(starts: Sequence[Start]) -> list[str]:
+    """Name each part whose time a step changed by more than a factor of two between two starts."""
+    spans = [(start, start["step"] or (0, 0), milliseconds(start)) for start in starts]
+    found = list[str]()
+    for (_, _, earlier), (start, (first, _), later) in itertools.pairwise(
+        span for span in spans if span[1][1] - span[1][0] >= _MIN_STEPS
+    ):
+        least = max(_MIN_MS, _MIN_SHARE * max(sum(earlier.values()), sum(later.values())))
+        for part, value in later.items():
+            if not earlier[part] / 2 <= value <= 2 * earlier[part] and max(earlier[part], value) >= least:
+                change = f"{earlier[part]:.3g} → {value:.3g} ms a step"
+                found.append(f"{part}: {change} from step {first} (start {start['number']}) on")
+    return found
+
+
+def by_start(starts: Sequence[Start]) -> list[Goodput]:
+    """Account for the time of each start and the downtime before it."""
+    found: list[Goodput] = []
+    ended = starts[0]["began"] if starts else 0.0
+    for start, kept_until in zip(starts, _kept_until(starts), strict=True):
+        seconds: dict[str, Any] = dict.fromkeys(PHASES, 0.0) | start["seconds"]
+        began, stepping = start["began"], seconds.pop(STEPPING)
+        down = max(0.0, began - ended)
+        # If the process was already running before the previous start ended, that time is counted once.
+        overlap = max(0.0, ended - began)
+        for phase in (BEFORE, STARTING):
+            cut = min(seconds[phase], overlap)
+            seconds[phase], overlap = seconds[phase] - cut, overlap - cut
+        ended = max(ended, began + sum(start["seconds"].values()))
+        first, final = start["step"] or (0, 0)
+        kept = total_at(start, kept_until, stepping, 1)
+        seconds |= {"productive": kept, "rewound": stepping - kept, "down": down}
+        stalled = _take_stalls(start, seconds, math.inf if kept_until == final else kept_until)
+        computing, steps = start["computing"] or 0.0, kept_until - first
+        found.append(Goodput(**seconds, computing=computing, starts=1, steps=steps, stalled=stalled))
+    return found
+
+
+def _kept_until(starts: Sequence[Start]) -> list[int]:
+    """Return the last step of each start that no later start repeated."""
+    limit, steps = math.inf, list[int]()
+    for first, last in (start["step"] or (0, 0) for start in reversed(starts)):
+        steps.append(int(max(first, min(last, limit))))
+        limit = min(limit, first) if last else limit
+    return steps[::-1]
+
+
+def total_at(start: Start, step: float, final: float, column: int) -> float:
+    """Interpolate a total of a start at a step: `final` is its last value, `column` its column in the saves."""
+    first, last = start["step"] or (0, 0)
+    if step >= last:
+        return final
+    saved: list[Any] = start["saved"]
+    saves = [(save[0], save[column]) for save in saved if first < save[0] < last and save[column] is not None]
+    for (a, low), (b, high) in itertools.pairwise([(first, 0.0), *sorted(saves), (last, final)]):
+        if step <= b:
+            return min(final, max(0.0, low + (high - low) * (step - a) / (b - a)))
+    return final
+
+
+# `goodput` of the command line.
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = "the checkpoint_dir of a run, or its logdir if it has none (several: a line of JSON for each)"
+    parser.add_argument("paths", metavar="PATH", nargs="+", help=what)
+    parser.add_argument("--prefix", default="model", help="the prefix of the run's checkpoints (default: model)")
+
+
+def _print_goodput(arguments: argparse.Namespace) -> int:
+    return max(_print_one(path, arguments) for path in arguments.paths)
+
+
+def _print_one(path: str, arguments: argparse.Namespace) -> int:
+    starts = _starts_of(path, arguments.prefix)
+    result = of_run(starts)
+    fields = {**vars(result), "total": result.total, "fraction": result.fraction}
+    rows = [
+        {"start": start["number"], "from": start["step"][0], **by_part}
+        for start in valid(starts)
+        if start["step"] and (by_part := milliseconds(start))
+    ]
+    lines = [*[f"{path}:"] * (len(arguments.paths) > 1), str(result)]
+    if part_changes(valid(starts)):
+        fields["by_start"] = rows
+        lines += ["milliseconds a step:", *table({name: name for name in rows[0]}, rows, left=1)]
+    return answer(arguments, {name: value for name, value in fields.items() if value or value == 0}, lines)
+
+
+GOODPUT = Command(_add_arguments, _print_goodput)

@@ -1,0 +1,361 @@
+"""The sections of the page of runs: what is odd, table or facts, options, curves, differences, times."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from jstep.core.checks import format_list, truncate
+from jstep.core.drawing import NEUTRAL, Curve, Dot, Mark, dots, legend_key, picture
+from jstep.core.html_tables import html_text
+from jstep.look.cli import utc_text
+from jstep.look.divergence import divergence
+from jstep.look.goodput import Goodput, by_start, of_run
+from jstep.look.run_files import RunFiles
+from jstep.look.runs import duration_text, main_metrics, shared_ids
+from jstep.look.sweep import Line, Option, Sweep, is_finite_number, value_text
+from jstep.record.differences import values_of
+
+_MAX_CELL, _MAX_NAME, _MAX_TITLE = 24, 40, 2000
+"""The maximum number of characters of a cell, of a name, and of the tooltip that has the whole text."""
+_BOX_ROWS = 20
+"""The maximum number of rows of a table that does not scroll in a box of its own."""
+_MAX_OPTIONS, _NAMED_OPTIONS = 16, 8
+"""The number of options that have a picture, and of those of the best run that are named; others are in the table."""
+_MAX_PICTURES, _MAX_ODD = 100, 20
+"""The maximum number of pictures of curves, and of oddities of one run."""
+_COLORED, _NEUTRAL = 40_000, 75_000
+"""How many columns all colored curves of a page have together, and all others."""
+
+
+def sections(sweep: Sweep) -> dict[str, list[str]]:
+    """Return the parts of the page by their headings; one without parts is not shown."""
+    if len(sweep.rows) > 1:
+        runs = {"The runs": _table(sweep), f"Options against the {sweep.metric}": _options(sweep)}
+    else:
+        runs = {"The run": _facts(sweep.rows[0])}
+    return {
+        "What is odd": _odd(sweep),
+        **runs,
+        "How it went": _curves(sweep),
+        "What differs": _differences(sweep),
+        "Where the time went": _times(sweep),
+    }
+
+
+# Cells and tables.
+
+
+def _cell(text: str, most: int = _MAX_CELL, *, number: float | None = None, after: str = "", padding: str = "") -> str:
+    """A cell; a long text is cut, and the whole is its tooltip. `number` is what it is sorted by."""
+    cut = truncate(text, most)
+    title = f' title="{html_text(truncate(text, _MAX_TITLE))}"' if cut != text else ""
+    attributes = "" if number is None else f' class="n" data-v="{_sorted_by(number)}"'
+    style = f' style="padding-left:{padding}"' if padding else ""
+    return f"<td{attributes}{title}{style}>{html_text(cut)}{after}</td>"
+
+
+def _number(value: float | None, text: Callable[[float], str] = "{:.4g}".format) -> str:
+    if value is None:
+        return "<td></td>"
+    exact = f"{value!r}".removesuffix(".0")
+    title = f' title="{exact}"' if exact != text(value) else ""
+    return f'<td class="n" data-v="{_sorted_by(value)}"{title}>{text(value)}</td>'
+
+
+def _sorted_by(number: float) -> str:
+    """A number as the script reads it; NaN is behind all others, as empty cells are."""
+    return "" if math.isnan(number) else f"{number:.9g}".replace("inf", "Infinity")
+
+
+def _boxed(names: Iterable[str], rows: Sequence[str], key: str = "") -> str:
+    kind = "wide scrolls" if len(rows) > _BOX_ROWS else "wide"
+    attributes = f' id="{key}"' if key else ""
+    heads = "".join(_cell(name).replace("td", "th") for name in names)
+    body = f"<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody>"
+    return f'<div class="{kind}" tabindex="0"><table{attributes}>{body}</table></div>'
+
+
+# What is odd.
+
+
+def _odd(sweep: Sweep) -> list[str]:
+    items = [html_text(line) for line in shared_ids([row.run for row in sweep.rows])]
+    several = len(sweep.rows) > 1
+    for row in sweep.rows:
+        not_shown = [f"and {len(row.odd) - _MAX_ODD} more"] * (len(row.odd) > _MAX_ODD)
+        lines = [html_text(truncate(line, 300)) for line in (*row.odd[:_MAX_ODD], *not_shown)]
+        together = [f"<b>{html_text(truncate(row.name, _MAX_NAME))}</b>: {'; '.join(lines)}"] if lines else []
+        items += together if several else lines
+    listed = "".join(f"<li>{item}</li>" for item in items)
+    return [f'<ul class="{"scrolls odd" if several else ""}" tabindex="0">{listed}</ul>'] if items else []
+
+
+# One run: its facts.
+
+
+def _facts(row: RunFiles) -> list[str]:
+    run, total = row.run, of_run(row.starts) if row.starts else None
+    times = {"started": run.started, "ended": run.ended}
+    notes = {name: f"; {note}" for name, note in run.best_notes.items()}
+    numbers = {f"best {name}": (value, f" at step {at}{notes.get(name, '')}") for name, (value, at) in run.best.items()}
+    numbers |= {f"last {name}": (value, "") for name, value in run.metrics.items()}
+    facts = {
+        "status": f"{run.status}: {run.reason}".rstrip(": "),
+        "step": f"{run.step}" if run.last_step is None else f"{run.step} of {run.last_step}",
+        **{name: f"{utc_text(at)} UTC" for name, at in times.items() if at},
+        "wall time": duration_text(run.wall_seconds),
+        "devices": run.devices,
+        "parameters": run.parameters and f"{run.parameters:,}",
+        "peak memory of a device": run.peak_bytes and f"{run.peak_bytes / 2**30:.2f} GiB",
+        "mfu": run.mfu and f"{run.mfu:.3g}",
+        "goodput": total and f"{total.fraction:.1%}",
+        "commit": run.commit and run.commit + f", with edits ({run.edits})" * bool(run.edits),
+        "branch of": run.parent and f"{run.parent[0]} (step {run.parent[1]})",
+        **{name: f"{value:.4g}{at}" for name, (value, at) in numbers.items()},
+        "directory": run.path,
+    }  # fmt: skip
+    titles = {name: f' title="{value!r}"' for name, (value, _) in numbers.items()}
+    items = [
+        f"<div><dt>{html_text(name)}</dt><dd{titles.get(name, '')}>{html_text(value)}</dd></div>"
+        for name, value in facts.items()
+        if value
+    ]
+    return [f"<dl>{''.join(items)}</dl>", _recorded(row)]
+
+
+def _recorded(row: RunFiles) -> str:
+    groups: dict[str, Any] = {"options": row.run.config} if row.run.config else {}
+    for name, (section, value) in values_of(row.trained).items():
+        if section not in ("config", "settings") and value is not None:
+            group = groups.setdefault("program" if section == "programs" else section, {})
+            group[name.partition(": ")[2] or name] = value
+    rows = []
+    for title, values in groups.items():
+        text = ", ".join(f"{name} = {truncate(value_text(value), 300)}" for name, value in values.items())
+        rows.append(f"<tr><td>{html_text(title)}</td><td>{html_text(text)}</td></tr>")
+    table = f'<table class="facts"><tbody>{"".join(rows)}</tbody></table>'
+    return f"<details open><summary>what it was given</summary>{table}</details>" if rows else ""
+
+
+# Several runs: a row a run, and one above the runs of each group.
+
+
+def _table(sweep: Sweep) -> list[str]:
+    rows, lines = sweep.rows, sweep.lines()
+    columns: dict[str, Callable[[Line], str]] = {
+        "name": lambda line: _name_cell(sweep, line),
+        "status": lambda line: _status_cell(sweep, line),
+        "step": lambda line: _step_cell(sweep, line),
+        f"best {sweep.metric.name}": _mean_cells([best and best[0] for best in sweep.best]),
+        "at step": lambda line: _number(None if line.is_group else (sweep.best[line.members[0]] or (0, None))[1]),
+    }
+    if sweep.groups:
+        columns["range"] = lambda line: _range_cell(sweep, line)
+    for name in main_metrics([row.run for row in rows], None):
+        columns[f"last {name}"] = _mean_cells([row.run.metrics.get(name) for row in rows])
+    columns |= {option.short: _option_cells(option) for option in sweep.options}
+    columns["wall time"] = _mean_cells([None if row.run.error else row.run.wall_seconds for row in rows], duration_text)
+    columns["goodput"] = _mean_cells([row.run.goodput for row in rows], "{:.1%}".format)
+    drawn = [f"<tr{_row_data(sweep, line)}>{''.join(cell(line) for cell in columns.values())}</tr>" for line in lines]
+    words = f"{_best_words(sweep)}The best is the {sweep.metric}"
+    words += "; runs that differ in nothing but a seed are below their mean and range." if sweep.groups else "."
+    return [f'<p>{html_text(words)}</p><div id="controls"></div>', _boxed(columns, drawn, "runs")]
+
+
+def _best_words(sweep: Sweep) -> str:
+    i = next(iter(sweep.ranked()), None)
+    if i is None or (best := sweep.best[i]) is None:
+        return ""
+    varied = [(option.short, option.values[i]) for option in sweep.options if option.values[i] is not None]
+    options = ", ".join(f"{name} {truncate(value_text(value), _MAX_NAME)}" for name, value in varied[:_NAMED_OPTIONS])
+    name = truncate(sweep.rows[i].name, _MAX_NAME)
+    return f"Best: {name}, {best[0]:.4g} at step {best[1]}{' with ' * bool(options)}{options}. "
+
+
+def _row_data(sweep: Sweep, line: Line) -> str:
+    """What the script needs to know of a row."""
+    attributes = f' data-b="{line.block}"' if line.block >= 0 else ""
+    if line.is_group:
+        return f'{attributes} class="group" data-g="{" ".join(map(str, line.members))}"'
+    clock = " ".join(f"{step},{seconds:.5g}" for step, seconds in sweep.rows[line.members[0]].clock)
+    return f'{attributes} data-r="{line.members[0]}" data-t="{clock}"'
+
+
+def _name_cell(sweep: Sweep, line: Line) -> str:
+    padding = f"{min(line.depth, 12) * 1.1:.1f}em" if line.depth else ""
+    row, color = sweep.rows[line.members[0]], sweep.colors[line.members[0]]
+    if line.is_group:
+        return _cell(f"{len(line.members)} seeds of {row.name}", _MAX_NAME, padding=padding)
+    swatch = f" {legend_key('', color, color)}" if color != NEUTRAL else ""
+    text = row.name + (f" @{row.run.parent[1]}" if row.run.parent is not None else "")
+    return _cell(text, _MAX_NAME, after=swatch, padding=padding)
+
+
+def _status_cell(sweep: Sweep, line: Line) -> str:
+    runs = [sweep.rows[i].run for i in line.members]
+    if line.is_group:
+        return _cell(", ".join(f"{count} {status}" for status, count in Counter(run.status for run in runs).items()))
+    return _cell(f"{runs[0].status}: {runs[0].reason or runs[0].error or ''}".rstrip(": "))
+
+
+def _step_cell(sweep: Sweep, line: Line) -> str:
+    run = sweep.rows[line.members[0]].run
+    if line.is_group or run.error:
+        return "<td></td>"
+    return _cell(f"{run.step}" if run.last_step is None else f"{run.step}/{run.last_step}", number=float(run.step))
+
+
+def _mean_cells(
+    values: Sequence[float | None], text: Callable[[float], str] = "{:.4g}".format
+) -> Callable[[Line], str]:
+    """A column of numbers; the line of a group has their mean."""
+    return lambda line: _number(_mean(values[i] for i in line.members), text)
+
+
+def _mean(some: Iterable[float | None]) -> float | None:
+    known = [value for value in some if value is not None]
+    return sum(value / len(known) for value in known) if known else None
+
+
+def _range_cell(sweep: Sweep, line: Line) -> str:
+    known = [best[0] for i in line.members if (best := sweep.best[i]) is not None]
+    return _cell(f"{min(known):.4g} to {max(known):.4g}") if line.is_group and known else "<td></td>"
+
+
+def _option_cells(option: Option) -> Callable[[Line], str]:
+    def cell(line: Line) -> str:
+        values = _distinct(option.values[i] for i in line.members)
+        if len(values) == 1 and is_finite_number(values[0]):
+            return _number(values[0], value_text)
+        return _cell(", ".join(map(value_text, values)))
+
+    return cell
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    return list({value_text(value): value for value in values if value is not None}.values())
+
+
+# Options against the metric.
+
+
+def _options(sweep: Sweep) -> list[str]:
+    pictures = [drawn for option in sweep.options[:_MAX_OPTIONS] if (drawn := _option(sweep, option))]
+    others = len(sweep.options) - _MAX_OPTIONS
+    note = f"<p>{others} further options are in the table only.</p>" if others > 0 else ""
+    return [f'<div class="small">{"".join(pictures)}</div>{note}'] if pictures else []
+
+
+def _option(sweep: Sweep, option: Option) -> str:
+    points = []
+    first = next(iter(sweep.ranked()), None)
+    varies = len(_distinct(option.values)) > 1  # otherwise some runs have its only value, and others have none
+    for i, (value, best) in enumerate(zip(option.values, sweep.best, strict=True)):
+        if best is not None and not (varies and value is None):
+            name = "none" if value is None else value_text(value)
+            place = float(value) if varies and option.is_number else name
+            at = name if value is None or isinstance(value, str) else repr(value)
+            text = f"{truncate(sweep.rows[i].name, _MAX_NAME)}: {best[0]!r} at {truncate(at, _MAX_CELL)}"
+            points.append(Dot(place, best[0], text, sweep.colors[i], i, i == first))
+    points.sort(key=lambda point: str(point.place))
+    return f"<div>{dots(truncate(option.short, _MAX_NAME), points, sweep.metric.name)}</div>" if points else ""
+
+
+# Curves.
+
+
+def _curves(sweep: Sweep) -> list[str]:
+    """A picture for each scalar; of one run, training and evaluations are in one."""
+    tags, is_one = dict.fromkeys(tag for row in sweep.rows for tag in row.series), len(sweep.rows) == 1
+    groups: dict[str, list[str]] = {}
+    for tag in tags:
+        metric = tag.rpartition("/")[2]
+        groups.setdefault(metric if is_one and metric in tags else tag, []).append(tag)
+    order = sorted(groups, key=lambda tag: (tag != sweep.metric.name, tag.rpartition("/")[2] != "loss", "/" in tag))
+    shown = order[:_MAX_PICTURES]
+    if not shown:
+        return []
+    every = [i for name in shown for tag in groups[name] for i, row in enumerate(sweep.rows) if tag in row.series]
+    colored = sum(sweep.colors[i] != NEUTRAL for i in every)
+    most = max(12, _COLORED // max(1, colored)), max(2, _NEUTRAL // max(1, len(every) - colored))
+    columns = min(560 if is_one else 140, most[0]), min(35, most[1])
+    figures = [f"<div>{_figure(sweep, name, groups[name], columns)}</div>" for name in shown]
+    note = f"<p>{len(order) - len(shown)} further scalars are not shown.</p>" if len(order) > len(shown) else ""
+    return [_legend(sweep), note, f'<div class="pictures">{"".join(figures)}</div>']
+
+
+def _legend(sweep: Sweep) -> str:
+    if len(sweep.rows) == 1:
+        words = "Marks: a start (thick), a checkpoint that is kept (short), a stage (dotted), the best value (dot)"
+        return f"<p>{words}{', steps that were made again (pale)' * any(sweep.rows[0].rewound.values())}.</p>"
+    ranked = sweep.ranked()
+    keys = [legend_key(truncate(sweep.rows[i].name, _MAX_NAME), sweep.colors[i], sweep.colors[i], i) for i in ranked]
+    keys += [legend_key("all others", NEUTRAL, 0)] * (len(sweep.rows) > len(ranked))
+    words = f"The best {len(ranked)} are in color, from the first on; dots are their best values."
+    return f'<div id="drawing"></div><p id="legend">{"".join(keys)}</p><p>{html_text(words)}</p>'
+
+
+def _figure(sweep: Sweep, name: str, tags: Sequence[str], columns: tuple[int, int]) -> str:
+    curves = list[Curve]()
+    marks = list[Mark]()
+    is_one = len(sweep.rows) == 1
+    for i, row in enumerate(sweep.rows):
+        for n, tag in enumerate(sorted(tags, key=lambda tag: tag != name)):
+            if tag not in row.series:
+                continue
+            color, key = sweep.colors[i], n if is_one else i
+            text, dash = (tag, n) if is_one else (truncate(row.name, _MAX_NAME), color)
+            for points in row.rewound[tag] if is_one else ():
+                curves.append(Curve(text, *points, color, dash, pale=True, key=key))
+            curves.append(Curve(text, *row.series[tag], color, dash, key=key))
+            best = row.run.best.get(tag) or (sweep.best[i] if tag == sweep.metric.name else None)
+            if best is not None and color != NEUTRAL:
+                marks.append(Mark("best", best[1], f"{text}: best {best[0]!r} at step {best[1]}", color, best[0], key))
+    marks += sweep.rows[0].marks() if is_one else []
+    return picture(name, curves, marks, columns=columns, legend=is_one, style=False)
+
+
+# What differs, and times.
+
+
+def _differences(sweep: Sweep) -> list[str]:
+    rows = []
+    for name, values in sweep.differ.items():
+        runs: dict[str, list[str]] = {}
+        for row, value in zip(sweep.rows, values, strict=True):
+            runs.setdefault("none" if value is None else value_text(value), []).append(truncate(row.name, _MAX_NAME))
+        lines = [f"{truncate(value, 100)}: {format_list(names, 3)}" for value, names in runs.items()]
+        rows.append(f"<tr>{_cell(name, 60)}{_number(len(runs))}{_cell('; '.join(lines), 120)}</tr>")
+    table = [_boxed(("what", "values", "values and their runs"), rows)] if rows else []
+    if len(sweep.rows) != 2:
+        return table
+    pair = [(row.run.path, row.run.prefix) for row in sweep.rows]
+    text = divergence(pair).text(pair)
+    return [f"<p>{html_text(text)}</p>" * bool(text), *table]
+
+
+def _times(sweep: Sweep) -> list[str]:
+    """A line for each run, or of one run for each start: how its time is divided."""
+    known = [row for row in sweep.rows if row.starts]
+    lines = [(row.name, of_run(row.starts), "") for row in known]
+    for row in known if len(sweep.rows) == 1 else ():
+        facts = [fact for fact in row.run.starts if fact["began"] is not None]
+        for item, start, fact in zip(by_start(row.starts), row.starts, facts, strict=True):
+            steps = "steps {} to {}".format(*start["step"]) if start["step"] else "no step"
+            lines.append(
+                (f"start {start['number']}", item, f"{steps}, {fact['status']}: {fact['reason']}".rstrip(": "))
+            )
+    names = list(Goodput().parts)
+    used = [name for name in names if any(item.parts[name] for _, item, _ in lines)]
+    keys = " ".join(f'<span class="key"><span class="box b{names.index(name)}"></span> {name}</span>' for name in used)
+    rows = []
+    for name, item, words in lines:
+        parts = {part: secs for part, secs in item.parts.items() if secs > 0}
+        bar = "".join(
+            f'<i class="b{names.index(part)}" style="flex:{secs / item.total:.4f}"></i>' for part, secs in parts.items()
+        )
+        title = ", ".join(f"{part} {secs:.4g} s ({secs / item.total:.1%})" for part, secs in parts.items())
+        cells = _cell(name, _MAX_NAME) + _number(item.fraction, "{:.1%}".format) + _number(item.total, duration_text)
+        rows.append(f'<tr>{cells}<td><div class="bar" title="{title}">{bar}</div></td>{_cell(words, 80)}</tr>')
+    return [f"<p>{keys}</p>", _boxed(("name", "goodput", "time", "parts", ""), rows)] if rows else []

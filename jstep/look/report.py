@@ -1,0 +1,157 @@
+"""`report`: one page of HTML about runs: their setup, their course, their use of time, and oddities."""
+
+import argparse
+import base64
+import dataclasses
+import hashlib
+import html
+import importlib.resources
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable
+
+from jstep.core.checks import as_string, check_choice, describe_type
+from jstep.core.drawing import stylesheet
+from jstep.core.html_tables import html_text
+from jstep.look.cli import OK, Command, utc_text
+from jstep.look.page import sections
+from jstep.look.run_files import RunFiles
+from jstep.look.runs import find_runs, run_names
+from jstep.look.sweep import Sweep
+from jstep.stores.files import write_named
+from jstep.stores.urls import absolute, location
+
+_COLUMNS, _COLUMNS_OF_ONE = 100, 560
+"""How many columns of a run's curves are kept."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Report:
+    """A page of HTML that shows runs; a notebook displays it in a frame.
+
+    Attributes:
+        html: The page, self-contained.
+    """
+
+    html: str
+
+    def __repr__(self) -> str:
+        return f"Report({len(self.html.encode())} bytes of HTML)"
+
+    def _repr_html_(self) -> str:
+        # A frame separates its style and script from the notebook's.
+        style = "width: 100%; height: 80vh; border: 0; background: white"
+        return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{html.escape(self.html)}"></iframe>'
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Write the page to a file or URL, atomically; through what is not a regular file, such as a FIFO."""
+        write_named(absolute(location(file, "file")), self.html.encode())
+
+
+def report(
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    file: str | os.PathLike[str] | None = None,
+    *,
+    metric: str | None = None,
+    mode: str | None = None,
+) -> Report:
+    """Show runs on one page of HTML, from the files that they have written; a run may still be in progress.
+
+    The page needs no network, server or script, and fits phones and paper. It shows what is odd (stalls, failures,
+    refused starts, values that are not finite, corrupted files), a table with one row for each run, the options that
+    vary against the best value of a metric, the curves of the event files, those of the ten best runs in color, what
+    differs between the runs, and where the time went. For one run its facts stand in place of the table.
+
+    Args:
+        paths: A directory or URL with a run, or with runs below it; or several.
+        file: A file to write the page to as well; None for no file.
+        metric: The metric that ranks the runs; None for that of a `KeepBest`, or else the first metric of an
+            evaluation, or else `"loss"`.
+        mode: `"max"` if the greatest value is the best, `"min"` if the least is. None means as a `KeepBest` of the
+            metric has it, or else `"min"`; a `KeepBest` whose direction is known takes precedence.
+
+    Returns:
+        The page.
+
+    Raises:
+        FileNotFoundError: A directory does not exist, or has no run.
+        ValueError: `paths` is empty, no run has the metric, or `mode` is neither.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep, tempfile
+        >>> optimizer = jstep.gradient_descent(0.25)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> state, run = jstep.TrainState.create({"w": 0.0}, optimizer), tempfile.mkdtemp()
+        >>> state = jstep.train(train_step, state, lambda step: jnp.ones(()), 9, checkpoint_dir=run)
+        >>> page = jstep.report(run)
+        >>> page.html.startswith("<!doctype html>"), "finished" in page.html
+        (True, True)
+    """
+    output = None if file is None else location(file, "file")
+    metric = None if metric is None else as_string(metric, "metric")
+    mode = None if mode is None else check_choice(mode, "mode", ("min", "max"))
+    places = [paths] if isinstance(paths, str | os.PathLike) else paths
+    if not isinstance(places, Iterable):
+        raise TypeError(f"paths={paths!r}: must be a path or several, got {describe_type(paths)}")
+    listed = find_runs(places)
+    if not listed:
+        raise ValueError(f"paths={paths!r}: must be a path or several, got none")
+    columns = _COLUMNS if len(listed) > 1 else _COLUMNS_OF_ONE
+    rows = [RunFiles.of(run, name, columns) for run, name in zip(listed, run_names(listed), strict=True)]
+    page = Report(_page(Sweep.of(rows, metric, mode)))
+    if output is not None:
+        page.save(output)
+    return page
+
+
+# The page.
+
+
+def _page(sweep: Sweep) -> str:
+    title = f"Run {sweep.rows[0].name}" if len(sweep.rows) == 1 else f"{len(sweep.rows)} runs"
+    body = [f"<h2>{html_text(name)}</h2>{''.join(parts)}" for name, parts in sections(sweep).items() if parts]
+    style, script = stylesheet() + _asset("report.css"), _asset("report.js")
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
+    page = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html_text(title)}</title><style>{style}</style></head>\n<body><main><h1>{html_text(title)}</h1>"
+        f"<p>As of {utc_text(time.time(), 'minutes')} UTC, by jstep {sys.modules['jstep'].__version__}.</p>\n"
+        f"{chr(10).join(body)}\n</main><script>{script}</script></body></html>\n"
+    )
+    return _INVALID.sub("\N{REPLACEMENT CHARACTER}", page)
+
+
+_INVALID = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
+"""Characters that HTML must not have, and marks that make text read in another order than it has."""
+
+
+def _asset(name: str) -> str:
+    return importlib.resources.files("jstep.look").joinpath(name).read_text(encoding="utf-8")
+
+
+# `report` of the command line.
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("paths", metavar="RUN", nargs="+", help="a directory or URL with a run, or with runs below it")
+    parser.add_argument("--metric", metavar="NAME", help="the metric that ranks the runs")
+    parser.add_argument("--mode", choices=("max", "min"), help="whether its greatest or least value is the best")
+    parser.add_argument("-o", "--output", default="report.html", help="the page (default: report.html); - for stdout")
+
+
+def _write_page(arguments: argparse.Namespace) -> int:
+    page = report(arguments.paths, metric=arguments.metric, mode=arguments.mode)
+    if arguments.output == "-":
+        sys.stdout.write(page.html)
+    else:
+        page.save(arguments.output)
+        print(f"{arguments.output}: {len(page.html.encode()) / 1000:.0f} kB")
+    return OK
+
+
+REPORT = Command(_add_arguments, _write_page, has_json=False)

@@ -1,0 +1,461 @@
+"""`runs`: a table of all runs below some directories, with their status, metrics and parents."""
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import os
+import pathlib
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jstep.checkpoint.manifest import MANIFEST_FILE
+from jstep.core.checks import as_string, format_list, truncate
+from jstep.core.html_tables import html_table
+from jstep.core.tables import breadth, columns, fold, printable
+from jstep.look.cli import DIFFERENT, OK, Command, as_strict_json, choose, complain, local_text, local_zone
+from jstep.look.run_summary import RunSummary, start_with_card, summarize, summary_fields, unreadable_run
+from jstep.look.start_rows import start_rows, table_of_starts
+from jstep.record.differences import values_of
+from jstep.record.starts import FOLDER, read_starts
+from jstep.stores.files import is_absent, is_directory, walk
+from jstep.stores.urls import absolute, is_url, join_path, location, resolve_path, split_path
+
+
+class RunList(list[RunSummary]):
+    """A list of runs, parents before their branches; `str()` is a table, and a notebook shows one."""
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(tree(self), main_metrics(self, None), {}))
+
+    def _repr_html_(self) -> str:
+        listed = tree(self)
+        head, *rows = _cells(listed, main_metrics(self, None), {})
+        return html_table(f"{len(self)} run{'s' * (len(self) != 1)}", rows, head, messages(listed))
+
+    def differences(self) -> dict[str, list[Any]]:
+        """Return what differs between the runs, by the names that `python -m jstep diff` shows, options first.
+
+        Returns:
+            Name → the value of each run, in the order of the list; None if a run has none, or no record of it can be
+            read. Paths are not compared.
+        """
+        return differences_of([_given(run) for run in self])
+
+
+def _given(run: RunSummary) -> Mapping[str, Any]:
+    with contextlib.suppress(OSError):
+        return start_with_card(run.path, read_starts(run.path).get(run.prefix, ()))
+    return {}
+
+
+def differences_of(starts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    every = [values_of(start) if start else {} for start in starts]
+    present = [named for named in every if named]
+    names = {name: section for named in present for name, (section, _) in named.items()}
+    values = {name: [named[name][1] if name in named else None for named in every] for name in names}
+    known = [i for i, named in enumerate(every) if named]
+    differ = [name for name, row in values.items() if len({json.dumps(row[i], sort_keys=True) for i in known}) > 1]
+    differ.sort(key=lambda name: names[name] != "config")
+    # A hash is shown only if no other value of its section differs.
+    sections = {names[name] for name in differ if not _is_hash(name)}
+    kept = [name for name in differ if not (_is_hash(name) and names[name] in sections)]
+    return {name: [x[:8] if _is_hash(name) and isinstance(x, str) else x for x in values[name]] for name in kept}
+
+
+def _is_hash(name: str) -> bool:
+    return name.endswith(": hash") or name.startswith("the traced step")
+
+
+# Finding runs.
+
+
+def runs(directory: str | os.PathLike[str], *, prefix: str | None = None) -> RunList:
+    """Summarize all runs in a directory and below it, from the files of their starts.
+
+    Args:
+        directory: A directory or URL.
+        prefix: Only runs with this prefix of checkpoints; None for all.
+
+    Returns:
+        A list of `RunSummary`. If a run cannot be read, its `error` says why.
+
+    Raises:
+        FileNotFoundError: There is no such directory.
+
+    Example:
+        >>> import jax.numpy as jnp, jstep, tempfile
+        >>> optimizer = jstep.gradient_descent(0.25)
+        >>> train_step = jstep.minimize(lambda params, x: (params["w"] - x) ** 2, optimizer)
+        >>> above = tempfile.mkdtemp()
+        >>> state = jstep.TrainState.create({"w": 0.0}, optimizer)
+        >>> state = jstep.train(train_step, state, lambda step: jnp.ones(()), 9, checkpoint_dir=f"{above}/trunk")
+        >>> [(run.status, run.step, sorted(run.metrics)) for run in jstep.runs(above)]
+        [('finished', 9, ['learning_rate', 'loss'])]
+    """
+    wanted = None if prefix is None else as_string(prefix, "prefix")
+    above = absolute(location(directory, "directory"))
+    if not is_directory(above):
+        raise FileNotFoundError(f"{above}: no such directory")
+    found: list[RunSummary] = []
+    for where, error in _places(above):
+        try:
+            if error is not None:
+                raise error
+            found += [summarize(where, prefix, starts) for prefix, starts in read_starts(where).items()]
+        except OSError as problem:
+            found.append(unreadable_run(where, "", problem))
+    known = [run for run in found if wanted in (None, run.prefix) or not run.prefix]
+    return RunList(row.run for row in tree(_with_moved_parents(known)))
+
+
+def find_runs(paths: Iterable[str | os.PathLike[str]]) -> RunList:
+    """Return the runs below some directories, each once.
+
+    Raises:
+        FileNotFoundError: A directory does not exist, or has no run.
+    """
+    found = list[RunList]()
+    for path in paths:
+        found.append(runs(path))
+        if not found[-1]:
+            raise FileNotFoundError(f"{os.fspath(path)}: no run is there; a run has a folder {FOLDER}/")
+    return found[0] if len(found) == 1 else RunList(_with_moved_parents(distinct(itertools.chain(*found))))
+
+
+def distinct(found: Iterable[RunSummary]) -> RunList:
+    once: dict[tuple[str, str], RunSummary] = {}
+    for run in found:
+        once.setdefault((resolve_path(run.path), run.prefix), run)
+    return RunList(once.values())
+
+
+def _places(above: str) -> list[tuple[str, OSError | None]]:
+    """The directories with records, at and below a path, and those that cannot be opened, with the error.
+
+    Checkpoints are not searched. Links are followed last. Each directory is searched once, and none above the path is.
+    """
+    if is_url(above):
+        folders = [split_path(where) for where, names in walk(above) if names]
+        return [(where, None) for where, name in folders if name == FOLDER]
+    found: list[tuple[str, OSError | None]] = []
+    seen = set[tuple[int, int]]()
+    for parent in pathlib.Path(os.path.realpath(above)).parents:
+        with contextlib.suppress(OSError):
+            seen.add(_identity(os.stat(parent)))
+    waiting, links = [above], list[str]()
+    while waiting or links:
+        if not waiting:
+            waiting, links = sorted(links, reverse=True), []
+        folder = waiting.pop()
+        try:
+            if os.path.lexists(os.path.join(folder, MANIFEST_FILE)):
+                continue
+            about = os.stat(folder)
+            if not stat.S_ISDIR(about.st_mode) or _identity(about) in seen:
+                continue
+            seen.add(_identity(about))
+            with os.scandir(folder) as entries:
+                below = {entry.name: entry for entry in entries}
+            links += [entry.path for entry in below.values() if entry.is_symlink()]
+            inner = {name: entry.path for name, entry in below.items() if entry.is_dir(follow_symlinks=False)}
+            if inner.pop(FOLDER, None) is not None:
+                found.append((folder, None))
+            waiting += sorted(inner.values(), reverse=True)
+        except OSError as error:
+            if not is_absent(error):
+                found.append((folder, error))
+    return sorted(found, key=lambda place: place[0].split(os.sep))
+
+
+def _identity(about: os.stat_result) -> tuple[int, int]:
+    return about.st_dev, about.st_ino
+
+
+def directory_of_runs(path: str, below: Sequence[RunSummary]) -> str:
+    """Return a sentence that says so if there are runs below a directory, and none in it; otherwise ""."""
+    if not below or any(resolve_path(run.path) == resolve_path(path) for run in below):
+        return ""
+    names = format_list(run_names(below), 5)
+    return f"{path} is a directory of runs ({names}): `python -m jstep runs {path}` lists them; give the path of one"
+
+
+# The table.
+
+
+class Row(NamedTuple):
+    """A run in a table; `branch` is what is drawn in front of its name."""
+
+    run: RunSummary
+    branch: str = ""
+    depth: int = 0
+
+
+def tree(summaries: Sequence[RunSummary]) -> list[Row]:
+    """Return each run after its parent. Parents may form a circle or a long chain."""
+    children: dict[int, list[RunSummary]] = {}
+    roots: list[RunSummary] = []
+    find_parent = _parents_among(summaries)
+    for run in summaries:
+        above = find_parent(run)
+        (roots if above is None or above is run else children.setdefault(id(above), [])).append(run)
+    rows: dict[int, Row] = {}
+    for root in [*roots, *summaries]:  # runs whose parents form a circle have no first one
+        waiting = [(Row(root), "")]
+        while waiting:
+            row, begins = waiting.pop()
+            if id(row.run) in rows:
+                continue
+            rows[id(row.run)] = row
+            below, depth = children.get(id(row.run), []), row.depth + 1
+            for child in reversed(below):
+                last = child is below[-1]
+                branch = ("" if depth <= _DRAWN else f"…{depth} ") + begins + ("└─ " if last else "├─ ")
+                further = begins + ("   " if last else "│  ") if depth <= _DRAWN else ""
+                waiting.append((Row(child, branch, depth), further))
+    return list(rows.values())
+
+
+_DRAWN = 16
+"""The depth to which branches are drawn; deeper ones have a number."""
+
+
+def _parents_among(summaries: Sequence[RunSummary]) -> Callable[[RunSummary], RunSummary | None]:
+    """Return a function that finds the parent of a run: at the recorded path, or else the only one with its run ID."""
+    by_place: dict[tuple[str, str | None], RunSummary] = {}
+    for run in summaries if any(run.parent for run in summaries) else ():
+        where = resolve_path(run.path)
+        by_place.setdefault((where, run.prefix), run)
+        by_place.setdefault((where, None), run)  # for other checkpoints, such as the best ones
+    by_id = _by_id(summaries)
+
+    def parent(run: RunSummary) -> RunSummary | None:
+        if run.parent is None:
+            return None
+        folder, checkpoint = split_path(run.parent[0])
+        folder = resolve_path(folder)
+        found = by_place.get((folder, checkpoint.rpartition("-")[0])) or by_place.get((folder, None))
+        if run.parent_run is not None and (found is None or found.run not in (None, run.parent_run)):
+            copies = by_id.get(run.parent_run, [])
+            above = [x for x in copies if join_path(folder, "").startswith(join_path(resolve_path(x.path), ""))]
+            (found,) = some if len(some := above or copies) == 1 else (None,)
+        return found
+
+    return parent
+
+
+def _by_id(summaries: Iterable[RunSummary]) -> dict[str, list[RunSummary]]:
+    found: dict[str, list[RunSummary]] = {}
+    for run in summaries:
+        if run.run is not None:
+            found.setdefault(run.run, []).append(run)
+    return found
+
+
+def _with_moved_parents(summaries: Sequence[RunSummary]) -> list[RunSummary]:
+    """Replace the path of each parent that was moved, and is known by its run ID; no run is its own parent."""
+    find_parent, found = _parents_among(summaries), list[RunSummary]()
+    for run in summaries:
+        if run.parent is not None:
+            path, step = run.parent
+            folder, checkpoint = split_path(path)
+            is_own = resolve_path(folder) == resolve_path(run.path) and run.parent_run not in (None, run.run)
+            above = find_parent(run)
+            if above is not None and above is not run and (is_own or not is_directory(folder)):
+                inner = join_path(above.path, split_path(folder)[1])  # such as that of the best checkpoints
+                is_inner = is_directory(inner) or resolve_path(inner) == resolve_path(folder)  # that were deleted
+                path = join_path(inner if is_inner else above.path, checkpoint)
+            elif is_own:
+                path = f"{path} of the run {run.parent_run}, which was there before"
+            run = dataclasses.replace(run, parent=(path, step))
+        found.append(run)
+    return found
+
+
+def shared_ids(summaries: Sequence[RunSummary]) -> list[str]:
+    """Return a sentence for the directories that have one run ID, if there are such."""
+    names = {id(run): name for run, name in zip(summaries, run_names(summaries), strict=True)}
+    shared = [
+        f"{format_list([names[id(run)] for run in copies], 5)} have the run ID {name}"
+        for name, copies in _by_id(summaries).items()
+        if len({run.path for run in copies}) > 1
+    ]
+    why = "all but one are copies; a branch is below the one at the path that it recorded, else below none"
+    return [f"{format_list(shared, 5, '; ')}: {why}"] if shared else []
+
+
+_MOST_METRICS = 4
+"""The number of losses, and of other metrics of which the best is kept, that are shown by default."""
+
+
+def main_metrics(summaries: Iterable[RunSummary], globs: str | None) -> list[str]:
+    """The columns of metrics that the globs name, by default the losses, and those of which the best is kept."""
+    names = dict.fromkeys(name for run in summaries for name in (*run.metrics, *run.best))
+    if globs:
+        return [globs] if globs in names else choose(names, globs.split(","), "--metrics", "a metric")
+    best = {name for run in summaries for name in (*run.best, *run.best_notes)}
+    losses = [name for name in names if name == "loss" or name.endswith("/loss")]
+    shown = {*losses[:_MOST_METRICS], *[name for name in names if name in best][:_MOST_METRICS]}
+    return [name for name in names if name in shown]
+
+
+def run_names(summaries: Sequence[RunSummary]) -> list[str]:
+    paths = [run.path for run in summaries]
+    above = os.path.commonpath(paths) if paths and not any(map(is_url, paths)) else ""
+    names = []
+    for run in summaries:
+        name = os.path.relpath(run.path, above) if above and run.path != above else split_path(run.path)[1] or run.path
+        names.append(name + ("" if run.prefix in ("model", "") else f":{run.prefix}"))
+    return names
+
+
+def _cells(rows: Sequence[Row], metrics: Sequence[str], differences: Mapping[str, Sequence[Any]]) -> list[list[str]]:
+    cells = [["run", "status", "step", "saved", *metrics, *differences, f"since ({local_zone()})", "wall", "on"]]
+    names = run_names([row.run for row in rows])
+    for i, (run, branch, _) in enumerate(rows):
+        former = [split_path(path)[1] for path in run.former_paths if split_path(path)[1] != split_path(run.path)[1]]
+        name = branch + names[i] + f" (was {', '.join(former)})" * bool(former)
+        name += f" @{run.parent[1]}" if run.parent is not None else ""
+        step = f"{run.step}" if run.last_step is None else f"{run.step}/{run.last_step}"
+        saved = "" if run.newest_checkpoint is None else run.newest_checkpoint.rpartition("-")[2]
+        varied = ["" if values[i] is None else str(values[i]) for values in differences.values()]
+        since = "" if run.started is None else local_text(run.started, "minutes")
+        wall = "" if run.error else duration_text(run.wall_seconds)
+        numbers = [_metric_text(run, metric) for metric in metrics]
+        cells.append([name, run.status, "" if run.error else step, saved, *numbers, *varied, since, wall, run.devices])
+    return [[truncate(item, _MAX_CELL) for item in row] for row in cells]
+
+
+_MAX_CELL = 400
+"""The maximum number of characters of a cell: all rows are as wide."""
+
+
+def messages(rows: Sequence[Row]) -> list[str]:
+    """Return a line for each run of which there is more to say than its status."""
+    told = zip(run_names([row.run for row in rows]), (status_text(row.run) for row in rows), rows, strict=True)
+    return [printable(truncate(f"{name}: {text}", _MAX_CELL)) for name, text, row in told if text != row.run.status]
+
+
+def status_text(run: RunSummary) -> str:
+    text = f"{run.status}: {run.reason or run.error or ''}".rstrip(": ")
+    if run.refused is not None:
+        what = f"{run.refused['status']}: {run.refused['reason']}".removeprefix("failed: ").rstrip(": ")
+        text += f"; refused {_ago(run.refused['time'])}: {what}"
+    return text
+
+
+def _metric_text(run: RunSummary, metric: str) -> str:
+    last = f"{run.metrics[metric]:.4g}" if metric in run.metrics else ""
+    best = f"best {run.best[metric][0]:.4g} at {run.best[metric][1]}" if metric in run.best else ""
+    note = run.best_notes.get(metric, "")
+    notes = ("; " if note.endswith("parent's") else ", ").join(filter(None, (best, note)))
+    return f"{last} ({notes})".strip() if notes else last
+
+
+def duration_text(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 60 else f"{seconds / 3600:.2f} h"
+
+
+def _ago(at: float) -> str:
+    passed = max(0.0, time.time() - at)
+    units = (("s", 1), ("min", 60), ("h", 3600))
+    unit, size = next((unit for unit in units if passed < 120 * unit[1]), ("days", 86400))
+    return f"{passed / size:.0f} {unit} ago"
+
+
+def _lines(rows: Sequence[Row], metrics: Sequence[str], differences: Mapping[str, Sequence[Any]]) -> list[str]:
+    """The lines of a table that fits the terminal, if any, and what there is to say below it."""
+    cells, width = _cells(rows, metrics, differences), shutil.get_terminal_size((0, 0)).columns
+    narrow = [[printable(cell) for cell in row] for row in cells]
+    widest = max(len(row[0]) for row in narrow)
+    room = max(_LEAST_CUT, widest - max(0, breadth(narrow) - width)) if width else widest
+    narrow = [[truncate(row[0], room), *row[1:]] for row in narrow]
+    below = messages(rows)
+    if width:
+        below = [part for line in below for part in fold(truncate(line, 2 * width - 10), width, 2)]
+    return [*columns(narrow if breadth(narrow) <= width else cells, 2, width or None), *below]
+
+
+_LEAST_CUT = 16
+"""The least number of characters to which a name is cut."""
+
+
+# `runs` of the command line.
+
+_OWN = {"run": "path", "status": "status", "step": "step", "since": "started", "wall": "wall_seconds", "on": "devices"}
+"""The columns that are not metrics, and the fields that they are sorted by."""
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("paths", metavar="DIR", nargs="+", help="a directory or URL with runs below it")
+    parser.add_argument("--metrics", metavar="GLOBS", help="the metrics to show, such as 'loss,validation/*'")
+    parser.add_argument("--sort", metavar="NAME", help="sort by a column or a metric, ascending, in a flat table")
+    parser.add_argument("--starts", action="store_true", help="show the starts of each run, and what changed at each")
+    parser.add_argument("--differences", action="store_true", help="also show what differs between the runs")
+
+
+def _print_starts(rows: Sequence[Row], arguments: argparse.Namespace) -> int:
+    found = list[dict[str, Any]]()
+    for row, name in zip(rows, run_names([row.run for row in rows]), strict=True):
+        starts = start_rows(row.run.path, read_starts(row.run.path).get(row.run.prefix, ()))
+        found += [{"run": name, **start} for start in starts]
+        if not arguments.json and starts:
+            print("\n".join([*[f"{name}:"] * (len(rows) > 1), *table_of_starts(starts)]))
+    if arguments.json:
+        print(as_strict_json(found))
+    return DIFFERENT if any(row.run.error for row in rows) else OK
+
+
+def _print_runs(arguments: argparse.Namespace) -> int:
+    rows = tree(find_runs(arguments.paths))
+    if arguments.starts:
+        return _print_starts(rows, arguments)
+    summaries = [row.run for row in rows]
+    metrics = main_metrics(summaries, arguments.metrics)
+    differences = RunList(summaries).differences() if arguments.differences else {}
+    if arguments.sort is not None:
+        order = sorted(range(len(rows)), key=_key(summaries, differences, arguments.sort))
+        summaries = [summaries[i] for i in order]
+        rows = list(map(Row, summaries))
+        differences = {name: [values[i] for i in order] for name, values in differences.items()}
+    if arguments.json:
+        fields = [summary_fields(run) for run in summaries]
+        for i, of_run in enumerate(fields if arguments.differences else ()):
+            of_run["differences"] = {name: values[i] for name, values in differences.items()}
+        print(as_strict_json(fields))
+    else:  # without a terminal, lines are whole
+        print("\n".join(_lines(rows, metrics, differences)))
+    complain("runs", *shared_ids(summaries))
+    return DIFFERENT if any(run.error for run in summaries) else OK
+
+
+def _key(
+    summaries: Sequence[RunSummary], differences: Mapping[str, Sequence[Any]], name: str
+) -> Callable[[int], tuple[bool, bool, Any]]:
+    metrics = {metric for run in summaries for metric in (*run.metrics, *run.best)}
+    values: Sequence[Any]
+    if name in _OWN:
+        values = [getattr(run, _OWN[name]) for run in summaries]
+    elif name in metrics:
+        values = [run.metrics.get(name, run.best.get(name, (None,))[0]) for run in summaries]
+    elif name in differences:
+        values = differences[name]
+    else:
+        choices = ", ".join([*_OWN, *sorted(metrics), *differences])
+        raise ValueError(f"--sort {name}: must be a column or a metric; there are {choices}")
+
+    def key(i: int) -> tuple[bool, bool, Any]:
+        value = values[i]
+        is_none = value is None or (isinstance(value, float) and math.isnan(value))
+        is_text = not isinstance(value, int | float)  # options may be of several types
+        return is_none, is_text, 0 if is_none else str(value) if is_text else value
+
+    return key
+
+
+RUNS = Command(_add_arguments, _print_runs)

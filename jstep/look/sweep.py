@@ -1,0 +1,193 @@
+"""Runs beside each other: the metric that ranks them, the options that vary, and groups that differ by a seed."""
+
+import dataclasses
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jstep.core.checks import format_list
+from jstep.core.drawing import COLORS, NEUTRAL
+from jstep.look.run_files import RunFiles
+from jstep.look.runs import differences_of, tree
+from jstep.record.differences import SECTIONS, values_of
+
+# The metric.
+
+
+class Ranking(NamedTuple):
+    """The metric by which runs are ranked, and whether its largest or its smallest value is the best."""
+
+    name: str
+    is_max: bool
+
+    def __str__(self) -> str:
+        return f"{'greatest' if self.is_max else 'least'} {self.name}"
+
+    @classmethod
+    def of(cls, rows: Sequence[RunFiles], name: str | None, mode: str | None) -> "Ranking":
+        """The named metric, else that of a `KeepBest`, else the first one of an evaluation, else the loss."""
+        names = dict.fromkeys(tag for row in rows for tag in (*row.run.metrics, *row.run.best, *row.series))
+        if name is not None and name not in names:
+            known = format_list(list(names), 30) or "none"
+            raise ValueError(f"metric={name!r}: must be a metric of the runs; there are {known}")
+        if name is None:
+            kept = Counter(tag for row in rows for tag in row.run.best)
+            prefixes = {prefix for row in rows for prefix in _evaluations(row.trained)}
+            first = (tag for tag in names if tag.partition("/")[0] in prefixes or tag.partition("/")[2] in names)
+            name = kept.most_common(1)[0][0] if kept else next(first, "loss")
+        return cls(name, {None: mode == "max", True: True, False: False}[_is_max(rows, name)])
+
+    def best(self, row: RunFiles) -> tuple[float, int] | None:
+        """The best value of a run and its step, as `KeepBest` knows it, or of its points, or the last one."""
+        value, at = row.run.best.get(self.name, (math.nan, 0))
+        if math.isfinite(value):
+            return value, at
+        steps, values = row.series.get(self.name, (np.array([0]), np.array([math.nan])))
+        if (finite := np.flatnonzero(np.isfinite(values))).size:
+            found = finite[values[finite].argmax() if self.is_max else values[finite].argmin()]
+            return float(values[found]), int(steps[found])
+        last = row.run.metrics.get(self.name, math.nan)
+        return (last, row.run.step) if math.isfinite(last) else None
+
+
+def _evaluations(start: Mapping[str, Any]) -> list[str]:
+    hooks = ((start.get("card") or {}).get("arguments") or {}).get("hooks")
+    named = [re.fullmatch(r"EvaluationHook\((.*)\)", str(hook)) for hook in (hooks if isinstance(hooks, list) else [])]
+    return [match[1] for match in named if match]
+
+
+def _is_max(rows: Sequence[RunFiles], name: str) -> bool | None:
+    """Whether a `KeepBest` keeps the greatest value; None if there is none."""
+    modes = [start["kept"][name]["mode"] for row in rows for start in row.starts if name in start["kept"]]
+    return next((mode == "max" for mode in reversed(modes) if mode is not None), None)
+
+
+# Options, and runs that differ by a seed.
+
+
+class Option(NamedTuple):
+    """An option that varies: its name on the page, its whole name, and the value of each run, None without one."""
+
+    short: str
+    name: str
+    values: Sequence[Any]
+
+    @property
+    def is_number(self) -> bool:
+        return all(is_finite_number(value) for value in self.values if value is not None)
+
+
+def is_finite_number(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e300  # type: ignore[arg-type]
+
+
+def value_text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def options(rows: Sequence[RunFiles], differ: Mapping[str, Sequence[Any]]) -> list[Option]:
+    """The options of configs that vary; where no run has a config, the hyperparameters."""
+    names = [name for name in differ if name.startswith(SECTIONS["config"])]
+    if not any(row.run.config for row in rows):
+        every = [item for row in rows if row.trained for item in values_of(row.trained).items()]
+        numbers = {name for name, (section, value) in every if section == "programs" and is_finite_number(value)}
+        names = [name for name in differ if name in numbers]
+    paths = [name.removeprefix(SECTIONS["config"]) for name in names]
+    last = [path.rpartition("/")[2] for path in paths]
+    short = [key if last.count(key) == 1 and key not in _TAKEN else path for key, path in zip(last, paths, strict=True)]
+    return [Option(key, name, differ[name]) for key, name in zip(short, names, strict=True)]
+
+
+_TAKEN = ("name", "status", "step", "at step", "range", "wall time", "goodput")
+"""The heads of other columns."""
+
+
+def is_seed(name: str) -> bool:
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+    return re.search(r"(?<![a-z])seeds?(?![a-z])", words) is not None
+
+
+def seed_groups(rows: Sequence[RunFiles], differ: Mapping[str, Sequence[Any]]) -> list[list[int]]:
+    """Indices of runs, two or more, that have the same parent and differ in nothing but their seeds."""
+    fixed = [values for name, values in differ.items() if not is_seed(name)]
+    seeds = [values for name, values in differ.items() if is_seed(name)]
+    groups: dict[str, list[int]] = {}
+    for i, row in enumerate(rows):
+        if row.trained:
+            key = json.dumps([row.run.parent, *[values[i] for values in fixed]], default=str)
+            groups.setdefault(key, []).append(i)
+    return [group for group in groups.values() if any(len({str(values[i]) for i in group}) > 1 for values in seeds)]
+
+
+# All of it.
+
+
+class Line(NamedTuple):
+    """A line of the table: a run, or a group above its runs. `block` is the outermost group around it, -1 for none."""
+
+    members: Sequence[int]
+    is_group: bool
+    depth: int
+    block: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """What a page shows.
+
+    Attributes:
+        best: The best value of each run, and its step.
+        colors: The color of each run: its place among the best ten, or `NEUTRAL`.
+        groups: Runs that differ by a seed.
+    """
+
+    rows: Sequence[RunFiles]
+    metric: Ranking
+    best: Sequence[tuple[float, int] | None]
+    colors: Sequence[int]
+    differ: Mapping[str, Sequence[Any]]
+    options: Sequence[Option]
+    groups: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, rows: Sequence[RunFiles], name: str | None, mode: str | None) -> "Sweep":
+        metric = Ranking.of(rows, name, mode)
+        best = [metric.best(row) for row in rows]
+        sign = -1.0 if metric.is_max else 1.0
+        ranked = sorted(range(len(rows)), key=lambda i: math.inf if (value := best[i]) is None else sign * value[0])
+        colors = [NEUTRAL] * len(rows)
+        for place, i in enumerate(ranked[:COLORS]):
+            colors[i] = place
+        differ = differences_of([row.trained for row in rows])
+        return cls(rows, metric, best, colors, differ, options(rows, differ), seed_groups(rows, differ))
+
+    def ranked(self) -> list[int]:
+        return sorted((i for i, color in enumerate(self.colors) if color != NEUTRAL), key=self.colors.__getitem__)
+
+    def lines(self) -> list[Line]:
+        """The lines of the table: branches below their parents, runs of a group below its line."""
+        index = {id(row.run): i for i, row in enumerate(self.rows)}
+        ordered = [(index[id(row.run)], row.depth) for row in tree([row.run for row in self.rows])]
+        places = {i: place for place, (i, _) in enumerate(ordered)}
+        group_of = {i: (min(map(places.__getitem__, group)), group) for group in self.groups for i in group}
+        above: list[tuple[tuple[int, ...], int, int]] = []  # of the ancestors: places, extra depth and block
+        keyed: dict[tuple[int, ...], Line] = {}
+        for i, depth in ordered:
+            del above[depth:]
+            key, extra, block = above[-1] if above else ((), 0, -1)
+            if i in group_of:
+                first, group = group_of[i]
+                key, block = (*key, first), first if block < 0 else block
+                keyed[key] = Line(group, True, depth + extra, block)
+                extra += 1
+            key = (*key, places[i])
+            keyed[key] = Line([i], False, depth + extra, block)
+            above.append((key, extra, block))
+        return [keyed[key] for key in sorted(keyed)]

@@ -1,1 +1,0 @@
-"""Tables and curves as HTML and SVG, for pages and notebooks."""

@@ -1,0 +1,431 @@
+"""Topologies of TPUs and GPUs: names, sizes and memory, and XLA's compilers on machines without these devices."""
+
+import contextlib
+import glob
+import importlib.metadata
+import importlib.resources
+import importlib.util
+import math
+import operator
+import os
+import re
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import mesh_utils, topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jstep.core import trees
+from jstep.core.checks import as_int, as_mapping, as_string, format_value, truncate
+from jstep.core.logs import slow
+from jstep.core.meshes import mesh_of, using_mesh
+from jstep.core.placement import compiles_only, is_compile_only, is_shape
+from jstep.state.train_state import TrainState, shard_state
+from jstep.training.step import as_pure_step
+
+# TPU generations and NVIDIA GPUs: slice sizes, memory, and specifications for XLA's compilers.
+
+GIB = 2**30
+
+
+class Tpu(NamedTuple):
+    """A generation of TPUs; `memory` is what the compiler makes available to a program.
+
+    `largest` is in chips along each dimension, longest first. Never request a larger slice: the compiler aborts the
+    process or takes minutes.
+    """
+
+    device_kind: str
+    largest: tuple[int, ...]
+    memory: int
+    options: Mapping[str, Any] = {}
+    devices_per_chip: int = 1
+
+
+TPUS: Mapping[str, Tpu] = {
+    "v2": Tpu("TPU v2", (16, 16), int(7.48 * GIB), devices_per_chip=2),
+    "v3": Tpu("TPU v3", (32, 32), int(15.48 * GIB), devices_per_chip=2),
+    # One device per chip, as on real hardware.
+    "v4": Tpu("TPU v4", (16, 16, 16), int(30.75 * GIB), {"chip_config_name": "megacore"}),
+    "v5e": Tpu("TPU v5 lite", (16, 16), int(15.75 * GIB)),
+    "v5p": Tpu("TPU v5", (28, 20, 16), int(95.74 * GIB)),
+    "v6e": Tpu("TPU v6 lite", (16, 16), int(31.25 * GIB)),
+    "tpu7x": Tpu("TPU7x", (24, 24, 16), int(94.75 * GIB), devices_per_chip=2),
+}
+"""Name → generation. Memory is what the compiler reports when a program does not fit (libtpu 0.0.42 and 0.0.50)."""
+
+LARGEST_SLICES = 64
+"""The compiler accepts more, but takes minutes to create their devices."""
+
+LARGEST_HOST = 16
+LARGEST_CLUSTER = 16384
+"""Devices per cluster. The compiler accepts more but creates them one at a time."""
+SHARE = 0.75
+"""The share of a GPU's memory that JAX allocates by default."""
+
+
+class Gpu(NamedTuple):
+    """A GPU, in its largest board (SXM); `description` is its `device_kind`."""
+
+    description: str
+    memory: int
+
+
+# XLA's specifications are in the folder `gpus`, from `xla/backends/gpu/target_config/specs` in github.com/openxla/xla,
+# which has more of them.
+GPUS: Mapping[str, Gpu] = {
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", 85100068864),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 84942979072),
+    "h200": Gpu("NVIDIA H200", 151397597184),
+    "b200": Gpu("NVIDIA B200", 191514411008),
+}
+"""Name → GPU."""
+
+
+def target_config(name: str) -> str:
+    """Return XLA's specification of a GPU, a `GpuTargetConfigProto` in text format."""
+    return importlib.resources.files("jstep.planning").joinpath("gpus", f"{name}.txtpb").read_text(encoding="utf-8")
+
+
+def device_memory(device: Any) -> int | None:
+    if not is_compile_only(device):
+        stats = device.memory_stats() if device.process_index == device.client.process_index() else None
+        return None if not stats else stats.get("bytes_limit")
+    by_kind = {tpu.device_kind: tpu.memory for tpu in TPUS.values()}
+    by_kind |= {gpu.description: int(SHARE * gpu.memory) for gpu in GPUS.values()}
+    return by_kind.get(device.device_kind)
+
+
+# Parsing and validating topology names such as `v5e:4x4*2`, without loading a compiler.
+
+_FORM = re.compile(r"([A-Za-z0-9_\-]+):([0-9]{1,6}(?:x[0-9]{1,6})*)(?:\*([0-9]{1,6}))?")
+_EXAMPLES = "'v5e:2x4', 'v5p:4x4x4', 'v5e:4x4*2' (two slices) or 'h100:4x8' (hosts x devices)"
+
+
+class Name(NamedTuple):
+    """A topology; `sizes` are the chips of a TPU slice along each dimension, or hosts and GPUs per host."""
+
+    kind: str
+    sizes: tuple[int, ...]
+    slices: int
+
+    def __str__(self) -> str:
+        sizes = self.sizes[1:] if self.kind in GPUS and self.sizes[0] == 1 else self.sizes
+        return f"{self.kind}:{'x'.join(map(str, sizes))}{f'*{self.slices}' if self.slices > 1 else ''}"
+
+    def device_count(self) -> int:
+        per_chip = 1 if self.kind in GPUS else TPUS[self.kind].devices_per_chip
+        return math.prod(self.sizes) * self.slices * per_chip
+
+
+def parse_topology(name: str, argument: str = "name") -> Name:
+    match = _FORM.fullmatch(as_string(name, argument, f"such as {_EXAMPLES}"))
+    if match is None or not (match[1] in TPUS or match[1] in GPUS):
+        kinds = ", ".join((*TPUS, *GPUS))
+        raise ValueError(
+            f"{argument}={format_value(name)}: must be KIND:SIZE, such as {_EXAMPLES}; the kinds are {kinds}"
+        )
+    kind = match[1]
+    sizes = tuple(map(int, match[2].split("x")))
+    slices = int(match[3] or 1)
+    allowed = _sizes_of_gpus(sizes, match[3]) if kind in GPUS else _sizes_of_tpus(kind, sizes, slices)
+    if allowed:
+        raise ValueError(f"{argument}={name!r}: must be {allowed}")
+    return Name(kind, (1, *sizes) if kind in GPUS and len(sizes) == 1 else sizes, slices)
+
+
+def _sizes_of_tpus(kind: str, sizes: tuple[int, ...], slices: int) -> str:
+    """The sizes that a slice may have; empty if these are among them."""
+    largest = TPUS[kind].largest
+    fits = len(sizes) == len(largest) and all(map(operator.le, sorted(sizes, reverse=True), largest))
+    # A host has 2x2 chips, except in a slice of a single chip.
+    if (
+        fits
+        and 1 <= slices <= LARGEST_SLICES
+        and (set(sizes) == {1} or not (sizes[0] % 2 or sizes[1] % 2 or 0 in sizes))
+    ):
+        return ""
+    bounds, single = ("x".join(map(str, some)) for some in (largest, [1] * len(largest)))
+    return (
+        f"{kind}:{bounds} or smaller, in any order, the first two sizes even (or {kind}:{single}), with up to "
+        f"*{LARGEST_SLICES} slices"
+    )
+
+
+def _sizes_of_gpus(sizes: tuple[int, ...], slices: str | None) -> str:
+    if slices is None and len(sizes) <= 2 and 0 < sizes[-1] <= LARGEST_HOST and 0 < math.prod(sizes) <= LARGEST_CLUSTER:
+        return ""
+    return (
+        f"the devices of one host (up to {LARGEST_HOST}), such as 'h100:8', or HOSTSxDEVICES, such as 'h100:4x8', with "
+        f"up to {LARGEST_CLUSTER} in all"
+    )
+
+
+# Compile-only meshes of TPU slices and GPU clusters.
+
+
+def topology(name: str, axes: Mapping[str, int] | None = None, *, axis_types: Sequence[AxisType] | None = None) -> Mesh:
+    """Return a compile-only mesh: a TPU slice or a GPU cluster that the machine does not have.
+
+    `TrainState.create`, `shard_state`, `shard_batch` and `fsdp_specs` accept such a mesh and return shapes, which
+    `cost` and a step's `lower`, `trace` and `eval_shape` accept. XLA's own compiler then reports whether the step
+    compiles, whether it fits into memory and which collectives it runs. Nothing can be executed on the mesh.
+
+    Args:
+        name: For TPUs, generation and chips: `"v5e:16x16"`, `"v5p:4x4x4"`; several slices with a star, `"v5e:4x4*2"`.
+            For GPUs, hosts and devices per host, `"h100:4x8"`, or the devices of one host, `"b200:8"`. The kinds are
+            v2, v3, v4, v5e, v5p, v6e, tpu7x; a100, h100, h200, b200.
+        axes: Axis name → size. The sizes must multiply to the number of devices; the default is one axis, `"data"`,
+            over all devices. With several slices, the first axis divisible by their number spans them.
+        axis_types: One type per axis, as in `jax.sharding.Mesh`; Auto by default.
+
+    Returns:
+        A `jax.sharding.Mesh`. Equal calls return equal meshes.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: The kind is unknown or does not come in this size, or the axes do not multiply to its devices.
+        ImportError: The compiler is not installed, or does not load or work: `pip install 'jstep[tpu]'` for TPUs,
+            `'jstep[aot-cuda]'` for GPUs.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jstep
+        >>> mesh = jstep.topology("v5e:4x4", {"data": 8, "model": 2})  # doctest: +SKIP
+        >>> optimizer = jstep.adamw(1e-3)
+        >>> state = jstep.TrainState.create(make_params, optimizer, mesh=mesh)  # doctest: +SKIP
+        >>> print(jstep.cost(train_step, state, jstep.shard_batch(batch, mesh)))  # doctest: +SKIP
+
+    Note:
+        Sets some environment variables of these compilers, unless they are set already or the machine has such devices.
+        TPUs before v4, and tpu7x, have two devices per chip, all others one.
+    """
+    wanted = parse_topology(name)
+    number = wanted.device_count()
+    axes = as_mapping({"data": number} if axes is None else axes, "axes", "such as {'data': 64, 'model': 4}")
+    sizes = {as_string(name, "axes"): as_int(size, f"axes[{name!r}]", 1) for name, size in axes.items()}
+    if math.prod(sizes.values()) != number:
+        raise ValueError(f"axes={format_value(axes)}: must multiply to {number}, the devices of {wanted}")
+    # The axis that spans the slices is the first one divisible by their number.
+    across = next((dim for dim, size in enumerate(sizes.values()) if size % wanted.slices == 0), None)
+    if across is None:
+        raise ValueError(
+            f"axes={sizes}: one axis must be a multiple of the {wanted.slices} slices of {wanted}, which it spans"
+        )
+    inner = [size // wanted.slices if dim == across else size for dim, size in enumerate(sizes.values())]
+    outer = [wanted.slices if dim == across else 1 for dim in range(len(inner))]
+    devices = compile_only_devices(wanted)
+    if wanted.slices == 1:
+        placed = mesh_utils.create_device_mesh(inner, devices, allow_split_physical_axes=True)
+    else:
+        placed = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
+    return Mesh(placed, tuple(sizes), axis_types=None if axis_types is None else tuple(axis_types))
+
+
+# Placing state and batch on the devices of a topology.
+
+
+def on_topology(name: str, train_step: Any, state: TrainState, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return shapes of the state, replicated on a topology, and of the batch, split over all its devices."""
+    if mesh_of((state, args)) is not None:
+        raise ValueError(
+            f"topology={name!r}: state and batch are on a mesh already; place them on jstep.topology({name!r}, axes)"
+        )
+    mesh = topology(name)
+    (axis,) = mesh.axis_names
+    lead = as_pure_step(train_step).leading_axes
+
+    def row_shape(keys: Any, leaf: Any) -> Any:
+        if not trees.is_array(leaf) and not is_shape(leaf):
+            return leaf
+        shape = np.shape(leaf)
+        spec = PartitionSpec(*[None] * lead, axis) if len(shape) > lead else PartitionSpec()
+        if len(shape) > lead and shape[lead] % mesh.size:
+            raise ValueError(
+                f"topology={name!r}: the batch's leaf {trees.path_str(keys)!r} must have a multiple of {mesh.size} "
+                f"rows, got {shape[lead]}"
+            )
+        return trees.shape_of(leaf, NamedSharding(mesh, spec))
+
+    return shard_state(state, mesh), jax.tree_util.tree_map_with_path(row_shape, args)
+
+
+def refuse_other_devices(state: TrainState, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Check that state and batch are on the same devices; return them.
+
+    If these are compile-only, arrays without a mesh are replaced by shapes.
+    """
+    meshes = {"state": mesh_of(state)} | {f"args[{i}]": mesh_of(arg) for i, arg in enumerate(args)}
+    placed = {name: mesh for name, mesh in meshes.items() if mesh is not None}
+    for name, mesh in placed.items():
+        first, of_first = next(iter(placed.items()))
+        if set(mesh.devices.flat) != set(of_first.devices.flat):
+            raise ValueError(
+                f"{first} is on {_called(of_first)} and {name} on {_called(mesh)}; place both on one mesh, with "
+                "shard_state and shard_batch"
+            )
+    if not any(map(compiles_only, placed.values())):
+        return state, args
+
+    def here(leaf: object) -> Any:
+        is_elsewhere = isinstance(leaf, jax.Array) and mesh_of(leaf) is None
+        return trees.shape_of(leaf) if is_elsewhere else leaf
+
+    return jax.tree.map(here, state), jax.tree.map(here, args)
+
+
+def _called(mesh: Mesh) -> str:
+    return f"a mesh of {mesh.size} {mesh.devices.flat[0].device_kind} devices ({dict(mesh.shape)})"
+
+
+# Loading XLA's TPU and GPU compilers on a machine without these devices, and listing compile-only devices.
+
+_lock = threading.Lock()
+_made: dict[Name, Sequence[Any]] = {}
+
+_WITHOUT_TPUS = {
+    "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to query
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",  # this and the next only keep libtpu from writing to stderr
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile together; if they share TPUs this may crash
+}
+_WITHOUT_GPUS = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}  # else the plugin requires cuDNN, which only running needs
+
+
+def compile_only_devices(name: Name) -> Sequence[Any]:
+    """Return the compile-only devices of a topology, cached so that equal names give equal meshes."""
+    with _lock:
+        if name not in _made:
+            require_compiler(name)
+            prepare()
+            try:
+                with slow(f"topology: loading the compiler of {name}"):
+                    devices = _gpus(name) if name.kind in GPUS else _tpus(name)
+            except Exception as error:  # of Python, of the loader, or of the compiler
+                raise _unusable(name, _compiler_of(name), error) from error
+            _made[name] = devices
+        return _made[name]
+
+
+def require_working(name: Name, device: object) -> None:
+    """Compile a small program for a compile-only device.
+
+    This tells an error of a program from an error of its compiler.
+    """
+    mesh = Mesh(np.array([device]), ("data",))
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    with using_mesh(mesh):
+        lowered = jax.jit(lambda x: jnp.exp(x) * jnp.sin(x) ** x).lower(x)
+    try:
+        lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        what = "NVIDIA's compiler (ptxas and libdevice)" if name.kind in GPUS else _compiler_of(name)
+        raise _unusable(name, what, error) from error
+
+
+def require_compiler(name: Name) -> None:
+    """Check that the compiler of a topology is installed, without loading it."""
+    if name.kind not in GPUS:
+        if not os.environ.get("TPU_LIBRARY_PATH") and importlib.util.find_spec("libtpu") is None:
+            raise _unusable(name, "libtpu")
+    elif not _plugins():
+        raise _unusable(name, "the CUDA plugin of JAX")
+    elif not _has_cuda_compiler():
+        raise _unusable(name, "NVIDIA's compiler (ptxas and libdevice)")
+
+
+def topology_name(device: Any) -> Name | None:
+    # A copy, because another thread may add one.
+    return next((name for name, devices in _made.copy().items() if devices[0].client is device.client), None)
+
+
+def _tpus(name: Name) -> Sequence[Any]:
+    options: dict[str, Any] = dict(TPUS[name.kind].options)
+    if set(name.sizes) == {1}:
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    if name.slices > 1:
+        options["num_slices"] = name.slices
+    size = "x".join(map(str, name.sizes))
+    description = topologies.get_topology_desc(platform="tpu", topology_name=f"{name.kind}:{size}", **options)
+    return tuple(description.devices)
+
+
+def _gpus(name: Name) -> Sequence[Any]:
+    size = "x".join(map(str, name.sizes))
+
+    def make() -> Sequence[Any]:
+        options = {"target_config": target_config(name.kind), "topology": f"1x{size}"}
+        return tuple(topologies.get_topology_desc(platform="cuda", topology_name="", **options).devices)
+
+    try:
+        return make()
+    except NotImplementedError:
+        # JAX was already initialized and discarded the plugin because there is no GPU.
+        importlib.import_module(_plugins()[0]).initialize()
+        return make()
+
+
+def prepare() -> None:
+    """Set the environment variables that the compilers read when loaded, unless the devices exist."""
+    tpus = [*glob.glob("/dev/accel*"), *glob.glob("/dev/vfio/[0-9]*")]
+    for devices, settings in ((tpus, _WITHOUT_TPUS), (glob.glob("/dev/nvidia[0-9]*"), _WITHOUT_GPUS)):
+        for variable, value in settings.items() if not devices else ():
+            os.environ.setdefault(variable, value)
+
+
+def _plugins() -> list[str]:
+    return [module for module in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12") if _spec_of(module)]
+
+
+def _spec_of(module: str) -> Any:
+    with contextlib.suppress(ModuleNotFoundError):  # the parent package is missing
+        return importlib.util.find_spec(module)
+    return None
+
+
+_COMPILER = "bin/ptxas", "nvvm/libdevice"
+
+
+def _cuda_roots() -> list[str]:
+    """The folders in which XLA looks for NVIDIA's compiler, in its order."""
+    roots = [os.environ.get("CUDA_ROOT")]
+    for package in ("nvidia.cu13", "nvidia.cuda_nvcc"):
+        roots += getattr(_spec_of(package), "submodule_search_locations", None) or ()
+    roots += [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    roots.append(os.path.dirname(os.path.dirname(shutil.which("ptxas") or "")))
+    return [root for root in roots if root]
+
+
+def _has_cuda_compiler() -> bool:
+    return any(all(os.path.exists(f"{root}/{file}") for file in _COMPILER) for root in _cuda_roots())
+
+
+def _compiler_of(name: Name) -> str:
+    if name.kind in GPUS:
+        return f"the CUDA plugin of JAX ({_plugins()[0]})"
+    library = os.environ.get("TPU_LIBRARY_PATH")
+    return "libtpu" if library is None else f"libtpu (TPU_LIBRARY_PATH={library!r})"
+
+
+def _unusable(name: Name, what: str, error: Exception | None = None) -> ImportError:
+    extra = "aot-cuda" if name.kind in GPUS else "tpu"
+    if error is None:
+        return ImportError(f"{name}: {what} is not installed; run: pip install 'jstep[{extra}]'")
+    said = truncate(" ".join(str(error).split()), 500)
+    return ImportError(
+        f"{name}: {what} is installed, but does not work ({type(error).__name__}: {said}); "
+        f"run: pip install 'jstep[{extra}]' --force-reinstall"
+    )
+
+
+def versions(kind: str) -> Mapping[str, str]:
+    wanted = ("jax", "jax-cuda13-plugin", "jax-cuda12-plugin") if kind in GPUS else ("jax", "libtpu")
+    installed = {}
+    for package in wanted:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[package] = importlib.metadata.version(package)
+    return installed

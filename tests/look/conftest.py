@@ -1,0 +1,3 @@
+"""The browser, as tests of pages use it."""
+
+from chromium import browser as browser
