@@ -1,9 +1,10 @@
-"""Tables as HTML, in a notebook's colors."""
+"""Tables as HTML, in a notebook's colors, and results that are tables, at a prompt and in a notebook."""
 
 import html
+import textwrap
 from collections.abc import Iterable, Sequence
 
-from jstep.core.tables import printable
+from jstep.core.tables import WIDTH, columns, printable
 
 _CELL = "padding: 0.15em 0.9em 0.15em 0; border: none; background: none; color: inherit"
 _RIGHT = f"{_CELL}; text-align: right; font-variant-numeric: tabular-nums"
@@ -33,3 +34,34 @@ def html_table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = 
     parts.append("</table>")
     parts += [f'<div style="font-size: 0.92em; margin-top: 0.3em">{html_text(note)}</div>' for note in notes]
     return "".join([*parts, "</div>"])
+
+
+class Tabular:
+    """Base class of results that are shown as a table, at a prompt and in a notebook."""
+
+    _left = 1
+    """The number of left-aligned columns in text."""
+
+    def _title(self) -> str:
+        raise NotImplementedError
+
+    def _rows(self) -> Sequence[Sequence[str]]:
+        raise NotImplementedError
+
+    def _head(self) -> Sequence[str]:
+        return ()
+
+    def _notes(self) -> Sequence[str]:
+        return ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        lines = [self._title(), *(f"  {line}" for line in columns(self._rows(), self._left))]
+        for note in self._notes():
+            lines += textwrap.wrap(note, WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False)
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return html_table(self._title(), self._rows(), self._head(), self._notes())

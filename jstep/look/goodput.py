@@ -8,8 +8,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jstep.core.html_tables import Tabular
 from jstep.core.stopwatch import BEFORE, HOOKS, PHASES, STARTING, STEPPING
-from jstep.core.tabular import Tabular
 from jstep.look.cli import Command, answer, table
 from jstep.record.schema import Start
 from jstep.record.starts import find_starts, totals, valid
