@@ -9,7 +9,7 @@
 - `divergence`: that step, also by fingerprints and scalars.
 - `checkpoints`: `inspect`, checkpoints, leaf by leaf.
 - `ranges`: the range of an array, and its numbers that are not finite.
-- `events`: scalars of runs by step, and the events of files.
+- `events`: scalars of runs by step.
 - `own_events`: which event files are a run's.
 - `stalls`: processes that hang, and what they wait for.
 - `report`: the page of runs: its frame and its command.

@@ -124,7 +124,7 @@ COMMANDS = {
     "report": ("show runs on one page of HTML: what, how, time, oddities", "look.report:REPORT"),
     "inspect": ("show a checkpoint, or a directory of checkpoints", "look.checkpoints:INSPECT"),
     "diff": ("find where two runs diverge: checkpoints, directories, logs", "look.diff:DIFF"),
-    "events": ("print the events of files, or the scalars of runs by step", "look.events:EVENTS"),
+    "events": ("print the scalars of runs and of event files by step", "look.events:EVENTS"),
     "stalls": ("show the processes that hang (exit code 1) and their waits", "look.stalls:STALLS"),
     "goodput": ("account for the wall time of a run, over all its starts", "look.goodput:GOODPUT"),
     "cost": ("estimate the cost of a step: operations and memory", "planning.cost_command:COST"),

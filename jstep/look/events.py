@@ -1,4 +1,4 @@
-"""`events` of the command line: the scalars of runs by step, or the events of files, one per line."""
+"""`events` of the command line: the scalars of runs by step."""
 
 import argparse
 import math
@@ -6,59 +6,43 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jstep.core.checks import truncate
-from jstep.core.tables import printable
-from jstep.look.cli import OK, Command, answer, as_strict_json, choose, complain, table, utc_text
+from jstep.look.cli import Command, answer, choose, complain, table
 from jstep.look.own_events import events_of_run
 from jstep.look.runs import distinct, run_names, runs
 from jstep.stores import event_files
-from jstep.stores.event_files import DataLossError
 from jstep.stores.files import is_directory
 from jstep.stores.urls import absolute, is_url, location, split_path
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "an event file or a directory of them, whose events are printed; or a run, or a directory with runs below"
+    what = "a run or a directory with runs below, or an event file or a directory of them"
     parser.add_argument("paths", metavar="PATH", nargs="+", help=what)
     names = "scalars to print: each step once, of starts that repeat it the last (repeatable)"
     parser.add_argument("--name", action="append", dest="names", metavar="GLOB", help=names)
-    parser.add_argument("--from", type=int, dest="first", metavar="A", help="the first step to print, of scalars")
-    parser.add_argument("--to", type=int, dest="last", metavar="B", help="the last step to print, of scalars")
+    parser.add_argument("--from", type=int, dest="first", metavar="A", help="the first step to print")
+    parser.add_argument("--to", type=int, dest="last", metavar="B", help="the last step to print")
 
 
-def _answer_events(arguments: argparse.Namespace) -> int:
-    given = [location(path, "PATH") for path in arguments.paths]
-    paths = [path for path in given if is_url(path) or os.path.exists(path)]
-    missing = [f"{path}: no such file or directory" for path in given if path not in paths]
-    are_scalars = not (arguments.names is arguments.first is arguments.last is None)
-    are_scalars = are_scalars or any(is_directory(path) and not event_files.event_files(path) for path in paths)
-    show = _print_scalars if are_scalars else _print_events
-    return max(show(paths, arguments) if paths else OK, complain("events", *missing))
-
-
-# Scalars.
-
-
-def _print_scalars(paths: Sequence[str], arguments: argparse.Namespace) -> int:
+def _print_scalars(arguments: argparse.Namespace) -> int:
     """Print the scalars of runs, and of event files that are no run's."""
     first, last = arguments.first or 0, math.inf if arguments.last is None else arguments.last
     if first > last:
         raise ValueError(f"--from {first} --to {last}: A must not be after B")
-    problems = list[object]()
+    given = [location(path, "PATH") for path in arguments.paths]
+    paths = [path for path in given if is_url(path) or os.path.exists(path)]
+    problems: list[object] = [f"{path}: no such file or directory" for path in given if path not in paths]
     of_runs = {name: event_files.read_series(files, problems.append) for name, files in _files(paths, problems)}
     names = dict.fromkeys(name for series in of_runs.values() for name, points in series.items() if points.steps)
-    if not names:
-        complain("events", *problems)
+    if not names and paths:
         where = ", ".join(paths)
-        raise ValueError(f"{where}: no event files (events.out.tfevents.*) with scalars, as train(logdir=…) writes")
+        problems.append(f"{where}: no event files (events.out.tfevents.*) with scalars, as train(logdir=…) writes")
     chosen = dict[str, None]()
-    unknown = list[ValueError]()
-    for pattern in arguments.names or ["*"]:
+    for pattern in (arguments.names or ["*"]) if names else ():
         try:
             chosen |= dict.fromkeys(choose(names, [pattern], "--name", "a scalar"))
         except ValueError as error:
-            unknown.append(error)
-    code = complain("events", *problems, *unknown)
+            problems.append(error)
+    code = complain("events", *problems)
     if not chosen:
         return code
     rows: list[dict[str, Any]] = [
@@ -93,88 +77,4 @@ def _files(paths: Sequence[str], problems: list[object]) -> Iterator[tuple[str, 
             yield place.removeprefix(path).strip("/\\") or split_path(path)[1], event_files.event_files(place)
 
 
-# Events.
-
-
-def _print_events(paths: Sequence[str], arguments: argparse.Namespace) -> int:
-    code = OK
-    for file in [file for path in paths for file in event_files.event_files(path)]:
-        has_events = False
-        try:
-            for event in event_files.summary_iterator(file):
-                has_events, entry = True, _entry(event)
-                print(as_strict_json(entry) if arguments.json else printable(_line(entry)))
-        except DataLossError as error:  # the events before the corruption are printed
-            why = "" if has_events else "; it is not an event file, or its beginning is corrupted"
-            code = complain("events", f"{error}{why}")
-        else:
-            if not has_events and not event_files.is_event_file(file):
-                code = complain("events", f"{file}: is not an event file")
-    return code
-
-
-def _entry(event: Any) -> dict[str, Any]:
-    entry: dict[str, Any] = {"step": event.step, "wall_time": event.wall_time}
-    what = event.WhichOneof("what")
-    if what == "summary":
-        entry["values"] = [_value(value) for value in event.summary.value]
-    elif what == "graph_def":
-        entry["graph_def"] = f"{len(event.graph_def)} bytes{_operations(event.graph_def)}"
-    elif what == "session_log":
-        number, statuses = event.session_log.status, event_files.proto("SessionLog").SessionStatus
-        entry["session_log"] = statuses.Name(number) if number in statuses.values() else f"unknown ({number})"
-    elif what is not None:
-        entry[what] = str(getattr(event, what)).strip()
-    return entry
-
-
-def _operations(data: bytes) -> str:
-    try:
-        return f", {len(event_files.proto('GraphDef').FromString(data).node)} operations"
-    except Exception:  # protobuf's own error: another program's graph
-        return ""
-
-
-def _value(value: Any) -> dict[str, Any]:
-    kind = value.WhichOneof("value")
-    entry: dict[str, Any] = {"tag": value.tag}
-    if kind == "simple_value":
-        return entry | {"kind": "scalar", "value": value.simple_value}
-    if kind == "image":
-        image = value.image
-        entry |= {"kind": "image", "height": image.height, "width": image.width, "channels": image.colorspace}
-        return entry | {"bytes": len(image.encoded_image_string)}
-    if kind == "histo":
-        histogram = value.histo
-        figures = {key: getattr(histogram, key) for key in ("min", "max", "num", "sum", "sum_squares")}
-        edges = {"bucket_limit": list(histogram.bucket_limit), "bucket": list(histogram.bucket)}
-        return entry | {"kind": "histogram"} | figures | edges
-    # The name of a plugin may be any string, even "scalar", whose entry would look like one of the above.
-    plugin = value.metadata.plugin_data.plugin_name
-    entry["kind"] = f"tensor of {plugin}" if plugin in ("scalar", "image", "histogram") else plugin or kind or "empty"
-    if kind == "tensor":
-        entry["shape"] = [dim.size for dim in value.tensor.tensor_shape.dim]
-        if value.tensor.string_val:
-            entry["strings"] = [s.decode(errors="replace") for s in value.tensor.string_val]
-    return entry
-
-
-def _line(entry: dict[str, Any]) -> str:
-    head = f"{utc_text(entry.pop('wall_time'), 'milliseconds')}  step {entry.pop('step')}"
-    values = "; ".join(map(_value_text, entry.pop("values", ())))
-    return "  ".join([head, *([values] if values else []), *(f"{key} {_short(x)}" for key, x in entry.items())])
-
-
-def _value_text(value: dict[str, Any]) -> str:
-    tag, kind = value.pop("tag"), value.pop("kind")
-    if kind == "scalar":
-        return f"{tag} = {value['value']:.7g}"
-    shown = [f"{key} {_short(x)}" for key, x in value.items() if not key.startswith("bucket")]
-    return f"{tag} = {kind} {', '.join(shown)}".rstrip()
-
-
-def _short(x: object) -> str:
-    return truncate(" ".join((f"{x:.7g}" if isinstance(x, float) else str(x)).split()), 80)
-
-
-EVENTS = Command(_add_arguments, _answer_events)
+EVENTS = Command(_add_arguments, _print_scalars)

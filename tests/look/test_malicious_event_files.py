@@ -48,9 +48,8 @@ UNUSUAL = {
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_unusual_events_are_shown(tmp_path, cli, name):
     path = write_events(tmp_path / "run" / "events.out.tfevents.1.x", UNUSUAL[name], scalar_event(5, 1.0))
-    assert len(cli("events", path).out.splitlines()) == 2
-    for line in cli("events", path, "--json").out.splitlines():
-        json.loads(line, parse_constant=pytest.fail)
+    assert " 5 " in cli("events", path).out
+    json.loads(cli("events", path, "--json").out, parse_constant=pytest.fail)
 
 
 def test_tags_are_escaped_for_the_terminal(tmp_path, cli):
@@ -60,7 +59,7 @@ def test_tags_are_escaped_for_the_terminal(tmp_path, cli):
     )
     printed = [*cli("events", path), *cli("events", tmp_path / "missing\x1b", code=2)]
     text = "".join(printed)
-    assert [len(part.splitlines()) for part in printed] == [2, 0, 0, 1]
+    assert [len(part.splitlines()) for part in printed] == [4, 0, 0, 1]
     assert all(c.isprintable() or c == "\n" for c in text)
     assert r"loss\x1b[31m\x07\n2026 step 9  fake\u202e$x^$" in text
 
@@ -79,7 +78,7 @@ def partly_corrupted(tmp_path):
 
 def test_events_prints_what_is_not_corrupted(partly_corrupted, cli):
     captured = cli("events", partly_corrupted / "run", code=2)
-    assert [line.split("  ")[1] for line in captured.out.splitlines()] == ["step 1", "step 2", "step 3"]
+    assert [line.split()[-2] for line in captured.out.splitlines()[1:]] == ["1", "2", "3"]
     assert len(captured.err.splitlines()) == 2
 
 

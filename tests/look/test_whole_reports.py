@@ -168,30 +168,28 @@ def commands():
             writer.add_session_log("START", 1)
             writer.add_summary(jstep.summary.scalar(["loss", "bad"], [0.5, float("nan")]), 1)
             writer.add_summary(jstep.summary.histogram("weights", np.arange(4.0)), 2)
-            writer.add_summary(jstep.summary.image("x", np.zeros((1, 2, 3, 3), np.uint8), max_images=1), 3)
-            writer.add_summary(jstep.summary.text("notes", "two\nlines"), 4)
         wanted = [
             ["inspect", paths["a", 3]], ["inspect", paths["a", 3], "--json"], ["inspect", paths["b", 2], "--verify"],
             ["inspect", f"{folder}/a"], ["inspect", f"{folder}/a", "--json"],
             ["diff", f"{folder}/a", f"{folder}/a"], ["diff", f"{folder}/a", f"{folder}/b"],
             ["diff", f"{folder}/a", f"{folder}/b", "--json"], ["diff", paths["a", 2], paths["a", 2]],
             ["diff", paths["a", 3], paths["b", 3]], ["diff", paths["c", 3], paths["d", 4]],
-            ["events", writer.path], ["events", writer.path, "--json"], ["events", f"{folder}/log", "--name", "l*"],
+            ["events", f"{folder}/log"], ["events", f"{folder}/log", "--json"],
+            ["events", f"{folder}/log", "--name", "l*"],
         ]  # fmt: skip
         shown = [" ".join(map(os.path.basename, one)) + "\n" + printed(*one) for one in wanted]
-        return masked("\n".join(shown), folder, os.path.basename(writer.path))
+        return masked("\n".join(shown), folder)
 
 
-def masked(out, folder, log):
-    """Return a text without what differs between runs: times, the folder, the version, and how small a picture is."""
-    out = out.replace(log, "LOG").replace(folder, "FOLDER").replace(jstep.__version__, "VERSION")
+def masked(out, folder):
+    """Return a text without what differs between runs: times, the folder and the version."""
+    out = out.replace(folder, "FOLDER").replace(jstep.__version__, "VERSION")
     out = re.sub(
         r"\d{4}-\d\d-\d\d([ T])\d\d:\d\d(:\d\d(\.\d+)?)?([+-]\d\d:\d\d)?",
         lambda time: "TIME".ljust(len(time[0]), "."),
         out,
     )
-    out = re.sub(r'"(wall_time|time|saved_at)": [\d.]+', r'"\1": TIME', out)
-    return re.sub(r'(channels 3, bytes |"channels": 3, "bytes": )\d+', r"\1BYTES", out)
+    return re.sub(r'"(time|saved_at)": [\d.]+', r'"\1": TIME', out)
 
 
 REPORTS = {
