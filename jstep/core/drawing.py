@@ -1,4 +1,4 @@
-"""Curves and dots as SVG: round numbers on the axes, gaps and marks at nonfinite values, spikes preserved."""
+"""Curves as SVG: round numbers on the axes, gaps and marks at nonfinite values, spikes preserved."""
 
 import decimal
 import functools
@@ -10,14 +10,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jstep.core.checks import truncate
 from jstep.core.html_tables import html_text
 
 Numbers: TypeAlias = np.ndarray[Any, Any]
 _WIDTH = 560
 _HEIGHT = 168
-_LOW = 110
-"""The size of the plot area, which is stretched to the width of the page, and the height of a small one."""
+"""The size of the plot area, which is stretched to the width of the page."""
 COLORS, _DASHES = 10, 4
 NEUTRAL = COLORS
 """The color of runs in the background: thin, gray and coarse, without a legend entry."""
@@ -42,17 +40,6 @@ class Curve(NamedTuple):
     dash: int = 0
     pale: bool = False
     key: int | None = None
-
-
-class Dot(NamedTuple):
-    """A point of a picture by `dots`; its place is a number or a category."""
-
-    place: float | str
-    value: float
-    text: str
-    color: int = 0
-    key: int = 0
-    is_best: bool = False
 
 
 class Mark(NamedTuple):
@@ -97,7 +84,7 @@ def picture(
     ticks = [tick for tick in ticks if first <= tick <= last and tick == int(tick)]
     for tick, text in zip(ticks, _labels(ticks), strict=True):
         drawn.append(_tick(x(int(tick))))
-        texts.append(_below(x(int(tick)), text, _HEIGHT))
+        texts.append(_below(x(int(tick)), text))
     texts.append(f'<text class="unit" x="100%" y="{_HEIGHT + 32}" text-anchor="end">step</text>')
     for i, curve in sorted(enumerate(curves), key=lambda pair: pair[1].color != NEUTRAL):
         kind, key = f"s{curve.color}{' pale' * curve.pale}", i if curve.key is None else curve.key
@@ -124,34 +111,8 @@ def picture(
     return f"<style>{stylesheet()}</style>{figure}" if style else figure
 
 
-_LETTERS, _MAX_LABELS = 32, 8
-"""The numbers of letters and labels that fit below a small picture on a phone."""
-
-
-def dots(title: str, points: Sequence[Dot], y_label: str) -> str:
-    """Draw points over numbers, on a logarithmic axis if they span two decades, or over categories."""
-    up = _axis(np.asarray([point.value for point in points], float))
-    if all(isinstance(point.place, float) for point in points):
-        numbers = np.asarray([point.place for point in points], float)
-        axis = _axis(numbers, 2)
-        xs, ticks = list(axis.share(numbers) * _WIDTH), axis.ticks
-        labels = ticks[:: -(-len(ticks) * (max(len(text) for _, text in ticks) + 1) // _LETTERS)]
-    else:
-        names = list(dict.fromkeys(str(point.place) for point in points))
-        middles = {name: (i + 0.5) / len(names) for i, name in enumerate(names)}
-        xs = [middles[str(point.place)] * _WIDTH for point in points]
-        shown = names[:: -(-len(names) // _MAX_LABELS)]
-        ticks = labels = [(middles[name], truncate(name, _LETTERS // max(4, len(shown)))) for name in shown]
-    texts = [_below(at * _WIDTH, text, _LOW + 3) for at, text in labels]
-    drawn = [_tick(at * _WIDTH) for at, _ in ticks]
-    for point, x in sorted(zip(points, xs, strict=True), key=lambda pair: (pair[0].is_best, pair[0].color != NEUTRAL)):
-        kind = f"{'best ' * point.is_best}dot s{point.color}"
-        drawn.append(_marked(kind, f"M{x:.1f},{up.y(point.value):.1f}h0", point.text, point.key))
-    return _framed(title, f"{y_label} against {title}", up, drawn, texts, height=_LOW)
-
-
-def _below(x: float, text: str, height: int) -> str:
-    position = f'x="{x / _WIDTH:.2%}" y="{height + 16}"'
+def _below(x: float, text: str) -> str:
+    position = f'x="{x / _WIDTH:.2%}" y="{_HEIGHT + 16}"'
     return f'<text class="x" {position} text-anchor="middle">{html_text(text)}</text>'
 
 
@@ -170,17 +131,16 @@ def _framed(
     up: "_Axis",
     drawn: Iterable[str],
     texts: Iterable[str],
-    keys: str = "",
-    ends: str = "",
-    height: int = _HEIGHT,
+    keys: str,
+    ends: str,
 ) -> str:
     label = html_text(label)
     lines = [f'<path class="axis" d="M0,{(1 - at) * _HEIGHT:.1f}H{_WIDTH}"/>' for at, _ in up.ticks]
-    labels = [f'<text x="-6" y="{(1 - at) * height + 4:.1f}" text-anchor="end">{text}</text>' for at, text in up.ticks]
-    size = f'height="{height}" viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none"'
+    labels = [f'<text x="-6" y="{(1 - at) * _HEIGHT + 4:.1f}" text-anchor="end">{text}</text>' for at, text in up.ticks]
+    size = f'height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none"'
     return (
         f'<figure class="curves"><figcaption>{html_text(title)}</figcaption><div>{keys}</div>'
-        f'<svg class="plot" height="{height + 40}" role="img" aria-label="{label}"><title>{label}</title>'
+        f'<svg class="plot" height="{_HEIGHT + 40}" role="img" aria-label="{label}"><title>{label}</title>'
         f'<svg width="100%" {size}{ends}>{"".join([*lines, *drawn])}</svg>'
         f"{''.join([*labels, *texts])}</svg></figure>"
     )
@@ -214,10 +174,10 @@ def _between(at: Any, low: float, high: float) -> Any:
     return (at / 2 - low / 2) / ((high / 2 - low / 2) or 1.0)  # a difference of halves does not overflow
 
 
-def _axis(values: Numbers, decades: int = 3) -> _Axis:
-    """The axis of finite numbers, which is logarithmic if they are positive and span so many decades."""
+def _axis(values: Numbers) -> _Axis:
+    """The axis of finite numbers, which is logarithmic if they are positive and span three decades."""
     least, most = (float(values.min()), float(values.max())) if values.size else (0.0, 1.0)
-    if is_log := least > 0 and least * 10**decades <= most:
+    if is_log := least > 0 and least * 1000 <= most:
         low, high = float(math.floor(math.log10(least))), float(math.ceil(math.log10(most)))
         exponents = range(int(low), int(high) + 1, max(1, int(high - low + 4) // 5))
         ticks = [Decimal(1).scaleb(power) for power in exponents]

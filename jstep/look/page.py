@@ -1,27 +1,27 @@
-"""The sections of the page of runs: what is odd, table or facts, options, curves, differences, times."""
+"""The sections of the page of runs: what is odd, table or facts, curves, differences, times."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jstep.core.checks import format_list, truncate
-from jstep.core.drawing import NEUTRAL, Curve, Dot, Mark, dots, legend_key, picture
+from jstep.core.drawing import NEUTRAL, Curve, Mark, legend_key, picture
 from jstep.core.html_tables import html_text
 from jstep.look.cli import utc_text
 from jstep.look.divergence import divergence
 from jstep.look.goodput import Goodput, by_start, of_run
 from jstep.look.run_files import RunFiles
+from jstep.look.run_summary import RunSummary
 from jstep.look.runs import duration_text, main_metrics, shared_ids
-from jstep.look.sweep import Line, Option, Sweep, is_finite_number, value_text
+from jstep.look.sweep import Option, Sweep, is_finite_number, value_text
 from jstep.record.differences import values_of
 
 _MAX_CELL, _MAX_NAME, _MAX_TITLE = 24, 40, 2000
 """The maximum number of characters of a cell, of a name, and of the tooltip that has the whole text."""
 _BOX_ROWS = 20
 """The maximum number of rows of a table that does not scroll in a box of its own."""
-_MAX_OPTIONS, _NAMED_OPTIONS = 16, 8
-"""The number of options that have a picture, and of those of the best run that are named; others are in the table."""
+_NAMED_OPTIONS = 8
+"""The number of options of the best run that are named; all are in the table."""
 _MAX_PICTURES, _MAX_ODD = 100, 20
 """The maximum number of pictures of curves, and of oddities of one run."""
 _COLORED, _NEUTRAL = 40_000, 75_000
@@ -30,10 +30,8 @@ _COLORED, _NEUTRAL = 40_000, 75_000
 
 def sections(sweep: Sweep) -> dict[str, list[str]]:
     """Return the parts of the page by their headings; one without parts is not shown."""
-    if len(sweep.rows) > 1:
-        runs = {"The runs": _table(sweep), f"Options against the {sweep.metric}": _options(sweep)}
-    else:
-        runs = {"The run": _facts(sweep.rows[0])}
+    several = len(sweep.rows) > 1
+    runs = {"The runs": [*_table(sweep), *_seeds(sweep)]} if several else {"The run": _facts(sweep.rows[0])}
     return {
         "What is odd": _odd(sweep),
         **runs,
@@ -138,29 +136,41 @@ def _recorded(row: RunFiles) -> str:
     return f"<details open><summary>what it was given</summary>{table}</details>" if rows else ""
 
 
-# Several runs: a row a run, and one above the runs of each group.
+# Several runs: a row a run, and a small table of those that differ by a seed.
 
 
 def _table(sweep: Sweep) -> list[str]:
-    rows, lines = sweep.rows, sweep.lines()
-    columns: dict[str, Callable[[Line], str]] = {
-        "name": lambda line: _name_cell(sweep, line),
-        "status": lambda line: _status_cell(sweep, line),
-        "step": lambda line: _step_cell(sweep, line),
-        f"best {sweep.metric.name}": _mean_cells([best and best[0] for best in sweep.best]),
-        "at step": lambda line: _number(None if line.is_group else (sweep.best[line.members[0]] or (0, None))[1]),
+    rows = sweep.rows
+    columns: dict[str, Callable[[int], str]] = {
+        "status": lambda i: _status_cell(rows[i].run),
+        "step": lambda i: _step_cell(rows[i].run),
+        f"best {sweep.metric.name}": _number_cells([best and best[0] for best in sweep.best]),
+        "at step": _number_cells([best and best[1] for best in sweep.best]),
     }
-    if sweep.groups:
-        columns["range"] = lambda line: _range_cell(sweep, line)
     for name in main_metrics([row.run for row in rows], None):
-        columns[f"last {name}"] = _mean_cells([row.run.metrics.get(name) for row in rows])
+        columns[f"last {name}"] = _number_cells([row.run.metrics.get(name) for row in rows])
     columns |= {option.short: _option_cells(option) for option in sweep.options}
-    columns["wall time"] = _mean_cells([None if row.run.error else row.run.wall_seconds for row in rows], duration_text)
-    columns["goodput"] = _mean_cells([row.run.goodput for row in rows], "{:.1%}".format)
-    drawn = [f"<tr{_row_data(sweep, line)}>{''.join(cell(line) for cell in columns.values())}</tr>" for line in lines]
-    words = f"{_best_words(sweep)}The best is the {sweep.metric}"
-    words += "; runs that differ in nothing but a seed are below their mean and range." if sweep.groups else "."
-    return [f'<p>{html_text(words)}</p><div id="controls"></div>', _boxed(columns, drawn, "runs")]
+    seconds = [None if row.run.error else row.run.wall_seconds for row in rows]
+    columns["wall time"] = _number_cells(seconds, duration_text)
+    columns["goodput"] = _number_cells([row.run.goodput for row in rows], "{:.1%}".format)
+    drawn = [
+        f"<tr{_row_data(sweep, i)}>{_name_cell(sweep, i, depth)}{''.join(cell(i) for cell in columns.values())}</tr>"
+        for i, depth in sweep.tree()
+    ]
+    words = html_text(f"{_best_words(sweep)}The best is the {sweep.metric}.")
+    return [f'<p>{words}</p><div id="controls"></div>', _boxed(["name", *columns], drawn, "runs")]
+
+
+def _seeds(sweep: Sweep) -> list[str]:
+    """A row for each group of runs that differ in nothing but a seed."""
+    rows = list[str]()
+    for group in sweep.groups:
+        values = [best[0] for i in group if (best := sweep.best[i]) is not None]
+        if values:
+            names = format_list([sweep.rows[i].name for i in group], 10)
+            numbers = (sum(values) / len(values), min(values), max(values))
+            rows.append(f"<tr>{_cell(f'{len(group)} seeds: {names}', _MAX_NAME)}{''.join(map(_number, numbers))}</tr>")
+    return [_boxed(("runs", f"mean {sweep.metric.name}", "least", "greatest"), rows)] if rows else []
 
 
 def _best_words(sweep: Sweep) -> str:
@@ -173,93 +183,42 @@ def _best_words(sweep: Sweep) -> str:
     return f"Best: {name}, {best[0]:.4g} at step {best[1]}{' with ' * bool(options)}{options}. "
 
 
-def _row_data(sweep: Sweep, line: Line) -> str:
+def _row_data(sweep: Sweep, i: int) -> str:
     """What the script needs to know of a row."""
-    attributes = f' data-b="{line.block}"' if line.block >= 0 else ""
-    if line.is_group:
-        return f'{attributes} class="group" data-g="{" ".join(map(str, line.members))}"'
-    clock = " ".join(f"{step},{seconds:.5g}" for step, seconds in sweep.rows[line.members[0]].clock)
-    return f'{attributes} data-r="{line.members[0]}" data-t="{clock}"'
+    clock = " ".join(f"{step},{seconds:.5g}" for step, seconds in sweep.rows[i].clock)
+    return f' data-r="{i}" data-t="{clock}"'
 
 
-def _name_cell(sweep: Sweep, line: Line) -> str:
-    padding = f"{min(line.depth, 12) * 1.1:.1f}em" if line.depth else ""
-    row, color = sweep.rows[line.members[0]], sweep.colors[line.members[0]]
-    if line.is_group:
-        return _cell(f"{len(line.members)} seeds of {row.name}", _MAX_NAME, padding=padding)
+def _name_cell(sweep: Sweep, i: int, depth: int) -> str:
+    row, color = sweep.rows[i], sweep.colors[i]
     swatch = f" {legend_key('', color, color)}" if color != NEUTRAL else ""
     text = row.name + (f" @{row.run.parent[1]}" if row.run.parent is not None else "")
-    return _cell(text, _MAX_NAME, after=swatch, padding=padding)
+    return _cell(text, _MAX_NAME, after=swatch, padding=f"{min(depth, 12) * 1.1:.1f}em" if depth else "")
 
 
-def _status_cell(sweep: Sweep, line: Line) -> str:
-    runs = [sweep.rows[i].run for i in line.members]
-    if line.is_group:
-        return _cell(", ".join(f"{count} {status}" for status, count in Counter(run.status for run in runs).items()))
-    return _cell(f"{runs[0].status}: {runs[0].reason or runs[0].error or ''}".rstrip(": "))
+def _status_cell(run: RunSummary) -> str:
+    return _cell(f"{run.status}: {run.reason or run.error or ''}".rstrip(": "))
 
 
-def _step_cell(sweep: Sweep, line: Line) -> str:
-    run = sweep.rows[line.members[0]].run
-    if line.is_group or run.error:
-        return "<td></td>"
-    return _cell(f"{run.step}" if run.last_step is None else f"{run.step}/{run.last_step}", number=float(run.step))
+def _step_cell(run: RunSummary) -> str:
+    text = f"{run.step}" if run.last_step is None else f"{run.step}/{run.last_step}"
+    return "<td></td>" if run.error else _cell(text, number=float(run.step))
 
 
-def _mean_cells(
+def _number_cells(
     values: Sequence[float | None], text: Callable[[float], str] = "{:.4g}".format
-) -> Callable[[Line], str]:
-    """A column of numbers; the line of a group has their mean."""
-    return lambda line: _number(_mean(values[i] for i in line.members), text)
+) -> Callable[[int], str]:
+    return lambda i: _number(values[i], text)
 
 
-def _mean(some: Iterable[float | None]) -> float | None:
-    known = [value for value in some if value is not None]
-    return sum(value / len(known) for value in known) if known else None
-
-
-def _range_cell(sweep: Sweep, line: Line) -> str:
-    known = [best[0] for i in line.members if (best := sweep.best[i]) is not None]
-    return _cell(f"{min(known):.4g} to {max(known):.4g}") if line.is_group and known else "<td></td>"
-
-
-def _option_cells(option: Option) -> Callable[[Line], str]:
-    def cell(line: Line) -> str:
-        values = _distinct(option.values[i] for i in line.members)
-        if len(values) == 1 and is_finite_number(values[0]):
-            return _number(values[0], value_text)
-        return _cell(", ".join(map(value_text, values)))
+def _option_cells(option: Option) -> Callable[[int], str]:
+    def cell(i: int) -> str:
+        value = option.values[i]
+        if value is None:
+            return "<td></td>"
+        return _number(value, value_text) if is_finite_number(value) else _cell(value_text(value))
 
     return cell
-
-
-def _distinct(values: Iterable[Any]) -> list[Any]:
-    return list({value_text(value): value for value in values if value is not None}.values())
-
-
-# Options against the metric.
-
-
-def _options(sweep: Sweep) -> list[str]:
-    pictures = [drawn for option in sweep.options[:_MAX_OPTIONS] if (drawn := _option(sweep, option))]
-    others = len(sweep.options) - _MAX_OPTIONS
-    note = f"<p>{others} further options are in the table only.</p>" if others > 0 else ""
-    return [f'<div class="small">{"".join(pictures)}</div>{note}'] if pictures else []
-
-
-def _option(sweep: Sweep, option: Option) -> str:
-    points = []
-    first = next(iter(sweep.ranked()), None)
-    varies = len(_distinct(option.values)) > 1  # otherwise some runs have its only value, and others have none
-    for i, (value, best) in enumerate(zip(option.values, sweep.best, strict=True)):
-        if best is not None and not (varies and value is None):
-            name = "none" if value is None else value_text(value)
-            place = float(value) if varies and option.is_number else name
-            at = name if value is None or isinstance(value, str) else repr(value)
-            text = f"{truncate(sweep.rows[i].name, _MAX_NAME)}: {best[0]!r} at {truncate(at, _MAX_CELL)}"
-            points.append(Dot(place, best[0], text, sweep.colors[i], i, i == first))
-    points.sort(key=lambda point: str(point.place))
-    return f"<div>{dots(truncate(option.short, _MAX_NAME), points, sweep.metric.name)}</div>" if points else ""
 
 
 # Curves.

@@ -49,8 +49,7 @@ for (const figure of document.querySelectorAll("figure.curves")) {
 // Sorting, filtering, hiding, smoothing and time for pages of several runs.
 if (document.getElementById("runs")) {
   const table = document.getElementById("runs"), body = table.tBodies[0], rows = [...body.rows];
-  const runs = rows.filter((row) => row.dataset.r), hidden = new Set();
-  const members = ({dataset}) => (dataset.g ?? dataset.r).split(" "), drawn = new Map();
+  const hidden = new Set(), drawn = new Map();
   for (const path of document.querySelectorAll("figure [data-i]")) {
     if (!drawn.has(path.dataset.i)) drawn.set(path.dataset.i, []);
     drawn.get(path.dataset.i).push(path);
@@ -61,17 +60,14 @@ if (document.getElementById("runs")) {
     return made;
   };
 
-  // Hiding: a tick in each row, in those of groups, and one in the head for all rows that the filter shows.
+  // Hiding: a tick in each row, and buttons for all rows that the filter shows.
   const ticks = new Map(), keys = [...document.querySelectorAll("#legend .key[data-i]")];
   const show = (some, isOn) => {
     for (const run of some) {
       isOn ? hidden.delete(run) : hidden.add(run);
       for (const path of drawn.get(run) ?? []) path.style.display = isOn ? "" : "none";
     }
-    for (const [row, tick] of ticks) {
-      const off = members(row).filter((run) => hidden.has(run)).length;
-      [tick.checked, tick.indeterminate] = [!off, off > 0 && off < members(row).length];
-    }
+    for (const [row, tick] of ticks) tick.checked = !hidden.has(row.dataset.r);
     for (const key of keys) {
       key.classList.toggle("off", hidden.has(key.dataset.i));
       key.setAttribute("aria-pressed", String(!hidden.has(key.dataset.i)));
@@ -79,7 +75,7 @@ if (document.getElementById("runs")) {
   };
   for (const row of rows) {
     const tick = make("input", {type: "checkbox", checked: true, ariaLabel: `show ${row.cells[0].textContent}`});
-    tick.addEventListener("change", () => show(members(row), tick.checked));
+    tick.addEventListener("change", () => show([row.dataset.r], tick.checked));
     ticks.set(row, tick);
     row.cells[0].prepend(tick, " ");
   }
@@ -94,7 +90,7 @@ if (document.getElementById("runs")) {
   const heads = [...table.tHead.rows[0].cells];
   const value = (row, column) => row.cells[column].dataset.v ?? row.cells[column].textContent.trim();
   const compare = (column, sign) => {
-    const isNumeric = runs.every((row) => !Number.isNaN(Number(value(row, column))));
+    const isNumeric = rows.every((row) => !Number.isNaN(Number(value(row, column))));
     return (a, b) => {
       const [one, other] = [value(a, column), value(b, column)];
       if (!one || !other) return !one - !other;
@@ -108,13 +104,7 @@ if (document.getElementById("runs")) {
     table.classList.toggle("sorted", order !== null);
     if (order === null) return body.append(...rows);
     heads[column].setAttribute("aria-sort", order);
-    const by = compare(column, order === "ascending" ? 1 : -1), blocks = new Map();
-    for (const row of rows) {
-      const block = row.dataset.b ?? `${row.dataset.r} alone`;
-      blocks.has(block) ? blocks.get(block).push(row) : blocks.set(block, [row]);
-    }
-    const sorted = [...blocks.values()].sort((a, b) => by(a[0], b[0]));
-    body.append(...sorted.flatMap(([first, ...others]) => [first, ...others.sort(by)]));
+    body.append(...[...rows].sort(compare(column, order === "ascending" ? 1 : -1)));
   };
   heads.forEach((head, column) => {
     Object.assign(head, {tabIndex: 0});
@@ -132,11 +122,11 @@ if (document.getElementById("runs")) {
   filter.addEventListener("input", () => {
     const words = filter.value.toLowerCase().split(/\s+/);
     for (const row of rows) row.hidden = !words.every((word) => texts.get(row).includes(word));
-    count.textContent = ` ${runs.filter((row) => !row.hidden).length} of ${runs.length} runs `;
+    count.textContent = ` ${rows.filter((row) => !row.hidden).length} of ${rows.length} runs `;
   });
   const button = (text, isOn) => {
     const made = make("button", {type: "button"}, text);
-    made.addEventListener("click", () => show(runs.filter((row) => !row.hidden).map((row) => row.dataset.r), isOn));
+    made.addEventListener("click", () => show(rows.filter((row) => !row.hidden).map((row) => row.dataset.r), isOn));
     return made;
   };
   document.getElementById("controls").append(filter, count, button("show these", true), button("hide these", false));
@@ -147,7 +137,7 @@ if (document.getElementById("runs")) {
     const smooth = make("input", {type: "range", min: 0, max: 0.99, step: 0.01, value: 0, ariaLabel: "smoothing"});
     const axis = make("select", {ariaLabel: "axis"}, make("option", {}, "step"), make("option", {}, "relative time"));
     drawing.append(make("label", {}, "smoothing ", smooth), " ", make("label", {}, "axis ", axis));
-    const clocks = new Map(runs.map((row) => {
+    const clocks = new Map(rows.map((row) => {
       const points = row.dataset.t.split(" ").filter(Boolean).map((point) => point.split(",").map(Number));
       return [row.dataset.r, points];
     }));

@@ -60,9 +60,9 @@ def report(
     """Show runs on one page of HTML, from the files that they have written; a run may still be in progress.
 
     The page needs no network, server or script, and fits phones and paper. It shows what is odd (stalls, failures,
-    refused starts, values that are not finite, corrupted files), a table with one row for each run, the options that
-    vary against the best value of a metric, the curves of the event files, those of the ten best runs in color, what
-    differs between the runs, and where the time went. For one run its facts stand in place of the table.
+    refused starts, values that are not finite, corrupted files), a table with one row for each run, with
+    the options that vary and the best value of a metric, the curves of the event files, those of the ten best runs in
+    color, what differs between the runs, and where the time went. For one run its facts stand in place of the table.
 
     Args:
         paths: A directory or URL with a run, or with runs below it; or several.

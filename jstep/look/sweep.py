@@ -77,10 +77,6 @@ class Option(NamedTuple):
     name: str
     values: Sequence[Any]
 
-    @property
-    def is_number(self) -> bool:
-        return all(is_finite_number(value) for value in self.values if value is not None)
-
 
 def is_finite_number(value: object) -> bool:
     return type(value) in (int, float) and abs(value) < 1e300  # type: ignore[arg-type]
@@ -129,15 +125,6 @@ def seed_groups(rows: Sequence[RunFiles], differ: Mapping[str, Sequence[Any]]) -
 # All of it.
 
 
-class Line(NamedTuple):
-    """A line of the table: a run, or a group above its runs. `block` is the outermost group around it, -1 for none."""
-
-    members: Sequence[int]
-    is_group: bool
-    depth: int
-    block: int
-
-
 @dataclasses.dataclass(frozen=True)
 class Sweep:
     """What a page shows.
@@ -171,23 +158,7 @@ class Sweep:
     def ranked(self) -> list[int]:
         return sorted((i for i, color in enumerate(self.colors) if color != NEUTRAL), key=self.colors.__getitem__)
 
-    def lines(self) -> list[Line]:
-        """The lines of the table: branches below their parents, runs of a group below its line."""
+    def tree(self) -> list[tuple[int, int]]:
+        """The runs in the order of the table, branches below their parents: index and depth of each."""
         index = {id(row.run): i for i, row in enumerate(self.rows)}
-        ordered = [(index[id(row.run)], row.depth) for row in tree([row.run for row in self.rows])]
-        places = {i: place for place, (i, _) in enumerate(ordered)}
-        group_of = {i: (min(map(places.__getitem__, group)), group) for group in self.groups for i in group}
-        above: list[tuple[tuple[int, ...], int, int]] = []  # of the ancestors: places, extra depth and block
-        keyed: dict[tuple[int, ...], Line] = {}
-        for i, depth in ordered:
-            del above[depth:]
-            key, extra, block = above[-1] if above else ((), 0, -1)
-            if i in group_of:
-                first, group = group_of[i]
-                key, block = (*key, first), first if block < 0 else block
-                keyed[key] = Line(group, True, depth + extra, block)
-                extra += 1
-            key = (*key, places[i])
-            keyed[key] = Line([i], False, depth + extra, block)
-            above.append((key, extra, block))
-        return [keyed[key] for key in sorted(keyed)]
+        return [(index[id(row.run)], row.depth) for row in tree([row.run for row in self.rows])]

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from jstep.core.drawing import Curve, Dot, dots, picture
+from jstep.core.drawing import Curve, picture
 
 UNITS = {"k": 3, "M": 6, "G": 9}
 
@@ -81,9 +81,3 @@ def test_labels_of_values(values, labels):
 )
 def test_labels_of_steps(steps, labels):
     assert check(np.arange(float(len(steps))), steps)[1] == labels
-
-
-@pytest.mark.parametrize(("number", "label", "shown"), [(3, "option …", 3), (8, "opt…", 8), (20, "opt…", 7)])
-def test_labels_of_categories_share_a_line(number, label, shown):
-    svg = dots("kind", [Dot(f"option of {i}", 1.0 + i, "") for i in range(number)], "loss")
-    assert re.findall('<text class="x"[^>]*>([^<]*)<', svg) == [label] * shown
