@@ -35,65 +35,59 @@ def _flags(value: Any) -> Any:
 
 
 class Place(NamedTuple):
-    """An operation that ran, and those that enclose it, outermost first, each with its program and "scan iteration 3".
+    """An operation that ran, and those that enclose it, outermost first, with their programs and "scan iteration 3"."""
 
-    `order` counts the operations that have run.
-    """
-
-    order: int
     chain: tuple[tuple[Subprogram, Operation, str], ...]
     inputs: tuple[Range, ...]
     outputs: tuple[Range, ...]
 
 
-class Cause(NamedTuple):
-    """Where the non-finite numbers of a value come from. The lowest cause of the operands counts.
+class Origin(NamedTuple):
+    """Where a value that is not finite comes from, if no operation made it of arguments.
 
     Attributes:
-        is_moved: Whether they are infinities of a constant that was only moved, such as a mask.
-        order: When the operation ran that made them or read the constant first; −1 before that.
-        place: That operation.
-        constant: The index of the constant, or −1.
+        order: How many operations ran before the first one that read the constant, or that made it of finite ones.
+        place: That operation; None before it.
+        constant: The constant; None if all are finite.
+        is_mask: Whether it is infinite, and was only moved so far.
     """
 
-    is_infinite: bool
-    is_moved: bool
     order: int
-    constant: int
     place: Place | None
+    constant: Range | None
+    is_mask: bool
 
 
 class Value(NamedTuple):
-    """A value; `depends` tells whether it depends on an argument; without an `cause` it is finite."""
+    """A value: whether it depends on an argument, has a NaN, and has a number that is not finite."""
 
     value: Any
     depends: bool
-    cause: Cause | None = None
-
-    @property
-    def has_nan(self) -> bool:
-        return self.cause is not None and not self.cause.is_infinite
+    has_nan: bool
+    is_bad: bool
+    origin: Origin | None = None
 
 
 @dataclasses.dataclass
 class Search:
-    """One evaluation. `found` is the first operation that makes a NaN, or an infinity from an argument."""
+    """One evaluation. `found` is the first operation that makes a NaN, or an infinity from an argument.
+
+    If there is none, but a result is not finite: the operation that first read, or made, the constant behind it.
+    """
 
     found: Place | None = None
     constant: Range | None = None
     reaches: bool = False
-    _constants: list[Range] = dataclasses.field(default_factory=list)
     _order: "itertools.count[int]" = dataclasses.field(default_factory=itertools.count)
     _chain: tuple[tuple[Subprogram, Operation, str], ...] = ()
 
     def run(self, body: Subprogram, values: Sequence[Any], depends: Sequence[bool]) -> None:
-        outs = self._run_each(body, [self._constant(*pair) for pair in zip(values, depends, strict=True)])
-        causes = [out.cause for out in outs if out.cause is not None]
-        self.reaches = bool(causes)
-        # Constants that are only infinite, such as masks, do not count.
-        lowest = min((cause for cause in causes if not cause.is_moved), key=lambda cause: cause[2:4], default=None)
-        if self.found is None and lowest is not None:
-            self.found, self.constant = lowest.place, self._constants[lowest.constant] if lowest.constant >= 0 else None
+        outs = self._run_each(body, [_constant(*pair) for pair in zip(values, depends, strict=True)])
+        self.reaches = any(out.is_bad for out in outs)
+        origins = [out.origin for out in outs if out.origin is not None and not out.origin.is_mask]
+        if self.found is None and origins:
+            first = min(origins, key=lambda origin: origin.order)
+            self.found, self.constant = first.place, first.constant
 
     def _run_each(self, body: Subprogram, args: Sequence[Value]) -> list[Value]:
         inner = {"call": self._call, "cond": self._cond, "scan": self._scan, "while": self._while}
@@ -104,43 +98,32 @@ class Search:
                     return self._check(body, operation, ins, jaxprs.apply(operation, [item.value for item in ins]))
                 return inner[operation.kind](body, operation, ins)
 
-        return jaxprs.evaluate(body, args, by, self._constant)
-
-    # Checks of values.
-
-    def _constant(self, value: Any, depends: bool = False) -> Value:
-        if not _bad(value)[1]:
-            return Value(value, depends)
-        self._constants.append(value_range(value))
-        is_infinite = not self._constants[-1].nans
-        return Value(value, depends, Cause(is_infinite, is_infinite, -1, len(self._constants) - 1, None))
+        return jaxprs.evaluate(body, args, by, _constant)
 
     def _check(self, body: Subprogram, operation: Operation, ins: list[Value], outs: list[Any]) -> list[Value]:
-        """Note whether an operation made non-finite numbers, or where they come from."""
+        """Note whether an operation made numbers that are not finite, or where they come from."""
         order = next(self._order)
         depends = any(item.depends for item in ins)
-        lowest = _lowest(ins)
-        flags = [_bad(out) for out in outs]
-        if not any(is_bad for _, is_bad in flags):
-            return [Value(out, depends) for out in outs]
-        place = lowest.place if lowest is not None and self.found is not None else None
-        place = place or self._place(order, (body, operation), ins, outs)
-        if lowest is None:
-            cause = Cause(False, False, order, -1, place)
-        else:
-            read = lowest if lowest.order >= 0 else lowest._replace(order=order, place=place)
-            cause = read._replace(is_moved=lowest.is_moved and operation.name in MOVES)
-        has_nan = any(is_nan for is_nan, _ in flags)
-        makes = (has_nan and not any(item.has_nan for item in ins)) or (lowest is None and depends)
-        if makes and self.found is None and operation.name not in HARMLESS:
-            self.found = place
-        return [_with_cause(out, depends, cause) for out in outs]
+        results = [Value(out, depends, *_bad(out)) for out in outs]
+        if self.found is not None or not any(result.is_bad for result in results):
+            return results
+        is_new_nan = any(result.has_nan for result in results) and not any(item.has_nan for item in ins)
+        is_new = is_new_nan or (depends and not any(item.is_bad for item in ins))
+        if is_new and operation.name not in HARMLESS:
+            self.found = self._place(body, operation, ins, outs)
+            return results
+        origin = _first_origin(ins)
+        if origin is None:
+            origin = Origin(order, self._place(body, operation, ins, outs), None, False)
+        elif origin.place is None:
+            origin = origin._replace(order=order, place=self._place(body, operation, ins, outs))
+        origin = origin._replace(is_mask=origin.is_mask and operation.name in MOVES)
+        return [result._replace(origin=origin if result.is_bad else None) for result in results]
 
-    def _place(self, order: int, at: tuple[Subprogram, Operation], ins: list[Value], outs: list[Any]) -> Place:
-        inputs, outputs = (
-            tuple(map(_range, some)) for some in (_values(ins), [out for out in outs if out is not None])
-        )
-        return Place(order, (*self._chain, (*at, "")), inputs, outputs)
+    def _place(self, body: Subprogram, operation: Operation, ins: list[Value], outs: list[Any]) -> Place:
+        inputs = tuple(map(_range, _values(ins)))
+        outputs = tuple(_range(out) for out in outs if out is not None)
+        return Place((*self._chain, (body, operation, "")), inputs, outputs)
 
     # Control flow.
 
@@ -166,22 +149,14 @@ class Search:
         depends = any(item.depends for item in ins)
         carry, rows = [item._replace(depends=depends) for item in ins[first:second]], []
         for i in range(length - 1, -1, -1) if backwards else range(length):
-            xs = [
-                _with_cause(lax.index_in_dim(item.value, i, keepdims=False), depends, item.cause)
-                for item in ins[second:]
-            ]
+            xs = [_moved(lax.index_in_dim(item.value, i, keepdims=False), depends, [item]) for item in ins[second:]]
             at = f"scan iteration {i}{', backwards' * backwards}"
             outs = self._inside(body, operation, 0, [*ins[:first], *carry, *xs], at)
             carry = [out._replace(depends=depends) for out in outs[: second - first]]
             rows.append(outs[second - first :])
         rows = rows[::-1] if backwards else rows
         avals = [var.aval for var in operation.eqn.outvars[second - first :]]
-        return [*carry, *(self._stacked([row[k] for row in rows], aval, depends) for k, aval in enumerate(avals))]
-
-    def _stacked(self, parts: list[Value], aval: Any, depends: bool) -> Value:
-        if not parts:
-            return self._constant(lax.full(aval.shape, 0, aval.dtype))
-        return Value(jnp.stack([part.value for part in parts]), depends, _lowest(parts))
+        return [*carry, *(_stacked([row[k] for row in rows], aval, depends) for k, aval in enumerate(avals))]
 
     def _while(self, body: Subprogram, operation: Operation, ins: list[Value]) -> list[Value]:
         first, second = itertools.accumulate(operation.counts)
@@ -209,18 +184,30 @@ def _bad(value: Any) -> tuple[bool, bool]:
     return has_nan, is_bad
 
 
-def _with_cause(value: Any, depends: bool, cause: Cause | None) -> Value:
+def _constant(value: Any, depends: bool = False) -> Value:
     has_nan, is_bad = _bad(value)
-    return Value(value, depends, cause._replace(is_infinite=not has_nan) if cause is not None and is_bad else None)
+    return Value(value, depends, has_nan, is_bad, Origin(-1, None, value_range(value), not has_nan) if is_bad else None)
+
+
+def _moved(value: Any, depends: bool, before: Sequence[Value]) -> Value:
+    """Return a value that has only numbers of others."""
+    has_nan, is_bad = _bad(value)
+    return Value(value, depends, has_nan, is_bad, _first_origin(before) if is_bad else None)
+
+
+def _stacked(parts: list[Value], aval: Any, depends: bool) -> Value:
+    whole = jnp.stack([part.value for part in parts]) if parts else lax.full(aval.shape, 0, aval.dtype)
+    return _moved(whole, depends, parts)
+
+
+def _first_origin(values: Iterable[Value]) -> Origin | None:
+    """Return the origin that counts: that of a NaN, or else of an infinity that was not only moved."""
+    known = [(not value.has_nan, value.origin) for value in values if value.origin is not None]
+    return min(known, key=lambda pair: (pair[0], pair[1].is_mask, pair[1].order), default=(True, None))[1]
 
 
 def _values(items: Iterable[Value]) -> list[Any]:
     return [item.value if hasattr(item.value, "dtype") else jnp.asarray(item.value) for item in items]
-
-
-def _lowest(values: Iterable[Value]) -> Cause | None:
-    causes = [value.cause for value in values if value.cause is not None]
-    return min(causes, key=lambda cause: cause[:4], default=None)
 
 
 def _mesh_of(operation: Operation) -> contextlib.AbstractContextManager[Any]:

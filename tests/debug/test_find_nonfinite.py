@@ -264,6 +264,7 @@ FUNCTIONS = {
     ),
     "while": (_while, "mul", "while iteration 3"),
     "custom_vjp": (jax.grad(lambda x: (_poisoned(x) * 2).sum()), "mul", ""),
+    "after one that is hidden": (lambda x: jnp.where(x < 9, x, jnp.nan) * NAN, "mul", ""),
     "after a mask": (lambda x: jax.nn.softmax(x + MASK) * NAN, "mul", ""),
 }
 
