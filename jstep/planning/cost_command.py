@@ -1,7 +1,7 @@
 """`cost` of the command line: an estimate of the cost of a training step, without running it."""
 
 import argparse
-import importlib.util
+import importlib
 import os
 import sys
 from types import ModuleType
@@ -60,18 +60,12 @@ def _returned(place: str, name: str) -> Any:
 
 def _loaded(place: str) -> ModuleType:
     """Import a file or a module, with the import path of `python FILE` or `python -m NAME`."""
-    if not os.path.isfile(place):
-        sys.path.insert(0, os.getcwd())
-        return importlib.import_module(place)
-    sys.path.insert(0, os.path.dirname(os.path.abspath(place)))
-    name = os.path.splitext(os.path.basename(place))[0]
-    spec = importlib.util.spec_from_file_location(name, place)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{place} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # needed by dataclasses and pickles, which look up their module
-    spec.loader.exec_module(module)
-    return module
+    is_file = os.path.isfile(place)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(place)) if is_file else os.getcwd())
+    name = os.path.splitext(os.path.basename(place))[0] if is_file else place
+    if is_file and ("." in name or name in sys.modules):
+        raise ValueError(f"{place}: must not have a dot in its name, nor the name of another module; rename it")
+    return importlib.import_module(name)
 
 
 COST = Command(_add_arguments, _print_cost)

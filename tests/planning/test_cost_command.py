@@ -35,7 +35,7 @@ def program(tmp_path, monkeypatch):
     (tmp_path / f"helper_of_{name}.py").write_text("SIDE = 64\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
-    for module in (name, f"helper_of_{name}"):
+    for module in (name, f"helper_of_{name}", "failing"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     return tmp_path / f"{name}.py"
 
@@ -76,6 +76,12 @@ def test_an_exception_of_the_program_is_shown_with_its_traceback(program, cli, l
     error = cli("cost", "failing.py:make", code=2).err
     assert 'failing.py", line 2' in error
     assert "of the user" in error
+
+
+@pytest.mark.parametrize("name", ["train.v2.py", "json.py"])
+def test_a_file_that_cannot_be_imported_by_its_name(program, cli, name):
+    program.rename(program.with_name(name))
+    assert f"{name}: must not have a dot in its name" in cli("cost", f"{name}:make", code=2).err
 
 
 def test_a_bad_topology_fails_before_the_program_runs(tmp_path, cli):
