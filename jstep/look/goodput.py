@@ -12,11 +12,10 @@ from jstep.core.html_tables import Tabular
 from jstep.core.stopwatch import BEFORE, HOOKS, PHASES, STARTING, STEPPING
 from jstep.look.cli import Command, answer, table
 from jstep.record.schema import Start
-from jstep.record.starts import find_starts, totals, valid
+from jstep.record.starts import MAX_STARTS, find_starts, valid
 from jstep.stores.urls import absolute, location
 
-_COPIED = tuple(phase for phase in PHASES if phase != STEPPING)
-_ALL = ("productive", "rewound", *_COPIED, "down")
+_ALL = ("productive", "rewound", *(phase for phase in PHASES if phase != STEPPING), "down")
 STALLED = "stalled"
 """The part to which stalls in any phase belong."""
 
@@ -151,28 +150,19 @@ def _starts_of(path: str | os.PathLike[str], prefix: str) -> Sequence[Start]:
 
 
 def of_run(starts: Sequence[Start]) -> Goodput:
-    """Account for the time of a run; all step time of starts that are no longer read counts as productive."""
+    """Account for the time of a run."""
     known = valid(starts)
     if not known:
         raise ValueError("none of its starts can be read")
     of_starts = by_start(known)
-    before, oldest = known[0]["before"], known[0]["began"]
-    sums = totals(starts)
-    names = (*_ALL, "computing", "starts", "steps")
-    whole = Goodput(**{name: sum(getattr(start, name) for start in of_starts) for name in names})
-    seconds = before["seconds"]
-    parts: dict[str, Any] = {part: getattr(whole, part) + seconds.get(part, 0.0) for part in _COPIED}
-    parts["productive"] = whole.productive + seconds.get(STEPPING, 0.0)
-    if before["since"] is not None:
-        parts["down"] = whole.down + max(0.0, oldest - before["since"] - sum(seconds.values()))
-    spans = [span for start in known if (span := start["step"]) is not None]
-    if before["count"] and spans and sums["first"] is not None:
-        parts["steps"] = whole.steps + max(0, min(spans)[0] - sums["first"])
+    names = (*_ALL, "computing", "steps")
     stalled_parts = dict.fromkeys(itertools.chain.from_iterable(start.stalled for start in of_starts))
     stalled = {part: sum(start.stalled.get(part, 0.0) for start in of_starts) for part in stalled_parts}
     notes = part_changes(known)
     notes += [f"start {start['number']} {start['problem']}" for start in starts if start["problem"]]
-    return dataclasses.replace(whole, **parts, starts=sums["count"], stalled=stalled, notes=notes)
+    notes += [f"only the newest {MAX_STARTS} starts are counted"] if len(starts) == MAX_STARTS else []
+    sums: dict[str, Any] = {name: sum(getattr(start, name) for start in of_starts) for name in names}
+    return Goodput(**sums, starts=len(starts), stalled=stalled, notes=notes)
 
 
 _MIN_STEPS, _MIN_MS, _MIN_SHARE = 10, 0.1, 0.01

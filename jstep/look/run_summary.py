@@ -21,9 +21,7 @@ from jstep.record.starts import (
     last_trained,
     original_of,
     path_of,
-    read_start,
     read_starts,
-    totals,
     valid,
     with_card,
 )
@@ -34,6 +32,8 @@ from jstep.stores.urls import is_url, resolve_path, split_path
 RUNNING, HANGS, UNREADABLE = "running", "hangs", "unreadable"
 _SILENT = 120.0
 """Seconds after which a run on another host, whose file does not change, counts as dead."""
+_SHOWN = 100
+"""The number of the newest starts that a summary lists."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,13 +160,14 @@ def summarize(where: str, prefix: str, starts: Sequence[Start]) -> RunSummary:
 
 
 def _summary(where: str, prefix: str, starts: Sequence[Start]) -> RunSummary:
-    source, sums = original_of(where, starts), totals(starts)
+    source = original_of(where, starts)
+    spans = [span for start in valid(starts) if (span := start["step"]) is not None]
     newest, facts = valid(starts)[-1], [facts_of(where, start, source) for start in starts]
     living = [fact for fact in facts if fact["status"] in (RUNNING, HANGS)]
     # The newest living start that takes steps, or else the newest living one.
     active = max(living, key=lambda fact: (fact["first"] is not None, fact["number"]), default=None)
     latest = active or facts[starts.index(newest)]
-    trained = starts[facts.index(active)] if active and active["first"] is not None else trained_start(where, starts)
+    trained = starts[facts.index(active)] if active and active["first"] is not None else trained_start(starts)
     ending = _ending(starts, trained)
     shown = active or facts_of(where, ending, source)
     reasons = [shown["reason"] if newest is starts[-1] else f"its newest start {starts[-1]['problem']}"]
@@ -179,14 +180,14 @@ def _summary(where: str, prefix: str, starts: Sequence[Start]) -> RunSummary:
         prefix=prefix,
         status=shown["status"],
         reason="; ".join(filter(None, reasons)),
-        step=span[1] if has_trained(trained) and (span := trained["step"]) else sums["step"] or 0,
+        step=span[1] if has_trained(trained) and (span := trained["step"]) else spans[-1][1] if spans else 0,
         last_step=trained["last_step"],
         metrics=ending["values"],
         metrics_left_out=ending["values_left_out"] or 0,
         best=best,
-        started=sums["since"],
+        started=valid(starts)[0]["began"],
         ended=None if living else max(fact["ended"] for fact in facts if fact["ended"] is not None),
-        wall_seconds=sum(sums["seconds"].values()),
+        wall_seconds=math.fsum(secs for start in valid(starts) for secs in start["seconds"].values()),
         devices=trained["devices"] or "",
         parent=_parent(where, newest),
         parameters=trained["parameters"],
@@ -205,8 +206,8 @@ def _summary(where: str, prefix: str, starts: Sequence[Start]) -> RunSummary:
         best_checkpoints=paths,
         best_notes=notes,
         refused=_refused(facts, ending["number"]) if has_trained(trained) else None,
-        starts=facts,
-        starts_count=sums["count"],
+        starts=facts[-_SHOWN:],
+        starts_count=len(starts),
         newest_checkpoint=_newest_checkpoint(where, prefix),
         former_paths=() if source else _former_paths(where, starts),
     )
@@ -223,13 +224,9 @@ def _former_paths(where: str, starts: Sequence[Start]) -> list[str]:
     return [place for place in places if resolve_path(place) != resolve_path(where)]
 
 
-def trained_start(where: str, starts: Sequence[Start]) -> Start:
+def trained_start(starts: Sequence[Start]) -> Start:
     """Return the start that represents the run: the newest that took a step, or else the newest."""
-    known = valid(starts)
-    number, found = known[0]["before"]["trained"], last_trained(known)
-    if found is None and number is not None:
-        found = read_start(where, known[0]["prefix"], number)
-    return known[-1] if found is None or found["problem"] else found
+    return last_trained(starts) or valid(starts)[-1]
 
 
 def _ending(starts: Sequence[Start], trained: Start) -> Start:
@@ -249,8 +246,7 @@ def _has_finished(start: Start) -> bool:
 def start_with_card(where: str, starts: Sequence[Start]) -> Mapping[str, Any]:
     """Return the newest start with a card, up to the one that represents the run; {} if there is none."""
     known = valid(starts)
-    trained = trained_start(where, known) if known else None
-    last = [start for start in (*known, trained) if trained and start and start["number"] <= trained["number"]]
+    last = [start for start in known if start["number"] <= trained_start(known)["number"]]
     return next((full for start in reversed(last) if (full := with_card(where, start))["card"]), {})
 
 
@@ -312,17 +308,16 @@ def _refused(facts: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any] 
 
 def _examples(starts: Sequence[Start]) -> int | None:
     """Return the number of examples up to the last step; None if the rows of a batch are unknown."""
-    known = valid(starts)
     count = 0.0
     limit = math.inf
-    for start in reversed(known):
+    for start in reversed(valid(starts)):
         first, last = start["step"] or (0, 0)
         if first < min(last, limit):
             if start["examples"] is None:
                 return None
             count += total_at(start, limit, start["examples"], 2)
             limit = first
-    return None if known[0]["before"]["count"] else round(count)
+    return round(count)
 
 
 def _best(where: str, start: Start, *, is_copy: bool) -> tuple[dict[str, tuple[float, int]], dict[str, str]]:

@@ -35,7 +35,7 @@ from jstep.record.config import command_line, encoded
 from jstep.record.differences import changes
 from jstep.record.schema import Start
 from jstep.record.stall_files import exit_reason
-from jstep.record.starts import FINISHED, KILLED, StartFile, program_path, read_starts, totals, valid, with_card
+from jstep.record.starts import FINISHED, KILLED, StartFile, program_path, read_starts, valid, with_card
 from jstep.state.sharding import describe_devices
 from jstep.stores.owners import is_alive, this_process
 from jstep.stores.urls import absolute, location
@@ -88,16 +88,15 @@ class Recorder(Observer):
         except (OSError, ValueError) as error:
             logger.warning("%s: this run cannot be recorded: %s", where, error)
             return
-        starts = [] if opening.lineage.is_copy else earlier
-        newest = next(reversed(valid(starts)), None)
+        newest = None if opening.lineage.is_copy else next(reversed(valid(earlier)), None)
         if newest is not None:
             self._numbers = {"values": newest["values"], "best": newest["best"]}
         where = absolute(where)  # a run may change its folder
-        file = StartFile(where, prefix, earlier, self._initial_fields(where, starts, newest) | self._current_fields())
+        file = StartFile(where, prefix, earlier, self._initial_fields(where, newest) | self._current_fields())
         _end_earlier(file, claimed=opening.is_claimed)
         self.run.file = file
 
-    def _initial_fields(self, where: str, earlier: list[Start], newest: Start | None) -> dict[str, Any]:
+    def _initial_fields(self, where: str, newest: Start | None) -> dict[str, Any]:
         """Return what is known when the file is made, and does not change."""
         options = self.run.options
         state = self.run.state
@@ -129,7 +128,6 @@ class Recorder(Observer):
             "other_batch": None,
             "end": None,
             "exception": None,
-            "before": totals(earlier),
             **about,
         }
 

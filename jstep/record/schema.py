@@ -65,17 +65,6 @@ class KeepBestRecord(TypedDict):
     data: str | None  # a hash of the data of the evaluation
 
 
-class Totals(TypedDict):
-    """Totals of all starts before a start; readers use those of the oldest start that they read."""
-
-    count: Step
-    since: Seconds | None  # when the first one began
-    seconds: PhaseSeconds
-    first: Step | None  # the step at which the run began
-    step: Step | None  # the one that the last start reached
-    trained: Step | None  # the number of the last start that took a step
-
-
 class Start(TypedDict):
     """A start of a run; a start that cannot be read has only `prefix`, `number` and `problem`."""
 
@@ -117,7 +106,6 @@ class Start(TypedDict):
     other_batch: Step | None  # the first batch of the start, if it differs from the one read before
     end: tuple[str, str] | None  # status and reason; None while it lives, and after a SIGKILL
     exception: str | None  # its class
-    before: Totals
     card: dict[str, Any]  # {} until `with_card`
 
 
@@ -175,7 +163,7 @@ def checked(value: Any, kind: Any) -> Any:
         >>> checked({"loss": True, "accuracy": "nan", "x": [1]}, dict[str, float])
         {'loss': 1.0, 'accuracy': nan}
     """
-    origin, kinds = typing.get_origin(kind), typing.get_args(kind)
+    origin, kinds = _parts_of(kind)
     if origin in (typing.Union, types.UnionType):
         return None if value is None else checked(value, kinds[0])
     if origin is Annotated:
@@ -203,6 +191,11 @@ def valid_fields(fields: Mapping[str, Any], kind: Any) -> dict[str, Any]:
         with contextlib.suppress(ValueError, TypeError):
             found[name] = checked(fields.get(name), hint)
     return found
+
+
+@functools.cache
+def _parts_of(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    return typing.get_origin(kind), typing.get_args(kind)
 
 
 @functools.cache

@@ -16,10 +16,9 @@ from typing import Any, cast
 
 from jstep.core.checks import format_value
 from jstep.core.logs import logger
-from jstep.core.stopwatch import PHASES
 from jstep.record.config import encoded
 from jstep.record.programs import compressed
-from jstep.record.schema import IN_CARD, Card, Start, Totals, checked, valid_fields
+from jstep.record.schema import IN_CARD, Card, Start, checked, valid_fields
 from jstep.stores.files import decode_json, foreign_file, make_directories, names_in, read_small, replace_file
 from jstep.stores.objects import ABSENT, Objects
 from jstep.stores.owners import remove_temporary
@@ -27,7 +26,7 @@ from jstep.stores.urls import is_url, join_path, split_path
 
 FOLDER, VERSION = "starts", 1
 KILLED, FINISHED = "killed", "finished"
-KEPT, MAX_BYTES = 100, 2**20
+MAX_STARTS, MAX_BYTES = 1000, 2**20
 """The number of the newest starts that are read, and the maximum bytes of a file."""
 NOT_WRITTEN = "could not be written, as on a full disk"
 _MAX_CONFIG, _MAX_START, _ROOM = 2**12, 15_000, 2**12
@@ -232,7 +231,7 @@ def _as_bytes(fields: Mapping[str, Any]) -> bytes:
 
 
 def read_starts(where: str) -> dict[str, list[Start]]:
-    """Return the newest starts of each run of a directory or bucket by its prefix, oldest first.
+    """Return the starts of each run of a directory or bucket by its prefix, oldest first; of many, the newest 1,000.
 
     In a copy of another run's directory, they begin with the first start in the copy. A link is not
     followed.
@@ -261,18 +260,14 @@ def find_starts(where: str) -> dict[str, list[Start]]:
 
 
 def _read_newest(where: str, prefix: str, numbers: Sequence[int]) -> list[Start]:
-    """Return the newest starts that were written, and the starts between and after them that could not be written."""
-    starts, missing = list[Start](), KEPT
     with concurrent.futures.ThreadPoolExecutor(16) if is_url(where) else contextlib.nullcontext() as pool:
-        while numbers and missing:
-            newest = (pool.map if pool else map)(functools.partial(read_start, where, prefix), numbers[-missing:])
-            numbers, starts = numbers[:-missing], [*(start for start in newest if start is not None), *starts]
-            missing = KEPT - sum(start["problem"] != NOT_WRITTEN for start in starts)
+        found = (pool.map if pool else map)(functools.partial(_read_start, where, prefix), numbers[-MAX_STARTS:])
+        starts = [start for start in found if start is not None]
     first = next((i for i in reversed(range(len(starts))) if starts[i].get("copied")), 0)
     return starts[first:]
 
 
-def read_start(where: str, prefix: str, number: int) -> Start | None:
+def _read_start(where: str, prefix: str, number: int) -> Start | None:
     """Return a start; None if there is no such file."""
     try:
         value = _load(path_of(where, prefix, number))
@@ -323,7 +318,7 @@ def _load_card(where: str, start: Start) -> dict[str, Any]:
     return {}
 
 
-# What starts add up to.
+# What starts have in common.
 
 
 def valid(starts: Sequence[Start]) -> list[Start]:
@@ -336,28 +331,6 @@ def has_trained(start: Start) -> bool:
 
 def last_trained(starts: Sequence[Start]) -> Start | None:
     return next(filter(has_trained, reversed(valid(starts))), None)
-
-
-def totals(starts: Sequence[Start]) -> Totals:
-    """Return the totals of starts and of all starts before them; `count` includes invalid starts."""
-    known = valid(starts)
-    if not known:
-        return {"count": len(starts), "since": None, "seconds": {}, "first": None, "step": None, "trained": None}
-    oldest = known[0]
-    before = oldest["before"]
-    trained = last_trained(starts)
-    spans = [span for start in known if (span := start["step"]) is not None]
-    first = before["first"]
-    if first is None and before["count"]:  # as written by an earlier version
-        first = 0 if oldest["parent"] is None else oldest["parent"]["step"]
-    return {
-        "count": before["count"] + starts[-1]["number"] + 1 - oldest["number"],
-        "since": oldest["began"] if before["since"] is None else before["since"],
-        "seconds": {phase: sum(entry["seconds"].get(phase, 0.0) for entry in (before, *known)) for phase in PHASES},
-        "first": spans[0][0] if first is None and spans else first,
-        "step": spans[-1][1] if spans else before["step"],
-        "trained": before["trained"] if trained is None else trained["number"],
-    }
 
 
 def original_of(where: str, starts: Sequence[Start]) -> str | None:

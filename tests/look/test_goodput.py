@@ -119,18 +119,6 @@ def test_runs_that_share_a_directory(tmp_path):
         jstep.goodput(tmp_path, prefix="other")
 
 
-def test_starts_that_are_not_read_any_more(tmp_path):
-    """What they add up to stands in the oldest one that is read; the time that they did not run is down."""
-    write(tmp_path, *SEVERAL)
-    before = {"count": 7, "since": 500.0, "seconds": {"stepping": 300.0, "starting": 70.0}, "step": 100}
-    began, step, seconds, *_ = SEVERAL[1]
-    write_start(tmp_path, start(tmp_path, 2, before=before, began=began, step=step, seconds=seconds))
-    (tmp_path / "starts" / "model.000001.json").unlink()
-    found = jstep.goodput(tmp_path)
-    assert (found.productive, found.rewound, found.starting) == (380.0, 0.0, 91.0)
-    assert (found.down, found.starts, found.total) == (305.0 + 9.0 + 10.0, 10, 800.0)
-
-
 def test_starts_that_cannot_be_read_are_left_out(tmp_path):
     write(tmp_path, *SEVERAL[:2])
     expected = jstep.goodput(tmp_path)

@@ -10,7 +10,6 @@ from jstep.stores.owners import this_process
 ELSEWHERE = {"host": "elsewhere", "space": "", "pid": 7, "started": "1"}
 TIME = 1.7e9
 PROGRAM = {"stage": 0, "batch": ["x: float32[2]"], "hyperparameters": {"learning_rate": 0.1}, "hash": "0123456789"}
-BEFORE = {"count": 0, "since": None, "seconds": {}, "step": None}
 
 
 def start(folder, number=1, prefix="model", **fields):
@@ -25,7 +24,7 @@ def start(folder, number=1, prefix="model", **fields):
     own |= {"began": TIME, "now": TIME + 10, "directory": str(folder), "last_step": 100, "config": {"lr": 0.1}}
     own |= {"devices": "1×cpu", "parameters": 3, "step": [0, 10], "seconds": {"starting": 1.0, "stepping": 9.0}}
     own |= {"values": {"loss": 0.5}, "peak_bytes": 9, "mfu": 0.5, "commit": f"{'abc':40}", "end": ["finished", ""]}
-    return own | {"before": BEFORE, "argv": ["a"]} | fields
+    return own | {"argv": ["a"]} | fields
 
 
 def card(**fields):

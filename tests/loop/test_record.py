@@ -17,7 +17,7 @@ from waiting import wait_until
 import jstep
 from jstep.loop import recorder
 from jstep.record import starts
-from jstep.record.starts import read_starts, totals, with_card
+from jstep.record.starts import read_starts, with_card
 from jstep.stores.owners import this_process
 
 optimizer, train_step = mean(0.1)
@@ -51,7 +51,6 @@ def test_a_start_says_what_it_was_and_did(tmp_path):
     assert [saved[2] for saved in start["saved"]] == [12, 24]
     assert start["saved"][0][3] == pytest.approx(0.1)
     assert abs(start["began"] + sum(start["seconds"].values()) - start["now"]) < 1
-    assert start["before"] == totals([])
     card = with_card(str(tmp_path), start)["card"]
     assert (card["step"], card["state"]["params"], card["batches"]["length"]) == (0, 3, 20)
     (program,) = card["programs"]
@@ -68,10 +67,6 @@ def test_later_starts_add_up(tmp_path):
     assert [start["step"] for start in (first, second, idle)] == [[0, 4], [4, 6], [6, 6]]
     assert first["run"] == second["run"] == idle["run"]
     assert idle["values"] == second["values"] != {}
-    assert idle["before"]["count"] == 2
-    assert idle["before"]["seconds"]["stepping"] == first["seconds"]["stepping"] + second["seconds"]["stepping"]
-    whole = totals([first, second, idle])
-    assert (whole["count"], whole["step"], whole["since"]) == (3, 6, first["began"])
 
 
 def test_a_start_that_is_refused_has_no_file_and_one_whose_first_batch_fails_has(tmp_path):
@@ -228,7 +223,7 @@ def test_an_invalid_newest_start_costs_only_itself(tmp_path):
     train(tmp_path, 6)
     first, invalid, third = record(tmp_path)
     assert invalid["problem"]
-    assert (third["before"]["count"], third["before"]["step"], third["run"]) == (2, 2, first["run"])
+    assert third["run"] == first["run"]
 
 
 def test_a_run_of_which_a_hook_cannot_close_has_failed(tmp_path):

@@ -11,7 +11,7 @@ import jstep
 from jstep.hooks import fingerprint_log
 from jstep.look.cli import main
 from jstep.record.stall_files import StallFiles, read_stalls
-from jstep.record.starts import StartFile, read_starts, totals, with_card
+from jstep.record.starts import StartFile, read_starts, with_card
 from jstep.stores.owners import this_process
 
 pytestmark = pytest.mark.usefixtures("fast_retries")
@@ -82,12 +82,12 @@ GIVEN = {
 
 def start_file(where, **fields):
     earlier = read_starts(where).get("model", [])
-    return StartFile(where, "model", earlier, {**GIVEN, "before": totals(earlier), **fields})
+    return StartFile(where, "model", earlier, {**GIVEN, **fields})
 
 
 def test_a_store_that_refuses_is_reported_once(gcs, one_retry, caplog):
     gcs.fail = [("", "", 403, 10**6)]
-    file = StartFile("gs://bkt/run", "model", [], {**GIVEN, "before": totals([])})
+    file = StartFile("gs://bkt/run", "model", [], GIVEN)
     for n in range(5):
         file.write({"step": [0, n]})
     assert len(caplog.records) == 1
@@ -99,7 +99,7 @@ def test_a_store_that_refuses_is_reported_once(gcs, one_retry, caplog):
 
 def test_a_start_is_an_object_that_is_made_once(store):
     first, second = start_file(store.run), start_file(store.run)
-    together = StartFile(store.run, "model", [], {**GIVEN, "before": totals([]), "now": 2e9})
+    together = StartFile(store.run, "model", [], {**GIVEN, "now": 2e9})
     assert [file.fields["number"] for file in (first, second, together)] == [1, 2, 3]
     first.write({"step": [0, 5]})
     first.write_card({"step": 0})
@@ -117,7 +117,7 @@ def test_the_record_of_a_run_is_below_its_url(store):
         run(store.run, last_step)
     first, second = read_starts(store.run)["model"]
     assert (first["step"], second["step"], first["run"]) == ([0, 5], [5, 10], second["run"])
-    assert (first["end"], second["before"]["step"]) == (["finished", ""], 5)
+    assert first["end"] == ["finished", ""]
     assert with_card(store.run, second)["card"]["programs"]
     assert jstep.Saver(store.run).extra(10)["past"]["start"] == [2, second["began"]]
 
@@ -147,7 +147,6 @@ def test_starts_are_in_the_order_in_which_they_were_made(clocks, in_bucket, gcs,
         start_file(where, began=clock, now=clock, step=[10 * number, 10 * number + 10])
     found = read_starts(where)["model"]
     assert [start["step"] for start in found] == [[0, 10], [10, 20], [20, 30], [30, 40]]
-    assert (totals(found)["step"], totals(found)["seconds"]["stepping"]) == (40, 4.0)
 
 
 def test_names_of_objects_that_are_not_ours_do_not_matter(gcs):

@@ -1,4 +1,4 @@
-"""The files of starts: what is written, what is read of files that anybody wrote, and what starts add up to."""
+"""The files of starts: what is written, what is read of files that anybody wrote."""
 
 import errno
 import json
@@ -13,18 +13,17 @@ import forked
 import pytest
 from doubles import raising
 
+import jstep
 from jstep.look.goodput import of_run
 from jstep.look.run_summary import summarize
 from jstep.record import starts
 from jstep.record.starts import (
-    KEPT,
     NOT_WRITTEN,
     StartFile,
     has_trained,
     last_trained,
     original_of,
     read_starts,
-    totals,
     with_card,
 )
 from jstep.stores.owners import this_process
@@ -37,7 +36,7 @@ GIVEN = {
 
 def start_file(where, prefix="model", **fields):
     earlier = read_starts(str(where)).get(prefix, [])
-    return StartFile(str(where), prefix, earlier, {**GIVEN, "before": totals(earlier), **fields})
+    return StartFile(str(where), prefix, earlier, {**GIVEN, **fields})
 
 
 def files(where):
@@ -64,7 +63,7 @@ def test_a_start_is_a_file_that_is_replaced_as_a_whole(tmp_path):
 
 def test_numbers_are_exclusive_and_prefixes_apart(tmp_path):
     each = [start_file(tmp_path) for _ in range(3)] + [start_file(tmp_path, "model.000002")]
-    together = [StartFile(str(tmp_path), "model", [], {**GIVEN, "before": totals([])}) for _ in range(2)]
+    together = [StartFile(str(tmp_path), "model", [], GIVEN) for _ in range(2)]
     assert [file.fields["number"] for file in [*each, *together]] == [1, 2, 3, 1, 4, 5]
     assert {name: len(found) for name, found in read_starts(str(tmp_path)).items()} == {"model": 5, "model.000002": 1}
 
@@ -121,9 +120,9 @@ def test_a_later_start_adds_the_end_of_a_killed_one(tmp_path):
 
 PROGRAM = """
 import json, sys
-from jstep.record.starts import StartFile, read_starts, totals
+from jstep.record.starts import StartFile, read_starts
 earlier = read_starts(sys.argv[1]).get("model", [])
-fields = {**json.loads(sys.argv[2]), "before": totals(earlier), "values": {"loss": 1.0}}
+fields = {**json.loads(sys.argv[2]), "values": {"loss": 1.0}}
 file = StartFile(sys.argv[1], "model", earlier, fields)
 file.write_card({"programs": []})
 print("begun", flush=True)
@@ -159,7 +158,6 @@ def test_twenty_sigkills_tear_no_file(tmp_path):
         ({"values": [1]}, "has values="),
         ({"best": "loss"}, "has best="),
         ({"process": {"pid": 2**31}}, "has process="),
-        ({"before": {"count": -1}}, "has before="),
         ({"now": None}, "has now="),
         ({"began": 1e300}, "has began="),
         ({"directory": "a\0"}, "has directory="),
@@ -179,7 +177,6 @@ def test_an_invalid_file_is_that_start_and_takes_only_itself(change, problem, tm
     assert invalid.keys() == {"prefix", "number", "problem"}
     assert problem in invalid["problem"]
     assert last_trained([*valid, invalid])["step"] == [1, 2]
-    assert totals([*valid, invalid]) == {**totals(valid), "count": 3}
 
 
 CONTENTS = [b"{", b"[]", b"3", b"\xff", b"[" * 100_000, b"{" + b" " * 2**20 + b"}", b"1" * 5000]
@@ -199,7 +196,6 @@ def test_an_empty_file_is_a_start_that_could_not_be_written(tmp_path):
     (tmp_path / "starts/.model.000001.json.abc.tmp").write_text("{")
     found = read_starts(str(tmp_path))["model"]
     assert [(start["number"], start["problem"]) for start in found] == [(1, ""), (2, NOT_WRITTEN), (3, NOT_WRITTEN)]
-    assert totals(found)["count"] == 3
     assert start_file(tmp_path).fields["number"] == 4
 
 
@@ -215,30 +211,29 @@ def test_what_is_no_file_of_its_own_is_not_read(kind, tmp_path):
     assert start_file(tmp_path).fields["number"] == 3
 
 
-def test_a_hundred_starts_are_read_and_the_oldest_of_them_has_what_was_before(tmp_path):
-    for step in range(KEPT + 20):
+def test_all_starts_are_read(tmp_path):
+    for step in range(120):
         start_file(tmp_path, began=100.0 + step, step=[step, step + 1], seconds={"stepping": 1.0})
-    found = read_starts(str(tmp_path))["model"]
-    assert (len(found), found[0]["number"], found[0]["before"]["count"]) == (KEPT, 21, 20)
-    whole = totals(found)
-    assert (whole["count"], whole["since"], whole["step"], whole["seconds"]["stepping"]) == (120, 100.0, 120, 120.0)
-    (tmp_path / "starts/model.000021.json").write_text("{")  # the next one knows what it took
-    assert totals(read_starts(str(tmp_path))["model"]) == whole
+    (run,) = jstep.runs(tmp_path)
+    assert (run.starts_count, len(run.starts), run.step, run.wall_seconds) == (120, 100, 120, 120.0)
     (tmp_path / "starts/model.000060.json").write_text("{")
-    assert totals(read_starts(str(tmp_path))["model"])["seconds"]["stepping"] == 119.0
-    (tmp_path / "starts/model.000120.json").write_text("{")
-    later = start_file(tmp_path, seconds={"stepping": 1.0}).fields["before"]
-    assert (later["count"], later["step"], later["seconds"]["stepping"]) == (120, 119, 118.0)
+    assert jstep.runs(tmp_path)[0].wall_seconds == 119.0
 
 
-def test_totals_of_nothing():
-    assert totals([]) == {"count": 0, "since": None, "seconds": {}, "first": None, "step": None, "trained": None}
+def test_of_very_many_starts_the_newest_are_read(tmp_path, monkeypatch):
+    for step in range(12):
+        start_file(tmp_path, step=[step, step + 1])
+    monkeypatch.setattr(starts, "MAX_STARTS", 10)
+    assert [start["number"] for start in read_starts(str(tmp_path))["model"]] == [*range(3, 13)]
+
+
+def test_a_start_without_a_step_has_not_trained():
     assert not has_trained({"step": [2, 2]})
 
 
 def test_the_starts_of_a_copy_begin_with_the_one_that_says_so(tmp_path):
     for copied in (False, False, True, False):
-        start_file(tmp_path, copied=copied, before=totals([]))
+        start_file(tmp_path, copied=copied)
     assert [start["number"] for start in read_starts(str(tmp_path))["model"]] == [3, 4]
 
 
@@ -294,21 +289,12 @@ def test_numbers_are_written_as_numbers_and_one_value_that_is_not_valid_takes_on
     assert read_starts(str(tmp_path))["model"][0]["values"] == {"ok": 1.0}
 
 
-NULLS = [("before", "count"), ("before", "seconds"), ("process", "pid"), ("before", "first"), ("before", "trained")]
-
-
-@pytest.mark.parametrize(("field", "name"), NULLS, ids=str)
-def test_a_null_inside_of_a_field(field, name, tmp_path):
-    """It is a value that is not known, or that start is not valid; no reader raises."""
+def test_a_null_inside_of_a_field_is_not_known(tmp_path):
     start_file(tmp_path, step=[0, 1], seconds={"stepping": 1.0})
-    start_file(tmp_path, step=[1, 2], seconds={"stepping": 1.0})
     path = tmp_path / "starts/model.000001.json"
-    whole = json.loads(path.read_text())
-    path.write_text(json.dumps({**whole, field: {**whole[field], name: None}}))
-    found = read_starts(str(tmp_path))["model"]
-    assert [bool(start["problem"]) for start in found] == [name == "count", False]
-    assert of_run(found).steps in (1, 2)
-    assert totals(found)["count"] == 2
+    path.write_text(json.dumps({**json.loads(path.read_text()), "process": {**GIVEN["process"], "pid": None}}))
+    (found,) = read_starts(str(tmp_path))["model"]
+    assert (found["problem"], of_run([found]).steps) == ("", 1)
 
 
 def test_names_are_exact(tmp_path):
@@ -368,7 +354,7 @@ def test_starts_that_could_not_be_written_do_not_hide_others(tmp_path):
     found = read_starts(str(tmp_path))["model"]
     assert (found[0]["number"], found[0]["step"], found[-1]["number"]) == (1, [0, 5], 299)
     later = start_file(tmp_path).fields
-    assert (later["number"], later["before"]["count"], later["before"]["step"]) == (300, 299, 5)
+    assert later["number"] == 300
 
 
 # Folders that are moved.
@@ -394,10 +380,9 @@ def test_a_process_replaces_only_its_own_file_and_makes_no_folder(how, tmp_path,
 
 def test_the_newest_start_that_took_a_step_is_known_after_a_hundred_others(tmp_path):
     start_file(tmp_path, step=[3, 7], seconds={"stepping": 4.0}, config={"lr": 3}, end=["finished", ""])
-    for _ in range(KEPT + 5):
+    for _ in range(105):
         start_file(tmp_path, step=[7, 7], end=["failed", "x"])
     found = read_starts(str(tmp_path))["model"]
-    assert (found[0]["number"], totals(found)["trained"], totals(found)["first"]) == (7, 1, 3)
     run = summarize(str(tmp_path), "model", found)
-    assert (run.status, run.step, run.config, run.starts_count) == ("finished", 7, {"lr": 3}, KEPT + 6)
+    assert (run.status, run.step, run.config, run.starts_count) == ("finished", 7, {"lr": 3}, 106)
     assert (run.refused["status"], of_run(found).steps) == ("failed", 4)
