@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -34,7 +35,29 @@ class UnsupportedError(TypeError):
 def array_parts(array: np.ndarray[Any, Any]) -> dict[str, Any]:
     if array.size and not array.itemsize:
         raise UnsupportedError(f"is a NumPy array of dtype {array.dtype}, whose elements have no bytes")
-    return {"dtype": dtype_parts(array.dtype), "shape": list(array.shape), "data": array.tobytes()}
+    parts = {"dtype": dtype_parts(array.dtype), "shape": list(array.shape)}
+    axes = _axes_in_memory(array.shape, array.strides)
+    if axes is None:
+        return parts | {"data": array.tobytes()}
+    return parts | {"axes": axes, "data": array.transpose(axes).tobytes()}
+
+
+def _axes_in_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
+    """Return the axes from the outermost one in memory to the innermost one; None if that is their own order.
+
+    Sums are rounded differently in another order. Gaps and negative strides do not matter to them, and are not kept;
+    nor is the order of a broadcast array, whose elements share memory.
+    """
+    own_order = sorted(range(len(shape)), key=lambda axis: shape[axis] > 1)
+    in_memory = sorted(own_order, key=lambda axis: -abs(strides[axis]) if shape[axis] > 1 else -math.inf)
+    is_shared = any(size > 1 and not stride for size, stride in zip(shape, strides, strict=True))
+    return None if in_memory == own_order or is_shared or not math.prod(shape) else in_memory
+
+
+def _inverse(axes: Any, shape: tuple[int, ...]) -> list[int]:
+    if sorted(axes) != list(range(len(shape))):
+        raise ValueError(f"{axes!r:.50} are not the axes of the shape {shape}")
+    return [axes.index(axis) for axis in range(len(shape))]
 
 
 def dtype_parts(dtype: np.dtype[Any]) -> Any:
@@ -55,7 +78,9 @@ def decode_array(parts: Any) -> np.ndarray[Any, Any]:
     elements = math.prod(shape)
     if dtype.hasobject or len(data) != elements * dtype.itemsize or (elements and not dtype.itemsize):
         raise ValueError(f"an array of {dtype} and shape {shape} does not have {len(data)} bytes")
-    return np.ndarray(shape, dtype, data).copy()
+    axes = parts.get("axes", list(range(len(shape))))
+    inverse = _inverse(axes, shape)
+    return np.ndarray([shape[axis] for axis in axes], dtype, data).transpose(inverse).copy(order="K")
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -72,9 +97,13 @@ def tensor_parts(tensor: Any) -> dict[str, Any]:
     name = str(tensor.dtype).removeprefix("torch.")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise UnsupportedError(f"is a torch tensor that is sparse, quantized or without values, of dtype {name}")
+    parts = {"dtype": name, "shape": list(tensor.shape)}
+    axes = _axes_in_memory(tensor.shape, tensor.stride())
+    if axes is not None:
+        parts["axes"], tensor = axes, tensor.permute(axes)
     flat = tensor.detach().cpu().reshape(-1).resolve_conj().resolve_neg().contiguous()
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    return {"dtype": name, "shape": list(tensor.shape), "data": flat.view(torch.uint8).numpy().tobytes()}
+    return parts | {"data": flat.view(torch.uint8).numpy().tobytes()}
 
 
 def decode_tensor(parts: Any) -> Any:
@@ -84,7 +113,11 @@ def decode_tensor(parts: Any) -> Any:
     data = parts["data"]
     if len(data) != math.prod(shape) * torch.empty(0, dtype=dtype).element_size():
         raise ValueError(f"a tensor of {dtype} and shape {shape} does not have {len(data)} bytes")
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    axes = parts.get("axes", list(range(len(shape))))
+    inverse = _inverse(axes, shape)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape([shape[axis] for axis in axes]).permute(inverse)
 
 
 # Arrays and keys of JAX

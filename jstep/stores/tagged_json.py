@@ -204,6 +204,8 @@ def _bytes(data: Any) -> bytes:
 
 # Random generators
 
+RandomGenerator = np.random.Generator | np.random.RandomState | np.random.BitGenerator | random.Random
+
 
 def _bits_parts(bits: np.random.BitGenerator) -> dict[str, Any]:
     seed: Any = bits.seed_seq
@@ -215,8 +217,11 @@ def _bits(parts: Any) -> np.random.BitGenerator:
     # NumPy does not check the position of a generator in its buffer of random numbers, and would read past its end.
     if not (0 <= state["state"].get("pos", 0) <= 624 and 0 <= state.get("buffer_pos", 0) <= 4):
         raise ValueError("pos must be from 0 to 624, and buffer_pos from 0 to 4")
-    bits = _BIT_GENERATORS[state["bit_generator"]](parts["seed"])
-    bits.state = state
+    seed = parts["seed"]
+    if seed is not None and type(seed) is not np.random.SeedSequence:
+        raise ValueError(f"seed={seed!r:.50} is not a seed sequence")
+    bits: Any = _BIT_GENERATORS[state["bit_generator"]](0)
+    bits.__setstate__((state, seed))
     return bits
 
 
@@ -236,6 +241,26 @@ def _python_random(state: Tree) -> random.Random:
     generator = random.Random(0)
     generator.setstate(state)
     return generator
+
+
+def set_generator(generator: Any, saved: Any) -> None:
+    """Set a random generator to the state of another one, such that it also spawns the same ones.
+
+    Raises:
+        ValueError: They are of different kinds.
+    """
+    bits, saved_bits = (getattr(rng, "bit_generator", rng) for rng in (generator, saved))
+    if type(generator) is not type(saved) or type(bits) is not type(saved_bits):
+        names = [type(rng).__name__ for rng in (saved_bits, bits)]
+        raise ValueError(f"must be a {names[0]}, as in the checkpoint, got a {names[1]}")
+    if isinstance(bits, random.Random):
+        bits.setstate(saved_bits.getstate())
+    elif isinstance(bits, np.random.RandomState):
+        bits.set_state(saved_bits.get_state(legacy=False))
+    elif saved_bits.seed_seq is None:  # it cannot spawn
+        bits.state = saved_bits.state
+    else:
+        bits.__setstate__((saved_bits.state, _seed(saved_bits.seed_seq.state)))
 
 
 # All types

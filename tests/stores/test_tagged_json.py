@@ -20,6 +20,7 @@ from jstep.stores.tagged_json import (
     copy_encodable,
     decode,
     encoded_size,
+    set_generator,
     with_files,
 )
 
@@ -62,6 +63,8 @@ def test_long_integers_survive():
     "array",
     [
         np.arange(6).reshape(2, 3)[:, ::2], np.asfortranarray(np.ones((2, 3), ">f4")), np.array("abc"),
+        np.arange(24).reshape(2, 3, 4).transpose(0, 2, 1), np.arange(24).reshape(2, 3, 4).transpose(1, 2, 0)[::-1, ::2],
+        np.zeros((3, 1, 2)).T, np.zeros((2, 3), "U2").T,
         np.zeros((0, 3)),
         np.array([b"x", b""]), np.array(["2026"], "M8[D]"), np.array([True]), np.array(-0.0),
         np.ones(3, ml_dtypes.int4), np.ones(3, ml_dtypes.bfloat16), np.zeros((2, 0), ml_dtypes.float8_e4m3fn),
@@ -77,6 +80,25 @@ def test_arrays_survive(array):
         assert found[name].tobytes() == array[name].tobytes()
     assert found.flags.writeable
     assert found.flags.aligned
+    assert found.strides == array.copy(order="K").strides
+
+
+def test_the_order_of_axes_in_memory_is_kept():
+    """Sums are rounded by it; broadcasting is not kept, and sums as if each element had its own memory."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=(7, 11, 13)).astype(np.float32).transpose(axes) for axes in [(0, 2, 1), (1, 2, 0)]]
+    arrays += [
+        np.asfortranarray(rng.normal(size=(37, 53)))[:, ::-2],
+        np.broadcast_to(rng.normal(size=(1, 53)), (37, 53)),
+    ]
+    arrays += [np.asfortranarray(rng.normal(size=(LARGE, 3)))]  # in a file
+    files = AttachedFiles("position.")
+    encoded = with_files(as_json(copy_encodable(arrays), files), lambda name: files[name])
+    assert len(files) == 1
+    for array, found in zip(arrays, decode(encoded), strict=True):
+        np.testing.assert_array_equal(array, found)
+        for axis in (None, 0, 1):
+            assert array.sum(axis).tobytes() == found.sum(axis).tobytes()
 
 
 BITS = [np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64]
@@ -92,7 +114,11 @@ def test_generators_of_numpy_continue(bits):
     assert np.array_equal(
         found.integers(99, size=700, dtype=np.uint32), generator.integers(99, size=700, dtype=np.uint32)
     )
-    assert found.spawn(1)[0].random() == generator.spawn(1)[0].random()
+    set_in_place = np.random.Generator(bits(4))
+    set_generator(set_in_place, found)
+    spawned = [rng.spawn(1)[0].random() for rng in (found, generator, set_in_place)]
+    assert len(set(spawned)) == 1
+    assert set_in_place.random() == found.random()
     state.randn(3)
     assert np.array_equal(round_trip(state).randn(700), state.randn(700))
     assert round_trip(bits(3)).state["bit_generator"] == bits.__name__
@@ -115,6 +141,7 @@ def test_tensors_survive():
             tensor = tensor.t() if len(shape) == 2 else tensor
             found = round_trip({"x": tensor})["x"]
             assert (found.dtype, found.shape, repr(found)) == (dtype, tensor.shape, repr(tensor))
+            assert found.stride() == tensor.stride()
     for refused in (torch.ones(2).to_sparse(), torch.ones(2, device="meta"), torch.Generator(), torch.float32):
         with pytest.raises(UnsupportedError, match="torch"):
             encode(refused)
