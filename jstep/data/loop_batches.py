@@ -1,15 +1,13 @@
 """Batches that the user's own loop makes, and the objects that they depend on: `from_loop`."""
 
-import random
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from jstep.core.checks import describe_type, format_list, format_value
 from jstep.core.exceptions import note
 from jstep.data.positions import position_methods
+from jstep.stores.tagged_json import RandomGenerator, set_generator
 
 
 def from_loop(**kept: Any) -> "LoopBatches":
@@ -24,7 +22,7 @@ def from_loop(**kept: Any) -> "LoopBatches":
             `get_state` and `set_state`; or it is a random generator of NumPy or Python, a dict, or an object whose
             attributes are its state. The states hold what a loader's position may hold: numbers, strings, bytes, None,
             lists, tuples, dicts, arrays, and random generators, each in one place. Attributes and items are replaced,
-            generators are set in place.
+            generators are set in place, at any depth.
 
     Returns:
         Batches for `Run`. `batches=None` is the same as `from_loop()`.
@@ -90,7 +88,7 @@ def _accessors(name: str, value: Any) -> _Accessors:
     """Return the functions that get and set the state of an object."""
     if not isinstance(value, type) and (methods := position_methods(value)) is not None:
         return _Accessors(*methods)
-    if isinstance(value, np.random.Generator | random.Random):
+    if isinstance(value, RandomGenerator):
         return _Accessors(lambda: value, lambda state: _set_generator(name, value, state))
     if isinstance(value, dict):
         return _Accessors(lambda: value, lambda state: _fill(name, value, state))
@@ -120,29 +118,46 @@ def _has_only_attributes(value: object) -> bool:
     return not any(item is not None for item in items)
 
 
-def _set_generator(name: str, generator: Any, saved: Any) -> None:
-    """Set a random generator to the state of another one of its kind."""
-    if isinstance(generator, random.Random) and type(saved) is type(generator):
-        generator.setstate(saved.getstate())
-    elif isinstance(generator, np.random.Generator) and isinstance(saved, np.random.Generator):
-        generator.bit_generator.state = saved.bit_generator.state
-    else:
-        raise ValueError(
-            f"{name}: must be a {type(saved).__name__}, as in the checkpoint, got {describe_type(generator)}"
-        )
+def _set_generator(path: str, generator: RandomGenerator, saved: Any) -> None:
+    if not isinstance(saved, RandomGenerator):
+        raise ValueError(f"{path}: the checkpoint has {describe_type(saved)} for it, not a random generator")
+    try:
+        set_generator(generator, saved)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _fill(name: str, values: dict[Any, Any], saved: Any) -> None:
-    """Replace the items of a dict; a generator that others may hold, too, is set in place."""
+    """Replace the items of a dict, but not the generators in them."""
     if not isinstance(saved, dict):
         raise ValueError(f"{name}: the checkpoint has {describe_type(saved)} for it, not a dict")
-    for key in values.keys() - saved.keys():
+    items = _with_own_generators(name, values, saved)
+    for key in values.keys() - items.keys():
         del values[key]
-    for key, value in saved.items():
-        if isinstance(value, np.random.Generator | random.Random) and type(values.get(key)) is type(value):
-            _set_generator(f"{name}/{key}", values[key], value)
-        else:
-            values[key] = value
+    for key, value in items.items():
+        values.pop(key, None)  # in the order of the checkpoint
+        values[key] = value
+
+
+def _with_own_generators(path: str, current: Any, saved: Any) -> Any:
+    """Return a saved value with the loop's own generators in their places, set to the saved states.
+
+    The loop may hold them by names of its own, too.
+    """
+    if isinstance(current, RandomGenerator) and isinstance(saved, RandomGenerator):
+        _set_generator(path, current, saved)
+        return current
+    if isinstance(current, dict) and isinstance(saved, dict):
+        pairs = [(key, item) for key, item in current.items() if key in saved]
+    elif isinstance(current, list | tuple) and isinstance(saved, list | tuple):
+        pairs = list(enumerate(current[: len(saved)]))
+    else:
+        return saved
+    items: Any = list(saved) if isinstance(saved, tuple) else saved
+    for key, item in pairs:
+        if isinstance(item, dict | list | tuple | RandomGenerator):
+            items[key] = _with_own_generators(f"{path}/{key}", item, items[key])
+    return tuple(items) if isinstance(saved, tuple) else items
 
 
 def _fill_attributes(name: str, value: object, saved: Any) -> None:

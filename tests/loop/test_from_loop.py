@@ -1,6 +1,7 @@
 """`jstep.from_loop`: the objects of a loop are saved between two iterations, and restored when the run is entered."""
 
 import collections
+import dataclasses
 import os
 import random
 import signal
@@ -35,8 +36,8 @@ def run_of(last_step, directory, *, save_checkpoint_steps=4, **kept):
 class Walk:
     """An environment in Python whose attributes are its state."""
 
-    def __init__(self):
-        self.rng, self.place, self.seen = np.random.default_rng(5), np.zeros(3), []
+    def __init__(self, rng=None):
+        self.rng, self.place, self.seen = np.random.default_rng(5) if rng is None else rng, np.zeros(3), []
 
     def move(self):
         self.place = self.place + self.rng.normal(size=3)
@@ -157,6 +158,66 @@ class Slotted(Walk):
     __slots__ = ("count",)
 
 
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    inner: object
+
+
+PLACES = {
+    "itself": lambda rng: rng,
+    "dict": lambda rng: {"a": {"b": rng}},
+    "list": lambda rng: {"a": [0, [rng]]},
+    "tuple": lambda rng: {"a": (1, (rng, 2))},
+    "keys": lambda rng: {1: {(2, "a"): rng}, "$tag": 0},
+    "ordered": lambda rng: {"a": collections.OrderedDict(b=rng)},
+    "object": lambda rng: types.SimpleNamespace(a=rng),
+    "dict in an object": lambda rng: Frozen({"a": [{"b": rng}]}),
+}
+GENERATORS = {
+    "numpy": (np.random.default_rng, lambda rng: rng.normal()),
+    "spawned": (np.random.default_rng, lambda rng: rng.spawn(1)[0].normal()),
+    "legacy": (np.random.RandomState, lambda rng: rng.normal()),
+    "bits": (np.random.Philox, lambda bits: np.random.Generator(bits).normal()),
+    "python": (random.Random, lambda rng: rng.gauss()),
+}
+
+
+def test_generators_are_set_in_place_and_arrays_keep_their_order(tmp_path):
+    """The loop draws from them by names of its own."""
+
+    def go(last_step, directory):
+        rngs, kept = {}, {}
+        for kind, (make, _) in GENERATORS.items():
+            for place, wrap in PLACES.items():
+                rngs[kind, place] = make(len(rngs))
+                kept[f"{kind} {place}"] = wrap(rngs[kind, place])
+        kept["table"] = {"x": np.asfortranarray(np.random.default_rng(0).normal(size=(37, 53)).astype(np.float32))}
+        drawn = []
+        with run_of(last_step, directory, **kept) as run:
+            for step in run:
+                drawn.append([GENERATORS[kind][1](rng) for (kind, _), rng in rngs.items()] + [kept["table"]["x"].sum()])
+                kept["table"]["x"] *= np.float32(1.01)
+                run.train_step(DATA[step])
+        return drawn
+
+    whole = go(6, tmp_path / "a")
+    go(4, tmp_path / "b")
+    assert go(6, tmp_path / "b") == whole[4:]
+
+
+def test_items_are_in_the_order_of_the_checkpoint(tmp_path):
+    for last_step in (4, 8):
+        scores = {"a": 1.0, "b": 2.0}
+        with run_of(last_step, tmp_path, scores=scores) as run:
+            for step in run:
+                scores["a"] = scores.pop("a") + 1
+                run.train_step(DATA[step])
+            assert [*scores] == ["b", "a"]
+    scores = {"a": 0.0, "b": 0.0, "c": 0.0}
+    with run_of(8, tmp_path, scores=scores):
+        assert [*scores] == ["b", "a"]
+
+
 REJECTED = [3, 2.5, "text", [1], np.zeros(3), len, Walk, None, (1,), Replay([1]), Slotted(), open(os.devnull)]  # noqa: SIM115
 
 
@@ -189,9 +250,11 @@ class Later(Walk):
     [
         ({"walk": Walk()}, "states of asked, walk.*keeps walk"),
         ({"walk": Later(), "asked": Asked()}, "walk: .*no value for its speed"),
-        ({"walk": random.Random(0), "asked": Asked()}, "walk: must be"),
+        ({"walk": random.Random(0), "asked": Asked()}, "walk: .*has a dict for it, not a random generator"),
+        ({"walk": Walk(random.Random(0)), "asked": Asked()}, "walk/rng: must be a PCG64, .* got a Random"),
+        ({"walk": Walk(np.random.Generator(np.random.Philox())), "asked": Asked()}, "walk/rng: .* got a Philox"),
     ],
-    ids=["name", "attribute", "kind"],
+    ids=["name", "attribute", "kind", "kind of generator", "kind of bits"],
 )
 def test_a_state_that_does_not_fit_is_named_before_the_first_step(kept, text, tmp_path):
     with run_of(4, tmp_path, walk=Walk(), asked=Asked()) as run:
