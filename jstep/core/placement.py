@@ -1,9 +1,10 @@
 """Placement of arrays: shardings, memory kinds, arrays read from storage, computation on devices and on CPUs."""
 
+import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -160,12 +161,19 @@ def compute_on(mesh: Any, fn: Callable[..., Any], *args: Any) -> Any:
     The current mesh is ignored. The program is cached by `fn`.
     """
     if mesh is None:
-        args = jax.tree.map(_without_mesh_of_one, args)
+        args = jax.tree.map(without_mesh_of_one, args)
+    with computing_on(mesh) as compiled:
+        return compiled(fn)(*args)
+
+
+@contextlib.contextmanager
+def computing_on(mesh: Any) -> Iterator[Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """Yield a function that compiles functions for `compute_on`: for many calls, of arrays `without_mesh_of_one`."""
     with using_mesh(NO_MESH if mesh is None else mesh):
-        return _compiled(fn, mesh)(*args)
+        yield lambda fn: _compiled(fn, mesh)
 
 
-def _without_mesh_of_one(leaf: object) -> Any:
+def without_mesh_of_one(leaf: object) -> Any:
     """Move an array off a mesh of one device: Explicit axes in its type would not fit others."""
     if not isinstance(leaf, jax.Array) or leaf.sharding.num_devices > 1:
         return leaf

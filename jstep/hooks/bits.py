@@ -16,7 +16,7 @@ from jstep.hooks.fingerprint_log import Entry
 from jstep.hooks.run_hook import RunHook
 from jstep.metering.cadence import make_cadence
 from jstep.metering.numbers import TransferQueue, start_transfer
-from jstep.state.fingerprints import fingerprint_leaves, leaves_with_hash_keys
+from jstep.state.fingerprints import LeafFingerprints
 from jstep.state.train_state import TrainState
 from jstep.stores.files import is_directory
 from jstep.stores.growing_files import LocalLines, ObjectAppender, open_lines
@@ -102,7 +102,7 @@ class FingerprintHook(RunHook):
         if self._given is None or self._is_directory or is_directory(self._given):
             self._path = join_path(self._path, fingerprint_log.FINGERPRINTS_FILE)
         self._pending, self._before = TransferQueue(), {}
-        leaves_with_hash_keys(state)  # raises now, not at the first fingerprint
+        self._fingerprints = LeafFingerprints(state)  # raises now, not at the first fingerprint
         processes.on_all_processes(self._open, "the fingerprints cannot be opened")
         if self._raises and not processes.is_single_process():
             lines = processes.broadcast_bytes("".join(entry.line() for entry in self._before.values()).encode())
@@ -115,7 +115,7 @@ class FingerprintHook(RunHook):
             self._file = open_lines(self._path, b'{"step": ', fingerprint_log.is_line)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        result = fingerprint_leaves(state)
+        result = self._fingerprints.start(state)
         entry = functools.partial(fingerprint_log.make_entry, step, result, self._per_leaf)
         self._pending.add(step, start_transfer([words for _, words in result.groups], entry), self._finish, self)
         # If processes must raise together, each one finishes the same steps: those before the latest.

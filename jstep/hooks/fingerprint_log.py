@@ -9,7 +9,7 @@ import numpy as np
 
 from jstep.core import trees
 from jstep.core.checks import format_list, format_value
-from jstep.state.fingerprints import Fingerprints, as_hexadecimal, stacked_words
+from jstep.state.fingerprints import Fingerprints, all_as_hexadecimal, as_hexadecimal, stacked_words
 from jstep.stores.files import open_for_reading
 
 FINGERPRINTS_FILE = "fingerprints.jsonl"
@@ -76,7 +76,7 @@ def is_line(raw: bytes) -> bool:
 
 def make_entry(step: int, fingerprints: Fingerprints, per_leaf: bool) -> Entry:
     words = stacked_words(fingerprints.groups)
-    leaves = dict(zip(fingerprints.paths, map(as_hexadecimal, words), strict=True)) if per_leaf else None
+    leaves = dict(zip(fingerprints.paths, all_as_hexadecimal(words), strict=True)) if per_leaf else None
     return Entry(step, as_hexadecimal(np.sum(words, axis=0, dtype=np.uint32)), leaves)
 
 

@@ -15,7 +15,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jstep.core import meshes, trees
 from jstep.core.checks import as_bool, describe_type
-from jstep.core.placement import compute_on, group_by_devices, on_devices, refuse_shapes
+from jstep.core.placement import (
+    compute_on,
+    computing_on,
+    group_by_devices,
+    is_on_cpus,
+    on_devices,
+    refuse_shapes,
+    without_mesh_of_one,
+)
 from jstep.core.trees import Tree
 from jstep.state.global_step import require_alive
 from jstep.state.leaves import StateLeaves
@@ -102,15 +110,12 @@ def start_fingerprints(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> lis
 
     NumPy computes those of arrays in host memory.
     """
+    return _start(_groups(leaves, keys), leaves)
+
+
+def _start(groups: "Sequence[_DeviceGroup | _HostGroup]", leaves: Sequence[Any]) -> list[tuple[list[int], Any]]:
     with meshes.internal_transfers():
-        placements, on_host = group_by_devices(leaves)
-        groups = []
-        for numbers, mesh in placements:
-            groups.append((numbers, _by_shape([leaves[i] for i in numbers], keys[numbers], mesh)))
-        if on_host:
-            sums = np.stack([host_sums(np.asarray(leaves[i])) for i in on_host])
-            groups.append((on_host, np.stack(combine_sums(sums, keys[on_host]), axis=-1)))
-        return groups
+        return [(group.numbers, group.start(leaves)) for group in groups]
 
 
 def stacked_words(groups: Sequence[tuple[list[int], Any]]) -> np.ndarray[Any, Any]:
@@ -122,9 +127,14 @@ def stacked_words(groups: Sequence[tuple[list[int], Any]]) -> np.ndarray[Any, An
     return rows
 
 
-def as_hexadecimal(pair: object) -> str:
-    first, second = (int(word) for word in np.asarray(pair))
-    return f"{first:08x}{second:08x}"
+def as_hexadecimal(pair: Any) -> str:
+    return all_as_hexadecimal(np.asarray(pair))[0]
+
+
+def all_as_hexadecimal(words: np.ndarray[Any, Any]) -> list[str]:
+    """Return the fingerprints in uint32 `[n, 2]` as strings of 16 digits."""
+    text = words.astype(">u4").tobytes().hex()
+    return [text[start : start + 16] for start in range(0, len(text), 16)]
 
 
 def _check(path: str, leaf: Any) -> None:
@@ -159,10 +169,38 @@ class Fingerprints(NamedTuple):
     groups: list[tuple[list[int], Any]]
 
 
-def fingerprint_leaves(tree: Tree) -> Fingerprints:
-    """Start computing fingerprints of leaves, without blocking."""
-    paths, leaves, keys = leaves_with_hash_keys(tree)
-    return Fingerprints(paths, start_fingerprints(leaves, keys))
+class LeafFingerprints:
+    """The fingerprints of the leaves of states, one state after another.
+
+    What follows from structure, shapes and shardings is computed for the first state, and again only if they change.
+    """
+
+    def __init__(self, tree: Tree) -> None:
+        self._prepare(tree)
+        self._structure, self._kinds = trees.structure(tree), list[Any]()
+
+    def _prepare(self, tree: Tree) -> None:
+        self._paths, leaves, keys = leaves_with_hash_keys(tree)
+        self._groups = _groups(leaves, keys)
+
+    def start(self, tree: Tree) -> Fingerprints:
+        """Start computing fingerprints of leaves, without blocking."""
+        leaves, structure = trees.flatten(tree)
+        try:
+            kinds = list(map(_KIND, leaves))
+        except AttributeError:  # a NumPy array
+            kinds = []
+        if structure != self._structure or kinds != self._kinds or not kinds:
+            self._prepare(tree)
+        self._structure, self._kinds = structure, kinds  # the next comparison finds the same objects
+        try:
+            return Fingerprints(self._paths, _start(self._groups, leaves))
+        except RuntimeError as error:
+            require_alive(tree, error)
+            raise
+
+
+_KIND = operator.attrgetter("shape", "dtype", "sharding")
 
 
 # Arithmetic of fingerprints: 32-bit words are mixed with their position and summed modulo 2^32 in two lanes.
@@ -329,6 +367,8 @@ def _keys(shape: tuple[int, ...]) -> Any:
 
 _GROUP, _SMALL = 16, 2**14
 """The number of leaves of a shape that one call stacks, and the maximum size of such a leaf in elements."""
+_IN_FLIGHT = 16
+"""The maximum number of programs in flight on CPUs of several processes."""
 
 
 def _with_sums(rows: Tree, start: Any, leaves: Sequence[Any]) -> Any:
@@ -353,29 +393,94 @@ def _each(sums: Any, keys: Any, rows: Tree = None) -> Any:
     return jnp.stack(combine_sums(sums if rows is None else sums[rows], keys), axis=-1)
 
 
-def _by_shape(leaves: Sequence[Any], keys: object, mesh: Mesh | None) -> Any:
-    """Compute the fingerprints of leaves on one device or one mesh.
+class _HostGroup(NamedTuple):
+    """Leaves in host memory: their indices, and their keys."""
+
+    numbers: list[int]
+    keys: Any
+
+    def start(self, leaves: Sequence[Any]) -> Any:
+        sums = np.stack([host_sums(np.asarray(leaves[i])) for i in self.numbers])
+        return np.stack(combine_sums(sums, self.keys), axis=-1)
+
+
+class _DeviceGroup(NamedTuple):
+    """Leaves on one device or one mesh.
 
     Compilation dominates the first fingerprint: one program is compiled for each shape and dtype, not for each leaf,
     and writes rows of an array. Calls dominate later ones: a call handles several small leaves.
+
+    Attributes:
+        numbers: The indices of the leaves.
+        mesh: Their mesh of several devices, or None.
+        on_mesh_of_one: Whether a leaf is on a mesh of one device.
+        rows: The array of rows, with zeros.
+        calls: For each call, its first row and the indices of its leaves.
+        keys: The keys of the leaves.
+        order: The rows of the leaves.
+        in_flight: The number of calls that may be in flight; None for any.
     """
-    rows: Any = np.zeros((len(leaves), 2), U)
-    committed = next((leaf for leaf in leaves if leaf.committed), None)
+
+    numbers: list[int]
+    mesh: Mesh | None
+    on_mesh_of_one: bool
+    rows: Any
+    calls: list[tuple[Any, list[int]]]
+    keys: Any
+    order: Any
+    in_flight: int | None
+
+    def start(self, leaves: Sequence[Any]) -> Any:
+        rows = self.rows
+        if self.on_mesh_of_one:
+            leaves = list(map(without_mesh_of_one, leaves))
+        with computing_on(self.mesh) as compiled:
+            with_sums = compiled(_with_sums)
+            for count, (first_row, numbers) in enumerate(self.calls, 1):
+                rows = with_sums(rows, first_row, [leaves[i] for i in numbers])
+                if self.in_flight and count % self.in_flight == 0:
+                    jax.block_until_ready(rows)
+            words = compiled(_each)(rows, self.keys, self.order)
+        return jax.block_until_ready(words) if self.in_flight else words
+
+
+def _groups(leaves: Sequence[Any], keys: np.ndarray[Any, Any]) -> list[_DeviceGroup | _HostGroup]:
+    with meshes.internal_transfers():
+        placements, on_host = group_by_devices(leaves)
+        groups: list[_DeviceGroup | _HostGroup] = [
+            _device_group(leaves, keys, numbers, mesh) for numbers, mesh in placements
+        ]
+        return [*groups, *([_HostGroup(on_host, keys[on_host])] if on_host else [])]
+
+
+def _device_group(
+    leaves: Sequence[Any], keys: np.ndarray[Any, Any], numbers: list[int], mesh: Mesh | None
+) -> _DeviceGroup:
+    rows: Any = np.zeros((len(numbers), 2), U)
+    committed = next((leaves[number] for number in numbers if leaves[number].committed), None)
     if mesh is not None:  # `device_put` would compare the rows of all processes
         zeros = rows
         rows = jax.make_array_from_callback(rows.shape, NamedSharding(mesh, PartitionSpec()), lambda _: zeros)
     elif committed is not None:
         rows = jax.device_put(rows, *committed.devices())
     alike: dict[Any, list[int]] = {}
-    for number, leaf in enumerate(leaves):
+    for number in numbers:
+        leaf = leaves[number]
         alike.setdefault((leaf.shape, leaf.dtype, leaf.committed and leaf.sharding), []).append(number)
+    calls: list[tuple[Any, list[int]]] = []
     first_row = 0
-    for (shape, *_), numbers in alike.items():
-        size = min(_GROUP, len(numbers)) if math.prod(shape) <= _SMALL else 1
-        for first in range(0, len(numbers), size):
-            first = min(first, len(numbers) - size)  # the last group may write a row a second time
-            group = [leaves[number] for number in numbers[first : first + size]]
-            rows = compute_on(mesh, _with_sums, rows, np.int32(first_row + first), group)
-        first_row += len(numbers)
-    order = np.argsort(list(itertools.chain(*alike.values()))).astype(np.int32)
-    return compute_on(mesh, _each, rows, keys, order)
+    for (shape, *_), same in alike.items():
+        size = min(_GROUP, len(same)) if math.prod(shape) <= _SMALL else 1
+        for first in range(0, len(same), size):
+            first = min(first, len(same) - size)  # the last group may write a row a second time
+            calls.append((np.int32(first_row + first), same[first : first + size]))
+        first_row += len(same)
+    in_rows = list(itertools.chain(*alike.values()))
+    row_of = dict(zip(in_rows, range(len(in_rows)), strict=True))
+    order = np.array([row_of[number] for number in numbers], np.int32)
+    on_mesh_of_one = mesh is None and any(without_mesh_of_one(leaves[i]) is not leaves[i] for i in numbers)
+    # Collectives of more programs in flight than the client has threads for would wait for each other.
+    is_limited = mesh is not None and not rows.is_fully_addressable and is_on_cpus(rows)
+    return _DeviceGroup(
+        numbers, mesh, on_mesh_of_one, rows, calls, keys[numbers], order, _IN_FLIGHT if is_limited else None
+    )

@@ -19,6 +19,10 @@ for seed in map(int, seeds):
         jstep.train(step, state, batches, 9, hooks=[hook], batch_sharding=rows, progress=False)
     except jstep.DivergenceError as error:
         print("diverged", error.step, sorted(error.leaves)[0])
+many = jax.device_put([np.full((4, n % 2 + 1), n, np.float32) for n in range(400)], rows)
+for _ in range(3):  # more programs with a collective than CPUs can have in flight
+    leaves = jstep.fingerprint(many)
+print("many", np.asarray(leaves.addressable_data(0)))
 print("done", flush=True)
 """
 
@@ -29,8 +33,9 @@ def test_processes_agree_and_raise_together(tmp_path):
         (tmp_path / where).mkdir()
     (alone,) = run(SCRIPT, 1, tmp_path, "1", tmp_path / "one")
     both = run(SCRIPT, 2, tmp_path, "12", tmp_path / "two")  # the second time with other batches
-    initial = {line for ended in (alone, *both) for line in ended if line.startswith("initial")}
-    assert len(initial) == 1  # 1 process with 4 devices, 2 with 2 each
+    for name in ("initial", "many"):
+        found = {line for ended in (alone, *both) for line in ended if line.startswith(name)}
+        assert len(found) == 1  # 1 process with 4 devices, 2 with 2 each
     lines = [json.loads(line) for line in (tmp_path / "two" / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines[:3]] == [3, 6, 9]
     assert set(lines[0]["leaves"]) >= {"params/w", "params/b", "global_step"}

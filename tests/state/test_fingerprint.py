@@ -1,7 +1,10 @@
 """`fingerprint` of a tree: what changes it, what does not, and where it can be computed."""
 
 import collections
+import contextlib
+import functools
 import json
+import sys
 
 import golden_fingerprints
 import jax
@@ -14,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jstep
 from jstep.state import fingerprints
-from jstep.state.fingerprints import as_hexadecimal
+from jstep.state.fingerprints import LeafFingerprints, as_hexadecimal, stacked_words
 
 PLAIN = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "float32", "complex64"]
 LOW = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "int4", "uint4", "int2"]
@@ -177,12 +180,42 @@ def test_small_leaves_of_a_shape_are_read_together(monkeypatch):
     """A call costs more than reading them; the last group of a shape overlaps the one before."""
     host = {f"w{i}": np.full((i % 2 + 2, 5), i + 1, np.float32) for i in range(90)} | {"n": np.float32(np.nan)}
     tree, calls = on_devices(host), []
-    compute_on = fingerprints.compute_on
-    monkeypatch.setattr(fingerprints, "compute_on", lambda *args: calls.append(args) or compute_on(*args))
+    computing_on = fingerprints.computing_on
+
+    @contextlib.contextmanager
+    def counting(mesh):
+        with computing_on(mesh) as compiled:
+            yield lambda fn: lambda *args: calls.append(fn) or compiled(fn)(*args)
+
+    monkeypatch.setattr(fingerprints, "computing_on", counting)
     assert hexadecimal(jstep.fingerprint(tree)) == hexadecimal(jstep.fingerprint(host))
-    assert len(calls) == 2 * 3 + 1 + 2
+    assert len(calls) == 2 * 3 + 1 + 1
     monkeypatch.undo()
     assert texts(tree) == texts(host)
+
+
+def test_fingerprints_of_one_state_after_another(request):
+    """What is computed once follows their structure, shapes, dtypes and placement; few calls are made for each leaf."""
+    request.addfinalizer(functools.partial(sys.setprofile, sys.getprofile()))
+    mesh, one = (jax.make_mesh((size,), ("a",), axis_types=(AxisType.Explicit,)) for size in (4, 1))
+    host = {f"w{i}": np.full((8, 3), i, np.float32) for i in range(100)}
+    states = [on_devices(host), on_devices({name: array + 1 for name, array in host.items()})]
+    states += [jax.device_put(host, NamedSharding(where, PartitionSpec("a"))) for where in (mesh, one)]
+    states += [jax.device_put(host, jax.devices()[3]), on_devices(host | {"w0": np.ones(5, np.int8)})]
+    states += [on_devices(host | {"more": np.ones(5)}), host, on_devices(host)]
+    hashes = LeafFingerprints(states[0])
+    for state in states:
+        started = hashes.start(state)
+        found = dict(zip(started.paths, fingerprints.all_as_hexadecimal(stacked_words(started.groups)), strict=True))
+        assert found == leaves(state)
+    calls = []
+    sys.setprofile(lambda _, event, __: calls.append(event))
+    hashes.start(states[-1])
+    sys.setprofile(None)
+    assert sum(event in ("call", "c_call") for event in calls) < 5 * len(host)
+    states[-1]["w3"].delete()
+    with pytest.raises(RuntimeError, match="'w3' was donated"):
+        hashes.start(states[-1])
 
 
 def on_mesh(kind):
