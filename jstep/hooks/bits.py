@@ -19,7 +19,7 @@ from jstep.metering.numbers import TransferQueue, start_transfer
 from jstep.state.fingerprints import LeafFingerprints
 from jstep.state.train_state import TrainState
 from jstep.stores.files import is_directory
-from jstep.stores.growing_files import LocalLines, ObjectAppender, open_lines
+from jstep.stores.line_logs import LineFile, LineObject, append_to
 from jstep.stores.urls import is_url, join_path, location
 from jstep.training.metrics import Metrics
 
@@ -43,12 +43,13 @@ class FingerprintHook(RunHook):
     Each line, `{"step": N, "state": hex, "leaves": {path: hex}}`, describes the state after the update to step N. The
     device computes it at the cost of one read of the state, and the loop does not wait: lines are written when the
     values arrive, and all of them are on disk before each checkpoint and when the run ends. A line that is incomplete
-    because the process was killed is removed by the next run.
+    because the process was killed is removed by the next run. A file above 2 GiB, in a bucket an object above 8 MiB, is
+    kept as `PATH.1`, `PATH.2`, …, and the log continues.
 
-    If a run resumes from a checkpoint and repeats a step that is in the log, the fingerprints are compared. They differ
-    if the batches, the code or the random generator changed, or if a chip computes wrongly. The later line counts.
-    `python -m jstep diff A B` compares two logs. Changes that hooks make to the state are included if these hooks come
-    before this one.
+    If a run resumes from a checkpoint and repeats a step that is in the last 64 MiB of the log, the fingerprints are
+    compared. They differ if the batches, the code or the random generator changed, or if a chip computes wrongly. The
+    later line counts. `python -m jstep diff A B` compares two logs. Changes that hooks make to the state are included
+    if these hooks come before this one.
 
     Args:
         every_n_steps: Interval in steps; due at its multiples.
@@ -89,7 +90,7 @@ class FingerprintHook(RunHook):
         self._per_leaf = as_bool(per_leaf, "per_leaf")
         self._raises = check_choice(on_divergence, "on_divergence", ("log", "raise")) == "raise"
         self._path = ""
-        self._file: LocalLines | ObjectAppender | None = None
+        self._file: LineFile | LineObject | None = None
         self._claim: FileClaim | None = None
         self._before: dict[int, Entry] = {}
         self._pending = TransferQueue()
@@ -106,13 +107,16 @@ class FingerprintHook(RunHook):
         processes.on_all_processes(self._open, "the fingerprints cannot be opened")
         if self._raises and not processes.is_single_process():
             lines = processes.broadcast_bytes("".join(entry.line() for entry in self._before.values()).encode())
-            self._before = dict(fingerprint_log.parse_log(lines).entries)
+            self._before = fingerprint_log.parse_lines(lines)
 
     def _open(self) -> None:
         if jax.process_index() == 0:
             self._claim = None if is_url(self._path) else claim_file(self._path)
-            self._before = _entries_of(self._path)
-            self._file = open_lines(self._path, b'{"step": ', fingerprint_log.is_line)
+            log = fingerprint_log.read_later(self._path, self.run.step)
+            if log.corrupted:
+                logger.warning("%s: skipped: %s", self._path, format_list(log.corrupted, 5, "; "))
+            self._before = log.entries
+            self._file = append_to(self._path, fingerprint_log.is_line)
 
     def when_due(self, step: int, state: TrainState, metrics: Metrics) -> None:
         result = self._fingerprints.start(state)
@@ -174,13 +178,3 @@ class FingerprintHook(RunHook):
         if self._raises:
             raise DivergenceError(message, step, difference.leaves)
         logger.warning("%s", message)
-
-
-def _entries_of(path: str) -> dict[int, Entry]:
-    try:
-        log = fingerprint_log.read_log(path)
-    except FileNotFoundError:
-        return {}
-    if log.corrupted:
-        logger.warning("%s: skipped: %s", path, format_list(log.corrupted, 5, "; "))
-    return dict(log.entries)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -10,10 +10,11 @@ import numpy as np
 from jstep.core import trees
 from jstep.core.checks import format_list, format_value
 from jstep.state.fingerprints import Fingerprints, all_as_hexadecimal, as_hexadecimal, stacked_words
-from jstep.stores.files import open_for_reading
+from jstep.stores.line_logs import TAIL, read_log_files, read_tail
 
 FINGERPRINTS_FILE = "fingerprints.jsonl"
 _HEX = re.compile("[0-9a-f]{16}")
+_STEP = re.compile(rb'\{"step": ([0-9]{1,18}),')
 
 
 class Entry(NamedTuple):
@@ -31,30 +32,51 @@ class Entry(NamedTuple):
 class Log(NamedTuple):
     """A log: step → its last entry, and a description of each invalid line."""
 
-    entries: Mapping[int, Entry]
-    corrupted: tuple[str, ...]
+    entries: dict[int, Entry]
+    corrupted: list[str]
+
+    def add(self, lines: Iterable[bytes], where: str, after: int = -1) -> None:
+        """Add lines, which end with line breaks; those of steps up to `after` are skipped."""
+        for number, raw in enumerate(lines, 1):
+            begins = _STEP.match(raw)
+            if begins is not None and int(begins[1]) <= after:
+                continue
+            entry = parse_line(raw)
+            if entry is not None:
+                self.entries[entry.step] = entry
+            elif raw.strip(b"\0\r\n ") and raw.endswith(b"\n"):  # the last line may be an interrupted write
+                text = format_value(raw.decode(errors="replace").strip(), 60)
+                self.corrupted.append(f"line {number}{where} is not a fingerprint: {text}")
 
 
 def read_log(path: str) -> Log:
-    """Read a log; the last line of a step takes precedence."""
-    with open_for_reading(path) as file:
-        return parse_log(file.read())
+    """Read a log, in all of its files; the last line of a step takes precedence.
+
+    Raises:
+        FileNotFoundError: There is no such log.
+    """
+    log = Log({}, [])
+    for part, lines in read_log_files(path):
+        log.add(lines, "" if part == path else f" of {part}")
+    return log
 
 
-def parse_log(data: bytes) -> Log:
-    entries, corrupted = {}, []
-    for number, raw in enumerate(data.splitlines(keepends=True), 1):
-        entry = _entry(raw)
-        if entry is not None:
-            entries[entry.step] = entry
-        elif raw.strip() and raw.endswith((b"\n", b"\r")):  # the last line may be an interrupted write
-            corrupted.append(
-                f"line {number} is not a fingerprint: {format_value(raw.decode(errors='replace').strip(), 60)}"
-            )
-    return Log(entries, tuple(corrupted))
+def read_later(path: str, step: int) -> Log:
+    """Read the lines later than a step at the end of a log, for a run that begins at the step."""
+    log = Log({}, [])
+    for tail in read_tail(path):
+        part = "" if tail.part == path else f" of {tail.part}"
+        log.add(tail.lines, part if tail.is_whole else f"{part} from its last {TAIL} bytes on", step)
+    return log
 
 
-def _entry(raw: bytes) -> Entry | None:
+def parse_lines(data: bytes) -> dict[int, Entry]:
+    log = Log({}, [])
+    log.add(data.splitlines(keepends=True), "")
+    return log.entries
+
+
+def parse_line(raw: bytes) -> Entry | None:
     try:
         record = json.loads(raw)
         step = record["step"]
@@ -71,7 +93,7 @@ def _entry(raw: bytes) -> Entry | None:
 
 
 def is_line(raw: bytes) -> bool:
-    return _entry(raw) is not None
+    return parse_line(raw) is not None
 
 
 def make_entry(step: int, fingerprints: Fingerprints, per_leaf: bool) -> Entry:

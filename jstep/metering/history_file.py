@@ -1,6 +1,5 @@
 """The file of a `History`: rows as lines of JSON."""
 
-import contextlib
 import itertools
 import json
 import os
@@ -12,6 +11,7 @@ from jstep.core.checks import describe_type, format_value
 from jstep.core.logs import logger
 from jstep.record.config import json_number
 from jstep.stores import files
+from jstep.stores.line_logs import BEGINNING, LineFile, split_lines
 from jstep.stores.urls import is_url, location
 
 Row = dict[str, float]
@@ -19,7 +19,6 @@ Row = dict[str, float]
 Rows = dict[int, Row]
 """Step → its row, in the order of steps."""
 
-_BEGINNING = b'{"step": '
 _MAX_BYTES = 2**31
 """The maximum size of a file of rows, which is read as a whole."""
 
@@ -44,8 +43,8 @@ def read_rows(path: str) -> Rows:
         ValueError: A line is not a row of a History, or its step is not later than the step of the line before.
     """
     rows: Rows = {}
-    *lines, last = files.read_small(path, _MAX_BYTES).rstrip(b"\0").split(b"\n")  # zeros are left by a power cut
-    is_torn = last.startswith(_BEGINNING) or _BEGINNING.startswith(last)
+    lines, last = split_lines(files.read_small(path, _MAX_BYTES))
+    is_torn = last.startswith(BEGINNING) or BEGINNING.startswith(last)
     for number, line in enumerate(lines if is_torn else [*lines, last], 1):
         step, row = _parse(line)
         if step <= next(reversed(rows), -1):
@@ -89,17 +88,15 @@ class HistoryFile:
 
     def _open(self, path: str, step: int, resumes: bool) -> None:
         found = read_rows(path) if os.path.exists(path) else {}
+        self._lines = LineFile(path)
         if found and not resumes:
-            moved = next(new for i in itertools.count(1) if not os.path.lexists(new := f"{path}.{i}"))
-            os.rename(path, moved)
+            moved = self._lines.set_aside()
             logger.warning("%s: has rows of another run, or of an earlier start; it is now %s", path, moved)
             found = {}
         self.rows = {at: row for at, row in found.items() if at <= step}
         ends = itertools.accumulate(len(_line(*row)) for row in self.rows.items())
         self._ends = dict(zip(self.rows, ends, strict=True))
-        self._opened = files.open_own(path, _BEGINNING)
-        self._opened.truncate(self._size)
-        files.sync_directory(os.path.dirname(path))
+        self._lines.truncate(self._size)
 
     @property
     def _size(self) -> int:
@@ -111,20 +108,18 @@ class HistoryFile:
         new = [*itertools.takewhile(lambda step: step >= since, reversed(rows))][::-1]
         lines = [_line(step, rows[step]) for step in new]
         try:
-            self._opened.truncate(self._size)
-            left = memoryview(b"".join(lines))
-            while left:
-                left = left[self._opened.write(left) :]
+            self._lines.truncate(self._size)
+            self._lines.write(b"".join(lines))
         except OSError as error:
-            with contextlib.suppress(OSError):
-                self._opened.truncate(self._size)
             raise OSError(error.errno, f"rows of a History cannot be written: {error.strerror}", self._path) from error
         for step, line in zip(new, lines, strict=True):
             self._ends[step] = self._size + len(line)
 
     def sync(self) -> None:
-        files.sync(self._opened.fileno(), self._path, data_only=True)
+        self._lines.sync()
 
     def close(self) -> None:
-        self._opened.close()
-        self._claim.release()
+        try:
+            self._lines.close()
+        finally:
+            self._claim.release()

@@ -1,4 +1,4 @@
-"""Growing files, and growing objects, which are uploaded periodically, since stores cannot append; logs of lines."""
+"""Growing files, and growing objects, which are uploaded periodically, since stores cannot append."""
 
 import contextlib
 import io
@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable
 
 from jstep.core.logs import logger
-from jstep.stores.files import decode_json, foreign_file, make_directories, open_own, sync, sync_directory
-from jstep.stores.objects import START_TIMEOUT_SECS, Objects, StoreError
-from jstep.stores.urls import is_url, split_path
+from jstep.stores.files import sync, sync_directory
+from jstep.stores.objects import Objects, StoreError
 
 SEGMENT = 2**20
 """Bytes after which the next object begins, so that the cost of an upload stays bounded."""
@@ -19,8 +18,6 @@ MAX_BUFFERED_BYTES = 2**28
 """Maximum number of bytes to buffer while uploads fail."""
 PERIOD = 10.0
 """Minimum seconds between two uploads. Stores allow one write per second to an object, and charge for each."""
-
-_MAX_LOG_BYTES = 2**31
 
 
 class ObjectAppender:
@@ -31,6 +28,8 @@ class ObjectAppender:
     Args:
         next_key: A function that returns the key of the next object.
         header: The first bytes of each object.
+        kept: The bytes that the first object has already.
+        segment: The size at which an object is full; by default `SEGMENT`.
     """
 
     def __init__(
@@ -40,17 +39,18 @@ class ObjectAppender:
         header: bytes = b"",
         secs: float = PERIOD,
         *,
-        segmented: bool = True,
+        kept: bytes = b"",
+        segment: int | None = None,
     ) -> None:
         self._objects = objects
         self._next_key = next_key
         self._header = header
-        self._period, self._segment = max(secs, PERIOD), SEGMENT if segmented else math.inf
+        self._period, self._segment = max(secs, PERIOD), segment or SEGMENT
         self._lock = threading.Lock()
         self._failing = False
         self._last = -math.inf
         self._full: list[tuple[str, bytes]] = []  # not uploaded yet
-        self._key, self._data = next_key(), bytearray(header)
+        self._key, self._data = next_key(), bytearray(kept or header)
         self._uploaded = -1  # the bytes of `_data` that the store has
         self.path = objects.at(self._key)
         """The URL of the first object."""
@@ -64,9 +64,12 @@ class ObjectAppender:
                 raise StoreError(f"{self.path}: {MAX_BUFFERED_BYTES} bytes are buffered in memory, not uploaded yet")
             self._data += data
             if len(self._data) >= self._segment:
-                self._full.append((self._key, bytes(self._data)))
-                self._key, self._data = self._next_key(), bytearray(self._header)
-                self._uploaded = len(self._header)
+                self._begin_segment()
+
+    def _begin_segment(self) -> None:
+        self._full.append((self._key, bytes(self._data)))
+        self._key, self._data = self._next_key(), bytearray(self._header)
+        self._uploaded = len(self._header)
 
     def due(self) -> float:
         """Return the monotonic time of the next upload; infinity without new data."""
@@ -141,50 +144,3 @@ class GrowingFile:
             self.sync()
         finally:
             self._file.close()
-
-
-# Logs of JSON lines, to which a later run appends.
-
-
-def open_lines(path: str, beginning: bytes, is_line: Callable[[bytes], bool]) -> "LocalLines | ObjectAppender":
-    """Open a file or object for appending; an incomplete last line is removed first.
-
-    Args:
-        path: The file or object.
-        beginning: The bytes with which each line begins.
-        is_line: Whether a line may be in the file.
-
-    Raises:
-        ForeignFileError: The file has other lines, and stays unchanged.
-    """
-    if not is_url(path):
-        return LocalLines(path, beginning, is_line)
-    above, name = split_path(path)
-    objects = Objects(above)
-    with objects.within(START_TIMEOUT_SECS):
-        data = objects.read(name).data or b""
-        whole = data[: _end_of_lines(path, data, is_line)]
-        return ObjectAppender(objects, lambda: name, whole, segmented=False)
-
-
-def _end_of_lines(path: str, data: bytes, is_line: Callable[[bytes], bool]) -> int:
-    first = data.lstrip(b"\0").partition(b"\n")[0]
-    if first and not is_line(first) and decode_json(first) is not None:  # otherwise it is torn
-        raise foreign_file(path, f"begins with {first[:50]!r}")
-    return data.rfind(b"\n") + 1
-
-
-class LocalLines(GrowingFile):
-    """A file of lines."""
-
-    def __init__(self, path: str, beginning: bytes, is_line: Callable[[bytes], bool]) -> None:
-        make_directories(os.path.dirname(path))
-        super().__init__(path, open_own(path, beginning))
-        try:
-            if self._file.seek(0, os.SEEK_END) > _MAX_LOG_BYTES:
-                raise foreign_file(path, f"has more than {_MAX_LOG_BYTES} bytes")
-            self._file.seek(0)
-            self._file.truncate(_end_of_lines(path, self._file.read() or b"", is_line))
-        except BaseException:
-            self._file.close()
-            raise

@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 import jstep
+from jstep.hooks.fingerprint_log import read_log
 from jstep.hooks.run_hook import RunHook
+from jstep.stores import line_logs
+from jstep.tools.cli import main
 
 OPTIMIZER = jstep.momentum(0.1, 0.9)
 STEP = jstep.minimize(lambda params, x: ((params["w"] - x) ** 2).sum(), OPTIMIZER)
@@ -40,6 +43,10 @@ def test_lines_contain_the_fingerprints_of_the_states(tmp_path):
     run(7, Recorder(), jstep.FingerprintHook(every_n_steps=3, path=path))
     assert lines(path) == [{"step": n, "state": states[n][0], "leaves": states[n][1]} for n in (3, 6)]
     assert set(states[3][1]) == {"params/w", "slots/momentum/w", "global_step"}
+
+
+def messages(caplog):
+    return [record.getMessage() for record in caplog.records]
 
 
 def as_hex(pair):
@@ -123,6 +130,22 @@ def test_all_lines_are_on_disk_before_a_checkpoint(tmp_path):
         save_checkpoint_steps=4,
     )
     assert seen == {4: [2, 4], 6: [2, 4, 6]}
+
+
+def test_a_log_of_several_files_is_compared_at_its_end(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(line_logs, "MAX_BYTES", 1000)
+    path = tmp_path / "fingerprints.jsonl"
+    run(40, jstep.FingerprintHook(1, path))
+    parts = [path.with_name(f"{path.name}.{n}") for n in range(1, 4)]
+    assert all(800 < part.stat().st_size < 2000 for part in parts)
+    monkeypatch.setattr(line_logs, "TAIL", 2000)
+    run(42, jstep.FingerprintHook(1, path), batches=lambda step: batch(step + 1))
+    warned = [int(text.split()[1]) for text in messages(caplog) if "different result" in text]
+    assert warned == [*range(warned[0], 41)]
+    assert 20 < warned[0] < 35
+    assert main(["diff", str(path), str(tmp_path)]) == 0
+    assert len(read_log(str(path)).entries) == 42
+    assert main(["diff", str(parts[0]), str(path)]) == 1
 
 
 def test_a_hook_can_be_used_in_several_runs(tmp_path):

@@ -8,7 +8,7 @@ from jstep.hooks.fingerprint_log import Difference, Entry, compare_logs
 A, B = "0" * 15 + "a", "0" * 15 + "b"
 
 
-def test_lines_of_a_log_are_read_or_reported():
+def test_lines_of_a_log_are_read_or_reported(tmp_path):
     bad = [
         {"step": -1, "state": A},
         {"step": True, "state": A},
@@ -26,7 +26,8 @@ def test_lines_of_a_log_are_read_or_reported():
         f'{{"step": 0, "state": "{A}"}}\n',
         f'{{"step": 3, "state": "{B}", "leaves": {{"w": "{A}"}}}}\n',
     ]
-    found = fingerprint_log.parse_log("".join(lines).encode())
+    (tmp_path / "log").write_text("".join(lines))
+    found = fingerprint_log.read_log(str(tmp_path / "log"))
     assert found.entries == {0: good[2], 3: good[1]}
     assert [text.partition(": ")[0] for text in found.corrupted] == [
         f"line {number} is not a fingerprint" for number in range(4, 13)

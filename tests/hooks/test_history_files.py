@@ -12,7 +12,7 @@ import pytest
 from test_history import StopError, batch, run, stop_at, train_step
 
 import jstep
-from jstep.metering import history_file as module
+from jstep.stores import line_logs
 
 ROW = b'{"step": 5, "loss": 0.5}\n'
 
@@ -160,7 +160,7 @@ class Disk(io.FileIO):
 
 @pytest.fixture
 def disk(monkeypatch):
-    monkeypatch.setattr(module.files, "open_own", lambda path, beginning: Disk(path, "a+"))
+    monkeypatch.setattr(line_logs, "open_own", lambda path, beginning: Disk(path, "a+"))
     monkeypatch.setattr(Disk, "room", math.inf)
     return Disk
 

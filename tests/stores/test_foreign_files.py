@@ -9,9 +9,8 @@ import sys
 import pytest
 from foreign_files import KINDS, TEXT, contents, put
 
-from jstep.stores import owners
+from jstep.stores import line_logs, owners
 from jstep.stores.files import ForeignFileError, open_for_reading, open_own, open_regular, read_small, replace_file
-from jstep.stores.growing_files import LocalLines
 
 BEGINNING = b'{"kind": '
 LINE = b'{"kind": "start"}\n'
@@ -70,18 +69,21 @@ def test_lines_of_another_program_are_left_alone(tmp_path):
     put("other_json", path, tmp_path / "victims")
     before = contents(path)
     with pytest.raises(ForeignFileError, match="but it begins with b"):
-        LocalLines(str(path), b'{"step": ', lambda line: b"kind" in line)
+        line_logs.append_to(str(path), lambda line: b"kind" in line)
     assert contents(path) == before
 
 
-def test_a_file_that_is_too_large_is_not_read_into_memory(tmp_path):
+def test_a_log_that_is_too_large_is_not_read_into_memory(tmp_path):
     path = tmp_path / "lines"
     with open(path, "wb") as file:
-        file.write(LINE)
+        file.write(b'{"step": 1}\n')
         file.truncate(2**40)  # it takes no space
-    with pytest.raises(ForeignFileError, match="has more than 2147483648 bytes"):
-        LocalLines(str(path), BEGINNING, bool)
-    assert path.stat().st_size == 2**40
+    assert [len(tail.lines) for tail in line_logs.read_tail(str(path))] == [0]
+    lines = line_logs.append_to(str(path), bool)
+    lines.write(b'{"step": 2}\n')
+    lines.close()
+    assert path.read_bytes() == b'{"step": 2}\n'
+    assert (tmp_path / "lines.1").stat().st_size == 2**40
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder"])

@@ -11,7 +11,8 @@ from doubles import raising
 
 from jstep.stores import files, growing_files
 from jstep.stores.files import may_be_file
-from jstep.stores.growing_files import LocalLines, ObjectAppender
+from jstep.stores.growing_files import ObjectAppender
+from jstep.stores.line_logs import LineFile
 
 
 class Bucket:
@@ -89,19 +90,19 @@ def test_an_object_is_full_at_its_size(monkeypatch):
 def test_a_line_that_does_not_fit_on_the_disk_is_not_written(tmp_path):
     class Full(io.FileIO):
         def write(self, data):
-            if self.tell() == 12:
+            if self.tell() == 15:
                 raise OSError(errno.ENOSPC, "full")
             return super().write(data[:3])
 
-    lines = LocalLines(str(tmp_path / "log"), b'{"n"', bool)
-    lines.write(b'{"n": 1}\n')
+    lines = LineFile(str(tmp_path / "log"))
+    lines.write(b'{"step": 1}\n')
     whole = lines._file
     with Full(whole.name, "a") as lines._file, pytest.raises(OSError, match="full"):
-        lines.write(b'{"n": 2}\n')
+        lines.write(b'{"step": 2}\n')
     lines._file = whole
     lines.write(b"3\n")
     lines.close()
-    assert (tmp_path / "log").read_bytes() == b'{"n": 1}\n3\n'
+    assert (tmp_path / "log").read_bytes() == b'{"step": 1}\n3\n'
 
 
 def test_whether_there_may_be_a_file(tmp_path, monkeypatch):

@@ -12,7 +12,6 @@ OPENS = {
     "core.public_names": "a file of the package",
     "core.stopwatch": "/proc",
     "record.code": "files of the program",
-    "metering.history_file": "a file that the user names",
     "loop.recorder": "/proc",
     "loop.utilization": "a file of the package",
     "optimizers.muon": "a file of the package",
