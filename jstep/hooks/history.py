@@ -1,6 +1,8 @@
 """A history of the metrics of a run: rows in memory, in the checkpoints or in a file, and their plots."""
 
 import contextlib
+import functools
+import itertools
 import math
 import os
 import threading
@@ -26,6 +28,8 @@ from jstep.state.train_state import TrainState
 from jstep.stores.urls import location
 from jstep.training.metrics import Metrics
 
+MOST_ROWS = 1000
+"""The maximum number of rows of metrics in a checkpoint; even. An interval that would give more is doubled."""
 _SHOWN = 10
 _DIGITS = 9
 """The significant digits of a mean, as many as a float32 has: a mean must not depend on where its sum was cut."""
@@ -45,7 +49,9 @@ class History(ReportingHook):
         path: A file for the rows, one line of JSON each; each step occurs once over all restarts; infinite values and
             NaN are strings. A run that resumes from step N keeps the rows up to N, and drops later ones. The file is
             flushed before each checkpoint exists. If any other run finds rows in the file, it is renamed to `PATH.1`
-            (`PATH.2`, …), with a warning. Without a path the rows are in the checkpoints.
+            (`PATH.2`, …), with a warning. Without a path the rows are in the checkpoints. If there is no last_step
+            either, the interval doubles after 1000 rows: each two are merged into one, with the last results of
+            evaluations among them.
         every_n_steps: Interval in steps.
         mean: Whether rows have means over the steps since the last row, instead of the metrics of the row's own step.
 
@@ -84,7 +90,9 @@ class History(ReportingHook):
         self._rows: Rows = {}
         self._since = math.inf  # the first step whose row is not in the file
         self._sums: dict[str, tuple[float, float]] = {}  # of the unfinished row
+        self._first = 0  # the step at which the rows begin
         self._reached = self._last_row = 0  # the steps at which these sums, and the rows, end
+        self._evaluated = set[str]()  # the names of results of evaluations
         self._pulled: dict[str, int] = {}
 
     @classmethod
@@ -111,13 +119,15 @@ class History(ReportingHook):
 
     def use_run(self, run: RunInfo) -> None:
         super().use_run(run)
-        every = self._every or (100 if run.last_step is None else max(1, -(-run.last_step // 100)))
-        self.cadence = make_cadence(steps=("every_n_steps", every))
+        self._base = self._every or (100 if run.last_step is None else max(1, -(-run.last_step // 100)))
+        self._set_interval(run.step)
 
     def begin(self, state: TrainState) -> bool | None:
         super().begin(state)
         step, self._pulled = self.run.step, {}
         self._rows = {at: row for at, row in self._rows.items() if at <= step} if step else {}
+        if not self._rows:
+            self._first = step
         if self._path is not None:
             processes.on_all_processes(self._open, "the file of a History cannot be opened", ValueError)
             if self._file is None:
@@ -126,7 +136,17 @@ class History(ReportingHook):
         self._last_row = min(self._last_row, step)
         if step != self._reached:
             self._sums = {}
+        self._set_interval(step)
         return None
+
+    def _set_interval(self, step: int) -> None:
+        """Set the interval from a step on, which is a function of the step."""
+        every = self._base
+        if self._path is None and self.run.last_step is None:
+            while step // (2 * every) * 2 * every - self._first >= MOST_ROWS * every:
+                every *= 2
+        self._interval = every
+        self.cadence = make_cadence(steps=("every_n_steps", every))
 
     def _open(self) -> None:
         """Open the file, on process 0, and keep its rows that are of this run."""
@@ -142,6 +162,17 @@ class History(ReportingHook):
         self._pull()
         self._last_row = step
         super().when_due(step, state, metrics)
+        before = self._interval
+        self._set_interval(step)
+        if self._interval > self._base:
+            after = step - 2 * self._interval
+            if self._interval > before:
+                after = self._first
+                if jax.process_index() == 0:
+                    text = "History: from step %d on, a row is kept every %d steps; earlier ones are merged (see path)"
+                    logger.info(text, step, self._interval)
+            merge = functools.partial(self._merge, after, self._interval)
+            self.run.transfers.add(step, PendingTransfer(lambda: True, lambda: None), merge, self)
         self._write()
 
     def end(self, step: int, state: TrainState) -> None:
@@ -157,6 +188,20 @@ class History(ReportingHook):
             with contextlib.suppress(OSError):  # this may be a save, which it must not prevent
                 self._write()
 
+    def _merge(self, after: int, every: int, step: int, _: None) -> None:
+        """Merge the rows after a step into one for each interval that ends before `step`.
+
+        The results of an evaluation at `step` itself come later.
+        """
+        with self._lock:
+            rows: Rows = {at: row for at, row in self._rows.items() if at <= after}
+            later = [pair for pair in self._rows.items() if pair[0] > after]
+            for end, group in itertools.groupby(later, lambda pair: -(-pair[0] // every) * every):
+                of_interval = dict(group)
+                begin = max(end - every, self._first)
+                rows |= of_interval if end >= step else _merged(of_interval, begin, self._evaluated, self._mean)
+            self._rows = rows
+
     def get_state(self) -> dict[str, Any]:
         """Return the sums of the unfinished row, and the rows; with a file, the last one and those not in it."""
         self._carry()
@@ -168,6 +213,8 @@ class History(ReportingHook):
             return {
                 "at": self._reached,
                 "last_row": self._last_row,
+                "first": self._first,
+                "evaluated": sorted(self._evaluated),
                 "sums": {name: list(pair) for name, pair in self._sums.items()},
                 "rows": _columns(rows),
             }
@@ -175,12 +222,14 @@ class History(ReportingHook):
     def set_state(self, value: Any) -> None:
         with self._lock:
             self._reached, self._last_row = value["at"], value["last_row"]
+            self._first, self._evaluated = value["first"], set(value["evaluated"])
             self._sums = {name: (total, count) for name, (total, count) in value["sums"].items()}
             rows = _from_columns(value["rows"])
             if self._path is None:
                 self._rows = {}
             for step, row in rows.items():
                 self._put(step, row)
+            self._set_interval(self.run.step)
 
     def flush(self) -> None:
         with self._lock, self.deferring_errors():
@@ -234,9 +283,9 @@ class History(ReportingHook):
             new = list(hook.results.items())[self._pulled.get(hook.prefix, 0) :]
             self._pulled[hook.prefix] = self._pulled.get(hook.prefix, 0) + len(new)
             for step, values in new:
-                self._put(
-                    step, {f"{hook.prefix}/{name}": number for name, number in read_values(as_numbers(values)).items()}
-                )
+                row = {f"{hook.prefix}/{name}": number for name, number in read_values(as_numbers(values)).items()}
+                self._evaluated |= row.keys()
+                self._put(step, row)
 
     def _put(self, step: int, values: Mapping[str, Any]) -> None:
         with self._lock:
@@ -323,6 +372,25 @@ def _mean(total: float, count: float) -> float:
     if not count:
         return math.nan
     return total if count == 1 or not math.isfinite(total) else float(f"{total / count:.{_DIGITS}g}")
+
+
+def _merged(rows: Rows, begin: int, evaluated: Collection[str], mean: bool) -> Rows:
+    """Return the rows of an interval as one row at its end, and the last results of evaluations at their steps."""
+    last_steps = {name: step for step, row in rows.items() for name in row}
+    end = max(rows)
+    sums: dict[str, tuple[float, float]] = {}
+    merged: Rows = {}
+    for step, row in rows.items():
+        merged[step] = {name: value for name, value in row.items() if name in evaluated and last_steps[name] == step}
+        metrics = {name: value for name, value in row.items() if name not in evaluated}
+        if mean:
+            sums = merge_sums(sums, {name: (value * (step - begin), step - begin) for name, value in metrics.items()})
+        elif step == end:
+            sums = {name: (value, 1) for name, value in metrics.items()}
+        if metrics:
+            begin = step
+    merged[end] = {name: _mean(*pair) for name, pair in sums.items()} | merged[end]
+    return {step: row for step, row in merged.items() if row}
 
 
 # The state in a checkpoint: a column for each metric.

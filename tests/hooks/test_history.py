@@ -1,6 +1,7 @@
 """`History`: the rows of a run, over restarts, in memory, in checkpoints and in a file."""
 
 import copy
+import itertools
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 import jstep
+from jstep.hooks import history as module
 
 optimizer = jstep.gradient_descent(jstep.exponential_decay(0.1, 10, 0.9))
 train_step = jstep.minimize(
@@ -85,6 +87,49 @@ def test_without_a_last_step_there_is_a_row_every_100_steps():
     history = jstep.History()
     jstep.train(train_step, make_state(), [batch(step) for step in range(250)], None, hooks=[history], log_steps=None)
     assert history["loss"][0].tolist() == [100, 200, 250]
+
+
+def endless(steps, history, *hooks, **options):
+    def fetch(step):
+        if step == steps:
+            raise jstep.OutOfRangeError
+        return batch(step)
+
+    jstep.train(train_step, make_state(), fetch, None, hooks=[history, *hooks], log_steps=None, **options)
+
+
+@pytest.mark.thorough(except_for=["17-1-True"])
+@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+@pytest.mark.parametrize("stopped", [17, 33, 150])
+def test_without_a_last_step_and_a_path_the_interval_doubles(
+    stopped, steps_per_call, mean, tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(module, "MOST_ROWS", 10)
+    caplog.set_level("INFO", "jstep")
+    whole = jstep.History(every_n_steps=1, mean=mean)
+    endless(301, whole, evaluation(7))
+    steps, values = whole["loss"]
+    assert steps.tolist() == [32, 64, 96, 128, 160, 192, 224, 256, 288, 301]
+    each, bounds = losses(301), [0, *steps]
+    by_hand = [each[a:b].mean() if mean else each[b - 1] for a, b in itertools.pairwise(bounds)]
+    np.testing.assert_allclose(values, by_hand, rtol=1e-5)
+    evaluated = whole["eval/w"][0]
+    assert set(evaluated[evaluated <= 256]) == {step // 7 * 7 for step in range(32, 257, 32)}
+    assert [record.getMessage() for record in caplog.records if "earlier ones are merged" in record.getMessage()] == [
+        f"History: from step {step} on, a row is kept every {step // 5} steps; earlier ones are merged (see path)"
+        for step in (10, 20, 40, 80, 160)
+    ]
+    options = {"checkpoint_dir": tmp_path, "save_checkpoint_steps": 7, "save_checkpoint_secs": None}
+    options["steps_per_call"] = steps_per_call
+    with pytest.raises(StopError):
+        endless(301, jstep.History(every_n_steps=1, mean=mean), evaluation(7), stop_at(stopped), **options)
+    again = jstep.History(every_n_steps=1, mean=mean)
+    endless(301, again, evaluation(7), **options)
+    assert again.rows == whole.rows
+    to_file = jstep.History(tmp_path / "rows", every_n_steps=1, mean=mean)
+    endless(40, to_file)
+    assert len(to_file) == 40
 
 
 def test_without_means_rows_are_those_of_their_steps():
