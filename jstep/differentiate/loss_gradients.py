@@ -1,6 +1,7 @@
 """Differentiation of a loss, for `compute_gradients` and `minimize`: whole, in microbatches, in lanes, or twice."""
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -28,11 +29,27 @@ from jstep.differentiate.microbatches import AggregationMethod, LossResult, Squa
 from jstep.differentiate.reproducible import evaluate_reproducibly
 from jstep.slots.indexed_slices import IndexedSlices
 
-GATE_NONE = 0
+
+class Gate(enum.IntEnum):
+    """How far XLA may overlap gradients and updates: the values of `gate_gradients`, by their names in `tf.train`.
+
+    `GATE_NONE`: it may start an update before its gradient is complete. `GATE_OP`: each gradient is complete before its
+    update begins. `GATE_GRAPH`: all gradients are complete before any update begins.
+    """
+
+    GATE_NONE = 0
+    GATE_OP = 1
+    GATE_GRAPH = 2
+
+    def __repr__(self) -> str:
+        return f"jstep.{self.name}"
+
+
+GATE_NONE = Gate.GATE_NONE
 """No gating: XLA may start an update before its gradient is complete."""
-GATE_OP = 1
+GATE_OP = Gate.GATE_OP
 """Each gradient is complete before its update begins."""
-GATE_GRAPH = 2
+GATE_GRAPH = Gate.GATE_GRAPH
 """All gradients are complete before any update begins."""
 
 
@@ -197,7 +214,8 @@ class LossGradients:
             as_int(self.max_rows_per_device, "max_rows_per_device", 1)
         object.__setattr__(self, "lanes", as_lanes(self.lanes))
         as_function(self.weight_fn, "weight_fn", "of a microbatch", optional=True)
-        check_choice(self.gate_gradients, "gate_gradients", (GATE_NONE, GATE_OP, GATE_GRAPH))
+        if type(self.gate_gradients) is not int or self.gate_gradients not in tuple(Gate):
+            check_choice(self.gate_gradients, "gate_gradients", tuple(Gate))
         check_choice(self.aggregation_method, "aggregation_method", tuple(AggregationMethod))
         if check_radius(self.sharpness) is None and self.adaptive:
             raise ValueError("adaptive=True: specifies how sharpness is measured; give sharpness as well")
