@@ -1,6 +1,6 @@
 """The examples in the docstrings of public names run and print the documented output.
 
-pytest's doctest collection skips them, because the `__module__` of exported names is `jstep`, not that of their file.
+pytest's doctest collection skips them: the `__module__` of functions is `jstep`, and `conftest.py` leaves out classes.
 `jstep/__init__.py` is not collected: it would have the names that were used before, once more.
 """
 

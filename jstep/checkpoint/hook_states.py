@@ -5,12 +5,12 @@ A hook is identified by its `key` if it has one, whatever its class, and otherwi
 their settings, and by order if these are equal too.
 """
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jstep.core.exceptions import note
 from jstep.core.logs import logger
+from jstep.core.public_names import public_name
 from jstep.stores import tagged_json
 from jstep.stores.tagged_arrays import UnsupportedError
 
@@ -122,10 +122,6 @@ def hook_key(hook: object) -> str:
     return _owner(hook).key
 
 
-def is_public(named: Any) -> bool:
-    return getattr(sys.modules["jstep"], named.__qualname__, None) is named
-
-
 def _owner(hook: object) -> _HookIdentity:
     key = getattr(hook, "key", None)
     # An attribute `key` that is not a string is ignored.
@@ -135,8 +131,7 @@ def _owner(hook: object) -> _HookIdentity:
 def _class_names(hook: Any) -> tuple[str, str]:
     """Return the name of a hook's class with its metric, and its full name; of the function, if the hook is one."""
     named = hook if isinstance(getattr(hook, "__qualname__", None), str) else type(hook)
-    # The public name, whichever module was imported: `__module__` changes when one is first looked up in jstep.
-    made_by = f"{'jstep' if is_public(named) else named.__module__}.{named.__qualname__}"
+    made_by = public_name(named)
     watches = getattr(hook, "watches", None)
     return f"{named.__qualname__}({watches})" if isinstance(watches, str) else str(named.__qualname__), made_by
 

@@ -6,39 +6,28 @@ import sys
 import tomllib
 import types
 from collections.abc import Mapping
-from typing import Any, Self
-
-
-class PublicModule(str):
-    """The `__module__` of a public class: the package that shows it, by which `inspect` finds the file that defines it.
-
-    Errors, reprs and pickles have the text, `jstep`. `inspect.getsource` looks the object up in `sys.modules`, where
-    it equals the name of the defining module.
-    """
-
-    def __new__(cls, shown: str, defining: str) -> Self:
-        module = super().__new__(cls, shown)
-        module.defining = str(defining)
-        return module
-
-    defining: str
-
-    def __eq__(self, other: object) -> bool:
-        return str.__eq__(self, other) is True or other == self.defining
-
-    def __hash__(self) -> int:
-        return hash(self.defining)
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (str(self),)
+from typing import Any
 
 
 def show_in(package: str, value: object) -> None:
-    """Set `__module__` of a class or function of jstep, so that errors, reprs and documentation show public names."""
-    if isinstance(value, types.FunctionType) and value.__module__.startswith("jstep"):
+    """Let a public function or exception of jstep show the package that it is imported from, in errors and pickles.
+
+    Other classes keep the module that defines them, by which `inspect.getsource` and type hints find it.
+    """
+    is_shown = isinstance(value, types.FunctionType) or (isinstance(value, type) and issubclass(value, BaseException))
+    if is_shown and value.__module__.startswith("jstep"):
         value.__module__ = package
-    elif isinstance(value, type) and type(value.__module__) is str and value.__module__.startswith("jstep"):
-        value.__module__ = PublicModule(package, value.__module__)
+        if "__firstlineno__" in vars(value):  # Python 3.13: a line of another file
+            del value.__firstlineno__  # type: ignore[attr-defined]
+
+
+def is_public(named: Any) -> bool:
+    return getattr(sys.modules["jstep"], named.__qualname__, None) is named
+
+
+def public_name(named: Any) -> str:
+    """Return the full name of a class or function, as users import it: `jstep.Saver`."""
+    return f"{'jstep' if is_public(named) else named.__module__}.{named.__qualname__}"
 
 
 def set_public_module(namespace: dict[str, Any]) -> None:

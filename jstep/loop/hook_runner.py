@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from jstep.checkpoint.hook_states import is_public
 from jstep.core import trees
 from jstep.core.checks import hook_name
 from jstep.core.exceptions import note, note_other, noting
+from jstep.core.public_names import is_public
 from jstep.core.stopwatch import HOOKS, STEPPING, Stopwatch
 from jstep.core.trees import Tree
 from jstep.distributed import processes

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jstep.core.public_names import public_name
 from jstep.core.secret_text import NOT_RECORDED, hide
 
 MAX_OPTIONS, MAX_TEXT, _MAX_WORDS, _MAX_DEPTH = 10_000, 1000, 100, 20
@@ -97,8 +98,8 @@ def plain(value: Any, name: str = "") -> Any:
                 return plain(float(str(value)) if value.dtype.kind == "f" else item)  # a float32 0.1 is 0.1
             return f"{value.dtype}{list(value.shape)}"
         if callable(value) and hasattr(value, "__qualname__"):
-            return f"{value.__module__}.{value.__qualname__}"
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+            return public_name(value)
+    return public_name(type(value))
 
 
 # Configs.
