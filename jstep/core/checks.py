@@ -134,9 +134,13 @@ def as_number(
     fits = (number > low if above else number >= low) and (number < high if below else number <= high)
     if fits and not (finite and abs(number) == math.inf):
         return number
-    wanted = [f"{'>' if above else '≥'} {low:g}"] * (low > -math.inf)
-    wanted += [f"{'<' if below else '≤'} {high:g}"] * (high < math.inf)
-    wanted += ["finite"] * (finite and len(wanted) < 2)
+    wanted = []
+    if low > -math.inf:
+        wanted.append(f"{'>' if above else '≥'} {low:g}")
+    if high < math.inf:
+        wanted.append(f"{'<' if below else '≤'} {high:g}")
+    if finite and len(wanted) < 2:
+        wanted.append("finite")
     fitting = " and ".join(wanted) or "a number"
     raise ValueError(f"{argument}={np.asarray(value).item()}: must be {fitting}{hint}")
 
@@ -147,7 +151,9 @@ def as_function(
     """Check a callable, and with `takes` the number of its positional arguments."""
     if optional and value is None:
         return value
-    wanted = f"must be a function {form}".rstrip() + " or None" * optional
+    wanted = f"must be a function {form}".rstrip()
+    if optional:
+        wanted += " or None"
     if not callable(value):
         raise TypeError(f"{argument}={format_value(value)}: {wanted}, got {describe_type(value)}")
     if takes is not None and not may_take(value, takes):

@@ -87,7 +87,8 @@ def picture(
         texts.append(_below(x(int(tick)), text))
     texts.append(f'<text class="unit" x="100%" y="{_HEIGHT + 32}" text-anchor="end">step</text>')
     for i, curve in sorted(enumerate(curves), key=lambda pair: pair[1].color != NEUTRAL):
-        kind, key = f"s{curve.color}{' pale' * curve.pale}", i if curve.key is None else curve.key
+        kind = f"s{curve.color} pale" if curve.pale else f"s{curve.color}"
+        key = i if curve.key is None else curve.key
         is_neutral = curve.color == NEUTRAL
         kept = thin(curve.steps, curve.values, columns[is_neutral])
         path, dots, bad = _path(x(curve.steps[kept]), up.y(curve.values[kept]), digits=0 if is_neutral else 1)
@@ -95,9 +96,11 @@ def picture(
             drawn.append(f'<path class="line pale s{NEUTRAL}" data-i="{key}" d="{path}{dots}"/>')
             continue
         drawn.append(f'<path class="line {kind} d{curve.dash % _DASHES}" data-i="{key}" d="{path}"/>')
-        drawn += [f'<path class="dot {kind}" data-i="{key}" d="{dots}"/>'] * bool(dots)
+        if dots:
+            drawn.append(f'<path class="dot {kind}" data-i="{key}" d="{dots}"/>')
         drawn += [f'<path class="bad" d="M{at},{_HEIGHT}v-6"/>' for at in bad]
-        keys += [legend_key(curve.name, curve.color, curve.dash, key)] * (not curve.pale)
+        if not curve.pale:
+            keys.append(legend_key(curve.name, curve.color, curve.dash, key))
     seen = [
         mark for mark in marks if first <= mark.step <= last and (mark.value is None or not np.isnan(up.y(mark.value)))
     ]

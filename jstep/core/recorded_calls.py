@@ -108,7 +108,9 @@ def as_typed(value: Any) -> str:
         return f"{{{format_list([f'{key!r}: {as_typed(item)}' for key, item in value.items()], MAX_ITEMS)}}}"
     if type(value) in (list, tuple):
         text = format_list(list(map(as_typed, value)), MAX_ITEMS)
-        return f"[{text}]" if isinstance(value, list) else f"({text}{',' * (len(value) == 1)})"
+        if isinstance(value, list):
+            return f"[{text}]"
+        return f"({text},)" if len(value) == 1 else f"({text})"
     if isinstance(value, RememberedFunction) or hasattr(value, "hyperparameters"):  # a schedule, an optimizer
         return repr(value)
     if isinstance(value, jax.Array | np.ndarray):

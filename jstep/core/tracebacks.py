@@ -93,7 +93,8 @@ def _shown(trace: TracebackType | None) -> list[TracebackType]:
     """Return the visible frames of a traceback: of each row of jstep's frames, the first and the last."""
     frames: list[TracebackType] = []
     while trace is not None:
-        frames += [trace] * (_file(trace) != __file__)
+        if _file(trace) != __file__:
+            frames.append(trace)
         trace = trace.tb_next
     shown: list[TracebackType] = []
     for _, group in itertools.groupby(frames, lambda frame: _file(frame).startswith((_JSTEP, *_PASSED))):

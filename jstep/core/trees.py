@@ -487,9 +487,10 @@ def flatten_like(params: Tree, tree: Tree, what: str, *, is_leaf: Any = None, ma
 def _mismatch(params: Tree, tree: Tree, what: str, is_leaf: Any) -> str:
     paths = functools.partial(leaf_paths, is_leaf=lambda x: x is None or bool(is_leaf and is_leaf(x)))
     want, have = paths(params), paths(tree)
-    problems = [f"got {describe_type(tree)}"] * (have == [""])
+    problems = [f"got {describe_type(tree)}"] if have == [""] else []
     for title, some in (("missing", only_in(want, have)), ("extra", only_in(have, [*want, ""]))):
-        problems += [f"{title}: {', '.join(map(repr, some[:20]))}"] * bool(some)
+        if some:
+            problems.append(f"{title}: {', '.join(map(repr, some[:20]))}")
     other = f"same paths, other containers: {structure(tree)} instead of {structure(params)}"
     return f"{what} does not have the structure of params; {'; '.join(problems) or other}"
 

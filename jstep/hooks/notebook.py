@@ -122,7 +122,8 @@ class NotebookBar:
         seconds, steps = self._clock() - self._began, self.n - self._first
         rate = steps / seconds if seconds > 0 else 0.0
         is_early = is_last and self.total is not None and self.n < self.total
-        words = [f"{'stopped at ' * is_early}step {self.n:,}" + ("" if self.total is None else f" of {self.total:,}")]
+        step = f"step {self.n:,}" if self.total is None else f"step {self.n:,} of {self.total:,}"
+        words = [f"stopped at {step}" if is_early else step]
         words += [f"{rate:.4g} steps/s"] if steps else []
         if steps and rate and self.total is not None and not is_last:
             words.append(f"{datetime.timedelta(seconds=round((self.total - self.n) / rate))} left")
