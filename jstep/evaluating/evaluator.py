@@ -34,7 +34,6 @@ from jstep.evaluating.evaluation_metrics import OBJECT, Metric, MetricTotals, cl
 from jstep.metering.numbers import start_copies
 from jstep.optimizers.averages import averaged_model_state, averaged_params
 from jstep.optimizers.parameter_free import schedule_free_params
-from jstep.slots.roles import roles_in
 from jstep.state.global_step import require_alive
 from jstep.state.slots import AVERAGE_SLOT, as_average_names
 from jstep.state.train_state import MODEL_STATE, TrainState, require_state
@@ -158,6 +157,9 @@ class Evaluator:
     has_model_state: bool
     batch_sharding: Any
     made_by: RecordedCall | None = None
+    warn_once: Callable[[str], None] = dataclasses.field(
+        default_factory=lambda: functools.cache(logger.warning), init=False
+    )
 
     def __repr__(self) -> str:
         return "evaluator(…)" if self.made_by is None else repr(self.made_by)
@@ -201,7 +203,7 @@ class Evaluator:
         """The arguments of metric_fn that the state has, by the prefix of the names of their metrics."""
         arguments = {}
         for prefix, averages in _parameters_of(self.use_averages).items():
-            model_state = _model_state_of(state, averages) if self.has_model_state else ()
+            model_state = _model_state_of(state, averages, self.warn_once) if self.has_model_state else ()
             arguments[prefix] = (_params_of(state, averages), *model_state)
         return arguments
 
@@ -319,7 +321,9 @@ def _params_of(state: TrainState, use_averages: bool | str | Sequence[str]) -> A
             raise ValueError(f"use_averages={use_averages!r}: {error}") from None
 
 
-def _model_state_of(state: TrainState, use_averages: bool | str | Sequence[str]) -> tuple[Any, ...]:
+def _model_state_of(
+    state: TrainState, use_averages: bool | str | Sequence[str], warn: Callable[[str], None]
+) -> tuple[Any, ...]:
     if MODEL_STATE not in state.slots:
         raise ValueError(
             "has_model_state=True: the state has no model state; create it with TrainState.create(…, model_state=…)"
@@ -328,9 +332,8 @@ def _model_state_of(state: TrainState, use_averages: bool | str | Sequence[str])
     if names is not None:
         with contextlib.suppress(ValueError), internal_transfers():
             return (averaged_model_state(state, names),)
-        if any(map(trees.is_trainable, jax.tree.leaves(state.model_state))) and _RAW not in roles_in(state).warned:
-            roles_in(state).warned.add(_RAW)
-            logger.warning(_RAW)
+        if any(map(trees.is_trainable, jax.tree.leaves(state.model_state))):
+            warn(_RAW)
     return (state.model_state,)
 
 

@@ -487,10 +487,10 @@ def leafwise(
         if aged:
             h["age"] = slot_age(step, kept[START_STEP])
         flag_values = {name: flag(params) for name, flag in flags.items()}
-        statics = [tuple((name, values[i]) for name, values in flag_values.items()) for i in range(len(gradients))]
+        statics = [_static({name: vs[i] for name, vs in flag_values.items()}) for i in range(len(gradients))]
 
         def of_leaves(fn: Callable[..., tuple[Any, LeafSlots]]) -> list[Any]:
-            floats = tuple((name, value) for name, value in h.items() if isinstance(value, float | bool | str))
+            floats = _static({name: value for name, value in h.items() if isinstance(value, float | bool | str)})
             # Without the barrier XLA would fuse a schedule into the kernel of each leaf.
             arrays = jax.lax.optimization_barrier({name: x for name, x in h.items() if trees.is_array(x)})
 
@@ -572,6 +572,11 @@ def fresh_slot(name: str, spec: Slot, params: Params, global_step: Step) -> Any:
     return trees.structure(params).unflatten([leaf_slot(path, like, leaf) for (path, like), leaf in pairs])
 
 
+def _static(values: Mapping[str, Any]) -> tuple[tuple[str, Any, str], ...]:
+    """Static arguments of a rule. With their reprs, since 1, True and 1.0, or 0.0 and -0.0, are equal to Python."""
+    return tuple((name, value, repr(value)) for name, value in values.items())
+
+
 def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool) -> Any:
     """The rule with dtypes and sparse rows handled, traced and lowered once for all leaves of equal shape and flags.
 
@@ -589,7 +594,11 @@ def _shared_by_leaves_of_a_shape(rule: Callable[..., Any], *, sparse: bool) -> A
             return x if old is None or x is None else x.astype(old.dtype)
 
         # Python floats are not converted: 1 − 0.999 is exact in double precision and off by 5e-5 in float32.
-        h = Values(dict(static) | {name: wide(value) for name, value in arrays.items()} | {"dtype": leaf.dtype})
+        h = Values(
+            {name: value for name, value, _ in static}
+            | {name: wide(value) for name, value in arrays.items()}
+            | {"dtype": leaf.dtype}
+        )
         if isinstance(gradient, IndexedSlices) and not sparse:
             gradient = gradient.to_dense()
         if not isinstance(gradient, IndexedSlices):

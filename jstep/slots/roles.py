@@ -60,12 +60,11 @@ OUTERMOST = (Role.LOSS_SCALE, Role.NOISE, Role.NOISE_SQUARE, Role.NOISE_WEIGHT)
 _OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS, *LIKE_PARAMETERS, *HALVES)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Roles(Mapping[str, Role | None]):
     """Slot name → its role; immutable and hashable, so that it can be static metadata of a pytree.
 
-    Equality serves static metadata: unknown roles equal all others, and the initial values of a slot do not matter.
-    `dict(roles)` compares the roles themselves.
+    Equality compares all fields, because JAX reuses the trace of a function for equal metadata.
 
     Attributes:
         complete: Whether these are all slots; False if `init` cannot be traced.
@@ -77,7 +76,6 @@ class Roles(Mapping[str, Role | None]):
         arguments: Slot of a held hyperparameter → the argument that it was passed for.
         computing: As in `Slot(computes_params=True)`.
         in_order: As in `Slot(in_order=True)`.
-        warned: The warnings logged for states with these roles, outside of a run.
     """
 
     roles: Mapping[str, Role | None] = dataclasses.field(default_factory=dict)
@@ -89,7 +87,6 @@ class Roles(Mapping[str, Role | None]):
     arguments: Mapping[str, str] = dataclasses.field(default_factory=dict)
     computing: Set[str] = frozenset()
     in_order: Set[str] = frozenset()
-    warned: set[str] = dataclasses.field(default_factory=set)
 
     def __getitem__(self, name: str) -> Role | None:
         return self.roles[name]
@@ -100,25 +97,12 @@ class Roles(Mapping[str, Role | None]):
     def __len__(self) -> int:
         return len(self.roles)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Roles):
-            return NotImplemented
-        if self.roles == other.roles and self.complete == other.complete:
-            return True  # the fast path: JAX may compare the roles of two states at each step
-        roles, other_roles = (
-            {name: None if role in LIKE_PARAMETERS else role for name, role in either.items()}
-            for either in (self, other)
-        )
-        # A state made by hand is equal in structure to every other state with its slots, so that a carry, in_axes and
-        # shardings can be written with the constructor.
-        is_unknown = any(not either and not either.complete for either in (self, other))
-        return is_unknown or (roles == other_roles and self.complete == other.complete)
-
     def __hash__(self) -> int:
-        return hash(Roles)  # deliberately constant: `==` is not transitive, as unknown roles equal all others
+        return hash(frozenset(self.roles.items()))
 
     def __repr__(self) -> str:
-        return f"Roles({', '.join(self.roles)})"
+        # JAX's errors about two structures show it.
+        return f"Roles({', '.join(self.roles) or _NO_NAMES})"
 
     def prefixed(self, prefix: str) -> "Roles":
         return dataclasses.replace(
@@ -160,8 +144,9 @@ class Roles(Mapping[str, Role | None]):
         return self.changed({Role.AGE: Role.OWN_AGE})
 
     def for_state(self) -> "Roles":
-        """The roles in a state: optimizers with the same slots give states of the same structure."""
-        return self.changed({Role.OWN_AGE: Role.AGE})
+        """What functions of a state read: states of other optimizers with the same slots may have its structure."""
+        roles = self.changed({Role.OWN_AGE: Role.AGE}).roles
+        return Roles(roles, halves=self.halves, arguments=self.arguments, computing=self.computing)
 
     def of(self, *roles: Role) -> list[str]:
         return [name for name, role in self.items() if role in roles]
@@ -173,8 +158,9 @@ class Roles(Mapping[str, Role | None]):
         return self.joined(Roles({name: changes.get(role, role) for name, role in self.items()}))
 
 
-NO_ROLES = Roles(complete=False)
-"""The roles of a state made by hand."""
+_NO_NAMES = "none; state.replace(…) keeps them, TrainState(…) does not"
+NO_ROLES = Roles()
+"""The roles of a state made by hand, and of one without slots."""
 
 
 def roles_in(state: Tree) -> Roles:

@@ -114,8 +114,8 @@ class TrainState(Generic[P]):
             Non-trained variables are stored in `slots["model_state"]`.
         global_step: The number of training steps completed, an int32 scalar (int64 under x64). Each usually applies one
             update.
-        roles: The role of each slot in the optimizer that created it, such as an age; static, not a leaf, not saved,
-            and empty in a state made by hand, whose pytree structure is nevertheless the same.
+        roles: The role of each slot in the optimizer that created it, such as an age; static, not a leaf, and not
+            saved. It is empty in a state made by hand, whose pytree structure therefore differs.
 
     Example:
         >>> import jstep

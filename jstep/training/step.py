@@ -147,9 +147,6 @@ def place_result(state: Tree, new: Any, layout: StateLayout, *, donated: bool) -
     """Return the new state with the old layout, unless the batch moved it."""
     if not isinstance(new, TrainState):
         return new
-    # The step may have been compiled for a handmade state without roles.
-    if getattr(new, "roles", None) is not getattr(state, "roles", None):
-        new = keep_roles(state, new)
     step = new.global_step
     if not isinstance(step, jax.Array) or isinstance(step, jax.core.Tracer):
         return new

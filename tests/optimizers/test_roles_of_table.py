@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from optimizer_table import TABLE
 
-import jstep
-from jstep.slots.roles import roles_in
+from jstep.slots.roles import roles_of as declared
 
 FILE = pathlib.Path(__file__).with_name("roles_of_table.json")
 USUAL = {"m": "mean", "momentum": "mean", "v": "square", "v_max": "square", "accumulator": "square"}
@@ -28,9 +27,9 @@ def roles_of(name):
     """Return the slots of an optimizer and each field of their roles, as texts without addresses."""
     optimizer = TABLE[name].make(0.1)
     params = {"w": jnp.ones((8, 4), jnp.bfloat16), "b": jnp.ones(4)}
-    state = jax.eval_shape(lambda: jstep.TrainState.create(params, optimizer))
-    roles = roles_in(state)
-    found = {"slots": str({path: (x.shape, str(x.dtype)) for path, x in _leaves(state.slots)})}
+    roles = declared(optimizer, params)
+    slots = jax.eval_shape(optimizer.init, params)
+    found = {"slots": str({path: (x.shape, str(x.dtype)) for path, x in _leaves(slots)})}
     for field in dataclasses.fields(roles):
         value = getattr(roles, field.name)
         if value:

@@ -1,5 +1,8 @@
 """What is known of slots: their roles, under prefixes and joined, and what a state carries of them."""
 
+import dataclasses
+import itertools
+
 import jax
 import jax.numpy as jnp
 
@@ -29,7 +32,6 @@ def test_roles_under_a_prefix_and_joined():
         "arguments": {"a/v": "rate"},
         "computing": {"a/v"},
         "in_order": {"a/m"},
-        "warned": set(),
     }
     for one, other in ((FULL, Roles()), (Roles(), FULL)):
         assert vars(one.joined(other)) == vars(FULL)
@@ -43,22 +45,25 @@ def test_roles_that_are_changed():
     assert FULL.ordered().in_order == set(FULL)
     assert Roles({"n": Role.AGE}).with_own_age()["n"] is Role.OWN_AGE
     carried = FULL.for_state()
-    assert (carried["age"], carried.holds) == (Role.AGE, FULL.holds)
+    assert (carried["age"], carried.halves, carried.computing) == (Role.AGE, FULL.halves, FULL.computing)
+    assert not any((carried.holds, carried.formats, carried.misplaced, carried.in_order))
     assert FULL.of(Role.ROWS, Role.LAST_FINITE) == ["v", "last"]
     assert [name for name in FULL if FULL.has_one_value(name)] == ["age", "last"]
 
 
-def test_roles_are_equal_where_states_have_one_structure():
-    one = Roles({"m": None, "age": Role.AGE})
-    assert one == Roles({"m": None, "age": Role.AGE}, holds={"m": "mean"})
-    assert one != Roles({"m": Role.ROWS, "age": Role.AGE})
-    assert one != Roles({"m": None, "age": Role.AGE}, complete=False)
-    assert one == NO_ROLES
-    assert one == NO_ROLES
-    assert one != Roles()
-    assert one != {"m": None, "age": Role.AGE}
-    assert repr(one) == "Roles(m, age)"
-    assert slot_roles.roles_in(one) is slot_roles.roles_in(3) is NO_ROLES
+def test_equal_roles_are_an_equivalence_relation():
+    changes = [{field.name: {"x": "y"}} for field in dataclasses.fields(Roles) if field.name != "complete"]
+    values = [FULL, Roles(), NO_ROLES, FULL.for_state(), Roles(complete=False)]
+    values += [dataclasses.replace(FULL, **change) for change in changes]
+    values += [Roles({"m": role, "age": Role.AGE}) for role in (None, Role.ROWS, Role.COPY, Role.AVERAGE)]
+    values += [dataclasses.replace(value) for value in values]
+    for a, b in itertools.product(values, repeat=2):
+        assert [a == b, b == a] == [vars(a) == vars(b)] * 2
+        assert hash(a) == hash(b) if a == b else True
+        assert all((a == c) == (b == c) for c in values if a == b)
+    assert dict(FULL) != FULL
+    assert repr(FULL) == "Roles(m, v, age, last)"
+    assert slot_roles.roles_in(FULL) is slot_roles.roles_in(3) is NO_ROLES
 
 
 def test_slots_of_a_single_leaf_are_told_from_values_of_all():
