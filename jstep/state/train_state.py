@@ -2,9 +2,9 @@
 
 import contextlib
 import dataclasses
-import functools
+import operator
 from collections.abc import Callable
-from typing import Any, Generic, Self, overload
+from typing import Any, ClassVar, Generic, Self, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jstep.slots.optax_transformations import require_optimizer
 from jstep.slots.roles import NO_ROLES, Role, Roles, roles_in, roles_of
 from jstep.state import copies
 from jstep.state import sharding as layout
-from jstep.state.global_step import create_global_step
+from jstep.state.global_step import create_global_step, require_alive
 
 # Creation of a state: validation of parameters, and sharding without any device holding more than its shards.
 
@@ -100,9 +100,6 @@ START_STEP = "start_step"
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False, eq=False)
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("params", "slots", "global_step"), meta_fields=("roles",)
-)
 class TrainState(Generic[P]):
     """Training state: parameters, optimizer state, called *slots* as in TensorFlow, and the global step.
 
@@ -111,7 +108,7 @@ class TrainState(Generic[P]):
     Attributes:
         params: The trained variables, any pytree of arrays.
         slots: Slot name → tree with the structure of `params` (None for a leaf without a slot), or a scalar.
-            Non-trained variables are stored in `slots["model_state"]`.
+            Non-trained variables are stored in `slots["model_state"]`. Each access returns a new dict.
         global_step: The number of training steps completed, an int32 scalar (int64 under x64). Each usually applies one
             update.
         roles: The role of each slot in the optimizer that created it, such as an age; static, not a leaf, and not
@@ -125,21 +122,23 @@ class TrainState(Generic[P]):
         >>> state.replace(params={"w": [0.0, 0.0]}).params
         {'w': [0.0, 0.0]}
 
-    `state == other` returns a bool: whether both have the same structure and bitwise identical arrays.
+    `state == other` returns a bool: whether both have the same structure and bitwise identical arrays. It raises a
+    TypeError if they are traced, and a RuntimeError if one was donated.
     """
 
+    _children: ClassVar[tuple[Any, ...]]
+    _static: ClassVar[tuple[Roles]]
     params: P
     slots: Slots
     global_step: Array
     roles: dataclasses.InitVar[Roles] = NO_ROLES
 
     def __init__(self, params: P, slots: Slots, global_step: Array, roles: Roles = NO_ROLES) -> None:
-        # JAX calls it at each step: setting the attributes of a frozen dataclass takes twice as long.
-        fields = self.__dict__
-        fields["params"] = params
-        fields["slots"] = slots
-        fields["global_step"] = global_step
-        fields["roles"] = roles
+        children = (params, dict(slots) if type(slots) is dict else slots, global_step)
+        self.__dict__.update(vars(_unflatten((roles,), children)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (*self._children, *self._static)
 
     @overload
     @classmethod
@@ -303,8 +302,14 @@ class TrainState(Generic[P]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TrainState):
             return NotImplemented
-        fields, others = ((state.params, state.slots, state.global_step) for state in (self, other))
-        return self is other or _is_equal(fields, others)
+        if trees.has_tracers((self, other)):
+            raise TypeError(
+                "state == other: must not be traced, as its result is a Python bool; compare states outside of jit, "
+                "vmap and steps, or their leaves by jnp.array_equal"
+            )
+        for state in (self, other):
+            require_alive(state)
+        return self is other or _is_equal(self._children, other._children)
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(self.params)
@@ -326,6 +331,34 @@ class TrainState(Generic[P]):
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))
+_flatten = operator.attrgetter("_children", "_static")
+
+
+def _flatten_with_keys(state: TrainState) -> tuple[list[tuple[Any, Any]], Any]:
+    return list(zip(map(jax.tree_util.GetAttrKey, _FIELDS), state._children, strict=True)), state._static
+
+
+def _unflatten(static: tuple[Roles], children: Any) -> TrainState:
+    # JAX calls it at each step: setting the attributes of a frozen dataclass takes twice as long.
+    state = object.__new__(TrainState)
+    fields = state.__dict__
+    fields["_static"] = static  # a tuple, which Python compares by identity first
+    fields["_children"] = children
+    fields["params"] = children[0]
+    fields["global_step"] = children[2]
+    fields["roles"] = static[0]
+    return state
+
+
+def _copied_slots(state: TrainState) -> Any:
+    """The slots of a state, as a dict of their own, so that nothing changes the state in place."""
+    slots = state._children[1]
+    return dict(slots) if type(slots) is dict else slots  # JAX and users may put anything there
+
+
+TrainState.slots = property(_copied_slots)  # type: ignore[assignment]
+# As `register_dataclass`, but JAX reads the slots without copying them.
+jax.tree_util.register_pytree_with_keys(TrainState, _flatten_with_keys, _unflatten, _flatten)
 
 
 def keep_roles(old: object, new: object) -> Any:
@@ -381,7 +414,7 @@ def _is_equal(a: object, b: object) -> bool:
     try:
         with meshes.internal_transfers():
             return bool(structure == other) and all(map(trees.has_same_bits, leaves, others))
-    except Exception:  # static parts of a user's class that cannot be compared, or a donated leaf
+    except Exception:  # static parts of a user's class that cannot be compared
         return False
 
 

@@ -120,9 +120,6 @@ class StateLayout:
     def __init__(self, shardings: Tree = None, mesh: Any = None) -> None:
         self.shardings, self.mesh = shardings, mesh
 
-    def __reduce__(self) -> Any:
-        return type(None), ()  # a copied or unpickled state has no layout; `inspect_layout` determines it again
-
 
 _ON_ONE_DEVICE = StateLayout()
 _LAYOUTS: "weakref.WeakValueDictionary[Any, StateLayout]" = weakref.WeakValueDictionary()

@@ -1,5 +1,6 @@
 """`TrainState`, its step counter, and its slots."""
 
+import dataclasses
 import types
 
 import jax
@@ -111,9 +112,46 @@ def test_states_compare_by_value():
         assert (state == other) is expected
         assert (state != other) is not expected
     assert (jax.eval_shape(lambda: state) == jax.eval_shape(lambda: same)) is True
-    assert jax.jit(lambda a, b: jnp.asarray([a == b, a == a]))(state, same).tolist() == [False, True]
     with pytest.raises(TypeError, match="unhashable"):
         hash(state)
+
+
+def test_traced_and_donated_states_cannot_be_compared():
+    """A compiled function would keep a constant, and the values of a donated state are unknown."""
+    state = jstep.TrainState.create({"w": jnp.ones((2, 3))}, jstep.adam(0.1))
+    donated = jax.tree.map(jnp.copy, state)
+
+    def compared(one, other):
+        return jnp.asarray([one == other, one != one])
+
+    for transformed in (jax.jit(compared), jax.vmap(compared, in_axes=(_axes(state), _axes(state)))):
+        with pytest.raises(TypeError, match=r"state == other: must not be traced.*jnp\.array_equal"):
+            transformed(state, donated)
+    with pytest.raises(TypeError, match="must not be traced"):
+        jstep.TrainStep(lambda state, x: (state, {"same": state == state}))(state, 1.0)
+    jax.jit(lambda state: state, donate_argnums=0)(donated)
+    for one, other in ((state, donated), (donated, state), (donated, donated)):
+        with pytest.raises(RuntimeError, match="'params/w' was donated"):
+            _ = one == other
+
+
+def _axes(state):
+    return state.replace(params=0, slots=dict.fromkeys(state.slots), global_step=None)
+
+
+def test_slots_do_not_change_in_place():
+    state = create()
+    given = {"m": jnp.ones(2)}
+    by_hand = jstep.TrainState({"w": jnp.ones(2)}, given, jnp.int32(0))
+    other = state.replace(global_step=3)
+    for changed in (state.slots, given, dict(state.slots), other.slots):
+        changed["new"] = 1.0
+    assert not any("new" in one.slots for one in (state, by_hand, other))
+    assert type(state.slots) is dict
+    assert jax.tree.structure(state.slots) == jax.tree.structure({**state.slots})
+    assert jax.tree.map(jnp.copy, state) == state == state.replace(slots={**state.slots})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        state.slots = {}
 
 
 def test_model_state_is_read_and_replaced():
