@@ -9,7 +9,7 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,10 @@ from jax.extend.core import ClosedJaxpr
 from jstep.checkpoint.hook_states import hook_key
 from jstep.checkpoint.saver import Saver
 from jstep.core import trees
+from jstep.core.annotations import T
 from jstep.core.jaxprs import (
+    Operation,
+    body_of,
     hash_strings,
     part_for,
     program_hash,
@@ -27,6 +30,7 @@ from jstep.core.jaxprs import (
     variables,
     without_addresses,
 )
+from jstep.core.logs import logger
 from jstep.core.meshes import sharding_text
 from jstep.core.recorded_calls import as_typed
 from jstep.core.trees import Tree
@@ -37,7 +41,9 @@ from jstep.loop.programs import TrainSteps, lanes_of, name_of_step, shapes_of, t
 from jstep.record.config import as_text, plain
 from jstep.record.differences import SETTINGS
 from jstep.state.sharding import describe_devices
+from jstep.training import apply_gradients
 from jstep.training.metrics import LOSS, StepMetrics
+from jstep.training.minimize import UpdateStep
 from jstep.training.step import step_function
 
 _MAX_ENTRY = 1000
@@ -120,10 +126,11 @@ def shortened(value: object) -> Any:
 
 def program_card(stage: int, step: Any, traced: Any, constants: Mapping[str, Any], args: Any) -> dict[str, Any]:
     """Return the record of a program: its constant hyperparameters, and hashes of what the run's bits need."""
-    closed, hashes = None, dict[str, str]()
-    if traced is not None:
-        closed = part_for(traced.jaxpr, _results_with_bits(*traced.out_info))[0]
-        hashes = _hashes_of_parts(closed)
+    closed = (
+        None if traced is None else _attempt(lambda: part_for(traced.jaxpr, _results_with_bits(*traced.out_info))[0])
+    )
+    whole = None if closed is None else _attempt(lambda: program_hash(closed))
+    parts = None if closed is None else _attempt(lambda: _hashes_of_parts(closed))
     pure_step = step_function(step)
     leaves = [(path, leaf, getattr(leaf, "weak_type", False)) for path, leaf in trees.leaves_with_paths(args)]
     shapes = [f"{path or 'batch'}: {type_text(leaf)}{' weak' * is_weak}" for path, leaf, is_weak in leaves]
@@ -131,21 +138,37 @@ def program_card(stage: int, step: Any, traced: Any, constants: Mapping[str, Any
         "stage": stage,
         "batch": shortened(shapes),
         "hyperparameters": {name: plain(value) for name, value in constants.items()},
-        "hash": None if closed is None else program_hash(closed),
+        "hash": whole,
         "optimizer": None if pure_step is None else as_text(as_typed(pure_step.optimizer)),
-        **hashes,
+        **(parts or {}),
     }
 
 
+def _attempt(make: Callable[[], T]) -> T | None:
+    """Return None if an entry cannot be made: it costs no other entry."""
+    try:
+        return make()
+    except Exception as error:
+        logger.debug("an entry of the card could not be made: %s: %s", type(error).__name__, error)
+        return None
+
+
 def _hashes_of_parts(closed: Any) -> dict[str, str]:
-    """Return a hash of what gives loss and gradients, and one of the update; {} if they cannot be told apart."""
+    """Return a hash of what gives loss and gradients, and one of the update; {} if they cannot be told apart.
+
+    They cannot if anything but updates uses the results of an update (another loss, an average by hand), or if a loop
+    or a branch contains both.
+    """
     jaxpr, parts = closed.jaxpr, dict[bool, list[Any]]({False: [], True: []})
-    for eqn in jaxpr.eqns:
-        parts[any(frame.function_name.endswith("apply_update") for frame in source_frames(eqn))].append(eqn)
+    for operation in body_of(closed).operations:
+        parts[_is_of_update(operation)].append(operation.eqn)
+        if _has_update(operation) and not _is_of_update(operation):
+            return {}
     made = {kind: {var for eqn in eqns for var in eqn.outvars} for kind, eqns in parts.items()}
-    used = dict.fromkeys(var for eqn in parts[True] for var in variables(eqn.invars) if var not in made[True])
-    if not all(made.values()):
+    is_apart = made[True].isdisjoint(var for eqn in parts[False] for var in variables(eqn.invars))
+    if not all(made.values()) or not is_apart:
         return {}
+    used = dict.fromkeys(var for eqn in parts[True] for var in variables(eqn.invars) if var not in made[True])
     results = {kind: [var for var in variables(jaxpr.outvars) if var in made[kind]] for kind in parts}
     gradients = [var for var in dict.fromkeys([*used, *results[False]]) if var in made[False]]
     before = subprogram(jaxpr, [*jaxpr.constvars, *jaxpr.invars], gradients, parts[False])
@@ -153,6 +176,19 @@ def _hashes_of_parts(closed: Any) -> dict[str, str]:
         "gradients": program_hash(part_for(ClosedJaxpr(before, []), [True] * len(gradients))[0]),
         "update": program_hash(subprogram(jaxpr, list(used), results[True], parts[True])),
     }
+
+
+def _is_of_update(operation: Operation) -> bool:
+    return any(
+        frame.file_name == apply_gradients.__file__ or frame.function_name.endswith(UpdateStep.updated.__qualname__)
+        for frame in source_frames(operation.eqn)
+    )
+
+
+def _has_update(operation: Operation) -> bool:
+    # JAX caches the program of a call, with the source of its first trace.
+    bodies = () if operation.kind == "call" else operation.bodies
+    return _is_of_update(operation) or any(_has_update(inner) for body in bodies for inner in body.operations)
 
 
 def _results_with_bits(state: Tree, metrics: Any, *others: object) -> list[bool]:
