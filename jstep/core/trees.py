@@ -291,6 +291,11 @@ def is_python_number(x: object) -> bool:
     return isinstance(x, bool | int | float | complex) and not isinstance(x, np.generic)
 
 
+def is_weak(x: object) -> bool:
+    """Whether x has the weak type of a Python number; keys have no such attribute."""
+    return is_python_number(x) or (isinstance(x, jax.Array) and bool(getattr(x, "weak_type", False)))
+
+
 def is_array_or_number(x: object) -> bool:
     """Whether x can be a leaf of a compiled program."""
     if isinstance(x, np.ndarray | np.generic):

@@ -62,7 +62,7 @@ def _split(out: object, has_aux: bool, has_model_state: bool) -> tuple[Any, Any,
 def _like(old: object, new: object) -> Any:
     if trees.structure(old) != trees.structure(new):
         wanted, got = (f"a {type(tree).__name__} of {trees.leaf_paths(tree)[:20]}" for tree in (old, new))
-        raise ValueError(
+        raise TypeError(
             f"loss_fn returned another model_state: must be {wanted}, as in the state, got {got}; return (loss, "
             "model_state) with all of it, or with has_aux=True (loss, (model_state, aux))"
         )
@@ -71,7 +71,7 @@ def _like(old: object, new: object) -> Any:
         before, after = jnp.asarray(before), jnp.asarray(after)
         what = f"loss_fn returned a model_state whose leaf {trees.quote_path(trees.path_str(keys))}"
         if before.shape != after.shape:
-            raise ValueError(f"{what} has shape {after.shape}; the state holds shape {before.shape}")
+            raise TypeError(f"{what} has shape {after.shape}; the state holds shape {before.shape}")
         if before.dtype == after.dtype:
             return after
         # The state would truncate a wider kind at each update.

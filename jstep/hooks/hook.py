@@ -236,7 +236,7 @@ def _placed_like(leaf: Any, was: Any, path: str, by: str) -> Any:
         want = f"{was.dtype} of shape {was.shape}"
         got = f"{leaf.dtype} of shape {leaf.shape}" if trees.is_array(leaf) else describe_type(leaf)
         raise ValueError(f"{by} a state whose {path!r} is {got}: must be {want}, as before")
-    if isinstance(leaf, jax.Array) and leaf.weak_type:
+    if trees.is_weak(leaf):
         leaf = leaf.astype(leaf.dtype)  # otherwise the step would be compiled again
     if isinstance(leaf, jax.Array) and leaf.sharding == was.sharding:
         return leaf

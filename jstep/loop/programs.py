@@ -34,6 +34,7 @@ from jstep.state.train_state import keep_roles
 from jstep.training.explain import call_custom_step
 from jstep.training.looped import LoopedStep, TracedStep, loop_step
 from jstep.training.metrics import Constants
+from jstep.training.state_kind import keep_kind
 from jstep.training.step import TrainStep, call_step, jitted_program, trace_program
 
 # Stages.
@@ -195,7 +196,9 @@ class Program:
         self.constants = Constants({}, find_skip_metric(self.step))
         if sums.is_wanted and isinstance(result[1], Mapping):
             sums.add(chunk.first, result[1], self.constants.skipped)
-        return trees.copy_numpy(keep_roles(state, result[0]), "the state that the step returned"), result[1]
+        is_known = self.is_called and self.stage.is_compilable  # by its first call, which was traced
+        new = keep_roles(state, result[0]) if is_known else keep_kind(self.stage.name, state, result[0])
+        return trees.copy_numpy(new, "the state that the step returned"), result[1]
 
     def lower(self, state: Tree, args: tuple[Any, ...], sums: MetricSums) -> Any:
         """Return the `jax.stages.Lowered` of a call, for arrays or shapes."""

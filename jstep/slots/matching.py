@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import array_type, describe_type
+from jstep.core.checks import array_type, describe_type, format_list
 from jstep.core.trees import Params, Slots, Tree, Updates
 from jstep.slots import indexed_slices
 
@@ -77,10 +77,13 @@ def describe_difference(new: object, old: object) -> str:
     sides = (("without", trees.only_in(before, after)), ("with", trees.only_in(after, before)))
     if words := [f"{what} {', '.join(map(repr, paths[:5]))}" for what, paths in sides if paths]:
         return "; ".join(words)
-    for path, leaf in after.items():
-        new_type, old_type = (
-            array_type(np.shape(x), getattr(x, "dtype", type(x).__name__)) for x in (leaf, before[path])
-        )
-        if new_type != old_type:
-            return f"whose {path!r} is {new_type} instead of {old_type}"
-    return ""
+    types = {
+        path: [array_type(np.shape(x), getattr(x, "dtype", type(x).__name__)) for x in (leaf, before[path])]
+        for path, leaf in after.items()
+    }
+    differing = [
+        f"{f'whose {path!r} is' if path else 'that is'} {new} instead of {old}"
+        for path, (new, old) in types.items()
+        if new != old
+    ]
+    return format_list(differing, 3)

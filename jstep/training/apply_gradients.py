@@ -155,7 +155,10 @@ def _update(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
 
 def _check_slots(old: Slots, new: Slots) -> None:
     different = describe_difference(new, old)
-    if different or trees.structure(new) != trees.structure(old):
+    is_same = trees.structure(new) == trees.structure(old)
+    if is_same and different:
+        raise TypeError(f"the optimizer must keep the shapes and dtypes of its slots, it returned slots {different}")
+    if not is_same:
         raise ValueError(
             f"the optimizer's slots are not those of the state: it returned a tree {different or 'of others'}; use "
             "the optimizer that the state was created with"

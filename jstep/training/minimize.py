@@ -148,8 +148,8 @@ def minimize(
 
     Raises:
         TypeError: An argument, the loss or a gradient has the wrong type, a key of aux is not a string, a function in
-            metrics returns anything but a mapping of names to scalars, or a leaf of model_state changes its kind, or
-            cannot be merged over the lanes.
+            metrics returns anything but a mapping of names to scalars, or model_state changes its structure, a shape or
+            a kind of number, or cannot be merged over the lanes.
         ValueError: An argument is out of range; var_list matches nothing, or only frozen parameters;
             num_microbatches, max_rows_per_device or lanes do not fit the batch; lanes do not fit the devices, or the
             loss names their mesh axes; the state does not fit the optimizer; names of metrics collide; two losses

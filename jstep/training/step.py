@@ -20,9 +20,10 @@ from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, Params, Tree
 from jstep.distributed.processes import AgreedShapes, is_single_process
 from jstep.state.global_step import require_alive
-from jstep.state.train_state import TrainState, keep_roles
+from jstep.state.train_state import TrainState
 from jstep.training.explain import call_custom_step, explain, has_donated_step, refuse_what_crashes
 from jstep.training.metrics import SKIPPED, StepMetrics, split_metrics
+from jstep.training.state_kind import keep_kind
 
 Body = Callable[[Any, tuple[Any, ...], Any], Any]
 """`body(state, args, batch_specs) -> (state, StepMetrics)`. `batch_specs`: the shardings of args, or None."""
@@ -33,6 +34,7 @@ class PureStep:
     """A training step as a pure function, `state, metrics = step(state, *args)`: neither compiled nor donating.
 
     Attributes:
+        body: As it was given; it also checks the kind of the new state.
         title: The step's name in a run.
         depends_on_rows: Whether the step depends on how the rows of the batch are sharded.
         leading_axes: The number of batch axes before the rows, one per `scan_steps`.
@@ -55,6 +57,7 @@ class PureStep:
     def __post_init__(self) -> None:
         self.__name__ = self.__qualname__ = self.name
         self.title = self.title or self.name
+        self.body = functools.partial(_with_kept_kind, self.title, self.body)
 
     @shortens_tracebacks
     def __call__(self, state: TrainState[P], *args: Any) -> tuple[TrainState[P], dict[str, Any]]:
@@ -71,6 +74,15 @@ class PureStep:
 
     def __repr__(self) -> str:
         return f"<jstep.PureStep {describe_step(self)}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        assert self.made_by is not None, "users have no others"
+        return as_pure_step, (self.made_by,)
+
+
+def _with_kept_kind(title: str, body: Body, state: Tree, args: tuple[Any, ...], batch_specs: Tree) -> Any:
+    new, *others = body(state, args, batch_specs)
+    return keep_kind(title, state, new), *others
 
 
 def as_pure_step(step: Callable[..., Any]) -> PureStep:
@@ -90,7 +102,7 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
                 raise TypeError(
                     f"the step returned {returned}; it must return (state, metrics), as jstep.minimize(loss_fn, …) does"
                 )
-            return keep_roles(state, result[0]), result[1]
+            return result
 
         new, metrics = attempts(call_user_step, state, args, specs_of=meshes.shard_like((state,)))
         # A user-defined step reports a skipped update with a metric of the same name as jstep's.
@@ -166,8 +178,9 @@ class TrainStep:
     `lower(state, *args)`, `trace(state, *args)`, `eval_shape(state, *args)`, `clear_cache()`.
 
     Args:
-        step: The function to compile, `(state, *args) -> (state, metrics)`. A metric that is a plain Python or NumPy
-            number is a constant of the program and is not computed on the device.
+        step: The function to compile, `(state, *args) -> (state, metrics)`. The new state has the structure, shapes and
+            dtypes of the old one. A metric that is a plain Python or NumPy number is a constant of the program and is
+            not computed on the device.
         donate: Whether the compiled step donates the state passed in.
 
     Attributes:
@@ -177,7 +190,7 @@ class TrainStep:
         lanes: The number of lanes, as in `minimize`; None without lanes.
 
     Raises:
-        TypeError: `step` is not a function, or `donate` is not a bool.
+        TypeError: `step` is not a function, or `donate` is not a bool; from a call: it returns another kind of state.
     """
 
     _returns_sums = False

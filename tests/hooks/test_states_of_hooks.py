@@ -3,6 +3,7 @@
 import collections
 import logging
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -134,3 +135,5 @@ def test_a_returned_state_has_no_weak_types():
     assert weak.weak_type
     found = check_returned_state(state.replace(params={"w": weak}), state, 5, "hook returned")
     assert (found.params["w"].weak_type, found.params["w"].tolist()) == (False, [2.0] * 3)
+    keyed = state.replace(model_state=jax.random.key(0))  # keys have no weak type
+    assert check_returned_state(keyed.replace(model_state=jax.random.key(1)), keyed, 5, "hook returned") != keyed

@@ -122,7 +122,7 @@ def test_an_aux_beside_the_model_state_names_has_aux() -> None:
     def loss(params: Any, model_state: Any, x: Any) -> Any:
         return jnp.mean(params["w"] * x), (model_state, {"mean": jnp.mean(x)})
 
-    with pytest.raises(ValueError, match=r"with has_aux=True \(loss, \(model_state, aux\)\)"):
+    with pytest.raises(TypeError, match=r"with has_aux=True \(loss, \(model_state, aux\)\)"):
         jstep.minimize(loss, OPTIMIZER, has_model_state=True)(state_of({"m": 0.0}), X)
 
 

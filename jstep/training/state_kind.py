@@ -1,0 +1,49 @@
+"""The kind of the state that a training step returns: that of the state that it was given."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jstep.core import trees
+from jstep.core.trees import Tree
+from jstep.slots.matching import describe_difference
+from jstep.slots.roles import roles_in
+from jstep.state.train_state import TrainState
+
+
+def keep_kind(name: str, old: Tree, new: Tree) -> Any:
+    """Return the state of a step, with the roles of the old one and strong types; reject one of another kind.
+
+    A run with another kind of state would be compiled again, and its checkpoints could not be restored.
+    """
+    if not (isinstance(old, TrainState) and isinstance(new, TrainState)):
+        return new
+    if roles_in(new) is not roles_in(old):
+        new = TrainState(new.params, new.slots, new.global_step, roles=roles_in(old))
+    has_structure = trees.structure(new) == trees.structure(old)
+    if has_structure and any(map(trees.is_weak, jax.tree.leaves(new))):
+        new = jax.tree.map(_as_strong, new, old)
+    if has_structure and all(map(_is_alike, jax.tree.leaves(new), jax.tree.leaves(old))):
+        return new
+    different = describe_difference(jax.tree.map(jax.typeof, new), jax.tree.map(jax.typeof, old))
+    raise TypeError(
+        f"train_step={name}: must return a state of the kind that it was given, got one "
+        f"{different or 'with the same paths, in other containers'}; cast such a leaf, or create the state as it is "
+        "returned: no run could resume from a checkpoint of another kind"
+    )
+
+
+def _as_strong(new: Any, old: Any) -> Any:
+    """Return a leaf of weak type in the dtype of the old one, if that is how JAX would promote it."""
+    if not trees.is_weak(new):
+        return new
+    dtype = jax.typeof(old).dtype
+    with jax.numpy_dtype_promotion("standard"):
+        promoted = jnp.result_type(new, dtype)
+    return jnp.asarray(new, dtype if promoted == dtype else jax.typeof(new).dtype)
+
+
+def _is_alike(new: Any, old: Any) -> bool:
+    a, b = jax.typeof(new), jax.typeof(old)
+    return (a.shape, a.dtype) == (b.shape, b.dtype)

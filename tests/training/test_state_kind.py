@@ -1,0 +1,112 @@
+"""A training step returns the kind of state that it was given: structure, shapes and dtypes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jstep
+
+ROWS = np.ones((8, 4, 8), np.float32)
+TREE = {"w": np.ones((8, 8), np.float32), "n": np.int32(0), "pair": (np.float32(0), np.float32(1))}
+WRONG = {
+    r"whose '{}/w' is bfloat16\[8,8\] instead of float32\[8,8\]": lambda tree: {"w": tree["w"].astype(jnp.bfloat16)},
+    r"whose '{}/n' is float32\[\] instead of int32\[\]": lambda tree: {"n": jnp.float32(tree["n"])},
+    r"whose '{0}/n' is int32\[2\].*, whose '{0}/w' is float32\[2,8\] instead of float32\[8,8\]": lambda tree: {
+        "w": tree["w"][:2], "n": np.zeros(2, np.int32)
+    },
+    r"with '{}/new'": lambda tree: {"new": jnp.mean(tree["w"])},
+    r"without '{}/n'": lambda tree: {"n": None},
+    "with the same paths, in other containers": lambda tree: {"pair": list(tree["pair"])},
+}  # fmt: skip
+WHERE = {
+    "params": (lambda state: state.params, lambda state, new: state.replace(params=new, slots=state.slots)),
+    "slots/model_state": (lambda state: state.model_state, lambda state, new: state.replace(model_state=new)),
+    "slots/mine": (
+        lambda state: state.slots["mine"], lambda state, new: state.replace(slots={**state.slots, "mine": new})
+    ),
+}  # fmt: skip
+
+
+def state_of_trees():
+    optimizer = jstep.Optimizer(lambda params, step=0: {"mine": jax.tree.map(jnp.zeros_like, params)}, None, None)
+    return jstep.TrainState.create(TREE, optimizer, model_state=TREE)
+
+
+def step_of(change):
+    def step(state, x):
+        return change(jstep.increment_global_step(state)), {"loss": jnp.mean(x)}
+
+    return step
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("said", WRONG)
+def test_a_step_returns_the_kind_of_state_that_it_was_given(said, where):
+    read, replace = WHERE[where]
+    step = step_of(lambda state: replace(state, {**read(state), **WRONG[said](read(state))}))
+    state, x = state_of_trees(), ROWS[0]
+    match = f"train_step=step: must return a state of the kind that it was given, got one {said.format(where)}; cast"
+    pure = jstep.scan_steps(step)
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)
+    for call, arguments in (
+        (jstep.TrainStep(step), (state, x)),
+        (jstep.TrainStep(step).eval_shape, (state, x)),
+        (jstep.scan_steps(jstep.TrainStep(step)), (state, ROWS)),
+        (pure, (state, ROWS)),
+        (jax.jit(pure), (state, ROWS)),
+        (jax.vmap(pure, (0, None)), (states, ROWS)),
+    ):
+        with pytest.raises(TypeError, match=match):
+            call(*arguments)
+
+
+RUNS = {
+    "TrainStep": (jstep.TrainStep, {}),
+    "plain": (lambda step: step, {}),
+    "jit": (jax.jit, {}),
+    "several steps a call": (jstep.TrainStep, {"steps_per_call": 2}),
+    "several steps a call of a plain function": (lambda step: step, {"steps_per_call": 2}),
+    "stage": (lambda step: {0: jstep.TrainStep(step_of(lambda state: state)), 2: jstep.TrainStep(step)}, {}),
+    "stage of jit": (lambda step: {0: jstep.TrainStep(step_of(lambda state: state)), 2: jax.jit(step)}, {}),
+    "from_state": (jstep.TrainStep, {"batches": jstep.from_state(lambda n, state: ROWS[n])}),
+}
+
+
+@pytest.mark.thorough(except_for=["plain", "several steps a call", "stage"])
+@pytest.mark.parametrize("name", RUNS)
+def test_what_could_not_be_resumed_is_neither_trained_nor_saved(name, tmp_path):
+    wrapped, options = RUNS[name]
+    step = wrapped(step_of(lambda state: state.replace(model_state={**state.model_state, "new": jnp.float32(0)})))
+    options = {"batches": list(ROWS), "progress": False, "log_steps": None} | options
+    with pytest.raises((TypeError, ValueError), match=r"a state .*with 'slots/model_state/new'") as raised:
+        jstep.train(step, state_of_trees(), last_step=4, checkpoint_dir=tmp_path, **options)
+    assert isinstance(raised.value, ValueError) == name.startswith("stage")
+    assert jstep.latest_checkpoint(tmp_path) is None
+
+
+def test_a_plain_function_is_checked_at_each_step(tmp_path):
+    def step(state, x):
+        new = state if state.global_step < 2 else state.replace(params={**state.params, "n": jnp.float32(0)})
+        return jstep.increment_global_step(new), {}
+
+    with pytest.raises(TypeError, match="whose 'params/n' is float32"):
+        jstep.train(step, state_of_trees(), lambda n: ROWS[n], 4, checkpoint_dir=tmp_path, progress=False)
+    assert jstep.Saver(tmp_path).latest_step() == 2
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_weak_types_become_strong(steps_per_call, compilations):
+    """Python numbers fit wherever JAX would promote them to the dtype; the step is compiled once."""
+    weak = {"w": jnp.broadcast_to(jnp.asarray(2.0), (8, 8)), "n": 3, "pair": (1, jnp.asarray(0.5))}
+    step = jstep.TrainStep(step_of(lambda state: state.replace(slots={**state.slots, "model_state": weak})))
+    options = {"steps_per_call": steps_per_call, "progress": False, "log_steps": None}
+    state = state_of_trees().replace(model_state={**TREE, "pair": (jnp.bfloat16(0), jnp.float32(0))})
+    state = jstep.train(step, state, lambda n: ROWS[n], 2, **options)
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(state))
+    with compilations() as seen:
+        state = jstep.train(step, state, lambda n: ROWS[n], 6, **options)
+    assert seen == []
+    assert state.model_state["pair"] == (jnp.bfloat16(1), jnp.float32(0.5))
+    with pytest.raises(TypeError, match=r"whose 'slots/model_state/n' is float32\[\] instead of int32\[\]"):
+        jstep.TrainStep(step_of(lambda state: state.replace(model_state={**TREE, "n": 3.0}))).eval_shape(state, ROWS[0])
