@@ -23,7 +23,7 @@ from jstep.core.trees import Tree
 from jstep.data.batch_placement import as_shardings, copy_batch, make_placer
 from jstep.data.loaders import Source
 from jstep.data.sequence import BatchSequence
-from jstep.loop.programs import Boundaries, Chunk, Program, ProgramTable, Stage, shapes_of, type_text
+from jstep.loop.programs import Boundaries, Chunk, Program, ProgramTable, Stage, shapes_of
 from jstep.loop.signals import StopSignals
 from jstep.loop.start_times import Compiled, StartTimes, thread_record
 from jstep.slots.matching import describe_difference
@@ -72,6 +72,7 @@ class Compiler:
         self.closed = threading.Event()
         self._sizes: dict[int, int] = {}  # of the steps' program caches
         self._compiled: Program | None = None  # the program that was compiled last because it was due
+        self._shapes: dict[str, Any] = {}  # of batch and state at the latest compilation
 
     # In the background.
 
@@ -174,21 +175,37 @@ class Compiler:
                     explain(error, state, chunk.args, donates=program.step.donate)
                 raise
 
-    def log_called(self, chunk: Chunk) -> bool:
+    def log_called(self, state: Tree, chunk: Chunk) -> bool:
         """Log a program that was compiled again, for other arguments; return whether it is the first of its stage."""
         program, stage = chunk.program, chunk.program.stage
         size = getattr(program.step, "_cache_size", lambda: self.record.programs)()
         has_grown, self._sizes[id(program.step)] = size > self._sizes.get(id(program.step), 0), size
         is_first, was_ready = stage.begin(), program.is_ahead and not program.is_called
-        if has_grown and stage.is_compilable and not is_first and not was_ready:
-            logger.info(
-                "compiled %s again for %s: its batch differs from earlier ones in shapes, dtypes or placement (%s), or "
-                "its state in placement",
-                stage.name,
-                _steps(chunk),
-                ", ".join(map(type_text, jax.tree.leaves(chunk.args)[:5])),
-            )
+        if has_grown:
+            before = self._shapes
+            self._shapes = {"batch": shapes_of(trees.args_to_batch(chunk.step_args)), "state": shapes_of(state)}
+            if before and stage.is_compilable and not is_first and not was_ready:
+                texts = [_what_differs(name, now, before[name]) for name, now in self._shapes.items()]
+                why = "; ".join(filter(None, texts)) or "JAX's settings, or its steps per call, differ"
+                logger.info("compiled %s again for %s: %s", stage.name, _steps(chunk), why)
         return is_first
+
+
+def _what_differs(name: str, now: Tree, before: Tree) -> str:
+    """Describe why a program was compiled again for a batch or a state; "" if these are alike."""
+    if different := describe_difference(now, before):
+        return f"its {name} is now one {different}"
+    if trees.structure(now) != trees.structure(before):
+        return f"its {name} is now one in other containers"
+    for (path, leaf), old in zip(trees.leaves_with_paths(now), jax.tree.leaves(before), strict=True):
+        if (new_place := _placement(leaf)) != (old_place := _placement(old)):
+            return f"the placement of its {name} differs ({path or 'the array'}: {old_place} before, {new_place} now)"
+    return ""
+
+
+def _placement(leaf: Any) -> str:
+    place = getattr(leaf, "sharding", None) or "anywhere"
+    return f"{place}, of weak type" if getattr(leaf, "weak_type", False) else str(place)
 
 
 def _steps(chunk: Chunk) -> str:

@@ -81,7 +81,7 @@ class Dispatch:
         else:
             result = self._run_watched(state, chunk, began)
         if not program.is_called or compiled.programs != before:
-            self._follow_up(chunk, result, began)
+            self._follow_up(state, chunk, result, began)
         self._latest = program
         if self.compiler.jobs:
             self.compiler.after(chunk.step_args)
@@ -109,9 +109,9 @@ class Dispatch:
             self._auto = None
         return result
 
-    def _follow_up(self, chunk: Chunk, result: Any, began: float) -> None:
+    def _follow_up(self, state: Tree, chunk: Chunk, result: Any, began: float) -> None:
         """Check the first call of a program, and any later one that has compiled."""
-        is_first = self.compiler.log_called(chunk)
+        is_first = self.compiler.log_called(state, chunk)
         if is_first:
             check_result(result)
         if not chunk.program.is_called:
