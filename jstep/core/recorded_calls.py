@@ -1,4 +1,4 @@
-"""Recorded calls: the `repr` of a result is the call that one would type to create it."""
+"""Recorded calls: the `repr` of a result is the call that one would type to create it, and so is its pickle."""
 
 import dataclasses
 import functools
@@ -21,12 +21,25 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(eq=False, repr=False)
 class RecordedCall:
-    """A recorded call; its `repr`, formatted on demand, omits the names of the first `positional` arguments."""
+    """A recorded call; its `repr`, formatted on demand, omits the names of the first `positional` arguments.
+
+    Attributes:
+        args: The arguments; a list or dict that the caller may change later is a copy.
+        made: The optimizer that the call made.
+    """
 
     function: Callable[..., Any]
     positional: int
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    made: Any = dataclasses.field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.args, self.kwargs = _copied(self.args), _copied(self.kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the result of the call, whose functions are local ones."""
+        return _call, (self.function, self.args, self.kwargs)
 
     def __deepcopy__(self, memo: object) -> "RecordedCall":
         return self  # immutable; an argument may be something that cannot be copied
@@ -38,6 +51,16 @@ class RecordedCall:
                 words[i] = f"{parameter.name}={words[i]}"
         words += [f"{name}={as_typed(value)}" for name, value in self.kwargs.items()]
         return f"{self.function.__name__}({', '.join(words)})"
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
+def _copied(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
 
 
 def record_calls(
@@ -68,7 +91,8 @@ def _remember(optimizer: Any, call: RecordedCall) -> Any:
     if not hasattr(optimizer.init, "call"):  # a custom optimizer
         return optimizer
     functions = {name: shortens_tracebacks(getattr(optimizer, name)) for name in ("update", "hyperparameters")}
-    return optimizer._replace(init=dataclasses.replace(optimizer.init, call=call), **functions)
+    call.made = optimizer._replace(init=dataclasses.replace(optimizer.init, call=call), **functions)
+    return call.made
 
 
 def makes_optimizer(positional: int = 0) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:

@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -151,6 +152,9 @@ class Optimizer(NamedTuple):
             The name `learning_rate` indicates that the updates are final.
         takes_context: Whether `update` accepts a `Context`: the loss, its gradients at other parameters, a PRNG key.
 
+    An optimizer is pickled as the call that made it, and so are schedules, steps and evaluators. Functions among the
+    arguments must be importable, except with cloudpickle.
+
     Example:
         A custom sign-descent optimizer without slots:
 
@@ -187,6 +191,18 @@ class Optimizer(NamedTuple):
         if isinstance(call := getattr(self.init, "call", None), RecordedCall):
             return repr(call)
         return f"Optimizer({', '.join(map(as_typed, self))})"
+
+    def __deepcopy__(self, memo: object) -> "Optimizer":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if not isinstance(call := getattr(self.init, "call", None), RecordedCall):
+            return Optimizer, tuple(self)
+        if call.made is None or any(map(operator.is_not, self, call.made)):
+            raise TypeError(
+                f"{call!r}: cannot be pickled, as its functions were replaced; pass what it is made of instead"
+            )
+        return call.__reduce__()
 
 
 class Transformation(Protocol):

@@ -164,6 +164,10 @@ class Evaluator:
     def __repr__(self) -> str:
         return "evaluator(…)" if self.made_by is None else repr(self.made_by)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        assert self.made_by is not None
+        return self.made_by.__reduce__()
+
     @shortens_tracebacks
     def __call__(self, state: TrainState) -> dict[str, float]:
         self._check_state(state)

@@ -14,12 +14,14 @@ from jstep.core import trees
 from jstep.core.checks import as_function, as_int
 from jstep.core.meshes import dims_of, mesh_of, using_mesh
 from jstep.core.placement import Unroll, as_unroll, first_row, scan
+from jstep.core.recorded_calls import record_calls
 from jstep.core.trees import Tree, shape_of
 from jstep.state.train_state import TrainState
 from jstep.training.metrics import Constants, StepMetrics
-from jstep.training.step import PureStep, TrainStep, as_pure_step, jitted_program
+from jstep.training.step import PureStep, TrainStep, as_pure_step, jitted_program, remember_call
 
 
+@record_calls(remember_call)
 def scan_steps(
     train_step: Callable[..., tuple[Any, Any]], length: int | None = None, unroll: Unroll = None
 ) -> Callable[..., tuple[Any, Any]]:

@@ -14,7 +14,7 @@ from jstep.core.annotations import P
 from jstep.core.checks import as_bool, as_function, describe_type
 from jstep.core.exceptions import setting
 from jstep.core.placement import SHARDINGS, refuse_shapes, sharding_of
-from jstep.core.recorded_calls import as_typed
+from jstep.core.recorded_calls import RecordedCall, as_typed
 from jstep.core.threads import TRACING, doing
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Optimizer, Params, Tree
@@ -41,6 +41,7 @@ class PureStep:
         optimizer: The optimizer, for a step of `minimize`.
         trains: `trains(params)`: for each leaf, whether the step trains it.
         kept: A cache for other modules, which use one key each.
+        made_by: The call of `minimize` or `scan_steps` that made it.
     """
 
     body: Body
@@ -53,6 +54,7 @@ class PureStep:
     optimizer: Optimizer | None = None
     trains: Callable[[Params], list[bool]] | None = None
     kept: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
+    made_by: RecordedCall | None = dataclasses.field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.__name__ = self.__qualname__ = self.name
@@ -110,6 +112,11 @@ def as_pure_step(step: Callable[..., Any]) -> PureStep:
         return new, split_metrics(metrics, SKIPPED if is_guarded else None)
 
     return PureStep(body, name=name)
+
+
+def remember_call(step: Any, call: RecordedCall) -> Any:
+    as_pure_step(step).made_by = call
+    return step
 
 
 def step_function(step: object) -> PureStep | None:
@@ -268,6 +275,9 @@ class TrainStep:
 
     def __repr__(self) -> str:
         return f"<jstep.TrainStep {describe_step(self._pure)}, donate={self.donate}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(TrainStep, donate=self.donate), (self.__wrapped__,)
 
 
 # All calls of a compiled step: by hand, in `train`, in `replay` and in `verify_resume`.

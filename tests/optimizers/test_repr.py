@@ -1,6 +1,7 @@
 """The `repr` of an optimizer is what one would type."""
 
 import copy
+import pickle
 import re
 
 import cloudpickle
@@ -97,6 +98,51 @@ def test_optimizers_compare_and_copy_as_before() -> None:
     assert hash(optimizer) == hash(copy.deepcopy(optimizer))
     assert optimizer != other  # functions of their own
     assert repr(cloudpickle.loads(cloudpickle.dumps(jstep.chain(optimizer)))) == "chain(adam(learning_rate=0.1))"
+
+
+WITH_LAMBDAS = {"from_optax", "average_of_some", "frozen", "stateless"}
+"""Entries whose arguments only cloudpickle can pickle."""
+
+
+def test_optimizers_are_pickled_as_the_calls_that_made_them() -> None:
+    for name, entry in TABLE.items():
+        optimizer = entry.make(0.1)
+        module = cloudpickle if name in WITH_LAMBDAS else pickle
+        copied = pickle.loads(module.dumps(optimizer))
+        assert repr(copied) == repr(optimizer)
+        assert copied != optimizer
+    optimizer = jstep.partition({"a": jstep.adam(jstep.linear_warmup(0.1, 3))}, {"w": "a", "b": None})
+    params = {"w": jnp.ones(3), "b": jnp.ones(2)}
+    states = []
+    for made in (optimizer, pickle.loads(pickle.dumps(optimizer))):
+        step = jstep.minimize(loss_of_w, made, rng=jax.random.key(0))
+        for one in (step, pickle.loads(pickle.dumps(step)), pickle.loads(pickle.dumps(jstep.scan_steps(step)))):
+            states.append(
+                one(jstep.TrainState.create(params, made), *[np.ones(1)] * (one.__name__ == "train_steps"))[0]
+            )
+        pure = pickle.loads(pickle.dumps(step.__wrapped__))
+        assert (repr(pure), repr(one.donate)) == (repr(step.__wrapped__), "True")
+    assert all(state == states[0] for state in states)
+    with pytest.raises(
+        TypeError, match=r"adam\(learning_rate=0.1\): cannot be pickled, as its functions were replaced"
+    ):
+        pickle.dumps(jstep.adam(0.1)._replace(update=loss_of_w))
+    custom = jstep.Optimizer(a_loss_of, loss_of_w, a_loss_of)
+    assert pickle.loads(pickle.dumps(custom)) == custom
+
+
+def loss_of_w(params, x=1.0, rng=None):
+    return jnp.sum(params["w"] ** 2) * x
+
+
+def test_schedules_are_pickled_as_the_calls_that_made_them() -> None:
+    schedules = [0.1, jstep.exponential_decay(0.1, 2, 0.5)]
+    joined = jstep.join(schedules, [3])
+    schedules.append(1.0)  # the call has what was passed
+    for schedule in (joined, jstep.times(2.0, jstep.constant(jnp.float32(0.5)))):
+        copied = pickle.loads(pickle.dumps(schedule))
+        assert [float(copied(n)) for n in range(6)] == [float(schedule(n)) for n in range(6)]
+        assert repr(copied) == repr(schedule)
 
 
 @pytest.mark.thorough
