@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
+from jax.core import Tracer
 
 # Formatting of numbers, sizes and lists.
 
@@ -88,8 +89,17 @@ def as_bool(value: object, argument: str) -> bool:
     return bool(value)
 
 
-def as_int(value: Any, argument: str, at_least: int | None = None, meaning: str = "") -> int:
-    """Convert a Python, NumPy or concrete JAX integer; a bool is not one."""
+def as_int(
+    value: Any,
+    argument: str,
+    at_least: int | None = None,
+    meaning: str = "",
+    *,
+    if_traced: str = "call this outside of compiled functions",
+) -> int:
+    """Convert a Python, NumPy or concrete JAX integer; a bool is not one. `if_traced` is the advice for a tracer."""
+    if isinstance(value, Tracer):
+        raise TypeError(f"{argument} is traced: must be an integer that is known before compilation; {if_traced}")
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError
@@ -116,6 +126,8 @@ def as_number(
 ) -> float:
     """Convert a real number: Python, NumPy or concrete JAX, not a bool. `device_values.as_scalar` accepts tracers."""
     hint = f"; {meaning}" if meaning else ""
+    if isinstance(value, Tracer):
+        raise TypeError(f"{argument} is traced: must be {expected} that is known before compilation{hint}")
     try:
         if isinstance(value, bool | np.bool_ | str | bytes | complex | type) or np.ndim(value):
             raise TypeError

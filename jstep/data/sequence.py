@@ -19,6 +19,11 @@ from jstep.data.permutation import RowNumbers
 from jstep.data.sources import Rows
 from jstep.data.steps import NO_END, Steps
 
+_IF_TRACED = (
+    "batches are made by the host: stack those of an epoch, jax.tree.map(lambda *rows: jnp.stack(rows), *batches[:n]), "
+    "and pass the arrays to the compiled function"
+)
+
 
 class BatchSequence(abc.ABC, Generic[T]):
     """A sequence of batches by step, which can be indexed, sliced, iterated over, and have steps skipped.
@@ -234,7 +239,7 @@ class BatchSequence(abc.ABC, Generic[T]):
         if not isinstance(step, slice):
             return self._read(self._steps[self._as_step(step)])
         start, stop, stride = (
-            None if part is None else as_int(part, f"slice {name}")
+            None if part is None else as_int(part, f"slice {name}", if_traced=_IF_TRACED)
             for part, name in ((step.start, "start"), (step.stop, "stop"), (step.step, "step"))
         )
         if min(start or 0, stop or 0) < 0:
@@ -247,7 +252,7 @@ class BatchSequence(abc.ABC, Generic[T]):
         return self.from_step(0)
 
     def _as_step(self, step: object, end: int = 0) -> int:
-        step = as_int(step, "step")
+        step = as_int(step, "step", if_traced=_IF_TRACED)
         if step < 0:
             raise IndexError(f"step={step}: must not be negative, steps count up from 0")
         if step >= self._steps.count + end:
