@@ -228,7 +228,9 @@ def _newton_schulz(x: Array, epsilon: object, iteration: Iteration) -> Array:
     if iteration.schatten:
         gram = x @ jnp.swapaxes(x, -2, -1)
         square = gram.astype(wide)
-        by = jnp.maximum(iteration.safety * jnp.sqrt(_length(square)), smallest / by)
+        # With an infinite length x is zero, and stays zero as with the Frobenius norm.
+        smallest = jnp.where(jnp.isinf(by), 1, smallest / by)
+        by = jnp.maximum(iteration.safety * jnp.sqrt(_length(square)), smallest)
         x, gram = (x.astype(wide) / by).astype(x.dtype), (square / jnp.square(by)).astype(x.dtype)
     for a, b, c in iteration.coefficients:
         gram = x @ jnp.swapaxes(x, -2, -1) if gram is None else gram
