@@ -267,10 +267,12 @@ class _Partition:
     Attributes:
         optimizers: Label → its optimizer, with the label as the prefix of its slots.
         labels: The argument of `partition`.
+        warned: The arguments of the masks whose warning was logged.
     """
 
     optimizers: Mapping[str, Optimizer]
     labels: Any
+    warned: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def named(self) -> dict[str, Optimizer]:
@@ -280,7 +282,7 @@ class _Partition:
     @contextlib.contextmanager
     def by_label(self, params: Params) -> Iterator[tuple[Labels, dict[str, _LabeledOptimizer]]]:
         """Yield the label of each leaf, and the optimizer of each label; masks inside see all parameters."""
-        with leaf_values.partial_params(params):
+        with leaf_values.partial_params(params), leaf_values.masks_of_all_labels(self.warned):
             labels = self._labels_of(params)
             labeled = functools.partial(_LabeledOptimizer, params, labels)
             yield labels, {label: labeled(label, optimizer) for label, optimizer in self.optimizers.items()}

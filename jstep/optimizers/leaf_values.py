@@ -5,7 +5,7 @@ Inside `partition` and other wrappers, paths, shapes and dtypes are still the on
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import jax
@@ -26,19 +26,45 @@ def mask(argument: str, var_list: VarList, *, warns: bool = False) -> Flag:
     """The flag for whether each leaf is selected, in the grammar of `var_list`; None selects all.
 
     An entry that matches no leaf is an error. With `warns`, a function or a tree that selects nothing is one warning.
-    Inside `partition`, it is enough to match leaves of other labels.
+    Inside `partition`, it is enough to match leaves of other labels, or that the mask of another label matches some.
     """
     check_form(var_list, argument)
     warned: set[str] = set()
 
     def selected(whole: Params) -> list[Any]:
         chosen = flags(whole, var_list, argument)
-        if warns and var_list is not None and not any(chosen) and argument not in warned:
-            warned.add(argument)
-            logger.warning("%s: it selects none of the %d parameters, so that none decays", argument, len(chosen))
+        if warns and (masks := _MASKS.get()) is not None:
+            masks.append((argument, chosen))
+        elif warns and var_list is not None:
+            _warn_of_masks([(argument, chosen)], warned)
         return chosen
 
     return lambda params: on_whole(params, selected)
+
+
+Masks: TypeAlias = list[tuple[str, list[bool]]]
+"""Arguments of weight decays, and the leaves that they select."""
+
+_MASKS: contextvars.ContextVar[Masks | None] = contextvars.ContextVar("jstep_masks", default=None)
+"""The masks of all labels of a partition; None outside of it."""
+
+
+def _warn_of_masks(masks: Masks, warned: set[str]) -> None:
+    if masks and not warned and not any(any(chosen) for _, chosen in masks):
+        argument, chosen = masks[0]
+        warned.add(argument)
+        logger.warning("%s: it selects none of the %d parameters, so that none decays", argument, len(chosen))
+
+
+@contextlib.contextmanager
+def masks_of_all_labels(warned: set[str]) -> Iterator[None]:
+    """Warn of masks that select nothing only if no label's mask selects anything."""
+    if _MASKS.get() is not None:  # in a partition inside a label
+        yield
+        return
+    with setting(_MASKS, Masks()) as masks:
+        yield
+    _warn_of_masks(masks, warned)
 
 
 def by_path(fn: Callable[[str, Any], Any]) -> Flag:
