@@ -18,9 +18,11 @@ from jstep.hooks.speed import format_utilization
 from jstep.metering import numbers
 from jstep.metering.cadence import UNSET, Clock, make_cadence
 from jstep.state.train_state import TrainState
-from jstep.training.metrics import Metrics
+from jstep.summary.summaries import of_skipped_step
+from jstep.training.metrics import SKIPPED, Metrics
 
 LeaveOut = Callable[[], Collection[str]]
+NO_METRICS: Metrics = {}
 
 # The numbers of a step, or their means over an interval.
 
@@ -302,11 +304,14 @@ class SummarySaverHook(ReportingHook):
             self._writer.add_summary(summarize_histograms(state, self._histograms), step)
         self.run.transfers.deliver_ready()
 
-    def deliver(self, step: int, values: dict[str, Any], metrics: Metrics | None = None) -> None:
+    def deliver(self, step: int, values: dict[str, Any], metrics: Metrics = NO_METRICS) -> None:
         if numbers.is_ready(values.values()):  # numbers of the host are the quickest to write
             values = numbers.read_values(values)
         scalars = [summary.scalar(name, value, collections=()) for name, value in values.items()]
-        merged = summary.merge([*scalars, summary.summaries_in(dict(metrics or {}))])
+        made_by_step = summary.summaries_in(dict(metrics))
+        if made_by_step is not None and SKIPPED in metrics:
+            made_by_step = of_skipped_step(made_by_step, metrics[SKIPPED])
+        merged = summary.merge([*scalars, made_by_step])
         if merged.parts:
             self._writer.add_summary(merged, step)
 

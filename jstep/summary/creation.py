@@ -280,7 +280,7 @@ def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT
     Raises:
         ValueError: A value is NaN or infinite, in the dtype that devices have. Values on the host, and small arrays on
             the device that are ready, are checked immediately. Others are checked by the writer, which raises at its
-            next call.
+            next call. In a run, a histogram of a step that skipped its update is left out instead.
 
     Example:
         >>> import jax.numpy as jnp, jstep.summary

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jstep.core.checks import describe_type
+from jstep.core.logs import logger
 from jstep.core.meshes import internal_transfers
 from jstep.core.trees import has_tracers
 from jstep.stores.event_files import import_extra, proto
@@ -46,6 +47,7 @@ def encode(summary: Summary, last_step: int | None, wall_time: float) -> tuple[l
         if isinstance(leaf, jax.Array) and not (leaf.is_deleted() or is_here(leaf)) and leaf.is_fully_addressable:
             leaf.copy_to_host_async()  # start all transfers before waiting for the first
     by_age: defaultdict[int, Values] = defaultdict(list)  # steps before the last one → values
+    left_out: defaultdict[int, list[str]] = defaultdict(list)
     errors: list[Exception] = []
     for part in summary.parts:
         try:
@@ -55,8 +57,16 @@ def encode(summary: Summary, last_step: int | None, wall_time: float) -> tuple[l
             continue
         for age, values in enumerate(reversed(entries)):
             by_age[age] += values
+            if type(part) is Histogram and not values:
+                left_out[age] += part.tags
     if last_step is None:
         last_step = max(by_age, default=0)
+    for age, tags in left_out.items():
+        logger.info(
+            "step %d skipped its update: values of the histogram %s are NaN or infinite, and not in the summaries",
+            last_step - age,
+            ", ".join(map(repr, tags)),
+        )
     events = [
         event_bytes(last_step - age, wall_time, summary=proto("Summary")(value=by_age[age]))
         for age in sorted(by_age, reverse=True)
@@ -122,7 +132,11 @@ def _histograms(part: Histogram) -> Iterator[Values]:
     ranks = {"counts": 1, "extremes": 1, "sums": 1, "exponent": 0, "non_finite": 0, "added": 0}
     arrays = [_stacked(getattr(part, name), rank, tag) for name, rank in ranks.items()]
     value = proto("Summary").Value
+    skipped = part.skipped is not None and np.asarray(part.skipped) == 1
     for counts, extremes, sums, exponent, non_finite, added in zip(*arrays, strict=True):
+        if non_finite and skipped:
+            yield []
+            continue
         if non_finite:
             raise non_finite_error(tag, int(non_finite), int(counts.sum()) + int(non_finite))
         with np.errstate(over="ignore"):

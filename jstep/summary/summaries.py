@@ -56,6 +56,7 @@ class Histogram:
     """Bucket counts and moments of the values of an array; `added` is as in `Images`.
 
     `sums` are the sums of x·2^−e and of its square, where e = `exponent`, so that they do not overflow float32.
+    `skipped` is 1 if the step skipped its update, 0 if not, None if that is unknown.
     """
 
     tags: tuple[str] = dataclasses.field(metadata=_STATIC)
@@ -65,6 +66,7 @@ class Histogram:
     exponent: Any
     non_finite: Any
     added: Any
+    skipped: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -396,3 +398,9 @@ def summaries_in(tree: Tree) -> Summary | None:
     """
     summaries = find_summaries(tree)
     return merge(summaries) if summaries else None
+
+
+def of_skipped_step(summary: Summary, skipped: object) -> Summary:
+    """Return the summary of a step that may have skipped its update: its histograms may be non-finite then."""
+    parts = (dataclasses.replace(part, skipped=skipped) if type(part) is Histogram else part for part in summary.parts)
+    return Summary(tuple(parts))

@@ -57,6 +57,31 @@ def test_a_hook_with_a_custom_writer_does_not_replace_the_stock_hook(tmp_path):
     assert tags(tmp_path / "run")["loss"] == [4]
 
 
+@pytest.mark.parametrize("kind", ["step", "custom step", "plain function"])
+@pytest.mark.parametrize("guard", [jstep.skip_nonfinite, jstep.dynamic_loss_scale])
+def test_a_skipped_step_leaves_its_histogram_out(guard, kind, tmp_path, caplog):
+    caplog.set_level("INFO", "jstep")
+    optimizer = guard(jstep.adam(0.1))
+
+    def loss(params, x, *, step):
+        values = jnp.where(step == 2, jnp.nan, 1.0) * params["w"]
+        jstep.summary.histogram("values", values)
+        return jnp.mean((values - x) ** 2)
+
+    minimized = jstep.minimize(loss, optimizer, pass_step=True)
+    steps = {
+        "step": minimized,
+        "custom step": jstep.TrainStep(minimized.__wrapped__.__call__),
+        "plain function": lambda state, x: minimized(state, x),
+    }
+    state = jstep.TrainState.create({"w": jnp.ones(3)}, optimizer)
+    options = {"logdir": tmp_path, "save_summaries_steps": 1, "progress": False}
+    state = jstep.train(steps[kind], state, lambda n: jnp.ones(3), 5, steps_per_call=2, **options)
+    assert state.global_step == 5
+    assert tags(tmp_path)["values"] == [1, 2, 4, 5]
+    assert caplog.text.count("step 3 skipped its update: values of the histogram 'values' are NaN or infinite") == 1
+
+
 @pytest.mark.thorough
 def test_the_flush_of_a_checkpoint_does_not_wait_for_later_summaries(tmp_path, monkeypatch):
     """Their arrays may need a process that waits for this checkpoint, or has failed: both waited for ever."""
