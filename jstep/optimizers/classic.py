@@ -440,7 +440,7 @@ def ftrl_update(g: Array, p: Array, s: Values, h: Values) -> Result:
     # Three kernels share these slots: `linear` first, then `accum`, then the parameter from both. Otherwise
     # XLA computes them from the old slots in another order and copies the slots that it has to overwrite.
     linear, old, g = compute_first(linear, s.accum, g)
-    (accum,) = run_in_order(linear, jnp.where(moves, old + g * g, old))
+    ((linear, accum),) = run_in_order((linear, jnp.where(moves, old + g * g, old)))
     quadratic = rate_power(accum) / lr + 2 * (h.l2_regularization_strength + h.beta / (2 * lr))
     outweighs = jnp.abs(linear) > l1
     new_p = jnp.where(outweighs, (jnp.sign(linear) * l1 - linear) / quadratic, jnp.zeros_like(p))

@@ -128,15 +128,13 @@ def conditional_update(
     return updates, {name: slot(name, new) for name, new in new_slots.items()}
 
 
-@jax.jit  # one trace for all leaves of a shape, as in leafwise
 def _select(condition: Array, before: Array, after: Array) -> Array:
-    return jnp.where(condition, after, before)
+    return jax.lax.select_n(condition, before, after)  # takes less time to trace than `jnp.where`
 
 
-@jax.jit
 def _zero_unless(condition: Array, update: Array) -> Array:
     # The indices of `IndexedSlices` are not trainable, and stay.
-    return jnp.where(condition, update, jnp.zeros_like(update)) if trees.is_trainable(update) else update
+    return _select(condition, jnp.zeros_like(update), update) if trees.is_trainable(update) else update
 
 
 # Dynamic loss scaling, for float16.
@@ -383,13 +381,16 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
     sums = {GRADIENT_SUM: Slot(NOTHING), GRADIENT_COUNT: Slot(shape=lambda path, leaf: ())} if accumulate else {}
 
     def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
-        due, params = (jnp.asarray(at.step) - offset) % every == every - 1, at.params
+        step, params = jnp.asarray(at.step), at.params
+        due = jax.lax.rem(step, jnp.full_like(step, every)) == (offset - 1) % every
         treedef = trees.structure(params)
         if not accumulate:
             return *conditional_update(due, optimizer, updates, inner, at), outer
         gradients = match_gradients(updates, params)
         leaves = {name: slot_leaves(outer, name, params, spec.shape) for name, spec in sums.items()}
-        means = on_leaves(params, leaves, [None if g is None else (_mean_and_sums, g, due) for g in gradients])
+        rules = [_mean_and_sums if isinstance(g, IndexedSlices) else _mean_and_sums_of_dense for g in gradients]
+        calls = [None if g is None else (rule, g, due) for rule, g in zip(rules, gradients, strict=True)]
+        means = on_leaves(params, leaves, calls)
         updates, inner = conditional_update(due, optimizer, treedef.unflatten(means), inner, at)
         return updates, inner, {name: treedef.unflatten(values) for name, values in leaves.items()}
 
@@ -413,6 +414,9 @@ def _mean_and_sums(slots: Slots, gradient: Tree, due: Array) -> tuple[Any, Slots
         mean = rows_in_order(mean, jnp.any(named, axis=tuple(range(1, total.ndim))))
     new = jnp.where(due, jnp.full_like(total, NOTHING), total), jnp.where(due, jnp.zeros_like(count), count)
     return mean, dict(zip((GRADIENT_SUM, GRADIENT_COUNT), new, strict=True))
+
+
+_mean_and_sums_of_dense = jax.jit(_mean_and_sums)  # one trace for all leaves of a shape, as in leafwise
 
 
 def _named_zeros(values: Array) -> Array:

@@ -69,15 +69,19 @@ def apply_in_order(params: Params, updates: Updates, slots: Slots, names: Collec
     if not any(map(trees.is_traced, leaves)):  # outside of a program the order is fixed
         return apply_updates(params, updates), slots
     new = list(leaves)
+    chains: list[list[Array]] = []
+    places: list[list[tuple[list[Any], int]]] = []
     for i, (leaf, update) in enumerate(zip(leaves, moves, strict=True)):
         if trees.is_none(update):
             continue
         new[i] = jax.lax.add(leaf, update) if _is_sum(leaf, update) else add(leaf, update)
         alike = {} if is_update(update) else {name: t for name, t in ordered.items() if _is_alike(t[i], leaf)}
         if any(name in names for name in alike):
-            values = run_in_order(new[i], *(tree[i] for tree in alike.values()))
-            for tree, value in zip(alike.values(), values, strict=True):
-                tree[i] = value
+            places.append([(new, i), *((tree, i) for tree in alike.values())])
+            chains.append([tree[i] for tree, i in places[-1]])
+    for chain, chain_places in zip(run_in_order(*chains), places, strict=True):
+        for value, (tree, i) in zip(chain, chain_places, strict=True):
+            tree[i] = value
     return treedef.unflatten(new), slots | {name: treedef.unflatten(tree) for name, tree in ordered.items()}
 
 

@@ -73,6 +73,8 @@ def test_ordering_changes_neither_values_nor_gradients():
     assert tree["none"] is None
     np.testing.assert_array_equal(same, b)
     for run in (lambda f: f, jax.jit, jax.vmap):
-        for one in run(run_in_order)(b, a, a):
-            np.testing.assert_array_equal(one, a)
-    np.testing.assert_array_equal(jax.grad(lambda a: jnp.sum(run_in_order(b, compute_first(a)[0] ** 2)[0]))(a), 2 * a)
+        for chain in run(run_in_order)((b, a, a), (b, a)):
+            for one, expected in zip(chain, (b, a, a), strict=False):
+                np.testing.assert_array_equal(one, expected)
+    squares = jax.grad(lambda a: jnp.sum(run_in_order((b, compute_first(a)[0] ** 2))[0][1]))(a)
+    np.testing.assert_array_equal(squares, 2 * a)
