@@ -59,6 +59,10 @@ class ExponentialMovingAverage:
             digits near 1 are few: at 0.999999 its rate is off by 1.3 %.
         model_state: Whether `with_moving_average` averages the floating leaves of the model state, too, such as the
             statistics of BatchNorm, with the same weights: `averaged_model_state`.
+        per_step: Whether the averages of `with_moving_average` move once a step, at the update that increments the
+            global step and with the parameters as they are after it, however many updates the step makes and whichever
+            leaves have a gradient: StyleGAN's average, with its lazy regularization. By default the average of a leaf
+            moves at each update of that leaf.
 
     Raises:
         TypeError: `decay` or `rate` is not a number or a schedule, `name` is not a string, or start_step or every is
@@ -87,6 +91,7 @@ class ExponentialMovingAverage:
     every: int = 1
     rate: ScalarOrSchedule | None = None
     model_state: bool = False
+    per_step: bool = False
 
     def __post_init__(self) -> None:
         if (self.decay is None) == (self.rate is None):
@@ -95,7 +100,7 @@ class ExponentialMovingAverage:
             )
         argument, value = self.speed
         object.__setattr__(self, argument, check_hyperparameter(argument, value, low=0, high=1))
-        for flag in ("num_updates", "zero_debias", "model_state"):
+        for flag in ("num_updates", "zero_debias", "model_state", "per_step"):
             as_bool(getattr(self, flag), flag)
         check_prefix("name", as_string(self.name, "name"))
         object.__setattr__(self, "start_step", as_int(self.start_step, "start_step", at_least=0))
@@ -251,8 +256,9 @@ def with_moving_average(
         age of averages comes from the optimizer's `start_step`, which is added if missing; around a `partition` each
         label has a separate one, `with_moving_average/label/start_step`, which counts the updates that have a gradient
         of its leaves. Averages with start_step or every do not move in every update: they have a separate age,
-        `with_moving_average/name/start_step`, or one for each label. Inside `skip_nonfinite`, a skipped update leaves
-        the averages unchanged; inside `master_weights`, the master weights are averaged.
+        `with_moving_average/name/start_step`, or one for each label; so do averages with per_step. Inside
+        `skip_nonfinite`, a skipped update leaves the averages unchanged, also with per_step; inside `master_weights`,
+        the master weights are averaged.
 
     Raises:
         ValueError: The optimizer already has a slot of that name; initial is given for averages that start from zeros
@@ -303,6 +309,8 @@ def with_moving_average(
         params, after = at.params, jnp.asarray(at.step) + 1
         gradients = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
         updates, inner = nested.call_update(optimizer, updates, inner, at, exact=True)
+        if ema.per_step and not nested.INCREMENTS.get():
+            return updates, inner, outer
         averaging = dataclasses.replace(ema, **{argument: at.h[f"{ema.name}/{argument}"]}) if hyper else ema
         averages = trees.flatten_like(params, outer[ema.name], "averages")
         new_updates = trees.flatten_like(params, updates, "updates", is_leaf=is_update)
@@ -318,7 +326,7 @@ def with_moving_average(
             return by_label[id(start)][not has_gradient]
 
         def call(average: object, p: object, u: object, g: object, start: object) -> Any:
-            weight = None if average is None else weight_of(start, g is not None)
+            weight = None if average is None else weight_of(start, g is not None or ema.per_step)
             return None if weight is None else (_move_leaf, p, u, weight)
 
         leaves = averages, jax.tree.leaves(params), new_updates, gradients, at.starts
@@ -329,7 +337,7 @@ def with_moving_average(
 
     role = Role.COPY if initial is None and not ema.starts_at_zeros else Role.AVERAGE
     # Averages that do not move at each update have a separate age; the others use the optimizer's.
-    waits = ema.zero_debias and ema.waits
+    waits = ema.zero_debias and (ema.waits or ema.per_step)
     outer = WrapperSlots(
         {ema.name: fresh, **dict.fromkeys(weight_slots, lambda params, step: jnp.zeros((), jnp.float32))},
         {ema.name: role, **dict.fromkeys(weight_slots, Role.LAST_WEIGHT)},
@@ -338,6 +346,7 @@ def with_moving_average(
         aged=ema.zero_debias,
         counted=(lambda step: ema.is_due(jnp.asarray(step) + 1)) if waits else None,
         age_scope=f"with_moving_average/{ema.name}" if waits else None,
+        per_step=ema.per_step,
     )
     return wrap_optimizer(optimizer, "with_moving_average", update, outer)
 

@@ -11,6 +11,7 @@ import jax
 
 from jstep.core import trees
 from jstep.core.checks import as_function, as_mapping, as_string, describe_type, format_value
+from jstep.core.exceptions import setting
 from jstep.core.placement import on_devices
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.trees import Optimizer, OptimizerLike, Params, Slots, Step, Updates
@@ -20,7 +21,7 @@ from jstep.optimizers.hyperparameters import Hyper, check_prefix, held_roles, he
 from jstep.optimizers.nested import StepInputs, with_inputs
 from jstep.optimizers.updates import is_update, wide_updates
 from jstep.slots.indexed_slices import is_slices
-from jstep.slots.matching import NoGradientsError, require_slots
+from jstep.slots.matching import IS_IDLE, NoGradientsError, require_slots
 from jstep.slots.optax_transformations import require_optimizer
 from jstep.slots.roles import AGES, Init, Labels, Roles, init_labels, roles_of
 
@@ -245,10 +246,11 @@ class _LabeledOptimizer:
         return self._treedef.unflatten([leaf if is_labeled else None for leaf, is_labeled in pairs])
 
     def update(self, gradients: list[Any], slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
-        updates = self._restricted(gradients)
-        if not jax.tree.leaves(updates, is_leaf=is_slices):
+        if not jax.tree.leaves(self._restricted(gradients), is_leaf=is_slices):
             raise NoGradientsError(self.params, "All gradients of this label are None.")
+        return self._call(gradients, slots, at)
 
+    def _call(self, gradients: list[Any], slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
         def whole(params: Params) -> Params:
             rows = zip(self._treedef.flatten_up_to(params), self._leaves, self._is_labeled, strict=True)
             return self._treedef.unflatten([new if is_labeled else leaf for new, leaf, is_labeled in rows])
@@ -257,7 +259,15 @@ class _LabeledOptimizer:
             return self._restricted(self._treedef.flatten_up_to(tree))
 
         at = at._replace(params=self.params, context=nested.inner_context(at.context, whole, labeled))
-        return nested.call_update(self.optimizer, updates, slots, at, exact=True)
+        return nested.call_update(self.optimizer, self._restricted(gradients), slots, at, exact=True)
+
+    def slots_per_step(self, slots: Slots, at: StepInputs, roles: Roles) -> Slots:
+        """The new values of the slots that change once a step, in an update without a gradient of this label."""
+        if not (roles.per_step and nested.INCREMENTS.get()):
+            return {}
+        with setting(IS_IDLE, True):
+            _, new = self._call([None] * len(self._leaves), slots, at)
+        return {name: new[name] for name in {*roles.per_step, *map(roles.halves.get, roles.per_step)} if name in new}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -335,12 +345,12 @@ class _Partition:
                     idle += 1
                     ages = roles[label].of(*AGES)
                     later = {name: jax.tree.map(lambda slot: slot + 1, old[name]) for name in ages if name in old}
-                    all_slots |= old | later
+                    all_slots |= old | later | labeled.slots_per_step(old, at, roles[label])
                     continue
                 all_slots |= new
                 for i, u in enumerate(trees.flatten_like(params, partial, "updates", is_leaf=is_update)):
                     new_updates[i] = u if u is not None else new_updates[i]
-        if idle == len(self.optimizers):
+        if idle == len(self.optimizers) and not IS_IDLE.get():
             raise NoGradientsError(params, "All gradients are None or of frozen leaves.")
         return trees.structure(params).unflatten(new_updates), all_slots
 

@@ -18,7 +18,7 @@ from jstep.optimizers.leaf_values import partial_params
 from jstep.optimizers.rules import new_start_step
 from jstep.optimizers.updates import moves, wide_updates
 from jstep.slots.indexed_slices import is_slices
-from jstep.slots.matching import require_slots
+from jstep.slots.matching import IS_IDLE, require_slots
 from jstep.slots.roles import Init, Labels, Role, Roles, init_labels, roles_of
 from jstep.state.train_state import START_STEP
 
@@ -66,6 +66,8 @@ class WrapperSlots:
             separate slot; around a `partition`, one for each label.
         counted: `counted(step)`: whether the age counts an update. Such an age is separate.
         age_scope: The prefix of separate age slots; by default the name of the wrapper.
+        per_step: Whether the slots change once a step, at the update that increments the global step, whichever leaves
+            have a gradient in it.
     """
 
     slots: Mapping[str, Callable[[Params, Step], Any]] = dataclasses.field(default_factory=dict)
@@ -75,13 +77,18 @@ class WrapperSlots:
     aged: bool = False
     counted: Callable[[Step], Array] | None = None
     age_scope: str | None = None
+    per_step: bool = False
 
     def init(self, params: Params, global_step: Step = 0) -> Slots:
         fresh = {name: make(params, global_step) for name, make in self.slots.items()}
         return fresh | hyperparameters.held_slots(self.hyper)
 
     def all_roles(self) -> Roles:
-        return Roles({**dict.fromkeys(self.slots), **self.roles}, holds=self.holds).joined(held_roles(self.hyper))
+        roles = Roles({**dict.fromkeys(self.slots), **self.roles}, holds=self.holds).joined(held_roles(self.hyper))
+        return self.declared(roles)
+
+    def declared(self, roles: Roles) -> Roles:
+        return roles.joined(Roles(per_step=set(roles))) if self.per_step else roles
 
 
 _NOTHING = WrapperSlots()
@@ -138,7 +145,7 @@ def wrap_optimizer(
         return slots | {age: new_start_step(global_step) for age in ages}
 
     def all_roles(params: Params) -> Roles:
-        ages = Roles(dict.fromkeys(age_slots(params).slots, age_role))
+        ages = outer.declared(Roles(dict.fromkeys(age_slots(params).slots, age_role)))
         return inner_roles(roles_of(optimizer, params)).joined(outer_roles).joined(ages)
 
     def wrapped_update(updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
@@ -155,6 +162,10 @@ def wrap_optimizer(
     return Optimizer(outer_init, with_inputs(wrapped_update), hyper, optimizer.takes_context or takes_context)
 
 
+INCREMENTS: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_increments", default=True)
+"""Whether the update increments the global step."""
+
+
 class Ages(NamedTuple):
     """The age slots of a wrapper.
 
@@ -168,7 +179,8 @@ class Ages(NamedTuple):
 
     def after(self, starts: Slots, gradients: Sequence[Any], outer: WrapperSlots, step: Step) -> Slots:
         """The wrapper's age slots after an update, later by one if the update does not count for their leaves."""
-        updated = {slot for slot, g in zip(self.of_leaves, gradients, strict=True) if g is not None}
+        has_gradient = [INCREMENTS.get() if outer.per_step else g is not None for g in gradients]
+        updated = {slot for slot, is_updated in zip(self.of_leaves, has_gradient, strict=True) if is_updated}
 
         def next_start(slot: str, start: Array) -> Array:
             if slot not in updated:
@@ -185,6 +197,8 @@ def call_update(
 
     With `exact` the result may contain `Replacement` leaves: pass it on unchanged, or to `apply_updates`.
     """
+    if IS_IDLE.get() and not roles_of(optimizer, at.params).per_step:
+        return updates, slots
     context = (at.context,) if optimizer.takes_context else ()
 
     def update(slots: Slots, params: Params) -> tuple[Updates, Slots]:

@@ -1,5 +1,6 @@
 """Matching gradients and slots to their parameters, and the difference of two states."""
 
+import contextvars
 from collections.abc import Collection
 from typing import Any
 
@@ -10,6 +11,9 @@ from jstep.core import trees
 from jstep.core.checks import array_type, describe_type, format_list
 from jstep.core.trees import Params, Slots, Tree, Updates
 from jstep.slots import indexed_slices
+
+IS_IDLE: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_is_idle", default=False)
+"""Whether an optimizer whose leaves have no gradient is called, for its slots that change once a step."""
 
 
 class NoGradientsError(ValueError):
@@ -28,7 +32,7 @@ def match_gradients(updates: Updates, params: Params) -> list[Any]:
         None if trees.is_none(gradient) else _checked_gradient(gradient, leaf, path)
         for (path, leaf), gradient in zip(trees.leaves_with_paths(params), matched, strict=True)
     ]
-    if all(gradient is None for gradient in gradients):
+    if all(gradient is None for gradient in gradients) and not IS_IDLE.get():
         raise NoGradientsError(
             params, "All gradients are None; does the loss depend on params, and does var_list leave any?"
         )

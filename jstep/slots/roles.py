@@ -76,6 +76,7 @@ class Roles(Mapping[str, Role | None]):
         arguments: Slot of a held hyperparameter → the argument that it was passed for.
         computing: As in `Slot(computes_params=True)`.
         in_order: As in `Slot(in_order=True)`.
+        per_step: Slots that change once a step, also in an update without a gradient of their leaves.
     """
 
     roles: Mapping[str, Role | None] = dataclasses.field(default_factory=dict)
@@ -87,6 +88,7 @@ class Roles(Mapping[str, Role | None]):
     arguments: Mapping[str, str] = dataclasses.field(default_factory=dict)
     computing: Set[str] = frozenset()
     in_order: Set[str] = frozenset()
+    per_step: Set[str] = frozenset()
 
     def __getitem__(self, name: str) -> Role | None:
         return self.roles[name]
@@ -114,6 +116,7 @@ class Roles(Mapping[str, Role | None]):
             arguments={f"{prefix}/{name}": argument for name, argument in self.arguments.items()},
             computing={f"{prefix}/{name}" for name in self.computing},
             in_order={f"{prefix}/{name}" for name in self.in_order},
+            per_step={f"{prefix}/{name}" for name in self.per_step},
         )
 
     def joined(self, other: "Roles") -> "Roles":
@@ -127,6 +130,7 @@ class Roles(Mapping[str, Role | None]):
             arguments={**self.arguments, **other.arguments},
             computing=self.computing | other.computing,
             in_order=self.in_order | other.in_order,
+            per_step=self.per_step | other.per_step,
         )
 
     def stored_by(self, format: str) -> "Roles":

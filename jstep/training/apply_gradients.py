@@ -22,7 +22,7 @@ from jstep.optimizers import guards
 from jstep.optimizers.averages import move_model_state
 from jstep.optimizers.chains import without_frozen
 from jstep.optimizers.host_slots import TRANSFERS, Transfers, with_small_ones_loaded
-from jstep.optimizers.nested import StepInputs, call_update, inner_context, is_guarded
+from jstep.optimizers.nested import INCREMENTS, StepInputs, call_update, inner_context, is_guarded
 from jstep.optimizers.updates import apply_in_order, moves
 from jstep.slots.indexed_slices import IndexedSlices, is_slices
 from jstep.slots.matching import NoGradientsError, describe_difference, match_gradients
@@ -138,7 +138,8 @@ def _update(state: TrainState, grads: Updates, optimizer: Optimizer, increment: 
     not_reached |= {name: jnp.zeros_like(old_slots[name]) for name in roles.of(Role.LAST_WEIGHT) if name in old_slots}
     inputs = StepInputs(state.params, step, context)
     try:
-        updates, slots = call_update(optimizer, grads, old_slots | not_reached, inputs, exact=True)
+        with setting(INCREMENTS, increment):
+            updates, slots = call_update(optimizer, grads, old_slots | not_reached, inputs, exact=True)
     except Exception as error:
         explain_missing_gradients(error, state.params, matched)
         raise
