@@ -1,5 +1,6 @@
 """Differentiation of a loss, for `compute_gradients` and `minimize`: whole, in microbatches, in lanes, or twice."""
 
+import contextvars
 import dataclasses
 import enum
 import functools
@@ -51,6 +52,10 @@ GATE_OP = Gate.GATE_OP
 """Each gradient is complete before its update begins."""
 GATE_GRAPH = Gate.GATE_GRAPH
 """All gradients are complete before any update begins."""
+
+
+UNUSED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("jstep_unused", default=None)
+"""The paths of parameters by which a loss was differentiated that does not depend on them; None if nobody asks."""
 
 
 def compute_gradients(
@@ -254,6 +259,9 @@ class LossGradients:
             without_summaries = dataclasses.replace(self, collect=False)
             second_result = without_summaries._choose_method(inputs)(inputs._replace(params=moved), indices)
             result = result._replace(gradients=second_result.gradients, squares=second_result.squares)
+        if (unused := UNUSED.get()) is not None:
+            paths = trees.leaf_paths(params)
+            unused |= {paths[i] for i, g in zip(indices, result.gradients, strict=True) if g is None}
         grads = apply_gate(result.gradients, self.gate_gradients)
         return result._replace(gradients=treedef.unflatten(trees.with_leaves([None] * len(leaves), indices, grads)))
 

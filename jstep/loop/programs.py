@@ -36,6 +36,7 @@ from jstep.training.looped import LoopedStep, TracedStep, loop_step
 from jstep.training.metrics import Constants
 from jstep.training.state_kind import keep_kind
 from jstep.training.step import TrainStep, call_step, jitted_program, trace_program
+from jstep.training.step_updates import watch_updates
 
 # Stages.
 
@@ -99,7 +100,7 @@ class Stage:
             return trace_program(self.single, state, args)
         if not hasattr(self.single, "trace"):
             return None
-        with using_mesh(mesh_of((state, args))):
+        with using_mesh(mesh_of((state, args))), watch_updates():
             return self.single.trace(state, *args)
 
 
@@ -207,7 +208,8 @@ class Program:
                 count = jax.ShapeDtypeStruct((), np.int32)
                 args = count, shapes_of(sums.empty(self._columns, state.global_step)), *args
             step = jitted_program(self.step, state, args) if isinstance(self.step, TrainStep) else self.step
-            traced = step.trace(state, *args)
+            with watch_updates():
+                traced = step.trace(state, *args)
             with internal_transfers():
                 return traced.lower()
 

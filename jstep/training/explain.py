@@ -14,6 +14,7 @@ from jstep.core.trees import Params, Tree
 from jstep.slots.matching import NoGradientsError
 from jstep.state.global_step import require_alive
 from jstep.state.train_state import MODEL_STATE, TrainState
+from jstep.training.step_updates import watch_updates
 
 _ON_ONE_MESH = (
     "The state and the batch, or arrays that the loss closes over, are on different devices or on different meshes. Put"
@@ -63,7 +64,8 @@ def explain_arguments(error: BaseException, args: Sequence[Any], state: Tree, *,
 def call_custom_step(step: Callable[..., Any], state: Tree, *args: Any) -> Any:
     """Call a step that jstep did not make, for the first time; if it fails, say whether it is a loss."""
     try:
-        return step(state, *args)
+        with watch_updates():
+            return step(state, *args)
     except Exception as error:
         frames = error.__traceback__
         is_loss = "TypeError" in type(error).__name__ or isinstance(
