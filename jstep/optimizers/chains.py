@@ -4,14 +4,16 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jstep.core import trees
-from jstep.core.checks import as_function, as_mapping, as_string, describe_type, format_value
+from jstep.core.checks import as_function, as_mapping, as_string, describe_type, format_bytes, format_value
 from jstep.core.exceptions import setting
+from jstep.core.logs import logger
 from jstep.core.placement import on_devices
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.trees import Optimizer, OptimizerLike, Params, Slots, Step, Updates
@@ -23,7 +25,47 @@ from jstep.optimizers.updates import is_update, wide_updates
 from jstep.slots.indexed_slices import is_slices
 from jstep.slots.matching import IS_IDLE, NoGradientsError, require_slots
 from jstep.slots.optax_transformations import require_optimizer
-from jstep.slots.roles import AGES, Init, Labels, Roles, init_labels, roles_of
+from jstep.slots.roles import AGES, Init, Labels, Roles, init_labels, needs_all_params, roles_of
+
+
+class _PartOptimizer:
+    """An optimizer of some leaves, such as those of a label, and `params` with None for the others."""
+
+    def __init__(self, params: Params, is_own: Sequence[bool], optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._leaves, self._treedef = trees.flatten(params)
+        self._is_own = is_own
+        self.params = self._restricted(self._leaves)
+
+    def _restricted(self, leaves: list[Any]) -> Any:
+        pairs = zip(leaves, self._is_own, strict=True)
+        return self._treedef.unflatten([leaf if is_own else None for leaf, is_own in pairs])
+
+    def own(self, tree: Updates) -> Updates:
+        return self._restricted(self._treedef.flatten_up_to(tree))
+
+    def call(self, updates: Updates, slots: Slots, at: StepInputs, *, exact: bool = True) -> tuple[Updates, Slots]:
+        def whole(params: Params) -> Params:
+            rows = zip(self._treedef.flatten_up_to(params), self._leaves, self._is_own, strict=True)
+            return self._treedef.unflatten([new if is_own else leaf for new, leaf, is_own in rows])
+
+        if not all(self._is_own):
+            context = nested.inner_context(at.context, whole, self.own)
+            updates, at = self.own(updates), at._replace(params=self.params, context=context)
+        return nested.call_update(self.optimizer, updates, slots, at, exact=exact)
+
+    def update(self, updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
+        if not jax.tree.leaves(self.own(updates), is_leaf=is_slices):
+            raise NoGradientsError(self.params, "All gradients of this label are None.")
+        return self.call(updates, slots, at)
+
+    def slots_per_step(self, slots: Slots, at: StepInputs, roles: Roles) -> Slots:
+        """The new values of the slots that change once a step, in an update without a gradient of this label."""
+        if not (roles.per_step and nested.INCREMENTS.get()):
+            return {}
+        with setting(IS_IDLE, True):
+            _, new = self.call(self._treedef.unflatten([None] * len(self._leaves)), slots, at)
+        return {name: new[name] for name in {*roles.per_step, *map(roles.halves.get, roles.per_step)} if name in new}
 
 
 @makes_optimizer()
@@ -36,7 +78,8 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
             −learning_rate), a warning is issued: the sign flips twice, which is gradient ascent.
 
     Returns:
-        An `Optimizer` with the slots and hyperparameters of all.
+        An `Optimizer` with the slots and hyperparameters of all. Parameters that a `partition` among them freezes have
+        no slots in any element. An Optax transformation or a custom optimizer may need them: a warning names the bytes.
 
     Raises:
         ValueError: No element is given, or two have a slot or a hyperparameter of the same name.
@@ -67,12 +110,37 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
     if warning:
         warnings.warn(warning, UserWarning, stacklevel=4)  # above both decorators
 
+    has_warned = False
+
+    def parts_of(params: Params) -> list[_PartOptimizer]:
+        """The elements, each for the leaves that are trained under a label, or for all if it needs them."""
+        is_all = [True] * len(jax.tree.leaves(params))
+        is_trained = is_all if (names := labels(params)) is None else [name is not None for name in names]
+        return [_PartOptimizer(params, is_all if needs_all_params(one) else is_trained, one) for one in elements]
+
+    def init_elements(params: Params, step: Step) -> Slots:
+        nonlocal has_warned
+        with leaf_values.partial_params(params):
+            parts = parts_of(params)
+            slots = dict(zip(named, [part.optimizer.init(part.params, step) for part in parts], strict=True))
+        for name, size in _bytes_of_frozen(params, labels(params), slots).items():
+            if not has_warned:
+                logger.warning(
+                    "%s: its slots of parameters that are trained under no label take %s; whether it can do without "
+                    "is not known of an Optax transformation or a custom optimizer: put it below the labels",
+                    name,
+                    format_bytes(size),
+                )
+            has_warned = True
+        return nested.merge(slots.items(), "slot")
+
     def update(updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
         all_slots: Slots = {}
-        for i, optimizer in enumerate(elements):
-            old = nested.slots_of(optimizer, slots, at.params)
-            updates, new = nested.call_update(optimizer, updates, old, at, exact=i == len(elements) - 1)
-            all_slots |= new
+        with leaf_values.partial_params(at.params):
+            for i, part in enumerate(parts_of(at.params)):
+                old = nested.slots_of(part.optimizer, slots, part.params)
+                updates, new = part.call(updates, old, at, exact=i == len(elements) - 1)
+                all_slots |= new
         return updates, all_slots
 
     def labels(params: Params) -> Labels | None:
@@ -81,16 +149,27 @@ def chain(*optimizers: OptimizerLike) -> Optimizer:
         return ["/".join(map(str, row)) if None not in row else None for row in rows] if labeled else None
 
     init = Init(
-        lambda params, step: nested.merge(
-            [(name, optimizer.init(params, step)) for name, optimizer in named.items()], "slot"
-        ),
+        init_elements,
         lambda params: nested.merge_roles(named, params),
         finished=bool(finished),
         guarded=nested.is_guarded(elements[0]),
         labels=labels,
+        needs_all=any(map(needs_all_params, elements)),
     )
     takes_context = any(optimizer.takes_context for optimizer in elements)
     return Optimizer(init, with_inputs(update), nested.merge_hyperparameters(named), takes_context)
+
+
+def _bytes_of_frozen(params: Params, labels: Labels | None, slots: Mapping[str, Slots]) -> dict[str, int]:
+    """Map optimizers to the bytes of their slots for leaves without a label, if there are any."""
+    sizes: dict[str, int] = {}
+    for name, tree in ((name, tree) for name, own in slots.items() for tree in own.values()):
+        if labels is not None and trees.is_like(params, tree):
+            leaves = zip(trees.structure(params).flatten_up_to(tree), labels, strict=True)
+            frozen = [leaf for leaf, label in leaves if label is None and leaf is not None]
+            size = sum(int(np.size(leaf)) * leaf.dtype.itemsize for leaf in frozen)
+            sizes |= {name: sizes.get(name, 0) + size} if size else {}
+    return sizes
 
 
 @makes_optimizer(2)
@@ -232,44 +311,6 @@ def partition(optimizers: Mapping[str, OptimizerLike], labels: Callable[[str, An
     return Optimizer(init, with_inputs(functions.update), nested.merge_hyperparameters(functions.named), takes_context)
 
 
-class _LabeledOptimizer:
-    """The optimizer of one label, and `params` with None for the leaves of other labels."""
-
-    def __init__(self, params: Params, labels: Labels, label: str, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self._leaves, self._treedef = trees.flatten(params)
-        self._is_labeled = [name == label for name in labels]
-        self.params = self._restricted(self._leaves)
-
-    def _restricted(self, leaves: list[Any]) -> Any:
-        pairs = zip(leaves, self._is_labeled, strict=True)
-        return self._treedef.unflatten([leaf if is_labeled else None for leaf, is_labeled in pairs])
-
-    def update(self, gradients: list[Any], slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
-        if not jax.tree.leaves(self._restricted(gradients), is_leaf=is_slices):
-            raise NoGradientsError(self.params, "All gradients of this label are None.")
-        return self._call(gradients, slots, at)
-
-    def _call(self, gradients: list[Any], slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
-        def whole(params: Params) -> Params:
-            rows = zip(self._treedef.flatten_up_to(params), self._leaves, self._is_labeled, strict=True)
-            return self._treedef.unflatten([new if is_labeled else leaf for new, leaf, is_labeled in rows])
-
-        def labeled(tree: Updates) -> Updates:
-            return self._restricted(self._treedef.flatten_up_to(tree))
-
-        at = at._replace(params=self.params, context=nested.inner_context(at.context, whole, labeled))
-        return nested.call_update(self.optimizer, self._restricted(gradients), slots, at, exact=True)
-
-    def slots_per_step(self, slots: Slots, at: StepInputs, roles: Roles) -> Slots:
-        """The new values of the slots that change once a step, in an update without a gradient of this label."""
-        if not (roles.per_step and nested.INCREMENTS.get()):
-            return {}
-        with setting(IS_IDLE, True):
-            _, new = self._call([None] * len(self._leaves), slots, at)
-        return {name: new[name] for name in {*roles.per_step, *map(roles.halves.get, roles.per_step)} if name in new}
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Partition:
     """The functions of a partition.
@@ -290,12 +331,15 @@ class _Partition:
         return {f"the optimizer of label {label!r}": optimizer for label, optimizer in self.optimizers.items()}
 
     @contextlib.contextmanager
-    def by_label(self, params: Params) -> Iterator[tuple[Labels, dict[str, _LabeledOptimizer]]]:
+    def by_label(self, params: Params) -> Iterator[tuple[Labels, dict[str, _PartOptimizer]]]:
         """Yield the label of each leaf, and the optimizer of each label; masks inside see all parameters."""
         with leaf_values.partial_params(params), leaf_values.masks_of_all_labels(self.warned):
             labels = self._labels_of(params)
-            labeled = functools.partial(_LabeledOptimizer, params, labels)
-            yield labels, {label: labeled(label, optimizer) for label, optimizer in self.optimizers.items()}
+            parts = {
+                label: _PartOptimizer(params, [name == label for name in labels], optimizer)
+                for label, optimizer in self.optimizers.items()
+            }
+            yield labels, parts
 
     def _labels_of(self, params: Params) -> Labels:
         named, is_function = leaf_values.own_leaves(params), trees.is_function(self.labels)
@@ -331,8 +375,8 @@ class _Partition:
     def update(self, updates: Updates, slots: Slots, at: StepInputs) -> tuple[Updates, Slots]:
         """Update the leaves of each label; a label without any gradient keeps its slots and does not age."""
         params = at.params
-        gradients = trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)
-        new_updates: list[Any] = [None] * len(gradients)
+        trees.flatten_like(params, updates, "gradients", is_leaf=is_slices)  # raises for another structure
+        new_updates: list[Any] = [None] * len(jax.tree.leaves(params))
         all_slots: Slots = {}
         idle = 0
         with self.by_label(params) as (_, by_label):
@@ -340,7 +384,7 @@ class _Partition:
             for label, labeled in by_label.items():
                 old = _slots_of(label, roles, slots)
                 try:
-                    partial, new = labeled.update(gradients, old, at)
+                    partial, new = labeled.update(updates, old, at)
                 except NoGradientsError:
                     idle += 1
                     ages = roles[label].of(*AGES)

@@ -1,6 +1,7 @@
 """Guards of updates: finite gradients, loss scales, noise scales, and updates at every k-th step."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Ste
 from jstep.differentiate.clipping import global_norm
 from jstep.optimizers import hyperparameters as hyper
 from jstep.optimizers import nested
+from jstep.optimizers.chains import frozen_leaves, trained_params
 from jstep.optimizers.host_slots import on_leaves, only_if
 from jstep.optimizers.nested import StepInputs, WrapperSlots, call_update, wrap_optimizer
 from jstep.optimizers.rules import Slot, fresh_slot, new_start_step, slot_leaves
@@ -386,17 +388,28 @@ def update_every(k: int, optimizer: OptimizerLike, *, phase: int = 0, accumulate
         treedef = trees.structure(params)
         if not accumulate:
             return *conditional_update(due, optimizer, updates, inner, at), outer
-        gradients = match_gradients(updates, params)
-        leaves = {name: slot_leaves(outer, name, params, spec.shape) for name, spec in sums.items()}
+        gradients, is_frozen = match_gradients(updates, params), frozen_leaves(optimizer, params)
+        leaves = {name: _of_trained(name, spec, outer, params, is_frozen) for name, spec in sums.items()}
         rules = [_mean_and_sums if isinstance(g, IndexedSlices) else _mean_and_sums_of_dense for g in gradients]
         calls = [None if g is None else (rule, g, due) for rule, g in zip(rules, gradients, strict=True)]
         means = on_leaves(params, leaves, calls)
         updates, inner = conditional_update(due, optimizer, treedef.unflatten(means), inner, at)
         return updates, inner, {name: treedef.unflatten(values) for name, values in leaves.items()}
 
-    outer = WrapperSlots({name: functools.partial(fresh_slot, name, spec) for name, spec in sums.items()})
+    def fresh(name: str, spec: Slot, params: Params, step: Step) -> Any:
+        return fresh_slot(name, spec, trained_params(optimizer, params), step)
+
+    outer = WrapperSlots({name: functools.partial(fresh, name, spec) for name, spec in sums.items()})
     is_guarded = False if accumulate else None  # a nonfinite gradient would reach the sum
     return wrap_optimizer(optimizer, "update_every", update, outer, guarded=is_guarded, inner_roles=_inner_roles)
+
+
+def _of_trained(name: str, spec: Slot, slots: Slots, params: Params, is_frozen: Sequence[bool]) -> list[Any]:
+    """The leaves of a slot, None for those that a `partition` freezes."""
+    leaves, treedef = trees.flatten(params)
+    trained = treedef.unflatten([None if out else leaf for out, leaf in zip(is_frozen, leaves, strict=True)])
+    found = iter(slot_leaves(slots, name, trained, spec.shape))
+    return [None if out else next(found) for out in is_frozen]
 
 
 def _mean_and_sums(slots: Slots, gradient: Tree, due: Array) -> tuple[Any, Slots]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from jstep.core.device_values import as_key, floating_dtype
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Updates
 from jstep.optimizers import nested
+from jstep.optimizers.chains import trained_params
 from jstep.optimizers.host_slots import on_leaves
 from jstep.optimizers.leaf_values import leaf_numbers
 from jstep.optimizers.nested import StepInputs, WrapperSlots, wrap_optimizer
@@ -67,7 +67,8 @@ def master_weights(optimizer: OptimizerLike, dtype: DTypeLike = jnp.float32) -> 
         return jnp.array(leaf, leaf.dtype if leaf.dtype.itemsize > wide.itemsize else wide, copy=True)
 
     def fresh(params: Params, global_step: Step) -> Any:
-        return jax.tree.map(lambda leaf: widened(leaf) if trees.is_trainable(leaf) else None, params)
+        trained = trained_params(optimizer, params)
+        return jax.tree.map(lambda leaf: widened(leaf) if trees.is_trainable(leaf) else None, trained)
 
     def update(updates: Updates, inner: Slots, outer: Slots, at: StepInputs) -> tuple[Updates, Slots, Slots]:
         params = at.params
@@ -85,8 +86,12 @@ def master_weights(optimizer: OptimizerLike, dtype: DTypeLike = jnp.float32) -> 
         copies: dict[Role | None, Role] = {Role.COPY: Role.MASTER_COPY, Role.MASTER: Role.MASTER_COPY}
         return roles.changed(copies).stored_by("master_weights").ordered()
 
+    def init_on(params: Params) -> Params:
+        leaves, treedef = trees.flatten(params)
+        masters = treedef.flatten_up_to(fresh(params, 0))
+        return treedef.unflatten([p if m is None else m for m, p in zip(masters, leaves, strict=True)])
+
     outer = WrapperSlots({MASTER: fresh}, {MASTER: Role.MASTER})
-    init_on = functools.partial(jax.tree.map, widened)
     return wrap_optimizer(optimizer, "master_weights", update, outer, inner_roles=inner_roles, init_on=init_on)
 
 

@@ -19,7 +19,7 @@ from jstep.optimizers.rules import new_start_step
 from jstep.optimizers.updates import moves, wide_updates
 from jstep.slots.indexed_slices import is_slices
 from jstep.slots.matching import IS_IDLE, require_slots
-from jstep.slots.roles import Init, Labels, Role, Roles, init_labels, roles_of
+from jstep.slots.roles import Init, Labels, Role, Roles, init_labels, needs_all_params, roles_of
 from jstep.state.train_state import START_STEP
 
 
@@ -267,7 +267,8 @@ def wrap_init(
     """The `init` of a wrapper; everything that is not passed is as in the inner optimizer."""
     is_safe = is_guarded(optimizer) if guarded is None else guarded
     labels = labels or functools.partial(init_labels, optimizer)
-    return Init(make, roles, makes_finished_updates(optimizer), is_safe, labels=labels)
+    is_finished, needs_all = makes_finished_updates(optimizer), needs_all_params(optimizer)
+    return Init(make, roles, is_finished, is_safe, labels=labels, needs_all=needs_all)
 
 
 NamedOptimizers = Mapping[str, Optimizer]

@@ -105,7 +105,7 @@ def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
         added = trees.flatten_like(params, new_updates, "updates")
         return _without(treedef, absent, treedef.unflatten(added)), kept
 
-    return Optimizer(Init(init, roles), update, lambda step: {}, any(map(takes, EXTRA)))
+    return Optimizer(Init(init, roles, needs_all=True), update, lambda step: {}, any(map(takes, EXTRA)))
 
 
 _ORIGINS = ("x0", "init_particles")

@@ -186,6 +186,7 @@ class Init:
         guarded: Whether nonfinite gradients reach neither parameters nor slots.
         call: The call that made the optimizer, for its `repr`.
         labels: `labels(params)`: the label of each leaf, in order, None if it is never updated; or None without labels.
+        needs_all: Whether it must get all parameters: an Optax transformation may not accept None for frozen ones.
     """
 
     make: Callable[[Params, Step], Slots]
@@ -194,6 +195,7 @@ class Init:
     guarded: bool = False
     call: RecordedCall | None = dataclasses.field(default=None, compare=False, repr=False, kw_only=True)
     labels: Callable[[Params], Labels | None] = lambda params: None
+    needs_all: bool = False
 
     @shortens_tracebacks
     def __call__(self, params: Params, global_step: Step = 0) -> Slots:
@@ -231,6 +233,11 @@ def _unwrapped(optimizer: Optimizer) -> Any:
 def init_labels(optimizer: Optimizer, params: Params) -> Labels | None:
     init = _unwrapped(optimizer)
     return init.labels(params) if isinstance(init, Init) else None
+
+
+def needs_all_params(optimizer: Optimizer) -> bool:
+    init = _unwrapped(optimizer)
+    return init.needs_all if isinstance(init, Init) else True
 
 
 def copies_in(make: Callable[[Params], Slots], params: Params) -> dict[str, Role]:

@@ -39,6 +39,10 @@ def clipped(params: Any) -> Any:
 
 WRAPPERS: dict[str, Wrap] = {
     "clip_by_global_norm": lambda one: jstep.chain(jstep.clip_gradients(by_global_norm=0.5), one),
+    "adam": lambda one: jstep.chain(jstep.scope("outer", jstep.scale_by_adam()), one),
+    "adam_of_masters": lambda one: jstep.master_weights(
+        jstep.chain(jstep.chain(jstep.scope("outer", jstep.scale_by_adam()), jstep.add_weight_decay(0.1)), one)
+    ),
     "normalize": lambda one: jstep.chain(jstep.normalize_gradients(), one),
     "decay_after": lambda one: jstep.chain(one, jstep.decay_weights(0.1)),
     "add_noise": lambda one: jstep.chain(jstep.add_noise(0.01, 0.5, KEY), one),
@@ -73,14 +77,33 @@ def assert_same_run(wrap: Wrap, inner: jstep.Optimizer, **options: Any) -> None:
     expected, of_var_list = train(wrap(inner), var_list="head", **options)
     np.testing.assert_array_equal(state.params["head"], expected.params["head"])
     np.testing.assert_array_equal(state.params["head2"], PARAMS["head2"])
+    assert not [name for name, slot in state.slots.items() if isinstance(slot, dict) and slot["head2"] is not None]
     assert metrics == of_var_list
     assert np.any(state.params["head"] != PARAMS["head"])
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(except_for=["adam_of_masters"])
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_frozen_parameters_count_in_no_wrapper(name: str) -> None:
+def test_frozen_parameters_count_in_no_wrapper_and_have_no_slots(name: str) -> None:
     assert_same_run(WRAPPERS[name], jstep.adam(0.1))
+
+
+def moments(params: Any, step: Any = 0) -> dict[str, Any]:
+    return {"moments": jax.tree.map(jnp.zeros_like, {**params, "n": None})}
+
+
+@pytest.mark.parametrize("mesh", [False, True])
+def test_slots_of_frozen_parameters_that_a_custom_optimizer_keeps_are_one_line(
+    caplog: pytest.LogCaptureFixture, mesh: bool
+) -> None:
+    custom = jstep.Optimizer(moments, lambda grads, slots, params, step: (grads, slots), lambda step: {})
+    inside = jstep.partition({"head": jstep.chain(custom, jstep.sgd(0.1))}, head_alone)
+    for optimizer in (jstep.chain(jstep.scope("x", custom), jstep.scale_by_adam(), only_head(jstep.sgd(0.1))), inside):
+        where = {"mesh": jax.make_mesh((8,), ("data",))} if mesh else {}
+        state = jstep.TrainState.create(PARAMS, optimizer, **where)
+        jstep.minimize(loss_fn, optimizer)(state, X)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("optimizers[0]: its slots of parameters that are trained under no label take 256 B")
 
 
 @pytest.mark.thorough(except_for=["microbatches"])
