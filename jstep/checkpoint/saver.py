@@ -62,7 +62,8 @@ class Saver:
         async_save: Whether to write in the background.
         clock: A function that returns the time in seconds since 1970.
         leave_out: Parameters that are not saved, such as a frozen base under LoRA; their slots are not saved
-            either: a predicate `(path, leaf) -> bool`, paths or globs, or a tree of bools, like `var_list`. The
+            either: a predicate `(path, leaf) -> bool`, paths or globs, or a tree of bools, like `var_list`; or
+            `"frozen"` for those that the optimizer trains under no label of a `partition`. The
             checkpoint lists them with their fingerprints; `restore`, with any Saver, takes them from its target and
             warns if their values differ from those at the time of the save.
         allow_nonfinite: Whether a run saves parameters that became NaN or infinite, such as in a population with a

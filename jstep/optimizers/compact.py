@@ -525,7 +525,8 @@ def _repacked(state: TrainState, old_optimizer: Optimizer, new_optimizer: Optimi
         slots[name] = treedef.unflatten(new_leaves)
     plain = {name for name in old_slots if old.get(name) not in (*HALVES, Role.MASTER)}
     _check("new_optimizer", slots | {name: old_slots[name] for name in plain - slots.keys()}, wanted)
-    return TrainState(treedef.unflatten(leaves), slots | others, state.global_step, roles=roles.for_state())
+    of_state = slot_roles.state_roles(new_optimizer, state.params)
+    return TrainState(treedef.unflatten(leaves), slots | others, state.global_step, roles=of_state)
 
 
 def _shapes(state: TrainState, optimizer: Optimizer) -> Slots:

@@ -77,6 +77,7 @@ class Roles(Mapping[str, Role | None]):
         computing: As in `Slot(computes_params=True)`.
         in_order: As in `Slot(in_order=True)`.
         per_step: Slots that change once a step, also in an update without a gradient of their leaves.
+        frozen: In a state, the indices of the parameters that the optimizer trains under no label.
     """
 
     roles: Mapping[str, Role | None] = dataclasses.field(default_factory=dict)
@@ -89,6 +90,7 @@ class Roles(Mapping[str, Role | None]):
     computing: Set[str] = frozenset()
     in_order: Set[str] = frozenset()
     per_step: Set[str] = frozenset()
+    frozen: Set[int] = frozenset()
 
     def __getitem__(self, name: str) -> Role | None:
         return self.roles[name]
@@ -233,6 +235,12 @@ def _unwrapped(optimizer: Optimizer) -> Any:
 def init_labels(optimizer: Optimizer, params: Params) -> Labels | None:
     init = _unwrapped(optimizer)
     return init.labels(params) if isinstance(init, Init) else None
+
+
+def state_roles(optimizer: Optimizer, params: Params) -> Roles:
+    labels = init_labels(optimizer, params) or []
+    frozen = frozenset(i for i, label in enumerate(labels) if label is None)
+    return dataclasses.replace(roles_of(optimizer, params).for_state(), frozen=frozen)
 
 
 def needs_all_params(optimizer: Optimizer) -> bool:

@@ -1,19 +1,22 @@
 """The leaves of a state: one pass over them, for checkpoints, fingerprints and checks of their contents."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import jax
 
 from jstep.core import selection, trees
 from jstep.slots.roles import Role, roles_in
+from jstep.state.sharding import is_model_state
 from jstep.state.slots import owners
 from jstep.state.train_state import TrainState
 
 GLOBAL_STEP = "global_step"
 PARAMS = "params"
 SLOTS = "slots"
+FROZEN = "frozen"
+"""The `leave_out` of a Saver that stands for the parameters that the optimizer trains under no label."""
 
 Keys = tuple[str, ...]
 
@@ -103,13 +106,27 @@ class StateLeaves:
                 f"leave_out: selects among the params of a state, but this {type(self.tree).__name__} has none; save a "
                 "TrainState, or a dict with 'params'"
             )
-        chosen = selection.resolve(params, leave_out, "leave_out")
+        if isinstance(leave_out, str) and leave_out == FROZEN:
+            frozen = _frozen_in(self.tree)
+            chosen = [i in frozen for i in range(len(jax.tree.leaves(params)))]
+        else:
+            chosen = selection.resolve(params, leave_out, "leave_out")
         left_out = {i for i, is_chosen in zip(jax.tree.leaves(of_params), chosen, strict=True) if is_chosen}
         for name, tree in slots.items() if isinstance(slots, Mapping) else ():
             parameters = owners(str(name), tree, params, roles_in(self.tree))
             of_slot = zip(jax.tree.leaves(of_slots[name]), parameters, strict=True)
             left_out |= {i for i, parameter in of_slot if parameter is not None and chosen[parameter]}
         return left_out
+
+
+def _frozen_in(state: trees.Tree) -> Set[int]:
+    roles = roles_in(state)
+    if not isinstance(state, TrainState) or (not roles and not all(map(is_model_state, state.slots))):
+        raise ValueError(
+            f"leave_out={FROZEN!r}: the state must come from TrainState.create, which notes what its optimizer "
+            "freezes, got one made by hand; give the paths, such as leave_out='base/*'"
+        )
+    return roles.frozen
 
 
 def field_of(state: trees.Tree, name: str) -> Any:

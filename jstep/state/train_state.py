@@ -20,7 +20,7 @@ from jstep.core.placement import check_memory, compiles_only, is_shape
 from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Optimizer, OptimizerLike, Params, Slots, Step, Tree
 from jstep.slots.optax_transformations import require_optimizer
-from jstep.slots.roles import NO_ROLES, Role, Roles, roles_in, roles_of
+from jstep.slots.roles import NO_ROLES, Role, Roles, roles_in, state_roles
 from jstep.state import copies
 from jstep.state import sharding as layout
 from jstep.state.global_step import create_global_step, require_alive
@@ -374,7 +374,7 @@ def _fresh(
 ) -> TrainState:
     refuse_untrained(params)
     params = _as_arrays(params, copy=copy)
-    roles = roles_of(optimizer, params).for_state()
+    roles = state_roles(optimizer, params)
     slots = _unshared(params, dict(_slots_of(params, optimizer, step, roles)))
     if model_state is not None:
         if MODEL_STATE in slots:

@@ -43,10 +43,11 @@ def leaves(path):
     return {leaf["path"] for leaf in manifest["leaves"]}, {leaf["path"] for leaf in manifest.get("left_out", ())}
 
 
-def test_resume_is_bitwise(tmp_path, caplog):
-    uninterrupted = train(tmp_path / "uninterrupted", 12)
-    train(tmp_path / "run", 5)
-    assert bits(train(tmp_path / "run", 12)) == bits(uninterrupted)
+@pytest.mark.parametrize("leave_out", ["base/*", "frozen"])
+def test_resume_is_bitwise(leave_out, tmp_path, caplog):
+    uninterrupted = train(tmp_path / "uninterrupted", 12, leave_out=leave_out)
+    train(tmp_path / "run", 5, leave_out=leave_out)
+    assert bits(train(tmp_path / "run", 12, leave_out=leave_out)) == bits(uninterrupted)
     saved, absent = leaves(tmp_path / "run" / "model-12")
     assert absent == {"params/base/w"}
     assert not any("base" in path for path in saved)
@@ -59,3 +60,45 @@ def test_another_base_is_a_warning_and_shapes_are_an_error(tmp_path, caplog):
         train(tmp_path, 8, jax.eval_shape(state))
     train(tmp_path, 8, state(2.0))
     assert "target has other values" in caplog.text
+
+
+SGD = jstep.partition({"lora": jstep.sgd(0.1)}, {"base": None, "lora": "lora"})
+ALL = {"params/base/w", "params/lora/a"}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "absent"),
+    [
+        (SGD, {"params/base/w"}),
+        (jstep.chain(jstep.scale_by_adam(), SGD), {"params/base/w"}),
+        (jstep.skip_nonfinite(jstep.master_weights(jstep.partition({"x": OPTIMIZER}, lambda path, leaf: "x"))), None),
+        (jstep.adam(), set()),
+    ],
+    ids=["no slots", "chain", "wrapped", "nothing"],
+)
+def test_what_no_label_trains_is_left_out(optimizer, absent, tmp_path):
+    absent = {"params/base/w"} if absent is None else absent
+    created = jstep.TrainState.create(state().params, optimizer, model_state={"n": jnp.zeros(2)})
+    with jstep.Saver(tmp_path, leave_out="frozen") as saver:
+        path = saver.save(jax.jit(jstep.increment_global_step)(created))
+        restored = saver.restore(created)
+    saved, left_out = leaves(path)
+    assert left_out == absent
+    assert ALL - left_out <= saved
+    assert restored.global_step == 1
+    assert jax.tree.structure(restored) == jax.tree.structure(created)
+
+
+def test_what_is_frozen_must_be_known(tmp_path):
+    made = jstep.TrainState(state().params, state().slots, jnp.int32(3))
+    with jstep.Saver(tmp_path, leave_out="frozen") as saver:
+        for unknown in (made, {"params": state().params, "global_step": jnp.int32(3)}):
+            for call in (saver.claim, saver.save):
+                with pytest.raises(
+                    ValueError, match=r"leave_out='frozen': the state must come from TrainState\.create"
+                ):
+                    call(unknown)
+    named = {"frozen": jnp.ones(2), "head": jnp.ones(2)}
+    with jstep.Saver(tmp_path, leave_out=["frozen"]) as saver:
+        path = saver.save(jstep.TrainState.create(named, jstep.sgd(0.1)))
+    assert leaves(path)[1] == {"params/frozen"}  # a list has paths
