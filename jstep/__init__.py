@@ -150,10 +150,7 @@ def __getattr__(name: str) -> object:
 
     place, public_names = _EXPORTS.get(name), importlib.import_module("jstep.core.public_names")
     if place is None:
-        others: object = public_names.explain(name)
-        text = f"module 'jstep' has no attribute {name!r}{others}"
-        # Python suggests a similar name of `obj`, which would contradict what is known.
-        raise AttributeError(text, name=name, obj=None if others else sys.modules[__name__])
+        raise public_names.attribute_error("module 'jstep'", name, sys.modules[__name__])
     if place == "jstep":  # a package of names
         return importlib.import_module(f"jstep.{name}")
     found: object = getattr(importlib.import_module(place), name)

@@ -22,7 +22,9 @@ from jstep.checkpoint.retention import Listener, Retention
 from jstep.core import exceptions, meshes, placement, trees
 from jstep.core.annotations import T
 from jstep.core.checks import as_bool, as_function, as_int, as_number, describe_type
+from jstep.core.public_names import explains_attributes
 from jstep.core.selection import VarList, check_form
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Tree
 from jstep.distributed import processes
 from jstep.state.leaves import GLOBAL_STEP, PARAMS, StateLeaves, field_of
@@ -31,6 +33,7 @@ from jstep.state.slots import as_average_names
 from jstep.state.train_state import TrainState
 
 
+@explains_attributes
 class Saver:
     """Writer and reader of training states: `directory/model-1000` holds exactly 1000 updates.
 
@@ -87,6 +90,7 @@ class Saver:
     Source: `tf.train.Saver`, `orbax.checkpoint`.
     """
 
+    @shortens_tracebacks
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -143,6 +147,7 @@ class Saver:
             self.wait()
             self._claim(state)
 
+    @shortens_tracebacks
     def save(self, state: Tree, extra: object = None) -> str:
         """Save a state under the name of its global_step.
 
@@ -193,6 +198,7 @@ class Saver:
         names: Names | None = None,
     ) -> T: ...
 
+    @shortens_tracebacks
     def restore(
         self,
         target: Tree = None,

@@ -1,12 +1,15 @@
-"""Public names: their `__module__`, and hints for names of other libraries."""
+"""Public names: their `__module__`, and hints for names, attributes and arguments of other libraries."""
 
 import functools
 import importlib.resources
+import inspect
 import sys
 import tomllib
 import types
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar
+
+_T = TypeVar("_T")
 
 
 def show_in(package: str, value: object) -> None:
@@ -38,19 +41,67 @@ def set_public_module(namespace: dict[str, Any]) -> None:
         show_in(root.__name__ if name in root.__all__ else package, namespace.get(name))
     namespace["__dir__"] = lambda: sorted(namespace["__all__"])
 
+    def missing(name: str) -> NoReturn:
+        raise attribute_error(f"module {package!r}", name, sys.modules[package])
 
-def explain(name: str) -> str:
-    equivalents: dict[str, list[str]] = {}
-    for page, names in pages().items():
-        for ours, theirs in names.items():
-            if name in theirs.split():
-                equivalents.setdefault(ours, []).append(page)
-    parts = [f"{ours} (see {' and '.join(about)})" for ours, about in equivalents.items()]
-    return f"; use {', or '.join(parts)}" if parts else ""
+    namespace["__getattr__"] = missing
+
+
+def find_hint(typed: str) -> str:
+    """Say what to type in place of something that only other libraries have; empty if no table knows it.
+
+    A name `AdamOptimizer`, an attribute `Optimizer.minimize`, an argument `minimize(global_step=)`, an argument of any
+    function `(use_locking=)`, or a call with other arguments `apply_gradients()`.
+    """
+    return _hints().get(typed, "")
+
+
+def attribute_error(owner: str, name: str, obj: object, prefix: str = "") -> AttributeError:
+    """Return the error of an attribute that does not exist; `prefix` is what stands before the name in the table."""
+    hint = find_hint(prefix + name)
+    # Python suggests a similar name of `obj`, which would contradict what is known.
+    return AttributeError(f"{owner} has no attribute {name!r}{hint}", name=name, obj=None if hint else obj)
+
+
+def explain_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Say what to type in place of a call of a public function that does not fit its signature."""
+    signature = inspect.signature(fn)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        owner = getattr(fn, "__qualname__", "").removesuffix(".__init__")
+        unknown = [name for name in kwargs if name not in signature.parameters]
+        forms = [f"{prefix}({name}=)" for prefix in (owner, "") for name in unknown]
+        return next(filter(None, map(find_hint, [*forms, f"{owner}()"])), "")
+    return ""
+
+
+def explains_attributes(cls: type[_T]) -> type[_T]:
+    """Class decorator: the error of an attribute that another library has says what to type."""
+
+    def missing(self: object, name: str) -> NoReturn:
+        raise attribute_error(f"{type(self).__name__!r} object", name, self, f"{cls.__name__}.")
+
+    cls.__getattr__ = missing  # type: ignore[attr-defined]  # type checkers know all attributes
+    return cls
+
+
+@functools.cache
+def _hints() -> Mapping[str, str]:
+    """Return the text to append to an error, by what was typed."""
+    pages_of: dict[str, dict[str, list[str]]] = {}
+    for page, rows in pages().items():
+        for ours, theirs in rows.items():
+            for typed in theirs.split():
+                pages_of.setdefault(typed, {}).setdefault(ours, []).append(page)
+    return {
+        typed: "; use " + ", or ".join(f"{ours} (see {' and '.join(about)})" for ours, about in equivalents.items())
+        for typed, equivalents in pages_of.items()
+    }
 
 
 @functools.cache
 def pages() -> Mapping[str, Mapping[str, str]]:
-    """Return page of the documentation → {jstep's equivalent: names in the library}."""
+    """Return page of the documentation → {jstep's equivalent: what is typed with the library}."""
     table = importlib.resources.files("jstep.core").joinpath("names_of_others.toml")
     return tomllib.loads(table.read_text(encoding="utf-8"))

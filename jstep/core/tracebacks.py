@@ -14,13 +14,14 @@ import functools
 import itertools
 import os
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 
 from jstep.core.exceptions import explain_jax
+from jstep.core.public_names import explain_call
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -35,20 +36,19 @@ _PASSED: tuple[str, ...] = (
 """The files through which jstep calls itself and the user's functions."""
 
 
-def shortens_tracebacks(fn: Callable[_P, _T], instead: Mapping[str, str] = {}) -> Callable[_P, _T]:
-    """Decorator of public functions that call user code: errors show few frames of jstep. It may be nested.
+def shortens_tracebacks(fn: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorator of public functions: errors show few frames of jstep, and explain calls of other libraries.
 
-    `instead` says what to pass in place of arguments that other libraries have.
+    It may be nested.
     """
 
     @functools.wraps(fn)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        for name in instead.keys() & kwargs.keys():
-            owner = fn.__qualname__.removesuffix(".__init__")
-            raise TypeError(f"{name}: {owner} has no such argument; {instead[name]}")
         try:
             return fn(*args, **kwargs)
         except BaseException as error:
+            if isinstance(error, TypeError) and (hint := explain_call(fn, args, kwargs)):
+                raise TypeError(f"{error}{hint}") from None
             original = original_error(error)
             explain_jax(error)
             shorten(original)

@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from jstep.core.checks import describe_type, format_value
+from jstep.core.public_names import explains_attributes
 from jstep.core.recorded_calls import RecordedCall, as_typed
 
 # Core types: optimizers, schedules, and type aliases of parameters, updates, slots and steps.
@@ -112,6 +113,7 @@ previous element of a chain) to updates to add, and to new slots. With `takes_co
 fifth argument."""
 
 
+@explains_attributes
 class Optimizer(NamedTuple):
     """An optimizer: three pure functions, `init`, `update` and `hyperparameters`.
 

@@ -14,12 +14,14 @@ from jstep.core.checks import as_int, describe_type
 from jstep.core.device_values import as_scalar
 from jstep.core.meshes import internal_transfers, on_any_mesh
 from jstep.core.placement import compute_first
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Number, Tree
 from jstep.slots.indexed_slices import IndexedSlices, combine_rows, is_slices, trim_slices
 
 # Gradient clipping by value, norm, average norm and global norm.
 
 
+@shortens_tracebacks
 def clip_by_value(t: object, min: Number | Array, max: Number | Array) -> Any:
     """Clip each element to [min, max]: min(max(t, min), max).
 
@@ -62,6 +64,7 @@ def clip_values(t: Tree, *bounds: Any) -> Any:
     return map_arrays(clip, t, "clip_by_value", number)
 
 
+@shortens_tracebacks
 def clip_by_norm(t: object, clip_norm: Number, axes: int | tuple[int, ...] | None = None) -> Any:
     """Clip each leaf by its L2 norm: t · clip_norm / ‖t‖ if ‖t‖ > clip_norm.
 
@@ -93,6 +96,7 @@ def clip_by_norm(t: object, clip_norm: Number, axes: int | tuple[int, ...] | Non
     return clip_norms(t, clip_norm, "clip_by_norm", norm_of)
 
 
+@shortens_tracebacks
 def clip_by_average_norm(t: object, clip_norm: Number) -> Any:
     """Clip each leaf by its average L2 norm: t · clip_norm / a if a = ‖t‖ / size(t) > clip_norm.
 
@@ -139,6 +143,7 @@ def clip_norms(
     return map_arrays(clip, tree, name)
 
 
+@shortens_tracebacks
 @on_any_mesh()
 def global_norm(tree: Tree) -> Array:
     """Global L2 norm of a tree: √(Σ ‖leaf‖²) over all leaves.
@@ -227,6 +232,7 @@ def layer_norms(tree: Tree, depth: int = 1) -> dict[str, Array]:
     return norms
 
 
+@shortens_tracebacks
 def clip_by_global_norm(tree: Tree, clip_norm: Number, use_norm: Array | None = None) -> tuple[Any, Array]:
     """Clip by global norm: scale all leaves by clip_norm / norm if norm > clip_norm, norm = `global_norm(tree)`.
 

@@ -90,6 +90,7 @@ def _cotangents(ys: object, grad_ys: Any) -> Any:
     return trees.structure(ys).unflatten(cotangents)
 
 
+@shortens_tracebacks
 def stop_gradient(x: T) -> T:
     """Return any tree x unchanged, without propagating gradients to it.
 

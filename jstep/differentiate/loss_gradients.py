@@ -58,6 +58,7 @@ UNUSED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("jstep_
 """The paths of parameters by which a loss was differentiated that does not depend on them; None if nobody asks."""
 
 
+@shortens_tracebacks
 def compute_gradients(
     loss_fn: Callable[..., Any],
     *,

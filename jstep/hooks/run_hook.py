@@ -12,6 +12,7 @@ from jstep.checkpoint.saver import Saver
 from jstep.core.checks import format_value
 from jstep.core.exceptions import with_path
 from jstep.core.stopwatch import HOOKS, Stopwatch
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.hooks.hook import Hook
 from jstep.metering.cadence import Cadence
 from jstep.metering.in_flight import InFlight
@@ -217,6 +218,10 @@ class RunHook(Hook):
     instead: str = "call a plain function every few steps"
     _run: RunInfo | None = None
     _given_writer: Any = None
+
+    def __init_subclass__(cls) -> None:
+        if "__init__" in vars(cls):
+            cls.__init__ = shortens_tracebacks(cls.__init__)  # type: ignore[method-assign]
 
     @property
     def run(self) -> RunInfo:

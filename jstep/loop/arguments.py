@@ -5,7 +5,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from jstep.state.train_state import TrainState, require_state
 from jstep.stores.urls import absolute, is_url, location
 
 _A = ParamSpec("_A")
-_T = TypeVar("_T")
 Step: TypeAlias = Callable[..., tuple[TrainState, Any]]
 
 LARGEST_STEP = int(np.iinfo(np.int32).max)
@@ -134,7 +133,7 @@ def takes_options(
         # `InitVar[T]` is shown as `T`.
         shown = [each.replace(annotation=getattr(each.annotation, "type", each.annotation)) for each in parameters]
         init.__signature__ = inspect.Signature([own, *shown])  # type: ignore[attr-defined]
-        return explains_arguments(init)
+        return shortens_tracebacks(init)
 
     return decorate
 
@@ -173,21 +172,6 @@ def check_locations(checkpoint_dir: object, checkpoint_prefix: str, logdir: obje
             f"{checkpoint_dir.prefix!r}; make the Saver with the prefix"
         )
     make_placer(batch_sharding, "batch_sharding")
-
-
-_EPOCHS = "give last_step, in steps: the epochs times the batches of one"
-_RESUME = "a run with a checkpoint_dir resumes by itself, and start_from is another run's checkpoint"
-_INSTEAD = {
-    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "num_train_epochs"), _EPOCHS),
-    **dict.fromkeys(("max_steps", "num_steps", "steps"), "give last_step, the step at which the run ends"),
-    **dict.fromkeys(("ckpt_path", "resume", "resume_from_checkpoint"), _RESUME),
-}
-"""Arguments of other libraries' training loops → what `train` has."""
-
-
-def explains_arguments(fn: Callable[_A, _T]) -> Callable[_A, _T]:
-    """Decorator of `train`: its errors show few frames, and name the argument to give in place of others."""
-    return shortens_tracebacks(fn, _INSTEAD)
 
 
 def check(state: Tree, last_step: int) -> None:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any, ParamSpec
 
 from jstep.core.annotations import P
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.data.loop_batches import LoopBatches
-from jstep.loop.arguments import explains_arguments
 from jstep.loop.run import Run
 from jstep.state.train_state import TrainState
 
@@ -27,7 +27,7 @@ def _with_arguments_of(
 
     def decorate(fn: Callable[..., TrainState[Any]]) -> Callable[_Arguments, TrainState[P]]:
         fn.__signature__ = signature.replace(return_annotation=TrainState[P])  # type: ignore[attr-defined]
-        return explains_arguments(fn)
+        return shortens_tracebacks(fn)
 
     return decorate
 

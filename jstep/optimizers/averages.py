@@ -16,8 +16,10 @@ from jstep.core.checks import as_bool, as_function, as_int, as_string, describe_
 from jstep.core.device_values import as_scalar
 from jstep.core.meshes import on_any_mesh
 from jstep.core.placement import on_devices
+from jstep.core.public_names import explains_attributes, find_hint
 from jstep.core.recorded_calls import makes_optimizer
 from jstep.core.selection import VarList
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Held, Optimizer, OptimizerLike, Params, ScalarOrSchedule, Slots, Step, Updates
 from jstep.optimizers import hyperparameters, nested
 from jstep.optimizers.chains import trained_params
@@ -38,6 +40,7 @@ from jstep.state.train_state import MODEL_STATE, TrainState
 DECAY, RATE = "decay", "rate"
 
 
+@explains_attributes
 @dataclasses.dataclass(frozen=True)
 class ExponentialMovingAverage:
     """Moving average: avg −= (1 − d) · (avg − p), d = decay, or min(decay, (1 + n) / (10 + n)) with num_updates.
@@ -100,8 +103,12 @@ class ExponentialMovingAverage:
             )
         argument, value = self.speed
         object.__setattr__(self, argument, check_hyperparameter(argument, value, low=0, high=1))
-        for flag in ("num_updates", "zero_debias", "model_state", "per_step"):
+        for flag in ("zero_debias", "model_state", "per_step"):
             as_bool(getattr(self, flag), flag)
+        try:
+            as_bool(self.num_updates, "num_updates")
+        except TypeError as error:
+            raise TypeError(f"{error}{find_hint('ExponentialMovingAverage(num_updates=n)')}") from None
         check_prefix("name", as_string(self.name, "name"))
         object.__setattr__(self, "start_step", as_int(self.start_step, "start_step", at_least=0))
         object.__setattr__(self, "every", as_int(self.every, "every", at_least=1))
@@ -125,6 +132,7 @@ class ExponentialMovingAverage:
 
         return jax.tree.map(leaf, params)
 
+    @shortens_tracebacks
     @on_any_mesh("averages", "params")
     def apply(self, averages: Any, params: Params, num_updates: Step | None = None, *, age: Step | None = None) -> Any:
         """Update the averages with new values of the parameters.

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jstep.core.checks import as_bool, as_string, describe_type, format_value
 from jstep.core.threads import MAKING, Thread, doing
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.queues.coordinator import Coordinator, log
 from jstep.queues.queues import CancelledError, FIFOQueue, OutOfRangeError, RandomShuffleQueue, runner_thread
 
@@ -55,6 +56,7 @@ class QueueRunner:
         >>> coord.join(threads)
     """
 
+    @shortens_tracebacks
     def __init__(self, queue: FIFOQueue | RandomShuffleQueue, enqueue_ops: Sequence[Callable[[], object]]) -> None:
         if not isinstance(queue, FIFOQueue | RandomShuffleQueue):
             raise TypeError(
@@ -86,6 +88,7 @@ class QueueRunner:
         """Return whether threads of an earlier `create_threads` have not ended (or not been started) yet."""
         return any(t.is_alive() or t.ident is None for t in self._threads)
 
+    @shortens_tracebacks
     def create_threads(
         self, coord: Coordinator | None = None, daemon: bool = False, start: bool = False
     ) -> list[threading.Thread]:
@@ -192,6 +195,7 @@ def add_queue_runner(qr: QueueRunner, collection: str = QUEUE_RUNNERS) -> None:
             runners.append(qr)
 
 
+@shortens_tracebacks
 def start_queue_runners(
     coord: Coordinator | None = None, daemon: bool = True, start: bool = True, collection: str = QUEUE_RUNNERS
 ) -> list[threading.Thread]:

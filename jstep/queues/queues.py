@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jstep.core.checks import as_bool, as_int
 from jstep.core.meshes import internal_transfers
 from jstep.core.threads import WAITING_FOR_ROOM, doing
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import no_rows, stack_trees, unstack_trees
 
 # Exceptions of closed queues.
@@ -393,6 +394,7 @@ class FIFOQueue(BoundedQueue):
         [3 4 5]
     """
 
+    @shortens_tracebacks
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
 
@@ -437,6 +439,7 @@ class RandomShuffleQueue(BoundedQueue):
         True
     """
 
+    @shortens_tracebacks
     def __init__(self, capacity: int, min_after_dequeue: int, seed: int | None = None) -> None:
         super().__init__(capacity, min_after_dequeue)
         self._random = random.Random(seed if seed is None else as_int(seed, "seed"))

@@ -11,10 +11,12 @@ from jstep.core import interactive, meshes, placement, trees
 from jstep.core.checks import describe_type
 from jstep.core.device_values import as_scalar
 from jstep.core.exceptions import note
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, Step, Tree
 from jstep.slots.roles import COUNTS, roles_in
 
 
+@shortens_tracebacks
 @meshes.on_any_mesh()
 def create_global_step(value: Step = 0) -> Array:
     """Create a global step: the integer scalar that counts the training steps completed.
@@ -45,6 +47,7 @@ def _as_count(value: Any, argument: str) -> Array:
     return jnp.array(value, dtype=dtype, copy=True)
 
 
+@shortens_tracebacks
 def get_global_step(state: Tree) -> Array | None:
     """Return the global step of a state as an array, or None if the state has no global step.
 
@@ -94,6 +97,7 @@ def step_array(state: Tree, *, scalar: bool = False) -> Array:
     return step
 
 
+@shortens_tracebacks
 def get_or_create_global_step(state: Tree) -> Array:
     """Return the global step of a state as an array, or 0 if the state has no global step.
 
@@ -113,6 +117,7 @@ def get_or_create_global_step(state: Tree) -> Array:
     return create_global_step(0) if step is None else step
 
 
+@shortens_tracebacks
 def global_step(state: Tree) -> int:
     """Return the global step as a Python int. This blocks on the device: avoid it in the training loop.
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from jstep.core import meshes, placement, selection, trees
 from jstep.core.checks import as_string, describe_type, format_value
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.slots.compact_numbers import decode_leaf
 from jstep.slots.roles import HALVES, NO_ROLES, Role, Roles, roles_in
 from jstep.state.sharding import is_model_state
@@ -17,6 +18,7 @@ from jstep.state.train_state import TrainState, require_state
 AVERAGE_SLOT = "ExponentialMovingAverage"
 
 
+@shortens_tracebacks
 def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
     """Return a slot as a tree, or its leaf for the parameter at `path`; None if it does not exist.
 
@@ -46,6 +48,7 @@ def get_slot(state: TrainState, name: str, path: str | None = None) -> Any:
     return None if index is None else jax.tree.leaves(tree)[index]
 
 
+@shortens_tracebacks
 def get_slot_names(state: TrainState) -> list[str]:
     """Return the sorted names of the per-parameter slots, without scalar slots and model_state.
 

@@ -15,11 +15,13 @@ from jax.typing import DTypeLike
 from jstep.core.checks import as_int, describe_type, format_value
 from jstep.core.device_values import as_array
 from jstep.core.meshes import internal_transfers, on_any_mesh, without_explicit_axes
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Array, is_array, is_traced, native
 from jstep.summary import summaries
 from jstep.summary.summaries import DEFAULT, Scalars, Summary, check_tag, is_here, keep, make_summary, register
 
 
+@shortens_tracebacks
 def scalar(tags: object, values: object, collections: Sequence[str] | None = DEFAULT) -> Summary:
     """Return a summary of one number, or of an array of numbers with one tag each.
 
@@ -164,6 +166,7 @@ CHANNELS = (1, 3, 4)
 """Grayscale, RGB and RGBA."""
 
 
+@shortens_tracebacks
 def image(tag: str, tensor: Any, max_images: int | None = 3, collections: Sequence[str] | None = DEFAULT) -> Summary:
     """Return a summary of images: the first `max_images` of a batch.
 
@@ -263,6 +266,7 @@ _READ_AT_ONCE = 2**16
 """Largest array on the device that is checked eagerly for non-finite values, if it is ready."""
 
 
+@shortens_tracebacks
 def histogram(tag: str, values: Any, collections: Sequence[str] | None = DEFAULT) -> Summary:
     """Return a summary of the distribution of the values of an array.
 

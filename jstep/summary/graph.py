@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jstep.core import checks, jaxprs, trees
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.stores.event_files import is_message, parse_message, proto
 from jstep.stores.files import write_named
 from jstep.stores.urls import join_path, location
@@ -83,6 +84,7 @@ def _scope(stack: str) -> str:
     return f"{GRADIENTS}/{scope}" if "transpose(" in stack else scope
 
 
+@shortens_tracebacks
 def write_graph(graph: object, logdir: str | os.PathLike[str], name: str, as_text: bool = True) -> str:
     """Write a graph to the file `logdir/name` atomically.
 

@@ -23,6 +23,7 @@ from jax.extend.core import get_opaque_trace_state as _trace
 from jstep.core import exceptions, meshes
 from jstep.core.checks import as_function, as_string, describe_type, format_value
 from jstep.core.placement import is_on_cpus
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Tree, has_tracers, is_traced
 from jstep.differentiate.loss_outputs import COLLECTORS, Collector
 
@@ -349,6 +350,7 @@ def _refuse_lost(collector: Collector, returned: set[str]) -> None:
             raise RuntimeError(f"summary {tags[0]!r}, made at {line}, comes from a transformation {why}")
 
 
+@shortens_tracebacks
 def merge(summaries: Iterable[Summary | None], collections: Sequence[str] | None = ()) -> Summary:
     """Merge several summaries into one.
 

@@ -18,6 +18,8 @@ import numpy as np
 from jstep.core import exceptions, meshes, threads
 from jstep.core.checks import as_int, as_number, as_string, describe_type, format_value
 from jstep.core.logs import logger
+from jstep.core.public_names import explains_attributes
+from jstep.core.tracebacks import shortens_tracebacks
 from jstep.core.trees import Step, is_traced
 from jstep.stores.event_files import CHECKSUMS, frame, import_extra, is_message, parse_message, proto
 from jstep.stores.urls import location
@@ -240,6 +242,7 @@ def _close_all() -> None:
 # `SummaryWriter`, which writes event files on a background thread.
 
 
+@explains_attributes
 class SummaryWriter:
     """Writer of summaries and events to a TensorBoard event file in `logdir`, without TensorFlow.
 
@@ -279,6 +282,7 @@ class SummaryWriter:
     Source: TensorFlow's `tf.train.SummaryWriter`.
     """
 
+    @shortens_tracebacks
     def __init__(
         self,
         logdir: str | os.PathLike[str],
@@ -351,6 +355,7 @@ class SummaryWriter:
         self._check_ready()
         self._put(as_serialized(event, "Event"))
 
+    @shortens_tracebacks
     def add_graph(self, graph: object, *args: Any, global_step: Step | None = None, **kwargs: Any) -> None:
         """Write a graph for TensorBoard's Graphs tab.
 

@@ -14,6 +14,7 @@ from jstep.core.annotations import P
 from jstep.core.checks import as_bool, as_function, describe_type
 from jstep.core.exceptions import setting
 from jstep.core.placement import SHARDINGS, refuse_shapes, sharding_of
+from jstep.core.public_names import explains_attributes
 from jstep.core.recorded_calls import RecordedCall, as_typed
 from jstep.core.threads import TRACING, doing
 from jstep.core.tracebacks import shortens_tracebacks
@@ -176,6 +177,7 @@ def describe_step(step: PureStep) -> str:
     return step.title if step.optimizer is None else f"{step.title}, {as_typed(step.optimizer)}"
 
 
+@explains_attributes
 class TrainStep:
     """A compiled training step: `state, metrics = train_step(state, *args)`.
 

@@ -1,16 +1,20 @@
 """Names of other libraries: the error of `jstep.X` says what jstep has for them, and where it is explained."""
 
+import inspect
+import operator
+import os
 import re
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import optax
 import orbax.checkpoint
 import pytest
 from source_files import ROOT, text_of
 
 import jstep
-from jstep.core.public_names import explain, pages
+from jstep.core.public_names import find_hint, pages
 
 ALL = [(page, ours, name) for page, names in pages().items() for ours, their in names.items() for name in their.split()]
 
@@ -51,12 +55,76 @@ def test_what_the_table_names_exists():
     for page, ours, _ in ALL:
         assert (ROOT / page).is_file(), page
         paths = re.findall(r"jstep\.([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)", ours)
-        paths += [f"Saver.{name}" for name in re.findall(r"Saver\(…\)\.(\w+)", ours)]
-        assert paths or ours.startswith("every_n_steps"), ours
+        paths += [f"Saver.{name}" for name in re.findall(r"(?:Saver\(…\)|saver)\.(\w+)", ours)]
         for path in paths:
-            found = jstep
-            for part in path.split("."):
-                found = getattr(found, part)
+            operator.attrgetter(path)(jstep)
+
+
+def owner_of(name):
+    return getattr(jstep, name, None) or getattr(jstep.summary, name)
+
+
+def test_what_the_table_explains_does_not_exist():
+    """Neither an attribute of a class, nor an argument of a function, hides behind a row."""
+    for _, _, typed in ALL:
+        owner, _, attribute = typed.partition("(")[0].rpartition(".")
+        if typed.endswith("()") or typed.startswith("("):
+            continue
+        if typed.endswith("=)"):
+            function = getattr(owner_of(owner), attribute) if owner else owner_of(attribute)
+            assert typed.partition("(")[2][:-2] not in inspect.signature(function).parameters, typed
+        elif owner:
+            assert not hasattr(owner_of(owner), attribute), typed
+
+
+def calls_of_tf_train():
+    for line in text_of(ROOT / "tests" / "core" / "calls_of_tf_train.txt").splitlines():
+        if line and not line.startswith("#"):
+            yield line.split(" | ")
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory):
+    """The names that the calls use."""
+    d = os.fspath(tmp_path_factory.mktemp("runs"))
+    opt = jstep.momentum(0.1, 0.9)
+    state = jstep.TrainState.create({"w": jnp.ones(2)}, opt)
+    train_step = jstep.minimize(lambda params: jnp.sum(params["w"] ** 2), opt, donate=False)
+    queue = jstep.FIFOQueue(2)
+    with jstep.Saver(d) as saver, jstep.summary.SummaryWriter(d) as writer:
+        yield {
+            "jstep": jstep,
+            "jnp": jnp,
+            "d": d,
+            "opt": opt,
+            "state": state,
+            "train_step": train_step,
+            "saver": saver,
+            "writer": writer,
+            "queue": queue,
+            "coord": jstep.Coordinator(),
+            "loss": lambda params: jnp.sum(params["w"] ** 2),
+            "step": jstep.create_global_step(),
+            "grads": {"w": jnp.ones(2)},
+            "ema": jstep.ExponentialMovingAverage(0.9),
+            "runner": jstep.QueueRunner(queue, [len]),
+            "train": lambda state=state, **options: jstep.train(train_step, state, lambda n: (), 2, **options),
+        }
+
+
+def test_calls_of_tf_train_are_told_what_to_type(names):
+    """Calls that somebody types who knows `tf.train` by heart. Python's own sentence is not an answer."""
+    bare, calls = {}, list(calls_of_tf_train())
+    for call, needed in calls:
+        try:
+            answer = f"it returned {eval(call, dict(names))!r}"
+        except Exception as error:
+            answer = str(error)
+        python = re.match(r".*?(unexpected keyword|no attribute|positional argument|multiple values)[^;]*;?", answer)
+        if needed not in answer[python.end() if python else 0 :]:
+            bare[call] = answer
+    assert len(calls) > 150
+    assert not bare
 
 
 def test_the_table_hides_no_name_of_jstep():
@@ -70,7 +138,7 @@ def test_the_table_has_what_the_page_of_tf_train_lists():
     rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `")]
     names = [name for theirs, ours in rows if "not included" not in ours for name in re.findall(r"`(\w+)`", theirs)]
     assert len(names) > 50
-    assert not [name for name in names if not (hasattr(jstep, name) or explain(name))]
+    assert not [name for name in names if not (hasattr(jstep, name) or find_hint(name))]
 
 
 def test_the_table_has_the_functions_of_optax_and_the_classes_of_orbax():

@@ -39,7 +39,7 @@ def test_arguments_are_checked_before_the_block():
         train(5, None)
     with pytest.raises(TypeError, match=r"jstep\.Run"):
         train(5, jstep.from_loop())
-    with pytest.raises(TypeError, match="max_steps: Run has no such argument"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'max_steps'; use last_step"):
         run_of(5, max_steps=5)
     with pytest.raises(TypeError, match="train: missing a required argument: 'batches'"):
         jstep.train(STEP, make_state())
@@ -60,7 +60,7 @@ def test_a_donated_state_is_rejected():
     ("state", "error", "text"),
     [
         (lambda state: {}, TypeError, "must be a TrainState, got a dict"),
-        (lambda state: (state, {}), TypeError, "must be a TrainState, got a tuple"),
+        (lambda state: (state, {}), TypeError, "must be a TrainState, got the pair that a step returns; unpack it"),
         (lambda state: make_state(), ValueError, "at step 0: must be at step 1"),
         (lambda state: state.replace(params={}), ValueError, "another structure"),
         (lambda state: jax.tree.map(lambda leaf: leaf[None], state), ValueError, "of shape"),
