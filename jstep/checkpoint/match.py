@@ -235,6 +235,7 @@ def _renamed(names: Names | None, paths: Sequence[str], saved: Collection[str], 
     renamed = targets.entries(names, paths, "target", _FORM)
     if not isinstance(names, Mapping):
         renamed = {path: other for path, other in renamed.items() if other is not None}
+    renamed = {path: _saved_path(other, saved) for path, other in renamed.items()}
     for path, other in renamed.items():
         # A function that returns a path unchanged does not imply that the checkpoint has it.
         if other not in saved and (other != path or isinstance(names, Mapping)):
@@ -243,6 +244,13 @@ def _renamed(names: Names | None, paths: Sequence[str], saved: Collection[str], 
                 + trees.suggest_names(str(other), sorted(saved))
             )
     return renamed
+
+
+def _saved_path(name: str, saved: Collection[str]) -> str:
+    """Return a path in the checkpoint; TF's name of a slot, `w/ExponentialMovingAverage`, has the parameter first."""
+    parts = str(name).split("/")
+    rotated = ("/".join([SLOTS, *parts[i:], *parts[:i]]) for i in range(1, max(len(parts), 2)))
+    return name if name in saved else next((path for path in rotated if path in saved), name)
 
 
 def find_average(name: str, saved: Mapping[str, Leaf], averages: Sequence[str]) -> Leaf | None:

@@ -552,6 +552,8 @@ def _step_of(state: Tree) -> int:
     """Return the global step: a field, a key, or the common step of a population's members."""
     step = field_of(state, GLOBAL_STEP)
     if step is None:
+        if isinstance(state, tuple):
+            raise TypeError(f"state: must be a state, got {describe_type(state)}")
         raise ValueError(
             "state: it has no global step, which names the checkpoint; "
             "add one with state.replace(global_step=jstep.create_global_step())"

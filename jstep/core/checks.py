@@ -78,6 +78,8 @@ def describe_type(value: object) -> str:
         return f"an array of {value.dtype} and shape {tuple(value.shape)}"
     if value is None:
         return "None"
+    if isinstance(value, tuple) and value and hasattr(value[0], "global_step"):
+        return "the pair that a step returns; unpack it: state, metrics = train_step(state, *batch)"
     name = type(value).__name__
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 

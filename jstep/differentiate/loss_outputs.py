@@ -31,7 +31,10 @@ def unpack_outputs(
     if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise TypeError(f"the loss has dtype {loss.dtype}; it must be floating point")
     if loss.ndim:
-        raise ValueError(f"the loss has shape {loss.shape}; it must be a scalar: reduce it, for instance with jnp.mean")
+        raise ValueError(
+            f"the loss has shape {loss.shape}; it must be a scalar: reduce it with jnp.mean, or with jnp.sum, whose "
+            "gradient is that of tf.train's minimize"
+        )
     model_state = _like(old, model_state)
     trees.require_arrays(aux, "aux", " and cannot leave a compiled step")
     return loss, model_state, jax.tree.map(jnp.asarray, device_values.from_host(aux, "aux"))

@@ -210,13 +210,15 @@ class ExponentialMovingAverage:
         return rate
 
     def average_name(self, path: str) -> str:
-        """The name of the average of a parameter: `path/name`.
+        """TF's name of the average of a parameter, `path/name`, which `Saver.restore(…, names=…)` accepts.
 
         Example:
             >>> import jstep
             >>> jstep.ExponentialMovingAverage(0.9).average_name("dense/kernel")
             'dense/kernel/ExponentialMovingAverage'
         """
+        if path != "":
+            as_string(path, "path", "the path of a parameter, such as 'dense/kernel'")
         return f"{path}/{self.name}" if path else self.name
 
 

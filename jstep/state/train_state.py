@@ -481,7 +481,8 @@ def _step_text(step: object) -> str:
 
 def require_state(value: object) -> TrainState:
     if not isinstance(value, TrainState):
-        raise TypeError(f"state: must be a TrainState, got {describe_type(value)}; make one with TrainState.create")
+        remedy = "" if isinstance(value, tuple) else "; make one with TrainState.create"
+        raise TypeError(f"state: must be a TrainState, got {describe_type(value)}{remedy}")
     return value
 
 

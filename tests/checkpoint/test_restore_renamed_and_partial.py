@@ -7,6 +7,7 @@ from checkpoint_states import NO_SLOTS, assert_same, state_at
 
 import jstep
 from jstep.checkpoint.saver import Saver
+from jstep.core.trees import leaf_paths
 
 
 @pytest.fixture
@@ -41,6 +42,31 @@ def test_one_array_restored_to_two_paths(saver):
     back = saver.restore(target, names=names, partial=True)
     assert back.params["a"].tolist() == back.params["b"].tolist() == [[5, 5]] * 3
     jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(back)
+
+
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [
+        ({"deep": {"w": jnp.ones(2)}}, "ExponentialMovingAverage"),
+        ({"w": jnp.ones(2)}, "ema/slow"),
+        (jnp.ones(2), "ema"),
+    ],
+    ids=["tree", "scope", "leaf"],
+)
+def test_the_name_of_an_average_names_it_in_a_checkpoint(params, name, tmp_path):
+    ema = jstep.ExponentialMovingAverage(0.5, name=name)
+    optimizer = jstep.with_moving_average(jstep.gradient_descent(1.0), ema)
+    state = jstep.TrainState.create(params, optimizer)
+    state = jstep.apply_gradients(state, jax.tree.map(jnp.ones_like, params), optimizer)
+    with Saver(tmp_path) as saver:
+        saver.save(state)
+        plain = jstep.TrainState.create(params, NO_SLOTS)
+        (path,) = leaf_paths(plain.params)
+        names = {"/".join(filter(None, ("params", path))): ema.average_name(path)}
+        restored = saver.restore(plain, partial=True, names=names)
+        assert_same(restored.params, jstep.averaged_params(state, name))
+        with pytest.raises(ValueError, match="should be restored from 'w/other'"):
+            saver.restore(plain, partial=True, names=dict.fromkeys(names, "w/other"))
 
 
 class TestPartial:
