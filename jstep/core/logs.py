@@ -128,7 +128,7 @@ SLOW_SECS = (5.0, 30.0, 60.0, 120.0, 240.0)
 def slow(doing: str, log: Callable[[str], object] | None = None, hint: str = "") -> Iterator[None]:
     """Report at `SLOW_SECS` that something takes long: by `log` if given, else on standard error.
 
-    From the second report on, `hint` is added.
+    The first report has `hint`.
     """
     over = threading.Event()
 
@@ -137,7 +137,7 @@ def slow(doing: str, log: Callable[[str], object] | None = None, hint: str = "")
         for secs in SLOW_SECS:
             if over.wait(secs - reported):
                 return
-            text = f"{doing}: {secs:g} s so far{hint if reported else ''}"
+            text = f"{doing}: {secs:g} s so far{'' if reported else hint}"
             log(text) if log else print(text, file=sys.stderr, flush=True)
             reported = secs
 
