@@ -1,13 +1,15 @@
-"""jstep: a JIT-compiled functional training toolkit on JAX, around a single global step.
+"""jstep: a functional training toolkit for JAX, around a single global step.
 
     import jax, jax.numpy as jnp, jstep
     optimizer = jstep.adam(jstep.linear_warmup(jstep.cosine_decay(1e-3, 10_000), 500))
     state = jstep.TrainState.create(params, optimizer)
     train_step = jstep.minimize(loss_fn, optimizer)             # loss_fn(params, *batch) -> loss
+    state, metrics = train_step(state, x, y)                    # or, with checkpoints and logs, a whole run:
     state = jstep.train(train_step, state, jstep.batches((x, y), 128), 10_000, checkpoint_dir="run", logdir="run")
 
-The training state is an immutable pytree. Its global step counts the steps completed; schedules, bias corrections,
-checkpoints, logs and the stop condition all read it. Training steps and optimizers are pure functions.
+The state of a run is one immutable pytree, (params, slots, global_step). Optimizers and training steps are pure
+functions under jit, vmap and scan. The global step counts the steps completed; schedules, bias corrections, batches,
+random keys, checkpoints, logs and the stop condition are functions of it, so that the loop resumes bit for bit.
 
 The command line is `python -m jstep --help`. The public names by topic and module follow; `help(jstep.<name>)` has the
 details. `jstep.metrics`, `jstep.summary` and `jstep.distributed` are packages of names.

@@ -34,15 +34,18 @@ def test_the_code_of_a_page_runs_in_order(
     for needed in NEEDS.findall(text_of(page)):
         for module in needed.split(","):
             pytest.importorskip(module.strip())
+    wrong: list[str] = []
     with contextlib.chdir(tmp_path):
-        run_page(page)
+        run_page(page, wrong=wrong)
+    assert not wrong
 
 
 def test_the_first_screen_of_the_site_has_a_program() -> None:
     page = text_of(DOCS / "index.md")
-    program = blocks_of(DOCS / "index.md")[0]
-    assert program.line < 10
-    assert "jstep.train(" in program.code
+    first, run, _ = blocks_of(DOCS / "index.md")
+    assert first.line < 10
+    assert "jax.vmap(" in first.code
+    assert "jstep.train(" in run.code
     assert page.index("```python") < min(page.index("!["), page.index("\n|"), page.index("\n## "))
 
 

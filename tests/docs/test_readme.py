@@ -1,6 +1,7 @@
-"""The program and the commands of the README."""
+"""The programs and the commands of the README."""
 
 import inspect
+import logging
 import pathlib
 import re
 import textwrap
@@ -8,60 +9,91 @@ import textwrap
 import jax
 import jax.numpy as jnp
 import pytest
+from pages import blocks_of, shows
 from source_files import MODULES, ROOT, text_of
 
 import jstep
 
-README = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
+README = text_of(ROOT / "README.md")
+FIRST, PROGRAM, LOOP = (block.code for block in blocks_of(ROOT / "README.md"))
 
 
-PROGRAM, LOOP = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+@pytest.fixture
+def run(tmp_path, monkeypatch, caplog):
+    """A function that runs a program as a reader does, and returns its names; a WARNING is an error."""
+
+    def run(program):
+        names = {}
+        # Programs run with JAX's default settings, not those of the tests.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            exec(compile(program, "README.md", "exec"), names)
+        assert not [line for line in caplog.records if line.levelno >= logging.WARNING]
+        return names
+
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.INFO, logger="jstep")
+    return run
+
+
+def test_the_first_program_needs_no_data_and_prints_what_is_shown(run, capsys):
+    names = run(FIRST)
+    assert shows(blocks_of(ROOT / "README.md")[0].shown, capsys.readouterr().out, whole=True)
+    assert jax.tree.leaves(names["state"].slots["m"])[0].shape == (3, 8)
+    assert len([line for line in FIRST.splitlines() if line]) == 10
 
 
 @pytest.mark.thorough(except_for=["100"])
 @pytest.mark.parametrize(("last_step", "loss"), [(100, 2.25), (10_000, 0.2)], ids=["100", "10000"])
-def test_the_program_learns(last_step, loss, tmp_path, monkeypatch):
+def test_the_program_learns(last_step, loss, run, caplog):
     pytest.importorskip("sklearn")
     assert PROGRAM.count("last_step=10_000") == 1
-    program = PROGRAM.replace("last_step=10_000", f"last_step={last_step}")
-    monkeypatch.chdir(tmp_path)
-    # The program runs with JAX's default settings, not those of the tests.
     for _ in range(1 if last_step == 100 else 2):  # the second start restores the last step
-        names = {}
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            exec(compile(program, "README.md", "exec"), names)
-            assert names["evaluate"](names["state"])["loss"] < loss
+        names = run(PROGRAM.replace("last_step=10_000", f"last_step={last_step}"))
+        assert names["evaluate"](names["state"])["loss"] < loss
         assert jstep.global_step(names["state"]) == last_step
     assert jstep.latest_checkpoint("runs/images").endswith(f"model-{last_step}")
+    if last_step > 100:
+        lines = [record.getMessage() for record in caplog.records]
+        for shown in re.findall(r"^(?:step|restored).*", README, re.MULTILINE):
+            shown = shown.replace("5555", "10000")
+            assert any(shows(shown, line, whole=True) for line in lines), shown
 
 
-def test_the_loop_prunes_and_learns(tmp_path, monkeypatch, capsys):
+def test_the_loop_prunes_and_learns(run, capsys):
     pytest.importorskip("sklearn")
     definitions, _ = PROGRAM.split("state = jstep.train(")
     loop = LOOP
     for old, new in {"10_000": "40", "1000": "20", "5000": "20"}.items():
         assert loop.count(old) == 1
         loop = loop.replace(old, new)
-    monkeypatch.chdir(tmp_path)
-    names = {}
+    names = run(definitions + loop)
+    state, step = names["run"].state, names["run"].step
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        exec(compile(definitions + loop, "README.md", "exec"), names)
-        run = names["run"]
-        assert names["evaluate"](run.state)["loss"] < 2.3
-    assert run.step == jstep.global_step(run.state) == 40
+        assert names["evaluate"](state)["loss"] < 2.3
+    assert step == jstep.global_step(state) == 40
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["20", "40"]
     assert (names["pruned"]["w"] == 0).any()
     assert jstep.latest_checkpoint("runs/loop").endswith("model-40")
 
 
-def test_the_program_is_read_in_half_a_minute():
-    lines = PROGRAM.splitlines()
-    assert len(lines) <= 16
-    assert max(map(len, lines)) <= 100
+def test_the_programs_are_read_in_half_a_minute():
+    for program in (FIRST, PROGRAM):
+        assert len(program.splitlines()) <= 16
+        assert max(map(len, program.splitlines())) <= 100
 
 
 def test_the_readme_is_short():
-    assert len(README.splitlines()) <= 200
+    assert len(README.split()) <= 1000
+
+
+def test_one_sentence_says_what_jstep_is():
+    """The same in all places that say it first."""
+    summary = "functional training toolkit"
+    for place in ("README.md", "docs/index.md", "pyproject.toml", "CITATION.cff", "mkdocs.yml", "jstep/__init__.py"):
+        text = " ".join(text_of(ROOT / place).split())
+        assert summary in text[:1500], place
+        if place not in ("pyproject.toml", "mkdocs.yml"):
+            assert re.search(r"pytree,? `?\(params, slots, global_step\)", text), place
 
 
 def test_both_commands_create_an_environment():
