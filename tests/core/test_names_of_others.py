@@ -14,7 +14,7 @@ import pytest
 from source_files import ROOT, text_of
 
 import jstep
-from jstep.core.public_names import find_hint, pages
+from jstep.core.public_names import pages
 
 ALL = [(page, ours, name) for page, names in pages().items() for ours, their in names.items() for name in their.split()]
 
@@ -131,14 +131,6 @@ def test_the_table_hides_no_name_of_jstep():
     rooms = {path.stem for path in (ROOT / "jstep").iterdir()}
     assert not [name for _, _, name in ALL if name in jstep.__all__ or name in rooms]
     assert sorted(dir(jstep)) == sorted(jstep.__all__)
-
-
-def test_the_table_has_what_the_page_of_tf_train_lists():
-    table = text_of(ROOT / "docs/from/tf-train.md").partition("| `tf.train.` | in jstep |")[2].partition("\n\n")[0]
-    rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `")]
-    names = [name for theirs, ours in rows if "not included" not in ours for name in re.findall(r"`(\w+)`", theirs)]
-    assert len(names) > 50
-    assert not [name for name in names if not (hasattr(jstep, name) or find_hint(name))]
 
 
 def test_the_table_has_the_functions_of_optax_and_the_classes_of_orbax():

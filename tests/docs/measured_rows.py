@@ -1,4 +1,4 @@
-"""Rows of the pages "From …" that are measured: the original's code beside jstep's, over 60 updates.
+"""Rows of the pages "From …" that are measured: the original's code beside jstep's, over 60 updates or 150 rates.
 
 A table whose last column is "off by" is measured: the first code of a row is evaluated with the original library, the
 second with jstep, so that the page *is* the table of this test. What the originals compute is stored, so that the
@@ -30,6 +30,8 @@ PAGES = pathlib.Path(__file__).parents[2] / "docs" / "from"
 PATH = pathlib.Path(__file__).with_suffix(".json")
 UPDATES, KEPT = 60, (9, 59)
 """The number of updates, and those after which parameters are compared."""
+RATES = (*range(UPDATES), 60, 61, 65, 70, 80, 90, 100, 110, 119, 120, 121, 125, 130, 140, 149)
+"""The updates whose rates are compared, also beyond the end of a schedule, or up to the last one that there is."""
 AVERAGED = (0, 100, 110, 159)
 """The updates after which averages are compared: ema_pytorch's begins at the 101st."""
 SIZES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
@@ -56,6 +58,10 @@ MODULES = {
 """The first part of a dotted name on the pages, and what is imported for it."""
 
 
+MOMENTUM = "momentum"
+"""The end of the code of a row, whose first cell says "its momentum", not its rate."""
+
+
 class Row(NamedTuple):
     page: str
     theirs: str
@@ -78,7 +84,8 @@ def rows():
                 theirs, ours = (re.search(r"`([^`]+)`", cell) for cell in cells[:2])
                 share = re.match(r"([\d.]+) %", cells[2].strip()) if len(cells) > 2 else None
                 off_by = float(share.group(1)) / 100 if share else 0.0
-                found.append(Row(page.stem, theirs.group(1), ours.group(1), off_by))
+                code = theirs.group(1) + f" {MOMENTUM}" * ("its momentum" in cells[0])
+                found.append(Row(page.stem, code, ours.group(1), off_by))
     return found
 
 
@@ -112,8 +119,10 @@ def computed(code):
     for name, modules in modules_of(code).items():
         imported = [importlib.import_module(module) for module in modules]
         names[name] = sys.modules.get(name, imported[0]) if imported else SCRIPTS[name]
+    if code.endswith(f" {MOMENTUM}"):
+        code, names[MOMENTUM] = code.removesuffix(f" {MOMENTUM}"), True
     if "get_lr" in names:
-        return np.array([eval(code, names)(n) for n in range(UPDATES)])
+        return np.array([eval(code, names)(n) for n in RATES])
     run = {"optax": _of_optax, "keras": _of_keras, "tf": _of_tensorflow}.get(next(iter(names)), _of_torch)
     with warnings.catch_warnings(), jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         warnings.simplefilter("ignore")
@@ -134,16 +143,19 @@ def _of_torch(code, names):
     if isinstance(made, torch.optim.Optimizer):
         return _trajectory_of_torch(torch, model, made)
     if hasattr(made, "get_last_lr") or hasattr(made, "step_update"):
-        return _rates_of_torch(opt, made)
+        return _rates_of_torch(opt, made, MOMENTUM in names)
     return _trajectory_of_torch(torch, model, opt, average=made)
 
 
-def _rates_of_torch(opt, scheduler):
+def _rates_of_torch(opt, scheduler, of_momentum):
     rates = []
-    for n in range(UPDATES):
-        rates.append(opt.param_groups[0]["lr"])
+    for n in range(RATES[-1] + 1):
+        rates += [opt.param_groups[0][MOMENTUM if of_momentum else "lr"]] * (n in RATES)
         opt.step()
-        scheduler.step_update(n + 1) if hasattr(scheduler, "step_update") else scheduler.step()
+        try:
+            scheduler.step_update(n + 1) if hasattr(scheduler, "step_update") else scheduler.step()
+        except ValueError:  # OneCycleLR has no rate after its end
+            return rates[:UPDATES]
     return rates
 
 
@@ -225,7 +237,7 @@ def _of_optax(code, names):
     scheduled = optax.join_schedules([lambda n: RATE[0], lambda n: RATE[1]], [RATE[2]])
     made = eval(code, {**names, "lr": scheduled, "jnp": jnp})
     if not isinstance(made, optax.GradientTransformation):
-        return [made(jnp.asarray(n)) for n in range(UPDATES)]
+        return [made(jnp.asarray(n)) for n in RATES]
     if "clip" in code:
         made = optax.chain(made, optax.sgd(scheduled))
     params = {name: jnp.asarray(leaf) for name, leaf in initial().items()}
@@ -250,7 +262,7 @@ def _of_keras(code, names):
         scheduled = keras.optimizers.schedules.PiecewiseConstantDecay([RATE[2] - 1], list(RATE[:2]))
         made = eval(code, {**names, "lr": scheduled})
         if isinstance(made, keras.optimizers.schedules.LearningRateSchedule):
-            return [made(n) for n in range(UPDATES)]
+            return [made(n) for n in RATES]
         variables = [keras.Variable(leaf, dtype="float64", name=f"p{i}") for i, leaf in enumerate(initial().values())]
         made.build(variables)
         kept, wanted = [], AVERAGED if made.use_ema else KEPT
@@ -270,7 +282,7 @@ def _of_tensorflow(code, names):
     made = None if "clip" in code else eval(code, {**names, "step": step, "lr": lambda: rate_of(int(step))})
     if callable(made):
         rates = []
-        for n in range(UPDATES):
+        for n in RATES:
             step.assign(n)
             rates.append(float(made()))
         return rates
@@ -306,7 +318,7 @@ def in_jstep(row, shape):
         public = {name: getattr(jstep, name) for name in jstep.__all__}
         made = eval(row.ours, {**public, "jstep": jstep, "jax": jax, "jnp": jnp, "lr": lr})
         if len(shape) == 1:
-            return np.array([made(jnp.asarray(n)) for n in range(UPDATES)], np.float64)
+            return np.array([made(jnp.asarray(n)) for n in RATES[: shape[0]]], np.float64)
         wanted = KEPT
         if isinstance(made, jstep.ExponentialMovingAverage):
             wanted = AVERAGED

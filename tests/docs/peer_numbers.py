@@ -109,6 +109,44 @@ def _patience_of_keras():
         return [*rates, *stopped]
 
 
+def short_epoch():
+    """26 rows of three numbers, and their classes."""
+    x = np.random.default_rng(0).normal(size=(26, 3))
+    return x, np.argmax(x, axis=1)
+
+
+def _short_batch_of_the_trainer():
+    """The weights after one update, of rate 1, from microbatches of 16 and 10 rows; they begin as zeros."""
+    import torch
+    import transformers
+
+    class Classifier(torch.nn.Linear):
+        def forward(self, x, labels):
+            logits = super().forward(x)
+            return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    model = Classifier(3, 3, bias=False, dtype=torch.float64)
+    torch.nn.init.zeros_(model.weight)
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            folder,
+            num_train_epochs=1,
+            per_device_train_batch_size=16,
+            gradient_accumulation_steps=2,
+            max_grad_norm=0.0,
+            train_sampling_strategy="sequential",
+            use_cpu=True,
+            disable_tqdm=True,
+            save_strategy="no",
+            report_to="none",
+        )
+        rows = [{"x": torch.tensor(x), "labels": int(y)} for x, y in zip(*short_epoch(), strict=True)]
+        constant = torch.optim.lr_scheduler.LambdaLR(sgd, lambda n: 1.0)
+        transformers.Trainer(model, arguments, train_dataset=rows, optimizers=(sgd, constant)).train()
+    return model.weight.detach().numpy().T
+
+
 def _of_page(name):
     """What the block that compares both programs expects, in its order."""
 
@@ -140,6 +178,7 @@ CASES = {
     **{name: _of_transformers(name) for name in ("linear", "cosine", "constant_with_warmup")},
     "warmup of Keras": _warmup_of_keras,
     "patience of Keras": _patience_of_keras,
+    "short batch of the Trainer": _short_batch_of_the_trainer,
     **{name: _of_page(name) for name in PAGES},
 }
 
@@ -150,6 +189,8 @@ def needed_by(name):
         return PAGES[name]
     if "Keras" in name:
         return ("keras",)
+    if "Trainer" in name:
+        return PAGES["hf-trainer"]
     return ("torch", "transformers") if name.islower() else ("torch",)
 
 

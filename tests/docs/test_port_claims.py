@@ -13,6 +13,7 @@ import pytest
 from pages import DOCS, section_of
 
 import jstep
+from jstep.core.public_names import pages
 
 
 def test_both_programs_on_the_page_of_tf_train_have_the_same_numbers():
@@ -22,6 +23,50 @@ def test_both_programs_on_the_page_of_tf_train_have_the_same_numbers():
     numbers = [sorted(re.findall(r"\d[\d.]*", line)) for line in theirs]
     assert numbers == [sorted(re.findall(r"\d[\d.]*", line)) for line in ours]
     assert numbers == [["0.1", "0.5", "10"], ["0.9"], ["25"], ["5"]]
+
+
+SYMBOLS = """
+    Variable create_global_step get_global_step get_or_create_global_step global_step assign_add GraphKeys GLOBAL_STEP
+    GLOBAL_VARIABLES get_collection MonitoredTrainingSession MonitoredSession StepCounterHook CheckpointSaverHook
+    LoggingTensorHook NanTensorHook StopAtStepHook SummarySaverHook log_every_n INFO placeholder feed_dict
+    GradientDescentOptimizer AdagradOptimizer MomentumOptimizer AdamOptimizer FtrlOptimizer RMSPropOptimizer
+    initial_accumulator_value use_locking name minimize var_list compute_gradients apply_gradients grads_and_vars
+    IndexedSlices GATE_NONE GATE_OP GATE_GRAPH get_slot get_slot_names gradients grad_ys gate_gradients
+    colocate_gradients_with_ops aggregation_method AggregationMethod ADD_N DEFAULT LookupError stop_gradient
+    clip_by_value clip_value_min clip_value_max clip_by_norm clip_by_average_norm clip_by_global_norm t_list use_norm
+    global_norm exponential_decay ExponentialMovingAverage num_updates apply average average_name variables_to_restore
+    control_dependencies group Saver save my-model restore Coordinator should_stop request_stop join
+    stop_grace_period_secs wait_for_stop QueueRunner create_threads exceptions_raised add_queue_runner
+    start_queue_runners enqueue_many scalar_summary image_summary histogram_summary OutOfRange zero_fraction
+    merge_summary merge_all_summaries SummaryWriter graph_def max_queue flush_secs add_summary add_event add_graph flush
+    close summary_iterator write_graph
+""".split()  # noqa: SIM905
+"""The symbols of classic `tf.train`, and of what its programs call besides."""
+
+
+def rows_of_symbols():
+    """Return the cells of the tables of symbols: TensorFlow's, jstep's, and what differs."""
+    _, _, tables = (DOCS / "from" / "tf-train.md").read_text(encoding="utf-8").partition("\n## Symbol by symbol\n")
+    lines = [line for line in tables.splitlines() if line.startswith("| ") and "what differs, and why" not in line]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def test_the_page_of_tf_train_lists_every_symbol():
+    subjects = " ".join(row[0] for row in rows_of_symbols())
+    assert not [name for name in SYMBOLS if not re.search(rf"(?<![\w-]){name}(?!\w)", subjects)]
+
+
+def test_each_row_of_the_page_of_tf_train_has_a_subject_a_line_and_a_reason():
+    classes = [value for name in jstep.__all__ if isinstance(value := getattr(jstep, name), type)]
+    owners = [jstep, jstep.summary, jstep.summary.SummaryWriter, *classes]
+    hinted = set(re.findall(r"\w+", " ".join(theirs for rows in pages().values() for theirs in rows.values())))
+    for theirs, ours, differs in rows_of_symbols():
+        assert re.match(r"`|[A-Z]\w+ (error )?of |a loss |steps of ", theirs), theirs
+        assert ours, theirs
+        assert differs or not ours.startswith("not "), f"{theirs}: why not?"
+        if not ours.startswith("not "):
+            named = re.findall(r"`(?:Saver|ema|Optimizer)?\.?(\w+)[`(]", theirs)
+            assert not [name for name in named if name not in hinted and not any(hasattr(o, name) for o in owners)]
 
 
 @pytest.mark.thorough
@@ -82,6 +127,26 @@ def test_patience_in_keras():
     assert ours == theirs[: len(losses)]
     assert ours[-1] < 1.0
     assert stopped.index(True) == theirs[len(losses) :].index(1.0)
+
+
+def test_the_trainer_takes_the_mean_of_the_means_of_microbatches():
+    """With the line of the page, the same; with a mean over rows, 1 % to 50 % of the update apart."""
+    page = (DOCS / "from" / "hf-trainer.md").read_text(encoding="utf-8")
+    weights = eval(re.search(r"`(np\.where\(np\.arange\(26\).*?)`", page).group(1))
+    x, y = peer_numbers.short_epoch()
+    theirs = np.reshape(peer_numbers.stored("short batch of the Trainer"), (3, 3))
+
+    def update(weights):
+        def loss_fn(params):
+            losses = -jnp.take_along_axis(jax.nn.log_softmax(x @ params), y[:, None], axis=1)[:, 0]
+            return jnp.sum(losses * weights)
+
+        return -jax.grad(loss_fn)(jnp.zeros((3, 3)))
+
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(update(weights), theirs, rtol=1e-7)
+        apart = np.abs(update(np.full(26, 1 / 26)) - theirs).max() / np.abs(theirs).max()
+    assert 0.01 < apart < 0.5
 
 
 # Claims of the page "From Optax", checked against Optax.
