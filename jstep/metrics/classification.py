@@ -1,8 +1,4 @@
-"""Metrics of classifiers: accuracy, F1 score, confusion matrix, perplexity, and areas under curves.
-
-Weights mean the same in all metrics: an example counts with its weight, and an example of weight 0 is ignored, whatever
-its label and scores. Without weights, and with a mask, totals are counts.
-"""
+"""Metrics of classifiers: accuracy, F1 score, confusion matrix, perplexity, and areas under curves."""
 
 import dataclasses
 import math
@@ -23,8 +19,6 @@ from jstep.metrics.totals import FULL, add_totals, in_one_dtype, per_element, re
 
 
 class _Metric:
-    """Base class of metrics, whose `repr` shows their value."""
-
     def __repr__(self) -> str:
         try:
             return f"<{type(self).__name__} {truncate(str(self.compute()), 200)}>"  # type: ignore[attr-defined]
@@ -61,14 +55,13 @@ class Accuracy(_Totals):
 def accuracy(logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | None = None) -> Accuracy:
     """Accuracy of a classifier: `sklearn.metrics.accuracy_score(labels, argmax(logits), sample_weight=weights)`.
 
-    Counts are exact up to 2³² labels; more give NaN. Of equal logits the first is the prediction. If a logit is NaN, so
-    is the result.
+    Counts are exact up to 2³² labels; more give NaN, and so does a NaN logit. Of equal logits the first is the
+    prediction.
 
     Args:
         logits: `[..., classes]`, logits or probabilities.
         labels: `[...]`, the indices of the true classes.
-        weights: `[...]`, a weight of at least 0 for each label, by default 1; a boolean mask works. A label of
-            weight 0 is ignored, whatever it is.
+        weights: `[...]`, weights ≥ 0, by default 1, or a mask. A label of weight 0 is ignored, whatever it is.
 
     Returns:
         An object for `jstep.evaluator`, with `merge(other)` and `compute() -> float`.
@@ -105,7 +98,7 @@ class F1(_Totals):
     unknown: Array
 
     def compute(self) -> float:
-        """Return 2 · both / (predicted + true); 0 if both counts are 0, as in scikit-learn; NaN if a score is NaN."""
+        """Return 2 · both / (predicted + true); 0 if both counts are 0; NaN if a score is NaN."""
         if read_total(self.unknown):
             return math.nan
         either = read_total(self.predicted).item() + read_total(self.true).item()
@@ -115,14 +108,13 @@ class F1(_Totals):
 def f1(scores: ArrayLike, labels: ArrayLike, threshold: float = 0.5, *, weights: ArrayLike | None = None) -> F1:
     """F1 score of a binary classifier: `sklearn.metrics.f1_score(labels, scores > threshold, sample_weight=weights)`.
 
-    Counts are exact up to 2³² examples; more give NaN. If a score is NaN, so is the result.
+    Counts are exact up to 2³² examples; more give NaN, and so does a NaN score.
 
     Args:
         scores: Probabilities or other scores, of any shape.
         labels: Labels of the same shape, bools or numbers; positive where they are 1.
         threshold: Scores above it are predicted positive.
-        weights: A weight of at least 0 for each example, by default 1; a boolean mask works. An example of weight 0 is
-            ignored.
+        weights: Weights ≥ 0, by default 1, or a mask. An example of weight 0 is ignored.
 
     Returns:
         An object for `jstep.evaluator`, with `merge(other)` and `compute() -> float`.
@@ -177,8 +169,7 @@ def confusion_matrix(
         predictions: The indices of the predicted classes, of any shape.
         labels: The indices of the true classes, of the same shape.
         num_classes: The number of classes.
-        weights: A weight of at least 0 for each example, by default 1; a boolean mask works. An example of weight 0 is
-            ignored.
+        weights: Weights ≥ 0, by default 1, or a mask. An example of weight 0 is ignored.
 
     Returns:
         An object for `jstep.evaluator`, with `merge(other)` and `compute()`, a dict with keys `"i/j"`: examples of
@@ -219,28 +210,21 @@ class Perplexity(_Totals):
 def perplexity(logits: ArrayLike, labels: ArrayLike, *, weights: ArrayLike | None = None) -> Perplexity:
     """Perplexity of a language model: exp(mean of −log p(label)), p = softmax(logits).
 
-    Equal to `exp(sklearn.metrics.log_loss(labels, p, sample_weight=weights))`. Logarithms are computed in float32 or
-    wider. If a label is not a class index, the result is NaN.
+    Equal to `exp(sklearn.metrics.log_loss(labels, p, sample_weight=weights))`; NaN if a label is not a class index.
 
     Args:
         logits: `[..., classes]`.
         labels: `[...]`, the indices of the true classes.
-        weights: `[...]`, a weight of at least 0 for each label, by default 1; a boolean mask works, such as
-            `labels != padding`. A label of weight 0 is ignored, whatever it is.
+        weights: `[...]`, weights ≥ 0, by default 1, or a mask, such as `labels != padding`. A label of weight 0 is
+            ignored, whatever it is.
 
     Returns:
         An object for `jstep.evaluator`, with `merge(other)` and `compute() -> float`.
 
     Example:
         >>> import jax.numpy as jnp, jstep
-        >>> round(jstep.metrics.perplexity(jnp.zeros((2, 3, 50)), jnp.ones((2, 3), int)).compute(), 3)
-        50.0
-
-        Padding is left out by a mask:
-
-        >>> labels = jnp.array([[2, 1, -1], [0, -1, -1]])
-        >>> logits = jnp.zeros((2, 3, 50))
-        >>> round(jstep.metrics.perplexity(logits, labels, weights=labels >= 0).compute(), 3)
+        >>> labels = jnp.array([[2, 1, -1], [0, -1, -1]])  # with padding
+        >>> round(jstep.metrics.perplexity(jnp.zeros((2, 3, 50)), labels, weights=labels >= 0).compute(), 3)
         50.0
     """
     scores, truth = logits_and_labels(logits, labels)
@@ -271,18 +255,18 @@ def _is_class(labels: Array, num_classes: int) -> Array:
 # Area under the ROC curve, and average precision, from counts of examples by score in a fixed number of bins.
 
 _FINER = 32
-"""Multiplier of the requested number of thresholds: their cost is negligible compared with a batch."""
+"""Multiplier of the requested number of thresholds, which costs almost nothing."""
 _MAX_THRESHOLDS = 2**14
 _WHOLE = 2**29
 """The sum of the sizes of all bins."""
 
 
 class Thresholds(NamedTuple):
-    """Examples in bins of one score or a range of scores. Vectors of the same length.
+    """Examples in bins of one score or a range of scores.
 
     Attributes:
         low: The lowest score of each bin.
-        counts: `[bins, 2]`, the number, or weight, of positive and of negative examples; an empty bin has none.
+        counts: `[bins, 2]`, the number, or weight, of positive and of negative examples.
     """
 
     low: Array
@@ -339,18 +323,15 @@ def auc(
 
     Equal to `sklearn.metrics.roc_auc_score(labels, scores)` and `average_precision_score(labels, scores)`, both with
     `sample_weight=weights`, for at most `32 · num_thresholds` different scores (6400 by default), with exact counts up
-    to 2³² examples. If there are more scores, neighboring ones share a threshold, with about equally many examples for
-    each. For a million different scores and the default, the area then differs by less than 1e-4 and the average
-    precision by less than 1e-3; both errors shrink as `num_thresholds` grows. Scores may be any numbers: probabilities
-    or logits; integers are rounded to float32.
+    to 2³² examples. If there are more scores, neighbors share a threshold, with about equally many examples for each:
+    for a million scores the area then differs by less than 1e-4 and the average precision by less than 1e-3.
 
     Args:
-        scores: Scores of any shape; larger scores mean that label 1 is more likely.
+        scores: Scores of any shape, such as probabilities or logits; larger scores mean that label 1 is more likely.
         labels: Labels of the same shape, bools or numbers; positive where they are 1.
         curve: `"ROC"`, or `"PR"` for the average precision.
         num_thresholds: The number of thresholds, from 2 to 16384.
-        weights: A weight of at least 0 for each example, by default 1; a boolean mask works. An example of weight 0 is
-            ignored.
+        weights: Weights ≥ 0, by default 1, or a mask. An example of weight 0 is ignored.
 
     Returns:
         An object for `jstep.evaluator`, with `merge(other)` and `compute() -> float`: NaN without examples, with a NaN
@@ -361,8 +342,6 @@ def auc(
         >>> scores, labels = jnp.array([0.1, 0.4, 0.35, 0.8]), jnp.array([0, 0, 1, 1])
         >>> jstep.metrics.auc(scores, labels).compute()
         0.75
-        >>> round(jstep.metrics.auc(scores, labels, curve="PR").compute(), 4)
-        0.8333
 
     Source: Fawcett, "An introduction to ROC analysis" (2006); `tf.metrics.auc`, whose thresholds form a grid.
     """
@@ -400,11 +379,7 @@ def _average_precision(positive: Any, negative: Any, is_span: object) -> float:
 
 
 def _fewer(bins: Thresholds, most: int) -> Thresholds:
-    """Reduce the number of bins to `most`; equal scores share a bin.
-
-    If there are too many different scores, neighbors are merged into bins of about equal size, as `_bin_indices`
-    measures it.
-    """
+    """Reduce the number of bins to `most`: neighbors share bins of about equal size, as `_bin_indices` measures it."""
     counts = bins.counts.astype(jnp.float32)
     # By the middle of their range; NaN scores and empty bins, which become NaN, come last.
     is_empty = jnp.sum(counts, axis=1) == 0
@@ -459,7 +434,7 @@ def _differs(vector: Array) -> Array:
 
 
 def scores_and_truth(scores: ArrayLike, labels: ArrayLike) -> tuple[Array, Array]:
-    """Return the scores in float32 or wider, and a mask of the labels that are 1, both flattened."""
+    """Return the flattened scores in float32 or wider, and a mask of the labels that are 1."""
     values, truth = pair(_numbers(scores, "scores"), _numbers(labels, "labels"), ("scores", "labels"))
     return _at_least_float32(values), truth == jnp.ones((), truth.dtype)
 
@@ -518,6 +493,6 @@ def _at_least_float32(array: Array) -> Array:
 
 
 def whole(vector: Array) -> Array:
-    """Replicate a vector on an Explicit mesh, because JAX does not sort or scatter over Explicit axes."""
+    """Replicate a vector on an Explicit mesh: JAX does not sort or scatter over Explicit axes."""
     mesh = meshes.explicit_mesh(vector)
     return vector if mesh is None else jax.sharding.reshard(vector, NamedSharding(mesh, PartitionSpec()))

@@ -9,7 +9,7 @@ from jstep.core.meshes import internal_transfers
 from jstep.core.trees import Array
 
 FULL = 2**32 - 1
-"""The count at which counts saturate; it stands for any larger count."""
+"""The count at which counts saturate."""
 
 
 def per_element(condition: Array, weights: Array | None) -> Array:
@@ -26,7 +26,7 @@ def sum_where(condition: Array, weights: Array | None = None) -> Array:
 
 
 def in_one_dtype(first: Array, second: Array) -> tuple[Array, Array]:
-    """Convert totals to one dtype: counts become sums of weights if the other totals are sums of weights."""
+    """Convert totals to one dtype: counts become sums of weights if the other totals are."""
     dtype = second.dtype if first.dtype == jnp.uint32 else first.dtype
     return first.astype(dtype), second.astype(dtype)
 

@@ -26,16 +26,12 @@ ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | N
 class Coordinator:
     """A coordinator that stops threads together, and raises the first error among them in the thread that joins.
 
-    Only the first request to stop counts. `join` raises the exception that was passed with it, with
-    its original traceback; exceptions reported later are logged. An exception of a clean-stop type
-    stops the threads and is not raised.
-
-    Differences from `tf.train.Coordinator`: `join` returns as soon as the last thread has ended (TF
-    polls once a second), and an exception may be reported outside its handler.
+    Only the first request to stop counts. `join` raises the exception that was passed with it, with its original
+    traceback; later exceptions are logged. An exception of a clean-stop type stops the threads and is not raised.
 
     Args:
-        clean_stop_exception_types: Exception types that end a run without an error; by default
-            `(OutOfRangeError,)`, the end of a closed queue.
+        clean_stop_exception_types: Exception types that end a run without an error; by default `(OutOfRangeError,)`,
+            the end of a closed queue.
 
     Raises:
         TypeError: An entry is not an exception type.
@@ -45,15 +41,15 @@ class Coordinator:
         >>> coord = jstep.Coordinator()
         >>> def work():
         ...     with coord.stop_on_exception():
-        ...         while not coord.should_stop():
-        ...             raise RuntimeError("disk on fire")
-        >>> threads = [threading.Thread(target=work) for _ in range(2)]
-        >>> for thread in threads:
-        ...     thread.start()
-        >>> coord.join(threads)
+        ...         raise RuntimeError("disk on fire")
+        >>> thread = threading.Thread(target=work)
+        >>> thread.start()
+        >>> coord.join([thread])
         Traceback (most recent call last):
             ...
         RuntimeError: disk on fire
+
+    Source: `tf.train.Coordinator`.
     """
 
     def __init__(self, clean_stop_exception_types: Iterable[type[BaseException]] | None = None) -> None:
@@ -74,8 +70,8 @@ class Coordinator:
         """Request all threads to stop; `should_stop` returns True from now on.
 
         Args:
-            ex: The error that caused the request, if any: an exception, or `sys.exc_info()`. Only the first request
-                counts: `join` raises its exception. Clean-stop types count as None.
+            ex: The error that caused the request, if any: an exception, or `sys.exc_info()`. Clean-stop types count as
+                None.
 
         Raises:
             BaseException: `ex` itself, if the coordinator was joined already, because no later `join` would raise it.
@@ -104,7 +100,7 @@ class Coordinator:
         return self._stopped
 
     def wait_for_stop(self, timeout: float | None = None) -> bool:
-        """Wait until a stop is requested, or the timeout in seconds is over; return whether it was requested."""
+        """Wait until a stop is requested or the timeout in seconds is over; return whether it was requested."""
         secs = math.inf if timeout is None else as_number(timeout, "timeout", finite=False, meaning="seconds, or None")
         deadline = time.monotonic() + secs
         with self._changed:
@@ -113,25 +109,14 @@ class Coordinator:
             return self._stopped
 
     def clear_stop(self) -> None:
-        """Clear the stop, its exception and an earlier `join`, so that the coordinator can be reused.
-
-        Registered threads that were not joined stay registered.
-        """
+        """Clear the stop, its exception and an earlier `join`, so that the coordinator can be reused."""
         with self._changed:
             self._stopped = self._joined = False
             self._exc_info = None
 
     @contextlib.contextmanager
     def stop_on_exception(self) -> Iterator[None]:
-        """A context manager that turns any exception inside it into a request to stop.
-
-        The exception is suppressed, and `join` raises it. Equivalent to::
-
-            try:
-                ...
-            except BaseException as ex:
-                coord.request_stop(ex)
-        """
+        """A context manager that suppresses an exception inside it and calls `request_stop` with it."""
         try:
             yield
         except BaseException as ex:
@@ -143,10 +128,7 @@ class Coordinator:
             self._threads.add(_as_thread(thread, "thread"))
 
     def call_on_stop(self, callback: Callable[[], object]) -> None:
-        """Call `callback()` once when a stop is requested, or immediately if it was requested already.
-
-        Callbacks wake blocked threads: a `QueueRunner` closes its queue in one.
-        """
+        """Call `callback()` once when a stop is requested, or immediately if it was requested already."""
         as_function(callback, "callback", "() -> None")
         with self._changed:
             stopped = self._stopped
@@ -165,7 +147,7 @@ class Coordinator:
         """Wait until all threads have ended, or a stop was requested and the grace period is over.
 
         Args:
-            threads: Threads to wait for in addition to the registered ones.
+            threads: More threads than the registered ones.
             stop_grace_period_secs: Seconds for threads to end after a stop was requested.
             ignore_live_threads: Whether threads that are alive after the grace period are only logged.
 
@@ -219,7 +201,7 @@ class Coordinator:
 
     @shortens_tracebacks
     def raise_requested_exception(self) -> None:
-        """Raise the exception that was passed with the request to stop, if there was one."""
+        """Raise the exception of the request to stop, if there was one."""
         exc_info = self._exc_info
         if exc_info:
             # The reported traceback: the exception's own traceback grows each time it is raised.

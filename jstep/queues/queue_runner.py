@@ -19,22 +19,15 @@ _collections_lock = threading.Lock()
 class QueueRunner:
     """Threads that feed a queue, one for each enqueue op.
 
-    An op is called repeatedly until it is exhausted, that is, until it raises OutOfRangeError (the
-    queue it reads from has ended) or StopIteration (its iterator has ended). The queue is closed when
-    all ops have ended, by exhaustion or by an error, so that consumers do not wait forever.
+    An op is called repeatedly until it raises OutOfRangeError (the queue it reads from has ended) or StopIteration (its
+    iterator has ended). The queue is closed when all ops have ended, also by an error.
 
-    With a Coordinator, an error of an op stops all its threads and is raised by `coord.join`; when
-    the coordinator stops, for whatever reason, the queue is closed and waiting enqueues are
-    cancelled. Without one, errors are logged and collected in `exceptions_raised`. In both cases the
-    error is the cause of the OutOfRangeError that the consumer gets at the end.
+    With a Coordinator, an error of an op stops all its threads and is raised by `coord.join`; when the coordinator
+    stops, the queue is closed and waiting enqueues are cancelled. Without one, errors are logged and collected in
+    `exceptions_raised`. In both cases the error is the cause of the OutOfRangeError that the consumer gets at the end.
 
-    Each thread runs in a copy of the context of the thread that starts it: context variables and JAX's
-    settings (`jax.enable_x64`, `jax.set_mesh`, …).
-
-    Threads do not keep the process alive: when the main thread ends, an op that waits on a queue is
-    cancelled, also with `daemon=False`.
-
-    Differs from `tf.train.QueueRunner` in that the ops are callables, not graph nodes.
+    Each thread has the context variables and JAX settings (`jax.enable_x64`, `jax.set_mesh`, …) of the thread that
+    starts it. When the main thread ends, an op that waits on a queue is cancelled, also with `daemon=False`.
 
     Args:
         queue: The queue that the ops feed.
@@ -54,6 +47,8 @@ class QueueRunner:
         [0, 1, 2]
         >>> coord.request_stop()
         >>> coord.join(threads)
+
+    Source: `tf.train.QueueRunner`.
     """
 
     @shortens_tracebacks
@@ -85,17 +80,17 @@ class QueueRunner:
             return list(self._exceptions)
 
     def is_running(self) -> bool:
-        """Return whether threads of an earlier `create_threads` have not ended (or not been started) yet."""
+        """Return whether threads of an earlier `create_threads` have not ended, or not been started, yet."""
         return any(t.is_alive() or t.ident is None for t in self._threads)
 
     @shortens_tracebacks
     def create_threads(
         self, coord: Coordinator | None = None, daemon: bool = False, start: bool = False
     ) -> list[threading.Thread]:
-        """Create one thread for each enqueue op, in the order of the ops.
+        """Create one thread for each enqueue op.
 
         Args:
-            coord: The Coordinator that the threads report to and stop with; they are registered with it.
+            coord: The Coordinator that the threads report to and stop with.
             daemon: Whether the process may exit in the middle of an op; otherwise it waits for the op in progress.
             start: Whether to start the threads; if not, call `start()` on each.
 
@@ -165,12 +160,7 @@ class QueueRunner:
 def add_queue_runner(qr: QueueRunner, collection: str = QUEUE_RUNNERS) -> None:
     """Add a runner to a named collection, which `start_queue_runners` starts.
 
-    Collections are global to the process. A runner whose queue was closed is removed from its
-    collection, since it can no longer feed it.
-
-    Args:
-        qr: The runner.
-        collection: The name of the collection.
+    Collections are global to the process. A runner whose queue was closed is removed.
 
     Raises:
         TypeError: `qr` is not a QueueRunner, or `collection` is not a string.
@@ -178,12 +168,10 @@ def add_queue_runner(qr: QueueRunner, collection: str = QUEUE_RUNNERS) -> None:
     Example:
         >>> import jstep
         >>> queue = jstep.FIFOQueue(capacity=10)
-        >>> runner = jstep.QueueRunner(queue, [lambda: queue.enqueue("a"), lambda: queue.enqueue("b")])
-        >>> jstep.add_queue_runner(runner, collection="letters")
+        >>> jstep.add_queue_runner(jstep.QueueRunner(queue, [lambda: queue.enqueue("a")]), "letters")
         >>> coord = jstep.Coordinator()
-        >>> threads = jstep.start_queue_runners(coord, collection="letters")
-        >>> len(threads)
-        2
+        >>> len(jstep.start_queue_runners(coord, collection="letters"))
+        1
         >>> coord.request_stop()
         >>> coord.join()
     """
@@ -205,7 +193,6 @@ def start_queue_runners(
         coord: The Coordinator that the threads report to and stop with.
         daemon: Whether the process may exit while the threads run.
         start: Whether to start the threads, or only to create them.
-        collection: The name of the collection.
 
     Returns:
         All created threads.

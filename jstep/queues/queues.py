@@ -23,9 +23,8 @@ _T = TypeVar("_T")
 class OutOfRangeError(Exception):
     """A queue is closed and holds fewer elements than requested: the input has ended.
 
-    If a `QueueRunner` thread failed, its exception is the `__cause__`.
-
-    `train` and `evaluator` treat this exception of their batches as the end of the data, unless it has a `__cause__`.
+    If a `QueueRunner` thread failed, its exception is the `__cause__`. Otherwise `train` and `evaluator` treat this
+    exception as the end of the data.
 
     Example:
         >>> import jstep
@@ -53,7 +52,7 @@ class CancelledError(Exception):
 
 
 def until_end(items: Iterable[_T]) -> Iterator[_T]:
-    """Yield items until there are no more, or an `OutOfRangeError` without a cause; with one, it is raised."""
+    """Yield items until there are no more, or an `OutOfRangeError` without a cause."""
     iterator = iter(items)
     while True:
         try:
@@ -90,8 +89,8 @@ def _empty_batch_of(element: object) -> tuple[Any, ...]:
 class BoundedQueue:
     """A bounded queue; subclasses choose the next element.
 
-    The elements are `_items`, in order of arrival, and `_pool`, elements that a subclass has taken out of it.
-    A change wakes all threads that wait for one, and each checks whether it may continue.
+    The elements are `_items`, in order of arrival, and `_pool`, elements that a subclass has taken out of it. A change
+    wakes all threads that wait for one.
     """
 
     def __init__(self, capacity: int, min_after_dequeue: int = 0) -> None:
@@ -115,7 +114,7 @@ class BoundedQueue:
         self._failure: BaseException | None = None
 
     def size(self) -> int:
-        """Return the current number of elements in the queue."""
+        """Return the current number of elements."""
         with self._mutex:
             return len(self._items) + len(self._pool)
 
@@ -144,16 +143,13 @@ class BoundedQueue:
     def enqueue_many(self, elements: object) -> None:
         """Add the rows of stacked elements, in order; wait until there is room for all of them.
 
-        The inverse of `dequeue_many`. Either all rows are added, with no element of another thread between them, or
-        none. Later enqueues wait until this one returns. If no dequeue can make that room, because it waits for more
-        elements itself (`dequeue_many`, `min_after_dequeue`), the rows are added immediately, and the queue temporarily
-        exceeds its capacity.
-
-        TensorFlow adds rows one by one as room becomes available, so there may be more rows than the capacity.
+        All rows are added, with no element of another thread between them, or none. Later enqueues wait until this one
+        returns. If no dequeue can make that room, because it waits for more elements itself (`dequeue_many`,
+        `min_after_dequeue`), the rows are added immediately, and the queue temporarily exceeds its capacity.
 
         Args:
-            elements: A tree of arrays whose leading axes have the same size, the number of elements, which may be 0.
-                The queue stores copies of the rows.
+            elements: A tree of arrays whose leading axes have the same size, which may be 0. The queue stores copies of
+                the rows.
 
         Raises:
             CancelledError: The queue is closed, or was closed with `cancel_pending_enqueues` during the wait. No
@@ -193,20 +189,19 @@ class BoundedQueue:
     def dequeue_many(self, n: int) -> Any:
         """Remove n consecutive elements and return them stacked leaf by leaf; wait until there are n.
 
-        Either n elements are removed or none. Later dequeues wait until this one returns. If n exceeds what the
-        queue can provide, it temporarily exceeds its capacity.
+        Later dequeues wait until this one returns. If n exceeds the capacity, the queue temporarily exceeds it.
 
         Args:
-            n: The number of elements. With 0 the call immediately returns an empty batch, as in TensorFlow: arrays with
-                the dtypes of the first enqueued element, and its shapes after an axis of size 0.
+            n: The number of elements. 0 returns an empty batch with the dtypes and shapes of the first enqueued
+                element.
 
         Returns:
-            A tree with the structure of an element, whose leaves have a new leading axis of size n: JAX arrays if all
-                stacked leaves are JAX arrays, otherwise NumPy arrays.
+            A tree like an element, whose leaves have a new leading axis of size n: JAX arrays if all stacked leaves are
+            JAX arrays, otherwise NumPy arrays.
 
         Raises:
-            OutOfRangeError: The queue is closed and holds fewer than n elements. They stay: remove them with `dequeue`,
-                or together with `dequeue_up_to(n)`.
+            OutOfRangeError: The queue is closed and holds fewer than n elements. They stay: remove them with `dequeue`
+                or `dequeue_up_to(n)`.
             ValueError: n is negative, or 0 before any element was enqueued; or the elements differ in structure, shape
                 or dtype, and stay in the queue.
         """
@@ -214,13 +209,10 @@ class BoundedQueue:
         return self._dequeue_batch(n, n, f"dequeue_many(n={n})")
 
     def dequeue_up_to(self, n: int) -> Any:
-        """Remove n consecutive elements, or the rest of a closed queue, and return them stacked leaf by leaf.
-
-        As `dequeue_many`, but a closed queue with fewer than n elements returns all of them, so that the last batch may
-        be smaller.
+        """Remove n consecutive elements, or the rest of a closed queue, and return them as `dequeue_many` does.
 
         Args:
-            n: The maximum number of elements; 0 returns an empty batch, as `dequeue_many(0)` does.
+            n: The maximum number of elements.
 
         Raises:
             OutOfRangeError: The queue is closed and empty.
@@ -251,11 +243,9 @@ class BoundedQueue:
     def close(self, cancel_pending_enqueues: bool = False) -> None:
         """Close the queue: further enqueues fail, dequeues drain the remaining elements and then fail.
 
-        Closing a closed queue has no effect.
-
         Args:
-            cancel_pending_enqueues: Whether enqueues that wait for room fail too; by default they still complete as
-                room becomes available.
+            cancel_pending_enqueues: Whether enqueues that wait for room fail too; by default they complete as room
+                becomes available.
         """
         cancel = as_bool(cancel_pending_enqueues, "cancel_pending_enqueues")
         with self._mutex:
@@ -269,7 +259,6 @@ class BoundedQueue:
             self._failure = self._failure or exception
 
     def _take(self) -> Any:
-        """Remove and return the next element, which must exist."""
         raise NotImplementedError
 
     def _put_back(self, elements: list[Any]) -> None:
@@ -367,10 +356,8 @@ class BoundedQueue:
 class FIFOQueue(BoundedQueue):
     """A queue that returns its elements in the order of arrival.
 
-    Any number of threads may enqueue and dequeue. An element is any pytree. Ctrl-C interrupts a wait on the main thread
-    without losing elements.
-
-    Differences from `tf.FIFOQueue`: dtypes and shapes are not declared; they must agree within one `dequeue_many`.
+    Any number of threads may enqueue and dequeue. An element is any pytree; dtypes and shapes must agree within one
+    `dequeue_many`. Ctrl-C interrupts a wait on the main thread without losing elements.
 
     Args:
         capacity: The maximum number of elements.
@@ -380,18 +367,17 @@ class FIFOQueue(BoundedQueue):
         TypeError: `capacity` is not an integer.
 
     Example:
-        >>> import jstep, numpy as np
+        >>> import jstep
         >>> queue = jstep.FIFOQueue(capacity=10)
         >>> for i in range(4):
         ...     queue.enqueue({"x": float(i), "label": i})
         >>> queue.dequeue()
         {'x': 0.0, 'label': 0}
-        >>> print(queue.dequeue_many(2)["x"])
-        [1. 2.]
-        >>> queue.enqueue_many({"x": np.array([4.0, 5.0]), "label": np.array([4, 5])})
         >>> queue.close()
-        >>> print(queue.dequeue_up_to(10)["label"])
-        [3 4 5]
+        >>> print(queue.dequeue_up_to(10)["x"])
+        [1. 2. 3.]
+
+    Source: `tf.FIFOQueue`.
     """
 
     @shortens_tracebacks
@@ -408,21 +394,15 @@ class FIFOQueue(BoundedQueue):
 class RandomShuffleQueue(BoundedQueue):
     """A queue that returns its elements in random order.
 
-    Each dequeue draws one of the first `min_after_dequeue + 1` elements in the queue, in order of arrival. A dequeue
-    waits until there are that many, so the order is a function of the seed and the order of arrival alone, independent
-    of thread timing: with a single producer it is the same in every run. After `close`, the last elements are drawn
-    among the remaining ones.
-
-    With `min_after_dequeue=0`, the draw is among all elements that happen to be in the queue, so the order also depends
-    on thread timing.
-
-    Differences from `tf.RandomShuffleQueue`: TF draws among all elements in the queue, so its order depends on thread
-    timing even with a seed.
+    Each dequeue draws one of the first `min_after_dequeue + 1` elements in the queue, in order of arrival, and waits
+    until there are that many. So the order depends on the seed and the order of arrival alone: with a single producer
+    it is the same in every run. With `min_after_dequeue=0`, as always in TF, the draw is among all elements in the
+    queue, so the order also depends on thread timing. After `close`, the remaining elements are drawn.
 
     Args:
         capacity: The maximum number of elements.
-        min_after_dequeue: The number of elements that must stay in the queue after a dequeue, which waits for them;
-            more elements shuffle better. Ignored once the queue is closed.
+        min_after_dequeue: The number of elements that must stay in the queue after a dequeue until it is closed; more
+            elements shuffle better.
         seed: The seed of the order; None for a random seed.
 
     Raises:
@@ -437,6 +417,8 @@ class RandomShuffleQueue(BoundedQueue):
         >>> queue.close()
         >>> sorted(queue.dequeue_many(20)) == list(range(20))
         True
+
+    Source: `tf.RandomShuffleQueue`.
     """
 
     @shortens_tracebacks

@@ -55,7 +55,7 @@ def _remember(schedule: Any, call: RecordedCall) -> Any:
 def makes_schedule(positional: int = 0) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Make a decorator of functions, so that the `repr` of their schedules is the call.
 
-    The error for a surplus argument explains that schedules of `tf.train` also accept the step.
+    The error for a surplus argument explains the signatures of `tf.train`.
     """
     return record_calls(_remember, positional, _explain_order)
 
@@ -84,7 +84,7 @@ def _refuse_step(name: str, value: object) -> None:
 
 
 def flag(name: str, value: object) -> bool:
-    """Validate a bool; a number is rejected, because in TF's argument order a number has this position."""
+    """Validate a bool; reject a number, which has this position in TF's order."""
     try:
         return as_bool(value, name)
     except TypeError as error:
@@ -92,7 +92,6 @@ def flag(name: str, value: object) -> bool:
 
 
 def as_fraction(name: str, value: object, *, zero: bool = False, meaning: str = "") -> Fraction:
-    """Convert a positive, finite number of steps to a fraction."""
     if trees.is_traced(value):
         raise TypeError(f"{name} is traced: must be a plain number, so that steps are divided exactly; {NO_STEP}")
     expected = "a number ≥ 0" if zero else "a positive number"
@@ -124,12 +123,12 @@ def as_step_count(name: str, value: Any, schedule: Callable[..., Any], *, zero: 
 
 
 def numbers(**values: Any) -> list[Any]:
-    """Validate finite and infinite numbers, and arrays, by name."""
+    """Validate numbers (infinite ones, too) and arrays, by name."""
     return [as_float_or_array(name, value) for name, value in values.items()]
 
 
 def as_tf_number(name: str, value: object, **bounds: Unpack[Bounds]) -> Any:
-    """Convert a rate, a ratio or a fraction of a schedule of `tf.train`; reject an array of integers (a step)."""
+    """Convert a number of a schedule of `tf.train`; reject an array of integers, which is a step."""
     _refuse_step(name, value)
     return as_float_or_array(name, value, **bounds)
 
@@ -147,7 +146,7 @@ def as_float_or_array(name: str, value: object, **bounds: Unpack[Bounds]) -> Any
 
 
 def progress(step: Array, start: Fraction, end: Fraction) -> tuple[Array, Array]:
-    """The fractions of the interval from `start` to `end` that have passed and that remain, each precise near its 0."""
+    """The fractions of the interval from `start` to `end` that have passed and remain, each precise near 0."""
     largest = int(np.iinfo(step.dtype).max)
     scale = start.denominator if math.ceil(end) * start.denominator <= largest else 1
     first = max(min(round(start * scale), largest), -largest)
@@ -166,13 +165,13 @@ def between(first: Any, last: Any, weights: tuple[Array, Array]) -> Array:
 
 
 def ramp(step: Array, length: Fraction) -> Array:
-    """Linear warmup with a nonzero first rate: min(1, (step + 1) / length), for a length of at least 1."""
+    """Linear warmup: min(1, (step + 1) / length), for a length of at least 1."""
     after = jnp.minimum(step, int(np.iinfo(step.dtype).max) - 1) + 1
     return progress(after, Fraction(0), length)[0]
 
 
 def half_cosine(remaining: Array) -> Array:
-    """(1 + cos π(1 − remaining)) / 2 as sin²(π·remaining / 2), which is accurate near the end of a decay."""
+    """(1 + cos π(1 − remaining)) / 2 as sin²(π·remaining / 2), which is accurate near the end."""
     return jnp.square(jnp.sin(remaining * (math.pi / 2)))
 
 
@@ -199,7 +198,7 @@ class Periods(NamedTuple):
 def divide_steps(step: Array, length: Fraction) -> Periods:
     """Divide an integer step by a period, in integers: step / length = whole + fraction.
 
-    A length with more digits than fit the products of integers is replaced by the nearest one that does.
+    A length with too many digits for products of integers is rounded.
     """
     largest, real = int(np.iinfo(step.dtype).max), trees.default_float()
     if length > largest:

@@ -53,14 +53,14 @@ def _floating(value: object) -> Any:
 
 @arithmetic.makes_schedule(2)
 def piecewise_constant(boundaries: Sequence[float], values: Sequence[Number]) -> Schedule:
-    """Piecewise constant schedule: values[0] through step boundaries[0], then values[1] through boundaries[1], etc.
+    """Piecewise constant schedule: values[0] up to and including step boundaries[0], then values[1], etc.
 
     Args:
         boundaries: Increasing steps.
         values: The values, one more than boundaries.
 
     Returns:
-        A function from the step to a scalar.
+        A function of the step.
 
     Raises:
         TypeError: A boundary or a value is not a number.
@@ -108,14 +108,14 @@ def _increasing(boundaries: Sequence[float], check: Callable[[Any, str], Any]) -
 def linear_warmup(schedule: ScalarOrSchedule, warmup_steps: int) -> Schedule:
     """Linear warmup of a schedule: schedule(step) · min(1, (step + 1) / warmup_steps).
 
-    The first update has a rate above zero, and update number `warmup_steps` is the first at the full rate.
+    The first update has a rate above zero, update number `warmup_steps` the full rate.
 
     Args:
         schedule: The schedule or number to warm up to.
         warmup_steps: The number of warmup steps, ≥ 0; 0 leaves the schedule unchanged.
 
     Returns:
-        A function from the step to a scalar.
+        A function of the step.
 
     Raises:
         TypeError: `warmup_steps` is not an integer.
@@ -148,7 +148,7 @@ def shift(schedule: ScalarOrSchedule, start_step: int) -> Schedule:
         start_step: The step at which the schedule begins, an integer ≥ 0.
 
     Returns:
-        A function from the step to a scalar.
+        A function of the step.
 
     Raises:
         TypeError: `start_step` is not an integer.
@@ -181,7 +181,7 @@ def join(schedules: Sequence[ScalarOrSchedule], boundaries: Sequence[int]) -> Sc
         boundaries: Increasing integers > 0: the steps at which the second and later schedules begin.
 
     Returns:
-        A function from the step to a scalar.
+        A function of the step.
 
     Raises:
         TypeError: `schedules` or `boundaries` is not a list, or a boundary is not an integer.
@@ -223,7 +223,7 @@ def times(*schedules: ScalarOrSchedule) -> Schedule:
         schedules: Schedules or numbers, at least one.
 
     Returns:
-        A function from the step to a scalar.
+        A function of the step.
 
     Raises:
         TypeError: One of the schedules is neither a schedule nor a number.
@@ -234,8 +234,6 @@ def times(*schedules: ScalarOrSchedule) -> Schedule:
         >>> schedule = jstep.times(0.5, jstep.cosine_decay(1.0, 100), jstep.linear_warmup(1.0, 10))
         >>> print(f"{schedule(0):.3g} {schedule(50):.3g}")
         0.05 0.25
-
-    Source: common practice for warmup and layer-wise rates.
     """
     if not schedules:
         raise ValueError("schedules: must be at least one schedule or number, got none")

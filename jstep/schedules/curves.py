@@ -28,15 +28,15 @@ def exponential_decay(
 
     Args:
         learning_rate: The value at step 0.
-        decay_steps: The number of steps in which the value decays by the factor `decay_rate`; > 0, may be fractional.
+        decay_steps: The number of steps of one factor `decay_rate`; > 0, may be fractional.
         decay_rate: The factor, ≥ 0.
-        staircase: Whether to round the exponent down, so that the value changes only at multiples of `decay_steps`.
+        staircase: Whether to round step / decay_steps down.
 
     Returns:
-        A function from the step to a scalar.
+        A function of the step.
 
     Raises:
-        TypeError: `staircase` is not a bool, or a number is a step or a number of steps, as in TF's order of arguments.
+        TypeError: `staircase` is not a bool, or the arguments are in TF's order, with the step.
         ValueError: `decay_steps` ≤ 0 or `decay_rate` < 0.
 
     Example:
@@ -45,8 +45,7 @@ def exponential_decay(
         >>> print(schedule(10))
         0.2
 
-    Source: `tf.train.exponential_decay`. The quotient is computed in integers and is exact at every step; TF divides
-    in floats, which cannot represent every step from 2^24.
+    Source: `tf.train.exponential_decay`.
     """
     start, length, rate, staircase = _of_decay(learning_rate, decay_steps, decay_rate, staircase, low=0, finite=True)
 
@@ -66,14 +65,13 @@ def natural_exp_decay(
         learning_rate: The value at step 0.
         decay_steps: The unit of time in steps; > 0, may be fractional.
         decay_rate: The rate of decay per unit of time.
-        staircase: Whether to round step / decay_steps down, so that the value changes only at multiples of
-            `decay_steps`.
+        staircase: Whether to round step / decay_steps down.
 
     Returns:
-        A function from the step to a scalar.
+        A function of the step.
 
     Raises:
-        TypeError: `staircase` is not a bool, or a number is a step or a number of steps, as in TF's order of arguments.
+        TypeError: `staircase` is not a bool, or the arguments are in TF's order, with the step.
         ValueError: `decay_steps` ≤ 0.
 
     Example:
@@ -102,14 +100,13 @@ def inverse_time_decay(
         learning_rate: The value at step 0.
         decay_steps: The unit of time in steps; > 0, may be fractional.
         decay_rate: The rate of decay per unit of time, ≥ 0.
-        staircase: Whether to round step / decay_steps down, so that the value changes only at multiples of
-            `decay_steps`.
+        staircase: Whether to round step / decay_steps down.
 
     Returns:
-        A function from the step to a scalar.
+        A function of the step.
 
     Raises:
-        TypeError: `staircase` is not a bool, or a number is a step or a number of steps, as in TF's order of arguments.
+        TypeError: `staircase` is not a bool, or the arguments are in TF's order, with the step.
         ValueError: `decay_steps` ≤ 0 or `decay_rate` < 0.
 
     Example:
@@ -157,10 +154,10 @@ def polynomial_decay(
         cycle: Whether to repeat the decay: decay_steps is extended to its smallest multiple ≥ step.
 
     Returns:
-        A function from the step to a scalar.
+        A function of the step.
 
     Raises:
-        TypeError: `cycle` is not a bool, or a number is a step or a number of steps, as in TF's order of arguments.
+        TypeError: `cycle` is not a bool, or the arguments are in TF's order, with the step.
         ValueError: `decay_steps` ≤ 0 or `power` < 0.
 
     Example:
@@ -202,7 +199,7 @@ def linear(init_value: Number, end_value: Number, steps: int) -> Schedule:
         steps: The number of steps, > 0.
 
     Returns:
-        A function from the step to a scalar.
+        A function of the step.
 
     Raises:
         ValueError: `steps` ≤ 0.
@@ -213,8 +210,8 @@ def linear(init_value: Number, end_value: Number, steps: int) -> Schedule:
         >>> print([float(schedule(n)) for n in (0, 1, 4, 9)])
         [0.0, 0.25, 1.0, 1.0]
 
-    Source: `optax.linear_schedule`, `torch.optim.lr_scheduler.LinearLR`. As a warmup from init_value 0 its first update
-    has rate 0; `linear_warmup` has a first rate above zero.
+    Source: `optax.linear_schedule`, `torch.optim.lr_scheduler.LinearLR`. As a warmup from 0 its first update has rate
+    0; `linear_warmup` has a first rate above zero.
     """
     start, end = arithmetic.numbers(init_value=init_value, end_value=end_value)
     return _curve(start, end, arithmetic.as_step_count("steps", steps, linear), "linear")
@@ -251,10 +248,10 @@ def cosine_decay(learning_rate: Number, decay_steps: float, alpha: Number = 0.0)
         alpha: The value at the end, as a fraction of `learning_rate`; ≤ 1.
 
     Returns:
-        A function from the step to a scalar.
+        A function of the step.
 
     Raises:
-        TypeError: `alpha` > 1, or a number is a step or a number of steps, as in TF's order of arguments.
+        TypeError: `alpha` > 1, or the arguments are in TF's order, with the step.
         ValueError: `decay_steps` ≤ 0.
 
     Example:
@@ -297,12 +294,12 @@ def cosine_decay_restarts(
         alpha: The value at the end of a period, as a fraction of `learning_rate`; ≤ 1.
 
     Returns:
-        A function from the step to a scalar.
+        A function of the step.
 
     Raises:
-        TypeError: `alpha` or `m_mul` > 1, or a number is a step or a number of steps, as in TF's order of arguments.
-        ValueError: `first_decay_steps` ≤ 0, `t_mul` < 1 (or so close to 1 that a run could have more than 100 000
-            periods), or `m_mul` < 0.
+        TypeError: `alpha` or `m_mul` > 1, or the arguments are in TF's order, with the step.
+        ValueError: `first_decay_steps` ≤ 0, `t_mul` < 1 (or so close to 1 that 100 000 periods are possible), or
+            `m_mul` < 0.
 
     Example:
         >>> import jstep
@@ -310,8 +307,8 @@ def cosine_decay_restarts(
         >>> print([round(float(schedule(n)), 2) for n in (0, 5, 10, 20, 30)])
         [1.0, 0.5, 1.0, 0.5, 1.0]
 
-    Source: Loshchilov and Hutter, "SGDR" (2016); `tf.train.cosine_decay_restarts`, which computes the period with a
-    float logarithm and therefore misplaces restarts; here they are tabulated.
+    Source: Loshchilov and Hutter, "SGDR" (2016); `tf.train.cosine_decay_restarts`, whose restarts are misplaced by
+    rounding.
     """
     start = arithmetic.as_tf_number("learning_rate", learning_rate)
     length = arithmetic.as_tf_duration("first_decay_steps", first_decay_steps, cosine_decay_restarts)
@@ -380,10 +377,10 @@ def linear_cosine_decay(
         beta: Added to the product; ≤ 1.
 
     Returns:
-        A function from the step to a scalar.
+        A function of the step.
 
     Raises:
-        TypeError: `alpha` or `beta` > 1, or a number is a step or a number of steps, as in TF's order of arguments.
+        TypeError: `alpha` or `beta` > 1, or the arguments are in TF's order, with the step.
         ValueError: `decay_steps` ≤ 0.
 
     Example:
@@ -391,8 +388,7 @@ def linear_cosine_decay(
         >>> print(jstep.linear_cosine_decay(1.0, 100)(50))
         0.251
 
-    Source: Bello et al., "Neural Optimizer Search with Reinforcement Learning" (2017);
-    `tf.train.linear_cosine_decay`.
+    Source: Bello et al., "Neural Optimizer Search with Reinforcement Learning" (2017); `tf.train.linear_cosine_decay`.
     """
     start = arithmetic.as_tf_number("learning_rate", learning_rate)
     count = arithmetic.as_tf_number("num_periods", num_periods)
@@ -433,7 +429,7 @@ def one_cycle(
         anneal: "cos" or "linear".
 
     Returns:
-        A function from the step to a scalar; constant from step total_steps − 1.
+        A function of the step; constant from step total_steps − 1.
 
     Raises:
         TypeError: A value is not a number, or `total_steps` not an integer.
@@ -445,8 +441,8 @@ def one_cycle(
         >>> print([round(float(schedule(n)), 6) for n in (0, 29, 64, 99)])
         [0.04, 1.0, 0.500002, 4e-06]
 
-    Source: Smith and Topin, "Super-Convergence" (2017); `torch.optim.lr_scheduler.OneCycleLR` with its two phases,
-    whose `final_div_factor` also divides the first value. Optax's schedule ends at total_steps, one update later.
+    Source: Smith and Topin, "Super-Convergence" (2017); `torch.optim.lr_scheduler.OneCycleLR`. Optax's schedule ends at
+    total_steps, one update later.
     """
     top = arithmetic.as_float_or_array("max_value", max_value)
     length = arithmetic.as_step_count("total_steps", total_steps, one_cycle)
@@ -475,7 +471,7 @@ def cyclical(base: Number, peak: Number, step_size_up: int, step_size_down: int 
         step_size_down: The number of decreasing steps, > 0; None for step_size_up.
 
     Returns:
-        A function from the step to a scalar.
+        A function of the step.
 
     Raises:
         ValueError: A length is ≤ 0.
@@ -486,8 +482,8 @@ def cyclical(base: Number, peak: Number, step_size_up: int, step_size_down: int 
         >>> print([float(schedule(n)) for n in (0, 2, 4, 6, 8, 10)])
         [0.0, 0.5, 1.0, 0.5, 0.0, 0.5]
 
-    Source: Smith, "Cyclical Learning Rates for Training Neural Networks" (2015);
-    `torch.optim.lr_scheduler.CyclicLR` with mode="triangular".
+    Source: Smith, "Cyclical Learning Rates for Training Neural Networks" (2015); `torch.optim.lr_scheduler.CyclicLR`
+    with mode="triangular".
     """
     foot, top = arithmetic.numbers(base=base, peak=peak)
     up = arithmetic.as_step_count("step_size_up", step_size_up, cyclical)
@@ -523,12 +519,12 @@ def warmup_cosine_decay(
         peak: The value at step `warmup_steps`.
         warmup_steps: The number of warmup steps, ≥ 0.
         decay_steps: The length of the whole schedule, warmup included; > warmup_steps.
-        init_value: The value at step 0. If it is 0, as in Optax, the first update is zero; `linear_warmup` of a
-            `cosine_decay` has a first rate above zero.
+        init_value: The value at step 0. If it is 0, the first update is zero; `linear_warmup` of a `cosine_decay` has a
+            first rate above zero.
         end_value: The value from step `decay_steps`.
 
     Returns:
-        A function from the step to a scalar.
+        A function of the step.
 
     Raises:
         TypeError: A number of steps is not an integer.
@@ -563,9 +559,9 @@ def warmup_stable_decay(
 ) -> Schedule:
     """Warmup-stable-decay (WSD): peak · min(1, (step + 1) / warmup_steps), then peak, then a decay to end_value.
 
-    With x = (step − warmup_steps − stable_steps) / decay_steps the decay is end_value + (peak − end_value) · s(x),
-    s(x) = 1 − x, (1 + cos πx) / 2 or 1 − √x. To start the decay from any checkpoint of the plateau, change
-    `stable_steps`: all earlier values stay the same.
+    With x = (step − warmup_steps − stable_steps) / decay_steps the decay is end_value + (peak − end_value) · s(x), s(x)
+    = 1 − x, (1 + cos πx) / 2 or 1 − √x. To start the decay from any checkpoint of the plateau, change `stable_steps`:
+    all earlier values stay the same.
 
     Args:
         peak: The value of the plateau.
@@ -576,7 +572,7 @@ def warmup_stable_decay(
         shape: "linear", "cosine", or "sqrt" for 1 − √x.
 
     Returns:
-        A function from the step to a scalar.
+        A function of the step.
 
     Raises:
         TypeError: A number of steps is not an integer.
@@ -588,8 +584,8 @@ def warmup_stable_decay(
         >>> print([round(float(schedule(n)), 3) for n in (0, 3, 8, 13, 18)])
         [0.25, 1.0, 1.0, 0.5, 0.0]
 
-    Source: Hu et al., "MiniCPM" (2024); Hägele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed
-    Training Durations" (2024), for 1 − √x; `get_wsd_schedule` of Hugging Face, whose warmup is step / warmup_steps.
+    Source: Hu et al., "MiniCPM" (2024); Hägele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
+    Durations" (2024), for 1 − √x; `get_wsd_schedule` of Hugging Face, whose warmup is step / warmup_steps.
     """
     top, end = arithmetic.numbers(peak=peak, end_value=end_value)
     warm = arithmetic.as_step_count("warmup_steps", warmup_steps, warmup_stable_decay, zero=True)
@@ -608,7 +604,7 @@ def inverse_sqrt_decay(peak: Number, warmup_steps: int) -> Schedule:
         warmup_steps: The number of warmup steps, and the time scale of the decay; > 0.
 
     Returns:
-        A function from the step to a scalar.
+        A function of the step.
 
     Raises:
         TypeError: `warmup_steps` is not an integer.
@@ -643,7 +639,7 @@ def ademamix_alpha(alpha: Number, steps: int) -> Schedule:
         steps: The number of warmup steps, > 0.
 
     Returns:
-        A function from the step to a scalar, for `ademamix(alpha=…)`.
+        A function of the step, for `ademamix(alpha=…)`.
 
     Raises:
         ValueError: `steps` ≤ 0, or `alpha` < 0.
@@ -654,7 +650,7 @@ def ademamix_alpha(alpha: Number, steps: int) -> Schedule:
         >>> print(f"{schedule(0):.3g} {schedule(99):.3g} {schedule(1000):.3g}")
         0.05 5 5
 
-    Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024), which counts updates from 1.
+    Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024).
     """
     height = arithmetic.as_float_or_array("alpha", alpha, low=0, finite=True)
     return linear_warmup(height, int(arithmetic.as_step_count("steps", steps, ademamix_alpha)))
@@ -672,7 +668,7 @@ def ademamix_beta3(beta1: Number, beta3: Number, steps: int) -> Schedule:
         steps: The number of warmup steps, > 0.
 
     Returns:
-        A function from the step to a scalar, for `ademamix(beta3=…)`.
+        A function of the step, for `ademamix(beta3=…)`.
 
     Raises:
         ValueError: `steps` ≤ 0, or a β outside (0, 1).
@@ -683,7 +679,7 @@ def ademamix_beta3(beta1: Number, beta3: Number, steps: int) -> Schedule:
         >>> print(f"{schedule(0):.4f} {schedule(98):.4f} {schedule(99):.4f}")
         0.9909 0.9999 0.9999
 
-    Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024), which counts updates from 1.
+    Source: Pagliardini et al., "The AdEMAMix Optimizer" (2024).
     """
     inside: Any = {"low": 0, "above": True, "high": 1, "below": True}
     betas = {"beta1": beta1, "beta3": beta3}

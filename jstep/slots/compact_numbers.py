@@ -1,9 +1,8 @@
 """Compact numbers: integer codes with a scale for each block of an axis, and bfloat16 with an 8-bit remainder.
 
 Codes of signed values are proportional to the square root of the value, codes of squares to the fourth root, so that
-small values of a block have a small error. Values between two codes are rounded up in some steps and down in others, so
-that the mean of the decoded values is exact. The direction comes from a sequence that is a function of the step and the
-element, without a key, and therefore the same in every layout.
+small values of a block have a small error. Values between two codes are rounded up in some steps and down in others, by
+a sequence that depends on the step and the element only, so that the mean of the decoded values is exact.
 """
 
 import functools
@@ -66,7 +65,7 @@ def _split(shape: tuple[int, ...], blocks: Blocks) -> tuple[int, ...]:
 
 
 def decode(codes: Array, scales: Array, flat: bool = False) -> Array:
-    """The values of codes, in float32; `flat` computes on the array instead of a view of its blocks."""
+    """The values of codes, in float32; `flat` computes without a view of the blocks."""
     blocks = blocks_between(codes.shape, scales.shape)
     # If the view and the array are both used, XLA's GPU compiler does the same work twice and stores the results. On
     # CPUs the view is faster.
@@ -127,8 +126,7 @@ def _squares(share: Array, up: Any, largest: int) -> Array:
 def fractions_at(shape: tuple[int, ...], turn: Turn, first: tuple[Any, ...] | None = None) -> Array:
     """A number in [0, 1) for each element: a hash of its position, moved by the golden ratio in each step.
 
-    These numbers are spread more evenly over the steps than random ones, and so rounding errors cancel sooner.
-    `first` is the position of a slice in the whole array.
+    Rounding errors cancel sooner with these numbers than with random ones. `first` is the position of a slice.
     """
     n = jnp.zeros(shape, jnp.uint32) + jnp.asarray(turn.salt).astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
     for axis in range(len(shape)):
@@ -145,7 +143,7 @@ def fractions_at(shape: tuple[int, ...], turn: Turn, first: tuple[Any, ...] | No
 def split_halves(x: Array, fractions: Any = 0.5) -> tuple[Array, Array]:
     """A float32 as a bfloat16 and the next 8 bits, from −128 to 127 of its last place.
 
-    The bfloat16 is the float32 rounded half up: with ties to even, the remainder would need a ninth bit.
+    It is rounded half up: with ties to even, the remainder would need a ninth bit.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     finite = jnp.isfinite(x)

@@ -18,9 +18,8 @@ from jstep.core.trees import Array, Tree, concrete, default_int, native, quote_p
 class IndexedSlices:
     """Sparse rows of a table: `dense[indices[i]] += values[i]`, zero elsewhere.
 
-    With a sparse gradient leaf the cost of an update depends on the number of rows, not on the size of the table.
-    Repeated indices are allowed; their rows are summed first. Concrete indices out of range raise an error, traced ones
-    are dropped.
+    The cost of an update depends on the number of rows, not on the size of the table. Rows with the same index are
+    summed first. Concrete indices out of range raise an error, traced ones are dropped.
 
     Attributes:
         values: The rows, shape (n, *dense_shape[1:]).
@@ -62,8 +61,8 @@ class IndexedSlices:
 class RowsInOrder(IndexedSlices):
     """Slices with one entry for each row of the table, in order, of which only some are named.
 
-    Entry i names row i if `indices[i] == i`. The others are zero rows at the first named index, so that code that does
-    not know this class sees valid slices; code that knows it needs no sort, gather or scatter.
+    Entry i names row i if `indices[i] == i`. The others are zero rows at the first named index: valid slices for code
+    that does not know this class. Code that knows it needs no sort, gather or scatter.
     """
 
     @property
@@ -128,9 +127,9 @@ def check(slices: IndexedSlices, path: str = "", shape: tuple[int, ...] | None =
 
 @exempts_transfers
 def trim_slices(rows: IndexedSlices) -> IndexedSlices:
-    """Make a result of `combine_rows` valid slices again: unused entries become zero rows at its first index.
+    """Convert a result of `combine_rows` to valid slices: unused entries become zero rows at its first index.
 
-    They must not name a row that the gradient does not name: an optimizer with momentum would move it.
+    They must not name other rows: an optimizer with momentum would move them.
     """
     if not rows.indices.shape[0]:
         return rows

@@ -17,7 +17,7 @@ IS_IDLE: contextvars.ContextVar[bool] = contextvars.ContextVar("jstep_is_idle", 
 
 
 class NoGradientsError(ValueError):
-    """No leaf has a gradient: an error for a whole update; an optimizer of a `partition` skips such a step."""
+    """No leaf has a gradient; an optimizer of a `partition` skips such a step."""
 
     def __init__(self, params: Params, why: str = "") -> None:
         # Pickle calls it with the message alone.

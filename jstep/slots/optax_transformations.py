@@ -1,4 +1,4 @@
-"""Optax transformations as optimizers, for every argument that is an optimizer. Optax itself is not imported."""
+"""Optax transformations as optimizers. Optax itself is not imported."""
 
 import contextlib
 import functools
@@ -37,7 +37,7 @@ def is_transformation(value: object) -> bool:
 
 @makes_optimizer(1)
 def from_optax(transformation: Any, name: str = "optax") -> Optimizer:
-    """The optimizer of a transformation, without hyperparameters; `jstep.from_optax` can report some."""
+    """The optimizer of a transformation, without hyperparameters."""
     takes = takes_extra(transformation.update)
 
     def init(params: Params, global_step: Step = 0) -> Slots:
@@ -131,7 +131,7 @@ def _refuse_private(state: Tree) -> None:
 
 @contextlib.contextmanager
 def standard_promotion() -> Iterator[None]:
-    """Use JAX's standard dtype promotion, on which Optax relies, whatever the user has configured."""
+    """Use JAX's standard dtype promotion, on which Optax relies."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 

@@ -1,6 +1,6 @@
 """The roles of slots, declared by the optimizer that creates them, never inferred from names or shapes.
 
-A `TrainState` carries the roles of its slots as static metadata, so that functions of a state alone know them, too.
+A `TrainState` carries the roles of its slots as static metadata.
 """
 
 import contextvars
@@ -48,13 +48,13 @@ class Role(enum.Enum):
 
 AGES = (Role.AGE, Role.OWN_AGE)
 COUNTS = (*AGES, Role.SCALE_SINCE)
-"""Slots whose difference from the global step counts updates: a step without an update advances them."""
+"""Slots whose difference from the global step counts updates."""
 COPIES = (Role.COPY, Role.MASTER, Role.MASTER_COPY)
-"""Slots that start as copies of the parameters: they follow if the parameters are restored without them."""
+"""Slots that start as copies of the parameters: they follow parameters that are restored without them."""
 LIKE_PARAMETERS = (*COPIES, Role.AVERAGE)
-"""Slots with values like the parameters', which restore old values if only the parameters are replaced."""
+"""Slots like the parameters, which restore old values if only the parameters are replaced."""
 HALVES = (Role.SCALES, Role.REMAINDER)
-"""Slots that complete another slot, or the parameters: neither half has a meaning without the other."""
+"""Slots that complete another slot, or the parameters."""
 OUTERMOST = (Role.LOSS_SCALE, Role.NOISE, Role.NOISE_SQUARE, Role.NOISE_WEIGHT)
 """Slots of wrappers that must see all gradients."""
 _OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS, *LIKE_PARAMETERS, *HALVES)
@@ -62,17 +62,16 @@ _OF_PARAMETERS = (None, Role.ROWS, Role.COLUMNS, *LIKE_PARAMETERS, *HALVES)
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Roles(Mapping[str, Role | None]):
-    """Slot name → its role; immutable and hashable, so that it can be static metadata of a pytree.
+    """Slot name → its role; immutable and hashable static metadata of a pytree.
 
     Equality compares all fields, because JAX reuses the trace of a function for equal metadata.
 
     Attributes:
         complete: Whether these are all slots; False if `init` cannot be traced.
         holds: As in `Slot(holds=…)`, for slots of the parameters' shape.
-        halves: Name of a slot that `compact` stores in two arrays → the name of the second: the scales of its codes,
-            or the remainder of a bfloat16.
-        formats: The names of the wrappers and arguments that decide how numbers are stored.
-        misplaced: Slots of wrappers that must be outermost, but are inside others; the first step raises an error.
+        halves: Name of a slot that `compact` stores in two arrays → the name of the second, its scales or remainder.
+        formats: The wrappers and arguments that decide how numbers are stored.
+        misplaced: Slots of wrappers that must be outermost, but are not; the first step raises an error.
         arguments: Slot of a held hyperparameter → the argument that it was passed for.
         computing: As in `Slot(computes_params=True)`.
         in_order: As in `Slot(in_order=True)`.
@@ -139,7 +138,7 @@ class Roles(Mapping[str, Role | None]):
         return self.joined(Roles(formats={format}))
 
     def with_misplaced(self, *roles: Role) -> "Roles":
-        """Mark slots of these roles, by default `OUTERMOST`, as misplaced: their wrapper does not see all gradients."""
+        """Mark slots of these roles, by default `OUTERMOST`, as misplaced."""
         return self.joined(Roles(misplaced=set(self.of(*(roles or OUTERMOST)))))
 
     def ordered(self) -> "Roles":
@@ -185,7 +184,6 @@ class Init:
     Attributes:
         roles: `roles(params)`: the roles of all slots. It uses no device.
         finished: Whether the updates include −learning_rate.
-        guarded: Whether nonfinite gradients reach neither parameters nor slots.
         call: The call that made the optimizer, for its `repr`.
         labels: `labels(params)`: the label of each leaf, in order, None if it is never updated; or None without labels.
         needs_all: Whether it must get all parameters: an Optax transformation may not accept None for frozen ones.
@@ -210,7 +208,7 @@ class Init:
 
 
 _MADE: contextvars.ContextVar[list[tuple[Any, Role | None]] | None] = contextvars.ContextVar("jstep_made", default=None)
-"""The slots that optimizers inside a custom one create while its `init` is traced, and their roles."""
+"""The slots that inner optimizers create while the `init` of a custom one is traced, and their roles."""
 
 
 def roles_of(optimizer: Optimizer, params: Params) -> Roles:

@@ -41,31 +41,26 @@ def load_weights(
 ) -> T:
     """Load weights from safetensors files, such as those of the Hugging Face Hub, or from a checkpoint.
 
-    A leaf is `transform(tensors[names(path)])`. Only the necessary bytes are read: each device reads its own part of a
-    file, and parts that several devices of a process hold are read once. For a leaf with a transform, however, each
-    process reads the whole tensor.
+    A leaf is `transform(tensors[names(path)])`. Each device reads only its own part of a file, but for a leaf with a
+    transform each process reads the whole tensor.
 
     A checkpoint is a directory that Orbax wrote (`StandardCheckpointer`, `PyTreeCheckpointer`, or a step of a
-    `CheckpointManager`, which stands for its default item or its only item), or a checkpoint of jstep, which is
-    verified by its checksums. The names of its tensors are their paths, such as `params/dense/kernel`, where `params/`
-    may be omitted. It may hold more than weights: if tensors below `params` are loaded, whole groups next to it
-    (`opt_state`, `slots`) do not count as unused; if `names` only puts a group before all paths, nothing outside of
-    this group does.
+    `CheckpointManager`), or a checkpoint of jstep, whose checksums are verified. The names of its tensors are their
+    paths, such as `params/dense/kernel`, where `params/` may be omitted. Groups next to `params` (`opt_state`, `slots`)
+    do not count as unused; if `names` only puts a group before all paths, nothing outside of this group does.
 
     Args:
         path: A local file, directory, index (`model.safetensors.index.json`) next to its shards, or checkpoint.
         target: A tree of arrays or of `jax.ShapeDtypeStruct` (from `jax.eval_shape`), for structure, shapes, dtypes and
-            shardings. A leaf without a sharding is placed where JAX places new arrays; a NumPy array is loaded as one;
-            typed PRNG keys are made from their stored data.
-        names: Leaves that have another name in the file: a mapping from paths of target (`"layers/0/wq"`), or a
-            function of the path, to the name of a tensor, to None for a leaf to keep unchanged, or to a pair
-            `(name, transform)`, where `transform` computes the leaf from the stored tensor, a NumPy array
-            (`numpy.transpose`). Paths that a mapping does not mention are the names of their tensors. Two leaves may
-            share one tensor (tied weights).
-        dtype: The dtype to cast floating tensors to, whatever the dtypes of target; None to require the dtypes of
-            target. Integers and booleans are never cast.
-        partial: Whether to load only what fits: the other leaves of target, which then must have values, are kept, and
-            everything missing, unused or mismatched is logged as a warning.
+            shardings. A NumPy array is loaded as one; typed PRNG keys are made from their stored data.
+        names: Path in target (`"layers/0/wq"`) → the name of its tensor, None to keep the leaf, or a pair `(name,
+            transform)`, where `transform` computes the leaf from the stored tensor, a NumPy array (`numpy.transpose`).
+            A mapping, in which missing paths are the names, or a function of the path. Two leaves may share one tensor
+            (tied weights).
+        dtype: The dtype to cast floating tensors to; None to require the dtypes of target. Integers and booleans are
+            never cast.
+        partial: Whether to keep the leaves of target that do not fit, which then must have values, and log everything
+            missing, unused or mismatched as a warning.
 
     Returns:
         A tree like target. Its new arrays share no memory with anything and may be donated.
@@ -88,16 +83,6 @@ def load_weights(
         ...     loaded = jstep.load_weights(path, jax.eval_shape(lambda: params), names, dtype=jnp.bfloat16)
         >>> jax.tree.map(lambda leaf: f"{leaf.dtype}{leaf.shape}", loaded)
         {'dense': {'bias': 'bfloat16(3,)', 'kernel': 'bfloat16(2, 3)'}}
-
-        From a checkpoint:
-
-        >>> state = jstep.TrainState.create(params, jstep.adam())
-        >>> with jstep.Saver(tempfile.mkdtemp()) as saver:
-        ...     path = saver.save(state)
-        >>> loaded = jstep.load_weights(path, jax.eval_shape(lambda: params))
-        >>> second_moments = jstep.load_weights(path, params, lambda path: f"slots/v/{path}")
-        >>> float(loaded["dense"]["kernel"].sum()), float(second_moments["dense"]["kernel"].sum())
-        (6.0, 0.0)
 
     Source: https://huggingface.co/docs/safetensors
     """
@@ -192,7 +177,7 @@ def _checkpoint_of_jstep(path: str) -> tuple[dict[str, Tensor], Read]:
     """Return the arrays of a checkpoint, and a function that verifies it and reads them.
 
     A slot that `compact` stores in two arrays counts as one array, with its float32 values. A parameter has the value
-    that the loss sees.
+    of the loss.
     """
     parent, name = os.path.split(path)
     store = open_store(parent)

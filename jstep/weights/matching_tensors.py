@@ -67,12 +67,9 @@ def call_transform(transform: Transform, array: np.ndarray[Any, Any], path: str)
 
 @dataclasses.dataclass(frozen=True)
 class WantedTensor(targets.TargetLeaf[Any]):
-    """A leaf of a target, and its tensor.
-
-    For typed PRNG keys, shape and dtype describe their data, which is loaded.
+    """A leaf of a target, and its tensor. For typed PRNG keys, shape and dtype describe their data.
 
     Attributes:
-        transform: As in `Rule`.
         casts: Whether a floating tensor of another dtype fits.
     """
 
@@ -96,7 +93,7 @@ class WantedTensor(targets.TargetLeaf[Any]):
 
 @dataclasses.dataclass(frozen=True)
 class WeightsMatch(targets.TargetMatch[WantedTensor]):
-    """The leaves of a target and the tensors of files that fill them, with what is missing or left over."""
+    """The leaves of a target and the tensors that fill them, with what is missing or left over."""
 
     TITLES = "missing", "unused", "mismatched"
     MAX_SHOWN = 200  # enough to show the names of a model's layers
@@ -107,9 +104,7 @@ def match_tensors(
 ) -> WeightsMatch:
     """Find the tensor of each leaf of a target; `rules` has one for each leaf.
 
-    A checkpoint may hold more than weights, such as optimizer state, and its names may be given without `params/`.
-    Groups next to `params` from which nothing is loaded do not count as unused, nor does anything outside of a group
-    that `names` adds to all paths.
+    A checkpoint may hold more than weights: see `load_weights`.
     """
     wanted = []
     full_rules = _with_full_names(rules, tensors) if is_checkpoint else rules
@@ -129,7 +124,7 @@ def match_tensors(
 
 
 def _with_full_names(rules: Sequence[Rule], tensors: Mapping[str, Any]) -> list[Rule]:
-    """Return the rules with full names, in which `params/` is not omitted."""
+    """Return the rules with names in which `params/` is not omitted."""
     names = [rule.name for rule in rules if rule.name is not None]
     # The parameters may have a group `params`, too, so that both "params/w" and "params/params/w" exist.
     everywhere = not all(name in tensors for name in names) and all(_in_params(name) in tensors for name in names)

@@ -30,11 +30,7 @@ from jstep.weights.tensors import LARGEST, METADATA, Tensor, check_file, dtype_c
 
 
 class _Item(NamedTuple):
-    """A leaf to save, and the tensor to store for it.
-
-    Attributes:
-        transform: From the leaf to the tensor.
-    """
+    """A leaf to save, and the `transform` to its tensor."""
 
     path: str
     leaf: Any
@@ -138,7 +134,7 @@ class NewFiles:
             os.remove(self._at(name))
 
     def _switch_index(self, names: Sequence[str], shard_of: Mapping[str, int], total_size: int) -> None:
-        """Replace the index with one that refers to files of these names, which are flushed to disk first."""
+        """Replace the index with one of these files, which are flushed to disk first."""
         weight_map = {name: names[number] for name, number in sorted(shard_of.items())}
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         with self.writing(self._base + INDEX) as file:
@@ -175,19 +171,16 @@ def save_weights(
 ) -> str:
     """Save weights as safetensors files, for `transformers`, vLLM and other tools that read this format.
 
-    Saving is atomic: readers find the older weights until all files are written; then an older index, shards or file
-    of the same name are removed. On several processes all of them call it and the first one writes, to a path that
-    only the first one needs to see.
+    Saving is atomic: readers find the older weights until all files are written; then an older index, shards or file of
+    the same name are removed. On several processes all of them call it and the first one writes.
 
     Args:
-        path: A file, such as `model.safetensors`. Its directory is created if necessary. Larger weights are written to
-            `model-00001-of-00003.safetensors` and so on, with `model.safetensors.index.json`. A file that is replaced
-            keeps its mode, and a link is followed.
+        path: A file, such as `model.safetensors`. Larger weights are written to `model-00001-of-00003.safetensors` and
+            so on, with `model.safetensors.index.json`. A file that is replaced keeps its mode, and a link is followed.
         params: A tree of arrays, on any devices, with any sharding.
-        names: Leaves that have another name in the file: a mapping from paths of params (`"layers/0/wq"`), or a
-            function of the path, to the name of a tensor, to None for a leaf to omit, or to a pair
-            `(name, transform)`, where `transform` computes the tensor to store from the leaf, a NumPy array
-            (`numpy.transpose`). Paths that a mapping does not mention are the names of their tensors.
+        names: Path in params → the name of its tensor, None to omit the leaf, or a pair `(name, transform)`, where
+            `transform` computes the tensor from the leaf, a NumPy array (`numpy.transpose`). A mapping, in which
+            missing paths are the names, or a function of the path.
         metadata: Strings to store with the tensors; `{"format": "pt"}` if None, which `transformers` needs.
         max_shard_bytes: The maximum size of the tensors in one file. A larger tensor has its own file.
 
@@ -203,14 +196,10 @@ def save_weights(
 
     Example:
         >>> import os, tempfile, jax.numpy as jnp, jstep
-        >>> params = {"up": jnp.ones((64, 64)), "down": jnp.ones((64, 64), jnp.bfloat16)}
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     path = jstep.save_weights(f"{directory}/model.safetensors", params, max_shard_bytes=20_000)
-        ...     for name in sorted(os.listdir(directory)):
-        ...         print(name)
-        model-00001-of-00002.safetensors
-        model-00002-of-00002.safetensors
-        model.safetensors.index.json
+        ...     path = jstep.save_weights(f"{directory}/model.safetensors", {"up": jnp.ones((64, 64))})
+        ...     os.listdir(directory)
+        ['model.safetensors']
 
     Source: https://huggingface.co/docs/safetensors
     """
@@ -284,7 +273,7 @@ def _items(params: Tree, names: object) -> list[_Item]:
 
 
 def _stored(item: _Item, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the tensor to store for the leaf on the host, in C order and little-endian."""
+    """Return the tensor of a leaf on the host, in C order and little-endian."""
     if item.transform is not None:
         array = call_transform(item.transform, array, item.path)
     code, shape = item.tensor.code, item.tensor.shape

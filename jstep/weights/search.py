@@ -15,7 +15,7 @@ from jstep.weights.tensors import LARGEST, Tensor, read_header
 SUFFIX = ".safetensors"
 INDEX = ".index.json"
 _DEFAULTS = (f"model{SUFFIX}", f"model{SUFFIX}{INDEX}")
-"""The names that `transformers` writes and searches for in a directory."""
+"""The names that `transformers` writes and reads."""
 
 
 def local_path(path: object) -> str:
@@ -28,7 +28,7 @@ def local_path(path: object) -> str:
 
 
 def weights_file(path: str) -> str | None:
-    """Return the file or index at a path, or the only one in a directory; None for a directory without any."""
+    """Return the file or index at a path, or the only one in a directory, or None."""
     if os.path.isdir(path):
         names = _files_in(path)
         if len(names) > 1:
@@ -62,7 +62,7 @@ def _several(directory: str, what: str, names: Sequence[str]) -> ValueError:
 
 
 def read_tensors(path: str) -> dict[str, Tensor]:
-    """Return the tensors of a file, or of all files of an index, by name; no tensor is read."""
+    """Return the tensors of a file, or of all files of an index, by name."""
     with open_regular(path) as file:
         first = file.read(8)
     # As the size of a header, the first bytes of JSON are far too large.

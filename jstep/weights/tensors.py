@@ -1,4 +1,4 @@
-"""Tensors of safetensors files: the headers, which the `safetensors` package checks, and parts of tensors."""
+"""Tensors of safetensors files: headers, and parts of tensors."""
 
 import json
 import math
@@ -33,10 +33,10 @@ _DTYPES: Mapping[str, np.dtype[Any]] = {
     "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
     "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
 }
-"""Code → dtype, for those that NumPy and JAX can hold. The package reads to NumPy only some of them."""
+"""Code → dtype, for those that NumPy and JAX can hold."""
 METADATA = "__metadata__"
 LARGEST = 100_000_000
-"""Maximum bytes of a header; the package rejects larger ones."""
+"""The maximum bytes of a header that the package accepts."""
 _Item = TypeVar("_Item")
 
 
@@ -114,7 +114,7 @@ def package() -> Any:
 
 
 def read_parts(tensor: Tensor, parts: Iterable[ShardBounds]) -> dict[ShardBounds, np.ndarray[Any, Any]]:
-    """Read parts of a tensor, each into new memory; of the file only these parts are read."""
+    """Read parts of a tensor, each into new memory."""
     assert tensor.dtype is not None
     if tensor.nbytes == 0:  # nothing can be mapped
         return {part: np.empty(lengths(part), tensor.dtype) for part in parts}
